@@ -349,7 +349,8 @@ def test_a_click_pins_and_a_slider_asks_python(browser: Any, tmp_path: Path) -> 
     view = explorer.view  # type: ignore[attr-defined]
     text = explorer.to_html()
     view.ask(view.question)  # (as before the export)
-    answers = """save_changes() { toKernel("asked", state.asked).then(hear); }, send(want) { toKernel("want", want).then(hear); },
+    answers = """save_changes() { toKernel("asked", state.asked).then(hear); },
+      send(want) { toKernel("want", want).then(hear); },
       };
       function hear(traits) { for (const [key, value] of Object.entries(traits)) model.set(key, value); }
       ({"""

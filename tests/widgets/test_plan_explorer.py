@@ -6,6 +6,7 @@ import io
 import json
 import subprocess
 import sys
+from itertools import pairwise
 
 import pytest
 from PIL import Image
@@ -109,7 +110,7 @@ def test_the_front_falls_and_no_plan_is_better_than_it() -> None:
     front, found = points[-1], solved(asked())
     assert not isinstance(found, str)
     assert len(front) >= 4
-    for before, after in zip(front, front[1:], strict=False):
+    for before, after in pairwise(front):
         assert before.memory < after.memory
         assert before.time > after.time
     assert front[-1].time == found.plan.time

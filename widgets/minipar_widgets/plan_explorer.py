@@ -1,16 +1,16 @@
 """PlanExplorer: which strategy for a model on a machine, and why; pin a choice, and see what it costs.
 
-PlanExplorer("gpt3-175b", "a100-80gb", gpus=1024, batch=1536)      presets, words, or dataclasses, as `search` takes them
-explorer.ask(gpus=512, pins="tp=8")                                what a click or a slider asks
-explorer.view.found                                                the search's own answer
-explorer.to_html("page.html")                                      a page whose sliders work without a kernel: see `Grid`
+PlanExplorer("gpt3-175b", "a100-80gb", gpus=1024, batch=1536)    presets, words or dataclasses, as `search` takes them
+explorer.ask(gpus=512, pins="tp=8")                              what a click or a slider asks
+explorer.view.found                                              the search's own answer
+explorer.to_html("page.html")                                    a page whose sliders work without a kernel: see `Grid`
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from math import log
 from typing import Any
 
@@ -20,7 +20,7 @@ from minipar.costs.hardware import Hardware
 from minipar.costs.rates import Calibration
 from minipar.errors import PlanError
 from minipar.models.sizes import Sizes
-from minipar.planner.exhaustive import Found, Planned
+from minipar.planner.exhaustive import Found
 from minipar.planner.reasons import advice
 from minipar.prediction.memory_formula import KINDS
 from minipar_widgets.base import Explorer, View
@@ -86,7 +86,7 @@ class PlanView(View):
     options = traitlets.Dict().tag(sync=True)  # of each control its values
     data = traitlets.Dict().tag(sync=True)  # the answer: see `_data`
     more = traitlets.Dict().tag(sync=True)  # what takes longer: the front, and for keys what other values would cost
-    asked = traitlets.Dict().tag(sync=True)  # what the browser asks for: {"id": n, "model": ..., "pins": [[key, value]]}
+    asked = traitlets.Dict().tag(sync=True)  # by the browser: {"id": n, "model": ..., "pins": [[key, value]]}
     grid = traitlets.Dict().tag(sync=True)  # on a page without a kernel: the traits of each answer
     alive = traitlets.Bool(True).tag(sync=True)
 
@@ -128,9 +128,7 @@ class PlanView(View):
             return
         self._id = max(self._id, int(asked["id"]))
         pins = tuple((str(key), str(value)) for key, value in asked["pins"])
-        self.ask(
-            Question(str(asked["model"]), str(asked["machine"]), int(asked["gpus"]), int(asked["batch"]), pins)
-        )
+        self.ask(Question(str(asked["model"]), str(asked["machine"]), int(asked["gpus"]), int(asked["batch"]), pins))
 
     def _wanted(self, _: Any, content: Any, __: Any) -> None:
         """The browser asks for one thing at a time, so that no slider waits for long."""
@@ -307,7 +305,8 @@ def _picture(view: PlanView, found: Found, dark: bool) -> bytes:
             same = k and value == plans[0]["cells"][key]
             if key in pinned:
                 for thick in (0.0, 1.0):
-                    sketch.rect(at[key] - half + 2 + thick, y + 3 + thick, 2 * half - 4 - 2 * thick, 18 - 2 * thick, edge=look.ink)
+                    left, wide_edge = at[key] - half + 2 + thick, 2 * (half - 2 - thick)
+                    sketch.rect(left, y + 3 + thick, wide_edge, 18 - 2 * thick, edge=look.ink)
             sketch.text(at[key], y + 12, value, look.muted if same else look.ink, 11, "mm")
         sketch.text(start, y + 28, sketch.cut(one["why"], bar - start - 14, 10), look.muted, 10)
         sketch.rect(bar, y + 6, _BAR, 14, edge=look.muted)
@@ -354,7 +353,7 @@ def _draw_front(sketch: Sketch, view: PlanView, found: Found, top: float) -> Non
     sketch.line([(x, top + 12), (x, bottom)], look.warn, 1.5, dashed=True)
     points = [at(one) for one in front]
     steps = [points[0]]
-    for (_, y0), (x1, y1) in zip(points, points[1:], strict=False):
+    for (_, y0), (x1, y1) in pairwise(points):
         steps += [(x1, y0), (x1, y1)]
     sketch.line([*steps, (x, points[-1][1])], "#0072B2" if not sketch.dark else "#56B4E9", 2)
     for one in view.data["plans"]:
@@ -389,8 +388,8 @@ class PlanExplorer(Explorer):
     grid       for which values a page without a kernel has answers: `gpus`, `batches`, `models`, `hardware`, `whole`,
                as in {"gpus": (8, 16)}; see `Grid`. Default: 8 to 1,024 GPUs, and three batches
 
-    A click on a value pins it, and the search is answered again. Errors: PlanError for what is unknown, or impossible to
-    ask. Where no plan fits, the view says what would do.
+    A click on a value pins it, and the search answers again. Where no plan fits, the view says what would do. Errors:
+    PlanError for what is unknown, or impossible to ask.
     """
 
     view: PlanView
@@ -428,9 +427,14 @@ class PlanExplorer(Explorer):
         if hardware is not None:
             shelf, name = shelf.with_machine(hardware)
             question = replace(question, machine=name)
-        changed = {"gpus": gpus, "batch": batch, "pins": None if pins is None else _pins(pins)}
+        if gpus is not None:
+            question = replace(question, gpus=gpus)
+        if batch is not None:
+            question = replace(question, batch=batch)
+        if pins is not None:
+            question = replace(question, pins=_pins(pins))
         self.view.shelf = shelf
-        self.view.ask(replace(question, **{key: value for key, value in changed.items() if value is not None}))
+        self.view.ask(question)
 
 
 def _pins(given: str | Mapping[str, Any]) -> Pins:
@@ -461,4 +465,3 @@ def _grid(shelf: Shelf, question: Question, given: Mapping[str, Any]) -> tuple[S
         tuple(given.get("batches", around(question.batch))),
         bool(given.get("whole", False)),
     )
-

@@ -5,8 +5,8 @@
     instead(that, "pp")   what each value of a key would cost instead
     traded(that, 3)       the front of time against memory, as far as the first three budgets
 
-Each of them takes about a second for 1,024 GPUs, so that a view asks for one at a time. Times are those of the formulas:
-what `search` also simulates can move by a few percent.
+Each of them takes about a second for 1,024 GPUs, so that a view asks for one at a time. Times are those of the
+formulas: what `search` also simulates can move by a few percent.
 """
 
 from __future__ import annotations
@@ -96,8 +96,10 @@ def _space(asked: Problem) -> Space:
 
 @lru_cache(512)
 def instead(asked: Problem, key: str) -> tuple[Alternative, ...]:
-    """What each value of a key would cost instead of the best plan, all others free but for pins. A pin of the key itself
-    does not count. Errors: PlanError for a key that is not searched."""
+    """What each value of a key would cost instead of the best plan, all others free but for pins.
+
+    A pin of the key itself does not count. Errors: PlanError for a key that is not searched.
+    """
     found = solved(asked)
     if isinstance(found, str):
         return ()
@@ -214,6 +216,6 @@ def price(free: Planned, pinned: Planned) -> str:
 def searched(found: Found) -> str:
     """How many plans were looked at, and how."""
     return (
-        f"{found.searched:,} plans: {found.tried:,} by formulas, all others cannot be faster than the last one here, or do "
-        "not fit"
+        f"{found.searched:,} plans: {found.tried:,} by formulas, all others cannot be faster than the last one here, "
+        "or do not fit"
     )
