@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from minipar import Plan, simulate
-from minipar_widgets import CheckpointExplorer, CollectivePlayer, MemoryExplorer, ServerView, ShardingExplorer
+from minipar_widgets import (
+    CheckpointExplorer,
+    CollectivePlayer,
+    MemoryExplorer,
+    PlanExplorer,
+    ServerView,
+    ShardingExplorer,
+)
 from minipar_widgets.base import Shown
 
 CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
@@ -26,16 +33,22 @@ def _server() -> Shown:
     return ServerView(simulate(program, latency=0.1, stage_factors=(1, 1.2, 2, 1)))
 
 
+def _plans() -> Shown:
+    return PlanExplorer("llama3-8b", "h100", gpus=8, batch=64, grid={"gpus": (8, 16), "batches": (64,)})
+
+
 EXPLORERS = {
     "collective": CollectivePlayer,
     "memory": MemoryExplorer,
     "checkpoint": CheckpointExplorer,
     "server": _server,
     "sharding": ShardingExplorer,
+    "plan": _plans,
 }
 KEYS = {
     "server": ("+", "ArrowRight", "ArrowDown", "-", "Home"),
     "sharding": ("ArrowUp", "ArrowUp", "ArrowRight", "Enter", "Home"),
+    "plan": ("ArrowRight", "ArrowDown", "ArrowLeft", "End", "Home"),
 }
 
 
@@ -288,4 +301,101 @@ def test_forms_are_fixed_by_clicks_and_keys(browser: Any, tmp_path: Path) -> Non
     seen.page.get_by_role("button", name="fix nothing").click()
     seen.page.wait_for_function("document.querySelector('.mp-readout').textContent.includes('R on tp;')")
     assert view.picks == ()
+    seen.close()
+
+
+def wait_for_words(seen: Seen, place: str, words: str) -> None:
+    seen.page.locator(place, has_text=words).first.wait_for()
+
+
+def test_plans_of_a_page_answer_sliders_and_pins_from_its_table(browser: Any, pages: dict[str, Path]) -> None:
+    seen = Seen(browser, pages["plan"])
+    caption, pins = seen.page.locator(".mp-caption"), seen.page.locator(".mp-pins")
+    seen.page.get_by_role("button", name="show as table").click()
+    before = caption.inner_text()
+    gpus = seen.page.get_by_role("slider", name="GPUs")
+    gpus.focus()
+    gpus.press("ArrowRight")
+    assert gpus.get_attribute("aria-valuetext") == "16"
+    seen.page.wait_for_function(f"document.querySelector('.mp-caption').textContent !== {before!r}")
+    seen.canvas.focus()
+    seen.canvas.press("Enter")  # tp=1 of the best plan, with 16 GPUs
+    wait_for_words(seen, ".mp-readout", "not computed for this page")
+    seen.page.get_by_role("button", name="free tp=1").click()
+    gpus.press("ArrowLeft")
+    seen.page.wait_for_function("document.querySelector('.mp-readout').textContent.includes('best plan')")
+    assert caption.inner_text() == before
+    seen.canvas.focus()
+    for key in ("Home", "ArrowLeft", "End"):  # (tp is the first column)
+        seen.canvas.press(key)
+    for _ in range(8):
+        if seen.readout().startswith("tp=8"):
+            break
+        seen.canvas.press("ArrowUp")
+    seen.canvas.press("Enter")
+    wait_for_words(seen, ".mp-pins", "costs +")
+    assert seen.page.get_by_role("button", name="free tp=8").count() == 1
+    assert "tp=8" in seen.page.locator(".mp-table").inner_text()
+    seen.canvas.press("z")
+    wait_for_words(seen, ".mp-pins", "nothing is pinned")
+    assert caption.inner_text() == before
+    assert "free" not in pins.inner_text()
+    seen.close()
+
+
+def test_a_click_pins_and_a_slider_asks_python(browser: Any, tmp_path: Path) -> None:
+    """A page whose model asks Python here, as a kernel would be asked."""
+    explorer = _plans()
+    view = explorer.view  # type: ignore[attr-defined]
+    text = explorer.to_html()
+    view.ask(view.question)  # (as before the export)
+    answers = """save_changes() { toKernel("asked", state.asked).then(hear); },
+      send(want) { toKernel("want", want).then(hear); },
+      };
+      function hear(traits) { for (const [key, value] of Object.entries(traits)) model.set(key, value); }
+      ({"""
+    for old, new in (('"alive": false', '"alive": true'), ("save_changes() {}, send() {},", answers)):
+        assert text.count(old) == 1
+        text = text.replace(old, new)
+    text = text.replace("\n};\nwidget.render(", "\n});\nwidget.render(")
+    (tmp_path / "page.html").write_text(text, encoding="utf-8")
+    asked: list[Any] = []
+
+    def kernel(what: str, content: Any) -> Any:
+        asked.append((what, content))
+        if what == "want":
+            view._wanted(view, content, [])
+            return {"more": view.more}
+        view.asked = content
+        return view._point()
+
+    seen = Seen(browser, tmp_path / "page.html")
+    seen.page.expose_function("toKernel", kernel)
+    box = seen.canvas.bounding_box()
+    last = ""
+    for x in range(128, 400, 6):  # the second plan's row, as far as its zero
+        seen.page.mouse.move(box["x"] + x, box["y"] + 24 + 42 + 12)
+        last = seen.page.locator(".mp-tip").inner_text()
+        if last.startswith("pin tp="):
+            break
+    assert last.startswith("pin tp=")
+    key, _, value = last.removeprefix("pin ").partition("=")
+    seen.page.mouse.down()
+    seen.page.mouse.up()
+    seen.page.get_by_role("button", name=f"free {key}={value}").wait_for()
+    wait_for_words(seen, ".mp-pins", "costs")
+    assert view.question.pins == ((key, value),)
+    gpus = seen.page.get_by_role("slider", name="GPUs")
+    gpus.press("ArrowRight")
+    wait_for_words(seen, ".mp-pins", "costs")
+    seen.page.wait_for_function("document.querySelector('.minipar').getAttribute('aria-busy') === null")
+    assert view.question.gpus == 16
+    seen.page.get_by_role("button", name=f"free {key}={value}").press("Enter")
+    wait_for_words(seen, ".mp-pins", "nothing is pinned")
+    assert view.question.pins == ()
+    for _ in range(100):
+        if view.more.get("budgets") == 6 and "tp" in view.more:
+            break
+        seen.page.wait_for_timeout(100)  # the front comes by itself
+    assert [content["want"] for what, content in asked if what == "want"][-6:] == ["front"] * 6
     seen.close()

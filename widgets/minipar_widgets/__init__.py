@@ -29,6 +29,7 @@ _homes = {
     "minipar_widgets.checkpoint_explorer": ("CheckpointExplorer",),
     "minipar_widgets.server_view": ("ServerView",),
     "minipar_widgets.sharding_explorer": ("ShardingExplorer",),
+    "minipar_widgets.plan_explorer": ("PlanExplorer",),
 }
 _home_of = {name: home for home, names in _homes.items() for name in names}
 

@@ -122,6 +122,14 @@ EXHIBITS = (
         'ShardingExplorer("MLP", mesh="tp=4")',
     ),
     Exhibit(
+        "PlanExplorer",
+        "Which strategy for a model on a machine, and why: the fastest plans with the memory of a device, what makes "
+        "each loser slower, the front of time against memory, and what another value of a key would cost. A click on a "
+        "value pins it, and the search answers again: the price of the pins stands beside them. The sliders also work "
+        "on a page without a kernel, as far as its table of results goes.",
+        'PlanExplorer("llama3-70b", "h100", gpus=64, batch=512)',
+    ),
+    Exhibit(
         "LiveRun",
         "A training run as it goes on: progress, loss, and the timeline of the last step, at most ten times a second. "
         "The notebook's stop button ends it.",

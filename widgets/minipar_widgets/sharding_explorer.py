@@ -40,7 +40,7 @@ from minipar_widgets.sharding_model import (
     total,
     totals,
 )
-from minipar_widgets.sketch import Sketch
+from minipar_widgets.sketch import Sketch, wrapped
 
 Place = Callable[[str, str], float]  # of an axis and letters: where their column begins
 _NOTHING = "nothing is fixed"
@@ -227,7 +227,7 @@ def _picture(found: Found, dark: bool) -> bytes:
     cell = min(24.0, (0.56 * _LIST - (len(axes) - 1) * _GAP) // (len(axes) * len(columns)))
     wide = min(_LIST, 330 + len(axes) * (len(columns) * cell + _GAP))  # of the list; the panel is beside it
     grid = wide - len(axes) * len(columns) * cell - (len(axes) - 1) * _GAP
-    lines = _wrapped(f"✗ {found.problem}", 88) if found.problem else []
+    lines = wrapped(f"✗ {found.problem}", 88) if found.problem else []
     problem = 10 + 15 * len(lines) if lines else 0
     tall = _HEAD + _ROW * len(found.rows) + _MOVE * len(found.moves) + problem + 8
     row = found.rows[found.newest]
@@ -256,16 +256,6 @@ def _picture(found: Found, dark: bool) -> bytes:
             y = _draw_problem(sketch, lines, y)
     _draw_panel(sketch, found, row, wide + 20)
     return sketch.png()
-
-
-def _wrapped(text: str, most: int) -> list[str]:
-    lines = [""]
-    for word in text.split():
-        if lines[-1] and len(lines[-1]) + 1 + len(word) > most:
-            lines.append(word)
-        else:
-            lines[-1] = f"{lines[-1]} {word}".strip()
-    return lines
 
 
 def _draw_problem(sketch: Sketch, lines: Sequence[str], y: float) -> float:

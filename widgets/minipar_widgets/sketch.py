@@ -101,6 +101,17 @@ def shade(colour: str, by: float) -> str:
     return "#" + "".join(f"{round(part + (goal - part) * abs(by)):02x}" for part in parts)
 
 
+def wrapped(text: str, most: int) -> list[str]:
+    """Words in lines of at most so many letters."""
+    lines = [""]
+    for word in text.split():
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > most:
+            lines.append(word)
+        else:
+            lines[-1] = f"{lines[-1]} {word}".strip()
+    return lines
+
+
 def ticks(top: float, most: int = 6) -> list[float]:
     """Round numbers from 0 to `top` for an axis."""
     if not top > 0:

@@ -1,7 +1,7 @@
 // The sharding explorer: a row for each tensor with its form on every axis (one column for each letter), the collectives
 // that follow between the rows, a mistake under the operator that it is about, and beside them the chosen tensor's blocks
 // on the mesh. Python propagates; where there is no kernel, everything can be read, and nothing can be fixed.
-import { drawEdge, drawRect, drawText, fill, frame, LOOKS, make } from "./shared.js";
+import { drawEdge, drawRect, drawText, fill, fit, frame, LOOKS, make, wrapped } from "./shared.js";
 
 const HEAD = 40, PANEL = 300, EDGE = 6, RAIL = 16;
 
@@ -11,20 +11,6 @@ export const PLACED = {
   S: ["#0072B2", "#004a75", "#fefefe", ""],
   P: ["#E69F00", "#7a5300", "#201400", "/"],
 };
-
-/** Words in lines of at most so many letters. */
-export function wrapped(text, most) {
-  const lines = [];
-  for (const part of text.split("\n")) {
-    let line = "";
-    for (const word of part.split(" ")) {
-      if (line && line.length + 1 + word.length > most) { lines.push(line); line = word; }
-      else line = line ? `${line} ${word}` : word;
-    }
-    lines.push(line);
-  }
-  return lines;
-}
 
 /** Where everything is, in CSS pixels: `items` are the rows, collectives and the mistake from above, with y and h. */
 export function places(data, width) {
@@ -127,15 +113,6 @@ export function prospect(data, told, k, axis, letter) {
 export const inColumn = (offered, column) => offered.find((letters) => letters.split(":")[0] === column);
 
 const lookOf = (letter) => PLACED[letter[0]];
-
-function fit(ctx, texts, width, size) {
-  ctx.font = `${size}px system-ui`;
-  const found = texts.find((text) => ctx.measureText(text).width <= width);
-  let text = found ?? texts.at(-1);
-  if (found != null || !text) return text;
-  while (text.length > 2 && ctx.measureText(`${text}…`).width > width) text = text.slice(0, -1);
-  return `${text}…`;
-}
 
 function arrow(ctx, x0, x1, y, ink, dashed) {
   const side = Math.sign(x1 - x0) || 1;

@@ -1,6 +1,7 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { clicked, cutDims, holding, inColumn, moveWords, places, prospect, rowWords, slices, tiles, wrapped } from "./sharding.js";
+import { clicked, cutDims, holding, inColumn, moveWords, places, prospect, rowWords, slices, tiles } from "./sharding.js";
+import { wrapped } from "./shared.js";
 
 const row = (name, forms, blocks, more = {}) => ({
   name, own: name, made: "linear(x, w)", stored: false, shape: [8, 16], local: [4, 16], whole: "512 B", part: "256 B", forms,

@@ -227,6 +227,30 @@ export function bar(ctx, kind, x, y, width, height, text = "") {
   if (text && height >= 9 && width >= 4 + 6.2 * text.length) drawText(ctx, text, x + width / 2, y + height / 2 + 0.5, ink, "center", Math.min(11, height - 1));
 }
 
+/** Words in lines of at most so many letters. */
+export function wrapped(text, most) {
+  const lines = [];
+  for (const part of text.split("\n")) {
+    let line = "";
+    for (const word of part.split(" ")) {
+      if (line && line.length + 1 + word.length > most) { lines.push(line); line = word; }
+      else line = line ? `${line} ${word}` : word;
+    }
+    lines.push(line);
+  }
+  return lines;
+}
+
+/** The first of some texts that is not wider than `width` pixels; or the last one, cut. */
+export function fit(ctx, texts, width, size) {
+  ctx.font = `${size}px system-ui`;
+  const found = texts.find((text) => ctx.measureText(text).width <= width);
+  let text = found ?? texts.at(-1);
+  if (found != null || !text) return text;
+  while (text.length > 2 && ctx.measureText(`${text}…`).width > width) text = text.slice(0, -1);
+  return `${text}…`;
+}
+
 /** An element with attributes and children; `on...` are listeners. */
 export function make(tag, attributes = {}, ...children) {
   const el = document.createElement(tag);

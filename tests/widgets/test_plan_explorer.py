@@ -1,0 +1,226 @@
+"""The plan explorer: the search's own plans, pins, the front, other values, pages without a kernel, and words."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from itertools import pairwise
+
+import pytest
+from PIL import Image
+
+from minipar import PlanError
+from minipar.costs.hardware import PRESETS
+from minipar.models.sizes import MODELS, Transformer
+from minipar.planner.exhaustive import search
+from minipar_widgets import PlanExplorer
+from minipar_widgets.plan_explorer import Grid, PlanView, Question, round_times
+from minipar_widgets.plan_model import (
+    BUDGETS,
+    HEADS,
+    KINDS,
+    NEVER,
+    PLANS,
+    SEARCHED,
+    Shelf,
+    cells,
+    clock,
+    gigabytes,
+    instead,
+    percent,
+    problem,
+    solved,
+    told,
+    traded,
+)
+
+HERE = Question("llama3-8b", "h100", 8, 64)
+SMALL = {"gpus": (8, 16), "batches": (64,)}
+
+
+def small(**more) -> PlanExplorer:
+    return PlanExplorer("llama3-8b", "h100", **{"gpus": 8, "batch": 64, "grid": SMALL, **more})
+
+
+def asked(question: Question = HERE):
+    q = question
+    return problem(Shelf(), q.model, q.machine, q.gpus, q.batch, q.pins)
+
+
+def test_plans_are_those_of_the_search() -> None:
+    found = search("llama3-8b", "h100", nodes=2, gpus_per_node=8, batch=64, most=PLANS, simulate=False)
+    view = small(gpus=16).view
+    assert [one["words"] for one in view.data["plans"]] == [one.words for one in found.best]
+    assert [one["seconds"] for one in view.data["plans"]] == [one.time for one in found.best]
+    for plan, one in zip(view.data["plans"], found.best, strict=True):
+        assert sum(plan["bytes"]) == one.memory == plan["total"]
+        assert plan["bytes"] == [one.cost.bytes.get(kind, 0) for kind in KINDS]
+    assert view.data["capacity"] == PRESETS["h100"].memory
+    assert view.data["plans"][0]["over"] == "best"
+
+
+@pytest.mark.parametrize("key", ["tp", "pp", "zero", "checkpoint", "offload", "micro_batch_size", "dp", "schedule"])
+def test_a_pin_of_a_shown_value_leaves_plans_that_have_it(key: str) -> None:
+    found = solved(asked())
+    assert not isinstance(found, str)
+    for value in {cells(one)[key] for one in found.best} - {NEVER}:
+        pinned = solved(asked()._replace(pins=((key, value),)))
+        assert not isinstance(pinned, str)
+        assert {cells(one)[key] for one in pinned.best} == {value}
+        assert pinned.plan.time >= found.plan.time
+
+
+def test_pins_cost_what_the_search_says() -> None:
+    explorer = small(pins="tp=4")
+    free, pinned = solved(asked()), explorer.view.found
+    assert not isinstance(free, str)
+    assert not isinstance(pinned, str)
+    slower = percent(pinned.plan.time / free.plan.time - 1)
+    assert explorer.view.data["price"].startswith(f"costs {slower}: {clock(pinned.plan.time)} instead of ")
+    assert f"costs {slower}" in repr(explorer)
+    explorer.ask(pins={})
+    assert explorer.view.data["price"] == ""
+    explorer.ask(pins="tp=1")  # as the best plan has it
+    assert explorer.view.data["price"].startswith("costs nothing")
+    explorer.ask(gpus=4, pins="tp=2 pp=2")
+    assert explorer.view.data["gpus"] == 4
+    assert {(one["cells"]["tp"], one["cells"]["pp"]) for one in explorer.view.data["plans"]} == {("2", "2")}
+    explorer.ask(pins="offload=activations,optimizer")
+    assert explorer.view.data["plans"][0]["cells"]["offload"] == "activations,optimizer"
+
+
+def test_other_values_are_the_searchs_and_a_pin_of_the_key_itself_does_not_count() -> None:
+    rows = instead(asked(), "tp")
+    for row in rows:
+        pinned = solved(asked()._replace(pins=(("tp", row.value),)))
+        assert not isinstance(pinned, str)
+        assert row.plan is not None
+        assert row.plan.time == pinned.plan.time
+    held = instead(asked()._replace(pins=(("tp", "8"),)), "tp")
+    assert [row.value for row in held] == [row.value for row in rows]
+    assert held[0].slower < 0  # tp=8 is slower than it
+    with pytest.raises(PlanError, match="is not searched"):
+        instead(asked(), "dp")
+
+
+def test_the_front_falls_and_no_plan_is_better_than_it() -> None:
+    points = [traded(asked(), k) for k in range(BUDGETS + 1)]
+    front, found = points[-1], solved(asked())
+    assert not isinstance(found, str)
+    assert len(front) >= 4
+    for before, after in pairwise(front):
+        assert before.memory < after.memory
+        assert before.time > after.time
+    assert front[-1].time == found.plan.time
+    for one in found.best:
+        assert any(point.memory <= one.memory and point.time <= one.time for point in front)
+    whole = found.front(4)
+    assert front[0].memory == whole[0].memory  # the smallest plan of all
+
+
+def test_the_browser_asks_and_is_answered() -> None:
+    view = PlanView(Shelf(), HERE)
+    json.dumps([view.data, view.more, view.options])
+    question = {"model": "llama3-8b", "machine": "h100", "gpus": 16, "batch": 64, "pins": [["tp", "2"]]}
+    view.asked = {"id": 5, **question}
+    assert view.data["id"] == 5
+    assert view.data["pins"] == [["tp", "2"]]
+    assert view.more == {}
+    for k in range(1, BUDGETS + 2):
+        view._wanted(view, {"want": "front", "id": 5}, [])
+        assert view.more["budgets"] == min(k, BUDGETS)
+    view._wanted(view, {"want": "pp", "id": 5}, [])
+    assert [row["value"] for row in view.more["pp"]] == [row.value for row in instead(view.problem_now, "pp")]
+    view._wanted(view, {"want": "zero", "id": 4}, [])  # of a question before
+    view._wanted(view, {"want": "dp", "id": 5}, [])
+    assert set(view.more) == {"front", "budgets", "pp"}
+    json.dumps(view.more)
+    assert view.problem == ""
+
+
+def test_where_no_plan_fits_the_view_says_what_would() -> None:
+    explorer = small()
+    explorer.ask(model="gpt3-175b", gpus=4)
+    assert "no plan fits in 80 GB; the smallest needs" in explorer.view.data["problem"]
+    assert "no plan fits" in repr(explorer)
+    assert explorer.rows()[1][0] == "no plan"
+    assert explorer.picture()
+    assert explorer.view.problem == ""  # the controls stay
+    explorer.ask(gpus=12)
+    assert "gpus=12: must be a multiple of 8" in explorer.view.data["problem"]
+    explorer.ask(model="llama3-8b", gpus=8, pins="tp=3")
+    assert "no plan divides" in explorer.view.data["problem"]
+    explorer.ask(pins="colour=blue")
+    assert "colour" in explorer.view.data["problem"]
+
+
+def test_errors_name_what_is_wrong() -> None:
+    with pytest.raises(PlanError, match="no such preset"):
+        PlanExplorer("gpt5")
+    with pytest.raises(PlanError, match="no such preset"):
+        PlanExplorer("llama3-8b", "abacus")
+    with pytest.raises(PlanError, match="must be key=value, such as tp=8"):
+        small(pins="tp")
+    with pytest.raises(PlanError, match="grid 'gpu': must be one of models, hardware, gpus"):
+        small(grid={"gpu": (8,)})
+    with pytest.raises(PlanError, match="gpus=0: must be a whole number"):
+        small(gpus=0)
+
+
+def test_models_and_machines_of_the_user() -> None:
+    mine = Transformer(4, 512, 8, 512, 10_000, name="mine")
+    explorer = PlanExplorer(mine, "h100 memory=20GB", gpus=2, batch=8)
+    assert explorer.view.options["model"] == [*MODELS, "mine"]
+    assert explorer.view.data["capacity"] == 20 * 10**9
+    assert repr(explorer).startswith("plans for mine on 2 h100 memory=20GB, batch 8: ")
+
+
+def test_a_page_has_the_answers_of_its_grid() -> None:
+    view = small().view
+    before = (view.data, view.question)
+    state = view.state()
+    assert state["alive"] is False
+    assert state["options"] == {"model": ["llama3-8b"], "machine": ["h100"], "gpus": [8, 16], "batch": [64]}
+    assert set(state["grid"]) == {"llama3-8b|h100|8|64", "llama3-8b|h100|16|64"}
+    here, there = state["grid"].values()
+    assert here["data"]["plans"] == [told(one, view.found.best[0]) for one in view.found.best]
+    assert set(here["more"]) == {"front", "budgets", *(key for key in here["data"]["columns"] if key in SEARCHED)}
+    assert there["more"] == {}
+    assert there["data"]["plans"][0]["seconds"] == solved(asked(Question("llama3-8b", "h100", 16, 64))).plan.time  # type: ignore[union-attr]
+    assert (view.data, view.question) == before
+    whole = PlanView(Shelf(), HERE, Grid(("llama3-8b",), ("h100",), (4, 8), (64,), whole=True)).state()
+    assert whole["grid"]["llama3-8b|h100|4|64"]["more"]["budgets"] == BUDGETS
+
+
+def test_every_way_of_showing() -> None:
+    one = small()
+    assert repr(one) == repr(small()) == one.summary()
+    assert one.summary().startswith("plans for llama3-8b on 8 h100, batch 64: ")
+    light, dark = (Image.open(io.BytesIO(one.picture(mode))).convert("RGB") for mode in (False, True))
+    assert light.getpixel((2, 2))[0] > 200 > 60 > dark.getpixel((2, 2))[0]  # type: ignore[index]
+    assert len(one.rows()) == 1 + PLANS
+    assert one.rows()[1][0] == one.view.found.plan.words  # type: ignore[union-attr]
+    assert "Most time goes to" in one.caption()
+    assert len(one.to_html()) < 200_000
+
+
+def test_words_for_numbers() -> None:
+    assert [gigabytes(n) for n in (80e9, 1.5e9, 2e6)] == ["80 GB", "1.5 GB", "2 MB"]
+    assert [clock(s) for s in (18.4338, 0.25)] == ["18.43 s", "250 ms"]
+    assert [percent(x) for x in (0.0, 0.0213, -0.1)] == ["+0 %", "+2.1 %", "-10.0 %"]
+    for low, high in ((3, 8), (18.4, 80), (0.9, 1.1), (5.85, 5.86)):
+        marks = round_times(low, high)
+        assert all(low <= mark <= high for mark in marks)
+        assert 1 <= len(marks) <= 11
+    assert set(SEARCHED) < set(HEADS)
+
+
+def test_it_imports_no_torch() -> None:
+    code = (
+        "import sys; from minipar_widgets import PlanExplorer as E; "
+        "E('llama3-8b', 'h100', 2, 8).picture(); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "False", done.stderr
