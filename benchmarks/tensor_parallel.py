@@ -6,6 +6,9 @@ turns, step by step. torch sums the gradient of the block's input once for each 
 forward and 4 backward. minipar has them read one value, whose gradient is summed once: 2 and 2.
 
 torch runs in processes as torch starts them, and a second time in minipar's ranks (see `pipelines`).
+
+The last row has `batch_copies=2` beside one copy, on two emulated devices: two micro-batches go through the layers in
+step, so that the collectives of one overlap the other's compute.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from benchmarks.harness import Row, as_torch_starts_them, contestants, in_turn
-from minipar import Cluster, Plan, Program
+from minipar import Cluster, Plan, Program, data, models, train
 from minipar.comm import communicator
 from minipar.execution.executor import Executor
 from minipar.models.parameter_groups import shape_of
@@ -29,6 +32,7 @@ from minipar.sharding.sharded import local_model
 
 LAYERS, WIDTH, HEADS, LENGTH, ROWS = 6, 512, 8, 128, 4
 MUST, AIM = 0.8, 0.5  # minipar's time of a step, of DTensor's
+DEVICE = "flops=1GFLOP/s bandwidth=20MB/s latency=1ms"  # computes about as long as it sends
 FORMS = {"*.q|*.k|*.v|*.up": "S-1 on tp", "*.o|*.down": "P on tp"}
 
 
@@ -131,4 +135,20 @@ def measure(quick: bool = False) -> list[Row]:
             text = f"tensor parallel, {ranks} ranks: time / DTensor in ranks like ours"
             note = f"DTensor {found['DTensor'] * 1e3:.0f} ms"
             rows.append(Row(text, found["minipar"] / found["DTensor"], note=note))
-    return rows
+    return [*rows, _copies()]
+
+
+def _copies() -> Row:
+    """A step in which two micro-batches go in step, of one in which they follow each other."""
+    model, text = partial(models.build, "gpt-tiny", layers=4), data.for_model("gpt-tiny")
+    with Cluster(2, device=DEVICE) as cluster:
+        one, two = (
+            train(model, text, f"tp=2 microbatches=4 batch_copies={copies}", cluster=cluster, batch=32, steps=4,
+                  progress=False)
+            for copies in (1, 2)
+        )  # fmt: skip
+    note = (
+        f"{two.predicted.time / one.predicted.time:.3f} predicted; "
+        f"{one.trace.time * 1e3:.0f} and {two.trace.time * 1e3:.0f} ms measured"
+    )
+    return Row("tensor parallel, emulated: time with two copies / one", two.trace.time / one.trace.time, "", note=note)
