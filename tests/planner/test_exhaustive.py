@@ -76,7 +76,7 @@ def test_gpt3_on_1024_gpus(gpt3):
     assert best.time < published.time
     assert any("does not fit" in reason for reason in best.reasons)
     assert "Data parallel does not suffice" in advice(best, found.space)
-    assert str(found).startswith("plan ")
+    assert str(found).startswith("all plans: ")
     assert found._repr_html_().count("<tr>") == 21
 
 
@@ -182,3 +182,17 @@ def test_no_plan_for_gpt3_has_a_faster_formula():
     assert count == found.searched > 1500
     assert min(one.cost.time for one in found.best) == best
     assert found.tried < count / 2
+
+
+def test_the_table_is_readable_at_100_columns() -> None:
+    found = search("gpt3-175b", "a100-80gb", nodes=16, batch=512, most=5)
+    text = str(found).splitlines()
+    table = text[: text.index("")]
+    assert max(map(len, table)) <= 100
+    assert table[0].startswith("all plans: ")
+    assert "\n".join(table).count("precision=bf16") == 1, "shared words stand above the plans"
+
+
+def test_too_many_devices_are_refused_at_once() -> None:
+    with pytest.raises(PlanError, match=r"nodes=99999999999: .* possible are 1 to 131072"):
+        search("gpt3-175b", "a100-80gb", nodes=99999999999, batch=64)
