@@ -118,6 +118,11 @@ def test_only_what_minipar_can_run():
     assert one.words.startswith("dp=")
 
 
+def test_what_is_too_large_for_a_single_device_names_what_it_needs():
+    with pytest.raises(PlanError, match=r"on 1 device: no plan fits in 80 GB; the smallest needs .* GB .*nodes="):
+        search("llama3-70b", "h100", 1, 1, 64)
+
+
 def test_an_impossible_budget_names_what_would_do():
     with pytest.raises(
         PlanError, match=r"no plan fits in 1 GB; the smallest needs .* GB .*possible is a budget"
