@@ -253,7 +253,7 @@ def smallest(space: Space) -> Planned:
     all on the host that may be there. Errors: PlanError, if no plan can be at all."""
     d = space.domains
     rows = d["micro_batch_size"] if d["ep"] != (1,) else d["micro_batch_size"][:1]
-    zero = tuple(sorted({min(d["zero"]), max(d["zero"])}))  # (a single replica has nothing to share out: 0 is all it can)
+    zero = tuple(sorted({min(d["zero"]), max(d["zero"])}))  # (a single replica can only have stage 0)
     ends = {**d, "micro_batch_size": rows, "schedule": d["schedule"][:3], "zero": zero}
     ends["offload"] = (max(d["offload"], key=len),)
     best: Planned | None = None
