@@ -38,6 +38,7 @@ class _Parser(argparse.ArgumentParser):
         raise PlanError(f"{self.prog}: {message}")
 
 
+MOST_RANKS = 65_536  # of a mesh that `shard` divides a model over
 _EMULATE = "emulate a device: a preset such as 'pcie', and words such as 'forward=20ms bandwidth=1GB/s memory=64MiB'"
 
 
@@ -469,6 +470,8 @@ def _own_model(text: str) -> Any:
         build = getattr(importlib.import_module(home), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise PlanError(f"--model {text}: {error}") from None
+    if not callable(build):
+        raise PlanError(f"--model {text}: is no function; it must return (model, example)")
     made = build()
     if not isinstance(made, tuple) or len(made) != 2:
         raise PlanError(f"--model {text}: must return (model, example), with an example of the model's input")
@@ -528,6 +531,8 @@ def _mesh(text: str) -> Mesh:
         found[axis] = _count(size)
     if not found:
         raise argparse.ArgumentTypeError("needs an axis, such as tp=2")
+    if math.prod(found.values()) > MOST_RANKS:
+        raise argparse.ArgumentTypeError(f"{text!r}: too many ranks; possible are at most {MOST_RANKS} together")
     return Mesh(found)
 
 

@@ -27,6 +27,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
 from html import escape
+from textwrap import wrap
 from time import perf_counter
 from typing import Any
 
@@ -46,6 +47,8 @@ from minipar.wording import several
 WORK = ("matrix products", "other operators", "recomputation", "collectives of shared layers")
 SIMULATED = 20  # of the best plans
 MOST_DEVICES = 65_536  # that an error looks at
+LARGEST = 1_048_576  # devices that a search takes
+WIDTH = 100  # columns of a table
 ACTIONS = 20_000  # of all replicas that are simulated together: a few seconds
 
 
@@ -98,9 +101,14 @@ class Found:
         return rows
 
     def __str__(self) -> str:
-        rows = self.table()
-        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-        lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        shared = [word for word in self.plan.words.split() if all(word in one.words.split() for one in self.best)]
+        lines = wrap(f"all plans: {' '.join(shared)}", WIDTH) if shared and len(self.best) > 1 else []
+        rows = [(*row[1:], row[0]) for row in self.table()]
+        widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]) - 1)]
+        for *numbers, plan in rows:
+            start = "".join(f"{cell.ljust(w)}  " for cell, w in zip(numbers, widths, strict=True))
+            own = " ".join(word for word in plan.split() if word not in shared or len(self.best) == 1)
+            lines += wrap(own or "as above", WIDTH, initial_indent=start, subsequent_indent=" " * len(start))
         lines += ["", *self.plan.reasons]
         lines.append(
             f"{several(self.searched, 'plan')} in {self.seconds:.2f} s: {self.tried} by formulas, and no other has a "
@@ -144,6 +152,14 @@ def search(
     changed: dict[str, Any] = {"nodes": keys.whole_number("nodes", nodes if nodes is not None else machine.nodes or 1)}
     if gpus_per_node is not None:
         changed["per_node"] = keys.whole_number("gpus-per-node", gpus_per_node)
+    per_node = changed.get("per_node", machine.per_node)
+    if changed["nodes"] * per_node > LARGEST:
+        raise PlanError(
+            f"nodes={changed['nodes']}: with {per_node} devices each these are too many for a search; possible are "
+            f"1 to {LARGEST // per_node}"
+            if per_node <= LARGEST
+            else f"gpus-per-node={per_node}: too many for a search; possible are 1 to {LARGEST}"
+        )
     if memory is not None:
         changed["memory"] = memory
     found = space(sizes(model), replace(machine, **changed), keys.whole_number("batch", batch), pins)
@@ -253,8 +269,8 @@ def smallest(space: Space) -> Planned:
     all on the host that may be there. Errors: PlanError, if no plan can be at all."""
     d = space.domains
     rows = d["micro_batch_size"] if d["ep"] != (1,) else d["micro_batch_size"][:1]
-    zero = max(d["zero"])
-    ends = {**d, "micro_batch_size": rows, "schedule": d["schedule"][:3], "zero": (zero,)}
+    zero = tuple(sorted({min(d["zero"]), max(d["zero"])}))  # (a single replica can only have stage 0)
+    ends = {**d, "micro_batch_size": rows, "schedule": d["schedule"][:3], "zero": zero}
     ends["offload"] = (max(d["offload"], key=len),)
     best: Planned | None = None
     small = replace(space, domains=ends)
@@ -383,14 +399,14 @@ def front(space: Space, fastest: Planned, points: int = 6) -> tuple[Planned, ...
 
 def report(found: Found, key: str | None = None, with_front: bool = False) -> dict[str, Any]:
     """What a search found, for scripts and for people (`text`). `key`: also what its values would cost instead."""
-
-    text = [str(found), "", advice(found.plan, found.space)]
+    told = advice(found.plan, found.space)
+    text = [str(found), "", *wrap(told, WIDTH)]
     made: dict[str, Any] = {
         "best": [one.as_dict() for one in found.best],
         "searched": found.searched,
         "seconds": found.seconds,
         "tried": found.tried,
-        "advice": text[-1],
+        "advice": told,
     }
     if key is not None:
         rows = found.explain(key)
@@ -402,6 +418,9 @@ def report(found: Found, key: str | None = None, with_front: bool = False) -> di
         ]  # fmt: skip
     if with_front:
         plans = found.front()
-        text += ["", *(f"{one.memory / 1e9:6.1f} GB  {one.time:.4g} s  {one.words}" for one in plans)]
+        text.append("")
+        for one in plans:
+            line = f"{one.memory / 1e9:6.1f} GB  {one.time:.4g} s  {one.words}"
+            text += wrap(line, WIDTH, subsequent_indent=" " * 12, drop_whitespace=True)
         made["front"] = [one.as_dict() for one in plans]
     return {**made, "text": "\n".join(text)}

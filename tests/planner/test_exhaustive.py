@@ -76,7 +76,7 @@ def test_gpt3_on_1024_gpus(gpt3):
     assert best.time < published.time
     assert any("does not fit" in reason for reason in best.reasons)
     assert "Data parallel does not suffice" in advice(best, found.space)
-    assert str(found).startswith("plan ")
+    assert str(found).startswith("all plans: ")
     assert found._repr_html_().count("<tr>") == 21
 
 
@@ -116,6 +116,11 @@ def test_only_what_minipar_can_run():
     for one in found.best:
         assert one.plan.ranks == 4
     assert one.words.startswith("dp=")
+
+
+def test_what_is_too_large_for_a_single_device_names_what_it_needs():
+    with pytest.raises(PlanError, match=r"on 1 device: no plan fits in 80 GB; the smallest needs .* GB .*nodes="):
+        search("llama3-70b", "h100", 1, 1, 64)
 
 
 def test_an_impossible_budget_names_what_would_do():
@@ -182,3 +187,17 @@ def test_no_plan_for_gpt3_has_a_faster_formula():
     assert count == found.searched > 1500
     assert min(one.cost.time for one in found.best) == best
     assert found.tried < count / 2
+
+
+def test_the_table_is_readable_at_100_columns() -> None:
+    found = search("gpt3-175b", "a100-80gb", nodes=16, batch=512, most=5)
+    text = str(found).splitlines()
+    table = text[: text.index("")]
+    assert max(map(len, table)) <= 100
+    assert table[0].startswith("all plans: ")
+    assert "\n".join(table).count("precision=bf16") == 1, "shared words stand above the plans"
+
+
+def test_too_many_devices_are_refused_at_once() -> None:
+    with pytest.raises(PlanError, match=r"nodes=99999999999: .* possible are 1 to 131072"):
+        search("gpt3-175b", "a100-80gb", nodes=99999999999, batch=64)

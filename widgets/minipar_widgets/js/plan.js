@@ -9,7 +9,7 @@ const LETTER = 6.1, HEAD = 24, EDGE = 6, TIMES = 128, STEP = 38, CELL = 22, LINE
 export function places(data, more, key, width) {
   const wide = data.columns.map((k) => 11 + LETTER * Math.max(data.heads[k].length, ...data.plans.map((plan) => plan.cells[k].length)));
   const sum = wide.reduce((a, b) => a + b, 0), single = TIMES + sum + 170 <= width;
-  const spread = single ? Math.min(1.35, (width - TIMES - 170) / sum) : 1;
+  const spread = single ? Math.max(1, Math.min(1.35, (width - TIMES - 300) / sum)) : 1;
   const cellsEnd = single ? TIMES + sum * spread : width - EDGE, bar = single ? cellsEnd + 14 : TIMES;
   const barWidth = Math.max(60, Math.min(320, width - bar - 76));
   const rows = [], heads = [];
