@@ -1,10 +1,10 @@
 """The tests, as make runs them: python tests/everything.py [--fast] [PYTEST_ARGUMENTS]
 
-All of them (`make test`): first the tests of ranks and of messages side by side, and nothing else, because they mind
-the clock. Then lint and everything else, in parts: each part is a pytest of its own, and one more runs at once than
-there are cores, because tests of ranks wait much. The longest parts begin first; the lessons, in short parts, fill the
-end. Parts are few, because each one imports torch, starts the processes that ranks are forked from, and starts the
-reference: 8 seconds of a core.
+All of them (`make test`): first the tests of ranks and of messages side by side, because they mind the clock, and
+beside them only lint, which yields to them. Then everything else, in parts: each part is a pytest of its own, and one
+more runs at once than there are cores, because tests of ranks wait much. The longest parts begin first; the lessons, in
+short parts, fill the end. Parts are few, because each one imports torch, starts the processes that ranks are forked
+from, and starts the reference: 8 seconds of a core.
 
 With --fast (`make check`): lint, and beside it the tests of the rooms below `cluster`, which plan, draw and predict.
 Those that need ranks, and the slow ones, are left out. tests/test_repository.py compares FAST with the rooms.
@@ -76,7 +76,9 @@ def parts_of(folders: tuple[str, ...], count: int) -> list[list[str]]:
 
 def first(given: list[str]) -> list[Part]:
     """What `make test` runs first."""
-    return [pytest(" ".join(folders), *folders, *given) for folders in FIRST]
+    yielding = lint()
+    yielding.command[:0] = ["nice", "-n", "19"]
+    return [*(pytest(" ".join(folders), *folders, *given) for folders in FIRST), yielding]
 
 
 def then(given: list[str]) -> list[Part]:
@@ -88,7 +90,7 @@ def then(given: list[str]) -> list[Part]:
         for folders, count in LONG
         for k, files in enumerate(parts_of(folders, count))
     ]
-    return [lint(), rest, *long]
+    return [rest, *long]
 
 
 def fast(given: list[str]) -> list[Part]:
