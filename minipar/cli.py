@@ -469,10 +469,15 @@ def _own_model(text: str) -> Any:
     try:
         build = getattr(importlib.import_module(home), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise PlanError(f"--model {text}: {error}") from None
+        raise PlanError(
+            f"--model {text}: {error}; possible is MODULE:FUNCTION, of a module in this folder or an installed one"
+        ) from None
     if not callable(build):
         raise PlanError(f"--model {text}: is no function; it must return (model, example)")
-    made = build()
+    try:
+        made = build()
+    except Exception as error:
+        raise PlanError(f"--model {text}: the function raised {type(error).__name__}: {error}") from error
     if not isinstance(made, tuple) or len(made) != 2:
         raise PlanError(f"--model {text}: must return (model, example), with an example of the model's input")
     return chain_of(*made, name=text)

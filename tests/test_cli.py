@@ -283,3 +283,23 @@ def test_export_refuses_in_one_line(capsys, tmp_path):
     assert call(capsys, "export", str(tmp_path / "none.toml"), "--to", "megatron")[0] == 2
     code, _, err = call(capsys, "export", "", "--to", "megatron", "--output", str(tmp_path / "none" / "x"))
     assert (code, "cannot be written" in err) == (2, True)
+
+
+READS_TOML = pytest.mark.skipif(sys.version_info < (3, 11), reason="needs tomllib")
+
+
+@pytest.mark.parametrize(("model", "reason"), [
+    ("raises:build", "the function raised KeyError: 'x'"),
+    ("nowhere_at_all:build", "possible is MODULE:FUNCTION"),
+    ("raises:number", "is no function"),
+    pytest.param("broken.toml", "is no TOML", marks=READS_TOML),
+    pytest.param("none.toml", "No such file or directory; possible are", marks=READS_TOML),
+])  # fmt: skip
+def test_estimate_refuses_a_model_in_one_line(capsys, tmp_path, monkeypatch, model, reason):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "raises.py").write_text("number = 3\ndef build():\n    raise KeyError('x')\n")
+    (tmp_path / "broken.toml").write_text("layers ==")
+    code, out, err = call(capsys, "estimate", "", "--model", model, "--hardware", "h100")
+    assert (code, out, len(err.splitlines())) == (2, "", 1)
+    assert reason in err

@@ -193,7 +193,8 @@ def test_make_check_runs_the_rooms_below_cluster():
 
 def test_make_test_runs_every_test_file_once():
     found = Counter()
-    for part in [*everything.first([]), *everything.then([])]:
+    parts = [part for part in (*everything.first([]), *everything.then([])) if part.name != "lint"]
+    for part in parts:
         words = part.command[3:]
         ignored = [ROOT / word.removeprefix("--ignore=") for word in words if word.startswith("--ignore=")]
         for path in (ROOT / word for word in words if not word.startswith("-")):

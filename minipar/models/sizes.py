@@ -399,5 +399,9 @@ def read_toml(path: str) -> dict[str, Any]:
         ) from None
     try:
         return tomllib.loads(Path(path).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise PlanError(f"{path}: {error}") from None
+    except OSError as error:
+        raise PlanError(
+            f"{path}: {error.strerror}; possible are a file's path, or words such as a preset's name"
+        ) from None
+    except ValueError as error:
+        raise PlanError(f"{path}: is no TOML: {error}; possible are lines such as layers = 24") from None
