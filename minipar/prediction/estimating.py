@@ -181,14 +181,7 @@ def table_of(plan: str | Mapping[str, Any] | Plan) -> dict[str, Any]:
     if isinstance(plan, Plan):
         given = {f.name: getattr(plan, f.name) for f in fields(Plan) if getattr(plan, f.name) != f.default}
     elif isinstance(plan, str):
-        given = {}
-        for word in plan.split():
-            key, equals, value = word.partition("=")
-            if not equals or not value:
-                raise PlanError(f"plan word {word!r}: must be key=value, such as pp=2")
-            if key in given:
-                raise PlanError(f"plan key {key!r}: given twice")
-            given[key] = value
+        given = {**keys.words(plan)}
     else:
         given = dict(plan)
     known = {f.name: f for f in fields(Plan)}

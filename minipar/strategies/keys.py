@@ -59,6 +59,19 @@ def key(default: Any, domain: Domain, text: str, need: Need | None = None) -> An
 # readers --------------------------------------------------------------------------------------------------------------
 
 
+def words(text: str) -> dict[str, str]:
+    """The table of a plan in words, `"pp=2 dp=2"`. Errors: PlanError for a word without a value, or given twice."""
+    table: dict[str, str] = {}
+    for word in text.split():
+        key, equals, value = word.partition("=")
+        if not equals or not value:
+            raise PlanError(f"plan word {word!r}: must be key=value, such as pp=2")
+        if key in table:
+            raise PlanError(f"plan key {key!r}: given twice")
+        table[key] = value
+    return table
+
+
 def check_keys(keys: Iterable[object], known: list[str]) -> None:
     """Refuse words that are no keys of a plan."""
     for key in keys:

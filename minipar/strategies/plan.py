@@ -225,14 +225,7 @@ class Plan:
         if isinstance(text, Plan):
             return text
         if isinstance(text, str):
-            table: dict[str, Any] = {}
-            for word in text.split():
-                key, equals, value = word.partition("=")
-                if not equals or not value:
-                    raise PlanError(f"plan word {word!r}: must be key=value, such as pp=2")
-                if key in table:
-                    raise PlanError(f"plan key {key!r}: given twice")
-                table[key] = value
+            table: dict[str, Any] = {**keys.words(text)}
         elif isinstance(text, Mapping):
             table = dict(text)
         else:
