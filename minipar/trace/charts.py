@@ -2,6 +2,7 @@
 
     lines({"ring": [(1e3, 0.6), (1e6, 6.6)], "tree": [...]}, x="bytes", y="ms", log="xy")    times over sizes, losses
     expert_load(models.mixture_load(model, x))                                               how busy experts are
+    repartitions(sharding.matrix((1024, 1024), 4, Mesh(dp=2, tp=2)))                         from form to form
 
 Lines differ in colour, dash and marker. Pictures of traces are in `drawing.py`. matplotlib loads on first use.
 """
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from minipar.models.mixture_gpt import Load
+    from minipar.sharding.repartition import Matrix
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#8C6D31", "#7A7A7A", "#CC79A7", "#999933")
 MARKERS = "osDv^PX*"
@@ -98,6 +100,34 @@ def expert_load(load: Load, *, title: str = "", width: float = 8.0) -> Figure:
     every[0].legend(frameon=False, ncols=3, fontsize="small", loc="upper right")
     every[0].set_ylim(0.0, 1.35 * max(load.room or 1, *(n for tokens in load.tokens for n in tokens)))
     figure.alt = str(load)  # type: ignore[attr-defined]
+    return figure
+
+
+def repartitions(matrix: Matrix, *, title: str = "", width: float = 8.0) -> Figure:
+    """What it costs to go from the form of each row to that of each column, in ms: the darker, the longer.
+
+    matrix  what `minipar.sharding.matrix` gives
+    width   inches
+
+    The description is the text of `matrix`.
+    """
+    from minipar.sharding.repartition import letters
+
+    names, wanted = (list(map(letters, forms)) for forms in (matrix.rows, matrix.columns))
+    cell = width / (len(wanted) + 2)
+    figure = picture()(figsize=(width, 1.0 + max(0.28, 0.5 * cell) * len(names)), layout="constrained")
+    axes = figure.subplots()
+    most = max((seconds for row in matrix.seconds for seconds in row), default=0.0) or 1.0
+    axes.imshow(matrix.seconds, cmap="cividis_r", vmin=0.0, vmax=most, aspect="auto")
+    for y, row in enumerate(matrix.seconds):
+        for x, seconds in enumerate(row):
+            ink = "white" if seconds > most / 2 else "black"
+            axes.text(x, y, f"{1e3 * seconds:.3g}", ha="center", va="center", color=ink, fontsize=min(9.0, 14 * cell))
+    axes.set_xticks(range(len(wanted)), wanted)
+    axes.set_yticks(range(len(names)), names)
+    axes.set(xlabel="to", ylabel="from")
+    axes.set_title(title or "Repartition, in ms")
+    figure.alt = str(matrix)  # type: ignore[attr-defined]
     return figure
 
 

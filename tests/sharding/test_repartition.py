@@ -12,6 +12,7 @@ from minipar.costs.alpha_beta import collective_seconds
 from minipar.program.mesh import Mesh
 from minipar.sharding.forms import Form, I, P, R, S, conjugate
 from minipar.sharding.repartition import backward, letters, matrix, path
+from minipar.trace.charts import repartitions
 
 LINE, GRID = Mesh(x=4), Mesh(x=2, y=2)
 SHAPE = (1024, 1024)  # of 4 bytes each: 4 MiB
@@ -52,6 +53,16 @@ def test_the_matrix(mesh, table):
         ours = [f"{1e3 * found.seconds[row[name]][column[other]]:.3f}" for other in header.split()]
         assert ours == numbers, name
     assert str(found).split()[: len(found.columns)] == list(column)
+
+
+def test_the_matrix_is_drawn():
+    found = matrix(SHAPE, 4, GRID)
+    figure = repartitions(found)
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == list(map(letters, found.columns))
+    assert [label.get_text() for label in axes.get_yticklabels()] == list(map(letters, found.rows))
+    assert [text.get_text() for text in axes.texts] == [f"{1e3 * s:.3g}" for row in found.seconds for s in row]
+    assert figure.alt == str(found)
 
 
 def test_a_hierarchical_sum_is_found():
