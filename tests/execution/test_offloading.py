@@ -368,14 +368,17 @@ def test_what_a_killed_process_leaves_is_never_read(clusters, tmp_path):
     assert child.stdout is not None
     rank = int(child.stdout.readline())
     until = time.monotonic() + 60
-    while not list(folder.rglob("*.tensor")) and time.monotonic() < until:
+    left: list[Path] = []
+    while not left and time.monotonic() < until:  # a run removes its folder when it ends: stop the rank inside one
         time.sleep(0.01)
-    time.sleep(0.2)
+        os.kill(rank, signal.SIGSTOP)
+        left = [path for path in folder.rglob("*") if path.is_file()]
+        if not left:
+            os.kill(rank, signal.SIGCONT)
     child.send_signal(signal.SIGSTOP)  # so that it cannot clear up
     os.kill(rank, signal.SIGKILL)
     child.kill()
     child.wait()
-    left = [path for path in folder.rglob("*") if path.is_file()]
     assert left
     run = adam(clusters(1), f"offload=optimizer,activations offload_to=disk offload_folder={folder}")
     assert run.losses == adam(clusters(1), "microbatches=1").losses
