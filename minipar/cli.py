@@ -196,7 +196,7 @@ def _parser() -> _Parser:
     one.add_argument("--output", metavar="FILE", default=None, help="write it to this file")
 
     one = command("schedules", _schedules, _show_schedules, "list the schedules, with their constraints")
-    one.add_argument("--markdown", action="store_true", help="as a Markdown table, which the README holds")
+    one.add_argument("--markdown", action="store_true", help="as a Markdown table, which docs/schedules.md has")
     one = command("keys", _keys, _show_keys, "list the keys of a plan, what they take, and what does not go together")
     one.add_argument("--markdown", action="store_true", help="as docs/combinations.md: which choices go together")
     command("doctor", _doctor, _show_doctor, "what works on this machine")
