@@ -20,7 +20,6 @@ from typing import Any, Protocol
 from minipar.cluster.processes import kill_group
 from minipar.errors import RankError
 
-
 _EXPORT = "torch.export._trace"  # what the first capture by torch.export imports: a second
 
 

@@ -88,7 +88,9 @@ def test_no_optimizer_imports_torchs_compiler(alone):
     for optimizer in (torch.optim.SGD, torch.optim.AdamW):
         recipe = partial(optimizer, lr=0.1)
         for name in ("clean_model", "light_model"):  # the second job finds what the first one imported
-            alone.ask(plainly.task_of(job(NOTEBOOK[name], optimizer=recipe), "plain", {"steps": 2}), 1, lambda step: None)
+            alone.ask(
+                plainly.task_of(job(NOTEBOOK[name], optimizer=recipe), "plain", {"steps": 2}), 1, lambda step: None
+            )
 
 
 def test_every_step_is_reported(alone):
