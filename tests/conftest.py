@@ -11,6 +11,7 @@ from typing import Any
 gc.disable()  # until the tests are collected: imports leave next to nothing behind, and torch's are a fifth longer with
 
 import pytest  # noqa: E402
+import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 from minipar.cluster import Cluster  # noqa: E402
@@ -62,6 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """How many examples hypothesis tries where a test does not say it; and Ctrl-C works as in a terminal."""
+    torch.set_num_threads(1)  # of this process: parts of `make test` run side by side, and threads of torch wait busily
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in its background like this
         signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.register_profile("short", deadline=None, derandomize=True, max_examples=30)

@@ -1,10 +1,10 @@
 """The tests, as make runs them: python tests/everything.py [--fast] [PYTEST_ARGUMENTS]
 
 All of them (`make test`): first the tests of ranks and of messages side by side, because they mind the clock, and
-beside them only lint, which yields to them. Then everything else, in parts: each part is a pytest of its own, and one
-more runs at once than there are cores, because tests of ranks wait much. The longest parts begin first; the lessons, in
+beside them only lint, which yields to them. Then everything else, in parts: each part is a pytest of its own, and two
+more run at once than there are cores, because tests of ranks wait much. The longest parts begin first; the lessons, in
 short parts, fill the end. Parts are few, because each one imports torch, starts the processes that ranks are forked
-from, and starts the reference: 8 seconds of a core.
+from, and starts the reference: 6 seconds of a core.
 
 With --fast (`make check`): lint, and beside it the tests of the rooms below `cluster`, which plan, draw and predict.
 Those that need ranks, and the slow ones, are left out. tests/test_repository.py compares FAST with the rooms.
@@ -135,7 +135,7 @@ def main(arguments: list[str]) -> int:
     else:
         clock, others = first(given), then(given)
         run(clock, len(clock))
-        run(others, cores + 1)
+        run(others, cores + 2)
         parts = [*clock, *others]
     print("\nseconds  status")
     for part in parts:
