@@ -56,6 +56,7 @@ def largest_error(found: Execution, model: Model, clip: float | None, steps: int
     return max(errors)
 
 
+@pytest.mark.ranks
 def test_new_ranks_have_torch_export_where_the_driver_has_it() -> None:
     capture_layer(nn.Linear(2, 2), torch.ones(3, 2))
     with Cluster(1, device="cpu") as cluster:

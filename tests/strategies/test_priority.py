@@ -237,6 +237,7 @@ def deep():
     return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
 
 
+@pytest.mark.ranks
 def test_the_gain_on_emulated_devices_is_the_predicted_one():
     """A link that needs as long for all gradients as the devices compute."""
     device = DeviceSpec(costs={"forward": 0.2, "backward": 0.2}, bandwidth=4 * 16640 / 0.4)
