@@ -80,7 +80,7 @@ Loss = Callable[[Any, Any], Tensor]
 class Captured(NamedTuple):
     """A model as graphs, pickled, and what they are for: the number of sharing ranks, and the slices."""
 
-    count: int
+    ranks: int
     slices: int | tuple[int, ...]
     data: bytes
 
@@ -346,15 +346,6 @@ def _unsliced(found: Sequence[dict[str, Gradient]], local: bool) -> dict[str, Te
     return whole | {name: assemble(parts) for name, parts in slices.items()}
 
 
-def captured_once(job: Job, count: int, slices: int | tuple[int, ...], cluster: Cluster) -> Job:
-    """The job with its model as graphs, if `count` ranks share layers. Rank 0 captures it for all: torch.export takes
-    seconds at its first use in a process, and tenths of seconds later."""
-    if count == 1 or (job.graphs is not None and job.graphs[:2] == (count, slices)):
-        return job
-    (graphs,) = cluster.run_on([0], Job.capture, job, count, slices)
-    return replace(job, graphs=graphs)
-
-
 def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Cluster) -> EmulatedCosts:
     """The costs of a program on emulated devices; where they depend on the model, rank 0 profiles it."""
     if spec.flops is None:
@@ -368,6 +359,15 @@ def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Cluste
         computing = replace(computing, schedule="terapipe", slices=program.slices)
     (facts,) = cluster.run_on([0], profile_job, job, rows, False, computing)
     return EmulatedCosts(program, spec, ProfiledCosts(program, facts.profile, job.batch))
+
+
+def captured_once(job: Job, count: int, slices: int | tuple[int, ...], cluster: Cluster) -> Job:
+    """The job with its model as graphs, if `count` ranks share layers. Rank 0 captures it for all: torch.export takes
+    seconds at its first use in a process, and tenths of seconds later."""
+    if count == 1 or (job.graphs is not None and job.graphs[:2] == (count, slices)):
+        return job
+    (graphs,) = cluster.run_on([0], Job.capture, job, count, slices)
+    return replace(job, graphs=graphs)
 
 
 def _delays(costs: EmulatedCosts, rank: int, rest: Program | None) -> tuple[Delays, Delays | None]:
