@@ -29,10 +29,10 @@ ROOT = Path(__file__).resolve().parents[1]
 FIRST = (("tests/cluster",), ("tests/comm", "tests/server"))
 # Folders that are run together, longest first, and in how many parts. All others are one part.
 LONG: tuple[tuple[tuple[str, ...], int], ...] = (
-    (("tests/execution",), 2),
     (("tests/sharding", "tests/training"), 1),
-    (("tests/strategies", "tests/fuzz"), 1),
+    (("tests/execution",), 2),
     (("tests/widgets", "tests/course", "tests/docs"), 1),
+    (("tests/strategies", "tests/fuzz"), 1),
     (("lessons",), 6),
 )
 SOLUTION = "lessons/solutions/05_allreduce.ipynb"  # tests/course/test_solutions.py runs the others, without kernels
