@@ -77,7 +77,7 @@ Model = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module | Sequence[nn.M
 Loss = Callable[[Any, Any], Tensor]
 
 
-class Captured(NamedTuple):
+class PickledGraphs(NamedTuple):
     """A model as graphs, pickled, and what they are for: the number of sharing ranks, and the slices."""
 
     ranks: int
@@ -115,7 +115,7 @@ class Job:
     evaluate: bool | None = None
     on_nan: str = "ignore"
     annotations: Mapping[str, str] | None = None
-    graphs: Captured | None = field(default=None, repr=False)
+    graphs: PickledGraphs | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_loss(self.loss)
@@ -163,12 +163,12 @@ class Job:
         x, cut = self._example(slices)
         return local_model(model, index, count, x, self.annotations, inputs, cut, graphs)
 
-    def capture(self, count: int, slices: int | tuple[int, ...]) -> Captured | None:
+    def capture(self, count: int, slices: int | tuple[int, ...]) -> PickledGraphs | None:
         """In one rank: the model as graphs, for all ranks that share it. None where graphs cannot be sent."""
         x, cut = self._example(slices)
         graphs = capture_graphs(self.build(), count, x, cut)
         try:
-            return Captured(count, slices, pickled(graphs))
+            return PickledGraphs(count, slices, pickled(graphs))
         except Exception:  # such as an operator's argument that has no pickled form: each rank then captures for itself
             return None
 

@@ -2,7 +2,7 @@
 
     driver    job as plain values --> process of plain torch --> losses, gradients, parameters, buffers
                                       (started by the path of reference.py; it never imports minipar, unless the user's
-                                      own code does)
+                                      own code does. Before it, the file light_torch.py keeps torch's compiler out)
 
 The process is started at the first job, which takes as long as importing torch, and kept for the next ones. It is
 killed if the driver is interrupted while it waits for it, and ends when the driver ends.
