@@ -231,6 +231,8 @@ def child_environment(keep_freed_memory: bool = True) -> dict[str, str]:
 # glibc's settings, which a process reads when it starts.
 _zygotes: dict[tuple[int, str], Zygote] = {}
 _folders: dict[int, str] = {}
+# The path of a socket has at most 103 bytes on macOS (107 on Linux); this is the longest one below a temporary folder.
+_LONGEST, _BELOW = 103, len("/minipar-12345678/cluster-12345678/1000-10.1023")
 _lock = threading.Lock()
 
 
@@ -250,11 +252,23 @@ def zygote(keep_freed_memory: bool = True) -> Zygote:
 
 
 def scratch_folder() -> str:
-    """A private temporary folder of this process, removed when it ends."""
+    """A private temporary folder of this process, removed when it ends. RankError if sockets can be nowhere."""
     pid = os.getpid()
     if pid not in _folders or not os.path.isdir(_folders[pid]):
-        _folders[pid] = tempfile.mkdtemp(prefix="minipar-")
+        _folders[pid] = tempfile.mkdtemp(prefix="minipar-", dir=_with_room_for_sockets())
     return _folders[pid]
+
+
+def _with_room_for_sockets() -> str:
+    """The temporary folder; another one if its path is too long for sockets below it."""
+    usual = tempfile.gettempdir()
+    for folder in (usual, "/tmp", "/var/tmp"):
+        if len(os.fsencode(folder)) + _BELOW <= _LONGEST and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    raise RankError(
+        f"the temporary folder {usual} is too long for sockets, and /tmp cannot be written; "
+        f"set TMPDIR to a folder whose path has at most {_LONGEST - _BELOW} bytes"
+    )
 
 
 @atexit.register

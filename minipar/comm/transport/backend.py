@@ -4,7 +4,7 @@ gloo's reduce-scatter is an all-reduce of which a slice is kept: that sends twic
 every rank the parts for it, which it adds up. gloo's all-gather copies the whole tensor, and needs equal parts. Here
 every rank broadcasts its part: the same bytes, in less than half the time.
 
-Neither knows all dtypes: int16 is summed as int32, whose low bits are the same sum, and what is only moved goes as bytes.
+Neither knows all dtypes: int16 is summed as int32, whose low bits are the same; what is only moved goes as bytes.
 """
 
 from __future__ import annotations
