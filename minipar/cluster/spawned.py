@@ -1,6 +1,6 @@
 """A rank as a fresh interpreter, where forking is not wanted: slower to start, otherwise the same.
 
-    python -m minipar.cluster.spawned CONTROL LIFE DRIVER_PID TIE
+    main([CONTROL, LIFE, DRIVER_PID, TIE])
 
 LIFE is the read end of a pipe that the driver holds open. On Linux it is asynchronous: when the driver ends, however it
 ends, the system signals this rank's whole process group, and the default action of that signal is to end it. That needs
@@ -52,7 +52,3 @@ def _guard(life: int, control: int) -> None:
         os.killpg(0, signal.SIGKILL)
     finally:
         os._exit(70)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

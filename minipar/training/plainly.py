@@ -40,7 +40,7 @@ from minipar.training import reference
 from minipar.training.reference import Reference
 
 Report = Callable[[int], None]
-_START = "import runpy, sys; path = sys.argv.pop(1); runpy.run_path(path, run_name='__main__')"
+_START = "import runpy; path = sys.argv.pop(1); runpy.run_path(path, run_name='__main__')"
 
 
 def train_reference(
@@ -154,7 +154,7 @@ class Plain:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-c", _START, reference.__file__, str(theirs.fileno())]
+        command = [*launch.interpreter(_START), reference.__file__, str(theirs.fileno())]
         try:
             self.process = subprocess.Popen(
                 command,
