@@ -336,8 +336,7 @@ def _flush() -> None:
 @contextlib.contextmanager
 def _cutting(folder: str, lost: Counter[str]) -> Iterator[None]:
     """Meanwhile cut the files of a folder, again and again, to what is shown of them: else a cell that prints for ever
-    fills the disk. `lost` gets the bytes that each file has lost. (A thread of the driver: ranks may be in native code.)
-    """
+    fills the disk. `lost` gets the bytes that each file has lost. (The driver does it: ranks may be in native code.)"""
     over = threading.Event()
 
     def look() -> None:
@@ -358,8 +357,8 @@ def _cutting(folder: str, lost: Counter[str]) -> Iterator[None]:
 
 
 def _read(path: str, lost: int = 0) -> str:
-    """What a rank printed, each line as a terminal would leave it (a progress bar overwrites itself). `lost`: bytes that
-    the file has lost."""
+    """What a rank printed, each line as a terminal would leave it (a progress bar overwrites itself). `lost`: bytes
+    that its file has lost."""
     try:
         with open(path, "rb") as file:
             data = file.read(_SHOWN_BYTES)
