@@ -3,7 +3,7 @@
 Every driver process has its own. A fork of it takes milliseconds, where a fresh interpreter takes seconds. It is safe,
 unlike a fork of the notebook's kernel: no thread pool was ever started here, and CUDA was never used.
 
-    python -m minipar.cluster.zygote SOCKET DRIVER_PID FOLDER TIE
+    main([SOCKET, DRIVER_PID, FOLDER, TIE])
 
 The socket (SEQPACKET) carries ("fork", number, modules) with three descriptors -> ("forked", number, pid), ("kill",
 pid), and ("exit", pid, status) as ranks end. The modules are imported first: what the driver has of this package, and
@@ -22,7 +22,6 @@ import select
 import shutil
 import signal
 import socket
-import sys
 import warnings
 
 from minipar.cluster import worker
@@ -154,7 +153,3 @@ def _fork(descriptors: list[int], closing: list[int]) -> int:
         worker.serve(socket.socket(fileno=control))
     finally:
         os._exit(70)  # (it must never return to the loop of the zygote)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

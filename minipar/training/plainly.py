@@ -159,7 +159,7 @@ class Plain:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-c", _START, light_torch.__file__, reference.__file__, str(theirs.fileno())]
+        command = [*launch.interpreter(_START), light_torch.__file__, reference.__file__, str(theirs.fileno())]
         try:
             self.process = subprocess.Popen(
                 command,

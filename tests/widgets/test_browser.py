@@ -96,6 +96,15 @@ def test_page_draws_without_a_network(opened: Any, dark: bool, width: int) -> No
     assert one.errors == []
 
 
+def test_a_note_of_any_text_blanks_no_page(opened: Any) -> None:
+    widget, note = Timeline(FOUR), "<!--<script> PLACE STATE </script>"
+    widget.caption_text = note
+    one = opened(widget)
+    assert _share(one.pixels(), "#E69F00") > 0.01
+    assert one.page.get_by_text(note).count() == 1
+    assert one.errors == []
+
+
 def test_pointer_tells_what_is_under_it(opened: Any) -> None:
     one = opened(Timeline(SLOWER, FOUR))
     canvas = one.page.locator("canvas").bounding_box()
