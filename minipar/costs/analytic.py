@@ -72,24 +72,28 @@ class Division:
     ep: int = 1
     cp: int = 1
 
-    def check(self, model: Preset, dp: int) -> None:
-        """Refuse a division that is impossible for a model on `dp` data-parallel ranks. Errors: PlanError."""
-        for key in ("tp", "top", "ep"):
+    def check(self, model: Sizes, dp: int) -> None:
+        """Refuse a division that is impossible for a model on `dp` data-parallel ranks, some of which are those of ep.
+        Errors: PlanError."""
+        for key in ("tp", "top", "ep", "cp"):
             if getattr(self, key) < 1:
                 raise PlanError(f"{key}={getattr(self, key)}: must be a whole number of at least 1")
-        if self != WHOLE and not isinstance(model, GPT):
-            raise PlanError("tp and ep: formulas are for transformers; possible is tp=1 ep=1 experts=0")
-        if isinstance(model, GPT) and model.heads % self.tp:
+        if isinstance(model, Chain):
+            if self != WHOLE:
+                raise PlanError("tp and ep: formulas are for transformers; possible is tp=1 ep=1 experts=0")
+            return
+        if model.heads % self.tp:
             divisors = [str(n) for n in range(1, model.heads + 1) if model.heads % n == 0]
             raise PlanError(f"tp={self.tp}: must divide {model.heads} heads; possible are {', '.join(divisors)}")
-        if self.ep > 1 and not self.experts:
+        experts = self.experts or model.experts
+        if self.ep > 1 and not experts:
             raise PlanError(f"ep={self.ep}: there are no experts to share out; possible is ep=1, or experts=8")
         if self.experts and not 1 <= self.top <= self.experts:
             raise PlanError(f"top={self.top}: a token goes to at most {self.experts} experts")
-        if self.ep > 1 and (self.experts % self.ep or dp % self.ep):
-            possible = [str(n) for n in range(1, dp + 1) if dp % n == 0 and self.experts % n == 0]
+        if self.ep > 1 and (experts % self.ep or dp % self.ep):
+            possible = [str(n) for n in range(1, dp + 1) if dp % n == 0 and experts % n == 0]
             raise PlanError(
-                f"ep={self.ep}: must divide dp={dp} and experts={self.experts}; possible are {', '.join(possible)}"
+                f"ep={self.ep}: must divide dp={dp} and experts={experts}; possible are {', '.join(possible)}"
             )
 
     def of(self, model: Transformer) -> Transformer:

@@ -17,8 +17,12 @@ from minipar.costs.hardware import PERFECT, PRESETS, Hardware
 from minipar.errors import PlanError
 from minipar.models.sizes import MODELS, Chain, ChainLayer, Transformer, llama
 from minipar.prediction import memory_formula
-from minipar.prediction.closed_form import PlanNumbers, closed_form
-from minipar.prediction.estimating import by_simulation, estimate, smallest, words
+from minipar.prediction.closed_form import closed_form
+from minipar.prediction.estimating import estimate
+from minipar.prediction.fitting import smallest
+from minipar.prediction.plan_numbers import PlanNumbers
+from minipar.prediction.plan_words import words
+from minipar.prediction.replica import by_simulation
 from minipar.strategies.plan import Plan
 from minipar.strategies.schedules import registry
 from minipar.strategies.schedules.registry import Times, find
