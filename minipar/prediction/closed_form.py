@@ -30,8 +30,8 @@ from minipar.costs.analytic import Division
 from minipar.costs.hardware import Hardware
 from minipar.errors import PlanError
 from minipar.models.sizes import Chain, Sizes, Transformer
-from minipar.prediction.plan_numbers import Chunk, PlanNumbers, copies_of, kinds_of
-from minipar.prediction.rank_memory import KINDS, fullest, parameters_of, parts_of
+from minipar.prediction.plan_numbers import Chunk, PlanNumbers
+from minipar.prediction.rank_memory import KINDS, fullest, of_kinds, parameters_of
 from minipar.strategies.schedules.registry import ClosedForm, Times, find
 
 MESSAGE = 25 * 2**20  # bytes of a bucket of gradients
@@ -309,20 +309,24 @@ class Stage(NamedTuple):
         return self.back_matrix + self.back_memory + self.back_sent + self.again
 
 
-def stages(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> list[tuple[Stage, int]]:
+def stages(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> tuple[tuple[Stage, int], ...]:
     """The different ranks of the pipeline in order, and how many neighbours are alike."""
-    n = numbers
+    return _stages(numbers.pipeline, model, machine)
+
+
+@lru_cache(8192)
+def _stages(n: PlanNumbers, model: Sizes, machine: Hardware) -> tuple[tuple[Stage, int], ...]:
     found = []
-    for kind in kinds_of(n, model):
-        parts = parts_of(n, model, kind, kind.first)
-        again = tuple(part.again for part in parts)
-        saved = sum(part.held for part in parts)
+    for facts in {one.kind: one for one in of_kinds(n, model)}.values():
+        kind = facts.kind
+        again = tuple(part.again for part in facts.parts)
+        saved = sum(part.held for part in facts.parts)
         one = _stage(
             model, machine, n.bytes.activation, n.rows, n.division, n.checkpoint == "selective", kind.chunks,
-            copies_of(n), again,
+            facts.copies, again,
         )  # fmt: skip
         found.append((one._replace(saved=saved), kind.count))
-    return found
+    return tuple(found)
 
 
 @lru_cache(8192)
@@ -489,7 +493,7 @@ def _sums(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas,
 
 
 def _copies(
-    numbers: PlanNumbers, machine: Hardware, model: Sizes, form: ClosedForm, kinds: list[tuple[Stage, int]]
+    numbers: PlanNumbers, machine: Hardware, model: Sizes, form: ClosedForm, kinds: tuple[tuple[Stage, int], ...]
 ) -> float:
     """Seconds of the sums over copies in the same pipeline: of a tied embedding, of stages that a schedule has
     twice."""

@@ -96,6 +96,11 @@ class PlanNumbers(NamedTuple):
         return PRECISIONS[self.precision] if isinstance(self.precision, str) else self.precision
 
     @property
+    def pipeline(self) -> PlanNumbers:
+        """The same plan without what does not change the work of a pipeline, or what it keeps of a micro-batch."""
+        return self._replace(dp=1, zero=0, overlap=True, every=True, offload=(), bucket=None, fused=True)
+
+    @property
     def division(self) -> Division:
         """How ranks share the layers."""
         return Division(self.tp, self.sequence_parallel, ep=self.ep, cp=self.cp)

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 from minipar.costs import analytic
@@ -143,42 +144,66 @@ class Detail(NamedTuple):
     rows: float
 
 
-def of_kind(numbers: PlanNumbers, model: Sizes, kind: Kind, rank: int) -> Detail:
-    """The bytes of one rank of the pipeline, which is of this kind."""
-    own = _own(numbers, model, kind, rank)
-    kept = _activations(numbers, model, kind, rank) if numbers.rows else ActivationSources(0, 0, 0, 0)
-    return Detail(_on_device(numbers, own, kept), own, kept, numbers.rows)
-
-
 def of_ranks(numbers: PlanNumbers, model: Sizes) -> list[Detail]:
     """The bytes of every rank of one pipeline. Ranks that share layers, and replicas, have the same."""
+    work = numbers.pipeline
     return [
-        of_kind(numbers, model, kind, rank)
+        _detail(numbers, model, _facts(work, model, kind, rank))
         for kind in kinds_of(numbers, model)
         for rank in range(kind.first, kind.first + kind.count)
     ]
 
 
 def fullest(numbers: PlanNumbers, model: Sizes) -> RankMemory:
-    """The bytes of the rank that needs most. Of alike ranks it looks at one in which most micro-batches are in
-    flight."""
-    n, form = numbers, find(numbers.schedule).form
-    best: RankMemory | None = None
+    """The bytes of the rank that needs most."""
+    named = isinstance(numbers.bucket, tuple)  # (it names layers, so ranks with equal ones may differ)
+    facts = of_kinds(numbers.pipeline._replace(bucket=numbers.bucket) if named else numbers.pipeline, model)
+    return max((_detail(numbers, model, one).memory for one in facts), key=_total)
+
+
+_total = attrgetter("total")
+
+
+class Facts(NamedTuple):
+    """What a rank holds and keeps, whatever is shared out among replicas."""
+
+    kind: Kind
+    copies: int
+    parts: tuple[Part, ...]
+    holding: Holding
+    versions: int
+    kept: ActivationSources
+
+
+def _facts(work: PlanNumbers, model: Sizes, kind: Kind, rank: int) -> Facts:
+    copies = copies_of(work)
+    held = holding(model, work.division, kind.chunks, copies)
+    parts = _parts(work, model, kind, rank)
+    kept = _activations(work, model, parts, rank) if work.rows else ActivationSources(0, 0, 0, 0)
+    return Facts(kind, copies, parts, held, versions_of(work, rank), kept)
+
+
+@lru_cache(8192)
+def of_kinds(work: PlanNumbers, model: Sizes) -> tuple[Facts, ...]:
+    """For each kind of rank, the one in which most micro-batches are in flight."""
+    n, form = work, find(work.schedule).form
 
     def flying(rank: int) -> float:
         assert form is not None
         return form.in_flight(n.pp, n.microbatches // n.rounds, n.chunks, rank) + form.versions(n.pp, rank)
 
+    found = []
     for kind in kinds_of(n, model):
         ranks: Iterable[int] = range(kind.first, kind.first + kind.count)
         if form is not None and kind.count > 1 and not n.options:
             ranks = [max((kind.first, kind.first + kind.count // 2, kind.first + kind.count - 1), key=flying)]
-        for rank in ranks:
-            found = of_kind(n, model, kind, rank).memory
-            if best is None or found.total > best.total:
-                best = found
-    assert best is not None
-    return best
+        found += [_facts(n, model, kind, rank) for rank in ranks]
+    return tuple(found)
+
+
+def _detail(numbers: PlanNumbers, model: Sizes, facts: Facts) -> Detail:
+    own = _own(numbers, model, facts)
+    return Detail(_on_device(numbers, own, facts.kept), own, facts.kept, numbers.rows)
 
 
 # model states --------------------------------------------------------------------------------------------------------
@@ -263,55 +288,42 @@ def _buckets(
     return _neighbours([sum(sum(sizes[g].tensors) for g in message) for message in messages])
 
 
-def _own(numbers: PlanNumbers, model: Sizes, kind: Kind, rank: int) -> Own:
+def _own(numbers: PlanNumbers, model: Sizes, facts: Facts) -> Own:
     """Model states of a rank, and the buffers that are needed to shard or offload them."""
-    n, each, copies = numbers, numbers.bytes, copies_of(numbers)
-    here = holding(model, n.division, kind.chunks, copies)
+    n, each, here = numbers, numbers.bytes, facts.holding
     among = 1, n.dp * n.cp * n.ep, n.dp  # (a group is shared out among so many ranks)
-    versions = versions_of(n)[rank]
     parameters = gradients = optimizer = total = 0
     shared: dict[int, int] = {}
     for size, count, shares in here.groups:
-        one = states(size, among[shares], n.zero, each)
+        ranks = among[shares]
+        one = states(size, ranks, n.zero, each)
         parameters += count * one.parameters
         gradients += count * one.gradients
         optimizer += count * one.optimizer
         total += count * size
-        if among[shares] > 1:
-            shared[among[shares]] = shared.get(among[shares], 0) + count * size
-    parameters += each.parameter * (versions - 1) * total
+        if ranks > 1:
+            shared[ranks] = shared.get(ranks, 0) + count * size
+    parameters += each.parameter * (facts.versions - 1) * total
     gathered = buckets = 0
     if "parameters" in n.offload or (n.zero == 3 and shared):  # one layer computes, the next one is under way
         gathered = each.parameter * here.neighbours["parameters" not in n.offload]
     if n.zero >= 2 and shared:
         bucket = (8 if n.zero == 3 else 25) if n.bucket is None else n.bucket
-        buckets = _buckets(model, n.division, kind.chunks, copies, bucket, each.gradient, tuple(x > 1 for x in among))
-    whole = total - sum(shared.values())
+        divided = (False, among[1] > 1, among[2] > 1)
+        buckets = _buckets(model, n.division, facts.kind.chunks, facts.copies, bucket, each.gradient, divided)
     parts = tuple((size, ranks) for ranks, size in sorted(shared.items()))
-    return Own(States(parameters, gradients, optimizer), whole, parts, versions, gathered, buckets)
+    whole = total - sum(shared.values())
+    return Own(States(parameters, gradients, optimizer), whole, parts, facts.versions, gathered, buckets)
 
 
-def versions_of(numbers: PlanNumbers) -> Sequence[int]:
-    """How many versions of its weights each rank holds: by the schedule's formula, or counted in a program of it."""
+def versions_of(numbers: PlanNumbers, rank: int) -> int:
+    """How many versions of its weights a rank holds: by the schedule's formula, or counted in a program of it."""
     schedule = find(numbers.schedule)
     if schedule.asynchronous is None:
-        return _ONE
+        return 1
     if schedule.form is not None and not numbers.options:
-        return [schedule.form.versions(numbers.pp, d) for d in range(numbers.pp)]
-    return _counted_versions(pipeline(numbers))
-
-
-class _Always(Sequence[int]):
-    """As many ones as there are ranks."""
-
-    def __getitem__(self, index: Any) -> Any:
-        return 1
-
-    def __len__(self) -> int:
-        return 1
-
-
-_ONE = _Always()
+        return schedule.form.versions(numbers.pp, rank)
+    return _counted_versions(pipeline(numbers))[rank]
 
 
 @lru_cache(256)
@@ -345,18 +357,21 @@ class Part(NamedTuple):
     again: tuple[int, ...]
 
 
-def parts_of(numbers: PlanNumbers, model: Sizes, kind: Kind, rank: int) -> tuple[Part, ...]:
+def _parts(numbers: PlanNumbers, model: Sizes, kind: Kind, rank: int) -> tuple[Part, ...]:
     """The chunks of a rank. Errors: PlanError for a checkpoint that the model cannot have."""
     n = numbers
     given = model, n.rows / n.ep, n.bytes.activation, n.division, n.checkpoint, n.ends
-    budget = segments.budget_of(n.checkpoint) if isinstance(n.checkpoint, str) else None
-    kept = [(1, 1)] * len(kind.chunks) if n.checkpoint != "sqrt" and budget is None else in_flight_of_chunks(n, rank)
+    budget = segments.budget_of(n.checkpoint) is not None
+    flights: Sequence[tuple[int, int]] = ()
+    if budget or n.checkpoint == "sqrt":
+        flights = in_flight_of_chunks(n, rank)
+    known: dict[Any, Part] = {}
     found = []
     for c, chunk in enumerate(kind.chunks):
-        moves = None
-        if budget is not None:
-            moves = _within(n._replace(dp=1, zero=0, offload=()), model)[rank]
-        found.append(_part(*given, _plain(chunk, n, model), kept[c][1], moves))
+        key = _plain(chunk, n, model), flights[c][1] if flights else 1, _within(n, model)[rank] if budget else None
+        if key not in known:
+            known[key] = _part(*given, *key)
+        found.append(known[key])
     return tuple(found)
 
 
@@ -428,9 +443,9 @@ def _within(numbers: PlanNumbers, model: Sizes) -> tuple[tuple[Move, ...], ...]:
     return tuple(segments.schedules(n.checkpoint, layout, actions, costs))
 
 
-def _activations(numbers: PlanNumbers, model: Sizes, kind: Kind, rank: int) -> ActivationSources:
+def _activations(numbers: PlanNumbers, model: Sizes, parts: Sequence[Part], rank: int) -> ActivationSources:
     """Where the activations of a rank come from."""
-    n, parts = numbers, parts_of(numbers, model, kind, rank)
+    n = numbers
     sizes = list(dict.fromkeys((part.held, part.more) for part in parts))
     moments = moments_of(n, rank, tuple(sizes.index((part.held, part.more)) for part in parts))
     most, top, then = 0, 0, (0,) * len(sizes)
@@ -525,7 +540,7 @@ def moments_of(numbers: PlanNumbers, rank: int, kinds: tuple[int, ...]) -> tuple
     kinds   for each chunk the number of its kind: chunks of a kind keep as much
     """
     if (count := _by_formula(numbers, rank)) is not None:
-        return (((count,), 0),)
+        return ((tuple(count * kinds.count(kind) for kind in range(1 + max(kinds))), kinds[-1]),)
     return _counted(pipeline(numbers), rank, kinds)
 
 
@@ -533,16 +548,20 @@ def in_flight_of_chunks(numbers: PlanNumbers, rank: int) -> Sequence[tuple[int, 
     """For each chunk of a rank, how many micro-batches are in flight at most: until their backward is done, and until
     its input half is done."""
     if (count := _by_formula(numbers, rank)) is not None:
-        return ((count, count),)
+        return ((count, count),) * numbers.stages_of_a_rank
     return _counted_chunks(pipeline(numbers), rank)
 
 
 def _by_formula(numbers: PlanNumbers, rank: int) -> int | None:
-    """Micro-batches in flight of a rank with one chunk and whole backwards, whose schedule has a formula."""
+    """Micro-batches in flight in each chunk of a rank, where the schedule's formula says so: with whole backwards, of
+    one chunk, or of several if they are all of the micro-batches. Then the last chunk goes backward first."""
     n, schedule = numbers, find(numbers.schedule)
-    if schedule.form is None or n.options or n.stages_of_a_rank > 1 or _halves(n.schedule):
+    if schedule.form is None or n.options or _halves(n.schedule):
         return None
-    return int(schedule.form.in_flight(n.pp, n.microbatches // n.rounds, n.chunks, rank))
+    every = n.microbatches // n.rounds
+    count = schedule.form.in_flight(n.pp, every, n.chunks, rank)
+    one = n.stages_of_a_rank == 1 or (schedule.form.copies == 1 and count == every)
+    return int(count) if one else None
 
 
 @lru_cache(64)

@@ -37,8 +37,7 @@ def by_simulation(numbers: PlanNumbers) -> ClosedForm:
         count = len(made.placement()[d])
         return in_flight(made.actions(d), [1 / count] * count) / slices
 
-    held = versions_of(numbers)
-    return ClosedForm(time, kept, copies_of(numbers), lambda p, d: held[d], exact=False)
+    return ClosedForm(time, kept, copies_of(numbers), lambda p, d: versions_of(numbers, d), exact=False)
 
 
 def _replica(plan: Plan, count: int, times: Times) -> float:
