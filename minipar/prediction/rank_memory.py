@@ -540,7 +540,7 @@ def moments_of(numbers: PlanNumbers, rank: int, kinds: tuple[int, ...]) -> tuple
     kinds   for each chunk the number of its kind: chunks of a kind keep as much
     """
     if (count := _by_formula(numbers, rank)) is not None:
-        return ((tuple(count * kinds.count(kind) for kind in range(1 + max(kinds))), kinds[-1]),)
+        return (((count,), 0),)
     return _counted(pipeline(numbers), rank, kinds)
 
 
@@ -548,20 +548,16 @@ def in_flight_of_chunks(numbers: PlanNumbers, rank: int) -> Sequence[tuple[int, 
     """For each chunk of a rank, how many micro-batches are in flight at most: until their backward is done, and until
     its input half is done."""
     if (count := _by_formula(numbers, rank)) is not None:
-        return ((count, count),) * numbers.stages_of_a_rank
+        return ((count, count),)
     return _counted_chunks(pipeline(numbers), rank)
 
 
 def _by_formula(numbers: PlanNumbers, rank: int) -> int | None:
-    """Micro-batches in flight in each chunk of a rank, where the schedule's formula says so: with whole backwards, of
-    one chunk, or of several if they are all of the micro-batches. Then the last chunk goes backward first."""
+    """Micro-batches in flight of a rank with one chunk and whole backwards, whose schedule has a formula."""
     n, schedule = numbers, find(numbers.schedule)
-    if schedule.form is None or n.options or _halves(n.schedule):
+    if schedule.form is None or n.options or n.stages_of_a_rank > 1 or _halves(n.schedule):
         return None
-    every = n.microbatches // n.rounds
-    count = schedule.form.in_flight(n.pp, every, n.chunks, rank)
-    one = n.stages_of_a_rank == 1 or (schedule.form.copies == 1 and count == every)
-    return int(count) if one else None
+    return int(schedule.form.in_flight(n.pp, n.microbatches // n.rounds, n.chunks, rank))
 
 
 @lru_cache(64)
