@@ -27,8 +27,8 @@ from typing import Any
 from minipar.costs.hardware import Hardware, hardware
 from minipar.costs.rates import Calibration
 from minipar.errors import PlanError
-from minipar.models.sizes import Sizes, sizes
-from minipar.models.table import Preset
+from minipar.models.sizes import Chain, Sizes, Transformer, sizes
+from minipar.models.table import GPT, MLP, Branchy, Mixture, Preset
 from minipar.prediction import fitting
 from minipar.prediction.closed_form import Cost, closed_form
 from minipar.prediction.plan_numbers import PlanNumbers
@@ -125,6 +125,9 @@ class Estimate:
         return "\n".join([*rows, *(["", f"minipar itself cannot run it: {self.note}"] if self.note else [])])
 
 
+_NUMBERS = (Transformer, Chain, GPT, Mixture, MLP, Branchy)
+
+
 def _seconds(time: float) -> str:
     return f"{time:.4g} s" if time >= 1 else f"{time * 1e3:.4g} ms"
 
@@ -156,6 +159,11 @@ def estimate(
         machine = replace(machine, per_node=keys.whole_number("gpus_per_node", gpus_per_node))
     if nodes is not None:
         machine = replace(machine, nodes=keys.whole_number("nodes", nodes))
+    if example is None and not isinstance(model, (str, Mapping, *_NUMBERS)):
+        name = type(model).__name__
+        raise PlanError(
+            f"model {name}: a torch module needs example=, one row of its input or more; or give its numbers"
+        )
     if example is not None:
         from minipar.models.counting import chain_of  # (it needs torch)
 

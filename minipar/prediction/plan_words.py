@@ -192,7 +192,12 @@ def check(numbers: PlanNumbers, model: Sizes, machine: Hardware | None = None) -
         )
     if isinstance(model, Chain):
         if n.tp * n.cp * n.ep > 1:
-            raise PlanError("tp, ep, context_parallel: formulas are for transformers; possible is tp=1 ep=1")
+            key, size = next(one for one in (("tp", n.tp), ("context_parallel", n.cp), ("ep", n.ep)) if one[1] > 1)
+            raise PlanError(
+                f"{key}={size}: formulas divide transformers, and {model.name or 'this model'} is a chain of layers "
+                f"without heads; possible are {key}=1, or the numbers of a transformer of its size, such as "
+                "'llama layers=32 hidden=4096 heads=32 sequence=4096 vocabulary=32000'"
+            )
     else:
         if model.heads % n.tp:
             possible = ", ".join(str(k) for k in range(1, model.heads + 1) if model.heads % k == 0)

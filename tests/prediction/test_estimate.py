@@ -115,6 +115,10 @@ def test_a_torch_model_with_an_example() -> None:
     found = estimate("pp=2 microbatches=4", model, "h100", 64, example=torch.zeros(2, 64))
     assert found.model.parameters == 64 * 256 + 256 + 256 * 10 + 10
     assert found.cost.model_flops == 3 * 64 * 2 * (64 * 256 + 256 * 10)
+    with pytest.raises(PlanError, match="context_parallel=2: formulas divide transformers, and Sequential is a chain"):
+        estimate("context_parallel=2", model, "h100", example=torch.zeros(2, 64))
+    with pytest.raises(PlanError, match="model Sequential: a torch module needs example="):
+        estimate("", model, "h100")
 
 
 def test_plans_that_minipar_cannot_run_are_estimated_and_say_so() -> None:
@@ -205,7 +209,12 @@ def test_it_is_much_faster_than_a_millisecond() -> None:
         ("checkpoint=99", "gpt2-xl", "h100", "the model has 50 layers; possible are 1 to 50"),
         ("checkpoint=selective", "resnet-50", "h100", "resnet-50 has no attention; possible are the others"),
         ("pp=99", "gpt2-xl", "h100", "possible are pp=1 to 48"),
-        ("tp=2", "resnet-50", "h100", "transformers"),
+        (
+            "tp=2",
+            "resnet-50",
+            "h100",
+            "transformers, and resnet-50 is a chain of layers.*possible are tp=1, or the num",
+        ),
         ("ep=3", "mixtral-8x7b", "h100", "possible are 1, 2, 4, 8"),
         ("", "gpt layers=4", "h100", "hidden, heads, sequence, vocabulary missing"),
         ("", "gpt2-xl width=4", "h100", "no such number; possible are layers"),
