@@ -161,9 +161,7 @@ def estimate(
         machine = replace(machine, nodes=keys.whole_number("nodes", nodes))
     if example is None and not isinstance(model, (str, Mapping, *_NUMBERS)):
         name = type(model).__name__
-        raise PlanError(
-            f"model {name}: a torch module needs example=, one row of its input or more; or give its numbers"
-        )
+        raise PlanError(f"model {name}: a torch module needs example=, an input of one row or more; or give numbers")
     if example is not None:
         from minipar.models.counting import chain_of  # (it needs torch)
 

@@ -213,7 +213,7 @@ def test_it_is_much_faster_than_a_millisecond() -> None:
             "tp=2",
             "resnet-50",
             "h100",
-            "transformers, and resnet-50 is a chain of layers.*possible are tp=1, or the num",
+            "transformers, and resnet-50 is a chain of layers.*possible are tp=1, or",
         ),
         ("ep=3", "mixtral-8x7b", "h100", "possible are 1, 2, 4, 8"),
         ("", "gpt layers=4", "h100", "hidden, heads, sequence, vocabulary missing"),

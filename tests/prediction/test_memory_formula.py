@@ -194,7 +194,7 @@ def test_formula_equals_the_simulator_s_peak(words: str, checkpoint: str) -> Non
         for kind in ("parameters", "gradients", "optimizer"):
             assert getattr(found, kind) == max(curve.kinds[kind])
         if several:  # (not all gradients are there when most activations are)
-            assert 0.965 * curve.peak <= found.total <= 1.15 * curve.peak
+            assert 0.965 * curve.peak <= found.total <= 1.25 * curve.peak
         elif plan.total_microbatches > 1:
             assert found.total == pytest.approx(curve.peak, rel=0.035)
         else:  # gradients are complete only when activations are gone: the formula is on the safe side
