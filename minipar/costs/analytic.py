@@ -319,7 +319,7 @@ def input_flops(
     return first, *(half + core for half in blocks), head
 
 
-def block_flops(gpt: GPT, rows: int) -> int:
+def block_flops(gpt: GPT, rows: float) -> float:
     """Operations of one block's forward: 24 b s h^2 in its matrices, 4 b s^2 h in its attention core."""
     return 24 * rows * gpt.context * gpt.width**2 + core_flops(gpt, rows)
 

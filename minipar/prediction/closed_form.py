@@ -325,7 +325,7 @@ def _stages(n: PlanNumbers, model: Sizes, machine: Hardware) -> tuple[tuple[Stag
             model, machine, n.bytes.activation, n.rows, n.division, n.checkpoint == "selective", kind.chunks,
             facts.copies, again,
         )  # fmt: skip
-        found.append((one._replace(saved=saved), kind.count))
+        found.append((one._replace(saved=saved), kind.alike))
     return tuple(found)
 
 
@@ -413,7 +413,7 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, form: Clo
 
     sums = max(_sums(numbers, machine, one, axes, backwards[slow]) for one, _ in kinds)
     sums += _copies(numbers, machine, model, form, kinds)
-    step = max(_step(numbers, machine, one) for one, _ in kinds)
+    step = max(optimizer_seconds(numbers, machine, _share(numbers, one, 1)) for one, _ in kinds)
     one = kinds[slow][0]
     seconds = {
         "matrix products": m * (one.matrix + one.back_matrix),
@@ -509,13 +509,23 @@ def _copies(
     return 2 * gather(machine, axis, n.bytes.gradient * size) if size else 0.0
 
 
-def _step(numbers: PlanNumbers, machine: Hardware, stage: Stage) -> float:
-    """Seconds of the optimizer.
+def layer_works(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> list[Work]:
+    """The work of every layer, embedding and head included."""
+    d, element = numbers.division, numbers.bytes.activation
+    if isinstance(model, Chain):
+        return list(chain_work(model, machine, element, numbers.rows))
+    given = (model, machine, element, numbers.rows, d.tp, d.cp, d.ep, d.sequence)
+    embed, head = ends_work(*given)
+    return [embed, *[block_work(*given)] * model.layers, head]
+
+
+def optimizer_seconds(numbers: PlanNumbers, machine: Hardware, updated: int) -> float:
+    """Seconds of the optimizer over so many parameters.
 
     It reads a gradient, a float32 parameter and two moments, and writes the last three, and the 16-bit parameter.
     Before it the norm reads the gradients, and after it they are set to 0. All this in float32.
     """
-    each, updated = numbers.bytes, _share(numbers, stage, 1)
+    each = numbers.bytes
     moved = updated * (4 * (4 + 3 + 2) + each.parameter * (each.parameter < 4))
     if "optimizer" in numbers.offload:
         copied = updated * (each.gradient + each.parameter) / machine.host_bandwidth

@@ -29,7 +29,7 @@ from minipar.costs.rates import Calibration
 from minipar.errors import PlanError
 from minipar.models.sizes import Chain, Sizes, Transformer, sizes
 from minipar.models.table import GPT, MLP, Branchy, Mixture, Preset
-from minipar.prediction import fitting
+from minipar.prediction import fitting, on_paper
 from minipar.prediction.closed_form import Cost, closed_form
 from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.prediction.plan_words import check, numbers_of, refusal, table_of, words
@@ -38,6 +38,7 @@ from minipar.prediction.replica import by_simulation
 from minipar.strategies import keys
 from minipar.strategies.plan import Plan
 from minipar.strategies.schedules.registry import find
+from minipar.trace import Trace
 from minipar.wording import several
 
 
@@ -49,7 +50,8 @@ class Estimate:
     model, machine   as they read these
     cost      time and memory, with their parts
     note      why minipar itself cannot run this plan; "": it can
-    by        who answered: "formula" or "replica", which was simulated
+    by        who answered: "formula", "replica" or "program"; the last two were simulated
+    trace     of the program, if that answered
     """
 
     numbers: PlanNumbers
@@ -58,6 +60,7 @@ class Estimate:
     cost: Cost
     note: str = ""
     by: str = "formula"
+    trace: Trace | None = None
 
     @property
     def time(self) -> float:
@@ -141,6 +144,7 @@ def estimate(
     nodes: int | None = None,
     gpus_per_node: int | None = None,
     simulate: bool = False,
+    program: bool = False,
     fused: bool = True,
     example: Any = None,
 ) -> Estimate:
@@ -150,6 +154,7 @@ def estimate(
     nodes           how many nodes there are; then a plan without dp= has as many replicas as fill them
     gpus_per_node   in place of the hardware's own number
     simulate        simulate one replica even where the schedule has a formula
+    program         compile and simulate the whole program, of a plan that minipar can compile
     fused           whether kernels are those of Megatron since 2022 (`PlanNumbers.fused`)
     example         an input of one row or more, if `model` is a torch module (`models.counting.chain_of`)
     Errors: PlanError for an unknown name, key or number, and for a plan that cannot be: it says what is possible.
@@ -177,9 +182,13 @@ def estimate(
     check(numbers, chosen, machine)
     alone = simulate or bool(numbers.options) or find(numbers.schedule).form is None
     form = by_simulation(numbers) if alone else None
-    return Estimate(
-        numbers, chosen, machine, closed_form(numbers, chosen, machine, form), note, "replica" if alone else "formula"
-    )
+    cost = closed_form(numbers, chosen, machine, form)
+    if not program:
+        return Estimate(numbers, chosen, machine, cost, note, "replica" if alone else "formula")
+    trace = on_paper.simulated(numbers, chosen, machine)
+    time, busy = trace.time / trace.program.steps, max(trace.busy) / trace.program.steps
+    cost = cost._replace(time=time, seconds={"computing": busy, "waiting": time - busy})
+    return Estimate(numbers, chosen, machine, cost, note, "program", trace)
 
 
 def way_out(found: Estimate) -> str:

@@ -26,10 +26,10 @@ from minipar.models import table
 from minipar.models.sizes import Sizes, Transformer, of_preset, sizes
 from minipar.models.table import Branchy
 from minipar.prediction import fitting
-from minipar.prediction.estimating import check, numbers_of, table_of
 from minipar.prediction.plan_numbers import PRECISIONS as PRECISIONS
 from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.prediction.plan_numbers import Precision as Precision
+from minipar.prediction.plan_words import check, numbers_of, table_of
 from minipar.prediction.rank_memory import KINDS, Detail, RankMemory, of_ranks
 from minipar.prediction.rank_memory import States as States
 from minipar.prediction.rank_memory import in_flight as in_flight

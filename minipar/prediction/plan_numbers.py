@@ -125,11 +125,11 @@ class Chunk(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Neighbouring ranks of a pipeline that hold alike layers: `count` ranks from rank `first` on."""
+    """Neighbouring ranks of a pipeline that hold the same layers: `alike` ranks from rank `first` on."""
 
     chunks: tuple[Chunk, ...]
     first: int
-    count: int
+    alike: int
 
 
 def own_layers(model: Sizes) -> int:
@@ -203,7 +203,7 @@ def _kinds(schedule: str, pp: int, held: int, split: tuple[int, ...], equal: int
             other = [0 <= near < len(split) and (copies > 1 or near not in mine) for near in (stage - 1, stage + 1)]
             chunks.append(Chunk(start, stop, *other))
         if found and found[-1].chunks == tuple(chunks):
-            found[-1] = found[-1]._replace(count=found[-1].count + 1)
+            found[-1] = found[-1]._replace(alike=found[-1].alike + 1)
         else:
             found.append(Kind(tuple(chunks), rank, 1))
     return tuple(found)

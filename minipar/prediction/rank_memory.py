@@ -150,7 +150,7 @@ def of_ranks(numbers: PlanNumbers, model: Sizes) -> list[Detail]:
     return [
         _detail(numbers, model, _facts(work, model, kind, rank))
         for kind in kinds_of(numbers, model)
-        for rank in range(kind.first, kind.first + kind.count)
+        for rank in range(kind.first, kind.first + kind.alike)
     ]
 
 
@@ -194,9 +194,9 @@ def of_kinds(work: PlanNumbers, model: Sizes) -> tuple[Facts, ...]:
 
     found = []
     for kind in kinds_of(n, model):
-        ranks: Iterable[int] = range(kind.first, kind.first + kind.count)
-        if form is not None and kind.count > 1 and not n.options:
-            ranks = [max((kind.first, kind.first + kind.count // 2, kind.first + kind.count - 1), key=flying)]
+        ranks: Iterable[int] = range(kind.first, kind.first + kind.alike)
+        if form is not None and kind.alike > 1 and not n.options:
+            ranks = [max((kind.first, kind.first + kind.alike // 2, kind.first + kind.alike - 1), key=flying)]
         found += [_facts(n, model, kind, rank) for rank in ranks]
     return tuple(found)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from minipar.costs.analytic import input_flops, layer_costs
 from minipar.costs.hardware import Hardware
 from minipar.models.sizes import Chain, Sizes
-from minipar.prediction.closed_form import block_work, chain_work, ends_work, line
+from minipar.prediction.closed_form import layer_works, line
 from minipar.prediction.plan_numbers import PlanNumbers, own_layers
 from minipar.strategies.plan import Plan
 from minipar.strategies.schedules.registry import find
@@ -25,13 +25,7 @@ def fastest_split(numbers: PlanNumbers, model: Sizes, machine: Hardware | None) 
         first = list(input_flops(model, rows, selective=selective, division=n.division))
         latency, per_byte = 0.0, 0.0
     else:
-        if isinstance(model, Chain):
-            works = list(chain_work(model, machine, element, n.rows))
-        else:
-            d = n.division
-            given = (model, machine, element, n.rows, d.tp, d.cp, d.ep, d.sequence)
-            embed, head = ends_work(*given)
-            works = [embed, *[block_work(*given)] * model.layers, head]
+        works = layer_works(n, model, machine)
         forward = [work.matrix + work.memory + work.sent for work in works]
         whole = [sum(work.back) + work.sent_back + work.core * selective for work in works]
         first = [back - work.inner for back, work in zip(whole, works, strict=True)]

@@ -259,3 +259,38 @@ def test_estimates_need_no_torch() -> None:
 minipar.estimate("dp=2 pp=2 microbatches=4 zero=1", "llama3-8b", "h100")
 print("torch" in sys.modules)"""
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("plan", "model", "batch", "away"),
+    [
+        ("pp=2 microbatches=4", "gpt2-small", 8, 0.01),
+        ("dp=2 pp=4 microbatches=16 zero=1", "llama3-8b", 32, 0.01),
+        ("pp=4 microbatches=16 schedule=interleaved chunks=2", "gpt2-medium", 16, 0.02),
+        ("tp=2 pp=2 microbatches=8 sequence_parallel=true", "llama3-8b", 8, 0.01),
+        ("pp=4 microbatches=8 schedule=zb-h1 checkpoint=selective", "gpt2-xl", 8, 0.03),
+        ("pp=3 microbatches=6", "resnet-50", 96, 0.16),  # (its stages differ most)
+        ("dp=8 zero=3 microbatches=2", "llama3-8b", 16, 0.05),
+        ("dp=16 overlap=none", "gpt2-xl", 16, 0.05),
+        ("pp=4 microbatches=8 split=auto", "gpt2-small", 32, 0.03),
+    ],
+)
+def test_the_simulated_program_is_near_the_formula_and_says_who_it_is(
+    plan: str, model: str, batch: int, away: float
+) -> None:
+    formula = estimate(plan, model, "a100-80gb", batch)
+    program = estimate(plan, model, "a100-80gb", batch, program=True)
+    assert (formula.by, program.by) == ("formula", "program")
+    assert formula.trace is None
+    assert program.trace is not None
+    assert program.time == program.trace.time == pytest.approx(sum(program.breakdown.values()))
+    assert formula.time == pytest.approx(program.time, rel=away)
+    assert (program.memory, program.ranks) == (formula.memory, formula.ranks)
+    assert estimate(plan, model, "a100-80gb", batch, simulate=True).by == "replica"
+
+
+def test_a_program_that_cannot_be_compiled_says_so() -> None:
+    with pytest.raises(PlanError, match="no program on paper for slices"):
+        estimate("pp=2 schedule=terapipe", "gpt2-small", "h100", program=True)
+    with pytest.raises(PlanError, match="not together with"):
+        estimate("dp=2 pp=2 schedule=pipedream microbatches=4", "gpt2-small", "h100", program=True)

@@ -1,4 +1,4 @@
-"""One formula of memory for all that ask: estimates, `minipar memory`, the search; real layers of each rank and chunk."""
+"""One formula of memory for all that ask: estimates, `minipar memory`, the search; layers of each rank and chunk."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_counts_of_layers_of_each_rank_and_chunk() -> None:
     assert split_of(plan._replace(ends=True), model) == (2, 2, 2, 2, 2, 2, 1, 1)
     counts = [[chunk.stop - chunk.start for chunk in kind.chunks] for kind in kinds_of(plan, model)]
     assert counts == [[3, 1], [2, 1], [2, 2]]
-    assert [(kind.first, kind.count) for kind in kinds_of(plan, model)] == [(0, 1), (1, 2), (3, 1)]
+    assert [(kind.first, kind.alike) for kind in kinds_of(plan, model)] == [(0, 1), (1, 2), (3, 1)]
     (v,) = kinds_of(PlanNumbers(pp=1, schedule="zb-v", chunks=2), model)
     assert [(chunk.start, chunk.stop, chunk.before, chunk.after) for chunk in v.chunks] == [
         (0, 7, False, False), (7, 14, False, False),
@@ -67,7 +67,7 @@ def test_parameters_of_all_ranks_are_those_of_the_model() -> None:
         for pp, schedule, chunks in ((1, "1f1b", 1), (2, "1f1b", 1), (2, "interleaved", 2)):
             plan = PlanNumbers(pp=pp, schedule=schedule, chunks=chunks, microbatches=4)
             kinds = kinds_of(plan, model)
-            held = sum(sum(rank_memory.parameters_of(model, plan.division, k.chunks, 1)) * k.count for k in kinds)
+            held = sum(sum(rank_memory.parameters_of(model, plan.division, k.chunks, 1)) * k.alike for k in kinds)
             again = model.vocabulary * model.hidden if isinstance(model, Transformer) and model.tied and pp > 1 else 0
             assert held == model.parameters + again, (name, plan)
 
