@@ -192,7 +192,8 @@ def estimate(
 
 
 def way_out(found: Estimate) -> str:
-    """What a plan that does not fit needs: the memory of a device, or the smallest number of devices of this kind."""
+    """What a plan that does not fit needs: the memory of a device, the smallest number of devices of this kind, or
+    another plan on as many devices."""
     machine = found.machine
     text = (
         f"needs {found.memory / 1e9:.4g} GB, but {machine.name} has {machine.memory / 1e9:.4g} GB; it fits devices of "
@@ -201,6 +202,10 @@ def way_out(found: Estimate) -> str:
     more = fitting.smallest(found.numbers, found.model, replace(machine, nodes=0))
     if more is not None:
         text += f", or {several(more.ranks, 'device')} of this kind, such as with {words(more)}"
+    ways = fitting.ways_of_numbers(found.numbers, found.model, machine)
+    if ways:
+        text += "; on as many devices it fits with "
+        text += " or with ".join(f"{change} ({size / 1e9:.4g} GB)" for change, size in ways)
     return text
 
 

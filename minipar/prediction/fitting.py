@@ -1,6 +1,6 @@
 """What would fit: the question that comes after "does not fit", for all that ask it.
 
-    nearby(plan, batch)                     families of changed plans for as many ranks, the smaller changes first
+    changes(dp, pp, ...)                    families of changes for as many ranks, the smaller changes first
     ways_that_fit(families, peak, capacity) the first plan of each family that fits, by any judge of memory
     smallest(numbers, model, machine)       the fewest devices of this kind
     holding (costs/device.py)               the devices that would hold the plan as it is
@@ -20,7 +20,7 @@ from minipar.costs.hardware import Hardware
 from minipar.errors import MiniparError, PlanError
 from minipar.models.sizes import Chain, Sizes
 from minipar.prediction.plan_numbers import PlanNumbers
-from minipar.prediction.plan_words import check
+from minipar.prediction.plan_words import ROWS, check, numbers_of, table_of, words
 from minipar.prediction.rank_memory import fullest
 from minipar.strategies.plan import Plan
 
@@ -40,34 +40,43 @@ def ways_that_fit(
     found: list[tuple[str, int]] = []
     enough: list[set[str]] = []
     for family in families:
-        for words, made in family:
+        for text, made in family:
             if len(found) == most:
                 return found
-            if not words or any(known <= set(words.split()) for known in enough):
+            if not text or any(known <= set(text.split()) for known in enough):
                 continue
             try:
                 size = peak(made)
             except MiniparError:  # (the changed plan may not fit the model)
                 continue
             if size <= capacity:
-                found.append((words, size))
-                enough.append(set(words.split()))
+                found.append((text, size))
+                enough.append(set(text.split()))
                 break
     return found
 
 
+Change = dict[str, Any]  # of a plan's keys
+
+
+def changes(dp: int, pp: int, microbatches: int, accumulate: int = 1) -> list[list[Change]]:
+    """Families of changes for the same number of ranks. In each family the smaller changes come first."""
+    more = "microbatches" if pp == 1 else "accumulate"  # a pipeline holds several micro-batches at once
+    count = microbatches if pp == 1 else accumulate
+    families: list[list[Change]] = [[{more: count * k} for k in (2, 4, 8, 16)]]
+    families.append([{"checkpoint": value} for value in ("sqrt", 1)])
+    if dp > 1:
+        families.append([{"zero": stage} for stage in (1, 2, 3)])
+        families.append([{"dp": dp // k, "pp": pp * k} for k in (2, 4) if dp % k == 0])
+    families.append([{"checkpoint": "sqrt", more: count * k} for k in (2, 4, 8, 16)])
+    if dp > 1:
+        families.append([{"zero": 3, "checkpoint": "sqrt", more: count * k} for k in (1, 2, 4, 8)])
+    return families
+
+
 def nearby(plan: Plan, batch: int) -> list[list[Plan]]:
     """Families of changed plans for the same number of ranks. In each family the smaller changes come first."""
-    more = "microbatches" if plan.pp == 1 else "accumulate"  # a pipeline holds several micro-batches at once
-    count = getattr(plan, more)
-    families: list[list[dict[str, Any]]] = [[{more: count * k} for k in (2, 4, 8, 16)]]
-    families.append([{"checkpoint": value} for value in ("sqrt", 1)])
-    if plan.dp > 1:
-        families.append([{"zero": stage} for stage in (1, 2, 3)])
-        families.append([{"dp": plan.dp // k, "pp": plan.pp * k} for k in (2, 4) if plan.dp % k == 0])
-    families.append([{"checkpoint": "sqrt", more: count * k} for k in (2, 4, 8, 16)])
-    if plan.dp > 1:
-        families.append([{"zero": 3, "checkpoint": "sqrt", more: count * k} for k in (1, 2, 4, 8)])
+    families = changes(plan.dp, plan.pp, plan.microbatches, plan.accumulate)
     return [[made for change in family if (made := _changed(plan, change, batch)) is not None] for family in families]
 
 
@@ -82,8 +91,8 @@ def _changed(plan: Plan, change: dict[str, Any], batch: int) -> Plan | None:
 def difference(plan: Plan, made: Plan) -> str:
     """The keys in which a plan differs, in a plan's words."""
     changed = [f.name for f in fields(Plan) if getattr(plan, f.name) != getattr(made, f.name)]
-    words = [(name, getattr(made, name)) for name in changed]
-    return " ".join(f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in words)
+    values = [(name, getattr(made, name)) for name in changed]
+    return " ".join(f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in values)
 
 
 def lighter(plan: Plan, batch: int) -> list[list[tuple[str, Plan]]]:
@@ -97,6 +106,25 @@ def lighter(plan: Plan, batch: int) -> list[list[tuple[str, Plan]]]:
         made = _changed(plan, {"precision": "bf16"}, batch)
         families.append([made] if made is not None else [])
     return [[(difference(plan, made), made) for made in family] for family in families]
+
+
+def ways_of_numbers(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> list[tuple[str, int]]:
+    """Ways to fit on as many devices of a machine, with the same rows in a step."""
+    n, batch = numbers, round(numbers.batch)
+    table = {key: value for key, value in table_of(words(n)).items() if key != ROWS}
+    families = changes(n.dp, n.pp, n.microbatches // n.rounds, n.rounds)
+    families += [[{"offload": tuple({*n.offload, what})}] for what in ("optimizer", "activations")]
+
+    def peak(change: Change) -> int:
+        made = numbers_of({**table, **change}, model, machine, batch, n.fused)
+        made = made._replace(precision=n.precision)
+        check(made, model, machine)
+        return fullest(made, model).total
+
+    def told(change: Change) -> str:
+        return " ".join(f"{key}={','.join(x) if isinstance(x, tuple) else x}" for key, x in change.items())
+
+    return ways_that_fit([[(told(change), change) for change in family] for family in families], peak, machine.memory)
 
 
 def smallest(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> PlanNumbers | None:

@@ -18,8 +18,8 @@ from minipar.errors import PlanError
 from minipar.models.sizes import MODELS, Chain, ChainLayer, Transformer, llama
 from minipar.prediction import memory_formula
 from minipar.prediction.closed_form import closed_form
-from minipar.prediction.estimating import estimate
-from minipar.prediction.fitting import smallest
+from minipar.prediction.estimating import estimate, way_out
+from minipar.prediction.fitting import smallest, ways_of_numbers
 from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.prediction.plan_words import words
 from minipar.prediction.replica import by_simulation
@@ -248,6 +248,14 @@ def test_a_plan_that_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[
     assert way is not None
     assert f"{way.ranks} devices of this kind, such as with {words(way)}" in told
     assert estimate(way, "gpt3-175b", "a100-80gb").fits
+    found = estimate("dp=8", "llama2-7b", "a100-80gb", 64)
+    ways = ways_of_numbers(found.numbers, found.model, found.machine)
+    assert ways
+    for change, size in ways:
+        made = estimate(f"dp=8 {change}", "llama2-7b", "a100-80gb", 64)
+        assert made.fits
+        assert made.memory == size
+        assert f"on as many devices it fits with {ways[0][0]} (" in way_out(found)
     assert main(["estimate", "", "--model", "gpt3-175b", "--hardware", "a100-80gb", "--nodes", "x"]) == 2
     capsys.readouterr()
     assert main(["estimate", "tp=8 dp=4", "--model", "gpt3-175b", "--hardware", "a100-80gb", "--nodes", "2"]) == 2
