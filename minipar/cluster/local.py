@@ -15,8 +15,9 @@ from typing import Any
 
 from minipar.cluster import launch, worker
 from minipar.cluster.failures import as_deadlock, as_exception, lost_state
-from minipar.cluster.members import GRACE, GRACE_AFTER_FAILURE, Callback, Members, Round, unpack
+from minipar.cluster.members import GRACE, GRACE_AFTER_FAILURE, Members, Round, unpack
 from minipar.cluster.parcel import Parcel, pack
+from minipar.cluster.ranks import Callback
 from minipar.cluster.watchdog import Watchdog
 from minipar.costs.device import DeviceSpec
 from minipar.errors import PlanError, RankError
@@ -97,6 +98,11 @@ class Cluster:
         return self._members.size
 
     @property
+    def size_hint(self) -> str:
+        """The number of ranks, in words that follow what a plan needs."""
+        return f"the cluster has {self.size}"
+
+    @property
     def threads(self) -> int:
         """Torch's threads in each rank."""
         return self._members.threads
@@ -153,6 +159,11 @@ class Cluster:
 
     def __repr__(self) -> str:
         return f"Cluster({self.size} {'rank' if self.size == 1 else 'ranks'}, {self._what}, {self.state})"
+
+    @staticmethod
+    def report(value: Any) -> None:
+        """In a function that a rank runs: send `value` to the callback of `run_with`; it is `worker.report`."""
+        worker.report(value)
 
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `function(*args, **kwargs)` on every rank; the results in rank order.

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from minipar.cluster import Cluster, launch, worker
+from minipar.cluster import launch, worker
 from minipar.cluster.members import Revived
+from minipar.cluster.ranks import Ranks
 from minipar.errors import PlanError, RankDied, RankError, ServerClosed
 from minipar.execution.compute import Compute
 from minipar.execution.elementwise import check_update
@@ -84,7 +85,7 @@ class Service:
 def execute_served(
     program: Program,
     job: Job,
-    cluster: Cluster,
+    cluster: Ranks,
     *,
     on_death: str = "abort",
     keep_gradients: bool = False,

@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from minipar.cluster import Cluster
+from minipar.cluster.ranks import Ranks, check_size
 from minipar.costs.device import DeviceSpec
 from minipar.costs.measured import Profile
 from minipar.costs.rates import Calibration, Copies
@@ -179,7 +180,7 @@ def train(
     plan: Plan | str | None = None,
     *,
     program: Program | Callable[[Shape], Program] | None = None,
-    cluster: Cluster | None = None,
+    cluster: Ranks | None = None,
     steps: int = 10,
     batch: int = 32,
     loss: Loss = torch.nn.functional.cross_entropy,
@@ -263,8 +264,7 @@ def train(
         raise PlanError(f"save_every={every}: schedule={plan.schedule} has no flush; possible is save=, at the end")
     if memory and plan.schedule == "ampnet":
         raise PlanError("memory=True: schedule=ampnet decides its order as it runs; possible are the other schedules")
-    if cluster is not None and cluster.size != plan.ranks:
-        raise PlanError(f"plan {plan} needs {several(plan.ranks, 'rank')}, but the cluster has {cluster.size}")
+    check_size(cluster, plan.ranks, f"plan {plan}")
     if plan.sync == "ps":
         for key, value in {"memory": memory, "resume": resume, "save": save, "keep": keep}.items():
             if value:
@@ -400,7 +400,7 @@ def _train_served(
     plan: Plan,
     program: Program,
     job: Job,
-    ranks: Cluster,
+    ranks: Ranks,
     predicted: Trace,
     reference: bool,
     check: bool,
