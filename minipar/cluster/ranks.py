@@ -74,3 +74,14 @@ def check_size(ranks: Ranks | None, count: int, what: str) -> None:
     """PlanError if these ranks are not `count`; `what` needs so many. None: no ranks were given."""
     if ranks is not None and ranks.size != count:
         raise PlanError(f"{what} needs {several(count, 'rank')}, but {ranks.size_hint}")
+
+
+def check_ranks(ranks: Iterable[int], size: int) -> tuple[int, ...]:
+    """Chosen ranks as a tuple; PlanError for one that is not there, or is named twice."""
+    chosen = tuple(ranks)
+    for rank in chosen:
+        if not isinstance(rank, int) or not 0 <= rank < size:
+            raise PlanError(f"rank {rank!r}: this Cluster has ranks 0 to {size - 1}")
+    if len(set(chosen)) != len(chosen):
+        raise PlanError(f"ranks {chosen}: each rank can be named once")
+    return chosen

@@ -175,7 +175,7 @@ def of_rank(context: Context, count: int) -> World:
     return World(store, rank, size, torch.device(context.device), context.backend, host)
 
 
-def under_torchrun(count: int) -> World:
+def under_torchrun(count: int | str) -> World:
     """This process's World, if torchrun started it. RankError otherwise."""
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:

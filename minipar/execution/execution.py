@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.cluster import Cluster, launch, worker
+from minipar.cluster.launched import driven, given_or_here
 from minipar.cluster.ranks import Ranks, check_size
 from minipar.comm import communicator
 from minipar.costs.device import DeviceSpec
@@ -216,6 +217,7 @@ class Execution:
     load: Load | None = None
 
 
+@driven
 def execute(
     program: Program,
     job: Job,
@@ -250,6 +252,7 @@ def execute(
     count = len(program.ranks)
     if check:
         verify(program)
+    cluster = given_or_here(cluster)
     check_size(cluster, count, f"program {program.name!r}")
     programs = [program] * at_least_1("passes", passes) + ([rest] if rest is not None else [])
     ending = Ending(callback is not None)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.cluster import Cluster, worker
+from minipar.cluster.launched import driven, given_or_here
 from minipar.cluster.ranks import Ranks, check_size
 from minipar.comm import communicator
 from minipar.data import loading
@@ -55,6 +56,7 @@ class Evaluation:
     outputs: Any = field(default=None, repr=False)
 
 
+@driven
 def evaluate(
     model: Model,
     data: Any,
@@ -89,6 +91,7 @@ def evaluate(
     given, batch, count = _batches(data, batch, batches)
     job = Job(model, given, batch, loss, seed=seed, dtype=dtype, evaluate=True)
     values = state_of(state)
+    cluster = given_or_here(cluster)
     check_size(cluster, plan.ranks, f"plan {plan}")
     with nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
         (shape,) = ranks.run_on([0], _shape, job)

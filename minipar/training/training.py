@@ -15,6 +15,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from minipar.cluster import Cluster
+from minipar.cluster.launched import driven, given_or_here, speaks
 from minipar.cluster.ranks import Ranks, check_size
 from minipar.costs.device import DeviceSpec
 from minipar.costs.measured import Profile
@@ -27,7 +28,7 @@ from minipar.execution.execution import Job, Loss, Model, emulated_costs, execut
 from minipar.execution.finite import check_choice
 from minipar.execution.following import Callback, Observer
 from minipar.execution.measuring.calibration import quick_calibration
-from minipar.execution.saving import keeping
+from minipar.execution.saving import keeping, restarting
 from minipar.execution.saving.folder import open_folder
 from minipar.execution.updating import Optimizer, Scheduler, other_scheduler
 from minipar.models.losses import Counting, Weighted, check_loss
@@ -127,13 +128,15 @@ class Run:
         """Save parameters, optimizer states and step to a folder, for `minipar.resume`; replaces a run saved there.
 
         At every moment the folder has one whole saved run, the old one or the new one. SaveError if it cannot be
-        written, or if the ranks did not bring their state back: see `keep` of `train`.
+        written, or if the ranks did not bring their state back: see `keep` of `train`. Under torchrun rank 0 does it.
         """
-        keeping.save(self.shares, folder)
+        if speaks():
+            keeping.save(self.shares, folder)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the model's parameters, each whole and under its name, to one safetensors file; like `save`."""
-        keeping.export(self.shares, path)
+        if speaks():
+            keeping.export(self.shares, path)
 
     def max_gradient_error(self) -> float:
         """Largest deviation from plain torch over all steps and elements, relative to the largest gradient."""
@@ -174,6 +177,7 @@ class Run:
         )
 
 
+@driven
 def train(
     model: Model,
     data: Any,
@@ -213,7 +217,7 @@ def train(
     program     runs in place of the plan's own program: a program, or a function that makes one of the model's shape,
                 such as lambda shape: mine(plan.compile(shape)). It is verified, and must agree with the plan's keys;
                 `steps` must be a multiple of the program's steps
-    cluster     ranks to run on, plan.ranks of them; default: made for this call
+    cluster     ranks to run on, plan.ranks of them; default: those that torchrun started, or made for this call
     batch       rows of a step, over all replicas and micro-batches
     loss        loss(output, y) -> scalar mean over rows (or target elements); or (sum, count), or
                 `losses.weighted(loss, count)`, for a mean over anything else that can be counted in y
@@ -230,7 +234,8 @@ def train(
     calibration of the cluster, from `calibrate(cluster)`, for the prediction; default: a quick one before the first run
                 on this cluster
     resume      a folder with a saved run, of any plan: go on after its last step, with what is given here
-    save        a folder that the ranks save the run to, at its end and after every `save_every` steps of it
+    save        a folder that the ranks save the run to, at its end and after every `save_every` steps of it. If
+                torchrun starts the processes again, the run goes on from the last save, also on other ranks
     keep        bring parameters and optimizer states back, for `Run.save`; default: if all are at most 64 MiB
     watch       called with a `following.Moment` at most ten times a second
     callback    called with a `StepInfo` of every step, in order: step, loss, learning rates, gradient norm. If it
@@ -264,6 +269,7 @@ def train(
         raise PlanError(f"save_every={every}: schedule={plan.schedule} has no flush; possible is save=, at the end")
     if memory and plan.schedule == "ampnet":
         raise PlanError("memory=True: schedule=ampnet decides its order as it runs; possible are the other schedules")
+    cluster = given_or_here(cluster)
     check_size(cluster, plan.ranks, f"plan {plan}")
     if plan.sync == "ps":
         for key, value in {"memory": memory, "resume": resume, "save": save, "keep": keep}.items():
@@ -271,7 +277,7 @@ def train(
                 raise PlanError(f"{key}={value}: not together with sync=ps; possible is {key}=None")
         if callback is not None:
             raise PlanError("callback: not together with sync=ps, whose workers are at different steps; use watch=")
-    storing = keeping.storing(resume, save, every, keep)
+    storing, steps = restarting.going_on(keeping.storing(resume, save, every, keep), steps)
     feeding = loading.read_ahead(data, steps, storing.first, seed, batch)
     with feeding as (data, batch), nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
         if plan.deciding:
@@ -432,6 +438,7 @@ def _train_served(
     )  # fmt: skip
 
 
+@driven
 def resume(
     folder: str | os.PathLike[str],
     model: Model,

@@ -24,6 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from tqdm.auto import tqdm
 
 from minipar.cluster import worker
+from minipar.cluster.launched import driven
 from minipar.cluster.ranks import Ranks
 from minipar.comm import communicator
 from minipar.comm.communicator import Communicator
@@ -46,6 +47,7 @@ _POOL = 64 << 20  # bytes
 _QUICK = 0.5  # seconds of a calibration that nobody asked for
 
 
+@driven
 def calibrate(cluster: Ranks, *, seconds: float = 2.0, progress: bool = True, algorithms: bool = True) -> Calibration:
     """Measure a cluster: rates of computing, of messages between any two ranks, and of allreduce.
 
