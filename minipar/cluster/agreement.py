@@ -83,9 +83,9 @@ class Claim:
 _agreed: Agreement | None = None
 
 
-def launched() -> bool:
-    """Whether torchrun, or something else that sets the same variables, started this process."""
-    return all(name in os.environ for name in _NEEDED)
+def missing() -> list[str]:
+    """The variables that torchrun would have set, and that are not; [] where it started this process."""
+    return [name for name in _NEEDED if name not in os.environ]
 
 
 def agree(device: str | None = None) -> Agreement:
@@ -93,14 +93,13 @@ def agree(device: str | None = None) -> Agreement:
 
     device   what this process asks for; None: MINIPAR_DEVICE
 
-    Raises RankError where torchrun's variables are missing; PlanError, on all ranks, where ranks differ, or where no GPU
-    is for whom asks for one.
+    Raises RankError where torchrun's variables are missing; PlanError, on all ranks, where ranks differ, or where there
+    is no GPU for who asks for one.
     """
     global _agreed
     if _agreed is None:
-        missing = [name for name in _NEEDED if name not in os.environ]
-        if missing:
-            raise RankError(f"torchrun did not start this process: {', '.join(missing)} not set")
+        if lacking := missing():
+            raise RankError(f"torchrun did not start this process: {', '.join(lacking)} not set")
         import torch.distributed as dist
 
         store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
@@ -220,8 +219,8 @@ def _warn(claims: Sequence[Claim], devices: Sequence[str]) -> None:
     if claims[0].wants == "auto" and devices[0] == "cpu" and any(claim.gpus for claim in claims):
         count = len({(claim.machine, gpu) for claim in claims for gpu in claim.gpus})
         warnings.warn(
-            f"{several(len(claims), 'rank')} compute on the CPU: there are {several(count, 'GPU')}, fewer than ranks on "
-            "each host. With device='cuda' (MINIPAR_DEVICE=cuda) ranks share them",
+            f"{several(len(claims), 'rank')} compute on the CPU: there are {several(count, 'GPU')}, fewer than ranks "
+            "on each host. With device='cuda' (MINIPAR_DEVICE=cuda) ranks share them",
             stacklevel=4,
         )
     hosts = [claim.host for claim in claims]
@@ -264,10 +263,20 @@ def identity(rank: int) -> str:
     given = os.environ.get("MINIPAR_HOST", "")
     if "," not in given:
         return given or " ".join([machine(), *map(_namespace, _NAMESPACES)])
+    return apart(rank + 1)[rank]
+
+
+def apart(size: int) -> tuple[str, ...]:
+    """The names of the hosts of a Cluster's ranks: those in MINIPAR_HOST, if it keeps them apart, else one for all."""
+    given = os.environ.get("MINIPAR_HOST", "")
+    if "," not in given:
+        return ("",) * size
     names = [name.strip() for name in given.split(",")]
-    if rank >= len(names) or not all(names):
-        raise PlanError(f"MINIPAR_HOST={given!r}: rank {rank} has no name there; give one name, or one for each rank")
-    return names[rank]
+    if size > len(names) or not all(names):
+        raise PlanError(
+            f"MINIPAR_HOST={given!r}: rank {size - 1} has no name there; give one name, or one for each rank"
+        )
+    return tuple(names[:size])
 
 
 def machine() -> str:

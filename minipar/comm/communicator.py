@@ -23,7 +23,6 @@ from minipar.cluster import worker
 from minipar.comm import operations, packing, values
 from minipar.comm.handles import Handle, Result, StagedHandle, to_host
 from minipar.comm.operations import ALL_GATHER, ALL_TO_ALL, ALLREDUCE, REDUCE_SCATTER
-from minipar.comm.transport.board import SMALL
 from minipar.comm.transport.interface import DONE, Transport
 from minipar.comm.transport.shared import add_up, combine
 from minipar.comm.world import CLOSED, RankGroup, World, of_rank, under_torchrun
@@ -113,8 +112,7 @@ class Communicator:
         """Return when every rank has called this."""
         if self.size > 1:
             group = self.group()
-            across = group.matcher.board is None  # otherwise the announcement is all it needs
-            work = group.matcher.submit("barrier", lambda _: group.backend.barrier() if across else None, alone=False)
+            work = group.matcher.submit("barrier", lambda _: None, alone=False)  # the announcement is all it needs
             Handle(work, None, self.pending).wait()
 
     # Point to point
@@ -243,7 +241,7 @@ class Communicator:
         group, given = self._for(tensor, ranks)
         shared, out = self.shares(group, algorithm), given.detach()
         small = None
-        if _small(given) and algorithm != "backend":
+        if group.sums(given) and algorithm != "backend":
             small = (out, lambda parts, _: combine(parts, "sum", out))
         work = group.submit(what, ALLREDUCE, shared, given, small=small)
         if given is not tensor:
@@ -267,7 +265,7 @@ class Communicator:
         group, given = self._for(tensor, ranks)
         sizes, shared = [into.numel()] * len(ranks), self.shares(group) and not tensor.is_cuda
         small = None
-        if _small(given):
+        if group.sums(given):
             mine, target = slice(group.index * into.numel(), (group.index + 1) * into.numel()), into.detach().view(-1)
 
             def sum_up(parts: list[torch.Tensor], _: list[bool]) -> None:
@@ -293,7 +291,7 @@ class Communicator:
         what = f"all_gather of {values.form(into)}"
         group, given = self._for(into, ranks)
         shared, small = self.shares(group), None
-        if _small(given):
+        if group.sums(given):
             whole = given.detach().view(-1)
 
             def put(parts: list[torch.Tensor], _: list[bool]) -> None:
@@ -335,7 +333,7 @@ class Communicator:
         group, given = self._for(tensor, ranks)
         target = into if given is tensor else torch.empty(into.shape, dtype=into.dtype, pin_memory=True)
         flat, place, small = given.detach().view(-1), target.detach().view(-1), None
-        if sizes is None and _small(given):
+        if sizes is None and group.sums(given):
 
             def put(parts: list[torch.Tensor], _: list[bool]) -> None:
                 mine = slice(group.index * size, (group.index + 1) * size)
@@ -433,10 +431,6 @@ def _along_axis(axis: int | str, mesh: Mapping[str, int], size: int) -> list[int
 
 def _give(result: Result, async_op: bool) -> Any:
     return result if async_op else result.wait()
-
-
-def _small(tensor: torch.Tensor) -> bool:
-    return not tensor.is_cuda and tensor.numel() * tensor.element_size() <= SMALL
 
 
 _current: Communicator | None = None

@@ -164,6 +164,6 @@ def test_gpus_that_are_left_unused_are_told(recwarn: pytest.WarningsRecorder) ->
 def test_without_torchrun_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    assert not agreement.launched()
+    assert agreement.missing() == ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
     with pytest.raises(RankError, match="torchrun did not start this process: RANK, WORLD_SIZE"):
         agreement.agree()
