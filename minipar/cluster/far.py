@@ -1,7 +1,8 @@
 """Ranks in processes that this driver did not start, on other machines too: each has connected to the driver by TCP.
 
     rank -> driver    token and number, as plain bytes; then messages of wire.py
-    driver -> rank    ("run", number, Situation, parcel) · ("stop",): it has failed elsewhere · what `serve` returns
+    driver -> rank    ("run", number, Situation, parcel) · ("stop",): it has failed elsewhere
+                      ("call", name): a call begins, in which all take part; ("end", kind, parcel): it has ended
     rank -> driver    ("report" | "result" | "error", number, value)
 
 The driver may be a rank itself (`seat`): then it runs its own share of a function in between, and a thread listens to
@@ -157,19 +158,31 @@ class FarRank:
         except OSError:
             self.gone = True
 
+    def await_call(self) -> str:
+        """The name of the call that the driver begins next. What belongs to a call that this rank has left is passed
+        over. RankDied if the driver ends."""
+        while True:
+            kind, *rest = self._receive()
+            if kind == "call":
+                return str(rest[0])
+
     def serve(self) -> tuple[Any, ...]:
         """Run the functions that the driver sends, until it sends something else, which is returned. RankDied if the
         driver ends."""
-        while not self.gone:
-            try:
-                message: tuple[Any, ...] = wire.receive(self.control)
-            except (EOFError, OSError):
-                self.gone = True
-                break
+        while True:
+            message = self._receive()
             if message[0] == "run":
                 self._run(*message[1:])
             elif message[0] != "stop":
                 return message
+
+    def _receive(self) -> tuple[Any, ...]:
+        if not self.gone:
+            try:
+                message: tuple[Any, ...] = wire.receive(self.control)
+                return message
+            except (EOFError, OSError):
+                self.gone = True
         raise RankDied(f"the driver of rank {self.seat.rank} has ended")
 
     def _run(self, number: int, situation: Situation, parcel: Parcel) -> None:
@@ -243,9 +256,8 @@ class Driver:
             self._send(peer, message)
 
     def _send(self, peer: Peer, message: tuple[Any, ...]) -> None:
-        if peer.alive:
-            with contextlib.suppress(OSError):  # `_listen` notices that it has ended
-                wire.send(peer.control, message)
+        with contextlib.suppress(OSError):  # `_listen` notices that it has ended
+            wire.send(peer.control, message)
 
     def call(
         self,

@@ -17,6 +17,7 @@ import functools
 import os
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -24,7 +25,7 @@ from typing import Any, ParamSpec, TypeVar
 import cloudpickle
 
 from minipar.cluster import agreement, failures, worker
-from minipar.cluster.far import Driver, FarRank, accept, connect
+from minipar.cluster.far import LINGER, Driver, FarRank, accept, connect
 from minipar.cluster.members import unpack
 from minipar.cluster.parcel import Parcel, pack
 from minipar.cluster.ranks import Callback, Ranks
@@ -39,7 +40,7 @@ _PATIENCE = 300.0  # seconds until all ranks have to be at the same call for the
 
 def started() -> bool:
     """Whether torchrun started this process, which is not inside a function that a rank runs."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and agreement.launched() and not worker.in_rank()
+    return "TORCHELASTIC_RUN_ID" in os.environ and not agreement.missing() and not worker.in_rank()
 
 
 def speaks() -> bool:
@@ -126,8 +127,8 @@ class Launched:
 
     @property
     def carrier(self) -> str:
-        """What carries the tensors of programs: "gloo" or "nccl"."""
-        return self._agreed.backend
+        """What carries the tensors of programs: "nccl", or "local" for `comm`'s own messages."""
+        return "nccl" if self._agreed.backend == "nccl" else "local"
 
     @property
     def emulates(self) -> DeviceSpec | None:
@@ -228,7 +229,7 @@ def _follow(far: FarRank, name: str) -> Any:
     """On another rank than 0: take part in its call until that ends."""
     rank = far.seat.rank
     with _told():
-        _, leads = far.serve()
+        leads = far.await_call()
     if leads != name:
         wrong = RankError(
             f"rank 0 is at {leads}, and rank {rank} at {name}: under torchrun every process makes the same calls of "
@@ -266,6 +267,15 @@ def _be_silent(far: FarRank) -> None:
             before(kind, error, trace)
 
     sys.excepthook = show
+
+
+def await_rank_0() -> None:
+    """On another rank that ends with an error which rank 0 has, too: wait until that has ended, for torchrun ends all
+    processes as soon as one of them fails."""
+    if _here is not None and _here._far is not None:
+        _here._far.await_end()
+    else:
+        time.sleep(LINGER)
 
 
 _here: Launched | None = None

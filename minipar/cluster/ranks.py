@@ -37,7 +37,7 @@ class Ranks(Protocol):
 
     @property
     def carrier(self) -> str:
-        """What carries the tensors of programs: "local" (which a waiting rank reads itself), "gloo" or "nccl"."""
+        """What carries the tensors of programs: "local" (messages that a waiting rank reads), "gloo" or "nccl"."""
 
     @property
     def emulates(self) -> DeviceSpec | None:

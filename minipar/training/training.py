@@ -289,6 +289,7 @@ def train(
         job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, quiet, on_nan, forms)
         if reference or check:
             plainly.prepare()
+        saved = storing.plainly() if reference or check else None  # (the run may save to the same folder)
         bar = partial(tqdm, disable=not progress, leave=False)
         with bar(total=1, desc="profile, one layer at a time") as meter:
             rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
@@ -378,6 +379,7 @@ def train(
                     job,
                     keep_gradients=check,
                     storing=storing,
+                    saved=saved,
                     threads=ranks.threads,
                     report=lambda k: meter.update(),
                 )

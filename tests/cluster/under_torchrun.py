@@ -76,6 +76,8 @@ def two(folder: Path) -> dict[str, Any]:
     found["size"] = raised(lambda: trained("dp=4"))
     found["refused"] = raised(lambda: trained("dp=1 sync=ps on_death=continue"))
     found["raised"] = raised(lambda: here.run(only_rank_1))
+    call = partial(evaluate, partial(models.mlp, SIZES), rows(), "dp=2") if RANK else partial(trained, "dp=2")
+    found["different"] = raised(call)
     found["unpicklable"] = raised(lambda: here.run(lambda: open(os.devnull)))  # noqa: SIM115
     seen: list[int] = []
 
@@ -100,39 +102,28 @@ def four(folder: Path) -> dict[str, Any]:
     return {plan: facts(trained(plan)) for plan in FOUR}
 
 
-def wrong_loss(output: Tensor, y: Tensor) -> Tensor:
-    if worker.in_rank() and worker.context().rank == 1:
-        raise ValueError("the loss of rank 1")
-    return torch.nn.functional.cross_entropy(output, y)
+def interrupted(folder: Path) -> dict[str, Any]:
+    """A run of 12 steps that is saved after every second one. In its first attempt rank 1 is killed, in its second one
+    the loss raises an error on rank 1; the third one ends well. Rank 0 notes where each begins."""
+    attempt, pids = len(list(folder.glob("begin-*"))), Launched.here().run(os.getpid)
 
-
-def fail(folder: Path) -> dict[str, Any]:
-    """Rank 0 waits in native code for rank 1, which fails."""
-    trained("pp=2 microbatches=2", loss=wrong_loss, check=False)
-    return {}
-
-
-def differ(folder: Path) -> dict[str, Any]:
-    """Ranks make different calls."""
-    if RANK:
-        evaluate(partial(models.mlp, SIZES), rows(), "dp=2")
-    else:
-        trained("dp=2")
-    return {}
-
-
-def die(folder: Path) -> dict[str, Any]:
-    """The first attempt is killed in step 5 of 8, after the save of step 4."""
-    attempt, pids = len(list(folder.glob("attempt-*"))), Launched.here().run(os.getpid)
-
-    def kill(info: StepInfo) -> None:
-        if not attempt and info.step == 5:
-            (folder / "attempt-0").write_text("")
+    def disturb(info: StepInfo) -> None:
+        with open(folder / f"begin-{attempt}", "a") as file:
+            file.write(f"{info.step} {info.loss!r}\n")
+        if attempt == 0 and info.step == 3:
             os.kill(pids[1], signal.SIGKILL)
             time.sleep(60)
+        if attempt == 1 and info.step == 7:
+            (folder / "now").write_text("")
 
-    run = trained(f"dp={os.environ['WORLD_SIZE']}", steps=8, save=folder / "saved", save_every=2, callback=kill)
-    return {"first": run.first_step, "losses": run.losses, "error": run.max_gradient_error(), "attempt": attempt}
+    def loss(output: Tensor, y: Tensor) -> Tensor:
+        if attempt == 1 and worker.in_rank() and worker.context().rank == 1 and (folder / "now").exists():
+            raise ValueError("the loss of rank 1")
+        return torch.nn.functional.cross_entropy(output, y)
+
+    plan = f"dp={os.environ['WORLD_SIZE']}"
+    run = trained(plan, steps=12, save=folder / "saved", save_every=2, callback=disturb, loss=loss)
+    return {"first": run.first_step, "losses": run.losses, "error": run.max_gradient_error()}
 
 
 if __name__ == "__main__":
