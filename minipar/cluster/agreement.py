@@ -144,7 +144,7 @@ def _of_this_round(store: dist.Store, rank: int, size: int) -> dist.Store:
         store.set("round", name)
         part = dist.PrefixStore(name, store)
         for k in range(1, size):
-            part.set(f"welcome {k}", part.get(f"hello {k}"))
+            part.set(f"welcome {k}", part.get(f"hello {k}").decode())
         return part
     mine, nap = secrets.token_hex(8), 0.01
     while True:
