@@ -214,12 +214,24 @@ class Communicator:
 
     # What programs use: on tensors in place, among any ranks of this communicator
 
-    def prepare(self, members: Iterable[tuple[int, ...]]) -> None:
-        """Make the groups that the methods below will use, so that they need not. Every rank calls this with the same
-        groups; each makes those that it is in, all in one order, so that no two wait for each other."""
+    def prepare(
+        self, members: Iterable[tuple[int, ...]], peers: Iterable[int] = (), algorithm: str | None = None
+    ) -> None:
+        """Make the groups that the methods below will use, and connect with the ranks that this one exchanges messages
+        with, so that they need not: each waits for all that take part, and ranks that begin collectives or messages in
+        different orders, as they may, would wait for each other.
+
+        Every rank calls this with the same groups; each makes those that it is in, all in one order. `algorithm`: by
+        which they will be used.
+        """
         for group in sorted({tuple(sorted(one)) for one in members if self.rank in one}):
             if len(group) > 1:
-                self.group(group, self.gpus)
+                made = self.group(group, self.gpus)
+                if not self.shares(made, algorithm if algorithm == "backend" else None):
+                    made.backend  # noqa: B018  (this makes it)
+        world = self._world
+        carrier = world.messages if self.gpus is None else self.gpus.messages
+        carrier.warm_up(sorted(self.members[peer] for peer in set(peers)))
 
     def iallreduce(
         self, tensor: torch.Tensor, ranks: tuple[int, ...], name: str = "", algorithm: str | None = None

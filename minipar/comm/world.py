@@ -6,17 +6,19 @@ Group    some ranks: a Matcher (announcements), an Arena (shared memory, if they
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from minipar.cluster import agreement
+from minipar.cluster import agreement, notes
 from minipar.cluster.worker import Context
 from minipar.comm.handles import Handle
 from minipar.comm.matching import Collective, Matcher, Starter
@@ -99,21 +101,24 @@ class RankGroup:
         self.index = members.index(world.rank)
         self.made: Any = None  # its process group
         self.arena: Arena | None = None
-        board = transport.board(transport.name, members)
+        with _connecting(members):
+            board = transport.board(transport.name, members)
         self.matcher = Matcher(members, board, transport.own_thread, world.starter)
         self._meet()
         board.unlink()
         if len(members) > 1:
             self.arena = self.matcher.arena = transport.memory(members, self._meet)
         if transport.at_once(members):
-            self.made = transport.process_group(members)
+            with _connecting(members):
+                self.made = transport.process_group(members)
 
     @property
     def backend(self) -> Any:
         """Its gloo or NCCL group; the first use waits for all members, and this wait cannot be interrupted."""
         if self.made is None:
             self._meet()
-            self.made = self.transport.process_group(self.members)
+            with _connecting(self.members):
+                self.made = self.transport.process_group(self.members)
         return self.made
 
     def sums(self, tensor: torch.Tensor) -> bool:
@@ -160,6 +165,16 @@ class RankGroup:
         """Return when a collective of this group is complete. Meanwhile the driver can see what this rank waits for,
         and the wait can be interrupted."""
         Handle(work, None, self.world.pending).wait()
+
+
+@contextlib.contextmanager
+def _connecting(members: tuple[int, ...]) -> Iterator[None]:
+    """While entered, the driver can see that this rank waits for others: it cannot be interrupted there."""
+    notes.waiting(f"the making of a group over {','.join(map(str, members))}", time.monotonic())
+    try:
+        yield
+    finally:
+        notes.going_on()
 
 
 class _Closed:

@@ -96,9 +96,10 @@ class Sockets:
         return link.send(_HEADER.pack(tag, len(data), dtype_code(tensor.dtype)), data, tensor)
 
     def warm_up(self, peers: Iterable[int]) -> None:
-        """Connect with these ranks, so that a host that cannot be reached is noticed at once."""
-        for peer in peers:
-            self._outgoing(peer)
+        """Connect with those of these ranks that are on other hosts: if one is not reached, that is noticed here."""
+        for peer in peers if self.far is not None else ():
+            if peer in self.far.ranks:
+                self._outgoing(peer)
 
     def _outgoing(self, peer: int) -> Outgoing:
         link = self.outgoing.get(peer)
