@@ -23,6 +23,7 @@ import secrets
 import socket
 import struct
 import sys
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -112,6 +113,7 @@ def meet(
     store: dist.Store, rank: int, size: int, device: str | None = None, towards: tuple[str, int] | None = None
 ) -> Agreement:
     """Agree with the other processes that have this store. `towards`: an address by which this host's own is found."""
+    store = _of_this_round(store, rank, size)
     wants = device or os.environ.get("MINIPAR_DEVICE") or "auto"
     mine = Claim(identity(rank), machine(), network(), wants, visible(), _has_nccl(), reachable(towards))
     claims, token = _exchange(store, "claim", rank, size, mine, secrets.token_hex(32))
@@ -126,6 +128,32 @@ def meet(
         _warn(claims, devices)
     hosts, addresses = tuple(claim.host for claim in claims), tuple(claim.address for claim in claims)
     return Agreement(store, rank, size, devices[rank], backend, hosts, addresses, token)
+
+
+def _of_this_round(store: dist.Store, rank: int, size: int) -> dist.Store:
+    """A part of the store that only these processes know. torchrun keeps its store when it starts all processes again,
+    with what those before have written.
+
+    Rank 0 names the part, and gives back what each rank has written there. So a rank that has read the name of an
+    earlier part notices it, and reads the name again.
+    """
+    import torch.distributed as dist
+
+    if rank == 0:
+        name = secrets.token_hex(8)
+        store.set("round", name)
+        part = dist.PrefixStore(name, store)
+        for k in range(1, size):
+            part.set(f"welcome {k}", part.get(f"hello {k}").decode())
+        return part
+    mine, nap = secrets.token_hex(8), 0.01
+    while True:
+        part = dist.PrefixStore(store.get("round").decode(), store)
+        part.set(f"hello {rank}", mine)
+        time.sleep(nap)
+        if part.check([f"welcome {rank}"]) and part.get(f"welcome {rank}").decode() == mine:
+            return part
+        nap = min(2 * nap, 0.2)
 
 
 def _exchange(

@@ -6,7 +6,7 @@
     x = torch.full((2,), float(rank))
     comm.allreduce(x)
 
-`%%ranks [n] [--only 0,2] [--out name] [--quiet]`: see `Ranks.cell`; `%ranks` says which ranks are running, and
+`%%ranks [n] [--only 0,2] [--out name] [--quiet]`: see `Cells.cell`; `%ranks` says which ranks are running, and
 `%ranks close` ends them.
 
 The driver checks the cell and sends its text; each rank runs it in its own `__main__`, where variables are kept. What a
@@ -54,13 +54,13 @@ def load(shell: InteractiveShell, communicator: Callable[[object], object]) -> N
 
     `communicator(comm)` gives the next value of a rank's variable `comm`; all ranks call it together.
     """
-    ranks = Ranks(shell, communicator)
+    cells = Cells(shell, communicator)
     register: Callable[..., None] = shell.register_magic_function
-    register(ranks.cell, "cell", "ranks")
-    register(ranks.line, "line", "ranks")
+    register(cells.cell, "cell", "ranks")
+    register(cells.line, "line", "ranks")
 
 
-class Ranks:
+class Cells:
     """The cluster behind one notebook's `%%ranks` cells."""
 
     def __init__(self, shell: InteractiveShell, communicator: Callable[[object], object]) -> None:

@@ -472,7 +472,9 @@ def create() -> Communicator:
                     "call it once under cluster.run before cluster.run_on"
                 )
             _count += 1
-            _current = Communicator(of_rank(context, _count))
+            local = bool(context.store)  # (else torchrun started this process)
+            world = of_rank(context, _count) if local else under_torchrun(f"{context.generation}.{_count}")
+            _current = Communicator(world)
             worker.when_outdated(_current.close)
     elif _current is None or _current.closed:
         _count += 1

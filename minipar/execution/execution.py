@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from minipar.cluster import Cluster, launch, worker
+from minipar.cluster.launched import driven, given_or_here
+from minipar.cluster.ranks import Ranks, check_size
 from minipar.comm import clocks, communicator
 from minipar.costs.device import DeviceSpec
 from minipar.costs.measured import Profile
@@ -216,11 +218,12 @@ class Execution:
     load: Load | None = None
 
 
+@driven
 def execute(
     program: Program,
     job: Job,
     *,
-    cluster: Cluster | None = None,
+    cluster: Ranks | None = None,
     passes: int = 1,
     keep_gradients: bool = True,
     report: Callable[[int, float], None] = lambda done, loss: None,
@@ -250,8 +253,8 @@ def execute(
     count = len(program.ranks)
     if check:
         verify(program)
-    if cluster is not None and cluster.size != count:
-        raise PlanError(f"program {program.name!r} needs {several(count, 'rank')}, but the cluster has {cluster.size}")
+    cluster = given_or_here(cluster)
+    check_size(cluster, count, f"program {program.name!r}")
     programs = [program] * at_least_1("passes", passes) + ([rest] if rest is not None else [])
     ending = Ending(callback is not None)
     tell = Following(programs, report, watch, callback, storing.first, ending.ask)
@@ -321,7 +324,7 @@ def _unsliced(found: Sequence[dict[str, Gradient]], local: bool) -> dict[str, Te
     return whole | {name: assemble(parts) for name, parts in slices.items()}
 
 
-def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Cluster) -> EmulatedCosts:
+def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Ranks) -> EmulatedCosts:
     """The costs of a program on emulated devices; where they depend on the model, rank 0 profiles it."""
     if spec.flops is None:
         return EmulatedCosts(program, spec)

@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minipar.cluster import Cluster, agreement, launch, worker
+from minipar.cluster import agreement, launch, worker
 from minipar.cluster.members import Revived
+from minipar.cluster.ranks import Ranks
 from minipar.errors import PlanError, RankDied, RankError, ServerClosed
 from minipar.execution.compute import Compute
 from minipar.execution.elementwise import check_update
@@ -87,7 +88,7 @@ class Service:
 def execute_served(
     program: Program,
     job: Job,
-    cluster: Cluster,
+    cluster: Ranks,
     *,
     on_death: str = "abort",
     keep_gradients: bool = False,

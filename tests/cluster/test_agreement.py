@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,9 +26,9 @@ def claims(*by_rank: tuple[str, Sequence[str]], wants: str = "auto", nccl: bool 
     ]
 
 
-def all_of(count: int, device: str | Sequence[str] = "auto") -> list[Any]:
+def all_of(count: int, device: str | Sequence[str] = "auto", store: Any = None) -> list[Any]:
     """What `meet` gives or raises in so many processes, which are threads here."""
-    store, found = dist.HashStore(), [None] * count
+    store, found = store or dist.HashStore(), [None] * count
     asked = [device] * count if isinstance(device, str) else device
 
     def run(rank: int) -> None:
@@ -42,6 +43,20 @@ def all_of(count: int, device: str | Sequence[str] = "auto") -> list[Any]:
     for thread in threads:
         thread.join(30)
     return found
+
+
+def test_what_an_earlier_attempt_left_in_the_store_is_not_believed() -> None:
+    store: Any = dist.HashStore()
+    before = all_of(2, store=store)
+    late: list[Agreement] = []
+    thread = threading.Thread(target=lambda: late.append(meet(store, 1, 2)))  # it reads the name of the part before
+    thread.start()
+    time.sleep(0.1)
+    first = meet(store, 0, 2)
+    thread.join(30)
+    assert late[0].token == first.token != before[0].token
+    late[0].store.set("key", "value")
+    assert first.store.get("key") == b"value"
 
 
 @pytest.mark.parametrize(
