@@ -3,7 +3,7 @@
     rank -> driver    token and number, as plain bytes; then messages of wire.py
     driver -> rank    ("run", number, Situation, parcel) · ("stop",): it has failed elsewhere
                       ("call", name): a call begins, in which all take part; ("end", kind, parcel): it has ended
-    rank -> driver    ("report" | "result" | "error", number, value)
+    rank -> driver    ("report" | "result" | "error", number, value) · ("output", number, bytes): it has printed this
 
 The driver may be a rank itself (`seat`): then it runs its own share of a function in between, and a thread listens to
 the others meanwhile. A rank has such a thread, too, since a function may wait for a rank that has failed. What fails is
@@ -34,7 +34,9 @@ from typing import Any
 
 from minipar.cluster import failures, launch, wire, worker
 from minipar.cluster.failures import Failure, as_exception
+from minipar.cluster.interrupt import Interrupts
 from minipar.cluster.members import GRACE, SETTLE, SETTLE_AFTER_LOST_PEER, Round, unpack
+from minipar.cluster.output import Output, Printer
 from minipar.cluster.parcel import Parcel, pack_call
 from minipar.cluster.ranks import Callback, check_ranks
 from minipar.cluster.worker import Seat, Situation
@@ -145,10 +147,13 @@ def _interrupt(ended: int) -> bool:
 
 
 class FarRank:
-    """This process as a rank of a driver elsewhere."""
+    """This process as a rank of a driver elsewhere. `echo`: what it prints in a function goes to the driver."""
 
-    def __init__(self, control: socket.socket, rank: int, size: int, device: str, backend: str) -> None:
+    def __init__(
+        self, control: socket.socket, rank: int, size: int, device: str, backend: str, echo: bool = False
+    ) -> None:
         self.control = control
+        self.echo = echo
         self.gone = False  # whether the driver has ended
         self.seat = Seat(self._deliver, rank, size, device, backend, "torchrun", far=True)
 
@@ -187,9 +192,39 @@ class FarRank:
 
     def _run(self, number: int, situation: Situation, parcel: Parcel) -> None:
         worker.begin(self.seat, number, situation)
-        with _interruptible(self._watch), worker.seated(self.seat):
+        printing = self._printing(number) if self.echo else contextlib.nullcontext()
+        with printing, _interruptible(self._watch), worker.seated(self.seat):
             kind, answer = worker.run_interruptibly(self.seat, parcel)
         self.seat.send((kind, number, answer))
+
+    @contextlib.contextmanager
+    def _printing(self, number: int) -> Iterator[None]:
+        """Send to the driver what this process, its libraries and its children print."""
+        worker.flush()
+        streams, kept = (sys.stdout, sys.stderr), (os.dup(1), os.dup(2))
+        outlet, inlet = os.pipe()
+        os.dup2(inlet, 1)
+        os.dup2(inlet, 2)
+        os.close(inlet)
+        sys.stdout, sys.stderr = worker.streams()
+
+        def pump() -> None:
+            with contextlib.suppress(OSError):
+                while data := os.read(outlet, 1 << 16):
+                    self.seat.send(("output", number, data))
+                os.close(outlet)
+
+        thread = threading.Thread(target=pump, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            worker.flush()
+            sys.stdout, sys.stderr = streams
+            for descriptor, stream in zip(kept, (1, 2), strict=True):
+                os.dup2(descriptor, stream)
+                os.close(descriptor)
+            thread.join(1.0)  # (longer only if a child of this process goes on printing)
 
     def _watch(self, ended: int) -> None:
         readable, _, _ = select.select([self.control.fileno(), ended], [], [])
@@ -232,15 +267,28 @@ class Driver:
     """Runs functions on ranks elsewhere and, if the driver is rank 0, in this process.
 
     controls   the connections by rank
-    seat       device and backend of rank 0, if that is this process: see `sit`
+    way_out    what to do where one of them has ended
+    first_generation    must differ between drivers that the same processes have one after another
+    echo       show what ranks print
     """
 
-    def __init__(self, controls: Mapping[int, socket.socket], size: int) -> None:
+    def __init__(
+        self,
+        controls: Mapping[int, socket.socket],
+        size: int,
+        way_out: str,
+        first_generation: int = 0,
+        echo: bool = False,
+    ) -> None:
         self.size = size
+        self._way_out = way_out
         self.peers = {rank: Peer(rank, control, wire.Inbox(control)) for rank, control in controls.items()}
         self.seat: Seat | None = None
         self._number = 0
-        self._generation = 0
+        self._generation = first_generation
+        self._interrupts = Interrupts()
+        self._output = Output()
+        self._printers = {rank: _Printing(rank, self._output) for rank in controls} if echo else {}
         self._busy = threading.Lock()
         self._heard: Round | None = None
         self._reports: deque[tuple[int, Any]] = deque()  # which the callback has not got yet
@@ -283,8 +331,9 @@ class Driver:
         heard = Round(self._number, frozenset(active), callback, waiting=set(active))
         lost = [rank for rank in active if rank in self.peers and not self.peers[rank].alive]
         if lost:
-            raise RankDied(f"rank {lost[0]} has ended; with --max-restarts torchrun starts all ranks again")
+            raise RankDied(f"rank {lost[0]} has ended; {self._way_out}")
         self._heard, self._wrong = heard, None
+        self._output.begin(active)
         self._reports.clear()
         situation = Situation(self._generation, active)
         for rank in active:
@@ -293,15 +342,19 @@ class Driver:
         try:
             if self.seat is not None and 0 in active:
                 self._own_share(self.seat, heard, situation, parcel)
-            self._collect(heard)
-            if heard.failures:
-                self._call_back(heard)
+            with self._interrupts:
+                self._collect(heard)
+                if heard.failures:
+                    self._call_back(heard)
         except BaseException:  # an interrupt, or an error in the callback
             self._generation += 1
             self._call_back(heard)
             raise
         finally:
             self._heard = None
+            for printing in self._printers.values():
+                printing.finish()
+            self._output.flush()
         if heard.failures:
             self._generation += 1
             heard.answers.clear()
@@ -374,8 +427,10 @@ class Driver:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return
-            self._listen(heard, left)
+            due = self._output.wait()
+            self._listen(heard, left if due is None else due if left is None else min(left, due))
             self._call(heard)
+            self._output.show()
         if heard.failures and not heard.called_back:
             self._settle(heard)
 
@@ -415,7 +470,8 @@ class Driver:
         rank = peer.rank
         while True:
             try:
-                message = peer.inbox.read()
+                with self._interrupts.held():
+                    message = peer.inbox.read()
             except (EOFError, OSError):
                 peer.alive = False
                 if rank in heard.waiting:
@@ -431,6 +487,9 @@ class Driver:
             if kind == "error" and number < 0:  # it makes another call than the driver
                 heard.failures.append(Failure(rank, value))
             elif number != heard.run:
+                continue
+            elif kind == "output":
+                self._printers[rank].write(value)
                 continue
             elif kind == "report":
                 self._reports.append((rank, value))
@@ -448,6 +507,27 @@ class Driver:
         for peer in self.peers.values():
             peer.alive = False
             peer.control.close()
+        for printing in self._printers.values():
+            printing.close()
+
+
+class _Printing:
+    """Gives what a rank elsewhere has printed to the Output, by a pipe of this process."""
+
+    def __init__(self, rank: int, output: Output) -> None:
+        outlet, self._inlet = os.pipe()
+        self._printer = Printer(rank, outlet, output)
+
+    def write(self, data: bytes) -> None:
+        os.write(self._inlet, data)  # (a pipe has room for as much as a rank sends at once)
+        self._printer.pump(2 * len(data))
+
+    def finish(self) -> None:
+        self._printer.finish()
+
+    def close(self) -> None:
+        os.close(self._inlet)
+        os.close(self._printer.descriptor)
 
 
 def _doing(answer: failures.Remote) -> str:

@@ -78,7 +78,7 @@ class Launched:
             with socket.create_server((agreed.addresses[0], 0), backlog=agreed.size) as listener:
                 agreed.store.set("control", str(listener.getsockname()[1]))
                 controls = accept(listener, token, range(1, agreed.size), _PATIENCE)
-            self._driver = Driver(controls, agreed.size)
+            self._driver = Driver(controls, agreed.size, "with --max-restarts torchrun starts all ranks again")
             self._driver.sit(agreed.device, agreed.backend)
         else:
             port = int(agreed.store.get("control"))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from minipar.cluster import launch, launched, worker
+from minipar.cluster.attached import Attached
 from minipar.cluster.failures import as_deadlock, as_exception, lost_state
 from minipar.cluster.members import GRACE, GRACE_AFTER_FAILURE, Members, Round, unpack
 from minipar.cluster.parcel import Parcel, pack_call
@@ -92,6 +93,15 @@ class Cluster:
             raise
         self._device = self._members.ranks[0].device.partition(":")[0]
         self._emulates = spec
+
+    @staticmethod
+    def attach(client: Any, threads: int = 1) -> Attached:
+        """The engines of an ipyparallel client as ranks, until `close()`; `threads`: torch's in each of them.
+
+        `run`, `train(..., cluster=)` and `%ranks NAME` take what this returns. RankError without engines; RankDied if
+        an engine cannot connect to this process; what it raises at its start.
+        """
+        return Attached(client, threads)
 
     @property
     def size(self) -> int:

@@ -18,7 +18,7 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TextIO
 
 from minipar.cluster import failures, notes, stacks, wire
 from minipar.cluster.parcel import Parcel, pack, unpack
@@ -191,7 +191,7 @@ def serve(control: socket.socket) -> None:
     except BaseException:  # an error of minipar itself: show it
         traceback.print_exc()
     finally:
-        _flush()
+        flush()
         kill_group(os.getpid())  # this process, and everything that it has started
 
 
@@ -214,7 +214,7 @@ def _serve(control: socket.socket) -> None:
             sys.path[:] = path
         kind, answer = run_interruptibly(_rank, parcel)
         del parcel
-        _flush()
+        flush()
         _rank.send((kind, run, answer))
         del answer
 
@@ -239,8 +239,7 @@ def _take_over(setup: Setup, control: socket.socket) -> None:
     # A grandchild must not hold this socket: when the socket ends, the driver concludes that the rank has ended.
     tie_grandchildren(control.close)
     # The streams are made again: those of the zygote were made for other files than the pipes that 1 and 2 are now.
-    sys.stdout = open(1, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stdout, sys.stderr = streams()
     faulthandler.enable()
     stacks.answer(notes.attach(setup.page))
     sys.path[:] = setup.path
@@ -345,7 +344,14 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
 
 
-def _flush() -> None:
+def streams() -> tuple[TextIO, TextIO]:
+    """New streams of Python that write to the descriptors 1 and 2."""
+    out, err = (open(number, "w", 1, "utf-8", "backslashreplace", closefd=False) for number in (1, 2))  # noqa: SIM115
+    return out, err
+
+
+def flush() -> None:
+    """Write out what this process has printed, in Python and in native code."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # user code closed or replaced it
             stream.flush()

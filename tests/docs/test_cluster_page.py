@@ -86,7 +86,7 @@ def port() -> int:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with the page's script, a plan and a module; and with torchrun, srun and scontrol as commands."""
-    ((_, script),) = blocks("cluster.md")
+    (_, script), _ = blocks("cluster.md")
     assert script.startswith("# train.py\n")
     (tmp_path / "train.py").write_text(script)
     (tmp_path / "plan.toml").write_text("dp = 2\n")
@@ -189,6 +189,18 @@ def test_the_manifest_fits_the_definition_of_a_job() -> None:
     (container,) = pod["containers"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == int(job["spec"]["nprocPerNode"])
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.mark.slow
+def test_the_engines_of_a_notebook_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ipyparallel", reason="engines need pip install 'minipar[engines]'")
+    monkeypatch.setenv("PYTHONPATH", child_environment()["PYTHONPATH"])
+    (_, script), (line, notebook) = blocks("cluster.md")
+    space: dict[str, Any] = {"__name__": "a_page"}
+    exec(script[: script.index("ranks = ")] + "from minipar import train", space)  # its imports
+    exec(compile("\n" * (line - 1) + notebook, str(DOCS / "cluster.md"), "exec"), space)
+    assert len(space["run"].losses) == 5
+    assert space["ranks"].state == "closed"
 
 
 @pytest.mark.slow
