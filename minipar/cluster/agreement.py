@@ -212,8 +212,8 @@ def _own_gpus(claims: Sequence[Claim]) -> list[int | None]:
     taken: set[tuple[str, str]] = set()
     found: list[int | None] = []
     for claim, place in zip(claims, _places(claims), strict=True):
-        order = sorted(range(len(claim.gpus)), key=lambda index, place=place: (index != place, index))
-        index = next((index for index in order if (claim.machine, claim.gpus[index]) not in taken), None)
+        free = [index for index, gpu in enumerate(claim.gpus) if (claim.machine, gpu) not in taken]
+        index = place if place in free else next(iter(free), None)
         if index is not None:
             taken.add((claim.machine, claim.gpus[index]))
         found.append(index)

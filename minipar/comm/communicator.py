@@ -36,7 +36,8 @@ from minipar.wording import several
 class Communicator:
     """How this rank communicates with the others. `create()` makes it; all ranks make their calls in the same order.
 
-    `rank`, `size`: ints. `members`: the numbers of its ranks in the cluster. `device`: where this rank computes.
+    `rank`, `size`: ints. `members`: the numbers of its ranks in the cluster. `hosts`: by rank, a name that is the same
+    for ranks of one host. `device`: where this rank computes.
     `backend`: "nccl", or "gloo" (which carries tensors on a GPU through host memory).
 
     x in the methods below is a number, a list of numbers (nested or not), a NumPy array or a tensor, and is not
@@ -51,6 +52,7 @@ class Communicator:
     def __init__(self, world: World) -> None:
         self.rank, self.size = world.rank, world.size
         self.members = world.everyone
+        self.hosts = world.hosts
         self.device, self.backend = world.device, world.backend
         self.gpus = world.gpus
         self.pending = world.pending
@@ -419,6 +421,7 @@ class Communicator:
         made = copy.copy(self)
         made.rank, made.size = ranks.index(self.rank), len(ranks)
         made.members = tuple(self.members[rank] for rank in ranks)
+        made.hosts = tuple(self.hosts[rank] for rank in ranks)
         made._parted, made._splits = (*self._parted, self._splits), 0
         made.group()
         return made

@@ -44,12 +44,21 @@ class Way(NamedTuple):
 
 
 class World:
-    """One rank's part of the communication among all. `host` carries tensors on the CPU."""
+    """One rank's part of the communication among all. `host` carries tensors on the CPU. `hosts`: by rank, the name of
+    its host; default: all are on one."""
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, device: torch.device, backend: str, host: Transport
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        backend: str,
+        host: Transport,
+        hosts: tuple[str, ...] = (),
     ) -> None:
         self.rank, self.size = rank, size
+        self.hosts = hosts or ("",) * size
         self.device, self.backend = device, backend
         self.everyone = tuple(range(size))
         self.closed = False
@@ -201,7 +210,7 @@ def of_rank(context: Context, count: int) -> World:
         store.set("token", secrets.token_hex(32))
     token = bytes.fromhex(store.get("token").decode()) if len(set(hosts)) > 1 else b""
     host = _host(store, rank, hosts, agreement.LOOPBACK, token, path, path)
-    return World(store, rank, size, device, context.backend, host)
+    return World(store, rank, size, device, context.backend, host, hosts)
 
 
 def under_torchrun(count: int | str) -> World:
@@ -223,7 +232,7 @@ def under_torchrun(count: int | str) -> World:
     sockets = f"\0{name}" if sys.platform == "linux" else path
     token = bytes.fromhex(agreed.token)
     host = _host(store, agreed.rank, agreed.hosts, agreed.addresses[agreed.rank], token, path, sockets)
-    return World(store, agreed.rank, agreed.size, device, agreed.backend, host)
+    return World(store, agreed.rank, agreed.size, device, agreed.backend, host, agreed.hosts)
 
 
 def _host(

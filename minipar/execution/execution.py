@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from minipar.cluster import Cluster, launch, worker
 from minipar.cluster.launched import driven, given_or_here
 from minipar.cluster.ranks import Ranks, check_size
-from minipar.comm import communicator
+from minipar.comm import clocks, communicator
 from minipar.costs.device import DeviceSpec
 from minipar.costs.measured import Profile
 from minipar.costs.rates import Copies
@@ -194,6 +194,7 @@ class Passed:
     series: dict[int, Series]  # of the last passes, if memory was tracked
     share: Share  # this rank's share of the state, if the driver asked for it
     load: Load | None  # of experts in the rank's layers, by this rank's rows
+    clock_error: float = 0.0  # of the times, which are those of rank 0's clock
 
 
 @dataclass(frozen=True)
@@ -354,7 +355,7 @@ def emulated_note(spec: DeviceSpec, overruns: Sequence[Sequence[int]]) -> str:
 
 
 def _measured(program: Program, passed: Sequence[Passed], k: int) -> Trace:
-    """The trace of one pass, from the clocks of all ranks (one clock, on one machine)."""
+    """The trace of one pass, from the clocks of all ranks, which were made one."""
     zero = min(min(p.starts[k]) for p in passed)
     starts = [[t - zero for t in p.starts[k]] for p in passed]
     ends = [[t - zero for t in p.ends[k]] for p in passed]
@@ -364,7 +365,9 @@ def _measured(program: Program, passed: Sequence[Passed], k: int) -> Trace:
         return sizes[rank].get(value, 0)
 
     series = [replace(p.series[k], times=[t - zero for t in p.series[k].times]) for p in passed if p.series]
-    return Trace(program, starts, ends, size, "measured", "bytes", [p.data[k] for p in passed], series=series)
+    error = max(p.clock_error for p in passed)
+    data = [p.data[k] for p in passed]
+    return Trace(program, starts, ends, size, "measured", "bytes", data, series=series, clock_error=error)
 
 
 class Ending:
@@ -435,6 +438,7 @@ def _passes(
         rows: dict[int, list[int]] = {}
         tracker = watching.start(executor)
         base, updates = storing.first, 0
+        before = clocks.read(comm)
         for k, each in enumerate(programs):
             if each is not executor.program:
                 executor.follow(each, last)
@@ -450,7 +454,8 @@ def _passes(
             header = replace(header, step=base)
             updates += each.updates
             storing.after(executor, outline, header, k == len(programs) - 1, updates)
-            news = telling.news(k, records[-1].losses, records[-1].starts, records[-1].ends)
+            starts, ends = (clocks.corrected(row, before, before) for row in (records[-1].starts, records[-1].ends))
+            news = telling.news(k, records[-1].losses, starts, ends)
             if asked:
                 squares, done = executor.state.measured, range(updates - each.updates, updates)
                 news = news._replace(
@@ -467,18 +472,23 @@ def _passes(
             else:
                 sizes.append(sizes[-1])
                 data.append(data[-1])
+        after = clocks.read(comm)
+    series = tracker.series_of_passes() if watching.series else {}
+    if before.error:
+        series = {k: replace(one, times=clocks.corrected(one.times, before, after)) for k, one in series.items()}
     return Passed(
         [record.losses for record in records],
-        [record.starts for record in records],
-        [record.ends for record in records],
+        [clocks.corrected(record.starts, before, after) for record in records],
+        [clocks.corrected(record.ends, before, after) for record in records],
         [record.gradients for record in records],
         sizes,
         data,
         [record.overruns for record in records],
         [record.order for record in records],
-        tracker.series_of_passes() if watching.series else {},
+        series,
         storing.share(executor, outline, header, updates),
         executor.compute.experts.load(numbers),
+        max(before.error, after.error),
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import shutil
 import tempfile
 import time
@@ -20,9 +21,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from minipar.cluster import launch, worker
+from minipar.cluster import agreement, launch, worker
 from minipar.cluster.members import Revived
 from minipar.cluster.ranks import Ranks
 from minipar.errors import PlanError, RankDied, RankError, ServerClosed
@@ -46,6 +48,7 @@ from minipar.program.rows import split_rows
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server import pushing, rendezvous
 from minipar.server.process import Served, Settings, serve
+from minipar.server.rendezvous import Meeting
 from minipar.server.shard import ParameterKey, key_of, pieces_of, view
 from minipar.server.steps import Progress, Step, losses_of
 from minipar.strategies import served_order
@@ -147,8 +150,7 @@ def execute_served(
             cluster.end_rank(fact[1])
 
     try:
-        ((keys, forms),) = cluster.run_on([0], _keys, job, program.name)
-        rendezvous.open_folder(folder, keys, servers)
+        ((keys, forms),) = cluster.run_on([0], _open, job, program.name, folder, servers)
         settings = Settings(
             workers, program.steps, job.optimizer, mode, every, patience, on_death, True, pacing, job.scheduler, forms
         )
@@ -321,6 +323,25 @@ def _keys(job: Job, name: str) -> tuple[tuple[ParameterKey, ...], tuple[Form, ..
     return tuple(key_of(names[id(p)], p) for group in groups for p in group), forms
 
 
+def _open(job: Job, name: str, folder: str, servers: int) -> tuple[tuple[ParameterKey, ...], tuple[Form, ...]]:
+    """`_keys`, of which the handle is written for all."""
+    keys, forms = _keys(job, name)
+    rendezvous.open_folder(_meeting(folder), keys, servers)
+    return keys, forms
+
+
+def _meeting(folder: str) -> Meeting:
+    """Where servers and workers meet: in the driver's folder, if all are on this host, or in torch's Store."""
+    context = worker.context()
+    if not context.store:  # torchrun started this process
+        agreed = agreement.agree()
+        address = agreed.addresses[agreed.rank] if len(set(agreed.hosts)) > 1 else ""
+        return Meeting(folder, dist.PrefixStore(folder, agreed.store), address)
+    if len(set(agreement.apart(context.size))) > 1:
+        return Meeting(folder, dist.FileStore(os.path.join(folder, "store")), agreement.LOOPBACK)
+    return Meeting(folder)
+
+
 def _take_part(
     job: Job,
     program: Program,
@@ -335,7 +356,11 @@ def _take_part(
     if rank >= program.workers:
         _, _, groups, _ = _trained(job)
         values = [p.detach() for group in groups for p in group]
-        return serve(folder, rank - program.workers, settings, values, report=_only_silence)
+        try:
+            return serve(_meeting(folder), rank - program.workers, settings, values, report=_only_silence)
+        finally:
+            if not worker.context().store:  # no driver removes it on other hosts
+                shutil.rmtree(folder, ignore_errors=True)
     done: list[Step] = []
     dying = settings.on_death == "continue"  # (then every step is reported at once, as this rank may die)
 
@@ -372,7 +397,7 @@ def _work(
     blocks: dict[int, list[tuple[int, Instruction]]] = {}
     for index, ins in enumerate(program.ranks[rank]):
         blocks.setdefault(ins.step, []).append((index, ins))
-    ps = pushing.connect(folder, rank)  # (at once, so that the servers see this worker's process)
+    ps = pushing.connect(_meeting(folder), rank)  # (at once, so that the servers see this worker's process)
     spare = copy.deepcopy(model)  # to warm up: first calls take longer, and should not count in the first step
     _run(_computing(program, rank, layers_of(spare), job), parameters_of(layers_of(spare)), blocks[0])
     del spare
@@ -392,6 +417,7 @@ def _work(
             device.arrived(ps.arrived, blocks[step][0][0])
 
         def push(p: nn.Parameter, gradient: Tensor, peer: int, found: dict[str, Tensor] = found) -> None:
+            gradient = gradient.cpu()  # (servers keep and update parameters on the CPU)
             if keep_gradients:
                 found[names[id(p)]] = gradient
             ps.push(names[id(p)], gradient, peer - program.workers)
@@ -417,7 +443,7 @@ def _whole(count: float) -> int:
 
 
 def _computing(program: Program, rank: int, layers: list[nn.Module], job: Job) -> Compute:
-    compute = Compute(program, rank, torch.device("cpu"), layers, job.loss, job.seed)
+    compute = Compute(program, rank, torch.device(worker.context().device), layers, job.loss, job.seed)
     compute.begin(job.batches, 0)
     return compute
 
@@ -450,6 +476,8 @@ def _run(
                 device.wait(device.now + occupied, index)
         elif ins.op is not Op.PULL:
             raise RankError(f"{ins}: no worker does {ins.op.name}")
+        if compute.device.type == "cuda" and ins.op in COMPUTE:
+            torch.cuda.synchronize(compute.device)  # the clock must see the device's work
         if device is not None and ins.op in COMPUTE:
             device.computed(index)
         times.append((start, time.perf_counter()))

@@ -37,7 +37,8 @@ class GlooBoard:
     def __init__(self, members: tuple[int, ...], index: int, group: Any) -> None:
         self.members, self.index, self._group = members, index, group
         self._settled = 0
-        self._text, self._small = "", None
+        self._text = ""
+        self._small: Tensor | None = None
         self._words: Tensor | None = None  # of all members, for the collective that is announced now
         self._rows: Tensor | None = None  # the small tensors of all, as bytes
         self._work: Any = None  # what is under way of these two

@@ -97,9 +97,9 @@ class Sockets:
 
     def warm_up(self, peers: Iterable[int]) -> None:
         """Connect with those of these ranks that are on other hosts: if one is not reached, that is noticed here."""
-        for peer in peers if self.far is not None else ():
-            if peer in self.far.ranks:
-                self._outgoing(peer)
+        far = frozenset() if self.far is None else self.far.ranks
+        for peer in far.intersection(peers):
+            self._outgoing(peer)
 
     def _outgoing(self, peer: int) -> Outgoing:
         link = self.outgoing.get(peer)
@@ -188,7 +188,7 @@ class Sockets:
     def _accept(self, listener: socket.socket) -> None:
         """Take the connection of a peer that has made one, or refuse that of a stranger."""
         connection, _ = listener.accept()
-        data, descriptors = b"", []
+        data, descriptors = b"", list[int]()
         with contextlib.suppress(OSError):
             connection.settimeout(_PROOF)
             while len(data) < _WHO.size:

@@ -1,4 +1,4 @@
-"""NCCL's pairs without a GPU: a double that connects two ranks at their first message, where each waits for the other."""
+"""NCCL's pairs without a GPU: a double connects two ranks at their first message, where each waits for the other."""
 
 from __future__ import annotations
 
