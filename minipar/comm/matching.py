@@ -110,6 +110,7 @@ class Collective:
                 if self.work.is_completed():
                     self.work.wait()
                     return
+            self.matcher.check()
 
     def is_completed(self) -> bool:
         """Whether it is complete or has failed, without blocking."""
@@ -139,9 +140,17 @@ class Collective:
 
 
 class Matcher:
-    """The collectives of one group, in order. `sliced`: whether the calling thread itself waits for works (gloo)."""
+    """The collectives of one group, in order. `sliced`: whether the calling thread itself waits for works (gloo).
+    `lost`: gives a member whose host is known to be cut off."""
 
-    def __init__(self, members: tuple[int, ...], board: Board, sliced: bool, starter: Starter) -> None:
+    def __init__(
+        self,
+        members: tuple[int, ...],
+        board: Board,
+        sliced: bool,
+        starter: Starter,
+        lost: Callable[[], int | None] = lambda: None,
+    ) -> None:
         self.members = members
         self.board = board
         self.sliced = sliced
@@ -149,7 +158,7 @@ class Matcher:
         self.lock = threading.RLock()
         self._number = self._announced = 0
         self._queue: deque[Collective] = deque()
-        self._starter = starter
+        self._starter, self._lost = starter, lost
 
     def submit(
         self,
@@ -247,10 +256,17 @@ class Matcher:
             looks += 1
             if one.start is None or looks < _LOOKS:
                 continue
+            self.check()
             if one.word:
                 self.board.sleep(one.number)
             else:
                 time.sleep(_NAP)  # there was no room for it yet
+
+    def check(self) -> None:
+        """ConnectionError if a member's host is known to be cut off."""
+        gone = self._lost()
+        if gone is not None:
+            raise ConnectionError(f"rank {gone} is gone, or its host is cut off")
 
     def _mismatch(self, board: Board, number: int) -> CollectiveMismatch:
         deadline = time.monotonic() + _ALL_THERE

@@ -112,7 +112,7 @@ class RankGroup:
         self.arena: Arena | None = None
         with _connecting(members):
             board = transport.board(transport.name, members)
-        self.matcher = Matcher(members, board, transport.own_thread, world.starter)
+        self.matcher = Matcher(members, board, transport.own_thread, world.starter, lambda: transport.lost(members))
         self._meet()
         board.unlink()
         if len(members) > 1:

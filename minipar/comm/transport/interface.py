@@ -128,6 +128,10 @@ class Transport(ABC):
         """Memory that these ranks share. None: they have none, and the process group does all collectives."""
         return None
 
+    def lost(self, members: tuple[int, ...]) -> int | None:
+        """One of these ranks whose host no longer answers, if that is known. A process group does not notice it."""
+        return None
+
     @abstractmethod
     def close(self, under_way: bool) -> None:
         """Close the messages: what was not delivered is lost. Close process groups too, unless something is

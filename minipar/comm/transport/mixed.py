@@ -45,7 +45,16 @@ class Mixed(Transport):
         return self._way(members).at_once(members)
 
     def board(self, kind: str, members: tuple[int, ...]) -> Board:
+        self.messages.warm_up([self._next(members)])
         return self._way(members).board(kind, members)
+
+    def _next(self, members: tuple[int, ...]) -> int:
+        """The member after this rank, in a ring: each watches its connection with the next one."""
+        return members[(members.index(self.local.rank) + 1) % len(members)]
+
+    def lost(self, members: tuple[int, ...]) -> int | None:
+        sockets, after = self.local.sockets, self._next(members)
+        return after if sockets is not None and sockets.lost(after) else None
 
     def memory(self, members: tuple[int, ...], meet: Meet) -> Arena | None:
         return self._way(members).memory(members, meet)

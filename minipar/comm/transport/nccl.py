@@ -32,6 +32,9 @@ class Nccl(Transport):
     def board(self, kind: str, members: tuple[int, ...]) -> Board:
         return self.host.board(kind, members)
 
+    def lost(self, members: tuple[int, ...]) -> int | None:
+        return self.host.lost(members)
+
     def process_group(self, members: tuple[int, ...]) -> Any:
         found = self._groups.get(members)
         if found is None:

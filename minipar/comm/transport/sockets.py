@@ -101,6 +101,11 @@ class Sockets:
         for peer in far.intersection(peers):
             self._outgoing(peer)
 
+    def lost(self, peer: int) -> bool:
+        """Whether a rank of another host, with which this one has connected, is gone or cut off."""
+        link = self.outgoing.get(peer) if self.far is not None and peer in self.far.ranks else None
+        return link is not None and ended(link.connection)
+
     def _outgoing(self, peer: int) -> Outgoing:
         link = self.outgoing.get(peer)
         if link is None:
