@@ -504,12 +504,13 @@ class Driver:
             heard.waiting.discard(rank)
 
     def close(self) -> None:
-        """Close the connections, upon which the ranks end or go on with their own work."""
+        """Close the connections, upon which the ranks end or go on with their own work. A second call does nothing."""
         for peer in self.peers.values():
             peer.alive = False
             peer.control.close()
         for printing in self._printers.values():
             printing.close()
+        self._printers = {}
 
 
 class _Printing:

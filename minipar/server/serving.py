@@ -46,7 +46,7 @@ from minipar.prediction.service import key_of as place_of
 from minipar.program import COMPUTE, Instruction, Op, Program, Value
 from minipar.program.rows import split_rows
 from minipar.program.server_rule import Kind, Mode, Row
-from minipar.server import pushing, rendezvous
+from minipar.server import pushing, rendezvous, snapshot
 from minipar.server.process import Served, Settings, serve
 from minipar.server.rendezvous import Meeting
 from minipar.server.shard import ParameterKey, key_of, pieces_of, view
@@ -342,6 +342,17 @@ def _meeting(folder: str) -> Meeting:
     return Meeting(folder)
 
 
+def _leave(folder: str, server: int) -> None:
+    """Remove what a server has left in the folder of its host, and the folder after the last one. (The driver removes
+    it only on its own host, where other servers may still need it.)"""
+    agreed = agreement.agree()
+    if agreed.hosts[agreed.rank] == agreed.hosts[0]:
+        return
+    with contextlib.suppress(OSError):
+        snapshot.remove_after(folder, server, -1)
+        os.rmdir(folder)
+
+
 def _take_part(
     job: Job,
     program: Program,
@@ -359,8 +370,8 @@ def _take_part(
         try:
             return serve(_meeting(folder), rank - program.workers, settings, values, report=_only_silence)
         finally:
-            if not worker.context().store:  # no driver removes it on other hosts
-                shutil.rmtree(folder, ignore_errors=True)
+            if not worker.context().store:
+                _leave(folder, rank - program.workers)
     done: list[Step] = []
     dying = settings.on_death == "continue"  # (then every step is reported at once, as this rank may die)
 
