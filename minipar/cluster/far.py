@@ -44,7 +44,7 @@ from minipar.errors import RankDied, RankError
 
 LINGER = 10.0  # seconds that a rank which must end waits for the driver to say why, and to end first
 _HELLO = struct.Struct("!32sI")  # the token, and the number of the rank
-_LOST_AFTER = 6  # seconds without an answer of the other machine
+_LOST_AFTER = 5  # seconds without an answer of the other machine
 
 
 # Connecting -----------------------------------------------------------------------------------------------------------
