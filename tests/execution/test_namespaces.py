@@ -149,5 +149,5 @@ def test_a_host_that_is_cut_off_is_reported(hosts: Hosts, tmp_path: Path, what: 
         saved = open_folder(tmp_path / "saved")
         assert saved.header.step >= 10
         with Cluster(2, device="cpu") as two:
-            run = trained("pp=2 microbatches=2", two, steps=saved.header.step + 2, resume=tmp_path / "saved")
+            run = trained("pp=2 microbatches=2", two, steps=2, resume=tmp_path / "saved")
             assert len(run.losses) == 2
