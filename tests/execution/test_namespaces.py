@@ -119,9 +119,9 @@ def test_plans_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     with Cluster(4, device="cpu", transport="gloo") as four:
         for plan, one in zip(PLANS, found, strict=False):
             assert one["losses"] == trained(plan, four).losses, plan
-            assert one["clock_error"] > 0
     for plan, one in zip((*PLANS, *DECIDING), found, strict=True):
         assert one["error"] <= 1e-12, plan
+        assert one["clock_error"] > 0, plan
 
 
 @pytest.mark.parametrize("what", ["cut", "sums"])
