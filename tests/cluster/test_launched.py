@@ -16,21 +16,22 @@ import pytest
 from minipar.cluster import Cluster, launched
 from minipar.cluster.launch import child_environment
 from tests.cluster import under_torchrun
-from tests.conftest import Clusters
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("under_torchrun.py")
 STANDALONE = ("--standalone",)
 
 
-def torchrun(ranks: int, what: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def torchrun(ranks: int, what: str, folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a function of the script on so many ranks."""
-    return launch([*(options or STANDALONE), f"--nproc-per-node={ranks}", str(SCRIPT), what, str(folder)])
+    words = [*(options or STANDALONE), f"--nproc-per-node={ranks}", str(SCRIPT), what, str(folder)]
+    return launch(words, **variables)
 
 
-def launch(words: list[str], folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+def launch(words: list[str], folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run torchrun with these words. If it takes too long, it is told to end its processes."""
     command = [sys.executable, "-m", "torch.distributed.run", *words]
-    environment = {**child_environment(), "OMP_NUM_THREADS": "1"}
+    environment = {**child_environment(), "OMP_NUM_THREADS": "1", **variables}
     with subprocess.Popen(
         command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -127,15 +128,16 @@ def test_a_saved_run_goes_on_under_another_plan(two: list[dict[str, Any]], over_
     assert two[0]["evaluated"] == pytest.approx(whole.losses[3], rel=1e-12)
 
 
-def test_four_ranks_train_as_a_local_cluster_does(tmp_path: Path, clusters: Clusters) -> None:
-    ended_well(torchrun(4, "four", tmp_path))
+def test_four_ranks_on_two_hosts_that_share_no_memory_train_as_a_local_cluster_over_gloo(tmp_path: Path) -> None:
+    ended_well(torchrun(4, "four", tmp_path, MINIPAR_HOST="a,a,b,b"))
     ranks = found(tmp_path)
     assert len(ranks) == 4
-    for plan in under_torchrun.FOUR:
-        run = under_torchrun.trained(plan, clusters(4))
-        for rank in ranks:
-            assert rank[plan]["losses"] == run.losses
-            assert rank[plan]["error"] < 1e-12
+    with Cluster(4, device="cpu", transport="gloo") as cluster:
+        for plan in under_torchrun.FOUR:
+            run = under_torchrun.trained(plan, cluster)
+            for rank in ranks:
+                assert rank[plan]["losses"] == run.losses  # bit for bit
+                assert rank[plan]["error"] < 1e-12
 
 
 def test_a_launch_that_is_killed_and_fails_goes_on_and_at_last_on_other_ranks(tmp_path: Path) -> None:
