@@ -216,7 +216,7 @@ def _result(
     data = [max((t.data for t in taken if t.worker == rank), default=0) for rank in range(len(program.ranks))]
     zero = min((event.start for event in served[0].events if event.kind == Kind.ANSWER), default=0.0)
     starts, ends = ([[max(0.0, t - zero) for t in row] for row in rows] for rows in (starts, ends))
-    error = max((one.clock_error for one in (*taken, *served)), default=0.0)
+    error = max([0.0, *(one.clock_error for one in taken), *(one.clock_error for one in served)])
     size = _size(program, taken, served, batch)
     trace = Trace(program, starts, ends, size, "measured", "bytes", data, clock_error=error)
     service = Service(
