@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # type checkers and editors read this; a test checks that it 
     from minipar import trace as trace
     from minipar import training as training
     from minipar.cluster import Cluster as Cluster
+    from minipar.cluster.launched import Launched as Launched
     from minipar.comm import communicator as communicator
     from minipar.costs.device import DeviceSpec as DeviceSpec
     from minipar.course import exercise as exercise
@@ -84,6 +85,7 @@ _homes = {
     "minipar.execution.updating": ("named",),
     "minipar.execution.following": ("StepInfo",),
     "minipar.cluster": ("Cluster",),
+    "minipar.cluster.launched": ("Launched",),
     "minipar.execution.measuring.profiler": ("profile",),
     "minipar.execution.measuring.calibration": ("calibrate",),
     "minipar.strategies": ("schedule",),

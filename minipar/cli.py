@@ -12,11 +12,12 @@ import os
 import sys
 import textwrap
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from minipar.cluster import launched
 from minipar.costs.device import DeviceSpec
 from minipar.costs.quantities import quantity
 from minipar.course import freezing, lesson_commands
@@ -51,19 +52,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         options = _parser().parse_args(given)
         result = options.command(options)
-        print(json.dumps(result, allow_nan=False) if options.json else options.show(result))
+        if launched.speaks():
+            print(json.dumps(result, allow_nan=False) if options.json else options.show(result))
         return 0
     except (PlanError, ProgramError, DeviceOutOfMemory, StoreError) as error:
-        print(f"minipar: {error.reason}", file=sys.stderr)
+        _say(error.reason)
         return 2
     except BrokenPipeError:
         return 1
     except KeyboardInterrupt:
-        print("minipar: interrupted", file=sys.stderr)
+        _say("interrupted")
         return 1
     except MiniparError as error:
-        print(f"minipar: {error}", file=sys.stderr)
+        _say(str(error))
         return 1
+
+
+def _say(wrong: str) -> None:
+    """Write what went wrong. Of several processes that torchrun started rank 0 does that, and ends first."""
+    if launched.speaks():
+        print(f"minipar: {wrong}", file=sys.stderr, flush=True)
+    else:
+        launched.await_rank_0()
 
 
 # The commands with an example each, as `minipar` alone prints them.
@@ -118,9 +128,12 @@ def _parser() -> _Parser:
     one.add_argument("--latency", type=_time, default=0.0, help="delay of every message")
     one.add_argument("--stage-factors", type=_times, default=(), help="factors on the compute times, x0,x1,...")
 
-    one = command("run", _run, _show_run, "train a preset model by a plan on real processes")
-    one.add_argument("plan", metavar="PLAN", help="key=value words in one string, such as 'pp=2 dp=2 microbatches=8'")
-    one.add_argument("--model", required=True, help="name of a preset, such as gpt-tiny")
+    one = command("run", _run, _show_run, "train a model by a plan on real processes, also on those of torchrun")
+    one.add_argument("plan", metavar="PLAN", help="key=value words, such as 'pp=2 dp=2 microbatches=8', or a TOML file")
+    one.add_argument(
+        "--model", required=True, help="name of a preset, such as gpt-tiny; or module:build, a function that gives "
+        "(model, data) or (model, data, loss), as `train` takes them",
+    )  # fmt: skip
     one.add_argument("--steps", type=_count, required=True, help="number of training steps")
     one.add_argument("--batch", type=_count, default=16, help="rows of a step (default 16)")
     one.add_argument("--ranks", type=_count, default=None, help="ranks to start; must be what the plan needs")
@@ -128,6 +141,10 @@ def _parser() -> _Parser:
     one.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="of parameters and rows")
     one.add_argument("--lr", type=_time, default=0.1, help="learning rate of SGD")
     one.add_argument("--check", action="store_true", help="compare every gradient with plain torch's")
+    one.add_argument("--no-reference", action="store_true", help="do not train plain torch beside it")
+    one.add_argument("--save", metavar="FOLDER", help="save the run there, at its end")
+    one.add_argument("--save-every", type=_count, default=None, metavar="STEPS", help="and after so many steps")
+    one.add_argument("--resume", metavar="FOLDER", help="go on with the run that is saved there")
     one.add_argument("--memory", action="store_true", help="follow every allocation: peaks with all that is in them")
     one.add_argument("--emulate", type=_device, metavar="SPEC", help=_EMULATE)
     one.add_argument("--live", action="store_true", help="draw progress, loss and the current step while it runs")
@@ -321,18 +338,20 @@ def _show_simulate(result: dict[str, Any]) -> str:
 
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:
-    plan = Plan.parse(options.plan)
+    plan = _given_plan(options.plan)
     if options.ranks is not None and options.ranks != plan.ranks:
         raise PlanError(
             f"--ranks {options.ranks}: plan {plan} needs {several(plan.ranks, 'rank')} (dp x pp, and servers)"
         )
-    from minipar import data, models
+    if options.emulate and launched.started():
+        raise PlanError(f"--emulate {options.emulate}: not under torchrun; possible is minipar run without it")
     from minipar.costs import analytic
+    from minipar.models import shapes
 
     # Check the plan before torch is imported and ranks are started. (A profile decides split=auto later.)
-    costs = analytic.layer_costs(options.model, 1) if plan.split == "auto" else None
-    if plan.sharing == 1:  # (how layers are shared only a capture in torch can say)
-        plan.compile(models.shape(options.model), costs=costs)
+    if plan.sharing == 1 and ":" not in options.model:  # (how layers are shared only a capture in torch can say)
+        costs = analytic.layer_costs(options.model, 1) if plan.split == "auto" else None
+        plan.compile(shapes.shape(options.model), costs=costs)
 
     import torch
 
@@ -342,30 +361,35 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     from minipar.program.comm_volume import in_words
     from minipar.training.training import train
 
-    with Cluster(plan.ranks, device=options.emulate or "auto") as cluster:
+    model, rows, loss = _to_train(options.model, options.seed)
+    own = nullcontext(None) if launched.started() else Cluster(plan.ranks, device=options.emulate or "auto")
+    with own as cluster:
         run = train(
-            partial(models.build, options.model),
-            data.for_model(options.model, seed=options.seed),
+            model,
+            rows,
             plan,
             cluster=cluster,
             steps=options.steps,
             batch=options.batch,
-            loss=models.loss_of(options.model),
+            loss=loss,
             optimizer=partial(torch.optim.SGD, lr=options.lr),
             seed=options.seed,
             dtype=dtype_named(options.dtype),
-            reference=True,
+            reference=not options.no_reference,
             check=options.check,
+            save=options.save,
+            save_every=options.save_every,
+            resume=options.resume,
             memory=options.memory,
             progress=not options.json and not options.live and sys.stderr.isatty(),
             watch=Screen() if options.live else None,
         )
-    assert run.reference is not None
     predicted, measured = run.predicted, run.trace
     steps = measured.program.steps  # of the program that the traces show
     result: dict[str, Any] = {
         "losses": run.losses,
-        "reference_losses": run.reference.losses,
+        "reference_losses": [] if run.reference is None else run.reference.losses,
+        "first_step": run.first_step,
         "time": {"predicted": predicted.time / steps, "measured": measured.time / steps},
         "bubble_of_total": {"predicted": predicted.bubble_of_total(), "measured": measured.bubble_of_total()},
         "peak_memory": [
@@ -390,6 +414,25 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
+def _given_plan(text: str) -> Plan:
+    """A plan of words, or in a TOML file."""
+    return Plan.load(text) if text.endswith(".toml") else Plan.parse(text)
+
+
+def _to_train(name: str, seed: int) -> tuple[Any, Any, Any]:
+    """Model, data and loss of a preset, or of module:build."""
+    from minipar import data, models
+
+    if ":" not in name:
+        return partial(models.build, name), data.for_model(name, seed=seed), models.loss_of(name)
+    made = _called(name, "(model, data) or (model, data, loss)")
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        raise PlanError(f"--model {name}: must return (model, data) or (model, data, loss), as `train` takes them")
+    from torch.nn.functional import cross_entropy
+
+    return made if len(made) == 3 else (*made, cross_entropy)
+
+
 def _service(run: Run, plan: Plan) -> dict[str, Any]:
     """Further results of a run with parameter servers, such as bytes that servers received and sent in a step."""
     assert run.service is not None
@@ -410,9 +453,10 @@ def _service(run: Run, plan: Plan) -> dict[str, Any]:
 
 
 def _show_run(result: dict[str, Any]) -> str:
-    lines = [f"{'step':>4}  {'loss':>12}  {'plain torch':>12}"]
-    pairs = zip(result["losses"], result["reference_losses"], strict=True)
-    lines += [f"{step:>4}  {loss:>12.6f}  {plain:>12.6f}" for step, (loss, plain) in enumerate(pairs)]
+    plain = [f"  {loss:>12.6f}" for loss in result["reference_losses"]]
+    lines = [f"{'step':>4}  {'loss':>12}" + (f"  {'plain torch':>12}" if plain else "")]
+    rows = zip(result["losses"], plain or [""] * len(result["losses"]), strict=True)
+    lines += [f"{step:>4}  {loss:>12.6f}{beside}" for step, (loss, beside) in enumerate(rows, result["first_step"])]
     time, bubble = result["time"], result["bubble_of_total"]
     predicted, measured = (time[kind] * 1e3 for kind in ("predicted", "measured"))
     error = f" ({predicted / measured - 1:+.0%})" if measured else ""
@@ -493,9 +537,17 @@ def _memory_here() -> int:
 
 def _own_model(text: str) -> Any:
     """The numbers of a model that `module:build` gives, with an example of its input."""
-    import importlib
-
     from minipar.models.counting import chain_of
+
+    made = _called(text, "(model, example)")
+    if not isinstance(made, tuple) or len(made) != 2:
+        raise PlanError(f"--model {text}: must return (model, example), with an example of the model's input")
+    return chain_of(*made, name=text)
+
+
+def _called(text: str, what: str) -> Any:
+    """What the function `module:build` returns; it must return `what`."""
+    import importlib
 
     home, _, name = text.partition(":")
     sys.path.insert(0, os.getcwd())
@@ -506,14 +558,11 @@ def _own_model(text: str) -> Any:
             f"--model {text}: {error}; possible is MODULE:FUNCTION, of a module in this folder or an installed one"
         ) from None
     if not callable(build):
-        raise PlanError(f"--model {text}: is no function; it must return (model, example)")
+        raise PlanError(f"--model {text}: is no function; it must return {what}")
     try:
-        made = build()
+        return build()
     except Exception as error:
         raise PlanError(f"--model {text}: the function raised {type(error).__name__}: {error}") from error
-    if not isinstance(made, tuple) or len(made) != 2:
-        raise PlanError(f"--model {text}: must return (model, example), with an example of the model's input")
-    return chain_of(*made, name=text)
 
 
 def _show_estimate(result: dict[str, Any]) -> str:
@@ -712,7 +761,7 @@ def _columns(rows: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def _export(options: argparse.Namespace) -> dict[str, Any]:
-    plan = Plan.load(options.plan) if options.plan.endswith(".toml") else Plan.parse(options.plan)
+    plan = _given_plan(options.plan)
     found = plan.export(options.to, options.model, options.batch, options.nodes, options.gpus_per_node)
     if options.output is not None:
         try:

@@ -159,7 +159,7 @@ def as_exception(failures: list[Failure], doing: dict[int, str], lost: Iterable[
         if failure is root:
             continue
         if remote is not None and remote.lost_peer and not (root.remote is not None and root.remote.lost_peer):
-            doing[failure.rank] = f"waiting for a peer, in vain:\n{_place(remote)}"
+            doing[failure.rank] = f"waiting for a peer, in vain:\n{place(remote)}"
         else:
             also[failure.rank] = failure.reason
     others = [f"also: {_name(ranks)} {reason}" for reason, ranks in _folded(also)]
@@ -219,7 +219,8 @@ def _folded(texts: dict[int, str]) -> list[tuple[str, list[int]]]:
     return list(found.items())
 
 
-def _place(remote: Remote) -> str:
+def place(remote: Remote) -> str:
+    """Where it was raised: the Python stack, the innermost call first."""
     return stacks.text([frame[:3] for frame in remote.segments[-1].frames]) if remote.segments else ""
 
 

@@ -300,6 +300,11 @@ def _with_room_for_sockets() -> str:
 def _close_all() -> None:
     for key in [key for key in _zygotes if key[0] == os.getpid()]:
         _zygotes.pop(key).close()
+    remove_scratch()
+
+
+def remove_scratch() -> None:
+    """Remove the temporary folder of this process, if it has one."""
     folder = _folders.pop(os.getpid(), None)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)

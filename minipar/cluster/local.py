@@ -13,10 +13,12 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from minipar.cluster import launch, worker
+from minipar.cluster import launch, launched, worker
+from minipar.cluster.attached import Attached
 from minipar.cluster.failures import as_deadlock, as_exception, lost_state
-from minipar.cluster.members import GRACE, GRACE_AFTER_FAILURE, Callback, Members, Round, unpack
-from minipar.cluster.parcel import Parcel, pack
+from minipar.cluster.members import GRACE, GRACE_AFTER_FAILURE, Members, Round, unpack
+from minipar.cluster.parcel import Parcel, pack_call
+from minipar.cluster.ranks import Callback, check_ranks
 from minipar.cluster.watchdog import Watchdog
 from minipar.costs.device import DeviceSpec
 from minipar.errors import PlanError, RankError
@@ -70,6 +72,7 @@ class Cluster:
         _check_choice("transport", transport, _TRANSPORTS)
         if worker.in_rank():
             raise RankError("a Cluster cannot be made inside a rank; make it in the driver")
+        launched.refuse("a Cluster")
         if os.name != "posix":
             raise RankError("Cluster needs Linux or macOS; on Windows use it under WSL")
         if start == "auto":
@@ -91,10 +94,24 @@ class Cluster:
         self._device = self._members.ranks[0].device.partition(":")[0]
         self._emulates = spec
 
+    @staticmethod
+    def attach(client: Any, threads: int = 1) -> Attached:
+        """The engines of an ipyparallel client as ranks, until `close()`; `threads`: torch's in each of them.
+
+        `run`, `train(..., cluster=)` and `%ranks NAME` take what this returns. RankError without engines; RankDied if
+        an engine cannot connect to this process; what it raises at its start.
+        """
+        return Attached(client, threads)
+
     @property
     def size(self) -> int:
         """The number of ranks."""
         return self._members.size
+
+    @property
+    def size_hint(self) -> str:
+        """The number of ranks, in words that follow what a plan needs."""
+        return f"the cluster has {self.size}"
 
     @property
     def threads(self) -> int:
@@ -154,6 +171,11 @@ class Cluster:
     def __repr__(self) -> str:
         return f"Cluster({self.size} {'rank' if self.size == 1 else 'ranks'}, {self._what}, {self.state})"
 
+    @staticmethod
+    def report(value: Any) -> None:
+        """In a function that a rank runs: send `value` to the callback of `run_with`; it is `worker.report`."""
+        worker.report(value)
+
     def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call `function(*args, **kwargs)` on every rank; the results in rank order.
 
@@ -183,7 +205,7 @@ class Cluster:
 
     def end_rank(self, rank: int) -> None:
         """SIGKILL a rank, such as one that hangs; called from a callback of `run_with` or `run_reviving`."""
-        self._members.end(_check_ranks([rank], self.size)[0])
+        self._members.end(check_ranks([rank], self.size)[0])
 
     def _call(
         self,
@@ -196,8 +218,8 @@ class Cluster:
     ) -> list[Any]:
         if os.getpid() != self._members.owner:
             raise RankError("this Cluster belongs to another process; make one here")
-        active = _check_ranks(ranks, self.size)
-        parcel = _pack(function, args, kwargs)
+        active = check_ranks(ranks, self.size)
+        parcel = pack_call(function, args, kwargs)
         if not self._busy.acquire(blocking=False):
             raise RankError("this Cluster is busy with another run")
         try:
@@ -287,26 +309,6 @@ def _check_count(name: str, value: object) -> None:
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise PlanError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}")
-
-
-def _check_ranks(ranks: Iterable[int], size: int) -> tuple[int, ...]:
-    chosen = tuple(ranks)
-    for rank in chosen:
-        if not isinstance(rank, int) or not 0 <= rank < size:
-            raise PlanError(f"rank {rank!r}: this Cluster has ranks 0 to {size - 1}")
-    if len(set(chosen)) != len(chosen):
-        raise PlanError(f"ranks {chosen}: each rank can be named once")
-    return chosen
-
-
-def _pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Parcel:
-    if not callable(function):
-        raise RankError(f"cluster.run needs a function to call, not a {type(function).__name__}")
-    try:
-        return pack((function, args, kwargs))
-    except Exception as error:
-        kind = type(error).__name__
-        raise RankError(f"the function or an argument cannot be sent to the ranks: {kind}: {error}") from error
 
 
 def _free_port() -> int:

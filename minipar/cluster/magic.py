@@ -6,8 +6,8 @@
     x = torch.full((2,), float(rank))
     comm.allreduce(x)
 
-`%%ranks [n] [--only 0,2] [--out name] [--quiet]`: see `Ranks.cell`; `%ranks` says which ranks are running, and
-`%ranks close` ends them.
+`%%ranks [n] [--only 0,2] [--out name] [--quiet]`: see `Cells.cell`; `%ranks` says which ranks are running,
+`%ranks NAME` takes those in a variable of the notebook, and `%ranks close` ends them.
 
 The driver checks the cell and sends its text; each rank runs it in its own `__main__`, where variables are kept. What a
 rank prints goes to a file of its own while the cell runs: the driver shows it afterwards in rank order, also if the
@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 import cloudpickle
 
 from minipar.cluster import failures, launch, worker
+from minipar.cluster.attached import Attached
 from minipar.cluster.local import Cluster
 from minipar.cluster.members import unpack
 from minipar.cluster.output import name_ranks
@@ -57,18 +58,19 @@ def load(shell: InteractiveShell, communicator: Callable[[object], object]) -> N
 
     `communicator(comm)` gives the next value of a rank's variable `comm`; all ranks call it together.
     """
-    ranks = Ranks(shell, communicator)
+    cells = Cells(shell, communicator)
     register: Callable[..., None] = shell.register_magic_function
-    register(ranks.cell, "cell", "ranks")
-    register(ranks.line, "line", "ranks")
+    register(cells.cell, "cell", "ranks")
+    register(cells.line, "line", "ranks")
 
 
-class Ranks:
+class Cells:
     """The cluster behind one notebook's `%%ranks` cells."""
 
     def __init__(self, shell: InteractiveShell, communicator: Callable[[object], object]) -> None:
         self._shell, self._communicator = shell, communicator
-        self._cluster: Cluster | None = None
+        self._cluster: Cluster | Attached | None = None
+        self._given = False  # whether the ranks are the user's own, who ends them
         self._communicates = False  # whether a cell has used `comm` since this cluster began
 
     def cell(self, line: str, cell: str) -> None:
@@ -91,15 +93,21 @@ class Ranks:
             raise _as_shown(error, self._cluster) from None
 
     def line(self, line: str) -> None:
-        """%ranks: which ranks are running. %ranks close: end them."""
+        """%ranks: which ranks are running. %ranks close: end them. %ranks NAME: cells run on the ranks in the variable
+        NAME from now on, a Cluster or what Cluster.attach gave; `%ranks close` leaves them alone."""
         word = line.strip()
-        if word not in ("", "close"):
+        given = self._shell.user_ns.get(word) if word.isidentifier() else None
+        if word not in ("", "close") and not isinstance(given, Cluster | Attached):
             error = PlanError(
-                f"%ranks {word}: possible are %ranks (what is running) and %ranks close; %%ranks runs cells"
+                f"%ranks {word}: possible are %ranks (what is running) and %ranks close; %%ranks runs cells, and "
+                "%ranks NAME takes the ranks in a variable"
             )
             raise _as_shown(error, None)
         if word == "close":
             self._close()
+        elif isinstance(given, Cluster | Attached):
+            self._close()
+            self._cluster, self._given = given, True
         elif self._cluster is None:
             print(f"no ranks; a %%ranks cell starts {_DEFAULT_RANKS}, or as many as it says")
         else:
@@ -120,7 +128,8 @@ class Ranks:
             cluster.run(_make_comm, self._communicator)  # (all ranks must take part)
         with tempfile.TemporaryDirectory(prefix="cell-", dir=launch.scratch_folder()) as folder:
             communicator = self._communicator if self._communicates else None
-            task = CellTask(cell, line, name, folder, communicator, bool(request.out))
+            far = isinstance(cluster, Attached)  # (they show what they print as they print it)
+            task = CellTask(cell, line, name, "" if far else folder, communicator, bool(request.out))
             lost: Counter[str] = Counter()
             try:
                 with _cutting(folder, lost):
@@ -137,8 +146,12 @@ class Ranks:
             values = [unpack(Parcel(blob), f"{what} {rank}") for rank, (_, blob) in pairs]
             self._shell.push({request.out: values})
 
-    def _ranks(self, request: Request) -> Cluster:
+    def _ranks(self, request: Request) -> Cluster | Attached:
         """The running cluster, or a new one of the requested size."""
+        if self._given and self._cluster is not None:
+            if self._cluster.size != request.size:
+                raise PlanError(f"%%ranks {request.size}: {self._cluster.size} were given; %ranks close leaves them")
+            return self._cluster
         if self._cluster is not None and self._cluster.size != request.size:
             if not request.quiet:
                 print(
@@ -152,9 +165,9 @@ class Ranks:
         return self._cluster
 
     def _close(self) -> None:
-        if self._cluster is not None:
+        if self._cluster is not None and not self._given:
             self._cluster.close()
-        self._cluster = None
+        self._cluster, self._given = None, False
         self._communicates = False
 
 
@@ -251,7 +264,7 @@ def _remember_source(name: str, text: str) -> None:
 
 @dataclass(frozen=True)
 class CellTask:
-    """What a rank gets to run. It prints into `folder`; its last value is sent back if `wanted`."""
+    """What a rank gets to run. It prints into `folder` ("": as always); its last value is sent back if `wanted`."""
 
     cell: str
     line: str
@@ -268,7 +281,8 @@ def run_cell(task: CellTask) -> tuple[str, bytes]:
     """
     __tracebackhide__ = True
     _remember_source(task.name, f"%%ranks {task.line}\n{task.cell}")
-    with _printing_to(os.path.join(task.folder, str(worker.context().rank))):
+    printing = _printing_to(os.path.join(task.folder, str(worker.context().rank)))
+    with printing if task.folder else contextlib.nullcontext():
         namespace = _namespace()
         if task.communicator:
             _make_comm(task.communicator)
@@ -392,7 +406,7 @@ def _indent(text: str) -> str:
     return "\n".join(f"  {line}" if line else "" for line in text.split("\n"))
 
 
-def _as_shown(error: BaseException, cluster: Cluster | None) -> BaseException:
+def _as_shown(error: BaseException, cluster: Cluster | Attached | None) -> BaseException:
     """The exception, changed so that the notebook shows what happened in the rank and not the driver's own frames."""
     note = failures.note_of(error)
     if note is not None:

@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from minipar.cluster.notes import Page
 from minipar.cluster.output import Output, Printer
 from minipar.cluster.parcel import Parcel
 from minipar.cluster.parcel import unpack as _unpack
+from minipar.cluster.ranks import Callback
 from minipar.cluster.watchdog import Watchdog
 from minipar.cluster.worker import Setup
 from minipar.errors import PlanError, RankDied, RankError
@@ -34,8 +35,6 @@ SETTLE_AFTER_LOST_PEER = 0.18
 # Seconds that interrupted ranks have to answer before they are killed: after a failure, and else.
 GRACE_AFTER_FAILURE = 0.25
 GRACE = 0.5
-
-Callback = Callable[[int, Any], None]
 
 
 @dataclass

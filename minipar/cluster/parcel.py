@@ -28,11 +28,13 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import cloudpickle
+
+from minipar.errors import RankError
 
 LARGE = 1 << 18  # bytes; below this, copying through the socket costs less than making and mapping a file
 _ALIGNMENT = 64
@@ -70,9 +72,12 @@ class Parcel:
             self.segment.close()
 
 
-def pack(value: Any) -> Parcel:
-    """Pickle a value, functions and classes of a notebook included. Raises what pickling it raises."""
-    if hasattr(os, "memfd_create"):
+def pack(value: Any, inside: bool = False) -> Parcel:
+    """Pickle a value, functions and classes of a notebook included. Raises what pickling it raises.
+
+    inside   buffers stay in the pickle, which can then go to another machine, and be unpacked several times
+    """
+    if hasattr(os, "memfd_create") and not inside:
         buffers: list[memoryview] = []
         data = _pickle(value, buffers)
         if not buffers:
@@ -94,6 +99,19 @@ def unpack(parcel: Parcel) -> Any:
     parts = [memory[offset : offset + size] for offset, size in zip(offsets, parcel.sizes, strict=True)]
     del memory
     return pickle.loads(parcel.data, buffers=parts)
+
+
+def pack_call(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], inside: bool = False
+) -> Parcel:
+    """A call, packed for the ranks; `inside`: see `pack`. RankError for what cannot be called or sent."""
+    if not callable(function):
+        raise RankError(f"cluster.run needs a function to call, not a {type(function).__name__}")
+    try:
+        return pack((function, args, kwargs), inside)
+    except Exception as error:
+        kind = type(error).__name__
+        raise RankError(f"the function or an argument cannot be sent to the ranks: {kind}: {error}") from error
 
 
 # Pickling

@@ -15,9 +15,10 @@ import sys
 import threading
 import traceback
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TextIO
 
 from minipar.cluster import failures, notes, stacks, wire
 from minipar.cluster.parcel import Parcel, pack, unpack
@@ -47,14 +48,15 @@ class Situation:
 
     generation: int
     active: tuple[int, ...]
-    store: str  # path of the file where the ranks of this generation meet
-    port: int
+    store: str = ""  # path of the file where the ranks of this generation meet; "": at torchrun's own store
+    port: int = 0  # for users' own process groups; 0: that of torchrun
 
 
 @dataclass(frozen=True)
 class Context:
     """What a rank knows about itself. `device` is "cpu" or "cuda:1". `backend` is "gloo" or "nccl", for tensors on the
-    device. `transport` is "local" or "gloo", for tensors on the CPU."""
+    device. `transport` is "local" or "gloo", for tensors on the CPU; "torchrun": `comm` decides. `store`: see
+    `Situation`."""
 
     rank: int
     size: int
@@ -66,14 +68,27 @@ class Context:
     store: str
 
 
-class _Rank:
-    """The one mutable record of this process as a rank."""
+class Seat:
+    """The one mutable record of this process as a rank.
 
-    def __init__(self, control: socket.socket, setup: Setup, device: str, backend: str) -> None:
-        self.control = control
-        self.setup = setup
-        self.device = device
-        self.backend = backend
+    deliver   takes a message for the driver
+    far       the driver may be on another machine, so that no memory file can be passed to it
+    """
+
+    def __init__(
+        self,
+        deliver: Callable[[tuple[Any, ...]], None],
+        rank: int,
+        size: int,
+        device: str,
+        backend: str,
+        transport: str,
+        far: bool = False,
+    ) -> None:
+        self.deliver = deliver
+        self.rank, self.size = rank, size
+        self.device, self.backend, self.transport = device, backend, transport
+        self.far = far
         self.run = 0
         self.context: Context | None = None
         self.lock = threading.Lock()  # user threads may report while the loop answers
@@ -88,12 +103,12 @@ class _Rank:
         could not be read."""
         if threading.get_ident() != threading.main_thread().ident:
             with self.lock:
-                _send(self.control, message)
+                self.deliver(message)
             return
         self.holding = True
         try:
             with self.lock:
-                _send(self.control, message)
+                self.deliver(message)
         finally:
             self.holding = False
             if self.missed:
@@ -109,10 +124,11 @@ class _Rank:
             raise KeyboardInterrupt
 
 
-_rank: _Rank | None = None
+_rank: Seat | None = None
 
 
-def _on_interrupt(*_: object) -> None:
+def on_interrupt(*_: object) -> None:
+    """The handler of SIGINT in a rank."""
     if _rank is not None:
         _rank.interrupt()
 
@@ -120,6 +136,17 @@ def _on_interrupt(*_: object) -> None:
 def in_rank() -> bool:
     """Whether this process is a rank of a Cluster (or was forked by one)."""
     return _rank is not None
+
+
+@contextlib.contextmanager
+def seated(seat: Seat) -> Iterator[None]:
+    """Be a rank meanwhile: a process that also does other things is one while it runs a function."""
+    global _rank
+    before, _rank = _rank, seat
+    try:
+        yield
+    finally:
+        _rank = before
 
 
 def context() -> Context:
@@ -145,7 +172,7 @@ def report(value: Any) -> None:
     context()
     assert _rank is not None
     try:
-        parcel = pack(value)
+        parcel = pack(value, _rank.far)
     except Exception as error:
         raise RankError(f"report: a {type(value).__name__} cannot be sent to the driver: {error}") from error
     _rank.send(("report", _rank.run, parcel))
@@ -164,7 +191,7 @@ def serve(control: socket.socket) -> None:
     except BaseException:  # an error of minipar itself: show it
         traceback.print_exc()
     finally:
-        _flush()
+        flush()
         kill_group(os.getpid())  # this process, and everything that it has started
 
 
@@ -177,14 +204,17 @@ def _serve(control: socket.socket) -> None:
     except PlanError as error:
         _send(control, ("refused", 0, error.reason))
         _receive(control)  # the driver stops this rank
-    _rank = _Rank(control, setup, device, backend)
+    _rank = Seat(partial(_send, control), setup.rank, setup.size, device, backend, setup.transport)
     _rank.send(("ready", 0, device))
     while True:
         run, situation, path, parcel = _receive(control)
-        _begin(_rank, run, situation, path)
-        kind, answer = _run_interruptibly(_rank, parcel)
+        begin(_rank, run, situation)
+        os.environ["MASTER_PORT"] = str(situation.port)
+        if sys.path != list(path):
+            sys.path[:] = path
+        kind, answer = run_interruptibly(_rank, parcel)
         del parcel
-        _flush()
+        flush()
         _rank.send((kind, run, answer))
         del answer
 
@@ -205,12 +235,11 @@ def _send(control: socket.socket, message: tuple[Any, ...]) -> None:
 
 def _take_over(setup: Setup, control: socket.socket) -> None:
     """Become like a fresh process of the driver, with its folder, module path and environment, and a new `__main__`."""
-    signal.signal(signal.SIGINT, _on_interrupt)
+    signal.signal(signal.SIGINT, on_interrupt)
     # A grandchild must not hold this socket: when the socket ends, the driver concludes that the rank has ended.
     tie_grandchildren(control.close)
     # The streams are made again: those of the zygote were made for other files than the pipes that 1 and 2 are now.
-    sys.stdout = open(1, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", 1, "utf-8", "backslashreplace", closefd=False)  # noqa: SIM115
+    sys.stdout, sys.stderr = streams()
     faulthandler.enable()
     stacks.answer(notes.attach(setup.page))
     sys.path[:] = setup.path
@@ -246,7 +275,8 @@ def _choose_device(setup: Setup) -> tuple[str, str]:
     return f"cuda:{index}", "nccl" if count >= setup.size else "gloo"
 
 
-def _begin(rank: _Rank, run: int, situation: Situation, path: tuple[str, ...]) -> None:
+def begin(rank: Seat, run: int, situation: Situation) -> None:
+    """Get ready for a run: what belonged to an earlier generation is closed."""
     if rank.context is not None and situation.generation != rank.context.generation:
         if rank.outdated is not None:
             rank.outdated()
@@ -254,18 +284,15 @@ def _begin(rank: _Rank, run: int, situation: Situation, path: tuple[str, ...]) -
         _forget_default_group()
     rank.run = run
     rank.context = Context(
-        rank.setup.rank,
-        rank.setup.size,
+        rank.rank,
+        rank.size,
         rank.device,
         rank.backend,
-        rank.setup.transport,
+        rank.transport,
         situation.generation,
         situation.active,
         situation.store,
     )
-    os.environ["MASTER_PORT"] = str(situation.port)
-    if sys.path != list(path):
-        sys.path[:] = path
 
 
 def _forget_default_group() -> None:
@@ -278,13 +305,14 @@ def _forget_default_group() -> None:
             dist.destroy_process_group()
 
 
-def _run_interruptibly(rank: _Rank, parcel: Parcel) -> tuple[str, Any]:
-    """`_run`; an interrupt ends it like an exception of the function, whenever it comes."""
+def run_interruptibly(rank: Seat, parcel: Parcel) -> tuple[str, Any]:
+    """Run the function of a parcel: ("result", parcel) or ("error", failures.Remote). An interrupt ends it like an
+    exception of the function, whenever it comes."""
     notes.clear()
     rank.missed = False
     try:
         rank.interruptible = True
-        answer = _run(rank.setup.rank, parcel)
+        answer = _run(rank, parcel)
         rank.interruptible = False
     except KeyboardInterrupt as error:  # it came while the answer was made; a second one cannot come
         answer = "error", failures.capture(error, hide=__file__)
@@ -294,7 +322,7 @@ def _run_interruptibly(rank: _Rank, parcel: Parcel) -> tuple[str, Any]:
     return answer
 
 
-def _run(rank: int, parcel: Parcel) -> tuple[str, Any]:
+def _run(rank: Seat, parcel: Parcel) -> tuple[str, Any]:
     try:
         try:
             function, args, kwargs = unpack(parcel)
@@ -302,10 +330,12 @@ def _run(rank: int, parcel: Parcel) -> tuple[str, Any]:
             raise RankError(f"the function or its arguments cannot be loaded in a rank: {_one_line(error)}") from error
         result = function(*args, **kwargs)
         try:
-            return "result", pack(result)
+            return "result", pack(result, rank.far)
         except Exception as error:
             kind = type(result).__name__
-            raise RankError(f"the result of rank {rank}, a {kind}, cannot be pickled: {_one_line(error)}") from error
+            raise RankError(
+                f"the result of rank {rank.rank}, a {kind}, cannot be pickled: {_one_line(error)}"
+            ) from error
     except BaseException as error:  # a rank survives whatever its function does
         return "error", failures.capture(error, hide=__file__)
 
@@ -314,7 +344,14 @@ def _one_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
 
 
-def _flush() -> None:
+def streams() -> tuple[TextIO, TextIO]:
+    """New streams of Python that write to the descriptors 1 and 2."""
+    out, err = (open(number, "w", 1, "utf-8", "backslashreplace", closefd=False) for number in (1, 2))  # noqa: SIM115
+    return out, err
+
+
+def flush() -> None:
+    """Write out what this process has printed, in Python and in native code."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):  # user code closed or replaced it
             stream.flush()

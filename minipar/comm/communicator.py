@@ -23,7 +23,6 @@ from minipar.cluster import worker
 from minipar.comm import operations, packing, values
 from minipar.comm.handles import Handle, Result, StagedHandle, to_host
 from minipar.comm.operations import ALL_GATHER, ALL_TO_ALL, ALLREDUCE, REDUCE_SCATTER
-from minipar.comm.transport.board import SMALL
 from minipar.comm.transport.interface import DONE, Transport
 from minipar.comm.transport.shared import add_up, combine
 from minipar.comm.world import CLOSED, RankGroup, World, of_rank, under_torchrun
@@ -37,7 +36,8 @@ from minipar.wording import several
 class Communicator:
     """How this rank communicates with the others. `create()` makes it; all ranks make their calls in the same order.
 
-    `rank`, `size`: ints. `members`: the numbers of its ranks in the cluster. `device`: where this rank computes.
+    `rank`, `size`: ints. `members`: the numbers of its ranks in the cluster. `hosts`: by rank, a name that is the same
+    for ranks of one host. `device`: where this rank computes.
     `backend`: "nccl", or "gloo" (which carries tensors on a GPU through host memory).
 
     x in the methods below is a number, a list of numbers (nested or not), a NumPy array or a tensor, and is not
@@ -52,6 +52,7 @@ class Communicator:
     def __init__(self, world: World) -> None:
         self.rank, self.size = world.rank, world.size
         self.members = world.everyone
+        self.hosts = world.hosts
         self.device, self.backend = world.device, world.backend
         self.gpus = world.gpus
         self.pending = world.pending
@@ -113,8 +114,7 @@ class Communicator:
         """Return when every rank has called this."""
         if self.size > 1:
             group = self.group()
-            across = group.matcher.board is None  # otherwise the announcement is all it needs
-            work = group.matcher.submit("barrier", lambda _: group.backend.barrier() if across else None, alone=False)
+            work = group.matcher.submit("barrier", lambda _: None, alone=False)  # the announcement is all it needs
             Handle(work, None, self.pending).wait()
 
     # Point to point
@@ -216,12 +216,24 @@ class Communicator:
 
     # What programs use: on tensors in place, among any ranks of this communicator
 
-    def prepare(self, members: Iterable[tuple[int, ...]]) -> None:
-        """Make the groups that the methods below will use, so that they need not. Every rank calls this with the same
-        groups; each makes those that it is in, all in one order, so that no two wait for each other."""
+    def prepare(
+        self, members: Iterable[tuple[int, ...]], peers: Iterable[int] = (), algorithm: str | None = None
+    ) -> None:
+        """Make the groups that the methods below will use, and connect with the ranks that this one exchanges messages
+        with, so that they need not: each waits for all that take part, and ranks that begin collectives or messages in
+        different orders, as they may, would wait for each other.
+
+        Every rank calls this with the same groups; each makes those that it is in, all in one order. `algorithm`: by
+        which they will be used.
+        """
         for group in sorted({tuple(sorted(one)) for one in members if self.rank in one}):
             if len(group) > 1:
-                self.group(group, self.gpus)
+                made = self.group(group, self.gpus)
+                if not self.shares(made, algorithm if algorithm == "backend" else None):
+                    made.backend  # noqa: B018  (this makes it)
+        world = self._world
+        carrier = world.messages if self.gpus is None else self.gpus.messages
+        carrier.warm_up(sorted(self.members[peer] for peer in set(peers)))
 
     def iallreduce(
         self, tensor: torch.Tensor, ranks: tuple[int, ...], name: str = "", algorithm: str | None = None
@@ -243,7 +255,7 @@ class Communicator:
         group, given = self._for(tensor, ranks)
         shared, out = self.shares(group, algorithm), given.detach()
         small = None
-        if _small(given) and algorithm != "backend":
+        if group.sums(given) and algorithm != "backend":
             small = (out, lambda parts, _: combine(parts, "sum", out))
         work = group.submit(what, ALLREDUCE, shared, given, small=small)
         if given is not tensor:
@@ -267,7 +279,7 @@ class Communicator:
         group, given = self._for(tensor, ranks)
         sizes, shared = [into.numel()] * len(ranks), self.shares(group) and not tensor.is_cuda
         small = None
-        if _small(given):
+        if group.sums(given):
             mine, target = slice(group.index * into.numel(), (group.index + 1) * into.numel()), into.detach().view(-1)
 
             def sum_up(parts: list[torch.Tensor], _: list[bool]) -> None:
@@ -293,7 +305,7 @@ class Communicator:
         what = f"all_gather of {values.form(into)}"
         group, given = self._for(into, ranks)
         shared, small = self.shares(group), None
-        if _small(given):
+        if group.sums(given):
             whole = given.detach().view(-1)
 
             def put(parts: list[torch.Tensor], _: list[bool]) -> None:
@@ -335,7 +347,7 @@ class Communicator:
         group, given = self._for(tensor, ranks)
         target = into if given is tensor else torch.empty(into.shape, dtype=into.dtype, pin_memory=True)
         flat, place, small = given.detach().view(-1), target.detach().view(-1), None
-        if sizes is None and _small(given):
+        if sizes is None and group.sums(given):
 
             def put(parts: list[torch.Tensor], _: list[bool]) -> None:
                 mine = slice(group.index * size, (group.index + 1) * size)
@@ -409,6 +421,7 @@ class Communicator:
         made = copy.copy(self)
         made.rank, made.size = ranks.index(self.rank), len(ranks)
         made.members = tuple(self.members[rank] for rank in ranks)
+        made.hosts = tuple(self.hosts[rank] for rank in ranks)
         made._parted, made._splits = (*self._parted, self._splits), 0
         made.group()
         return made
@@ -435,10 +448,6 @@ def _give(result: Result, async_op: bool) -> Any:
     return result if async_op else result.wait()
 
 
-def _small(tensor: torch.Tensor) -> bool:
-    return not tensor.is_cuda and tensor.numel() * tensor.element_size() <= SMALL
-
-
 _current: Communicator | None = None
 _made_in = -1  # the generation of _current
 _count = 0  # communicators made in it, the same on all ranks
@@ -463,7 +472,9 @@ def create() -> Communicator:
                     "call it once under cluster.run before cluster.run_on"
                 )
             _count += 1
-            _current = Communicator(of_rank(context, _count))
+            local = bool(context.store)  # (else torchrun started this process)
+            world = of_rank(context, _count) if local else under_torchrun(f"{context.generation}.{_count}")
+            _current = Communicator(world)
             worker.when_outdated(_current.close)
     elif _current is None or _current.closed:
         _count += 1

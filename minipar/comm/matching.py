@@ -11,11 +11,11 @@ communication than the announcement.
 No rank enters the backend before it has seen that everyone's announcement (board.py) equals its own, so a mismatch can
 never reach the backend. The caller does not wait for that. Three can start a queued collective: its rank's `wait`, the
 rank's next collective, or a helper thread. All three run `progress`, which starts what it can, in order. On the last
-rank to announce, the collective starts at once.
+rank to announce on a board of one machine, the collective starts at once.
 
 A mismatch is an error on every rank of the group, and counts as done: the group goes on with the next collective.
 A collective in the group's shared memory (arena.py) is not over when it has started: the same three continue it, by
-`advance`. Without a board (ranks on several machines) collectives start at once and unchecked.
+`advance`. Ranks on several hosts announce through gloo (gloo_board.py), a number of eight bytes for each collective.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ import torch
 
 from minipar.comm.helper import Helper
 from minipar.comm.transport.arena import Arena, Exchange
-from minipar.comm.transport.board import Board, fingerprint
+from minipar.comm.transport.board import fingerprint
 from minipar.comm.transport.futex import fence
+from minipar.comm.transport.interface import Board
 from minipar.errors import CollectiveMismatch
 
-# Both get the flags of all members, in their order ([] without a board).
+# Both get the flags of all members, in their order.
 Start = Callable[[list[bool]], Any]  # gives a torch Work or an Exchange, or None where nothing has to be waited for
 Reduce = Callable[[list[torch.Tensor], list[bool]], Any]  # the same, from the small tensors of all
 _SLICE = timedelta(milliseconds=50)  # of a wait in native code: an interrupt can come this late
@@ -71,12 +72,12 @@ class Collective:
         """Start it in the backend. Called once, by `Matcher.progress`."""
         start, board = self.start, self.matcher.board
         assert start is not None
-        flags = [] if board is None else board.flags(self.number)
+        flags = board.flags(self.number)
         try:
             if self.exchange is not None:
                 self.exchange.arena.line_up(self.exchange)
                 self.work = self.exchange
-            elif board is not None and self.small is not None:
+            elif self.small is not None:
                 fence()
                 like, reduce = self.small
                 self.work = reduce([board.small(self.number, k, like) for k in range(len(flags))], flags)
@@ -109,6 +110,7 @@ class Collective:
                 if self.work.is_completed():
                     self.work.wait()
                     return
+            self.matcher.check()
 
     def is_completed(self) -> bool:
         """Whether it is complete or has failed, without blocking."""
@@ -138,9 +140,17 @@ class Collective:
 
 
 class Matcher:
-    """The collectives of one group, in order. `sliced`: whether the calling thread itself waits for works (gloo)."""
+    """The collectives of one group, in order. `sliced`: whether the calling thread itself waits for works (gloo).
+    `lost`: gives a member whose host is known to be cut off."""
 
-    def __init__(self, members: tuple[int, ...], board: Board | None, sliced: bool, starter: Starter) -> None:
+    def __init__(
+        self,
+        members: tuple[int, ...],
+        board: Board,
+        sliced: bool,
+        starter: Starter,
+        lost: Callable[[], int | None] = lambda: None,
+    ) -> None:
         self.members = members
         self.board = board
         self.sliced = sliced
@@ -148,7 +158,7 @@ class Matcher:
         self.lock = threading.RLock()
         self._number = self._announced = 0
         self._queue: deque[Collective] = deque()
-        self._starter = starter
+        self._starter, self._lost = starter, lost
 
     def submit(
         self,
@@ -168,27 +178,23 @@ class Matcher:
 
         What the backend refuses at once is raised here.
         """
-        if self.board is None:
-            one = Collective(self, text, 0, 0, flag, start)
-            one.begin()
-        else:
-            hashed = _names.get(key or text)
-            if hashed is None:
-                if len(_names) > 4096:
-                    _names.clear()
-                hashed = _names[key or text] = fingerprint(key or text)
-            with self.lock:
-                self._number += 1
-                one = Collective(self, text, self._number, hashed, flag, start)
-                one.small, one.exchange = small, exchange
-                if exchange is not None and not self._queue:
-                    exchange.begin()
-                self._queue.append(one)
-                self.progress()
-                if alone and self.sliced and not self.idle:
-                    self._starter.watch(self)
-            if not self.sliced and one.start is not None:  # NCCL orders its work by the calling thread's stream
-                self.wait_until_started(one)
+        hashed = _names.get(key or text)
+        if hashed is None:
+            if len(_names) > 4096:
+                _names.clear()
+            hashed = _names[key or text] = fingerprint(key or text)
+        with self.lock:
+            self._number += 1
+            one = Collective(self, text, self._number, hashed, flag, start)
+            one.small, one.exchange = small, exchange
+            if exchange is not None and not self._queue:
+                exchange.begin()
+            self._queue.append(one)
+            self.progress()
+            if alone and self.sliced and not self.idle:
+                self._starter.watch(self)
+        if not self.sliced and one.start is not None:  # NCCL orders its work by the calling thread's stream
+            self.wait_until_started(one)
         if one.error is not None and not isinstance(one.error, CollectiveMismatch):
             raise one.error
         return one
@@ -196,20 +202,23 @@ class Matcher:
     def progress(self) -> bool:
         """Start what can be started; returns whether anything is left in the queue."""
         board = self.board
-        assert board is not None
         with self.lock:
             while self._queue:
                 first = self._queue[0]
-                while self._announced < self._number and board.room(self._announced + 1):
-                    self._announce(board, self._queue[self._announced + 1 - first.number])
-                same = board.compare(first.number, first.word) if first.word else None
-                if same is None:
-                    return True
+                try:
+                    while self._announced < self._number and board.room(self._announced + 1):
+                        self._announce(board, self._queue[self._announced + 1 - first.number])
+                    same = board.compare(first.number, first.word) if first.word else None
+                    if same is None:
+                        return True
+                    if not same:
+                        first.error = self._mismatch(board, first.number)
+                except RuntimeError as error:  # a member is gone
+                    same, first.error = False, error
                 self._queue.popleft()
                 if same:
                     first.begin()
                 else:
-                    first.error = self._mismatch(board, first.number)
                     first.start = None
                     if self.arena is not None:
                         self.arena.realign(first.exchange.begun if first.exchange is not None else 0)
@@ -247,10 +256,17 @@ class Matcher:
             looks += 1
             if one.start is None or looks < _LOOKS:
                 continue
-            if one.word and self.board is not None:
+            self.check()
+            if one.word:
                 self.board.sleep(one.number)
             else:
                 time.sleep(_NAP)  # there was no room for it yet
+
+    def check(self) -> None:
+        """ConnectionError if a member's host is known to be cut off."""
+        gone = self._lost()
+        if gone is not None:
+            raise ConnectionError(f"rank {gone} is gone, or its host is cut off")
 
     def _mismatch(self, board: Board, number: int) -> CollectiveMismatch:
         deadline = time.monotonic() + _ALL_THERE

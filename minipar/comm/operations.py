@@ -17,10 +17,8 @@ from torch import Tensor
 
 from minipar.comm import playing, values
 from minipar.comm.handles import Handle, Result, to_host
-from minipar.comm.matching import difference
 from minipar.comm.packing import as_bytes
 from minipar.comm.transport import backend, shared
-from minipar.comm.transport.board import SMALL
 from minipar.comm.transport.interface import Transport
 from minipar.comm.transport.shared import combine, share
 from minipar.comm.world import RankGroup, Way
@@ -38,7 +36,6 @@ ALL_GATHER = Way(shared.all_gather, backend.all_gather, playing.all_gather)
 BROADCAST = Way(shared.broadcast, backend.broadcast, playing.broadcast)
 ALL_TO_ALL = Way(shared.all_to_all, backend.all_to_all, playing.all_to_all)
 _HEADER = 8 * values.FORM  # bytes before those of a tensor that travels with its form
-_TEXT = 160  # bytes of an announcement across machines
 
 
 # Reductions -----------------------------------------------------------------------------------------------------------
@@ -136,15 +133,12 @@ class _Summing:
             way is ALLREDUCE
             and (how == "shared" or self.algorithm is None)
             and not given.is_cuda
-            and _bytes(given) <= SMALL
+            and _bytes(given) <= group.matcher.board.most
         ):
             small = (given, on_board)
         text, key = self.words
         matcher = group.matcher
-        if matcher.board is None:
-            _, reals = _agree(group, text, key, [], self.real)
-            work = matcher.submit(text, lambda _: begin(reals))
-        elif small is None and how == "shared" and self.kind in ("array", "tensor"):
+        if small is None and how == "shared" and self.kind in ("array", "tensor"):
             x, rest = prepare([])
             work = group.submit(text, way, True, x, *rest, plain, key=key, alone=alone)
         else:
@@ -341,37 +335,11 @@ def _move(
 ) -> Handle:
     """Exchange some numbers among all ranks, and call `begin` with them."""
     group, how = _choose(comm, call, algorithm, None)
-    matcher = group.matcher
-    if matcher.board is None:
-        rows, _ = _agree(group, text, key, row, False)
-        work = matcher.submit(text, lambda _: begin(group, how, rows))
-    else:
-        small = (
-            torch.tensor(row, dtype=torch.int64),
-            lambda rows, _: begin(group, how, [one.tolist() for one in rows]),
-        )
-        work = matcher.submit(text, lambda _: None, key, False, small, alone)
-    return Handle(work, None, comm.pending)
-
-
-def _agree(group: RankGroup, text: str, key: str, row: list[int], flag: bool) -> tuple[list[list[int]], list[bool]]:
-    """Across machines, where there is no board: the numbers and flags of all ranks, once their keys are the same.
-
-    Backends do not check that: they abort the process, hang, or return garbage.
-    """
-    said = text.encode()[:_TEXT].ljust(_TEXT, b"\0") + key.encode()[:_TEXT].ljust(_TEXT, b"\0")
-    numbers = torch.tensor([int(flag), *row], dtype=torch.int64).view(torch.uint8)
-    mine = torch.cat([torch.frombuffer(bytearray(said), dtype=torch.uint8), numbers])
-    found = [torch.empty_like(mine) for _ in group.members]
-    group.wait(group.matcher.submit(text, lambda _: group.backend.allgather([found], [mine])))
-    texts, keys = (
-        [bytes(one[start : start + _TEXT].tolist()).split(b"\0", 1)[0].decode(errors="replace") for one in found]
-        for start in (0, _TEXT)
+    small = (
+        torch.tensor(row, dtype=torch.int64),
+        lambda rows, _: begin(group, how, [one.tolist() for one in rows]),
     )
-    if len(set(keys)) > 1:
-        raise CollectiveMismatch(difference(group.members, texts))
-    rows = [one[2 * _TEXT :].clone().view(torch.int64).tolist() for one in found]
-    return [one[1:] for one in rows], [bool(one[0]) for one in rows]
+    return Handle(group.matcher.submit(text, lambda _: None, key, False, small, alone), None, comm.pending)
 
 
 def _same(form: list[int], other: list[int]) -> bool:

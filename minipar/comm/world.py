@@ -6,26 +6,32 @@ Group    some ranks: a Matcher (announcements), an Arena (shared memory, if they
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
+import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from minipar.cluster import agreement, notes
 from minipar.cluster.worker import Context
 from minipar.comm.handles import Handle
 from minipar.comm.matching import Collective, Matcher, Starter
 from minipar.comm.transport.arena import Arena, Exchange, Steps
-from minipar.comm.transport.gloo import TIMEOUT, Gloo
+from minipar.comm.transport.gloo import Gloo
 from minipar.comm.transport.interface import Messages, Reader, Transport
 from minipar.comm.transport.local import LocalTransport
+from minipar.comm.transport.mixed import Mixed
 from minipar.comm.transport.nccl import Nccl
-from minipar.comm.transport.sockets import Sockets
+from minipar.comm.transport.sockets import Far, Sockets
 from minipar.errors import RankError
 
+_LONGEST_FOLDER = 40  # bytes: the name of a socket in it has at most about a hundred
 CLOSED = "this Communicator is closed; communicator.create() makes a new one"
 
 
@@ -38,12 +44,21 @@ class Way(NamedTuple):
 
 
 class World:
-    """One rank's part of the communication among all. `host` carries tensors on the CPU."""
+    """One rank's part of the communication among all. `host` carries tensors on the CPU. `hosts`: by rank, the name of
+    its host; default: all are on one."""
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, device: torch.device, backend: str, host: Transport
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        backend: str,
+        host: Transport,
+        hosts: tuple[str, ...] = (),
     ) -> None:
         self.rank, self.size = rank, size
+        self.hosts = hosts or ("",) * size
         self.device, self.backend = device, backend
         self.everyone = tuple(range(size))
         self.closed = False
@@ -95,23 +110,29 @@ class RankGroup:
         self.index = members.index(world.rank)
         self.made: Any = None  # its process group
         self.arena: Arena | None = None
-        board = transport.board(transport.name, members)
-        self.matcher = Matcher(members, board, transport.own_thread, world.starter)
+        with _connecting(members):
+            board = transport.board(transport.name, members)
+        self.matcher = Matcher(members, board, transport.own_thread, world.starter, lambda: transport.lost(members))
         self._meet()
-        if board is not None:
-            board.unlink()
-            if len(members) > 1:
-                self.arena = self.matcher.arena = transport.memory(members, self._meet)
-        if transport.at_once:
-            self.made = transport.process_group(members)
+        board.unlink()
+        if len(members) > 1:
+            self.arena = self.matcher.arena = transport.memory(members, self._meet)
+        if transport.at_once(members):
+            with _connecting(members):
+                self.made = transport.process_group(members)
 
     @property
     def backend(self) -> Any:
         """Its gloo or NCCL group; the first use waits for all members, and this wait cannot be interrupted."""
         if self.made is None:
             self._meet()
-            self.made = self.transport.process_group(self.members)
+            with _connecting(self.members):
+                self.made = self.transport.process_group(self.members)
         return self.made
+
+    def sums(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is so small that its collectives need no more than the announcement."""
+        return not tensor.is_cuda and tensor.numel() * tensor.element_size() <= self.matcher.board.most
 
     def start(self, way: Way, shared: bool, *args: Any) -> Any:
         """Start a collective that all have agreed on, in shared memory or as the backend's own."""
@@ -155,6 +176,16 @@ class RankGroup:
         Handle(work, None, self.world.pending).wait()
 
 
+@contextlib.contextmanager
+def _connecting(members: tuple[int, ...]) -> Iterator[None]:
+    """While entered, the driver can see that this rank waits for others: it cannot be interrupted there."""
+    notes.waiting(f"the making of a group over {','.join(map(str, members))}", time.monotonic())
+    try:
+        yield
+    finally:
+        notes.going_on()
+
+
 class _Closed:
     """Takes the place of messages and groups that were closed: every use is an error."""
 
@@ -169,37 +200,57 @@ def of_rank(context: Context, count: int) -> World:
     """The World of a rank of a Cluster, its `count`-th in this generation."""
     rank, size = context.rank, context.size
     store = dist.PrefixStore(str(count), dist.FileStore(context.store, size))
-    gloo = Gloo(store, rank, size, loopback=True, without="transport='gloo'")
     path = f"{context.store}-{count}"
-    host = gloo if context.transport == "gloo" else LocalTransport(path, gloo, Sockets(rank, path))
-    return World(store, rank, size, torch.device(context.device), context.backend, host)
+    device = torch.device(context.device)
+    if context.transport == "gloo":
+        gloo = Gloo(store, rank, size, agreement.LOOPBACK, "transport='gloo'")
+        return World(store, rank, size, device, context.backend, gloo)
+    hosts = agreement.apart(size)
+    if rank == 0 and len(set(hosts)) > 1:
+        store.set("token", secrets.token_hex(32))
+    token = bytes.fromhex(store.get("token").decode()) if len(set(hosts)) > 1 else b""
+    host = _host(store, rank, hosts, agreement.LOOPBACK, token, path, path)
+    return World(store, rank, size, device, context.backend, host, hosts)
 
 
-def under_torchrun(count: int) -> World:
-    """This process's World, if torchrun started it. RankError otherwise."""
-    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+def under_torchrun(count: int | str) -> World:
+    """This process's World, if torchrun started it. RankError otherwise. Processes of one host share memory."""
+    missing = agreement.missing()
     if missing:
         raise RankError(
             "communicator.create() works inside a rank: call it in a function given to cluster.run "
             f"(or under torchrun; {', '.join(missing)} not set)"
         )
-    store, rank, size = next(dist.rendezvous("env://", timeout=TIMEOUT))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    cuda = torch.cuda.device_count() >= local_size
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    if cuda:
+    agreed = agreement.agree()
+    device = torch.device(agreed.device)
+    if device.type == "cuda":
         torch.cuda.set_device(device)
-    store = dist.PrefixStore(f"minipar {count}", store)
-    one_machine = local_size == size
-    gloo = Gloo(store, rank, size, loopback=one_machine, without="ranks may be on several machines")
-    # Boards have names only while groups are made; sockets need a folder for as long as ranks live, which nobody has.
-    host = LocalTransport(_agree_on_boards(store, rank), gloo, None) if one_machine else gloo
-    return World(store, rank, size, device, "nccl" if cuda else "gloo", host)
+    store = dist.PrefixStore(f"world {count}", agreed.store)
+    name = f"minipar-{agreed.token[:32]}-{agreed.hosts.index(agreed.hosts[agreed.rank])}-{count}"
+    path = os.path.join(_agree_on_folder(store, agreed.rank, agreed.hosts), name)
+    # A name in the memory of Linux leaves nothing behind, however the process ends.
+    sockets = f"\0{name}" if sys.platform == "linux" else path
+    token = bytes.fromhex(agreed.token)
+    host = _host(store, agreed.rank, agreed.hosts, agreed.addresses[agreed.rank], token, path, sockets)
+    return World(store, agreed.rank, agreed.size, device, agreed.backend, host, agreed.hosts)
 
 
-def _agree_on_boards(store: dist.Store, rank: int) -> str:
-    """The beginning of the file names of one machine's boards, the same on all ranks."""
-    if rank == 0:
-        store.set("boards", os.path.join(tempfile.gettempdir(), f"minipar-{secrets.token_hex(16)}"))
-    return str(store.get("boards").decode())
+def _host(
+    store: dist.Store, rank: int, hosts: tuple[str, ...], address: str, token: bytes, path: str, sockets: str
+) -> Transport:
+    """What carries tensors on the CPU among ranks of these hosts. The files of boards begin with `path`, the names of
+    sockets with `sockets`."""
+    far = frozenset(peer for peer, host in enumerate(hosts) if host != hosts[rank])
+    gloo = Gloo(store, rank, len(hosts), address, f"ranks are on {len(set(hosts))} hosts" if far else "")
+    local = LocalTransport(path, gloo, Sockets(rank, sockets, Far(far, address, store, token) if far else None))
+    return Mixed(local, hosts) if far else local
+
+
+def _agree_on_folder(store: dist.Store, rank: int, hosts: tuple[str, ...]) -> str:
+    """A folder for temporary files, the same for all ranks of a host: that of the first one."""
+    first = hosts.index(hosts[rank])
+    if rank == first:
+        folder = tempfile.gettempdir()
+        short = len(os.fsencode(folder)) < _LONGEST_FOLDER
+        store.set(f"folder {first}", folder if short else "/tmp")
+    return str(store.get(f"folder {first}").decode())

@@ -21,6 +21,7 @@ import torch
 from minipar import data as datasets
 from minipar import models
 from minipar.cluster import Cluster
+from minipar.cluster.ranks import Ranks
 from minipar.execution.correction import ByStaleness, Factory
 from minipar.execution.execution import Job, execute
 from minipar.models.parameter_groups import shape_of
@@ -52,7 +53,7 @@ def curves(
     lr: float = 0.01,
     momentum: float = 0.9,
     methods: Mapping[str, tuple[str, bool]] = METHODS,
-    cluster: Cluster | None = None,
+    cluster: Ranks | None = None,
     model: Any = partial(models.mlp, WIDTHS, activation=torch.nn.Tanh),
     data: Any = None,
     seed: int = 0,

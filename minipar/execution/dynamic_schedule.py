@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 
-from minipar.cluster import Cluster, notes
+from minipar.cluster import notes
+from minipar.cluster.ranks import Ranks
 from minipar.comm.links import Links
 from minipar.errors import PlanError
 from minipar.program import Action, Forward, Instruction, Op, Program, Staleness, Value, grad_output, output
@@ -21,7 +22,7 @@ _LOOK = 0.05  # seconds of a wait, after which the rank checks again
 _SOON = 2e-4  # the same while the message of an emulated device is under way
 
 
-def check_carrier(cluster: Cluster, what: str) -> None:
+def check_carrier(cluster: Ranks, what: str) -> None:
     """PlanError, naming `what` is to run, where ranks cannot see whether a message is here: over gloo and NCCL a
     receive is posted, and then waited for."""
     carrier = cluster.carrier

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -18,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from minipar.cluster import Cluster, launch, worker
-from minipar.comm import communicator
+from minipar.cluster.launched import driven, given_or_here
+from minipar.cluster.ranks import Ranks, check_size
+from minipar.comm import clocks, communicator
 from minipar.costs.device import DeviceSpec
 from minipar.costs.measured import Profile
 from minipar.costs.rates import Copies
@@ -59,7 +62,7 @@ from minipar.prediction.recorded import Tapes
 from minipar.program import Action, Local, Op, Program, Synchronous, Value, collectives, repartitions
 from minipar.program.collectives.moves import Algorithm
 from minipar.program.comm_volume import changing
-from minipar.program.mesh import SHARING
+from minipar.program.mesh import SHARING, Mesh
 from minipar.program.shape import Shape
 from minipar.program.verify.verifier import verify
 from minipar.sharding.nodes import Cut, ShardedModel
@@ -217,6 +220,7 @@ class Passed:
     series: dict[int, Series]  # of the last passes, if memory was tracked
     share: Share  # this rank's share of the state, if the driver asked for it
     load: Load | None  # of experts in the rank's layers, by this rank's rows
+    clock_error: float = 0.0  # of the times, which are those of rank 0's clock
 
 
 @dataclass(frozen=True)
@@ -240,11 +244,12 @@ class Execution:
     load: Load | None = None
 
 
+@driven
 def execute(
     program: Program,
     job: Job,
     *,
-    cluster: Cluster | None = None,
+    cluster: Ranks | None = None,
     passes: int = 1,
     keep_gradients: bool = True,
     report: Callable[[int, float], None] = lambda done, loss: None,
@@ -274,8 +279,8 @@ def execute(
     count = len(program.ranks)
     if check:
         verify(program)
-    if cluster is not None and cluster.size != count:
-        raise PlanError(f"program {program.name!r} needs {several(count, 'rank')}, but the cluster has {cluster.size}")
+    cluster = given_or_here(cluster)
+    check_size(cluster, count, f"program {program.name!r}")
     programs = [program] * at_least_1("passes", passes) + ([rest] if rest is not None else [])
     ending = Ending(callback is not None)
     tell = Following(programs, report, watch, callback, storing.first, ending.ask)
@@ -346,7 +351,7 @@ def _unsliced(found: Sequence[dict[str, Gradient]], local: bool) -> dict[str, Te
     return whole | {name: assemble(parts) for name, parts in slices.items()}
 
 
-def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Cluster) -> EmulatedCosts:
+def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Ranks) -> EmulatedCosts:
     """The costs of a program on emulated devices; where they depend on the model, rank 0 profiles it."""
     if spec.flops is None:
         return EmulatedCosts(program, spec)
@@ -386,7 +391,7 @@ def emulated_note(spec: DeviceSpec, overruns: Sequence[Sequence[int]]) -> str:
 
 
 def _measured(program: Program, passed: Sequence[Passed], k: int) -> Trace:
-    """The trace of one pass, from the clocks of all ranks (one clock, on one machine)."""
+    """The trace of one pass, from the clocks of all ranks, which were made one."""
     zero = min(min(p.starts[k]) for p in passed)
     starts = [[t - zero for t in p.starts[k]] for p in passed]
     ends = [[t - zero for t in p.ends[k]] for p in passed]
@@ -396,7 +401,9 @@ def _measured(program: Program, passed: Sequence[Passed], k: int) -> Trace:
         return sizes[rank].get(value, 0)
 
     series = [replace(p.series[k], times=[t - zero for t in p.series[k].times]) for p in passed if p.series]
-    return Trace(program, starts, ends, size, "measured", "bytes", [p.data[k] for p in passed], series=series)
+    error = max(p.clock_error for p in passed)
+    data = [p.data[k] for p in passed]
+    return Trace(program, starts, ends, size, "measured", "bytes", data, series=series, clock_error=error)
 
 
 class Ending:
@@ -444,6 +451,8 @@ def _passes(
         collectives.add(programs[0].algorithm, own)
     mine, last = slow[comm.rank] if slow is not None else (None, None)
     program = programs[0]
+    if comm.rank == 0:
+        _warn_of_hosts(program, comm.hosts)
     model = job.build_for(program, comm.rank)
     trains = any(ins.op is Op.STEP for row in program.ranks for ins in row)
     if job.evaluate is None and not trains and any(p.requires_grad for p in model.parameters()):
@@ -467,6 +476,7 @@ def _passes(
         rows: dict[int, list[int]] = {}
         tracker = watching.start(executor)
         base, updates = storing.first, 0
+        before = clocks.read(comm)
         for k, each in enumerate(programs):
             if each is not executor.program:
                 executor.follow(each, last)
@@ -482,7 +492,8 @@ def _passes(
             header = replace(header, step=base)
             updates += each.updates
             storing.after(executor, outline, header, k == len(programs) - 1, updates)
-            news = telling.news(k, records[-1].losses, records[-1].starts, records[-1].ends)
+            starts, ends = (clocks.corrected(row, before, before) for row in (records[-1].starts, records[-1].ends))
+            news = telling.news(k, records[-1].losses, starts, ends)
             if asked:
                 squares, done = executor.state.measured, range(updates - each.updates, updates)
                 news = news._replace(
@@ -499,19 +510,35 @@ def _passes(
             else:
                 sizes.append(sizes[-1])
                 data.append(data[-1])
+        after = clocks.read(comm)
+    series = tracker.series_of_passes() if watching.series else {}
+    if before.error:
+        series = {k: replace(one, times=clocks.corrected(one.times, before, after)) for k, one in series.items()}
     return Passed(
         [record.losses for record in records],
-        [record.starts for record in records],
-        [record.ends for record in records],
+        [clocks.corrected(record.starts, before, after) for record in records],
+        [clocks.corrected(record.ends, before, after) for record in records],
         [record.gradients for record in records],
         sizes,
         data,
         [record.overruns for record in records],
         [record.order for record in records],
-        tracker.series_of_passes() if watching.series else {},
+        series,
         storing.share(executor, outline, header, updates),
         executor.compute.experts.load(numbers),
+        max(before.error, after.error),
     )
+
+
+def _warn_of_hosts(program: Program, hosts: Sequence[str]) -> None:
+    """Say where ranks that share layers are on several hosts, between which they then send in every layer."""
+    mesh = Mesh(program.mesh)
+    for axis in set(mesh.spanning(hosts)) & set(mesh.sharing) if len(set(hosts)) > 1 else ():
+        warnings.warn(
+            f"{axis}={mesh.length(axis)}: ranks that share layers are on several hosts, and send in every layer; they "
+            f"are on one where {axis} divides the ranks of each host",
+            stacklevel=2,
+        )
 
 
 def _way(program: Program, ranks: int) -> int:

@@ -186,7 +186,9 @@ class Executor:
         comm = self.comm
         self.program, self.instructions = program, program.ranks[comm.rank]
         self.compute.follow(program)
-        comm.prepare({ins.group for ins in self.instructions if ins.group})
+        groups = {ins.group for ins in self.instructions if ins.group}
+        peers = {ins.peer for ins in self.instructions if ins.op in (Op.SEND, Op.RECV)}
+        comm.prepare(groups, peers, program.algorithm or None)
         self.device = EmulatedDevice(delays) if delays is not None else None
         self.links = Links(program, comm, self.compute.rows.count, delays is not None and delays.links)
         self.dynamic = DynamicSchedule(program, comm.rank, self.links) if program.in_flight is not None else None

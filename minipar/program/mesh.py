@@ -4,14 +4,16 @@
                      dp 0    | 0  1  2         rank 4: coordinates dp=1 pp=1
                      dp 1    | 3  4  5                 group along "pp": ranks 3 4 5; along "dp": ranks 1 4
 
-The last axis counts fastest, so the ranks of one pipeline are neighbours. No other code in minipar computes a rank from
+The last axis counts fastest, so the ranks of one pipeline are neighbours. Plans have their axes in the order of `AXES`:
+where ranks are numbered host by host, those that share layers and exchange most are on one host first (tp), then those
+of a pipeline (pp), and replicas (dp) are what goes between hosts. No other code in minipar computes a rank from
 coordinates.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 
 from minipar.errors import PlanError
@@ -82,6 +84,16 @@ class Mesh(tuple[tuple[str, int], ...]):
         places = product(*(range(size) if name in axes else (own[name],) for name, size in self))
         names = [name for name, _ in self]
         return tuple(self.rank(**dict(zip(names, place, strict=True))) for place in places)
+
+    def spanning(self, hosts: Sequence[str]) -> tuple[str, ...]:
+        """The axes along which ranks of several hosts work together. `hosts`: the name of each rank's host; ranks
+        beyond the mesh, such as servers, do not count. Errors: PlanError if a rank has no host."""
+        if len(hosts) < self.size:
+            raise PlanError(f"{len(hosts)} hosts of ranks: the mesh has {self.size} ranks")
+        many = (name for name, size in self if size > 1)
+        return tuple(
+            name for name in many if any(hosts[rank] != hosts[self.group(rank, name)[0]] for rank in range(self.size))
+        )
 
     @property
     def _names(self) -> str:

@@ -42,7 +42,8 @@ class Connection:
             self.socket, place = socket.socket(socket.AF_UNIX), rest
         else:
             host, _, port = rest.rpartition(":")
-            self.socket, place = socket.socket(socket.AF_INET), (host, int(port))  # type: ignore[assignment]
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self.socket, place = socket.socket(family), (host, int(port))  # type: ignore[assignment]
         prepare(self.socket)
         self.stage = Stage()
         try:

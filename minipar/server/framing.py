@@ -122,8 +122,9 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 
-def listen(address: str) -> socket.socket:
-    """A listening socket. `address`: "unix:PATH" (made anew), or "tcp:HOST:PORT"."""
+def listen(address: str) -> tuple[socket.socket, str]:
+    """A listening socket, and the address that it has got. `address`: "unix:PATH" (made anew), or "tcp:HOST:PORT", of
+    which the port 0 is any that is free."""
     kind, _, rest = address.partition(":")
     if kind == "unix":
         with contextlib.suppress(FileNotFoundError):
@@ -132,12 +133,13 @@ def listen(address: str) -> socket.socket:
         listener.bind(rest)
     else:
         host, _, port = rest.rpartition(":")
-        listener = socket.socket(socket.AF_INET)
+        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((host, int(port)))
+        address = f"tcp:{host}:{listener.getsockname()[1]}"
     listener.listen(128)
     listener.setblocking(False)
-    return listener
+    return listener, address
 
 
 def prepare(connection: socket.socket) -> None:

@@ -14,6 +14,7 @@ counts once, however often it is sent.
 
 from __future__ import annotations
 
+import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
@@ -42,7 +43,7 @@ from minipar.server.framing import (
     nanoseconds,
     seconds,
 )
-from minipar.server.rendezvous import Introduction, ServerHandle, present, read_handle
+from minipar.server.rendezvous import Introduction, Meeting, ServerHandle, present, read_handle
 from minipar.server.shard import Shard, digest, pieces_of
 from minipar.server.switchboard import Done, Switchboard
 
@@ -107,6 +108,7 @@ class Served:
     received: int = 0  # bytes of gradients
     sent: int = 0  # bytes of parameters
     states: dict[int, int] = field(default_factory=dict)  # bytes that the optimizer keeps, by tensor
+    clock_error: float = 0.0  # by which times of events may be wrong against those of another host
 
 
 def rows_of(table: Tensor) -> list[Row]:
@@ -161,22 +163,25 @@ class Server:
 
     def __init__(
         self,
-        folder: str,
+        meeting: str | Meeting,
         number: int,
         settings: Settings,
         values: Sequence[Tensor],
         reach: Callable[[str], None],
         report: Callable[[object], None],
     ) -> None:
-        handle: ServerHandle = read_handle(folder)
-        self.folder, self.number, self.settings, self.handle = folder, number, settings, handle
+        handle: ServerHandle = read_handle(meeting)
+        self.folder, self.number, self.settings, self.handle = handle.folder, number, settings, handle
         self.reach, self.report = reach, report
-        self.count = len(handle.addresses)
+        self.count = handle.count
         self.values = [value.detach().clone() for value in values]
         self.shard = self._new_shard()
         self.digest = digest(handle.keys, self.count)
         self.served = Served(self.shard.flat)
-        self.board = Switchboard(listen(handle.addresses[number]), handle.token, self._target, self._done, self._gone)
+        os.makedirs(self.folder, mode=0o700, exist_ok=True)  # (on another host than the one that opened it)
+        listener, address = listen(handle.place(number))
+        self.board = Switchboard(listener, handle.token, self._target, self._done, self._gone)
+        handle.meeting.publish(f"address {number}", address)
         self.pace = Pace() if settings.pacing is not None else None
         self.incarnation = 0
         self.over = handle.closed
@@ -605,14 +610,14 @@ class Server:
 
 
 def serve(
-    folder: str,
+    meeting: str | Meeting,
     number: int,
     settings: Settings,
     values: Sequence[Tensor],
     reach: Callable[[str], None] = lambda point: None,
     report: Callable[[object], None] = lambda fact: None,
 ) -> Served:
-    """Be server `number` of those that `rendezvous.open_folder` made a folder for, until all workers are done.
+    """Be server `number` of those that `rendezvous.open_folder` wrote a handle for, until all workers are done.
 
     values   the initial parameters, in the order of the keys
     reach    called at the points where a fault campaign ends processes: "apply" and "snapshot"
@@ -620,6 +625,6 @@ def serve(
 
     A server that is started again in the same folder goes on from a snapshot.
     """
-    server = Server(folder, number, settings, values, reach, report)
+    server = Server(meeting, number, settings, values, reach, report)
     with closing(server.board):
         return server.run()

@@ -26,7 +26,7 @@ from minipar.errors import RankError, ServerClosed
 from minipar.models.tensors import dtype_name
 from minipar.server.connection import Connection
 from minipar.server.framing import Message, What, bytes_of, nanoseconds, seconds
-from minipar.server.rendezvous import RETRY, Introduction, ServerHandle, read_handle
+from minipar.server.rendezvous import RETRY, Introduction, Meeting, ServerHandle, read_handle
 from minipar.server.shard import digest, length, pieces_of
 from minipar.wording import several
 
@@ -34,19 +34,20 @@ _LONGEST_RETRY = 0.1
 
 
 def connect(
-    folder: str,
+    meeting: str | Meeting,
     worker: int,
     patience: float = 30.0,
     reach: Callable[[str], None] = lambda point: None,
 ) -> Servers:
-    """Connect to the servers of a folder as the worker of this number; it replaces an earlier worker of that number.
+    """Connect to the servers of a folder, or of another meeting place, as the worker of this number; it replaces an
+    earlier worker of that number.
 
     patience   seconds to wait for servers that have not started, or start again
     reach      called at the points where a fault campaign ends processes: "push" and "pull"
 
     Raises RankError if there are none, ServerClosed if they have ended.
     """
-    return Servers(read_handle(folder), worker, patience, reach)
+    return Servers(read_handle(meeting), worker, patience, reach)
 
 
 class Servers:
@@ -58,7 +59,7 @@ class Servers:
         self.handle, self.worker, self.patience, self.reach = handle, worker, patience, reach
         self.keys = handle.keys
         self._number = {key.name: k for k, key in enumerate(self.keys)}
-        self._pieces = pieces_of(self.keys, len(handle.addresses))
+        self._pieces = pieces_of(self.keys, handle.count)
         self._homes = [
             [(server, piece) for server, pieces in enumerate(self._pieces) for piece in pieces if piece.tensor == k]
             for k in range(len(self.keys))
@@ -122,7 +123,7 @@ class Servers:
         lead_last = range(len(self._pieces) - 1, -1, -1)  # so that all others know this worker when it joins
         connections: dict[int, Connection] = {}
         for server in lead_last:
-            connection = connections[server] = Connection(self.handle.addresses[server], self.handle.token, 2.0)
+            connection = connections[server] = Connection(self.handle.address(server), self.handle.token, 2.0)
             self.connections = list(connections.values())  # (to be closed, should the next one fail)
             connection.send(Message(What.HELLO), hello)
             connection.wait(2.0)

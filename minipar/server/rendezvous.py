@@ -1,81 +1,130 @@
-"""Where workers find servers: a folder that only their user can open, with addresses, the token and the keys.
+"""Where workers find servers: in a folder that only their user can open, or in torch's Store, if they are on several
+hosts. Both have texts by name:
 
-handle.json          addresses, token, keys (written once, before any server starts)
-0, 1, ...            Unix sockets of the servers
-snapshot-3.0         see snapshot.py
+handle.json          token, keys, how many servers, whether they use TCP (written once, before any server starts)
+address 0, ...       where a server listens: it is bound first, and says it then, each time that it starts
 closed               exists when the servers have ended
+
+The folder also has the servers' Unix sockets (0, 1, ...), and on each host the snapshots of its servers (snapshot.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING
 
 from minipar.errors import RankError
 from minipar.server.connection import Connection
 from minipar.server.framing import Message, What
 from minipar.server.shard import ParameterKey, pieces_of
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 RETRY = 0.01  # seconds between two tries to connect
+_HANDLE, _CLOSED = "handle.json", "closed"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """Where servers and workers meet.
+
+    folder    of this host, for sockets and snapshots
+    store     where they publish texts; None: in the folder, if all are on one host
+    address   of this host, at which servers listen; "": they use Unix sockets
+    """
+
+    folder: str
+    store: dist.Store | None = None
+    address: str = ""
+
+    def publish(self, name: str, text: str) -> None:
+        """Write a text, in place of an earlier one of this name."""
+        if self.store is not None:
+            return self.store.set(name, text)
+        path = os.path.join(self.folder, name)
+        with open(os.open(f"{path}.tmp", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
+            file.write(text)
+        os.rename(f"{path}.tmp", path)
+
+    def find(self, name: str) -> str | None:
+        """The text of this name; None if there is none yet."""
+        if self.store is not None:
+            return self.store.get(name).decode() if self.store.check([name]) else None
+        with contextlib.suppress(OSError), open(os.path.join(self.folder, name)) as file:
+            return file.read()
+        return None
 
 
 @dataclass(frozen=True)
 class ServerHandle:
-    """What servers and workers must know to take part."""
+    """What servers and workers must know to take part. `count`: how many servers there are."""
 
-    folder: str
-    addresses: tuple[str, ...]
+    meeting: Meeting
+    count: int
+    tcp: bool
     token: bytes
     keys: tuple[ParameterKey, ...]
 
     @property
+    def folder(self) -> str:
+        return self.meeting.folder
+
+    def place(self, server: int) -> str:
+        """Where a server is to listen, which is its own host; a port 0 is replaced by one that is free."""
+        return f"tcp:{self.meeting.address or '127.0.0.1'}:0" if self.tcp else f"unix:{self.folder}/{server}"
+
+    def address(self, server: int) -> str:
+        """Where a server listens. ConnectionError if it has not started."""
+        found = self.meeting.find(f"address {server}")
+        if found is None:
+            raise ConnectionError(f"server {server} has not started")
+        return found
+
+    @property
     def closed(self) -> bool:
-        return os.path.exists(os.path.join(self.folder, "closed"))
+        return self.meeting.find(_CLOSED) is not None
 
     def close(self) -> None:
-        with open(os.path.join(self.folder, "closed"), "w"):
-            pass
+        self.meeting.publish(_CLOSED, "")
 
 
 def open_folder(
-    folder: str, keys: Sequence[ParameterKey], servers: int = 1, tcp: bool = False, host: str = "127.0.0.1"
+    meeting: str | Meeting, keys: Sequence[ParameterKey], servers: int = 1, tcp: bool = False
 ) -> ServerHandle:
-    """Write the handle of new servers to a folder, which is made if needed. They use Unix sockets, or TCP at `host`."""
+    """Write the handle of new servers to a folder, which is made if needed, or another meeting place. They use Unix
+    sockets, or TCP if they are on several hosts or `tcp` says so."""
+    place = _meeting(meeting)
     if servers < 1:
         raise RankError(f"servers={servers}: must be at least 1")
     if not all(pieces_of(keys, servers)):
         raise RankError(f"servers={servers}: too many for parameters of {sum(key.nbytes for key in keys)} bytes")
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    addresses = tuple(f"tcp:{host}:{_free_port(host)}" if tcp else f"unix:{folder}/{k}" for k in range(servers))
-    token = secrets.token_bytes(32)
-    text = json.dumps({"addresses": addresses, "token": token.hex(), "keys": [list(key) for key in keys]})
-    path = os.path.join(folder, "handle.json")
-    with open(os.open(f"{path}.tmp", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
-        file.write(text)
-    os.rename(f"{path}.tmp", path)
-    return ServerHandle(folder, addresses, token, tuple(keys))
+    os.makedirs(place.folder, mode=0o700, exist_ok=True)
+    handle = ServerHandle(place, servers, tcp or bool(place.address), secrets.token_bytes(32), tuple(keys))
+    known = {"servers": servers, "tcp": handle.tcp, "token": handle.token.hex(), "keys": [list(key) for key in keys]}
+    place.publish(_HANDLE, json.dumps(known))
+    return handle
 
 
-def read_handle(folder: str) -> ServerHandle:
-    """The handle in a folder; RankError if there is none."""
-    try:
-        with open(os.path.join(folder, "handle.json")) as file:
-            data = json.load(file)
-    except OSError as error:
-        raise RankError(f"{folder}: no parameter server has its handle there") from error
+def read_handle(meeting: str | Meeting) -> ServerHandle:
+    """The handle in a folder, or another meeting place; RankError if there is none."""
+    place = _meeting(meeting)
+    text = place.find(_HANDLE)
+    if text is None:
+        raise RankError(f"{place.folder}: no parameter server has its handle there")
+    data = json.loads(text)
     keys = tuple(ParameterKey(name, tuple(shape), dtype) for name, shape, dtype in data["keys"])
-    return ServerHandle(folder, tuple(data["addresses"]), bytes.fromhex(data["token"]), keys)
+    return ServerHandle(place, data["servers"], data["tcp"], bytes.fromhex(data["token"]), keys)
 
 
-def _free_port(host: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+def _meeting(given: str | Meeting) -> Meeting:
+    return Meeting(given) if isinstance(given, str) else given
 
 
 @dataclass(frozen=True)
@@ -114,7 +163,7 @@ def present(handle: ServerHandle, who: Introduction) -> tuple[Connection, Messag
     """
     while True:
         try:
-            connection = Connection(handle.addresses[0], handle.token, 2.0)
+            connection = Connection(handle.address(0), handle.token, 2.0)
             connection.send(Message(What.HELLO), who.text())
             return connection, connection.receive()
         except (OSError, ConnectionError):

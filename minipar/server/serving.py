@@ -11,19 +11,23 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import shutil
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from minipar.cluster import Cluster, launch, worker
+from minipar.cluster import agreement, launch, worker
 from minipar.cluster.members import Revived
+from minipar.cluster.ranks import Ranks
+from minipar.comm import clocks, communicator
 from minipar.errors import PlanError, RankDied, RankError, ServerClosed
 from minipar.execution.compute import Compute
 from minipar.execution.elementwise import check_update
@@ -43,8 +47,9 @@ from minipar.prediction.service import key_of as place_of
 from minipar.program import COMPUTE, Instruction, Op, Program, Value
 from minipar.program.rows import split_rows
 from minipar.program.server_rule import Kind, Mode, Row
-from minipar.server import pushing, rendezvous
+from minipar.server import pushing, rendezvous, snapshot
 from minipar.server.process import Served, Settings, serve
+from minipar.server.rendezvous import Meeting
 from minipar.server.shard import ParameterKey, key_of, pieces_of, view
 from minipar.server.steps import Progress, Step, losses_of
 from minipar.strategies import served_order
@@ -84,7 +89,7 @@ class Service:
 def execute_served(
     program: Program,
     job: Job,
-    cluster: Cluster,
+    cluster: Ranks,
     *,
     on_death: str = "abort",
     keep_gradients: bool = False,
@@ -146,8 +151,7 @@ def execute_served(
             cluster.end_rank(fact[1])
 
     try:
-        ((keys, forms),) = cluster.run_on([0], _keys, job, program.name)
-        rendezvous.open_folder(folder, keys, servers)
+        ((keys, forms),) = cluster.run_on([0], _open, job, program.name, folder, servers)
         settings = Settings(
             workers, program.steps, job.optimizer, mode, every, patience, on_death, True, pacing, job.scheduler, forms
         )
@@ -212,7 +216,9 @@ def _result(
     data = [max((t.data for t in taken if t.worker == rank), default=0) for rank in range(len(program.ranks))]
     zero = min((event.start for event in served[0].events if event.kind == Kind.ANSWER), default=0.0)
     starts, ends = ([[max(0.0, t - zero) for t in row] for row in rows] for rows in (starts, ends))
-    trace = Trace(program, starts, ends, _size(program, taken, served, batch), "measured", "bytes", data)
+    error = max([0.0, *(one.clock_error for one in taken), *(one.clock_error for one in served)])
+    size = _size(program, taken, served, batch)
+    trace = Trace(program, starts, ends, size, "measured", "bytes", data, clock_error=error)
     service = Service(
         order,
         deaths,
@@ -320,6 +326,36 @@ def _keys(job: Job, name: str) -> tuple[tuple[ParameterKey, ...], tuple[Form, ..
     return tuple(key_of(names[id(p)], p) for group in groups for p in group), forms
 
 
+def _open(job: Job, name: str, folder: str, servers: int) -> tuple[tuple[ParameterKey, ...], tuple[Form, ...]]:
+    """`_keys`, of which the handle is written for all."""
+    keys, forms = _keys(job, name)
+    rendezvous.open_folder(_meeting(folder), keys, servers)
+    return keys, forms
+
+
+def _meeting(folder: str) -> Meeting:
+    """Where servers and workers meet: in the driver's folder, if all are on this host, or in torch's Store."""
+    context = worker.context()
+    if not context.store:  # torchrun started this process
+        agreed = agreement.agree()
+        address = agreed.addresses[agreed.rank] if len(set(agreed.hosts)) > 1 else ""
+        return Meeting(folder, dist.PrefixStore(folder, agreed.store), address)
+    if len(set(agreement.apart(context.size))) > 1:
+        return Meeting(folder, dist.FileStore(os.path.join(folder, "store")), agreement.LOOPBACK)
+    return Meeting(folder)
+
+
+def _leave(folder: str, server: int) -> None:
+    """Remove what a server has left in the folder of its host, and the folder after the last one. (The driver removes
+    it only on its own host, where other servers may still need it.)"""
+    agreed = agreement.agree()
+    if agreed.hosts[agreed.rank] == agreed.hosts[0]:
+        return
+    with contextlib.suppress(OSError):
+        snapshot.remove_after(folder, server, -1)
+        os.rmdir(folder)
+
+
 def _take_part(
     job: Job,
     program: Program,
@@ -330,21 +366,33 @@ def _take_part(
     watched: bool = False,
 ) -> Served | list[Step]:
     """What every rank does: the first ones are workers, the last ones servers."""
-    rank = worker.context().rank
+    rank, meeting = worker.context().rank, _meeting(folder)
+    clock = clocks.Reading(0.0, 0.0, 0.0)
+    if meeting.address and settings.on_death == "abort":  # (otherwise all are on one machine)
+        clock = clocks.read(communicator.create())
     if rank >= program.workers:
         _, _, groups, _ = _trained(job)
         values = [p.detach() for group in groups for p in group]
-        return serve(folder, rank - program.workers, settings, values, report=_only_silence)
+        try:
+            served = serve(meeting, rank - program.workers, settings, values, report=_only_silence)
+            ahead = clock.seconds
+            events = [e._replace(start=e.start + ahead, end=e.end + ahead) for e in served.events]
+            return replace(served, events=events, clock_error=clock.error)
+        finally:
+            if not worker.context().store:
+                _leave(folder, rank - program.workers)
     done: list[Step] = []
     dying = settings.on_death == "continue"  # (then every step is reported at once, as this rank may die)
 
     def tell(step: Step) -> None:
+        times = [(a + clock.seconds, b + clock.seconds) for a, b in step.times]
+        step = step._replace(times=times, clock_error=clock.error)
         worker.report(step if dying else step._replace(gradients={}) if watched else rank)
         if not dying:
             done.append(step)
 
     with contextlib.suppress(ServerClosed):  # (it was started again after the end)
-        _work(job, program, folder, keep_gradients, slow[rank] if slow else None, tell)
+        _work(job, program, meeting, keep_gradients, slow[rank] if slow else None, tell)
     return done
 
 
@@ -356,7 +404,7 @@ def _only_silence(fact: object) -> None:
 def _work(
     job: Job,
     program: Program,
-    folder: str,
+    meeting: Meeting,
     keep_gradients: bool,
     delays: Delays | None,
     tell: Callable[[Step], None],
@@ -371,7 +419,7 @@ def _work(
     blocks: dict[int, list[tuple[int, Instruction]]] = {}
     for index, ins in enumerate(program.ranks[rank]):
         blocks.setdefault(ins.step, []).append((index, ins))
-    ps = pushing.connect(folder, rank)  # (at once, so that the servers see this worker's process)
+    ps = pushing.connect(meeting, rank)  # (at once, so that the servers see this worker's process)
     spare = copy.deepcopy(model)  # to warm up: first calls take longer, and should not count in the first step
     _run(_computing(program, rank, layers_of(spare), job), parameters_of(layers_of(spare)), blocks[0])
     del spare
@@ -391,6 +439,7 @@ def _work(
             device.arrived(ps.arrived, blocks[step][0][0])
 
         def push(p: nn.Parameter, gradient: Tensor, peer: int, found: dict[str, Tensor] = found) -> None:
+            gradient = gradient.cpu()  # (servers keep and update parameters on the CPU)
             if keep_gradients:
                 found[names[id(p)]] = gradient
             ps.push(names[id(p)], gradient, peer - program.workers)
@@ -416,7 +465,7 @@ def _whole(count: float) -> int:
 
 
 def _computing(program: Program, rank: int, layers: list[nn.Module], job: Job) -> Compute:
-    compute = Compute(program, rank, torch.device("cpu"), layers, job.loss, job.seed)
+    compute = Compute(program, rank, torch.device(worker.context().device), layers, job.loss, job.seed)
     compute.begin(job.batches, 0)
     return compute
 
@@ -449,6 +498,8 @@ def _run(
                 device.wait(device.now + occupied, index)
         elif ins.op is not Op.PULL:
             raise RankError(f"{ins}: no worker does {ins.op.name}")
+        if compute.device.type == "cuda" and ins.op in COMPUTE:
+            torch.cuda.synchronize(compute.device)  # the clock must see the device's work
         if device is not None and ins.op in COMPUTE:
             device.computed(index)
         times.append((start, time.perf_counter()))

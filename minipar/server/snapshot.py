@@ -30,7 +30,10 @@ def _path(folder: str, server: int, number: int) -> str:
 def numbers(folder: str, server: int) -> list[int]:
     """The snapshots of a server that can be read, oldest first."""
     found = []
-    for name in os.listdir(folder):
+    there: list[str] = []
+    with contextlib.suppress(FileNotFoundError):  # another server, which has ended, has removed the empty folder
+        there = os.listdir(folder)
+    for name in there:
         head, _, rest = name.partition("-")
         number, _, owner = rest.partition(".")
         if head == "snapshot" and owner == str(server) and number.isdecimal():

@@ -63,6 +63,8 @@ class Trace:
     overruns for each rank, the indices of instructions whose real work took longer than on the emulated device
     series   for each rank, every change of its memory, including temporary memory: tracked in the run, or predicted
              from profiles of layers. Without it memory is computed from the values' lifetimes
+    clock_error   of ranks on several hosts: seconds by which times of two hosts may be wrong against each other; what
+             their clocks differ by was measured and taken out
     """
 
     program: Program
@@ -75,6 +77,7 @@ class Trace:
     note: str = ""
     overruns: Sequence[Sequence[int]] = ()
     series: Sequence[Series] = ()
+    clock_error: float = 0.0
     _cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __repr__(self) -> str:
@@ -334,6 +337,7 @@ class Trace:
                 "overruns": [list(row) for row in self.overruns],
                 "data": list(self.data),
                 "series": [series.to_json() for series in self.series],
+                "clock_error": self.clock_error,
                 "program": program,
                 "starts": [list(row) for row in self.starts],
                 "ends": [list(row) for row in self.ends],
@@ -369,8 +373,8 @@ class Trace:
         program = Program.from_json(data["program"])
         kind, unit, held, note = (data[key] for key in ("kind", "unit", "data", "note"))
         series = [Series.from_json(one) for one in data.get("series", ())]
-        overruns = data.get("overruns", ())
-        return Trace(program, data["starts"], data["ends"], size, kind, unit, held, note, overruns, series)
+        overruns, wrong = data.get("overruns", ()), data.get("clock_error", 0.0)
+        return Trace(program, data["starts"], data["ends"], size, kind, unit, held, note, overruns, series, wrong)
 
     def to_perfetto(self, path: str | os.PathLike[str] | None = None) -> str:
         """Chrome Trace Event JSON, for ui.perfetto.dev and chrome://tracing; or the path. See

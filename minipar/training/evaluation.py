@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from minipar.cluster import Cluster, worker
+from minipar.cluster.launched import driven, given_or_here
+from minipar.cluster.ranks import Ranks, check_size
 from minipar.comm import communicator
 from minipar.data import loading
 from minipar.errors import PlanError, SaveError
@@ -34,7 +36,6 @@ from minipar.program import Program
 from minipar.program.shape import Shape
 from minipar.strategies.keys import at_least_1
 from minipar.strategies.plan import Plan
-from minipar.wording import several
 
 Metric = Callable[[Any, Any], tuple[Any, Any]]  # (output, y) -> (sum, count)
 
@@ -55,13 +56,14 @@ class Evaluation:
     outputs: Any = field(default=None, repr=False)
 
 
+@driven
 def evaluate(
     model: Model,
     data: Any,
     plan: Plan | str = "",
     *,
     state: Any = None,
-    cluster: Cluster | None = None,
+    cluster: Ranks | None = None,
     batches: int | None = None,
     batch: int = 32,
     loss: Loss = torch.nn.functional.cross_entropy,
@@ -89,8 +91,8 @@ def evaluate(
     given, batch, count = _batches(data, batch, batches)
     job = Job(model, given, batch, loss, seed=seed, dtype=dtype, evaluate=True)
     values = state_of(state)
-    if cluster is not None and cluster.size != plan.ranks:
-        raise PlanError(f"plan {plan} needs {several(plan.ranks, 'rank')}, but the cluster has {cluster.size}")
+    cluster = given_or_here(cluster)
+    check_size(cluster, plan.ranks, f"plan {plan}")
     with nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
         (shape,) = ranks.run_on([0], _shape, job)
         program = layout_of(plan, shape).compile(shape)

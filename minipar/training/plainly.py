@@ -40,6 +40,7 @@ from minipar.training import reference
 from minipar.training.reference import Reference
 
 Report = Callable[[int], None]
+Saved = Mapping[str, Mapping[str, Any]] | None
 # Torch's compiler is not needed, and takes as long to import as torch: `light_torch.py`, which knows nothing of the
 # engine either, keeps optimizers from importing it. Nor is anything collected that modules make: that is a fifth.
 _START = (
@@ -56,6 +57,7 @@ def train_reference(
     clip: float | None = None,
     inference: bool = False,
     storing: Storing = NOTHING,
+    saved: Saved = None,
     replicas: tuple[int, int, int] | None = None,
     threads: int = 1,
     report: Report = lambda step: None,
@@ -63,16 +65,17 @@ def train_reference(
     """Run a job in plain torch, on so many threads.
 
     replicas   for Local SGD: number of replicas, micro-batches of each, steps between averages
+    saved      what `storing.plainly()` gave before the run, which may have saved to the same folder since; default: now
     report     called with every step that is done
     Raises what the user's code raises there, with its traceback in a note; RankDied if the process dies.
     """
     options: dict[str, Any] = {"steps": steps, "keep_gradients": keep_gradients, "first": storing.first}
     if replicas is None:
         options |= {"clip": clip, "inference": inference}
-        return ask(task_of(job, "plain", options, storing), threads, report)
+        return ask(task_of(job, "plain", options, storing, saved), threads, report)
     count, microbatches, every = replicas
     options |= {"replicas": count, "microbatches": microbatches, "every": every}
-    return ask(task_of(job, "local", options, storing), threads, report)
+    return ask(task_of(job, "local", options, storing, saved), threads, report)
 
 
 def replay_order(
@@ -81,6 +84,7 @@ def replay_order(
     *,
     keep_gradients: bool = True,
     storing: Storing = NOTHING,
+    saved: Saved = None,
     threads: int = 1,
     report: Report = lambda step: None,
 ) -> Reference:
@@ -88,7 +92,7 @@ def replay_order(
     which uses values that do not exist; other errors as for `train_reference`."""
     rows = tuple(tuple(tuple(entry) for entry in row) for row in order.ranks)
     options = {"order": (rows, *order[1:]), "keep_gradients": keep_gradients, "first": storing.first}
-    return ask(task_of(job, "order", options, storing), threads, report)
+    return ask(task_of(job, "order", options, storing, saved), threads, report)
 
 
 def replay_service(
@@ -110,7 +114,9 @@ def replay_service(
     return ask(task_of(job, "service", options), threads)
 
 
-def task_of(job: Job, kind: str, options: Mapping[str, Any], storing: Storing = NOTHING) -> dict[str, Any]:
+def task_of(
+    job: Job, kind: str, options: Mapping[str, Any], storing: Storing = NOTHING, saved: Saved = None
+) -> dict[str, Any]:
     """What `reference.run` needs: what the user gave, and plain values."""
     loss = job.loss.loss if kind == "plain" and isinstance(job.loss, Weighted) else job.loss  # (nothing is split)
     return {
@@ -126,7 +132,7 @@ def task_of(job: Job, kind: str, options: Mapping[str, Any], storing: Storing = 
         "scheduler": job.scheduler,
         "schedule": None if storing.saved is None else plain_schedule(storing.saved.header.schedule),
         "evaluate": bool(job.evaluate),
-        "saved": storing.plainly(),
+        "saved": storing.plainly() if saved is None else saved,
         "options": dict(options),
     }
 

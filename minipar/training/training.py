@@ -15,6 +15,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from minipar.cluster import Cluster
+from minipar.cluster.launched import driven, given_or_here, speaks
+from minipar.cluster.ranks import Ranks, check_size
 from minipar.costs.device import DeviceSpec
 from minipar.costs.measured import Profile
 from minipar.costs.rates import Calibration, Copies
@@ -26,7 +28,7 @@ from minipar.execution.execution import Job, Loss, Model, captured_once, emulate
 from minipar.execution.finite import check_choice
 from minipar.execution.following import Callback, Observer
 from minipar.execution.measuring.calibration import quick_calibration
-from minipar.execution.saving import keeping
+from minipar.execution.saving import keeping, restarting
 from minipar.execution.saving.folder import open_folder
 from minipar.execution.updating import Optimizer, Scheduler, other_scheduler
 from minipar.models.losses import Counting, Weighted, check_loss
@@ -125,13 +127,15 @@ class Run:
         """Save parameters, optimizer states and step to a folder, for `minipar.resume`; replaces a run saved there.
 
         At every moment the folder has one whole saved run, the old one or the new one. SaveError if it cannot be
-        written, or if the ranks did not bring their state back: see `keep` of `train`.
+        written, or if the ranks did not bring their state back: see `keep` of `train`. Under torchrun rank 0 does it.
         """
-        keeping.save(self.shares, folder)
+        if speaks():
+            keeping.save(self.shares, folder)
 
     def export(self, path: str | os.PathLike[str]) -> None:
         """Write the model's parameters, each whole and under its name, to one safetensors file; like `save`."""
-        keeping.export(self.shares, path)
+        if speaks():
+            keeping.export(self.shares, path)
 
     def max_gradient_error(self) -> float:
         """Largest deviation from plain torch over all steps and elements, relative to the largest gradient."""
@@ -175,13 +179,14 @@ class Run:
         return notebook.html(self)
 
 
+@driven
 def train(
     model: Model,
     data: Any,
     plan: Plan | str | None = None,
     *,
     program: Program | Callable[[Shape], Program] | None = None,
-    cluster: Cluster | None = None,
+    cluster: Ranks | None = None,
     steps: int = 10,
     batch: int = 32,
     loss: Loss = torch.nn.functional.cross_entropy,
@@ -214,7 +219,7 @@ def train(
     program     runs in place of the plan's own program: a program, or a function that makes one of the model's shape,
                 such as lambda shape: mine(plan.compile(shape)). It is verified, and must agree with the plan's keys;
                 `steps` must be a multiple of the program's steps
-    cluster     ranks to run on, plan.ranks of them; default: made for this call
+    cluster     ranks to run on, plan.ranks of them; default: those that torchrun started, or made for this call
     batch       rows of a step, over all replicas and micro-batches
     loss        loss(output, y) -> scalar mean over rows (or target elements); or (sum, count), or
                 `losses.weighted(loss, count)`, for a mean over anything else that can be counted in y
@@ -231,7 +236,8 @@ def train(
     calibration of the cluster, from `calibrate(cluster)`, for the prediction; default: a quick one before the first run
                 on this cluster
     resume      a folder with a saved run, of any plan: go on after its last step, with what is given here
-    save        a folder that the ranks save the run to, at its end and after every `save_every` steps of it
+    save        a folder that the ranks save the run to, at its end and after every `save_every` steps of it. If
+                torchrun starts the processes again, the run goes on from the last save, also on other ranks
     keep        bring parameters and optimizer states back, for `Run.save`; default: if all are at most 64 MiB
     watch       called with a `following.Moment` at most ten times a second
     callback    called with a `StepInfo` of every step, in order: step, loss, learning rates, gradient norm. If it
@@ -265,15 +271,15 @@ def train(
         raise PlanError(f"save_every={every}: schedule={plan.schedule} has no flush; possible is save=, at the end")
     if memory and plan.schedule == "ampnet":
         raise PlanError("memory=True: schedule=ampnet decides its order as it runs; possible are the other schedules")
-    if cluster is not None and cluster.size != plan.ranks:
-        raise PlanError(f"plan {plan} needs {several(plan.ranks, 'rank')}, but the cluster has {cluster.size}")
+    cluster = given_or_here(cluster)
+    check_size(cluster, plan.ranks, f"plan {plan}")
     if plan.sync == "ps":
         for key, value in {"memory": memory, "resume": resume, "save": save, "keep": keep}.items():
             if value:
                 raise PlanError(f"{key}={value}: not together with sync=ps; possible is {key}=None")
         if callback is not None:
             raise PlanError("callback: not together with sync=ps, whose workers are at different steps; use watch=")
-    storing = keeping.storing(resume, save, every, keep)
+    storing, steps = restarting.going_on(keeping.storing(resume, save, every, keep), steps)
     feeding = loading.read_ahead(data, steps, storing.first, seed, batch)
     with feeding as (data, batch), nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
         if plan.deciding:
@@ -285,6 +291,7 @@ def train(
         job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, quiet, on_nan, forms)
         if reference or check:
             plainly.prepare()
+        saved = storing.plainly() if reference or check else None  # (the run may save to the same folder)
         bar = partial(tqdm, disable=not progress, leave=False)
         with bar(total=1, desc="profile, one layer at a time") as meter:
             rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
@@ -375,6 +382,7 @@ def train(
                     job,
                     keep_gradients=check,
                     storing=storing,
+                    saved=saved,
                     threads=ranks.threads,
                     report=lambda k: meter.update(),
                 )
@@ -403,7 +411,7 @@ def _train_served(
     plan: Plan,
     program: Program,
     job: Job,
-    ranks: Cluster,
+    ranks: Ranks,
     predicted: Trace,
     reference: bool,
     check: bool,
@@ -435,6 +443,7 @@ def _train_served(
     )  # fmt: skip
 
 
+@driven
 def resume(
     folder: str | os.PathLike[str],
     model: Model,

@@ -28,7 +28,7 @@ from minipar.trace.figure import picture
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from minipar.cluster import Cluster
+    from minipar.cluster.ranks import Ranks
     from minipar.execution.execution import Job
 
 COLOUR = "#CC79A7"  # of communication, as in all pictures
@@ -92,7 +92,7 @@ def bucket_curve(
     *,
     buckets: Sequence[Bucket] = (),
     job: Job | None = None,
-    cluster: Cluster | None = None,
+    cluster: Ranks | None = None,
     passes: int = 6,
 ) -> BucketCurve:
     """The time of a step over the size of its buckets.

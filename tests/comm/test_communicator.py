@@ -414,8 +414,10 @@ def test_outside_a_rank_it_says_where_to_call_it(monkeypatch: pytest.MonkeyPatch
         create()
 
 
-@pytest.mark.parametrize("machines", [1, 2])
-def test_it_works_in_processes_that_torchrun_started(machines: int) -> None:
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_it_works_in_processes_that_torchrun_started(hosts: int) -> None:
+    """Which host a process is on it says itself; torchrun's LOCAL_WORLD_SIZE need not be there."""
+
     def f() -> tuple[int, int, str, list[int], float]:
         worker._rank = None  # all that is left are the variables that torchrun would have set
         comm = create()
@@ -430,13 +432,16 @@ def test_it_works_in_processes_that_torchrun_started(machines: int) -> None:
     with Cluster(2, device="cpu") as two:
 
         def g() -> Any:
-            rank, os.environ["LOCAL_WORLD_SIZE"] = worker._rank, str(2 // machines)
+            rank = worker._rank
+            os.environ.pop("LOCAL_WORLD_SIZE", None)
+            if hosts == 2:
+                os.environ["MINIPAR_HOST"] = f"host {worker.context().rank}"
             try:
                 return f()
             finally:
                 worker._rank = rank
 
-        how = "shared memory" if machines == 1 else "gloo (ranks may be on several machines)"
+        how = "shared memory" if hosts == 1 else "gloo (ranks are on 2 hosts)"
         assert two.run(g) == [(0, 2, how, [1, 2], 2.0), (1, 2, how, [1, 2, 120], 2.0)]
 
 

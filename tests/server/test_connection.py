@@ -37,7 +37,7 @@ class Heard:
 def ends(tmp_path):
     """A worker's end and a server's, each of which has proved itself."""
     heard, found = Heard(), []
-    with closing(listen(f"unix:{tmp_path}/0")) as listener:
+    with closing(listen(f"unix:{tmp_path}/0")[0]) as listener:
         listener.setblocking(True)
         thread = threading.Thread(target=lambda: found.append(Connection(f"unix:{tmp_path}/0", TOKEN, 10.0)))
         thread.start()

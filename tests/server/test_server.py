@@ -312,10 +312,10 @@ def test_strangers_and_nonsense_harm_nobody(one_server):
     folder, handle, _ = one_server
     pushing.connect(folder, 1).close()  # so that the server is there
     with pytest.raises((ConnectionError, RankError)):
-        Connection(handle.addresses[0], b"x" * 32, 2.0).receive()
+        Connection(handle.address(0), b"x" * 32, 2.0).receive()
     with socket.socket(socket.AF_UNIX) as silent, socket.socket(socket.AF_UNIX) as loud:
-        silent.connect(handle.addresses[0].removeprefix("unix:"))
-        loud.connect(handle.addresses[0].removeprefix("unix:"))
+        silent.connect(handle.address(0).removeprefix("unix:"))
+        loud.connect(handle.address(0).removeprefix("unix:"))
         loud.sendall(os.urandom(4096))
         for message, data in [
             (Message(What.PUSH, 0, 0), b"y" * 100),
@@ -323,7 +323,7 @@ def test_strangers_and_nonsense_harm_nobody(one_server):
             (Message(What.HELLO), b'{"keys": "other", "worker": 0, "life": 1, "server": -1, "snapshots": []}'),
             (Message(77), b""),
         ]:
-            line = Connection(handle.addresses[0], handle.token, 2.0)
+            line = Connection(handle.address(0), handle.token, 2.0)
             line.send(message, data)
             assert line.receive().what == What.REFUSED
             line.close()

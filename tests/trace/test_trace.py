@@ -165,7 +165,9 @@ def test_a_ring_of_four_sends_three_halves():
 @pytest.mark.parametrize("costs", [None, Bytes()])
 def test_json_gives_an_equal_trace(plan, costs, tmp_path):
     trace = simulate(Plan.parse(plan).compile(layers=4, steps=2), costs)
-    trace = replace(trace, kind="measured", note="made in a test", data=[17] * len(trace.program.ranks))
+    trace = replace(
+        trace, kind="measured", note="made in a test", data=[17] * len(trace.program.ranks), clock_error=2e-5
+    )
     text = trace.to_json()
     assert trace.to_json(tmp_path / "trace.json") == str(tmp_path / "trace.json")
     assert (tmp_path / "trace.json").read_text() == text
@@ -177,6 +179,7 @@ def test_json_gives_an_equal_trace(plan, costs, tmp_path):
         trace.memory(r) for r in range(len(trace.program.ranks))
     ]
     assert again.bytes_sent() == trace.bytes_sent()
+    assert again.clock_error == 2e-5
     assert again.summary() == trace.summary()
     assert again.to_json() == text
 

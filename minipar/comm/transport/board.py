@@ -29,18 +29,20 @@ DEPTH = 64
 SMALL = 4096  # bytes of a tensor that travels on the board itself
 _TEXT = 128
 _SETTLED, _RING = DEPTH, DEPTH + 1  # words of a rank
-_HASH_BITS = 47
+HASH_BITS = 47
 _NUMBERS = 1 << 16
 
 
 def fingerprint(key: str) -> int:
     """A hash of a text, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> (64 - _HASH_BITS)
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> (64 - HASH_BITS)
 
 
 class Board:
     """The board of one group, in one of its ranks. `path` is the same for all and new for each group; `members` are
     their numbers among all ranks, `index` is this rank's place among them. OSError if the file cannot be made."""
+
+    most = SMALL  # bytes of a tensor that is summed here
 
     def __init__(self, path: str, members: tuple[int, ...], index: int) -> None:
         self.path = path
@@ -81,7 +83,7 @@ class Board:
         if small is not None:
             self.small(number, self.index, small).copy_(small)
             fence()
-        word = (number % _NUMBERS) << 48 | flag << _HASH_BITS | hashed
+        word = (number % _NUMBERS) << 48 | flag << HASH_BITS | hashed
         self._words[self._rings[self.index] + number % DEPTH] = word
         fence()
         if self._complete(number):
@@ -103,7 +105,7 @@ class Board:
     def compare(self, number: int, word: int) -> bool | None:
         """Whether all entries agree with `word`, this rank's own: False as soon as one differs, None while some are
         missing."""
-        words, place, flag = self._words, number % DEPTH, 1 << _HASH_BITS
+        words, place, flag = self._words, number % DEPTH, 1 << HASH_BITS
         complete = True
         for ring in self._others:
             other = words[ring + place]
@@ -120,7 +122,7 @@ class Board:
 
     def flags(self, number: int) -> list[bool]:
         """The flag of each member's entry; all must be there."""
-        return [bool(self._words[ring + number % DEPTH] >> _HASH_BITS & 1) for ring in self._rings]
+        return [bool(self._words[ring + number % DEPTH] >> HASH_BITS & 1) for ring in self._rings]
 
     def small(self, number: int, k: int, like: torch.Tensor) -> torch.Tensor:
         """The small tensor of the k-th member's entry, which has this form."""

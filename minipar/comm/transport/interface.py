@@ -1,21 +1,40 @@
 """What the rest of `comm` needs of a transport, which carries tensors from rank to rank.
 
-`Local`, `Gloo` and `Nccl` are the transports. Each fact in which they differ is an attribute or a method here, so that
-no caller has to know which of them it has.
+`LocalTransport`, `Gloo`, `Mixed` and `Nccl` are the transports. Each fact in which they differ is an attribute or a
+method here, so that no caller has to know which of them it has.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from minipar.comm.transport.arena import Arena
-from minipar.comm.transport.board import Board
 
 Meet = Callable[[list[int]], list[list[int]]]  # waits for all members of a group, and returns each one's numbers
+
+
+class Board(Protocol):
+    """Where the ranks of a group announce their collectives, from number 1 on: board.py and gloo_board.py."""
+
+    members: tuple[int, ...]
+    most: int
+    """Bytes of a tensor that is summed on the board itself: every rank adds up what all have announced."""
+
+    def unlink(self) -> None:
+        """All members have it now."""
+
+    def room(self, number: int) -> bool: ...
+    def announce(self, number: int, hashed: int, flag: bool, text: str, small: Tensor | None) -> int: ...
+    def compare(self, number: int, word: int) -> bool | None: ...
+    def settle(self, number: int) -> None: ...
+    def sleep(self, number: int) -> None: ...
+    def flags(self, number: int) -> list[bool]: ...
+    def small(self, number: int, k: int, like: Tensor) -> Tensor: ...
+    def texts(self, number: int) -> list[str]: ...
 
 
 class Work(Protocol):
@@ -48,6 +67,9 @@ class Messages(Protocol):
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Start receiving into a tensor of the sent size and dtype: it is filled when `wait` has returned."""
 
+    def warm_up(self, peers: Iterable[int]) -> None:
+        """Connect with these ranks now. All ranks call it together, each with those that it exchanges messages with."""
+
 
 class Receive(Work, Protocol):
     """A receive that reads what comes. `done`: whether its own message has come."""
@@ -75,8 +97,6 @@ class Transport(ABC):
     name: str
     own_thread: bool
     """Whether the thread that calls `wait` waits for a collective. (For NCCL's, the GPU's stream waits.)"""
-    at_once: bool
-    """Whether the process group of a new group is made at once. If not, it is made where a collective needs it."""
     without: str
     """Why groups have no shared memory; "" as long as they have."""
 
@@ -96,13 +116,20 @@ class Transport(ABC):
         """torch's process group of these ranks, whose collectives are in backend.py. It is made at the first use, which
         waits for all members and which nothing can interrupt."""
 
-    def board(self, kind: str, members: tuple[int, ...]) -> Board | None:
-        """Where these ranks announce the collectives of one kind of group. None: they cannot, so collectives start
-        unchecked."""
-        return None
+    def at_once(self, members: tuple[int, ...]) -> bool:
+        """Whether the process group of a new group is made at once. If not, it is made where a collective needs it."""
+        return True
+
+    @abstractmethod
+    def board(self, kind: str, members: tuple[int, ...]) -> Board:
+        """Where these ranks announce the collectives of one kind of group. It is made by all of them together."""
 
     def memory(self, members: tuple[int, ...], meet: Meet) -> Arena | None:
         """Memory that these ranks share. None: they have none, and the process group does all collectives."""
+        return None
+
+    def lost(self, members: tuple[int, ...]) -> int | None:
+        """One of these ranks whose host no longer answers, if that is known. A process group does not notice it."""
         return None
 
     @abstractmethod

@@ -24,7 +24,6 @@ class LocalTransport(Transport):
 
     name = "local"
     own_thread = True
-    at_once = False
     without = ""
 
     def __init__(self, path: str, gloo: Gloo, sockets: Sockets | None) -> None:
@@ -42,6 +41,9 @@ class LocalTransport(Transport):
 
     def process_group(self, members: tuple[int, ...]) -> Any:
         return self.gloo.process_group(members)
+
+    def at_once(self, members: tuple[int, ...]) -> bool:
+        return False
 
     def board(self, kind: str, members: tuple[int, ...]) -> Board:
         return Board(f"{self.path}-{kind}-{fingerprint(str(members)):x}", members, members.index(self.rank))

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from minipar.comm.transport.board import Board
 from minipar.comm.transport.gloo import TIMEOUT
-from minipar.comm.transport.interface import Messages, Transport, Work
+from minipar.comm.transport.interface import Board, Messages, Transport, Work
 
 
 class Nccl(Transport):
-    """`host`: the transport of tensors on the CPU. If it has boards, NCCL's collectives are announced there, too."""
+    """`host`: the transport of tensors on the CPU. NCCL's collectives are announced on its boards, too."""
 
     name = "nccl"
     own_thread = False
-    at_once = True
     without = "tensors are on GPUs"
 
     def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, host: Transport) -> None:
@@ -30,8 +29,11 @@ class Nccl(Transport):
     def messages(self) -> Messages:
         return self._messages
 
-    def board(self, kind: str, members: tuple[int, ...]) -> Board | None:
+    def board(self, kind: str, members: tuple[int, ...]) -> Board:
         return self.host.board(kind, members)
+
+    def lost(self, members: tuple[int, ...]) -> int | None:
+        return self.host.lost(members)
 
     def process_group(self, members: tuple[int, ...]) -> Any:
         found = self._groups.get(members)
@@ -57,12 +59,17 @@ class Nccl(Transport):
 
 
 class _Messages:
-    """One group per direction: in a single group, a send and a receive of the same pair would wait for each other."""
+    """One group per direction: in a single group, a send and a receive of the same pair would wait for each other.
+
+    NCCL connects two ranks at their first message, where each waits for the other: two that both send first would wait
+    for ever. `warm_up` connects them before.
+    """
 
     keeps_memory = False
 
     def __init__(self, transport: Nccl, everyone: tuple[int, ...]) -> None:
-        self.rank = transport.rank
+        self.rank, self.device = transport.rank, transport.device
+        self.connected: set[int] = set()
         self.up = transport.make("up", everyone)
         self.down = transport.make("down", everyone)
 
@@ -73,3 +80,13 @@ class _Messages:
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
         work: Work = (self.up if peer < self.rank else self.down).recv([tensor], peer, tag)
         return work
+
+    def warm_up(self, peers: Iterable[int]) -> None:
+        """Send a number in both directions. All ranks take their pairs in one order, so no two wait for each other."""
+        new = sorted(set(peers) - self.connected, key=lambda peer: (min(peer, self.rank), max(peer, self.rank)))
+        for peer in new:
+            number = torch.zeros(1, device=self.device)
+            first, second = (self.send, self.receive) if self.rank < peer else (self.receive, self.send)
+            first(number, peer, 0).wait()
+            second(number, peer, 0).wait()
+            self.connected.add(peer)

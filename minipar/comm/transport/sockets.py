@@ -1,7 +1,10 @@
-"""Point-to-point messages between the ranks of one machine: a Unix socket per pair and direction, and shared memory.
+"""Point-to-point messages: a socket per pair and direction, and shared memory between ranks of one machine.
 
     header (tag, bytes, dtype) | data        through the socket: at once if its buffer has room
     header .......... data ...........       a long message's data through a ring in shared memory (stream.py)
+
+Ranks of one machine use Unix sockets; those of other hosts (`Far`) are reached by TCP, without a ring. If one of these
+hosts is cut off, the system notices after a few seconds that its connections no longer answer.
 
 If there is no room, a helper thread writes the rest, or the thread that waits for the send, whichever comes first. The
 receiver reads when it waits for a message, straight into the tensor. If the socket has ended, the other rank is gone.
@@ -17,6 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hmac
+import json
 import mmap
 import os
 import select
@@ -24,9 +29,10 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
+import torch.distributed as dist
 from torch import Tensor
 
 from minipar.comm.helper import Helper
@@ -37,37 +43,89 @@ from minipar.comm.values import dtype_code
 from minipar.errors import RankError
 
 _HEADER = struct.Struct("<qqI")  # tag, bytes, dtype
-_WHO = struct.Struct("<i?")  # rank, whether a descriptor of memory comes with it
+_WHO = struct.Struct("<i?32s")  # rank, whether a descriptor of memory comes with it, the token
+_CREDENTIALS = struct.Struct("3i")  # of the process at the other end of a Unix socket: process, user, group
 _T = TypeVar("_T")
 _BUFFER = 4 << 20  # bytes that are requested; the kernel gives what its limits allow
 LONG = 128 << 10  # bytes from which a ring is faster than a socket
 _NAP, _SLICE = 5e-4, 0.05
+_PROOF = 10.0  # seconds in which a new connection says who it is
+# After so many seconds without a byte the system asks the other host every second, and gives it up after the last time.
+_ALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPALIVE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4}
+
+
+class Far(NamedTuple):
+    """How ranks of other hosts are reached: their numbers, the address of this host, where all publish their ports, and
+    a secret of all."""
+
+    ranks: frozenset[int]
+    address: str
+    store: dist.Store
+    token: bytes
 
 
 class Sockets:
-    """One rank's connections to the others. `path` is the same for all ranks, in a folder that only they can open."""
+    """One rank's connections to the others. `path` is the same for the ranks of a host: in a folder that only they can
+    open, or a name in the memory of Linux, which begins with a zero."""
 
     keeps_memory = True  # a socket copies what it takes, and `_Sent` keeps the tensor of what waits for room
 
-    def __init__(self, rank: int, path: str) -> None:
+    def __init__(self, rank: int, path: str, far: Far | None = None) -> None:
         self.rank = rank
         self.path = path
-        self.listener = socket.socket(socket.AF_UNIX)
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(f"{path}.{rank}")
-        self.listener.bind(f"{path}.{rank}")
-        self.listener.listen(128)
+        self.far = far
+        self.token = bytes(32) if far is None else far.token
+        here = socket.socket(socket.AF_UNIX)
+        self.unlink()
+        here.bind(f"{path}.{rank}")
+        self.listeners = [here]
+        if far is not None:
+            family = socket.AF_INET6 if ":" in far.address else socket.AF_INET
+            self.listeners.append(socket.create_server((far.address, 0), family=family, backlog=128))
+            port = self.listeners[1].getsockname()[1]
+            far.store.set(f"messages {rank}", json.dumps([far.address, port]))
+        here.listen(128)
         self.flusher = Flusher("writes messages")
         self.outgoing: dict[int, Outgoing] = {}
         self.incoming: dict[int, _Incoming] = {}
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Start sending a contiguous CPU tensor; never blocks. All ranks must have made their `Sockets` before."""
-        link = self.outgoing.get(peer)
-        if link is None:
-            link = self.outgoing[peer] = Outgoing(*self._connect(peer), peer, self.flusher)
+        link = self.outgoing.get(peer) or self._outgoing(peer)
         data = _bytes_of(tensor)
         return link.send(_HEADER.pack(tag, len(data), dtype_code(tensor.dtype)), data, tensor)
+
+    def warm_up(self, peers: Iterable[int]) -> None:
+        """Connect with those of these ranks that are on other hosts: if one is not reached, that is noticed here."""
+        far = frozenset() if self.far is None else self.far.ranks
+        for peer in far.intersection(peers):
+            self._outgoing(peer)
+
+    def lost(self, peer: int) -> bool:
+        """Whether a rank of another host, with which this one has connected, is gone or cut off."""
+        link = self.outgoing.get(peer) if self.far is not None and peer in self.far.ranks else None
+        return link is not None and ended(link.connection)
+
+    def _outgoing(self, peer: int) -> Outgoing:
+        link = self.outgoing.get(peer)
+        if link is None:
+            far = self.far is not None and peer in self.far.ranks
+            made = self._connect_far(self.far, peer) if self.far is not None and far else self._connect(peer)
+            link = self.outgoing[peer] = Outgoing(*made, peer, self.flusher)
+        return link
+
+    def _connect_far(self, far: Far, peer: int) -> tuple[socket.socket, None]:
+        """Connect with a rank of another host. ConnectionError if that is not reached."""
+        address, port = json.loads(far.store.get(f"messages {peer}").decode())
+        try:
+            connection = socket.create_connection((address, port), _PROOF)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+            keep_alive(connection)
+            connection.sendall(_WHO.pack(self.rank, False, self.token))
+            connection.settimeout(None)
+        except OSError as error:
+            raise ConnectionError(f"rank {peer} is not reached at {address}, port {port}: {error}") from error
+        return connection, None
 
     def _connect(self, peer: int) -> tuple[socket.socket, Stream | None]:
         connection = socket.socket(socket.AF_UNIX)
@@ -77,11 +135,11 @@ class Sockets:
         try:
             memory = shared_memory.make(stream.SIZE)
         except OSError:
-            connection.sendall(_WHO.pack(self.rank, False))
+            connection.sendall(_WHO.pack(self.rank, False, self.token))
             return connection, None
         try:
             ring = Stream(mmap.mmap(memory, stream.SIZE))
-            socket.send_fds(connection, [_WHO.pack(self.rank, True)], [memory])
+            socket.send_fds(connection, [_WHO.pack(self.rank, True, self.token)], [memory])
         finally:
             os.close(memory)
         return connection, ring
@@ -103,8 +161,8 @@ class Sockets:
             return False
         try:
             got = link.connection.recv_into(link.header, 0, socket.MSG_DONTWAIT)
-        except (BlockingIOError, ConnectionResetError):
-            return False  # (if the peer is gone, waiting for the message says so)
+        except OSError:
+            return False  # (nothing is there; if the peer is gone, waiting for the message says so)
         if not got:
             return False
         if got < _HEADER.size:
@@ -125,21 +183,35 @@ class Sockets:
         if any(link.early for link in links):
             return True
         watched = [link.connection for link in links if link.connection is not None]
-        unknown = [self.listener] * (len(watched) < len(links))
+        unknown = self.listeners if len(watched) < len(links) else []
         found, _, _ = select.select([*watched, *unknown], [], [], seconds)
-        if self.listener in found:
-            self._accept()
+        new = [listener for listener in unknown if listener in found]
+        if new:
+            self._accept(new[0])
             return self.readable(peers, 0.0)
         return bool(found)
 
-    def _accept(self) -> None:
-        """Take the connection of a peer that has made one."""
-        connection, _ = self.listener.accept()
-        data, descriptors, _, _ = socket.recv_fds(connection, _WHO.size, 1)
-        if len(data) < _WHO.size:  # the peer ended before it said who it was
+    def _accept(self, listener: socket.socket) -> None:
+        """Take the connection of a peer that has made one, or refuse that of a stranger."""
+        connection, _ = listener.accept()
+        data, descriptors = b"", list[int]()
+        with contextlib.suppress(OSError):
+            connection.settimeout(_PROOF)
+            while len(data) < _WHO.size:
+                part, more, _, _ = socket.recv_fds(connection, _WHO.size - len(data), 1)
+                data, descriptors = data + part, [*descriptors, *more]
+                if not part:
+                    break
+            connection.settimeout(None)
+        who, shared, token = _WHO.unpack(data.ljust(_WHO.size, b"\0"))
+        known = len(data) == _WHO.size and hmac.compare_digest(token, self.token) and same_user(connection)
+        if not known or shared != len(descriptors):  # the peer ended before it said who it was, or it is none
             connection.close()
+            for descriptor in descriptors:
+                os.close(descriptor)
             return
-        who, shared = _WHO.unpack(data)
+        if connection.family != socket.AF_UNIX:
+            keep_alive(connection)
         other = self.incoming.setdefault(who, _Incoming(who))
         if shared:
             other.ring = Stream(mmap.mmap(descriptors[0], stream.SIZE))
@@ -149,7 +221,8 @@ class Sockets:
     def accept(self, link: _Incoming) -> socket.socket:
         """The connection of a peer; waits until it has made one."""
         while link.connection is None:
-            self._accept()
+            found = self.listeners if len(self.listeners) == 1 else select.select(self.listeners, [], [])[0]
+            self._accept(found[0])
         return link.connection
 
     def close(self) -> None:
@@ -160,9 +233,33 @@ class Sockets:
         for link in self.incoming.values():
             if link.connection is not None:
                 link.connection.close()
-        self.listener.close()
-        with contextlib.suppress(OSError):
-            os.unlink(f"{self.path}.{self.rank}")
+        for listener in self.listeners:
+            listener.close()
+        self.unlink()
+
+    def unlink(self) -> None:
+        """Remove the file of this rank's socket, if there is one."""
+        if not self.path.startswith("\0"):
+            with contextlib.suppress(OSError):
+                os.unlink(f"{self.path}.{self.rank}")
+
+
+def keep_alive(connection: socket.socket) -> None:
+    """Send short messages at once, and notice when the other host is cut off."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _ALIVE.items():
+        if hasattr(socket, name):  # (systems differ)
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def same_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket is of this process's user. Everybody can find the names of
+    sockets that are no files."""
+    if connection.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
+        return True
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(data)[1]) == os.geteuid()
 
 
 # sending --------------------------------------------------------------------------------------------------------------
@@ -335,7 +432,7 @@ class _Incoming:
             if ring is None:
                 try:
                     got = connection.recv_into(rest, 0, socket.MSG_WAITALL)
-                except ConnectionResetError:
+                except OSError:  # it has ended, or its host is cut off
                     got = 0
                 over = not got
             else:

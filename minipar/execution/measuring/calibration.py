@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from tqdm.auto import tqdm
 
-from minipar.cluster import Cluster, worker
+from minipar.cluster import worker
+from minipar.cluster.launched import driven
+from minipar.cluster.ranks import Ranks
 from minipar.comm import communicator
 from minipar.comm.communicator import Communicator
 from minipar.comm.playing import play
@@ -45,7 +47,8 @@ _POOL = 64 << 20  # bytes
 _QUICK = 0.5  # seconds of a calibration that nobody asked for
 
 
-def calibrate(cluster: Cluster, *, seconds: float = 2.0, progress: bool = True, algorithms: bool = True) -> Calibration:
+@driven
+def calibrate(cluster: Ranks, *, seconds: float = 2.0, progress: bool = True, algorithms: bool = True) -> Calibration:
     """Measure a cluster: rates of computing, of messages between any two ranks, and of allreduce.
 
     seconds    about how long it may take with 4 ranks; shorter is less exact
@@ -66,7 +69,7 @@ def calibrate(cluster: Cluster, *, seconds: float = 2.0, progress: bool = True, 
     return found[0]
 
 
-def quick_calibration(cluster: Cluster, *, algorithms: bool, progress: bool = True) -> Calibration:
+def quick_calibration(cluster: Ranks, *, algorithms: bool, progress: bool = True) -> Calibration:
     """A quick calibration of a cluster, measured at the first call and kept for as long as the cluster lives.
 
     Its number of ranks, their threads and their device never change, and a rank that was replaced works on the same
@@ -78,7 +81,7 @@ def quick_calibration(cluster: Cluster, *, algorithms: bool, progress: bool = Tr
     return known[algorithms]
 
 
-_known: WeakKeyDictionary[Cluster, dict[bool, Calibration]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Ranks, dict[bool, Calibration]] = WeakKeyDictionary()
 
 
 # in the ranks ---------------------------------------------------------------------------------------------------------

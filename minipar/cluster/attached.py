@@ -1,0 +1,214 @@
+"""`Cluster.attach(client)`: the engines of ipyparallel are the ranks.
+
+    import ipyparallel
+    engines = ipyparallel.Cluster(engines="slurm", n=8)        # or ssh, mpi, pbs, local
+    ranks = Cluster.attach(engines.start_and_connect_sync())   # as a Cluster: ranks.run(...), train(..., cluster=ranks)
+
+ipyparallel starts the engines, and carries one call to each: `attend`, in which an engine connects to this driver by
+TCP, finds the others at a store of its own, and is a rank until the driver closes (far.py). What the ranks print
+appears here. Meanwhile an engine does nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+from minipar.cluster import agreement, worker
+from minipar.cluster.far import Driver, FarRank, accept, connect
+from minipar.cluster.ranks import Callback
+from minipar.costs.device import DeviceSpec
+from minipar.errors import PlanError, RankDied, RankError
+
+_PATIENCE = 60.0  # seconds in which an engine must connect
+_OUTSIDE = "192.0.2.1", 1  # an address of no host: the way to it begins at this host's own address
+
+
+class Place(NamedTuple):
+    """Where an engine is: the network that it sees, its address there, and a port of it that is free."""
+
+    network: str
+    address: str
+    port: int
+
+
+class Attached:
+    """Engines of ipyparallel as ranks, in the order of `client.ids`; `Cluster.attach` makes it.
+
+    Ranks keep their state between runs, also when one fails. An engine that ends is not replaced: the next run raises
+    RankDied. Ranks emulate no device, and nobody looks for deadlocks. Use it in a `with` block, or `close()` it: then
+    the engines are ipyparallel's again.
+    """
+
+    def __init__(self, client: Any, threads: int = 1) -> None:
+        ids = list(client.ids)
+        if not ids:
+            raise RankError("Cluster.attach: no engine has registered; start some, and wait_for_engines(n)")
+        places = [Place(*one) for one in client[ids].apply_sync(_place)]
+        here = _place()
+        local = {place.network for place in places} == {here.network}
+        self._threads = threads
+        token = secrets.token_hex(32)
+        with socket.create_server(("127.0.0.1" if local else "", 0), backlog=len(ids)) as listener:
+            address = agreement.LOOPBACK if local else here.address
+            first = agreement.LOOPBACK if local else places[0].address
+            variables = {"MASTER_ADDR": first, "MASTER_PORT": str(places[0].port), "WORLD_SIZE": str(len(ids))}
+            driver = address, int(listener.getsockname()[1])
+            self._calls = [
+                client[one].apply_async(attend, driver, token, {**variables, **_numbers(rank, places)}, threads)
+                for rank, one in enumerate(ids)
+            ]
+            try:
+                controls = accept(listener, bytes.fromhex(token), range(len(ids)), _PATIENCE)
+            except RankDied:
+                for call in self._calls:
+                    if call.ready():
+                        call.get()  # (raises what went wrong in the engine)
+                raise
+        self._driver = Driver(controls, len(ids), "start another engine, and attach again", time.time_ns(), echo=True)
+        self._closed = False
+        devices = self.run(_device)
+        self._device = devices[0][0].partition(":")[0]
+        self._carrier = "nccl" if devices[0][1] == "nccl" else "local"
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._driver.size
+
+    @property
+    def size_hint(self) -> str:
+        """The number of ranks, in words that follow what a plan needs."""
+        return f"{self.size} engines are attached"
+
+    @property
+    def device(self) -> str:
+        """Where the ranks compute: "cpu" or "cuda"."""
+        return self._device
+
+    @property
+    def threads(self) -> int:
+        """Torch's threads in each rank."""
+        return self._threads
+
+    @property
+    def carrier(self) -> str:
+        """What carries the tensors of programs: "nccl", or "local" for `comm`'s own messages."""
+        return self._carrier
+
+    @property
+    def emulates(self) -> DeviceSpec | None:
+        """None: these ranks emulate no device."""
+        return None
+
+    @property
+    def state(self) -> str:
+        """One of "ready", "closed", or how many ranks are left."""
+        if self._closed:
+            return "closed"
+        alive = sum(peer.alive for peer in self._driver.peers.values())
+        return "ready" if alive == self.size else f"{alive} of {self.size} engines left; attach again"
+
+    def __repr__(self) -> str:
+        return f"Attached({self.size} engines, {self.device}, {self.state})"
+
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """As `Cluster.run`."""
+        return self._call(range(self.size), None, function, args, kwargs)
+
+    def run_on(self, ranks: Iterable[int], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """As `Cluster.run_on`."""
+        return self._call(ranks, None, function, args, kwargs)
+
+    def run_with(self, callback: Callback, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """As `Cluster.run_with`."""
+        return self._call(range(self.size), callback, function, args, kwargs)
+
+    def run_reviving(
+        self, revivals: int, callback: Callback, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        """`run_with`. PlanError for any revivals: an engine is not started again."""
+        if revivals:
+            raise PlanError("on_death=continue: no engine is started again; possible is on_death=abort")
+        return self._call(range(self.size), callback, function, args, kwargs)
+
+    def end_rank(self, rank: int) -> None:
+        """RankError: only ipyparallel ends its engines."""
+        raise RankError(f"rank {rank} hangs, and only ipyparallel can end its engine")
+
+    @staticmethod
+    def report(value: Any) -> None:
+        """In a function that a rank runs: send `value` to the callback of `run_with`."""
+        worker.report(value)
+
+    def _call(
+        self,
+        ranks: Iterable[int],
+        callback: Callback | None,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> list[Any]:
+        if self._closed:
+            raise RankError("these ranks are closed; attach again")
+        return self._driver.call(ranks, callback, function, args, kwargs)
+
+    def close(self) -> None:
+        """Give the engines back. A second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self._driver.tell(("end",))
+            self._driver.close()
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _numbers(rank: int, places: list[Place]) -> dict[str, str]:
+    """The variables by which torchrun would tell a process its numbers."""
+    same = [k for k, place in enumerate(places) if place.network == places[rank].network]
+    return {"RANK": str(rank), "LOCAL_RANK": str(same.index(rank)), "LOCAL_WORLD_SIZE": str(len(same))}
+
+
+# In an engine
+
+
+def _place() -> Place:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port = int(probe.getsockname()[1])
+    return Place(agreement.network(), agreement.reachable(_OUTSIDE), port)
+
+
+def _device() -> tuple[str, str]:
+    context = worker.context()
+    return context.device, context.backend
+
+
+def attend(driver: tuple[str, int], token: str, variables: dict[str, str], threads: int) -> None:
+    """Be a rank of the driver at this address until it closes."""
+    import torch
+
+    rank, size = int(variables["RANK"]), int(variables["WORLD_SIZE"])
+    control = connect(driver, bytes.fromhex(token), rank, _PATIENCE)
+    before = dict(os.environ)
+    os.environ.update(variables)
+    torch.set_num_threads(threads)
+    try:
+        agreement.forget()
+        agreed = agreement.agree()
+        far = FarRank(control, rank, size, agreed.device, agreed.backend, echo=True)
+        far.serve()
+    except RankDied:
+        pass  # the driver has ended
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+        control.close()

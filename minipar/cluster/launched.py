@@ -1,0 +1,299 @@
+"""`Launched`: the processes that torchrun started are the ranks, on one machine or many.
+
+    torchrun --nnodes 2 --nproc-per-node 4 script.py      script.py calls train(...), as it does anywhere else
+
+    rank 0      runs the script as a driver does, and its own share of every function as a rank
+    the others  reach the same call of train(...), and run what rank 0 sends, until its call ends; then they return what
+                rank 0 returns, or raise what it raises
+
+So all processes go through the script in the same way, and what they do not share (files, progress, warnings) is rank
+0's. `driven` makes such a call of a function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import cloudpickle
+
+from minipar.cluster import agreement, failures, worker
+from minipar.cluster.far import LINGER, Driver, FarRank, accept, connect
+from minipar.cluster.members import unpack
+from minipar.cluster.parcel import Parcel, pack
+from minipar.cluster.ranks import Callback, Ranks
+from minipar.costs.device import DeviceSpec
+from minipar.errors import PlanError, RankError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_PATIENCE = 300.0  # seconds until all ranks have to be at the same call for the first time
+
+
+def started() -> bool:
+    """Whether torchrun started this process, which is not inside a function that a rank runs."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and not agreement.missing() and not worker.in_rank()
+
+
+def speaks() -> bool:
+    """Whether this process prints what all of them would print: rank 0 of torchrun, or any other process."""
+    return not started() or os.environ["RANK"] == "0"
+
+
+def refuse(what: str) -> None:
+    """RankError where torchrun has started the ranks already, so that `what` is not needed."""
+    if started():
+        raise RankError(
+            f"{what} cannot be made under torchrun, whose {os.environ['WORLD_SIZE']} processes are the ranks; leave "
+            "cluster= out, or use cluster=minipar.Launched.here()"
+        )
+
+
+class Launched:
+    """The processes that torchrun started, as ranks. `Launched.here()` gives it, the same one at every call.
+
+    All processes make the same calls in the same order: those of `train`, `evaluate`, ... and of the methods here. Each
+    returns what rank 0 returns. Ranks use torch's threads as torchrun set them (OMP_NUM_THREADS), and a GPU each where
+    all can have one (see agreement.py).
+
+    Raises PlanError where hosts differ in their devices; RankDied where a process does not come.
+    """
+
+    def __init__(self) -> None:
+        agreed = agreement.agree()
+        self._agreed = agreed
+        self._leading = False  # whether rank 0 is in a call that the others know of
+        self._driver: Driver | None = None
+        self._far: FarRank | None = None
+        token = bytes.fromhex(agreed.token)
+        if agreed.rank == 0:
+            with socket.create_server((agreed.addresses[0], 0), backlog=agreed.size) as listener:
+                agreed.store.set("control", str(listener.getsockname()[1]))
+                controls = accept(listener, token, range(1, agreed.size), _PATIENCE)
+            self._driver = Driver(controls, agreed.size, "with --max-restarts torchrun starts all ranks again")
+            self._driver.sit(agreed.device, agreed.backend)
+        else:
+            port = int(agreed.store.get("control"))
+            control = connect((agreed.addresses[0], port), token, agreed.rank, _PATIENCE)
+            self._far = FarRank(control, agreed.rank, agreed.size, agreed.device, agreed.backend)
+            _be_silent(self._far)
+
+    @staticmethod
+    def here() -> Launched:
+        """That of this process. RankError where torchrun did not start it, or inside a function that a rank runs."""
+        global _here
+        if worker.in_rank():
+            raise RankError("Launched.here() inside a rank: call it in the script, outside of functions that ranks run")
+        if _here is None:
+            _here = Launched()
+        return _here
+
+    @property
+    def rank(self) -> int:
+        """The number of this process."""
+        return self._agreed.rank
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self._agreed.size
+
+    @property
+    def size_hint(self) -> str:
+        """The number of ranks, in words that follow what a plan needs."""
+        return (
+            f"torchrun started {self.size} (WORLD_SIZE); give it another --nnodes or --nproc-per-node, or another plan"
+        )
+
+    @property
+    def device(self) -> str:
+        """Where the ranks compute: "cpu" or "cuda"."""
+        return self._agreed.device.partition(":")[0]
+
+    @property
+    def threads(self) -> int:
+        """Torch's threads in each rank."""
+        import torch
+
+        return torch.get_num_threads()
+
+    @property
+    def carrier(self) -> str:
+        """What carries the tensors of programs: "nccl", or "local" for `comm`'s own messages."""
+        return "nccl" if self._agreed.backend == "nccl" else "local"
+
+    @property
+    def emulates(self) -> DeviceSpec | None:
+        """None: these ranks emulate no device."""
+        return None
+
+    def __repr__(self) -> str:
+        return f"Launched(rank {self.rank} of {self.size}, {self.device})"
+
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `function(*args, **kwargs)` on every rank; the results in rank order, on all of them. Errors as of
+        `Cluster.run`; they are raised on all ranks."""
+        return self._call(range(self.size), None, function, args, kwargs)
+
+    def run_on(self, ranks: Iterable[int], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """`run` on these ranks only; the results in the order of `ranks`."""
+        return self._call(ranks, None, function, args, kwargs)
+
+    def run_with(self, callback: Callback, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """`run`, calling `callback(rank, value)` on rank 0 for each `worker.report(value)`, at the latest when rank 0
+        itself reports next."""
+        return self._call(range(self.size), callback, function, args, kwargs)
+
+    def run_reviving(
+        self, revivals: int, callback: Callback, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        """`run_with`. PlanError for any revivals: torchrun starts all ranks again or none."""
+        if revivals:
+            raise PlanError("on_death=continue: torchrun cannot start one rank again; possible is on_death=abort")
+        return self._call(range(self.size), callback, function, args, kwargs)
+
+    def end_rank(self, rank: int) -> None:
+        """RankError: only torchrun ends its processes."""
+        raise RankError(f"rank {rank} hangs, and only torchrun can end it")
+
+    @staticmethod
+    def report(value: Any) -> None:
+        """In a function that a rank runs: send `value` to the callback of `run_with`."""
+        worker.report(value)
+
+    def _call(
+        self,
+        ranks: Iterable[int],
+        callback: Callback | None,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> list[Any]:
+        def call() -> list[Any]:
+            assert self._driver is not None
+            return self._driver.call(ranks, callback, function, args, kwargs)
+
+        return call() if self._leading else self.together("Launched.run", call)
+
+    def together(self, name: str, call: Callable[[], T]) -> T:
+        """What `call()` gives on rank 0, on all ranks. The others run what it needs of them meanwhile; their own `call`
+        is not called. `name` must be the same everywhere.
+
+        Raises, on all ranks, what it raises on rank 0; RankError where ranks differ in `name`.
+        """
+        if self._driver is not None:
+            return self._lead(self._driver, name, call)
+        assert self._far is not None
+        found: T = _follow(self._far, name)
+        return found
+
+    def _lead(self, driver: Driver, name: str, call: Callable[[], T]) -> T:
+        if self._leading:
+            return call()  # (the others are in the outer call)
+        driver.tell(("call", name))
+        self._leading = True
+        try:
+            result = call()
+            end = "result", _packed(name, result)
+        except BaseException as error:
+            end = "error", _packed_error(error)
+            raise
+        finally:
+            self._leading = False
+            driver.tell(("end", *end))
+        return result
+
+
+def _packed(name: str, result: Any) -> Parcel:
+    try:
+        return pack(result, inside=True)
+    except Exception as error:
+        raise RankError(f"what {name} returned cannot be sent to the other ranks: {error}") from error
+
+
+def _packed_error(error: BaseException) -> Parcel:
+    with contextlib.suppress(Exception):
+        return Parcel(cloudpickle.dumps(error))
+    return Parcel(cloudpickle.dumps(RankError(f"rank 0 raised {type(error).__name__}: {error}")))
+
+
+def _follow(far: FarRank, name: str) -> Any:
+    """On another rank than 0: take part in its call until that ends."""
+    rank = far.seat.rank
+    with _told():
+        leads = far.await_call()
+    if leads != name:
+        wrong = RankError(
+            f"rank 0 is at {leads}, and rank {rank} at {name}: under torchrun every process makes the same calls of "
+            "minipar in the same order"
+        )
+        far.seat.send(("error", -1, failures.capture(wrong, hide=__file__)))
+        with _told():
+            raise wrong
+    with _told():
+        _, kind, parcel = far.serve()
+        value = unpack(parcel, f"what {name} gave on rank 0")
+        if kind == "error":
+            raise value
+    return value
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """What is raised here need not be shown: rank 0 or torchrun tells it."""
+    try:
+        yield
+    except BaseException as error:
+        error._told_by_rank_0 = True  # type: ignore[attr-defined]
+        raise
+
+
+def _be_silent(far: FarRank) -> None:
+    """Show no traceback of an error that rank 0 shows, too, and end after it: see `FarRank.await_end`."""
+    before = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if getattr(error, "_told_by_rank_0", False):
+            far.await_end()
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = show
+
+
+def await_rank_0() -> None:
+    """On another rank that ends with an error which rank 0 has, too: wait until that has ended, for torchrun ends all
+    processes as soon as one of them fails."""
+    if _here is not None and _here._far is not None:
+        _here._far.await_end()
+    else:
+        time.sleep(LINGER)
+
+
+_here: Launched | None = None
+
+
+def given_or_here(cluster: Ranks | None) -> Ranks | None:
+    """The ranks that were given; else those of torchrun, if it started this process; else None."""
+    return Launched.here() if cluster is None and started() else cluster
+
+
+def driven(function: Callable[P, T]) -> Callable[P, T]:
+    """Under torchrun, rank 0 calls the function, and the other ranks run what it needs of them; all return what rank 0
+    returns. Elsewhere the function is called as it is."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if not started():
+            return function(*args, **kwargs)
+        return Launched.here().together(function.__qualname__, lambda: function(*args, **kwargs))
+
+    return call

@@ -1,0 +1,218 @@
+"""docs/cluster.md: every command line and file of it runs, with two processes here in place of two machines."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from minipar.cluster.launch import child_environment
+from tests.pages import DOCS, blocks
+
+PAGE = (DOCS / "cluster.md").read_text()
+RESULT = re.compile(r"^20 steps, loss \d+\.\d+, on other rows \d+\.\d+$", re.MULTILINE)
+OPTIONS = {  # of sbatch, in its manual
+    "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "requeue", "mem", "partition",
+    "account", "output", "error",
+}  # fmt: skip
+
+# What the definition of PyTorchJob, version v1 of kubeflow.org, allows at the places that the page uses.
+POD = {
+    "containers": [{
+        "name": "pytorch", "image": str, "workingDir": str, "command": [str],
+        "resources": {"limits": {"nvidia.com/gpu": int}}, "volumeMounts": [{"name": str, "mountPath": str}],
+    }],
+    "volumes": [{"name": str, "persistentVolumeClaim": {"claimName": str}}],
+}  # fmt: skip
+JOB: dict[str, Any] = {
+    "apiVersion": "kubeflow.org/v1",
+    "kind": "PyTorchJob",
+    "metadata": {"name": str},
+    "spec": {
+        "nprocPerNode": str,
+        "elasticPolicy": {
+            "rdzvBackend": str, "rdzvId": str, "rdzvPort": int, "rdzvHost": str, "minReplicas": int, "maxReplicas": int,
+            "maxRestarts": int,
+        },
+        "runPolicy": dict,
+        "pytorchReplicaSpecs": {
+            "Worker": {
+                "replicas": int,
+                "restartPolicy": {"Always", "OnFailure", "Never", "ExitCode"},
+                "template": {"spec": POD},
+            }
+        },
+    },
+}  # fmt: skip
+
+
+def fenced(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def fits(value: Any, schema: Any, place: str = "") -> None:
+    """Every part of a document is what the schema has at its place."""
+    if isinstance(schema, dict):
+        assert isinstance(value, dict), place
+        for key, part in value.items():
+            assert key in schema, f"{place}.{key}"
+            fits(part, schema[key], f"{place}.{key}")
+    elif isinstance(schema, list):
+        assert isinstance(value, list), place
+        for part in value:
+            fits(part, schema[0], f"{place}[]")
+    elif isinstance(schema, set):
+        assert value in schema, place
+    elif isinstance(schema, type):
+        assert type(value) is schema, place
+    else:
+        assert value == schema, place
+
+
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with the page's script, a plan and a module; and with torchrun, srun and scontrol as commands."""
+    (_, script), _ = blocks("cluster.md")
+    assert script.startswith("# train.py\n")
+    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "plan.toml").write_text("dp = 2\n")
+    text = "from functools import partial\nfrom minipar import data, models\n\ndef build():\n"
+    (tmp_path / "mine.py").write_text(
+        text + '    return partial(models.build, "mlp-tiny"), data.for_model("mlp-tiny")\n'
+    )
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name, body in {
+        "torchrun": f'exec {shlex.quote(sys.executable)} -m torch.distributed.run "$@"',
+        "scontrol": 'test "$*" = "show hostnames here[1-2]" && printf "localhost\\nlocalhost\\n"',
+        # as srun does: the command once on each node, and the worst status of them
+        "srun": 'test "$1" = --kill-on-bad-exit=1 || exit 9; shift; "$@" & first=$!; "$@"; other=$?; '
+        "wait $first && exit $other",
+    }.items():
+        (tools / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tools / name).chmod(0o755)
+    return tmp_path
+
+
+def start(folder: Path, command: list[str], **variables: str) -> subprocess.Popen[str]:
+    environment = {**child_environment(), "OMP_NUM_THREADS": "1", **variables}
+    environment["PATH"] = f"{folder / 'tools'}{os.pathsep}{os.environ['PATH']}"
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def ended(*processes: subprocess.Popen[str]) -> str:
+    """What processes have printed that ended well."""
+    out = ""
+    for process in processes:
+        try:
+            told, err = process.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            for one in processes:
+                one.terminate()
+            raise
+        assert process.returncode == 0, err[-4000:]
+        out += told
+    return out
+
+
+def command_lines() -> list[str]:
+    return [line for block in fenced("console") for line in block.splitlines()]
+
+
+def test_the_page_has_these_command_lines() -> None:
+    assert [line.split()[0] for line in command_lines()] == ["torchrun"] * 3
+
+
+@pytest.mark.slow
+def test_python_and_torchrun_run_the_script_on_one_machine(folder: Path) -> None:
+    local = ended(start(folder, [sys.executable, "train.py"]))
+    assert len(RESULT.findall(local)) == 1
+    under = ended(start(folder, shlex.split(command_lines()[0])))
+    assert RESULT.findall(under) == RESULT.findall(local)  # the same numbers, printed once
+
+
+@pytest.mark.slow
+def test_the_command_line_runs_a_plan_of_a_file(folder: Path) -> None:
+    out = ended(start(folder, shlex.split(command_lines()[1])))
+    assert out.count("step time") == 1
+    assert (folder / "runs/second/minipar.json").exists()
+
+
+@pytest.mark.slow
+def test_the_line_for_several_machines_runs_on_two_that_share_no_memory(folder: Path) -> None:
+    words = shlex.split(command_lines()[2].replace("HOST:29500", f"localhost:{port()}"))
+    out = ended(*(start(folder, words, MINIPAR_HOST=name) for name in ("a", "b")))
+    assert len(RESULT.findall(out)) == 1
+
+
+def test_the_batch_file_has_options_that_sbatch_knows() -> None:
+    (text,) = fenced("bash")
+    assert text.startswith("#!/bin/bash\n#SBATCH ")
+    options = re.findall(r"^#SBATCH --([a-z-]+)(?:=(\S+))?$", text, re.MULTILINE)
+    assert len(options) == text.count("#SBATCH")
+    assert {name for name, _ in options} <= OPTIONS
+    assert dict(options)["ntasks-per-node"] == "1"  # torchrun starts the ranks of a node
+
+
+@pytest.mark.slow
+def test_the_batch_file_runs(folder: Path) -> None:
+    (text,) = fenced("bash")
+    (folder / "train.sbatch").write_text(text)
+    variables = {"SLURM_JOB_NODELIST": "here[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "4711"}
+    job = start(folder, ["bash", "train.sbatch"], RANKS_PER_NODE="1", PORT=str(port()), **variables)
+    assert len(RESULT.findall(ended(job))) == 1
+
+
+def test_the_manifest_fits_the_definition_of_a_job() -> None:
+    (text,) = fenced("yaml")
+    job = yaml.safe_load(text)
+    fits(job, JOB)
+    policy, worker = job["spec"]["elasticPolicy"], job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    assert policy["minReplicas"] <= worker["replicas"] <= policy["maxReplicas"]
+    pod = worker["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(job["spec"]["nprocPerNode"])
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.mark.slow
+def test_the_engines_of_a_notebook_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ipyparallel", reason="engines need pip install 'minipar[engines]'")
+    monkeypatch.setenv("PYTHONPATH", child_environment()["PYTHONPATH"])
+    (_, script), (line, notebook) = blocks("cluster.md")
+    space: dict[str, Any] = {"__name__": "a_page"}
+    exec(script[: script.index("ranks = ")] + "from minipar import train", space)  # its imports
+    exec(compile("\n" * (line - 1) + notebook, str(DOCS / "cluster.md"), "exec"), space)
+    assert len(space["run"].losses) == 5
+    assert space["ranks"].state == "closed"
+
+
+@pytest.mark.slow
+def test_the_pods_of_the_manifest_run(folder: Path) -> None:
+    (text,) = fenced("yaml")
+    spec = yaml.safe_load(text)["spec"]
+    policy = spec["elasticPolicy"]
+    told = {  # as the operator tells torchrun
+        "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}", "PET_NPROC_PER_NODE": "1",
+        "PET_RDZV_BACKEND": policy["rdzvBackend"], "PET_RDZV_ENDPOINT": f"localhost:{port()}",
+        "PET_RDZV_ID": policy["rdzvId"], "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
+    }  # fmt: skip
+    (container,) = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    pods = [start(folder, container["command"], MINIPAR_HOST=name, **told) for name in ("a", "b")]
+    assert len(RESULT.findall(ended(*pods))) == 1
