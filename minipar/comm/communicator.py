@@ -216,12 +216,15 @@ class Communicator:
 
     # What programs use: on tensors in place, among any ranks of this communicator
 
-    def prepare(self, members: Iterable[tuple[int, ...]]) -> None:
+    def prepare(self, members: Iterable[tuple[int, ...]], peers: Iterable[int] = ()) -> None:
         """Make the groups that the methods below will use, so that they need not. Every rank calls this with the same
-        groups; each makes those that it is in, all in one order, so that no two wait for each other."""
+        groups; each makes those that it is in, all in one order, so that no two wait for each other. `peers`: ranks
+        with which this one exchanges tensors, as they do with it."""
         for group in sorted({tuple(sorted(one)) for one in members if self.rank in one}):
             if len(group) > 1:
                 self.group(group, self.gpus)
+        if self.gpus is not None:
+            self.gpus.connect(self.members[peer] for peer in peers)
 
     def iallreduce(
         self, tensor: torch.Tensor, ranks: tuple[int, ...], name: str = "", algorithm: str | None = None

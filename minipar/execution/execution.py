@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -452,7 +452,7 @@ def _passes(
                 squares, done = executor.state.measured, range(updates - each.updates, updates)
                 news = news._replace(
                     rates=[update.rates_at(u) for u in done],
-                    squares=None if squares is None else [squares.get(s, 0.0) for s in range(each.updates)],
+                    squares=None if squares is None else [_added(squares.get(s, ())) for s in range(each.updates)],
                 )
             if update.schedule is not None:
                 update.schedule.forget(updates)
@@ -477,6 +477,11 @@ def _passes(
         storing.share(executor, outline, header, updates),
         executor.compute.experts.load(numbers),
     )
+
+
+def _added(numbers: Sequence[Tensor]) -> float:
+    """Their sum, in their order."""
+    return reduce(lambda total, one: total + one.item(), numbers, 0.0)
 
 
 def _way(program: Program, ranks: int) -> int:

@@ -7,7 +7,7 @@ no caller has to know which of them it has.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -23,6 +23,24 @@ class Work(Protocol):
 
     def wait(self) -> object: ...
     def is_completed(self) -> bool: ...
+
+
+class StreamWork:
+    """An operation on a stream of the GPU: `wait` returns at once, and the current stream waits in its place."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def wait(self) -> None:
+        self.work.wait()
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def on_stream(self) -> bool:
+        """The same as `wait`, also where torch was told that `wait` is to block (TORCH_NCCL_BLOCKING_WAIT)."""
+        self.work.synchronize()
+        return True
 
 
 class _Done:
@@ -95,6 +113,9 @@ class Transport(ABC):
     def process_group(self, members: tuple[int, ...]) -> Any:
         """torch's process group of these ranks, whose collectives are in backend.py. It is made at the first use, which
         waits for all members and which nothing can interrupt."""
+
+    def connect(self, peers: Iterable[int]) -> None:  # noqa: B027  (most have nothing to do)
+        """Make what messages with these ranks need, so that the first one need not. They call this at the same time."""
 
     def board(self, kind: str, members: tuple[int, ...]) -> Board | None:
         """Where these ranks announce the collectives of one kind of group. None: they cannot, so collectives start
