@@ -4,8 +4,8 @@ Tensors are on the CPU (numbers can be compared) or on `meta` (then whoever read
 Like a GPU's, messages, collectives and copies only enter a stream; their bytes move at the last moment that is allowed,
 which is when somebody waits for them. So whoever reads too early, or frees too early, gets other numbers.
 
-    FakeStreams   what `minipar.execution.streams` asks of a device. It fails (`HostBlocked`) when the host waits for the
-                  device while a receive is posted and not used: its sender may need this host to go on
+    FakeStreams   what `minipar.execution.streams` asks of a device. It fails (`HostBlocked`) when the host waits for it
+                  while a receive is posted and not used: its sender may need this host to go on
     FakeComm      messages and collectives with the order of NCCL: of a pair, or of a group, one after the other
     resolve       the virtual clock: when everything on the tapes ran, or who waits for whom for ever
 """
@@ -88,7 +88,9 @@ class FakeStreams:
     def block(self, why: str, event: Event | None) -> None:
         """The host waits for an event, or for everything."""
         if self.strict and self.outstanding:
-            raise HostBlocked(f"the host waits {why} while {', '.join(self.outstanding.values())} is posted, not used")
+            raise HostBlocked(
+                f"the host waits {why} while {', '.join(self.outstanding.values())} is posted and not used"
+            )
         self.tape.append(("host", event))
 
     def run(self, seconds: float) -> None:
@@ -98,6 +100,10 @@ class FakeStreams:
     def synchronize(self) -> None:
         """What `torch.cuda.synchronize` does."""
         self.block("for the whole device", EVERYTHING)
+
+    def meet(self, number: int) -> None:
+        """The hosts of all ranks wait for each other, as before a pass."""
+        self.tape.append(("meet", number))
 
     # what the executor asks ------------------------------------------------------------------------------------------
 
@@ -260,7 +266,7 @@ class FakeComm:
         world, way = self.world, (self.rank, peer)
         with world.telling():
             if tag % TENSORS == HEADER:
-                world.host[*way, tag].append(tensor.clone())
+                world.host[(*way, tag)].append(tensor.clone())
                 return FakeHandle(self, None)
             world.messages[way].append(tensor.detach().clone())
         return FakeHandle(self, self._on_pair("send", way, self.sent, peer))
@@ -406,6 +412,7 @@ class Device:
     tape: list[tuple[Hashable, Any]]
     at: int = 0  # on the tape
     host: float = 0.0
+    met: int = 0  # how often the hosts have met
     queues: dict[Hashable, deque[tuple[float, Any]]] = field(default_factory=lambda: defaultdict(deque))
     clocks: dict[Hashable, float] = field(default_factory=lambda: defaultdict(float))
 
@@ -414,7 +421,10 @@ class Device:
         before = self.at
         while self.at < len(self.tape):
             stream, what = self.tape[self.at]
-            if stream != "host":
+            if stream == "meet":
+                if self.met <= what:
+                    break
+            elif stream != "host":
                 self.queues[stream].append((self.host, what))
             elif what is EVERYTHING:
                 if any(self.queues.values()):
@@ -428,10 +438,8 @@ class Device:
         return self.at > before
 
 
-def resolve(
-    tapes: Sequence[list[tuple[Hashable, Any]]], collective: Callable[[tuple[int, ...], int], float]
-) -> list[str]:
-    """Give every event its time. `collective`: seconds of the k-th one of a group. Returns what waits for ever."""
+def resolve(tapes: Sequence[list[tuple[Hashable, Any]]]) -> list[str]:
+    """Give every event its time; messages and collectives take none. Returns what waits for ever."""
     devices = [Device(tape) for tape in tapes]
     meetings: dict[Any, dict[int, float]] = defaultdict(dict)  # who has come to a message or a collective, and when
     over: dict[Any, float] = {}
@@ -452,7 +460,7 @@ def resolve(
             key, wanted = (message, *what[1:]), 2 if message else len(what[1])
             meetings[key][rank] = now
             if key not in over and len(meetings[key]) == wanted:
-                over[key] = max(meetings[key].values()) + (0.0 if message else collective(*what[1:]))
+                over[key] = max(meetings[key].values())
             if key not in over:
                 return False
             now = over[key]
@@ -463,8 +471,13 @@ def resolve(
     going = True
     while going:
         going = False
-        for rank, device in enumerate(devices):
+        for device in devices:
             going |= device.walk()
+        if all(d.at < len(d.tape) and d.tape[d.at] == ("meet", d.met) for d in devices):
+            together, going = max(d.host for d in devices), True
+            for device in devices:
+                device.host, device.met = together, device.met + 1
+        for rank, device in enumerate(devices):
             for stream in list(device.queues):
                 while device.queues[stream] and step(rank, device, stream):
                     going = True

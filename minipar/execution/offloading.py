@@ -258,8 +258,9 @@ class Offloading:
         except StoreError as error:
             copy = TierCopy(self.streams, failed=error)
         self.under_way.append((ins, copy))
-        if copy.on_stream and tier(target) == "host":
-            self._to_host[target] = replace(copy.copies[-1], tensors=())
+        last = copy.copies[-1] if copy.copies else None
+        if isinstance(last, StreamCopy) and tier(target) == "host":
+            self._to_host[target] = replace(last, tensors=())
         return copy
 
     def settle(self) -> None:
