@@ -25,6 +25,7 @@ from minipar.comm.handles import Handle, Result, StagedHandle, to_host
 from minipar.comm.operations import ALL_GATHER, ALL_TO_ALL, ALLREDUCE, REDUCE_SCATTER
 from minipar.comm.transport.board import SMALL
 from minipar.comm.transport.interface import DONE, Transport
+from minipar.comm.transport.nccl import Nccl
 from minipar.comm.transport.shared import add_up, combine
 from minipar.comm.world import CLOSED, RankGroup, World, of_rank, under_torchrun
 from minipar.costs.rates import Calibration
@@ -223,8 +224,8 @@ class Communicator:
         for group in sorted({tuple(sorted(one)) for one in members if self.rank in one}):
             if len(group) > 1:
                 self.group(group, self.gpus)
-        if self.gpus is not None:
-            self.gpus.connect(self.members[peer] for peer in peers)
+        if isinstance(self.gpus, Nccl):
+            self.gpus.messages.warm_up(self.members[peer] for peer in peers)
 
     def iallreduce(
         self, tensor: torch.Tensor, ranks: tuple[int, ...], name: str = "", algorithm: str | None = None

@@ -7,7 +7,7 @@ no caller has to know which of them it has.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -113,9 +113,6 @@ class Transport(ABC):
     def process_group(self, members: tuple[int, ...]) -> Any:
         """torch's process group of these ranks, whose collectives are in backend.py. It is made at the first use, which
         waits for all members and which nothing can interrupt."""
-
-    def connect(self, peers: Iterable[int]) -> None:  # noqa: B027  (most have nothing to do)
-        """Make what messages with these ranks need, so that the first one need not. They call this at the same time."""
 
     def board(self, kind: str, members: tuple[int, ...]) -> Board | None:
         """Where these ranks announce the collectives of one kind of group. None: they cannot, so collectives start

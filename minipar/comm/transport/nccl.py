@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minipar.comm.transport.board import Board
 from minipar.comm.transport.gloo import TIMEOUT
-from minipar.comm.transport.interface import Messages, StreamWork, Transport, Work
+from minipar.comm.transport.interface import StreamWork, Transport, Work
 
 
 class Nccl(Transport):
@@ -28,7 +28,7 @@ class Nccl(Transport):
         self._messages = _Messages(self, tuple(range(size)))
 
     @property
-    def messages(self) -> Messages:
+    def messages(self) -> _Messages:
         return self._messages
 
     def board(self, kind: str, members: tuple[int, ...]) -> Board | None:
@@ -40,22 +40,8 @@ class Nccl(Transport):
             found = self._groups[members] = self.make(f"{self.name} {members}", members)
             # NCCL makes its communicator at the first use, which is here: so all ranks make them in the same order.
             found.allreduce([torch.zeros(1, device=self.device)]).wait()
-            self._ready()
+            torch.cuda.current_stream(self.device).synchronize()  # (the device may have other work that is not over)
         return found
-
-    def connect(self, peers: Iterable[int]) -> None:
-        """Make the communicators of messages with these ranks, which call this, too. The first message of a pair would
-        make them, and wait in the call for the peer: two ranks that both send first would wait for each other.
-
-        A rank goes through its pairs in the order of all pairs, so no ranks can wait in a circle.
-        """
-        for peer in sorted(set(peers), key=lambda peer: (min(self.rank, peer), max(self.rank, peer))):
-            self._messages.connect(peer)
-        self._ready()
-
-    def _ready(self) -> None:
-        """Wait for the stream that waits for what was just begun. (The device may have other work that is not over.)"""
-        torch.cuda.current_stream(self.device).synchronize()
 
     def make(self, name: str, members: tuple[int, ...]) -> Any:
         """A new NCCL group; its communicators are made at the first use."""
@@ -72,27 +58,32 @@ class Nccl(Transport):
 
 
 class _Messages:
-    """One group per direction: in a single group, a send and a receive of the same pair would wait for each other."""
+    """One group per direction: in a single group, a send and a receive of the same pair would wait for each other.
+
+    NCCL connects two ranks at their first message, where each waits for the other: two that both send first would wait
+    for ever. `warm_up` connects them before.
+    """
 
     keeps_memory = False
 
     def __init__(self, transport: Nccl, everyone: tuple[int, ...]) -> None:
         self.rank, self.device = transport.rank, transport.device
-        self._connected: set[int] = set()
+        self.connected: set[int] = set()
         self.up = transport.make("up", everyone)
         self.down = transport.make("down", everyone)
-
-    def connect(self, peer: int) -> None:
-        """Send a number up and one down: both ranks do this at the same time."""
-        if peer in self._connected:
-            return
-        self._connected.add(peer)
-        number = torch.zeros(1, device=self.device)
-        for group, sends in ((self.up, peer > self.rank), (self.down, peer < self.rank)):
-            (group.send if sends else group.recv)([number], peer, 0).wait()
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         return StreamWork((self.up if peer > self.rank else self.down).send([tensor], peer, tag))
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
         return StreamWork((self.up if peer < self.rank else self.down).recv([tensor], peer, tag))
+
+    def warm_up(self, peers: Iterable[int]) -> None:
+        """Send a number in both directions. All ranks take their pairs in one order, so no two wait for each other."""
+        new = sorted(set(peers) - self.connected, key=lambda peer: (min(peer, self.rank), max(peer, self.rank)))
+        for peer in new:
+            number = torch.zeros(1, device=self.device)
+            first, second = (self.send, self.receive) if self.rank < peer else (self.receive, self.send)
+            first(number, peer, 0).wait()
+            second(number, peer, 0).wait()
+            self.connected.add(peer)
