@@ -240,7 +240,7 @@ class Executor:
         # Local names: a member of an Enum is slow to look up, many times for each instruction.
         FORWARD, RECOMPUTE, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND, RECV, STEP = _WALKED
         for index, ins in enumerate(instructions) if self.dynamic is None else self.dynamic.walk():
-            op = ins.op
+            op, end = ins.op, None  # (the end is another than this rank's own of a collective on a stream)
             line = lines[index]
             note(line.label)
             if watch is not None:
@@ -288,15 +288,15 @@ class Executor:
                 self._copy(index, ins)
                 continue
             elif op in COLLECTIVES:
-                self._collective(index, ins)
+                end = self._collective(index, ins)
             elif op is STEP:
                 self._step(ins)
             else:
                 raise RankError(f"{ins}: no executor for {op.name}")
             if device is not None and op in COMPUTE:
                 device.computed(index)
-            ends[index] = line.mark()
-            if watch is not None:
+            ends[index] = line.mark() if end is None else end
+            if watch is not None and end is None:
                 streams.wait(ends[index])  # memory is followed on the host's clock, so the host may not run ahead
             if tell is not None:
                 tell(self._order(index), (k for k, _ in pending.values()))
@@ -371,7 +371,8 @@ class Executor:
 
     # instructions ----------------------------------------------------------------------------------------------------
 
-    def _collective(self, index: int, ins: Instruction) -> None:
+    def _collective(self, index: int, ins: Instruction) -> Mark | None:
+        """Start a collective. Returns when it ends, if the device knows that; else it is noted when it has ended."""
         share = 1.0
         if isinstance(self.program.contract, Local):
             share = self.compute.rows.share(ins.step, ins.step % self.program.contract.steps + 1)
@@ -397,10 +398,9 @@ class Executor:
             if value not in ins.frees:
                 self.pending[value] = (index, (handles, joined))
         end = self.streams.ended(handles, group)
-        if end is not None:
-            ends[index] = end
-        elif joined is not None or handles:
+        if end is None and (joined is not None or handles):
             (handles[-1] if joined is None else joined.handle).when_done(done)
+        return end
 
     def _on_host(self, ins: Instruction) -> None:
         """Compute layers on the host, with the host's values in place of the device's."""

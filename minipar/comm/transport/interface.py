@@ -38,7 +38,7 @@ class StreamWork:
         return bool(self.work.is_completed())
 
     def on_stream(self) -> bool:
-        """The same as `wait`, also where torch was told that `wait` is to block (TORCH_NCCL_BLOCKING_WAIT)."""
+        """Let the current stream wait, and this thread go on."""
         self.work.synchronize()
         return True
 
