@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from minipar import Plan, simulate
+from minipar import Plan, data, models, simulate
 from minipar.costs.unit import UnitCosts
 from minipar.errors import NotFinite, RankError
-from minipar.execution.execution import _whole
+from minipar.execution.execution import Job, _whole
 from minipar.execution.executor import Executor
 from minipar.execution.finite import Finite
 from minipar.execution.streams import HostStreams, Later, PinnedPool
@@ -152,6 +152,36 @@ def test_the_events_give_the_times_of_the_simulator(text):
                 assert mine == pytest.approx((wanted.starts[rank][k], wanted.ends[rank][k])), f"rank {rank}: {ins}"
             elif ins.op is Op.RECV or ins.op in COLLECTIVES:
                 assert records[1].ends[k].at - zero == pytest.approx(wanted.ends[rank][k]), f"rank {rank}: {ins}"
+
+
+@pytest.mark.slow
+def test_ranks_that_share_layers():
+    """Their collectives on outputs and gradients lie between compute instructions."""
+    text = "tp=2 pp=2 microbatches=4 sequence_parallel=true"
+    plan, job = (
+        Plan.parse(text),
+        Job(partial(models.build, "gpt-demo"), data.for_model("gpt-demo"), 4, dtype=torch.float64),
+    )
+    program = plan.compile(shape_of(job.share(job.build(), 0, plan.sharing, plan.inputs, plan.cut)))
+    own = [job.build_for(program, k) for k in range(plan.ranks)]
+
+    def rank(world, k):
+        streams = FakeStreams(CPU)
+        comm = FakeComm(world, k, streams)
+        executor = Executor(program, comm, own[k], job.loss, partial(torch.optim.SGD, lr=0.5), streams=streams)
+        return [executor.run(job.batches, p).losses[0] for p in range(PASSES)], streams
+
+    found, whole, losses = run_ranks(plan.ranks, rank), job.build(), []
+    for p in range(PASSES):
+        x, y = job.batches(p)
+        loss = job.loss(whole(x), y)
+        losses.append(loss.item())
+        for parameter, gradient in zip(
+            whole.parameters(), torch.autograd.grad(loss, list(whole.parameters())), strict=True
+        ):
+            parameter.data -= 0.5 * gradient
+    assert [sum(each) for each in zip(*(mine for mine, _ in found), strict=True)] == pytest.approx(losses, abs=1e-12)
+    assert resolve([streams.tape for _, streams in found]) == []
 
 
 UNREAD = [
