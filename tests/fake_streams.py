@@ -258,7 +258,7 @@ class FakeComm:
         self.groups: set[tuple[int, ...]] = set()
         self.peers: set[int] = set()
 
-    def prepare(self, members: Iterable[tuple[int, ...]], peers: Iterable[int] = ()) -> None:
+    def prepare(self, members: Iterable[tuple[int, ...]], peers: Iterable[int] = (), *_: Any) -> None:
         self.groups |= set(members)
         self.peers |= set(peers)
 

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 from minipar.cluster.processes import kill_group
 from minipar.errors import RankError
 
+_EXPORT = "torch.export._trace"  # what the first capture by torch.export imports: a second
+
 
 class Process(Protocol):
     """A rank's process, however it was started."""
@@ -74,7 +76,8 @@ class Zygote:
         """A new rank that owns copies of the three descriptors; its pid. OSError when the helper has died."""
         with self._lock:
             number = next(self._numbers)
-            modules = {name for name in list(sys.modules) if name.startswith("minipar.")} - self._imported
+            modules = {name for name in list(sys.modules) if name.startswith("minipar.") or name == _EXPORT}
+            modules -= self._imported
             self._imported |= modules
             message = pickle.dumps(("fork", number, sorted(modules - {"minipar.__main__"})))
             socket.send_fds(self._socket, [message], [control, out, err])

@@ -22,6 +22,7 @@ from minipar.costs.quantities import quantity
 from minipar.costs.rates import Calibration
 from minipar.errors import PlanError
 from minipar.models.sizes import read_toml
+from minipar.wording import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,7 @@ def hardware(given: str | Hardware | Calibration) -> Hardware:
     else:
         raise PlanError(
             f"hardware {name!r}: no such preset; there are {', '.join(PRESETS)}, this-machine, or a TOML file"
+            f"{did_you_mean(name, PRESETS)}"
         )
     changed = dict(word.partition("=")[::2] for word in words)
     return _changed(made, changed) if changed else made

@@ -24,6 +24,7 @@ from typing import Any
 
 from minipar.errors import PlanError
 from minipar.models.table import GPT, MLP, PRESETS, PUBLISHED, Branchy, Mixture, convolutions
+from minipar.wording import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -343,7 +344,8 @@ def _worded(name: str, table: dict[str, Any], told: str) -> Sizes:
         )  # fmt: skip
     else:
         raise PlanError(
-            f"model {name!r}: no such preset; there are {', '.join(names())}; or give numbers, such as "
+            f"model {name!r}: no such preset{did_you_mean(name, names())}; there are {', '.join(names())}; or give "
+            "numbers, such as "
             "'gpt layers=24 hidden=1024 heads=16 sequence=1024 vocabulary=50257' (or llama, mixture)"
         )
     if not table:

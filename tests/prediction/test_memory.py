@@ -59,7 +59,7 @@ def compare(clusters, name: str, text: str, optimizer=ADAM, batch: int = 17) -> 
     (facts,) = cluster.run_on([0], profile_job, job, rows, True, plan, plan.splits)
     program = plan.compile(facts.shape, costs=facts.profile)
     costs = ProfiledCosts(program, facts.profile, batch)
-    measured = execute(program, job, cluster=cluster, passes=3, memory=True, keep_gradients=False).trace
+    measured = execute(program, job, cluster=cluster, passes=2, memory=True, keep_gradients=False).trace
     predicted = simulate(program, costs)
     shares = [Trace(program, predicted.starts, predicted.ends, costs.size, data=measured.data)]
     return with_memory(shares[0], facts.tapes, costs), measured
