@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -498,7 +498,7 @@ def _passes(
                 squares, done = executor.state.measured, range(updates - each.updates, updates)
                 news = news._replace(
                     rates=[update.rates_at(u) for u in done],
-                    squares=None if squares is None else [squares.get(s, 0.0) for s in range(each.updates)],
+                    squares=None if squares is None else [_added(squares.get(s, ())) for s in range(each.updates)],
                 )
             if update.schedule is not None:
                 update.schedule.forget(updates)
@@ -539,6 +539,11 @@ def _warn_of_hosts(program: Program, hosts: Sequence[str]) -> None:
             f"are on one where {axis} divides the ranks of each host",
             stacklevel=2,
         )
+
+
+def _added(numbers: Sequence[Tensor]) -> float:
+    """Their sum, in their order."""
+    return reduce(lambda total, one: total + one.item(), numbers, 0.0)
 
 
 def _way(program: Program, ranks: int) -> int:

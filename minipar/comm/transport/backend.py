@@ -99,6 +99,9 @@ class _Then:
         if rest is not None:
             rest()
 
+    def synchronize(self) -> None:
+        self.work.synchronize()
+
     def is_completed(self) -> bool:
         return bool(self.work.is_completed())
 
@@ -115,6 +118,10 @@ class _All:
     def wait(self, *limit: timedelta) -> None:
         for work in self.works:
             work.wait(*limit)
+
+    def synchronize(self) -> None:
+        for work in self.works:
+            work.synchronize()
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self.works)
