@@ -366,12 +366,12 @@ def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Ranks)
     return EmulatedCosts(program, spec, ProfiledCosts(program, facts.profile, job.batch))
 
 
-def captured_once(job: Job, count: int, slices: int | tuple[int, ...], cluster: Cluster) -> Job:
+def captured_once(job: Job, count: int, slices: int | tuple[int, ...], ranks: Ranks) -> Job:
     """The job with its model as graphs, if `count` ranks share layers. Rank 0 captures it for all: torch.export takes
     seconds at its first use in a process, and tenths of seconds later."""
     if count == 1 or (job.graphs is not None and job.graphs[:2] == (count, slices)):
         return job
-    (graphs,) = cluster.run_on([0], Job.capture, job, count, slices)
+    (graphs,) = ranks.run_on([0], Job.capture, job, count, slices)
     return replace(job, graphs=graphs)
 
 
