@@ -74,7 +74,8 @@ def curves(
             shape = shape_of(layers_of(job.build()))
             whole = plan.asynchronous
             program = plan.compile(shape, steps=steps if whole else 1)
-            done = execute(program, job, cluster=running, passes=1 if whole else steps, keep_gradients=False)
+            passes = 1 if whole else steps
+            done = execute(program, job, cluster=running, passes=passes, keep_gradients=False, check=False)
             found[name] = by_step(done.losses, steps)
     return found
 
