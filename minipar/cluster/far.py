@@ -44,7 +44,7 @@ from minipar.errors import RankDied, RankError
 
 LINGER = 10.0  # seconds that a rank which must end waits for the driver to say why, and to end first
 _HELLO = struct.Struct("!32sI")  # the token, and the number of the rank
-_LOST_AFTER = 6  # seconds without an answer of the other machine
+_LOST_AFTER = 5  # seconds without an answer of the other machine
 
 
 # Connecting -----------------------------------------------------------------------------------------------------------
@@ -343,7 +343,8 @@ class Driver:
             if self.seat is not None and 0 in active:
                 self._own_share(self.seat, heard, situation, parcel)
             with self._interrupts:
-                self._collect(heard)
+                # After a failure, of which the ranks know already, those on a host that is cut off never answer.
+                self._collect(heard, 2 * GRACE if heard.called_back else None)
                 if heard.failures:
                     self._call_back(heard)
         except BaseException:  # an interrupt, or an error in the callback

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -61,7 +62,7 @@ from minipar.prediction.recorded import Tapes
 from minipar.program import Action, Local, Op, Program, Synchronous, Value, collectives, repartitions
 from minipar.program.collectives.moves import Algorithm
 from minipar.program.comm_volume import changing
-from minipar.program.mesh import SHARING
+from minipar.program.mesh import SHARING, Mesh
 from minipar.program.shape import Shape
 from minipar.program.verify.verifier import verify
 from minipar.sharding.nodes import Cut, ShardedModel
@@ -415,6 +416,8 @@ def _passes(
         collectives.add(programs[0].algorithm, own)
     mine, last = slow[comm.rank] if slow is not None else (None, None)
     program = programs[0]
+    if comm.rank == 0:
+        _warn_of_hosts(program, comm.hosts)
     model = job.build_for(program, comm.rank)
     trains = any(ins.op is Op.STEP for row in program.ranks for ins in row)
     if job.evaluate is None and not trains and any(p.requires_grad for p in model.parameters()):
@@ -490,6 +493,17 @@ def _passes(
         executor.compute.experts.load(numbers),
         max(before.error, after.error),
     )
+
+
+def _warn_of_hosts(program: Program, hosts: Sequence[str]) -> None:
+    """Say where ranks that share layers are on several hosts, between which they then send in every layer."""
+    mesh = Mesh(program.mesh)
+    for axis in set(mesh.spanning(hosts)) & set(mesh.sharing) if len(set(hosts)) > 1 else ():
+        warnings.warn(
+            f"{axis}={mesh.length(axis)}: ranks that share layers are on several hosts, and send in every layer; they "
+            f"are on one where {axis} divides the ranks of each host",
+            stacklevel=2,
+        )
 
 
 def _way(program: Program, ranks: int) -> int:

@@ -108,6 +108,7 @@ class Served:
     received: int = 0  # bytes of gradients
     sent: int = 0  # bytes of parameters
     states: dict[int, int] = field(default_factory=dict)  # bytes that the optimizer keeps, by tensor
+    clock_error: float = 0.0  # by which times of events may be wrong against those of another host
 
 
 def rows_of(table: Tensor) -> list[Row]:

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from minipar.cluster import agreement, launch, worker
 from minipar.cluster.members import Revived
 from minipar.cluster.ranks import Ranks
+from minipar.comm import clocks, communicator
 from minipar.errors import PlanError, RankDied, RankError, ServerClosed
 from minipar.execution.compute import Compute
 from minipar.execution.elementwise import check_update
@@ -215,7 +216,9 @@ def _result(
     data = [max((t.data for t in taken if t.worker == rank), default=0) for rank in range(len(program.ranks))]
     zero = min((event.start for event in served[0].events if event.kind == Kind.ANSWER), default=0.0)
     starts, ends = ([[max(0.0, t - zero) for t in row] for row in rows] for rows in (starts, ends))
-    trace = Trace(program, starts, ends, _size(program, taken, served, batch), "measured", "bytes", data)
+    error = max([0.0, *(one.clock_error for one in taken), *(one.clock_error for one in served)])
+    size = _size(program, taken, served, batch)
+    trace = Trace(program, starts, ends, size, "measured", "bytes", data, clock_error=error)
     service = Service(
         order,
         deaths,
@@ -363,12 +366,18 @@ def _take_part(
     watched: bool = False,
 ) -> Served | list[Step]:
     """What every rank does: the first ones are workers, the last ones servers."""
-    rank = worker.context().rank
+    rank, meeting = worker.context().rank, _meeting(folder)
+    clock = clocks.Reading(0.0, 0.0, 0.0)
+    if meeting.address and settings.on_death == "abort":  # (otherwise all are on one machine)
+        clock = clocks.read(communicator.create())
     if rank >= program.workers:
         _, _, groups, _ = _trained(job)
         values = [p.detach() for group in groups for p in group]
         try:
-            return serve(_meeting(folder), rank - program.workers, settings, values, report=_only_silence)
+            served = serve(meeting, rank - program.workers, settings, values, report=_only_silence)
+            ahead = clock.seconds
+            events = [e._replace(start=e.start + ahead, end=e.end + ahead) for e in served.events]
+            return replace(served, events=events, clock_error=clock.error)
         finally:
             if not worker.context().store:
                 _leave(folder, rank - program.workers)
@@ -376,12 +385,14 @@ def _take_part(
     dying = settings.on_death == "continue"  # (then every step is reported at once, as this rank may die)
 
     def tell(step: Step) -> None:
+        times = [(a + clock.seconds, b + clock.seconds) for a, b in step.times]
+        step = step._replace(times=times, clock_error=clock.error)
         worker.report(step if dying else step._replace(gradients={}) if watched else rank)
         if not dying:
             done.append(step)
 
     with contextlib.suppress(ServerClosed):  # (it was started again after the end)
-        _work(job, program, folder, keep_gradients, slow[rank] if slow else None, tell)
+        _work(job, program, meeting, keep_gradients, slow[rank] if slow else None, tell)
     return done
 
 
@@ -393,7 +404,7 @@ def _only_silence(fact: object) -> None:
 def _work(
     job: Job,
     program: Program,
-    folder: str,
+    meeting: Meeting,
     keep_gradients: bool,
     delays: Delays | None,
     tell: Callable[[Step], None],
@@ -408,7 +419,7 @@ def _work(
     blocks: dict[int, list[tuple[int, Instruction]]] = {}
     for index, ins in enumerate(program.ranks[rank]):
         blocks.setdefault(ins.step, []).append((index, ins))
-    ps = pushing.connect(_meeting(folder), rank)  # (at once, so that the servers see this worker's process)
+    ps = pushing.connect(meeting, rank)  # (at once, so that the servers see this worker's process)
     spare = copy.deepcopy(model)  # to warm up: first calls take longer, and should not count in the first step
     _run(_computing(program, rank, layers_of(spare), job), parameters_of(layers_of(spare)), blocks[0])
     del spare

@@ -19,8 +19,8 @@ from minipar.trace import Trace
 
 class Step(NamedTuple):
     """A step that a worker has done: its share of the mean loss, its `rows` of the `of` rows of the step, and gradients
-    by parameter name (if kept). On real ranks also when each instruction ran, sizes as in `Compute`, and bytes of input
-    rows."""
+    by parameter name (if kept). On real ranks also when each instruction ran, sizes as in `Compute`, bytes of input
+    rows, and by how much these times may be wrong against those of another host."""
 
     worker: int
     step: int
@@ -31,6 +31,7 @@ class Step(NamedTuple):
     times: Sequence[tuple[float, float]] = ()
     sizes: Mapping[tuple[str, int, int], int] = MappingProxyType({})
     data: int = 0
+    clock_error: float = 0.0
 
 
 def losses_of(taken: Sequence[Step], count: int) -> list[float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import cloudpickle
@@ -15,10 +16,10 @@ import pytest
 import torch
 from torch import nn
 
-from minipar import Plan, execute
+from minipar import Mesh, Plan, execute
 from minipar.cluster import Cluster
 from minipar.comm import communicator
-from minipar.execution.execution import Execution, Job
+from minipar.execution.execution import Execution, Job, _warn_of_hosts
 from minipar.execution.saving.folder import open_folder
 from minipar.execution.saving.keeping import Storing
 from minipar.models.parameter_groups import shape_of
@@ -113,6 +114,12 @@ def test_a_run_is_saved_and_goes_on(apart: Ranks, tmp_path) -> None:
     assert run(apart(4), "pp=4", 2, job(ADAM), Storing(saved=open_folder(tmp_path))).losses == pytest.approx(
         whole[2:], rel=1e-9
     )
+
+
+@pytest.mark.parametrize(("hosts", "warns"), [("aabb", False), ("abab", True), ("aaaa", False)])
+def test_who_shares_layers_across_hosts_is_told(recwarn: pytest.WarningsRecorder, hosts: str, warns: bool) -> None:
+    _warn_of_hosts(replace(Plan.parse("dp=4").compile(layers=2), mesh=Mesh(dp=2, tp=2)), tuple(hosts))
+    assert [str(one.message)[:5] for one in recwarn] == ["tp=2:"] * warns
 
 
 def test_they_really_are_apart(apart: Ranks, by_gloo: Cluster) -> None:
