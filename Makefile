@@ -58,7 +58,7 @@ soak: $(READY)
 	$(BIN)/python -m tests.comm.kills $(SOAK_ARGS)
 	$(BIN)/python -m tests.fuzz.campaign $(FUZZ_ARGS)
 	$(BIN)/python -m tests.outside
-	$(BIN)/python -m pytest --thorough -m many tests
+	$(BIN)/python -m pytest --thorough -m "many or hypothesis" tests
 	$(BIN)/python -m tests.fuzz.verify_mutants --count 20000
 
 lint: $(READY)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
-from hypothesis import settings
+gc.disable()  # until the tests are collected: imports leave next to nothing behind, and torch's are a fifth longer with
 
-from minipar.cluster import Cluster
-from minipar.execution import tails
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
+
+from minipar.cluster import Cluster  # noqa: E402
+from minipar.execution import tails  # noqa: E402
 
 # glibc fills what is freed with this byte, and what it gives out with the opposite one. As floating-point numbers the
 # first are tiny and the second huge: who reads either is far off, at any size of a model.
@@ -59,11 +63,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """How many examples hypothesis tries where a test does not say it; and Ctrl-C works as in a terminal."""
+    torch.set_num_threads(1)  # of this process: parts of `make test` run side by side, and threads of torch wait busily
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in its background like this
         signal.signal(signal.SIGINT, signal.default_int_handler)
     settings.register_profile("short", deadline=None, derandomize=True, max_examples=30)
     settings.register_profile("thorough", settings.get_profile("short"), max_examples=300)
     settings.load_profile("thorough" if config.getoption("--thorough") else "short")
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # so that no collection looks through all modules and tests again
+    gc.enable()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

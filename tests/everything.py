@@ -1,20 +1,22 @@
 """The tests, as make runs them: python tests/everything.py [--fast] [PYTEST_ARGUMENTS]
 
 All of them (`make test`): first the tests of ranks and of messages side by side, because they mind the clock, and
-beside them only lint, which yields to them. Then everything else, in parts: each part is a pytest of its own, and one
-more runs at once than there are cores, because tests of ranks wait much. The longest parts begin first; the lessons, in
+beside them only lint, which yields to them. Then everything else, in parts: each part is a pytest of its own, and two
+more run at once than there are cores, because tests of ranks wait much. The longest parts begin first; the lessons, in
 short parts, fill the end. Parts are few, because each one imports torch, starts the processes that ranks are forked
-from, and starts the reference: 8 seconds of a core.
+from, and starts the reference: 6 seconds of a core.
 
 With --fast (`make check`): lint, and beside it the tests of the rooms below `cluster`, which plan, draw and predict.
 Those that need ranks, and the slow ones, are left out. tests/test_repository.py compares FAST with the rooms.
 
-What a part says is printed when it ends; a table at the end has the seconds of all.
+What a part says is printed when it ends; a table at the end has the seconds of all, and how many seconds of a core
+they used.
 """
 
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import tempfile
@@ -27,10 +29,10 @@ ROOT = Path(__file__).resolve().parents[1]
 FIRST = (("tests/cluster",), ("tests/comm", "tests/server"))
 # Folders that are run together, longest first, and in how many parts. All others are one part.
 LONG: tuple[tuple[tuple[str, ...], int], ...] = (
-    (("tests/execution",), 2),
     (("tests/sharding", "tests/training"), 1),
-    (("tests/strategies", "tests/fuzz"), 1),
+    (("tests/execution",), 2),
     (("tests/widgets", "tests/course", "tests/docs"), 1),
+    (("tests/strategies", "tests/fuzz"), 1),
     (("lessons",), 6),
 )
 SOLUTION = "lessons/solutions/05_allreduce.ipynb"  # tests/course/test_solutions.py runs the others, without kernels
@@ -50,6 +52,7 @@ class Part:
     name: str
     command: list[str]
     seconds: float = 0.0
+    core: float = 0.0  # seconds of a core, of its own and of the processes that it waited for
     status: int | None = None
 
     @property
@@ -116,14 +119,24 @@ def run(parts: list[Part], at_once: int) -> None:
                         )
                     running.append((part, process, told, time.monotonic()))
                 time.sleep(0.05)
-                for each in [each for each in running if each[1].poll() is not None]:
-                    running.remove(each)
+                for each in list(running):
                     part, process, told, start = each
-                    part.status, part.seconds = process.returncode, time.monotonic() - start
+                    before = _used()
+                    if process.poll() is None:
+                        continue
+                    running.remove(each)
+                    part.status, part.core = process.returncode, _used() - before
+                    part.seconds = time.monotonic() - start
                     print(f"\n== {part.name}\n{told.read_text(errors='replace')}", flush=True)
         finally:
             for _, process, _, _ in running:
                 process.kill()
+
+
+def _used() -> float:
+    """Seconds of a core that ended children have used."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def main(arguments: list[str]) -> int:
@@ -135,11 +148,11 @@ def main(arguments: list[str]) -> int:
     else:
         clock, others = first(given), then(given)
         run(clock, len(clock))
-        run(others, cores + 1)
+        run(others, cores + 2)
         parts = [*clock, *others]
-    print("\nseconds  status")
+    print("\nseconds  of a core  status")
     for part in parts:
-        print(f"{part.seconds:7.0f}  {'failed' if part.failed else 'passed'}  {part.name}")
+        print(f"{part.seconds:7.0f}  {part.core:9.0f}  {'failed' if part.failed else 'passed'}  {part.name}")
     return next((part.status or 1 for part in parts if part.failed), 0)
 
 

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 from minipar.cluster.processes import kill_group
 from minipar.errors import RankError
 
+_EXPORT = "torch.export._trace"  # what the first capture by torch.export imports: a second
+
 
 class Process(Protocol):
     """A rank's process, however it was started."""
@@ -44,10 +46,10 @@ class Zygote:
         self._imported: set[str] = set()  # modules that the helper was told to import
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         tie = "1" if threading.current_thread() is threading.main_thread() else "0"
-        command = [sys.executable, "-m", "minipar.cluster.zygote", str(theirs.fileno()), str(os.getpid())]
+        command = interpreter("from minipar.cluster.zygote import main; main(sys.argv[1:])")
         self._socket = ours
         self._process = subprocess.Popen(
-            [*command, self.folder, tie],
+            [*command, str(theirs.fileno()), str(os.getpid()), self.folder, tie],
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -74,7 +76,8 @@ class Zygote:
         """A new rank that owns copies of the three descriptors; its pid. OSError when the helper has died."""
         with self._lock:
             number = next(self._numbers)
-            modules = {name for name in list(sys.modules) if name.startswith("minipar.")} - self._imported
+            modules = {name for name in list(sys.modules) if name.startswith("minipar.") or name == _EXPORT}
+            modules -= self._imported
             self._imported |= modules
             message = pickle.dumps(("fork", number, sorted(modules - {"minipar.__main__"})))
             socket.send_fds(self._socket, [message], [control, out, err])
@@ -188,10 +191,10 @@ def spawn(control: int, out: int, err: int, keep_freed_memory: bool = True) -> S
     """A rank as a fresh interpreter that inherits the three descriptors."""
     theirs, ours = os.pipe()
     tie = "1" if threading.current_thread() is threading.main_thread() else "0"
-    command = [sys.executable, "-m", "minipar.cluster.spawned", str(control), str(theirs), str(os.getpid()), tie]
+    command = interpreter("from minipar.cluster.spawned import main; main(sys.argv[1:])")
     try:
         process = subprocess.Popen(
-            command,
+            [*command, str(control), str(theirs), str(os.getpid()), tie],
             pass_fds=(control, theirs),
             stdin=subprocess.DEVNULL,
             stdout=out,
@@ -207,6 +210,29 @@ def spawn(control: int, out: int, err: int, keep_freed_memory: bool = True) -> S
     return Spawned(process, ours)
 
 
+def interpreter(code: str) -> list[str]:
+    """A command that runs a line of Python (which may use `sys`) in a process that finds what the driver found.
+
+    It has the driver's module path from its first import on, and takes nothing from the working directory by itself, as
+    `python -m` does. The standard library comes first: a notebook's path begins with the working directory, but Python
+    had its own modules before; a tempfile.py that lies there must not be run for Python's. Only if the driver has such
+    a module from elsewhere itself (a program beside its own calendar.py), its order is kept.
+    """
+    home = os.path.dirname(os.__file__)
+    own = (home, os.path.join(home, "lib-dynload"))
+    path = [entry or os.getcwd() for entry in sys.path if isinstance(entry, str)]
+    if not any(_is_from_elsewhere(name, home) for name in sys.stdlib_module_names):
+        path.sort(key=lambda entry: entry not in own)
+    flags = ["-E"] * sys.flags.ignore_environment + ["-s"] * sys.flags.no_user_site
+    return [sys.executable, *flags, "-c", f"import sys; sys.path[:] = {path!r}; {code}"]
+
+
+def _is_from_elsewhere(name: str, home: str) -> bool:
+    """Whether the driver has a module of the standard library from a file of the user."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    return file is not None and not file.startswith(home) and f"-packages{os.sep}" not in file
+
+
 # How glibc keeps memory in a rank. It asks for huge pages, where Linux leaves that to programs: a layer's weights have
 # more small pages than the processor's TLB has entries. Freed memory stays in the process, up to 32 MiB a piece, for
 # the next tensor of that size: else every temporary of a megabyte goes back to the system, which clears its pages for
@@ -217,10 +243,9 @@ _MEMORY = ("hugetlb=1", f"mmap_threshold={32 << 20}", f"trim_threshold={1 << 30}
 
 
 def child_environment(keep_freed_memory: bool = True) -> dict[str, str]:
-    """The driver's environment, with its module path, so that `-m minipar...` finds what the driver found; and with
-    settings for glibc if freed memory is to be kept. The user's own settings come last, so they win."""
-    path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
-    found = {**os.environ, "PYTHONPATH": path}
+    """The driver's environment, with settings for glibc if freed memory is to be kept. The user's own settings come
+    last, so they win."""
+    found = dict(os.environ)
     if keep_freed_memory:
         settings = [*(f"glibc.malloc.{setting}" for setting in _MEMORY), os.environ.get("GLIBC_TUNABLES", "")]
         found["GLIBC_TUNABLES"] = ":".join(filter(None, settings))
@@ -231,6 +256,8 @@ def child_environment(keep_freed_memory: bool = True) -> dict[str, str]:
 # glibc's settings, which a process reads when it starts.
 _zygotes: dict[tuple[int, str], Zygote] = {}
 _folders: dict[int, str] = {}
+# The path of a socket has at most 103 bytes on macOS (107 on Linux); this is the longest one below a temporary folder.
+_LONGEST, _BELOW = 103, len("/minipar-12345678/cluster-12345678/1000-10.1023")
 _lock = threading.Lock()
 
 
@@ -250,11 +277,23 @@ def zygote(keep_freed_memory: bool = True) -> Zygote:
 
 
 def scratch_folder() -> str:
-    """A private temporary folder of this process, removed when it ends."""
+    """A private temporary folder of this process, removed when it ends. RankError if sockets can be nowhere."""
     pid = os.getpid()
     if pid not in _folders or not os.path.isdir(_folders[pid]):
-        _folders[pid] = tempfile.mkdtemp(prefix="minipar-")
+        _folders[pid] = tempfile.mkdtemp(prefix="minipar-", dir=_with_room_for_sockets())
     return _folders[pid]
+
+
+def _with_room_for_sockets() -> str:
+    """The temporary folder; another one if its path is too long for sockets below it."""
+    usual = tempfile.gettempdir()
+    for folder in (usual, "/tmp", "/var/tmp"):
+        if len(os.fsencode(folder)) + _BELOW <= _LONGEST and os.access(folder, os.W_OK | os.X_OK):
+            return folder
+    raise RankError(
+        f"the temporary folder {usual} is too long for sockets, and /tmp cannot be written; "
+        f"set TMPDIR to a folder whose path has at most {_LONGEST - _BELOW} bytes"
+    )
 
 
 @atexit.register

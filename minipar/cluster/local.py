@@ -239,7 +239,7 @@ class Cluster:
             warnings.warn(f"{death.line}; it starts anew, without its state", RuntimeWarning, stacklevel=4)
         self._run += 1
         os.makedirs(self._folder, exist_ok=True)  # (a helper process removes it when it ends)
-        store = os.path.join(self._folder, f"generation-{members.generation}")
+        store = os.path.join(self._folder, str(members.generation))
         situation = worker.Situation(members.generation, active, store, _free_port())
         message = (self._run, situation, tuple(sys.path), parcel)
         heard = Round(self._run, frozenset(active), callback, revivals=revivals, message=message)

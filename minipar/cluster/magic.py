@@ -25,7 +25,9 @@ import os
 import shlex
 import sys
 import tempfile
+import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 
 _DEFAULT_RANKS = 4
 _SHOWN_BYTES = 1 << 20  # most that is shown of one rank's output in one cell; a notebook with more is hard to open
+_LOOK = 0.05  # seconds between two looks at how much the ranks have printed
 _OPTIONS = "n, --only 0,2, --out name, --quiet"
 
 
@@ -127,11 +130,13 @@ class Cells:
             communicator = self._communicator if self._communicates else None
             far = isinstance(cluster, Attached)  # (they show what they print as they print it)
             task = CellTask(cell, line, name, "" if far else folder, communicator, bool(request.out))
+            lost: Counter[str] = Counter()
             try:
-                answers = cluster.run_on(request.ranks, run_cell, task)
+                with _cutting(folder, lost):
+                    answers = cluster.run_on(request.ranks, run_cell, task)
             finally:
                 if not request.quiet:
-                    printed = [_read(os.path.join(folder, str(rank))) for rank in request.ranks]
+                    printed = [_read(os.path.join(folder, str(rank)), lost[str(rank)]) for rank in request.ranks]
                     _show(request.ranks, printed, lambda ranks, text: f"{name_ranks(ranks)}:\n{_indent(text)}")
         pairs = list(zip(request.ranks, answers, strict=True))
         if not request.quiet and not cell.rstrip().endswith(";"):
@@ -342,12 +347,36 @@ def _flush() -> None:
 # What the notebook shows
 
 
-def _read(path: str) -> str:
-    """What a rank printed, each line as a terminal would leave it (a progress bar overwrites itself)."""
+@contextlib.contextmanager
+def _cutting(folder: str, lost: Counter[str]) -> Iterator[None]:
+    """Meanwhile cut the files of a folder, again and again, to what is shown of them: else a cell that prints for ever
+    fills the disk. `lost` gets the bytes that each file has lost. (The driver does it: ranks may be in native code.)"""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(_LOOK):
+            for entry in os.scandir(folder):
+                more = entry.stat().st_size - _SHOWN_BYTES
+                if more > 0:
+                    os.truncate(entry.path, _SHOWN_BYTES)  # the rank appends, so it goes on from there
+                    lost[entry.name] += more
+
+    thread = threading.Thread(target=look, name="cuts what ranks print", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _read(path: str, lost: int = 0) -> str:
+    """What a rank printed, each line as a terminal would leave it (a progress bar overwrites itself). `lost`: bytes
+    that its file has lost."""
     try:
         with open(path, "rb") as file:
             data = file.read(_SHOWN_BYTES)
-            left = os.fstat(file.fileno()).st_size - len(data)
+            left = os.fstat(file.fileno()).st_size - len(data) + lost
     except FileNotFoundError:  # the rank failed before it opened the file
         return ""
     lines = data.decode("utf-8", "replace").split("\n")

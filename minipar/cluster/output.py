@@ -4,19 +4,24 @@ A line is held for `HOLD` seconds, or until all ranks of the run have printed it
 `[ranks 0-3] loaded`. The lines of a rank stay in order. Progress bars, which rewrite their line by carriage returns,
 are shown live for the first rank of the run only. The finished bar of another rank is shown only if its text differs
 from the first rank's, apart from times and rates (the part in brackets at its end).
+
+Of a line that a rank repeats, the first `_EACH` are shown one by one and the others counted: `x (999,900 times more)`.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 HOLD = 0.05  # seconds
+COUNT = 1.0  # seconds for which a line that a rank repeats is counted, if no other line comes
+_EACH = 100
 _REDRAW = 0.1  # seconds between two states of a progress bar
 _AHEAD = 50  # in how many lines of another rank the same line is searched
 _CHUNK = 1 << 16
@@ -30,6 +35,13 @@ class _Printed:
     text: str
     when: float
     bar: str | None = None  # the text of a finished progress bar, without its times
+    more: int = 0  # how many times the line was repeated, after its first times
+
+    @property
+    def shown(self) -> str:
+        if not self.more:
+            return self.text
+        return f"{self.text} (once more)" if self.more == 1 else f"{self.text} ({self.more:,} times more)"
 
 
 class Output:
@@ -43,16 +55,26 @@ class Output:
         self._bar = ""  # the present state of the first rank's bar
         self._drawn = ""  # the text in the last line of the screen
         self._drawn_at = 0.0
+        self._last: dict[int, tuple[str, int]] = {}  # each rank's last line, and how many times it came
 
     def begin(self, ranks: Iterable[int]) -> None:
         """A new run of these ranks: lines are folded among them, and the first one shows its progress."""
         self.flush()
         self._active = tuple(sorted(ranks))
         self._finished.clear()
+        self._last.clear()
 
-    def line(self, rank: int, text: str) -> None:
-        """A line without its end, which `rank` has completed."""
-        self._held.setdefault(rank, deque()).append(_Printed(text, time.monotonic()))
+    def line(self, rank: int, text: str, times: int = 1) -> None:
+        """A line without its end, which `rank` has completed so many times."""
+        held, now = self._held.setdefault(rank, deque()), time.monotonic()
+        last, before = self._last.get(rank, (text, 0))
+        before = before if last == text else 0
+        self._last[rank] = text, before + times
+        each = max(0, min(times, _EACH - before))
+        held.extend(_Printed(text, now) for _ in range(each))
+        if times > each:
+            counted = held.pop() if held and held[-1].more and held[-1].text == text else _Printed(text, now)
+            held.append(replace(counted, more=counted.more + times - each))
 
     def bar(self, rank: int, text: str) -> None:
         """The present state of a progress bar; "" if the bar was erased."""
@@ -78,7 +100,7 @@ class Output:
 
     def wait(self) -> float | None:
         """Seconds until `show` has something to print; None if there is nothing."""
-        due = [held[0].when + self._hold for held in self._held.values() if held]
+        due = [self._due(held) for held in self._held.values() if held]
         if self._wanted != self._drawn:
             due.append(self._drawn_at + _REDRAW)
         return max(0.0, min(due) - time.monotonic()) if due else None
@@ -97,9 +119,11 @@ class Output:
             self._bar = ""
         self._write(self._fold(float("inf")))
 
-    @property
-    def _hold(self) -> float:
-        return HOLD if len(self._active) > 1 else 0.0
+    def _due(self, held: deque[_Printed]) -> float:
+        """When the first of these lines has to be shown."""
+        if len(held) == 1 and held[0].more:
+            return held[0].when + COUNT
+        return held[0].when + (HOLD if len(self._active) > 1 else 0.0)
 
     @property
     def _wanted(self) -> str:
@@ -111,16 +135,17 @@ class Output:
             waiting = {rank: held for rank, held in self._held.items() if held}
             if not waiting:
                 return shown
-            due = [rank for rank, held in waiting.items() if held[0].when + self._hold <= now]
-            text = waiting[min(due or waiting)][0].text  # by rank, so that short runs always look the same
-            heads = [rank for rank, held in waiting.items() if held[0].text == text]
-            if not due and len(heads) < len(self._active):
+            due = [rank for rank, held in waiting.items() if self._due(held) <= now]
+            first = waiting[min(due or waiting)][0]  # by rank, so that short runs always look the same
+            text = first.shown
+            heads = [rank for rank, held in waiting.items() if held[0].shown == text]
+            if not due and (first.more or len(heads) < len(self._active)):
                 return shown
             group = []
             for rank, held in sorted(waiting.items()):
-                depth = next((k for k, line in enumerate(held) if k > _AHEAD or line.text == text), len(held))
-                if depth < len(held) and held[depth].text == text:
-                    shown += [f"[rank {rank}] {held.popleft().text}" for _ in range(depth)]
+                depth = next((k for k, line in enumerate(held) if k > _AHEAD or line.shown == text), len(held))
+                if depth < len(held) and held[depth].shown == text:
+                    shown += [f"[rank {rank}] {held.popleft().shown}" for _ in range(depth)]
                     held.popleft()
                     group.append(rank)
             shown.append(f"[{name_ranks(group)}] {text}")
@@ -171,8 +196,8 @@ class Printer:
             self.open = bool(data)
             total += len(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
-            for line in lines:
-                self._complete(line)
+            for line, same in itertools.groupby(lines):
+                self._complete(line, sum(1 for _ in same))
             before, back, state = self._rest.rpartition(b"\r")
             if back and (state or before):
                 self._rest = back + state  # (earlier states are not needed any more)
@@ -185,12 +210,12 @@ class Printer:
         if rest.strip():
             self._complete(rest)
 
-    def _complete(self, line: bytes) -> None:
+    def _complete(self, line: bytes, times: int = 1) -> None:
         _, back, state = line.rstrip(b"\r").rpartition(b"\r")
         text = _text(state)
         if not back:
             if text or b"\x1b" not in line:  # (a line of cursor moves alone is not shown)
-                self._output.line(self._rank, text)
+                self._output.line(self._rank, text, times)
         elif text.strip():
             self._output.bar_ended(self._rank, text.rstrip())
         else:

@@ -9,6 +9,7 @@ import select
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 
 _PR_SET_PDEATHSIG = 1
@@ -76,18 +77,37 @@ def _members(leader: int) -> list[int]:
 def remove_shared(pid: int, folder: str = "/dev/shm") -> None:
     """Wait up to a fifth of a second for process `pid` to end, and then remove the shared memory of torch that it had
     made and not unlinked yet."""
-    with contextlib.suppress(OSError, AttributeError):
-        watched = os.pidfd_open(pid)  # readable when it has ended, reaped or not
-        try:
-            if not select.select([watched], [], [], 0.2)[0]:
-                return  # it is alive, and may still need them
-        finally:
-            os.close(watched)
+    if not _ends(pid, 0.2):
+        return  # it is alive, and may still need them
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(folder):
             if name.startswith(f"torch_{pid}_"):
                 with contextlib.suppress(OSError):
                     os.unlink(os.path.join(folder, name))
+
+
+def _ends(pid: int, seconds: float) -> bool:
+    """Whether a process has ended, reaped or not, or does so within so many seconds."""
+    if hasattr(os, "pidfd_open"):
+        try:
+            watched = os.pidfd_open(pid)  # readable when it has ended
+        except OSError:
+            return True
+        try:
+            return bool(select.select([watched], [], [], seconds)[0])
+        finally:
+            os.close(watched)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                state = file.read().rpartition(")")[2].split()[0]
+        except OSError:
+            return True
+        if state in "ZX":
+            return True
+        time.sleep(0.001)
+    return False
 
 
 def yield_to_others() -> None:

@@ -5,6 +5,9 @@ wait in an operation of the communicator, or are stopped, and none has made prog
 patience. A rank that computes is never part of a deadlock, however long it takes, and neither is one that sleeps, reads
 or waits for input. A rank that waits in torch's own communication is recognised by its stack, which is read only when
 the rank has used no CPU time for that long.
+
+A rank that waits for its GPU spins, and uses CPU time; its notes say that it waits (device_waits.py). Its GPU may wait
+for another rank, or compute. So it counts as waiting only after several times the patience, in one and the same call.
 """
 
 from __future__ import annotations
@@ -12,12 +15,13 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from minipar.cluster import stacks
+from minipar.cluster import device_waits, stacks
 from minipar.cluster.notes import Page
 from minipar.cluster.stacks import Frame
 
 _STOPPED = "T"
 _SHORTEST, _LONGEST = 0.02, 0.5  # seconds between two checks
+_FOR_DEVICES = 5  # times the patience, where a rank waits for its GPU: what one call waits for may take long
 
 
 @dataclass(frozen=True)
@@ -56,6 +60,9 @@ class Watchdog:
             return None
         self._same += min(passed, 2 * self.interval)
         if self._same < self.patience:
+            return None
+        on_devices = any(device_waits.is_one(one.operation) for one in seen.values() if one.since)
+        if on_devices and self._same < self.patience * _FOR_DEVICES:
             return None
         frames = stacks.ask(entry for entry in ranks if not seen[entry[0]].stopped)
         texts = {rank: _describe(seen[rank], frames.get(rank, []), now, self._same) for rank in seen}

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TextIO
 
-from minipar.cluster import failures, notes, stacks, wire
+from minipar.cluster import device_waits, failures, notes, stacks, wire
 from minipar.cluster.parcel import Parcel, pack, unpack
 from minipar.cluster.processes import flush_native, kill_group, tie_grandchildren
 from minipar.errors import PlanError, RankError
@@ -271,6 +271,7 @@ def _choose_device(setup: Setup) -> tuple[str, str]:
         raise PlanError("device='cuda': no GPU that torch can use is here; use device='cpu' or device='auto'")
     index = setup.rank % count
     torch.cuda.set_device(index)
+    device_waits.tell()
     # NCCL refuses two ranks on one GPU; gloo then carries the data through host memory.
     return f"cuda:{index}", "nccl" if count >= setup.size else "gloo"
 

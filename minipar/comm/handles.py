@@ -10,6 +10,7 @@ import torch
 
 from minipar.cluster import notes
 from minipar.comm.matching import Collective
+from minipar.comm.transport.interface import StreamWork
 
 
 class Handle:
@@ -57,6 +58,11 @@ class Handle:
         until `wait` has returned."""
         return self._work is None or bool(self._work.is_completed())
 
+    def on_stream(self) -> bool:
+        """Let the current stream of the GPU wait for the operation, while this thread goes on. Returns False, and does
+        nothing, where only a thread can wait for it."""
+        return isinstance(self._work, (Collective, StreamWork)) and self._work.on_stream()
+
     def when_done(self, call: Callable[[], None]) -> None:
         """Call `call` when a collective is complete, from another thread; never, if the backend cannot do that."""
         if isinstance(self._work, Collective):
@@ -82,6 +88,9 @@ class StagedHandle(Handle):
     ) -> None:
         super().__init__(work, into, pending, what)
         self._host: torch.Tensor | None = host
+
+    def on_stream(self) -> bool:
+        return False
 
     def wait(self) -> None:
         if self._work is None:
@@ -120,6 +129,9 @@ class Then(Handle):
 
     def done(self) -> bool:
         return self._before.done()
+
+    def on_stream(self) -> bool:
+        return self._before.on_stream()
 
     def when_done(self, call: Callable[[], None]) -> None:
         self._before.when_done(call)

@@ -64,12 +64,13 @@ class _Unposted(NamedTuple):
 
 @dataclass
 class Received:
-    """A message on its way: buffers, and the handles that fill them."""
+    """A message on its way: buffers, and the handles that fill them. `end`: when it arrives, if a device knows that."""
 
     contents: list[Any]
     handles: Sequence[Handle | _Unposted]
     arrival: Tensor | None
     forms: list[Any] | None = None  # of the contents; None: as they always were
+    end: Any = None
 
 
 class _Known(NamedTuple):
@@ -119,15 +120,22 @@ class Links:
     rows(value) gives the number of rows of a value's micro-batch. For a micro-batch without rows nothing is sent; but
     where ranks decide as they run, a short message says that it is done.
     emulated: whether messages carry the time of their arrival.
+    ended: given the handles of receives that have just been posted, and the peer, when they end, if a device knows that
     """
 
     def __init__(
-        self, program: Program, comm: Communicator, rows: Callable[[Value], int], emulated: bool = False
+        self,
+        program: Program,
+        comm: Communicator,
+        rows: Callable[[Value], int],
+        emulated: bool = False,
+        ended: Callable[[Sequence[Any], int], Any] = lambda handles, peer: None,
     ) -> None:
         self.program = program
         self.comm = comm
         self.rows = rows
         self.emulated = emulated
+        self.ended = ended
         self.width = max(program.layers, len(program.edges))
         self.forms: dict[Any, Any] = {}  # (direction, peer, layer, rows) -> form of the value
         self.known: dict[tuple[int, Values], _Known] = {}  # by peer and message; two peers may get the same message
@@ -244,16 +252,16 @@ class Links:
             value, listed = message[0], tensor is not contents[0]
             self.known[peer, message] = _Known(self.rows(value), self.tag(value), tensor.shape, tensor.dtype, listed)
 
-    def receive(self, message: Values, peer: int) -> tuple[list[Any], float]:
-        """Wait for a message that was posted before. Returns the contents of the values that travel, and the time of
-        its emulated arrival (0 if there is none).
+    def receive(self, message: Values, peer: int) -> tuple[list[Any], float, Any]:
+        """Wait for a message that was posted before. Returns the contents of the values that travel, the time of its
+        emulated arrival (0 if there is none), and when it arrived, if a device knows that.
 
         This also forgets the sends that the message acknowledges.
         """
         inbox = self.inboxes[peer]
         received = inbox.wait(message)
         self._forget(peer, self.done.get((peer, inbox.positions[message]), 0))
-        return received.contents, 0.0 if received.arrival is None else received.arrival.item()
+        return received.contents, 0.0 if received.arrival is None else received.arrival.item(), received.end
 
     def look(self, message: Values, peer: int) -> float | None:
         """When the next message from a peer arrives on the emulated link, if it is `message`; None: it is not here."""
@@ -336,7 +344,8 @@ class _Inbox:
         if links.emulated:
             arrival = torch.empty(1, dtype=torch.float64)
             handles.append(receive(arrival, self.peer, tag + _ARRIVAL))
-        self.open[message] = Received(contents, handles, arrival, forms)
+        end = links.ended(handles, self.peer) if comm.posts else None
+        self.open[message] = Received(contents, handles, arrival, forms, end)
         return self.open[message]
 
     def wait(self, message: Values) -> Received:

@@ -118,8 +118,18 @@ class Collective:
             self.matcher.progress()
         return self.start is None and (self.work is None or bool(self.work.is_completed()))
 
+    def on_stream(self) -> bool:
+        """Let the current stream of the GPU wait for it, if this group works on streams; returns whether it did."""
+        if self.matcher.sliced or self.work is None:
+            return False
+        self.work.synchronize()
+        return True
+
     def when_done(self, call: Callable[[], None]) -> None:
-        """Call `call` when it is complete, from another thread; never, if the backend cannot do that."""
+        """Call `call` when it is complete, from another thread; never, if the backend cannot do that. (NCCL's future
+        is done when the work is in the stream: `on_stream` is for these.)"""
+        if not self.matcher.sliced:
+            return
         with self.matcher.lock:
             if self.start is not None:
                 self.calls.append(lambda _: call())

@@ -22,6 +22,7 @@ _DTYPES = (
     torch.bfloat16,
     torch.int64,
     torch.int32,
+    torch.int16,
     torch.int8,
     torch.uint8,
 )

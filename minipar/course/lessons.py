@@ -121,14 +121,15 @@ def opening(name: str | None) -> list[str]:
     For an installed package it first makes a working copy in ./minipar-lessons, since nobody should write in
     site-packages.
     """
-    if shutil.which("jupyter-lab", path=str(Path(sys.executable).parent)) is None:
+    program = shutil.which("jupyter-lab", path=str(Path(sys.executable).parent))
+    if program is None:
         raise PlanError('JupyterLab is not installed beside this Python: pip install "minipar[lab]"')
     place = folder()
     chosen = find(name).path.name if name is not None else ""
     if not in_checkout():
         place = Path(WORKING_COPY)
         copy_lessons(place)
-    return [sys.executable, "-m", "jupyterlab", str(place / chosen)]
+    return [program, str(place / chosen)]  # (python -m would take modules from the working directory)
 
 
 def open_lesson(name: str | None) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from minipar.execution.remembered import Remembered, will_run_again
 from minipar.execution.saved_tensors import SavedTensors
 from minipar.execution.sequence_state import SequenceState, carried, on_slices
 from minipar.execution.split_backward import Arrived, input_half, left, noting_hooks, weight_half
+from minipar.execution.streams import Later, Streams, streams_of
 from minipar.execution.tails import Tails
 from minipar.execution.untouched_inputs import UntouchedInputs
 from minipar.models import randomness
@@ -67,6 +68,7 @@ class Compute:
     kept     what autograd keeps of layers that are offloaded
     experts  counts which experts tokens go to
     finite   checks the losses; None if nobody asks for it
+    later    checks of what the device has computed, at once or when the host knows it
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Compute:
         loss: Loss,
         seed: int = 0,
         posts: bool = False,
+        streams: Streams | None = None,
     ) -> None:
         held = program.placement[rank]
         self.posts = posts  # whether gradients that are sent must have the form of the output
@@ -89,7 +92,9 @@ class Compute:
         self.remembered = {layer: Remembered(layers[layer]) for layer in held}
         self.names: tuple[str, ...] = ()  # of all layers, for messages
         self.rows = BatchRows(program, rank, loss)
-        self.loss = MeanLoss(loss, program, rank)
+        self.streams = streams or streams_of(device)
+        self.later = Later(self.streams)
+        self.loss = MeanLoss(loss, program, rank, self.later)
         self.finite: Finite | None = None
         self.sizes: Sizes = {}
         # Bytes of values in another form, and of the tensors that change their form.
@@ -210,12 +215,16 @@ class Compute:
         if ins.layers[0] > 0:
             found = [live[self._output(a, ins)] for a in self.program.wiring.inputs[ins.layers[0]]]
             return found[0] if len(found) == 1 else tuple(found)
-        narrow, device = self.program.precision == "bf16", self.place_of(0)
+        narrow = self.program.precision == "bf16"
 
         def placed(tensor: Tensor) -> Tensor:
-            return tensor.to(device, torch.bfloat16 if narrow and tensor.is_floating_point() else tensor.dtype)
+            return self._placed(0, tensor, torch.bfloat16 if narrow and tensor.is_floating_point() else tensor.dtype)
 
         return map_tensors(self._part(self.sequence.cut(take_rows(x, rows), ins)), placed)
+
+    def _placed(self, layer: int, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """A tensor of the batch, where a layer is computed."""
+        return tensor.to(dtype) if layer in self.on_host else self.streams.place(tensor, dtype)
 
     def _part(self, value: Any) -> Any:
         """What this rank has of rows or targets that the ranks which share layers have in parts."""
@@ -234,11 +243,11 @@ class Compute:
         return value._replace(form=form) if form else value
 
     def _target(self, ins: Instruction, part: BatchPart, rows: range) -> Target:
-        """What the output of the last layer is compared with."""
-        device = self.place_of(self.program.layers - 1)
-        y = map_tensors(take_rows(part.y, rows), lambda t: t.to(device))
+        """What the output of the last layer is compared with. (It is counted on the host, where it comes from.)"""
+        y, last = take_rows(part.y, rows), self.program.layers - 1
         share = self.sequence.share(y, ins) / (self.place[1] if self.program.inputs == "S1" else 1)
-        return self.loss.target(y, self._part(self.sequence.cut(y, ins)), share, part.weight)
+        target = self.loss.target(y, self._part(self.sequence.cut(y, ins)), share, part.weight)
+        return target._replace(y=map_tensors(target.y, lambda t: self._placed(last, t, t.dtype)))
 
     def _run_piece(self, given: Any, call: Call) -> Made:
         """Run the layers of one piece of the graph, one after the other."""
@@ -261,7 +270,8 @@ class Compute:
         every = self.loss.every
         k = ins.step if every is None else ins.step * self.program.microbatches + ins.microbatch
         if self.finite is not None:
-            self.finite(loss, self.rows.base + ins.step, ins.microbatch, rows)
+            check = partial(self.finite, step=self.rows.base + ins.step, microbatch=ins.microbatch, rows=rows)
+            self.later.check(loss, check)
         if self.program.shard(self.rank) and not self.program.inputs:
             return  # every rank that shares the last layer has the same loss, which counts once
         part = every or self.rows.share(ins.step)

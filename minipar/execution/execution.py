@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -66,7 +66,7 @@ from minipar.program.mesh import SHARING, Mesh
 from minipar.program.shape import Shape
 from minipar.program.verify.verifier import verify
 from minipar.sharding.nodes import Cut, ShardedModel
-from minipar.sharding.sharded import local_model
+from minipar.sharding.sharded import capture_graphs, local_model, pickled, unpickled
 from minipar.strategies.keys import at_least_1
 from minipar.strategies.passes.versions import as_it_happened
 from minipar.strategies.plan import Plan
@@ -78,6 +78,14 @@ _TRIED, _TRIED_TARGETS = 8, 4096  # rows of outputs and of targets that a loss i
 
 Model = nn.Module | Sequence[nn.Module] | Callable[[], nn.Module | Sequence[nn.Module]]
 Loss = Callable[[Any, Any], Tensor]
+
+
+class PickledGraphs(NamedTuple):
+    """A model as graphs, pickled, and what they are for: the number of sharing ranks, and the slices."""
+
+    ranks: int
+    slices: int | tuple[int, ...]
+    data: bytes
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,7 @@ class Job:
                 it. None: evaluation mode if the program trains nothing of a model that could be trained
     on_nan      where the loss of a micro-batch is not finite: "stop", "warn" or "ignore"
     annotations with tensor parallelism, the forms of some tensors by name (`sharding/propagation.py`); None: Megatron's
+    graphs      with tensor parallelism, the model as graphs (`captured_once`); None: each rank captures it
     """
 
     model: Model
@@ -109,6 +118,7 @@ class Job:
     evaluate: bool | None = None
     on_nan: str = "ignore"
     annotations: Mapping[str, str] | None = None
+    graphs: PickledGraphs | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_loss(self.loss)
@@ -151,9 +161,24 @@ class Job:
         self, model: nn.Module, index: int, count: int, inputs: str = "", slices: int | tuple[int, ...] = 1
     ) -> ShardedModel:
         """The nodes that rank `index` of `count` sharing ranks has of a model; `inputs` and `slices`: see `Program`."""
+        known = self.graphs is not None and self.graphs[:2] == (count, slices)
+        graphs = unpickled(self.graphs.data) if known and self.graphs is not None else None
+        x, cut = self._example(slices)
+        return local_model(model, index, count, x, self.annotations, inputs, cut, graphs)
+
+    def capture(self, count: int, slices: int | tuple[int, ...]) -> PickledGraphs | None:
+        """In one rank: the model as graphs, for all ranks that share it. None where graphs cannot be sent."""
+        x, cut = self._example(slices)
+        graphs = capture_graphs(self.build(), count, x, cut)
+        try:
+            return PickledGraphs(count, slices, pickled(graphs))
+        except Exception:  # such as an operator's argument that has no pickled form: each rank then captures for itself
+            return None
+
+    def _example(self, slices: int | tuple[int, ...]) -> tuple[Any, Sequence[range]]:
+        """Some rows that the model is given, and the tokens of each slice of a sequence."""
         x = self.sample(3)[0][0]
-        cut = token_ranges(slices, count_tokens([x])) if slices != 1 else ()
-        return local_model(model, index, count, x, self.annotations, inputs, cut)
+        return x, token_ranges(slices, count_tokens([x])) if slices != 1 else ()
 
     def batches(self, step: int) -> tuple[Any, Any]:
         """x and y of one step: the whole batch, of all replicas."""
@@ -262,6 +287,7 @@ def execute(
     with nullcontext(cluster) if cluster is not None else Cluster(count) as ranks:
         if program.in_flight is not None:
             check_carrier(ranks, f"program {program.name!r}")
+        job = captured_once(job, program.sharing, program.slices, ranks)
         if costs is None and ranks.emulates is not None and ranks.emulates.emulates:
             costs = emulated_costs(program, ranks.emulates, job, ranks)
         slow = [_delays(costs, rank, rest) for rank in range(count)] if costs is not None else None
@@ -338,6 +364,15 @@ def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Ranks)
         computing = replace(computing, schedule="terapipe", slices=program.slices)
     (facts,) = cluster.run_on([0], profile_job, job, rows, False, computing)
     return EmulatedCosts(program, spec, ProfiledCosts(program, facts.profile, job.batch))
+
+
+def captured_once(job: Job, count: int, slices: int | tuple[int, ...], ranks: Ranks) -> Job:
+    """The job with its model as graphs, if `count` ranks share layers. Rank 0 captures it for all: torch.export takes
+    seconds at its first use in a process, and tenths of seconds later."""
+    if count == 1 or (job.graphs is not None and job.graphs[:2] == (count, slices)):
+        return job
+    (graphs,) = ranks.run_on([0], Job.capture, job, count, slices)
+    return replace(job, graphs=graphs)
 
 
 def _delays(costs: EmulatedCosts, rank: int, rest: Program | None) -> tuple[Delays, Delays | None]:
@@ -463,7 +498,7 @@ def _passes(
                 squares, done = executor.state.measured, range(updates - each.updates, updates)
                 news = news._replace(
                     rates=[update.rates_at(u) for u in done],
-                    squares=None if squares is None else [squares.get(s, 0.0) for s in range(each.updates)],
+                    squares=None if squares is None else [_added(squares.get(s, ())) for s in range(each.updates)],
                 )
             if update.schedule is not None:
                 update.schedule.forget(updates)
@@ -504,6 +539,11 @@ def _warn_of_hosts(program: Program, hosts: Sequence[str]) -> None:
             f"are on one where {axis} divides the ranks of each host",
             stacklevel=2,
         )
+
+
+def _added(numbers: Sequence[Tensor]) -> float:
+    """Their sum, in their order."""
+    return reduce(lambda total, one: total + one.item(), numbers, 0.0)
 
 
 def _way(program: Program, ranks: int) -> int:

@@ -5,7 +5,8 @@
         FORWARD, RECOMPUTE, BACKWARD, STEP    compute now
         SEND, RECV, collectives               start, and go on
 
-It is an interpreter: it knows no strategy.
+It is an interpreter: it knows no strategy. What it needs of the device, a CPU or a GPU, is in `streams`: on a GPU "now"
+means to put it in the device's queue, "wait" that the device waits, and the walk goes on.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from minipar.cluster import notes
@@ -37,6 +37,7 @@ from minipar.execution.mean_loss import Loss
 from minipar.execution.offloading import Offloading, TierCopy, frozen_parameters
 from minipar.execution.owners import Slice
 from minipar.execution.state import State
+from minipar.execution.streams import Mark, Streams, read_all, streams_of
 from minipar.execution.updating import Optimizer, Scheduler, Update, forms_of
 from minipar.models import randomness, selective_checkpoint
 from minipar.models.network import edges_of
@@ -51,6 +52,7 @@ from minipar.program import (
     Local,
     Op,
     Program,
+    Synchronous,
     Value,
     home,
     repartitions,
@@ -97,9 +99,11 @@ class _Prepared(NamedTuple):
     graded: tuple[int, ...]  # groups whose gradients it writes
     dropped: tuple[Value, ...]  # what it frees of `live`
     released: tuple[Value, ...]  # parameters that it frees
+    on_host: bool  # whether the host computes it, and so waits for what it reads
+    mark: Callable[[], Mark]  # when it begins and ends
 
 
-def _lines(instructions: Sequence[Instruction]) -> list[_Prepared]:
+def _lines(instructions: Sequence[Instruction], streams: Streams) -> list[_Prepared]:
     moving = (Op.RECV, *COLLECTIVES, *COPIES)
     moved = {value for ins in instructions if ins.op in moving for value in ins.writes}
     return [
@@ -109,6 +113,8 @@ def _lines(instructions: Sequence[Instruction]) -> list[_Prepared]:
             tuple([value.index for value in ins.writes if value.kind == "grad"]),
             tuple([value for value in ins.frees if value.kind not in _ELSEWHERE]),
             tuple([value for value in ins.frees if value.kind in ("param", "param_shard")]),
+            ins.stream == "host",
+            time.perf_counter if ins.stream == "host" else streams.mark,
         )
         for ins in instructions
     ]
@@ -135,6 +141,7 @@ class Executor:
     optimizer   makes an optimizer of the whole model's parameters, given as a list, or as pairs with their names
     scheduler   makes a scheduler of it, which steps once for each update
     delays      of the emulated device, if this rank is one
+    streams     what it needs of the rank's device; default: that of the communicator's
     """
 
     def __init__(
@@ -147,6 +154,7 @@ class Executor:
         seed: int = 0,
         delays: Delays | None = None,
         scheduler: Scheduler | None = None,
+        streams: Streams | None = None,
     ) -> None:
         container = model if isinstance(model, nn.Module) else nn.Sequential(*model)
         update = Update(optimizer, forms_of(container), scheduler)
@@ -161,7 +169,8 @@ class Executor:
         check_fit(program, layers, edges_of(container))
         selective_checkpoint.choose(layers, program.selective)
         self.comm = comm
-        self.compute = Compute(program, comm.rank, comm.device, layers, loss, seed, comm.posts)
+        self.streams = streams or streams_of(comm.device)
+        self.compute = Compute(program, comm.rank, comm.device, layers, loss, seed, comm.posts, self.streams)
         self.compute.names = naming_layers.names_of(model)
         own = {id(p) for layer in self.compute.layers.values() for p in layer.parameters()}
         groups = [[p for p in params if id(p) in own] for params in parameters_of(layers)]
@@ -175,7 +184,7 @@ class Executor:
         if program.precision == "bf16":
             # These are the tensors that are not trained: buffers, and frozen parameters before they are offloaded.
             narrow(nn.ModuleList(self.compute.layers.values()))
-        self.offloading = Offloading(program, comm.rank, self.state, self.compute.kept, frozen)
+        self.offloading = Offloading(program, comm.rank, self.state, self.compute.kept, frozen, self.streams)
         self.live: dict[Value, Any] = {}
         self.watch: MemoryWatch | None = None
         self.walked: Walked | None = None  # reports a pass while it runs
@@ -190,9 +199,10 @@ class Executor:
         peers = {ins.peer for ins in self.instructions if ins.op in (Op.SEND, Op.RECV)}
         comm.prepare(groups, peers, program.algorithm or None)
         self.device = EmulatedDevice(delays) if delays is not None else None
-        self.links = Links(program, comm, self.compute.rows.count, delays is not None and delays.links)
+        emulated = delays is not None and delays.links
+        self.links = Links(program, comm, self.compute.rows.count, emulated, self.streams.ended)
         self.dynamic = DynamicSchedule(program, comm.rank, self.links) if program.in_flight is not None else None
-        self.lines = _lines(self.instructions)
+        self.lines = _lines(self.instructions, self.streams)
 
     def run(
         self, batches: Callable[[int], Batch | BatchPart], base: int = 0, keep_gradients: bool = False
@@ -209,19 +219,20 @@ class Executor:
         self.gradients: list[dict[str, Gradient]] = [{} for _ in range(program.updates)]
         self.keep_gradients = keep_gradients
         size = len(instructions)
-        starts, self.ends = [0.0] * size, [0.0] * size
-        ends, clock = self.ends, time.perf_counter
-        links = self.links
+        starts: list[Mark] = [0.0] * size
+        self.ends: list[Mark] = [0.0] * size
+        ends, links, streams = self.ends, self.links, self.streams
+        mark = streams.mark
         self.pending: dict[Value, tuple[int, Any]] = {}  # value -> (index of its writer, peer or handles)
         pending = self.pending
-        posted: dict[int, list[float]] = {}
-        cuda = self.comm.device.type == "cuda"
+        posted: dict[int, list[Mark]] = {}
         device = self.device
+        streams.begin()
         links.start()
         tell = self.walked
         if tell is not None:
-            tell.begin(starts, ends, compute.losses)
-        begin = clock()
+            tell.begin(starts, ends, compute.losses, streams)
+        begin = mark()
         if device is not None:
             device.begin()
         watch = self.watch
@@ -230,7 +241,7 @@ class Executor:
         # Local names: a member of an Enum is slow to look up, many times for each instruction.
         FORWARD, RECOMPUTE, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND, RECV, STEP = _WALKED
         for index, ins in enumerate(instructions) if self.dynamic is None else self.dynamic.walk():
-            op = ins.op
+            op, end = ins.op, None  # (the end is another than this rank's own of a collective on a stream)
             line = lines[index]
             note(line.label)
             if watch is not None:
@@ -239,7 +250,7 @@ class Executor:
                 self.offloading.settle()
             if op is RECV:
                 times = posted.setdefault(ins.peer, [])
-                times.append(clock())
+                times.append(mark())
                 k = len(times) - 1 - program.receives_ahead
                 starts[index] = times[k] if k >= 0 else begin
                 ends[index] = times[-1]
@@ -251,10 +262,12 @@ class Executor:
                 for value in line.arriving:
                     if value in pending:
                         self._await(value)
+            if line.on_host:
+                self.offloading.host_waits(ins.reads)
             if versions:
                 self.state.show(ins.reads)
-            starts[index] = clock()
-            if ins.stream == "host" and op is not Op.STEP:
+            starts[index] = line.mark()
+            if line.on_host and op is not STEP:
                 self._on_host(ins)
             elif op is FORWARD or op is RECOMPUTE:
                 compute.forward(ins, live)
@@ -276,16 +289,16 @@ class Executor:
                 self._copy(index, ins)
                 continue
             elif op in COLLECTIVES:
-                self._collective(index, ins)
+                end = self._collective(index, ins)
             elif op is STEP:
                 self._step(ins)
             else:
                 raise RankError(f"{ins}: no executor for {op.name}")
-            if cuda and ins.stream == "compute":
-                torch.cuda.synchronize(self.comm.device)  # the clock must see the device's work
             if device is not None and op in COMPUTE:
                 device.computed(index)
-            ends[index] = clock()
+            ends[index] = line.mark() if end is None else end
+            if watch is not None and end is None:
+                streams.wait(ends[index])  # memory is followed on the host's clock, so the host may not run ahead
             if tell is not None:
                 tell(self._order(index), (k for k, _ in pending.values()))
             for value in line.dropped:
@@ -297,12 +310,14 @@ class Executor:
             self._await(next(iter(pending)))
         links.finish()
         self.offloading.finish()
-        now = clock()
+        compute.later.settle(True)
+        now = mark()
         ends[:] = [end or now for end in ends]  # (of pieces of a gradient only the last one was waited for)
+        losses = read_all(compute.losses, streams)
+        starts, ends = streams.times(starts), streams.times(ends)
         if tell is not None:
             tell(self._order(size - 1), last=True)
         overruns = [] if device is None else device.overruns
-        losses = [float(loss) for loss in compute.losses]
         if self.dynamic is None:
             return PassRecord(losses, starts, ends, self.gradients, overruns)
         walked = self.dynamic.executed
@@ -317,15 +332,16 @@ class Executor:
     # waiting ---------------------------------------------------------------------------------------------------------
 
     def _await(self, value: Value) -> None:
-        """Wait for a message, or for the collective that writes a value."""
+        """Wait for a message, a copy, or the collective that writes a value. (A GPU waits itself, and not its host.)"""
         index, what = self.pending.pop(value)
         if isinstance(what, int):
             message = self.instructions[index].writes
             for other in message if len(message) > 1 else ():
                 self.pending.pop(other, None)
             present = [other for other in message if self.compute.rows.count(other)]
+            end: Mark | None = None
             if present:
-                contents, arrival = self.links.receive(message, what)
+                contents, arrival, end = self.links.receive(message, what)
                 for other, content in zip(present, contents, strict=True):
                     self.live[other] = content
                     self.compute.weigh(other, content)
@@ -333,7 +349,7 @@ class Executor:
                         self.watch.received(content)
                 if self.device is not None:
                     self.device.arrived(arrival, index)
-            self.ends[index] = time.perf_counter()
+            self.ends[index] = self.streams.mark() if end is None else end
             return
         if isinstance(what, TierCopy):
             what.wait()
@@ -352,11 +368,12 @@ class Executor:
             self.pending.pop(other, None)
         if self.watch is not None and repartitions(self.instructions[index]):
             self.watch.received(self.live[value])
-        self.ends[index] = self.ends[index] or time.perf_counter()
+        self.ends[index] = self.ends[index] or self.streams.mark()
 
     # instructions ----------------------------------------------------------------------------------------------------
 
-    def _collective(self, index: int, ins: Instruction) -> None:
+    def _collective(self, index: int, ins: Instruction) -> Mark | None:
+        """Start a collective. Returns when it ends, if the device knows that; else it is noted when it has ended."""
         share = 1.0
         if isinstance(self.program.contract, Local):
             share = self.compute.rows.share(ins.step, ins.step % self.program.contract.steps + 1)
@@ -381,8 +398,10 @@ class Executor:
         for value in ins.writes:
             if value not in ins.frees:
                 self.pending[value] = (index, (handles, joined))
-        if joined is not None or handles:
+        end = self.streams.ended(handles, group)
+        if end is None and (joined is not None or handles):
             (handles[-1] if joined is None else joined.handle).when_done(done)
+        return end
 
     def _on_host(self, ins: Instruction) -> None:
         """Compute layers on the host, with the host's values in place of the device's."""
@@ -398,6 +417,9 @@ class Executor:
             copy = self.offloading.start(ins, self.live)
         copy.end = self.device.copied(ins, copy.nbytes) if self.device is not None else None
         self.pending[ins.writes[0]] = (index, copy)
+        if copy.on_stream:
+            self.ends[index] = copy.mark()
+            return
 
         def done() -> None:
             self.ends[index] = time.perf_counter()
@@ -416,6 +438,8 @@ class Executor:
         return self._update(ins)
 
     def _update(self, ins: Instruction) -> None:
+        # Where receives of a later step may be posted already, the host does not wait for the losses of this one.
+        self.compute.later.settle(isinstance(self.program.contract, Synchronous))
         self.state.scale(ins)
         if self.keep_gradients:
             kept = self.gradients[ins.step]

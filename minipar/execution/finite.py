@@ -1,11 +1,10 @@
-"""Find a loss that is not a finite number where it is computed, before any update uses it."""
+"""Find a loss that is not a finite number where it is computed, before any update uses it. (Of an asynchronous program
+on a GPU, as soon as the host knows it.)"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-
-from torch import Tensor
 
 from minipar.errors import NotFinite, PlanError
 from minipar.execution.following import Warned
@@ -29,9 +28,8 @@ class Finite:
     def __init__(self, rank: int, on_nan: str, report: Callable[[Warned], None]) -> None:
         self.rank, self.on_nan, self._report = rank, on_nan, report
 
-    def __call__(self, loss: Tensor, step: int, microbatch: int, rows: range) -> None:
+    def __call__(self, value: float, step: int, microbatch: int, rows: range) -> None:
         """Check the loss of these rows of a step's batch."""
-        value = float(loss)
         if self.on_nan == "ignore" or math.isfinite(value):
             return
         what = f"the loss is {value} in step {step}, rank {self.rank}, micro-batch {microbatch}"

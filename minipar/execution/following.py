@@ -19,11 +19,16 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, SupportsFloat, TextIO
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from minipar.program import Instruction, Op, Program, Staleness, message
 from minipar.trace import Trace
 from minipar.trace.terminal import text
+
+if TYPE_CHECKING:  # (the driver follows a run without torch)
+    from torch import Tensor
+
+    from minipar.execution.streams import Mark, Reading, Streams
 
 EVERY = 0.1  # seconds between two moments
 _MESSAGES = (Op.SEND, Op.RECV)
@@ -122,11 +127,14 @@ class Walked:
     def __init__(self, report: Callable[[Stretch], None], every: float) -> None:
         self._report, self._every, self._run = report, every, -1
 
-    def begin(self, starts: Sequence[float], ends: Sequence[float], losses: Sequence[SupportsFloat]) -> None:
+    def begin(
+        self, starts: Sequence[Mark], ends: Sequence[Mark], losses: Sequence[Tensor | float], streams: Streams
+    ) -> None:
         """A pass begins, which writes its times and losses to these lists."""
-        self._starts, self._ends, self._losses = starts, ends, losses
+        self._starts, self._ends, self._losses, self._streams = starts, ends, losses, streams
+        self._ready: list[tuple[Stretch, dict[int, Reading]]] = []  # reports whose losses are not known yet
         self._told, self._held = 0, list[int]()  # number of places seen; those of them that had not ended
-        self._known: list[SupportsFloat] = [0.0] * len(losses)
+        self._known: list[Tensor | float] = [0.0] * len(losses)
         self._last = time.perf_counter()
         self._run += 1
 
@@ -137,13 +145,18 @@ class Walked:
             return
         self._last = now
         places = [*self._held, *range(self._told, len(order))]
-        open_ = set(waiting)
+        streams, open_ = self._streams, set(waiting)
+        open_.update(order[k] for k in places if not (order[k] in open_ or streams.happened(self._ends[order[k]])))
         self._told, self._held = len(order), [k for k in places if order[k] in open_]
         ended = [(k, order[k]) for k in places if order[k] not in open_]
-        walked = [(k, index, self._starts[index], self._ends[index]) for k, index in ended]
-        losses = {k: float(loss) for k, loss in enumerate(self._losses) if loss is not self._known[k]}
+        starts, ends = (streams.times([of[index] for _, index in ended]) for of in (self._starts, self._ends))
+        walked = [(k, index, start, end) for (k, index), start, end in zip(ended, starts, ends, strict=True)]
+        losses = {k: streams.reading(loss) for k, loss in enumerate(self._losses) if loss is not self._known[k]}
         self._known = list(self._losses)
-        self._report(Stretch(self._run, float("inf") if last else now, walked, losses))
+        self._ready.append((Stretch(self._run, float("inf") if last else now, walked, {}), losses))
+        while self._ready and (last or all(number.known() for number in self._ready[0][1].values())):
+            stretch, found = self._ready.pop(0)
+            self._report(stretch._replace(losses={k: number.value() for k, number in found.items()}))
 
 
 class Telling:

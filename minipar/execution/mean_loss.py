@@ -8,6 +8,7 @@ What is counted are rows, or target elements, or what the loss itself counts: se
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from minipar.errors import MiniparError, RankError
 from minipar.execution import naming_layers
+from minipar.execution.streams import Later
 from minipar.models.losses import counted, counts_elements, says_count
 from minipar.models.tensors import differentiable, map_tensors, single
 from minipar.program import Program, Staleness
@@ -41,7 +43,8 @@ class MeanLoss:
     every   of an asynchronous program, how many micro-batches make one update: each of them has a mean of its own
     """
 
-    def __init__(self, loss: Loss, program: Program, rank: int) -> None:
+    def __init__(self, loss: Loss, program: Program, rank: int, later: Later) -> None:
+        self.later = later
         self.loss, self.rank, self.narrow = loss, rank, program.precision == "bf16"
         self.every = program.contract.every if isinstance(program.contract, Staleness) else None
 
@@ -70,13 +73,17 @@ class MeanLoss:
             raise naming_layers.raised("the loss", error, f"on rank {self.rank}", (output, y)) from error
         if isinstance(value, tuple):
             value, count = value
-            if abs(float(count) - counts) > 1e-6 * counts:
-                raise RankError(
-                    f"the loss gave (sum, count) with count {float(count):g}, but its targets weigh {counts:g}; say "
-                    "what it counts, of y alone, with losses.weighted(loss, count=lambda y: ...)"
-                )
+            self.later.check(count, partial(_check_count, counts))
             value = value / counts
         if value.dim():
             raise RankError(f"the loss has shape {tuple(value.shape)}; it must be a scalar, the mean over the rows")
         share: Tensor = value * (counts / whole)
         return share
+
+
+def _check_count(counts: float, count: float) -> None:
+    if abs(count - counts) > 1e-6 * counts:
+        raise RankError(
+            f"the loss gave (sum, count) with count {count:g}, but its targets weigh {counts:g}; say what it counts, "
+            "of y alone, with losses.weighted(loss, count=lambda y: ...)"
+        )

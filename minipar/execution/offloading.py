@@ -7,7 +7,9 @@
     host param,      the optimizer's copies and its state: to the disk and back
     host optimizer_state
 
-Copies run on threads, one per tier and direction. The rank's own thread starts them, and frees what they have copied.
+Copies run on threads, one per tier and direction; those between a GPU and the host's memory run on streams of the GPU
+(streams.py), and the stream that computes waits where a thread would. The rank's own thread starts them, and frees what
+they have copied.
 When a store has no room, the tensors stay where they are, the step goes on with them, and the error is raised at its
 end: then parameters and optimizer are those after the step, and the run can go on.
 """
@@ -16,8 +18,9 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from threading import Event
 from typing import Any
@@ -27,9 +30,10 @@ from torch import Tensor, nn
 
 from minipar.errors import StoreError
 from minipar.execution.memory.disk import DiskStore
-from minipar.execution.memory.stores import HostStore, Tier, move
+from minipar.execution.memory.stores import Tier, host_store
 from minipar.execution.saved_tensors import SavedTensors
 from minipar.execution.state import State
+from minipar.execution.streams import Copy, Mark, StreamCopy, Streams, on_host
 from minipar.models.tensors import count_bytes, map_tensors, tensors
 from minipar.program import COPIES, Instruction, LayerRun, Op, Program, Value, home, host, tier
 
@@ -43,26 +47,40 @@ def _any_time(ins: Instruction) -> bool:
 
 
 class TierCopy:
-    """A copy that is under way: `settle` when `arrived`, on the rank's own thread."""
+    """A copy that is under way: `settle` when `arrived`, on the rank's own thread.
+
+    copies     of its tensors, in order
+    on_stream  whether they run on a stream of the device: then its computation waits for them, and not the host
+    """
 
     def __init__(
         self,
-        futures: Sequence[Future[None]] = (),
+        streams: Streams,
+        copies: Sequence[Copy] = (),
         nbytes: int = 0,
         let_go: Callable[[], Any] = _nothing,
         failed: StoreError | None = None,
     ) -> None:
-        self.futures, self.nbytes, self.let_go, self.failed = futures, nbytes, let_go, failed
+        self.streams, self.copies = streams, copies
+        self.nbytes, self.let_go, self.failed = nbytes, let_go, failed
+        self.on_stream = bool(copies) and isinstance(copies[-1], StreamCopy)
         self.end: float | None = None  # on the emulated device
         self.awaited = False
         self._arrived = Event()
 
     def when_copied(self, act: Callable[[], None]) -> None:
         """Call `act` when the bytes are where they should be; perhaps from another thread, or at once."""
-        if self.futures:
-            self.futures[-1].add_done_callback(lambda _: act())  # (they go in order)
+        last = self.copies[-1] if self.copies else None
+        if isinstance(last, Future):
+            last.add_done_callback(lambda _: act())  # (they go in order)
         else:
             act()
+
+    def mark(self) -> Mark:
+        """When a copy on a stream ends."""
+        last = self.copies[-1]
+        assert isinstance(last, StreamCopy)
+        return last.end
 
     def arrive(self) -> None:
         """The copy counts as done."""
@@ -70,20 +88,26 @@ class TierCopy:
 
     @property
     def arrived(self) -> bool:
+        if self.on_stream and not self._arrived.is_set() and self.copies[-1].done():
+            self._arrived.set()
         return self._arrived.is_set()
 
     def wait(self) -> None:
+        """Go on when it has arrived: the host, or the device with what is computed from now on."""
         self.awaited = True
+        if self.on_stream and self.copies:  # (it may be settled already)
+            self.streams.follow(self.copies[-1])
+            self._arrived.set()
         self._arrived.wait()
 
     def forget(self) -> None:
         """Drop all references (a future refers to its callback: without this, both would keep each other alive)."""
-        self.futures, self.let_go = (), _nothing
+        self.copies, self.let_go = (), _nothing
 
     def error(self) -> StoreError | None:
         """Why it failed, if it did; errors of other kinds are raised."""
-        for future in self.futures:
-            error = future.exception()
+        for copy in self.copies if not self.on_stream else ():
+            error = copy.exception()
             if isinstance(error, StoreError):
                 self.failed = self.failed or error
             elif error is not None:
@@ -105,7 +129,9 @@ class Offloading:
         state: State,
         kept: dict[LayerRun, SavedTensors],
         frozen: Sequence[Sequence[Tensor]],
+        streams: Streams,
     ) -> None:
+        self.streams = streams
         copies = [ins for ins in program.ranks[rank] if ins.op in COPIES]
         self.program, self.state, self.kept, self.frozen = program, state, kept, frozen
         self.device = state.comm.device
@@ -114,18 +140,18 @@ class Offloading:
         self.stores: dict[str, Tier] = {}
         self.under_way: list[tuple[Instruction, TierCopy]] = []
         self.failed: StoreError | None = None
+        self._to_host: dict[Value, Copy] = {}  # copies on streams that the host has not waited for
         self._stays: set[Value] = set()  # what could not be copied away
         self._unwritten: dict[Value, Any] = {}  # contents that are on their way
         self._fixed: dict[int, list[Tensor]] = {}  # the host's copies of frozen parameters
         self._away = {g for ins in copies if ins.op is Op.FETCH for g in ins.layers if self._is_away(ins.writes[0])}
         if not copies:
             return
-        self._threads = {op: ThreadPoolExecutor(1, op.value) for op in COPIES}
-        self.stores["host"] = HostStore(program.room)
+        self.stores["host"] = host_store(streams, program.room)
         if any(tier(value) == "disk" for ins in copies for value in (ins.reads[0], ins.writes[0])):
             self.stores["disk"] = DiskStore(program.folder or None, program.room)
         # (after an error nobody calls `close`: then the finalizer does the same)
-        self._finish = weakref.finalize(self, _close, list(self._threads.values()), list(self.stores.values()))
+        self._finish = weakref.finalize(self, _close, streams, list(self.stores.values()))
         self._begin()
 
     def close(self) -> None:
@@ -165,7 +191,8 @@ class Offloading:
             found = self._elsewhere(value)
             if host(home(value)) not in self._stays and home(value) not in self._stays:
                 _resize(found, True)
-                wait([self.stores[tier(value)].fetch((value, k), tensor) for k, tensor in enumerate(found)])
+                for copy in [self.stores[tier(value)].fetch((value, k), tensor) for k, tensor in enumerate(found)]:
+                    copy.result()
         for g in self._away:
             _resize(self._device(g), True)
             for master, tensor in zip(self._masters(g), self._device(g), strict=False):
@@ -201,7 +228,7 @@ class Offloading:
         if not masters:
             return []
         if g in self._away and g not in self._fixed:
-            self._fixed[g] = [p.data.to("cpu", copy=True) for p in self.frozen[g]]
+            self._fixed[g] = [on_host(p.data) for p in self.frozen[g]]
         return [*(p.data for p in masters), *self._fixed.get(g, ())]
 
     def _tensors(self, value: Value) -> list[Tensor]:
@@ -229,8 +256,11 @@ class Offloading:
             else:
                 copy = self._fetch(source, target)
         except StoreError as error:
-            copy = TierCopy(failed=error)
+            copy = TierCopy(self.streams, failed=error)
         self.under_way.append((ins, copy))
+        last = copy.copies[-1] if copy.copies else None
+        if isinstance(last, StreamCopy) and tier(target) == "host":
+            self._to_host[target] = replace(last, tensors=())
         return copy
 
     def settle(self) -> None:
@@ -261,9 +291,17 @@ class Offloading:
         for _, copy in self.under_way:
             copy.wait()
         self.settle()
+        self.host_waits(list(self._to_host))
         failed, self.failed = self.failed, None
         if failed is not None:
             raise failed
+
+    def host_waits(self, values: Iterable[Value]) -> None:
+        """The host reads these values itself: wait for copies to it that only the device's computation has followed."""
+        for value in values:
+            copy = self._to_host.pop(value, None)
+            if copy is not None:
+                copy.result()
 
     def brought(self, value: Value) -> list[Tensor]:
         """What a FETCH has brought back of a micro-batch."""
@@ -282,42 +320,42 @@ class Offloading:
         value = home(source)
         found = self.kept.get((value.index, value.microbatch, value.step))
         if found is None:  # a micro-batch without rows
-            return TierCopy()
+            return TierCopy(self.streams)
         store = self.stores[tier(target if op is Op.OFFLOAD else source)]
         if value in self._stays:  # it could not be copied away
             self._stays.discard(value)
             _drop(store, [(value, k) for k in range(len(found.slots))])
-            return TierCopy()
+            return TierCopy(self.streams)
         if op is Op.OFFLOAD:
             for slot in found.slots:
                 slot.check()
-            futures = [store.put((value, k), slot.bytes()) for k, slot in enumerate(found.slots)]
-            return TierCopy(futures, found.nbytes, found.let_go)
-        futures = [store.fetch((value, k), slot.make()) for k, slot in enumerate(found.slots)]
-        return TierCopy(futures, found.nbytes, partial(_drop, store, [(value, k) for k in range(len(futures))]))
+            jobs = [store.put((value, k), slot.bytes()) for k, slot in enumerate(found.slots)]
+            return TierCopy(self.streams, jobs, found.nbytes, found.let_go)
+        keys: list[Hashable] = [(value, k) for k in range(len(found.slots))]
+        jobs = [store.fetch(key, slot.make()) for key, slot in zip(keys, found.slots, strict=True)]
+        return TierCopy(self.streams, jobs, found.nbytes, partial(_drop, store, keys))
 
     def _gradient(self, g: int) -> TierCopy:
         pairs = []
         for p, master in zip(self.state.owners[g].owned, self.state.owners[g].masters, strict=True):
             if p.grad is not None:
-                master.grad = torch.empty_like(master)
+                master.grad = self.streams.room(master)
                 pairs.append((p.grad, master.grad))
         self.state.forget_gradient(g)
-        return TierCopy([self._threads[Op.OFFLOAD].submit(move, *pair) for pair in pairs], _bytes(a for a, _ in pairs))
+        jobs = [self.streams.copy(*pair, Op.OFFLOAD.value) for pair in pairs]
+        return TierCopy(self.streams, jobs, _bytes(a for a, _ in pairs))
 
     def _hand_over(self, ins: Instruction, live: dict[Value, Any]) -> TierCopy:
         """A checkpoint; or what layers on the host and layers on the device hand on to each other."""
         source, target = ins.reads[0], ins.writes[0]
         if source not in live:  # a micro-batch without rows
-            return TierCopy()
+            return TierCopy(self.streams)
         content = live.pop(source)
         if target in self._stays:
             live[target] = self._unwritten.pop(target)
             self._stays.discard(target)
-            return TierCopy()
-        tiers = {"device": self.device, "host": torch.device("cpu"), "disk": torch.device("meta")}
-        there = tiers[tier(target)]
-        live[target] = map_tensors(content, lambda t: torch.empty(t.shape, dtype=t.dtype, device=there))
+            return TierCopy(self.streams)
+        live[target] = map_tensors(content, partial(self._room, tier(target)))
         old, new = list(tensors(content)), list(tensors(live[target]))
         if ins.op is Op.OFFLOAD:
             self._unwritten[source] = content
@@ -326,38 +364,44 @@ class Offloading:
                 jobs = [store.put((target, k), t) for k, t in enumerate(old)]
             else:
                 store.hold(target, count_bytes(content))
-                jobs = [self._threads[ins.op].submit(move, a.detach(), b) for a, b in zip(old, new, strict=True)]
-            return TierCopy(jobs, count_bytes(content), partial(self._unwritten.pop, source, None))
+                jobs = [self.streams.copy(a.detach(), b, ins.op.value) for a, b in zip(old, new, strict=True)]
+            return TierCopy(self.streams, jobs, count_bytes(content), partial(self._unwritten.pop, source, None))
         store = self.stores[tier(source)]
         if tier(source) == "disk":
             keys: list[Hashable] = [(source, k) for k in range(len(new))]
             jobs = [store.fetch(key, t) for key, t in zip(keys, new, strict=True)]
         else:
             keys = [source]
-            jobs = [self._threads[ins.op].submit(move, a.detach(), b) for a, b in zip(old, new, strict=True)]
-        return TierCopy(jobs, count_bytes(new), partial(_drop, store, keys))
+            jobs = [self.streams.copy(a.detach(), b, ins.op.value) for a, b in zip(old, new, strict=True)]
+        return TierCopy(self.streams, jobs, count_bytes(new), partial(_drop, store, keys))
+
+    def _room(self, where: str, like: Tensor) -> Tensor:
+        """An empty tensor in a tier; of the disk, one without memory."""
+        if where == "host" and self.streams.runs_ahead:
+            return self.streams.room(like)
+        tiers = {"device": self.device, "host": torch.device("cpu"), "disk": torch.device("meta")}
+        return torch.empty(like.shape, dtype=like.dtype, device=tiers[where])
 
     def _put(self, source: Value, target: Value) -> TierCopy:
         store, found = self.stores[tier(target)], self._tensors(source)
-        futures = [store.put((target, k), tensor) for k, tensor in enumerate(found)]
-        return TierCopy(futures, _bytes(found), lambda: _resize(found, False))
+        jobs = [store.put((target, k), tensor) for k, tensor in enumerate(found)]
+        return TierCopy(self.streams, jobs, _bytes(found), lambda: _resize(found, False))
 
     def _fetch(self, source: Value, target: Value) -> TierCopy:
         found, masters = self._tensors(target), self._masters(source.index)
         if target in self._stays:
-            return TierCopy()
+            return TierCopy(self.streams)
         if tier(target) == "host" or target.index in self._away:  # (others may be part of a larger storage)
             _resize(found, True)
         if masters and (tier(source) == "host" or host(home(source)) in self._stays):
-            jobs = [self._threads[Op.FETCH].submit(move, *pair) for pair in zip(masters, found, strict=True)]
+            jobs = [self.streams.copy(*pair, Op.FETCH.value) for pair in zip(masters, found, strict=True)]
         else:
             jobs = [self.stores[tier(source)].fetch((source, k), tensor) for k, tensor in enumerate(found)]
-        return TierCopy(jobs, _bytes(found))
+        return TierCopy(self.streams, jobs, _bytes(found))
 
 
-def _close(threads: list[ThreadPoolExecutor], stores: list[Tier]) -> None:
-    for thread in threads:
-        thread.shutdown()
+def _close(streams: Streams, stores: list[Tier]) -> None:
+    streams.close()
     for store in stores:
         store.close()
 

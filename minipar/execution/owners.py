@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from minipar.execution.streams import on_host
 from minipar.execution.updating import Updated, whole_piece
 from minipar.models.tensors import count_bytes
 from minipar.program import Group, Instruction, Value
@@ -63,7 +64,7 @@ class Owner:
 
     def work_on_host(self) -> None:
         """Let the optimizer work on copies on the host, where gradients are brought."""
-        self.masters = [nn.Parameter(p.detach().to("cpu", copy=True)) for p in self.owned]
+        self.masters = [nn.Parameter(on_host(p.detach())) for p in self.owned]
         self.trained = self.summed = self.masters
 
     def make_pieces(self, names: Mapping[int, str], group_of: Mapping[str, int]) -> None:

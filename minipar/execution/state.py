@@ -74,7 +74,7 @@ class State:
             layers: update.part([piece for g in layers for piece in self.owners[g].pieces], late) for layers in steps
         }
         self.optimizers = {layers: part.optimizer for layers, part in self.updates.items()}
-        self.measured: dict[int, float] | None = None
+        self.measured: dict[int, list[Tensor]] | None = None
         self.count = Count(dict.fromkeys(steps, 0))
 
     def begin(self) -> None:
@@ -152,17 +152,23 @@ class State:
         for g in ins.layers:
             self.owners[g].take_gradients(ins)
         if self.measured is not None:
-            total = torch.zeros(1, dtype=torch.float64)
+            place = torch.device("cpu") if ins.stream == "host" else self.comm.device
+            total = torch.zeros(1, dtype=torch.float64, device=place)
             for g in ins.layers:
                 self.owners[g].add_squares(total)
-            self.measured[ins.step] = self.measured.get(ins.step, 0.0) + total.item()
+            self.measured.setdefault(ins.step, []).append(total)
         if norm() not in ins.reads or self.program.clip is None:
             return
-        factor = min(1.0, self.program.clip / (self.squares.sqrt().item() + 1e-6))
-        if factor < 1:
-            for p in (p for g in ins.layers for p in self.owners[g].trained if p.grad is not None):
-                assert p.grad is not None
-                p.grad.mul_(factor)
+        grads = [p.grad for g in ins.layers for p in self.owners[g].trained if p.grad is not None]
+        if self.squares.device.type == "cpu":
+            factor = min(1.0, self.program.clip / (self.squares.sqrt().item() + 1e-6))
+            for grad in grads if factor < 1 else ():
+                grad.mul_(factor)
+            return
+        wanted = self.program.clip / (self.squares.sqrt() + 1e-6)  # stays on the device: the host does not wait for it
+        wanted = torch.where(wanted < 1, wanted, 1.0)
+        for grad in grads:
+            grad.mul_(wanted.to(grad.device))
 
     def step(self, ins: Instruction) -> None:
         """Update what a STEP works on, and free its gradients."""

@@ -38,8 +38,10 @@ from minipar.models.sizes import Sizes, sizes
 from minipar.planner.planned import Planned, difference
 from minipar.planner.reasons import advice, reasons
 from minipar.planner.space import INNER, OUTER, Space, space
-from minipar.prediction.closed_form import PlanNumbers, closed_form
-from minipar.prediction.estimating import by_simulation, check
+from minipar.prediction.closed_form import closed_form
+from minipar.prediction.plan_numbers import PlanNumbers
+from minipar.prediction.plan_words import check
+from minipar.prediction.replica import by_simulation
 from minipar.strategies import keys
 from minipar.strategies.schedules.registry import find
 from minipar.wording import several

@@ -17,6 +17,7 @@ more.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -284,6 +285,17 @@ class Policy(nn.Module):
         return torch.stack(chosen, dim=1), log_probability, entropy
 
 
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: the policy's operators are so small that several would mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def learn(
     simulator: Simulator, seed: int, rate: float = 1e-2, entropy_bonus: float = 0.02
 ) -> Iterator[tuple[Placement, float]]:
@@ -298,7 +310,7 @@ def learn(
     updates = max(1, simulator.budget // SAMPLES)
     update = 0
     while True:
-        with torch.random.fork_rng(devices=[]):  # (the caller's generator stays as it is between two placements)
+        with one_thread(), torch.random.fork_rng(devices=[]):  # (the caller's generator stays as it is meanwhile)
             torch.set_rng_state(generator)
             placements, log_probability, entropy = policy.sample(SAMPLES)
             generator = torch.get_rng_state()
@@ -313,7 +325,8 @@ def learn(
         bonus = entropy_bonus * max(0.0, 1 - update / updates)
         loss = -(advantage * log_probability).mean() - bonus * entropy
         optimizer.zero_grad()
-        loss.backward()
-        nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
-        optimizer.step()
+        with one_thread():
+            loss.backward()
+            nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+            optimizer.step()
         update += 1

@@ -145,15 +145,16 @@ def listen(address: str) -> tuple[socket.socket, str]:
 def prepare(connection: socket.socket) -> None:
     """Give a socket large buffers; over TCP also no delay, and an end when the other host is gone."""
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-        connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
+        with contextlib.suppress(OSError):  # macOS gives nothing where Linux gives what its limits allow
+            connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
     if connection.family == socket.AF_INET:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
 
 
 def process_behind(connection: socket.socket) -> int:
-    """The process at the other end of a Unix socket; 0 where it cannot be known, as over TCP."""
-    if connection.family != socket.AF_UNIX:
+    """The process at the other end of a Unix socket; 0 where it cannot be known, as over TCP and on macOS."""
+    if connection.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
         return 0
     found: tuple[int, int, int] = _CREDENTIALS.unpack(
         connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)

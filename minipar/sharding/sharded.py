@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import io
+import pickle
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,34 +22,51 @@ from minipar.program.mesh import Mesh
 from minipar.sharding import automatic, local
 from minipar.sharding.capture import Captured, capture_model, within
 from minipar.sharding.cutting import AXIS, ROWS, Nodes, Stored, nodes_of, planned, templates_of
-from minipar.sharding.graph import Layer, Operator
+from minipar.sharding.graph import Graph, Layer, Operator
 from minipar.sharding.nodes import Node, ShardedModel, SlicedNode
 from minipar.sharding.propagation import EXPERTS, ModelSharding, Preset, matches, propagate_model
 from minipar.wording import several
 
 
-def local_model(
-    model: nn.Module,
-    index: int,
-    count: int,
-    example: Any,
-    annotations: Mapping[str, str] | None = None,
-    inputs: str = "",
-    slices: Sequence[range] = (),
-) -> ShardedModel:
-    """The nodes that rank `index` of `count` sharing ranks has of a model, an nn.Sequential of layers.
+@dataclass(frozen=True)
+class Graphs:
+    """A model as graphs, for each slice of its sequences: what all ranks that share it need, and one of them makes.
 
-    example       rows that the model is given
-    annotations   forms by name (`propagation.py`); default: Megatron's, or those of `automatic.py`
-    inputs        the form in which sharing ranks have rows and targets: "", "S0" or "S1"
-    slices        the tokens of each slice of a sequence, if the model is given one slice after the other. Every slice
-                  is captured, since its operators have sizes of their own; the forms are those of the first one
-
-    A layer may say itself how it is cut: a method `shard(index, count, name, known)` gives its nodes. Then all layers
-    of the model have one.
-
-    Errors: PlanError for a layer that cannot be captured or divided, with its operator and tensor.
+    layers      of each slice (one, if sequences are not cut) the layers, captured with each of two numbers of rows
+    constants   of each slice for each layer the tensors that its code makes and keeps, by name
     """
+
+    layers: tuple[tuple[tuple[Layer, ...], tuple[Layer, ...]], ...]
+    constants: tuple[tuple[Mapping[str, Any], ...], ...]
+
+
+def pickled(graphs: Graphs | None) -> bytes:
+    """Graphs as bytes, which `unpickled` reads in a process that has the same operators."""
+    with io.BytesIO() as file:
+        _Pickler(file, 5).dump(graphs)
+        return file.getvalue()
+
+
+def unpickled(data: bytes) -> Graphs | None:
+    found: Graphs | None = pickle.loads(data)
+    return found
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, obj: Any) -> Any:
+        """Operators go by their names: torch itself pickles none."""
+        if isinstance(obj, torch._ops.OpOverload):
+            return _operator, (*obj._schema.name.split("::"), obj._overloadname)
+        return NotImplemented
+
+
+def _operator(library: str, name: str, overload: str) -> Any:
+    return getattr(getattr(getattr(torch.ops, library), name), overload)
+
+
+def capture_graphs(model: nn.Module, count: int, example: Any, slices: Sequence[range] = ()) -> Graphs | None:
+    """A model as graphs, for `local_model` of each of `count` ranks; None if its layers say themselves how they are
+    cut. Example, slices and errors are those of `local_model`."""
     if edges_of(model):
         raise PlanError(
             f"the model has branches, and layers that {count} ranks share are those of chains; possible is to train it "
@@ -58,20 +78,59 @@ def local_model(
                 "the model's layers say themselves how they are cut, by a method `shard`: they take whole sequences; "
                 "possible is a schedule of rows such as 1f1b"
             )
-        return _by_hand(model, index, count)
+        return None
     if not count_rows(example):
         raise PlanError(f"tp={count}: needs an example of at least one row to capture the model with")
+    small, large = (_capture(model, _with_rows(example, n * count), slices) for n in ROWS)
+    return Graphs(
+        tuple((one.layers, other.layers) for one, other in zip(small, large, strict=True)),
+        tuple(tuple(map(_constants, one.programs, model.children())) for one in small),
+    )
+
+
+def _constants(program: torch.export.ExportedProgram, layer: nn.Module) -> Mapping[str, Any]:
+    """The tensors that a layer's code makes and keeps. (Buffers are constants of the program, too.)"""
+    buffers = dict(layer.named_buffers(remove_duplicate=False))
+    return {name: value for name, value in program.constants.items() if name not in buffers}
+
+
+def local_model(
+    model: nn.Module,
+    index: int,
+    count: int,
+    example: Any,
+    annotations: Mapping[str, str] | None = None,
+    inputs: str = "",
+    slices: Sequence[range] = (),
+    graphs: Graphs | None = None,
+) -> ShardedModel:
+    """The nodes that rank `index` of `count` sharing ranks has of a model, an nn.Sequential of layers.
+
+    example       rows that the model is given
+    annotations   forms by name (`propagation.py`); default: Megatron's, or those of `automatic.py`
+    inputs        the form in which sharing ranks have rows and targets: "", "S0" or "S1"
+    slices        the tokens of each slice of a sequence, if the model is given one slice after the other. Every slice
+                  is captured, since its operators have sizes of their own; the forms are those of the first one
+    graphs        what `capture_graphs` gave for this model, so many ranks and these slices; default: made here
+
+    A layer may say itself how it is cut: a method `shard(index, count, name, known)` gives its nodes. Then all layers
+    of the model have one.
+
+    Errors: PlanError for a layer that cannot be captured or divided, with its operator and tensor.
+    """
+    graphs = graphs or capture_graphs(model, count, example, slices)
+    if graphs is None:
+        return _by_hand(model, index, count)
     rows = ROWS[0] * count, ROWS[1] * count
-    captured = [_capture(model, _with_rows(example, n), slices) for n in rows]
-    chosen = _on_axis(automatic.default(captured[0][0].layers, count) if annotations is None else annotations)
+    chosen = _on_axis(automatic.default(graphs.layers[0][0], count) if annotations is None else annotations)
     if EXPERTS in chosen and isinstance(chosen, Preset):
         check_experts(model, count)
     known: dict[str, nn.Parameter] = {}
     place, found, made = local.Place(index, count), None, []
-    for j, (small, large) in enumerate(zip(*captured, strict=True)):
+    for j, ((small, large), constants) in enumerate(zip(graphs.layers, graphs.constants, strict=True)):
         try:
-            found = propagate_model(small.layers, chosen, Mesh(tp=count), f"{inputs or 'I'} on {AXIS}", before=found)
-            made.append(_nodes(model, small, large, rows, found, place, known))
+            found = propagate_model(small, chosen, Mesh(tp=count), f"{inputs or 'I'} on {AXIS}", before=found)
+            made.append(_nodes(model, small, large, constants, rows, found, place, known))
         except PlanError as error:
             if not slices:
                 raise
@@ -128,8 +187,9 @@ def _one_behind_the_other(
 
 def _nodes(
     model: nn.Module,
-    small: Captured,
-    large: Captured,
+    small: Sequence[Layer],
+    large: Sequence[Layer],
+    constants: Sequence[Mapping[str, Any]],
     captured: tuple[int, int],
     found: ModelSharding,
     place: local.Place,
@@ -137,7 +197,7 @@ def _nodes(
 ) -> list[list[Node]]:
     """The nodes of each layer of a model.
 
-    small, large   the model captured with two numbers of rows, `captured`
+    small, large   the layers captured with two numbers of rows, `captured`; `constants`: of each layer
     known          parameters that other layers hold already, by name
     """
     shared: dict[int, Nodes] = {}  # of equal layers, by the id of their forms
@@ -147,16 +207,16 @@ def _nodes(
     layers: list[list[Node]] = []
     for number, (key, layer) in enumerate(model._modules.items()):
         assert layer is not None
-        graph = small.layers[number].graph
+        graph = small[number].graph
         first = firsts.setdefault(id(graph), layer)
         sharding = found.shardings[number]
         if id(sharding) not in shared:
-            templates = templates_of(graph, large.layers[number].graph, captured)
+            templates = templates_of(graph, large[number].graph, captured)
             shared[id(sharding)] = planned(sharding, templates, place, captured[0])
-        stored = _stored(small, number, first, layer, names)
+        stored = _stored(graph, constants[number], first, layer, names)
         nodes = nodes_of(
-            small.layers[number], sharding, shared[id(sharding)], stored, key, place, known,
-            _dropouts(small.layers[number], first, layer, titles), _cores(small.layers[number], first),
+            small[number], sharding, shared[id(sharding)], stored, key, place, known,
+            _dropouts(small[number], first, layer, titles), _cores(small[number], first),
         )  # fmt: skip
         nodes[0].state = {
             f"{key}.{name}": value
@@ -200,10 +260,9 @@ def _names(model: nn.Module) -> dict[int, str]:
 
 
 def _stored(
-    captured: Captured, number: int, first: nn.Module, layer: nn.Module, names: Mapping[int, str]
+    graph: Graph, constants: Mapping[str, Any], first: nn.Module, layer: nn.Module, names: Mapping[int, str]
 ) -> dict[str, Stored]:
     """A layer's parameters and buffers by their names in its graph, which is that of the first layer equal to it."""
-    graph, program = captured.layers[number].graph, captured.programs[number]
     parameters = zip(
         first.named_parameters(remove_duplicate=False), layer.named_parameters(remove_duplicate=False), strict=True
     )
@@ -212,7 +271,7 @@ def _stored(
     found |= {name: Stored(own) for (name, _), (_, own) in buffers if name in graph.tensors}
     for name, tensor in graph.tensors.items():
         if tensor.kind == "buffer" and name not in found:
-            found[name] = Stored(program.constants[name])
+            found[name] = Stored(constants[name])
     return found
 
 

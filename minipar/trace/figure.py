@@ -204,11 +204,21 @@ def _lines(sentence: str, letters: int) -> list[str]:
 def picture() -> type[Figure]:
     """The class of figures that a notebook shows by itself. The first call loads matplotlib."""
     from matplotlib.figure import Figure
+    from matplotlib.text import Text
 
     class Picture(Figure):
-        """A figure that a notebook shows by itself. (Without this class IPython shows only figures of pyplot.)"""
+        """A figure that a notebook shows by itself. (Without this class IPython shows only figures of pyplot.) Names in
+        it are drawn as they are: matplotlib would read what is between two dollars as a formula."""
 
         alt = ""
+
+        def draw(self, renderer: Any) -> None:
+            for text in self.findobj(Text):
+                text.set_parse_math(False)
+            for axis in [axis for axes in self.axes for axis in (axes.xaxis, axes.yaxis) if axis.get_scale() == "log"]:
+                for tick in (*axis.majorTicks, *axis.minorTicks):
+                    tick.label1.set_parse_math(True)  # (matplotlib's own powers of ten)
+            super().draw(renderer)
 
         def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict[str, str], dict[str, Any]]:
             from PIL import Image

@@ -2,7 +2,7 @@
 
     driver    job as plain values --> process of plain torch --> losses, gradients, parameters, buffers
                                       (started by the path of reference.py; it never imports minipar, unless the user's
-                                      own code does)
+                                      own code does. Before it, the file light_torch.py keeps torch's compiler out)
 
 The process is started at the first job, which takes as long as importing torch, and kept for the next ones. It is
 killed if the driver is interrupted while it waits for it, and ends when the driver ends.
@@ -26,7 +26,7 @@ from typing import Any
 import cloudpickle
 import torch
 
-from minipar.cluster import launch
+from minipar.cluster import launch, light_torch
 from minipar.cluster.processes import describe_status
 from minipar.errors import ProgramError, RankDied, RankError
 from minipar.execution.execution import Job
@@ -41,7 +41,12 @@ from minipar.training.reference import Reference
 
 Report = Callable[[int], None]
 Saved = Mapping[str, Mapping[str, Any]] | None
-_START = "import runpy, sys; path = sys.argv.pop(1); runpy.run_path(path, run_name='__main__')"
+# Torch's compiler is not needed, and takes as long to import as torch: `light_torch.py`, which knows nothing of the
+# engine either, keeps optimizers from importing it. Nor is anything collected that modules make: that is a fifth.
+_START = (
+    "import gc, runpy, sys; gc.disable(); light, path = sys.argv.pop(1), sys.argv.pop(1); "
+    "runpy.run_path(light)['postpone_compiler'](); gc.enable(); runpy.run_path(path, run_name='__main__')"
+)
 
 
 def train_reference(
@@ -160,7 +165,7 @@ class Plain:
 
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-c", _START, reference.__file__, str(theirs.fileno())]
+        command = [*launch.interpreter(_START), light_torch.__file__, reference.__file__, str(theirs.fileno())]
         try:
             self.process = subprocess.Popen(
                 command,

@@ -24,7 +24,7 @@ from minipar.data import loading
 from minipar.errors import MiniparError, PlanError
 from minipar.execution.dynamic_schedule import check_carrier
 from minipar.execution.emulation import delays
-from minipar.execution.execution import Job, Loss, Model, emulated_costs, execute, profile_job
+from minipar.execution.execution import Job, Loss, Model, captured_once, emulated_costs, execute, profile_job
 from minipar.execution.finite import check_choice
 from minipar.execution.following import Callback, Observer
 from minipar.execution.measuring.calibration import quick_calibration
@@ -297,6 +297,7 @@ def train(
             rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
             own_means = plan.asynchronous and plan.schedule != "pipedream-2bw"  # of each micro-batch
             parts = 1 if own_means else plan.dp * plan.total_microbatches
+            job = captured_once(job, plan.sharing, plan.cut, ranks)
             (facts,) = ranks.run_on([0], profile_job, job, rows, memory, _of_layers(plan), split, sliced, parts)
             meter.update()
         if facts.counted_form is not None:

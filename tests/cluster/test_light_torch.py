@@ -61,7 +61,7 @@ def test_optimizers_need_no_compiler_and_do_the_same(cluster: Cluster) -> None:
         return *first, trained(NAMES), "torch._dynamo" in sys.modules, doubled
 
     [(before, imported_before, after, imported_after, doubled)] = cluster.run(f)
-    assert not imported_before
+    assert not imported_before or "torch.export._trace" in sys.modules  # (an earlier test has captured a model)
     assert imported_after
     assert doubled.tolist() == [2.0, 2.0]
     for name in NAMES:
@@ -92,7 +92,9 @@ def test_gradients_through_a_step_and_other_peoples_optimizers(cluster: Cluster)
         Own([parameter]).step()
         return float(start.grad), float(parameter), "torch._dynamo" in sys.modules
 
-    assert cluster.run(f) == [(1.0, 3.0, False)]
+    [(gradient, stepped, imported)] = cluster.run(f)
+    assert (gradient, stepped) == (1.0, 3.0)
+    assert not imported or "torch.export._trace" in sys.modules
 
 
 def counted() -> tuple[int, int]:
@@ -114,7 +116,10 @@ def test_the_counter_of_flops_needs_no_compiler_and_counts_the_same(cluster: Clu
 
         return *first, counted(), bool(torch._dynamo)
 
-    assert cluster.run(f) == [((120, 120), False, (120, 120), True)]
+    [(before, imported_before, after, imported_after)] = cluster.run(f)
+    assert before == after == (120, 120)
+    assert not imported_before or "torch.export._trace" in sys.modules
+    assert imported_after
 
 
 def test_torch_that_is_built_differently_is_left_alone() -> None:

@@ -276,6 +276,28 @@ def test_what_a_terminal_would_show_of_a_long_output(tmp_path: Path, monkeypatch
     assert magic._read(str(file)) == "10 %\n... and 11 bytes more"
 
 
+def test_a_cell_that_prints_for_ever_takes_little_of_the_disk(notebook: Notebook) -> None:
+    notebook.begin(2)
+    answer = notebook(
+        "%%ranks\n"
+        "import os, time\n"
+        "most = 0\n"
+        "for k in range(200):\n"
+        "    print('x' * 999_999)\n"
+        "    most = max(most, os.fstat(1).st_size)\n"
+        "    time.sleep(0.01)\n"
+        "most"
+    )
+    assert answer.error == ("", "", "")
+    assert len(answer.text) < 3 << 20
+    left = [int(size) for size in re.findall(r"\.\.\. and (\d+) bytes more", answer.text)]
+    assert left  # (what is written between a look and a cut is not counted)
+    assert 150_000_000 < min(left) <= max(left) <= 200_000_000 - (1 << 20)
+    most = [int(size) for size in re.findall(r"=> (\d+)", answer.text)]
+    assert most
+    assert max(most) < 100_000_000
+
+
 def test_a_notebook_passes_nbval() -> None:
     command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-q", "-p", "no:cacheprovider"]
     result = subprocess.run(

@@ -134,6 +134,36 @@ def test_nothing_is_lost_and_each_rank_keeps_its_order(seed: int, slow: None, ca
     assert len(lines) < 500
 
 
+def test_a_million_same_lines_of_each_rank(slow: None, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "COUNT", 60.0)
+    pipes = Pipes(4)
+    begun = time.process_time()
+    for _ in range(100):
+        for rank in range(4):
+            pipes.write(rank, "x\n" * 10_000)
+            assert len(pipes.output._held[rank]) <= 101
+    pipes.write(2, "y\nx\n")
+    pipes.finish()
+    assert time.process_time() - begun < 4
+    lines = as_seen(capsys.readouterr().out)
+    assert lines == ["[ranks 0-3] x"] * 100 + ["[ranks 0-3] x (999,900 times more)", "[rank 2] y", "[rank 2] x", ""]
+
+
+def test_a_line_that_comes_for_ever_is_shown_now_and_then(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(output, "COUNT", 0.0)
+    pipes = Pipes(1)
+    for _ in range(3):
+        pipes.write(0, "x\n" * 101)
+    pipes.write(0, "x\ny\nx\n")
+    once, often = "x (once more)", "x (101 times more)"
+    assert capsys.readouterr().out.splitlines() == [
+        f"[rank 0] {line}" for line in (*["x"] * 100, once, often, often, once, "y", "x")
+    ]
+    pipes.output.begin([0])
+    pipes.write(0, "x\n")
+    assert capsys.readouterr().out == "[rank 0] x\n"
+
+
 def test_a_cluster_folds(cluster: Cluster, slow: None, capsys: Capture) -> None:
     cluster.run(lambda: print("hello\nworld"))
     assert capsys.readouterr().out == "[ranks 0-3] hello\n[ranks 0-3] world\n"

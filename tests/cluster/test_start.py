@@ -10,6 +10,7 @@ import sys
 import textwrap
 import threading
 import time
+import types
 from pathlib import Path
 
 import cloudpickle
@@ -17,7 +18,7 @@ import pytest
 import torch
 
 from minipar.cluster import Cluster, worker
-from minipar.cluster.launch import child_environment
+from minipar.cluster.launch import child_environment, interpreter
 from minipar.comm import communicator
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -209,6 +210,45 @@ def test_a_user_s_settings_of_glibc_come_last_and_count(monkeypatch: pytest.Monk
     assert found.startswith("glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:")
     assert found.endswith("tcache_count=0:glibc.malloc.tcache_count=7")
     assert child_environment(False)["GLIBC_TUNABLES"] == "glibc.malloc.tcache_count=7"
+
+
+DRIVER = """
+    import sys
+    sys.path[:0] = {path!r}
+    import pdb, torch
+    from minipar import Cluster
+    from minipar.training import plainly
+    sys.path.insert(0, "")  # as a notebook does, after it has started
+    import helpers
+    for start in ("fork", "spawn"):
+        with Cluster(1, device="cpu", start=start) as one:
+            print(one.run(helpers.answer))
+    plainly.prepare()
+"""
+
+
+def test_nothing_of_the_working_directory_runs_by_itself(tmp_path: Path) -> None:
+    for name in ("tempfile", "random", "runpy", "pickle", "sitecustomize"):
+        (tmp_path / f"{name}.py").write_text(f"import sys; sys.stderr.write('{name} ran')\n")
+    (tmp_path / "helpers.py").write_text("def answer(): return 42\n")
+    script = textwrap.dedent(DRIVER.format(path=[entry for entry in sys.path if entry]))
+    command = [sys.executable, "-I", "-c", script]
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (found.stdout, found.stderr) == ("[42]\n[42]\n", "")
+
+
+def test_a_driver_s_own_calendar_is_its_ranks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = os.path.dirname(os.__file__)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), "", Path("ignored"), home, *sys.path])
+    code = interpreter("pass")[-1]
+    assert code.startswith(f"import sys; sys.path[:] = [{home!r}, ")
+    assert f"{str(tmp_path)!r}, {os.getcwd()!r}, " in code
+    own = types.ModuleType("calendar")
+    own.__file__ = str(tmp_path / "calendar.py")
+    monkeypatch.setitem(sys.modules, "calendar", own)
+    assert interpreter("pass")[-1].startswith(
+        f"import sys; sys.path[:] = [{str(tmp_path)!r}, {os.getcwd()!r}, {home!r}"
+    )
 
 
 @pytest.mark.gpu

@@ -24,7 +24,7 @@ import cloudpickle
 import pytest
 import torch
 
-from minipar.cluster import Cluster, notes, worker
+from minipar.cluster import Cluster, device_waits, notes, worker
 from minipar.comm import communicator
 from minipar.errors import Deadlock, PlanError, RankDied
 
@@ -382,6 +382,54 @@ def test_torchs_own_collectives_are_found_by_their_stack(cluster: Cluster) -> No
     assert str(caught.value).count("dist.all_reduce(torch.ones(1))  # rank 2 does not come") == 2
     assert "rank 2: finished" in str(caught.value)
     assert cluster.run(sums) == [[3.0]] * 3
+
+
+def spinning(seconds: float) -> None:
+    """What a rank does while torch waits for a GPU."""
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        pass
+
+
+def test_a_wait_for_a_gpu_that_spins_is_a_wait_but_for_longer(cluster: Cluster) -> None:
+    f = cell("""
+        def f():
+            if rank() == 2:
+                communicator.create().barrier()  # to which the others do not come
+            device_waits.told(spinning, 'torch.cuda.synchronize')(60)
+    """)
+    f.__globals__.update(spinning=spinning, device_waits=device_waits)
+    started = time.monotonic()
+    with pytest.raises(Deadlock) as caught:
+        cluster.run(f)
+    assert time.monotonic() - started > 5 * PATIENCE
+    assert "rank 0: its GPU, in torch.cuda.synchronize, since " in str(caught.value)
+    assert "rank 2: barrier over 0,1,2, since " in str(caught.value)
+    cluster.run(sums)
+
+
+def test_many_short_waits_for_a_gpu_are_progress(cluster: Cluster) -> None:
+    f = cell("""
+        def f():
+            for _ in range(16):
+                device_waits.told(spinning, 'torch.cuda.synchronize')(0.4)
+            return rank()
+    """)
+    f.__globals__.update(spinning=spinning, device_waits=device_waits)
+    assert cluster.run(f) == [0, 1, 2]
+
+
+def test_torchs_waits_for_a_gpu_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    owners = [torch.cuda, torch.cuda.Event, torch.cuda.Stream]
+    for owner in owners:  # (so that they are put back)
+        monkeypatch.setattr(owner, "synchronize", lambda *args: 7)
+    device_waits.tell()
+    said: list[str] = []
+    monkeypatch.setattr(notes, "waiting", lambda what, since: said.append(what))
+    assert [owner.synchronize() for owner in owners] == [7, 7, 7]
+    assert said == [f"its GPU, in torch.cuda.{name}synchronize" for name in ("", "Event.", "Stream.")]
+    assert all(map(device_waits.is_one, said))
+    assert not device_waits.is_one("recv from rank 1 tag 7")
 
 
 def test_patience_can_be_changed_and_must_be_seconds(cluster: Cluster) -> None:

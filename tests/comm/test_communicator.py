@@ -74,7 +74,7 @@ def test_numbers_and_lists(cluster: Cluster, by_rank: list[Any], op: Any, expect
         assert type(result) is type(expected)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int64", "int32", "int8", "uint8"])
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8"])
 @pytest.mark.parametrize("kind", ["array", "tensor"])
 def test_arrays_and_tensors_keep_type_dtype_and_shape(cluster: Cluster, kind: str, dtype: str) -> None:
     def f() -> tuple[Any, bool]:

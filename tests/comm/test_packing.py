@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from minipar.comm.packing import TOGETHER, parts_of, places_for
@@ -30,7 +30,6 @@ def values(draw):
 
 
 @given(values())
-@settings(max_examples=150, deadline=None, derandomize=True)
 def test_what_is_sent_is_what_is_received(value):
     sent = parts_of(value)
     content, places = places_for(allocate(spec(value), torch.device("cpu")))

@@ -52,7 +52,6 @@ def brute_force(chain, speeds):
     return min(sum(t) + (chain["microbatches"] - 1) * max(t) for t in times)
 
 
-@settings(deadline=None, max_examples=50)
 @given(chains())
 def test_equal_to_brute_force(chain):
     found = partition(**chain)
@@ -84,7 +83,6 @@ def test_known_cases():
     assert partition([1, 1, 1, 3], 2, 8, speeds=[1, 3], reorder=True).time <= partition([1, 1, 1, 3], 2, 8).time
 
 
-@settings(deadline=None, max_examples=60)
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=6),
     st.integers(1, 4),

@@ -7,7 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from minipar import Plan, PlanError, simulate
@@ -39,7 +39,6 @@ PROFILE = Profile(
 )  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.floats(1e-7, 1e-2), st.floats(0, 1e-7), st.lists(st.integers(1, 2**24), min_size=2, max_size=6, unique=True))
 def test_a_line_is_found_again(fixed, per_byte, sizes):
     line = fit([(n, LinearCost(fixed, per_byte).at(n)) for n in sizes])
@@ -47,7 +46,6 @@ def test_a_line_is_found_again(fixed, per_byte, sizes):
         assert line.at(n) == pytest.approx(LinearCost(fixed, per_byte).at(n), rel=1e-3)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.integers(0, 2**24), st.floats(1e-7, 1e3)), min_size=1, max_size=6))
 def test_a_line_never_costs_less_than_nothing(points):
     line = fit(points)

@@ -4,7 +4,7 @@ import math
 from itertools import pairwise, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from minipar import PlanError, simulate, verify
@@ -58,7 +58,6 @@ def test_the_last_segment_takes_what_is_left():
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None, derandomize=True)
 def test_memory_and_time_are_those_of_the_simulated_program(data):
     """Any schedule, also one in which layers run many times, is a program: it verifies, and costs what is said here."""
     chain = data.draw(chains(data.draw(st.integers(1, 6)), ends=True, given=0))
@@ -110,7 +109,6 @@ def needs(chain, length, flying):
 
 
 @given(st.data(), st.sampled_from([1, 2, 5]))
-@settings(max_examples=80, deadline=None, derandomize=True)
 def test_uneven_layers_get_the_length_of_least_memory(data, flying):
     chain = data.draw(chains(data.draw(st.integers(1, 12))))
     every_length = [needs(chain, length, flying) for length in range(1, len(chain) + 1)]
@@ -161,7 +159,6 @@ def segmentations(layers):
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None, derandomize=True)
 def test_chen_lies_between_the_best_segments_and_the_optimum(data):
     chain = data.draw(chains(data.draw(st.integers(1, 6)), ends=True))
     all_of_them = [at_once(in_segments(len(chain), cut)) for cut in segmentations(len(chain))]

@@ -96,7 +96,7 @@ def test_what_cannot_be(capsys: pytest.CaptureFixture[str], tmp_path: Path, monk
 
 
 def test_open(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    begin = [sys.executable, "-m", "jupyterlab"]
+    begin = [str(Path(sys.executable).parent / "jupyter-lab")]
     assert said(capsys, "lessons", "open", "1")["command"] == [*begin, str(LESSONS / FIRST)]
     assert said(capsys, "lessons", "open", "01_one")["command"] == [*begin, str(LESSONS / FIRST)]
     assert said(capsys, "lessons", "open")["command"] == [*begin, str(LESSONS)]

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -19,7 +19,6 @@ from minipar.errors import PlanError
 MESHES = [{"dp": 1}, {"dp": 3}, {"dp": 2, "pp": 2}, {"dp": 2, "pp": 1, "tp": 2}, {"pp": 2, "dp": 2}]
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 600), st.text(max_size=5))
 def test_a_permutation_is_one(count, key):
     found = permuted(np.arange(count), count, key)
@@ -57,7 +56,6 @@ def test_orders_of_any_length_take_no_memory():
     assert 0 <= found.min() < 10**14 < 9 * 10**14 < found.max() < 10**15
 
 
-@settings(deadline=None, max_examples=60)
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 4), st.sampled_from(MESHES), st.integers(0, 3), st.data())
 def test_an_epoch_has_every_row_once(count, batch, microbatches, mesh, epoch, draw):
     """Over all replicas and micro-batches, and uneven sizes; the ranks of a replica see the same rows."""

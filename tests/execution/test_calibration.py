@@ -24,7 +24,7 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 @pytest.fixture(scope="module", params=[2, 3])
 def found(request, clusters) -> Calibration:
-    return calibrate(clusters(request.param), seconds=0.2, progress=False)
+    return calibrate(clusters(request.param), seconds=0.1, progress=False)
 
 
 def test_rates_are_positive_and_finite(found):

@@ -24,6 +24,7 @@ from minipar.execution.following import (
     Walked,
     window,
 )
+from minipar.execution.streams import HostStreams
 from minipar.program import Op, message
 from minipar.training.training import train
 from tests.conftest import Clusters
@@ -172,7 +173,7 @@ def test_receives_that_have_not_arrived_are_told_later() -> None:
     told: list[Stretch] = []
     walked = Walked(told.append, 0.0)
     starts, ends = [0.0, 1.0, 2.0], [1.0, 1.0, 3.0]
-    walked.begin(starts, ends, [0.0])
+    walked.begin(starts, ends, [0.0], HostStreams())
     walked(range(3), waiting=[1])
     ends[1] = 5.0
     walked(range(3), last=True)

@@ -27,7 +27,7 @@ from tests.interpreters import (
     shapes,
 )
 
-quickly = settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+quickly = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 def refusal(program) -> str:
@@ -61,7 +61,6 @@ def assert_sound(program, what: str) -> bool:
 
 
 @given(programs(shared=True))
-@settings(max_examples=100, deadline=None, derandomize=True)
 def test_every_plan_gives_a_program_that_verifies_and_is_right(program):
     verify(program)
     assert judge(program) == ""
@@ -186,7 +185,7 @@ def orders(draw):
 
 @pytest.mark.usefixtures("own_schedules")
 @given(orders(), st.integers(1, 2), st.sampled_from(["none", "flat"]), st.data())
-@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_random_schedules_are_refused_or_run(order, replicas, bucket, data):
     stages, m, chosen = order
     minipar.schedule("random")(lambda rank, *_: chosen[rank])

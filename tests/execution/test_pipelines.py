@@ -163,11 +163,14 @@ def test_programs_mean_what_they_should(name, model):
 
 
 @pytest.mark.slow
+@pytest.mark.many(1)
 @pytest.mark.parametrize("name", sorted({*NEW, *(one.name for one in schedules())}))
-def test_the_largest_sizes_verify(name):
+def test_the_largest_sizes_verify(name, pytestconfig):
+    """32 stages and 128 micro-batches; in `make soak` twice as many of both."""
+    more = 2 if pytestconfig.getoption("--thorough") else 1
     cuts = "slices" if name == "terapipe" else "microbatches"
-    plan = Plan.parse(f"pp=64 {cuts}=256 schedule={name}")
-    plan.compile(layers=192 if cuts == "slices" else 1 + max(map(max, plan.placement())))
+    plan = Plan.parse(f"pp={32 * more} {cuts}={128 * more} schedule={name}")
+    plan.compile(layers=96 * more if cuts == "slices" else 1 + max(map(max, plan.placement())))
 
 
 def test_what_an_input_half_leaves_is_read_once():

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
@@ -167,19 +165,25 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_a_killed_process_leaves_no_file_with_a_name_that_is_not_whole(tmp_path: Path) -> None:
-    code = (
-        "import sys, torch; from minipar.execution.memory.disk import DiskStore\n"
-        "store = DiskStore(sys.argv[1]); print('ready', flush=True); k = 0\n"
-        "while True: store.put(k % 3, torch.full((1 << 18,), k)).result(); k += 1"
-    )
-    for pause in (0.0, 0.013, 0.05):
-        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE)
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(pause)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-        process.stdout.close()
+    code = """
+import os, signal, sys, time, torch
+from minipar.execution.memory.disk import DiskStore
+for pause in (0.0, 0.013, 0.05):
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        store, k = DiskStore(sys.argv[1]), 0
+        os.write(write, b"ready")
+        while True:
+            store.put(k % 3, torch.full((1 << 18,), k)).result()
+            k += 1
+    os.read(read, 5)
+    time.sleep(pause)
+    os.kill(pid, signal.SIGKILL)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    found = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert found.stdout.split() == ["-9"] * 3, found.stderr
     reader = DiskStore(str(tmp_path), direct=False)
     reader._forms["x"] = torch.Size([1 << 18]), torch.int64
     for file in tmp_path.glob("*/*.tensor"):

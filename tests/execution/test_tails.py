@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -223,7 +223,6 @@ OPERATIONS: dict[str, Callable[[Any, Tensor], Tensor]] = {
 }  # fmt: skip
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(sorted(OPERATIONS)), min_size=1, max_size=6), st.booleans())
 def test_any_chain_of_operations(names: list[str], residual: bool) -> None:
     def compute(m: Of, x: Tensor) -> Tensor:
@@ -260,7 +259,7 @@ def test_a_run_gives_plain_torchs_gradients_on_layers_large_enough(cluster: Clus
     batch = tokens[:, :-1], tokens[:, 1:]
     program = Plan.parse(plan).compile(shape_of(build()))
     job = Job(build, batch, rows, dtype=torch.float64)
-    done, plain = execute(program, job, cluster=cluster, passes=3), train_reference(job, 3)
+    done, plain = execute(program, job, cluster=cluster, passes=2), train_reference(job, 2)
     errors = [gradient_error(mine, other) for mine, other in zip(done.gradients, plain.gradients, strict=True)]
     assert max(errors) < 1e-12
     assert any(ins.op is Op.RECOMPUTE for ins in program.ranks[0])

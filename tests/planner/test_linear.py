@@ -1,7 +1,7 @@
 """The linear program and the dynamic program have the same optimum."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from minipar.costs.partition import partition
 from minipar.errors import PlanError
@@ -9,7 +9,6 @@ from minipar.planner.linear import partition_by_milp
 from tests.costs.test_partition import chains
 
 
-@settings(deadline=None, max_examples=40)
 @given(chains())
 def test_equal_to_the_dynamic_program(chain):
     found = partition_by_milp(**chain)

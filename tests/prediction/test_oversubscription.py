@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from minipar import Plan, PlanError, simulate
@@ -11,7 +11,6 @@ from minipar.costs.unit import UnitCosts
 from minipar.prediction.oversubscription import best_way, walk_shared
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     st.sampled_from(["naive", "gpipe", "1f1b", "eager-1f1b"]),
     st.integers(1, 4),

@@ -5,14 +5,16 @@ from __future__ import annotations
 import importlib.util
 import time
 from collections import Counter
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 
 import pytest
 import torch
 from torch import nn
 
 import tests.vision  # noqa: F401  (transformers imports torchvision)
-from minipar import Plan, PlanError, models
+from minipar import Plan, PlanError, data, models
+from minipar.execution.execution import Job
 from minipar.models.parameter_groups import shape_of
 from minipar.program.mesh import Mesh
 from minipar.sharding import (
@@ -25,8 +27,10 @@ from minipar.sharding import (
     propagation,
     rule,
     sequence_parallel,
+    sharded,
     two_dimensional,
 )
+from minipar.sharding.cutting import CapturedNode
 from minipar.sharding.rules import RULES
 from minipar.sharding.sharded import local_model
 from tests.sharding.running import check
@@ -353,6 +357,21 @@ def test_equal_layers_are_captured_propagated_and_cut_once(monkeypatch):
     assert len(found.nodes) == 50
     shape = shape_of(found)
     assert {ins.group for ins in Plan(tp=2).compile(shape).ranks[0] if ins.group} == {(0, 1)}
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny", "gpt-moe-tiny"])
+def test_ranks_share_one_capture(monkeypatch, name):
+    """Rank 0 captures for all; the nodes are those that each rank would make itself."""
+    job = Job(partial(models.build, name), data.for_model(name), batch=4)
+    own, sent = job.share(job.build(), 1, 2), replace(job, graphs=job.capture(2, 1))
+    monkeypatch.setattr(sharded, "capture_model", None)
+    shared = sent.share(job.build(), 1, 2)
+    assert (shared.forms, shared.titles, shared.cuts) == (own.forms, own.titles, own.cuts)
+    assert [str(node.recipe) for node in shared if isinstance(node, CapturedNode)] == [
+        str(node.recipe) for node in own if isinstance(node, CapturedNode)
+    ]
+    with pytest.raises(TypeError):  # of another number of ranks it knows nothing
+        sent.share(job.build(), 0, 4)
 
 
 @pytest.mark.slow

@@ -197,6 +197,7 @@ def test_gradients_without_a_capacity(clusters: Clusters, used: int, top: int, p
     assert run.losses == pytest.approx(run.reference.losses, rel=1e-12)
 
 
+@pytest.mark.ranks
 def test_gradients_over_gloo() -> None:
     with Cluster(2, device="cpu", transport="gloo") as cluster:
         for used in (2, 3):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -9,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minipar import Plan, PlanError, train
+from minipar import Cluster, Plan, PlanError, train
 from minipar.execution.execution import Execution, Job, execute
 from minipar.models.parameter_groups import shape_of
+from minipar.sharding import capture_layer
 from tests.sharding import by_hand
 
 mse = nn.functional.mse_loss
@@ -52,6 +54,13 @@ def largest_error(found: Execution, model: Model, clip: float | None, steps: int
         errors.append(abs(float(loss.detach()) - found.losses[step]))
         optimizer.step()
     return max(errors)
+
+
+@pytest.mark.ranks
+def test_new_ranks_have_torch_export_where_the_driver_has_it() -> None:
+    capture_layer(nn.Linear(2, 2), torch.ones(3, 2))
+    with Cluster(1, device="cpu") as cluster:
+        assert cluster.run(lambda: "torch.export._trace" in sys.modules) == [True]
 
 
 PLANS = (

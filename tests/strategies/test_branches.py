@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from minipar import Plan, models, simulate, verify
@@ -119,7 +119,6 @@ def graphs(draw: st.DrawFn) -> Shape:
     return shape_of(sorted(pairs), n, groups=tuple(groups))
 
 
-@settings(deadline=None, max_examples=60)
 @given(graphs(), st.sampled_from(PLANS), st.data())
 def test_every_plan_of_every_graph_verifies(shape: Shape, text: str, data: st.DataObject) -> None:
     plan = Plan.parse(text)

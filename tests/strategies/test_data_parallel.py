@@ -1,7 +1,7 @@
 """Collectives of the three variants: how many, how large, in which order and where."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from minipar import Plan, verify
 from minipar.errors import PlanError
@@ -175,7 +175,6 @@ def test_buffers_stay_from_step_to_step_where_buckets_are_used():
 
 
 @given(programs())
-@settings(max_examples=80, deadline=None, derandomize=True)
 def test_all_ranks_of_a_group_call_the_same_collectives_in_the_same_order(program):
     for rank in range(len(program.ranks)):
         for ins in collectives(program, rank):

@@ -3,7 +3,7 @@
 from itertools import groupby, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from minipar import Plan, simulate, verify
 from minipar.program import Instruction, Op, Part, grad, grad_output, output, param, saved
@@ -93,7 +93,6 @@ def effect(instructions):
 
 
 @given(programs(most_microbatches=3))
-@settings(max_examples=40, deadline=None, derandomize=True)
 def test_a_fused_instruction_has_the_net_effect_of_its_parts(program):
     plan = Plan.parse(program.name)
     with pytest.MonkeyPatch.context() as patch:

@@ -69,7 +69,7 @@ def cases(draw):
 
 
 @given(cases())
-@settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 def test_every_plan_verifies_and_only_outputs_cross(case):
     plan, model, chosen = case
     program = plan.compile(model, steps=2, check=False)

@@ -143,7 +143,7 @@ def copies_are_in_order(program: Program, trace) -> None:
 
 
 @given(plans())
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 def test_every_plan_verifies_and_is_simulated_by_the_rule(case):
     plan, model, steps = case
     program = plan.compile(model, steps=steps, check=False)

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import minipar
@@ -145,7 +145,6 @@ def plans(draw):
 
 
 @given(plans())
-@settings(max_examples=60, deadline=None, derandomize=True)
 def test_a_printed_plan_parses_to_itself(plan):
     assert Plan.parse(str(plan)) == plan
 
@@ -158,7 +157,6 @@ anything = st.recursive(
 
 
 @given(st.dictionaries(st.sampled_from(["pp", "split", "bucket", "schedule", "overlap", "micro"]), anything))
-@settings(max_examples=80, deadline=None, derandomize=True)
 def test_any_table_is_a_plan_or_a_plan_error(table):
     try:
         plan = Plan.parse(table)
@@ -168,7 +166,6 @@ def test_any_table_is_a_plan_or_a_plan_error(table):
 
 
 @given(st.lists(st.text(st.characters(codec="ascii", categories=("L", "N", "P", "S")), max_size=9), max_size=4))
-@settings(max_examples=60, deadline=None, derandomize=True)
 def test_any_words_are_a_plan_or_one_line(words):
     says = ""
     try:

@@ -5,7 +5,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from minipar import Cluster, Plan, resume, simulate, train, verify
@@ -56,7 +56,6 @@ def a_step_more(text, shape, costs):
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 6)] * 3), max_size=8))
-@settings(max_examples=80, deadline=None, derandomize=True)
 def test_the_link_never_waits_and_takes_the_most_urgent(messages):
     ready, seconds, urgent = zip(*messages, strict=True) if messages else ((), (), ())
     order, now, left = in_order(ready, seconds, urgent), 0, set(range(len(messages)))
@@ -238,6 +237,7 @@ def deep():
     return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4)))
 
 
+@pytest.mark.ranks
 def test_the_gain_on_emulated_devices_is_the_predicted_one():
     """A link that needs as long for all gradients as the devices compute."""
     device = DeviceSpec(costs={"forward": 0.2, "backward": 0.2}, bandwidth=4 * 16640 / 0.4)

@@ -6,7 +6,7 @@ import sys
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from minipar import Backward, Forward, Plan, PlanError, simulate, verify
@@ -89,7 +89,6 @@ anything = st.recursive(
 
 
 @given(anything)
-@settings(max_examples=80, deadline=None, derandomize=True)
 def test_any_value_is_a_choice_or_a_plan_error(value):
     try:
         plan = Plan(checkpoint=value)

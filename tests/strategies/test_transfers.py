@@ -1,7 +1,7 @@
 """Derived sends and receives: their places in the program, what they free, and their order on each link."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from minipar import Forward, Plan, PlanError
 from minipar.program import Instruction, Op, output, param
@@ -98,7 +98,6 @@ def test_sends_stand_after_their_producer_and_receives_before_their_reader():
 
 
 @given(programs())
-@settings(max_examples=60, deadline=None, derandomize=True)
 def test_receive_order_is_send_order_on_every_link(program):
     sent, received = {}, {}
     for rank, row in enumerate(program.ranks):

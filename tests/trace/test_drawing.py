@@ -1,6 +1,7 @@
 """Pictures show what ran: bars are counted, colours compared, texts measured, SVG and HTML parsed."""
 
 import base64
+import io
 import itertools
 import re
 import subprocess
@@ -19,7 +20,7 @@ from matplotlib.colors import to_hex
 
 from minipar import MiniparError, Plan, simulate
 from minipar.program import Instruction, Op
-from minipar.trace import drawing, labels
+from minipar.trace import charts, drawing, labels
 from minipar.trace.figure import LOOKS
 
 MiB = 2**20
@@ -691,3 +692,16 @@ def test_ranks_that_share_layers_say_where_they_are() -> None:
     assert labels.rank_name(plain.program, 3) == "rank 3"
     served = Plan.parse("dp=3 sync=ps").compile(layers=2)
     assert [labels.place(served, rank) for rank in range(4)] == [""] * 4
+
+
+@pytest.mark.parametrize("name", ["$", "a$b$c", "$\\nosuch$", "$x_1^$", "$$", r"\$"])
+def test_dollars_in_names_are_dollars(name):
+    trace = unit(pp=2, microbatches=2)
+    figure = drawing.draw([replace(trace, program=replace(trace.program, name=name))])
+    figure.savefig(io.BytesIO(), format="png")
+    texts = [text for text in figure.texts if text.get_text() == name]
+    assert [text.get_parse_math() for text in texts] == [False]
+    curve = charts.lines({name: [(0, 1), (1, 1e6)]}, title=name, x="x", y="y", log="y")
+    curve.savefig(io.BytesIO(), format="png")
+    ticks = [tick.label1 for tick in curve.axes[0].yaxis.majorTicks]
+    assert all(tick.get_parse_math() for tick in ticks)  # powers of ten are written as such

@@ -41,6 +41,12 @@ def clean_model():
     return nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.Linear(6, 6))
 
 
+def light_model():
+    if "torch._dynamo" in sys.modules:
+        raise ImportError("the reference has imported torch's compiler")
+    return clean_model()
+
+
 def raising():
     return [nn.Linear(6, 6), Odd()]
 
@@ -76,6 +82,15 @@ def test_the_process_imports_nothing_of_the_engine(alone):
     assert found.replaced == ("1",)
     model = plainly.task_of(job(partial(toy, ("linear",))), "plain", {"steps": 1})
     alone.ask(model, 1, lambda step: None)  # of a module that it can import
+
+
+def test_no_optimizer_imports_torchs_compiler(alone):
+    for optimizer in (torch.optim.SGD, torch.optim.AdamW):
+        recipe = partial(optimizer, lr=0.1)
+        for name in ("clean_model", "light_model"):  # the second job finds what the first one imported
+            alone.ask(
+                plainly.task_of(job(NOTEBOOK[name], optimizer=recipe), "plain", {"steps": 2}), 1, lambda step: None
+            )
 
 
 def test_every_step_is_reported(alone):

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -47,7 +47,6 @@ class AlphaBeta:
     st.integers(1, 4),
     st.integers(1, 2),
 )
-@settings(max_examples=60, deadline=None, derandomize=True)
 def test_auto_is_the_size_with_the_shortest_simulated_step(layers, fixed, each, microbatches):
     shape = Shape(len(layers), tuple(Group((k,), (size,)) for k, (size, _) in enumerate(layers)))
     times = [time for _, time in layers]

@@ -52,9 +52,23 @@ def test_page_is_whole_and_asks_for_nothing() -> None:
     page = _timeline().to_html()
     assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org)|@import", page)
     assert page.count("<script") == page.count("</script>") == 1
-    state = json.loads(re.search(r"const state = (.*), heard", page)[1].replace("<\\/", "</"))  # type: ignore[index]
+    state = json.loads(re.search(r"const state = (.*), heard", page)[1])  # type: ignore[index]
     assert state["label"] == _timeline().summary()
     assert "_esm" not in state
+
+
+HOSTILE = "<!--<script> PLACE STATE </script> <\\/ ]]>"
+
+
+def test_a_note_of_any_text_stays_a_note() -> None:
+    widget = _timeline()
+    widget.caption_text = HOSTILE
+    page = widget.to_html()
+    state = json.loads(re.search(r"const state = (.*), heard", page)[1])  # type: ignore[index]
+    assert state["caption_text"] == HOSTILE
+    script = page[page.index("<script") + 1 : page.index("</script>")]
+    assert "<!--" not in script
+    assert "<script" not in script
 
 
 def test_explorer_shows_its_views_and_settings() -> None:

@@ -56,31 +56,27 @@ class Page:
 
 
 @pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
+def tab() -> Iterator[Any]:
+    """A page that all tests use, one after the other: a new one costs half a second."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as play:
         found = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        yield found
+        yield found.new_page()
         found.close()
 
 
 @pytest.fixture
-def opened(chromium: Any, tmp_path: Path) -> Iterator[Any]:
-    contexts = []
-
+def opened(tab: Any, tmp_path: Path) -> Iterator[Any]:
     def open_page(widget: Any, dark: bool = False, width: int = 1100) -> Page:
         path = tmp_path / "page.html"
         widget.to_html(path)
-        context = chromium.new_context(
-            viewport={"width": width, "height": 900}, color_scheme="dark" if dark else "light", accept_downloads=True
-        )
-        contexts.append(context)
-        return Page(context.new_page(), path)
+        tab.set_viewport_size({"width": width, "height": 900})
+        tab.emulate_media(color_scheme="dark" if dark else "light")
+        return Page(tab, path)
 
     yield open_page
-    for context in contexts:
-        context.close()
+    tab.mouse.move(0, 0)
 
 
 def _share(pixels: np.ndarray, colour: str) -> float:
@@ -97,6 +93,15 @@ def test_page_draws_without_a_network(opened: Any, dark: bool, width: int) -> No
     assert (np.median(pixels) < 60) == dark
     assert one.page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "the page scrolls sideways"
     assert one.outside == []
+    assert one.errors == []
+
+
+def test_a_note_of_any_text_blanks_no_page(opened: Any) -> None:
+    widget, note = Timeline(FOUR), "<!--<script> PLACE STATE </script>"
+    widget.caption_text = note
+    one = opened(widget)
+    assert _share(one.pixels(), "#E69F00") > 0.01
+    assert one.page.get_by_text(note).count() == 1
     assert one.errors == []
 
 

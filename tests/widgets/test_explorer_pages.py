@@ -57,6 +57,7 @@ def browser() -> Iterator[Any]:
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
     with playwright.sync_playwright() as play:
         opened = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        opened.new_page()  # which most tests use, one after the other: a new one costs half a second
         yield opened
         opened.close()
 
@@ -74,21 +75,33 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 class Seen:
     """A page, what it complained of, and what it asked for."""
 
-    def __init__(self, browser: Any, path: Path, width: int = 1000, **options: Any) -> None:
-        self.page = browser.new_page(viewport={"width": width, "height": 900}, **options)
+    def __init__(
+        self, browser: Any, path: Path, own: bool = False, width: int = 1000, colours: str = "light", motion: str = ""
+    ) -> None:
+        self.own = own
+        self.page = browser.new_page() if own else browser.contexts[0].pages[0]
+        self.page.set_viewport_size({"width": width, "height": 900})
+        self.page.emulate_media(color_scheme=colours, reduced_motion=motion or "no-preference")
         self.errors: list[str] = []
         self.outside: list[str] = []
-        self.page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
-        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.page.on("request", lambda request: self._ask(request.url))
+        self.heard = {"console": self._complain, "pageerror": self._fail, "request": self._ask}
+        for event, hear in self.heard.items():
+            self.page.on(event, hear)
         self.page.goto(path.as_uri())
         self.canvas = self.page.locator("canvas").first
         self.canvas.wait_for()
         self.page.wait_for_function("document.querySelector('canvas').width > 300 || innerWidth < 500")
 
-    def _ask(self, url: str) -> None:
-        if not url.startswith(("file:", "data:", "blob:")):
-            self.outside.append(url)
+    def _complain(self, message: Any) -> None:
+        if message.type == "error":
+            self.errors.append(message.text)
+
+    def _fail(self, error: Any) -> None:
+        self.errors.append(str(error))
+
+    def _ask(self, request: Any) -> None:
+        if not request.url.startswith(("file:", "data:", "blob:", "about:")):
+            self.outside.append(request.url)
 
     def readout(self) -> str:
         return str(self.page.locator(".mp-readout").first.text_content())
@@ -107,7 +120,12 @@ class Seen:
     def close(self) -> None:
         assert self.errors == []
         assert self.outside == []
-        self.page.close()
+        if self.own:
+            self.page.close()
+            return
+        for event, hear in self.heard.items():
+            self.page.remove_listener(event, hear)
+        self.page.mouse.move(0, 0)
 
 
 @pytest.mark.parametrize("name", EXPLORERS)
@@ -150,7 +168,7 @@ def test_table_and_pictures(browser: Any, pages: dict[str, Path], name: str, tmp
 
 @pytest.mark.parametrize("name", EXPLORERS)
 def test_dark_and_narrow(browser: Any, pages: dict[str, Path], name: str) -> None:
-    dark = Seen(browser, pages[name], color_scheme="dark")
+    dark = Seen(browser, pages[name], colours="dark")
     assert dark.page.locator(".minipar").first.get_attribute("data-dark") == "true"
     assert dark.colours() > 10
     dark.close()
@@ -192,7 +210,7 @@ def test_it_plays_to_the_end(browser: Any, pages: dict[str, Path], name: str) ->
 
 
 def test_reduced_motion_steps(browser: Any, pages: dict[str, Path]) -> None:
-    seen = Seen(browser, pages["collective"], reduced_motion="reduce")
+    seen = Seen(browser, pages["collective"], motion="reduce")
     seen.canvas.press("Home")
     before = seen.readout()
     seen.canvas.press(" ")
@@ -267,7 +285,7 @@ def test_forms_are_fixed_by_clicks_and_keys(browser: Any, tmp_path: Path) -> Non
         view.asked = asked
         return view.data
 
-    seen = Seen(browser, tmp_path / "page.html")
+    seen = Seen(browser, tmp_path / "page.html", own=True)
     seen.page.expose_function("toKernel", ask)
     seen.canvas.focus()
     for key in ("Home", *["ArrowDown"] * 4, *["ArrowRight"] * 3):  # from x in R to up in S2
@@ -369,7 +387,7 @@ def test_a_click_pins_and_a_slider_asks_python(browser: Any, tmp_path: Path) -> 
         view.asked = content
         return view._point()
 
-    seen = Seen(browser, tmp_path / "page.html")
+    seen = Seen(browser, tmp_path / "page.html", own=True)
     seen.page.expose_function("toKernel", kernel)
     box = seen.canvas.bounding_box()
     last = ""

@@ -13,10 +13,13 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.browsers import CHROMIUM, FLAGS, browser
 from tests.notebooks.refresh import tidy
@@ -28,8 +31,15 @@ WAIT = 60_000  # ms, for whatever is waited for: the machine may be slow
 PATIENT = "AbortSignal.timeout = (wait => ms => wait.call(AbortSignal, Math.max(ms, 60_000)))(AbortSignal.timeout)"
 
 
+def put(folder: Path, name: str, value: Mapping[str, Any]) -> None:
+    """Settings of one of JupyterLab's extensions, which it reads when a page is opened."""
+    path = folder / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value))
+
+
 @contextmanager
-def lab(folder: Path, theme: str = "JupyterLab Light") -> Iterator[str]:
+def lab(folder: Path) -> Iterator[str]:
     """A private JupyterLab in a folder; its address."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -42,12 +52,9 @@ def lab(folder: Path, theme: str = "JupyterLab Light") -> Iterator[str]:
     settings = {  # no news from outside; and every cell is drawn, not only those in sight
         "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
         "notebook-extension/tracker": {"windowingMode": "none"},
-        "apputils-extension/themes": {"theme": theme},
     }
     for name, value in settings.items():
-        path = folder / "settings" / "@jupyterlab" / f"{name}.jupyterlab-settings"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(value))
+        put(folder, name, value)
     paths = os.pathsep.join([str(ROOT), str(ROOT / "widgets")])
     command = [
         sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", f"--port={port}", "--port-retries=0",
@@ -76,6 +83,37 @@ def lab(folder: Path, theme: str = "JupyterLab Light") -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 os.killpg(server.pid, signal.SIGKILL)
                 server.wait(15)
+
+
+@dataclass(frozen=True)
+class Lab:
+    """A JupyterLab and a browser, which all tests share: each takes seconds to start."""
+
+    address: str
+    folder: Path
+    browser: Any
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    from playwright import sync_api as playwright
+
+    folder = tmp_path_factory.mktemp("lab")
+    (folder / "work").mkdir()
+    playwright.expect.set_options(timeout=WAIT)
+    with lab(folder) as address, playwright.sync_playwright() as play:
+        chromium = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
+        yield Lab(address, folder, chromium.new_context())
+        chromium.close()
+
+
+@pytest.fixture
+def page(shared: Lab) -> Iterator[Any]:
+    """A page of its own. It is closed in the end: JupyterLab gives a second page another address."""
+    page = shared.browser.new_page()
+    page.set_default_timeout(WAIT)
+    yield page
+    page.close()
 
 
 class Watched:
@@ -133,86 +171,80 @@ def code_cells(path: Path) -> list[dict[str, Any]]:
     return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
 
 
-def test_notebook_in_a_real_lab_without_network(tmp_path: Path) -> None:
+def test_notebook_in_a_real_lab_without_network(shared: Lab, page: Any, tmp_path: Path) -> None:
     from playwright import sync_api as playwright
 
-    notebook = tmp_path / "work" / "explorer.ipynb"
-    notebook.parent.mkdir()
+    notebook = shared.folder / "work" / "explorer.ipynb"
     source = json.loads((ROOT / "lessons" / "explorer.ipynb").read_text())
     for cell in source["cells"]:
         if cell["cell_type"] == "code":
             cell["outputs"], cell["execution_count"] = [], None
     notebook.write_text(json.dumps(source))
-    with lab(tmp_path) as address, playwright.sync_playwright() as play:
-        chromium = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        page = chromium.new_page(viewport={"width": 1400, "height": 1000})
-        page.set_default_timeout(WAIT)
-        playwright.expect.set_options(timeout=WAIT)
-        seen = Watched(page)
-        seen.open(address, "explorer.ipynb")
-        seen.run_all()
-        page.wait_for_function("window.panel.sessionContext.session.kernel.status === 'idle'", timeout=WAIT)
+    page.set_viewport_size({"width": 1400, "height": 1000})
+    seen = Watched(page)
+    seen.open(shared.address, "explorer.ipynb")
+    seen.run_all()
+    page.wait_for_function("window.panel.sessionContext.session.kernel.status === 'idle'", timeout=WAIT)
 
-        explorer = page.locator(".jp-OutputArea-output:has(.noUi-handle)").first
-        explorer.scroll_into_view_if_needed()
-        caption = explorer.locator(".mp-caption").first
-        before = caption.inner_text()
-        assert "time 33" in before
-        assert page.locator(".minipar-explorer .noUi-handle").count() > 20
-        assert page.locator(".minipar-explorer .noUi-handle:not([aria-label])").count() == 0
-        assert explorer.get_by_role("slider", name="micro-batches").count() == 1
-        handle = explorer.locator(".noUi-handle").nth(1)  # micro-batches
-        handle.focus()
-        handle.press("ArrowRight")
-        playwright.expect(caption).to_contain_text("time 36")
-        handle = explorer.locator(".noUi-handle").nth(0)  # stages
-        handle.focus()
-        handle.press("Home")
-        handle.press("ArrowRight")
-        playwright.expect(caption).to_contain_text("time 30")
+    explorer = page.locator(".jp-OutputArea-output:has(.noUi-handle)").first
+    explorer.scroll_into_view_if_needed()
+    caption = explorer.locator(".mp-caption").first
+    before = caption.inner_text()
+    assert "time 33" in before
+    assert page.locator(".minipar-explorer .noUi-handle").count() > 20
+    assert page.locator(".minipar-explorer .noUi-handle:not([aria-label])").count() == 0
+    assert explorer.get_by_role("slider", name="micro-batches").count() == 1
+    handle = explorer.locator(".noUi-handle").nth(1)  # micro-batches
+    handle.focus()
+    handle.press("ArrowRight")
+    playwright.expect(caption).to_contain_text("time 36")
+    handle = explorer.locator(".noUi-handle").nth(0)  # stages
+    handle.focus()
+    handle.press("Home")
+    handle.press("ArrowRight")
+    playwright.expect(caption).to_contain_text("time 30")
 
-        editor = page.locator(".minipar:has(.mp-verdict)").first
-        editor.scroll_into_view_if_needed()
-        verdict = editor.locator(".mp-verdict")
-        fine = verdict.inner_text()
-        assert fine.startswith("✓")
-        canvas = editor.locator("canvas")
-        canvas.focus()
-        for key in ("ArrowRight", "End", *["Shift+ArrowLeft"] * 9):  # the last backward of rank 0 goes too far ahead
-            canvas.press(key)
-        playwright.expect(verdict).to_contain_text("cannot run")
-        editor.get_by_role("button", name="back to the first order").click()
-        playwright.expect(verdict).to_have_text(fine)
-        drag(page, canvas, 4, 30)  # F1 of rank 1 goes to the end of it, and a backward needs it before
-        playwright.expect(verdict).to_contain_text("cannot run")
-        canvas.press("z")
-        playwright.expect(verdict).to_have_text(fine)
+    editor = page.locator(".minipar:has(.mp-verdict)").first
+    editor.scroll_into_view_if_needed()
+    verdict = editor.locator(".mp-verdict")
+    fine = verdict.inner_text()
+    assert fine.startswith("✓")
+    canvas = editor.locator("canvas")
+    canvas.focus()
+    for key in ("ArrowRight", "End", *["Shift+ArrowLeft"] * 9):  # the last backward of rank 0 goes too far ahead
+        canvas.press(key)
+    playwright.expect(verdict).to_contain_text("cannot run")
+    editor.get_by_role("button", name="back to the first order").click()
+    playwright.expect(verdict).to_have_text(fine)
+    drag(page, canvas, 4, 30)  # F1 of rank 1 goes to the end of it, and a backward needs it before
+    playwright.expect(verdict).to_contain_text("cannot run")
+    canvas.press("z")
+    playwright.expect(verdict).to_have_text(fine)
 
-        page.screenshot(path=tmp_path / "lab.png")
-        explorer.get_by_role("button", name="run it").click()
-        playwright.expect(explorer).to_contain_text("the prediction was off by")
-        playwright.expect(caption).to_contain_text("predicted: time 600.0 ms")
-        playwright.expect(caption).to_contain_text("measured: time ")
+    page.screenshot(path=tmp_path / "lab.png")
+    explorer.get_by_role("button", name="run it").click()
+    playwright.expect(explorer).to_contain_text("the prediction was off by")
+    playwright.expect(caption).to_contain_text("predicted: time 600.0 ms")
+    playwright.expect(caption).to_contain_text("measured: time ")
 
-        page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
-        page.wait_for_function("!window.panel.context.model.dirty")
-        saved = code_cells(notebook)
-        assert all(cell["execution_count"] for cell in saved)
-        assert not [out for cell in saved for out in cell["outputs"] if out["output_type"] == "error"]
-        pictures = [out for cell in saved for out in cell["outputs"] if "image/png" in out.get("data", {})]
-        assert len(pictures) >= 3
-        assert seen.errors == []
+    page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
+    page.wait_for_function("!window.panel.context.model.dirty")
+    saved = code_cells(notebook)
+    assert all(cell["execution_count"] for cell in saved)
+    assert not [out for cell in saved for out in cell["outputs"] if out["output_type"] == "error"]
+    pictures = [out for cell in saved for out in cell["outputs"] if "image/png" in out.get("data", {})]
+    assert len(pictures) >= 3
+    assert seen.errors == []
 
-        page.evaluate("window.panel.sessionContext.shutdown()")
-        notebook.write_text(json.dumps(tidy(json.loads(notebook.read_text()))))  # as lessons are committed
-        seen.open(address, "explorer.ipynb", kernel=False)
-        page.wait_for_selector(".jp-OutputArea-output img")
-        assert page.locator(".jp-OutputArea-output img").count() >= 1
-        assert "model not found" not in page.inner_text(".jp-Notebook")
-        assert seen.outside == []
-        # (ipywidgets' own manager does not expect a page without a kernel)
-        assert [error for error in seen.errors if "jupyterlab-manager" not in error] == []
-        chromium.close()
+    page.evaluate("window.panel.sessionContext.shutdown()")
+    notebook.write_text(json.dumps(tidy(json.loads(notebook.read_text()))))  # as lessons are committed
+    seen.open(shared.address, "explorer.ipynb", kernel=False)
+    page.wait_for_selector(".jp-OutputArea-output img")
+    assert page.locator(".jp-OutputArea-output img").count() >= 1
+    assert "model not found" not in page.inner_text(".jp-Notebook")
+    assert seen.outside == []
+    # (ipywidgets' own manager does not expect a page without a kernel)
+    assert [error for error in seen.errors if "jupyterlab-manager" not in error] == []
 
 
 LIVE = """from functools import partial
@@ -221,12 +253,11 @@ from minipar_widgets import live
 live(partial(models.mlp, widths=(32, 64, 64, 256)), data.for_model("mlp-tiny"), "pp=2 microbatches=2", steps=100_000)"""
 
 
-def test_live_run_is_cancelled_while_its_cell_runs(tmp_path: Path) -> None:
+def test_live_run_is_cancelled_while_its_cell_runs(shared: Lab, page: Any) -> None:
     """And in a dark JupyterLab on a light desktop."""
     from playwright import sync_api as playwright
 
-    notebook = tmp_path / "work" / "live.ipynb"
-    notebook.parent.mkdir()
+    notebook = shared.folder / "work" / "live.ipynb"
     cells = [
         {"cell_type": "code", "id": f"c{k}", "metadata": {}, "source": text, "outputs": [], "execution_count": None}
         for k, text in enumerate([LIVE, "'not run'"])
@@ -234,30 +265,27 @@ def test_live_run_is_cancelled_while_its_cell_runs(tmp_path: Path) -> None:
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     whole = {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernel}, "cells": cells}
     notebook.write_text(json.dumps(whole))
-    with lab(tmp_path, "JupyterLab Dark") as address, playwright.sync_playwright() as play:
-        chromium = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
-        page = chromium.new_page(viewport={"width": 1000, "height": 900}, color_scheme="light")
-        page.set_default_timeout(WAIT)
-        playwright.expect.set_options(timeout=WAIT)
-        seen = Watched(page)
-        seen.open(address, "live.ipynb")
-        page.wait_for_function("window.panel.sessionContext.session?.kernel?.status === 'idle'", timeout=WAIT)
-        page.evaluate("void window.jupyterapp.commands.execute('notebook:run-all-cells')")
-        output = page.locator(".jp-Cell-outputArea").first
-        playwright.expect(output).to_contain_text("of 100000, loss")
-        timeline = output.locator(".minipar")
-        playwright.expect(timeline).to_contain_text("measured: time")
-        assert timeline.evaluate("(el) => el.dataset.dark") == "true"
-        output.get_by_role("button", name="cancel").click()
-        playwright.expect(output).to_contain_text("Stopped: cancelled at step")
-        playwright.expect(output.locator("img")).to_be_visible()  # the picture, in the widget's place
-        assert output.locator(".minipar").count() == 0
-        page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
-        page.wait_for_function("!window.panel.context.model.dirty")
-        first, second = code_cells(notebook)
-        texts = ["".join(out["data"]["text/plain"]) for out in first["outputs"] if "data" in out]
-        assert texts[0].startswith("live run of pp=2 microbatches=2: cancelled, step ")
-        assert second["outputs"] == []  # run all stops there
-        assert seen.outside == []
-        assert seen.errors == []
-        chromium.close()
+    page.set_viewport_size({"width": 1000, "height": 900})
+    seen = Watched(page)
+    page.emulate_media(color_scheme="light")
+    put(shared.folder, "apputils-extension/themes", {"theme": "JupyterLab Dark"})
+    seen.open(shared.address, "live.ipynb")
+    page.wait_for_function("window.panel.sessionContext.session?.kernel?.status === 'idle'", timeout=WAIT)
+    page.evaluate("void window.jupyterapp.commands.execute('notebook:run-all-cells')")
+    output = page.locator(".jp-Cell-outputArea").first
+    playwright.expect(output).to_contain_text("of 100000, loss")
+    timeline = output.locator(".minipar")
+    playwright.expect(timeline).to_contain_text("measured: time")
+    assert timeline.evaluate("(el) => el.dataset.dark") == "true"
+    output.get_by_role("button", name="cancel").click()
+    playwright.expect(output).to_contain_text("Stopped: cancelled at step")
+    playwright.expect(output.locator("img")).to_be_visible()  # the picture, in the widget's place
+    assert output.locator(".minipar").count() == 0
+    page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
+    page.wait_for_function("!window.panel.context.model.dirty")
+    first, second = code_cells(notebook)
+    texts = ["".join(out["data"]["text/plain"]) for out in first["outputs"] if "data" in out]
+    assert texts[0].startswith("live run of pp=2 microbatches=2: cancelled, step ")
+    assert second["outputs"] == []  # run all stops there
+    assert seen.outside == []
+    assert seen.errors == []

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
@@ -153,7 +153,6 @@ def _lane(drawn: list[tuple[float, float, int]]) -> tuple[np.ndarray, np.ndarray
     return start, lengths.astype(np.float32), kinds.astype(np.uint8)
 
 
-@settings(max_examples=60, deadline=None)
 @given(moments, st.floats(0, 20), st.floats(0.1, 100), st.integers(1, 60))
 def test_cells_follow_the_rule(drawn: list[tuple[float, float, int]], begin: float, size: float, width: int) -> None:
     start, length, kind = _lane(drawn)

@@ -44,6 +44,24 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
+class StreamWork:
+    """An operation on a stream of the GPU: `wait` returns at once, and the current stream waits in its place."""
+
+    def __init__(self, work: Any) -> None:
+        self.work = work
+
+    def wait(self) -> None:
+        self.work.wait()
+
+    def is_completed(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def on_stream(self) -> bool:
+        """Let the current stream wait, and this thread go on."""
+        self.work.synchronize()
+        return True
+
+
 class _Done:
     def wait(self) -> None:
         pass

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 import warnings
 from typing import Any
 
@@ -61,8 +62,8 @@ class LocalTransport(Transport):
             pid, number = rows[0]
             if number >= 0:
                 memory = shared_memory.open_from(pid, number, size)
-            for rank, (process, _) in zip(members, rows, strict=True):
-                self._watch(rank, process)
+                for rank, (process, _) in zip(members, rows, strict=True):
+                    self._watch(rank, process)
         except OSError as error:
             memory, reason = None, str(error)
         found = meet([memory is not None])
@@ -76,8 +77,11 @@ class LocalTransport(Transport):
 
     def _watch(self, rank: int, pid: int) -> None:
         """Open a descriptor by which the end of another rank's process is noticed. OSError if the system has none."""
-        if rank != self.rank and rank not in self.watched:
-            self.watched[rank] = os.pidfd_open(pid)
+        if rank == self.rank or rank in self.watched:
+            return
+        if not hasattr(os, "pidfd_open"):
+            raise OSError(f"no descriptors of processes on {sys.platform}")
+        self.watched[rank] = os.pidfd_open(pid)
 
     def _gone(self, members: tuple[int, ...]) -> int | None:
         """One of these ranks whose process has ended."""
@@ -88,9 +92,9 @@ class LocalTransport(Transport):
         return next((ranks[descriptor] for descriptor, _ in poll.poll(0)), None)
 
     def _explain(self, reason: str) -> None:
-        """Warn, once, why shared memory is not used."""
-        if not self.without:
-            self.without = reason
+        """Note why shared memory is not used; where the system could have it, also warn, once."""
+        told, self.without = bool(self.without), self.without or reason
+        if not told and sys.platform == "linux":
             warnings.warn(f"no shared memory between ranks ({reason}): gloo is used", stacklevel=2)
 
     def close(self, under_way: bool) -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minipar.comm.transport.gloo import TIMEOUT
-from minipar.comm.transport.interface import Board, Messages, Transport, Work
+from minipar.comm.transport.interface import Board, StreamWork, Transport, Work
 
 
 class Nccl(Transport):
@@ -26,7 +26,7 @@ class Nccl(Transport):
         self._messages = _Messages(self, tuple(range(size)))
 
     @property
-    def messages(self) -> Messages:
+    def messages(self) -> _Messages:
         return self._messages
 
     def board(self, kind: str, members: tuple[int, ...]) -> Board:
@@ -41,7 +41,7 @@ class Nccl(Transport):
             found = self._groups[members] = self.make(f"{self.name} {members}", members)
             # NCCL makes its communicator at the first use, which is here: so all ranks make them in the same order.
             found.allreduce([torch.zeros(1, device=self.device)]).wait()
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()  # (the device may have other work that is not over)
         return found
 
     def make(self, name: str, members: tuple[int, ...]) -> Any:
@@ -74,12 +74,10 @@ class _Messages:
         self.down = transport.make("down", everyone)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        work: Work = (self.up if peer > self.rank else self.down).send([tensor], peer, tag)
-        return work
+        return StreamWork((self.up if peer > self.rank else self.down).send([tensor], peer, tag))
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        work: Work = (self.up if peer < self.rank else self.down).recv([tensor], peer, tag)
-        return work
+        return StreamWork((self.up if peer < self.rank else self.down).recv([tensor], peer, tag))
 
     def warm_up(self, peers: Iterable[int]) -> None:
         """Send a number in both directions. All ranks take their pairs in one order, so no two wait for each other."""

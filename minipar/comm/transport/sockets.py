@@ -129,7 +129,8 @@ class Sockets:
 
     def _connect(self, peer: int) -> tuple[socket.socket, Stream | None]:
         connection = socket.socket(socket.AF_UNIX)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+        with contextlib.suppress(OSError):  # macOS gives nothing where Linux gives what its limits allow
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
         connection.connect(f"{self.path}.{peer}")
         try:
             memory = shared_memory.make(stream.SIZE)

@@ -33,6 +33,7 @@ from minipar.costs.rates import Calibration, LinearCost, fit
 from minipar.errors import PlanError
 from minipar.execution import autograd_entry
 from minipar.execution.affinity import on_own_core
+from minipar.execution.streams import synchronize
 from minipar.prediction.oversubscription import available_cores
 from minipar.program import Program
 from minipar.program.collectives.moves import Copy, Move, Send, Setting, lay_out
@@ -154,7 +155,7 @@ def _compute(comm: Communicator, window: float, clock: Callable[[], float]) -> t
 
     def rate(work: Callable[[], None], here: bool) -> float:
         work()  # warm up, and back into the caches
-        _ready(device)
+        synchronize(device)
         comm.barrier()
         if not here:
             comm.barrier()
@@ -162,7 +163,7 @@ def _compute(comm: Communicator, window: float, clock: Callable[[], float]) -> t
         count, start, end = 0, clock(), time.perf_counter() + window
         while count < 3 or time.perf_counter() < end:
             work()
-            _ready(device)
+            synchronize(device)
             count += 1
         found = count / (clock() - start)
         comm.barrier()
@@ -198,7 +199,7 @@ def _ping_pong(comm: Communicator, a: int, b: int, size: int, repeats: int) -> t
     def receive() -> None:
         start = time.process_time()
         comm.irecv(into, peer).wait()
-        _ready(comm.device)
+        synchronize(comm.device)
         receives.append(time.process_time() - start)
 
     for _ in range(repeats + 1):
@@ -229,7 +230,7 @@ def _allreduce(comm: Communicator, members: int, repeats: int) -> LinearCost:
             start = time.perf_counter()
             if inside:
                 comm.iallreduce(tensor, group).wait()
-                _ready(comm.device)
+                synchronize(comm.device)
             times.append(time.perf_counter() - start)
         slowest = [max(column) for column in zip(*_gather(comm, times[1:], len(times) - 1), strict=True)]
         points.append((float(size), _typical(slowest)))
@@ -347,8 +348,7 @@ def _time(comm: Communicator, work: Callable[[int], None], repeats: int, calls: 
         start = time.perf_counter()
         for call in range(calls):
             work(k * calls + call)
-        if comm.device.type == "cuda":
-            torch.cuda.synchronize(comm.device)
+        synchronize(comm.device)
         times.append((time.perf_counter() - start) / calls)
     return median(max(column) for column in zip(*_gather(comm, times[1:], len(times) - 1), strict=True))
 
@@ -372,11 +372,6 @@ def _gather(comm: Communicator, numbers: list[float], length: int) -> list[list[
 def _typical(times: list[float]) -> float:
     """The lower quartile: other programs disturb it little, and one lucky measurement does not decide it."""
     return sorted(times)[(len(times) - 1) // 4]
-
-
-def _ready(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _middle(lines: list[LinearCost]) -> LinearCost:

@@ -10,7 +10,8 @@ import torch
 
 from minipar.costs.rates import Copies, LinearCost, fit
 from minipar.execution.memory.disk import DiskStore
-from minipar.execution.memory.stores import HostStore, Tier
+from minipar.execution.memory.stores import Tier, host_store
+from minipar.execution.streams import streams_of
 
 SIZES = (16 << 10, 256 << 10, 4 << 20)  # bytes
 REPEATS = 3
@@ -18,7 +19,7 @@ REPEATS = 3
 
 def measure_copies(device: torch.device, disk: bool, folder: str | None = None) -> Copies:
     """Measure copies of tensors of `device` to the host, and to the disk if `disk`. StoreError for a bad folder."""
-    away, back = _lines(HostStore(), device)
+    away, back = _lines(host_store(streams_of(device)), device)
     if not disk:
         return Copies(away, back)
     return Copies(away, back, *_lines(DiskStore(folder), torch.device("cpu")))

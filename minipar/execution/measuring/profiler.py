@@ -29,6 +29,7 @@ from minipar.errors import MiniparError, PlanError
 from minipar.execution import autograd_entry, naming_layers, repartition, sliced
 from minipar.execution.measuring.weighing import Weights, weigh
 from minipar.execution.split_backward import input_half, left, weight_half
+from minipar.execution.streams import synchronize
 from minipar.execution.tails import Tails
 from minipar.models.network import edges_of
 from minipar.models.parameter_groups import groups_of, shape_of
@@ -448,8 +449,7 @@ class _Stopwatch:
         self.read = time.thread_time if device.type == "cpu" and threads == 1 else time.perf_counter
 
     def __call__(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        synchronize(self.device)
         return self.read()
 
 

@@ -5,8 +5,9 @@
     store.get(key)             the tensor, when it is back; what was put stays there until it is put again or dropped
     store.fetch(key, into)     starts to copy it into an existing tensor, and returns a future
 
-Copies run on two threads of the store, one per direction, in order, while the rank computes. A read waits for a put
-that is under way. A store has a capacity, and counts its bytes.
+Copies run on two threads of the store, one per direction, in order, while the rank computes; those between a GPU and
+the host's memory run on two streams of the GPU. A read waits for a put that is under way. A store has a capacity, and
+counts its bytes.
 """
 
 from __future__ import annotations
@@ -14,22 +15,25 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from minipar.errors import StoreError
+from minipar.execution.streams import Copy, StreamCopy, Streams
+from minipar.program import Op
 from minipar.wording import several
 
 
 class Store(Protocol):
     """Where tensors are kept away from the device. StoreError when there is no room, for an unknown key, for damage."""
 
-    def put(self, key: Hashable, tensor: Tensor) -> Future[None]: ...
+    def put(self, key: Hashable, tensor: Tensor) -> Copy: ...
     def prefetch(self, key: Hashable) -> None: ...
     def get(self, key: Hashable) -> Tensor: ...
-    def fetch(self, key: Hashable, into: Tensor) -> Future[None]: ...
+    def fetch(self, key: Hashable, into: Tensor) -> Copy: ...
     def drop(self, key: Hashable) -> None: ...
     def hold(self, key: Hashable, size: int) -> None: ...
     def close(self) -> None: ...
@@ -78,12 +82,12 @@ class Tier(ABC):
         self._written: dict[Hashable, Future[None]] = {}
         self._back: dict[Hashable, Future[Tensor]] = {}
 
-    def put(self, key: Hashable, tensor: Tensor) -> Future[None]:
+    def put(self, key: Hashable, tensor: Tensor) -> Copy:
         """Start to copy a tensor away. It must stay as it is until the future is done."""
         self._ledger.take(key, tensor.numel() * tensor.element_size())
         self._back.pop(key, None)
-        self._written[key] = self._thread.submit(self._write, key, tensor.detach())
-        return self._written[key]
+        written = self._written[key] = self._thread.submit(self._write, key, tensor.detach())
+        return written
 
     def prefetch(self, key: Hashable) -> None:
         """Start to bring a tensor back."""
@@ -96,10 +100,13 @@ class Tier(ABC):
         self.prefetch(key)
         return self._back.pop(key).result()
 
-    def fetch(self, key: Hashable, into: Tensor) -> Future[None]:
+    def fetch(self, key: Hashable, into: Tensor) -> Copy:
         """Start to copy a tensor into `into`, which has its shape; to another dtype it is converted."""
         self._ledger.known(key)
-        return self._reader.submit(self._read_written, self._written.get(key), self._read_into, key, into.detach())
+        found: Future[None] = self._reader.submit(
+            self._read_written, self._written.get(key), self._read_into, key, into.detach()
+        )
+        return found
 
     def hold(self, key: Hashable, size: int) -> None:
         """Count bytes that somebody else keeps in this tier. StoreError when there is no room for them."""
@@ -143,7 +150,7 @@ class Tier(ABC):
 
 
 class HostStore(Tier):
-    """Tensors in the host's own memory; in pinned memory if they come from a GPU."""
+    """Tensors in the host's own memory."""
 
     tier = "host"
 
@@ -154,26 +161,63 @@ class HostStore(Tier):
     def _write(self, key: Hashable, tensor: Tensor) -> None:
         kept = self._kept.get(key)
         if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
-            kept = self._kept[key] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        move(tensor, kept)
+            kept = self._kept[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
+        kept.copy_(tensor)
 
     def _read(self, key: Hashable) -> Tensor:
         return self._kept[key].clone()
 
     def _read_into(self, key: Hashable, into: Tensor) -> None:
-        move(self._kept[key], into)
+        into.copy_(self._kept[key])
 
     def _forget(self, key: Hashable) -> None:
         self._kept.pop(key, None)
 
 
-def move(source: Tensor, into: Tensor) -> None:
-    """Copy one tensor into another; the copy is done when this returns. A GPU goes on computing meanwhile."""
-    device = next((t.device for t in (source, into) if t.is_cuda), None)
-    if device is None:
-        into.copy_(source)
-        return
-    stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        into.copy_(source, non_blocking=True)
-    stream.synchronize()
+class PinnedStore(HostStore):
+    """The host's memory for tensors of a GPU: buffers that copies on streams of the GPU reach fast, used again and
+    again. A copy is done for whoever follows it on the GPU before it is done for the host."""
+
+    def __init__(self, streams: Streams, capacity: int | None = None) -> None:
+        super().__init__(capacity)
+        self._streams = streams
+        self._last: dict[Hashable, Copy] = {}  # that reads or writes what is kept
+
+    def put(self, key: Hashable, tensor: Tensor) -> Copy:
+        self._ledger.take(key, tensor.numel() * tensor.element_size())
+        kept = self._kept.get(key)
+        if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
+            self._forget(key)
+            kept = self._kept[key] = self._streams.room(tensor)
+        return self._noted(key, self._streams.copy(tensor.detach(), kept, Op.OFFLOAD.value, self._last.get(key)))
+
+    def fetch(self, key: Hashable, into: Tensor) -> Copy:
+        self._ledger.known(key)
+        return self._noted(key, self._streams.copy(self._kept[key], into.detach(), Op.FETCH.value, self._last[key]))
+
+    def _noted(self, key: Hashable, copy: Copy) -> Copy:
+        self._last[key] = replace(copy, tensors=()) if isinstance(copy, StreamCopy) else copy
+        return copy
+
+    def prefetch(self, key: Hashable) -> None:
+        self._ledger.known(key)
+
+    def get(self, key: Hashable) -> Tensor:
+        self._ledger.known(key)
+        self._last[key].result()
+        return self._read(key)
+
+    def drop(self, key: Hashable) -> None:
+        if self._ledger.sizes.pop(key, None) is not None:
+            self._forget(key)
+
+    def _forget(self, key: Hashable) -> None:
+        kept = self._kept.pop(key, None)
+        last = self._last.pop(key, None)
+        if kept is not None:
+            self._streams.give_back(kept, last)
+
+
+def host_store(streams: Streams, capacity: int | None = None) -> Tier:
+    """The host's memory beside a rank's device."""
+    return PinnedStore(streams, capacity) if streams.runs_ahead else HostStore(capacity)

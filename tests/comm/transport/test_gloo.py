@@ -65,6 +65,28 @@ def test_what_fails_is_named_and_the_next_run_goes_on(three, how, error, says):
     assert three.run(total) == [3, 3, 3]
 
 
+def test_int16_which_gloo_does_not_know(three):
+    def f() -> bool:
+        comm = communicator.create()
+        everyone = [(torch.arange(3001) * 29 + 20_000 * k).to(torch.int16) for k in range(3)]  # sums that overflow
+        mine, total, largest = everyone[comm.rank], sum(everyone[1:], everyone[0]), torch.stack(everyone).amax(0)
+        in_place, rows = mine.clone(), slice(*((0, 1001), (1001, 2001), (2001, 3001))[comm.rank])
+        comm.iallreduce(in_place, (0, 1, 2)).wait()
+        reduced = comm.reduce(mine, 1)
+        right = [
+            (comm.allreduce(mine), total),
+            (comm.allreduce(mine, max), largest),
+            (in_place, total),
+            (comm.reduce_scatter(mine), total[rows]),
+            (comm.all_gather(mine), torch.cat(everyone)),
+            (comm.broadcast(mine if comm.rank == 2 else None, 2), everyone[2]),
+            *([(reduced, total)] if comm.rank == 1 else []),
+        ]
+        return all(found.dtype == torch.int16 and torch.equal(found, expected) for found, expected in right)
+
+    assert three.run(f) == [True] * 3
+
+
 def test_the_stop_button_reaches_ranks_that_wait(three):
     assert three.run(total) == [3, 3, 3]
     with pytest.raises(KeyboardInterrupt):
