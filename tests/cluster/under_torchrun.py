@@ -126,6 +126,21 @@ def interrupted(folder: Path) -> dict[str, Any]:
     return {"first": run.first_step, "losses": run.losses, "error": run.max_gradient_error()}
 
 
+def cut(folder: Path) -> dict[str, Any]:
+    """A long run, in which another process cuts one host off when `now` is there; `over` says when a rank has left."""
+
+    def back(info: StepInfo) -> None:
+        if info.step == 30:
+            (folder / "now").write_text("")
+
+    options: dict[str, Any] = {"save": folder / "saved", "save_every": 10, "callback": back, "check": False}
+    try:
+        trained("dp=2", steps=100_000, **options)
+    finally:
+        (folder / f"over-{RANK}").write_text(str(time.time()))
+    return {}
+
+
 if __name__ == "__main__":
     what, folder = sys.argv[1], Path(sys.argv[2])
     result = globals()[what](folder)

@@ -1,15 +1,18 @@
-"""Messages over Unix sockets, tried with two ends in one process."""
+"""Messages over sockets, tried with two ends in one process."""
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from minipar.comm.transport.sockets import Sockets
+from minipar.comm.transport.sockets import _WHO, Far, Sockets
 from minipar.errors import RankError
 
 
@@ -172,3 +175,62 @@ def test_sending_to_a_peer_that_is_gone(ends):
         large.wait()
     with pytest.raises(ConnectionError, match="rank 1 is gone"):
         a.send(torch.zeros(4), 1, 2)
+
+
+# ranks of other hosts -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Iterator[tuple[Sockets, Sockets]]:
+    store = dist.HashStore()
+    made = tuple(
+        Sockets(rank, str(tmp_path / f"host {rank}"), Far(frozenset({1 - rank}), "127.0.0.1", store, b"t" * 32))
+        for rank in range(2)
+    )
+    yield made  # type: ignore[misc]
+    for each in made:
+        each.close()
+
+
+def test_messages_between_hosts(far):
+    """Long ones, too, have no ring; the order of tags is free, and a message that is here can be seen."""
+    a, b = far
+    assert not b.readable([0], 0.0)
+    short, long = torch.arange(3), torch.randn(500_000)
+    sent = [a.send(short, 1, 7), a.send(long, 1, 8)]
+    assert b.readable([0], 5.0)
+    into = torch.empty(500_000)
+    b.receive(into, 0, 8).wait()
+    again = torch.empty(3, dtype=torch.int64)
+    b.receive(again, 0, 7).wait()
+    for one in sent:
+        one.wait()
+    assert torch.equal(into, long)
+    assert torch.equal(again, short)
+    assert a.outgoing[1].ring is b.incoming[0].ring is None
+
+
+def test_a_stranger_is_refused(far):
+    """One without the token, and one who says nothing and goes."""
+    a, b = far
+    address = b.listeners[1].getsockname()
+    with socket.create_connection(address) as wrong, socket.create_connection(address):
+        wrong.sendall(_WHO.pack(0, False, b"x" * 32))
+    a.send(torch.ones(1), 1, 3)
+    into = torch.zeros(1)
+    b.receive(into, 0, 3).wait()
+    assert into.item() == 1.0
+
+
+def test_a_host_that_is_gone(far):
+    a, b = far
+    a.warm_up([1])
+    assert not a.lost(1)
+    b.readable([0], 5.0)  # (which takes the connection)
+    b.close()
+    until = time.monotonic() + 5.0
+    while not a.lost(1):
+        assert time.monotonic() < until
+    b.far.store.set("messages 0", '["127.0.0.1", 9]')
+    with pytest.raises(ConnectionError, match="rank 0 is not reached at 127.0.0.1"):
+        b.send(torch.ones(1), 0, 1)
