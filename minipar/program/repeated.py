@@ -114,8 +114,10 @@ class Repeated(Sequence[Row]):
         known: set[tuple[int, bool, Op, tuple[int, ...]]] = set()
         for stage, row in enumerate(self.rows):
             for ins in row:
+                if (ins.group or ins.peer != -1) and (type(ins.stream) is not str or not ins.stream):
+                    return False
                 if ins.group:
-                    if type(ins.group) is not tuple or ins.peer != -1:
+                    if type(ins.group) is not tuple or ins.peer != -1 or any(type(rank) is not int for rank in ins.group):
                         return False
                     key = stage, _inside(ins), ins.op, ins.group
                     if key not in known and ins.group != self._whole(stage, ins):

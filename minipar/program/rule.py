@@ -208,7 +208,7 @@ def _deadlock(
             if stream[-1] is Op.SEND:
                 waits[rank] = int(stream[0]), value
             else:
-                late = (r for r in map(int, stream) if r in ranks and taken.get((stream, r), 0) <= number)
+                late = (int(r) for r in stream if int(r) in ranks and taken.get((stream, int(r)), 0) <= number)
                 waits[rank] = next(late), value
             break
     path = [min(waits)]
