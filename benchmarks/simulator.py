@@ -38,7 +38,14 @@ def measure(quick: bool = False) -> list[Row]:
         Row("build 1F1B, 64 stages x 512 micro-batches", median(build), "s", 2.5, 0.25, note),
         Row("verify it", median(check), "s", None, None),
         Row("simulate it", median(predict), "s", 1.0, 0.1),
-        Row("build, verify, simulate 1,024 ranks, 96 layers", float(seconds), "s", 10, None, f"{instructions} instructions"),
+        Row(
+            "build, verify, simulate 1,024 ranks, 96 layers",
+            float(seconds),
+            "s",
+            10,
+            None,
+            f"{instructions} instructions",
+        ),
         Row("peak memory of that", float(mib), "MiB", 4096, None, "with torch"),
     ]
 

@@ -117,7 +117,11 @@ class Repeated(Sequence[Row]):
                 if (ins.group or ins.peer != -1) and (type(ins.stream) is not str or not ins.stream):
                     return False
                 if ins.group:
-                    if type(ins.group) is not tuple or ins.peer != -1 or any(type(rank) is not int for rank in ins.group):
+                    if (
+                        type(ins.group) is not tuple
+                        or ins.peer != -1
+                        or any(type(rank) is not int for rank in ins.group)
+                    ):
                         return False
                     key = stage, _inside(ins), ins.op, ins.group
                     if key not in known and ins.group != self._whole(stage, ins):

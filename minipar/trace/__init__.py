@@ -99,8 +99,8 @@ class Trace:
 
     @cached_property
     def _alike(self) -> tuple[int, ...]:
-        """For each rank the first one that does the same at the same times, and with values of the same sizes: `simulate`
-        gives these ranks the same list of times."""
+        """For each rank the first one that does the same at the same times, and with values of the same sizes:
+        `simulate` gives these ranks the same list of times."""
         first = self.program.representatives
         return tuple(
             one if self.starts[one] is self.starts[rank] and self.ends[one] is self.ends[rank] else rank

@@ -45,6 +45,10 @@ def _is_row(value: object) -> bool:
     return type(value) is tuple
 
 
+def _are_rows(value: object) -> bool:
+    return type(value) is Repeated or _tuple_of(_is_row, value)
+
+
 def _positive(value: object) -> bool:
     return isinstance(value, (int, float)) and 0 < value < float("inf")
 
@@ -76,7 +80,7 @@ _FLAG: Rule = (lambda value: type(value) is bool, "True or False")
 _TEXT: Rule = (lambda value: type(value) is str, "text")
 
 _OWN: dict[str, Rule] = {
-    "ranks": (lambda value: isinstance(value, Repeated) or _tuple_of(_is_row, value), "a tuple of instructions for each rank"),
+    "ranks": (lambda value: _are_rows(value), "a tuple of instructions for each rank"),
     "layers": _AT_LEAST_0,
     "microbatches": _AT_LEAST_0,
     "steps": _AT_LEAST_0,
