@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from minipar.program import Instruction, Value
 
@@ -21,3 +21,17 @@ class Costs(Protocol):
 
     def size(self, rank: int, value: Value) -> float:
         """How much memory a value takes on a rank."""
+
+
+@runtime_checkable
+class EvenCosts(Costs, Protocol):
+    """Costs that know on which ranks everything costs the same. `simulate` then walks one of the ranks that do the same
+    on other rows or shards."""
+
+    def even(self, rank: int, other: int) -> bool:
+        """Whether what two such ranks do costs the same: compute, messages, collectives, and the memory of values."""
+
+
+def even(costs: Costs, rank: int, other: int) -> bool:
+    """Whether these costs say that what two ranks do costs the same."""
+    return isinstance(costs, EvenCosts) and costs.even(rank, other)

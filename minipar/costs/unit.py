@@ -48,7 +48,7 @@ class UnitCosts:
         ranks, stages = len(self.program.ranks), Mesh(self.program.mesh).length("pp")
         factors = list(self.stage_factors) or [1.0] * stages
         if len(factors) == stages:
-            factors = factors * (ranks // stages)
+            factors = [factors[rank // self.program.sharing % stages] for rank in range(ranks)]
         if len(factors) != ranks:
             raise PlanError(
                 f"stage_factors: {len(self.stage_factors)} numbers, but there are {several(stages, 'stage')}"
@@ -83,6 +83,10 @@ class UnitCosts:
     def collective(self, ins: Instruction) -> float:
         """Duration of a collective after its last rank has arrived."""
         return 0.0
+
+    def even(self, rank: int, other: int) -> bool:
+        """Whether two ranks that do the same are equally fast."""
+        return self._scale[rank] == self._scale[other]
 
     def size(self, rank: int, value: Value) -> float:
         """Memory of a value; here in units of a rank's activations of one micro-batch."""

@@ -16,7 +16,7 @@ from typing import Any
 
 from minipar.costs.device import DeviceSpec
 from minipar.costs.measured import Profile
-from minipar.costs.protocol import Costs
+from minipar.costs.protocol import Costs, even
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError
 from minipar.prediction.profiled import ProfiledCosts
@@ -106,6 +106,11 @@ class EmulatedCosts:
             return self._table[0].transfer(rank, ins) if by_function else (0.0, self.spec.latency or 0.0)
         size = of_message(lambda rank, value: self._own("the size of a message").size(rank, value), rank, ins)
         return (size / self.spec.bandwidth, self.spec.latency or 0.0) if size else (0.0, 0.0)
+
+    def even(self, rank: int, other: int) -> bool:
+        """Whether what two ranks that do the same do costs the same: by the spec's own costs, and by this machine's."""
+        used = [*self._table, *([self.own] if self.own is not None else [])]
+        return all(even(costs, rank, other) for costs in used)
 
     def _copy(self, rank: int, ins: Instruction) -> tuple[float, float]:
         rate = self.spec.copy_bandwidth(ins)

@@ -53,7 +53,7 @@ def best_way(program: Program, cores: float) -> int:
     programs.
     """
     found = ways(len(program.ranks), range(math.ceil(cores)))
-    fixed = program.in_flight is None and program.serving is None and sum(map(len, program.ranks)) <= _MOST
+    fixed = program.in_flight is None and program.serving is None and len(program) <= _MOST
     sends = any(ins.op is Op.SEND for row in program.ranks for ins in row)
     if not found or found[0] == found[1] or not fixed or not sends:
         return 0

@@ -65,6 +65,13 @@ class ProfiledCosts:
         alone = self._alone(rank, ins)
         return alone + self._messages[rank].get(ins, 0.0) if self._messages else alone
 
+    def even(self, rank: int, other: int) -> bool:
+        """Whether the replicas of two ranks have micro-batches of the same numbers of rows, and all links are alike."""
+        count = self.program.row_microbatches
+        first, second = (self.program.replica(each) * count for each in (rank, other))
+        same = [len(rows) for rows in self._rows[first : first + count]]
+        return self.calibration is None and same == [len(rows) for rows in self._rows[second : second + count]]
+
     def _work_on_messages(self, rank: int) -> dict[Instruction, float]:
         """Seconds that a rank works on sending and receiving, by the compute instruction that they are part of."""
         assert self.calibration is not None

@@ -14,6 +14,10 @@ If ranks decide as they run, their program is walked in the order that they woul
 this order. If every rank has a core, ranks share only links and groups, so no global clock is needed: each rank is
 walked as far as possible, and again when the arrival that it waits for is known. So the time to simulate is linear in
 the number of instructions.
+
+Ranks that do the same on other rows or shards (`Program.representatives`) do it at the same times, if it costs the same
+everywhere, since they wait for each other only in collectives of all of them. Then one of them is walked, and its times
+are those of the others.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from minipar.costs.protocol import Costs
+from minipar.costs.protocol import Costs, even
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError, ProgramError
 from minipar.prediction.dynamic import as_decided, fitted
@@ -85,9 +89,12 @@ def simulate(
 
 
 def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[float]]]:
-    count = len(program.ranks)
-    starts = [[0.0] * len(instructions) for instructions in program.ranks]
-    ends = [[0.0] * len(instructions) for instructions in program.ranks]
+    count, stand = len(program.ranks), program.representatives
+    if not all(even(costs, first, rank) for rank, first in enumerate(stand) if rank != first):
+        stand = tuple(range(count))
+    walked = frozenset(stand)
+    begun, ended = ({rank: [0.0] * len(program.ranks[rank]) for rank in walked} for _ in range(2))
+    starts, ends = ([times[first] for first in stand] for times in (begun, ended))  # (ranks that do the same share one)
     place = [0] * count
     clock = [0.0] * count
     pending: list[dict[Value, Slot]] = [{} for _ in range(count)]  # values that are under way
@@ -98,7 +105,7 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
     ports = [0.0] * count  # when each rank's port is free
     SEND, RECV, OFFLOAD, FETCH = Op.SEND, Op.RECV, Op.OFFLOAD, Op.FETCH
 
-    ready = list(range(count - 1, -1, -1))
+    ready = sorted(walked, reverse=True)
     while ready:
         rank = ready.pop()
         instructions, begin, end = program.ranks[rank], starts[rank], ends[rank]
@@ -146,7 +153,10 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
                 for value in ins.writes:
                     waiting[value] = (lane, len(lane) - 1, index)
             elif ins.group:  # a collective
-                stream = groups.get(ins.group) or groups.setdefault(ins.group, GroupStream(ins.group))
+                stream = groups.get(ins.group)
+                if stream is None:
+                    members = ins.group if len(walked) == count else walked.intersection(ins.group)
+                    stream = groups[ins.group] = GroupStream(members)
                 begin[index] = now
                 k = stream.join(rank, index, now, ins, costs, starts, ends)
                 for value in ins.writes:
@@ -162,7 +172,7 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
             index += 1
         place[rank], clock[rank] = index, now
 
-    for rank in range(count):
+    for rank in sorted(walked):
         if place[rank] < len(program.ranks[rank]):
             raise ProgramError(
                 f"rank {rank} stops for ever at instruction {place[rank]} `{program.ranks[rank][place[rank]]}`; "

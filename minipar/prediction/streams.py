@@ -7,6 +7,8 @@ before it has ended.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from minipar.costs.protocol import Costs
 from minipar.program import Instruction
 
@@ -46,7 +48,7 @@ class Link(list[float]):
 class GroupStream(Link):
     """End times of a group's collectives, in order; the k-th is known when all its ranks have joined it."""
 
-    def __init__(self, group: tuple[int, ...]) -> None:
+    def __init__(self, group: Iterable[int]) -> None:
         super().__init__()
         self.joined = dict.fromkeys(group, 0)
         self.open: dict[int, list[tuple[int, int, float]]] = {}

@@ -14,10 +14,10 @@ from here.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from minipar.program import edges as graphs
 from minipar.program.actions import Action, Backward, BackwardInput, BackwardWeight, Forward
@@ -42,6 +42,7 @@ from minipar.program.instructions import (
     span,
 )  # fmt: skip
 from minipar.program.mesh import Mesh
+from minipar.program.repeated import Repeated
 from minipar.program.rule import Turn, Wait, order
 from minipar.program.values import (
     TIERS,
@@ -140,6 +141,9 @@ __all__ = [
 ]  # fmt: skip
 
 
+T = TypeVar("T")
+
+
 class Group(NamedTuple):
     """A parameter group: the parameters of one layer that no other layer shares, or one set tied between layers.
 
@@ -165,7 +169,8 @@ class Group(NamedTuple):
 class Program:
     """A tuple of instructions for each rank, and the facts that are needed to verify, simulate and run them.
 
-    ranks            instructions of each rank, in the order in which its loop walks them
+    ranks            instructions of each rank, in the order in which its loop walks them: a tuple, or a `Repeated`,
+                     which has those of one pipeline and makes the others when they are asked for
     layers           number of layers of the model; layer l reads the output of layer l-1, or as `edges` say
     microbatches     number per replica and step, over all rounds of accumulation
     groups           parameter groups, by index
@@ -196,7 +201,7 @@ class Program:
     names            the names of the layers, for messages; (): they are not known
     """
 
-    ranks: tuple[tuple[Instruction, ...], ...]
+    ranks: Sequence[tuple[Instruction, ...]]
     layers: int
     microbatches: int
     groups: tuple[Group, ...]
@@ -225,7 +230,18 @@ class Program:
     names: tuple[str, ...] = field(default=(), compare=False)
 
     def __len__(self) -> int:
-        return sum(len(instructions) for instructions in self.ranks)
+        return sum(self.of_each(lambda rank: len(self.ranks[rank])))
+
+    @cached_property
+    def representatives(self) -> tuple[int, ...]:
+        """For each rank the first one that does the same on the same layers, on other rows or shards: the rank itself
+        in a program that is written rank by rank."""
+        return self.ranks.representatives if isinstance(self.ranks, Repeated) else tuple(range(len(self.ranks)))
+
+    def of_each(self, found: Callable[[int], T]) -> tuple[T, ...]:
+        """`found(rank)` for every rank. It is asked only once for ranks that do the same."""
+        known = {rank: found(rank) for rank in dict.fromkeys(self.representatives)}
+        return tuple([known[rank] for rank in self.representatives])
 
     def replica(self, rank: int) -> int:
         """The replica that a rank belongs to: its coordinate on the axis `dp`. Servers get numbers after all
@@ -270,8 +286,16 @@ class Program:
 
     def sharers(self, rank: int) -> tuple[int, ...]:
         """The ranks that share a rank's layers with it, itself included."""
-        mesh = Mesh(self.mesh)
-        return mesh.group(rank, *mesh.sharing) if self.sharing > 1 else (rank,)
+        return self._sharers[rank] if self.sharing > 1 else (rank,)
+
+    @cached_property
+    def _sharers(self) -> tuple[tuple[int, ...], ...]:
+        mesh, found = Mesh(self.mesh), {}
+        for rank in range(mesh.size):
+            if rank not in found:
+                ranks = mesh.group(rank, *mesh.sharing)
+                found.update(dict.fromkeys(ranks, ranks))
+        return tuple(found[rank] for rank in range(mesh.size))
 
     def form_of(self, value: Value, layers: Sequence[int], *, written: bool) -> str:
         """The form in which an instruction on these layers reads or writes an output, or the gradient of one."""
@@ -297,14 +321,15 @@ class Program:
     @cached_property
     def ops(self) -> tuple[tuple[Op, ...], ...]:
         """The op of each instruction. Loops that need few instructions read this: it is close together in memory."""
-        return tuple(tuple([ins.op for ins in row]) for row in self.ranks)
+        return self.of_each(lambda rank: tuple([ins.op for ins in self.ranks[rank]]))
 
     @cached_property
     def updates(self) -> int:
         """How often the parameters change: once a step; in an asynchronous program, as often as its STEPs count."""
         if isinstance(self.contract, Synchronous):
             return self.steps
-        return max((1 + ins.step for row in self.ranks for ins in row if ins.op is Op.STEP), default=0)
+        rows = [self.ranks[rank] for rank in sorted(set(self.representatives))]
+        return max((1 + ins.step for row in rows for ins in row if ins.op is Op.STEP), default=0)
 
     @cached_property
     def sharded(self) -> frozenset[int]:
@@ -342,24 +367,28 @@ class Program:
     def placement(self) -> tuple[tuple[int, ...], ...]:
         """Layers held by each rank, ascending."""
         FORWARD = Op.FORWARD
-        return tuple(
-            tuple(sorted({layer for op, ins in zip(ops, row, strict=True) if op is FORWARD for layer in ins.layers}))
-            for ops, row in zip(self.ops, self.ranks, strict=True)
-        )
+
+        def held(rank: int) -> tuple[int, ...]:
+            both = zip(self.ops[rank], self.ranks[rank], strict=True)
+            return tuple(sorted({layer for op, ins in both if op is FORWARD for layer in ins.layers}))
+
+        return self.of_each(held)
 
     @cached_property
     def share(self) -> tuple[tuple[int, ...], ...]:
         """The layers that one micro-batch goes through on each rank. Where a rank holds two stages of which a
         micro-batch uses one (Chimera), only the layers of one stage count."""
-        found, FORWARD = [], Op.FORWARD
-        for ops, row in zip(self.ops, self.ranks, strict=True):
+        FORWARD = Op.FORWARD
+
+        def fullest(rank: int) -> tuple[int, ...]:
             layers: dict[int, tuple[int, ...]] = {}
-            for op, ins in zip(ops, row, strict=True):
+            for op, ins in zip(self.ops[rank], self.ranks[rank], strict=True):
                 if op is FORWARD and ins.step == 0:
                     layers[ins.microbatch] = layers.get(ins.microbatch, ()) + ins.layers
-            fullest: tuple[int, ...] = max(layers.values(), key=len, default=())
-            found.append(tuple(sorted(fullest)))
-        return tuple(found)
+            found: tuple[int, ...] = max(layers.values(), key=len, default=())
+            return tuple(sorted(found))
+
+        return self.of_each(fullest)
 
     @cached_property
     def kept(self) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from minipar.program.diagnostics import at, refuse
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
     from minipar.program import Program
 
 
-def check_links(program: Program) -> None:
+def check_links(program: Program, ranks: Collection[int]) -> None:
     """The receiver of each link receives what the sender sends, in the same order. This includes pushes and replies of
-    parameter servers. Errors: ProgramError."""
+    parameter servers. `ranks` are the ranks to look at, as in `order`. Errors: ProgramError."""
     sides: dict[Op, dict[tuple[int, int], list[tuple[object, int]]]] = {
         op: {} for pair in PARTNERS.items() for op in pair
     }
     replica = [program.replica(rank) for rank in range(len(program.ranks))]
-    for rank, instructions in enumerate(program.ranks):
-        for index, ins in enumerate(instructions):
+    for rank in ranks:
+        for index, ins in enumerate(program.ranks[rank]):
             op, peer = ins.op, ins.peer
             if op not in sides:
                 continue
@@ -73,11 +73,12 @@ def _first_difference(a: Sequence[object], b: Sequence[object]) -> int | None:
     return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def check_groups(program: Program) -> None:
-    """All ranks of a group start the same collectives, in the same order. Errors: ProgramError."""
+def check_groups(program: Program, ranks: Collection[int]) -> None:
+    """All ranks of a group start the same collectives, in the same order. `ranks` are the ranks to look at, as in
+    `order`. Errors: ProgramError."""
     calls: dict[tuple[int, ...], dict[int, list[int]]] = {}
-    for rank, instructions in enumerate(program.ranks):
-        for index, ins in enumerate(instructions):
+    for rank in ranks:
+        for index, ins in enumerate(program.ranks[rank]):
             if ins.op in COLLECTIVES:
                 if rank not in ins.group:
                     raise refuse(program, rank, index, f"{at(program, rank, index)}: rank {rank} is not of that group")
@@ -88,6 +89,8 @@ def check_groups(program: Program) -> None:
     for group, by_rank in calls.items():
         first = group[0]
         for rank in group[1:]:
+            if rank not in ranks and 0 <= rank < len(program.ranks):
+                continue  # (the rank that stands for it does the same)
             mine, theirs = by_rank.get(first, []), by_rank.get(rank, [])
             here = [_call(program.ranks[first][index]) for index in mine]
             there = [_call(program.ranks[rank][index]) for index in theirs]

@@ -13,7 +13,7 @@ collectives, the plain simulator. Only decisions that need a clock are made else
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from minipar.errors import Deadlock, ProgramError
@@ -59,26 +59,31 @@ Turn = tuple[int, int, Instruction | None, tuple[Wait, ...], tuple[Place, ...]]
 _Coming = tuple[int, Stream, int]
 
 
-def order(program: Program) -> Iterator[Turn]:
+def order(program: Program, ranks: Collection[int] | None = None) -> Iterator[Turn]:
     """Yields all instructions of all ranks, each after everything that it waits for.
 
     It walks one rank as far as possible, then the next one, and begins again until all ranks are at their ends.
+
+    ranks   the ranks to walk, ascending; default: all. Where it walks only those that stand for others
+            (`Program.representatives`), a collective waits for these: its other ranks join it at the same moment
 
     Yields `Turn`s: (rank, position, instruction or None, waited, joined).
 
     Errors: ProgramError if ranks do not agree on a message or a collective, or if an instruction changes a value that
     is under way; ProgramDeadlock (a ProgramError and a Deadlock) if ranks wait for each other in a circle.
     """
-    check_links(program)
-    check_groups(program)
-    return _walk(program)
+    walked = range(len(program.ranks)) if ranks is None else ranks
+    check_links(program, walked)
+    check_groups(program, walked)
+    return _walk(program, walked)
 
 
-def _walk(program: Program) -> Iterator[Turn]:
-    ranks = range(len(program.ranks))
-    place = [0] * len(ranks)
-    coming: list[dict[Value, _Coming]] = [{} for _ in ranks]
-    copied: list[dict[Value, Value]] = [{} for _ in ranks]  # for copies under way: source value -> target value
+def _walk(program: Program, ranks: Collection[int]) -> Iterator[Turn]:
+    count = len(program.ranks)
+    some = frozenset(ranks) if len(ranks) < count else None
+    place = [0] * count
+    coming: list[dict[Value, _Coming]] = [{} for _ in range(count)]
+    copied: list[dict[Value, Value]] = [{} for _ in range(count)]  # for copies under way: source value -> target value
     given: dict[Stream, list[Place]] = {}  # the instruction that sent each message or completed each collective
     taken: dict[tuple[Stream, int], int] = {}  # how many of them each rank has received or joined
     joining: dict[tuple[Stream, int], list[Place]] = {}  # collectives that some of their ranks have joined
@@ -116,7 +121,7 @@ def _walk(program: Program) -> Iterator[Turn]:
                     members = joining.setdefault((group, k), [])
                     members.append((rank, index))
                     under_way.update({v: (index, group, k - 1) for v in writes if v not in frees})
-                    if len(members) == len(group):
+                    if len(members) == (len(group) if some is None else len(some.intersection(group))):
                         joined = tuple(joining.pop((group, k)))
                         given.setdefault(group, []).append((rank, index))
                 elif op in COPIES:
@@ -140,7 +145,7 @@ def _walk(program: Program) -> Iterator[Turn]:
                     place[rank] += 1
                     yield rank, len(row), None, waited, ()
     if any(place[rank] < len(program.ranks[rank]) for rank in ranks):
-        raise _deadlock(program, place, coming, given, taken)
+        raise _deadlock(program, ranks, place, coming, given, taken)
 
 
 def _arrive(
@@ -182,6 +187,7 @@ def _changed_under_way(program: Program, rank: int, index: int, value: Value, ta
 
 def _deadlock(
     program: Program,
+    ranks: Collection[int],
     place: list[int],
     coming: list[dict[Value, _Coming]],
     given: Mapping[Stream, list[Place]],
@@ -189,10 +195,10 @@ def _deadlock(
 ) -> ProgramError:
     """The error that shows the circle of ranks that wait for each other."""
     waits: dict[int, tuple[int, Value]] = {}  # rank -> which rank it waits for, and for what
-    for rank, row in enumerate(program.ranks):
-        if place[rank] >= len(row):
+    for rank in ranks:
+        if place[rank] >= len(program.ranks[rank]):
             continue
-        ins = row[place[rank]]
+        ins = program.ranks[rank][place[rank]]
         if ins.op in _GIVER:  # an ACCEPT or a PULL
             waits[rank] = ins.peer, ins.writes[0]
         for value in ins.reads:
@@ -202,7 +208,8 @@ def _deadlock(
             if stream[-1] is Op.SEND:
                 waits[rank] = int(stream[0]), value
             else:
-                waits[rank] = next(int(r) for r in stream if taken.get((stream, int(r)), 0) <= number), value
+                late = (int(r) for r in stream if int(r) in ranks and taken.get((stream, int(r)), 0) <= number)
+                waits[rank] = next(late), value
             break
     path = [min(waits)]
     while waits[path[-1]][0] not in path:

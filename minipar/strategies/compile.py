@@ -2,13 +2,13 @@
 
     print(*plan.passes(), sep="\\n")
 
-The passes make a step of one replica, one pass after another. Then the step is copied for the other replicas.
+The passes make a step of one replica, one pass after another. Then all replicas repeat it.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from minipar.program import (
     Staleness,
     Synchronous,
 )  # fmt: skip
+from minipar.program.repeated import repeat
 from minipar.program.server_rule import Mode
 from minipar.program.shape import Shape
 from minipar.strategies import exclusions, keys, segments
@@ -113,18 +114,16 @@ def program_of(
     if isinstance(bucket, tuple) and shape.nodes:  # a layer's gradient is complete with that of its first node
         bucket = tuple(shape.firsts[layer] for layer in bucket)
     draft = Draft(plan, layout, -1, (), steps=steps, actions=actions, moves=moves, bucket=bucket, seconds=seconds)
-    ranks: list[list[Instruction]] = [[] for _ in range(plan.ranks)]
+    rows: list[list[Instruction]] = [[] for _ in range(plan.ranks - layout.mesh.size + plan.pp)]
     for _ in range(0, steps, together):
         draft = draft.following()
         for each in passes:
             draft = each(draft)
-        for rank in range(layout.mesh.size):
-            place = layout.mesh.coordinates(rank)
-            ranks[rank] += _moved(draft.ranks[place["pp"]], place, layout)
-        for server, row in enumerate(draft.ranks[plan.pp :], layout.mesh.size):
-            ranks[server] += row
+        for mine, more in zip(rows, draft.ranks, strict=True):
+            mine += more
+    ranks, servers = repeat(rows[: plan.pp], layout.mesh), tuple(map(tuple, rows[plan.pp :]))
     return Program(
-        tuple(map(tuple, ranks)),
+        (*ranks, *servers) if servers else ranks,
         shape.layers,
         layout.microbatches,
         shape.groups,
@@ -208,35 +207,3 @@ def _check(plan: Plan, layout: Layout, actions: Sequence[Sequence[Action]]) -> N
                         f"schedule={plan.schedule}: no micro-batch goes through chunk {c} of rank {rank}, a copy of "
                         f"stage {stage}; possible are more than microbatches={plan.microbatches}"
                     )
-
-
-def _moved(instructions: Sequence[Instruction], place: Mapping[str, int], layout: Layout) -> Sequence[Instruction]:
-    """The same instructions at another place of the mesh: peers are ranks of its own replica and shard.
-
-    Sums of gradients name the ranks of all replicas already, and all replicas have the same parameter servers.
-    """
-    replica, width = place["dp"], layout.width
-    first = layout.rank(replica, 0)
-    shard = layout.mesh.rank(**place) - layout.rank(replica, place["pp"])
-    if width == 1:
-        if replica == 0:
-            return instructions
-        return [
-            ins._replace(peer=ins.peer + first, stream=f"{ins.stream.split()[0]} {ins.peer + first}")
-            if 0 <= ins.peer < layout.pp
-            else ins
-            for ins in instructions
-        ]
-
-    def moved(ins: Instruction) -> Instruction:
-        word = ins.stream.split()[0]
-        if 0 <= ins.peer < layout.pp:
-            peer = first + ins.peer * width + shard
-            return ins._replace(peer=peer, stream=f"{word} {peer}")
-        if not ins.group or ins.op is Op.NORM:  # (which all ranks join)
-            return ins
-        # Sums over replicas are of equal shards; what sharing ranks do together stays inside of a replica.
-        group = tuple(rank + (first if word == "tp" else shard) for rank in ins.group)
-        return ins._replace(group=group, stream=f"{word} {','.join(map(str, group))}")
-
-    return [moved(ins) for ins in instructions]

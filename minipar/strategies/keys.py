@@ -240,8 +240,8 @@ def check_one_group(plan: Plan, program: Program) -> None:
     for their groups in different orders would wait for ever."""
     if plan.algorithm == ALGORITHM:
         return
-    for rank, row in enumerate(program.ranks):
-        groups = {ins.group for ins in row if ins.op is Op.ALL_REDUCE and not repartitions(ins)}
+    for rank in sorted(set(program.representatives)):
+        groups = {ins.group for ins in program.ranks[rank] if ins.op is Op.ALL_REDUCE and not repartitions(ins)}
         if len(groups) > 1:
             told = " and over ranks ".join(",".join(map(str, group)) for group in sorted(groups))
             raise PlanError(

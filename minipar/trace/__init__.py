@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from minipar.errors import MiniparError
 from minipar.program import COMPUTE, Instruction, Op, Program, Value, comm_volume, version_of
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from minipar.trace.comparison import Comparison
     from minipar.trace.kineto import Source
     from minipar_widgets import Timeline
+
+
+T = TypeVar("T")
 
 
 class Event(NamedTuple):
@@ -98,12 +101,27 @@ class Trace:
     # time ------------------------------------------------------------------------------------------------------------
 
     @cached_property
+    def _alike(self) -> tuple[int, ...]:
+        """For each rank the first one that does the same at the same times, and with values of the same sizes:
+        `simulate` gives these ranks the same list of times."""
+        first = self.program.representatives
+        return tuple(
+            one if self.starts[one] is self.starts[rank] and self.ends[one] is self.ends[rank] else rank
+            for rank, one in enumerate(first)
+        )
+
+    def _of_each(self, found: Callable[[int], T]) -> list[T]:
+        """`found(rank)` for every rank. It is asked only once for ranks that are alike."""
+        known = {rank: found(rank) for rank in dict.fromkeys(self._alike)}
+        return [known[rank] for rank in self._alike]
+
+    @cached_property
     def span(self) -> tuple[float, float]:
         """First start and last end over all ranks. (Receives are posted early, so their starts do not count.)"""
-        RECV = Op.RECV
-        begun = chain.from_iterable(map(zip, self.program.ops, self.starts))
+        RECV, ranks = Op.RECV, sorted(set(self._alike))
+        begun = chain.from_iterable(zip(self.program.ops[rank], self.starts[rank], strict=True) for rank in ranks)
         first = min((start for op, start in begun if op is not RECV), default=0.0)
-        return first, max((max(row) for row in self.ends if len(row)), default=0.0)
+        return first, max((max(self.ends[rank]) for rank in ranks if len(self.ends[rank])), default=0.0)
 
     @property
     def time(self) -> float:
@@ -144,10 +162,12 @@ class Trace:
     @cached_property
     def busy(self) -> list[float]:
         """For each rank, the time spent in compute instructions."""
-        return [
-            sum(e - s for ins, s, e in zip(row, self.starts[r], self.ends[r], strict=True) if ins.stream == "compute")
-            for r, row in enumerate(self.program.ranks)
-        ]
+
+        def of(rank: int) -> float:
+            rows = zip(self.program.ranks[rank], self.starts[rank], self.ends[rank], strict=True)
+            return sum(e - s for ins, s, e in rows if ins.stream == "compute")
+
+        return self._of_each(of)
 
     def bubble_of_total(self) -> float:
         """Idle time over all ranks / (ranks x makespan)."""
@@ -163,8 +183,8 @@ class Trace:
         """The zero-bubble papers' measure: the maximum over ranks of (last end - first start) - busy time, of its
         compute."""
         windows = []
-        for r, row in enumerate(self.program.ranks):
-            mine = [k for k, ins in enumerate(row) if ins.stream == "compute"]
+        for r in sorted(set(self._alike)):
+            mine = [k for k, ins in enumerate(self.program.ranks[r]) if ins.stream == "compute"]
             if mine:
                 windows.append(self.ends[r][mine[-1]] - self.starts[r][mine[0]] - self.busy[r])
         return max(0.0, max(windows, default=0.0))
@@ -173,6 +193,8 @@ class Trace:
 
     def memory(self, rank: int) -> Curve:
         """Memory of a rank over time: from `series` if the trace has it, otherwise from the values' lifetimes."""
+        if not self.series and not self.data:
+            rank = self._alike[rank]
         key = f"memory {rank}"
         if key in self._cache:
             return self._cache[key]
@@ -197,10 +219,11 @@ class Trace:
 
         With a split backward they count until the weight half is done.
         """
-        peaks, HALF, SEND, RECV = [], Op.BACKWARD_INPUT, Op.SEND, Op.RECV
-        for rank, row in enumerate(self.program.ranks):
+        HALF, SEND, RECV = Op.BACKWARD_INPUT, Op.SEND, Op.RECV
+
+        def of(rank: int) -> float:
             now = peak = 0
-            for op, ins in zip(self.program.ops[rank], row, strict=True):
+            for op, ins in zip(self.program.ops[rank], self.program.ranks[rank], strict=True):
                 if op is SEND or op is RECV or op is HALF:  # (an input half leaves as much as it frees)
                     continue
                 for value in ins.writes:
@@ -212,20 +235,21 @@ class Trace:
                     if value.kind == "saved" or value.kind == "saved_weight":
                         now -= 1
             kept = self.program.kept[rank]
-            peaks.append(peak / kept if kept else 0.0)
-        return [int(x) if x == int(x) else x for x in peaks]
+            return peak / kept if kept else 0.0
+
+        return [int(x) if x == int(x) else x for x in self.program.of_each(of)]
 
     def weight_versions(self) -> list[int]:
         """For each rank, the largest number of versions of its parameters; 1 in a synchronous program."""
-        return [alive(row) for row in self.program.ranks]
+        return list(self.program.of_each(lambda rank: alive(self.program.ranks[rank])))
 
     def staleness(self) -> list[int]:
         """For each rank, the largest number of updates between the version that a forward used and the version that its
         gradient updated."""
         if self.program.serving is not None:
             return service.staleness(self.program)
-        worst = []
-        for rank in range(len(self.program.ranks)):
+
+        def of(rank: int) -> int:
             used: dict[tuple[int, int, int], int] = {}
             open_: dict[int, list[tuple[int, int, int]]] = {}
             most = 0
@@ -239,8 +263,9 @@ class Trace:
                         open_.setdefault(g, []).append(key)
                     elif ins.op is Op.STEP:
                         most = max([most, *(version - used[each] for each in open_.pop(g, ()) if each in used)])
-            worst.append(most)
-        return worst
+            return most
+
+        return list(self.program.of_each(of))
 
     def sent(self, rank: int, ins: Instruction) -> int:
         """Bytes that a rank puts on the wire for one instruction: of a collective on n ranks (n-1)/n of its size, and
@@ -249,7 +274,7 @@ class Trace:
 
     def bytes_sent(self) -> list[int]:
         """For each rank, the bytes sent in the whole program."""
-        return [sum(self.sent(rank, ins) for ins in row) for rank, row in enumerate(self.program.ranks)]
+        return self._of_each(lambda rank: sum(self.sent(rank, ins) for ins in self.program.ranks[rank]))
 
     def bytes_by_link(self, algorithm: str = "backend") -> dict[tuple[int, comm_volume.Receiver], int]:
         """Bytes sent for each (source, target). Of collectives the target is the group where the backend chooses the
@@ -267,7 +292,7 @@ class Trace:
 
     def messages_per_microbatch(self) -> float:
         """Point-to-point messages per micro-batch of one replica."""
-        sends = sum(ins.op is Op.SEND for row in self.program.ranks for ins in row)
+        sends = sum(ops.count(Op.SEND) for ops in self.program.ops)
         return sends / (self.program.replicas * self.program.microbatches * self.program.steps)
 
     # causes ----------------------------------------------------------------------------------------------------------

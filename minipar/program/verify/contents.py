@@ -8,12 +8,18 @@ can check whether its gradients are complete, and a forward whether its paramete
 promises.
 
 `order` (rule.py) gives the instructions, each after everything that it waits for.
+
+If it gives only those of ranks that stand for others, a collective still has what every rank adds to it. What another
+rank has is what the first one has, with its own replica and part in the place of theirs:
+
+    micro-batches of replica    0   1   2               0   1   2
+    rank 0 has                  1 1 0 0 0 0   rank 2    0 0 0 0 1 1      so their sum over ranks 0, 1, 2 has all, once
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from functools import reduce
+from collections.abc import Collection, Iterable
+from functools import lru_cache, reduce
 from operator import and_
 
 from minipar.errors import ProgramError
@@ -45,6 +51,7 @@ _STATES = ("optimizer_state", "optimizer_shard")
 class Contents:
     """What the values of all ranks contain, while the program is walked.
 
+    ranks     those whose instructions `follow` gets; by default all
     known     for each rank: a gradient -> its contributions, any other value -> the number of its updates
     brought   what each rank adds to a collective that other ranks have not joined yet
     pieces    for a gradient that is summed in pieces: begin, end and contributions of each piece so far
@@ -55,14 +62,15 @@ class Contents:
     parts     for each group: how many ranks make a part of its gradient for one micro-batch
     """
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: Program, ranks: Collection[int] | None = None) -> None:
         self.program = program
-        self.known: list[dict[Value, int]] = [{} for _ in program.ranks]
+        self.ranks = frozenset(range(len(program.ranks)) if ranks is None else ranks)
+        self.known: list[dict[Value, int]] = [{} for _ in range(len(program.ranks))]
         self.brought: dict[Place, dict[int, int]] = {}
         self.pieces: dict[tuple[tuple[int, ...], int], list[tuple[int, int, int]]] = {}
         local = program.contract.steps if isinstance(program.contract, Local) else 0
         self.local = local if program.replicas > 1 else 0
-        self.alone: list[dict[int, int]] = [{} for _ in program.ranks]
+        self.alone: list[dict[int, int]] = [{} for _ in range(len(program.ranks))]
         self.first_bit = [program.replica(rank) * program.microbatches for rank in range(len(program.ranks))]
         self.parts = [program.sharing if group.form == "P" else 1 for group in program.groups]
         self.bits = [self._slots(g) for g in range(len(program.groups))]
@@ -92,7 +100,8 @@ class Contents:
             elif ins.group:
                 self.brought[rank, index] = self._bring(rank, ins)
                 if joined:
-                    self._collect(rank, index, ins, {r: self.brought.pop((r, k)) for r, k in joined})
+                    brought = {r: self.brought.pop((r, k)) for r, k in joined}
+                    self._collect(rank, index, ins, self._of_all(ins, brought))
             else:
                 self._compute(rank, index, ins)
 
@@ -213,6 +222,29 @@ class Contents:
             return {g: known.get(param(g), 0) for g in ins.layers}
         return {v.index: known.get(v, 0) for v in ins.reads if "grad" in v.kind and v.index in ins.layers}
 
+    def _of_all(self, ins: Instruction, brought: dict[int, dict[int, int]]) -> dict[int, dict[int, int]]:
+        """What all ranks add to a collective. (Of a NORM, which only looks at it, those in `ranks` are enough.)"""
+        if len(brought) == len(ins.group) or ins.op is Op.NORM:
+            return brought
+        masks = ins.op is not Op.ALL_GATHER and ins.reads[0].kind != "param"
+        found, first = {}, self.program.representatives
+        for r in ins.group:
+            added = brought[first[r]]
+            found[r] = {g: self._as_on(r, g, mask) for g, mask in added.items()} if masks else added
+        return found
+
+    def _given(self, of_each: Iterable[int]) -> list[int]:
+        """Those of some ranks whose instructions are followed."""
+        return [r for r in of_each if r in self.ranks]
+
+    def _as_on(self, rank: int, group: int, mask: int) -> int:
+        """The contributions that a rank has, from those that the rank which stands for it has."""
+        program, parts = self.program, self.parts[group]
+        count = program.microbatches * parts
+        size = program.replicas * count * len(program.groups[group].layers)
+        mask = _turned(mask, program.replicas, count, program.replica(rank), size)
+        return _turned(mask, parts, 1, program.shard(rank), size) if parts > 1 else mask
+
     def _collect(self, rank: int, index: int, ins: Instruction, brought: dict[int, dict[int, int]]) -> None:
         """All ranks have joined a collective: set what they know now. `brought` has what each rank added, by group."""
         if ins.op is Op.NORM:
@@ -236,7 +268,7 @@ class Contents:
             total = self._add_piece(rank, index, ins, total)
             if grad(g) not in ins.writes:
                 return
-        for r in of_each:
+        for r in self._given(of_each):
             if ins.op is Op.ALL_REDUCE:
                 self.known[r][grad(g) if grad(g) in ins.reads else host(grad(g))] = total
                 continue
@@ -279,8 +311,8 @@ class Contents:
             told = ", ".join(f"{n} on rank {r}" for r, n in updates.items())
             reason = f"{at(self.program, rank, index)} gathers slices after different numbers of updates: {told}"
             raise refuse(self.program, rank, index, reason)
-        for r, done in updates.items():
-            self.known[r][param(group)] = done
+        for r in self._given(updates):
+            self.known[r][param(group)] = updates[r]
 
     def _average(self, rank: int, index: int, group: int, updates: dict[int, int]) -> None:
         """The parameters of a group are averaged: all replicas must take part, each after the same number of
@@ -298,7 +330,7 @@ class Contents:
                 self.program, rank, index,
                 f"{reason} weighs replicas by their rows of step {step}; possible is step {done - 1}",
             )  # fmt: skip
-        for r in updates:
+        for r in self._given(updates):
             self.alone[r][group] = 0
 
     def _check_round(self, rank: int, index: int, group: int) -> None:
@@ -314,15 +346,15 @@ class Contents:
 
     def _check_norm(self, rank: int, index: int, brought: dict[int, dict[int, int]]) -> None:
         """A NORM counts all gradients, and each of them is complete."""
+        holds: list[set[int]] = [set() for _ in self.program.groups]
+        for r in self.ranks if self.program.state else ():
+            for value in self.program.state[r]:
+                if home(value).kind in _STATES:
+                    holds[value.index].add(r)
         for g, group in enumerate(self.program.groups):
             if not group.trainable:
                 continue
-            counted = {r for r, found in brought.items() if g in found}
-            holders = {
-                r
-                for r, held in enumerate(self.program.state)
-                if any(home(v).kind in _STATES and v.index == g for v in held)
-            }
+            counted, holders = {r for r, found in brought.items() if g in found}, holds[g]
             if counted != holders:
                 reason = f"{at(self.program, rank, index)} counts grad({g}) on ranks {sorted(counted)}; it is on"
                 raise refuse(self.program, rank, index, f"{reason} {sorted(holders)}")
@@ -423,3 +455,16 @@ class Contents:
         whose = f" of replica {replica}" if self.program.replicas > 1 else ""
         which = f"part {part} of " if self.parts[group] > 1 else ""
         return f"{which}micro-batch {i}{whose} (layer {layer})"
+
+
+def _turned(mask: int, fields: int, width: int, by: int, size: int) -> int:
+    """A mask of `size` bits, cut into runs of `fields` fields of `width` bits: in each run every field moves up by so
+    many places, and the last ones to the beginning."""
+    low = _lowest((fields - by) * width, fields * width, size)
+    return (mask & low) << by * width | (mask & ~low) >> (fields - by) * width
+
+
+@lru_cache(64)
+def _lowest(count: int, run: int, size: int) -> int:
+    """A mask of `size` bits with the lowest `count` bits of every run of `run` bits."""
+    return ((1 << size) - 1) // ((1 << run) - 1) * ((1 << count) - 1)

@@ -16,6 +16,7 @@ from minipar.program import Group, Instruction, Op, Part, Program, Value, home
 from minipar.program import edges as graphs
 from minipar.program.consistency import Local, Serving, Staleness, Synchronous
 from minipar.program.forms import Forms, is_form
+from minipar.program.repeated import Repeated
 from minipar.wording import several
 
 STATE = (
@@ -44,12 +45,21 @@ def _is_row(value: object) -> bool:
     return type(value) is tuple
 
 
+def _are_rows(value: object) -> bool:
+    return type(value) is Repeated or _tuple_of(_is_row, value)
+
+
 def _positive(value: object) -> bool:
     return isinstance(value, (int, float)) and 0 < value < float("inf")
 
 
 def _values(value: object) -> bool:
     return type(value) in (tuple, frozenset) and all(map(_is_value, value))  # type: ignore[call-overload]
+
+
+def _sets(value: object) -> bool:
+    """Whether this is a tuple of sets of values. Ranks that do the same share one set, which is looked at once."""
+    return type(value) is tuple and all(map(_values, {id(held): held for held in value}.values()))
 
 
 def _is_value(value: object) -> bool:
@@ -70,15 +80,15 @@ _FLAG: Rule = (lambda value: type(value) is bool, "True or False")
 _TEXT: Rule = (lambda value: type(value) is str, "text")
 
 _OWN: dict[str, Rule] = {
-    "ranks": (lambda value: _tuple_of(_is_row, value), "a tuple of instructions for each rank"),
+    "ranks": (lambda value: _are_rows(value), "a tuple of instructions for each rank"),
     "layers": _AT_LEAST_0,
     "microbatches": _AT_LEAST_0,
     "steps": _AT_LEAST_0,
     "receives_ahead": _AT_LEAST_0,
     "groups": (lambda value: _tuple_of(_is_group, value), "a tuple of Group(layers, tensors, frozen)"),
     "mesh": (lambda value: _is_mesh(value), 'axes and their sizes, such as (("dp", 2), ("pp", 1))'),
-    "state": (lambda value: _tuple_of(_values, value), "the set of values that each rank holds"),
-    "final": (lambda value: _tuple_of(_values, value), "the set of values that each rank ends with"),
+    "state": (lambda value: _sets(value), "the set of values that each rank holds"),
+    "final": (lambda value: _sets(value), "the set of values that each rank ends with"),
     "contract": (lambda value: _is_contract(value), "Synchronous(), Local(steps) or Staleness(bound, versions, every)"),
     "name": _TEXT,
     "folder": _TEXT,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from minipar.program import BACKWARDS, Instruction, Op, Program, Value, carry, grad_carry
 from minipar.program.diagnostics import at, refuse
 
@@ -9,13 +11,13 @@ KINDS = ("carry", "grad_carry")
 _FORWARDS = (Op.FORWARD, Op.RECOMPUTE)
 
 
-def check_carries(program: Program) -> None:
+def check_carries(program: Program, ranks: Collection[int]) -> None:
     """Every forward reads and writes the carries of its layers, and every backward their gradients. All of them belong
-    to the same sequence. Errors: ProgramError."""
+    to the same sequence. `ranks` are those to look at. Errors: ProgramError."""
     count, carrying = program.slice_count, frozenset(program.carries)
-    for rank, instructions in enumerate(program.ranks):
+    for rank in ranks:
         begun: dict[tuple[int, int], int] = {}  # for each sequence, the last slice that has begun its forward
-        for index, ins in enumerate(instructions):
+        for index, ins in enumerate(program.ranks[rank]):
             if ins.op not in _FORWARDS and ins.op not in BACKWARDS:
                 continue
             i, place = ins.microbatch % count, (ins.microbatch // count, ins.step)

@@ -19,7 +19,7 @@ of that chunk over all ranks that had it at the beginning, each exactly once (co
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
 
 from minipar.errors import ProgramError
@@ -49,6 +49,7 @@ from minipar.program import (
 )
 from minipar.program.collector import paused
 from minipar.program.diagnostics import at, refuse
+from minipar.program.repeated import Repeated
 from minipar.program.verify import fields, forms, service, slices
 from minipar.program.verify.contents import Contents
 from minipar.program.verify.contributions import check_contributions, check_moves, result
@@ -58,8 +59,8 @@ from minipar.program.verify.staleness import StaleContents, settled
 def verify(program: Program) -> None:
     """Check that the program can run. Errors: ProgramError (or its subclass for deadlocks), which says why it cannot.
 
-    It takes about 6 microseconds for each instruction. A plan has no instructions yet: `Plan.compile` makes its
-    program, and verifies it.
+    It takes about 6 microseconds for each instruction. Of ranks that do the same on other rows or shards it looks at
+    one (`Program.representatives`). A plan has no instructions yet: `Plan.compile` makes its program, and verifies it.
     """
     if not isinstance(program, Program):
         raise ProgramError(
@@ -69,34 +70,62 @@ def verify(program: Program) -> None:
     with paused():
         try:
             fields.check_fields(program)
-            _verify(program)
+            _check(program)
         except fields.STUMBLES as error:
             raise fields.explain(program, error) from error
 
 
-def _verify(program: Program) -> None:
+def _check(program: Program) -> None:
+    everyone = range(len(program.ranks))
+    ranks = _to_look_at(program)
+    try:
+        _verify(program, ranks)
+    except ProgramError:
+        if len(ranks) == len(everyone) or len(program) > _TOLD:
+            raise
+        _verify(program, everyone)  # (it is refused in the same words as one that is written rank by rank)
+        raise
+
+
+_TOLD = 1_000_000  # instructions of the largest program that is looked at again, to say of all ranks what is wrong
+
+
+def _to_look_at(program: Program) -> Collection[int]:
+    """The ranks to look at: those that stand for the others, if these have the same state and agree by collectives;
+    otherwise all."""
+    stand = program.representatives
+    same = isinstance(program.ranks, Repeated) and program.ranks.mesh == program.mesh
+    for held in (program.state, program.final):
+        same = same and all(one is held[rank] or one == held[rank] for one, rank in zip(held, stand, strict=False))
+    if not same or isinstance(program.contract, Staleness) or program.serving is not None or program.chunks:
+        return range(len(program.ranks))
+    return sorted(set(stand))
+
+
+def _verify(program: Program, ranks: Collection[int]) -> None:
     if program.chunks:
         check_moves(program)
     else:
-        _check_instructions(program)
+        _check_instructions(program, ranks)
         if program.slice_count > 1:
-            slices.check_carries(program)
+            slices.check_carries(program, ranks)
         if program.serving is not None:
             service.check_workers(program)
         mesh = Mesh(program.mesh)
-        pipelines = {mesh.group(rank, "pp") if mesh.length("pp") > 1 else (rank,) for rank in range(mesh.size)}
-        for ranks in sorted(pipelines) if program.serving is None else ():
-            _check_microbatches(program, ranks)
+        workers = [rank for rank in ranks if rank < mesh.size]
+        pipelines = {mesh.group(rank, "pp") if mesh.length("pp") > 1 else (rank,) for rank in workers}
+        for pipeline in sorted(pipelines) if program.serving is None else ():
+            _check_microbatches(program, pipeline)
     undecided = program.serving is not None and not any(program.ranks[program.workers :])  # (servers decide later)
-    turns = order(program) if not undecided else ()
-    left = [_check_rank(program, rank) for rank in range(len(program.ranks))]
+    turns = order(program, ranks) if not undecided else ()
+    left = {rank: _check_rank(program, rank) for rank in ranks}
     stale = isinstance(program.contract, Staleness) and program.serving is None and not program.chunks
     if program.serving is not None:
         service.check_service(program, turns)
     elif not program.chunks:
-        (StaleContents if stale else Contents)(program).follow(turns)
+        (StaleContents(program) if stale else Contents(program, ranks)).follow(turns)
     found = result(program, turns) if program.chunks else []
-    for rank, live in enumerate(left):
+    for rank, live in left.items():
         _check_end(program, rank, settled(program, rank, live) if stale else live)
     if program.chunks:
         check_contributions(program, found)
@@ -136,10 +165,11 @@ class _State:
         return found
 
 
-def _check_instructions(program: Program) -> None:
+def _check_instructions(program: Program, ranks: Collection[int]) -> None:
     known: dict[tuple[Op, tuple[int, ...]], tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]] = {}
     carried = slices.KINDS if program.slice_count > 1 else ()  # (slices.py checks these)
-    for rank, instructions in enumerate(program.ranks):
+    for rank in ranks:
+        instructions = program.ranks[rank]
         sent: set[int] = set()  # layers whose outputs are sent or copied
         again = False
         own = _State(program, rank)

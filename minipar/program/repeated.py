@@ -1,0 +1,146 @@
+"""Ranks that repeat one pipeline: replicas run it on other rows, ranks that share layers on other shards.
+
+    rows of one pipeline           rank 0   F 0 | SEND output(0) -> 1 | ... | ALL_REDUCE 0 over 0,2 | STEP 0
+                                   rank 1   RECV output(0) <- 0 | F 1 | ... | ALL_REDUCE 1 over 1,3 | STEP 1
+    repeated on a mesh of dp=2     rank 2   F 0 | SEND output(0) -> 3 | ... | ALL_REDUCE 0 over 0,2 | STEP 0
+                                   rank 3   RECV output(0) <- 2 | F 1 | ... | ALL_REDUCE 1 over 1,3 | STEP 1
+
+A program of 1,024 ranks has perhaps 8 different rows. `Repeated` keeps these, and makes the row of a rank when somebody
+asks for it: the same instructions with other peers and groups. So to a reader it is a sequence of all rows.
+
+A reader of whole programs may visit only the first rank of each stage, which stands for the others. This is sound
+because every group is whole: if it has ranks of several replicas, it has the same ranks of all replicas, and if it has
+ranks of several shards, it has those of all shards. So whatever the first ranks can do, all ranks can do at the same
+moment, each with its own replica and shard in the place of theirs; and a collective is joined by all of its ranks when
+the first ones have joined it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any, overload
+
+from minipar.program.instructions import Instruction, Op
+from minipar.program.mesh import Mesh
+
+Row = tuple[Instruction, ...]
+
+
+def repeat(rows: Iterable[Iterable[Instruction]], mesh: Mesh) -> Sequence[Row]:
+    """The instructions of all ranks of a mesh, from those of one pipeline.
+
+    rows   for each coordinate on the axis pp. Peers are such coordinates. Groups are those of the first replica: sums
+           of gradients name the ranks of all replicas, and the first of ranks that share layers
+    Gives a `Repeated` where every group is whole; otherwise a tuple of rows, which readers visit one by one.
+    """
+    found = Repeated(rows, mesh)
+    return found if mesh.size > len(found.rows) and found.is_whole() else tuple(found)
+
+
+class Repeated(Sequence[Row]):
+    """The rows of all ranks of a mesh, which repeat `rows`, those of one pipeline. `made` has the rows that were asked
+    for."""
+
+    def __init__(self, rows: Iterable[Iterable[Instruction]], mesh: Mesh) -> None:
+        self.rows, self.mesh = tuple(map(tuple, rows)), mesh
+        self.made: dict[int, Row] = {}
+
+    @cached_property
+    def representatives(self) -> tuple[int, ...]:
+        """For each rank the first one of its stage."""
+        return tuple(self.mesh.rank(pp=self.mesh.coordinates(rank)["pp"]) for rank in range(self.mesh.size))
+
+    def __len__(self) -> int:
+        return self.mesh.size
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Row, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Row | tuple[Row, ...]:
+        if isinstance(index, slice):
+            return tuple(self[rank] for rank in range(len(self))[index])
+        rank = range(len(self))[index]
+        if rank not in self.made:
+            self.made[rank] = self._row(rank)
+        return self.made[rank]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Repeated) and (self.rows, self.mesh) == (other.rows, other.mesh):
+            return True
+        return tuple(self) == tuple(other) if isinstance(other, (Repeated, tuple)) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))  # (it equals this tuple)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Repeated, (self.rows, self.mesh)  # (`made` is not sent to other processes)
+
+    def _row(self, rank: int) -> Row:
+        """The row of a rank: peers are ranks of its own replica and shard.
+
+        Sums of gradients name the ranks of all replicas already.
+        """
+        place, width = self.mesh.coordinates(rank), self._width
+        row, first = self.rows[place["pp"]], self.mesh.rank(dp=place["dp"])
+        shard = rank - self.mesh.rank(dp=place["dp"], pp=place["pp"])
+        if width == 1 and first == 0:
+            return row
+
+        def moved(ins: Instruction) -> Instruction:
+            if 0 <= ins.peer < len(self.rows):
+                peer = first + ins.peer * width + shard
+                return ins._replace(peer=peer, stream=f"{ins.stream.split()[0]} {peer}")
+            if width == 1 or not ins.group or ins.op is Op.NORM:  # (which all ranks join)
+                return ins
+            # Sums over replicas are of equal shards; what sharing ranks do together stays inside of a replica.
+            further = first if _inside(ins) else shard
+            group = tuple(member + further for member in ins.group)
+            return ins._replace(group=group, stream=f"{ins.stream.split()[0]} {','.join(map(str, group))}")
+
+        return tuple(map(moved, row))
+
+    @cached_property
+    def _width(self) -> int:
+        """How many ranks share each layer."""
+        return math.prod(self.mesh.length(axis) for axis in self.mesh.sharing)
+
+    def is_whole(self) -> bool:
+        """Whether every message stays inside of a pipeline, and every group is whole."""
+        known: set[tuple[int, bool, Op, tuple[int, ...]]] = set()
+        for stage, row in enumerate(self.rows):
+            for ins in row:
+                if (ins.group or ins.peer != -1) and (type(ins.stream) is not str or not ins.stream):
+                    return False
+                if ins.group:
+                    if (
+                        type(ins.group) is not tuple
+                        or ins.peer != -1
+                        or any(type(rank) is not int for rank in ins.group)
+                    ):
+                        return False
+                    key = stage, _inside(ins), ins.op, ins.group
+                    if key not in known and ins.group != self._whole(stage, ins):
+                        return False
+                    known.add(key)
+                elif ins.peer != -1 and not (type(ins.peer) is int and 0 <= ins.peer < len(self.rows)):
+                    return False
+        return True
+
+    def _whole(self, stage: int, ins: Instruction) -> tuple[int, ...]:
+        """The group that a collective must have, so that all replicas, or all shards, do the same in it."""
+        mesh = self.mesh
+        if _inside(ins):
+            return mesh.group(mesh.rank(pp=stage), *mesh.sharing)
+        stages = {mesh.coordinates(rank)["pp"] for rank in ins.group if 0 <= rank < mesh.size}
+        axes = ("dp", *mesh.sharing) if ins.op is Op.NORM else ("dp",)
+        return tuple(sorted(rank for stage in stages for rank in mesh.group(mesh.rank(pp=stage), *axes)))
+
+
+def _inside(ins: Instruction) -> bool:
+    """Whether a collective is one of the ranks that share a layer."""
+    return ins.stream.split(" ")[0] == "tp"
