@@ -35,13 +35,14 @@ from typing import Any
 from minipar.cluster import failures, launch, wire, worker
 from minipar.cluster.failures import Failure, as_exception
 from minipar.cluster.interrupt import Interrupts
-from minipar.cluster.members import GRACE, SETTLE, SETTLE_AFTER_LOST_PEER, Round, unpack
+from minipar.cluster.members import SETTLE, SETTLE_AFTER_LOST_PEER, Round, unpack
 from minipar.cluster.output import Output, Printer
 from minipar.cluster.parcel import Parcel, pack_call
 from minipar.cluster.ranks import Callback, check_ranks
 from minipar.cluster.worker import Seat, Situation
 from minipar.errors import RankDied, RankError
 
+GRACE = 1.0  # seconds that an interrupted function has; a rank that ends here is not started again, as in a Cluster
 LINGER = 10.0  # seconds that a rank which must end waits for the driver to say why, and to end first
 _HELLO = struct.Struct("!32sI")  # the token, and the number of the rank
 _LOST_AFTER = 5  # seconds without an answer of the other machine
@@ -343,8 +344,8 @@ class Driver:
             if self.seat is not None and 0 in active:
                 self._own_share(self.seat, heard, situation, parcel)
             with self._interrupts:
-                # After a failure, of which the ranks know already, those on a host that is cut off never answer.
-                self._collect(heard, 2 * GRACE if heard.called_back else None)
+                if not heard.called_back:  # (else the ranks know of a failure, and some of them may never answer)
+                    self._collect(heard)
                 if heard.failures:
                     self._call_back(heard)
         except BaseException:  # an interrupt, or an error in the callback
