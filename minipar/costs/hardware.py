@@ -24,6 +24,9 @@ from minipar.errors import PlanError
 from minipar.models.sizes import read_toml
 
 
+MOST_DEVICES = 1_048_576  # that formulas and searches take; the largest clusters have a tenth
+
+
 @dataclass(frozen=True)
 class Efficiency:
     """The part of each peak that programs reach.
@@ -99,6 +102,13 @@ class Hardware:
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise PlanError(f"{key}={value!r}: must be a whole number of at least {least}")
+        if self.per_node > MOST_DEVICES:
+            raise PlanError(f"per_node={self.per_node}: too many devices for a node; possible are 1 to {MOST_DEVICES}")
+        if self.nodes * self.per_node > MOST_DEVICES:
+            raise PlanError(
+                f"nodes={self.nodes}: with {self.per_node} devices each these are too many; possible are 1 to "
+                f"{MOST_DEVICES // self.per_node}"
+            )
 
     @staticmethod
     def measured(rates: Calibration, memory: int = 16 * 10**9, name: str = "this-machine") -> Hardware:
@@ -166,9 +176,8 @@ def hardware(given: str | Hardware | Calibration) -> Hardware:
     elif name in PRESETS:
         made = PRESETS[name]
     else:
-        raise PlanError(
-            f"hardware {name!r}: no such preset; there are {', '.join(PRESETS)}, this-machine, or a TOML file"
-        )
+        wrong = "no such preset" if name else "none is named"
+        raise PlanError(f"hardware {name!r}: {wrong}; there are {', '.join(PRESETS)}, this-machine, or a TOML file")
     changed = dict(word.partition("=")[::2] for word in words)
     return _changed(made, changed) if changed else made
 

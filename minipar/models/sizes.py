@@ -199,9 +199,13 @@ class Chain:
 Sizes = Transformer | Chain
 
 
+_MOST = {"layers": 100_000, "heads": 100_000, "kv_heads": 100_000, "experts": 100_000}
+
+
 def _check_whole(key: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise PlanError(f"{key}={value!r}: must be a whole number of at least {least}")
+    most = _MOST.get(key, 10**12)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise PlanError(f"{key}={value!r}: must be a whole number from {least} to {most}")
 
 
 def of_gpt(numbers: GPT, name: str = "", flash: bool = False) -> Transformer:
@@ -288,6 +292,7 @@ MODELS: dict[str, Sizes] = {
     "resnet-50": resnet((3, 4, 6, 3), "resnet-50"),
 }
 KINDS = ("gpt", "llama", "mixture")
+_NUMBERS = "numbers, such as 'gpt layers=24 hidden=1024 heads=16 sequence=1024 vocabulary=50257' (or llama, mixture)"
 
 
 def names() -> tuple[str, ...]:
@@ -310,6 +315,8 @@ def sizes(given: str | Sizes | GPT | Mixture | Mapping[str, Any]) -> Sizes:
         table = dict(given)
         return _worded(str(table.pop("kind", "gpt")), table, "model")
     name, *words = str(given).split() or [""]
+    if not name:
+        raise PlanError(f"model '': none is named; there are {', '.join(names())}; or give {_NUMBERS}")
     table = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -342,10 +349,7 @@ def _worded(name: str, table: dict[str, Any], told: str) -> Sizes:
             of_gpt(preset, name, flash=True) if isinstance(preset, GPT) else _chain(name, preset)
         )  # fmt: skip
     else:
-        raise PlanError(
-            f"model {name!r}: no such preset; there are {', '.join(names())}; or give numbers, such as "
-            "'gpt layers=24 hidden=1024 heads=16 sequence=1024 vocabulary=50257' (or llama, mixture)"
-        )
+        raise PlanError(f"model {name!r}: no such preset; there are {', '.join(names())}; or give {_NUMBERS}")
     if not table:
         return made
     if isinstance(made, Chain):

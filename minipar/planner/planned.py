@@ -73,7 +73,7 @@ class PlanDifference:
     def reason(self) -> str:
         """What makes the second one slower, in words: at most two parts."""
         more = sorted(((s, part) for part, s in self.seconds.items() if s > 0), reverse=True)
-        return ", ".join(f"{part} {s:+.3g} s" for s, part in more[:2])
+        return ", ".join(f"{part} {s:+.3g} s" for s, part in more[:2] if s > 0.01 * more[0][0])
 
     def __str__(self) -> str:
         lines = [f"{name}: {a or '-'} -> {b or '-'}" for name, a, b in self.keys]

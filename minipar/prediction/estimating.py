@@ -23,7 +23,7 @@ from itertools import product
 from math import ceil, sqrt
 from typing import Any
 
-from minipar.costs.hardware import Hardware, hardware
+from minipar.costs.hardware import MOST_DEVICES, Hardware, hardware
 from minipar.costs.rates import Calibration
 from minipar.errors import PlanError
 from minipar.models.sizes import Chain, Sizes, Transformer, sizes
@@ -31,6 +31,7 @@ from minipar.models.table import GPT, Mixture
 from minipar.prediction.closed_form import Cost, PlanNumbers, block_work, closed_form
 from minipar.prediction.memory_formula import in_flight, versions_of
 from minipar.prediction.simulator import simulate as simulated
+from minipar.program.rows import MOST_ROWS
 from minipar.strategies import keys, segments
 from minipar.strategies.layout import place
 from minipar.strategies.plan import Plan
@@ -109,7 +110,7 @@ class Estimate:
         name = self.model.name or type(self.model).__name__
         rows = [
             f"{name} on {several(self.numbers.ranks, 'device')}, {self.machine.name}: {self.plan}",
-            f"step             {_seconds(self.time)}, {self.numbers.batch:g} rows",
+            f"step             {_seconds(self.time)}, {several(self.numbers.batch, 'row')}",
             f"each device      {self.tflops_per_gpu:.4g} TFLOP/s; {self.mfu:.1%} of the peak without what runs again",
             f"memory           {self.memory / 1e9:.3g} GB of {self.machine.memory / 1e9:.3g}"
             + ("" if self.fits else ": does not fit"),
@@ -189,7 +190,7 @@ def table_of(plan: str | Mapping[str, Any] | Plan) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in given.items():
         if key == ROWS:
-            found[key] = keys.whole_number(ROWS, value)
+            found[key] = keys.whole_number(ROWS, value, most=MOST_ROWS)
             continue
         found[key] = known[key].metadata["key"].domain.read(key, value)
         if key not in (*_READ, *_FREE) and found[key] != known[key].default:
@@ -205,6 +206,13 @@ def numbers_of(
     pp, tp, cp, ep = (int(get(key, 1)) for key in ("pp", "tp", "context_parallel", "ep"))
     devices = machine.nodes * machine.per_node
     dp = int(get("dp", 0)) or max(1, devices // (pp * tp * cp * ep))
+    if dp * pp * tp * cp * ep > MOST_DEVICES:
+        largest = max(("dp", dp), ("pp", pp), ("tp", tp), ("context_parallel", cp), ("ep", ep), key=lambda one: one[1])
+        possible = MOST_DEVICES // (dp * pp * tp * cp * ep // largest[1])
+        raise PlanError(
+            f"{largest[0]}={largest[1]}: the plan needs more than {MOST_DEVICES} devices; possible are "
+            + (f"{largest[0]}=1 to {possible}" if possible else "smaller numbers")
+        )
     schedule = find(get("schedule", "1f1b"))
     chunks = get("chunks") or schedule.chunks
     if "slices" in schedule.options:
@@ -228,8 +236,12 @@ def _microbatches(table: Mapping[str, Any], dp: int, batch: int | None) -> tuple
     rounds, rows = table.get("accumulate", 1), table.get(ROWS)
     count = table["microbatches"] * rounds if "microbatches" in table else None
     if batch is None:
-        return (count or rounds), float(rows or 1)
-    batch = keys.whole_number("batch", batch)
+        count = count or rounds
+        if dp * count * (rows or 1) > MOST_ROWS:
+            said = f"microbatches={count}" + (f" {ROWS}={rows}" if rows else "")
+            raise PlanError(f"{said}: with dp={dp} a step has more than {MOST_ROWS} rows; possible are fewer of them")
+        return count, float(rows or 1)
+    batch = keys.whole_number("batch", batch, most=MOST_ROWS)
     if rows is not None:
         if batch % (dp * rows):
             below = batch // (dp * rows) * dp * rows
@@ -253,8 +265,11 @@ def _split(split: Any, numbers: PlanNumbers, model: Sizes) -> tuple[int, ...]:
     assert isinstance(counts, tuple)
     ends = 2 if isinstance(model, Transformer) else 0
     if sum(counts) != model.layers + ends:
+        whole = model.layers + ends
+        even = ",".join(str(whole // count + (k < whole % count)) for k in range(count))
         raise PlanError(
-            f"split={','.join(map(str, counts))}: sums to {sum(counts)}, but the model has {model.layers + ends} layers"
+            f"split={','.join(map(str, counts))}: sums to {sum(counts)}, but the model has {whole} layers; possible is "
+            f"split={even}"
         )
     if ends:
         counts = (counts[0] - 1, *counts[1:-1], counts[-1] - 1) if count > 1 else (counts[0] - 2,)
@@ -338,16 +353,22 @@ def check(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> None:
             f"{machine.per_node} are {devices}; possible is {possible}"
         )
     if isinstance(model, Chain):
-        if n.tp * n.cp * n.ep > 1:
-            raise PlanError("tp, ep, context_parallel: formulas are for transformers; possible is tp=1 ep=1")
+        for key, size in (("tp", n.tp), ("context_parallel", n.cp), ("ep", n.ep)):
+            if size > 1:
+                raise PlanError(f"{key}={size}: has a formula for transformers only; possible is {key}=1")
     else:
         if model.heads % n.tp:
             possible = ", ".join(str(k) for k in range(1, model.heads + 1) if model.heads % k == 0)
             raise PlanError(f"tp={n.tp}: must divide {model.heads} heads; possible are {possible}")
         if model.sequence % n.cp:
-            raise PlanError(f"context_parallel={n.cp}: must divide a sequence of {model.sequence} tokens")
-        if n.ep > 1 and (not model.experts or model.experts % n.ep):
-            possible = ", ".join(str(k) for k in range(1, max(1, model.experts) + 1) if max(1, model.experts) % k == 0)
+            near = next(k for k in range(n.cp - 1, 0, -1) if model.sequence % k == 0)
+            raise PlanError(
+                f"context_parallel={n.cp}: must divide a sequence of {model.sequence} tokens; possible is {near}"
+            )
+        if n.ep > 1 and not model.experts:
+            raise PlanError(f"ep={n.ep}: {model.name or 'the model'} has no experts; possible is ep=1")
+        if n.ep > 1 and model.experts % n.ep:
+            possible = ", ".join(str(k) for k in range(1, model.experts + 1) if model.experts % k == 0)
             raise PlanError(f"ep={n.ep}: must divide {model.experts} experts; possible are {possible}")
     if n.sequence_parallel and n.tp == 1:
         raise PlanError("sequence_parallel=true: is of ranks that share layers; possible is tp=2")

@@ -198,7 +198,17 @@ def test_it_is_much_faster_than_a_millisecond() -> None:
         ("compress=bf16 dp=2", "gpt2-xl", "h100", "estimates have no formula"),
         ("checkpoint=64MiB", "gpt2-xl", "h100", "no formula for a budget; possible are none, sqrt, K"),
         ("pp=99", "gpt2-xl", "h100", "possible are pp=1 to 48"),
-        ("tp=2", "resnet-50", "h100", "transformers"),
+        ("tp=2", "resnet-50", "h100", "tp=2: .* transformers only; possible is tp=1"),
+        ("ep=2", "gpt2-xl", "h100", "ep=2: gpt2-xl has no experts; possible is ep=1"),
+        ("context_parallel=3", "gpt2-xl", "h100", "context_parallel=3: .* possible is 2$"),
+        ("pp=2 split=1,2", "gpt2-xl", "h100", "sums to 3, but the model has 50 layers; possible is split=25,25"),
+        ("dp=99999999999", "gpt2-xl", "h100", "dp=99999999999: .* possible are dp=1 to 1048576"),
+        ("dp=9999999 tp=2", "gpt2-xl", "h100", "dp=9999999: .* possible are dp=1 to 524288"),
+        ("dp=2", "gpt2-xl", "h100 nodes=9999999", "nodes=9999999: .* possible are 1 to 131072"),
+        ("micro_batch_size=99999999999", "gpt2-xl", "h100", "micro_batch_size=99999999999: .* from 1 to 1000000000"),
+        ("", "", "h100", "model '': none is named; there are gpt2-small"),
+        ("", "gpt2-xl", "", "hardware '': none is named; there are laptop"),
+        ("", "gpt layers=9999999 hidden=1 heads=1 sequence=1 vocabulary=1", "h100", "layers=9999999: .* 1 to 100000"),
         ("ep=3", "mixtral-8x7b", "h100", "possible are 1, 2, 4, 8"),
         ("", "gpt layers=4", "h100", "hidden, heads, sequence, vocabulary missing"),
         ("", "gpt2-xl width=4", "h100", "no such number; possible are layers"),
@@ -210,6 +220,15 @@ def test_it_is_much_faster_than_a_millisecond() -> None:
 def test_what_cannot_be(plan: str, model: str, devices: str, told: str) -> None:
     with pytest.raises(PlanError, match=told):
         estimate(plan, model, devices, 16)
+
+
+def test_more_rows_than_there_are_are_refused() -> None:
+    with pytest.raises(PlanError, match="batch=10000000000: must be a whole number from 1 to 1000000000"):
+        estimate("dp=2", "gpt2-xl", "h100", 10**10)
+    with pytest.raises(PlanError, match="microbatches=999999999999: with dp=2 a step has more than 1000000000 rows"):
+        estimate("dp=2 microbatches=999999999999", "gpt2-xl", "h100")
+    with pytest.raises(PlanError, match="nodes=999999999: with 8 devices each"):
+        estimate("tp=2", "gpt2-xl", "h100", nodes=999999999)
 
 
 def test_the_command_prints_keys_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
