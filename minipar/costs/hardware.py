@@ -23,7 +23,6 @@ from minipar.costs.rates import Calibration
 from minipar.errors import PlanError
 from minipar.models.sizes import read_toml
 
-
 MOST_DEVICES = 1_048_576  # that formulas and searches take; the largest clusters have a tenth
 
 
