@@ -302,7 +302,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     plan = Plan.parse(words)
     if options.ranks is not None and options.ranks != plan.ranks:
         raise PlanError(
-            f"--ranks {options.ranks}: plan {plan} needs {several(plan.ranks, 'rank')} (dp x pp, and servers)"
+            f"--ranks {options.ranks}: plan {plan} needs {several(plan.ranks, 'rank')} (dp x pp x tp, and servers)"
         )
     from minipar import data, models
     from minipar.costs import analytic

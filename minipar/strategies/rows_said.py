@@ -9,6 +9,7 @@ from __future__ import annotations
 from minipar.errors import PlanError
 from minipar.program.rows import MOST_ROWS
 from minipar.strategies import keys
+from minipar.wording import several
 
 KEY = "micro_batch_size"
 
@@ -40,7 +41,7 @@ def rows_said(text: str, batch: int | None) -> tuple[str, int | None]:
             near = batch // (parts * rows) * parts * rows
             possible = f"batch={near} or {near + parts * rows}" if near else f"batch={parts * rows}"
             raise PlanError(
-                f"batch={batch}: {KEY}={rows} does not divide it among {parts} replicas; possible is {possible}"
+                f"batch={batch}: {KEY}={rows} does not divide it among {several(parts, 'replica')}; possible is {possible}"
             )
         made = batch
     table["microbatches"] = str(count)
