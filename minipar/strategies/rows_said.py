@@ -40,9 +40,8 @@ def rows_said(text: str, batch: int | None) -> tuple[str, int | None]:
         if rest or not count:
             near = batch // (parts * rows) * parts * rows
             possible = f"batch={near} or {near + parts * rows}" if near else f"batch={parts * rows}"
-            raise PlanError(
-                f"batch={batch}: {KEY}={rows} does not divide it among {several(parts, 'replica')}; possible is {possible}"
-            )
+            told = f"batch={batch}: {KEY}={rows} does not divide it among {several(parts, 'replica')}"
+            raise PlanError(f"{told}; possible is {possible}")
         made = batch
     table["microbatches"] = str(count)
     return " ".join(f"{key}={value}" for key, value in table.items()), made
