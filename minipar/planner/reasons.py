@@ -35,7 +35,7 @@ def advice(found: Planned, space: Space) -> str:
     if alone.memory <= space.machine.memory:
         holds = (
             "one device can hold the model, its gradients and its optimizer "
-            f"({alone.memory / 1e9:.3g} of {space.machine.memory / 1e9:.3g} GB)"
+            f"({_gigabytes(alone.memory)} of {_gigabytes(space.machine.memory)} GB)"
         )
         if n.pp * n.tp * n.cp * n.ep == 1:
             first = f"Data parallel suffices: {holds}."
@@ -88,6 +88,10 @@ def _data_parallel(found: Planned, space: Space) -> str:
     return f"Beside this plan it takes {more:+.1%}{f' ({reason})' if reason else ''}."
 
 
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.3g}" if size < 1e12 else f"{size / 1e9:.0f}"
+
+
 def _beside(found: Planned, space: Space, changed: PlanNumbers) -> str:
     """How a plan with one other choice does: how much slower, or that it does not fit, or why it cannot be."""
     try:
@@ -96,7 +100,7 @@ def _beside(found: Planned, space: Space, changed: PlanNumbers) -> str:
     except PlanError as error:
         return f"is not possible: {error.reason.partition(': ')[2] or error.reason}"
     if cost.memory > space.machine.memory:
-        return f"does not fit ({cost.memory / 1e9:.3g} of {space.machine.memory / 1e9:.3g} GB)"
+        return f"does not fit ({_gigabytes(cost.memory)} of {_gigabytes(space.machine.memory)} GB)"
     return f"takes {cost.time / found.cost.time - 1:+.1%}"
 
 
@@ -105,8 +109,8 @@ def _whole_model(found: Planned, space: Space) -> str:
     fits = alone.memory <= space.machine.memory
     if n.pp * n.tp * n.ep * n.cp > 1 and not fits:
         return (
-            f"Data parallel alone does not fit: a device would need {alone.memory / 1e9:.4g} GB, and has "
-            f"{space.machine.memory / 1e9:.3g}."
+            f"Data parallel alone does not fit: a device would need {_gigabytes(alone.memory)} GB, and has "
+            f"{_gigabytes(space.machine.memory)}."
         )
     if fits and n.pp * n.tp == 1:
         return f"One device can hold the model ({alone.memory / 1e9:.3g} GB), so data parallel suffices."
