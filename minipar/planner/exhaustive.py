@@ -91,6 +91,9 @@ class Found:
         """The fastest plans for less and less memory, from the smallest to the fastest one."""
         return front(self.space, self.plan, points)
 
+    def __repr__(self) -> str:
+        return str(self)  # (a Python prompt shows the table, too)
+
     def table(self) -> list[tuple[str, ...]]:
         """A row of text per plan."""
         rows: list[tuple[str, ...]] = [("plan", "step", "TFLOP/s", "memory", "over the best")]
@@ -294,6 +297,9 @@ class Alternatives:
     rows: tuple[Alternative, ...]
     best: Planned
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         lines = [f"{self.key}={row}" for row in self.rows]
         if self.best.simulated is not None:
@@ -345,7 +351,8 @@ def _why_none(space: Space) -> str:
 
 
 def front(space: Space, fastest: Planned, points: int = 6) -> tuple[Planned, ...]:
-    """The fastest plans for budgets between the smallest plan and the fastest one."""
+    """The fastest plans for `points` budgets between the smallest plan and the fastest one."""
+    points = keys.whole_number("points", points, 2)
     least = smallest(space)
     found = [least, fastest]
     for k in range(1, points - 1):

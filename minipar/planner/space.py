@@ -123,6 +123,8 @@ class Space:
 
     def pinned(self, pins: str | Mapping[str, Any]) -> Space:
         """The same space with some keys fixed: "tp=8 zero=1". Errors: PlanError for an unknown key or value."""
+        if not isinstance(pins, (str, Mapping)):
+            raise PlanError(f"pins {pins!r}: must be words such as 'tp=8 zero=1', or a table of these keys")
         said = _words(pins) if isinstance(pins, str) else dict(pins)
         told = dict(said)
         known = {f.name: f for f in fields(Plan)}

@@ -6,8 +6,9 @@
 
 plan      as for `Plan`, but estimates know more than minipar can run: `found.note` says so. `micro_batch_size=b` may
           stand for `microbatches=m`. Without precision=, it is what the hardware is made for: bf16, or float32 on a
-laptop model     a preset's name, words or a table of numbers, a dataclass (models/sizes.py), or a torch module
-(`chain_of`) devices   a preset's name, words or a table of numbers, a dataclass (costs/hardware.py), or a calibration
+          laptop
+model     a preset's name, words or a table of numbers, a dataclass (models/sizes.py), or a torch module (`chain_of`)
+devices   a preset's name, words or a table of numbers, a dataclass (costs/hardware.py), or a calibration
 
 The time is that of `closed_form`. A schedule without a formula is simulated: one replica with equal ranks, at 2p and 3p
 micro-batches (p is the number of ranks), from which the time grows evenly. `bucket`, `prefetch`, `clip` and `algorithm`
@@ -105,6 +106,9 @@ class Estimate:
         """The plan in words."""
         return words(self.numbers, 2 if isinstance(self.model, Transformer) else 0)
 
+    def __repr__(self) -> str:
+        return str(self)  # (what a notebook shows)
+
     def __str__(self) -> str:
         """A small table."""
         name = self.model.name or type(self.model).__name__
@@ -183,8 +187,10 @@ def table_of(plan: str | Mapping[str, Any] | Plan) -> dict[str, Any]:
         given = {f.name: getattr(plan, f.name) for f in fields(Plan) if getattr(plan, f.name) != f.default}
     elif isinstance(plan, str):
         given = {**keys.words(plan)}
-    else:
+    elif isinstance(plan, Mapping):
         given = dict(plan)
+    else:
+        raise PlanError(f"plan {plan!r}: must be a Plan, words such as 'pp=2 dp=2', or a table of these keys")
     known = {f.name: f for f in fields(Plan)}
     keys.check_keys(given, [*known, ROWS])
     found: dict[str, Any] = {}
@@ -360,6 +366,8 @@ def check(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> None:
         if model.heads % n.tp:
             possible = ", ".join(str(k) for k in range(1, model.heads + 1) if model.heads % k == 0)
             raise PlanError(f"tp={n.tp}: must divide {model.heads} heads; possible are {possible}")
+        if "slices" in find(n.schedule).options and n.chunks > model.sequence:
+            raise PlanError(f"slices={n.chunks}: more than the {model.sequence} tokens of a row; possible are fewer")
         if model.sequence % n.cp:
             near = next(k for k in range(n.cp - 1, 0, -1) if model.sequence % k == 0)
             raise PlanError(
