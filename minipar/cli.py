@@ -154,6 +154,7 @@ def _parser() -> _Parser:
     one.add_argument("--best", type=_count, default=20, help="how many plans to show (default 20)")
     one.add_argument("--runs", action="store_true", help="only plans that minipar itself can run")
     one.add_argument("--explain", metavar="KEY", help="also what each value of a key, such as tp, would cost instead")
+    one.add_argument("--diff", metavar="PLAN", help="also what another plan has and takes otherwise than the best one")
     one.add_argument("--front", action="store_true", help="also the least time for less and less memory")
 
     one = command("export", _export, _show_export, "a plan as another system's flags or configuration")
@@ -513,7 +514,7 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
         _sizes(options.model), _machine(options.hardware), options.nodes, options.gpus_per_node, options.batch,
         pins=options.pin, memory=options.memory, most=options.best, runs=options.runs,
     )  # fmt: skip
-    return report(found, options.explain, options.front)
+    return report(found, options.explain, options.front, options.diff)
 
 
 def _show_plan(result: dict[str, Any]) -> str:

@@ -35,12 +35,12 @@ from minipar.costs.hardware import Hardware, hardware
 from minipar.costs.rates import Calibration
 from minipar.errors import PlanError
 from minipar.models.sizes import Sizes, sizes
-from minipar.planner.planned import Planned, difference
+from minipar.planner.planned import PlanDifference, Planned, difference
 from minipar.planner.reasons import advice, reasons
 from minipar.planner.space import INNER, OUTER, Space, space
 from minipar.planner.way_out import nothing_fits, smallest
 from minipar.prediction.closed_form import PlanNumbers, closed_form
-from minipar.prediction.estimating import by_simulation, check
+from minipar.prediction.estimating import by_simulation, check, estimate
 from minipar.program.rows import MOST_ROWS
 from minipar.strategies import keys
 from minipar.strategies.schedules.registry import find
@@ -86,6 +86,17 @@ class Found:
         Errors: PlanError for a key that is not searched.
         """
         return alternatives(self.space, key, self.plan)
+
+    def difference(self, plan: str | Planned) -> PlanDifference:
+        """What another plan for the same problem has and takes otherwise than the fastest one, by formulas.
+
+        plan   its words, as `estimate` reads them. Errors: PlanError, as `estimate`
+        """
+        if isinstance(plan, Planned):
+            return difference(self.plan, plan)
+        where = self.space
+        given = plan if "precision=" in plan else f"{plan} precision={where.precision}"
+        return difference(self.plan, estimate(given, where.model, where.machine, where.batch))
 
     def front(self, points: int = 6) -> tuple[Planned, ...]:
         """The fastest plans for less and less memory, from the smallest to the fastest one."""
@@ -365,9 +376,9 @@ def front(space: Space, fastest: Planned, points: int = 6) -> tuple[Planned, ...
     return tuple(kept)
 
 
-def report(found: Found, key: str | None = None, with_front: bool = False) -> dict[str, Any]:
+def report(found: Found, key: str | None = None, with_front: bool = False, other: str | None = None) -> dict[str, Any]:
     """What a search found, for scripts and for people (`text`). `key`: also what its values would cost instead, by
-    formulas."""
+    formulas. `other`: also what this plan has and takes otherwise."""
     told = advice(found.plan, found.space)
     text = [str(found), "", *wrap(told, WIDTH)]
     made: dict[str, Any] = {
@@ -386,6 +397,10 @@ def report(found: Found, key: str | None = None, with_front: bool = False) -> di
              "reason": row.reason}
             for row in rows.rows
         ]  # fmt: skip
+    if other is not None:
+        apart = found.difference(other)
+        text += ["", f"the best plan -> {other}, by formulas", str(apart) or "they are the same"]
+        made["diff"] = {"keys": [list(one) for one in apart.keys], "seconds": apart.seconds, "bytes": apart.bytes}
     if with_front:
         plans = found.front()
         text.append("")

@@ -84,6 +84,8 @@ class PlanDifference:
     def __str__(self) -> str:
         lines = [f"{name}: {a or '-'} -> {b or '-'}" for name, a, b in self.keys]
         lines += [f"{part}: {s:+.4g} s" for part, s in self.seconds.items() if s]
+        if len(lines) > len(self.keys):
+            lines.append(f"a step: {sum(self.seconds.values()):+.4g} s")
         return "\n".join([*lines, *(f"{kind}: {size / 1e9:+.3g} GB" for kind, size in self.bytes.items() if size)])
 
 

@@ -353,7 +353,12 @@ def check(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> None:
     devices = machine.nodes * machine.per_node
     if devices and n.ranks != devices:
         others = n.pp * n.tp * n.cp * n.ep
-        possible = f"dp={devices // others}" if devices % others == 0 else f"nodes={ceil(n.ranks / machine.per_node)}"
+        if devices % others == 0:
+            possible = f"dp={devices // others}"
+        elif n.ranks % machine.per_node == 0:
+            possible = f"nodes={n.ranks // machine.per_node}"
+        else:
+            possible = f"tp, pp, context_parallel and ep that divide {devices} together"
         raise PlanError(
             f"plan {words(n)}: needs {several(n.ranks, 'device')}, but {several(machine.nodes, 'node')} of "
             f"{machine.per_node} are {devices}; possible is {possible}"

@@ -98,6 +98,7 @@ def test_pin_explain_difference_and_front():
     assert {row.value for row in told.rows} == {"1", "2", "4", "8", "16"} or len(told.rows) >= 3
     assert next(row for row in told.rows if row.value == "8").plan.time == pytest.approx(other.plan.time)
     apart = difference(found.plan, other.plan)
+    assert found.difference(other.plan) == apart == found.difference(other.plan.words)
     assert sum(apart.seconds.values()) == pytest.approx(other.plan.cost.time - found.plan.cost.time)
     assert any(key == "tp" for key, _, _ in apart.keys) == (found.plan.numbers.tp != 8)
     plans = found.front(4)
@@ -174,6 +175,12 @@ def test_the_command_line(capsys):
     assert set(told["best"][0]) == {"plan", "time", "tflops_per_gpu", "memory", "reasons"}
     assert isinstance(told["best"][0]["memory"], int)
     assert {row["value"] for row in told["explain"]} >= {"1", "2", "4"}
+    assert main([*words, "--diff", "tp=2 zero=1 micro_batch_size=4", "--json"]) == 0
+    apart = json.loads(capsys.readouterr().out)["diff"]
+    assert ["tp", "", "2"] in apart["keys"]
+    assert apart["seconds"]["collectives of shared layers"] > 0
+    assert main([*words, "--diff", "tp=5"]) == 2
+    assert "1 node of 8 are 8; possible is tp, pp, context_parallel and ep that divide 8" in capsys.readouterr().err
     assert main([*words, "--pin", "tp=2"]) == 0
     assert "tp=2" in capsys.readouterr().out
     assert main([*words, "--memory", "1MB"]) == 2
