@@ -127,8 +127,13 @@ class Found:
         for *numbers, plan in rows:
             start = "".join(f"{cell.ljust(w)}  " for cell, w in zip(numbers, widths, strict=True))
             own = " ".join(word for word in plan.split() if word not in shared or len(self.best) == 1)
-            indents = {"initial_indent": start, "subsequent_indent": " " * len(start)}
-            lines += wrap(own or "as above", WIDTH, break_on_hyphens=False, **indents)
+            lines += wrap(
+                own or "as above",
+                WIDTH,
+                initial_indent=start,
+                subsequent_indent=" " * len(start),
+                break_on_hyphens=False,
+            )
         lines += ["", *self.plan.reasons]
         lines.append(
             f"{several(self.searched, 'plan')} in {self.seconds:.2f} s: {self.tried} by formulas, and no other has a "

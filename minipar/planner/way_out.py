@@ -140,9 +140,9 @@ def _batches(given: Space) -> list[str]:
 def _fewer(given: Space) -> list[str]:
     """The largest smaller number of nodes, or of devices of one node, that some plan divides."""
     machine, pins = given.machine, dict(given.pins)
-    for key, name in (("nodes", "nodes"), ("per_node", "gpus-per-node")):
-        for count in range(min(getattr(machine, key), MOST_TRIED) - 1, 0, -1):
-            less = space(given.model, replace(machine, **{key: count}), given.batch, pins)
-            if next(_plans(less), None):
-                return [f"{name}={count}"]
-    return []
+    ways = [(f"nodes={k}", replace(machine, nodes=k)) for k in range(min(machine.nodes, MOST_TRIED) - 1, 0, -1)]
+    ways += [
+        (f"gpus-per-node={k}", replace(machine, per_node=k))
+        for k in range(min(machine.per_node, MOST_TRIED) - 1, 0, -1)
+    ]
+    return next(([said] for said, less in ways if next(_plans(space(given.model, less, given.batch, pins)), None)), [])
