@@ -160,7 +160,7 @@ PRESETS: dict[str, Hardware] = {
 }  # fmt: skip
 
 
-def hardware(given: str | Hardware | Calibration) -> Hardware:
+def hardware(given: str | Path | Hardware | Calibration) -> Hardware:
     """A machine, from a preset's name with `key=value` words, a TOML file, a calibration; or as it is.
 
     Errors: PlanError for an unknown name, which lists the presets, or an unknown key, which lists the keys.
@@ -169,7 +169,13 @@ def hardware(given: str | Hardware | Calibration) -> Hardware:
         return given
     if isinstance(given, Calibration):
         return Hardware.measured(given)
-    name, *words = str(given).split() or [""]
+    if isinstance(given, Path):
+        given = str(given)
+    if not isinstance(given, str):
+        raise PlanError(
+            f"hardware {given!r}: must be a name or words, a Hardware or a Calibration; there are {', '.join(PRESETS)}"
+        )
+    name, *words = given.split() or [""]
     if name.endswith(".toml"):
         made = _from_table(name, read_toml(name))
     elif name in PRESETS:

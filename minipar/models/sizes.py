@@ -300,7 +300,7 @@ def names() -> tuple[str, ...]:
     return (*MODELS, *(name for name in PRESETS))
 
 
-def sizes(given: str | Sizes | GPT | Mixture | Mapping[str, Any]) -> Sizes:
+def sizes(given: str | Path | Sizes | GPT | Mixture | Mapping[str, Any]) -> Sizes:
     """The numbers of a model, from its name, words, a TOML file, or a table of the words; or as they are.
 
     Errors: PlanError for an unknown name or number, which lists the known ones.
@@ -314,7 +314,14 @@ def sizes(given: str | Sizes | GPT | Mixture | Mapping[str, Any]) -> Sizes:
     if isinstance(given, Mapping):
         table = dict(given)
         return _worded(str(table.pop("kind", "gpt")), table, "model")
-    name, *words = str(given).split() or [""]
+    if isinstance(given, Path):
+        given = str(given)
+    if not isinstance(given, str):
+        raise PlanError(
+            f"model {type(given).__name__}: must be a name, words, a table or a dataclass; for a torch model give "
+            "models.counting.chain_of(model, example), or estimate(..., example=) an example of its input"
+        )
+    name, *words = given.split() or [""]
     if not name:
         raise PlanError(f"model '': none is named; there are {', '.join(names())}; or give {_NUMBERS}")
     table = {}

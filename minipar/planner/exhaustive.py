@@ -157,15 +157,17 @@ def search(
     batch: int = 1,
     *,
     pins: str | Mapping[str, Any] = "",
-    memory: int | None = None,
+    memory: int | str | None = None,
     most: int = SIMULATED,
     simulate: bool = True,
     runs: bool = False,
 ) -> Found:
     """The fastest plans for a model, and how much is known about all others.
 
+    model, devices, nodes, gpus_per_node   as for `minipar.estimate`; default: the machine's own nodes, or one
+    batch     rows of a step over all replicas
     pins      keys that are fixed: "tp=8 zero=1"
-    memory    bytes of a device that may be used; default: all of them
+    memory    bytes of a device that may be used, or words such as "70GB"; default: all of them
     most      how many plans to return
     simulate  whether the best ones are simulated where their formula is not exact
     runs      whether only plans count that minipar itself can run

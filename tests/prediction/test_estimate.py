@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import pytest
 
@@ -229,6 +230,21 @@ def test_more_rows_than_there_are_are_refused() -> None:
         estimate("dp=2 microbatches=999999999999", "gpt2-xl", "h100")
     with pytest.raises(PlanError, match="nodes=999999999: with 8 devices each"):
         estimate("tp=2", "gpt2-xl", "h100", nodes=999999999)
+
+
+@pytest.mark.parametrize(
+    ("plan", "model", "devices", "told"),
+    [
+        ("pp=2", object(), "h100", r"model object: .* give models.counting.chain_of\(model, example\)"),
+        ("pp=2", None, "h100", "model NoneType: must be a name"),
+        ("pp=2", "gpt2-xl", None, "hardware None: must be a name .* there are laptop"),
+        (None, "gpt2-xl", "h100", "plan None: must be a Plan, words such as"),
+        ("pp=2 schedule=terapipe slices=99999", "gpt2-xl", "h100", "slices=99999: more than the 1024 tokens"),
+    ],
+)
+def test_other_types_are_refused_in_words(plan: Any, model: Any, devices: Any, told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        estimate(plan, model, devices)
 
 
 def test_the_command_prints_keys_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
