@@ -46,9 +46,13 @@ _EMULATE = "emulate a device: a preset such as 'pcie', and words such as 'forwar
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run one command; returns the exit status. Without a command it lists them."""
     try:
-        options = _parser().parse_args(arguments)
+        given = sys.argv[1:] if arguments is None else arguments
+        if not given:
+            print(overview())
+            return 0
+        options = _parser().parse_args(given)
         result = options.command(options)
         print(json.dumps(result, allow_nan=False) if options.json else options.show(result))
         return 0
@@ -63,6 +67,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MiniparError as error:
         print(f"minipar: {error}", file=sys.stderr)
         return 1
+
+
+# The commands with an example each, as `minipar` alone prints them.
+EXAMPLES = {
+    "simulate": 'minipar simulate "pp=4 microbatches=8" --layers 8',
+    "run": 'minipar run "pp=2 dp=2 microbatches=4" --model gpt-tiny --steps 3 --check',
+    "memory": 'minipar memory "zero=3 dp=8 checkpoint=sqrt" --model gpt2-xl',
+    "estimate": 'minipar estimate "tp=8 pp=8 micro_batch_size=1" --model gpt3-175b --hardware a100-80gb',
+    "validate": "minipar validate",
+    "shard": "minipar shard --model gpt-tiny --mesh dp=2,tp=2",
+    "plan": "minipar plan --model gpt3-175b --hardware a100-80gb --nodes 128 --batch 1536",
+    "export": 'minipar export "tp=2 pp=2 microbatches=4" --to megatron',
+    "schedules": "minipar schedules",
+    "keys": "minipar keys",
+    "doctor": "minipar doctor",
+    "bench": "minipar bench simulator --quick",
+    "lessons": "minipar lessons list",
+    "notebooks": "minipar notebooks freeze lessons/explorer.ipynb",
+}
+
+
+def overview() -> str:
+    """What `minipar` alone prints: each command, what it does, and an example."""
+    parser = _parser()
+    actions = next(action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    lines = [str(parser.description), ""]
+    for action in actions._choices_actions:
+        lines += [f"  {action.dest:<10} {action.help}", f"             {EXAMPLES[action.dest]}"]
+    return "\n".join([*lines, "", "minipar COMMAND --help says more. Every command takes --json."])
 
 
 def _parser() -> _Parser:
@@ -167,7 +200,7 @@ def _parser() -> _Parser:
     one.add_argument("--output", metavar="FILE", default=None, help="write it to this file")
 
     one = command("schedules", _schedules, _show_schedules, "list the schedules, with their constraints")
-    one.add_argument("--markdown", action="store_true", help="as a Markdown table, which the README holds")
+    one.add_argument("--markdown", action="store_true", help="as a Markdown table, which docs/schedules.md has")
     one = command("keys", _keys, _show_keys, "list the keys of a plan, what they take, and what does not go together")
     one.add_argument("--markdown", action="store_true", help="as docs/combinations.md: which choices go together")
     command("doctor", _doctor, _show_doctor, "what works on this machine")

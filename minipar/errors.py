@@ -6,6 +6,11 @@ traceback) follow on their own lines, so that a notebook shows the reason first.
 
 from __future__ import annotations
 
+import sys
+import sysconfig
+import traceback
+from pathlib import Path
+
 
 class MiniparError(Exception):
     """Base class. `str(error)` is the one-line reason, then the details."""
@@ -17,6 +22,26 @@ class MiniparError(Exception):
 
     def __str__(self) -> str:
         return f"{self.reason}\n{self.details}" if self.details else self.reason
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in place of its traceback: the lines of the user that led here, then the reason.
+
+        The inside of minipar is left out, because it says nothing to somebody who made a mistake in a plan.
+        `%xmode Verbose` shows everything.
+        """
+        shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+        if shell is not None and shell.InteractiveTB.mode == "Verbose":
+            whole: list[str] = shell.InteractiveTB.structured_traceback(type(self), self, self.__traceback__)
+            return whole
+        paths = sysconfig.get_paths()
+        hidden = (str(Path(__file__).parent), paths["stdlib"], paths["purelib"], paths["platlib"], "<string>")
+        lines = []
+        for frame in traceback.extract_tb(self.__traceback__):
+            if not frame.filename.startswith(hidden) and "site-packages" not in frame.filename:
+                cell = shell.compile.format_code_name(frame.filename) if shell is not None else None
+                where = f"{' '.join(cell)}" if cell else f'File "{frame.filename}"'
+                lines.append(f"{where}, line {frame.lineno}, in {frame.name}\n    {frame.line}")
+        return [*lines, f"{type(self).__name__}: {self}"]
 
 
 class PlanError(MiniparError):

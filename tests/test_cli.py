@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 
 import pytest
 
-from minipar import Plan
+from minipar import Plan, cli
 from minipar.cli import main
 
 
@@ -139,7 +140,6 @@ REFUSED = [
     (["run", "pp=2", "--model", "gpt-tiny", "--steps", "1", "--dtype", "int8"], ["--dtype", "float64"]),
     (["bench", "everything"], ["everything", "simulator"]),
     (["fly"], ["fly", "simulate"]),
-    ([], ["COMMAND"]),
 ]
 
 
@@ -150,6 +150,14 @@ def test_what_cannot_be_is_refused_in_one_line(capsys, words, said):
     assert len(err.splitlines()) == 1
     for text in said:
         assert text in err
+
+
+def test_without_a_command_it_lists_them_with_examples(capsys):
+    code, out, err = call(capsys)
+    assert (code, err) == (0, "")
+    for name, example in cli.EXAMPLES.items():
+        assert f"  {name} " in out
+        cli._parser().parse_args(shlex.split(example)[1:])  # (it would raise PlanError)
 
 
 def test_installed_command_and_exit_status():

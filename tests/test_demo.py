@@ -12,10 +12,19 @@ def test_the_demo_does_its_job(capsys, tmp_path):
     words = ["--steps", "2", "--batch", "8", "--out", str(page), "--picture", str(picture)]
     assert demo.main(words) == 0
     out = capsys.readouterr().out
-    rows = re.findall(r"^ +(\d) +(\d\.\d{6}) +(\d\.\d{6})$", out, re.MULTILINE)
+    rows = re.findall(r"^ +(\d) +(\d\.\d{6}) +(\d\.\d{6})  #+$", out, re.MULTILINE)
     assert [row[0] for row in rows] == ["0", "1"]
-    assert all(abs(float(mine) - float(plain)) < 2e-5 for _, mine, plain in rows)
-    for text in ("step time", "bubble of total", "bubble of ideal", "sent a step", "peak measured", "cores"):
+    assert all(abs(float(mine) - float(plain)) < 1e-3 for _, mine, plain in rows)
+    for text in (
+        "step time",
+        "bubble of total",
+        "bubble of ideal",
+        "sent a step",
+        "peak measured",
+        "cores",
+        "emulated",
+        "a step, ",
+    ):
         assert text in out
     html = page.read_text()
     assert html.count("<svg") == 1

@@ -164,7 +164,7 @@ def test_the_wheel_has_both_packages_and_the_command(tmp_path):
 
 
 def pages():
-    return [*ROOT.glob("*.md"), ROOT / "lessons" / "README.md"]
+    return [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "lessons" / "README.md"]
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
@@ -232,9 +232,10 @@ def test_ci_runs_the_readmes_commands():
 
 
 @pytest.mark.slow
-def test_the_readmes_python_runs(tmp_path):
+@pytest.mark.parametrize("page", ["README.md", "docs/reference.md"])
+def test_the_python_of_a_page_runs(tmp_path, page):
     """Its blocks are cells of one notebook, in order."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
     assert len(blocks) >= 2
     script = tmp_path / "example.py"
     script.write_text("\n".join(blocks))

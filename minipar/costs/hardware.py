@@ -22,6 +22,7 @@ from minipar.costs.quantities import quantity
 from minipar.costs.rates import Calibration
 from minipar.errors import PlanError
 from minipar.models.sizes import read_toml
+from minipar.wording import did_you_mean
 
 MOST_DEVICES = 1_048_576  # that formulas and searches take; the largest clusters have a tenth
 
@@ -182,7 +183,10 @@ def hardware(given: str | Path | Hardware | Calibration) -> Hardware:
         made = PRESETS[name]
     else:
         wrong = "no such preset" if name else "none is named"
-        raise PlanError(f"hardware {name!r}: {wrong}; there are {', '.join(PRESETS)}, this-machine, or a TOML file")
+        raise PlanError(
+            f"hardware {name!r}: {wrong}; there are {', '.join(PRESETS)}, this-machine, or a TOML file"
+            f"{did_you_mean(name, PRESETS)}"
+        )
     changed = dict(word.partition("=")[::2] for word in words)
     return _changed(made, changed) if changed else made
 

@@ -24,6 +24,7 @@ from typing import Any
 
 from minipar.errors import PlanError
 from minipar.models.table import GPT, MLP, PRESETS, PUBLISHED, Branchy, Mixture, convolutions
+from minipar.wording import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -356,7 +357,10 @@ def _worded(name: str, table: dict[str, Any], told: str) -> Sizes:
             of_gpt(preset, name, flash=True) if isinstance(preset, GPT) else _chain(name, preset)
         )  # fmt: skip
     else:
-        raise PlanError(f"model {name!r}: no such preset; there are {', '.join(names())}; or give {_NUMBERS}")
+        raise PlanError(
+            f"model {name!r}: no such preset{did_you_mean(name, names())}; there are {', '.join(names())}; or give "
+            f"{_NUMBERS}"
+        )
     if not table:
         return made
     if isinstance(made, Chain):

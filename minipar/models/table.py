@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from minipar.errors import PlanError
+from minipar.wording import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ def preset(name: str, **overrides: Any) -> Preset:
     if name in PUBLISHED:
         raise PlanError(f"model {name!r}: only its numbers are known here; models to build are {', '.join(PRESETS)}")
     if name not in PRESETS:
-        raise PlanError(f"model {name!r}: no such preset; there are {', '.join(PRESETS)}")
+        raise PlanError(f"model {name!r}: no such preset; there are {', '.join(PRESETS)}{did_you_mean(name, PRESETS)}")
     return _replaced(name, PRESETS[name], overrides)
 
 
@@ -165,7 +166,7 @@ def numbers(name: str, **overrides: Any) -> Preset:
     if name in PUBLISHED:
         return _replaced(name, PUBLISHED[name], overrides)
     if name not in PRESETS:
-        raise PlanError(f"model {name!r}: no such preset; there are {', '.join((*PRESETS, *PUBLISHED))}")
+        raise PlanError(f"model {name!r}: no such preset; there are {', '.join(names())}{did_you_mean(name, names())}")
     return preset(name, **overrides)
 
 

@@ -30,11 +30,12 @@ from minipar.prediction.service import follow_rule
 from minipar.prediction.streams import GroupStream, Link, Slot
 from minipar.program import PORT, Op, Program, Value
 from minipar.program.collector import paused
+from minipar.strategies.plan import Plan
 from minipar.trace import Trace
 
 
 def simulate(
-    program: Program,
+    program: Program | Plan | str,
     costs: Costs | None = None,
     *,
     forward: float = 1.0,
@@ -45,15 +46,21 @@ def simulate(
     stage_factors: Sequence[float] = (),
     cores: float | None = None,
 ) -> Trace:
-    """The predicted trace of a program.
+    """The predicted trace of a program, or of a plan.
+
+    program   from `Plan.compile`, or your own; or a plan, or its words such as "pp=4 microbatches=8". A plan is
+              compiled for one layer in each stage
 
     costs     the costs of instructions and values, such as those of a profile; default `UnitCosts` of the keywords that
               follow: times of one micro-batch on one rank's whole share of the layers, the delay of a message, factors
               per stage
     cores     how many ranks can compute at the same time; default all of them (every rank is a device of its own). It
               need not be whole: ranks that compute at the same time slow each other down (`Calibration.concurrency`)
-    Errors: ProgramError if the program cannot run to its end (`verify` says why); PlanError for less than 1 core.
+    Errors: ProgramError if the program cannot run to its end (`verify` says why); PlanError for less than 1 core, and
+    for a plan that needs a model's layers or costs.
     """
+    if not isinstance(program, Program):
+        program = Plan.parse(program).sketch()
     if costs is None:
         costs = UnitCosts(program, forward, backward, input_gradient, weight_gradient, latency, tuple(stage_factors))
         unit = "activations"

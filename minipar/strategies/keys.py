@@ -5,7 +5,6 @@ dp: int = key(1, whole(1), "replicas of the pipeline, ...")      a line of the t
 
 from __future__ import annotations
 
-import difflib
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +18,7 @@ from minipar.strategies import draft, segments
 from minipar.strategies.exclusions import Need
 from minipar.strategies.passes import compress
 from minipar.strategies.schedules import registry
+from minipar.wording import did_you_mean
 
 if TYPE_CHECKING:
     from minipar.program.shape import Shape
@@ -76,9 +76,7 @@ def check_keys(keys: Iterable[object], known: list[str]) -> None:
     """Refuse words that are no keys of a plan."""
     for key in keys:
         if key not in known:
-            close = difflib.get_close_matches(str(key), known, 1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise PlanError(f"plan key {key!r}: unknown; possible are {', '.join(known)}{hint}")
+            raise PlanError(f"plan key {key!r}: unknown; possible are {', '.join(known)}{did_you_mean(key, known)}")
 
 
 def whole_number(key: str, value: object, least: int = 1, most: int | None = None) -> int:
@@ -278,7 +276,7 @@ def one_of(*words: str) -> Domain:
 
     def read(name: str, value: object) -> str:
         if value not in words:
-            raise PlanError(f"{name}={value}: unknown; possible are {', '.join(words)}")
+            raise PlanError(f"{name}={value}: unknown; possible are {', '.join(words)}{did_you_mean(value, words)}")
         return str(value)
 
     return Domain(", ".join(words), read, words)
@@ -302,7 +300,7 @@ def _algorithm(name: str, value: str) -> str:
     if value not in possible:
         raise PlanError(
             f"algorithm={value}: unknown; possible are {', '.join(possible)}, or one of your own, which "
-            f"@minipar.collective({value!r}) registers"
+            f"@minipar.collective({value!r}) registers{did_you_mean(value, possible)}"
         )
     return value
 

@@ -382,6 +382,11 @@ class Plan:
                 words.append(f"{field.name}={','.join(map(str, value)) if isinstance(value, tuple) else value}")
         return " ".join(words)
 
+    def __repr__(self) -> str:
+        """The keys that differ from their defaults, as Python."""
+        differing = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        return f"Plan({', '.join(f'{name}={value!r}' for name, value, default in differing if value != default)})"
+
     def passes(self) -> tuple[Pass, ...]:
         """The passes that `compile` runs on each step, in order: `print(*plan.passes(), sep="\\n")`.
 
@@ -526,6 +531,20 @@ class Plan:
                 self._verify(program, layout, steps)
             keys.check_one_group(self, program)
         return program
+
+    def sketch(self) -> Program:
+        """The program of one step for as many layers as the plan has stages, which shows its schedule.
+
+        Errors: PlanError if the plan needs the layers or the costs of a model.
+        """
+        try:
+            return self.compile(layers=1 + max(map(max, self.placement())))
+        except PlanError as error:
+            raise PlanError(
+                f"plan {self}: without a model there is one layer for each stage, and {error.reason}; possible is "
+                "plan.compile(layers=8), or plan.compile(models.shape('gpt-tiny')), which makes the program",
+                error.details,
+            ) from None
 
     def _uniform(self, layers: int) -> Shape:
         """Equal layers; those that ranks share are divided as a transformer's blocks are."""

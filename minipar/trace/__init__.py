@@ -303,7 +303,8 @@ class Trace:
         return drawing.svg([self], **options)
 
     def to_html(self, path: str | os.PathLike[str] | None = None, **options: Any) -> str:
-        """One self-contained page with the picture and its numbers as a table; written to `path` if given."""
+        """One self-contained page with the picture and its numbers as a table; or, if `path` is given, the path that it
+        was written to."""
         from minipar.trace import drawing
 
         return drawing.page([self], path, **options)
@@ -311,7 +312,8 @@ class Trace:
     # in and out ------------------------------------------------------------------------------------------------------
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The whole trace as JSON text, written to `path` if given. `from_json` reads it."""
+        """The whole trace as JSON text, which `from_json` reads; or, if `path` is given, the path that it was written
+        to."""
         program = self.program.to_json()
         values = [Value(*entry) for entry in program["values"]]
         state: Sequence[frozenset[Value]] = self.program.state or [frozenset()] * len(self.program.ranks)
@@ -338,10 +340,11 @@ class Trace:
                 "sizes": sizes,
             }
         )
-        if path is not None:
-            with open(path, "w", encoding="utf-8") as file:
-                file.write(text)
-        return text
+        if path is None:
+            return text
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+        return os.fspath(path)
 
     @staticmethod
     def from_json(text: str) -> Trace:
@@ -370,7 +373,8 @@ class Trace:
         return Trace(program, data["starts"], data["ends"], size, kind, unit, held, note, overruns, series)
 
     def to_perfetto(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Chrome Trace Event JSON, for ui.perfetto.dev and chrome://tracing. See `interchange.to_perfetto`."""
+        """Chrome Trace Event JSON, for ui.perfetto.dev and chrome://tracing; or the path. See
+        `interchange.to_perfetto`."""
         from minipar.trace import interchange
 
         return interchange.to_perfetto(self, path)

@@ -85,7 +85,8 @@ class Comparison:
         return drawing.svg([self.other, self.trace], **options)
 
     def to_html(self, path: str | os.PathLike[str] | None = None, **options: Any) -> str:
-        """One self-contained page with both timelines, memory and numbers; written to `path` if given."""
+        """One self-contained page with both timelines, memory and numbers; or, if `path` is given, the path that it was
+        written to."""
         from minipar.trace import drawing
 
         return drawing.page([self.other, self.trace], path, **options)

@@ -64,7 +64,8 @@ def spans(trace: Trace, now: Nanoseconds) -> dict[Place, tuple[int, int]]:
 
 
 def to_perfetto(trace: Trace, path: str | os.PathLike[str] | None = None) -> str:
-    """The trace as Chrome Trace Event JSON, written to `path` if given; compressed if `path` ends in `.gz`.
+    """The trace as Chrome Trace Event JSON; or, if `path` is given, the path that it was written to. It is
+    compressed if `path` ends in `.gz`.
 
     There is a process for each rank (pid = rank) and a thread for each stream. Slices of a thread never overlap: if
     instructions of a stream overlap (receives, which are posted ahead), some get another thread, `recv 0 (2)`. Times
@@ -91,9 +92,10 @@ def to_perfetto(trace: Trace, path: str | os.PathLike[str] | None = None) -> str
         "traceEvents": events,
     }  # fmt: skip
     text = json.dumps(whole)
-    if path is not None:
-        _write(Path(path), text)
-    return text
+    if path is None:
+        return text
+    _write(Path(path), text)
+    return os.fspath(path)
 
 
 def _write(path: Path, text: str) -> None:

@@ -31,7 +31,7 @@ def page(
     sections: Sequence[Section] = (),
     **options: Any,
 ) -> str:
-    """The page as text, written to `path` if given.
+    """The page as text; or, if `path` is given, the path that it was written to.
 
     heading     default: `Timeline, ` and the kinds of the traces, such as `Timeline, predicted and measured`
     intro       a paragraph of plain text under it
@@ -60,10 +60,11 @@ def page(
         "</section>",
     ]
     text = _PAGE.format(title=escape(heading), style=_STYLE, body="\n".join(part for part in body if part))
-    if path is not None:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-    return text
+    if path is None:
+        return text
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+    return os.fspath(path)
 
 
 def table(header: Sequence[object], rows: Iterable[Sequence[object]], caption: str = "") -> str:

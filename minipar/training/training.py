@@ -45,9 +45,8 @@ from minipar.sharding.propagation import experts, sequence_parallel
 from minipar.strategies.keys import at_least_1, form_pairs
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
-from minipar.trace.memory_series import Peak
 from minipar.trace.recorded_order import order_of
-from minipar.training import own_program, plainly
+from minipar.training import notebook, own_program, plainly
 from minipar.training.reference import Reference, gradient_error
 from minipar.wording import several
 
@@ -110,11 +109,11 @@ class Run:
         return [size // self.trace.program.steps for size in self.trace.bytes_sent()]
 
     @property
-    def memory(self) -> list[Peak]:
+    def memory(self) -> notebook.Peaks:
         """Per rank the measured peak of the traced step: bytes, the instruction, and what held how much of it."""
         if not self.trace.series:
             raise MiniparError("memory: needs train(..., memory=True), which follows every allocation of the ranks")
-        return [series.peak() for series in self.trace.series]
+        return notebook.Peaks((series.peak() for series in self.trace.series), self.trace)
 
     @property
     def peak_memory(self) -> list[int]:
@@ -171,6 +170,9 @@ class Run:
             f"step {self.trace.time * each:.1f} ms measured, {self.predicted.time * each:.1f} ms predicted "
             f"({self.prediction_error:+.0%})>"
         )
+
+    def _repr_html_(self) -> str:
+        return notebook.html(self)
 
 
 def train(

@@ -14,7 +14,6 @@ from minipar.cli import main
 from minipar.strategies.schedules import registry
 
 PAGE = Path(__file__).parents[2] / "docs" / "schedules.md"
-README = Path(__file__).parents[2] / "README.md"
 
 
 def test_every_block_gives_what_stands_under_it(monkeypatch):
@@ -31,12 +30,12 @@ def test_every_block_gives_what_stands_under_it(monkeypatch):
         assert out.getvalue() == expected
 
 
-def test_the_readme_has_the_table_of_schedules(capsys):
+def test_the_page_has_the_table_of_schedules(capsys):
     assert main(["schedules", "--markdown"]) == 0
     table = capsys.readouterr().out.strip()
-    found = re.search(r"<!-- made by: minipar schedules --markdown -->\n(.*?)\n<!-- end", README.read_text(), re.DOTALL)
-    assert found, "the README has no table of schedules"
-    assert found[1] == table, "put the output of `minipar schedules --markdown` into the README"
+    found = re.search(r"<!-- made by: minipar schedules --markdown -->\n(.*?)\n<!-- end", PAGE.read_text(), re.DOTALL)
+    assert found, "docs/schedules.md has no table of schedules"
+    assert found[1] == table, "put the output of `minipar schedules --markdown` into docs/schedules.md"
 
 
 def test_the_plain_table_lists_constraints(capsys):

@@ -528,7 +528,8 @@ class Page(HTMLParser):
 
 def test_page_has_the_picture_and_its_numbers(tmp_path):
     predicted, measured = pair(pp=2, dp=2, microbatches=4)
-    text = drawing.page([predicted, measured], tmp_path / "page.html", heading="Four ranks")
+    assert drawing.page([predicted, measured], tmp_path / "page.html", heading="Four ranks").endswith("page.html")
+    text = drawing.page([predicted, measured], heading="Four ranks")
     assert (tmp_path / "page.html").read_text(encoding="utf-8") == text
     page = Page(text)
     names = [tag for tag, _ in page.tags]

@@ -51,8 +51,8 @@ def exported(trace):
 @pytest.mark.parametrize("name", TRACES)
 def test_there_and_back(name, tmp_path):
     trace = TRACES[name]()
-    text = trace.to_perfetto(tmp_path / "trace.json.gz")
-    assert gzip.decompress((tmp_path / "trace.json.gz").read_bytes()).decode() == text
+    assert trace.to_perfetto(tmp_path / "trace.json.gz") == str(tmp_path / "trace.json.gz")
+    assert gzip.decompress((tmp_path / "trace.json.gz").read_bytes()).decode() == trace.to_perfetto()
     back = Trace.from_kineto(tmp_path / "trace.json.gz")
     nanosecond = 1e-9 if name != "units" else 1e-6
     for ours, theirs in ((trace.starts, back.starts), (trace.ends, back.ends)):

@@ -166,7 +166,8 @@ def test_a_ring_of_four_sends_three_halves():
 def test_json_gives_an_equal_trace(plan, costs, tmp_path):
     trace = simulate(Plan.parse(plan).compile(layers=4, steps=2), costs)
     trace = replace(trace, kind="measured", note="made in a test", data=[17] * len(trace.program.ranks))
-    text = trace.to_json(tmp_path / "trace.json")
+    text = trace.to_json()
+    assert trace.to_json(tmp_path / "trace.json") == str(tmp_path / "trace.json")
     assert (tmp_path / "trace.json").read_text() == text
     again = Trace.from_json(text)
     assert again.events == trace.events

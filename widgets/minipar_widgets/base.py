@@ -88,12 +88,14 @@ class Shown:
         raise NotImplementedError
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """One self-contained page that works without network and kernel; written to `path` if given."""
+        """One self-contained page that works without network and kernel; or, if `path` is given, the path that it was
+        written to."""
         line = escape(self._line())
         text = _PAGE.format(title=line, body=self.section())
-        if path is not None:
-            Path(path).write_text(text, encoding="utf-8")
-        return text
+        if path is None:
+            return text
+        Path(path).write_text(text, encoding="utf-8")
+        return os.fspath(path)
 
 
 class View(Shown, anywidget.AnyWidget):

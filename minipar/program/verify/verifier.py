@@ -58,8 +58,14 @@ from minipar.program.verify.staleness import StaleContents, settled
 def verify(program: Program) -> None:
     """Check that the program can run. Errors: ProgramError (or its subclass for deadlocks), which says why it cannot.
 
-    It takes about 6 microseconds for each instruction.
+    It takes about 6 microseconds for each instruction. A plan has no instructions yet: `Plan.compile` makes its
+    program, and verifies it.
     """
+    if not isinstance(program, Program):
+        raise ProgramError(
+            f"verify: takes a program, and {type(program).__name__} is none; plan.compile(layers=8), or "
+            "plan.compile(models.shape('gpt-tiny')), makes the program of a plan"
+        )
     with paused():
         try:
             fields.check_fields(program)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from minipar.errors import PlanError
 from minipar.program import Action, Staleness
 from minipar.strategies.layout import Placement, looped
+from minipar.wording import did_you_mean
 
 Generator = Callable[..., Iterator[Action]]  # its arguments: rank, ranks, microbatches, and options
 OPTIONS = ("chunks", "group", "doubling", "slices", "in_flight", "update_every")
@@ -133,9 +134,10 @@ def schedule(
     chunks: int = 1,
     asynchronous: Asynchronous | None = None,
     form: ClosedForm | None = None,
+    replace: bool = False,
 ) -> Callable[[Generator], Generator]:
     """Decorator: register a schedule under `name`. Registering a name again replaces it, so a notebook cell can be
-    re-run.
+    re-run. A schedule that minipar brings is replaced only with `replace=True`.
 
     paper, time, peak, needs   source, closed-form step time, peak activations and constraints, shown by
                                `minipar schedules`
@@ -145,22 +147,33 @@ def schedule(
                                another number
     asynchronous               for a schedule without a flush: which versions it uses, and its contract
     form                       its time and memory as formulas; without it, estimates simulate one replica
-    Errors: PlanError for a name that is not one word.
+    Errors: PlanError for a name that is not one word, or that a schedule of minipar has.
     """
     if not name or any(c.isspace() or c in "=," for c in name):
         raise PlanError(f"schedule name {name!r}: must be one word without '=' and ','")
 
     def register(generate: Generator) -> Generator:
+        if name in _schedules and not replace and _built_in(_schedules[name].generate) and not _built_in(generate):
+            raise PlanError(
+                f"schedule name {name!r}: minipar has a schedule of this name; choose another name, or say "
+                "replace=True to use yours in its place until this process ends"
+            )
         _schedules[name] = Schedule(name, generate, paper, time, peak, needs, placement, chunks, asynchronous, form)
         return generate
 
     return register
 
 
+def _built_in(generate: Generator) -> bool:
+    return generate.__module__.startswith(__name__.rpartition(".")[0])
+
+
 def find(name: str) -> Schedule:
     """The schedule called `name`. Errors: PlanError, which lists all schedules, for an unknown name."""
     if not isinstance(name, str) or name not in _schedules:
-        raise PlanError(f"schedule={name}: unknown; possible are {', '.join(_schedules)}")
+        raise PlanError(
+            f"schedule={name}: unknown; possible are {', '.join(_schedules)}{did_you_mean(name, _schedules)}"
+        )
     return _schedules[name]
 
 
