@@ -358,8 +358,8 @@ def _worded(name: str, table: dict[str, Any], told: str) -> Sizes:
         )  # fmt: skip
     else:
         raise PlanError(
-            f"model {name!r}: no such preset{did_you_mean(name, names())}; there are {', '.join(names())}; or give "
-            f"{_NUMBERS}"
+            f"model {name!r}: no such preset; there are {', '.join(names())}; or give {_NUMBERS}"
+            f"{did_you_mean(name, names())}"
         )
     if not table:
         return made

@@ -230,12 +230,6 @@ class Plan:
             table = dict(text)
         else:
             raise PlanError(f"plan {text!r}: must be a Plan, words such as 'pp=2 dp=2', or a table of these keys")
-        if "micro_batch_size" in table:
-            raise PlanError(
-                f"plan key 'micro_batch_size={table['micro_batch_size']}': estimates and the command line read it; a "
-                "Plan has microbatches=m instead, and the rows of a step stand beside it (batch = dp x m x "
-                "micro_batch_size)"
-            )
         keys.check_keys(table, [field.name for field in fields(Plan)])
         return Plan(**table)
 

@@ -42,8 +42,11 @@ def test_numbers_that_do_not_go_together(text, batch, told) -> None:
 
 
 def test_a_plan_object_has_no_such_key() -> None:
-    with pytest.raises(PlanError, match=r"micro_batch_size=2.* a Plan has microbatches=m instead"):
+    told = r"'micro_batch_size': estimates and the command line read it; a Plan has microbatches=m instead"
+    with pytest.raises(PlanError, match=told):
         Plan.parse("pp=2 micro_batch_size=2")
+    with pytest.raises(PlanError, match=told):
+        Plan(pp=2, micro_batch_size=2)  # type: ignore[call-arg]
 
 
 def test_a_found_plan_is_exported_and_its_memory_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
