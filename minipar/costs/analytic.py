@@ -1,7 +1,11 @@
 """Bytes and operations of a model's layers from formulas, without building or running the model. No torch here.
 
-    layer_costs("gpt3-175b", rows=1)                            a model by name, of `minipar.models.table`
-    layer_costs(GPT(layers=48, width=12288), rows=1)            a model by its numbers
+    layer_costs("gpt3-175b", rows=1)                            a model by name
+    layer_costs(GPT(layers=48, width=12288), rows=1)            a model by its numbers, of `minipar.models.table`
+    layer_costs(sizes("llama3-8b"), rows=1)                     or of `minipar.models.sizes`
+
+This is the only place where bytes of activations and shards of parameters are counted. What predicts memory or time
+(prediction/) adds them up.
 
 A transformer block of width h, a heads, s tokens a row, b rows keeps for its backward, in 16-bit numbers,
 
@@ -17,13 +21,13 @@ These formulas count a block as the paper's authors ran it. minipar's own layers
 byte of them. Attention is one kernel that keeps no s x s matrix, but one number for each row of it. Masks are as wide
 as the numbers that they mask. Norms keep two numbers a token. The loss keeps probabilities in addition to the logits.
 
-Several ranks may also share a transformer's blocks. `tp`, `ep` and `experts` of a `Division` say what one of these
-ranks holds and saves.
+Several ranks may also share a transformer's blocks. A `Division` says what one of these ranks holds and saves.
 
     tp = 2     every matrix is cut in two: by heads, hidden numbers, or words of the vocabulary. Norms, and the biases
                after second matrices, are whole on both ranks. So is what norms save, unless `sequence` divides it, too
-    ep = 4     each block has `experts` MLPs instead of one, shared out over 4 data-parallel ranks; every token goes to
-               `top` of them. Gradients of experts are summed over only dp / ep ranks
+    cp = 2     each rank has half of the tokens of every row
+    ep = 4     each block has `experts` MLPs instead of one, shared out over 4 ranks; every token goes to `top` of them.
+               Gradients of experts are summed over a fourth of the ranks that have the same other parameters
 
 Sources: Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al. 2022, section 4 (`sequence`); Lepikhin et al.,
 "GShard", 2020, and Fedus et al., "Switch Transformers", 2021 (experts). All experts are assumed to be equally busy.
@@ -33,11 +37,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import ceil
 from typing import Any
 
 from minipar.costs.recomputation import LayerCosts
 from minipar.errors import PlanError
 from minipar.models import table
+from minipar.models.sizes import Chain, Sizes, Transformer, of_preset, sizes
 from minipar.models.table import GPT, MLP, Branchy, Mixture, Preset, check_gpt, convolutions
 from minipar.program import Group
 
@@ -53,9 +59,10 @@ class Division:
 
     tp        number of tensor-parallel ranks
     sequence  whether these ranks divide norms, dropout and the inputs of blocks by tokens
-    experts   number of expert MLPs of each block; 0: one MLP for all tokens
-    top       number of experts that a token goes to
-    ep        number of data-parallel ranks that share out the experts
+    experts   number of expert MLPs that take the place of each block's MLP; 0: the model's own
+    top       number of these that a token goes to
+    ep        number of ranks that share out the experts; each works on rows of its own
+    cp        number of ranks that share out the tokens of every row
     """
 
     tp: int = 1
@@ -63,31 +70,37 @@ class Division:
     experts: int = 0
     top: int = 1
     ep: int = 1
+    cp: int = 1
 
-    def check(self, model: Preset, dp: int) -> None:
-        """Refuse a division that is impossible for a model on `dp` data-parallel ranks. Errors: PlanError."""
-        for key in ("tp", "top", "ep"):
+    def check(self, model: Sizes, dp: int) -> None:
+        """Refuse a division that is impossible for a model on `dp` data-parallel ranks, some of which are those of ep.
+        Errors: PlanError."""
+        for key in ("tp", "top", "ep", "cp"):
             if getattr(self, key) < 1:
                 raise PlanError(f"{key}={getattr(self, key)}: must be a whole number of at least 1")
-        if self != WHOLE and not isinstance(model, GPT):
-            raise PlanError("tp and ep: formulas are for transformers; possible is tp=1 ep=1 experts=0")
-        if isinstance(model, GPT) and model.heads % self.tp:
+        if isinstance(model, Chain):
+            if self != WHOLE:
+                raise PlanError("tp and ep: formulas are for transformers; possible is tp=1 ep=1 experts=0")
+            return
+        if model.heads % self.tp:
             divisors = [str(n) for n in range(1, model.heads + 1) if model.heads % n == 0]
             raise PlanError(f"tp={self.tp}: must divide {model.heads} heads; possible are {', '.join(divisors)}")
-        if self.ep > 1 and not self.experts:
+        experts = self.experts or model.experts
+        if self.ep > 1 and not experts:
             raise PlanError(f"ep={self.ep}: there are no experts to share out; possible is ep=1, or experts=8")
         if self.experts and not 1 <= self.top <= self.experts:
             raise PlanError(f"top={self.top}: a token goes to at most {self.experts} experts")
-        if self.ep > 1 and (self.experts % self.ep or dp % self.ep):
-            possible = [str(n) for n in range(1, dp + 1) if dp % n == 0 and self.experts % n == 0]
+        if self.ep > 1 and (experts % self.ep or dp % self.ep):
+            possible = [str(n) for n in range(1, dp + 1) if dp % n == 0 and experts % n == 0]
             raise PlanError(
-                f"ep={self.ep}: must divide dp={dp} and experts={self.experts}; possible are {', '.join(possible)}"
+                f"ep={self.ep}: must divide dp={dp} and experts={experts}; possible are {', '.join(possible)}"
             )
 
-    @property
-    def here(self) -> int:
-        """Experts of a block on one rank."""
-        return self.experts // self.ep
+    def of(self, model: Transformer) -> Transformer:
+        """The model with these experts."""
+        if not self.experts:
+            return model
+        return replace(model, experts=self.experts, top=self.top, capacity=1.0, expert_bias=model.bias)
 
 
 WHOLE = Division()
@@ -120,25 +133,36 @@ def parameters(model: Preset) -> int:
     return model.layers * block_parameters(model) + (tokens + model.context + 2) * model.width
 
 
-def groups(gpt: GPT, division: Division) -> tuple[tuple[Group, ...], int]:
-    """Parameter groups of one rank's part, with sizes in numbers, and how many of them (the last ones) are experts."""
-    check_gpt(gpt)
-    h, t, last = gpt.width, division.tp, gpt.layers + 1
+def groups(model: Sizes | GPT, division: Division = WHOLE) -> tuple[tuple[Group, ...], int]:
+    """Parameter groups of one rank's part, with sizes in numbers, and how many of them (the last ones) are experts
+    that other ranks do not have."""
+    if isinstance(model, GPT):
+        check_gpt(model)
+        model = of_preset(model)
+    if isinstance(model, Chain):
+        return tuple(Group((l,), (layer.parameters,)) for l, layer in enumerate(model.chain)), 0
+    model = division.of(model)
+    h, f, t, last = model.hidden, model.ffn, division.tp, model.layers + 1
 
-    def first(inputs: int, outputs: int) -> tuple[int, int]:  # cut by outputs, as is its bias
-        return inputs * _part(outputs, t), _part(outputs, t)
+    def first(inputs: int, outputs: int, bias: bool) -> tuple[int, ...]:  # cut by outputs, as is its bias
+        return inputs * _part(outputs, t), *([_part(outputs, t)] if bias else [])
 
-    def second(inputs: int, outputs: int) -> tuple[int, int]:  # cut by inputs; its whole bias is added once
-        return _part(inputs, t) * outputs, outputs
+    def second(inputs: int, outputs: int, bias: bool) -> tuple[int, ...]:  # cut by inputs; its whole bias is added once
+        return _part(inputs, t) * outputs, *([outputs] if bias else [])
 
-    norm, mlp = (h, h), (*first(h, 4 * h), *second(4 * h, h))
-    router = (h * division.experts,) if division.experts else ()
-    block = (*norm, *first(h, 3 * h), *second(h, h), *norm, *(router or mlp))
-    words, position = _part(gpt.vocab, t) * h, gpt.context * h
+    bias = model.expert_bias if model.experts else model.bias
+    mlp = (*first(h, f, bias) * (2 if model.gated else 1), *second(f, h, bias))
+    norm = (h,) if model.rms else (h, h)
+    attention = (*first(h, h + 2 * model.kv, model.bias), *second(h, h, model.bias))
+    here = mlp * (model.experts // division.ep if model.experts else 1)
+    apart = model.experts > 0 and division.ep > 1
+    router = (h * model.experts,) if model.experts else ()
+    block = (*norm, *attention, *norm, *router, *(() if apart else here))
+    words, position = _part(model.vocabulary, t) * h, (model.sequence * h,) * model.learned
     middle = [Group((layer,), block) for layer in range(1, last)]
-    tied = [Group((0, last), (words,))] if gpt.tied else []
-    ends = (position,) if gpt.tied else (words, position), norm if gpt.tied else (*norm, words)
-    experts = [Group((layer,), mlp * division.here) for layer in range(1, last)] if division.experts else []
+    tied = [Group((0, last), (words,))] if model.tied else []
+    ends = (position, norm) if model.tied else ((words, *position), (*norm, words))
+    experts = [Group((layer,), here) for layer in range(1, last)] if apart else []
     return (Group((0,), ends[0]), *middle, Group((last,), ends[1]), *tied, *experts), len(experts)
 
 
@@ -151,23 +175,17 @@ def _part(size: int, ranks: int) -> int:
 
 def block_bytes(
     gpt: GPT, rows: int, element: int = 2, *, selective: bool = False, tp: int = 1, sequence_parallel: bool = False
-) -> float:
-    """Bytes that one block keeps for one micro-batch on each of `tp` tensor-parallel ranks (the paper's table 2).
+) -> int:
+    """Bytes that one block keeps for one micro-batch on each of `tp` tensor-parallel ranks (the paper's table 2), its
+    input included.
 
     element             bytes of a number
     selective           whether the attention core is computed again
     sequence_parallel   whether norms, dropout and inputs are divided, too, so that everything is divided
     """
-    size = gpt.context * rows * gpt.width
-    alone = 4 * element + 2  # inputs of the norms and of the first matrix after each; masks after both halves
-    core = 0 if selective else core_bytes(gpt, rows, element)
-    return size * (alone / (tp if sequence_parallel else 1) + 12 * element / tp) + core / tp
-
-
-def core_bytes(gpt: GPT, rows: int, element: int = 2) -> int:
-    """Bytes that the attention core keeps in addition to queries, keys and values: matrices of a x s x s for every
-    row."""
-    return (2 * element + 1) * gpt.heads * gpt.context**2 * rows
+    division = Division(tp, sequence_parallel)
+    costs = layer_costs(gpt, rows, element, fused=False, selective=selective, division=division)
+    return costs.saved[1] + costs.output[0]
 
 
 def input_bytes(gpt: GPT, rows: int, element: int = 2) -> int:
@@ -181,8 +199,8 @@ def interleaved(stages: int, chunks: int) -> float:
 
 
 def layer_costs(
-    model: Preset | str,
-    rows: int,
+    model: Preset | Sizes | str,
+    rows: float,
     element: int = 4,
     *,
     fused: bool | None = None,
@@ -192,108 +210,90 @@ def layer_costs(
 ) -> LayerCosts:
     """Every layer of a model for a micro-batch of `rows` rows; times are operations (divide them by FLOP/s).
 
-    model        numbers, or a name
+    model        numbers, or a name or words that `models.sizes.sizes` knows
+    rows         of one rank
     fused        True: bytes that minipar's own layers save; False: bytes of the papers. Default: False for the name of
                  a published model, otherwise True
     selective    blocks without what their attention core saves
-    division     the costs are those of one rank of this division; its own experts get their share of the tokens
+    division     the costs are those of one rank of this division; all experts are equally busy
     overrides    numbers that replace the model's
 
     Errors: `PlanError` for an unknown name or number.
     """
-    if isinstance(model, str):
+    if isinstance(model, str) and model in table.names():
         fused = model not in table.PUBLISHED if fused is None else fused
         model = table.numbers(model, **overrides)
-    elif overrides:
+    elif overrides and not isinstance(model, str):
         model = replace(model, **overrides)
-    fused = fused is None or fused
-    if isinstance(model, MLP):
-        return _mlp(model, rows, element)
-    if isinstance(model, Branchy):
-        return _branchy(model, rows, element)
-    if isinstance(model, Mixture):
-        return _mixture(model, rows, element, selective)
-    size, tokens = model.context * rows * model.width, model.context * rows
-    masks = bool(model.dropout) * (element if fused else 1) * size  # mask of one dropout
-    statistics = 4 * FLOAT * tokens * fused
-    if fused:
-        core = 0 if selective else FLOAT * model.heads * tokens
-        logits, loss = element * tokens * model.vocab, 2 * FLOAT * tokens + FLOAT
-        embed = masks + INTEGER * model.context
-    else:
-        core = 0 if selective else core_bytes(model, rows, element)
-        logits, loss = FLOAT * tokens * model.vocab, 0
-        embed = masks
-
-    def cut(number: int) -> int:
-        return -(-number // division.tp)
-
-    def alone(number: int) -> int:  # tensor-parallel ranks all have this, unless they divide the tokens
-        return cut(number) if division.sequence else number
-
-    # inputs of the first matrices and of the second norm; queries, keys, values and the output of attention; the MLP
-    block = alone(3 * element * size + 2 * masks + statistics) + cut(4 * element * size + core)
-    mlps = division.top if division.experts else 1
-    block += cut(8 * element * size * mlps)
-    if division.experts:  # copies of what was sent to the experts, and the router's probabilities
-        block += alone(element * size * mlps + FLOAT * tokens * division.experts)
-    output = (*(alone(element * size),) * (model.layers + 1), cut(logits))
-    saved = (alone(embed), *(block,) * model.layers, alone(element * size + loss) + cut(logits) * fused)
-    flops = block_flops(model, rows) + 16 * rows * model.context * model.width**2 * (mlps - 1)
-    forward = (0.0, *(flops / division.tp,) * model.layers, head_flops(model, rows) / division.tp)
-    return LayerCosts(forward, tuple(2 * x for x in forward), output, saved, output)
+    if not isinstance(model, (Transformer, Chain)):
+        model = sizes(model) if isinstance(model, str) else of_preset(model, flash=fused is None or fused)
+    if isinstance(model, Chain):
+        return _chain(model, rows, element)
+    return _transformer(division.of(model), rows, element, selective, division)
 
 
-def _mlp(mlp: MLP, rows: int, element: int) -> LayerCosts:
-    # A layer saves what is between its Linear and its GELU. The last layer has no GELU; the loss saves probabilities.
-    output = tuple(element * rows * width for width in mlp.widths[1:])
-    forward = tuple(2.0 * rows * a * b for a, b in pairwise(mlp.widths))
-    saved = (*output[:-1], output[-1] + FLOAT)
-    return LayerCosts(forward, tuple(2 * x for x in forward), output, saved, output)
-
-
-def _branchy(model: Branchy, rows: int, element: int) -> LayerCosts:
-    # A ReLU saves only its output. The pooling layer saves the mean that is its convolution's input; the head saves the
-    # mean over the image.
-    image = model.inputs
-    table = convolutions(model)
-    pools = range(6, 7 * model.blocks, 7)
-    made = [*((out or given) * image for given, out, _ in table[:-1]), model.classes]
-    output = tuple(element * rows * size for size in made)
-    saved = [element * rows * table[l][0] * image if l in pools else 0 for l in range(len(table))]
-    saved[-1] = element * rows * table[-1][0] + output[-1] + FLOAT
-    pixels = [image] * (len(table) - 1) + [1]
-    forward = tuple(2.0 * rows * n * given * out * k * k for n, (given, out, k) in zip(pixels, table, strict=True))
+def _chain(model: Chain, rows: float, element: int) -> LayerCosts:
+    output = tuple(ceil(element * rows * layer.output) for layer in model.chain)
+    kept = [element * rows * layer.saved for layer in model.chain]
+    saved = [max(0, ceil(size - before)) for size, before in zip(kept, (0, *output), strict=False)]
+    saved[-1] += FLOAT * (rows > 0)  # the loss
+    forward = tuple(layer.flops * rows for layer in model.chain)
     return LayerCosts(forward, tuple(2 * x for x in forward), output, tuple(saved), output)
 
 
-def _mixture(model: Mixture, rows: int, element: int, selective: bool) -> LayerCosts:
-    # Attention as in the GPT. Then what routing, dispatch and combination save of each token, of each of its choices,
-    # and of each place in an expert's queue, whether a token is there or not. Without a capacity, where no place is
-    # empty, nothing of what is within an expert is saved.
-    tokens, width, heads = model.context * rows, model.width, model.heads
-    choices, queue = tokens * model.top, model.places * rows
-    size = element * tokens * width
-    block = 3 * size + 4 * FLOAT * tokens + 4 * size + (0 if selective else FLOAT * heads * tokens)
-    block += element * model.experts * (tokens + rows)  # probabilities; shares of the choices
-    block += choices * (2 * INTEGER + 1 + 2 * element + element * width)
-    block += queue * (INTEGER + element * width * (1 if model.capacity is None else 1 + 4 + 4))
-    balance = element * rows
-    logits = element * tokens * model.vocab
-    output = (*(size + balance,) * (model.layers + 1), logits + balance)
-    last = size + 2 * FLOAT * tokens + logits + FLOAT + INTEGER * (rows + 1)
-    saved = (INTEGER * model.context, *(block,) * model.layers, last)
-    flops = 8 * tokens * width**2 + core_flops(model, rows) + 2 * tokens * width * model.experts + 16 * queue * width**2
-    forward = (0.0, *(float(flops),) * model.layers, float(head_flops(model, rows)))
-    return LayerCosts(forward, tuple(2 * x for x in forward), output, saved, (size, *output[1:]))
+def _transformer(m: Transformer, rows: float, element: int, selective: bool, division: Division) -> LayerCosts:
+    e, own = element, m.flash  # minipar's own layers, or those of the papers
+    tokens = rows * m.sequence / division.cp
+    size = tokens * m.hidden
+    mask = m.dropout * (e if own else 1) * size  # of one dropout
+    statistics = own * 2 * (1 if m.rms else 2) * FLOAT * tokens
+    core = 0.0 if selective else core_numbers(m, tokens, e)
+    logits = (e if own else FLOAT) * tokens * m.vocabulary
+    loss = own * (2 * FLOAT * tokens + FLOAT)
+
+    def cut(number: float) -> int:
+        return ceil(number / division.tp)
+
+    def alone(number: float) -> int:  # tensor-parallel ranks all have this, unless they divide the tokens
+        return cut(number) if division.sequence else ceil(number)
+
+    # inputs of the first matrices and of the second norm; queries, keys, values and the output of attention; the MLP
+    block = alone(3 * e * size + 2 * mask + statistics) + cut(e * tokens * 2 * (m.hidden + m.kv) + core)
+    routed, balance = tokens, 0.0
+    if m.experts:  # what routing and combination save of tokens, of their choices, and of places in the queues
+        choices, routed, balance = tokens * m.top, round(tokens * m.top * m.capacity, 6), own * e * rows
+        queue = e * routed * m.hidden
+        if own:
+            queue += e * m.experts * (tokens + rows) + INTEGER * routed
+            queue += choices * (2 * INTEGER + 1 + 2 * e + e * m.hidden)
+            loss += INTEGER * (rows + 1)
+        else:
+            queue += FLOAT * tokens * m.experts
+        block += alone(queue)
+    block += 0 if m.dropless else cut(e * routed * m.ffn * (3 if m.gated else 2))
+    between, last = alone(e * size + balance), cut(logits) + ceil(balance)
+    output = (*(between,) * (m.layers + 1), last)
+    embed = alone(mask + own * m.learned * INTEGER * m.sequence / division.cp)
+    saved = (embed, *(block,) * m.layers, alone(e * size + loss) + own * cut(logits))
+    forward = (0.0, *(m.block_flops * rows,) * m.layers, m.head_flops * rows)
+    forward = tuple(flops / division.tp / division.cp for flops in forward)
+    return LayerCosts(forward, tuple(2 * x for x in forward), output, saved, (alone(e * size), *output[1:]))
+
+
+def core_numbers(m: Transformer, tokens: float, element: int) -> float:
+    """Bytes that the attention core keeps of so many tokens in addition to queries, keys and values: a number for each
+    row of scores, if it is one kernel; otherwise the scores, and with dropout its mask and its result."""
+    if m.flash:
+        return FLOAT * m.heads * tokens
+    return (2 * element + 1 if m.dropout else element) * m.heads * tokens * m.sequence
 
 
 # operations ----------------------------------------------------------------------------------------------------------
 
 
 def input_flops(
-    model: Preset | str,
-    rows: int,
+    model: Preset | Sizes | str,
+    rows: float,
     *,
     selective: bool = False,
     division: Division = WHOLE,
@@ -307,20 +307,24 @@ def input_flops(
     GPT-2 small the input half of a block has 59 % of the operations.
     """
     whole = layer_costs(model, rows, division=division, **overrides).backward
-    numbers = table.numbers(model, **overrides) if isinstance(model, str) else replace(model, **overrides)
-    if not isinstance(numbers, (GPT, Mixture)):
+    if isinstance(model, str):
+        model = table.numbers(model, **overrides) if model in table.names() else sizes(model)
+    else:
+        model = replace(model, **overrides)
+    if not isinstance(model, (GPT, Mixture, Transformer)):
         return tuple(flops / 2 for flops in whole)
-    core = core_flops(numbers, rows) / division.tp * (2 if selective else 1)
+    one = model.core_flops * rows if isinstance(model, Transformer) else core_flops(model, rows)
+    core = one / division.tp / division.cp * (2 if selective else 1)
     first, *blocks, head = (flops / 2 for flops in whole)
     return first, *(half + core for half in blocks), head
 
 
-def block_flops(gpt: GPT, rows: int) -> int:
+def block_flops(gpt: GPT, rows: float) -> float:
     """Operations of one block's forward: 24 b s h^2 in its matrices, 4 b s^2 h in its attention core."""
     return 24 * rows * gpt.context * gpt.width**2 + core_flops(gpt, rows)
 
 
-def core_flops(gpt: GPT | Mixture, rows: int) -> int:
+def core_flops(gpt: GPT | Mixture, rows: float) -> float:
     """Operations of the attention core's forward. Selective recomputation adds these to each block."""
     return 4 * rows * gpt.context**2 * gpt.width
 

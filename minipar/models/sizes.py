@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from minipar.errors import PlanError
-from minipar.models.table import GPT, MLP, PRESETS, PUBLISHED, Branchy, Mixture, convolutions
+from minipar.models.table import GPT, MLP, PRESETS, PUBLISHED, Branchy, Mixture, Preset, convolutions
 from minipar.wording import did_you_mean
 
 
@@ -44,6 +44,7 @@ class Transformer:
     flash                   whether attention is one kernel that keeps no matrix of sequence x sequence
     experts, top            perceptrons of a block (0: one for all tokens), and to how many of them a token goes
     capacity                places in the experts' queues, as a multiple of what tokens need
+    dropless                whether there are as many places as are needed; then nothing inside an expert is kept
     expert_bias             whether experts have biases
     """
 
@@ -64,6 +65,7 @@ class Transformer:
     experts: int = 0
     top: int = 1
     capacity: float = 1.0
+    dropless: bool = False
     expert_bias: bool = False
     name: str = ""
 
@@ -158,7 +160,7 @@ class ChainLayer:
     size         the smallest dimension of its matrix product for many rows, which decides how efficient it is
     moved        numbers that its forward reads and writes in memory
     output       numbers that it hands on
-    saved        numbers that it keeps for its backward
+    saved        numbers that it keeps for its backward, its input included (but for the input of the model)
     """
 
     flops: float
@@ -222,8 +224,15 @@ def of_mixture(numbers: Mixture, name: str = "") -> Transformer:
     n = numbers
     return Transformer(
         n.layers, n.width, n.heads, n.context, n.vocab, tied=False, dropout=False, flash=True, experts=n.experts,
-        top=n.top, capacity=n.experts * n.room / (n.context * n.top), name=name,
+        top=n.top, capacity=n.places / (n.context * n.top), dropless=n.capacity is None, name=name,
     )  # fmt: skip
+
+
+def of_preset(numbers: Preset, name: str = "", flash: bool = True) -> Sizes:
+    """The same model as minipar builds from these numbers; without `flash`, a GPT as the papers ran it."""
+    if isinstance(numbers, GPT):
+        return of_gpt(numbers, name, flash)
+    return of_mixture(numbers, name) if isinstance(numbers, Mixture) else _chain(name, numbers)
 
 
 def llama(layers: int, hidden: int, heads: int, sequence: int, vocabulary: int, **more: Any) -> Transformer:
@@ -301,17 +310,15 @@ def names() -> tuple[str, ...]:
     return (*MODELS, *(name for name in PRESETS))
 
 
-def sizes(given: str | Path | Sizes | GPT | Mixture | Mapping[str, Any]) -> Sizes:
+def sizes(given: str | Path | Sizes | Preset | Mapping[str, Any]) -> Sizes:
     """The numbers of a model, from its name, words, a TOML file, or a table of the words; or as they are.
 
     Errors: PlanError for an unknown name or number, which lists the known ones.
     """
     if isinstance(given, (Transformer, Chain)):
         return given
-    if isinstance(given, GPT):
-        return of_gpt(given, flash=True)
-    if isinstance(given, Mixture):
-        return of_mixture(given)
+    if isinstance(given, (GPT, Mixture, MLP, Branchy)):
+        return of_preset(given)
     if isinstance(given, Mapping):
         table = dict(given)
         return _worded(str(table.pop("kind", "gpt")), table, "model")
@@ -352,10 +359,7 @@ def _worded(name: str, table: dict[str, Any], told: str) -> Sizes:
     if name in MODELS:
         made = MODELS[name]
     elif name in PRESETS:
-        preset = PRESETS[name]
-        made = of_mixture(preset, name) if isinstance(preset, Mixture) else (
-            of_gpt(preset, name, flash=True) if isinstance(preset, GPT) else _chain(name, preset)
-        )  # fmt: skip
+        made = of_preset(PRESETS[name], name)
     else:
         raise PlanError(
             f"model {name!r}: no such preset; there are {', '.join(names())}; or give {_NUMBERS}"
@@ -388,19 +392,27 @@ def _number(key: str, value: Any) -> Any:
 
 
 def _chain(name: str, made: MLP | Branchy) -> Chain:
-    """A preset of another kind as a chain. Its bytes and operations are those of its layers."""
+    """A preset of another kind as a chain. Its bytes and operations are those of its layers.
+
+    A layer of an MLP keeps what is between its Linear and its GELU; the last one has no GELU, but the loss keeps
+    probabilities. In a model with branches a ReLU keeps only its output, the pooling layer keeps the mean that is its
+    convolution's input, and the head the mean over the image.
+    """
+    found: list[ChainLayer] = []
     if isinstance(made, MLP):
-        pairs = list(pairwise(made.widths))
-        return Chain(
-            tuple(ChainLayer(2.0 * a * b, a * b + b, b, b, a + 3 * b, min(a, b)) for a, b in pairs), name
-        )  # fmt: skip
-    found = []
-    for given, out, side in convolutions(made):
-        pixels = made.inputs if out != made.classes else 1
+        for a, b in pairwise(made.widths):
+            found.append(ChainLayer(2.0 * a * b, a * b + b, b, (a if found else 0) + b, a + 3 * b, min(a, b)))
+        return Chain(tuple(found), name)
+    table = convolutions(made)
+    for l, (given, out, side) in enumerate(table):
+        head = l == len(table) - 1
+        pixels = 1 if head else made.inputs
         size = (out or given) * pixels
-        flops = 2.0 * pixels * given * out * side**2
-        held = given * out * side**2 + out
-        found.append(ChainLayer(flops, held, size, size, 3 * size + given * pixels, max(1, min(given, out or given))))
+        own = given + size if head else given * made.inputs if l % 7 == 6 else 0
+        before = found[-1].output if found else 0
+        flops, held = 2.0 * pixels * given * out * side**2, given * out * side**2 + out
+        moved, least = 3 * size + given * pixels, max(1, min(given, out or given))
+        found.append(ChainLayer(flops, held, size, before + own, moved, least))
     return Chain(tuple(found), name)
 
 

@@ -39,8 +39,11 @@ from minipar.planner.planned import PlanDifference, Planned, difference
 from minipar.planner.reasons import advice, reasons
 from minipar.planner.space import INNER, OUTER, Space, space
 from minipar.planner.way_out import nothing_fits, smallest
-from minipar.prediction.closed_form import PlanNumbers, closed_form
-from minipar.prediction.estimating import by_simulation, check, estimate
+from minipar.prediction.closed_form import closed_form
+from minipar.prediction.estimating import estimate
+from minipar.prediction.plan_numbers import PlanNumbers
+from minipar.prediction.plan_words import check
+from minipar.prediction.replica import by_simulation
 from minipar.program.rows import MOST_ROWS
 from minipar.strategies import keys
 from minipar.strategies.schedules.registry import find

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from minipar.prediction.closed_form import Cost, PlanNumbers
-from minipar.prediction.estimating import Estimate, words
+from minipar.prediction.closed_form import Cost
+from minipar.prediction.estimating import Estimate
+from minipar.prediction.plan_numbers import PlanNumbers
+from minipar.prediction.plan_words import words
 from minipar.strategies.plan import Plan
 
 

@@ -16,8 +16,9 @@ from minipar.errors import PlanError
 from minipar.models.sizes import Transformer
 from minipar.planner.planned import Planned, difference
 from minipar.planner.space import Space
-from minipar.prediction.closed_form import Cost, PlanNumbers, closed_form
-from minipar.prediction.estimating import check
+from minipar.prediction.closed_form import Cost, closed_form
+from minipar.prediction.plan_numbers import PlanNumbers
+from minipar.prediction.plan_words import check
 from minipar.wording import several
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from minipar.costs.hardware import Hardware
 from minipar.errors import PlanError
 from minipar.models.sizes import Sizes, Transformer
-from minipar.prediction.closed_form import PlanNumbers
+from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.strategies import keys
 from minipar.strategies.keys import OFFLOADS
 from minipar.strategies.plan import Plan

@@ -10,8 +10,9 @@ from typing import Any
 from minipar.errors import PlanError
 from minipar.planner.planned import Planned
 from minipar.planner.space import INNER, NAMES, Space, space
-from minipar.prediction.closed_form import PlanNumbers, closed_form
-from minipar.prediction.estimating import check
+from minipar.prediction.closed_form import closed_form
+from minipar.prediction.plan_numbers import PlanNumbers
+from minipar.prediction.plan_words import check
 from minipar.wording import several
 
 MOST_DEVICES = 65_536  # that an error looks at

@@ -1,6 +1,6 @@
-"""Finds plans near a plan that does not fit: each one is compiled, and its memory is predicted from tapes of layers.
+"""After a run that did not fit: the plans that would, judged by a program of each and by the tapes of measured layers.
 
-Which plans are near is the idea of neighbours.py.
+Which plans are tried, and which of them are told, is the idea of fitting.py.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from minipar.costs.measured import Profile
-from minipar.errors import DeviceOutOfMemory, MiniparError, PlanError, ProgramError
+from minipar.errors import DeviceOutOfMemory, MiniparError
+from minipar.prediction import fitting
 from minipar.prediction.memory import predict_memory
-from minipar.prediction.neighbours import nearby
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
 from minipar.prediction.recorded import Tapes
 from minipar.program import Program
@@ -46,31 +46,23 @@ def ways_that_fit(
     Changed plans come first, then a smaller batch, then a device as large as this plan needs.
     measure(rows)   shape, profile and tapes of the model for these numbers of rows, and bytes of a batch's x and y
     """
-    families = [[(f'"{made}"', made, batch) for made in family] for family in nearby(plan, batch)]
+    families = [[(f'"{made}"', (made, batch)) for made in family] for family in fitting.nearby(plan, batch)]
     smaller = [batch // k for k in (2, 4, 8) if batch // k >= plan.dp * plan.total_microbatches]
-    families.append([(f"batch={rows}", plan, rows) for rows in smaller])
-    tried = [*(one for family in families for one in family), ("", plan, batch)]
-    rows = {n for _, made, b in tried for n in microbatch_rows(b, made.dp, made.total_microbatches)}
+    families.append([(f"batch={rows}", (plan, rows)) for rows in smaller])
+    tried = [*(one for family in families for one in family), ("", (plan, batch))]
+    rows = {n for _, (made, b) in tried for n in microbatch_rows(b, made.dp, made.total_microbatches)}
     measured = measure(tuple(sorted(rows)))
 
-    def peak(made: Plan, rows: int) -> int:
+    def peak(one: tuple[Plan, int]) -> int:
+        made, rows = one
         program = made.compile(measured[0], costs=measured[1])
         x, y = (size * rows // batch for size in measured[3])
         return max(peaks(program, (*measured[:3], (x, y)), rows))
 
-    found: list[tuple[str, int]] = []
-    for family in families:
-        for text, made, rows_of_step in family:
-            try:
-                size = peak(made, rows_of_step)
-            except (PlanError, ProgramError):
-                continue
-            if size <= capacity:
-                found.append((text, size))
-                break
-        if len(found) == 3:
-            return found
-    return [*found, ("a device for the plan as it is", peak(plan, batch))]
+    found = fitting.ways_that_fit(families, peak, capacity)
+    if len(found) == fitting.MOST:
+        return found
+    return [*found, ("a device for the plan as it is", peak((plan, batch)))]
 
 
 def advised(error: DeviceOutOfMemory, found: list[tuple[str, int]]) -> DeviceOutOfMemory:

@@ -2,7 +2,7 @@
 
     machine   what a device, its memory and its links can do        plain data: costs/hardware.py
     model     numbers of a transformer, or of a chain of layers     plain data: models/sizes.py
-    numbers   a plan's numbers                                      `PlanNumbers`
+    numbers   a plan's numbers                                      plain data: plan_numbers.py
 
 No program is made and nothing is simulated: one call takes a small part of a millisecond, so that a search can try
 every plan.
@@ -13,8 +13,7 @@ use its links; those of ranks in several nodes are done inside the nodes and bet
 formula (`ClosedForm`, beside its generator) makes a step of this. Last come the sums of gradients, and the optimizer at
 the speed of the memory.
 
-Memory. Model states by the stage of ZeRO; what a block saves (Korthikanti et al. 2022, table 2) times the micro-batches
-that the schedule keeps; what a backward and the loss need for a moment; gathered parameters and buckets.
+Memory is that of the rank that needs most (rank_memory.py).
 
 Ranks are counted so that tp is the fastest axis, then cp, ep, dp, and pp the slowest. So ranks that share a layer are
 in one node if they can be.
@@ -23,75 +22,21 @@ in one node if they can be.
 from __future__ import annotations
 
 from functools import lru_cache
-from itertools import accumulate, groupby
 from math import ceil
 from operator import mul
 from typing import NamedTuple
 
+from minipar.costs.analytic import Division
 from minipar.costs.hardware import Hardware
 from minipar.errors import PlanError
 from minipar.models.sizes import Chain, Sizes, Transformer
-from minipar.prediction.memory_formula import PRECISIONS, Precision
+from minipar.prediction.plan_numbers import Chunk, PlanNumbers
+from minipar.prediction.rank_memory import KINDS, fullest, of_kinds, parameters_of
 from minipar.strategies.schedules.registry import ClosedForm, Times, find
 
 MESSAGE = 25 * 2**20  # bytes of a bucket of gradients
 MASK = 1  # byte of a dropout mask's element
 STATISTIC = 4  # bytes of a number that a norm or an attention row keeps
-
-
-class PlanNumbers(NamedTuple):
-    """A plan as the formulas read it.
-
-    dp, pp, tp, cp, ep   sizes of the axes of the mesh: all of them together are the ranks
-    schedule, chunks     the name of a schedule, and stages of each rank (of terapipe: slices)
-    microbatches, rows   micro-batches of each replica and step, and rows of each of them; the ranks of ep share its
-                         rows, those of cp its tokens
-    zero                 ZeRO's stage
-    checkpoint           blocks of a segment that runs forward again before its backward; 0: none; "selective": only
-                         the cores of attention
-    sequence_parallel    whether ranks of tp divide norms and dropout, too
-    overlap              whether gradients are summed beside the backward
-    every                whether sharded gradients are summed after each micro-batch, not once a step
-    offload              what waits on the host: some of "optimizer", "parameters", "activations"
-    precision            a key of PRECISIONS, or bytes of your own
-    split                blocks of each rank of the pipeline; (): as even as can be
-    fused                whether kernels are those of Megatron since 2022: the matrix product itself adds a weight
-                         gradient to the sum, and sums of input gradients over tp go on beside it
-    """
-
-    dp: int = 1
-    pp: int = 1
-    tp: int = 1
-    cp: int = 1
-    ep: int = 1
-    schedule: str = "1f1b"
-    chunks: int = 1
-    microbatches: int = 1
-    rows: float = 1.0
-    zero: int = 0
-    checkpoint: int | str = 0
-    sequence_parallel: bool = False
-    overlap: bool = True
-    every: bool = True
-    offload: tuple[str, ...] = ()
-    precision: str | Precision = "bf16"
-    split: tuple[int, ...] = ()
-    fused: bool = True
-
-    @property
-    def ranks(self) -> int:
-        """How many devices the plan uses."""
-        return self.dp * self.pp * self.tp * self.cp * self.ep
-
-    @property
-    def batch(self) -> float:
-        """Rows of a step."""
-        return self.dp * self.microbatches * self.rows
-
-    @property
-    def bytes(self) -> Precision:
-        """Bytes of each kind of number."""
-        return PRECISIONS[self.precision] if isinstance(self.precision, str) else self.precision
 
 
 class Cost(NamedTuple):
@@ -124,9 +69,6 @@ class Work(NamedTuple):
     core                 seconds of the attention core's forward, which "selective" runs again
     sent, sent_back      seconds of collectives of ranks that share the block, forward and backward
     again                seconds of collectives when the block runs forward again
-    parameters, experts  of one rank: those that all replicas have, and those of its experts
-    saved, light         bytes that the block saves: all; without the attention core
-    output               bytes that it hands on: its input when it runs again
     flops, core_flops    operations of all ranks that share the block, forward
     """
 
@@ -138,11 +80,6 @@ class Work(NamedTuple):
     sent: float
     sent_back: float
     again: float
-    parameters: int
-    experts: int
-    saved: float
-    light: float
-    output: float
     flops: float
     core_flops: float
 
@@ -272,32 +209,16 @@ def block_work(
     memory_back += run.stream(e * routed * (2 * first + f / tp)) + run.stream(2 * e * size / tp)
     memory_back += rotation + copies + softmax_back
 
-    experts = ceil(model.expert_parameters / ep / tp)
-    inner = 0 if model.experts else model.perceptron_parameters
-    shared = ceil((model.attention_parameters + inner) / tp) + 2 * model.norm_parameters
-    shared += model.hidden * model.experts
-
     around = links(machine, tp, 1)
     part = 4 * gather(machine, around, e * size)  # two sums of activations, each way
     ring = _ring(machine, links(machine, cp, tp), 2 * e * tokens * model.kv / tp, core + softmax)
     to_experts = 2 * exchange(machine, links(machine, ep, tp * cp), e * routed * h) if model.experts else 0.0
     sent = part + ring + to_experts
 
-    whole = alone * (4 * e + 2 * mask)
-    inside = tokens * (e * wide + e * h / tp)
-    inside += routed * e * f / tp * (3 if model.gated else 2)
-    if model.experts:
-        inside += e * routed * h + STATISTIC * tokens * model.experts
-    if model.flash:
-        kept = STATISTIC * tokens * a / tp
-        whole += 4 * STATISTIC * tokens / (tp if sequence else 1)
-    else:
-        kept = scores * ((2 * e + mask) if mask else e)
-    light = whole + inside
     matrix = products + core
     return Work(
-        matrix, memory, (2 * products + core_back, memory_back), products, core + softmax, sent, sent + ring,
-        sent, shared, experts, light + kept, light, e * alone, model.block_flops * rows, model.core_flops * rows,
+        matrix, memory, (2 * products + core_back, memory_back), products, core + softmax, sent, sent + ring, sent,
+        model.block_flops * rows, model.core_flops * rows,
     )  # fmt: skip
 
 
@@ -324,24 +245,16 @@ def ends_work(
     size = tokens * h
     alone = size / (tp if sequence else 1)
     mask = MASK * model.dropout
-    words = ceil(v / tp) * h
-    position = model.learned * model.sequence * h
     around = links(machine, tp, 1)
     summed = 2 * gather(machine, around, e * size)
     lookup = run.stream(2 * e * size) + run.stream((2 * e + mask) * alone) * model.dropout
-    embed = Work(
-        0.0, lookup, (0.0, lookup), 0.0, 0.0, summed, summed / 2, summed, words + position, 0, mask * alone,
-        mask * alone, e * alone, 0.0, 0.0,
-    )  # fmt: skip
+    embed = Work(0.0, lookup, (0.0, lookup), 0.0, 0.0, summed, summed / 2, summed, 0.0, 0.0)
     logits = tokens * v / tp
     product = run.product(tokens, v / tp, h)
     loss = run.stream((e + 3 * STATISTIC) * logits) + run.stream(2 * e * alone)
     loss_back = run.stream((e + 2 * STATISTIC) * logits) + run.stream(3 * e * alone)
-    own = 0 if model.tied else words
-    head = Work(
-        product, loss, (2 * product, loss_back), product, 0.0, summed / 2, summed, 0.0, own + model.norm_parameters, 0,
-        e * alone + STATISTIC * logits, e * alone + STATISTIC * logits, 0.0, model.head_flops * rows, 0.0,
-    )  # fmt: skip
+    flops = model.head_flops * rows
+    head = Work(product, loss, (2 * product, loss_back), product, 0.0, summed / 2, summed, 0.0, flops, 0.0)
     return embed, head
 
 
@@ -354,12 +267,7 @@ def chain_work(model: Chain, machine: Hardware, element: int, rows: float) -> tu
         flops = layer.flops * rows
         matrix = flops / run.peak * (1 + run.half / min(layer.size, max(1.0, rows * layer.size))) if flops else 0.0
         memory = run.stream(element * layer.moved * rows)
-        saved = element * layer.saved * rows
-        work = Work(
-            matrix, memory, (2 * matrix, 2 * memory), matrix, 0.0, 0.0, 0.0, 0.0, layer.parameters, 0, saved, saved,
-            element * layer.output * rows, flops, 0.0,
-        )  # fmt: skip
-        found.append(work)
+        found.append(Work(matrix, memory, (2 * matrix, 2 * memory), matrix, 0.0, 0.0, 0.0, 0.0, flops, 0.0))
     return tuple(found)
 
 
@@ -370,8 +278,8 @@ class Stage(NamedTuple):
     back_matrix, back_memory, back_sent   the same of the backward, without what runs again
     again                   seconds of what runs forward again
     weight                  seconds of the backward that only the gradients of weights need
-    parameters, experts     of this rank
-    saved, peak             bytes kept from forward to backward; more of them while one layer, or segment, goes backward
+    parameters, experts     of this rank: those that all replicas have, and those of its experts
+    saved                   bytes kept from forward to backward
     flops, extra            operations of the forward, and of what runs again, of all ranks that share the layers
     """
 
@@ -387,7 +295,6 @@ class Stage(NamedTuple):
     parameters: int = 0
     experts: int = 0
     saved: float = 0.0
-    peak: float = 0.0
     flops: float = 0.0
     extra: float = 0.0
 
@@ -402,78 +309,65 @@ class Stage(NamedTuple):
         return self.back_matrix + self.back_memory + self.back_sent + self.again
 
 
-def _stage(works: list[tuple[Work, int]], checkpoint: int | str) -> Stage:
-    """One rank's layers, which are given as a layer and how many there are like it."""
-    one = Stage()
-    for work, count in works:
-        again = extra = peak = 0.0
-        saved = count * work.saved
-        if checkpoint == "selective":
-            again, extra = count * work.core, count * work.core_flops
-            saved, peak = count * work.light, work.saved - work.light
-        elif checkpoint and work.flops and count:
-            length = min(int(checkpoint), count)
-            again, extra = count * (work.matrix + work.memory + work.again), count * work.flops
-            saved, peak = ceil(count / length) * work.output, length * work.saved
-        one = Stage(
-            one.layers + count, one.matrix + count * work.matrix, one.memory + count * work.memory,
-            one.sent + count * work.sent, one.back_matrix + count * work.back[0],
-            one.back_memory + count * work.back[1], one.back_sent + count * work.sent_back, one.again + again,
-            one.weight + count * work.inner, one.parameters + count * work.parameters,
-            one.experts + count * work.experts, one.saved + saved, max(one.peak, peak),
-            one.flops + count * work.flops, one.extra + extra,
-        )  # fmt: skip
-    return one
-
-
-def _joined(one: Stage, other: Stage) -> Stage:
-    """Both together: sums, but for the peak."""
-    added = Stage._make(a + b for a, b in zip(one, other, strict=True))
-    return added._replace(peak=max(one.peak, other.peak))
-
-
-def stages(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> list[tuple[Stage, int]]:
+def stages(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> tuple[tuple[Stage, int], ...]:
     """The different ranks of the pipeline in order, and how many neighbours are alike."""
-    element, choice = numbers.bytes.activation, numbers.checkpoint
-    counts = _counts(model.layers, numbers)
+    return _stages(numbers.pipeline, model, machine)
+
+
+@lru_cache(8192)
+def _stages(n: PlanNumbers, model: Sizes, machine: Hardware) -> tuple[tuple[Stage, int], ...]:
+    found = []
+    for facts in {one.kind: one for one in of_kinds(n, model)}.values():
+        kind = facts.kind
+        again = tuple(part.again for part in facts.parts)
+        saved = sum(part.held for part in facts.parts)
+        one = _stage(
+            model, machine, n.bytes.activation, n.rows, n.division, n.checkpoint == "selective", kind.chunks,
+            facts.copies, again,
+        )  # fmt: skip
+        found.append((one._replace(saved=saved), kind.alike))
+    return tuple(found)
+
+
+@lru_cache(8192)
+def _stage(
+    model: Sizes, machine: Hardware, element: int, rows: float, division: Division, selective: bool,
+    chunks: tuple[Chunk, ...], copies: int, again: tuple[tuple[int, ...], ...],
+) -> Stage:  # fmt: skip
+    """One rank's layers for one micro-batch. If stages have copies, the rank has one of so many micro-batches in each.
+
+    again   for each chunk, the layers that run forward again
+    """
+    d = division
     if isinstance(model, Chain):
-        works = chain_work(model, machine, element, numbers.rows)
-        starts = accumulate(counts, initial=0)
-        return [
-            (_stage([(work, 1) for work in works[start : start + count]], choice), 1)
-            for start, count in zip(starts, counts, strict=False)
-        ]
-    given = (model, machine, element, numbers.rows, numbers.tp, numbers.cp, numbers.ep, numbers.sequence_parallel)
-    block, (embed, head) = block_work(*given), ends_work(*given)
-    if numbers.pp == 1:
-        return [(_joined(_stage([(block, counts[0])], choice), _stage([(embed, 1), (head, 1)], 0)), 1)]
-    if model.tied:  # the last rank has a copy of the embedding
-        head = head._replace(parameters=head.parameters + ceil(model.vocabulary / numbers.tp) * model.hidden)
-    found = [(_joined(_stage([(block, counts[0])], choice), _stage([(embed, 1)], 0)), 1)]
-    for count, alike in groupby(counts[1:-1]):
-        found.append((_stage([(block, count)], choice), len(list(alike))))
-    return [*found, (_joined(_stage([(block, counts[-1])], choice), _stage([(head, 1)], 0)), 1)]
-
-
-def _counts(layers: int, numbers: PlanNumbers) -> tuple[int, ...]:
-    """Blocks, or layers of a chain, of each rank of the pipeline."""
-    p = numbers.pp
-    if numbers.split:
-        return numbers.split
-    if p > layers:
-        raise PlanError(f"pp={p}: more stages than the model's {layers} layers; possible are 1 to {layers}")
-    even, more = divmod(layers, p)
-    return tuple(even + (k < more) for k in range(p))
-
-
-def form_of(numbers: PlanNumbers) -> ClosedForm:
-    """The closed form of the plan's schedule. Errors: PlanError if it has none."""
-    form = find(numbers.schedule).form
-    if form is None:
-        raise PlanError(
-            f"schedule={numbers.schedule}: has no closed form; possible is minipar.estimate, which simulates"
-        )
-    return form
+        works = chain_work(model, machine, element, rows)
+        blocks = range(len(works))
+    else:
+        given = (model, machine, element, rows, d.tp, d.cp, d.ep, d.sequence)
+        embed, head = ends_work(*given)
+        works = (embed, block_work(*given), head)
+        blocks = range(1, model.layers + 1)
+    counts = [[0, 0] for _ in works]
+    for chunk, repeated in zip(chunks, again, strict=True):
+        for k, layers in enumerate((range(chunk.start, chunk.stop), repeated)):
+            for layer in layers:
+                kind = layer if isinstance(model, Chain) else (layer in blocks) + 2 * (layer > model.layers)
+                counts[kind][k] += 1
+    one = Stage()
+    for work, (count, twice) in zip(works, counts, strict=True):
+        share = count / copies
+        part = twice / copies
+        core = share if selective else 0.0
+        one = Stage(
+            one.layers + count, one.matrix + share * work.matrix, one.memory + share * work.memory,
+            one.sent + share * work.sent, one.back_matrix + share * work.back[0],
+            one.back_memory + share * work.back[1], one.back_sent + share * work.sent_back,
+            one.again + part * (work.matrix + work.memory + work.again) + core * work.core,
+            one.weight + share * work.inner, 0, 0, 0.0, one.flops + share * work.flops,
+            one.extra + part * work.flops + core * work.core_flops,
+        )  # fmt: skip
+    parameters, experts = parameters_of(model, division, chunks, copies)
+    return one._replace(parameters=parameters, experts=experts)
 
 
 def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, form: ClosedForm | None = None) -> Cost:
@@ -483,7 +377,11 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, form: Clo
     form   the formulas of the schedule; default those beside its generator
     Errors: PlanError for a model that cannot be cut so, and for a schedule without formulas.
     """
-    form = form or form_of(numbers)
+    form = form or find(numbers.schedule).form
+    if form is None:
+        raise PlanError(
+            f"schedule={numbers.schedule}: has no closed form; possible is minipar.estimate, which simulates"
+        )
     n, p, m, v = numbers, numbers.pp, numbers.microbatches, numbers.chunks
     kinds = stages(numbers, model, machine)
     many = [count for _, count in kinds]
@@ -515,7 +413,7 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, form: Clo
 
     sums = max(_sums(numbers, machine, one, axes, backwards[slow]) for one, _ in kinds)
     sums += _copies(numbers, machine, model, form, kinds)
-    step = max(_step(numbers, machine, one) for one, _ in kinds)
+    step = max(optimizer_seconds(numbers, machine, _share(numbers, one, 1)) for one, _ in kinds)
     one = kinds[slow][0]
     seconds = {
         "matrix products": m * (one.matrix + one.back_matrix),
@@ -528,11 +426,14 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, form: Clo
         "gradient sums": sums,
         "optimizer": step,
     }
-    memory, parts, host = _memory(numbers, model, kinds, form)
+    held = fullest(numbers, model)
     flops = n.dp * m * sum(one.flops * count for one, count in kinds)
     extra = n.dp * m * sum(one.extra * count for one, count in kinds)
     time = sum(seconds.values())
-    return Cost(time, memory, {k: x for k, x in seconds.items() if x}, parts, 3 * flops + extra, 3 * flops, host)
+    return Cost(
+        time, held.total, {k: x for k, x in seconds.items() if x}, {kind: getattr(held, kind) for kind in KINDS},
+        3 * flops + extra, 3 * flops, held.host,
+    )  # fmt: skip
 
 
 class Replicas(NamedTuple):
@@ -592,7 +493,7 @@ def _sums(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas,
 
 
 def _copies(
-    numbers: PlanNumbers, machine: Hardware, model: Sizes, form: ClosedForm, kinds: list[tuple[Stage, int]]
+    numbers: PlanNumbers, machine: Hardware, model: Sizes, form: ClosedForm, kinds: tuple[tuple[Stage, int], ...]
 ) -> float:
     """Seconds of the sums over copies in the same pipeline: of a tied embedding, of stages that a schedule has
     twice."""
@@ -608,13 +509,23 @@ def _copies(
     return 2 * gather(machine, axis, n.bytes.gradient * size) if size else 0.0
 
 
-def _step(numbers: PlanNumbers, machine: Hardware, stage: Stage) -> float:
-    """Seconds of the optimizer.
+def layer_works(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> list[Work]:
+    """The work of every layer, embedding and head included."""
+    d, element = numbers.division, numbers.bytes.activation
+    if isinstance(model, Chain):
+        return list(chain_work(model, machine, element, numbers.rows))
+    given = (model, machine, element, numbers.rows, d.tp, d.cp, d.ep, d.sequence)
+    embed, head = ends_work(*given)
+    return [embed, *[block_work(*given)] * model.layers, head]
+
+
+def optimizer_seconds(numbers: PlanNumbers, machine: Hardware, updated: int) -> float:
+    """Seconds of the optimizer over so many parameters.
 
     It reads a gradient, a float32 parameter and two moments, and writes the last three, and the 16-bit parameter.
     Before it the norm reads the gradients, and after it they are set to 0. All this in float32.
     """
-    each, updated = numbers.bytes, _share(numbers, stage, 1)
+    each = numbers.bytes
     moved = updated * (4 * (4 + 3 + 2) + each.parameter * (each.parameter < 4))
     if "optimizer" in numbers.offload:
         copied = updated * (each.gradient + each.parameter) / machine.host_bandwidth
@@ -633,62 +544,19 @@ def _share(numbers: PlanNumbers, stage: Stage, zero: int) -> int:
 def _message(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> float:
     """Seconds of a message between neighbours in the pipeline. Ranks of tp each send a part, and gather it."""
     n, element = numbers, numbers.bytes.activation
-    stride = n.tp * n.cp * n.ep * n.dp
     if isinstance(model, Transformer):
         size = element * n.rows * model.sequence / n.cp / n.ep * model.hidden
     else:
         size = element * n.rows * max(layer.output for layer in model.chain)
-    share = machine.efficiency
-    if stride * 2 <= machine.per_node:
-        sent = machine.near_latency + size / n.tp / (machine.near * share.near)
-    else:
-        sent = machine.far_latency + size / n.tp / (machine.far * share.far)
+    latency, rate = line(numbers, machine)
+    sent = latency + size / n.tp / rate
     whole = 0.0 if n.sequence_parallel else gather(machine, links(machine, n.tp, 1), size)
     return sent + whole
 
 
-def _memory(
-    numbers: PlanNumbers, model: Sizes, kinds: list[tuple[Stage, int]], form: ClosedForm
-) -> tuple[int, dict[str, int], int]:
-    """Bytes on the fullest rank, by kind; and those on its host."""
-    n, each, p, m = numbers, numbers.bytes, numbers.pp, numbers.microbatches
-    fullest: tuple[int, dict[str, int], int] = (-1, {}, 0)
-    first = 0
-    for stage, count in kinds:
-        places = {first, first + count // 2, first + count - 1}
-        kept = max(form.in_flight(p, m, n.chunks, d) for d in places)
-        versions = max(form.versions(p, d) for d in places) - 1
-        activations = kept * stage.saved
-        here = min(activations, 2 * stage.saved / max(1, stage.layers)) if "activations" in n.offload else activations
-        held = {
-            "parameters": each.parameter * (_share(n, stage, 3) + versions * (stage.parameters + stage.experts)),
-            "gradients": each.gradient * _share(n, stage, 2),
-            "optimizer": each.optimizer * _share(n, stage, 1),
-        }
-        if p > 1:
-            held = {kind: form.copies * size for kind, size in held.items()}
-        away = activations - here + sum(size for kind, size in held.items() if kind in n.offload)
-        parts = {kind: 0 if kind in n.offload else size for kind, size in held.items()}
-        parts |= {"activations": ceil(here + stage.peak), "buffers": ceil(_buffers(numbers, model, stage))}
-        if sum(parts.values()) > fullest[0]:
-            fullest = sum(parts.values()), parts, ceil(away)
-        first += count
-    return fullest
-
-
-def _buffers(numbers: PlanNumbers, model: Sizes, stage: Stage) -> float:
-    """Bytes for a moment: two gathered layers, two buckets, messages, and the gradient of the logits."""
-    n, each = numbers, numbers.bytes
-    found = 0.0
-    layer = (stage.parameters + stage.experts) / max(1, stage.layers)
-    shared = n.dp * n.ep * n.cp > 1
-    if "parameters" in n.offload or (n.zero == 3 and shared):
-        found += 2 * each.parameter * layer
-    if n.zero >= 2 and shared:
-        found += 2 * min(MESSAGE, each.gradient * layer)
-    if isinstance(model, Transformer):
-        if n.pp > 1:
-            found += 2 * each.activation * n.rows * model.sequence / n.cp / n.ep * model.hidden
-    elif n.pp > 1:
-        found += 2 * each.activation * n.rows * max(one.output for one in model.chain)
-    return found
+def line(numbers: PlanNumbers, machine: Hardware) -> tuple[float, float]:
+    """The latency and the bytes a second of the link between neighbours in the pipeline."""
+    share = machine.efficiency
+    if 2 * numbers.ranks // numbers.pp <= machine.per_node:
+        return machine.near_latency, machine.near * share.near
+    return machine.far_latency, machine.far * share.far

@@ -1,12 +1,12 @@
-"""The program of a plan, simulated with costs from formulas: from a model's name, a device's rates, a plan. No torch.
+"""The whole program of a plan, compiled and simulated, with costs from formulas. No torch.
 
-    found = on_paper.predict("pp=8 dp=4 zero=1 microbatches=16 precision=bf16", "megatron-7.5b", "a100-80gb", batch=64)
-    found.trace.time, max(found.memory)           seconds of a step; bytes on the fullest rank
+    minipar.estimate("pp=8 dp=4 microbatches=16 ...", "llama3-8b", "h100", batch=64, program=True)
+        the operators and the two-level links of a machine (`simulated`)
+    on_paper.predict("pp=8 dp=4 zero=1 microbatches=16 precision=bf16", "megatron-7.5b", "a100-80gb", batch=64)
+        an emulated device, as the executor emulates it: operations / `flops`, and bytes / bandwidth of links
 
-The whole program is compiled, so that there is a trace to look at. `minipar.estimate` compiles nothing, and knows which
-part of its peak a device reaches. The simulator gives the time: operations / `flops`, and bytes / bandwidth of links.
-`memory_formula` gives the memory. The optimizer's own time is left out, and so is memory that an instruction needs only
-while it runs: they have no formula here.
+Both have a trace to look at: `found.trace`. The formula of `minipar.estimate` compiles nothing, and is much faster. The
+memory is that of rank_memory.py. An emulated device leaves out the optimizer's own time.
 """
 
 from __future__ import annotations
@@ -16,16 +16,24 @@ from dataclasses import dataclass, replace
 
 from minipar.costs import analytic
 from minipar.costs.device import DeviceSpec
+from minipar.costs.hardware import Hardware
 from minipar.costs.measured import Profile
 from minipar.errors import PlanError
 from minipar.models import shapes, table
+from minipar.models.sizes import Sizes
 from minipar.models.table import GPT, Mixture
 from minipar.prediction import memory_formula
+from minipar.prediction.closed_form import Work, gather, layer_works, line, links, optimizer_seconds
 from minipar.prediction.emulated import EmulatedCosts
-from minipar.prediction.memory_formula import PRECISIONS, RankMemory
+from minipar.prediction.plan_numbers import PRECISIONS, PlanNumbers, own_layers, split_of
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
+from minipar.prediction.rank_memory import RankMemory
 from minipar.prediction.simulator import simulate
+from minipar.program import COPIES, Group, Instruction, Program, Value
+from minipar.program.comm_volume import hops, of_collective, of_message
+from minipar.program.shape import Shape
 from minipar.strategies.plan import Plan
+from minipar.strategies.schedules.registry import find
 from minipar.trace import Trace
 from minipar.wording import several
 
@@ -108,3 +116,93 @@ def profile(model: str, rows: Iterable[int], precision: str = "float32", selecti
 
 def _whole(numbers: Iterable[float]) -> tuple[int, ...]:
     return tuple(round(number) for number in numbers)
+
+
+# on a machine --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MachineCosts:
+    """Costs of a program on a machine with two levels of links. A rank stands for all that share its layers.
+
+    own   times and sizes of layers
+    """
+
+    program: Program
+    numbers: PlanNumbers
+    machine: Hardware
+    own: ProfiledCosts
+
+    def compute(self, rank: int, ins: Instruction) -> float:
+        return self.own.compute(rank, ins)
+
+    def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
+        if ins.op in COPIES:
+            return self.own.size(rank, ins.reads[0]) / self.machine.host_bandwidth, 0.0
+        size = of_message(self.own.size, rank, ins)
+        latency, rate = line(self.numbers, self.machine)
+        return (size / self.numbers.tp / rate, latency) if size else (0.0, 0.0)
+
+    def collective(self, ins: Instruction) -> float:
+        n, messages = self.numbers, max(1, len(ins.parts))
+        size = of_collective(self.program, self.own.size, ins.group[0], ins)
+        axis = links(self.machine, len(ins.group) * n.cp * n.ep, n.tp)
+        return hops(ins) * messages * gather(self.machine, axis, size / messages)
+
+    def size(self, rank: int, value: Value) -> float:
+        return self.own.size(rank, value)
+
+
+def simulated(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> Trace:
+    """The simulated program of a plan on a machine. In it embedding and head are layers, which run again as blocks do.
+
+    Errors: PlanError for a plan that minipar cannot compile, and for slices.
+    """
+    n, schedule = numbers, find(numbers.schedule)
+    if "slices" in schedule.options:
+        raise PlanError(f"schedule={n.schedule}: no program on paper for slices of a sequence; possible are the others")
+    options = dict(n.options) | ({"chunks": n.chunks} if "chunks" in schedule.options else {})
+    plan = Plan(
+        dp=n.dp, pp=n.pp, schedule=n.schedule, microbatches=n.microbatches // n.rounds, accumulate=n.rounds,
+        split=split_of(n, model), zero=n.zero, reduce="microbatch" if n.every or n.zero < 2 else "step",
+        overlap="backward" if n.overlap else "none", checkpoint=n.checkpoint or "none", offload=n.offload,
+        bucket=n.bucket, **options,
+    )  # fmt: skip
+    each, groups = n.bytes, analytic.groups(model, n.division)[0]
+    shape = Shape(
+        own_layers(model),
+        tuple(Group(g.layers, tuple(each.gradient * x for x in g.tensors)) for g in groups),
+        model.name,
+    )
+    rows, batch = round(n.rows), round(n.batch)
+    measured = _profile_on(layer_works(n, model, machine), n, model, machine, rows)
+    program = plan.compile(shape, costs=measured)
+    return simulate(program, MachineCosts(program, n, machine, ProfiledCosts(program, measured, batch)))
+
+
+def _profile_on(works: list[Work], n: PlanNumbers, model: Sizes, machine: Hardware, rows: int) -> Profile:
+    """The profile of a model on a machine, for micro-batches of so many rows."""
+    each, selective = n.bytes, n.checkpoint == "selective"
+    costs = analytic.layer_costs(model, n.rows / n.ep, each.activation, selective=selective, division=n.division)
+    sizes = [sum(group.tensors) for group in analytic.groups(model, n.division)[0]]
+    forward = tuple(work.matrix + work.memory + work.sent for work in works)
+    second = tuple(work.inner for work in works)
+    hidden = [min(work.sent_back, work.inner) * machine.efficiency.beside * n.fused for work in works]
+    backward = tuple(
+        sum(work.back) + work.sent_back - less + work.core * selective for work, less in zip(works, hidden, strict=True)
+    )
+    return Profile(
+        forward={rows: forward},
+        backward={rows: backward},
+        backward_input={rows: tuple(a - b for a, b in zip(backward, second, strict=True))},
+        backward_weight={rows: second},
+        output_bytes={rows: costs.output},
+        grad_output_bytes={rows: costs.gradient},
+        saved_bytes={rows: costs.saved},
+        saved_weight_bytes={rows: costs.saved},
+        saves_output=(False,) * len(works),
+        parameter_bytes=tuple(each.parameter * size for size in sizes),
+        gradient_bytes=tuple(each.gradient * size for size in sizes),
+        optimizer_bytes=tuple(each.optimizer * size for size in sizes),
+        step_seconds=optimizer_seconds(n, machine, sum(sizes)),
+    )

@@ -17,10 +17,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
+from minipar.costs.analytic import Division, layer_costs
 from minipar.costs.hardware import PRESETS, Hardware
 from minipar.models.sizes import MODELS, Transformer
-from minipar.prediction.closed_form import Cost, PlanNumbers, Work, block_work, closed_form
-from minipar.prediction.memory_formula import Precision, states
+from minipar.prediction.closed_form import Cost, block_work, closed_form
+from minipar.prediction.plan_numbers import PlanNumbers, Precision
+from minipar.prediction.rank_memory import states
 from minipar.strategies.schedules.registry import find
 
 A100 = PRESETS["a100-80gb"]
@@ -215,18 +217,14 @@ def _transformer(name: str) -> Transformer:
     return model
 
 
-def _block(row: Korthikanti, sequence: bool) -> Work:
-    return block_work(_transformer(row.model), A100, 2, row.rows, 8, 1, 1, sequence)
-
-
 def _first_rank(row: Korthikanti, checkpoint: int | str, sequence: bool) -> float:
     """Bytes of activations of the first rank's blocks."""
     form = find("interleaved" if row.chunks > 1 else "1f1b").form
     assert form is not None
     blocks = _transformer(row.model).layers // row.pp
-    block = _block(row, sequence)
+    costs = layer_costs(row.model, row.rows, 2, selective=checkpoint == "selective", division=Division(8, sequence))
     kept = form.in_flight(row.pp, row.batch // row.rows, row.chunks, 0)
-    return kept * blocks * (block.light if checkpoint == "selective" else block.saved)
+    return kept * blocks * (costs.output[0] + costs.saved[1])
 
 
 def _matrices(row: Korthikanti) -> float:

@@ -107,20 +107,28 @@ def schedules(
     found = []
     for part, flight in zip(parts, flying, strict=True):
         segments: Iterable[range] = ()
-        if isinstance(choice, tuple):
-            cuts = [part.start, *(layer for layer in choice if part.start < layer < part.stop), part.stop]
-            segments = [range(a - part.start, b - part.start) for a, b in pairwise(cuts) if a < b]
-        elif isinstance(choice, int) and layout.shape.nodes:
+        if isinstance(choice, int) and layout.shape.nodes:
             begins = [first for first in layout.shape.firsts if part.start < first < part.stop]
             cuts = [part.start, *begins[choice - 1 :: choice], part.stop]
             segments = [range(a - part.start, b - part.start) for a, b in pairwise(cuts)]
-        elif isinstance(choice, int):
-            segments = every(len(part), choice)
-        elif choice == "sqrt" and part:
-            chain = _chain(costs, layout, part) if costs is not None else None
-            segments = every(len(part), square_root(len(part), chain, flight))
+        elif part:
+            segments = cut(choice, part, _chain(costs, layout, part) if costs is not None else None, flight)
         found.append(in_segments(len(part), segments))
     return found
+
+
+def cut(choice: Checkpoint, part: range, chain: Chain | None, in_flight: int) -> Iterable[range]:
+    """The segments of layers `part` of the model, counted from the first of these layers.
+
+    choice      a length, first layers of segments, or "sqrt"
+    chain       these layers with their sizes, which "sqrt" takes into account; None: all are equal
+    in_flight   micro-batches that wait for their backward
+    """
+    if isinstance(choice, tuple):
+        cuts = [part.start, *(layer for layer in choice if part.start < layer < part.stop), part.stop]
+        return [range(a - part.start, b - part.start) for a, b in pairwise(cuts)]
+    length = choice if isinstance(choice, int) else square_root(len(part), chain, in_flight)
+    return every(len(part), length)
 
 
 def in_flight(actions: Iterable[Action]) -> int:
@@ -137,14 +145,9 @@ def in_flight(actions: Iterable[Action]) -> int:
 
 
 def _check(choice: Checkpoint, layout: Layout, costs: LayerCosts | None) -> None:
-    layers = layout.shape.own_layers
     if costs is not None and len(costs.forward) != layout.shape.layers:
         raise PlanError(f"costs: of {several(len(costs.forward), 'layer')}, but the model has {layout.shape.layers}")
-    if isinstance(choice, int) and choice > layers:
-        raise PlanError(f"checkpoint={choice}: the model has {several(layers, 'layer')}; possible are 1 to {layers}")
-    if isinstance(choice, tuple) and not 0 < choice[0] <= choice[-1] < layers:
-        possible = f"possible are 1 to {layers - 1}" if layers > 1 else "it has one layer"
-        raise PlanError(f"checkpoint={text(choice)}: segments begin at layers of the model; {possible}")
+    check_layers(choice, layout.shape.own_layers)
     if budget_of(choice) is not None and costs is None:
         raise PlanError(
             f"checkpoint={text(choice)}: a budget needs the sizes of the layers; give compile(..., costs=profile), "
@@ -152,6 +155,15 @@ def _check(choice: Checkpoint, layout: Layout, costs: LayerCosts | None) -> None
         )
     if budget_of(choice) is not None and max(map(len, layout.placement)) > 1:
         raise PlanError(f"checkpoint={text(choice)}: a budget is for one chunk a rank; possible are none, sqrt, K")
+
+
+def check_layers(choice: Checkpoint, layers: int) -> None:
+    """Errors: PlanError for segments that a model of so many layers cannot have."""
+    if isinstance(choice, int) and choice > layers:
+        raise PlanError(f"checkpoint={choice}: the model has {several(layers, 'layer')}; possible are 1 to {layers}")
+    if isinstance(choice, tuple) and not 0 < choice[0] <= choice[-1] < layers:
+        possible = f"possible are 1 to {layers - 1}" if layers > 1 else "it has one layer"
+        raise PlanError(f"checkpoint={text(choice)}: segments begin at layers of the model; {possible}")
 
 
 def _chain(costs: LayerCosts, layout: Layout, part: range) -> Chain:

@@ -134,20 +134,40 @@ def best_split(
     n = shape.layers
     if len(layers.forward) != n:
         raise PlanError(f"costs: of {several(len(layers.forward), 'layer')}, but the model has {n}")
-    even, more = divmod(n, stages)
-    equal = tuple(even + (s < more) for s in range(stages))
+    equal = _equal(n, stages)
     first = layout(equal)
     lines = _lines(*known(first), first) if known and isinstance(costs, Profile) else {}
     times = times_of(costs, layers, first, again, lines)
-    usual = _by_chain(times, stages, first.microbatches)
-    turns = in_order(actions, first.placement)
-    if turns is None or len(turns) > WORK:
-        return usual
-    found = search(turns, times, n, [equal, usual])
-    if time_of is None or n * first.microbatches * first.dp > LARGE:
+    found = fastest(times, stages, actions, first.placement, first.microbatches)
+    if time_of is None or len(found) == 1 or n * first.microbatches * first.dp > LARGE:
         return found[0]
+    usual = _by_chain(times, stages, first.microbatches)
     finalists = dict.fromkeys([*found[:FINALISTS], equal, usual])
     return min(finalists, key=lambda split: time_of(layout(split)))
+
+
+def fastest(
+    times: Times,
+    stages: int,
+    actions: Sequence[Sequence[Action]],
+    placement: Sequence[Sequence[int]],
+    microbatches: int,
+) -> list[Split]:
+    """Splits by the times of layers and messages alone, the fastest first; at least one.
+
+    actions, placement   of each rank of a pipeline
+    """
+    n = len(times.work[0])
+    usual = _by_chain(times, stages, microbatches)
+    turns = in_order(actions, placement)
+    if turns is None or len(turns) > WORK:
+        return [usual]
+    return search(turns, times, n, [_equal(n, stages), usual])
+
+
+def _equal(layers: int, stages: int) -> Split:
+    even, more = divmod(layers, stages)
+    return tuple(even + (s < more) for s in range(stages))
 
 
 # what layers and links cost -------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from minipar.execution.executor import Executor
 from minipar.execution.memory.capacity import out_of_memory, ways_out
 from minipar.execution.memory.tracker import Tracker
 from minipar.models.parameter_groups import shape_of
-from minipar.prediction.neighbours import nearby
+from minipar.prediction.fitting import nearby
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

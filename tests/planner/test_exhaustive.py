@@ -17,7 +17,8 @@ from minipar.planner.reasons import advice
 from minipar.planner.space import space
 from minipar.planner.way_out import smallest
 from minipar.prediction.closed_form import closed_form
-from minipar.prediction.estimating import check, estimate
+from minipar.prediction.estimating import estimate
+from minipar.prediction.plan_words import check
 
 
 def every(where):

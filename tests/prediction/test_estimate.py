@@ -18,8 +18,12 @@ from minipar.costs.hardware import PERFECT, PRESETS, Hardware
 from minipar.errors import PlanError
 from minipar.models.sizes import MODELS, Chain, ChainLayer, Transformer, llama
 from minipar.prediction import memory_formula
-from minipar.prediction.closed_form import PlanNumbers, closed_form
-from minipar.prediction.estimating import by_simulation, estimate, smallest, words
+from minipar.prediction.closed_form import closed_form
+from minipar.prediction.estimating import estimate, way_out
+from minipar.prediction.fitting import smallest, ways_of_numbers
+from minipar.prediction.plan_numbers import PlanNumbers
+from minipar.prediction.plan_words import words
+from minipar.prediction.replica import by_simulation
 from minipar.strategies.plan import Plan
 from minipar.strategies.schedules import registry
 from minipar.strategies.schedules.registry import Times, find
@@ -112,6 +116,10 @@ def test_a_torch_model_with_an_example() -> None:
     found = estimate("pp=2 microbatches=4", model, "h100", 64, example=torch.zeros(2, 64))
     assert found.model.parameters == 64 * 256 + 256 + 256 * 10 + 10
     assert found.cost.model_flops == 3 * 64 * 2 * (64 * 256 + 256 * 10)
+    with pytest.raises(PlanError, match="context_parallel=2: formulas divide transformers, and Sequential is a chain"):
+        estimate("context_parallel=2", model, "h100", example=torch.zeros(2, 64))
+    with pytest.raises(PlanError, match="model Sequential: a torch module needs example="):
+        estimate("", model, "h100")
 
 
 def test_plans_that_minipar_cannot_run_are_estimated_and_say_so() -> None:
@@ -197,9 +205,17 @@ def test_it_is_much_faster_than_a_millisecond() -> None:
         ("foo=1", "gpt2-xl", "h100", "unknown; possible are dp, pp"),
         ("pp=3 schedule=chimera", "gpt2-xl", "h100", "pp=3 is odd"),
         ("compress=bf16 dp=2", "gpt2-xl", "h100", "estimates have no formula"),
-        ("checkpoint=64MiB", "gpt2-xl", "h100", "no formula for a budget; possible are none, sqrt, K"),
+        ("checkpoint=64MiB", "gpt2-xl", "h100", "a budget of 64.00MiB is too small; the least is 3308.72MiB"),
+        ("checkpoint=64MiB pp=2 schedule=interleaved microbatches=8", "gpt2-xl", "h100", "one chunk a rank; possible"),
+        ("checkpoint=99", "gpt2-xl", "h100", "the model has 50 layers; possible are 1 to 50"),
+        ("checkpoint=selective", "resnet-50", "h100", "resnet-50 has no attention; possible are the others"),
         ("pp=99", "gpt2-xl", "h100", "possible are pp=1 to 48"),
-        ("tp=2", "resnet-50", "h100", "tp=2: .* transformers only; possible is tp=1"),
+        (
+            "tp=2",
+            "resnet-50",
+            "h100",
+            "transformers, and resnet-50 is a chain of layers.*possible are tp=1, or",
+        ),
         ("ep=2", "gpt2-xl", "h100", "ep=2: gpt2-xl has no experts; possible is ep=1"),
         ("context_parallel=3", "gpt2-xl", "h100", "context_parallel=3: .* possible is 2$"),
         ("pp=2 split=1,2", "gpt2-xl", "h100", "sums to 3, but the model has 50 layers; possible is split=25,25"),
@@ -235,8 +251,7 @@ def test_more_rows_than_there_are_are_refused() -> None:
 @pytest.mark.parametrize(
     ("plan", "model", "devices", "told"),
     [
-        ("pp=2", object(), "h100", r"model object: .* give models.counting.chain_of\(model, example\)"),
-        ("pp=2", None, "h100", "model NoneType: must be a name"),
+        ("pp=2", object(), "h100", r"model object: a torch module needs example="),
         ("pp=2", "gpt2-xl", None, "hardware None: must be a name .* there are laptop"),
         (None, "gpt2-xl", "h100", "plan None: must be a Plan, words such as"),
         ("pp=2 schedule=terapipe slices=99999", "gpt2-xl", "h100", "slices=99999: more than the 1024 tokens"),
@@ -267,6 +282,14 @@ def test_a_plan_that_does_not_fit_says_what_would(capsys: pytest.CaptureFixture[
     assert way is not None
     assert f"{way.ranks} devices of this kind, such as with {words(way)}" in told
     assert estimate(way, "gpt3-175b", "a100-80gb").fits
+    found = estimate("dp=8", "llama2-7b", "a100-80gb", 64)
+    ways = ways_of_numbers(found.numbers, found.model, found.machine)
+    assert ways
+    for change, size in ways:
+        made = estimate(f"dp=8 {change}", "llama2-7b", "a100-80gb", 64)
+        assert made.fits
+        assert made.memory == size
+        assert f"on as many devices it fits with {ways[0][0]} (" in way_out(found)
     assert main(["estimate", "", "--model", "gpt3-175b", "--hardware", "a100-80gb", "--nodes", "x"]) == 2
     capsys.readouterr()
     assert main(["estimate", "tp=8 dp=4", "--model", "gpt3-175b", "--hardware", "a100-80gb", "--nodes", "2"]) == 2
@@ -278,3 +301,38 @@ def test_estimates_need_no_torch() -> None:
 minipar.estimate("dp=2 pp=2 microbatches=4 zero=1", "llama3-8b", "h100")
 print("torch" in sys.modules)"""
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize(
+    ("plan", "model", "batch", "away"),
+    [
+        ("pp=2 microbatches=4", "gpt2-small", 8, 0.01),
+        ("dp=2 pp=4 microbatches=16 zero=1", "llama3-8b", 32, 0.01),
+        ("pp=4 microbatches=16 schedule=interleaved chunks=2", "gpt2-medium", 16, 0.02),
+        ("tp=2 pp=2 microbatches=8 sequence_parallel=true", "llama3-8b", 8, 0.01),
+        ("pp=4 microbatches=8 schedule=zb-h1 checkpoint=selective", "gpt2-xl", 8, 0.03),
+        ("pp=3 microbatches=6", "resnet-50", 96, 0.16),  # (its stages differ most)
+        ("dp=8 zero=3 microbatches=2", "llama3-8b", 16, 0.05),
+        ("dp=16 overlap=none", "gpt2-xl", 16, 0.05),
+        ("pp=4 microbatches=8 split=auto", "gpt2-small", 32, 0.03),
+    ],
+)
+def test_the_simulated_program_is_near_the_formula_and_says_who_it_is(
+    plan: str, model: str, batch: int, away: float
+) -> None:
+    formula = estimate(plan, model, "a100-80gb", batch)
+    program = estimate(plan, model, "a100-80gb", batch, program=True)
+    assert (formula.by, program.by) == ("formula", "program")
+    assert formula.trace is None
+    assert program.trace is not None
+    assert program.time == program.trace.time == pytest.approx(sum(program.breakdown.values()))
+    assert formula.time == pytest.approx(program.time, rel=away)
+    assert (program.memory, program.ranks) == (formula.memory, formula.ranks)
+    assert estimate(plan, model, "a100-80gb", batch, simulate=True).by == "replica"
+
+
+def test_a_program_that_cannot_be_compiled_says_so() -> None:
+    with pytest.raises(PlanError, match="no program on paper for slices"):
+        estimate("pp=2 schedule=terapipe", "gpt2-small", "h100", program=True)
+    with pytest.raises(PlanError, match="not together with"):
+        estimate("dp=2 pp=2 schedule=pipedream microbatches=4", "gpt2-small", "h100", program=True)

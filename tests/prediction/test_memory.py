@@ -10,6 +10,7 @@ import torch
 from minipar import Plan, data, models, train
 from minipar.execution.execution import Job, execute, profile_job
 from minipar.prediction.memory import with_memory
+from minipar.prediction.memory_formula import per_rank
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
 from minipar.prediction.recorded import Workspace
 from minipar.prediction.simulator import simulate
@@ -190,3 +191,29 @@ def test_slices_of_sequences(clusters, text):
     run = train(model, tokens, plan, cluster=clusters(plan.ranks), steps=3, batch=8, memory=True, progress=False)
     for got, expected in zip(run.memory, run.predicted.peak_memory(), strict=True):
         assert got.bytes == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["gpt-tiny-tied", "gpt-moe-tiny"])
+def test_the_formula_is_near_the_tapes(clusters, name):
+    """What `minipar memory` and estimates count, and what `train` predicts: between the bytes that stay, and all bytes
+    with those that a layer needs for a moment. (A weight half keeps more than the formula counts: not zb-h1.)"""
+    plans = [
+        *("microbatches=3 accumulate=2", "dp=2 zero=1 microbatches=2", "dp=2 zero=2 microbatches=2"),
+        *("dp=2 zero=3 microbatches=2", "pp=3 microbatches=8", "pp=3 microbatches=4 schedule=gpipe"),
+        *("microbatches=4 checkpoint=2", "pp=2 microbatches=4 checkpoint=sqrt schedule=gpipe"),
+        *("pp=2 microbatches=4 schedule=interleaved", "pp=2 microbatches=4 schedule=chimera"),
+        *("pp=2 microbatches=4 split=1,5", "pp=2 dp=2 microbatches=2 bucket=none zero=2"),
+    ]
+    job = Job(partial(models.build, name), data.for_model(name), 24, loss=models.loss_of(name), optimizer=ADAM)
+    counts = {n for plan in map(Plan.parse, plans) for n in microbatch_rows(24, plan.dp, plan.total_microbatches)}
+    (facts,) = clusters(1).run_on([0], profile_job, job, tuple(sorted(counts)), True, Plan(), False)
+    for plan in map(Plan.parse, plans):
+        program = plan.compile(facts.shape, costs=facts.profile)
+        costs = ProfiledCosts(program, facts.profile, 24)
+        tapes = with_memory(simulate(program, costs), facts.tapes, costs)
+        for formula, series in zip(per_rank(plan, name, 24), tapes.series, strict=True):
+            found = series.peak().by_kind
+            stays = sum(size for kind, size in found.items() if kind not in ("data", "temporary"))
+            assert 0.98 * stays <= formula.total <= 1.12 * (stays + found["temporary"]), plan
+            assert found["optimizer"] == pytest.approx(formula.optimizer, rel=0.01)
+            assert found["gradients"] <= 1.3 * formula.gradients

@@ -165,12 +165,19 @@ class OnPaper:
         "pp=3 microbatches=4 schedule=eager-1f1b",
         "dp=2 pp=2 microbatches=2 accumulate=2",
         "pp=4 microbatches=8 schedule=chimera",
+        "pp=2 microbatches=4 schedule=interleaved",
+        "pp=2 microbatches=6 schedule=looped-bfs chunks=2",
+        "pp=3 microbatches=6 split=auto",
+        "pp=3 microbatches=6 schedule=interleaved chunks=3",
     ],
 )
 def test_formula_equals_the_simulator_s_peak(words: str, checkpoint: str) -> None:
     text, model, batch = f"{words} checkpoint={checkpoint}", "gpt-demo", 16
-    if "chimera" in words and checkpoint.endswith("MiB"):
-        pytest.skip("a budget is for one chunk a rank")
+    several = len(Plan.parse(words).placement()[0]) > 1  # (then more messages are counted than arrive together)
+    if several and checkpoint.endswith("MiB"):
+        with pytest.raises(PlanError, match="a budget is for one chunk a rank"):
+            ranks(text, model, batch)
+        return
     plan, shape = Plan.parse(text), shapes.shape(model)
     rows = tuple(len(part) for part in split_rows(batch, plan.dp * plan.total_microbatches))
     tables = {n: analytic.layer_costs(model, n) for n in rows}
@@ -179,10 +186,16 @@ def test_formula_equals_the_simulator_s_peak(words: str, checkpoint: str) -> Non
     for rank, found in enumerate(ranks(text, model, batch)):
         curve = trace.memory(rank)
         # What the formula leaves out is at most the output that waits to be sent.
-        assert found.activations + found.buffers == pytest.approx(max(curve.kinds["activations"]), rel=0.035)
+        most = max(curve.kinds["activations"])
+        if several:
+            assert 0.965 * most <= found.activations + found.buffers <= 1.3 * most
+        else:
+            assert found.activations + found.buffers == pytest.approx(most, rel=0.035)
         for kind in ("parameters", "gradients", "optimizer"):
             assert getattr(found, kind) == max(curve.kinds[kind])
-        if plan.total_microbatches > 1:
+        if several:  # (not all gradients are there when most activations are)
+            assert 0.965 * curve.peak <= found.total <= 1.25 * curve.peak
+        elif plan.total_microbatches > 1:
             assert found.total == pytest.approx(curve.peak, rel=0.035)
         else:  # gradients are complete only when activations are gone: the formula is on the safe side
             assert curve.peak <= found.total <= 1.15 * curve.peak

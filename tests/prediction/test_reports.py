@@ -75,7 +75,7 @@ def test_large_plans_answer_at_once(capsys):
     ("words", "says"),
     [
         (("zero=5", "--model", "gpt-tiny"), "zero=5: must be a whole number from 0 to 3"),
-        (("dp=2", "--model", "gpt5"), "no such preset; there are gpt-tiny"),
+        (("dp=2", "--model", "gpt5"), "no such preset; there are gpt2-small"),
         (("checkpoint=400", "--model", "gpt3-175b"), "possible are 1 to 98"),
         (("dp=2", "--model", "gpt-tiny", "--batch", "0"), "possible is 1 or more"),
         (("dp=2",), "--model"),

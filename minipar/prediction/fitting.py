@@ -1,0 +1,154 @@
+"""What would fit: the question that comes after "does not fit", for all that ask it.
+
+    changes(dp, pp, ...)                    families of changes for as many ranks, the smaller changes first
+    ways_that_fit(families, peak, capacity) the first plan of each family that fits, by any judge of memory
+    smallest(numbers, model, machine)       the fewest devices of this kind
+    holding (costs/device.py)               the devices that would hold the plan as it is
+
+Who judges: the formula, before anything is measured (memory_formula.py, estimating.py); or the tapes of measured
+layers, after a run that did not fit (advice.py). No torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
+from itertools import product
+from typing import Any, TypeVar
+
+from minipar.costs.hardware import Hardware
+from minipar.errors import MiniparError, PlanError
+from minipar.models.sizes import Chain, Sizes
+from minipar.prediction.plan_numbers import PlanNumbers
+from minipar.prediction.plan_words import ROWS, check, numbers_of, table_of, words
+from minipar.prediction.rank_memory import fullest
+from minipar.strategies.plan import Plan
+
+T = TypeVar("T")
+MOST = 3  # ways that are told
+
+
+def ways_that_fit(
+    families: Iterable[Sequence[tuple[str, T]]], peak: Callable[[T], int], capacity: int, most: int = MOST
+) -> list[tuple[str, int]]:
+    """At most `most` ways to fit, with the bytes of the fullest rank: the first plan of each family that fits.
+
+    families   of plans with their words, the smaller changes of each family first. A plan is left out if a smaller
+               change, some of its words, was enough
+    peak       bytes of the fullest rank of a plan; it raises an error for a plan that cannot be
+    """
+    found: list[tuple[str, int]] = []
+    enough: list[set[str]] = []
+    for family in families:
+        for text, made in family:
+            if len(found) == most:
+                return found
+            if not text or any(known <= set(text.split()) for known in enough):
+                continue
+            try:
+                size = peak(made)
+            except MiniparError:  # (the changed plan may not fit the model)
+                continue
+            if size <= capacity:
+                found.append((text, size))
+                enough.append(set(text.split()))
+                break
+    return found
+
+
+Change = dict[str, Any]  # of a plan's keys
+
+
+def changes(dp: int, pp: int, microbatches: int, accumulate: int = 1) -> list[list[Change]]:
+    """Families of changes for the same number of ranks. In each family the smaller changes come first."""
+    more = "microbatches" if pp == 1 else "accumulate"  # a pipeline holds several micro-batches at once
+    count = microbatches if pp == 1 else accumulate
+    families: list[list[Change]] = [[{more: count * k} for k in (2, 4, 8, 16)]]
+    families.append([{"checkpoint": value} for value in ("sqrt", 1)])
+    if dp > 1:
+        families.append([{"zero": stage} for stage in (1, 2, 3)])
+        families.append([{"dp": dp // k, "pp": pp * k} for k in (2, 4) if dp % k == 0])
+    families.append([{"checkpoint": "sqrt", more: count * k} for k in (2, 4, 8, 16)])
+    if dp > 1:
+        families.append([{"zero": 3, "checkpoint": "sqrt", more: count * k} for k in (1, 2, 4, 8)])
+    return families
+
+
+def nearby(plan: Plan, batch: int) -> list[list[Plan]]:
+    """Families of changed plans for the same number of ranks. In each family the smaller changes come first."""
+    families = changes(plan.dp, plan.pp, plan.microbatches, plan.accumulate)
+    return [[made for change in family if (made := _changed(plan, change, batch)) is not None] for family in families]
+
+
+def _changed(plan: Plan, change: dict[str, Any], batch: int) -> Plan | None:
+    try:
+        made = replace(plan, **change)
+    except PlanError:
+        return None
+    return made if made != plan and made.dp * made.total_microbatches <= batch else None
+
+
+def difference(plan: Plan, made: Plan) -> str:
+    """The keys in which a plan differs, in a plan's words."""
+    changed = [f.name for f in fields(Plan) if getattr(plan, f.name) != getattr(made, f.name)]
+    values = [(name, getattr(made, name)) for name in changed]
+    return " ".join(f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in values)
+
+
+def lighter(plan: Plan, batch: int) -> list[list[tuple[str, Plan]]]:
+    """All families for a plan that is judged by the formula, with the words in which they differ: `nearby`, what may
+    wait on the host, and shorter numbers."""
+    families = nearby(plan, batch)
+    for what in ("optimizer", "activations"):
+        made = _changed(plan, {"offload": tuple({*plan.offload, what})}, batch)
+        families.append([made] if made is not None else [])
+    if plan.precision == "float32":
+        made = _changed(plan, {"precision": "bf16"}, batch)
+        families.append([made] if made is not None else [])
+    return [[(difference(plan, made), made) for made in family] for family in families]
+
+
+def ways_of_numbers(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> list[tuple[str, int]]:
+    """Ways to fit on as many devices of a machine, with the same rows in a step."""
+    n, batch = numbers, round(numbers.batch)
+    table = {key: value for key, value in table_of(words(n)).items() if key != ROWS}
+    families = changes(n.dp, n.pp, n.microbatches // n.rounds, n.rounds)
+    families += [[{"offload": tuple({*n.offload, what})}] for what in ("optimizer", "activations")]
+
+    def peak(change: Change) -> int:
+        made = numbers_of({**table, **change}, model, machine, batch, n.fused)
+        made = made._replace(precision=n.precision)
+        check(made, model, machine)
+        return fullest(made, model).total
+
+    def told(change: Change) -> str:
+        return " ".join(f"{key}={','.join(x) if isinstance(x, tuple) else x}" for key, x in change.items())
+
+    return ways_that_fit([[(told(change), change) for change in family] for family in families], peak, machine.memory)
+
+
+def smallest(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> PlanNumbers | None:
+    """The plan with the fewest devices that fits, among those that differ only in tp, pp and dp; None: there is none.
+
+    The number of rows of a step stays as it is, or grows with dp.
+    """
+    n = numbers
+    shares = [1] if isinstance(model, Chain) else [
+        t for t in _powers(machine.per_node) if model.heads % t == 0 and (t > 1 or not n.sequence_parallel)
+    ]  # fmt: skip
+    pipes = [p for p in range(1, model.layers // max(1, n.chunks) + 1) if model.layers % p == 0]
+    copies = sorted({n.dp, *(_powers(4096) if n.zero else ())})
+    for tp, pp, dp in sorted(product(shares, pipes, copies), key=lambda one: (one[0] * one[1] * one[2], -one[0])):
+        count = max(1, n.microbatches * n.dp // dp) if n.zero else n.microbatches
+        made = n._replace(tp=tp, pp=pp, dp=dp, microbatches=count, split=())
+        try:
+            check(made, model, machine)
+            if fullest(made, model).total <= machine.memory:
+                return made
+        except PlanError:
+            continue
+    return None
+
+
+def _powers(most: int) -> list[int]:
+    return [2**k for k in range(most.bit_length()) if 2**k <= most]

@@ -1,0 +1,209 @@
+"""A plan as the formulas read it, and which layers of a model each rank of its pipeline holds.
+
+pp=4, 2 chunks, 12 blocks      stages   e bb | bb | bb | bb | b | b | b | b h        e embedding, h head
+                               rank 0   e bb, b        rank 3   bb, b h
+                               ranks 1 and 2   bb, b: they are alike, and formulas look at one of them
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from minipar.costs.analytic import Division
+from minipar.errors import PlanError
+from minipar.models.sizes import Chain, Sizes
+from minipar.strategies.layout import place
+from minipar.strategies.schedules.registry import find
+
+
+class Precision(NamedTuple):
+    """Bytes for each parameter, and for each number of an activation."""
+
+    parameter: int
+    gradient: int
+    optimizer: int
+    activation: int
+
+
+PRECISIONS = {
+    "float32": Precision(4, 4, 8, 4),  # Adam's two moments
+    "bf16": Precision(2, 2, 12, 2),  # master parameters and Adam's moments in float32; ZeRO's K = 12
+}
+
+
+class PlanNumbers(NamedTuple):
+    """A plan as the formulas read it.
+
+    dp, pp, tp, cp, ep   sizes of the axes of the mesh: all of them together are the ranks
+    schedule, chunks     the name of a schedule, and stages of each rank (of terapipe: slices)
+    microbatches, rows   micro-batches of each replica and step, and rows of each of them; the ranks of ep share its
+                         rows, those of cp its tokens
+    zero                 ZeRO's stage
+    checkpoint           blocks of a segment that runs forward again before its backward; 0: none; "selective": only
+                         the cores of attention; "sqrt", a budget or first layers of segments as in the plan's key
+    sequence_parallel    whether ranks of tp divide norms and dropout, too
+    overlap              whether gradients are summed beside the backward
+    every                whether sharded gradients are summed after each micro-batch, not once a step
+    offload              what waits on the host: some of "optimizer", "parameters", "activations"
+    precision            a key of PRECISIONS, or bytes of your own
+    split                layers of each stage, embedding and head included; (): as even as can be
+    fused                whether kernels are those of Megatron since 2022: the matrix product itself adds a weight
+                         gradient to the sum, and sums of input gradients over tp go on beside it
+    rounds               after so many parts of the micro-batches the pipeline is empty (the plan's `accumulate`)
+    bucket               the plan's key; None: its default
+    options              further keys of the schedule, with their values
+    ends                 whether embedding and head count as the blocks do where layers are divided evenly or run
+                         again, as in minipar's own runs. Otherwise only blocks do, as in Megatron's
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    microbatches: int = 1
+    rows: float = 1.0
+    zero: int = 0
+    checkpoint: int | str | tuple[int, ...] = 0
+    sequence_parallel: bool = False
+    overlap: bool = True
+    every: bool = True
+    offload: tuple[str, ...] = ()
+    precision: str | Precision = "bf16"
+    split: tuple[int, ...] = ()
+    fused: bool = True
+    rounds: int = 1
+    bucket: float | str | tuple[int, ...] | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+    ends: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """How many devices the plan uses."""
+        return self.dp * self.pp * self.tp * self.cp * self.ep
+
+    @property
+    def batch(self) -> float:
+        """Rows of a step."""
+        return self.dp * self.microbatches * self.rows
+
+    @property
+    def bytes(self) -> Precision:
+        """Bytes of each kind of number."""
+        return PRECISIONS[self.precision] if isinstance(self.precision, str) else self.precision
+
+    @property
+    def pipeline(self) -> PlanNumbers:
+        """The same plan without what does not change the work of a pipeline, or what it keeps of a micro-batch."""
+        return self._replace(dp=1, zero=0, overlap=True, every=True, offload=(), bucket=None, fused=True)
+
+    @property
+    def division(self) -> Division:
+        """How ranks share the layers."""
+        return Division(self.tp, self.sequence_parallel, ep=self.ep, cp=self.cp)
+
+    @property
+    def stages_of_a_rank(self) -> int:
+        """Chunks of layers of each rank. Slices are of tokens: all of them go through the same layers."""
+        return find(self.schedule).chunks if "slices" in find(self.schedule).options else self.chunks
+
+
+class Chunk(NamedTuple):
+    """One stage on one rank: layers `start` to `stop` of the model. Where all blocks are equal, those of a rank are
+    counted from the second one on, so that alike ranks have equal chunks. (The first block's input may be smaller.)
+
+    before, after   whether its input comes from another rank, and its output goes to another one
+    """
+
+    start: int
+    stop: int
+    before: bool
+    after: bool
+
+
+class Kind(NamedTuple):
+    """Neighbouring ranks of a pipeline that hold the same layers: `alike` ranks from rank `first` on."""
+
+    chunks: tuple[Chunk, ...]
+    first: int
+    alike: int
+
+
+def own_layers(model: Sizes) -> int:
+    """How many layers minipar's own model has: embedding and head are layers, too."""
+    return model.layers if isinstance(model, Chain) else model.layers + 2
+
+
+def split_of(numbers: PlanNumbers, model: Sizes) -> tuple[int, ...]:
+    """Layers of each stage, embedding and head included. Errors: PlanError for more stages than layers."""
+    n = numbers
+    if n.split:
+        return n.split
+    stages = 1 + max(map(max, _placement(n.schedule, n.pp, n.stages_of_a_rank)))
+    whole = n.ends or isinstance(model, Chain)
+    layers = own_layers(model) if whole else model.layers
+    if stages > layers:
+        raise PlanError(_too_many(n, stages, layers))
+    even, more = divmod(layers, stages)
+    counts = [even + (s < more) for s in range(stages)]
+    if not whole:
+        counts[0] += 1
+        counts[-1] += 1
+    return tuple(counts)
+
+
+def _too_many(n: PlanNumbers, stages: int, layers: int) -> str:
+    """Why there cannot be so many stages, and what is possible."""
+    if n.ends and n.pp > layers:
+        return f"pp={n.pp}: more stages than layers ({layers}); possible are 1 to {layers}"
+    told = f"pp={n.pp} chunks={n.stages_of_a_rank}: {stages} stages, more than layers ({layers}); possible are "
+    if n.ends:
+        return f"{told}chunks=1 to {layers // n.pp} where the schedule takes them, or fewer ranks"
+    return f"{told}pp=1 to {max(1, layers * n.pp // stages)}"
+
+
+def kinds_of(numbers: PlanNumbers, model: Sizes) -> tuple[Kind, ...]:
+    """The different ranks of the pipeline, in order."""
+    n = numbers
+    named = isinstance(n.checkpoint, tuple) or isinstance(n.bucket, tuple)  # (layers by their numbers)
+    equal = 0 if named or isinstance(model, Chain) else own_layers(model)
+    return _kinds(n.schedule, n.pp, n.stages_of_a_rank, split_of(n, model), equal)
+
+
+@lru_cache(4096)
+def _placement(schedule: str, pp: int, chunks: int) -> tuple[tuple[int, ...], ...]:
+    return place(find(schedule).placement, pp, chunks, schedule)
+
+
+def copies_of(numbers: PlanNumbers) -> int:
+    """On how many ranks of the pipeline each stage is."""
+    placement = _placement(numbers.schedule, numbers.pp, numbers.stages_of_a_rank)
+    return sum(0 in mine for mine in placement) if numbers.pp > 1 else 1
+
+
+@lru_cache(4096)
+def _kinds(schedule: str, pp: int, held: int, split: tuple[int, ...], equal: int) -> tuple[Kind, ...]:
+    """equal   number of layers of a model with equal blocks between two ends; 0: all layers differ"""
+    placement = _placement(schedule, pp, held)
+    copies = sum(0 in mine for mine in placement)
+    starts = [sum(split[:stage]) for stage in range(len(split))]
+    found: list[Kind] = []
+    for rank, mine in enumerate(placement):
+        chunks = []
+        free = max(2, split[0]) if 0 in mine else 2  # the first block that no chunk of this rank has yet
+        for stage in mine:
+            start, stop = starts[stage], starts[stage] + split[stage]
+            if equal and start > 1 and stop < equal:
+                start, stop = free, free + split[stage]
+                free = stop
+            # (If a stage has copies, both pipelines go to another rank after it.)
+            other = [0 <= near < len(split) and (copies > 1 or near not in mine) for near in (stage - 1, stage + 1)]
+            chunks.append(Chunk(start, stop, *other))
+        if found and found[-1].chunks == tuple(chunks):
+            found[-1] = found[-1]._replace(alike=found[-1].alike + 1)
+        else:
+            found.append(Kind(tuple(chunks), rank, 1))
+    return tuple(found)

@@ -1,0 +1,265 @@
+"""Plans in words, or as objects, and the same plans as the numbers that formulas read.
+
+    table_of("tp=8 pp=8 micro_batch_size=1 checkpoint=1")     the keys and their values
+    numbers_of(table, model, machine, batch)                  PlanNumbers
+    words(numbers)                                            the words again
+    check(numbers, model, machine)                            an error for what cannot be, on any device
+
+`micro_batch_size=b` may stand for `microbatches=m`. Without precision= it is what the hardware is made for: bf16, or
+float32 on a laptop. `prefetch`, `clip` and `algorithm` change nothing in an estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from functools import lru_cache
+from math import ceil
+from typing import Any
+
+from minipar.costs.hardware import MOST_DEVICES, Hardware
+from minipar.errors import PlanError
+from minipar.models.sizes import Chain, Sizes
+from minipar.prediction.plan_numbers import PlanNumbers, own_layers, split_of
+from minipar.prediction.splits import fastest_split
+from minipar.program.rows import MOST_ROWS
+from minipar.strategies import keys, segments
+from minipar.strategies.layout import place
+from minipar.strategies.plan import Plan
+from minipar.strategies.schedules.registry import find
+from minipar.wording import several
+
+ROWS = "micro_batch_size"
+# Keys that change an estimate, keys that do not, and the only value that an estimate knows of the others.
+_READ = (
+    "dp", "pp", "tp", "context_parallel", "ep", "schedule", "chunks", "group", "slices", "doubling", "microbatches",
+    "accumulate", "split", "zero", "reduce", "checkpoint", "sequence_parallel", "overlap", "offload", "precision",
+    "in_flight", "update_every", "batch_copies", "bucket",
+)  # fmt: skip
+_FREE = ("prefetch", "clip", "algorithm", "offload_to", "offload_folder", "offload_limit", "on_death")
+_OPTIONS = ("group", "doubling", "in_flight", "update_every")  # of schedules, which their formulas do not know
+
+
+def table_of(plan: str | Mapping[str, Any] | Plan) -> dict[str, Any]:
+    """The keys that a plan gives, with their values. Errors: PlanError for an unknown key or value."""
+    if isinstance(plan, Plan):
+        given = {f.name: getattr(plan, f.name) for f in fields(Plan) if getattr(plan, f.name) != f.default}
+    elif isinstance(plan, str):
+        given = {**keys.words(plan)}
+    elif isinstance(plan, Mapping):
+        given = dict(plan)
+    else:
+        raise PlanError(f"plan {plan!r}: must be a Plan, words such as 'pp=2 dp=2', or a table of these keys")
+    known = {f.name: f for f in fields(Plan)}
+    keys.check_keys(given, [*known, ROWS])
+    found: dict[str, Any] = {}
+    for key, value in given.items():
+        if key == ROWS:
+            found[key] = keys.whole_number(ROWS, value, most=MOST_ROWS)
+            continue
+        found[key] = known[key].metadata["key"].domain.read(key, value)
+        if key not in (*_READ, *_FREE) and found[key] != known[key].default:
+            raise PlanError(f"{key}={value}: estimates have no formula for it; possible is a plan without {key}=")
+    return found
+
+
+def numbers_of(
+    table: Mapping[str, Any],
+    model: Sizes,
+    machine: Hardware | None = None,
+    batch: int | None = None,
+    fused: bool = True,
+    ends: bool = False,
+) -> PlanNumbers:
+    """A plan's table (`table_of`) as numbers.
+
+    machine   what fills in dp= and precision=, and decides split=auto; None: the plan's own defaults
+    fused, ends   fields of PlanNumbers
+    Errors: PlanError for a batch that cannot be divided so, and for a split of another number of layers.
+    """
+    get = table.get
+    pp, tp, cp, ep = (int(get(key, 1)) for key in ("pp", "tp", "context_parallel", "ep"))
+    devices = machine.nodes * machine.per_node if machine else 1
+    dp = int(get("dp", 0)) or max(1, devices // (pp * tp * cp * ep))
+    if dp * pp * tp * cp * ep > MOST_DEVICES:
+        largest = max(("dp", dp), ("pp", pp), ("tp", tp), ("context_parallel", cp), ("ep", ep), key=lambda one: one[1])
+        possible = MOST_DEVICES // (dp * pp * tp * cp * ep // largest[1])
+        raise PlanError(
+            f"{largest[0]}={largest[1]}: the plan needs more than {MOST_DEVICES} devices; possible are "
+            + (f"{largest[0]}=1 to {possible}" if possible else "smaller numbers")
+        )
+    schedule = find(get("schedule", "1f1b"))
+    chunks = get("chunks") or schedule.chunks
+    if "slices" in schedule.options:
+        cut = get("slices") or pp
+        chunks = cut if isinstance(cut, int) else len(cut)
+    count, rows = _microbatches(table, dp, batch)
+    precision = get("precision") or ("bf16" if machine and machine.mixed else "float32")
+    choice = get("checkpoint", "none")
+    checkpoint = 0 if choice == "none" else choice
+    rounds = get("accumulate", 1) if "microbatches" in table else 1
+    bucket = get("bucket")
+    numbers = PlanNumbers(
+        dp, pp, tp, cp, ep, schedule.name, chunks, count, rows, get("zero", 0), checkpoint,
+        get("sequence_parallel", False), get("overlap", "backward") != "none",
+        get("reduce", "microbatch") == "microbatch",
+        tuple(get("offload", ())), precision, (), fused, rounds, None if bucket == "auto" else bucket,
+        tuple((key, table[key]) for key in _OPTIONS if table.get(key) not in (None, False)), ends,
+    )  # fmt: skip
+    segments.check_layers(numbers.checkpoint, own_layers(model))
+    split = get("split")
+    if split == "auto":
+        split_of(numbers, model)  # (it refuses more stages than layers)
+        return numbers._replace(split=fastest_split(numbers, model, machine))
+    if isinstance(split, (str, tuple, list)) and split != "even":
+        return numbers._replace(split=_split(split, numbers, model))
+    return numbers
+
+
+def _microbatches(table: Mapping[str, Any], dp: int, batch: int | None) -> tuple[int, float]:
+    """How many micro-batches a replica has, and how many rows each of them has."""
+    rounds, rows = table.get("accumulate", 1), table.get(ROWS)
+    count = table["microbatches"] * rounds if "microbatches" in table else None
+    if batch is None:
+        count = count or rounds
+        if dp * count * (rows or 1) > MOST_ROWS:
+            said = f"microbatches={count}" + (f" {ROWS}={rows}" if rows else "")
+            raise PlanError(f"{said}: with dp={dp} a step has more than {MOST_ROWS} rows; possible are fewer of them")
+        return count, float(rows or 1)
+    batch = keys.whole_number("batch", batch, most=MOST_ROWS)
+    if rows is not None:
+        if batch % (dp * rows):
+            below = batch // (dp * rows) * dp * rows
+            possible = f"batch={below} or {below + dp * rows}" if below else f"batch={dp * rows}"
+            raise PlanError(f"batch={batch}: no multiple of dp={dp} x {ROWS}={rows}; possible are {possible}")
+        found = batch // (dp * rows)
+        if count not in (None, found):
+            raise PlanError(f"microbatches={count}: batch={batch} dp={dp} {ROWS}={rows} make {found}; give one of them")
+        return found, float(rows)
+    count = count or rounds
+    if batch < dp * count:
+        raise PlanError(f"batch={batch}: fewer rows than the {several(dp * count, 'micro-batch')} of dp={dp}")
+    return count, float(ceil(batch / dp / count))
+
+
+def _split(split: Any, numbers: PlanNumbers, model: Sizes) -> tuple[int, ...]:
+    """Layers of each stage; embedding and head are layers, too."""
+    placement = place(find(numbers.schedule).placement, numbers.pp, numbers.stages_of_a_rank, numbers.schedule)
+    counts = keys.split(split, 1 + max(map(max, placement)), numbers.pp, len(placement[0]))
+    assert isinstance(counts, tuple)
+    layers = own_layers(model)
+    if sum(counts) != layers:
+        even = ",".join(str(layers // len(counts) + (k < layers % len(counts))) for k in range(len(counts)))
+        raise PlanError(
+            f"split={','.join(map(str, counts))}: sums to {sum(counts)}, but the model has {layers} layers; "
+            f"possible is split={even}"
+        )
+    return counts
+
+
+def words(numbers: PlanNumbers) -> str:
+    """The plan in the words that `estimate` reads."""
+    n, default = numbers, PlanNumbers()
+    found = [f"dp={n.dp}", f"pp={n.pp}"]
+    for key, name in (("tp", "tp"), ("cp", "context_parallel"), ("ep", "ep")):
+        if getattr(n, key) > 1:
+            found.append(f"{name}={getattr(n, key)}")
+    if n.sequence_parallel:
+        found.append("sequence_parallel=true")
+    if n.pp > 1:
+        found.append(f"schedule={n.schedule}")
+        if "chunks" in find(n.schedule).options:
+            found.append(f"chunks={n.chunks}")
+        if "slices" in find(n.schedule).options:
+            found.append(f"slices={n.chunks}")
+        found += [f"{key}={str(value).lower()}" for key, value in n.options]
+        if n.split:
+            found.append(f"split={','.join(map(str, n.split))}")
+    found += [f"microbatches={n.microbatches // n.rounds}", *([f"accumulate={n.rounds}"] if n.rounds > 1 else [])]
+    found.append(f"{ROWS}={n.rows:g}")
+    if n.zero:
+        found.append(f"zero={n.zero}")
+    if n.checkpoint:
+        found.append(f"checkpoint={segments.text(n.checkpoint)}")
+    if n.overlap != default.overlap:
+        found.append("overlap=none")
+    if n.every != default.every and n.zero >= 2:
+        found.append("reduce=step")
+    if n.bucket is not None:
+        found.append(f"bucket={segments.text(n.bucket)}")  # type: ignore[arg-type]
+    if n.offload:
+        found.append(f"offload={','.join(n.offload)}")
+    if isinstance(n.precision, str):
+        found.append(f"precision={n.precision}")
+    return " ".join(found)
+
+
+# what can be ----------------------------------------------------------------------------------------------------------
+
+
+def check(numbers: PlanNumbers, model: Sizes, machine: Hardware | None = None) -> None:
+    """Refuse a plan that cannot be on any device. Errors: PlanError, which says what is possible."""
+    n = numbers
+    devices = machine.nodes * machine.per_node if machine else 0
+    if machine and devices and n.ranks != devices:
+        others = n.pp * n.tp * n.cp * n.ep
+        if devices % others == 0:
+            possible = f"dp={devices // others}"
+        elif n.ranks % machine.per_node == 0:
+            possible = f"nodes={n.ranks // machine.per_node}"
+        else:
+            possible = f"tp, pp, context_parallel and ep that divide {devices} together"
+        raise PlanError(
+            f"plan {words(n)}: needs {several(n.ranks, 'device')}, but {several(machine.nodes, 'node')} of "
+            f"{machine.per_node} are {devices}; possible is {possible}"
+        )
+    if isinstance(model, Chain):
+        if n.tp * n.cp * n.ep > 1:
+            key, size = next(one for one in (("tp", n.tp), ("context_parallel", n.cp), ("ep", n.ep)) if one[1] > 1)
+            raise PlanError(
+                f"{key}={size}: formulas divide transformers, and {model.name or 'this model'} is a chain of layers "
+                f"without heads; possible are {key}=1, or the numbers of a transformer of its size, such as "
+                "'llama layers=32 hidden=4096 heads=32 sequence=4096 vocabulary=32000'"
+            )
+    else:
+        if model.heads % n.tp:
+            possible = ", ".join(str(k) for k in range(1, model.heads + 1) if model.heads % k == 0)
+            raise PlanError(f"tp={n.tp}: must divide {model.heads} heads; possible are {possible}")
+        if "slices" in find(n.schedule).options and n.chunks > model.sequence:
+            raise PlanError(f"slices={n.chunks}: more than the {model.sequence} tokens of a row; possible are fewer")
+        if model.sequence % n.cp:
+            near = next(k for k in range(n.cp - 1, 0, -1) if model.sequence % k == 0)
+            raise PlanError(
+                f"context_parallel={n.cp}: must divide a sequence of {model.sequence} tokens; possible is {near}"
+            )
+        if n.ep > 1 and not model.experts:
+            raise PlanError(f"ep={n.ep}: {model.name or 'the model'} has no experts; possible is ep=1")
+        if n.ep > 1 and model.experts % n.ep:
+            possible = ", ".join(str(k) for k in range(1, model.experts + 1) if model.experts % k == 0)
+            raise PlanError(f"ep={n.ep}: must divide {model.experts} experts; possible are {possible}")
+    if n.sequence_parallel and n.tp == 1:
+        raise PlanError("sequence_parallel=true: is of ranks that share layers; possible is tp=2")
+    split_of(n, model)
+    _check_schedule(n.schedule, n.pp, n.microbatches // n.rounds, n.chunks)
+
+
+@lru_cache(4096)
+def _check_schedule(name: str, pp: int, count: int, chunks: int) -> None:
+    """Let a schedule's generator refuse what it cannot order. It does so before its first action."""
+    options: dict[str, Any] = {} if not find(name).options else {"chunks": chunks, "slices": chunks, "group": None}
+    options |= {"doubling": False, "in_flight": None, "update_every": None}
+    chosen = {key: value for key, value in options.items() if key in find(name).options}
+    if find(name).asynchronous is None or not find(name).asynchronous.decides:  # type: ignore[union-attr]
+        next(iter(find(name).generate(0, pp, count, **chosen)), None)
+
+
+def refusal(table: Mapping[str, Any], numbers: PlanNumbers) -> str:
+    """Why minipar cannot run a plan; "": it can."""
+    given = {key: value for key, value in table.items() if key != ROWS}
+    given |= {"dp": numbers.dp, "microbatches": numbers.microbatches}
+    given.pop("accumulate", None)
+    try:
+        Plan(**given)
+    except PlanError as error:
+        return error.reason
+    return ""

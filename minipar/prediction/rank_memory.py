@@ -1,0 +1,611 @@
+"""Bytes on one rank: the formula of memory, which all predictions without a program use.
+
+    parameters, gradients, optimizer    ZeRO's table, for every parameter that a rank holds, over N ranks:
+                                            stage 0   p + g + o              stage 2   p + (g + o) / N
+                                            stage 1   p + g + o / N          stage 3   (p + g + o) / N
+    activations                         layer by layer; f micro-batches in flight, one of them in its backward
+    buffers                             temporary ones: two gathered layers, two buckets, messages
+
+where (p, g, o) is (4, 4, 8) bytes in float32 and (2, 2, 12) in bf16 with float32 master copies, both with Adam. The
+bytes of layers are those of costs/analytic.py. The micro-batches in flight are those of the schedule's own formula, or
+are counted in its order. Everything that does not change with ZeRO and the number of replicas is kept, so that a
+search can ask for many plans.
+
+Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020, section 5.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from minipar.costs import analytic
+from minipar.costs.analytic import Division
+from minipar.costs.recomputation import LayerCosts, Move, in_segments, keep_everything, memory
+from minipar.errors import PlanError
+from minipar.models.sizes import Chain, Sizes, Transformer
+from minipar.prediction.plan_numbers import (
+    PRECISIONS,
+    Chunk,
+    Kind,
+    PlanNumbers,
+    Precision,
+    copies_of,
+    kinds_of,
+    own_layers,
+    split_of,
+)
+from minipar.program import Action, BackwardInput, BackwardWeight, Forward, Group, Op, Program
+from minipar.program.shape import Shape
+from minipar.program.verify.staleness import alive
+from minipar.strategies import segments
+from minipar.strategies.buckets import split_buckets
+from minipar.strategies.layout import Layout
+from minipar.strategies.plan import Plan
+from minipar.strategies.schedules.registry import find
+
+AHEAD = Program.receives_ahead
+KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of model states on one rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes on one rank at its peak.
+
+    held   the part of `activations` that is kept between forward and backward; the rest exists only during a backward
+    host   bytes that were offloaded
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+    held: int
+    host: int
+
+    @property
+    def total(self) -> int:
+        """All that is on the device."""
+        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+
+
+def states(parameters: int, ranks: int, zero: int, precision: Precision = PRECISIONS["bf16"]) -> States:
+    """Model states on each of `ranks` data-parallel ranks, by ZeRO's stage; shards are rounded up."""
+    shard = -(-parameters // ranks)
+    return States(
+        precision.parameter * (shard if zero >= 3 else parameters),
+        precision.gradient * (shard if zero >= 2 else parameters),
+        precision.optimizer * (shard if zero >= 1 else parameters),
+    )
+
+
+class Own(NamedTuple):
+    """Where a rank's model states come from. Parameters are counted before anything is shared out.
+
+    states     bytes of model states
+    whole      number of parameters of groups that are not shared out
+    shared     (number of parameters, number of ranks) of groups that ZeRO shares out; experts have their own entry
+    versions   versions of the weights that are alive at the same time
+    gathered   bytes for parameters of two neighbouring layers, if they are gathered or fetched
+    buckets    bytes of two neighbouring gradient buckets
+    """
+
+    states: States
+    whole: int
+    shared: tuple[tuple[int, int], ...]
+    versions: int
+    gathered: int
+    buckets: int
+
+
+class ActivationSources(NamedTuple):
+    """Where a rank's activations come from, in bytes.
+
+    held       most that is kept between forward and backward
+    more       what a backward needs in addition
+    messages   buffers for messages
+    layer      the largest layer
+    each       for each kind of chunk, what one micro-batch keeps between forward and backward
+    flying     for each kind of chunk, how many micro-batches are kept when most is held
+    """
+
+    held: int
+    more: int
+    messages: int
+    layer: int
+    each: tuple[int, ...] = ()
+    flying: tuple[int, ...] = ()
+
+
+class Detail(NamedTuple):
+    """A rank's bytes, and where they come from. `rows` is the number of rows of its largest micro-batch."""
+
+    memory: RankMemory
+    own: Own
+    kept: ActivationSources
+    rows: float
+
+
+def of_ranks(numbers: PlanNumbers, model: Sizes) -> list[Detail]:
+    """The bytes of every rank of one pipeline. Ranks that share layers, and replicas, have the same."""
+    work = numbers.pipeline
+    return [
+        _detail(numbers, model, _facts(work, model, kind, rank))
+        for kind in kinds_of(numbers, model)
+        for rank in range(kind.first, kind.first + kind.alike)
+    ]
+
+
+def fullest(numbers: PlanNumbers, model: Sizes) -> RankMemory:
+    """The bytes of the rank that needs most."""
+    named = isinstance(numbers.bucket, tuple)  # (it names layers, so ranks with equal ones may differ)
+    facts = of_kinds(numbers.pipeline._replace(bucket=numbers.bucket) if named else numbers.pipeline, model)
+    return max((_detail(numbers, model, one).memory for one in facts), key=_total)
+
+
+_total = attrgetter("total")
+
+
+class Facts(NamedTuple):
+    """What a rank holds and keeps, whatever is shared out among replicas."""
+
+    kind: Kind
+    copies: int
+    parts: tuple[Part, ...]
+    holding: Holding
+    versions: int
+    kept: ActivationSources
+
+
+def _facts(work: PlanNumbers, model: Sizes, kind: Kind, rank: int) -> Facts:
+    copies = copies_of(work)
+    held = holding(model, work.division, kind.chunks, copies)
+    parts = _parts(work, model, kind, rank)
+    kept = _activations(work, model, parts, rank) if work.rows else ActivationSources(0, 0, 0, 0)
+    return Facts(kind, copies, parts, held, versions_of(work, rank), kept)
+
+
+@lru_cache(8192)
+def of_kinds(work: PlanNumbers, model: Sizes) -> tuple[Facts, ...]:
+    """For each kind of rank, the one in which most micro-batches are in flight."""
+    n, form = work, find(work.schedule).form
+
+    def flying(rank: int) -> float:
+        assert form is not None
+        return form.in_flight(n.pp, n.microbatches // n.rounds, n.chunks, rank) + form.versions(n.pp, rank)
+
+    found = []
+    for kind in kinds_of(n, model):
+        ranks: Iterable[int] = range(kind.first, kind.first + kind.alike)
+        if form is not None and kind.alike > 1 and not n.options:
+            ranks = [max((kind.first, kind.first + kind.alike // 2, kind.first + kind.alike - 1), key=flying)]
+        found += [_facts(n, model, kind, rank) for rank in ranks]
+    return tuple(found)
+
+
+def _detail(numbers: PlanNumbers, model: Sizes, facts: Facts) -> Detail:
+    own = _own(numbers, model, facts)
+    return Detail(_on_device(numbers, own, facts.kept), own, facts.kept, numbers.rows)
+
+
+# model states --------------------------------------------------------------------------------------------------------
+
+_WHOLE, _BY_REPLICAS, _BY_EXPERTS = 0, 1, 2  # over which ranks ZeRO shares out a group of parameters
+
+
+class Holding(NamedTuple):
+    """Parameters of a rank, in numbers.
+
+    groups      (numbers in a group, how many such groups, over which ranks they are shared out)
+    neighbours  most that two neighbouring layers have together: of all parameters, and of those that are shared out
+    """
+
+    groups: tuple[tuple[int, int, int], ...]
+    neighbours: tuple[int, int]
+
+
+def parameters_of(model: Sizes, division: Division, chunks: tuple[Chunk, ...], copies: int) -> tuple[int, int]:
+    """Numbers of parameters of a rank: those that all its replicas have, and those of its own experts."""
+    found = [0, 0]
+    for numbers, count, shares in holding(model, division, chunks, copies).groups:
+        found[shares == _BY_EXPERTS] += numbers * count
+    return found[0], found[1]
+
+
+@lru_cache(4096)
+def holding(model: Sizes, division: Division, chunks: tuple[Chunk, ...], copies: int) -> Holding:
+    """The parameters of a rank with these chunks."""
+    groups, mine, shares = _groups_of(model, division, chunks, copies)
+    counted: dict[tuple[int, int], int] = {}
+    for g in mine:
+        key = sum(groups[g].tensors), shares[g]
+        counted[key] = counted.get(key, 0) + 1
+    layers = [layer for chunk in chunks for layer in range(chunk.start, chunk.stop)]
+    sizes = [[0] * len(layers), [0] * len(layers)]
+    where: dict[int, list[int]] = {}
+    for k, layer in enumerate(layers):
+        where.setdefault(layer, []).append(k)
+    for g in mine:
+        for layer in groups[g].layers:
+            for k in where.get(layer, ()):
+                sizes[0][k] += sum(groups[g].tensors)
+                sizes[1][k] += sum(groups[g].tensors) * (shares[g] != _WHOLE)
+    several = tuple((size, count, share) for (size, share), count in counted.items())
+    return Holding(several, (_neighbours(sizes[0]), _neighbours(sizes[1])))
+
+
+def _groups_of(
+    model: Sizes, division: Division, chunks: tuple[Chunk, ...], copies: int
+) -> tuple[tuple[Group, ...], list[int], dict[int, int]]:
+    """All groups of the model, those of a rank, and over which ranks each of these is shared out.
+
+    A group that is tied between stages stays whole: its slices would belong to ranks with different work. So do those
+    of stages with copies.
+    """
+    groups, experts = _groups(model, division)
+    held = {layer for chunk in chunks for layer in range(chunk.start, chunk.stop)}
+    mine = [g for g, group in enumerate(groups) if not held.isdisjoint(group.layers)]
+    shares = {
+        g: _WHOLE if copies > 1 or not held.issuperset(groups[g].layers)
+        else _BY_EXPERTS if g >= len(groups) - experts else _BY_REPLICAS
+        for g in mine
+    }  # fmt: skip
+    return groups, mine, shares
+
+
+@lru_cache(64)
+def _groups(model: Sizes, division: Division) -> tuple[tuple[Group, ...], int]:
+    return analytic.groups(model, division)
+
+
+@lru_cache(4096)
+def _buckets(
+    model: Sizes, division: Division, chunks: tuple[Chunk, ...], copies: int, bucket: Any, element: int, divided: Any
+) -> int:
+    """Bytes of the two largest neighbouring buckets of the gradients that are shared out."""
+    groups, mine, shares = _groups_of(model, division, chunks, copies)
+    sharded = [g for g in mine if divided[shares[g]]]
+    sizes = [Group(group.layers, (element * sum(group.tensors),)) for group in groups]
+    messages = split_buckets(sharded[::-1], sizes, bucket)
+    return _neighbours([sum(sum(sizes[g].tensors) for g in message) for message in messages])
+
+
+def _own(numbers: PlanNumbers, model: Sizes, facts: Facts) -> Own:
+    """Model states of a rank, and the buffers that are needed to shard or offload them."""
+    n, each, here = numbers, numbers.bytes, facts.holding
+    among = 1, n.dp * n.cp * n.ep, n.dp  # (a group is shared out among so many ranks)
+    parameters = gradients = optimizer = total = 0
+    shared: dict[int, int] = {}
+    for size, count, shares in here.groups:
+        ranks = among[shares]
+        one = states(size, ranks, n.zero, each)
+        parameters += count * one.parameters
+        gradients += count * one.gradients
+        optimizer += count * one.optimizer
+        total += count * size
+        if ranks > 1:
+            shared[ranks] = shared.get(ranks, 0) + count * size
+    parameters += each.parameter * (facts.versions - 1) * total
+    gathered = buckets = 0
+    if "parameters" in n.offload or (n.zero == 3 and shared):  # one layer computes, the next one is under way
+        gathered = each.parameter * here.neighbours["parameters" not in n.offload]
+    if n.zero >= 2 and shared:
+        bucket = (8 if n.zero == 3 else 25) if n.bucket is None else n.bucket
+        divided = (False, among[1] > 1, among[2] > 1)
+        buckets = _buckets(model, n.division, facts.kind.chunks, facts.copies, bucket, each.gradient, divided)
+    parts = tuple((size, ranks) for ranks, size in sorted(shared.items()))
+    whole = total - sum(shared.values())
+    return Own(States(parameters, gradients, optimizer), whole, parts, facts.versions, gathered, buckets)
+
+
+def versions_of(numbers: PlanNumbers, rank: int) -> int:
+    """How many versions of its weights a rank holds: by the schedule's formula, or counted in a program of it."""
+    schedule = find(numbers.schedule)
+    if schedule.asynchronous is None:
+        return 1
+    if schedule.form is not None and not numbers.options:
+        return schedule.form.versions(numbers.pp, rank)
+    return _counted_versions(pipeline(numbers))[rank]
+
+
+@lru_cache(256)
+def _counted_versions(plan: Plan) -> tuple[int, ...]:
+    program = plan.compile(layers=plan.pp, steps=plan.settling_steps, check=False)
+    return tuple(alive(row) for row in program.ranks)
+
+
+def _neighbours(sizes: Sequence[int]) -> int:
+    """The largest sum of two neighbours: one is used or filled, the other one is under way."""
+    return max((a + b for a, b in pairwise(sizes)), default=sum(sizes))
+
+
+# activations ---------------------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """Bytes of one chunk for one micro-batch.
+
+    held, more           kept between forward and backward; what the backward needs in addition
+    received, returned   of messages of another rank: its input, and the gradient of its output
+    largest              of its largest layer
+    again                the layers that run forward again
+    """
+
+    held: int
+    more: int
+    received: int
+    returned: int
+    largest: int
+    again: tuple[int, ...]
+
+
+def _parts(numbers: PlanNumbers, model: Sizes, kind: Kind, rank: int) -> tuple[Part, ...]:
+    """The chunks of a rank. Errors: PlanError for a checkpoint that the model cannot have."""
+    n = numbers
+    given = model, n.rows / n.ep, n.bytes.activation, n.division, n.checkpoint, n.ends
+    budget = segments.budget_of(n.checkpoint) is not None
+    flights: Sequence[tuple[int, int]] = ()
+    if budget or n.checkpoint == "sqrt":
+        flights = in_flight_of_chunks(n, rank)
+    known: dict[Any, Part] = {}
+    found = []
+    for c, chunk in enumerate(kind.chunks):
+        key = _plain(chunk, n, model), flights[c][1] if flights else 1, _within(n, model)[rank] if budget else None
+        if key not in known:
+            known[key] = _part(*given, *key)
+        found.append(known[key])
+    return tuple(found)
+
+
+def _plain(chunk: Chunk, numbers: PlanNumbers, model: Sizes) -> Chunk:
+    """A chunk of blocks as those from the second one on, where all blocks are equal."""
+    named = isinstance(model, Chain) or isinstance(numbers.checkpoint, tuple)
+    if named or chunk.start < 2 or chunk.stop == own_layers(model):
+        return chunk
+    return chunk._replace(start=2, stop=2 + chunk.stop - chunk.start)
+
+
+@lru_cache(256)
+def _costs(model: Sizes, rows: float, element: int, division: Division, selective: bool) -> LayerCosts:
+    return analytic.layer_costs(model, rows, element, selective=selective, division=division)
+
+
+@lru_cache(8192)
+def _part(
+    model: Sizes, rows: float, element: int, division: Division, checkpoint: Any, ends: bool, chunk: Chunk, flight: int,
+    moves: tuple[Move, ...] | None,
+) -> Part:  # fmt: skip
+    selective = checkpoint == "selective"
+    if selective and isinstance(model, Chain):
+        raise PlanError(
+            f"checkpoint=selective: {model.name or 'the model'} has no attention; possible are the others of "
+            f"{segments.POSSIBLE}"
+        )
+    costs = _costs(model, rows, element, division, selective)
+    layers = range(chunk.start, chunk.stop)
+    chain = costs.chain(layers.start, layers.stop)
+    if moves is None:
+        moves = _segments(costs, layers, checkpoint, ends or isinstance(model, Chain), flight)
+    held, peak = memory(chain, moves or keep_everything(len(layers)))
+    received = costs.output[layers.start - 1] if chunk.before else 0
+    returned = costs.gradient[layers.stop - 1] if chunk.after else 0
+    core = 0  # the attention core that runs again
+    if selective:
+        everything = _costs(model, rows, element, division, False).saved
+        core = max(everything[l] - costs.saved[l] for l in layers)
+    largest = max(costs.saved[l] + costs.output[l] for l in layers)
+    again = tuple(layers.start + move.layer for move in moves if move.op is Op.RECOMPUTE)
+    return Part(held + received, peak - held + core, received, returned, largest, again)
+
+
+def _segments(costs: LayerCosts, layers: range, checkpoint: Any, ends: bool, flight: int) -> tuple[Move, ...]:
+    """The moves of a chunk that runs again in segments; (): it keeps everything. Without `ends` the first and the last
+    layer of the model are in no segment."""
+    if checkpoint in (0, "selective"):
+        return ()
+    count = len(costs.forward)
+    first, last = (0, count) if ends or isinstance(checkpoint, tuple) else (1, count - 1)
+    part = range(max(layers.start, first), min(layers.stop, last))
+    if not part:
+        return ()
+    found = segments.cut(checkpoint, part, costs.chain(part.start, part.stop), flight)
+    shift = part.start - layers.start
+    return in_segments(len(layers), [range(one.start + shift, one.stop + shift) for one in found])
+
+
+@lru_cache(64)
+def _within(numbers: PlanNumbers, model: Sizes) -> tuple[tuple[Move, ...], ...]:
+    """For each rank, the fastest moves within a budget. Errors: PlanError for a budget that is too small."""
+    n, plan = numbers, pipeline(numbers)
+    costs = _costs(model, n.rows / n.ep, n.bytes.activation, n.division, False)
+    shape = Shape(own_layers(model), _groups(model, n.division)[0], model.name)
+    layout = Layout(shape, 1, n.pp, split_of(n, model), plan.microbatches, plan.placement())
+    assert isinstance(n.checkpoint, str)
+    actions = [plan.actions(rank) for rank in range(n.pp)]
+    return tuple(segments.schedules(n.checkpoint, layout, actions, costs))
+
+
+def _activations(numbers: PlanNumbers, model: Sizes, parts: Sequence[Part], rank: int) -> ActivationSources:
+    """Where the activations of a rank come from."""
+    n = numbers
+    sizes = list(dict.fromkeys((part.held, part.more) for part in parts))
+    moments = moments_of(n, rank, tuple(sizes.index((part.held, part.more)) for part in parts))
+    most, top, then = 0, 0, (0,) * len(sizes)
+    for counts, backward in moments:
+        now = sum(count * size[0] for count, size in zip(counts, sizes, strict=True))
+        if now > most:
+            most, then = now, counts
+        top = max(top, now + (sizes[backward][1] if backward >= 0 else 0))
+    ahead = AHEAD // copies_of(n)
+    messages = 0
+    if n.pp > 1:
+        for part, (alone, _) in zip(parts, in_flight_of_chunks(n, rank), strict=True):
+            messages += min(ahead, max(0, n.microbatches - alone)) * part.received
+            messages += min(ahead, n.microbatches - 1) * part.returned
+    if n.ep > 1 and isinstance(model, Transformer):  # rows that go to experts of other ranks, and come back
+        messages += 2 * model.top * _costs(model, n.rows / n.ep, n.bytes.activation, n.division, False).output[0]
+    largest = max(part.largest for part in parts)
+    return ActivationSources(most, top - most, messages, largest, tuple(size[0] for size in sizes), then)
+
+
+# micro-batches in flight ---------------------------------------------------------------------------------------------
+
+
+Moment = tuple[tuple[int, ...], int]  # micro-batches of each kind of chunk that are kept; the kind that goes backward
+
+
+def in_flight(actions: Iterable[Action], sizes: Sequence[float], more: Sequence[float] = ()) -> float:
+    """The most that a rank's micro-batches keep at the same time, if one micro-batch keeps `sizes[c]` in chunk c.
+
+    With a split backward it is kept until the weight half is done. A backward takes `more[c]` in addition while it
+    runs.
+    """
+    found = 0.0
+    for counts, chunk in _walk(actions, range(len(sizes))):
+        now = sum(count * size for count, size in zip(counts, sizes, strict=True))
+        found = max(found, now + (more[chunk] if more and chunk >= 0 else 0))
+    return found
+
+
+def _walk(actions: Iterable[Action], kinds: Sequence[int]) -> Iterable[Moment]:
+    """The moments before each backward, in which most is kept."""
+    counts = [0] * (1 + max(kinds, default=0))
+    grown = False
+    for action in actions:
+        kind = kinds[action.chunk]
+        if isinstance(action, Forward):
+            counts[kind] += 1
+            grown = True
+        elif isinstance(action, BackwardWeight):
+            if grown:
+                yield tuple(counts), -1
+            counts[kind] -= 1
+            grown = False
+        else:
+            yield tuple(counts), kind
+            if not isinstance(action, BackwardInput):
+                counts[kind] -= 1
+            grown = False
+    if grown:
+        yield tuple(counts), -1
+
+
+def pipeline(numbers: PlanNumbers) -> Plan:
+    """One replica's pipeline as a plan, for as many micro-batches as are needed to have most of them in flight."""
+    n, schedule = numbers, find(numbers.schedule)
+    options = dict(n.options)
+    for key in ("chunks", "slices"):
+        if key in schedule.options:
+            options[key] = n.chunks
+    return _pipeline(n.pp, n.schedule, _enough(n), tuple(sorted(options.items())))
+
+
+@lru_cache(4096)
+def _pipeline(pp: int, schedule: str, microbatches: int, options: tuple[tuple[str, Any], ...]) -> Plan:
+    return Plan(pp=pp, schedule=schedule, microbatches=microbatches, **dict(options))
+
+
+def _enough(numbers: PlanNumbers) -> int:
+    """Micro-batches of a round, or fewer of them if as many are in flight by the schedule's formula."""
+    n, form = numbers, find(numbers.schedule).form
+    m = n.microbatches // n.rounds
+    few = 4 * n.pp + m % (2 * n.pp)
+    if few >= m or form is None or n.options:
+        return m
+    same = all(form.in_flight(n.pp, few, n.chunks, d) == form.in_flight(n.pp, m, n.chunks, d) for d in (0, n.pp - 1))
+    return few if same else m
+
+
+def moments_of(numbers: PlanNumbers, rank: int, kinds: tuple[int, ...]) -> tuple[Moment, ...]:
+    """The moments in which a rank may need most.
+
+    kinds   for each chunk the number of its kind: chunks of a kind keep as much
+    """
+    if (count := _by_formula(numbers, rank)) is not None:
+        return (((count,), 0),)
+    return _counted(pipeline(numbers), rank, kinds)
+
+
+def in_flight_of_chunks(numbers: PlanNumbers, rank: int) -> Sequence[tuple[int, int]]:
+    """For each chunk of a rank, how many micro-batches are in flight at most: until their backward is done, and until
+    its input half is done."""
+    if (count := _by_formula(numbers, rank)) is not None:
+        return ((count, count),)
+    return _counted_chunks(pipeline(numbers), rank)
+
+
+def _by_formula(numbers: PlanNumbers, rank: int) -> int | None:
+    """Micro-batches in flight of a rank with one chunk and whole backwards, whose schedule has a formula."""
+    n, schedule = numbers, find(numbers.schedule)
+    if schedule.form is None or n.options or n.stages_of_a_rank > 1 or _halves(n.schedule):
+        return None
+    return int(schedule.form.in_flight(n.pp, n.microbatches // n.rounds, n.chunks, rank))
+
+
+@lru_cache(64)
+def _halves(schedule: str) -> bool:
+    """Whether a schedule splits backwards."""
+    return Plan(pp=2, schedule=schedule, microbatches=4).splits
+
+
+@lru_cache(8192)
+def _counted(plan: Plan, rank: int, kinds: tuple[int, ...]) -> tuple[Moment, ...]:
+    found = sorted(set(_walk(_actions(plan, rank), kinds)), reverse=True)
+    kept: list[Moment] = []
+    for counts, backward in found:  # (a moment in which no kind has more than in another one says nothing)
+        if not any(
+            other == backward and all(a <= b for a, b in zip(counts, more, strict=True)) for more, other in kept
+        ):
+            kept.append((counts, backward))
+    return tuple(kept)
+
+
+@lru_cache(8192)
+def _counted_chunks(plan: Plan, rank: int) -> tuple[tuple[int, int], ...]:
+    actions = _actions(plan, rank)
+    found = []
+    for c in range(len(plan.placement()[rank])):
+        mine = [action for action in actions if action.chunk == c]
+        found.append((int(in_flight(mine, [1] * (c + 1))), segments.in_flight(mine)))
+    return tuple(found)
+
+
+def _actions(plan: Plan, rank: int) -> list[Action]:
+    return plan.actions(rank, plan.settling_steps if plan.asynchronous else 1)
+
+
+# on the device and on the host ---------------------------------------------------------------------------------------
+
+
+def _on_device(numbers: PlanNumbers, own: Own, kept: ActivationSources) -> RankMemory:
+    """The bytes that stay on the device, and those that go to the host."""
+    away, held = numbers.offload, own.states
+    here = min(kept.held, 2 * kept.layer) if "activations" in away else kept.held  # one layer in use, one under way
+    host = held.optimizer * ("optimizer" in away) + held.parameters * ("parameters" in away) + kept.held - here
+    return RankMemory(
+        held.parameters * ("parameters" not in away),
+        held.gradients,
+        held.optimizer * ("optimizer" not in away),
+        here + kept.more,
+        own.gathered + own.buckets + kept.messages,
+        here,
+        host,
+    )
