@@ -4,6 +4,10 @@ devices.
 A prediction uses only a profile of one layer at a time, a calibration of the cluster, and the number of cores; on
 emulated devices it uses their rates alone. It uses no run of its plan. The measured time is the median of the steps
 after the first. Other programs on the machine make it longer.
+
+Where ranks share cores, the prediction is too short, most of all for dp=2 pp=2 on two cores (-21 %): ranks in turn
+on a core take more CPU time than one rank of a profile, whose numbers stay in the cache, and collectives take none in
+the simulator (docs/estimate.md, "On the machine that trains").
 """
 
 from __future__ import annotations

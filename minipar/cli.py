@@ -24,8 +24,10 @@ from minipar.course import freezing, lesson_commands
 from minipar.errors import DeviceOutOfMemory, MiniparError, PlanError, ProgramError, StoreError
 from minipar.program import Op
 from minipar.program.mesh import AXES, Mesh
+from minipar.program.rows import MOST_ROWS
 from minipar.strategies import schedules
 from minipar.strategies.plan import Plan, table
+from minipar.strategies.rows_said import rows_said
 from minipar.wording import several
 
 if TYPE_CHECKING:
@@ -39,7 +41,9 @@ class _Parser(argparse.ArgumentParser):
         raise PlanError(f"{self.prog}: {message}")
 
 
+MOST_PROCESSES = 64  # that `run` starts on this machine
 MOST_RANKS = 65_536  # of a mesh that `shard` divides a model over
+MOST_LISTED = 1_000_000  # ranks and micro-batches of which `memory` looks at each
 _EMULATE = "emulate a device: a preset such as 'pcie', and words such as 'forward=20ms bandwidth=1GB/s memory=64MiB'"
 
 
@@ -135,7 +139,7 @@ def _parser() -> _Parser:
         "(model, data) or (model, data, loss), as `train` takes them",
     )  # fmt: skip
     one.add_argument("--steps", type=_count, required=True, help="number of training steps")
-    one.add_argument("--batch", type=_count, default=16, help="rows of a step (default 16)")
+    one.add_argument("--batch", type=_rows, default=None, help="rows of a step (default 16)")
     one.add_argument("--ranks", type=_count, default=None, help="ranks to start; must be what the plan needs")
     one.add_argument("--seed", type=_seed, default=0, help="seed of parameters, data and dropout")
     one.add_argument("--dtype", choices=("float32", "float64"), default="float32", help="of parameters and rows")
@@ -152,7 +156,7 @@ def _parser() -> _Parser:
     one = command("memory", _memory, _show_memory, "bytes on every rank of a plan, from formulas")
     one.add_argument("plan", metavar="PLAN", help="key=value words, such as 'zero=3 dp=8 checkpoint=sqrt'")
     one.add_argument("--model", required=True, help="name of a preset or a published model, such as gpt3-175b")
-    one.add_argument("--batch", type=_count, default=None, help="rows of a step (default: one for each micro-batch)")
+    one.add_argument("--batch", type=_rows, default=None, help="rows of a step (default: one for each micro-batch)")
 
     one = command("estimate", _estimate, _show_estimate, "seconds and memory of a step on machines that are not here")
     one.add_argument(
@@ -170,7 +174,7 @@ def _parser() -> _Parser:
     )  # fmt: skip
     one.add_argument("--nodes", type=_count, default=None, help="number of nodes (default: what the plan needs)")
     one.add_argument("--gpus-per-node", type=_count, default=None, help="devices of a node (default: the hardware's)")
-    one.add_argument("--batch", type=_count, default=None, help="rows of a step (default: those of the micro-batches)")
+    one.add_argument("--batch", type=_rows, default=None, help="rows of a step (default: those of the micro-batches)")
     command("validate", _validate, _show_validate, "predictions beside published numbers, row by row")
 
     one = command("shard", _shard, _show_shard, "how a model's operators are divided over a mesh, and what that sends")
@@ -184,7 +188,7 @@ def _parser() -> _Parser:
     one.add_argument(
         "--sequence-parallel", action="store_true", help="between the divided operators the sequence is cut"
     )
-    one.add_argument("--batch", type=_count, default=16, help="rows of a step (default 16)")
+    one.add_argument("--batch", type=_rows, default=16, help="rows of a step (default 16)")
 
     one = command("plan", _plan, _show_plan, "the fastest plans for a model on machines that are not here, and why")
     one.add_argument("--model", required=True, help="a preset such as gpt3-175b, numbers, a TOML file, or module:build")
@@ -193,7 +197,7 @@ def _parser() -> _Parser:
         "--nodes", type=_count, default=None, help="how many nodes there are (default: the hardware's, or 1)"
     )
     one.add_argument("--gpus-per-node", type=_count, default=None, help="devices of a node (default: the hardware's)")
-    one.add_argument("--batch", type=_count, required=True, help="rows of a step over all replicas")
+    one.add_argument("--batch", type=_rows, required=True, help="rows of a step over all replicas")
     one.add_argument("--pin", default="", metavar="WORDS", help="keys that are fixed, such as 'tp=8 zero=1'")
     one.add_argument(
         "--memory", type=_bytes, default=None, help="bytes of a device to use, such as 70GB (default: all)"
@@ -201,13 +205,14 @@ def _parser() -> _Parser:
     one.add_argument("--best", type=_count, default=20, help="how many plans to show (default 20)")
     one.add_argument("--runs", action="store_true", help="only plans that minipar itself can run")
     one.add_argument("--explain", metavar="KEY", help="also what each value of a key, such as tp, would cost instead")
+    one.add_argument("--diff", metavar="PLAN", help="also what another plan has and takes otherwise than the best one")
     one.add_argument("--front", action="store_true", help="also the least time for less and less memory")
 
     one = command("export", _export, _show_export, "a plan as another system's flags or configuration")
-    one.add_argument("plan", metavar="PLAN", help="key=value words, or a TOML file that Plan.save wrote")
+    one.add_argument("plan", metavar="PLAN", help="key=value words, as `plan` prints them, too; or a file of Plan.save")
     one.add_argument("--to", required=True, metavar="SYSTEM", help="megatron, deepspeed or torchtitan")
     one.add_argument("--model", default=None, help="name of a preset or a published model, for its sizes")
-    one.add_argument("--batch", type=_count, default=None, help="rows of a step (default: one for each micro-batch)")
+    one.add_argument("--batch", type=_rows, default=None, help="rows of a step (default: one for each micro-batch)")
     one.add_argument("--nodes", type=_count, default=None, help="machines (default 1)")
     one.add_argument("--gpus-per-node", type=_count, default=None, help="ranks of each machine")
     one.add_argument("--output", metavar="FILE", default=None, help="write it to this file")
@@ -233,6 +238,13 @@ def _count(text: str) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is too small; possible is 1 or more")
+    return number
+
+
+def _rows(text: str) -> int:
+    number = _count(text)
+    if number > MOST_ROWS:
+        raise argparse.ArgumentTypeError(f"{text} is too large; possible is 1 to {MOST_ROWS}")
     return number
 
 
@@ -338,10 +350,15 @@ def _show_simulate(result: dict[str, Any]) -> str:
 
 
 def _run(options: argparse.Namespace) -> dict[str, Any]:
-    plan = _given_plan(options.plan)
+    plan, batch = _given_plan(options.plan, options.batch)
     if options.ranks is not None and options.ranks != plan.ranks:
         raise PlanError(
-            f"--ranks {options.ranks}: plan {plan} needs {several(plan.ranks, 'rank')} (dp x pp, and servers)"
+            f"--ranks {options.ranks}: plan {plan} needs {several(plan.ranks, 'rank')} (dp x pp x tp, and servers)"
+        )
+    if plan.ranks > MOST_PROCESSES and not launched.started():
+        raise PlanError(
+            f"plan {plan}: needs {several(plan.ranks, 'rank')}, and each is a process here; possible are up to "
+            f"{MOST_PROCESSES}, torchrun on several machines, or minipar estimate"
         )
     if options.emulate and launched.started():
         raise PlanError(f"--emulate {options.emulate}: not under torchrun; possible is minipar run without it")
@@ -370,7 +387,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
             plan,
             cluster=cluster,
             steps=options.steps,
-            batch=options.batch,
+            batch=batch or 16,
             loss=loss,
             optimizer=partial(torch.optim.SGD, lr=options.lr),
             seed=options.seed,
@@ -414,9 +431,12 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def _given_plan(text: str) -> Plan:
-    """A plan of words, or in a TOML file."""
-    return Plan.load(text) if text.endswith(".toml") else Plan.parse(text)
+def _given_plan(text: str, batch: int | None) -> tuple[Plan, int | None]:
+    """A plan of words, which may say micro_batch_size=, or in a TOML file; and the rows of a step."""
+    if text.endswith(".toml"):
+        return Plan.load(text), batch
+    words, batch = rows_said(text, batch)
+    return Plan.parse(words), batch
 
 
 def _to_train(name: str, seed: int) -> tuple[Any, Any, Any]:
@@ -491,7 +511,15 @@ def _show_run(result: dict[str, Any]) -> str:
 def _memory(options: argparse.Namespace) -> dict[str, Any]:
     from minipar.prediction import memory_formula
 
-    return memory_formula.report(options.plan, options.model, options.batch)
+    words, batch = rows_said(options.plan, options.batch)
+    plan = Plan.parse(words)
+    for key, number in (("ranks", plan.ranks), ("micro-batches", plan.dp * plan.total_microbatches)):
+        if number > MOST_LISTED:
+            raise PlanError(
+                f"plan {words}: has {number} {key}, too many to list them; possible is a plan with at most "
+                f"{MOST_LISTED}, or `minipar estimate`"
+            )
+    return memory_formula.report(words, options.model, batch)
 
 
 def _show_memory(result: dict[str, Any]) -> str:
@@ -576,7 +604,7 @@ def _plan(options: argparse.Namespace) -> dict[str, Any]:
         _sizes(options.model), _machine(options.hardware), options.nodes, options.gpus_per_node, options.batch,
         pins=options.pin, memory=options.memory, most=options.best, runs=options.runs,
     )  # fmt: skip
-    return report(found, options.explain, options.front)
+    return report(found, options.explain, options.front, options.diff)
 
 
 def _show_plan(result: dict[str, Any]) -> str:
@@ -586,8 +614,8 @@ def _show_plan(result: dict[str, Any]) -> str:
 def _bytes(text: str) -> int:
     try:
         return int(quantity("memory", text))
-    except PlanError as error:
-        raise argparse.ArgumentTypeError(error.reason) from None
+    except PlanError:
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number of bytes above 0, such as 70GB") from None
 
 
 def _validate(options: argparse.Namespace) -> dict[str, Any]:
@@ -630,7 +658,9 @@ def _annotations(text: str) -> dict[str, str]:
         try:
             content = path.read_text("utf-8")
             found = json.loads(content) if path.suffix == ".json" else _toml(content)
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            raise PlanError(f"--annotate {text}: cannot be read ({error.strerror})") from None
+        except ValueError as error:
             raise PlanError(f"--annotate {text}: {error}") from None
         if not isinstance(found, dict) or not all(isinstance(form, str) for form in found.values()):
             raise PlanError(
@@ -761,8 +791,8 @@ def _columns(rows: Sequence[Sequence[Any]]) -> list[str]:
 
 
 def _export(options: argparse.Namespace) -> dict[str, Any]:
-    plan = _given_plan(options.plan)
-    found = plan.export(options.to, options.model, options.batch, options.nodes, options.gpus_per_node)
+    plan, batch = _given_plan(options.plan, options.batch)
+    found = plan.export(options.to, options.model, batch, options.nodes, options.gpus_per_node)
     if options.output is not None:
         try:
             Path(options.output).write_text(found.text, "utf-8")

@@ -135,6 +135,7 @@ REFUSED = [
     (["simulate", "pp=2"], ["--layers"]),
     (["run", "pp=2", "--model", "gpt-huge", "--steps", "1"], ["gpt-huge", "gpt-tiny"]),
     (["run", "pp=2 dp=2", "--model", "gpt-tiny", "--steps", "1", "--ranks", "3"], ["--ranks 3", "4 ranks"]),
+    (["run", "dp=300", "--model", "gpt-tiny", "--steps", "1"], ["300 ranks", "up to 64", "minipar estimate"]),
     (["run", "pp=7", "--model", "gpt-tiny", "--steps", "1"], ["pp=7", "6"]),
     (["run", "pp=2", "--model", "gpt-tiny", "--steps", "0"], ["--steps"]),
     (["run", "pp=2", "--model", "gpt-tiny", "--steps", "1", "--dtype", "int8"], ["--dtype", "float64"]),

@@ -24,6 +24,8 @@ from minipar.errors import PlanError
 from minipar.models.sizes import read_toml
 from minipar.wording import did_you_mean
 
+MOST_DEVICES = 1_048_576  # that formulas and searches take; the largest clusters have a tenth
+
 
 @dataclass(frozen=True)
 class Efficiency:
@@ -100,6 +102,13 @@ class Hardware:
             value = getattr(self, key)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise PlanError(f"{key}={value!r}: must be a whole number of at least {least}")
+        if self.per_node > MOST_DEVICES:
+            raise PlanError(f"per_node={self.per_node}: too many devices for a node; possible are 1 to {MOST_DEVICES}")
+        if self.nodes * self.per_node > MOST_DEVICES:
+            raise PlanError(
+                f"nodes={self.nodes}: with {self.per_node} devices each these are too many; possible are 1 to "
+                f"{MOST_DEVICES // self.per_node}"
+            )
 
     @staticmethod
     def measured(rates: Calibration, memory: int = 16 * 10**9, name: str = "this-machine") -> Hardware:
@@ -152,7 +161,7 @@ PRESETS: dict[str, Hardware] = {
 }  # fmt: skip
 
 
-def hardware(given: str | Hardware | Calibration) -> Hardware:
+def hardware(given: str | Path | Hardware | Calibration) -> Hardware:
     """A machine, from a preset's name with `key=value` words, a TOML file, a calibration; or as it is.
 
     Errors: PlanError for an unknown name, which lists the presets, or an unknown key, which lists the keys.
@@ -161,14 +170,21 @@ def hardware(given: str | Hardware | Calibration) -> Hardware:
         return given
     if isinstance(given, Calibration):
         return Hardware.measured(given)
-    name, *words = str(given).split() or [""]
+    if isinstance(given, Path):
+        given = str(given)
+    if not isinstance(given, str):
+        raise PlanError(
+            f"hardware {given!r}: must be a name or words, a Hardware or a Calibration; there are {', '.join(PRESETS)}"
+        )
+    name, *words = given.split() or [""]
     if name.endswith(".toml"):
         made = _from_table(name, read_toml(name))
     elif name in PRESETS:
         made = PRESETS[name]
     else:
+        wrong = "no such preset" if name else "none is named"
         raise PlanError(
-            f"hardware {name!r}: no such preset; there are {', '.join(PRESETS)}, this-machine, or a TOML file"
+            f"hardware {name!r}: {wrong}; there are {', '.join(PRESETS)}, this-machine, or a TOML file"
             f"{did_you_mean(name, PRESETS)}"
         )
     changed = dict(word.partition("=")[::2] for word in words)

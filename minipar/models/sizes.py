@@ -202,9 +202,13 @@ class Chain:
 Sizes = Transformer | Chain
 
 
+_MOST = {"layers": 100_000, "heads": 100_000, "kv_heads": 100_000, "experts": 100_000}
+
+
 def _check_whole(key: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise PlanError(f"{key}={value!r}: must be a whole number of at least {least}")
+    most = _MOST.get(key, 10**12)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise PlanError(f"{key}={value!r}: must be a whole number from {least} to {most}")
 
 
 def of_gpt(numbers: GPT, name: str = "", flash: bool = False) -> Transformer:
@@ -298,6 +302,7 @@ MODELS: dict[str, Sizes] = {
     "resnet-50": resnet((3, 4, 6, 3), "resnet-50"),
 }
 KINDS = ("gpt", "llama", "mixture")
+_NUMBERS = "numbers, such as 'gpt layers=24 hidden=1024 heads=16 sequence=1024 vocabulary=50257' (or llama, mixture)"
 
 
 def names() -> tuple[str, ...]:
@@ -305,7 +310,7 @@ def names() -> tuple[str, ...]:
     return (*MODELS, *(name for name in PRESETS))
 
 
-def sizes(given: str | Sizes | Preset | Mapping[str, Any]) -> Sizes:
+def sizes(given: str | Path | Sizes | Preset | Mapping[str, Any]) -> Sizes:
     """The numbers of a model, from its name, words, a TOML file, or a table of the words; or as they are.
 
     Errors: PlanError for an unknown name or number, which lists the known ones.
@@ -317,7 +322,16 @@ def sizes(given: str | Sizes | Preset | Mapping[str, Any]) -> Sizes:
     if isinstance(given, Mapping):
         table = dict(given)
         return _worded(str(table.pop("kind", "gpt")), table, "model")
-    name, *words = str(given).split() or [""]
+    if isinstance(given, Path):
+        given = str(given)
+    if not isinstance(given, str):
+        raise PlanError(
+            f"model {type(given).__name__}: must be a name, words, a table or a dataclass; for a torch model give "
+            "models.counting.chain_of(model, example), or estimate(..., example=) an example of its input"
+        )
+    name, *words = given.split() or [""]
+    if not name:
+        raise PlanError(f"model '': none is named; there are {', '.join(names())}; or give {_NUMBERS}")
     table = {}
     for word in words:
         key, equals, value = word.partition("=")
@@ -348,9 +362,8 @@ def _worded(name: str, table: dict[str, Any], told: str) -> Sizes:
         made = of_preset(PRESETS[name], name)
     else:
         raise PlanError(
-            f"model {name!r}: no such preset{did_you_mean(name, names())}; there are {', '.join(names())}; or give "
-            "numbers, such as "
-            "'gpt layers=24 hidden=1024 heads=16 sequence=1024 vocabulary=50257' (or llama, mixture)"
+            f"model {name!r}: no such preset; there are {', '.join(names())}; or give {_NUMBERS}"
+            f"{did_you_mean(name, names())}"
         )
     if not table:
         return made

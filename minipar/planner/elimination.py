@@ -35,16 +35,19 @@ class _Factor:
     table: Table
 
 
-def eliminate(graph: CostGraph, price: float = 0.0) -> Answer:
-    """The fastest answer. `price`: seconds for each byte, which are added to the time while it is searched.
+def eliminate(graph: CostGraph, price: float = 0.0, largest: int = LARGEST) -> Answer:
+    """The fastest answer.
 
-    Errors: PlanError, if a table would have more than 20 million entries, if no answer goes together, or if the answer
+    price     seconds for each byte, which are added to the time while it is searched
+    largest   entries of a table
+
+    Errors: PlanError, if a table would have more than `largest` entries, if no answer goes together, or if the answer
     needs more memory than the budget: the budget is not looked at on the way.
     """
     began = perf_counter()
     kept = undominated(graph)
     small = graph.keep(kept)
-    chosen = _solve(small, price)
+    chosen = _solve(small, price, largest)
     choices = tuple(own[k] for own, k in zip(kept, chosen, strict=True))
     time = graph.seconds(choices)
     if not math.isfinite(time):
@@ -60,34 +63,77 @@ def eliminate(graph: CostGraph, price: float = 0.0) -> Answer:
     return answer(graph, "elimination", choices, began, bound=time if price == 0 else None)
 
 
-def _solve(graph: CostGraph, price: float) -> list[int]:
+def marginals(graph: CostGraph, price: float = 0.0, largest: int = LARGEST) -> list[Table]:
+    """Of each node's choices the time of the best answer that has it, with `price` seconds for each byte.
+
+    All are found by two sweeps: nodes are removed one after another, and on the way back each one learns what all that
+    was removed after it costs. largest: entries of a table. Errors: PlanError, as `eliminate`.
+    """
+    removed = _remove(graph, price, largest)
+    roots = [one for one in removed if not one.others]  # (one for each part of the graph)
+    least = [float(one.total.min()) for one in roots]
+    for k, one in enumerate(roots):
+        one.total = one.total + sum(least[:k] + least[k + 1 :])
+    found: list[Table] = [np.zeros(0)] * len(graph.nodes)
+    for one in reversed(removed):
+        found[one.node] = one.total.min(axis=tuple(range(one.total.ndim - 1)))
+        axes = (*one.others, one.node)
+        for before in one.senders:
+            with np.errstate(invalid="ignore"):
+                rest = one.total - _spread(_Factor(before.others, before.total.min(axis=-1)), axes)
+            rest = np.where(np.isnan(rest), np.inf, rest)  # (what cannot be, less what cannot be)
+            down = rest.min(axis=tuple(d for d, n in enumerate(axes) if n not in before.others))
+            shared = tuple(n for n in axes if n in before.others)
+            before.total = before.total + _spread(_Factor(shared, down), (*before.others, before.node))
+    return found
+
+
+@dataclass
+class _Removed:
+    """A node that was removed: the others of its table, the table with the node as last dimension, and the nodes
+    removed before whose tables are a part of it."""
+
+    node: int
+    others: tuple[int, ...]
+    total: Table
+    senders: list[_Removed]
+
+
+def _remove(graph: CostGraph, price: float, largest: int) -> list[_Removed]:
+    """All nodes in the order in which they are removed."""
     sizes = [len(node.labels) for node in graph.nodes]
-    factors = [
-        _Factor((k,), np.array(node.seconds) + price * np.array(node.memory)) for k, node in enumerate(graph.nodes)
+    factors: list[tuple[_Factor, _Removed | None]] = [
+        (_Factor((k,), np.array(node.seconds) + price * np.array(node.memory)), None)
+        for k, node in enumerate(graph.nodes)
     ]
-    factors += [_Factor((edge.start, edge.end), edge.seconds) for edge in graph.edges]
+    factors += [(_Factor((edge.start, edge.end), edge.seconds), None) for edge in graph.edges]
     left = set(range(len(sizes)))
-    removed: list[tuple[int, tuple[int, ...], Table]] = []
+    removed: list[_Removed] = []
     while left:
-        around = {k: {n for f in factors if k in f.nodes for n in f.nodes} for k in left}
+        around = {k: {n for f, _ in factors if k in f.nodes for n in f.nodes} for k in left}
         node = min(left, key=lambda k: math.prod(sizes[n] for n in around[k]))
-        if math.prod(sizes[n] for n in around[node]) > LARGEST:
+        if math.prod(sizes[n] for n in around[node]) > largest:
             raise PlanError(
                 f"elimination: {graph.nodes[node].name} has {len(around[node]) - 1} neighbours, and their table would "
-                f"have more than {LARGEST} entries; possible is the linear program (ilp)"
+                f"have more than {largest} entries; possible is the linear program (ilp)"
             )
         others = tuple(sorted(around[node] - {node}))
         total = np.zeros([sizes[n] for n in others] + [sizes[node]])
-        for factor in (f for f in factors if node in f.nodes):
+        own = [one for one in factors if node in one[0].nodes]
+        for factor, _ in own:
             total = total + _spread(factor, (*others, node))
-        factors = [f for f in factors if node not in f.nodes]
-        removed.append((node, others, np.argmin(total, axis=-1)))
+        factors = [one for one in factors if node not in one[0].nodes]
+        removed.append(_Removed(node, others, total, [sender for _, sender in own if sender is not None]))
         if others:
-            factors.append(_Factor(others, np.min(total, axis=-1)))
+            factors.append((_Factor(others, np.min(total, axis=-1)), removed[-1]))
         left.remove(node)
-    chosen = [0] * len(sizes)
-    for node, others, best in reversed(removed):
-        chosen[node] = int(best[tuple(chosen[n] for n in others)])
+    return removed
+
+
+def _solve(graph: CostGraph, price: float, largest: int) -> list[int]:
+    chosen = [0] * len(graph.nodes)
+    for one in reversed(_remove(graph, price, largest)):
+        chosen[one.node] = int(np.argmin(one.total[tuple(chosen[n] for n in one.others)]))
     return chosen
 
 

@@ -35,21 +35,22 @@ from minipar.costs.hardware import Hardware, hardware
 from minipar.costs.rates import Calibration
 from minipar.errors import PlanError
 from minipar.models.sizes import Sizes, sizes
-from minipar.planner.planned import Planned, difference
+from minipar.planner.planned import PlanDifference, Planned, difference
 from minipar.planner.reasons import advice, reasons
 from minipar.planner.space import INNER, OUTER, Space, space
+from minipar.planner.way_out import nothing_fits, smallest
 from minipar.prediction.closed_form import closed_form
+from minipar.prediction.estimating import estimate
 from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.prediction.plan_words import check
 from minipar.prediction.replica import by_simulation
+from minipar.program.rows import MOST_ROWS
 from minipar.strategies import keys
 from minipar.strategies.schedules.registry import find
 from minipar.wording import several
 
 WORK = ("matrix products", "other operators", "recomputation", "collectives of shared layers")
 SIMULATED = 20  # of the best plans
-MOST_DEVICES = 65_536  # that an error looks at
-LARGEST = 1_048_576  # devices that a search takes
 WIDTH = 100  # columns of a table
 ACTIONS = 20_000  # of all replicas that are simulated together: a few seconds
 
@@ -82,15 +83,30 @@ class Found:
         return solve(self.space.pinned(pins), most=len(self.best))
 
     def explain(self, key: str) -> Alternatives:
-        """What each value of a key would cost instead, where all others may change along with it.
+        """What each value of a key would cost instead, where all others may change along with it. All times are those
+        of formulas.
 
         Errors: PlanError for a key that is not searched.
         """
         return alternatives(self.space, key, self.plan)
 
+    def difference(self, plan: str | Planned) -> PlanDifference:
+        """What another plan for the same problem has and takes otherwise than the fastest one, by formulas.
+
+        plan   its words, as `estimate` reads them. Errors: PlanError, as `estimate`
+        """
+        if isinstance(plan, Planned):
+            return difference(self.plan, plan)
+        where = self.space
+        given = plan if "precision=" in plan else f"{plan} precision={where.precision}"
+        return difference(self.plan, estimate(given, where.model, where.machine, where.batch))
+
     def front(self, points: int = 6) -> tuple[Planned, ...]:
         """The fastest plans for less and less memory, from the smallest to the fastest one."""
         return front(self.space, self.plan, points)
+
+    def __repr__(self) -> str:
+        return str(self)  # (a Python prompt shows the table, too)
 
     def table(self) -> list[tuple[str, ...]]:
         """A row of text per plan."""
@@ -104,13 +120,23 @@ class Found:
 
     def __str__(self) -> str:
         shared = [word for word in self.plan.words.split() if all(word in one.words.split() for one in self.best)]
-        lines = wrap(f"all plans: {' '.join(shared)}", WIDTH) if shared and len(self.best) > 1 else []
+        lines = (
+            wrap(f"all plans: {' '.join(shared)}", WIDTH, break_on_hyphens=False)
+            if shared and len(self.best) > 1
+            else []
+        )
         rows = [(*row[1:], row[0]) for row in self.table()]
         widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]) - 1)]
         for *numbers, plan in rows:
             start = "".join(f"{cell.ljust(w)}  " for cell, w in zip(numbers, widths, strict=True))
             own = " ".join(word for word in plan.split() if word not in shared or len(self.best) == 1)
-            lines += wrap(own or "as above", WIDTH, initial_indent=start, subsequent_indent=" " * len(start))
+            lines += wrap(
+                own or "as above",
+                WIDTH,
+                initial_indent=start,
+                subsequent_indent=" " * len(start),
+                break_on_hyphens=False,
+            )
         lines += ["", *self.plan.reasons]
         lines.append(
             f"{several(self.searched, 'plan')} in {self.seconds:.2f} s: {self.tried} by formulas, and no other has a "
@@ -134,15 +160,17 @@ def search(
     batch: int = 1,
     *,
     pins: str | Mapping[str, Any] = "",
-    memory: int | None = None,
+    memory: int | str | None = None,
     most: int = SIMULATED,
     simulate: bool = True,
     runs: bool = False,
 ) -> Found:
     """The fastest plans for a model, and how much is known about all others.
 
+    model, devices, nodes, gpus_per_node   as for `minipar.estimate`; default: the machine's own nodes, or one
+    batch     rows of a step over all replicas
     pins      keys that are fixed: "tp=8 zero=1"
-    memory    bytes of a device that may be used; default: all of them
+    memory    bytes of a device that may be used, or words such as "70GB"; default: all of them
     most      how many plans to return
     simulate  whether the best ones are simulated where their formula is not exact
     runs      whether only plans count that minipar itself can run
@@ -154,17 +182,9 @@ def search(
     changed: dict[str, Any] = {"nodes": keys.whole_number("nodes", nodes if nodes is not None else machine.nodes or 1)}
     if gpus_per_node is not None:
         changed["per_node"] = keys.whole_number("gpus-per-node", gpus_per_node)
-    per_node = changed.get("per_node", machine.per_node)
-    if changed["nodes"] * per_node > LARGEST:
-        raise PlanError(
-            f"nodes={changed['nodes']}: with {per_node} devices each these are too many for a search; possible are "
-            f"1 to {LARGEST // per_node}"
-            if per_node <= LARGEST
-            else f"gpus-per-node={per_node}: too many for a search; possible are 1 to {LARGEST}"
-        )
     if memory is not None:
         changed["memory"] = memory
-    found = space(sizes(model), replace(machine, **changed), keys.whole_number("batch", batch), pins)
+    found = space(sizes(model), replace(machine, **changed), keys.whole_number("batch", batch, most=MOST_ROWS), pins)
     return solve(replace(found, runs=runs), keys.whole_number("most", most), simulate)
 
 
@@ -173,7 +193,7 @@ def solve(space: Space, most: int = SIMULATED, simulate: bool = True) -> Found:
     began = perf_counter()
     best, tried, bound = _by_formulas(space, most)
     if not best:
-        raise PlanError(_nothing_fits(space))
+        raise PlanError(nothing_fits(space))
     plans = _simulated(space, best) if simulate else best
     plans.sort(key=lambda one: one.time)
 
@@ -266,65 +286,15 @@ def _simulated(space: Space, best: list[Planned]) -> list[Planned]:
     return made
 
 
-def smallest(space: Space) -> Planned:
-    """A plan of a space that needs least memory, whatever its time: one row at a time, the largest stage of ZeRO, and
-    all on the host that may be there. Errors: PlanError, if no plan can be at all."""
-    d = space.domains
-    rows = d["micro_batch_size"] if d["ep"] != (1,) else d["micro_batch_size"][:1]
-    zero = tuple(sorted({min(d["zero"]), max(d["zero"])}))  # (a single replica can only have stage 0)
-    ends = {**d, "micro_batch_size": rows, "schedule": d["schedule"][:3], "zero": zero}
-    ends["offload"] = (max(d["offload"], key=len),)
-    best: Planned | None = None
-    small = replace(space, domains=ends)
-    for outer in small.outer():
-        for numbers in small.inner(outer):
-            for chosen in [*small.offloaded(numbers)] or [numbers]:
-                try:
-                    cost = closed_form(chosen, space.model, space.machine)
-                    if best is None or (cost.memory, cost.time) < (best.memory, best.cost.time):
-                        check(chosen, space.model, space.machine)
-                        best = Planned(chosen, cost)
-                except PlanError:
-                    continue
-    if best is None:
-        raise PlanError(_no_plan(space))
-    return best
-
-
-def _no_plan(space: Space) -> str:
-    pins = " ".join(f"{k}={v}" for k, v in space.pins.items())
-    return (
-        f"batch={space.batch} on {several(space.devices, 'device')}{f' with {pins}' if pins else ''}: no plan divides "
-        "both evenly; possible are a batch that is a multiple of the replicas, fewer pins, or another number of nodes"
-    )
-
-
-def _nothing_fits(given: Space) -> str:
-    """What would do: the smallest memory of a device, and a number of nodes."""
-    least, machine = smallest(given), given.machine
-    text = (
-        f"{given.model.name or 'model'} on {several(given.devices, 'device')}: no plan fits in "
-        f"{machine.memory / 1e9:.4g} GB; the smallest needs {least.memory / 1e9:.4g} GB ({least.words}): possible is a "
-        "budget of that size"
-    )
-    nodes = machine.nodes
-    while nodes * machine.per_node < MOST_DEVICES:
-        nodes *= 2
-        more = space(given.model, replace(machine, nodes=nodes), given.batch, dict(given.pins))
-        try:
-            if smallest(more).memory <= machine.memory:
-                return f"{text}, or nodes={nodes}"
-        except PlanError:
-            continue
-    return text
-
-
 # What if --------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Alternative:
-    """One value of a key, and the best plan that has it; None, and why not, if there is none."""
+    """One value of a key, and the best plan that has it; None, and why not, if there is none.
+
+    slower   how much longer the formula says it takes than that of the plan it is compared with: 0.02 is 2 %
+    """
 
     value: str
     plan: Planned | None
@@ -339,17 +309,30 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Alternatives:
-    """All values of a key, the best one first."""
+    """All values of a key, the best one first. Times are those of formulas, also where the search simulated.
+
+    best   the plan that they are compared with
+    """
 
     key: str
     rows: tuple[Alternative, ...]
+    best: Planned
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
-        return "\n".join(f"{self.key}={row}" for row in self.rows)
+        lines = [f"{self.key}={row}" for row in self.rows]
+        if self.best.simulated is not None:
+            lines.append(
+                f"These are times by formulas: the best plan has {self.best.cost.time:.4g} s, and "
+                f"{self.best.simulated:.4g} s where it is simulated."
+            )
+        return "\n".join(lines)
 
 
 def alternatives(space: Space, key: str, best: Planned) -> Alternatives:
-    """What each value of a key would cost. Errors: PlanError for a key that is not searched."""
+    """What each value of a key would cost, by formulas. Errors: PlanError for a key that is not searched."""
     possible = (*OUTER, *INNER)
     if key not in possible:
         raise PlanError(f"key {key!r}: is not searched; possible are {', '.join(possible)}")
@@ -358,15 +341,18 @@ def alternatives(space: Space, key: str, best: Planned) -> Alternatives:
     for value in values:
         said = _said(key, value)
         own = [one for one in space.domains[key] if one[0] == value] if key == "schedule" else [value]
-        small = replace(space, domains={**space.domains, key: tuple(own)}, pins={**space.pins, key: value})
+        small = replace(space, domains={**space.domains, key: tuple(own)}, pins={**space.pins, key: said})
         found, _, _ = _by_formulas(small, 1)
         if not found:
             rows.append(Alternative(said, None, float("inf"), _why_none(small)))
             continue
         plan = found[0]
-        rows.append(Alternative(said, plan, plan.cost.time / best.cost.time - 1, difference(best, plan).reason))
+        reason = difference(best, plan).reason
+        if key == "schedule" and plan.numbers.pp == 1:
+            reason = "with pp=1, which has no order of stages"
+        rows.append(Alternative(said, plan, plan.cost.time / best.cost.time - 1, reason))
     rows.sort(key=lambda row: row.slower)
-    return Alternatives(key, tuple(rows))
+    return Alternatives(key, tuple(rows), best)
 
 
 def _said(key: str, value: Any) -> str:
@@ -386,7 +372,8 @@ def _why_none(space: Space) -> str:
 
 
 def front(space: Space, fastest: Planned, points: int = 6) -> tuple[Planned, ...]:
-    """The fastest plans for budgets between the smallest plan and the fastest one."""
+    """The fastest plans for `points` budgets between the smallest plan and the fastest one."""
+    points = keys.whole_number("points", points, 2)
     least = smallest(space)
     found = [least, fastest]
     for k in range(1, points - 1):
@@ -399,8 +386,9 @@ def front(space: Space, fastest: Planned, points: int = 6) -> tuple[Planned, ...
     return tuple(kept)
 
 
-def report(found: Found, key: str | None = None, with_front: bool = False) -> dict[str, Any]:
-    """What a search found, for scripts and for people (`text`). `key`: also what its values would cost instead."""
+def report(found: Found, key: str | None = None, with_front: bool = False, other: str | None = None) -> dict[str, Any]:
+    """What a search found, for scripts and for people (`text`). `key`: also what its values would cost instead, by
+    formulas. `other`: also what this plan has and takes otherwise."""
     told = advice(found.plan, found.space)
     text = [str(found), "", *wrap(told, WIDTH)]
     made: dict[str, Any] = {
@@ -415,14 +403,19 @@ def report(found: Found, key: str | None = None, with_front: bool = False) -> di
         text += ["", str(rows)]
         made["explain"] = [
             {"value": row.value, "plan": row.plan.words if row.plan else None,
-             "time": row.plan.time if row.plan else None, "reason": row.reason}
+             "time": row.plan.cost.time if row.plan else None, "slower": row.slower if row.plan else None,
+             "reason": row.reason}
             for row in rows.rows
         ]  # fmt: skip
+    if other is not None:
+        apart = found.difference(other)
+        text += ["", f"the best plan -> {other}, by formulas", str(apart) or "they are the same"]
+        made["diff"] = {"keys": [list(one) for one in apart.keys], "seconds": apart.seconds, "bytes": apart.bytes}
     if with_front:
         plans = found.front()
         text.append("")
         for one in plans:
             line = f"{one.memory / 1e9:6.1f} GB  {one.time:.4g} s  {one.words}"
-            text += wrap(line, WIDTH, subsequent_indent=" " * 12, drop_whitespace=True)
+            text += wrap(line, WIDTH, subsequent_indent=" " * 12, break_on_hyphens=False)
         made["front"] = [one.as_dict() for one in plans]
     return {**made, "text": "\n".join(text)}

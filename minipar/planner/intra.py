@@ -13,8 +13,9 @@ Only s has to be whole: where it is, the two equalities leave one way to choose 
 (choices that write the same form) share one variable, and columns do, too. What the program takes if s may be a
 fraction is a lower bound: the certificate that an answer is at most so far from the best one there is.
 
-A large budget leaves the bound at, or close to, the optimum. A small one leaves a gap, since fractions of layers fill
-it to the last byte.
+A large budget leaves the relaxation at, or close to, the optimum. A small one leaves a gap, since fractions of layers
+fill it to the last byte. Then the bound is that of HiGHS's branch and bound, which ends where it meets the answer.
+Before that a price of memory (`priced`) finds an answer and a bound, and leaves out choices that cannot be better.
 
 Sources: Zheng et al., "Alpa", 2022, equation 1 (there e is binary, and its sums are at most s); Werner, "A Linear
 Programming Approach to Max-sum Problem", 2007 (the equalities: the local polytope).
@@ -22,7 +23,8 @@ Programming Approach to Max-sum Problem", 2007 (the equalities: the local polyto
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from time import perf_counter
 from typing import Any
@@ -32,15 +34,16 @@ import numpy as np
 from minipar.errors import PlanError
 from minipar.planner.answer import Answer, answer, impossible, least_memory
 from minipar.planner.cost_graph import CostGraph, Table, undominated
+from minipar.planner.priced import left, priced
 
 
 def ilp(graph: CostGraph, seconds: float = 60.0, gap: float = 0.0) -> Answer:
     """The fastest answer within the budget, with the bound of the relaxation.
 
-    seconds   that the solver may take
+    seconds   that the solver may take; then it returns what it has, with its gap to the bound
     gap       how far from the optimum it may stop: 0.01 is 1 %
 
-    Errors: PlanError where scipy is not installed, where no answer fits, and where the solver ran out of time.
+    Errors: PlanError where scipy is not installed, where no answer fits, and where there is none yet when time is over.
     """
     if find_spec("scipy") is None:
         raise PlanError(
@@ -52,8 +55,16 @@ def ilp(graph: CostGraph, seconds: float = 60.0, gap: float = 0.0) -> Answer:
     began = perf_counter()
     if graph.budget is not None and least_memory(graph) > graph.budget * (1 + 1e-9):
         raise impossible(graph, least_memory(graph))
-    kept = undominated(graph)
-    problem = _problem(graph.keep(kept))
+    kept = all_kept = undominated(graph)
+    small = graph.keep(kept)
+    known = priced(small) if graph.budget is not None else None
+    if known is not None:
+        if known.best.time <= known.bound * (1 + gap):
+            return _answer(graph, kept, known.best.choices, began, known.bound, "a price of memory was enough")
+        fewer = left(small, known)
+        small = small.keep(fewer)
+        kept = [[own[k] for k in some] for own, some in zip(kept, fewer, strict=True)]
+    problem = _problem(small)
     options = {"time_limit": seconds, "mip_rel_gap": gap}
     relaxed = milp(**problem.asked, options={"time_limit": seconds})
     if relaxed.status == 2:
@@ -63,11 +74,31 @@ def ilp(graph: CostGraph, seconds: float = 60.0, gap: float = 0.0) -> Answer:
         found = milp(**problem.asked, integrality=problem.integrality, options=options)
     if found.status == 2:
         raise _nothing_fits(graph)
-    if found.status != 0 or relaxed.status != 0:
-        raise PlanError(f"ilp: no optimum after {seconds:g} s ({found.message}); allow more seconds, or a gap")
-    choices = tuple(own[k] for own, k in zip(kept, problem.chosen(found.x), strict=True))
     notes = f"{len(problem.asked['c'])} variables"
-    return answer(graph, "ilp", choices, began, bound=problem.scale * float(relaxed.fun), notes=notes)
+    bound = known.bound if known is not None else 0.0
+    if relaxed.status == 0:
+        proven = found.mip_dual_bound if found is not relaxed else None
+        bound = max(bound, problem.scale * float(relaxed.fun if proven is None else max(relaxed.fun, proven)))
+    if found.status == 0:
+        return _answer(graph, kept, problem.chosen(found.x), began, bound, notes)
+    notes += f"; stopped after {seconds:g} s"
+    there = []
+    if found.status == 1 and found is not relaxed and found.x is not None:
+        there.append(_answer(graph, kept, problem.chosen(found.x), began, bound, notes))
+    if known is not None:
+        there.append(_answer(graph, all_kept, known.best.choices, began, bound, notes))
+    if there:
+        return min(there, key=lambda one: one.time)
+    raise PlanError(f"ilp: no answer after {seconds:g} s ({found.message}); allow more seconds, or a gap")
+
+
+def _answer(
+    graph: CostGraph, kept: list[list[int]], chosen: Sequence[int], began: float, bound: float, notes: str
+) -> Answer:
+    """An answer in the choices of the whole graph."""
+    choices = tuple(own[k] for own, k in zip(kept, chosen, strict=True))
+    found = answer(graph, "ilp", choices, began, bound=bound, notes=notes)
+    return replace(found, bound=min(bound, found.time))
 
 
 def smallest(graph: CostGraph) -> Answer:
@@ -78,8 +109,6 @@ def smallest(graph: CostGraph) -> Answer:
 
 def _for_memory(graph: CostGraph) -> CostGraph:
     """The same graph, in which bytes are the time: only whether two choices go together is left of the edges."""
-    from dataclasses import replace
-
     nodes = tuple(replace(node, seconds=node.memory) for node in graph.nodes)
     edges = tuple(replace(edge, seconds=np.where(np.isinf(edge.seconds), np.inf, 0.0)) for edge in graph.edges)
     return CostGraph(nodes, edges)

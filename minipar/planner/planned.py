@@ -52,6 +52,9 @@ class Planned:
         """The plan for `train`. Errors: PlanError for a plan that minipar cannot run, with the reason."""
         return Plan.parse(" ".join(word for word in self.words.split() if not word.startswith("micro_batch_size=")))
 
+    def __str__(self) -> str:
+        return f"{self.time:.4g} s, {self.memory / 1e9:.3g} GB: {self.words}"
+
     def as_dict(self) -> dict[str, Any]:
         """What the command line prints."""
         return {
@@ -75,11 +78,16 @@ class PlanDifference:
     def reason(self) -> str:
         """What makes the second one slower, in words: at most two parts."""
         more = sorted(((s, part) for part, s in self.seconds.items() if s > 0), reverse=True)
-        return ", ".join(f"{part} {s:+.3g} s" for s, part in more[:2])
+        return ", ".join(f"{part} {s:+.3g} s" for s, part in more[:2] if s > 0.01 * more[0][0])
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         lines = [f"{name}: {a or '-'} -> {b or '-'}" for name, a, b in self.keys]
         lines += [f"{part}: {s:+.4g} s" for part, s in self.seconds.items() if s]
+        if len(lines) > len(self.keys):
+            lines.append(f"a step: {sum(self.seconds.values()):+.4g} s")
         return "\n".join([*lines, *(f"{kind}: {size / 1e9:+.3g} GB" for kind, size in self.bytes.items() if size)])
 
 

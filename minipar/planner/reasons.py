@@ -14,17 +14,18 @@ from __future__ import annotations
 
 from minipar.errors import PlanError
 from minipar.models.sizes import Transformer
-from minipar.planner.planned import Planned
+from minipar.planner.planned import Planned, difference
 from minipar.planner.space import Space
 from minipar.prediction.closed_form import Cost, closed_form
 from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.prediction.plan_words import check
+from minipar.wording import several
 
 
 def reasons(found: Planned, space: Space) -> tuple[str, ...]:
     """A sentence for each choice of a plan that matters."""
     told = [_whole_model(found, space), *_tensor(found, space), *_pipeline(found, space), *_zero(found, space)]
-    told += [*_recomputation(found, space), *_rows(found, space), *_offload(found), _where(found)]
+    told += [*_recomputation(found, space), *_rows(found, space), *_offload(found, space), _where(found)]
     return tuple(text for text in told if text)
 
 
@@ -32,11 +33,22 @@ def advice(found: Planned, space: Space) -> str:
     """Which strategies this problem asks for, in the words of the guidelines."""
     n = found.numbers
     alone = _one_replica(space)
-    if alone is not None and alone.memory <= space.machine.memory:
-        first = (
-            "Data parallel suffices: one device can hold the model, its gradients and its optimizer "
-            f"({alone.memory / 1e9:.3g} of {space.machine.memory / 1e9:.3g} GB)."
+    if alone.memory <= space.machine.memory:
+        holds = (
+            "one device can hold the model, its gradients and its optimizer "
+            f"({_gigabytes(alone.memory)} of {_gigabytes(space.machine.memory)} GB)"
         )
+        if n.pp * n.tp * n.cp * n.ep == 1:
+            first = f"Data parallel suffices: {holds}."
+        elif space.batch % space.devices:
+            near = space.batch // space.devices * space.devices
+            batches = f"{near} or {near + space.devices}" if near else f"{space.devices}"
+            first = (
+                f"Data parallel would suffice: {holds}. But {several(space.devices, 'replica')} cannot divide a batch "
+                f"of {space.batch} evenly; possible is batch={batches}."
+            )
+        else:
+            first = f"Data parallel would suffice: {holds}. {_data_parallel(found, space)}"
     elif n.pp * n.tp * n.ep == 1:
         first = "Data parallel with shared state suffices: one device cannot hold all state, and its share fits."
     else:
@@ -46,53 +58,60 @@ def advice(found: Planned, space: Space) -> str:
         shared = {1: "the optimizer's state", 2: "the optimizer's state and gradients", 3: "parameters, too"}[n.zero]
         more.append(f"Use optimizer parallel (ZeRO {n.zero}): {n.dp * n.cp * n.ep} replicas share out {shared}.")
     if n.tp > 1:
-        more.append(f"Use operator-level parallel inside nodes (tp={n.tp}), where links are fast.")
+        inside = n.tp <= space.machine.per_node
+        where = f"inside nodes (tp={n.tp}), where links are fast" if inside else f"over several nodes (tp={n.tp})"
+        more.append(f"Use operator-level parallel {where}.")
     if n.pp > 1:
-        more.append(
-            f"Use a pipeline (pp={n.pp}): the model divides into stages of {space.model.layers // n.pp} or so equal "
-            "layers, and stages send little."
-        )
+        each, rest = divmod(space.model.layers, n.pp)
+        layers = f"{each} or {each + 1} layers" if rest else several(each, "layer")
+        more.append(f"Use a pipeline (pp={n.pp}): the model divides into stages of {layers}, which send little.")
     if n.ep > 1:
         more.append(f"Use expert parallel (ep={n.ep}): experts are most of the parameters.")
     return " ".join([first, *more])
 
 
-def _one_replica(space: Space) -> Cost | None:
+def _one_replica(space: Space) -> Cost:
     """Data parallel alone, with one row at a time."""
-    if space.batch % space.devices:
-        return None
-    plan = PlanNumbers(dp=space.devices, microbatches=space.batch // space.devices, precision=space.precision)
-    return _cost(plan, space)
+    count = max(1, space.batch // space.devices)
+    plan = PlanNumbers(dp=space.devices, microbatches=count, precision=space.precision)
+    return closed_form(plan, space.model, space.machine)
 
 
-def _cost(numbers: PlanNumbers, space: Space) -> Cost | None:
-    """What a plan costs; None if it cannot be."""
-    try:
-        check(numbers, space.model, space.machine)
-        return closed_form(numbers, space.model, space.machine)
-    except PlanError:
-        return None
+def _data_parallel(found: Planned, space: Space) -> str:
+    """How much longer than a plan the best one takes that has replicas alone."""
+    alone = space.pinned("tp=1 pp=1 context_parallel=1 ep=1 offload=none")
+    made = [Planned(n, closed_form(n, space.model, space.machine)) for one in alone.outer() for n in alone.inner(one)]
+    fitting = [one for one in made if one.memory <= space.machine.memory]
+    if not fitting:
+        return ""
+    best = min(fitting, key=lambda one: one.time)
+    more, reason = best.time / found.cost.time - 1, difference(found, best).reason
+    return f"Beside this plan it takes {more:+.1%}{f' ({reason})' if reason else ''}."
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.3g}" if size < 1e12 else f"{size / 1e9:.0f}"
 
 
 def _beside(found: Planned, space: Space, changed: PlanNumbers) -> str:
-    """How a plan with one other choice does: how much slower, or that it does not fit, or cannot be."""
-    cost = _cost(changed, space)
-    if cost is None:
-        return "is not possible"
+    """How a plan with one other choice does: how much slower, or that it does not fit, or why it cannot be."""
+    try:
+        check(changed, space.model, space.machine)
+        cost = closed_form(changed, space.model, space.machine)
+    except PlanError as error:
+        return f"is not possible: {error.reason.partition(': ')[2] or error.reason}"
     if cost.memory > space.machine.memory:
-        return f"does not fit ({cost.memory / 1e9:.3g} of {space.machine.memory / 1e9:.3g} GB)"
+        return f"does not fit ({_gigabytes(cost.memory)} of {_gigabytes(space.machine.memory)} GB)"
     return f"takes {cost.time / found.cost.time - 1:+.1%}"
 
 
 def _whole_model(found: Planned, space: Space) -> str:
     n, alone = found.numbers, _one_replica(space)
-    if alone is None:
-        return ""
     fits = alone.memory <= space.machine.memory
     if n.pp * n.tp * n.ep * n.cp > 1 and not fits:
         return (
-            f"Data parallel alone does not fit: a device would need {alone.memory / 1e9:.4g} GB, and has "
-            f"{space.machine.memory / 1e9:.3g}."
+            f"Data parallel alone does not fit: a device would need {_gigabytes(alone.memory)} GB, and has "
+            f"{_gigabytes(space.machine.memory)}."
         )
     if fits and n.pp * n.tp == 1:
         return f"One device can hold the model ({alone.memory / 1e9:.3g} GB), so data parallel suffices."
@@ -102,6 +121,8 @@ def _whole_model(found: Planned, space: Space) -> str:
 def _moved(n: PlanNumbers, space: Space, **changed: int) -> PlanNumbers | None:
     """The plan with another tp or pp, on as many devices: dp and micro-batches change along."""
     made = n._replace(tp=changed.get("tp", n.tp), pp=changed.get("pp", n.pp))
+    if made.pp == 1:  # (a single stage has no order)
+        made = made._replace(schedule="1f1b", chunks=1)
     if made.chunks > 1 and space.model.layers % (made.pp * made.chunks):
         return None
     others = made.tp * made.pp * made.cp * made.ep
@@ -181,9 +202,13 @@ def _rows(found: Planned, space: Space) -> list[str]:
     return [f"micro_batch_size={n.rows:g}: with {twice} rows the plan {_beside(found, space, other)}."]
 
 
-def _offload(found: Planned) -> list[str]:
+def _offload(found: Planned, space: Space) -> list[str]:
     n = found.numbers
-    return [f"{' and '.join(n.offload)} wait on the host: otherwise the plan does not fit."] if n.offload else []
+    if not n.offload:
+        return []
+    waits = "waits" if n.offload == ("optimizer",) else "wait"
+    here = _beside(found, space, n._replace(offload=()))
+    return [f"{' and '.join(n.offload)} {waits} on the host; otherwise the plan {here}."]
 
 
 def _where(found: Planned) -> str:

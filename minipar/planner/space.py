@@ -12,6 +12,7 @@ Words and reading of values are those of the table of keys (`Plan`). A pin (`tp=
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -122,7 +123,10 @@ class Space:
 
     def pinned(self, pins: str | Mapping[str, Any]) -> Space:
         """The same space with some keys fixed: "tp=8 zero=1". Errors: PlanError for an unknown key or value."""
+        if not isinstance(pins, (str, Mapping)):
+            raise PlanError(f"pins {pins!r}: must be words such as 'tp=8 zero=1', or a table of these keys")
         said = _words(pins) if isinstance(pins, str) else dict(pins)
+        told = dict(said)
         known = {f.name: f for f in fields(Plan)}
         keys.check_keys(said, [*OUTER, *INNER, "dp", "chunks", "precision"])
         domains, precision = dict(self.domains), self.precision
@@ -143,10 +147,13 @@ class Space:
                 domains[key] = (value,)
         if chunks is not None:
             wanted = keys.whole_number("chunks", chunks)
-            domains["schedule"] = tuple(one for one in domains["schedule"] if one[1] == wanted)
+            names = dict.fromkeys(name for name, _ in domains["schedule"])
+            every = [(name, count) for name in names for count in _chunks(name, self.model.layers)]
+            domains["schedule"] = tuple(one for one in every if one[1] == wanted)
             if not domains["schedule"]:
-                raise PlanError(f"chunks={chunks}: no schedule of the space has so many; possible is interleaved")
-        return replace(self, domains=domains, precision=precision, pins={**self.pins, **said})
+                possible = ", ".join(map(str, sorted({count for _, count in every})))
+                raise PlanError(f"chunks={chunks}: no schedule that is searched has so many; possible are {possible}")
+        return replace(self, domains=domains, precision=precision, pins={**self.pins, **told})
 
 
 def space(model: Sizes, machine: Hardware, batch: int, pins: str | Mapping[str, Any] = "") -> Space:
@@ -205,14 +212,12 @@ def _checkpoint(value: Any) -> int | str:
         return 0
     if value == "selective" or (isinstance(value, int) and not isinstance(value, bool)):
         return value
-    raise PlanError(f"checkpoint={value}: a search takes none, selective, or a number of layers such as 1")
+    told = ",".join(map(str, value)) if isinstance(value, tuple) else value
+    raise PlanError(
+        f"checkpoint={told}: is not searched; possible are none, selective, or a number of layers such as 1"
+    )
 
 
 def _words(text: str) -> dict[str, str]:
-    found = {}
-    for word in text.replace(",", " ").split():
-        key, equals, value = word.partition("=")
-        if not equals or not value:
-            raise PlanError(f"pin {word!r}: must be key=value, such as tp=8")
-        found[key] = value
-    return found
+    """Pins in words, with spaces or commas between them; a value such as that of offload may have commas, too."""
+    return keys.words(re.sub(r",(?=\s|\w+=|$)", " ", text))

@@ -55,6 +55,9 @@ class Explanation:
     chosen: str
     rows: tuple[Instead, ...]
 
+    def __repr__(self) -> str:
+        return str(self)
+
     def __str__(self) -> str:
         return "\n".join([f"{self.node}: {self.chosen}", *(f"  {row}" for row in self.rows)])
 
@@ -106,6 +109,9 @@ class Difference:
     seconds: float
     memory: float
     reason: str
+
+    def __repr__(self) -> str:
+        return str(self)
 
     def __str__(self) -> str:
         head = f"{self.seconds * 1e3:+.4g} ms, {self.memory / 2**20:+.1f} MiB"

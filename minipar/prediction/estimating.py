@@ -108,12 +108,15 @@ class Estimate:
         """The plan in words."""
         return words(self.numbers)
 
+    def __repr__(self) -> str:
+        return str(self)  # (what a notebook shows)
+
     def __str__(self) -> str:
         """A small table."""
         name = self.model.name or type(self.model).__name__
         rows = [
             f"{name} on {several(self.numbers.ranks, 'device')}, {self.machine.name}: {self.plan}",
-            f"step             {_seconds(self.time)}, {self.numbers.batch:g} rows",
+            f"step             {_seconds(self.time)}, {several(self.numbers.batch, 'row')}",
             f"each device      {self.tflops_per_gpu:.4g} TFLOP/s; {self.mfu:.1%} of the peak without what runs again",
             f"memory           {self.memory / 1e9:.3g} GB of {self.machine.memory / 1e9:.3g}"
             + ("" if self.fits else ": does not fit"),

@@ -17,11 +17,12 @@ from functools import lru_cache
 from math import ceil
 from typing import Any
 
-from minipar.costs.hardware import Hardware
+from minipar.costs.hardware import MOST_DEVICES, Hardware
 from minipar.errors import PlanError
 from minipar.models.sizes import Chain, Sizes
 from minipar.prediction.plan_numbers import PlanNumbers, own_layers, split_of
 from minipar.prediction.splits import fastest_split
+from minipar.program.rows import MOST_ROWS
 from minipar.strategies import keys, segments
 from minipar.strategies.layout import place
 from minipar.strategies.plan import Plan
@@ -45,14 +46,16 @@ def table_of(plan: str | Mapping[str, Any] | Plan) -> dict[str, Any]:
         given = {f.name: getattr(plan, f.name) for f in fields(Plan) if getattr(plan, f.name) != f.default}
     elif isinstance(plan, str):
         given = {**keys.words(plan)}
-    else:
+    elif isinstance(plan, Mapping):
         given = dict(plan)
+    else:
+        raise PlanError(f"plan {plan!r}: must be a Plan, words such as 'pp=2 dp=2', or a table of these keys")
     known = {f.name: f for f in fields(Plan)}
     keys.check_keys(given, [*known, ROWS])
     found: dict[str, Any] = {}
     for key, value in given.items():
         if key == ROWS:
-            found[key] = keys.whole_number(ROWS, value)
+            found[key] = keys.whole_number(ROWS, value, most=MOST_ROWS)
             continue
         found[key] = known[key].metadata["key"].domain.read(key, value)
         if key not in (*_READ, *_FREE) and found[key] != known[key].default:
@@ -78,6 +81,13 @@ def numbers_of(
     pp, tp, cp, ep = (int(get(key, 1)) for key in ("pp", "tp", "context_parallel", "ep"))
     devices = machine.nodes * machine.per_node if machine else 1
     dp = int(get("dp", 0)) or max(1, devices // (pp * tp * cp * ep))
+    if dp * pp * tp * cp * ep > MOST_DEVICES:
+        largest = max(("dp", dp), ("pp", pp), ("tp", tp), ("context_parallel", cp), ("ep", ep), key=lambda one: one[1])
+        possible = MOST_DEVICES // (dp * pp * tp * cp * ep // largest[1])
+        raise PlanError(
+            f"{largest[0]}={largest[1]}: the plan needs more than {MOST_DEVICES} devices; possible are "
+            + (f"{largest[0]}=1 to {possible}" if possible else "smaller numbers")
+        )
     schedule = find(get("schedule", "1f1b"))
     chunks = get("chunks") or schedule.chunks
     if "slices" in schedule.options:
@@ -111,8 +121,12 @@ def _microbatches(table: Mapping[str, Any], dp: int, batch: int | None) -> tuple
     rounds, rows = table.get("accumulate", 1), table.get(ROWS)
     count = table["microbatches"] * rounds if "microbatches" in table else None
     if batch is None:
-        return (count or rounds), float(rows or 1)
-    batch = keys.whole_number("batch", batch)
+        count = count or rounds
+        if dp * count * (rows or 1) > MOST_ROWS:
+            said = f"microbatches={count}" + (f" {ROWS}={rows}" if rows else "")
+            raise PlanError(f"{said}: with dp={dp} a step has more than {MOST_ROWS} rows; possible are fewer of them")
+        return count, float(rows or 1)
+    batch = keys.whole_number("batch", batch, most=MOST_ROWS)
     if rows is not None:
         if batch % (dp * rows):
             below = batch // (dp * rows) * dp * rows
@@ -135,7 +149,11 @@ def _split(split: Any, numbers: PlanNumbers, model: Sizes) -> tuple[int, ...]:
     assert isinstance(counts, tuple)
     layers = own_layers(model)
     if sum(counts) != layers:
-        raise PlanError(f"split={','.join(map(str, counts))}: sums to {sum(counts)}, but the model has {layers} layers")
+        even = ",".join(str(layers // len(counts) + (k < layers % len(counts))) for k in range(len(counts)))
+        raise PlanError(
+            f"split={','.join(map(str, counts))}: sums to {sum(counts)}, but the model has {layers} layers; "
+            f"possible is split={even}"
+        )
     return counts
 
 
@@ -185,7 +203,12 @@ def check(numbers: PlanNumbers, model: Sizes, machine: Hardware | None = None) -
     devices = machine.nodes * machine.per_node if machine else 0
     if machine and devices and n.ranks != devices:
         others = n.pp * n.tp * n.cp * n.ep
-        possible = f"dp={devices // others}" if devices % others == 0 else f"nodes={ceil(n.ranks / machine.per_node)}"
+        if devices % others == 0:
+            possible = f"dp={devices // others}"
+        elif n.ranks % machine.per_node == 0:
+            possible = f"nodes={n.ranks // machine.per_node}"
+        else:
+            possible = f"tp, pp, context_parallel and ep that divide {devices} together"
         raise PlanError(
             f"plan {words(n)}: needs {several(n.ranks, 'device')}, but {several(machine.nodes, 'node')} of "
             f"{machine.per_node} are {devices}; possible is {possible}"
@@ -202,10 +225,17 @@ def check(numbers: PlanNumbers, model: Sizes, machine: Hardware | None = None) -
         if model.heads % n.tp:
             possible = ", ".join(str(k) for k in range(1, model.heads + 1) if model.heads % k == 0)
             raise PlanError(f"tp={n.tp}: must divide {model.heads} heads; possible are {possible}")
+        if "slices" in find(n.schedule).options and n.chunks > model.sequence:
+            raise PlanError(f"slices={n.chunks}: more than the {model.sequence} tokens of a row; possible are fewer")
         if model.sequence % n.cp:
-            raise PlanError(f"context_parallel={n.cp}: must divide a sequence of {model.sequence} tokens")
-        if n.ep > 1 and (not model.experts or model.experts % n.ep):
-            possible = ", ".join(str(k) for k in range(1, max(1, model.experts) + 1) if max(1, model.experts) % k == 0)
+            near = next(k for k in range(n.cp - 1, 0, -1) if model.sequence % k == 0)
+            raise PlanError(
+                f"context_parallel={n.cp}: must divide a sequence of {model.sequence} tokens; possible is {near}"
+            )
+        if n.ep > 1 and not model.experts:
+            raise PlanError(f"ep={n.ep}: {model.name or 'the model'} has no experts; possible is ep=1")
+        if n.ep > 1 and model.experts % n.ep:
+            possible = ", ".join(str(k) for k in range(1, model.experts + 1) if model.experts % k == 0)
             raise PlanError(f"ep={n.ep}: must divide {model.experts} experts; possible are {possible}")
     if n.sequence_parallel and n.tp == 1:
         raise PlanError("sequence_parallel=true: is of ranks that share layers; possible is tp=2")

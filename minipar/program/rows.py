@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+MOST_ROWS = 10**9  # of a step: more than the largest sets of data have
+
 
 def split_rows(total: int, parts: int) -> list[range]:
     """Splits `total` rows into `parts` ranges. Their lengths differ by at most one, and the longer ones come first."""

@@ -75,6 +75,11 @@ def words(text: str) -> dict[str, str]:
 def check_keys(keys: Iterable[object], known: list[str]) -> None:
     """Refuse words that are no keys of a plan."""
     for key in keys:
+        if key == "micro_batch_size" and key not in known:
+            raise PlanError(
+                "plan key 'micro_batch_size': estimates and the command line read it; a Plan has microbatches=m "
+                "instead, and the rows of a step stand beside it (batch = dp x m x micro_batch_size)"
+            )
         if key not in known:
             raise PlanError(f"plan key {key!r}: unknown; possible are {', '.join(known)}{did_you_mean(key, known)}")
 

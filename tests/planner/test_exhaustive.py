@@ -11,10 +11,11 @@ from minipar.cli import main
 from minipar.costs.hardware import hardware
 from minipar.errors import PlanError
 from minipar.models.sizes import sizes
-from minipar.planner.exhaustive import search, smallest, solve
+from minipar.planner.exhaustive import search, solve
 from minipar.planner.planned import difference
 from minipar.planner.reasons import advice
 from minipar.planner.space import space
+from minipar.planner.way_out import smallest
 from minipar.prediction.closed_form import closed_form
 from minipar.prediction.estimating import estimate
 from minipar.prediction.plan_words import check
@@ -98,6 +99,7 @@ def test_pin_explain_difference_and_front():
     assert {row.value for row in told.rows} == {"1", "2", "4", "8", "16"} or len(told.rows) >= 3
     assert next(row for row in told.rows if row.value == "8").plan.time == pytest.approx(other.plan.time)
     apart = difference(found.plan, other.plan)
+    assert found.difference(other.plan) == apart == found.difference(other.plan.words)
     assert sum(apart.seconds.values()) == pytest.approx(other.plan.cost.time - found.plan.cost.time)
     assert any(key == "tp" for key, _, _ in apart.keys) == (found.plan.numbers.tp != 8)
     plans = found.front(4)
@@ -143,8 +145,19 @@ def test_an_impossible_budget_names_what_would_do():
         (lambda: search("gpt2-small", "h100", 1, 8, 8, pins="tq=8"), "plan key 'tq': unknown"),
         (lambda: search("gpt2-small", "h100", 1, 8, 8, pins="tp"), "must be key=value"),
         (lambda: search("gpt2-small", "h100", 1, 8, 8, pins="zero=4"), "zero=4"),
-        (lambda: search("gpt2-small", "h100", 1, 8, 8, pins="schedule=1f1b chunks=5"), "chunks=5"),
-        (lambda: search("gpt2-small", "h100", 1, 8, 8, pins="dp=3"), "no plan divides"),
+        (lambda: search("gpt2-small", "h100", 1, 8, 8, pins="schedule=1f1b chunks=5"), "chunks=5: .*possible are 1$"),
+        (lambda: search("gpt2-small", "h100", 1, 8, 8, pins="chunks=5"), "chunks=5: .*possible are 1, 2, 3, 4, 6$"),
+        (lambda: search("gpt2-small", "h100", 1, 8, 8, pins="tp=2 tp=4"), "'tp': given twice"),
+        (lambda: search("gpt2-small", "h100", 1, 8, 8, pins="dp=3"), "dp=3: no plan .* possible are dp=1, 2, 4, 8$"),
+        (lambda: search("gpt2-small", "h100", 1, 8, 8, pins="tp=8"), "tp=8: no plan .* possible are tp=1, 2, 4$"),
+        (lambda: search("gpt2-small", "h100", 1, 8, 8, pins="tp=4 pp=4"), "tp=4: .* with pp=4 .* are tp=1, 2$"),
+        (lambda: search("gpt2-small", "h100", 1, 1, 8, pins="zero=2"), "zero=2: .* on 1 device .* is zero=0$"),
+        (
+            lambda: search("gpt2-small", "h100", 1, 13, 64),
+            "batch=64 on 13 .*; possible are batch=52, batch=65, gpus-per-node=12$",
+        ),
+        (lambda: search("gpt2-small", "h100", 1, 8, 10**10), "batch=10000000000: .* to 1000000000"),
+        (lambda: search("gpt2-small", "h100", 1, 8, 8, pins="checkpoint=sqrt"), "checkpoint=sqrt: .* none, selective"),
         (lambda: search("gpt2-small", "h100", 1, 8, 8).explain("bucket"), "is not searched; possible are"),
         (lambda: search("gpt2-small", "h100", 0, 8, 8), "nodes=0"),
     ],
@@ -163,6 +176,12 @@ def test_the_command_line(capsys):
     assert set(told["best"][0]) == {"plan", "time", "tflops_per_gpu", "memory", "reasons"}
     assert isinstance(told["best"][0]["memory"], int)
     assert {row["value"] for row in told["explain"]} >= {"1", "2", "4"}
+    assert main([*words, "--diff", "tp=2 zero=1 micro_batch_size=4", "--json"]) == 0
+    apart = json.loads(capsys.readouterr().out)["diff"]
+    assert ["tp", "", "2"] in apart["keys"]
+    assert apart["seconds"]["collectives of shared layers"] > 0
+    assert main([*words, "--diff", "tp=5"]) == 2
+    assert "1 node of 8 are 8; possible is tp, pp, context_parallel and ep that divide 8" in capsys.readouterr().err
     assert main([*words, "--pin", "tp=2"]) == 0
     assert "tp=2" in capsys.readouterr().out
     assert main([*words, "--memory", "1MB"]) == 2
@@ -202,3 +221,37 @@ def test_the_table_is_readable_at_100_columns() -> None:
 def test_too_many_devices_are_refused_at_once() -> None:
     with pytest.raises(PlanError, match=r"nodes=99999999999: .* possible are 1 to 131072"):
         search("gpt3-175b", "a100-80gb", nodes=99999999999, batch=64)
+
+
+def test_a_pin_is_remembered_and_may_have_commas() -> None:
+    found = search("gpt2-small", "a100-80gb", 1, 8, 64, pins="pp=2, chunks=2,schedule=interleaved", most=1)
+    assert dict(found.space.pins) == {"pp": "2", "chunks": "2", "schedule": "interleaved"}
+    assert found.plan.numbers.chunks == 2
+    other = found.pin("chunks=3")
+    assert other.plan.numbers.chunks == 3
+    assert other.space.pins["chunks"] == "3"
+    waits = search("gpt2-small", "a100-80gb", 1, 8, 64, pins="micro_batch_size=8 offload=activations,optimizer", most=1)
+    assert waits.plan.numbers.offload == ("activations", "optimizer")
+    assert any("on the host; otherwise the plan takes -" in reason for reason in waits.plan.reasons), "nobody needs it"
+
+
+def test_alternatives_are_formulas_beside_formulas() -> None:
+    """zb-v has no exact formula, so that the search simulates it; its alternatives are not."""
+    found = search("gpt2-small", "a100-80gb", 1, 8, 64, pins="pp=2 tp=1 schedule=zb-v")
+    assert found.plan.simulated is not None
+    told = found.explain("micro_batch_size")
+    for row in told.rows:
+        if row.plan is not None:
+            assert row.plan.simulated is None
+            assert row.slower == pytest.approx(row.plan.cost.time / found.plan.cost.time - 1)
+    assert f"{found.plan.cost.time:.4g} s, and {found.plan.time:.4g} s where it is simulated" in str(told)
+
+
+def test_what_is_not_possible_says_why() -> None:
+    found = search("gpt2-small", "a100-80gb", 2, 7, 64, most=1)
+    assert "pp=14 is not possible: 14 stages, more than layers (12); possible are pp=1 to 12" in str(found)
+    told = advice(found.plan, found.space)
+    assert "14 replicas cannot divide a batch of 64 evenly; possible is batch=56 or 70" in told
+    held = search("gpt2-small", "a100-80gb", 1, 8, 64, pins="pp=2", most=1)
+    assert "Data parallel would suffice" in advice(held.plan, held.space)
+    assert "Beside this plan it takes -" in advice(held.plan, held.space)

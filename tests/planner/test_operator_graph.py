@@ -152,6 +152,21 @@ def test_thirty_two_tied_layers_on_a_mesh_of_two_by_two(gpt):
     assert graph.nodes[graph.number("1.mlp.0")].count == 32
 
 
+def test_budgets_of_thirty_two_tied_layers(gpt):
+    """A budget of memory costs the linear program a few seconds at most, since a price leaves out most choices."""
+    names = gpt[1].names
+    from minipar.sharding.graph import Layer
+
+    middle = [Layer(gpt[1].graph, {k: f"{n}{v[1:]}" for k, v in names.items()}) for n in range(1, 33)]
+    graph = operator_graph([gpt[0], *middle, gpt[-1]], Mesh(dp=2, tp=2), Machine(1e11, 1e10, LINKS))
+    free = eliminate(graph)
+    began = process_time()
+    tight = ilp(graph.within(0.7 * free.memory))
+    assert process_time() - began < 2 * 3, "seconds of the processor; about 1.5 on a free machine"
+    assert free.time < tight.time == pytest.approx(tight.bound)
+    assert tight.memory <= 0.7 * free.memory
+
+
 def test_annotations_lead_to_the_same_ways(gpt):
     problem = operator_problem(gpt, Mesh(tp=2), Machine(1e11, 1e10, LINKS), gathered=False)
     found = ilp(problem.graph)

@@ -11,10 +11,11 @@ from minipar.planner.answer import compare
 from minipar.planner.brute_force import brute_force
 from minipar.planner.chain import chain
 from minipar.planner.cost_graph import CostGraph, Edge, Node, consistent, undominated
-from minipar.planner.elimination import eliminate
+from minipar.planner.elimination import eliminate, marginals
 from minipar.planner.greedy import greedy
 from minipar.planner.intra import ilp, smallest
 from minipar.planner.learned import learn
+from minipar.planner.priced import left, priced
 from minipar.planner.side_by_side import METHODS
 from minipar.planner.what_if import difference, explain, front, solve
 from tests.planner.problems import random_graph
@@ -50,6 +51,49 @@ def test_within_a_budget(seed):
     assert found.memory <= graph.budget
     assert found.bound <= best.time + 1e-6
     assert smallest(graph).memory == min(sum(p) for p in [[min(n.memory) for n in graph.nodes]])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_each_choice_has_its_best_answer(seed):
+    graph = random_graph(seed, impossible=0.05)
+    price = 0.7 * (seed % 3)
+    for node, times in zip(graph.nodes, marginals(graph, price), strict=True):
+        for label, time in zip(node.labels, times, strict=True):
+            try:
+                best = eliminate(graph.pinned({node.name: label}), price)
+            except PlanError:
+                assert time == math.inf
+            else:
+                assert time == pytest.approx(best.time + price * best.memory)
+
+
+def test_a_price_of_memory_bounds_what_fits_and_keeps_the_best_answer():
+    known = 0
+    for seed in range(20, 60):
+        graph = random_graph(seed, budget=True, impossible=0.0)
+        found = priced(graph)
+        if found is None:
+            continue
+        known += 1
+        best = brute_force(graph)
+        assert found.bound <= best.time + 1e-9 <= found.best.time + 1e-8
+        assert found.best.memory <= graph.budget
+        kept = left(graph, found)
+        assert brute_force(graph.keep(kept)).time == best.time
+        assert ilp(graph).bound == pytest.approx(best.time), "the certificate is tight"
+    assert known > 10
+    assert priced(random_graph(3).within(1e9)) is None, "everything fits"
+
+
+def test_a_linear_program_that_is_stopped_returns_what_it_has():
+    graph = random_graph(7, nodes=9, most=5)
+    free, least = eliminate(graph), smallest(graph)
+    tight = graph.within((free.memory + least.memory) / 2)
+    best = brute_force(tight)
+    found = ilp(tight, seconds=1e-6)
+    assert found.memory <= tight.budget
+    assert found.bound <= best.time <= found.time
+    assert found.gap_to_bound >= found.time / best.time - 1
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2, 3, 5, 6, 7])

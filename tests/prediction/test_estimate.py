@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import pytest
 
@@ -215,6 +216,16 @@ def test_it_is_much_faster_than_a_millisecond() -> None:
             "h100",
             "transformers, and resnet-50 is a chain of layers.*possible are tp=1, or",
         ),
+        ("ep=2", "gpt2-xl", "h100", "ep=2: gpt2-xl has no experts; possible is ep=1"),
+        ("context_parallel=3", "gpt2-xl", "h100", "context_parallel=3: .* possible is 2$"),
+        ("pp=2 split=1,2", "gpt2-xl", "h100", "sums to 3, but the model has 50 layers; possible is split=25,25"),
+        ("dp=99999999999", "gpt2-xl", "h100", "dp=99999999999: .* possible are dp=1 to 1048576"),
+        ("dp=9999999 tp=2", "gpt2-xl", "h100", "dp=9999999: .* possible are dp=1 to 524288"),
+        ("dp=2", "gpt2-xl", "h100 nodes=9999999", "nodes=9999999: .* possible are 1 to 131072"),
+        ("micro_batch_size=99999999999", "gpt2-xl", "h100", "micro_batch_size=99999999999: .* from 1 to 1000000000"),
+        ("", "", "h100", "model '': none is named; there are gpt2-small"),
+        ("", "gpt2-xl", "", "hardware '': none is named; there are laptop"),
+        ("", "gpt layers=9999999 hidden=1 heads=1 sequence=1 vocabulary=1", "h100", "layers=9999999: .* 1 to 100000"),
         ("ep=3", "mixtral-8x7b", "h100", "possible are 1, 2, 4, 8"),
         ("", "gpt layers=4", "h100", "hidden, heads, sequence, vocabulary missing"),
         ("", "gpt2-xl width=4", "h100", "no such number; possible are layers"),
@@ -226,6 +237,29 @@ def test_it_is_much_faster_than_a_millisecond() -> None:
 def test_what_cannot_be(plan: str, model: str, devices: str, told: str) -> None:
     with pytest.raises(PlanError, match=told):
         estimate(plan, model, devices, 16)
+
+
+def test_more_rows_than_there_are_are_refused() -> None:
+    with pytest.raises(PlanError, match="batch=10000000000: must be a whole number from 1 to 1000000000"):
+        estimate("dp=2", "gpt2-xl", "h100", 10**10)
+    with pytest.raises(PlanError, match="microbatches=999999999999: with dp=2 a step has more than 1000000000 rows"):
+        estimate("dp=2 microbatches=999999999999", "gpt2-xl", "h100")
+    with pytest.raises(PlanError, match="nodes=999999999: with 8 devices each"):
+        estimate("tp=2", "gpt2-xl", "h100", nodes=999999999)
+
+
+@pytest.mark.parametrize(
+    ("plan", "model", "devices", "told"),
+    [
+        ("pp=2", object(), "h100", r"model object: a torch module needs example="),
+        ("pp=2", "gpt2-xl", None, "hardware None: must be a name .* there are laptop"),
+        (None, "gpt2-xl", "h100", "plan None: must be a Plan, words such as"),
+        ("pp=2 schedule=terapipe slices=99999", "gpt2-xl", "h100", "slices=99999: more than the 1024 tokens"),
+    ],
+)
+def test_other_types_are_refused_in_words(plan: Any, model: Any, devices: Any, told: str) -> None:
+    with pytest.raises(PlanError, match=told):
+        estimate(plan, model, devices)
 
 
 def test_the_command_prints_keys_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:

@@ -151,7 +151,7 @@ def test_where_no_plan_fits_the_view_says_what_would() -> None:
     explorer.ask(gpus=12)
     assert "gpus=12: must be a multiple of 8" in explorer.view.data["problem"]
     explorer.ask(model="llama3-8b", gpus=8, pins="tp=3")
-    assert "no plan divides" in explorer.view.data["problem"]
+    assert "tp=3: no plan for batch=64 on 8 devices has it; possible are tp=1, 2" in explorer.view.data["problem"]
     explorer.ask(pins="colour=blue")
     assert "colour" in explorer.view.data["problem"]
 

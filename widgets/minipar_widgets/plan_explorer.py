@@ -273,7 +273,7 @@ def _picture(view: PlanView, found: Found, dark: bool) -> bytes:
     """The best plans with their memory, and below the front and the reasons."""
     plans, keys = view.data["plans"][:_SHOWN], view.data["columns"]
     table = 48 + _ROW * len(plans)
-    lines = [line for text in found.plan.reasons for line in wrapped(text, 62)]
+    lines = [line for text in found.plan.reasons for line in wrapped(text, 80)]
     sketch = Sketch(_WIDE, table + 40 + max(240, 28 + 16 * len(lines)), dark)
     look = sketch.look
     sketch.text(_LEFT, 13, str(view.question), size=13)

@@ -20,8 +20,10 @@ from minipar.costs.hardware import PRESETS, Hardware, hardware
 from minipar.costs.rates import Calibration
 from minipar.errors import PlanError
 from minipar.models.sizes import MODELS, Sizes, sizes
-from minipar.planner.exhaustive import Alternative, Found, Planned, alternatives, difference, smallest, solve
+from minipar.planner.exhaustive import Alternative, Found, alternatives, solve
+from minipar.planner.planned import Planned, difference
 from minipar.planner.space import INNER, OUTER, Space, space
+from minipar.planner.way_out import smallest
 from minipar.prediction.memory_formula import KINDS
 
 PLANS = 8  # that are shown

@@ -55,8 +55,10 @@ def _rows(plan: Plan, batch: int | None) -> tuple[int, int]:
     parts = plan.dp * plan.ep * plan.total_microbatches
     if batch is None:
         return 1, parts
-    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1 or batch % parts:
-        below = batch // parts * parts if isinstance(batch, int) and batch > parts else 0
+    if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
+        raise PlanError(f"batch={batch!r}: must be a whole number; possible are multiples of {parts}")
+    if batch % parts:
+        below = batch // parts * parts
         nearest = f"{below} and {below + parts}" if below else str(parts)
         raise PlanError(
             f"batch={batch}: other systems divide it evenly among replicas and micro-batches, {parts} of this plan; "

@@ -69,7 +69,7 @@ export function fromTable(grid, asked) {
   if (!pin) return none("not computed for this page: without pins");
   if (rest.length || data.pins.length) return none("not computed for this page, which knows the answer to one pin at a time: take pins away, or ask where a kernel is");
   const row = point.more[pin[0]]?.find((one) => one.value === pin[1]);
-  if (!row) return none(`not computed for this page: ${pin.join("=")} here`);
+  if (!row) return none(`not computed for this page: ${pin.join("=")} here; free it, or ask where a kernel is`);
   if (!row.plan) return none(row.reason);
   const kept = data.plans[0].cells[pin[0]] === pin[1] ? data.plans.filter((plan) => plan.cells[pin[0]] === pin[1]) : [{ ...row.plan, over: "best" }];
   return {
@@ -140,7 +140,7 @@ function drawTable(ctx, data, p, width, look, stop, focused) {
     const pinned = data.pins.some(([key]) => key === head.key);
     drawText(ctx, data.heads[head.key], head.x, 13, pinned ? look.ink : look.muted, "center", 11, pinned ? "bold " : "");
   }
-  if (p.single) {
+  if (p.single && p.rows.length) {
     drawText(ctx, "a step", EDGE, 13, look.muted);
     drawText(ctx, fit(ctx, [`memory of ${data.device}`, "memory"], width - p.bar, 11), p.bar, 13, look.muted);
   }
