@@ -10,9 +10,13 @@ from random import Random
 
 import pytest
 
-from minipar import Mesh, Plan, Program, ProgramError, simulate, verify
+from minipar import DeviceSpec, Mesh, Plan, Program, ProgramError, simulate, verify
 from minipar.costs.unit import UnitCosts
+from minipar.models.shapes import shape
+from minipar.prediction import on_paper
+from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.plain_simulator import start_and_end
+from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
 from minipar.program import COMPUTE, Instruction, Op, Value
 from minipar.program.repeated import Repeated, repeat
 
@@ -202,6 +206,19 @@ def test_ranks_that_differ_are_looked_at_one_by_one() -> None:
     costs = UnitCosts(program, stage_factors=factors)
     assert ([*map(list, found.starts)], [*map(list, found.ends)]) == start_and_end(program, costs)
     assert found.busy[5] == 2 * found.busy[1] == 2 * found.busy[3]
+
+
+@pytest.mark.parametrize(("batch", "walked"), [(12, 2), (13, 4)])
+def test_replicas_with_other_numbers_of_rows_are_simulated_one_by_one(batch: int, walked: int) -> None:
+    plan = Plan.parse("dp=2 pp=2 microbatches=3 zero=1")
+    measured = on_paper.profile("gpt-tiny", microbatch_rows(batch, 2, 3))
+    program = plan.compile(shape("gpt-tiny"), check=False)
+    own = ProfiledCosts(program, measured, batch)
+    for costs in (own, EmulatedCosts(program, DeviceSpec.parse("flops=1GFLOP/s bandwidth=20MB/s"), own)):
+        found, plain = simulate(program, costs), simulate(rank_by_rank(program), costs)
+        assert (list(found.starts), list(found.ends)) == (list(plain.starts), list(plain.ends))
+        assert (found.peak_memory(), found.bytes_sent()) == (plain.peak_memory(), plain.bytes_sent())
+        assert len({id(row) for row in found.starts}) == walked
 
 
 def test_a_group_that_is_not_whole_is_written_rank_by_rank() -> None:
