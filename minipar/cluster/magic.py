@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 _DEFAULT_RANKS = 4
+_MOST_RANKS = 10_000
 _SHOWN_BYTES = 1 << 20  # most that is shown of one rank's output in one cell; a notebook with more is hard to open
 _LOOK = 0.05  # seconds between two looks at how much the ranks have printed
 _OPTIONS = "n, --only 0,2, --out name, --quiet"
@@ -211,8 +212,8 @@ def _parse(line: str, running: int) -> Request:
 
 
 def _count(word: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise PlanError(f"n={word}: must be a whole number of at least 1; possible are {_OPTIONS}")
+    if not word.isdecimal() or len(word) > 9 or not 1 <= int(word) <= _MOST_RANKS:
+        raise PlanError(f"n={word}: must be a whole number from 1 to {_MOST_RANKS}; possible are {_OPTIONS}")
     return int(word)
 
 
@@ -225,7 +226,7 @@ def _variable(word: str) -> str:
 def _chosen(text: str, size: int) -> tuple[int, ...]:
     words = [word.strip() for word in text.split(",")]
     for word in words:
-        if not word.isdecimal() or int(word) >= size:
+        if not word.isdecimal() or len(word) > 9 or int(word) >= size:
             there = "rank 0 is" if size == 1 else f"ranks 0 to {size - 1} are"
             raise PlanError(f"--only {text}: there is no rank {word!r}; {there} there")
     ranks = sorted(map(int, words))

@@ -6,6 +6,7 @@ dp: int = key(1, whole(1), "replicas of the pipeline, ...")      a line of the t
 from __future__ import annotations
 
 import operator
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -133,6 +134,13 @@ def names(value: object) -> tuple[str, ...]:
     """The words of a list, such as layers by name or number, or passes by name."""
     words = value if isinstance(value, Iterable) and not isinstance(value, str) else str(value).split(",")
     return tuple(str(word) for word in words if str(word) not in ("", "none"))
+
+
+def folder(name: str, value: object) -> str:
+    """The path of a folder, as text. Errors: PlanError."""
+    if not isinstance(value, (str, os.PathLike)) or isinstance(os.fspath(value), bytes):
+        raise PlanError(f"{name}={value!r}: must be the path of a folder")
+    return str(os.fspath(value))
 
 
 def form_pairs(value: object) -> tuple[tuple[str, str], ...]:
@@ -324,7 +332,7 @@ CHECKPOINT = Domain(
 )
 NORM = Domain("none, or a number above 0", lambda name, value: clip_norm(value))
 OFFLOAD = Domain("none, or a list of " + ", ".join(OFFLOADS), lambda name, value: offloaded(value))
-FOLDER = Domain("a folder", _as_given)
+FOLDER = Domain("a folder", lambda name, value: folder(name, value))
 BYTES = Domain("none, or bytes such as 64MiB", lambda name, value: limit(value))
 LAYERS = Domain("none, or layers by name or number, such as 0", lambda name, value: names(value))
 SUM = Domain("default, an algorithm such as ring (collectives.names), or one of your own", _algorithm)

@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from minipar.strategies.exporting import Export
 
 BLOCK = 8  # steps in one program, where messages of one step travel during the next step
-MOST = 10_000_000  # most forwards of a layer in one program: a larger program would fill the memory
+MOST = 10_000_000  # most instructions of one program, about: a larger program would fill the memory
+MOST_STAGES = 100_000  # of a pipeline
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,10 @@ class Plan:
         schedule = strategies.find(self.schedule)
         for name in OPTIONS:
             schedule.check(name, getattr(self, name))
+        stages = self.pp * (self.chunks or schedule.chunks)
+        if stages > MOST_STAGES:
+            told = f"pp={self.pp}" if self.chunks is None else f"pp={self.pp} chunks={self.chunks}"
+            raise PlanError(f"{told}: {stages} stages; possible are up to {MOST_STAGES}")
         object.__setattr__(self, "place", branches.parse(self.place, self.pp))
         exclusions.check(self)
         if self.split is not None:
@@ -500,6 +505,7 @@ class Plan:
         if (shape is None) == (layers is None):
             raise PlanError("compile: give either a shape (models.shape(name)) or layers=N")
         if layers is not None:
+            self._check_size(layers if isinstance(layers, int) and layers > 0 else 1, 1)
             shape = self._uniform(layers)
         elif not isinstance(shape, Shape):
             if not hasattr(shape, "__index__"):
@@ -514,11 +520,9 @@ class Plan:
             )
         if self.inference:
             shape = frozen(shape)
-        layout = self.layout(shape, costs, costs_of, time_of)
         steps = keys.whole_number("steps", steps)
-        size = shape.layers * self.total_microbatches * self.slice_count * self.dp * steps
-        if size > MOST:
-            raise PlanError(f"plan {self}: {size} forwards of a layer in {steps} steps; possible are up to {MOST}")
+        self._check_size(shape.layers, steps)
+        layout = self.layout(shape, costs, costs_of, time_of)
         with paused():
             program = compile.program_of(self, shape, layout, steps, costs, costs_of)
             if check:
@@ -539,6 +543,14 @@ class Plan:
                 "plan.compile(layers=8), or plan.compile(models.shape('gpt-tiny')), which makes the program",
                 error.details,
             ) from None
+
+    def _check_size(self, layers: int, steps: int) -> None:
+        """Refuse a program that would fill the memory, before anything is built. A layer has a forward and a backward
+        for each micro-batch on each replica and each rank that shares it; a rank has a few instructions beside them."""
+        forwards = layers * self.total_microbatches * self.slice_count * self.dp * self.sharing * steps
+        size = 2 * forwards + 4 * self.ranks * steps
+        if size > MOST:
+            raise PlanError(f"plan {self}: about {size} instructions in {steps} steps; possible are up to {MOST}")
 
     def _uniform(self, layers: int) -> Shape:
         """Equal layers; those that ranks share are divided as a transformer's blocks are."""

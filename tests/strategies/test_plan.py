@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import time
 
 import pytest
 from hypothesis import given
@@ -334,3 +335,31 @@ def test_every_way_to_give_a_plan_is_judged_alike():
             plan.compile(wrong)
     with pytest.raises(PlanError, match="either a shape"):
         plan.compile(4, layers=4)
+
+
+@pytest.mark.parametrize(
+    ("words", "layers"),
+    [
+        ("pp=1000000000 split=5,3", 8),
+        ("pp=100000000 place=0,1", 8),
+        ("pp=2 chunks=100000000 schedule=interleaved", 8),
+        ("dp=1000000", 8),
+        ("pp=2 accumulate=1000000", 8),
+        ("tp=1000000", 8),
+        ("ep=1000000000", 8),
+        ("dp=2 sync=ps servers=1000000000", 8),
+        ("microbatches=1000000000", 8),
+        ("dp=100", 10**6),
+    ],
+)
+def test_absurd_numbers_are_refused_before_anything_is_built(words, layers):
+    begun = time.process_time()
+    with pytest.raises(PlanError, match="possible are up to"):
+        Plan.parse(words).compile(layers=layers)
+    assert time.process_time() - begun < 0.5
+
+
+@pytest.mark.parametrize("value", [[], 3, None, b"x"])
+def test_a_folder_is_a_path(value):
+    with pytest.raises(PlanError, match="offload_folder=.*: must be the path of a folder"):
+        Plan(offload="optimizer", offload_to="disk", offload_folder=value)
