@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from minipar.strategies.exporting import Export
 
 BLOCK = 8  # steps in one program, where messages of one step travel during the next step
-MOST = 10_000_000  # most instructions of one program, about: a larger program would fill the memory
+MOST = 20_000_000  # most instructions of one program, about: a larger program would fill the memory
 MOST_STAGES = 100_000  # of a pipeline
 
 
