@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from minipar.strategies.exporting import Export
 
 BLOCK = 8  # steps in one program, where messages of one step travel during the next step
-MOST = 20_000_000  # most instructions of one program, about: a larger program would fill the memory
+MOST = 10_000_000  # most instructions of one replica, about, and half as many as all have: more would fill the memory
+MOST_RANKS = 65_536
 MOST_STAGES = 100_000  # of a pipeline
 
 
@@ -547,10 +548,13 @@ class Plan:
     def _check_size(self, layers: int, steps: int) -> None:
         """Refuse a program that would fill the memory, before anything is built. A layer has a forward and a backward
         for each micro-batch on each replica and each rank that shares it; a rank has a few instructions beside them."""
-        forwards = layers * self.total_microbatches * self.slice_count * self.dp * self.sharing * steps
-        size = 2 * forwards + 4 * self.ranks * steps
-        if size > MOST:
-            raise PlanError(f"plan {self}: about {size} instructions in {steps} steps; possible are up to {MOST}")
+        if self.ranks > MOST_RANKS:
+            raise PlanError(f"plan {self}: needs {self.ranks} ranks; possible are up to {MOST_RANKS}")
+        alone = 2 * layers * self.total_microbatches * self.slice_count * steps + 4 * self.pp * steps
+        for size, most, whose in ((alone, MOST, "of one replica"), (alone * self.dp * self.sharing, 2 * MOST, "")):
+            if size > most:
+                told = f"about {size} instructions {whose}".rstrip()
+                raise PlanError(f"plan {self}: {told} in {steps} steps; possible are up to {most}")
 
     def _uniform(self, layers: int) -> Shape:
         """Equal layers; those that ranks share are divided as a transformer's blocks are."""
