@@ -27,13 +27,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST = (("tests/cluster",), ("tests/comm", "tests/server"))
+# Of these the ones that mostly wait until processes have started, and mind no clock: torchrun, engines, spawned ranks.
+PATIENT = tuple(f"tests/cluster/test_{name}.py" for name in ("attached", "launched", "macos"))
+LESSONS = 6  # parts
 # Folders that are run together, longest first, and in how many parts. All others are one part.
 LONG: tuple[tuple[tuple[str, ...], int], ...] = (
     (("tests/sharding", "tests/training"), 1),
     (("tests/execution",), 2),
     (("tests/widgets", "tests/course", "tests/docs"), 1),
     (("tests/strategies", "tests/fuzz"), 1),
-    (("lessons",), 6),
+    (("lessons",), LESSONS),
 )
 SOLUTION = "lessons/solutions/05_allreduce.ipynb"  # tests/course/test_solutions.py runs the others, without kernels
 FAST = (
@@ -81,7 +84,8 @@ def first(given: list[str]) -> list[Part]:
     """What `make test` runs first."""
     yielding = lint()
     yielding.command[:0] = ["nice", "-n", "19"]
-    return [*(pytest(" ".join(folders), *folders, *given) for folders in FIRST), yielding]
+    left = [f"--ignore={path}" for path in PATIENT]
+    return [*(pytest(" ".join(folders), *folders, *left, *given) for folders in FIRST), yielding]
 
 
 def then(given: list[str]) -> list[Part]:
@@ -93,7 +97,7 @@ def then(given: list[str]) -> list[Part]:
         for folders, count in LONG
         for k, files in enumerate(parts_of(folders, count))
     ]
-    return [rest, *long]
+    return [rest, *long[:-LESSONS], pytest("tests/cluster, other processes", *PATIENT, *given), *long[-LESSONS:]]
 
 
 def fast(given: list[str]) -> list[Part]:

@@ -199,7 +199,7 @@ def test_make_test_runs_every_test_file_once():
         ignored = [ROOT / word.removeprefix("--ignore=") for word in words if word.startswith("--ignore=")]
         for path in (ROOT / word for word in words if not word.startswith("-")):
             files = path.rglob("test_*.py") if path.is_dir() else [path]
-            found.update(file for file in files if not any(folder in file.parents for folder in ignored))
+            found.update(file for file in files if not any(path in (file, *file.parents) for path in ignored))
     lessons = [*(ROOT / "lessons").glob("*.ipynb"), ROOT / everything.SOLUTION]
     assert found == Counter([*(ROOT / "tests").rglob("test_*.py"), *lessons])
 

@@ -227,7 +227,7 @@ def report(found: Estimate) -> dict[str, Any]:
         "model": found.model.name,
         "hardware": found.machine.name,
         "devices": found.numbers.ranks,
-        "batch": found.numbers.batch,
+        "batch": round(found.numbers.batch),
         "note": found.note,
         "by": found.by,
         "text": str(found),

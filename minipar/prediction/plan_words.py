@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import fields
 from functools import lru_cache
-from math import ceil
 from typing import Any
 
 from minipar.costs.hardware import MOST_DEVICES, Hardware
@@ -139,7 +138,13 @@ def _microbatches(table: Mapping[str, Any], dp: int, batch: int | None) -> tuple
     count = count or rounds
     if batch < dp * count:
         raise PlanError(f"batch={batch}: fewer rows than the {several(dp * count, 'micro-batch')} of dp={dp}")
-    return count, float(ceil(batch / dp / count))
+    if batch % (dp * count):
+        below = batch // (dp * count) * dp * count
+        raise PlanError(
+            f"batch={batch}: {several(dp * count, 'micro-batch')} would differ in their rows, and estimates count "
+            f"equal ones; possible are batch={below} or {below + dp * count}"
+        )
+    return count, float(batch // (dp * count))
 
 
 def _split(split: Any, numbers: PlanNumbers, model: Sizes) -> tuple[int, ...]:

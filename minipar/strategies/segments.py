@@ -107,7 +107,7 @@ def schedules(
     found = []
     for part, flight in zip(parts, flying, strict=True):
         segments: Iterable[range] = ()
-        if isinstance(choice, int) and layout.shape.nodes:
+        if part and isinstance(choice, int) and layout.shape.nodes:  # (a frozen part keeps nothing)
             begins = [first for first in layout.shape.firsts if part.start < first < part.stop]
             cuts = [part.start, *begins[choice - 1 :: choice], part.stop]
             segments = [range(a - part.start, b - part.start) for a, b in pairwise(cuts)]

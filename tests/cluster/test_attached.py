@@ -20,7 +20,6 @@ import minipar
 from minipar import Cluster, PlanError, RankDied, RankError, communicator, models, train
 from minipar.cluster import magic, worker
 from minipar.cluster.attached import Attached
-from minipar.cluster.launch import child_environment
 from tests.cluster.test_ranks import NAMES
 from tests.conftest import Clusters
 
@@ -33,7 +32,7 @@ pytestmark = pytest.mark.slow
 def client() -> Iterator[Any]:
     ipyparallel = pytest.importorskip("ipyparallel", reason="engines need pip install 'minipar[engines]'")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", child_environment()["PYTHONPATH"])
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         patch.setenv("OMP_NUM_THREADS", "1")
         engines = ipyparallel.Cluster(n=2, log_level=40)
         found = engines.start_and_connect_sync(activate=False)

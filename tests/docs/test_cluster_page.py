@@ -194,7 +194,7 @@ def test_the_manifest_fits_the_definition_of_a_job() -> None:
 @pytest.mark.slow
 def test_the_engines_of_a_notebook_train(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ipyparallel", reason="engines need pip install 'minipar[engines]'")
-    monkeypatch.setenv("PYTHONPATH", child_environment()["PYTHONPATH"])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     (_, script), (line, notebook) = blocks("cluster.md")
     space: dict[str, Any] = {"__name__": "a_page"}
     exec(script[: script.index("ranks = ")] + "from minipar import train", space)  # its imports

@@ -52,6 +52,13 @@ def test_every_schedule_verifies_and_is_predicted_as_the_rule_says(schedule: str
     as_the_rule_says(program, costs)
 
 
+@pytest.mark.parametrize("shared", ["tp=2", "ep=2", "context_parallel=2"])
+def test_what_only_runs_forward_has_no_segments(shared):
+    words = f"pp=2 microbatches=3 inference=true {shared}"
+    plain = Plan.parse(words).compile(layers=6)
+    assert Plan.parse(f"{words} checkpoint=2").compile(layers=6).ranks == plain.ranks
+
+
 @pytest.mark.parametrize("rest", ["", "checkpoint=1", "sequence_parallel=true", "sequence_parallel=true checkpoint=1"])
 @pytest.mark.parametrize("schedule", STALE)
 @pytest.mark.parametrize("pp", [1, 2, 3])
