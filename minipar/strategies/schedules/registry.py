@@ -165,7 +165,7 @@ def schedule(
 
 
 def _built_in(generate: Generator) -> bool:
-    return generate.__module__.startswith(__name__.rpartition(".")[0])
+    return str(generate.__module__).startswith(__name__.rpartition(".")[0])  # (code that is run has no module)
 
 
 def find(name: str) -> Schedule:
