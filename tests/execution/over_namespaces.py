@@ -25,7 +25,6 @@ PLANS = (
     "dp=4 zero=3 microbatches=2",
     "pp=4 offload=optimizer,parameters,activations microbatches=2",
 )
-LIMITED = ("pp=4 microbatches=4", "dp=2 pp=2 microbatches=2", "dp=4")  # on a cable of limited bandwidth
 DECIDING = ("dp=2 sync=ps servers=2", "pp=4 schedule=ampnet microbatches=4")
 
 
@@ -47,17 +46,6 @@ def plans(folder: Path) -> None:
         run = trained(plan, check=True)
         if RANK == 0:
             told = {"losses": run.losses, "error": run.max_gradient_error(), "clock_error": run.trace.clock_error}
-            (folder / f"{number}.json").write_text(json.dumps(told))
-
-
-def timed(folder: Path) -> None:
-    """Plans that send much between the hosts: the time of a step, measured and predicted before."""
-    wide, generator = (512, 1024, 512, 1024, 512), torch.Generator().manual_seed(5)
-    xs, ys = torch.randn(512, 512, generator=generator), torch.randint(512, (512,), generator=generator)
-    for number, plan in enumerate(LIMITED):
-        run = train(partial(models.mlp, wide), (xs, ys), plan, steps=5, batch=512, progress=False)
-        if RANK == 0:
-            told = {"measured": run.trace.time, "predicted": run.predicted.time}
             (folder / f"{number}.json").write_text(json.dumps(told))
 
 
