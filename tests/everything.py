@@ -1,7 +1,7 @@
 """The tests, as make runs them: python tests/everything.py [--fast] [PYTEST_ARGUMENTS]
 
 All of them (`make test`): first the tests of ranks and of messages side by side, because they mind the clock, and
-beside them only what yields to them: lint, and tests without ranks. Then everything else, in parts: each part is a
+beside them only what yields to them: lint, and tests that compute. Then everything else, in parts: each part is a
 pytest of its own, and two more run at once than there are cores, because tests of ranks wait much. The longest parts
 begin first, and those that wait most, the lessons, before others that keep the cores busy to the end. Parts are few,
 because each one imports torch and starts the processes that ranks are forked from: 6 seconds of a core.
@@ -29,12 +29,14 @@ ROOT = Path(__file__).resolve().parents[1]
 FIRST = (("tests/cluster",), ("tests/comm", "tests/server"))
 # Of these the ones that mostly wait until processes have started, and mind no clock: torchrun, engines, spawned ranks.
 PATIENT = tuple(f"tests/cluster/test_{name}.py" for name in ("attached", "launched", "macos"))
-BESIDE = ("tests/strategies", "tests/fuzz")  # run beside FIRST; of these tests few need ranks, and none minds the clock
+# What runs beside FIRST: hardly any of these tests needs ranks.
+BESIDE = ("tests/costs", "tests/planner", "tests/program", "tests/trace")
 # Folders that are run together, in this order, and in how many parts. All others are one part, which begins first.
 LONG: tuple[tuple[tuple[str, ...], int], ...] = (
     (("tests/execution",), 2),
     (("tests/sharding", "tests/training"), 1),
     (("tests/widgets",), 1),
+    (("tests/strategies", "tests/fuzz"), 1),
     (("lessons",), 3),
     (PATIENT, 1),
     (("tests/course", "tests/docs"), 1),
@@ -81,16 +83,15 @@ def behind(part: Part) -> Part:
 
 
 def parts_of(folders: tuple[str, ...], count: int) -> list[list[str]]:
-    """The test files of folders, dealt out like cards: the long lessons stand side by side. A file is its own folder."""
-    files = sorted(
-        path
+    """The test files of folders (or files), dealt out like cards: the long lessons stand side by side."""
+    found = [
+        [ROOT / each] if each.endswith(".py") else [*(ROOT / each).rglob("test_*.py"), *(ROOT / each).rglob("*.ipynb")]
         for each in folders
-        for name in ("test_*.py", "*.ipynb")
-        for path in ([ROOT / each] if each.endswith(".py") else (ROOT / each).rglob(name))
-    )
+    ]
+    files = sorted(chain(*found))
     paths = [str(path.relative_to(ROOT)) for path in files if ".ipynb_checkpoints" not in path.parts]
-    found = [path for path in paths if path == SOLUTION or not path.startswith("lessons/solutions/")]
-    return [found[k::count] for k in range(count)]
+    kept = [path for path in paths if path == SOLUTION or not path.startswith("lessons/solutions/")]
+    return [kept[k::count] for k in range(count)]
 
 
 def first(given: list[str]) -> list[Part]:
@@ -154,8 +155,8 @@ def run(parts: list[Part], at_once: int) -> None:
 
 
 def _yield_to_others(pid: int) -> None:
-    """Let a process, and those that it will start, run only while no other one wants its core. A low priority alone would
-    not do: ranks, which are batch jobs, wait for a tick of the clock then."""
+    """Let a process, and those that it will start, run only while no other one wants its core. A low priority would not
+    do: ranks are batch jobs, which wait for the end of another process's time slice."""
     if hasattr(os, "SCHED_IDLE"):
         os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
     else:

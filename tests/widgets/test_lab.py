@@ -32,7 +32,7 @@ PATIENT = "AbortSignal.timeout = (wait => ms => wait.call(AbortSignal, Math.max(
 
 
 # What other packages add to JupyterLab, and what these tests do not need. It would start later with it.
-SERVER = ("ipyparallel", "jupyter_lsp", "jupyter_server_terminals", "nbgrader.server_extensions.assignment_list",
+SERVER = ("ipyparallel", "jupyter_server_terminals", "nbgrader.server_extensions.assignment_list",
           "nbgrader.server_extensions.course_list", "nbgrader.server_extensions.formgrader",
           "nbgrader.server_extensions.validate_assignment", "notebook", "notebook_shim")  # fmt: skip
 BROWSER = ("@jupyter/nbgrader", "@jupyter-notebook/lab-extension", "ipyparallel-labextension", "jupyterlab-plotly")
@@ -121,8 +121,13 @@ class Watched:
         self.errors: list[str] = []
         page.route("**/*", self._route)
         page.add_init_script(PATIENT)
-        page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
+        page.on("console", self._hear)
         page.on("pageerror", lambda error: self.errors.append(f"{error}\n{error.stack}"))
+
+    def _hear(self, message: Any) -> None:
+        if message.type == "error":
+            missing = message.location["url"] if message.text.startswith("Failed to load resource") else ""
+            self.errors.append(f"{message.text} {missing}".strip())
 
     def _route(self, route: Any) -> None:
         if route.request.url.startswith(("http://127.0.0.1:", "data:", "blob:")):
