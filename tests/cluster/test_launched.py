@@ -104,6 +104,10 @@ def test_all_processes_return_what_rank_0_returns(two: list[dict[str, Any]]) -> 
     }
 
 
+def test_no_process_imports_torchs_compiler(two: list[dict[str, Any]]) -> None:
+    assert [rank["compiler"] for rank in two] == [False, False]
+
+
 def test_functions_run_on_all_ranks_or_some(two: list[dict[str, Any]]) -> None:
     assert two[0]["sums"] == [3, 3]
     assert two[0]["one"] == [[two[1]["pid"], "1"]]

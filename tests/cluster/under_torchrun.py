@@ -75,7 +75,8 @@ def minipar(*words: str) -> dict[str, Any]:
 
 
 def two(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {plan: facts(trained(plan)) for plan in TWO}
+    found: dict[str, Any] = {TWO[0]: facts(trained(TWO[0])), "compiler": "torch._dynamo" in sys.modules}
+    found |= {plan: facts(trained(plan)) for plan in TWO[1:]}
     found["command"] = minipar(
         "run", str(folder / "plan.toml"), "--model", "mine:build", "--steps", "3", "--check", "--json"
     )
