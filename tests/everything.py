@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -77,11 +77,6 @@ def lint() -> Part:
     return Part("lint", ["make", "--no-print-directory", "lint"])
 
 
-def behind(part: Part) -> Part:
-    part.yields = True
-    return part
-
-
 def parts_of(folders: tuple[str, ...], count: int) -> list[list[str]]:
     """The test files of folders (or files), dealt out like cards: the long lessons stand side by side."""
     found = [
@@ -97,8 +92,8 @@ def parts_of(folders: tuple[str, ...], count: int) -> list[list[str]]:
 def first(given: list[str]) -> list[Part]:
     """What `make test` runs first."""
     left = [f"--ignore={path}" for path in PATIENT]
-    beside = behind(lint()), behind(pytest(" ".join(BESIDE), *BESIDE, *given))
-    return [*(pytest(" ".join(folders), *folders, *left, *given) for folders in FIRST), *beside]
+    clock = [pytest(" ".join(folders), *folders, *left, *given) for folders in FIRST]
+    return [*clock, *(replace(part, yields=True) for part in (lint(), pytest(" ".join(BESIDE), *BESIDE, *given)))]
 
 
 def then(given: list[str]) -> list[Part]:

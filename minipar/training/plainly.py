@@ -4,9 +4,9 @@
                                       (started by the path of reference.py; it never imports minipar, unless the user's
                                       own code does. Before it, the file light_torch.py keeps torch's compiler out)
 
-The process is started at the first job and kept for the next ones. Where ranks are forked, it is a fork as well, which
-was made when only torch had been imported; else it is a new interpreter, which takes as long as importing torch. It is
-killed if the driver is interrupted while it waits for it, and ends when the driver ends.
+The process is started at the first job and kept for the next ones. Where ranks are forked, it is a fork as well: it was
+made when their helper had imported torch, but nothing of the engine except what starts ranks, and it forgets that. Else
+it is a new interpreter, which takes as long as importing torch. It is killed if the driver is interrupted while it waits for it, and ends when the driver ends.
 """
 
 from __future__ import annotations
