@@ -6,7 +6,8 @@
 
 The process is started at the first job and kept for the next ones. Where ranks are forked, it is a fork as well: it was
 made when their helper had imported torch, but nothing of the engine except what starts ranks, and it forgets that. Else
-it is a new interpreter, which takes as long as importing torch. It is killed if the driver is interrupted while it waits for it, and ends when the driver ends.
+it is a new interpreter, which takes as long as importing torch. It is killed if the driver is interrupted while it
+waits for it, and ends when the driver ends.
 """
 
 from __future__ import annotations
