@@ -45,6 +45,7 @@ class Zygote:
         self._numbers = itertools.count()
         self._imported: set[str] = set()  # modules that the helper was told to import
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._spare: socket.socket | None  # None: taken
         self._spare, spare = socket.socketpair()
         tie = "1" if threading.current_thread() is threading.main_thread() else "0"
         command = interpreter("from minipar.cluster.zygote import main; main(sys.argv[1:])")
@@ -69,7 +70,7 @@ class Zygote:
             self.close()
             reason = "it ended early; its own message is above" if message is None else message[1]
             raise RankError(f"the helper process that ranks are forked from could not start: {reason}")
-        self._spare_pid: int | None = message[1]
+        self._spare_pid: int = message[1]
 
     @property
     def alive(self) -> bool:
@@ -96,14 +97,15 @@ class Zygote:
     def take_spare(self, script: str, stdin: int) -> tuple[Forked, socket.socket] | None:
         """Its spare process, which runs a script now, and the driver's end of the socket whose number the script gets;
         None if it was taken before or has died."""
-        pid, self._spare_pid = self._spare_pid, None
-        if pid is None:
+        control, self._spare = self._spare, None
+        if control is None:
             return None
         try:
-            socket.send_fds(self._spare, [os.fsencode(script)], [stdin, 1, 2])
+            socket.send_fds(control, [os.fsencode(script)], [stdin, 1, 2])
         except OSError:
+            control.close()
             return None
-        return Forked(self, pid), self._spare
+        return Forked(self, self._spare_pid), control
 
     def kill(self, pid: int) -> None:
         # The zygote kills the rank: only a parent knows that a pid still belongs to its child.
@@ -147,7 +149,7 @@ class Zygote:
     def close(self) -> None:
         """End the helper and, through it, every process that it forked."""
         self._socket.close()
-        if self._spare_pid is not None:
+        if self._spare is not None:
             self._spare.close()
         try:
             self._process.wait(2)
