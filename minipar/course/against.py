@@ -74,7 +74,8 @@ class OnRank:
     sent     bytes that it sent
     calls    how often it called what: "send", "all_reduce", ...
     early    calls of a collective or of send that were made inside a backward: only these can overlap with it
-    peak     the most bytes of tensors that lived at one time: the model, its gradients, activations, and its own
+    peak     the most bytes of tensors that lived at one time: the model, its gradients, activations, and its own;
+             from the first time that a loss was computed until the last backward ended
     """
 
     result: Any
@@ -142,6 +143,7 @@ def against_plain_torch(
     ranks: int = 2,
     loss: Loss = nn.functional.mse_loss,
     lr: float = 0.1,
+    momentum: float = 0.0,
     share: Share | None = None,
     part: Part | None = None,
     alike: bool = True,
@@ -152,6 +154,7 @@ def against_plain_torch(
     model     makes the user's model; its parameters become float64
     batches   of whole rows, one for each step: (x, y), the first dimension are the rows
     loss      of a model's output and y: the mean over rows
+    momentum  of the SGD that plain torch does
     share     what a rank gets of a batch; as a rule its rows, the same number on each rank
     part      what a rank gets of the model; as a rule a copy of all of it
     alike     False: only rank 0 begins with the model's parameters, the others with some of their own
@@ -164,21 +167,23 @@ def against_plain_torch(
     begin = model().double()
     given = [[share(batch, rank, ranks) for batch in batches] for rank in range(ranks)]
     results = on_ranks(_train, train, begin, given, loss, lr, part, alike, ranks=ranks, cluster=cluster)
-    end = plain_sgd(deepcopy(begin), batches, loss, lr)
+    end = plain_sgd(deepcopy(begin), batches, loss, lr, momentum)
     expected = tuple(state(part(deepcopy(end), rank, ranks)) for rank in range(ranks))
     errors = tuple(difference(one.state, right) for one, right in zip(results, expected, strict=True))
     return Comparison(tuple(results), expected, errors)
 
 
-def plain_sgd(model: nn.Module, batches: Iterable[Batch], loss: Loss, lr: float) -> nn.Module:
-    """The same training in one process: whole batches, autograd, and p -= lr * p.grad."""
+def plain_sgd(model: nn.Module, batches: Iterable[Batch], loss: Loss, lr: float, momentum: float = 0.0) -> nn.Module:
+    """The same training in one process: whole batches, autograd, v = momentum * v + gradient, p -= lr * v."""
+    velocity: dict[nn.Parameter, Tensor] = {}
     for x, y in batches:
         model.zero_grad()
         loss(model(x), y).backward()
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.grad is not None:
-                    parameter.sub_(lr * parameter.grad)
+                    velocity[parameter] = momentum * velocity.get(parameter, 0.0) + parameter.grad
+                    parameter.sub_(lr * velocity[parameter])
     return model
 
 
@@ -263,7 +268,12 @@ def _train(
     model = part(begin, rank, ranks)
     del begin
     with counted(model.parameters()) as count:
-        result = train(model, given[rank], loss, lr)
+
+        def noticed(output: Tensor, target: Tensor) -> Tensor:
+            count.begin()
+            return loss(output, target)
+
+        result = train(model, given[rank], noticed, lr)
     return count.on_rank(result if isinstance(result, int | float | str | None) else None, state(model))
 
 
@@ -272,11 +282,24 @@ class Count(Storages):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sent, self.early, self.peak, self.backwards = 0.0, 0, 0, 0
+        self.sent, self.early, self.backwards = 0.0, 0, 0
         self.calls: Counter[str] = Counter()
+        self.begun = False
+        self.highest = self.peak = 0  # so far, and at the end of the last backward
+
+    def begin(self) -> None:
+        """A loss is computed. What was held before the first one does not count: a model may be shared out there."""
+        if not self.begun:
+            self.settle()
+            self.begun, self.highest = True, self.live
 
     def changed(self, held: FollowedStorage, delta: int) -> None:
-        self.peak = max(self.peak, self.live)
+        self.highest = max(self.highest, self.live)
+
+    def backward_ended(self) -> None:
+        """Everything until here counts; what is gathered at the end, to be compared, does not."""
+        self.settle()
+        self.peak = self.highest
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
@@ -314,6 +337,7 @@ def counted(held: Iterable[Tensor] = ()) -> Iterator[Count]:
             return backward(*arguments, **options)
         finally:
             count.backwards -= 1
+            count.backward_ended()
 
     for tensor in held:
         count.register(tensor.detach())

@@ -8,9 +8,47 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from minipar.course.against import Batch, Comparison, plain_sgd, stage_of_rank, whole_batch
-from minipar.course.exercises.kinds.built import Exchanged, Trained, Trial
+from minipar.course.against import Batch, Comparison, plain_sgd, rows_of_rank, stage_of_rank, whole_batch
+from minipar.course.exercises.kinds.built import Exchanged, Saving, Trained, Trial
 from minipar.wording import several
+
+# Lessons 03 and 09: a graph that holds less ---------------------------------------------------------------------------
+
+_ROWS, _WIDE, _DEPTH = 256, 32, 8
+_TENSOR = _ROWS * _WIDE * 4  # bytes of the output of a layer
+_PARAMETERS = _DEPTH * (_WIDE * _WIDE + _WIDE) * 4
+
+
+def _with_dropout() -> nn.Sequential:
+    """Eight blocks; each of them saves four tensors for its backward."""
+    return nn.Sequential(
+        *(nn.Sequential(nn.Linear(_WIDE, _WIDE), nn.GELU(), nn.Dropout(0.2), nn.Tanh()) for _ in range(_DEPTH))
+    )
+
+
+def _rows() -> Tensor:
+    return torch.randn(_ROWS, _WIDE)
+
+
+CHECKPOINT = Saving(
+    "my_checkpointed(layers, x)",
+    _with_dropout,
+    _rows,
+    held=_PARAMETERS + (_DEPTH + 2) * _TENSOR,
+    peak=2 * _PARAMETERS + (_DEPTH + 10) * _TENSOR,
+    praise="between two layers one tensor is held, and no more",
+    hint="save the input alone; in the backward run the layer again with a graph, and call backward on what it gives",
+)
+OFFLOAD = Saving(
+    "my_offloaded(layers, x)",
+    _with_dropout,
+    _rows,
+    held=_PARAMETERS + 3 * _TENSOR,
+    peak=2 * _PARAMETERS + 8 * _TENSOR,
+    praise="what the backward needs waits on the disk",
+    again=0,
+    hint="pack(tensor) writes a file and gives its name; unpack(name) reads it. Parameters need not leave memory",
+)
 
 # Lesson 05: the ring -------------------------------------------------------------------------------------------------
 
@@ -63,11 +101,11 @@ def batches(rows: int, steps: int = 3, inputs: int = WIDTH, outputs: int = 4) ->
 
 
 def _alone(trial: Trial) -> nn.Module:
-    return plain_sgd(trial.model, trial.own, trial.loss, trial.lr)
+    return trial.trained(trial.model, trial.own)
 
 
 def _summed(trial: Trial) -> nn.Module:
-    return plain_sgd(trial.first, trial.batches, trial.loss, trial.lr * trial.ranks)
+    return trial.trained(trial.first, trial.batches, trial.lr * trial.ranks)
 
 
 def _first_step_only(trial: Trial) -> nn.Module:
@@ -76,7 +114,7 @@ def _first_step_only(trial: Trial) -> nn.Module:
 
 
 def _averaged_models(trial: Trial) -> nn.Module:
-    return plain_sgd(trial.first, trial.own, trial.loss, trial.lr)
+    return trial.trained(trial.first, trial.own)
 
 
 def _added_up(trial: Trial) -> nn.Module:
@@ -163,6 +201,133 @@ BUCKET_DDP = Trained(
     hint=_HINT,
 )
 
+# Lesson 07: a server ------------------------------------------------------------------------------------------------
+
+
+def rows_of_worker(batch: Batch, rank: int, ranks: int) -> Batch:
+    """Rank 0 is the server and has no rows; the others share them out."""
+    x, y = batch
+    return (x[:0], y[:0]) if rank == 0 else rows_of_rank(batch, rank - 1, ranks - 1)
+
+
+def _only_messages(found: Comparison) -> tuple[str, str] | None:
+    others = sorted({call for rank in found.ranks for call in rank.calls} - {"send", "recv"})
+    if not others:
+        return None
+    return f"it calls {', '.join(others)}", "a server and its workers use send and recv: nobody waits for a third one"
+
+
+def _pushes_once(found: Comparison) -> tuple[str, str] | None:
+    enough = _STEPS * _gradient_bytes()
+    most = max(rank.sent for rank in found.ranks[1:])
+    if most <= enough:
+        return None
+    return (
+        f"a worker sends {most / enough:.1f} times the bytes of its gradients",
+        "a worker pushes its gradients and nothing else; the server pushes the parameters",
+    )
+
+
+def _summed_by_workers(trial: Trial) -> nn.Module:
+    return trial.trained(trial.first, trial.batches, trial.lr * (trial.ranks - 1))
+
+
+def _divided_by_all(trial: Trial) -> nn.Module:
+    return trial.trained(trial.first, trial.batches, trial.lr * (trial.ranks - 1) / trial.ranks)
+
+
+SERVER = Trained(
+    "my_server(model, batches, loss, lr)",
+    small_model,
+    batches(12),
+    ranks=(2, 3, 4),
+    praise="a parameter server, with the parameters in one place",
+    alike=False,
+    share=rows_of_worker,
+    mistakes=(
+        (_summed_by_workers, "the server divides the sum of the gradients by the number of workers"),
+        (_divided_by_all, "the server has no rows: divide by the number of workers, p - 1"),
+    ),
+    cheap=(_only_messages, _pushes_once),
+    hint="in each step the server sends its parameters to every worker, receives a gradient from each, and updates",
+)
+
+# Lesson 08: ZeRO -----------------------------------------------------------------------------------------------------
+
+MOMENTUM, BLOCKS, WIDE = 0.9, 8, 32
+
+
+def _blocks() -> nn.Module:
+    """Eight layers of 32 numbers; the first dimension of each parameter can be divided by 2 and by 4."""
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh()) for _ in range(BLOCKS)))
+
+
+def _without_momentum(trial: Trial) -> nn.Module:
+    return plain_sgd(trial.first, trial.batches, trial.loss, trial.lr)
+
+
+_ZERO_MISTAKES = (
+    (_averaged_models, "each rank has trained on its own rows: nothing was exchanged"),
+    (_summed, "the loss is a mean over rows: the sum of p such gradients is p times too large"),
+    (_without_momentum, f"v = {MOMENTUM} v + gradient; parameter -= lr v: the momentum is missing"),
+)
+_BLOCK = (WIDE * WIDE + WIDE) * 8  # bytes of the parameters of a layer
+_MODEL = BLOCKS * _BLOCK
+
+
+def _sends(times: float) -> Callable[[Comparison], tuple[str, str] | None]:
+    def demand(found: Comparison) -> tuple[str, str] | None:
+        ranks = len(found.ranks)
+        psi = found.sent / (_STEPS * _MODEL * (ranks - 1) / ranks)
+        # Where a model is gathered once more to be compared, that is a third of a step's parameters of 3 steps.
+        if psi <= times + 1 / _STEPS + 0.01:
+            return None
+        return (
+            f"a rank sends {psi:.1f} Ψ (N-1)/N bytes in a step; {times:.0f} are enough",
+            "an all_reduce brings each rank the sums that only the owner needs: use reduce_scatter, then all_gather",
+        )
+
+    return demand
+
+
+def _holds(parameters: str, gradients: str, momentum: str) -> Callable[[Comparison], tuple[str, str] | None]:
+    """A demand on the bytes of each of the three: "whole", or "part", which is that of one rank."""
+
+    def demand(found: Comparison) -> tuple[str, str] | None:
+        ranks = len(found.ranks)
+        states = sum(_MODEL if one == "whole" else _MODEL / ranks for one in (parameters, gradients, momentum))
+        activations = 2 * BLOCKS * (8 // ranks) * WIDE * 8
+        enough = round(states + 2 * _BLOCK + activations)
+        if found.peak <= enough:
+            return None
+        kinds = {"parameters": parameters, "gradients": gradients, "momentum": momentum}
+        shared = [kind for kind, how in kinds.items() if how == "part"]
+        return (
+            f"a rank holds up to {found.peak:,} bytes; {enough:,} are enough, for a model of {_MODEL:,}",
+            f"each rank keeps only its part of {' and '.join(shared)}, and lets go of what belongs to others at once",
+        )
+
+    return demand
+
+
+def _zero(stage: int, sends: float, praise: str, *, parameters: str, gradients: str) -> Trained:
+    return Trained(
+        f"my_zero{stage}(model, batches, loss, lr)",
+        _blocks,
+        batches(8, _STEPS, WIDE, WIDE),
+        ranks=(2, 4),
+        praise=praise,
+        momentum=MOMENTUM,
+        mistakes=_ZERO_MISTAKES,
+        cheap=(_sends(sends), _holds(parameters, gradients, "part")),
+        hint="rank r owns the r-th chunk of each parameter, of its gradient and of its momentum",
+    )
+
+
+ZERO_1 = _zero(1, 2, "the momentum of a rank is one part of N", parameters="whole", gradients="whole")
+ZERO_2 = _zero(2, 2, "gradients live until their sum is with its owner", parameters="whole", gradients="part")
+ZERO_3 = _zero(3, 3, "no rank ever holds the model", parameters="part", gradients="part")
+
 # Lesson 10: pipelines ------------------------------------------------------------------------------------------------
 
 MICROBATCHES, ROWS = 16, 512
@@ -175,7 +340,7 @@ def _stages() -> nn.Module:
 
 def _scaled(factor: float) -> Callable[[Trial], nn.Module]:
     def train(trial: Trial) -> nn.Module:
-        return plain_sgd(trial.first, trial.batches, trial.loss, trial.lr * factor)
+        return trial.trained(trial.first, trial.batches, trial.lr * factor)
 
     return train
 
@@ -183,7 +348,7 @@ def _scaled(factor: float) -> Callable[[Trial], nn.Module]:
 def _last_only(trial: Trial) -> nn.Module:
     """Only the gradient of the last micro-batch counts."""
     last = [(x[-(len(x) // MICROBATCHES) :], y[-(len(y) // MICROBATCHES) :]) for x, y in trial.batches]
-    return plain_sgd(trial.first, last, trial.loss, trial.lr / MICROBATCHES)
+    return trial.trained(trial.first, last, trial.lr / MICROBATCHES)
 
 
 _PIPELINE_MISTAKES = (

@@ -38,7 +38,7 @@ def stub(*arguments: Any) -> Any:
     raise NotImplementedError("your code here")
 
 
-@pytest.mark.parametrize("task", [tasks.RING, tasks.NAIVE_DDP, tasks.BUCKET_DDP, tasks.GPIPE, tasks.ONE_F_ONE_B])
+@pytest.mark.parametrize("task", [tasks.RING, tasks.NAIVE_DDP, tasks.SERVER, tasks.ZERO_3, tasks.ONE_F_ONE_B])
 def test_a_stub_is_told_that_nothing_is_written(task, clusters):
     verdict = task.judge(stub, clusters)
     assert not verdict
@@ -156,6 +156,160 @@ def test_an_error_of_a_rank_is_named(clusters):
         raise ValueError("no rows")
 
     assert "raised ValueError: no rows" in tasks.NAIVE_DDP.judge(train, clusters).reason
+
+
+# a server ------------------------------------------------------------------------------------------------------------
+
+
+def server(push: bool = True, divide: int = 1, by: str = "messages") -> Callable[..., None]:
+    """Push and pull, or one with a mistake. `divide`: by the number of ranks minus this."""
+
+    def train(model, batches, loss, lr):
+        rank, p = dist.get_rank(), dist.get_world_size()
+
+        def pull():
+            for parameter in model.parameters():
+                if by == "broadcast":
+                    dist.broadcast(parameter.data, 0)
+                elif rank == 0:
+                    for worker in range(1, p):
+                        dist.send(parameter.data, worker)
+                else:
+                    dist.recv(parameter.data, 0)
+
+        for x, y in batches:
+            pull()
+            if rank:
+                model.zero_grad()
+                loss(model(x), y).backward()
+            for parameter in model.parameters():
+                if rank:
+                    dist.send(parameter.grad, 0)
+                    if not push:
+                        dist.send(parameter.data, 0)
+                else:
+                    pushed = torch.empty_like(parameter)
+                    for worker in range(1, p):
+                        dist.recv(pushed, worker)
+                        parameter.data -= lr * pushed / (p - divide if divide < p else 1)
+                        if not push:
+                            dist.recv(pushed, worker)
+        pull()
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "hint"),
+    [
+        (server(divide=0), "not plain torch's", "divide by the number of workers"),
+        (server(divide=9), "not plain torch's", "divides the sum of the gradients"),
+        (server(by="broadcast"), "calls broadcast", "use send and recv"),
+        (server(push=False), "a worker sends 2.0 times the bytes of its gradients", "pushes its gradients"),
+    ],
+    ids=["all ranks", "sum", "broadcast", "both"],
+)
+def test_wrong_servers(answer, reason, hint, clusters):
+    is_told(tasks.SERVER.judge(answer, clusters), reason, hint)
+
+
+# ZeRO ----------------------------------------------------------------------------------------------------------------
+
+
+def with_momentum(factor: float = 0.9, divide: bool = True) -> Callable[..., None]:
+    """Data parallelism with the whole momentum on each rank."""
+
+    def train(model, batches, loss, lr):
+        momentum: dict[Any, Any] = {}
+        for x, y in batches:
+            model.zero_grad()
+            loss(model(x), y).backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+                gradient = parameter.grad / (dist.get_world_size() if divide else 1)
+                momentum[parameter] = factor * momentum.get(parameter, 0) + gradient
+                parameter.data -= lr * momentum[parameter]
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("task", "answer", "reason", "hint"),
+    [
+        (tasks.ZERO_1, with_momentum(factor=0.0), "not plain torch's", "the momentum is missing"),
+        (tasks.ZERO_1, with_momentum(divide=False), "not plain torch's", "p times too large"),
+        (tasks.ZERO_1, with_momentum(), "a rank holds up to", "only its part of momentum"),
+        (tasks.ZERO_2, "my_zero1", "a rank holds up to", "only its part of gradients and momentum"),
+        (tasks.ZERO_3, "my_zero2", "a rank holds up to", "only its part of parameters"),
+        (tasks.ZERO_1, "my_zero3", "a rank sends 3.3 Ψ (N-1)/N bytes in a step; 2 are enough", "reduce_scatter"),
+    ],
+    ids=["no momentum", "sum", "data parallel", "1 for 2", "2 for 3", "3 for 1"],
+)
+def test_wrong_shares(task, answer, reason, hint, clusters):
+    is_told(task.judge(solution(answer) if isinstance(answer, str) else answer, clusters), reason, hint)
+
+
+# a graph that holds less ---------------------------------------------------------------------------------------------
+
+
+def checkpointed(random: bool = True, back: bool = True, runs: int = 1, grads: bool = True) -> Callable[..., Any]:
+    """Checkpointing, or one with a mistake."""
+
+    class Checkpoint(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, layer, x, *parameters):
+            ctx.layer, ctx.random = layer, torch.get_rng_state()
+            ctx.save_for_backward(x)
+            with torch.no_grad():
+                return layer(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (x,), now = ctx.saved_tensors, torch.get_rng_state()
+            x = x.detach().requires_grad_()
+            for _ in range(runs):
+                if random:
+                    torch.set_rng_state(ctx.random)
+                with torch.enable_grad():
+                    output = ctx.layer(x)
+            if back:
+                torch.set_rng_state(now)
+            found = torch.autograd.grad(output, (x, *ctx.layer.parameters()), gradient)
+            return None, found[0], *(one if grads else None for one in found[1:])
+
+    def my_checkpointed(layers, x):
+        for layer in layers:
+            x = Checkpoint.apply(layer, x, *layer.parameters())
+        return x
+
+    return my_checkpointed
+
+
+def plainly(layers, x):
+    return layers(x)
+
+
+@pytest.mark.parametrize(
+    ("task", "answer", "reason", "hint"),
+    [
+        (tasks.CHECKPOINT, plainly, "bytes live after the forward", "save the input alone"),
+        (tasks.CHECKPOINT, checkpointed(random=False), "the gradients of the input differ from", "same random numbers"),
+        (tasks.CHECKPOINT, checkpointed(back=False), "random numbers after the backward", "put the state"),
+        (tasks.CHECKPOINT, checkpointed(runs=2), "a layer runs 3 times", "2 runs"),
+        (
+            tasks.CHECKPOINT,
+            checkpointed(grads=False),
+            "the gradients of the parameters differ from",
+            "run the layer again",
+        ),
+        (tasks.CHECKPOINT, stub, "nothing is written here yet", "raise"),
+        (tasks.OFFLOAD, plainly, "bytes live after the forward", "unpack(name) reads it"),
+        (tasks.OFFLOAD, checkpointed(), "a layer runs 2 times", "1 run"),
+    ],
+    ids=["plain", "random numbers", "generator", "twice", "no gradients", "stub", "nothing offloaded", "recomputed"],
+)
+def test_wrong_graphs(task, answer, reason, hint):
+    is_told(task.judge(answer), reason, hint)
 
 
 # pipelines -----------------------------------------------------------------------------------------------------------

@@ -35,8 +35,13 @@ class Trial:
     batches: Sequence[Batch]
     loss: Loss
     lr: float
+    momentum: float
     rank: int
     ranks: int
+
+    def trained(self, model: nn.Module, batches: Sequence[Batch], lr: float | None = None) -> nn.Module:
+        """A model that was trained on these batches, in one process."""
+        return against.plain_sgd(model, batches, self.loss, self.lr if lr is None else lr, self.momentum)
 
 
 Mistake = tuple[Callable[[Trial], nn.Module], str]
@@ -48,7 +53,7 @@ Cheap = Callable[[Comparison], tuple[str, str] | None]
 class Trained:
     """`signature` trains a model in place on each rank: see `against.against_plain_torch`, which runs it.
 
-    model, batches, loss, lr, share, part, alike   as there
+    model, batches, loss, lr, momentum, share, part, alike   as there
     ranks      on so many ranks it is tried, one number after the other
     praise     what is said of a right answer
     mistakes   trainings in one process that end as frequent mistakes do, each with the hint that its author needs
@@ -63,6 +68,7 @@ class Trained:
     praise: str
     loss: Loss = nn.functional.mse_loss
     lr: float = 0.1
+    momentum: float = 0.0
     share: Share = against.rows_of_rank
     part: Part = against.whole_model
     alike: bool = True
@@ -86,7 +92,7 @@ class Trained:
                 if wasteful is not None:
                     reason = f"plain torch's parameters on {several(ranks, 'rank')}, but {wasteful[0]}"
                     return Verdict(False, reason, wasteful[1], repr(found))
-        counts = " and ".join(map(str, self.ranks))
+        counts = f"{', '.join(map(str, self.ranks[:-1]))} and {self.ranks[-1]}"
         return Verdict(True, f"plain torch's parameters on {counts} ranks; {self.praise}", evidence=found.traffic)
 
     def _compare(self, answer: Any, ranks: int, clusters: Callable[[int], Cluster] | None) -> Comparison:
@@ -98,6 +104,7 @@ class Trained:
                 ranks=ranks,
                 loss=self.loss,
                 lr=self.lr,
+                momentum=self.momentum,
                 share=self.share,
                 part=self.part,
                 alike=self.alike,
@@ -130,7 +137,7 @@ class Trained:
         for rank in range(ranks):
             model = against.begin_of_rank(deepcopy(begin), rank, self.alike)
             own = [self.share(batch, rank, ranks) for batch in self.batches]
-            trial = Trial(model, deepcopy(begin), own, self.batches, self.loss, self.lr, rank, ranks)
+            trial = Trial(model, deepcopy(begin), own, self.batches, self.loss, self.lr, self.momentum, rank, ranks)
             ends.append(against.state(self.part(mistake(trial), rank, ranks)))
         return ends
 
@@ -230,3 +237,93 @@ def _failed(error: Exception, ranks: int) -> Verdict:
         hint = "who waits for whom? Each recv needs its send, and all ranks call a collective in the same order"
         return Verdict(False, f"{where} does not end: {str(error).splitlines()[0]}", hint)
     return raised(error, where)
+
+
+@dataclass(frozen=True)
+class Saving:
+    """`signature` runs layers so that the graph holds less for the backward: answer(layers, x) gives their output.
+
+    The checker does the backward. Output, gradients and random numbers must be those of plain torch, bit by bit.
+
+    layers   makes the layers; x: makes their input
+    held     bytes that may live after the forward, the parameters counted in; peak: at any time
+    again    how often each layer may run: its forward, and once more in the backward
+    """
+
+    signature: str
+    layers: Callable[[], nn.Sequential]
+    x: Callable[[], Tensor]
+    held: int
+    peak: int
+    praise: str
+    again: int = 1
+    hint: str = ""
+
+    def judge(self, answer: Any) -> Verdict:
+        name = self.signature.partition("(")[0]
+        if not callable(answer):
+            return Verdict(False, f"{answer!r} is no function", f"def {self.signature}: ...")
+        try:
+            found = self._run(answer)
+        except Exception as error:
+            return raised(error, name)
+        right = self._run(lambda layers, x: layers(x))
+        for what, hint in (
+            ("outputs", "give what the last layer gives"),
+            ("random numbers after the forward", "leave the generator as a plain forward would leave it"),
+            ("gradients of the input", "the backward must reach x, and draw the same random numbers as the forward"),
+            ("gradients of the parameters", self.hint),
+            ("random numbers after the backward", "put the state of the generator back after a layer has run again"),
+        ):
+            if not _equal(found.values[what], right.values[what]):
+                return Verdict(False, f"with {name} the {what} differ from plain torch's", hint)
+        if max(found.runs) > 1 + self.again:
+            return Verdict(
+                False, f"a layer runs {max(found.runs)} times", f"{several(1 + self.again, 'run')} of it would do"
+            )
+        for bytes_, limit, when in ((found.held, self.held, "after the forward"), (found.peak, self.peak, "at worst")):
+            if bytes_ > limit:
+                reason = f"right, but {bytes_:,} bytes live {when}; {limit:,} are enough (plain torch: {right.peak:,})"
+                return Verdict(False, reason, self.hint)
+        return Verdict(True, f"plain torch's output and gradients; {self.praise}: {found.peak:,} bytes at worst")
+
+    def _run(self, answer: Callable[[nn.Sequential, Tensor], Tensor]) -> _Ran:
+        torch.manual_seed(0)
+        layers, x = self.layers(), self.x().requires_grad_()
+        runs = [0] * len(layers)
+
+        def ran(k: int) -> Callable[..., None]:
+            def hook(*_: Any) -> None:
+                runs[k] += 1
+
+            return hook
+
+        for k, layer in enumerate(layers):
+            layer.register_forward_hook(ran(k))
+        values: dict[str, list[Tensor | None]] = {}
+        with against.counted([x, *layers.parameters()]) as count:
+            output = answer(layers, x)
+            count.settle()
+            held = count.live
+            values["outputs"] = [output.detach()]
+            values["random numbers after the forward"] = [torch.get_rng_state()]
+            output.sum().backward()
+        values["gradients of the input"] = [x.grad]
+        values["gradients of the parameters"] = [parameter.grad for parameter in layers.parameters()]
+        values["random numbers after the backward"] = [torch.get_rng_state()]
+        return _Ran(values, runs, held, count.peak)
+
+
+@dataclass(frozen=True)
+class _Ran:
+    values: dict[str, list[Tensor | None]]
+    runs: list[int]
+    held: int
+    peak: int
+
+
+def _equal(found: list[Tensor | None], right: list[Tensor | None]) -> bool:
+    return all(
+        (one is None) is (other is None) and (one is None or other is None or torch.equal(one, other))
+        for one, other in zip(found, right, strict=True)
+    )
