@@ -92,7 +92,7 @@ class Trained:
                 if wasteful is not None:
                     reason = f"plain torch's parameters on {several(ranks, 'rank')}, but {wasteful[0]}"
                     return Verdict(False, reason, wasteful[1], repr(found))
-        counts = f"{', '.join(map(str, self.ranks[:-1]))} and {self.ranks[-1]}"
+        counts = " and ".join(filter(None, (", ".join(map(str, self.ranks[:-1])), str(self.ranks[-1]))))
         return Verdict(True, f"plain torch's parameters on {counts} ranks; {self.praise}", evidence=found.traffic)
 
     def _compare(self, answer: Any, ranks: int, clusters: Callable[[int], Cluster] | None) -> Comparison:
