@@ -15,16 +15,19 @@ Tasks are in `exercises/`, one module for each topic, made of the kinds that are
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from minipar.course.against import Comparison, against_plain_torch
-from minipar.course.exercises.kinds.built import Exchanged, Trained
 from minipar.course.exercises.kinds.formula import Formula
 from minipar.course.exercises.kinds.function import Function
 from minipar.course.exercises.kinds.rewrite import Rewrite
 from minipar.course.exercises.kinds.schedule import Target
 from minipar.course.exercises.kinds.verdict import Task, Verdict, raised
 from minipar.course.exercises.programs import GPIPE_TIME
+
+if TYPE_CHECKING:
+    from minipar.course.against import Comparison, against_plain_torch
+    from minipar.course.exercises.kinds.built import Exchanged, Saving, Trained
 
 __all__ = [
     "GPIPE_TIME",
@@ -33,6 +36,7 @@ __all__ = [
     "Formula",
     "Function",
     "Rewrite",
+    "Saving",
     "Target",
     "Task",
     "Trained",
@@ -41,6 +45,20 @@ __all__ = [
     "check",
     "raised",
 ]
+
+_WITH_TORCH = {  # only who asks for these waits until torch is imported
+    "Comparison": "against",
+    "against_plain_torch": "against",
+    "Exchanged": "exercises.kinds.built",
+    "Saving": "exercises.kinds.built",
+    "Trained": "exercises.kinds.built",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"minipar.course.{_WITH_TORCH[name]}"), name)
 
 
 def check(answer: Any, task: Task) -> Verdict:

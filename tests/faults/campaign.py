@@ -494,9 +494,9 @@ class Campaign:
         grown = [max(0, b - a) for a, b in zip(mine, now, strict=True)]
         inside = [max(max(0, b[k] - a[k]) for a, b in zip(before, after, strict=True)) for k in range(3)]
         return (
-            f"{runs} warm runs and {trainings} trainings: the driver grew by {grown[0]} descriptors, {grown[1]} threads "
-            f"and {grown[2] / 2**20:.1f} MiB; a rank at most by {inside[0]} descriptors, {inside[1]} threads and "
-            f"{inside[2] / 2**20:.1f} MiB."
+            f"{runs} warm runs and {trainings} trainings: the driver grew by {grown[0]} descriptors, "
+            f"{grown[1]} threads and {grown[2] / 2**20:.1f} MiB; a rank at most by {inside[0]} descriptors, "
+            f"{inside[1]} threads and {inside[2] / 2**20:.1f} MiB."
         )
 
     def close(self) -> None:
