@@ -1,10 +1,10 @@
 """The tests, as make runs them: python tests/everything.py [--fast] [PYTEST_ARGUMENTS]
 
 All of them (`make test`): first the tests of ranks and of messages side by side, because they mind the clock, and
-beside them only lint, which yields to them. Then everything else, in parts: each part is a pytest of its own, and two
-more run at once than there are cores, because tests of ranks wait much. The longest parts begin first; the lessons, in
-short parts, fill the end. Parts are few, because each one imports torch, starts the processes that ranks are forked
-from, and starts the reference: 6 seconds of a core.
+beside them only what yields to them: lint, and tests that compute. Then everything else, in parts: each part is a
+pytest of its own, and two more run at once than there are cores, because tests of ranks wait much. The longest parts
+begin first, and those that wait most, the lessons, before others that keep the cores busy to the end. Parts are few,
+because each one imports torch and starts the processes that ranks are forked from: 6 seconds of a core.
 
 With --fast (`make check`): lint, and beside it the tests of the rooms below `cluster`, which plan, draw and predict.
 Those that need ranks, and the slow ones, are left out. tests/test_repository.py compares FAST with the rooms.
@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -29,19 +29,22 @@ ROOT = Path(__file__).resolve().parents[1]
 FIRST = (("tests/cluster",), ("tests/comm", "tests/server"))
 # Of these the ones that mostly wait until processes have started, and mind no clock: torchrun, engines, spawned ranks.
 PATIENT = tuple(f"tests/cluster/test_{name}.py" for name in ("attached", "launched", "macos"))
-LESSONS = 6  # parts
-# Folders that are run together, longest first, and in how many parts. All others are one part.
+# What runs beside FIRST: hardly any of these tests needs ranks.
+BESIDE = ("tests/costs", "tests/planner", "tests/program", "tests/trace")
+# Folders that are run together, in this order, and in how many parts. All others are one part, which begins first.
 LONG: tuple[tuple[tuple[str, ...], int], ...] = (
-    (("tests/sharding", "tests/training"), 1),
     (("tests/execution",), 2),
-    (("tests/widgets", "tests/course", "tests/docs"), 1),
+    (("tests/sharding", "tests/training"), 1),
+    (("tests/widgets",), 1),
     (("tests/strategies", "tests/fuzz"), 1),
-    (("lessons",), LESSONS),
+    (("lessons",), 3),
+    (PATIENT, 1),
+    (("tests/course", "tests/docs"), 1),
 )
 SOLUTION = "lessons/solutions/05_allreduce.ipynb"  # tests/course/test_solutions.py runs the others, without kernels
 FAST = (
-    ("tests/strategies", "tests/program", "tests/sharding"),
-    ("tests/prediction", "tests/trace", "tests/costs", "tests/data", "tests/models"),
+    ("tests/strategies", "tests/sharding"),
+    ("tests/program", "tests/prediction", "tests/trace", "tests/costs", "tests/data", "tests/models"),
 )
 NOTHING = 5  # pytest's status when the arguments select no test
 # For parts without notebooks: the options of pyproject.toml without nbval, which takes 2 seconds to import.
@@ -50,10 +53,12 @@ NO_NOTEBOOKS = ("-pno:nbval", "--override-ini=addopts=-ra --strict-markers --imp
 
 @dataclass
 class Part:
-    """A process of `make test`: what it is called, its command, and how it went."""
+    """A process of `make test`: what it is called, its command, and how it went. `yields`: whether it runs only while
+    all others wait."""
 
     name: str
     command: list[str]
+    yields: bool = False
     seconds: float = 0.0
     core: float = 0.0  # seconds of a core, of its own and of the processes that it waited for
     status: int | None = None
@@ -73,31 +78,36 @@ def lint() -> Part:
 
 
 def parts_of(folders: tuple[str, ...], count: int) -> list[list[str]]:
-    """The test files of folders, dealt out like cards: the long lessons stand side by side."""
-    files = sorted(path for each in folders for name in ("test_*.py", "*.ipynb") for path in (ROOT / each).rglob(name))
+    """The test files of folders (or files), dealt out like cards: the long lessons stand side by side."""
+    found = [
+        [ROOT / each] if each.endswith(".py") else [*(ROOT / each).rglob("test_*.py"), *(ROOT / each).rglob("*.ipynb")]
+        for each in folders
+    ]
+    files = sorted(chain(*found))
     paths = [str(path.relative_to(ROOT)) for path in files if ".ipynb_checkpoints" not in path.parts]
-    found = [path for path in paths if path == SOLUTION or not path.startswith("lessons/solutions/")]
-    return [found[k::count] for k in range(count)]
+    kept = [path for path in paths if path == SOLUTION or not path.startswith("lessons/solutions/")]
+    return [kept[k::count] for k in range(count)]
 
 
 def first(given: list[str]) -> list[Part]:
     """What `make test` runs first."""
-    yielding = lint()
-    yielding.command[:0] = ["nice", "-n", "19"]
     left = [f"--ignore={path}" for path in PATIENT]
-    return [*(pytest(" ".join(folders), *folders, *left, *given) for folders in FIRST), yielding]
+    clock = [pytest(" ".join(folders), *folders, *left, *given) for folders in FIRST]
+    return [*clock, *(replace(part, yields=True) for part in (lint(), pytest(" ".join(BESIDE), *BESIDE, *given)))]
 
 
 def then(given: list[str]) -> list[Part]:
     """What `make test` runs after that: everything else."""
-    apart = [*chain(*FIRST), *chain(*(folders for folders, _ in LONG))]
+    apart = [*chain(*FIRST), *BESIDE, *chain(*(folders for folders, _ in LONG))]
     rest = pytest("all other tests", "tests", *(f"--ignore={folder}" for folder in apart), *given)
-    long = [
-        pytest(" ".join(folders) + (f", part {k + 1}" if count > 1 else ""), *files, *given)
-        for folders, count in LONG
-        for k, files in enumerate(parts_of(folders, count))
+    return [
+        rest,
+        *(
+            pytest(" ".join(folders) + (f", part {k + 1}" if count > 1 else ""), *files, *given)
+            for folders, count in LONG
+            for k, files in enumerate(parts_of(folders, count))
+        ),
     ]
-    return [rest, *long[:-LESSONS], pytest("tests/cluster, other processes", *PATIENT, *given), *long[-LESSONS:]]
 
 
 def fast(given: list[str]) -> list[Part]:
@@ -121,6 +131,8 @@ def run(parts: list[Part], at_once: int) -> None:
                         process = subprocess.Popen(
                             part.command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
                         )
+                    if part.yields:
+                        _yield_to_others(process.pid)
                     running.append((part, process, told, time.monotonic()))
                 time.sleep(0.05)
                 for each in list(running):
@@ -137,6 +149,15 @@ def run(parts: list[Part], at_once: int) -> None:
                 process.kill()
 
 
+def _yield_to_others(pid: int) -> None:
+    """Let a process, and those that it will start, run only while no other one wants its core. A low priority would not
+    do: ranks are batch jobs, which wait for the end of another process's time slice."""
+    if hasattr(os, "SCHED_IDLE"):
+        os.sched_setscheduler(pid, os.SCHED_IDLE, os.sched_param(0))
+    else:
+        os.setpriority(os.PRIO_PROCESS, pid, 19)
+
+
 def _used() -> float:
     """Seconds of a core that ended children have used."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -151,7 +172,7 @@ def main(arguments: list[str]) -> int:
         run(parts, cores + 1)
     else:
         clock, others = first(given), then(given)
-        run(clock, len(clock))
+        run(clock, len(FIRST) + 1)
         run(others, cores + 2)
         parts = [*clock, *others]
     print("\nseconds  of a core  status")

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from minipar.cluster import agreement, worker
+from minipar.cluster import agreement, light_torch, worker
 from minipar.cluster.far import Driver, FarRank, accept, connect
 from minipar.cluster.ranks import Callback
 from minipar.costs.device import DeviceSpec
@@ -201,6 +201,7 @@ def attend(driver: tuple[str, int], token: str, variables: dict[str, str], threa
     before = dict(os.environ)
     os.environ.update(variables)
     torch.set_num_threads(threads)
+    light_torch.postpone_compiler()
     try:
         agreement.forget()
         agreed = agreement.agree()

@@ -45,12 +45,14 @@ class Zygote:
         self._numbers = itertools.count()
         self._imported: set[str] = set()  # modules that the helper was told to import
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._spare: socket.socket | None  # None: taken
+        self._spare, spare = socket.socketpair()
         tie = "1" if threading.current_thread() is threading.main_thread() else "0"
         command = interpreter("from minipar.cluster.zygote import main; main(sys.argv[1:])")
         self._socket = ours
         self._process = subprocess.Popen(
-            [*command, str(theirs.fileno()), str(os.getpid()), self.folder, tie],
-            pass_fds=(theirs.fileno(),),
+            [*command, str(theirs.fileno()), str(spare.fileno()), str(os.getpid()), self.folder, tie],
+            pass_fds=(theirs.fileno(), spare.fileno()),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # the notebook's stop button signals the kernel's whole group
@@ -58,6 +60,7 @@ class Zygote:
             env={**child_environment(keep_freed_memory), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         )
         theirs.close()
+        spare.close()
         try:
             message = self._read(None)
         except BaseException:
@@ -67,6 +70,7 @@ class Zygote:
             self.close()
             reason = "it ended early; its own message is above" if message is None else message[1]
             raise RankError(f"the helper process that ranks are forked from could not start: {reason}")
+        self._spare_pid: int = message[1]
 
     @property
     def alive(self) -> bool:
@@ -89,6 +93,19 @@ class Zygote:
                     pid: int = answer[2]
                     self._exits.pop(pid, None)  # of an earlier process with this number
                     return pid
+
+    def take_spare(self, script: str, stdin: int) -> tuple[Forked, socket.socket] | None:
+        """Its spare process, which runs a script now, and the driver's end of the socket whose number the script gets;
+        None if it was taken before or has died."""
+        control, self._spare = self._spare, None
+        if control is None:
+            return None
+        try:
+            socket.send_fds(control, [os.fsencode(script)], [stdin, 1, 2])
+        except OSError:
+            control.close()
+            return None
+        return Forked(self, self._spare_pid), control
 
     def kill(self, pid: int) -> None:
         # The zygote kills the rank: only a parent knows that a pid still belongs to its child.
@@ -130,8 +147,10 @@ class Zygote:
         return message
 
     def close(self) -> None:
-        """End the helper and, through it, every rank that it forked."""
+        """End the helper and, through it, every process that it forked."""
         self._socket.close()
+        if self._spare is not None:
+            self._spare.close()
         try:
             self._process.wait(2)
         except subprocess.TimeoutExpired:
@@ -140,7 +159,7 @@ class Zygote:
 
 
 class Forked:
-    """A rank that the zygote forked."""
+    """A process that the zygote forked."""
 
     def __init__(self, zygote: Zygote, pid: int) -> None:
         self.pid = pid
@@ -154,9 +173,10 @@ class Forked:
 
 
 class Spawned:
-    """A rank that runs in its own interpreter. `life` is the pipe end whose closing ends it."""
+    """A process that runs in its own interpreter. `life` is the pipe end whose closing ends it, if it is to be closed
+    when it has ended."""
 
-    def __init__(self, process: subprocess.Popen[bytes], life: int) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], life: int = -1) -> None:
         self.pid = process.pid
         self._process = process
         self._life = life
@@ -274,6 +294,14 @@ def zygote(keep_freed_memory: bool = True) -> Zygote:
         if found is None:
             found = _zygotes[key] = Zygote(keep_freed_memory)
         return found
+
+
+def take_spare(script: str, stdin: int) -> tuple[Forked, socket.socket] | None:
+    """A process that has imported torch, and nothing of minipar, begins to run a script by its path; and a socket whose
+    other end's number is its only argument. None if no zygote of this process has one left."""
+    with _lock:
+        mine = [helper for (pid, _), helper in _zygotes.items() if pid == os.getpid()]
+    return next((taken for helper in mine if helper.alive and (taken := helper.take_spare(script, stdin))), None)
 
 
 def scratch_folder() -> str:

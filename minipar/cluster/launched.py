@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import cloudpickle
 
-from minipar.cluster import agreement, failures, worker
+from minipar.cluster import agreement, failures, light_torch, worker
 from minipar.cluster.far import LINGER, Driver, FarRank, accept, connect
 from minipar.cluster.members import unpack
 from minipar.cluster.parcel import Parcel, pack
@@ -68,6 +68,7 @@ class Launched:
     """
 
     def __init__(self) -> None:
+        light_torch.postpone_compiler()
         agreed = agreement.agree()
         self._agreed = agreed
         self._leading = False  # whether rank 0 is in a call that the others know of

@@ -1,8 +1,8 @@
 """Torch's optimizers and its counter of FLOPs without torch's compiler, until somebody needs the compiler.
 
 Making an optimizer, taking a step and counting FLOPs import `torch._dynamo`, only to tell the compiler what it should
-leave alone. That takes as long as importing torch, in each rank. As long as nobody has imported the compiler, nothing
-can be compiled, and there is nothing to tell.
+leave alone. That takes as long as importing torch, in each rank, however it was started. As long as nobody has imported
+the compiler, nothing can be compiled, and there is nothing to tell.
 """
 
 from __future__ import annotations

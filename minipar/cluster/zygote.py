@@ -3,12 +3,16 @@
 Every driver process has its own. A fork of it takes milliseconds, where a fresh interpreter takes seconds. It is safe,
 unlike a fork of the notebook's kernel: no thread pool was ever started here, and CUDA was never used.
 
-    main([SOCKET, DRIVER_PID, FOLDER, TIE])
+    main([SOCKET, SPARE, DRIVER_PID, FOLDER, TIE])
 
 The socket (SEQPACKET) carries ("fork", number, modules) with three descriptors -> ("forked", number, pid), ("kill",
 pid), and ("exit", pid, status) as ranks end. The modules are imported first: what the driver has of this package, and
 of torch.export, its ranks will need, and here it is imported once for all of them. TIE is 1 where Linux may tie this
 process to the driver's thread. When the driver is gone, all ranks are killed and FOLDER is removed.
+
+SPARE is a socket, too. Before anything else is imported here, one process is forked that waits at it for the path of a
+script and for three descriptors, its standard streams, and then runs the script with the socket's number. The driver
+uses it for plain torch (training/plainly.py), which would take as long as torch's import to start otherwise.
 """
 
 from __future__ import annotations
@@ -18,11 +22,15 @@ import gc
 import importlib
 import os
 import pickle
+import runpy
 import select
 import shutil
 import signal
 import socket
+import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 
 from minipar.cluster import worker
 from minipar.cluster.light_torch import postpone_compiler
@@ -33,11 +41,11 @@ LONGEST = 1 << 16  # bytes of a message
 
 
 def main(arguments: list[str]) -> None:
-    driver, folder = int(arguments[1]), arguments[2]
-    if arguments[3] == "1":
+    driver, folder = int(arguments[2]), arguments[3]
+    if arguments[4] == "1":
         die_with_parent(driver, signal.SIGTERM)  # not SIGKILL: it must first end the ranks' own children
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control = socket.socket(fileno=int(arguments[0]))
+    control, spare = (socket.socket(fileno=int(number)) for number in arguments[:2])
     gc.disable()  # until the modules are here: a fifth of their import would be spent on collections
     try:
         for module in PRELOAD:
@@ -47,8 +55,30 @@ def main(arguments: list[str]) -> None:
         _send(control, ("failed", f"{type(error).__name__}: {error}"))
         return
     _freeze()
-    _send(control, ("ready",))
-    _serve(control, driver, folder)
+
+    def wait_for_script() -> None:
+        control.close()
+        _run_script(spare)
+
+    pid = _fork(wait_for_script)
+    spare.close()
+    _send(control, ("ready", pid))
+    _serve(control, driver, folder, {pid})
+
+
+def _run_script(spare: socket.socket) -> None:
+    """In the spare process: wait for a script and run it, as a fresh interpreter would that has imported torch."""
+    path, descriptors, _, _ = socket.recv_fds(spare, LONGEST, 3)
+    if not path:
+        return  # the driver is gone
+    for number, descriptor in enumerate(descriptors):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
+    sys.stdout, sys.stderr = worker.streams()
+    for name in [name for name in sys.modules if name.partition(".")[0] == "minipar"]:
+        del sys.modules[name]
+    sys.argv = [path.decode(), str(spare.fileno())]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _freeze() -> None:
@@ -72,7 +102,7 @@ def _send(control: socket.socket, message: tuple[object, ...]) -> None:
     control.sendall(pickle.dumps(message))
 
 
-def _serve(control: socket.socket, driver: int, folder: str) -> None:
+def _serve(control: socket.socket, driver: int, folder: str, children: set[int]) -> None:
     wake_read, wake_write = socket.socketpair()
     for end in (wake_read, wake_write):
         end.setblocking(False)
@@ -87,7 +117,6 @@ def _serve(control: socket.socket, driver: int, folder: str) -> None:
         watched.append(gone)
     except (AttributeError, OSError):
         gone = -1
-    children: set[int] = set()
     try:
         while True:
             ready, _, _ = select.select(watched, [], [])
@@ -104,7 +133,9 @@ def _serve(control: socket.socket, driver: int, folder: str) -> None:
                 if message[0] == "fork":
                     _import(message[2])
                     closing = [control.fileno(), wake_read.fileno(), wake_write.fileno(), gone]
-                    pid = _fork(descriptors, closing)
+                    pid = _fork(partial(_be_rank, descriptors, closing))
+                    for descriptor in descriptors:
+                        os.close(descriptor)
                     children.add(pid)
                     _send(control, ("forked", message[1], pid))
                 elif message[1] in children:
@@ -128,14 +159,13 @@ def _reap(control: socket.socket, children: set[int]) -> None:
         _send(control, ("exit", pid, os.waitstatus_to_exitcode(status)))
 
 
-def _fork(descriptors: list[int], closing: list[int]) -> int:
+def _fork(run: Callable[[], None]) -> int:
+    """A child that runs this and ends."""
     zygote = os.getpid()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # about threads: numpy's BLAS has one, but handles forks
         pid = os.fork()
     if pid:
-        for descriptor in descriptors:
-            os.close(descriptor)
         return pid
     try:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -143,13 +173,17 @@ def _fork(descriptors: list[int], closing: list[int]) -> int:
         die_with_parent(zygote)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        yield_to_others()
-        control, out, err = descriptors
-        os.dup2(out, 1)
-        os.dup2(err, 2)
-        for descriptor in (out, err, *closing):
-            if descriptor >= 0:
-                os.close(descriptor)
-        worker.serve(socket.socket(fileno=control))
+        run()
     finally:
         os._exit(70)  # (it must never return to the loop of the zygote)
+
+
+def _be_rank(descriptors: list[int], closing: list[int]) -> None:
+    yield_to_others()
+    control, out, err = descriptors
+    os.dup2(out, 1)
+    os.dup2(err, 2)
+    for descriptor in (out, err, *closing):
+        if descriptor >= 0:
+            os.close(descriptor)
+    worker.serve(socket.socket(fileno=control))

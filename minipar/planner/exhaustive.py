@@ -25,6 +25,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from heapq import heapify, heappop, heappush
 from html import escape
 from textwrap import wrap
@@ -39,7 +40,7 @@ from minipar.planner.planned import PlanDifference, Planned, difference
 from minipar.planner.reasons import advice, reasons
 from minipar.planner.space import INNER, OUTER, Space, space
 from minipar.planner.way_out import nothing_fits, smallest
-from minipar.prediction.closed_form import closed_form
+from minipar.prediction.closed_form import Cost, closed_form
 from minipar.prediction.estimating import estimate
 from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.prediction.plan_words import check
@@ -241,7 +242,7 @@ def _bound(space: Space, numbers: PlanNumbers, parts: tuple[str, ...]) -> float 
     ranks, whose mean is at least what the slowest one takes, divided by their number.
     """
     try:
-        cost = closed_form(numbers, space.model, space.machine)
+        cost = _cost(numbers, space.model, _any_memory(space.machine))
     except PlanError:
         return None
     total = sum(cost.seconds.get(part, 0.0) for part in parts)
@@ -249,17 +250,28 @@ def _bound(space: Space, numbers: PlanNumbers, parts: tuple[str, ...]) -> float 
     return total if "bubble" in parts else total * (m - 1 + 1 / numbers.pp) / m
 
 
+@lru_cache(1 << 14)
+def _cost(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> Cost:
+    """What the formulas give, whatever memory a device has: searches for less memory ask for the same plans again."""
+    return closed_form(numbers, model, machine)
+
+
+@lru_cache(64)
+def _any_memory(machine: Hardware) -> Hardware:
+    return replace(machine, memory=1)
+
+
 def _fitting(space: Space, numbers: PlanNumbers, limit: float) -> Planned | None:
     """A plan, if it can be, is faster than the limit and fits; with something on the host, if it fits only so."""
     try:
-        cost = closed_form(numbers, space.model, space.machine)
+        cost = _cost(numbers, space.model, _any_memory(space.machine))
         away = sum(cost.bytes.get(kind, 0) for kind in {kind for what in space.domains["offload"] for kind in what})
         if cost.time >= limit or cost.memory - away > space.machine.memory:
             return None
         plain = [numbers] if () in space.domains["offload"] else []
         for chosen in (*plain, *space.offloaded(numbers)):
             if chosen is not numbers:
-                cost = closed_form(chosen, space.model, space.machine)
+                cost = _cost(chosen, space.model, _any_memory(space.machine))
             if cost.memory <= space.machine.memory:
                 if cost.time >= limit:
                     return None

@@ -4,8 +4,10 @@
                                       (started by the path of reference.py; it never imports minipar, unless the user's
                                       own code does. Before it, the file light_torch.py keeps torch's compiler out)
 
-The process is started at the first job, which takes as long as importing torch, and kept for the next ones. It is
-killed if the driver is interrupted while it waits for it, and ends when the driver ends.
+The process is started at the first job and kept for the next ones. Where ranks are forked, it is a fork as well: it was
+made when their helper had imported torch, but nothing of the engine except what starts ranks, and it forgets that. Else
+it is a new interpreter, which takes as long as importing torch. It is killed if the driver is interrupted while it
+waits for it, and ends when the driver ends.
 """
 
 from __future__ import annotations
@@ -15,6 +17,8 @@ import contextlib
 import ctypes
 import io
 import os
+import select
+import signal
 import socket
 import subprocess
 import sys
@@ -164,27 +168,25 @@ class Plain:
     """A process of plain torch. `asked`: it has a job whose answer has not come yet."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        command = [*launch.interpreter(_START), light_torch.__file__, reference.__file__, str(theirs.fileno())]
+        stdin, self._life = os.pipe()  # when it closes, the process knows that the driver has ended
+        self.process: launch.Process
         try:
-            self.process = subprocess.Popen(
-                command,
-                pass_fds=(theirs.fileno(),),
-                stdin=subprocess.PIPE,  # when it closes, the process knows that the driver has ended
-                start_new_session=True,  # the notebook's stop button signals the kernel's whole group
-                env=launch.child_environment(),
-            )
+            self.process, self.control = launch.take_spare(reference.__file__, stdin) or _interpreter(stdin)
         except BaseException:
-            ours.close()
+            os.close(self._life)
             raise
         finally:
-            theirs.close()
-        self.control = ours
+            os.close(stdin)
         self.asked = self.ready = False
+        self._status: int | None = None  # once it was ended
 
     @property
     def alive(self) -> bool:
-        return self.process.poll() is None
+        if self._status is not None or self.process.wait(0) is not None:
+            return False
+        # A helper that is gone does not say that this process, which it forked, has gone with it.
+        told = bool(select.select([self.control], [], [], 0)[0])
+        return not told or bool(self.control.recv(1, socket.MSG_PEEK))
 
     def await_ready(self) -> None:
         if not self.ready:
@@ -195,7 +197,8 @@ class Plain:
         data = _pickled(task)
         self.await_ready()
         self.asked = True
-        job = {"path": list(sys.path), "folder": os.getcwd(), "threads": threads, "task": data}
+        here = {"path": list(sys.path), "folder": os.getcwd(), "environment": dict(os.environ)}
+        job = {**here, "threads": threads, "task": data}
         reference.send(self.control, job)
         while True:
             kind, *rest = reference.receive(self.control)
@@ -213,13 +216,33 @@ class Plain:
     def end(self) -> int:
         """Kill it; returns its exit status."""
         self.asked = False
-        with contextlib.suppress(OSError):
+        if self._status is None:
             self.process.kill()
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):
-            self.process.stdin.close()
-        self.control.close()
-        return self.process.wait()
+            status = self.process.wait(10)
+            self._status = -signal.SIGKILL if status is None else status
+            os.close(self._life)
+            self.control.close()
+        return self._status
+
+
+def _interpreter(stdin: int) -> tuple[launch.Process, socket.socket]:
+    """A new interpreter for reference.py, and the driver's end of its socket."""
+    ours, theirs = socket.socketpair()
+    command = [*launch.interpreter(_START), light_torch.__file__, reference.__file__, str(theirs.fileno())]
+    try:
+        process = subprocess.Popen(
+            command,
+            pass_fds=(theirs.fileno(),),
+            stdin=stdin,
+            start_new_session=True,  # the notebook's stop button signals the kernel's whole group
+            env=launch.child_environment(),
+        )
+    except BaseException:
+        ours.close()
+        raise
+    finally:
+        theirs.close()
+    return launch.Spawned(process), ours
 
 
 _lock = threading.RLock()

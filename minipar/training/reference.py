@@ -933,6 +933,8 @@ def _answer(sock: socket.socket, job: Mapping[str, Any]) -> None:
     try:
         sys.path[:] = job["path"]
         os.chdir(job["folder"])
+        os.environ.clear()
+        os.environ.update(job["environment"])
         torch.set_num_threads(job["threads"])
         random.seed(0)
         found = run(cloudpickle.loads(job["task"]), lambda step: send(sock, ("report", step)))

@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,21 @@ from tests.cluster import under_torchrun
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("under_torchrun.py")
-STANDALONE = ("--standalone",)
+MODULE = """
+from functools import partial
+import torch
+from minipar import models
+
+def build():
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(32, 6, generator=generator), torch.randint(10, (32,), generator=generator)
+    return partial(models.mlp, (6, 16, 10)), rows
+"""
 
 
 def torchrun(ranks: int, what: str, folder: Path, *options: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a function of the script on so many ranks."""
-    words = [*(options or STANDALONE), f"--nproc-per-node={ranks}", str(SCRIPT), what, str(folder)]
-    return launch(words, **variables)
-
-
-def launch(words: list[str], folder: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run torchrun with these words. If it takes too long, it is told to end its processes."""
+    """Run a function of the script on so many ranks. If it takes too long, torchrun is told to end its processes."""
+    words = [*options, f"--nproc-per-node={ranks}", str(SCRIPT), what, str(folder)]
     command = [sys.executable, "-m", "torch.distributed.run", *words]
     environment = {**child_environment(), "OMP_NUM_THREADS": "1", **variables}
     with subprocess.Popen(
@@ -43,20 +46,36 @@ def launch(words: list[str], folder: Path | None = None, **variables: str) -> su
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
-def found(folder: Path) -> list[dict[str, Any]]:
+def found(folder: Path, what: str) -> list[dict[str, Any]]:
     """What each rank has found, in rank order."""
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("[0-9]*.json"))]
+    return [json.loads(path.read_text()) for path in sorted(folder.glob(f"{what}-[0-9]*.json"))]
 
 
-def ended_well(done: subprocess.CompletedProcess[str]) -> None:
-    assert done.returncode == 0, done.stderr[-4000:]
+class Launches:
+    """Two launches of one run, on two ranks and then on four, and what they left in a folder: a plan and a module are
+    there, too. The first one is begun again once, and fails."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "plan.toml").write_text("dp = 2\nmicrobatches = 2\n")
+        (folder / "mine.py").write_text(MODULE)
+        same = "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=again"
+        path = os.pathsep.join([str(folder), *filter(None, sys.path)])
+        self.failed = torchrun(2, "interrupted", folder, *same, "--max-restarts=1", PYTHONPATH=path)
+        self.after = found(folder, "interrupted")
+        self.done = torchrun(4, "interrupted", folder, *same, MINIPAR_HOST="a,a,b,b")
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("two")
-    ended_well(torchrun(2, "two", folder))
-    return found(folder)
+def launches(tmp_path_factory: pytest.TempPathFactory) -> Launches:
+    return Launches(tmp_path_factory.mktemp("launches"))
+
+
+@pytest.fixture(scope="module")
+def two(launches: Launches) -> list[dict[str, Any]]:
+    ranks = found(launches.folder, "two")
+    assert len(ranks) == 2, launches.failed.stderr[-4000:]
+    return ranks
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +98,14 @@ def test_two_ranks_train_as_a_local_cluster_does(two: list[dict[str, Any]], over
 def test_all_processes_return_what_rank_0_returns(two: list[dict[str, Any]]) -> None:
     assert len(two) == 2
     assert two[0]["pid"] != two[1]["pid"]
-    different = {"pid", "seen", "cluster", "size", "refused", "raised", "unpicklable", "different"}
+    different = {"pid", "seen", "cluster", "size", "refused", "raised", "unpicklable", "different", "command"}
     assert {key: two[0][key] for key in two[0].keys() - different} == {
         key: two[1][key] for key in two[1].keys() - different
     }
+
+
+def test_no_process_imports_torchs_compiler(two: list[dict[str, Any]]) -> None:
+    assert [rank["compiler"] for rank in two] == [False, False]
 
 
 def test_functions_run_on_all_ranks_or_some(two: list[dict[str, Any]]) -> None:
@@ -128,10 +151,9 @@ def test_a_saved_run_goes_on_under_another_plan(two: list[dict[str, Any]], over_
     assert two[0]["evaluated"] == pytest.approx(whole.losses[3], rel=1e-12)
 
 
-def test_four_ranks_on_two_hosts_that_share_no_memory_train_as_a_local_cluster_over_gloo(tmp_path: Path) -> None:
-    ended_well(torchrun(4, "four", tmp_path, MINIPAR_HOST="a,a,b,b"))
-    ranks = found(tmp_path)
-    assert len(ranks) == 4
+def test_four_ranks_on_two_hosts_that_share_no_memory_train_as_a_local_cluster_over_gloo(launches: Launches) -> None:
+    ranks = found(launches.folder, "four")
+    assert len(ranks) == 4, launches.done.stderr[-4000:]
     with Cluster(4, device="cpu", transport="gloo") as cluster:
         for plan in under_torchrun.FOUR:
             run = under_torchrun.trained(plan, cluster)
@@ -140,74 +162,49 @@ def test_four_ranks_on_two_hosts_that_share_no_memory_train_as_a_local_cluster_o
                 assert rank[plan]["error"] < 1e-12
 
 
-def test_a_launch_that_is_killed_and_fails_goes_on_and_at_last_on_other_ranks(tmp_path: Path) -> None:
-    same = "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=again"
-    done = torchrun(2, "interrupted", tmp_path, *same, "--max-restarts=1")
-    assert done.returncode == 1
-    assert "exitcode: -9" in done.stderr
-    assert done.stderr.count('raise ValueError("the loss of rank 1")') == 1  # one traceback, on rank 0
-    assert "raised on rank 1:" in done.stderr
-    assert not found(tmp_path)
-    ended_well(torchrun(4, "interrupted", tmp_path, *same))
+def test_a_launch_that_is_killed_and_fails_goes_on_and_at_last_on_other_ranks(
+    launches: Launches, over_gloo: Cluster
+) -> None:
+    failed = launches.failed
+    assert failed.returncode == 1
+    assert "exitcode: -9" in failed.stderr
+    assert failed.stderr.count('raise ValueError("the loss of rank 1")') == 1  # one traceback, on rank 0
+    assert "raised on rank 1:" in failed.stderr
+    assert not launches.after
 
-    with Cluster(2, device="cpu") as local:
-        whole = under_torchrun.trained("dp=2", local, steps=12).losses
+    whole = under_torchrun.trained("dp=2", over_gloo, steps=12).losses
     begins = []
     for attempt in range(3):
-        lines = [line.split() for line in (tmp_path / f"begin-{attempt}").read_text().splitlines()]
+        lines = [line.split() for line in (launches.folder / f"begin-{attempt}").read_text().splitlines()]
         begins.append(int(lines[0][0]))
         for step, loss in lines:  # on the same number of ranks bit for bit
             assert float(loss) == pytest.approx(whole[int(step)], rel=1e-12 if attempt == 2 else 0)
     assert begins[0] == 0
     assert begins[1] in (2, 4)
     assert begins[2] in (6, 8, 10)
-    for rank in found(tmp_path):
+    ranks = found(launches.folder, "interrupted")
+    assert len(ranks) == 4, launches.done.stderr[-4000:]
+    for rank in ranks:
         assert rank["first"] == begins[2]
         assert rank["losses"] == pytest.approx(whole[begins[2] :], rel=1e-12)
         assert rank["error"] < 1e-12
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a plan and a module."""
-    folder = tmp_path_factory.mktemp("project")
-    (folder / "plan.toml").write_text("dp = 2\nmicrobatches = 2\n")
-    (folder / "mine.py").write_text(
-        textwrap.dedent("""
-            from functools import partial
-            import torch
-            from minipar import models
-
-            def build():
-                generator = torch.Generator().manual_seed(1)
-                rows = torch.randn(32, 6, generator=generator), torch.randint(10, (32,), generator=generator)
-                return partial(models.mlp, (6, 16, 10)), rows
-        """)
-    )
-    return folder
-
-
-def command_line(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """`minipar run` in two processes of torchrun."""
-    return launch(["--standalone", "--nproc-per-node=2", "-m", "minipar", "run", *words], folder)
-
-
-def test_the_command_line_runs_under_torchrun_and_rank_0_prints(project: Path) -> None:
-    done = command_line(project, "plan.toml", "--model", "mine:build", "--steps", "3", "--check", "--json")
-    ended_well(done)
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    result = json.loads(line)
+def test_the_command_line_runs_under_torchrun_and_rank_0_prints(two: list[dict[str, Any]]) -> None:
+    for rank in two:
+        assert rank["command"]["status"] == 0, rank["command"]["err"]
+    result = json.loads(two[0]["command"]["out"])
+    assert two[1]["command"]["out"] == ""
     assert result["losses"] == pytest.approx(result["reference_losses"], rel=1e-5)
     assert result["max_gradient_error"] < 1e-5
     assert len(result["bytes_sent"]) == 2
 
 
-def test_another_world_size_than_the_plans_is_one_line(project: Path) -> None:
-    done = command_line(project, "dp=4", "--model", "mlp-tiny", "--steps", "1")
-    assert done.returncode == 1  # torchrun's; minipar's own status is 2
-    (line,) = [line for line in done.stderr.splitlines() if line.startswith("minipar: ")]
-    assert line.startswith("minipar: plan dp=4 pp=1 needs 4 ranks, but torchrun started 2 (WORLD_SIZE); give it ")
-    assert "exitcode: 2" in done.stderr
+def test_another_world_size_than_the_plans_is_one_line(launches: Launches) -> None:
+    assert launches.done.returncode == 1  # torchrun's; minipar's own status is 2
+    (line,) = [line for line in launches.done.stderr.splitlines() if line.startswith("minipar: ")]
+    assert line.startswith("minipar: plan dp=2 pp=1 needs 2 ranks, but torchrun started 4 (WORLD_SIZE); give it ")
+    assert "exitcode: 2" in launches.done.stderr
 
 
 def test_outside_of_torchrun_nothing_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:

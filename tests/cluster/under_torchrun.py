@@ -1,8 +1,10 @@
 """A script for torchrun: `under_torchrun.py WHAT FOLDER` does one of the functions below, and every process writes what
-it found to FOLDER/RANK.json. test_launched.py starts it."""
+it found to FOLDER/WHAT-RANK.json. test_launched.py starts it."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minipar import Cluster, Launched, Run, StepInfo, communicator, evaluate, models, resume, train
+from minipar import Cluster, Launched, Run, StepInfo, cli, communicator, evaluate, models, resume, train
 from minipar.cluster import worker
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -64,8 +66,20 @@ def only_rank_1() -> None:
     time.sleep(60)
 
 
+def minipar(*words: str) -> dict[str, Any]:
+    """The command line: its status, and what it printed."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = cli.main(list(words))
+    return {"status": status, "out": out.getvalue(), "err": err.getvalue()}
+
+
 def two(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {plan: facts(trained(plan)) for plan in TWO}
+    found: dict[str, Any] = {TWO[0]: facts(trained(TWO[0])), "compiler": "torch._dynamo" in sys.modules}
+    found |= {plan: facts(trained(plan)) for plan in TWO[1:]}
+    found["command"] = minipar(
+        "run", str(folder / "plan.toml"), "--model", "mine:build", "--steps", "3", "--check", "--json"
+    )
     run = trained(TWO[0])
     found["evaluated"] = evaluate(partial(models.mlp, SIZES), rows(), "dp=2", state=run, dtype=torch.float64).loss
     here = Launched.here()
@@ -103,8 +117,11 @@ def four(folder: Path) -> dict[str, Any]:
 
 
 def interrupted(folder: Path) -> dict[str, Any]:
-    """A run of 12 steps that is saved after every second one. In its first attempt rank 1 is killed, in its second one
-    the loss raises an error on rank 1; the third one ends well. Rank 0 notes where each begins."""
+    """A run of 12 steps that is saved after every second one. In its first attempt, which `two` precedes, rank 1 is
+    killed, in its second one the loss raises an error on rank 1; the third one ends well, `four` follows, and at last a
+    command line that is refused, after which rank 0 ends first. Rank 0 notes where each attempt begins."""
+    if not any(folder.glob("begin-*")):
+        write("two", two(folder), folder)
     attempt, pids = len(list(folder.glob("begin-*"))), Launched.here().run(os.getpid)
 
     def disturb(info: StepInfo) -> None:
@@ -122,26 +139,18 @@ def interrupted(folder: Path) -> dict[str, Any]:
         return torch.nn.functional.cross_entropy(output, y)
 
     plan = f"dp={os.environ['WORLD_SIZE']}"
-    run = trained(plan, steps=12, save=folder / "saved", save_every=2, callback=disturb, loss=loss)
+    last = attempt == 2
+    run = trained(plan, steps=12, save=folder / "saves", save_every=2, callback=disturb, loss=loss, check=last)
+    if last:
+        write("four", four(folder), folder)
     return {"first": run.first_step, "losses": run.losses, "error": run.max_gradient_error()}
 
 
-def cut(folder: Path) -> dict[str, Any]:
-    """A long run, in which another process cuts one host off when `now` is there; `over` says when a rank has left."""
-
-    def back(info: StepInfo) -> None:
-        if info.step == 30:
-            (folder / "now").write_text("")
-
-    options: dict[str, Any] = {"save": folder / "saved", "save_every": 10, "callback": back, "check": False}
-    try:
-        trained("dp=2", steps=100_000, **options)
-    finally:
-        (folder / f"over-{RANK}").write_text(str(time.time()))
-    return {}
+def write(what: str, found: dict[str, Any], folder: Path) -> None:
+    (folder / f"{what}-{RANK}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
     what, folder = sys.argv[1], Path(sys.argv[2])
-    result = globals()[what](folder)
-    (folder / f"{RANK}.json").write_text(json.dumps(result))
+    write(what, globals()[what](folder), folder)
+    sys.exit(cli.main(["run", "dp=2", "--model", "mlp-tiny", "--steps", "1"]))

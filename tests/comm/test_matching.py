@@ -17,6 +17,7 @@ import torch
 
 from minipar.cluster import Cluster, worker
 from minipar.comm import communicator
+from minipar.comm.matching import Matcher
 from minipar.comm.transport.board import DEPTH, SMALL, Board, fingerprint
 from minipar.errors import CollectiveMismatch, RankError
 
@@ -266,3 +267,11 @@ def test_names_of_a_board_go_when_it_is_made(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["board"]
     one.unlink()
     assert os.listdir(tmp_path) == []
+
+
+def test_a_rank_that_waits_is_told_which_rank_is_gone() -> None:
+    """tests/execution/test_namespaces.py cuts a host off."""
+    nothing: Any = None
+    with pytest.raises(ConnectionError, match="rank 1 is gone, or its host is cut off"):
+        Matcher((0, 1), nothing, False, nothing, lambda: 1).check()
+    Matcher((0, 1), nothing, False, nothing).check()

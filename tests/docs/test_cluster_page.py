@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -13,12 +14,19 @@ from typing import Any
 
 import pytest
 import yaml
+from torch.distributed.run import config_from_args, parse_args
 
 from minipar.cluster.launch import child_environment
 from tests.pages import DOCS, blocks
 
 PAGE = (DOCS / "cluster.md").read_text()
 RESULT = re.compile(r"^20 steps, loss \d+\.\d+, on other rows \d+\.\d+$", re.MULTILINE)
+RECORD = """
+import json, os, sys
+variables = {name: text for name, text in os.environ.items() if name.startswith("PET_")}
+with open(f"{os.environ['RECORD']}/torchrun-{os.getpid()}.json", "w") as file:
+    json.dump([sys.argv[1:], variables], file)
+"""
 OPTIONS = {  # of sbatch, in its manual
     "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "requeue", "mem", "partition",
     "account", "output", "error",
@@ -85,7 +93,8 @@ def port() -> int:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the page's script, a plan and a module; and with torchrun, srun and scontrol as commands."""
+    """A folder with the page's script, a plan and a module; and with torchrun, srun and scontrol as commands. With the
+    variable RECORD, a folder, torchrun only writes there how it was called."""
     (_, script), _ = blocks("cluster.md")
     assert script.startswith("# train.py\n")
     (tmp_path / "train.py").write_text(script)
@@ -96,8 +105,11 @@ def folder(tmp_path: Path) -> Path:
     )
     tools = tmp_path / "tools"
     tools.mkdir()
+    (tools / "record.py").write_text(RECORD)
+    python = shlex.quote(sys.executable)
+    record = f'test -z "$RECORD" || exec {python} {tools / "record.py"} "$@"'
     for name, body in {
-        "torchrun": f'exec {shlex.quote(sys.executable)} -m torch.distributed.run "$@"',
+        "torchrun": f'{record}\nexec {python} -m torch.distributed.run "$@"',
         "scontrol": 'test "$*" = "show hostnames here[1-2]" && printf "localhost\\nlocalhost\\n"',
         # as srun does: the command once on each node, and the worst status of them
         "srun": 'test "$1" = --kill-on-bad-exit=1 || exit 9; shift; "$@" & first=$!; "$@"; other=$?; '
@@ -129,6 +141,29 @@ def ended(*processes: subprocess.Popen[str]) -> str:
         assert process.returncode == 0, err[-4000:]
         out += told
     return out
+
+
+def meaning(words: list[str], variables: dict[str, str]) -> dict[str, Any]:
+    """What torchrun itself reads in its words and variables."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, text in (variables | {"OMP_NUM_THREADS": "1"}).items():
+            patch.setenv(name, text)
+        read, _, script = config_from_args(parse_args(words))
+    return {
+        "nodes": (read.min_nodes, read.max_nodes), "ranks": read.nproc_per_node, "backend": read.rdzv_backend,
+        "endpoint": read.rdzv_endpoint, "id": read.run_id, "restarts": read.max_restarts, "script": script,
+    }  # fmt: skip
+
+
+def recorded(folder: Path) -> list[dict[str, Any]]:
+    """What each call of torchrun means that was recorded in a folder."""
+    return [meaning(*json.loads(path.read_text())) for path in folder.glob("torchrun-*.json")]
+
+
+def like_several(endpoint: str, **others: Any) -> dict[str, Any]:
+    """What the page's line for several machines means, which a test runs, with other values."""
+    words = shlex.split(command_lines()[2].replace("HOST:29500", endpoint))
+    return meaning(words[1:], {}) | others
 
 
 def command_lines() -> list[str]:
@@ -170,13 +205,17 @@ def test_the_batch_file_has_options_that_sbatch_knows() -> None:
     assert dict(options)["ntasks-per-node"] == "1"  # torchrun starts the ranks of a node
 
 
-@pytest.mark.slow
-def test_the_batch_file_runs(folder: Path) -> None:
+@pytest.mark.many(2)  # (run to its end with --thorough; else it must start what the line for several machines starts)
+def test_the_batch_file_runs(folder: Path, pytestconfig: pytest.Config) -> None:
     (text,) = fenced("bash")
     (folder / "train.sbatch").write_text(text)
+    free = port()
     variables = {"SLURM_JOB_NODELIST": "here[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "4711"}
-    job = start(folder, ["bash", "train.sbatch"], RANKS_PER_NODE="1", PORT=str(port()), **variables)
-    assert len(RESULT.findall(ended(job))) == 1
+    variables |= {"RANKS_PER_NODE": "1", "PORT": str(free)}
+    ended(start(folder, ["bash", "train.sbatch"], RECORD=str(folder), **variables))
+    assert recorded(folder) == [like_several(f"localhost:{free}", id="4711", restarts=3)] * 2
+    if pytestconfig.getoption("--thorough"):
+        assert len(RESULT.findall(ended(start(folder, ["bash", "train.sbatch"], **variables)))) == 1
 
 
 def test_the_manifest_fits_the_definition_of_a_job() -> None:
@@ -203,16 +242,23 @@ def test_the_engines_of_a_notebook_train(monkeypatch: pytest.MonkeyPatch) -> Non
     assert space["ranks"].state == "closed"
 
 
-@pytest.mark.slow
-def test_the_pods_of_the_manifest_run(folder: Path) -> None:
+@pytest.mark.many(2)  # (run to its end with --thorough, as the batch file)
+def test_the_pods_of_the_manifest_run(folder: Path, pytestconfig: pytest.Config) -> None:
     (text,) = fenced("yaml")
     spec = yaml.safe_load(text)["spec"]
-    policy = spec["elasticPolicy"]
+    policy, free = spec["elasticPolicy"], port()
     told = {  # as the operator tells torchrun
         "PET_NNODES": f"{policy['minReplicas']}:{policy['maxReplicas']}", "PET_NPROC_PER_NODE": "1",
-        "PET_RDZV_BACKEND": policy["rdzvBackend"], "PET_RDZV_ENDPOINT": f"localhost:{port()}",
+        "PET_RDZV_BACKEND": policy["rdzvBackend"], "PET_RDZV_ENDPOINT": f"localhost:{free}",
         "PET_RDZV_ID": policy["rdzvId"], "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
     }  # fmt: skip
     (container,) = spec["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
-    pods = [start(folder, container["command"], MINIPAR_HOST=name, **told) for name in ("a", "b")]
-    assert len(RESULT.findall(ended(*pods))) == 1
+
+    def pods(**variables: str) -> str:
+        command = container["command"]
+        return ended(*(start(folder, command, MINIPAR_HOST=name, **told, **variables) for name in ("a", "b")))
+
+    pods(RECORD=str(folder))
+    assert recorded(folder) == [like_several(f"localhost:{free}", restarts=3)] * 2
+    if pytestconfig.getoption("--thorough"):
+        assert len(RESULT.findall(pods())) == 1

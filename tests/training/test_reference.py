@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from minipar import Cluster, RankDied, RankError, train
+from minipar.cluster import launch
 from minipar.execution.execution import Job
 from minipar.models.randomness import RowDropout, at
 from minipar.training import plainly, reference
@@ -22,11 +24,22 @@ from tests.toys import rows, toy
 mse = nn.functional.mse_loss
 
 
-@pytest.fixture(scope="module")
-def alone():
-    """A process of plain torch that has done nothing yet."""
-    process = plainly.Plain()
+@pytest.fixture(scope="module", params=["fresh", "forked"])
+def alone(request):
+    """A process of plain torch that has done nothing yet: a new interpreter, or the spare process of a helper."""
+    helper = launch.Zygote() if request.param == "forked" else None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "_zygotes", {(os.getpid(), ""): helper} if helper else {})
+        process = plainly.Plain()
+        assert isinstance(process.process, launch.Forked if helper else launch.Spawned)
+        assert launch.take_spare(reference.__file__, 0) is None  # there is one only
     yield process
+    assert process.alive
+    if helper:
+        helper.close()
+        with pytest.raises(EOFError):
+            reference.receive(process.control)
+        assert not process.alive  # though nobody is left who could tell its status
     process.end()
 
 
@@ -133,7 +146,7 @@ def test_an_interrupt_ends_it():
     with pytest.raises(KeyboardInterrupt):
         plainly.train_reference(job(NOTEBOOK["slow"]), 1)
     assert time.monotonic() - start < 10
-    assert before.poll() is not None
+    assert before.wait(0) is not None
     assert len(plainly.train_reference(job(toy_model), 1).losses) == 1
 
 
