@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from minipar.costs.hardware import Hardware, hardware
@@ -167,7 +168,7 @@ def estimate(
         machine = replace(machine, per_node=keys.whole_number("gpus_per_node", gpus_per_node))
     if nodes is not None:
         machine = replace(machine, nodes=keys.whole_number("nodes", nodes))
-    if example is None and not isinstance(model, (str, Mapping, *_NUMBERS)):
+    if example is None and not isinstance(model, (str, Path, Mapping, *_NUMBERS)):
         name = type(model).__name__
         raise PlanError(f"model {name}: a torch module needs example=, an input of one row or more; or give numbers")
     if example is not None:

@@ -177,6 +177,7 @@ def test_own_models_and_machines(tmp_path: Path) -> None:
     if sys.version_info >= (3, 11):
         two = estimate("dp=8 zero=1", str(tmp_path / "model.toml"), str(tmp_path / "machine.toml"))
         assert two.time == one.time
+        assert estimate("dp=8 zero=1", tmp_path / "model.toml", tmp_path / "machine.toml").time == one.time
         assert two.machine.efficiency.far == 0.5
     chain = Chain((ChainLayer(1e9, 10**6, 1e3, 1e4, 1e5),) * 4, "chain")
     assert estimate("pp=2 microbatches=4", chain, "h100").numbers.pp == 2
@@ -252,6 +253,8 @@ def test_more_rows_than_there_are_are_refused() -> None:
     ("plan", "model", "devices", "told"),
     [
         ("pp=2", object(), "h100", r"model object: a torch module needs example="),
+        ("pp=2", Path("somewhere/model"), "h100", "model 'somewhere/model': a file with a model's numbers ends in .toml"),
+        ("pp=2", Path("none.toml"), "h100", "none.toml: No such file or directory; possible are"),
         ("pp=2", "gpt2-xl", None, "hardware None: must be a name .* there are laptop"),
         (None, "gpt2-xl", "h100", "plan None: must be a Plan, words such as"),
         ("pp=2 schedule=terapipe slices=99999", "gpt2-xl", "h100", "slices=99999: more than the 1024 tokens"),
@@ -260,6 +263,11 @@ def test_more_rows_than_there_are_are_refused() -> None:
 def test_other_types_are_refused_in_words(plan: Any, model: Any, devices: Any, told: str) -> None:
     with pytest.raises(PlanError, match=told):
         estimate(plan, model, devices)
+
+
+def test_an_example_is_of_a_torch_module() -> None:
+    with pytest.raises(PlanError, match="model 'gpt2-xl': is no torch module, and needs no example="):
+        estimate("", "gpt2-xl", "h100", example=object())
 
 
 def test_the_command_prints_keys_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
