@@ -43,7 +43,7 @@ from minipar.prediction.closed_form import closed_form
 from minipar.prediction.estimating import estimate
 from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.prediction.plan_words import check
-from minipar.prediction.replica import by_simulation
+from minipar.prediction.replica import actions, by_simulation, helps
 from minipar.program.rows import MOST_ROWS
 from minipar.strategies import keys
 from minipar.strategies.schedules.registry import find
@@ -272,14 +272,12 @@ def _fitting(space: Space, numbers: PlanNumbers, limit: float) -> Planned | None
 
 
 def _simulated(space: Space, best: list[Planned]) -> list[Planned]:
-    """The plans whose formula is not exact with the simulator's time, the fastest first, up to a number of actions."""
+    """The plans with the simulator's time where it says more than a formula, up to a number of actions."""
     made, left = [], ACTIONS
     for one in best:
         n = one.numbers
-        form = find(n.schedule).form
-        size = n.pp * min(n.microbatches, 3 * n.pp) * n.chunks
-        if form is not None and not form.exact and size <= left:
-            left -= size
+        if actions(n) <= left and helps(n, space.model, space.machine):
+            left -= actions(n)
             cost = closed_form(n, space.model, space.machine, by_simulation(n))
             one = replace(one, simulated=cost.time)
         made.append(one)
