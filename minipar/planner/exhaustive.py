@@ -99,7 +99,11 @@ class Found:
             return difference(self.plan, plan)
         where = self.space
         given = plan if "precision=" in plan else f"{plan} precision={where.precision}"
-        return difference(self.plan, estimate(given, where.model, where.machine, where.batch))
+        found = estimate(given, where.model, where.machine, where.batch)
+        if found.by == "replica" and not found.numbers.options and find(found.numbers.schedule).form is not None:
+            cost = closed_form(found.numbers, where.model, where.machine)
+            return difference(self.plan, Planned(found.numbers, cost))
+        return difference(self.plan, found)
 
     def front(self, points: int = 6) -> tuple[Planned, ...]:
         """The fastest plans for less and less memory, from the smallest to the fastest one."""
