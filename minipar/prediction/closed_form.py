@@ -512,9 +512,12 @@ class Replicas(NamedTuple):
 
 
 def replicas_of(numbers: PlanNumbers, machine: Hardware) -> Replicas:
-    """The ranks over which gradients are summed."""
+    """The ranks over which gradients are summed. Ranks of cp have the same experts, those of ep do not."""
     n = numbers
-    return Replicas(links(machine, n.cp * n.ep * n.dp, n.tp), links(machine, n.dp, n.tp * n.cp * n.ep))
+    tokens, rows = links(machine, n.cp, n.tp), links(machine, n.dp, n.tp * n.cp * n.ep)
+    return Replicas(
+        links(machine, n.cp * n.ep * n.dp, n.tp), Links(tokens.ranks * rows.ranks, tokens.near * rows.near)
+    )
 
 
 def _waits(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas) -> float:
@@ -595,7 +598,7 @@ def _share(numbers: PlanNumbers, stage: Stage, zero: int) -> int:
     n = numbers
     if n.zero < zero:
         return stage.parameters + stage.experts
-    return ceil(stage.parameters / (n.dp * n.ep * n.cp)) + ceil(stage.experts / n.dp)
+    return ceil(stage.parameters / (n.dp * n.ep * n.cp)) + ceil(stage.experts / (n.dp * n.cp))
 
 
 def _message(numbers: PlanNumbers, model: Sizes, machine: Hardware, layer: int = 0) -> float:

@@ -173,7 +173,8 @@ def _activations_term(plan: Plan, detail: Detail) -> Term:
     flying = [(n, each) for n, each in zip(kept.flying, kept.each, strict=True) if n]
     filled = " + ".join(f"{n} × {size(each)}" for n, each in flying) + more
     formula = "f × a" if len(flying) == 1 else "Σ f × a"
-    note = f"f micro-batches of {rows} wait for their backward, each with a"
+    halves = any(kept.flying[len(kept.flying) // 2 :])
+    note = f"f micro-batches of {rows} wait for their backward{' or its weight half' * halves}, each with a"
     note += "; b more while one goes backward" if more else ""
     return Term("activations", bytes_here, formula + " + b" * bool(more), filled or "0 B", note)
 

@@ -23,7 +23,7 @@ from minipar.models import shapes, table
 from minipar.models.sizes import Sizes
 from minipar.models.table import GPT, Mixture
 from minipar.prediction import memory_formula
-from minipar.prediction.closed_form import Work, gather, layer_works, line, links, optimizer_seconds
+from minipar.prediction.closed_form import Work, gather, layer_works, line, optimizer_seconds, replicas_of
 from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.plan_numbers import PRECISIONS, PlanNumbers, own_layers, split_of
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
@@ -125,13 +125,15 @@ def _whole(numbers: Iterable[float]) -> tuple[int, ...]:
 class MachineCosts:
     """Costs of a program on a machine with two levels of links. A rank stands for all that share its layers.
 
-    own   times and sizes of layers
+    own       times and sizes of layers
+    experts   the first group of parameters that is of experts
     """
 
     program: Program
     numbers: PlanNumbers
     machine: Hardware
     own: ProfiledCosts
+    experts: int
 
     def compute(self, rank: int, ins: Instruction) -> float:
         return self.own.compute(rank, ins)
@@ -144,10 +146,14 @@ class MachineCosts:
         return (size / self.numbers.tp / rate, latency) if size else (0.0, 0.0)
 
     def collective(self, ins: Instruction) -> float:
-        n, messages = self.numbers, max(1, len(ins.parts))
+        messages = max(1, len(ins.parts))
         size = of_collective(self.program, self.own.size, ins.group[0], ins)
-        axis = links(self.machine, len(ins.group) * n.cp * n.ep, n.tp)
-        return hops(ins) * messages * gather(self.machine, axis, size / messages)
+        axes = replicas_of(self.numbers._replace(dp=len(ins.group)), self.machine)
+        sizes = [(sum(self.program.groups[g].tensors), g >= self.experts) for g in ins.layers]
+        apart = sum(one for one, expert in sizes if expert) / max(1, sum(one for one, _ in sizes))
+        each = gather(self.machine, axes.all, size * (1 - apart) / messages)
+        each += gather(self.machine, axes.experts, size * apart / messages)
+        return hops(ins) * messages * each
 
     def size(self, rank: int, value: Value) -> float:
         return self.own.size(rank, value)
@@ -168,7 +174,8 @@ def simulated(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> Trace:
         overlap="backward" if n.overlap else "none", checkpoint=n.checkpoint or "none", offload=n.offload,
         bucket=n.bucket, **options,
     )  # fmt: skip
-    each, groups = n.bytes, analytic.groups(model, n.division)[0]
+    each = n.bytes
+    groups, experts = analytic.groups(model, n.division)
     shape = Shape(
         own_layers(model),
         tuple(Group(g.layers, tuple(each.gradient * x for x in g.tensors)) for g in groups),
@@ -177,7 +184,8 @@ def simulated(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> Trace:
     rows, batch = round(n.rows), round(n.batch)
     measured = _profile_on(layer_works(n, model, machine), n, model, machine, rows)
     program = plan.compile(shape, costs=measured)
-    return simulate(program, MachineCosts(program, n, machine, ProfiledCosts(program, measured, batch)))
+    own = ProfiledCosts(program, measured, batch)
+    return simulate(program, MachineCosts(program, n, machine, own, len(groups) - experts))
 
 
 def _profile_on(works: list[Work], n: PlanNumbers, model: Sizes, machine: Hardware, rows: int) -> Profile:

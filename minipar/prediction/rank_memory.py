@@ -294,7 +294,7 @@ def _buckets(
 def _own(numbers: PlanNumbers, model: Sizes, facts: Facts) -> Own:
     """Model states of a rank, and the buffers that are needed to shard or offload them."""
     n, each, here = numbers, numbers.bytes, facts.holding
-    among = 1, n.dp * n.cp * n.ep, n.dp  # (a group is shared out among so many ranks)
+    among = 1, n.dp * n.cp * n.ep, n.dp * n.cp  # (a group is shared out among so many ranks)
     parameters = gradients = optimizer = total = 0
     shared: dict[int, int] = {}
     for size, count, shares in here.groups:

@@ -18,7 +18,7 @@ from minipar.costs.hardware import PERFECT, PRESETS, Hardware
 from minipar.errors import PlanError
 from minipar.models.sizes import MODELS, Chain, ChainLayer, Transformer, llama
 from minipar.prediction import memory_formula
-from minipar.prediction.closed_form import StageTimes, closed_form
+from minipar.prediction.closed_form import StageTimes, closed_form, replicas_of
 from minipar.prediction.estimating import estimate, way_out
 from minipar.prediction.fitting import smallest, ways_of_numbers
 from minipar.prediction.plan_numbers import PlanNumbers
@@ -164,6 +164,27 @@ def test_stages_that_differ_are_simulated(model: str, schedule: str, p: int, m: 
     assert found.time == pytest.approx(estimate(plan, model, "a100-80gb", program=True).time, rel=0.035)
     assert sum(found.breakdown.values()) == pytest.approx(found.time)
     assert min(found.breakdown.values()) > 0
+
+
+def test_experts_are_replicated_over_context_parallel_ranks() -> None:
+    """Ranks of cp have the same experts: their gradients are summed over dp x cp ranks, and shared out among as many."""
+    where = PRESETS["h200"]
+    for words, ranks in (("dp=2", 2), ("dp=2 context_parallel=2", 4), ("dp=2 ep=2 context_parallel=2", 4)):
+        found = estimate(f"{words} zero=1 overlap=none", "mixtral-8x7b", where)
+        assert replicas_of(found.numbers, where).experts.ranks == ranks
+        model = found.model
+        assert isinstance(model, Transformer)
+        experts = model.layers * model.expert_parameters // found.numbers.ep
+        others = model.parameters - model.layers * model.expert_parameters
+        shared = others / (ranks * found.numbers.ep) + experts / ranks
+        assert found.memory_breakdown["optimizer"] == pytest.approx(12 * shared, rel=1e-6)
+        alone, whole = (estimate(f"{words} overlap=none", "mixtral-8x7b", where, program=flag) for flag in (False, True))
+        assert alone.time == pytest.approx(whole.time, rel=0.03)
+    near = replicas_of(PlanNumbers(dp=4, cp=2, ep=2, tp=2), where).experts  # 2 of dp and 2 of cp are in a node
+    assert near == (8, 2)
+    alone = estimate("dp=2 ep=2 overlap=none", "mixtral-8x7b", where).breakdown["gradient sums"]
+    both = estimate("dp=1 ep=2 context_parallel=2 overlap=none", "mixtral-8x7b", where).breakdown["gradient sums"]
+    assert both == pytest.approx(alone, rel=0.01)
 
 
 def test_rounds_of_accumulation_come_one_after_the_other() -> None:
