@@ -298,7 +298,9 @@ def weight_costs(
             trains = layer.parameters > 0
             own = max(0.0, layer.saved - before) * trains
             made.append(ceil(e * rows * own))
-            kept.append(made[-1] + ceil(e * rows * (before if l else layer.saved) * trains))  # (the first has no input half)
+            kept.append(
+                made[-1] + ceil(e * rows * (before if l else layer.saved) * trains)
+            )  # (the first has no input half)
             before = layer.output
         return tuple(made), tuple(kept)
     m = division.of(model)

@@ -415,13 +415,11 @@ def stage_times(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> tuple[
     after = list(accumulate(split_of(n, model)))
     found: dict[int, StageTimes] = {}
     for kind, facts in {one.kind: one for one in of_kinds(n.pipeline, model)}.items():
-        for chunk, part, *placed in zip(kind.chunks, facts.parts, *placement[kind.first : kind.first + kind.alike]):
-            one = _stage(
-                model, machine, n.bytes.activation, n.rows, n.division, selective, (chunk,), 1, (part.again,)
-            )
+        for c, (chunk, part) in enumerate(zip(kind.chunks, facts.parts, strict=True)):
+            one = _stage(model, machine, n.bytes.activation, n.rows, n.division, selective, (chunk,), 1, (part.again,))
             times = _pace(n, machine, one._replace(saved=part.held), axes).times
             summed = _over_copies(n, machine, one.parameters + one.experts) if copies > 1 else 0.0
-            for stage in placed:
+            for stage in (mine[c] for mine in placement[kind.first : kind.first + kind.alike]):
                 found[stage] = StageTimes(times._replace(message=_message(n, model, machine, after[stage])), summed)
     return tuple(found[stage] for stage in range(len(after)))
 
@@ -515,9 +513,7 @@ def replicas_of(numbers: PlanNumbers, machine: Hardware) -> Replicas:
     """The ranks over which gradients are summed. Ranks of cp have the same experts, those of ep do not."""
     n = numbers
     tokens, rows = links(machine, n.cp, n.tp), links(machine, n.dp, n.tp * n.cp * n.ep)
-    return Replicas(
-        links(machine, n.cp * n.ep * n.dp, n.tp), Links(tokens.ranks * rows.ranks, tokens.near * rows.near)
-    )
+    return Replicas(links(machine, n.cp * n.ep * n.dp, n.tp), Links(tokens.ranks * rows.ranks, tokens.near * rows.near))
 
 
 def _waits(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas) -> float:

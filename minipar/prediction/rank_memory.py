@@ -509,8 +509,8 @@ def _activations(numbers: PlanNumbers, model: Sizes, parts: Sequence[Part], rank
 # micro-batches in flight ---------------------------------------------------------------------------------------------
 
 
-# Of k kinds of chunks, micro-batches of each that wait for their backward, and then those that wait for its weight half;
-# the kind of chunk that goes backward, and k more than that if this is an input half; -1: none.
+# Of k kinds of chunks: micro-batches of each that wait for their backward, and then those that wait for its weight
+# half; the kind of chunk that goes backward, and k more than that if this is an input half; -1: none.
 Moment = tuple[tuple[int, ...], int]
 
 

@@ -1,5 +1,6 @@
-"""The time of a pipeline by simulation, where its schedule has no exact formula, or where its stages differ: one replica,
-at two numbers of micro-batches that are p apart (p is the number of ranks), from which the time grows evenly."""
+"""The time of a pipeline by simulation, where its schedule has no exact formula, or where its stages differ: one
+replica, at two numbers of micro-batches that are p apart (p is the number of ranks), from which the time grows evenly.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,6 @@ from minipar.prediction.simulator import simulate
 from minipar.program import Instruction, Op, Program, Value
 from minipar.strategies.plan import Plan
 from minipar.strategies.schedules.registry import Times, find
-
 
 ACTIONS = 20_000  # of a replica, about: it takes a second
 UNEVEN = 0.1  # by how much the slowest stage may exceed the mean, for a formula that is 1 % off at most

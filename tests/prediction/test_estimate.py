@@ -167,10 +167,10 @@ def test_stages_that_differ_are_simulated(model: str, schedule: str, p: int, m: 
 
 
 def test_experts_are_replicated_over_context_parallel_ranks() -> None:
-    """Ranks of cp have the same experts: their gradients are summed over dp x cp ranks, and shared out among as many."""
+    """Ranks of cp have the same experts, whose gradients are summed over dp x cp ranks, and shared out among them."""
     where = PRESETS["h200"]
-    for words, ranks in (("dp=2", 2), ("dp=2 context_parallel=2", 4), ("dp=2 ep=2 context_parallel=2", 4)):
-        found = estimate(f"{words} zero=1 overlap=none", "mixtral-8x7b", where)
+    for plan, ranks in (("dp=2", 2), ("dp=2 context_parallel=2", 4), ("dp=2 ep=2 context_parallel=2", 4)):
+        found = estimate(f"{plan} zero=1 overlap=none", "mixtral-8x7b", where)
         assert replicas_of(found.numbers, where).experts.ranks == ranks
         model = found.model
         assert isinstance(model, Transformer)
@@ -178,7 +178,7 @@ def test_experts_are_replicated_over_context_parallel_ranks() -> None:
         others = model.parameters - model.layers * model.expert_parameters
         shared = others / (ranks * found.numbers.ep) + experts / ranks
         assert found.memory_breakdown["optimizer"] == pytest.approx(12 * shared, rel=1e-6)
-        alone, whole = (estimate(f"{words} overlap=none", "mixtral-8x7b", where, program=flag) for flag in (False, True))
+        alone, whole = (estimate(f"{plan} overlap=none", "mixtral-8x7b", where, program=flag) for flag in (False, True))
         assert alone.time == pytest.approx(whole.time, rel=0.03)
     near = replicas_of(PlanNumbers(dp=4, cp=2, ep=2, tp=2), where).experts  # 2 of dp and 2 of cp are in a node
     assert near == (8, 2)
@@ -306,7 +306,12 @@ def test_more_rows_than_there_are_are_refused() -> None:
     ("plan", "model", "devices", "told"),
     [
         ("pp=2", object(), "h100", r"model object: a torch module needs example="),
-        ("pp=2", Path("somewhere/model"), "h100", "model 'somewhere/model': a file with a model's numbers ends in .toml"),
+        (
+            "pp=2",
+            Path("somewhere/model"),
+            "h100",
+            "model 'somewhere/model': a file with a model's numbers ends in .toml",
+        ),
         ("pp=2", Path("none.toml"), "h100", "none.toml: No such file or directory; possible are"),
         ("pp=2", "gpt2-xl", None, "hardware None: must be a name .* there are laptop"),
         (None, "gpt2-xl", "h100", "plan None: must be a Plan, words such as"),

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 
 import pytest
 import torch
 
 from minipar import Plan, data, models, train
+from minipar.cli import main
 from minipar.costs.analytic import weight_costs
 from minipar.execution.execution import Job, execute, profile_job
 from minipar.models.sizes import sizes
 from minipar.prediction.memory import with_memory
 from minipar.prediction.memory_formula import per_rank
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
+from minipar.prediction.rank_memory import KINDS
 from minipar.prediction.recorded import Workspace
 from minipar.prediction.simulator import simulate
 from minipar.trace import Trace
@@ -241,3 +244,23 @@ def test_the_formula_of_backwards_in_halves_is_near_the_tapes(clusters, name):
             found = series.peak().by_kind
             stays = sum(size for kind, size in found.items() if kind not in ("data", "temporary"))
             assert 0.98 * stays <= formula.total <= 1.05 * (stays + found["temporary"]), plan
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("gpt-tiny", "pp=2 schedule=terapipe"), ("gpt-tiny", "pp=2 place=0,1,0,1,0,1 microbatches=2"),
+     ("branchy", "pp=2 place=branches")],
+)  # fmt: skip
+def test_the_command_answers_from_the_program_where_there_is_no_formula(clusters, capsys, name, text):
+    assert main(["memory", text, "--model", name, "--batch", "8", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["per_rank"]
+    run = train(partial(models.build, name), data.for_model(name), text, cluster=clusters(2), steps=3, batch=8,
+                loss=models.loss_of(name), optimizer=ADAM, memory=True, progress=False)  # fmt: skip
+    for mine, real, kinds in zip(told, run.memory, map(run.trace.peak_by_kind, range(2)), strict=True):
+        assert mine["total"] == sum(mine[kind] for kind in KINDS)
+        assert mine["total"] == pytest.approx(real.bytes - kinds.get("data", 0), rel=0.02)
+
+
+def test_the_command_says_for_which_models_it_can_build_a_program(capsys):
+    assert main(["memory", "pp=2 schedule=terapipe", "--model", "gpt2-xl"]) == 2
+    assert "possible are `minipar memory` of a model that can be built (gpt-tiny, " in capsys.readouterr().err

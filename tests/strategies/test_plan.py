@@ -365,10 +365,14 @@ def test_a_folder_is_a_path(value):
         Plan(offload="optimizer", offload_to="disk", offload_folder=value)
 
 
-@pytest.mark.parametrize("key", ["pp", "dp", "microbatches", "accumulate", "slices", "bucket", "clip", "split", "place"])
+@pytest.mark.parametrize(
+    "key", ["pp", "dp", "microbatches", "accumulate", "slices", "bucket", "clip", "split", "place"]
+)
 def test_numbers_of_thousands_of_digits_are_refused_in_one_line(key):
     for value in (10**5000, (10**5000, 1)):
-        with pytest.raises(PlanError, match=f"{key}=about 10.5000: too large; possible are .* up to 10{{18}}") as caught:
+        with pytest.raises(
+            PlanError, match=f"{key}=about 10.5000: too large; possible are .* up to 10{{18}}"
+        ) as caught:
             Plan(**{key: value})
         assert len(str(caught.value)) < 120
     with pytest.raises(PlanError, match=r"pp=1000.* \(5001 characters\): must be a whole number") as caught:
