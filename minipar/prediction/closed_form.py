@@ -29,6 +29,7 @@ from typing import NamedTuple
 
 from minipar.costs.analytic import Division
 from minipar.costs.hardware import Hardware
+from minipar.costs.links import Line
 from minipar.errors import PlanError
 from minipar.models.sizes import Chain, Sizes, Transformer
 from minipar.prediction.plan_numbers import Chunk, PlanNumbers, copies_of, placement_of, split_of
@@ -111,9 +112,9 @@ def gather(machine: Hardware, axis: Links, size: float) -> float:
     nodes, found = n // inside, 0.0
     share = machine.efficiency
     if inside > 1:
-        found += (inside - 1) * (machine.near_latency + size / inside / (machine.near * share.near))
+        found += Line(machine.near_latency, machine.near * share.near).ring(inside, size)
     if nodes > 1:
-        found += (nodes - 1) * (machine.far_latency + size / inside / nodes / (machine.far * share.far))
+        found += Line(machine.far_latency, machine.far * share.far).ring(nodes, size / inside)
     return found
 
 
@@ -607,15 +608,14 @@ def _message(numbers: PlanNumbers, model: Sizes, machine: Hardware, layer: int =
         size = element * n.rows * model.sequence / n.cp / n.ep * model.hidden
     else:
         size = element * n.rows * (model.chain[layer - 1].output if layer else max(one.output for one in model.chain))
-    latency, rate = line(numbers, machine)
-    sent = latency + size / n.tp / rate
+    sent = sum(line(numbers, machine).message(size / n.tp))
     whole = 0.0 if n.sequence_parallel else gather(machine, links(machine, n.tp, 1), size)
     return sent + whole
 
 
-def line(numbers: PlanNumbers, machine: Hardware) -> tuple[float, float]:
-    """The latency and the bytes a second of the link between neighbours in the pipeline."""
+def line(numbers: PlanNumbers, machine: Hardware) -> Line:
+    """The link between neighbours in the pipeline."""
     share = machine.efficiency
     if 2 * numbers.ranks // numbers.pp <= machine.per_node:
-        return machine.near_latency, machine.near * share.near
-    return machine.far_latency, machine.far * share.far
+        return Line(machine.near_latency, machine.near * share.near)
+    return Line(machine.far_latency, machine.far * share.far)

@@ -113,7 +113,8 @@ class ByLayers:
 @pytest.mark.parametrize(
     ("schedule", "chunks", "most"),
     [("1f1b", 1, 0.12), ("eager-1f1b", 1, 0.26), ("gpipe", 1, 1e-9), ("zb-h1", 1, 0.04), ("zb-h2", 1, 0.07),
-     ("interleaved", 2, 0.13), ("looped-bfs", 3, 0.06), ("zb-v", 2, 0.04), ("chimera", 2, 0.13), ("dualpipe-v", 2, 0.07)],
+     ("interleaved", 2, 0.13), ("looped-bfs", 3, 0.06), ("zb-v", 2, 0.04), ("chimera", 2, 0.13),
+     ("dualpipe-v", 2, 0.07)],
 )  # fmt: skip
 def test_time_of_stages_of_different_length_is_near_the_simulator_s(schedule: str, chunks: int, most: float) -> None:
     """The number of layers is no multiple of the stages: on the average the formula is a third as far away. A simulated
