@@ -176,7 +176,7 @@ def search(
     pins      keys that are fixed: "tp=8 zero=1"
     memory    bytes of a device that may be used, or words such as "70GB"; default: all of them
     most      how many plans to return
-    simulate  whether the best ones are simulated where their formula is not exact
+    simulate  whether the best ones are simulated where their formula is not exact, or their stages differ
     runs      whether only plans count that minipar itself can run
 
     Errors: PlanError for an unknown model, hardware, key or value, and where no plan fits: with the smallest memory,
