@@ -5,7 +5,8 @@
 # make lessons run the lessons again and save their outputs, after an edit
 # make gallery docs/gallery.md and its pictures, after a change of a view
 # make bench   measured values beside their targets
-# make soak    long checks: 120 random kills, 3000 random models under random plans, 20000 mutants of programs
+# make soak    long checks: 1000 random faults, 120 kills of a server, 3000 random models under random plans,
+#              20000 mutants of programs, all benchmarks
 # make lint    ruff and mypy alone
 # make book    the course as a static site, in build/book, from the saved outputs
 # make test-latest    all tests with the newest versions of everything, in an environment of its own
@@ -55,11 +56,13 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 soak: $(READY)
+	$(BIN)/python -m tests.faults.campaign --count 1000 --write docs/reliability.md
 	$(BIN)/python -m tests.comm.kills $(SOAK_ARGS)
 	$(BIN)/python -m tests.fuzz.campaign $(FUZZ_ARGS)
 	$(BIN)/python -m tests.outside
 	$(BIN)/python -m pytest --thorough -m "many or hypothesis" tests
 	$(BIN)/python -m tests.fuzz.verify_mutants --count 20000
+	$(BIN)/python -m benchmarks --quick
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -57,11 +57,12 @@ def _without_torch(executor: Executor, x: torch.Tensor, y: torch.Tensor) -> None
     """The same step; the calls of torch are replaced by functions that do nothing."""
     nothing = mock.Mock(return_value=None)
     cheap = torch.zeros(8, 8)
-    edge: tuple[torch.Tensor, list[torch.Tensor]] = (cheap, [])
+    made: tuple[torch.Tensor, torch.Tensor | None] = (cheap, None)  # an output, and no loss
     with (
-        mock.patch.object(type(executor.compute), "_run_piece", lambda *_: edge),
+        mock.patch.object(type(executor.compute), "_run_piece", lambda *_: made),
         mock.patch.object(type(executor.comm), "isend", lambda *_: _Done()),
         mock.patch.object(type(executor.comm), "irecv", lambda *_: _Done()),
+        mock.patch.object(type(executor.comm), "receive", lambda *_: True),
         mock.patch("minipar.comm.links.allocate", lambda *_: cheap),
         mock.patch.object(torch.autograd, "backward", lambda *_: None),
         mock.patch("minipar.execution.compute.detach", lambda value, requires_grad=False: value),

@@ -153,7 +153,8 @@ def _bytes_of_program(name: str, layers: int, ranks: int) -> list[int]:
     """The bytes that minipar's ranks send each other, here by shared memory (for gloo, see
     tests/execution/test_zero.py)."""
     program = Plan.parse(f"dp={ranks} {OURS[name]}").compile(shape_of(list(_build(layers))))
-    return Trace(program, (), (), lambda rank, value: 0).bytes_sent()
+    never = ((),) * ranks  # no instruction has run
+    return Trace(program, never, never, lambda rank, value: 0).bytes_sent()
 
 
 def measure(quick: bool = False) -> list[Row]:

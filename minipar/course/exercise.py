@@ -7,12 +7,16 @@ A task says what is asked for, and the engine itself judges: `simulate` gives th
 schedule can run, and the predicted trace says what it costs. A verdict shows itself, and is true only if all that was
 asked for is met.
 
+A mechanism that you build with `torch.distributed` is compared with plain torch on real ranks, and what it sends and
+holds is counted; `against_plain_torch(train, model, batches)` does this for your own models, too.
+
 Tasks are in `exercises/`, one module for each topic, made of the kinds that are named here.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from minipar.course.exercises.kinds.formula import Formula
 from minipar.course.exercises.kinds.function import Function
@@ -21,7 +25,40 @@ from minipar.course.exercises.kinds.schedule import Target
 from minipar.course.exercises.kinds.verdict import Task, Verdict, raised
 from minipar.course.exercises.programs import GPIPE_TIME
 
-__all__ = ["GPIPE_TIME", "Formula", "Function", "Rewrite", "Target", "Task", "Verdict", "check", "raised"]
+if TYPE_CHECKING:
+    from minipar.course.against import Comparison, against_plain_torch
+    from minipar.course.exercises.kinds.built import Exchanged, Saving, Trained
+
+__all__ = [
+    "GPIPE_TIME",
+    "Comparison",
+    "Exchanged",
+    "Formula",
+    "Function",
+    "Rewrite",
+    "Saving",
+    "Target",
+    "Task",
+    "Trained",
+    "Verdict",
+    "against_plain_torch",
+    "check",
+    "raised",
+]
+
+_WITH_TORCH = {  # only who asks for these waits until torch is imported
+    "Comparison": "against",
+    "against_plain_torch": "against",
+    "Exchanged": "exercises.kinds.built",
+    "Saving": "exercises.kinds.built",
+    "Trained": "exercises.kinds.built",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"minipar.course.{_WITH_TORCH[name]}"), name)
 
 
 def check(answer: Any, task: Task) -> Verdict:

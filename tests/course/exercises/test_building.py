@@ -1,0 +1,392 @@
+"""What students build with torch.distributed: solutions pass; stubs, mistakes and waste are told apart, with reasons.
+
+The solutions of the lessons run in tests/course/test_solutions.py.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minipar.course.against import Comparison, against_plain_torch, plain_sgd
+from minipar.course.assignments import source
+from minipar.course.exercises import building as tasks
+from minipar.course.exercises.kinds.verdict import Verdict
+
+SOLUTIONS = Path(__file__).parents[3] / "lessons" / "solutions"
+
+
+def solution(name: str) -> Callable[..., Any]:
+    """The function that a notebook of solutions defines."""
+    for path in SOLUTIONS.glob("*.ipynb"):
+        for cell in json.loads(path.read_text())["cells"]:
+            if cell["cell_type"] == "code" and f"def {name}(" in source(cell):
+                names: dict[str, Any] = {"torch": torch, "dist": dist, "__name__": "__main__"}
+                exec(source(cell), names)
+                return names[name]
+    raise AssertionError(name)
+
+
+def stub(*arguments: Any) -> Any:
+    raise NotImplementedError("your code here")
+
+
+@pytest.mark.parametrize("task", [tasks.RING, tasks.NAIVE_DDP, tasks.SERVER, tasks.ZERO_3, tasks.ONE_F_ONE_B])
+def test_a_stub_is_told_that_nothing_is_written(task, clusters):
+    verdict = task.judge(stub, clusters)
+    assert not verdict
+    assert "nothing is written here yet" in verdict.reason
+    assert "is no function" in task.judge(3).reason
+
+
+# the ring ------------------------------------------------------------------------------------------------------------
+
+
+def to_everybody(x):
+    """Right, but each rank sends its whole tensor to each other one."""
+    rank, p = dist.get_rank(), dist.get_world_size()
+    mine = x.clone()
+    sending = [dist.isend(mine, other) for other in range(p) if other != rank]
+    for other in range(p):
+        if other != rank:
+            arrived = torch.empty_like(x)
+            dist.recv(arrived, other)
+            x += arrived
+    for message in sending:
+        message.wait()
+    return x
+
+
+def by_the_backend(x):
+    dist.all_reduce(x)
+    return x
+
+
+def mean_of_all(x):
+    return solution("my_allreduce")(x) / dist.get_world_size()
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "hint"),
+    [
+        (to_everybody, "but a rank sends 128 bytes; 128 are enough|a rank sends 288 bytes; 144 are enough", "chunks"),
+        (by_the_backend, "calls all_reduce, which does the work itself", "recv, send"),
+        (lambda x: x, "rank 0 has", "what the rank began with"),
+        (mean_of_all, "rank 0 has", "that is the mean"),
+        (lambda x: None, "returned None", "reduce|add"),
+        (lambda x: x[:3], "rank 0 has", "first p - 1 steps"),
+    ],
+)
+def test_wrong_rings(answer, reason, hint, clusters):
+    is_told(tasks.RING.judge(answer, clusters), reason, hint)
+
+
+# data parallel -------------------------------------------------------------------------------------------------------
+
+
+def ddp(begin: bool = True, divide: bool = True, zero: bool = True, every_step: bool = False) -> Callable[..., None]:
+    """The loop of data parallelism, or one with a mistake."""
+
+    def train(model, batches, loss, lr):
+        p = dist.get_world_size()
+        for step, (x, y) in enumerate(batches):
+            if every_step or (begin and not step):
+                for parameter in model.parameters():
+                    dist.broadcast(parameter.data, 0)
+            if zero:
+                model.zero_grad()
+            loss(model(x), y).backward()
+            for parameter in model.parameters():
+                summed = parameter.grad.clone()
+                dist.all_reduce(summed)
+                parameter.data -= lr * summed / (p if divide else 1)
+
+    return train
+
+
+def one_sum_each(model, batches, loss, lr):
+    """Overlaps, but with a message for each tensor."""
+    for parameter in model.parameters():
+        dist.broadcast(parameter.data, 0)
+    under_way = []
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda one: under_way.append(dist.all_reduce(one.grad, async_op=True))
+        )
+    for x, y in batches:
+        model.zero_grad()
+        loss(model(x), y).backward()
+        for work in under_way:
+            work.wait()
+        under_way.clear()
+        for parameter in model.parameters():
+            parameter.data -= lr * parameter.grad / dist.get_world_size()
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "hint"),
+    [
+        (plain_sgd, "not plain torch's", "nothing was exchanged"),
+        (ddp(begin=False), "not plain torch's", "do they begin with the same ones"),
+        (ddp(divide=False), "not plain torch's", "p times too large"),
+        (ddp(zero=False), "not plain torch's", "set the gradients to zero"),
+        (lambda *_: None, "nothing has changed them", "in place"),
+        (ddp(every_step=True), "a rank sends 1.3 times the bytes", "once all weights"),
+    ],
+    ids=["alone", "own weights", "sum", "no zero", "nothing", "weights each step"],
+)
+def test_wrong_loops(answer, reason, hint, clusters):
+    is_told(tasks.NAIVE_DDP.judge(answer, clusters), reason, hint)
+
+
+def test_a_right_loop_may_be_wasteful(clusters):
+    is_told(tasks.BUCKET_DDP.judge(ddp(), clusters), "0 sums of 3 steps began inside a backward", "async_op=True")
+    is_told(tasks.BUCKET_DDP.judge(one_sum_each, clusters), "12 sums in a step, for 12 tensors", "one buffer")
+
+
+def test_an_error_of_a_rank_is_named(clusters):
+    def train(model, batches, loss, lr):
+        raise ValueError("no rows")
+
+    assert "raised ValueError: no rows" in tasks.NAIVE_DDP.judge(train, clusters).reason
+
+
+# a server ------------------------------------------------------------------------------------------------------------
+
+
+def server(push: bool = True, divide: int = 1, by: str = "messages") -> Callable[..., None]:
+    """Push and pull, or one with a mistake. `divide`: by the number of ranks minus this."""
+
+    def train(model, batches, loss, lr):
+        rank, p = dist.get_rank(), dist.get_world_size()
+
+        def pull():
+            for parameter in model.parameters():
+                if by == "broadcast":
+                    dist.broadcast(parameter.data, 0)
+                elif rank == 0:
+                    for worker in range(1, p):
+                        dist.send(parameter.data, worker)
+                else:
+                    dist.recv(parameter.data, 0)
+
+        for x, y in batches:
+            pull()
+            if rank:
+                model.zero_grad()
+                loss(model(x), y).backward()
+            for parameter in model.parameters():
+                if rank:
+                    dist.send(parameter.grad, 0)
+                    if not push:
+                        dist.send(parameter.data, 0)
+                else:
+                    pushed = torch.empty_like(parameter)
+                    for worker in range(1, p):
+                        dist.recv(pushed, worker)
+                        parameter.data -= lr * pushed / (p - divide if divide < p else 1)
+                        if not push:
+                            dist.recv(pushed, worker)
+        pull()
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "hint"),
+    [
+        (server(divide=0), "not plain torch's", "divide by the number of workers"),
+        (server(divide=9), "not plain torch's", "divides the sum of the gradients"),
+        (server(by="broadcast"), "calls broadcast", "use send and recv"),
+        (server(push=False), "a worker sends 2.0 times the bytes of its gradients", "pushes its gradients"),
+    ],
+    ids=["all ranks", "sum", "broadcast", "both"],
+)
+def test_wrong_servers(answer, reason, hint, clusters):
+    is_told(tasks.SERVER.judge(answer, clusters), reason, hint)
+
+
+# ZeRO ----------------------------------------------------------------------------------------------------------------
+
+
+def with_momentum(factor: float = 0.9, divide: bool = True) -> Callable[..., None]:
+    """Data parallelism with the whole momentum on each rank."""
+
+    def train(model, batches, loss, lr):
+        momentum: dict[Any, Any] = {}
+        for x, y in batches:
+            model.zero_grad()
+            loss(model(x), y).backward()
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+                gradient = parameter.grad / (dist.get_world_size() if divide else 1)
+                momentum[parameter] = factor * momentum.get(parameter, 0) + gradient
+                parameter.data -= lr * momentum[parameter]
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("task", "answer", "reason", "hint"),
+    [
+        (tasks.ZERO_1, with_momentum(factor=0.0), "not plain torch's", "the momentum is missing"),
+        (tasks.ZERO_1, with_momentum(divide=False), "not plain torch's", "p times too large"),
+        (tasks.ZERO_1, with_momentum(), "a rank holds up to", "only its part of momentum"),
+        (tasks.ZERO_2, "my_zero1", "a rank holds up to", "only its part of gradients and momentum"),
+        (tasks.ZERO_3, "my_zero2", "a rank holds up to", "only its part of parameters"),
+        (tasks.ZERO_1, "my_zero3", "a rank sends 3.3 Ψ (N-1)/N bytes in a step; 2 are enough", "reduce_scatter"),
+    ],
+    ids=["no momentum", "sum", "data parallel", "1 for 2", "2 for 3", "3 for 1"],
+)
+def test_wrong_shares(task, answer, reason, hint, clusters):
+    is_told(task.judge(solution(answer) if isinstance(answer, str) else answer, clusters), reason, hint)
+
+
+# a graph that holds less ---------------------------------------------------------------------------------------------
+
+
+def checkpointed(random: bool = True, back: bool = True, runs: int = 1, grads: bool = True) -> Callable[..., Any]:
+    """Checkpointing, or one with a mistake."""
+
+    class Checkpoint(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, layer, x, *parameters):
+            ctx.layer, ctx.random = layer, torch.get_rng_state()
+            ctx.save_for_backward(x)
+            with torch.no_grad():
+                return layer(x)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (x,), now = ctx.saved_tensors, torch.get_rng_state()
+            x = x.detach().requires_grad_()
+            for _ in range(runs):
+                if random:
+                    torch.set_rng_state(ctx.random)
+                with torch.enable_grad():
+                    output = ctx.layer(x)
+            if back:
+                torch.set_rng_state(now)
+            found = torch.autograd.grad(output, (x, *ctx.layer.parameters()), gradient)
+            return None, found[0], *(one if grads else None for one in found[1:])
+
+    def my_checkpointed(layers, x):
+        for layer in layers:
+            x = Checkpoint.apply(layer, x, *layer.parameters())
+        return x
+
+    return my_checkpointed
+
+
+def plainly(layers, x):
+    return layers(x)
+
+
+@pytest.mark.parametrize(
+    ("task", "answer", "reason", "hint"),
+    [
+        (tasks.CHECKPOINT, plainly, "bytes live after the forward", "save the input alone"),
+        (tasks.CHECKPOINT, checkpointed(random=False), "the gradients of the input differ from", "same random numbers"),
+        (tasks.CHECKPOINT, checkpointed(back=False), "random numbers after the backward", "put the state"),
+        (tasks.CHECKPOINT, checkpointed(runs=2), "a layer runs 3 times", "2 runs"),
+        (
+            tasks.CHECKPOINT,
+            checkpointed(grads=False),
+            "the gradients of the parameters differ from",
+            "run the layer again",
+        ),
+        (tasks.CHECKPOINT, stub, "nothing is written here yet", "raise"),
+        (tasks.OFFLOAD, plainly, "bytes live after the forward", "unpack(name) reads it"),
+        (tasks.OFFLOAD, checkpointed(), "a layer runs 2 times", "1 run"),
+    ],
+    ids=["plain", "random numbers", "generator", "twice", "no gradients", "stub", "nothing offloaded", "recomputed"],
+)
+def test_wrong_graphs(task, answer, reason, hint):
+    is_told(task.judge(answer), reason, hint)
+
+
+# pipelines -----------------------------------------------------------------------------------------------------------
+
+
+def gpipe(microbatches: int = 16, scale: bool = True, whole: bool = True) -> Callable[..., None]:
+    """GPipe, or one with a mistake. `whole`: gradients are set to zero once a step."""
+
+    def train(stage, batches, loss, lr):
+        rank, p = dist.get_rank(), dist.get_world_size()
+        for x, y in batches:
+            stage.zero_grad()
+            under_way, graphs = [], []
+            for rows, target in zip(x.chunk(microbatches), y.chunk(microbatches), strict=True):
+                value = torch.empty_like(rows) if rank else rows
+                if rank:
+                    dist.recv(value, rank - 1)
+                    value.requires_grad_()
+                output = stage(value)
+                if rank < p - 1:
+                    under_way.append(dist.isend(output.detach(), rank + 1))
+                else:
+                    output = loss(output, target) / (microbatches if scale else 1)
+                graphs.append((value, output))
+            for value, output in graphs:
+                if not whole:
+                    stage.zero_grad()
+                gradient = torch.empty_like(output) if rank < p - 1 else None
+                if gradient is not None:
+                    dist.recv(gradient, rank + 1)
+                output.backward(gradient)
+                if rank:
+                    under_way.append(dist.isend(value.grad, rank - 1))
+            for message in under_way:
+                message.wait()
+            for parameter in stage.parameters():
+                parameter.data -= lr * parameter.grad
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("task", "answer", "reason", "hint"),
+    [
+        (tasks.GPIPE, gpipe(scale=False), "not plain torch's", "divide it by the number of micro-batches"),
+        (tasks.GPIPE, gpipe(whole=False), "not plain torch's", "only the last micro-batch counts"),
+        (tasks.GPIPE, gpipe(microbatches=1), "sends 2 messages in 2 steps", "send each one as soon as it is done"),
+        (tasks.ONE_F_ONE_B, gpipe(), "the first stage holds up to", "one backward after each forward"),
+    ],
+    ids=["scale", "zero", "naive", "gpipe"],
+)
+def test_wrong_pipelines(task, answer, reason, hint, clusters):
+    is_told(task.judge(answer, clusters), reason, hint)
+
+
+def test_the_solutions_pass(clusters):
+    assert tasks.ONE_F_ONE_B.judge(solution("my_1f1b"), clusters)
+    assert tasks.BUCKET_DDP.judge(solution("my_bucket_ddp"), clusters)
+
+
+# for other models ----------------------------------------------------------------------------------------------------
+
+
+def test_a_model_of_ones_own(clusters):
+    generator = torch.Generator().manual_seed(3)
+    rows = [torch.randn(4, 6, dtype=torch.float64, generator=generator) for _ in range(4)]
+    batches = [(rows[0], rows[1]), (rows[2], rows[3])]
+    found = against_plain_torch(ddp(), lambda: nn.Linear(6, 6), batches, alike=False, cluster=clusters(2))
+    assert isinstance(found, Comparison)
+    assert found.right
+    size = 8 * (6 * 6 + 6)
+    assert found.sent == size // 2 + 2 * size  # of two ranks: half of the weights, and of two steps the gradients
+    assert [rank.messages for rank in found.ranks] == [2 + 4, 2 + 4]
+    assert repr(found).startswith("equal to plain torch\nranks 0, 1 sent 840 bytes: 4 all_reduce, 2 broadcast\n")
+
+
+def is_told(verdict: Verdict, reason: str, hint: str) -> None:
+    assert not verdict
+    assert any(one in verdict.reason for one in reason.split("|")), verdict
+    assert any(one in verdict.hint for one in hint.split("|")), verdict
