@@ -22,6 +22,7 @@ from minipar.costs.device import DeviceSpec
 from minipar.costs.quantities import quantity
 from minipar.course import freezing, lesson_commands
 from minipar.errors import DeviceOutOfMemory, MiniparError, PlanError, ProgramError, StoreError
+from minipar.models.table import PRESETS, Branchy
 from minipar.program import Op
 from minipar.program.mesh import AXES, Mesh
 from minipar.program.rows import MOST_ROWS
@@ -153,7 +154,12 @@ def _parser() -> _Parser:
     one.add_argument("--emulate", type=_device, metavar="SPEC", help=_EMULATE)
     one.add_argument("--live", action="store_true", help="draw progress, loss and the current step while it runs")
 
-    one = command("memory", _memory, _show_memory, "bytes on every rank of a plan, from formulas")
+    one = command(
+        "memory",
+        _memory,
+        _show_memory,
+        "bytes on every rank of a plan, from formulas; where none is known, of its program",
+    )
     one.add_argument("plan", metavar="PLAN", help="key=value words, such as 'zero=3 dp=8 checkpoint=sqrt'")
     one.add_argument("--model", required=True, help="name of a preset or a published model, such as gpt3-175b")
     one.add_argument("--batch", type=_rows, default=None, help="rows of a step (default: one for each micro-batch)")
@@ -519,7 +525,12 @@ def _memory(options: argparse.Namespace) -> dict[str, Any]:
                 f"plan {words}: has {number} {key}, too many to list them; possible is a plan with at most "
                 f"{MOST_LISTED}, or `minipar estimate`"
             )
-    return memory_formula.report(words, options.model, batch)
+    known, preset = None, PRESETS.get(options.model)
+    if preset is not None and (plan.slice_count > 1 or plan.place is not None or isinstance(preset, Branchy)):
+        from minipar.training import program_memory  # (it needs torch)
+
+        known = program_memory.of_ranks(plan, options.model, batch)
+    return memory_formula.report(words, options.model, batch, known)
 
 
 def _show_memory(result: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@
     hardware.py       machines of many devices, by name: peaks, links, and the part of them that is reached
     quantities.py     numbers with units
     measured.py       what a profile measured of a model's layers; rates.py what a calibration measured of a cluster
-    alpha_beta.py     messages by latency and bandwidth
+    links.py          messages and rings on a link; alpha_beta.py for the programs of collectives
     analytic.py       operations and bytes of a model by name or numbers, also divided by tp and ep
     partition.py      the best way to cut a chain of layers into stages, exactly
     slicing.py        lengths of a sequence's slices

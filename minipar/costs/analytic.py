@@ -280,6 +280,54 @@ def _transformer(m: Transformer, rows: float, element: int, selective: bool, div
     return LayerCosts(forward, tuple(2 * x for x in forward), output, saved, (alone(e * size), *output[1:]))
 
 
+def weight_costs(
+    model: Sizes, rows: float, element: int, division: Division = WHOLE
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Bytes of a backward in halves, for each layer and one micro-batch: what the input half makes and leaves, and all
+    that waits for the weight half.
+
+    The input half leaves the gradient of every output of a matrix or a norm. The weight half multiplies it by the
+    matrix's or norm's input, which waits with it; queries, masks and the inputs of activations do not. A layer of a
+    chain counts as one matrix with an activation.
+    """
+    e = element
+    if isinstance(model, Chain):
+        made, kept = [], []
+        before = 0.0
+        for l, layer in enumerate(model.chain):
+            trains = layer.parameters > 0
+            own = max(0.0, layer.saved - before) * trains
+            made.append(ceil(e * rows * own))
+            kept.append(
+                made[-1] + ceil(e * rows * (before if l else layer.saved) * trains)
+            )  # (the first has no input half)
+            before = layer.output
+        return tuple(made), tuple(kept)
+    m = division.of(model)
+    tokens = rows * m.sequence / division.cp
+    size = e * tokens * m.hidden
+    statistics = m.flash * (1 if m.rms else 2) * FLOAT * tokens  # of one norm
+    routed = round(tokens * m.top * m.capacity, 6) if m.experts else tokens
+    inner = 0.0 if m.dropless else e * routed * m.ffn
+
+    def cut(number: float) -> int:
+        return ceil(number / division.tp)
+
+    def alone(number: float) -> int:
+        return cut(number) if division.sequence else ceil(number)
+
+    queue = e * routed * m.hidden if m.experts else size  # what second matrices of the MLP hand on
+    router = e * tokens * m.experts
+    block = alone(3 * size + queue + router) + cut(inner * (2 if m.gated else 1) + e * tokens * (m.hidden + 2 * m.kv))
+    inputs = alone(4 * size + 2 * statistics + queue * (m.experts > 0)) + cut(size + inner)
+    mask = m.dropout * (e if m.flash else 1) * tokens * m.hidden
+    embed = alone(mask + m.flash * m.learned * INTEGER * m.sequence / division.cp)
+    head = cut(e * tokens * m.vocabulary) + alone(size)
+    made = [alone(size), *[block] * m.layers, head]
+    kept = [made[0] + embed, *[block + inputs] * m.layers, head + alone(2 * size + statistics)]
+    return tuple(made), tuple(kept)
+
+
 def core_numbers(m: Transformer, tokens: float, element: int) -> float:
     """Bytes that the attention core keeps of so many tokens in addition to queries, keys and values: a number for each
     row of scores, if it is one kernel; otherwise the scores, and with dropout its mask and its result."""

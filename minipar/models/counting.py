@@ -27,8 +27,11 @@ def chain_of(model: nn.Module, example: Any, name: str = "") -> Chain:
 
     model     an nn.Sequential of layers, or any module as one layer
     example   its input: tensors of one or more rows, which are its first dimension
-    Errors: PlanError for a model that does not run on meta tensors, such as one that looks into its numbers.
+    Errors: PlanError for what is no torch module, and for a model that does not run on meta tensors, such as one that
+    looks into its numbers.
     """
+    if not isinstance(model, nn.Module):
+        raise PlanError(f"model {str(model)!r}: is no torch module, and needs no example=; possible is it without one")
     copied = copy.deepcopy(model).to("meta")
     x = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), example)
     sizes = [leaf.shape[0] for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.ndim]

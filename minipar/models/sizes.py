@@ -323,7 +323,9 @@ def sizes(given: str | Path | Sizes | Preset | Mapping[str, Any]) -> Sizes:
         table = dict(given)
         return _worded(str(table.pop("kind", "gpt")), table, "model")
     if isinstance(given, Path):
-        given = str(given)
+        if given.suffix != ".toml":
+            raise PlanError(f"model {str(given)!r}: a file with a model's numbers ends in .toml; or give {_NUMBERS}")
+        return _of_file(str(given), {})
     if not isinstance(given, str):
         raise PlanError(
             f"model {type(given).__name__}: must be a name, words, a table or a dataclass; for a torch model give "
@@ -339,10 +341,15 @@ def sizes(given: str | Path | Sizes | Preset | Mapping[str, Any]) -> Sizes:
             raise PlanError(f"model word {word!r}: must be key=value, such as layers=24")
         table[key] = value
     if name.endswith(".toml"):
-        read = read_toml(name)
-        read = dict(read.get("model", read))
-        return _worded(str(read.pop("kind", read.pop("like", "gpt"))), {**read, **table}, name)
+        return _of_file(name, table)
     return _worded(name, table, str(given))
+
+
+def _of_file(path: str, table: dict[str, Any]) -> Sizes:
+    """A model from a TOML file, with the numbers of a table in place of the file's."""
+    read = read_toml(path)
+    read = dict(read.get("model", read))
+    return _worded(str(read.pop("kind", read.pop("like", "gpt"))), {**read, **table}, path)
 
 
 def _worded(name: str, table: dict[str, Any], told: str) -> Sizes:

@@ -44,7 +44,7 @@ from minipar.prediction.closed_form import Cost, closed_form
 from minipar.prediction.estimating import estimate
 from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.prediction.plan_words import check
-from minipar.prediction.replica import by_simulation
+from minipar.prediction.replica import actions, by_simulation, helps
 from minipar.program.rows import MOST_ROWS
 from minipar.strategies import keys
 from minipar.strategies.schedules.registry import find
@@ -100,7 +100,11 @@ class Found:
             return difference(self.plan, plan)
         where = self.space
         given = plan if "precision=" in plan else f"{plan} precision={where.precision}"
-        return difference(self.plan, estimate(given, where.model, where.machine, where.batch))
+        found = estimate(given, where.model, where.machine, where.batch)
+        if found.by == "replica" and not found.numbers.options and find(found.numbers.schedule).form is not None:
+            cost = closed_form(found.numbers, where.model, where.machine)
+            return difference(self.plan, Planned(found.numbers, cost))
+        return difference(self.plan, found)
 
     def front(self, points: int = 6) -> tuple[Planned, ...]:
         """The fastest plans for less and less memory, from the smallest to the fastest one."""
@@ -173,7 +177,7 @@ def search(
     pins      keys that are fixed: "tp=8 zero=1"
     memory    bytes of a device that may be used, or words such as "70GB"; default: all of them
     most      how many plans to return
-    simulate  whether the best ones are simulated where their formula is not exact
+    simulate  whether the best ones are simulated where their formula is not exact, or their stages differ
     runs      whether only plans count that minipar itself can run
 
     Errors: PlanError for an unknown model, hardware, key or value, and where no plan fits: with the smallest memory,
@@ -284,14 +288,12 @@ def _fitting(space: Space, numbers: PlanNumbers, limit: float) -> Planned | None
 
 
 def _simulated(space: Space, best: list[Planned]) -> list[Planned]:
-    """The plans whose formula is not exact with the simulator's time, the fastest first, up to a number of actions."""
+    """The plans with the simulator's time where it says more than a formula, up to a number of actions."""
     made, left = [], ACTIONS
     for one in best:
         n = one.numbers
-        form = find(n.schedule).form
-        size = n.pp * min(n.microbatches, 3 * n.pp) * n.chunks
-        if form is not None and not form.exact and size <= left:
-            left -= size
+        if actions(n) <= left and helps(n, space.model, space.machine):
+            left -= actions(n)
             cost = closed_form(n, space.model, space.machine, by_simulation(n))
             one = replace(one, simulated=cost.time)
         made.append(one)

@@ -21,16 +21,18 @@ in one node if they can be.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from math import ceil
-from operator import mul
 from typing import NamedTuple
 
 from minipar.costs.analytic import Division
 from minipar.costs.hardware import Hardware
+from minipar.costs.links import Line
 from minipar.errors import PlanError
 from minipar.models.sizes import Chain, Sizes, Transformer
-from minipar.prediction.plan_numbers import Chunk, PlanNumbers
+from minipar.prediction.plan_numbers import Chunk, PlanNumbers, copies_of, placement_of, split_of
 from minipar.prediction.rank_memory import KINDS, fullest, of_kinds, parameters_of
 from minipar.strategies.schedules.registry import ClosedForm, Times, find
 
@@ -110,9 +112,9 @@ def gather(machine: Hardware, axis: Links, size: float) -> float:
     nodes, found = n // inside, 0.0
     share = machine.efficiency
     if inside > 1:
-        found += (inside - 1) * (machine.near_latency + size / inside / (machine.near * share.near))
+        found += Line(machine.near_latency, machine.near * share.near).ring(inside, size)
     if nodes > 1:
-        found += (nodes - 1) * (machine.far_latency + size / inside / nodes / (machine.far * share.far))
+        found += Line(machine.far_latency, machine.far * share.far).ring(nodes, size / inside)
     return found
 
 
@@ -370,60 +372,114 @@ def _stage(
     return one._replace(parameters=parameters, experts=experts)
 
 
-def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, form: ClosedForm | None = None) -> Cost:
+class Pace(NamedTuple):
+    """Seconds of one micro-batch on some layers, and what of them the breakdown names.
+
+    hidden   collectives of the backward that go on beside it; `times` are without them
+    added    of float32 sums of gradients
+    waits    for parameters, sums of gradients, and copies
+    """
+
+    times: Times
+    hidden: float
+    added: float
+    waits: float
+
+
+def _pace(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas) -> Pace:
+    """One micro-batch on a stage, or on a rank with several. An unfused gradient is read, and its float32 sum is read
+    and written."""
+    n, added = numbers, 0.0
+    hidden = min(stage.back_sent, stage.weight) * machine.efficiency.beside * n.fused
+    if not n.fused:
+        moved = (stage.parameters + stage.experts) * (n.bytes.gradient + 8)
+        added = moved / kernels(machine, n.bytes.activation).bandwidth
+    waits, second = _waits(n, machine, stage, axes), stage.weight + added
+    return Pace(Times(stage.forward, stage.backward - hidden + added + waits - second, second), hidden, added, waits)
+
+
+class StageTimes(NamedTuple):
+    """Seconds of one stage of the pipeline: of a micro-batch, of its message to the next stage, and of a step's sum of
+    gradients over the stage's copies."""
+
+    times: Times
+    copies: float = 0.0
+
+
+Ends = Callable[[Sequence[StageTimes]], Sequence[float]]
+
+
+def stage_times(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> tuple[StageTimes, ...]:
+    """The times of each stage. Those of a rank are `stages`, in which its chunks are added up."""
+    n, axes, placement = numbers, replicas_of(numbers, machine), placement_of(numbers)
+    selective, copies = n.checkpoint == "selective", copies_of(n)
+    after = list(accumulate(split_of(n, model)))
+    found: dict[int, StageTimes] = {}
+    for kind, facts in {one.kind: one for one in of_kinds(n.pipeline, model)}.items():
+        for c, (chunk, part) in enumerate(zip(kind.chunks, facts.parts, strict=True)):
+            one = _stage(model, machine, n.bytes.activation, n.rows, n.division, selective, (chunk,), 1, (part.again,))
+            times = _pace(n, machine, one._replace(saved=part.held), axes).times
+            summed = _over_copies(n, machine, one.parameters + one.experts) if copies > 1 else 0.0
+            for stage in (mine[c] for mine in placement[kind.first : kind.first + kind.alike]):
+                found[stage] = StageTimes(times._replace(message=_message(n, model, machine, after[stage])), summed)
+    return tuple(found[stage] for stage in range(len(after)))
+
+
+def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, replica: Ends | None = None) -> Cost:
     """Time and memory of a step. It does not check whether the plan fits a device, or whether its schedule can work
     with so many micro-batches: `minipar.estimate` does.
 
-    form   the formulas of the schedule; default those beside its generator
+    replica   when each rank of a pipeline ends, from the times of its stages (replica.py), in place of the schedule's
+              formula. The formula takes ranks that are alike; of others it takes the mean, and the slowest one's pace
     Errors: PlanError for a model that cannot be cut so, and for a schedule without formulas.
     """
-    form = form or find(numbers.schedule).form
-    if form is None:
+    form = find(numbers.schedule).form
+    if form is None and replica is None:
         raise PlanError(
             f"schedule={numbers.schedule}: has no closed form; possible is minipar.estimate, which simulates"
         )
-    n, p, m, v = numbers, numbers.pp, numbers.microbatches, numbers.chunks
+    n, p, m = numbers, numbers.pp, numbers.microbatches
     kinds = stages(numbers, model, machine)
-    many = [count for _, count in kinds]
-    run = kernels(machine, n.bytes.activation)
     axes = replicas_of(numbers, machine)
+    each = [_pace(numbers, machine, one, axes) for one, _ in kinds]
+    slow = max(range(len(kinds)), key=lambda k: each[k].times.both)
+    backward = each[slow].times.both - each[slow].times.forward
+    sums = [_sums(numbers, machine, one, axes, backward) for one, _ in kinds]
+    steps = [optimizer_seconds(numbers, machine, _share(numbers, one, 1)) for one, _ in kinds]
+    summed, step = max(sums), max(steps)
 
-    # one micro-batch; an unfused gradient is read, and its float32 sum is read and written
-    hidden = [min(one.back_sent, one.weight) * machine.efficiency.beside * n.fused for one, _ in kinds]
-    added = [0.0 if n.fused else (one.parameters + one.experts) * (n.bytes.gradient + 8) / run.bandwidth
-             for one, _ in kinds]  # fmt: skip
-    waits = [_waits(numbers, machine, one, axes) for one, _ in kinds]
-    forwards = [one.forward for one, _ in kinds]
-    backwards = [
-        one.backward - less + more + wait
-        for (one, _), less, more, wait in zip(kinds, hidden, added, waits, strict=True)
-    ]
-    weights = [one.weight + more for (one, _), more in zip(kinds, added, strict=True)]
-    totals = [f + b for f, b in zip(forwards, backwards, strict=True)]
-    slow = max(range(len(kinds)), key=totals.__getitem__)
-
-    # all of them, if all ranks were as the average; then the slowest one sets the pace
-    f, b, w = (sum(map(mul, each, many)) / p for each in (forwards, backwards, weights))
-    flushed = find(n.schedule).asynchronous is None  # (without a flush the pipeline is full from the first to the last)
-    even = form.time(Times(f, b - w, w), p, m, v) + (m - flushed) * (totals[slow] - f - b) if p > 1 else m * (f + b)
-    message = _message(numbers, model, machine) if p > 1 else 0.0
-    messages = (
-        form.time(Times(f, b - w, w, message), p, m, v) - form.time(Times(f, b - w, w), p, m, v) if p > 1 else 0.0
-    )
-
-    sums = max(_sums(numbers, machine, one, axes, backwards[slow]) for one, _ in kinds)
-    sums += _copies(numbers, machine, model, form, kinds)
-    step = max(optimizer_seconds(numbers, machine, _share(numbers, one, 1)) for one, _ in kinds)
-    one = kinds[slow][0]
+    even, messages = m * each[slow].times.both, 0.0
+    if p > 1 and replica is not None:
+        there = stage_times(numbers, model, machine)
+        alone = [StageTimes(times._replace(message=0.0), copies) for times, copies in there]
+        held_by = [k for k, (_, count) in enumerate(kinds) for _ in range(count)]
+        free, whole = (
+            [end + sums[k] + steps[k] for end, k in zip(replica(given), held_by, strict=True)]
+            for given in (alone, there)
+        )
+        slow = held_by[max(range(p), key=whole.__getitem__)]  # (the rank that ends last)
+        summed, step = sums[slow], steps[slow]
+        even, messages = max(free) - summed - step, max(whole) - max(free)
+    elif p > 1 and form is not None:
+        mean = Times(*(sum(x * count for x, (_, count) in zip(column, kinds, strict=True)) / p
+                       for column in zip(*(found.times for found in each), strict=True)))  # fmt: skip
+        even = by_formula(form, n, mean, each[slow].times.both)
+        sent = mean._replace(message=_message(numbers, model, machine))
+        messages = by_formula(form, n, sent, each[slow].times.both) - even
+        if copies_of(n) > 1:
+            summed += _over_copies(n, machine, max(one.parameters + one.experts for one, _ in kinds))
+    if p > 1 and isinstance(model, Transformer) and model.tied:
+        summed += _over_copies(n, machine, model.vocabulary / n.tp * model.hidden)
+    pace, one = each[slow], kinds[slow][0]
     seconds = {
         "matrix products": m * (one.matrix + one.back_matrix),
-        "other operators": m * (one.memory + one.back_memory + added[slow]),
+        "other operators": m * (one.memory + one.back_memory + pace.added),
         "recomputation": m * one.again,
-        "collectives of shared layers": m * (one.sent + one.back_sent - hidden[slow]),
-        "parameters and copies": m * waits[slow],
-        "bubble": max(0.0, even - m * totals[slow]) if p > 1 else 0.0,
+        "collectives of shared layers": m * (one.sent + one.back_sent - pace.hidden),
+        "parameters and copies": m * pace.waits,
+        "bubble": max(0.0, even - m * pace.times.both),
         "messages": messages,
-        "gradient sums": sums,
+        "gradient sums": summed,
         "optimizer": step,
     }
     held = fullest(numbers, model)
@@ -436,6 +492,16 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, form: Clo
     )  # fmt: skip
 
 
+def by_formula(form: ClosedForm, numbers: PlanNumbers, mean: Times, slowest: float) -> float:
+    """Seconds of a pipeline by its schedule's formula: all ranks are as the mean, then the slowest one sets the pace.
+
+    Between rounds the pipeline is empty. Without a flush it is full from the first micro-batch to the last.
+    """
+    n, count = numbers, numbers.microbatches // numbers.rounds
+    flushed = find(n.schedule).asynchronous is None
+    return n.rounds * (form.time(mean, n.pp, count, n.chunks) + (count - flushed) * (slowest - mean.both))
+
+
 class Replicas(NamedTuple):
     """The ranks that have the same parameters: those of `all` axes but tp and pp, and those that have the same
     experts."""
@@ -445,9 +511,10 @@ class Replicas(NamedTuple):
 
 
 def replicas_of(numbers: PlanNumbers, machine: Hardware) -> Replicas:
-    """The ranks over which gradients are summed."""
+    """The ranks over which gradients are summed. Ranks of cp have the same experts, those of ep do not."""
     n = numbers
-    return Replicas(links(machine, n.cp * n.ep * n.dp, n.tp), links(machine, n.dp, n.tp * n.cp * n.ep))
+    tokens, rows = links(machine, n.cp, n.tp), links(machine, n.dp, n.tp * n.cp * n.ep)
+    return Replicas(links(machine, n.cp * n.ep * n.dp, n.tp), Links(tokens.ranks * rows.ranks, tokens.near * rows.near))
 
 
 def _waits(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas) -> float:
@@ -492,21 +559,11 @@ def _sums(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas,
     return summed + (half * each.parameter / each.gradient if n.zero in (1, 2) else 0.0)
 
 
-def _copies(
-    numbers: PlanNumbers, machine: Hardware, model: Sizes, form: ClosedForm, kinds: tuple[tuple[Stage, int], ...]
-) -> float:
-    """Seconds of the sums over copies in the same pipeline: of a tied embedding, of stages that a schedule has
-    twice."""
+def _over_copies(numbers: PlanNumbers, machine: Hardware, parameters: float) -> float:
+    """Seconds of the sum of so many gradients over two ranks of the pipeline: of a tied embedding, or of stages that a
+    schedule has twice."""
     n = numbers
-    if n.pp == 1:
-        return 0.0
-    size = 0.0
-    if form.copies > 1:
-        size += max(one.parameters + one.experts for one, _ in kinds)
-    if isinstance(model, Transformer) and model.tied:
-        size += model.vocabulary / n.tp * model.hidden
-    axis = links(machine, 2, n.tp * n.cp * n.ep * n.dp)
-    return 2 * gather(machine, axis, n.bytes.gradient * size) if size else 0.0
+    return 2 * gather(machine, links(machine, 2, n.tp * n.cp * n.ep * n.dp), n.bytes.gradient * parameters)
 
 
 def layer_works(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> list[Work]:
@@ -538,25 +595,27 @@ def _share(numbers: PlanNumbers, stage: Stage, zero: int) -> int:
     n = numbers
     if n.zero < zero:
         return stage.parameters + stage.experts
-    return ceil(stage.parameters / (n.dp * n.ep * n.cp)) + ceil(stage.experts / n.dp)
+    return ceil(stage.parameters / (n.dp * n.ep * n.cp)) + ceil(stage.experts / (n.dp * n.cp))
 
 
-def _message(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> float:
-    """Seconds of a message between neighbours in the pipeline. Ranks of tp each send a part, and gather it."""
+def _message(numbers: PlanNumbers, model: Sizes, machine: Hardware, layer: int = 0) -> float:
+    """Seconds of a message between neighbours in the pipeline. Ranks of tp each send a part, and gather it.
+
+    layer   the layers before the message; 0: the largest message of all
+    """
     n, element = numbers, numbers.bytes.activation
     if isinstance(model, Transformer):
         size = element * n.rows * model.sequence / n.cp / n.ep * model.hidden
     else:
-        size = element * n.rows * max(layer.output for layer in model.chain)
-    latency, rate = line(numbers, machine)
-    sent = latency + size / n.tp / rate
+        size = element * n.rows * (model.chain[layer - 1].output if layer else max(one.output for one in model.chain))
+    sent = sum(line(numbers, machine).message(size / n.tp))
     whole = 0.0 if n.sequence_parallel else gather(machine, links(machine, n.tp, 1), size)
     return sent + whole
 
 
-def line(numbers: PlanNumbers, machine: Hardware) -> tuple[float, float]:
-    """The latency and the bytes a second of the link between neighbours in the pipeline."""
+def line(numbers: PlanNumbers, machine: Hardware) -> Line:
+    """The link between neighbours in the pipeline."""
     share = machine.efficiency
     if 2 * numbers.ranks // numbers.pp <= machine.per_node:
-        return machine.near_latency, machine.near * share.near
-    return machine.far_latency, machine.far * share.far
+        return Line(machine.near_latency, machine.near * share.near)
+    return Line(machine.far_latency, machine.far * share.far)

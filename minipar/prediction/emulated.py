@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minipar.costs.device import DeviceSpec
+from minipar.costs.links import Line
 from minipar.costs.measured import Profile
 from minipar.costs.protocol import Costs, even
 from minipar.costs.unit import UnitCosts
@@ -105,7 +106,7 @@ class EmulatedCosts:
             by_function = self.transfers_by_function
             return self._table[0].transfer(rank, ins) if by_function else (0.0, self.spec.latency or 0.0)
         size = of_message(lambda rank, value: self._own("the size of a message").size(rank, value), rank, ins)
-        return (size / self.spec.bandwidth, self.spec.latency or 0.0) if size else (0.0, 0.0)
+        return self._line.message(size)
 
     def even(self, rank: int, other: int) -> bool:
         """Whether what two ranks that do the same do costs the same: by the spec's own costs, and by this machine's."""
@@ -123,7 +124,6 @@ class EmulatedCosts:
             return self._own("the time of a collective").collective(ins)
         if self.transfers_by_function:
             return self._table[0].collective(ins)
-        # A ring: for each hop a rank sends n - 1 messages, which together have (n - 1) / n of the bytes.
         n = len(ins.group)
         if repartitions(ins):
             size = of_collective(self.program, self._own("the size of a message").size, ins.group[0], ins)
@@ -135,8 +135,11 @@ class EmulatedCosts:
             beta = 1 / self.spec.bandwidth if self.spec.bandwidth else 0.0
             each, name = round(size / max(1, len(ins.parts))), self.program.algorithm
             return len(ins.parts) * choice.by_links(name, n, each, self.spec.latency or 0.0, beta)
-        occupied = hops(ins) * (n - 1) / n * size / self.spec.bandwidth if self.spec.bandwidth else 0.0
-        return max(1, len(ins.parts)) * hops(ins) * (n - 1) * (self.spec.latency or 0.0) + occupied
+        return hops(ins) * self._line.ring(n, size, max(1, len(ins.parts)))
+
+    @property
+    def _line(self) -> Line:
+        return Line(self.spec.latency or 0.0, self.spec.bandwidth)
 
     def _gradient(self, _rank: int, value: Value) -> int:
         """Bytes of a gradient, which need no profile."""

@@ -11,7 +11,8 @@ devices   a preset's name, words or a table of numbers, a dataclass (costs/hardw
 There are three ways to an answer, and `found.by` says which one it was:
 
     formula   the time is that of closed_form.py, with the formula of the schedule
-    replica   a schedule, or an option of it, without a formula: one replica with equal ranks is simulated (replica.py)
+    replica   a schedule, or an option of it, without an exact formula, or stages that differ: one replica is simulated
+              (replica.py)
     program   the whole program of the plan is compiled and simulated, and `found.trace` has it (on_paper.py)
 
 The memory is the same formula in all of them (rank_memory.py).
@@ -22,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import ceil
+from pathlib import Path
 from typing import Any
 
 from minipar.costs.hardware import Hardware, hardware
@@ -34,7 +36,7 @@ from minipar.prediction.closed_form import Cost, closed_form
 from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.prediction.plan_words import check, numbers_of, refusal, table_of, words
 from minipar.prediction.rank_memory import RankMemory, of_ranks
-from minipar.prediction.replica import by_simulation
+from minipar.prediction.replica import by_simulation, helps
 from minipar.strategies import keys
 from minipar.strategies.plan import Plan
 from minipar.strategies.schedules.registry import find
@@ -167,7 +169,7 @@ def estimate(
         machine = replace(machine, per_node=keys.whole_number("gpus_per_node", gpus_per_node))
     if nodes is not None:
         machine = replace(machine, nodes=keys.whole_number("nodes", nodes))
-    if example is None and not isinstance(model, (str, Mapping, *_NUMBERS)):
+    if example is None and not isinstance(model, (str, Path, Mapping, *_NUMBERS)):
         name = type(model).__name__
         raise PlanError(f"model {name}: a torch module needs example=, an input of one row or more; or give numbers")
     if example is not None:
@@ -183,9 +185,8 @@ def estimate(
         numbers = numbers_of(table, chosen, machine, batch, fused)
         note = refusal(table, numbers)
     check(numbers, chosen, machine)
-    alone = simulate or bool(numbers.options) or find(numbers.schedule).form is None
-    form = by_simulation(numbers) if alone else None
-    cost = closed_form(numbers, chosen, machine, form)
+    alone = simulate or bool(numbers.options) or find(numbers.schedule).form is None or helps(numbers, chosen, machine)
+    cost = closed_form(numbers, chosen, machine, by_simulation(numbers) if alone else None)
     if not program:
         return Estimate(numbers, chosen, machine, cost, note, "replica" if alone else "formula")
     trace = on_paper.simulated(numbers, chosen, machine)

@@ -17,6 +17,7 @@ plan says so, is `minipar.estimate`; `found.ranks` are then the bytes of its ran
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from minipar.costs.analytic import WHOLE, Division
@@ -86,11 +87,13 @@ def own_numbers(plan: Plan, model: Sizes, division: Division = WHOLE) -> PlanNum
     """A plan as minipar runs it, with one row in each micro-batch. Errors: PlanError for what has no formula."""
     if plan.slice_count > 1:
         raise PlanError(
-            f"memory: no formula for schedule={plan.schedule}, whose slices differ; possible is `minipar run --memory`"
+            f"memory: no formula for schedule={plan.schedule}, whose slices differ; possible are `minipar memory` of a "
+            f"model that can be built ({', '.join(table.presets())}), or `minipar run --memory`"
         )
     if plan.place is not None:
         raise PlanError(
-            "memory: no formula for place=, which cuts stages in pieces; possible is `minipar run --memory`"
+            "memory: no formula for place=, which cuts stages in pieces; possible are `minipar memory` of a model that "
+            f"can be built ({', '.join(table.presets())}), or `minipar run --memory`"
         )
     found = numbers_of(table_of(plan), model, ends=True)
     found = found._replace(
@@ -173,7 +176,8 @@ def _activations_term(plan: Plan, detail: Detail) -> Term:
     flying = [(n, each) for n, each in zip(kept.flying, kept.each, strict=True) if n]
     filled = " + ".join(f"{n} × {size(each)}" for n, each in flying) + more
     formula = "f × a" if len(flying) == 1 else "Σ f × a"
-    note = f"f micro-batches of {rows} wait for their backward, each with a"
+    halves = any(kept.flying[len(kept.flying) // 2 :])
+    note = f"f micro-batches of {rows} wait for their backward{' or its weight half' * halves}, each with a"
     note += "; b more while one goes backward" if more else ""
     return Term("activations", bytes_here, formula + " + b" * bool(more), filled or "0 B", note)
 
@@ -231,14 +235,14 @@ def verdict(
 # what `minipar memory` prints -----------------------------------------------------------------------------------------
 
 
-def report(plan: str, model: str, batch: int | None) -> dict[str, Any]:
-    """The output of `minipar memory` as a dictionary for scripts: bytes of every rank by the formulas, and the hardware
-    that can hold the fullest rank.
+def report(plan: str, model: str, batch: int | None, known: Sequence[RankMemory] | None = None) -> dict[str, Any]:
+    """The output of `minipar memory` as a dictionary for scripts: bytes of every rank by the formulas, or as they are
+    `known`, and the hardware that can hold the fullest rank.
 
     Errors: `PlanError` for an impossible plan or an unknown model.
     """
     chosen = Plan.parse(plan)
-    ranks = per_rank(chosen, model, batch)
+    ranks = per_rank(chosen, model, batch) if known is None else known
     return {
         "plan": " ".join(plan.split()),
         "model": model,

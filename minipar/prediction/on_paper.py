@@ -5,27 +5,32 @@
     on_paper.predict("pp=8 dp=4 zero=1 microbatches=16 precision=bf16", "megatron-7.5b", "a100-80gb", batch=64)
         an emulated device, as the executor emulates it: operations / `flops`, and bytes / bandwidth of links
 
-Both have a trace to look at: `found.trace`. The formula of `minipar.estimate` compiles nothing, and is much faster. The
-memory is that of rank_memory.py. An emulated device leaves out the optimizer's own time.
+Both have a trace to look at: `found.trace`. Bytes of layers, and what messages and sums take on a link, are the same in
+both and in all other predictions (costs/analytic.py, costs/links.py); only the seconds of operators differ. The formula
+of `minipar.estimate` compiles nothing, and is much faster. The memory is that of rank_memory.py. An emulated device
+leaves out the optimizer's own time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from minipar.costs import analytic
+from minipar.costs.analytic import WHOLE, Division
 from minipar.costs.device import DeviceSpec
 from minipar.costs.hardware import Hardware
 from minipar.costs.measured import Profile
+from minipar.costs.recomputation import LayerCosts
 from minipar.errors import PlanError
 from minipar.models import shapes, table
-from minipar.models.sizes import Sizes
+from minipar.models.sizes import Sizes, of_preset
 from minipar.models.table import GPT, Mixture
 from minipar.prediction import memory_formula
-from minipar.prediction.closed_form import Work, gather, layer_works, line, links, optimizer_seconds
+from minipar.prediction.closed_form import Work, gather, layer_works, line, optimizer_seconds, replicas_of
 from minipar.prediction.emulated import EmulatedCosts
-from minipar.prediction.plan_numbers import PRECISIONS, PlanNumbers, own_layers, split_of
+from minipar.prediction.plan_numbers import PRECISIONS, PlanNumbers, Precision, own_layers, split_of
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
 from minipar.prediction.rank_memory import RankMemory
 from minipar.prediction.simulator import simulate
@@ -88,29 +93,58 @@ def profile(model: str, rows: Iterable[int], precision: str = "float32", selecti
 
     selective   whether the backward of a block runs its attention core forward again
     """
-    kinds, numbers = PRECISIONS[precision], table.numbers(model)
-    by_rows = {count: analytic.layer_costs(model, count, kinds.activation, selective=selective) for count in rows}
-    if selective and isinstance(numbers, (GPT, Mixture)):
-        for count, costs in by_rows.items():
+    kinds, numbers, by_rows = PRECISIONS[precision], table.numbers(model), {}
+    for count in rows:
+        costs = analytic.layer_costs(model, count, kinds.activation, selective=selective)
+        first = analytic.input_flops(model, count, selective=selective)
+        if selective and isinstance(numbers, (GPT, Mixture)):
             core = analytic.core_flops(numbers, count)
             inner = tuple(flops + core for flops in costs.backward[1:-1])
-            by_rows[count] = replace(costs, backward=(costs.backward[0], *inner, costs.backward[-1]))
-    sizes = [sum(group.tensors) for group in shapes.shape(model, element_size=1).groups]
-    first = next(iter(by_rows.values()))
+            costs = replace(costs, backward=(costs.backward[0], *inner, costs.backward[-1]))
+        by_rows[count] = Layers(costs, costs.forward, costs.backward, first)
+    chosen = of_preset(numbers, model, flash=model not in table.PUBLISHED)
+    groups = shapes.shape(model, element_size=1).groups
+    made = _profile(chosen, kinds, WHOLE, groups, by_rows, 0.0)
+    return replace(
+        made,
+        forward_flops={count: _whole(one.forward) for count, one in by_rows.items()},
+        backward_flops={count: _whole(one.backward) for count, one in by_rows.items()},
+        input_flops={count: _whole(one.first) for count, one in by_rows.items()},
+    )
+
+
+class Layers(NamedTuple):
+    """The layers of a model for one micro-batch: bytes, and seconds of forward, backward, and its input half."""
+
+    bytes: LayerCosts
+    forward: Sequence[float]
+    backward: Sequence[float]
+    first: Sequence[float]
+
+
+def _profile(
+    model: Sizes, each: Precision, division: Division, groups: Sequence[Group], by_rows: Mapping[int, Layers],
+    step_seconds: float,
+) -> Profile:  # fmt: skip
+    """A profile of these layers. `groups` have sizes in numbers."""
+    sizes = [sum(group.tensors) for group in groups]
+    kept = {rows: analytic.weight_costs(model, rows / division.ep, each.activation, division)[1] for rows in by_rows}
     return Profile(
-        forward={count: costs.forward for count, costs in by_rows.items()},
-        backward={count: costs.backward for count, costs in by_rows.items()},
-        output_bytes={count: _whole(costs.output) for count, costs in by_rows.items()},
-        grad_output_bytes={count: _whole(costs.gradient) for count, costs in by_rows.items()},
-        saved_bytes={count: _whole(costs.saved) for count, costs in by_rows.items()},
-        saves_output=(False,) * len(first.forward),
-        parameter_bytes=tuple(kinds.parameter * size for size in sizes),
-        gradient_bytes=tuple(kinds.gradient * size for size in sizes),
-        optimizer_bytes=tuple(kinds.optimizer * size for size in sizes),
-        step_seconds=0.0,
-        forward_flops={count: _whole(costs.forward) for count, costs in by_rows.items()},
-        backward_flops={count: _whole(costs.backward) for count, costs in by_rows.items()},
-        input_flops={count: _whole(analytic.input_flops(model, count, selective=selective)) for count in by_rows},
+        forward={rows: tuple(one.forward) for rows, one in by_rows.items()},
+        backward={rows: tuple(one.backward) for rows, one in by_rows.items()},
+        backward_input={rows: tuple(one.first) for rows, one in by_rows.items()},
+        backward_weight={
+            rows: tuple(a - b for a, b in zip(one.backward, one.first, strict=True)) for rows, one in by_rows.items()
+        },
+        output_bytes={rows: _whole(one.bytes.output) for rows, one in by_rows.items()},
+        grad_output_bytes={rows: _whole(one.bytes.gradient) for rows, one in by_rows.items()},
+        saved_bytes={rows: _whole(one.bytes.saved) for rows, one in by_rows.items()},
+        saved_weight_bytes=kept,
+        saves_output=(False,) * own_layers(model),
+        parameter_bytes=tuple(each.parameter * size for size in sizes),
+        gradient_bytes=tuple(each.gradient * size for size in sizes),
+        optimizer_bytes=tuple(each.optimizer * size for size in sizes),
+        step_seconds=step_seconds,
     )
 
 
@@ -125,13 +159,15 @@ def _whole(numbers: Iterable[float]) -> tuple[int, ...]:
 class MachineCosts:
     """Costs of a program on a machine with two levels of links. A rank stands for all that share its layers.
 
-    own   times and sizes of layers
+    own       times and sizes of layers
+    experts   the first group of parameters that is of experts
     """
 
     program: Program
     numbers: PlanNumbers
     machine: Hardware
     own: ProfiledCosts
+    experts: int
 
     def compute(self, rank: int, ins: Instruction) -> float:
         return self.own.compute(rank, ins)
@@ -140,14 +176,17 @@ class MachineCosts:
         if ins.op in COPIES:
             return self.own.size(rank, ins.reads[0]) / self.machine.host_bandwidth, 0.0
         size = of_message(self.own.size, rank, ins)
-        latency, rate = line(self.numbers, self.machine)
-        return (size / self.numbers.tp / rate, latency) if size else (0.0, 0.0)
+        return line(self.numbers, self.machine).message(size / self.numbers.tp)
 
     def collective(self, ins: Instruction) -> float:
-        n, messages = self.numbers, max(1, len(ins.parts))
+        messages = max(1, len(ins.parts))
         size = of_collective(self.program, self.own.size, ins.group[0], ins)
-        axis = links(self.machine, len(ins.group) * n.cp * n.ep, n.tp)
-        return hops(ins) * messages * gather(self.machine, axis, size / messages)
+        axes = replicas_of(self.numbers._replace(dp=len(ins.group)), self.machine)
+        sizes = [(sum(self.program.groups[g].tensors), g >= self.experts) for g in ins.layers]
+        apart = sum(one for one, expert in sizes if expert) / max(1, sum(one for one, _ in sizes))
+        each = gather(self.machine, axes.all, size * (1 - apart) / messages)
+        each += gather(self.machine, axes.experts, size * apart / messages)
+        return hops(ins) * messages * each
 
     def size(self, rank: int, value: Value) -> float:
         return self.own.size(rank, value)
@@ -168,41 +207,29 @@ def simulated(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> Trace:
         overlap="backward" if n.overlap else "none", checkpoint=n.checkpoint or "none", offload=n.offload,
         bucket=n.bucket, **options,
     )  # fmt: skip
-    each, groups = n.bytes, analytic.groups(model, n.division)[0]
+    each = n.bytes
+    groups, experts = analytic.groups(model, n.division)
     shape = Shape(
         own_layers(model),
         tuple(Group(g.layers, tuple(each.gradient * x for x in g.tensors)) for g in groups),
         model.name,
     )
     rows, batch = round(n.rows), round(n.batch)
-    measured = _profile_on(layer_works(n, model, machine), n, model, machine, rows)
+    layers = _on_machine(layer_works(n, model, machine), n, model, machine)
+    seconds = optimizer_seconds(n, machine, sum(sum(group.tensors) for group in groups))
+    measured = _profile(model, each, n.division, groups, {rows: layers}, seconds)
     program = plan.compile(shape, costs=measured)
-    return simulate(program, MachineCosts(program, n, machine, ProfiledCosts(program, measured, batch)))
+    own = ProfiledCosts(program, measured, batch)
+    return simulate(program, MachineCosts(program, n, machine, own, len(groups) - experts))
 
 
-def _profile_on(works: list[Work], n: PlanNumbers, model: Sizes, machine: Hardware, rows: int) -> Profile:
-    """The profile of a model on a machine, for micro-batches of so many rows."""
-    each, selective = n.bytes, n.checkpoint == "selective"
-    costs = analytic.layer_costs(model, n.rows / n.ep, each.activation, selective=selective, division=n.division)
-    sizes = [sum(group.tensors) for group in analytic.groups(model, n.division)[0]]
-    forward = tuple(work.matrix + work.memory + work.sent for work in works)
-    second = tuple(work.inner for work in works)
+def _on_machine(works: list[Work], n: PlanNumbers, model: Sizes, machine: Hardware) -> Layers:
+    """The layers of a model on a machine."""
+    selective = n.checkpoint == "selective"
+    costs = analytic.layer_costs(model, n.rows / n.ep, n.bytes.activation, selective=selective, division=n.division)
     hidden = [min(work.sent_back, work.inner) * machine.efficiency.beside * n.fused for work in works]
-    backward = tuple(
+    backward = [
         sum(work.back) + work.sent_back - less + work.core * selective for work, less in zip(works, hidden, strict=True)
-    )
-    return Profile(
-        forward={rows: forward},
-        backward={rows: backward},
-        backward_input={rows: tuple(a - b for a, b in zip(backward, second, strict=True))},
-        backward_weight={rows: second},
-        output_bytes={rows: costs.output},
-        grad_output_bytes={rows: costs.gradient},
-        saved_bytes={rows: costs.saved},
-        saved_weight_bytes={rows: costs.saved},
-        saves_output=(False,) * len(works),
-        parameter_bytes=tuple(each.parameter * size for size in sizes),
-        gradient_bytes=tuple(each.gradient * size for size in sizes),
-        optimizer_bytes=tuple(each.optimizer * size for size in sizes),
-        step_seconds=optimizer_seconds(n, machine, sum(sizes)),
-    )
+    ]
+    first = [whole - work.inner for whole, work in zip(backward, works, strict=True)]
+    return Layers(costs, [work.matrix + work.memory + work.sent for work in works], backward, first)

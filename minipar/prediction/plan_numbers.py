@@ -142,7 +142,7 @@ def split_of(numbers: PlanNumbers, model: Sizes) -> tuple[int, ...]:
     n = numbers
     if n.split:
         return n.split
-    stages = 1 + max(map(max, _placement(n.schedule, n.pp, n.stages_of_a_rank)))
+    stages = 1 + max(map(max, placement_of(n)))
     whole = n.ends or isinstance(model, Chain)
     layers = own_layers(model) if whole else model.layers
     if stages > layers:
@@ -178,9 +178,14 @@ def _placement(schedule: str, pp: int, chunks: int) -> tuple[tuple[int, ...], ..
     return place(find(schedule).placement, pp, chunks, schedule)
 
 
+def placement_of(numbers: PlanNumbers) -> tuple[tuple[int, ...], ...]:
+    """The stages of each rank of the pipeline, by chunk."""
+    return _placement(numbers.schedule, numbers.pp, numbers.stages_of_a_rank)
+
+
 def copies_of(numbers: PlanNumbers) -> int:
     """On how many ranks of the pipeline each stage is."""
-    placement = _placement(numbers.schedule, numbers.pp, numbers.stages_of_a_rank)
+    placement = placement_of(numbers)
     return sum(0 in mine for mine in placement) if numbers.pp > 1 else 1
 
 

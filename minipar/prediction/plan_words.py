@@ -53,6 +53,7 @@ def table_of(plan: str | Mapping[str, Any] | Plan) -> dict[str, Any]:
     keys.check_keys(given, [*known, ROWS])
     found: dict[str, Any] = {}
     for key, value in given.items():
+        keys.check_size(key, value)
         if key == ROWS:
             found[key] = keys.whole_number(ROWS, value, most=MOST_ROWS)
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from minipar.costs.links import Line
 from minipar.costs.measured import Profile
 from minipar.costs.rates import ORDINARY, Calibration, Copies
 from minipar.program import COMPUTE, COPIES, SERVICE, Instruction, Op, Program, Value, home, output, repartitions, tier
@@ -135,7 +136,7 @@ class ProfiledCosts:
                 line = self.calibration.message(rank, ins.peer)
                 return size * line.per_byte, line.fixed
             return self.calibration.transfer(rank, ins.peer, size)
-        return (size / self.bandwidth, self.latency) if size else (0.0, 0.0)
+        return Line(self.latency, self.bandwidth).message(size)
 
     def collective(self, ins: Instruction) -> float:
         n = len(ins.group)
@@ -144,7 +145,7 @@ class ProfiledCosts:
             return messages * self._by_algorithm(n, round(size / messages))
         if self.calibration is not None:  # (measured for sums, in which the bytes travel twice)
             return hops(ins) / 2 * messages * self.calibration.sum_over(n, size / messages)
-        return hops(ins) * (messages * (n - 1) * self.latency + (n - 1) / n * size / self.bandwidth)
+        return hops(ins) * Line(self.latency, self.bandwidth).ring(n, size, messages)
 
     def _by_algorithm(self, ranks: int, nbytes: int) -> float:
         """Seconds of a sum by the program's own algorithm."""

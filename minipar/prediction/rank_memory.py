@@ -3,7 +3,8 @@
     parameters, gradients, optimizer    ZeRO's table, for every parameter that a rank holds, over N ranks:
                                             stage 0   p + g + o              stage 2   p + (g + o) / N
                                             stage 1   p + g + o / N          stage 3   (p + g + o) / N
-    activations                         layer by layer; f micro-batches in flight, one of them in its backward
+    activations                         layer by layer; f micro-batches in flight, one of them in its backward. Of a
+                                        backward in halves, some wait for the weight half, which keeps other bytes
     buffers                             temporary ones: two gathered layers, two buckets, messages
 
 where (p, g, o) is (4, 4, 8) bytes in float32 and (2, 2, 12) in bf16 with float32 master copies, both with Adam. The
@@ -20,11 +21,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from operator import attrgetter
+from operator import attrgetter, mul
 from typing import Any, NamedTuple
 
 from minipar.costs import analytic
 from minipar.costs.analytic import Division
+from minipar.costs.recomputation import Chain as LayersInOrder
 from minipar.costs.recomputation import LayerCosts, Move, in_segments, keep_everything, memory
 from minipar.errors import PlanError
 from minipar.models.sizes import Chain, Sizes, Transformer
@@ -123,8 +125,9 @@ class ActivationSources(NamedTuple):
     more       what a backward needs in addition
     messages   buffers for messages
     layer      the largest layer
-    each       for each kind of chunk, what one micro-batch keeps between forward and backward
-    flying     for each kind of chunk, how many micro-batches are kept when most is held
+    each       for each kind of chunk, what one micro-batch keeps between forward and backward; then, for each, what it
+               keeps between the halves of a backward
+    flying     of each of these, how many micro-batches there are when most is held
     """
 
     held: int
@@ -291,7 +294,7 @@ def _buckets(
 def _own(numbers: PlanNumbers, model: Sizes, facts: Facts) -> Own:
     """Model states of a rank, and the buffers that are needed to shard or offload them."""
     n, each, here = numbers, numbers.bytes, facts.holding
-    among = 1, n.dp * n.cp * n.ep, n.dp  # (a group is shared out among so many ranks)
+    among = 1, n.dp * n.cp * n.ep, n.dp * n.cp  # (a group is shared out among so many ranks)
     parameters = gradients = optimizer = total = 0
     shared: dict[int, int] = {}
     for size, count, shares in here.groups:
@@ -344,6 +347,7 @@ class Part(NamedTuple):
     """Bytes of one chunk for one micro-batch.
 
     held, more           kept between forward and backward; what the backward needs in addition
+    later, halved        kept between the halves of a backward; what the input half needs in addition to `held`
     received, returned   of messages of another rank: its input, and the gradient of its output
     largest              of its largest layer
     again                the layers that run forward again
@@ -351,6 +355,8 @@ class Part(NamedTuple):
 
     held: int
     more: int
+    later: int
+    halved: int
     received: int
     returned: int
     largest: int
@@ -388,6 +394,13 @@ def _costs(model: Sizes, rows: float, element: int, division: Division, selectiv
     return analytic.layer_costs(model, rows, element, selective=selective, division=division)
 
 
+@lru_cache(256)
+def _weight_costs(
+    model: Sizes, rows: float, element: int, division: Division
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    return analytic.weight_costs(model, rows, element, division)
+
+
 @lru_cache(8192)
 def _part(
     model: Sizes, rows: float, element: int, division: Division, checkpoint: Any, ends: bool, chunk: Chunk, flight: int,
@@ -413,7 +426,32 @@ def _part(
         core = max(everything[l] - costs.saved[l] for l in layers)
     largest = max(costs.saved[l] + costs.output[l] for l in layers)
     again = tuple(layers.start + move.layer for move in moves if move.op is Op.RECOMPUTE)
-    return Part(held + received, peak - held + core, received, returned, largest, again)
+    more = peak - held + core
+    made, kept = (sizes[layers.start : layers.stop] for sizes in _weight_costs(model, rows, element, division))
+    halved = _input_halves(moves or keep_everything(len(layers)), chain, made, kept) + core + received
+    return Part(held + received, more, sum(kept), halved, received, returned, largest, again)
+
+
+def _input_halves(moves: Sequence[Move], chain: LayersInOrder, made: Sequence[int], kept: Sequence[int]) -> int:
+    """The most that the input halves of a chunk need in addition to what it keeps between forward and backward.
+
+    An instruction frees nothing before its end. When it is done, what the weight half needs takes the place of what was
+    kept. A segment that runs again has an instruction of its own.
+    """
+    parts: list[tuple[list[int], list[int]]] = [([], [])]  # layers that run again, and layers that go backward
+    for move in moves:
+        if move.op is Op.RECOMPUTE and parts[-1][1]:
+            parts.append(([], []))
+        if move.op is not Op.FORWARD:
+            parts[-1][move.op is Op.BACKWARD].append(move.layer)
+    most = done = 0
+    for again, layers in parts:
+        fresh = sum(chain.saved[l] for l in again) + sum(chain.output[l] for l in again[:-1])
+        most = max(most, done + fresh + sum(made[l] for l in layers))
+        first = [l for l in layers if l not in again] + again[:1]
+        gone = sum(chain.output[l - 1] for l in first if l) + sum(chain.saved[l] for l in layers if l not in again)
+        done += sum(kept[l] for l in layers) - gone
+    return most
 
 
 def _segments(costs: LayerCosts, layers: range, checkpoint: Any, ends: bool, flight: int) -> tuple[Move, ...]:
@@ -446,14 +484,16 @@ def _within(numbers: PlanNumbers, model: Sizes) -> tuple[tuple[Move, ...], ...]:
 def _activations(numbers: PlanNumbers, model: Sizes, parts: Sequence[Part], rank: int) -> ActivationSources:
     """Where the activations of a rank come from."""
     n = numbers
-    sizes = list(dict.fromkeys((part.held, part.more) for part in parts))
-    moments = moments_of(n, rank, tuple(sizes.index((part.held, part.more)) for part in parts))
-    most, top, then = 0, 0, (0,) * len(sizes)
+    kinds = list(dict.fromkeys((part.held, part.more, part.later, part.halved) for part in parts))
+    moments = moments_of(n, rank, tuple(kinds.index(part[:4]) for part in parts))
+    each = tuple(kind[0] for kind in kinds) + tuple(kind[2] for kind in kinds)
+    needs = tuple(kind[1] for kind in kinds) + tuple(kind[3] for kind in kinds)
+    most, top, then = 0, 0, (0,) * len(each)
     for counts, backward in moments:
-        now = sum(count * size[0] for count, size in zip(counts, sizes, strict=True))
+        now = sum(map(mul, counts, each))
         if now > most:
             most, then = now, counts
-        top = max(top, now + (sizes[backward][1] if backward >= 0 else 0))
+        top = max(top, now + (needs[backward] if backward >= 0 else 0))
     ahead = AHEAD // copies_of(n)
     messages = 0
     if n.pp > 1:
@@ -463,13 +503,15 @@ def _activations(numbers: PlanNumbers, model: Sizes, parts: Sequence[Part], rank
     if n.ep > 1 and isinstance(model, Transformer):  # rows that go to experts of other ranks, and come back
         messages += 2 * model.top * _costs(model, n.rows / n.ep, n.bytes.activation, n.division, False).output[0]
     largest = max(part.largest for part in parts)
-    return ActivationSources(most, top - most, messages, largest, tuple(size[0] for size in sizes), then)
+    return ActivationSources(most, top - most, messages, largest, each, then)
 
 
 # micro-batches in flight ---------------------------------------------------------------------------------------------
 
 
-Moment = tuple[tuple[int, ...], int]  # micro-batches of each kind of chunk that are kept; the kind that goes backward
+# Of k kinds of chunks: micro-batches of each that wait for their backward, and then those that wait for its weight
+# half; the kind of chunk that goes backward, and k more than that if this is an input half; -1: none.
+Moment = tuple[tuple[int, ...], int]
 
 
 def in_flight(actions: Iterable[Action], sizes: Sequence[float], more: Sequence[float] = ()) -> float:
@@ -478,16 +520,17 @@ def in_flight(actions: Iterable[Action], sizes: Sequence[float], more: Sequence[
     With a split backward it is kept until the weight half is done. A backward takes `more[c]` in addition while it
     runs.
     """
-    found = 0.0
+    found, both = 0.0, (*sizes, *sizes)
     for counts, chunk in _walk(actions, range(len(sizes))):
-        now = sum(count * size for count, size in zip(counts, sizes, strict=True))
-        found = max(found, now + (more[chunk] if more and chunk >= 0 else 0))
+        now = sum(map(mul, counts, both))
+        found = max(found, now + (more[chunk % len(sizes)] if more and chunk >= 0 else 0))
     return found
 
 
 def _walk(actions: Iterable[Action], kinds: Sequence[int]) -> Iterable[Moment]:
     """The moments before each backward, in which most is kept."""
-    counts = [0] * (1 + max(kinds, default=0))
+    k = 1 + max(kinds, default=0)
+    counts = [0] * (2 * k)
     grown = False
     for action in actions:
         kind = kinds[action.chunk]
@@ -497,12 +540,16 @@ def _walk(actions: Iterable[Action], kinds: Sequence[int]) -> Iterable[Moment]:
         elif isinstance(action, BackwardWeight):
             if grown:
                 yield tuple(counts), -1
-            counts[kind] -= 1
+            counts[k + kind] -= 1
             grown = False
+        elif isinstance(action, BackwardInput):
+            yield tuple(counts), k + kind
+            counts[kind] -= 1
+            counts[k + kind] += 1
+            grown = True
         else:
             yield tuple(counts), kind
-            if not isinstance(action, BackwardInput):
-                counts[kind] -= 1
+            counts[kind] -= 1
             grown = False
     if grown:
         yield tuple(counts), -1
@@ -540,7 +587,7 @@ def moments_of(numbers: PlanNumbers, rank: int, kinds: tuple[int, ...]) -> tuple
     kinds   for each chunk the number of its kind: chunks of a kind keep as much
     """
     if (count := _by_formula(numbers, rank)) is not None:
-        return (((count,), 0),)
+        return (((count, 0), 0),)
     return _counted(pipeline(numbers), rank, kinds)
 
 

@@ -29,8 +29,8 @@ def fastest_split(numbers: PlanNumbers, model: Sizes, machine: Hardware | None) 
         forward = [work.matrix + work.memory + work.sent for work in works]
         whole = [sum(work.back) + work.sent_back + work.core * selective for work in works]
         first = [back - work.inner for back, work in zip(whole, works, strict=True)]
-        latency, rate = line(n, machine)
-        per_byte = 1 / rate / n.tp
+        link = line(n, machine)
+        latency, per_byte = link.latency, link.occupied(1) / n.tp
     if n.checkpoint and not selective:  # (a budget may run fewer layers again)
         blocks = range(own_layers(model)) if n.ends or isinstance(model, Chain) else range(1, own_layers(model) - 1)
         for layer in blocks:

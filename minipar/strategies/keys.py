@@ -5,6 +5,7 @@ dp: int = key(1, whole(1), "replicas of the pipeline, ...")      a line of the t
 
 from __future__ import annotations
 
+import math
 import operator
 import os
 import re
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from minipar.program.shape import Shape
     from minipar.strategies.plan import Plan
 
+MOST_NUMBER = 10**18  # of a key without a limit of its own: such numbers, and products of a few of them, stay cheap
 OFFLOADS = ("activations", "optimizer", "parameters")
 ALGORITHM = "default"
 
@@ -86,17 +88,34 @@ def check_keys(keys: Iterable[object], known: list[str]) -> None:
 
 
 def whole_number(key: str, value: object, least: int = 1, most: int | None = None) -> int:
-    """A whole number of at least `least`, and at most `most` if that is given. Errors: PlanError."""
+    """A whole number from `least` to `most`, or to MOST_NUMBER. Errors: PlanError."""
     try:
         if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
             raise ValueError
         number = int(value)  # type: ignore[call-overload]
     except (TypeError, ValueError, OverflowError):
         number = least - 1
-    if number < least or (most is not None and number > most):
-        possible = f"of at least {least}" if most is None else f"from {least} to {most}"
-        raise PlanError(f"{key}={value}: must be a whole number {possible}")
-    return number
+    if least <= number <= (MOST_NUMBER if most is None else most):
+        return number
+    if most is None and number > MOST_NUMBER:
+        most = MOST_NUMBER
+    possible = f"of at least {least}" if most is None else f"from {least} to {most}"
+    raise PlanError(f"{key}={_short(value)}: must be a whole number {possible}")
+
+
+def check_size(key: str, value: object) -> None:
+    """Refuse whole numbers above MOST_NUMBER, alone or in a list, whatever the key reads. Errors: PlanError."""
+    for one in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(one, int) and abs(one) > MOST_NUMBER:
+            raise PlanError(f"{key}={_short(one)}: too large; possible are whole numbers up to {MOST_NUMBER}")
+
+
+def _short(value: object) -> str:
+    """A value in an error. Python refuses to write integers of thousands of digits."""
+    if isinstance(value, int) and abs(value) >= 10**30:
+        return f"about {'-' * (value < 0)}10^{round(math.log10(2) * abs(value).bit_length())}"
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:40]}... ({len(text)} characters)"
 
 
 def truth(key: str, value: object) -> bool:

@@ -202,6 +202,7 @@ class Plan:
     def __post_init__(self) -> None:
         table = {field.name: (field.default, field.metadata["key"]) for field in fields(self)}
         for name, (_, row) in table.items():
+            keys.check_size(name, getattr(self, name))
             object.__setattr__(self, name, row.domain.read(name, getattr(self, name)))
         schedule = strategies.find(self.schedule)
         for name in OPTIONS:
@@ -320,7 +321,9 @@ class Plan:
 
     @property
     def splits(self) -> bool:
-        """Whether the schedule splits backwards into an input half and a weight half."""
+        """Whether the schedule splits backwards into an input half and a weight half. Errors: PlanError for more
+        actions than MOST."""
+        self._check_actions(self.pp, self.microbatches * self.slice_count)
         return any(isinstance(a, BackwardWeight) for rank in range(self.pp) for a in self.actions(rank))
 
     @property
@@ -556,6 +559,13 @@ class Plan:
                 told = f"about {size} instructions {whose}".rstrip()
                 raise PlanError(f"plan {self}: {told} in {steps} steps; possible are up to {most}")
 
+    def _check_actions(self, ranks: int, pieces: int) -> None:
+        """Refuse to list the actions of so many ranks, if there would be too many: forwards and backwards."""
+        size = 2 * ranks * pieces * (self.chunks or strategies.find(self.schedule).chunks)
+        if size > MOST:
+            whose = "a rank" if ranks == 1 else several(ranks, "rank")
+            raise PlanError(f"plan {self}: about {size} actions of {whose} in a step; possible are up to {MOST}")
+
     def _uniform(self, layers: int) -> Shape:
         """Equal layers; those that ranks share are divided as a transformer's blocks are."""
         shape = uniform(layers)
@@ -596,10 +606,12 @@ class Plan:
 
         steps   how many steps an asynchronous schedule goes through
         held    how many stages the rank has, with `place`; all ranks then follow the order for a pipeline of one rank
-        Errors: PlanError for what is no action, or an action on a micro-batch or chunk that does not exist.
+        Errors: PlanError for what is no action, for an action on a micro-batch or chunk that does not exist, and for
+        more actions than MOST.
         """
         schedule = strategies.find(self.schedule)
         chunks, pieces = self.chunks or schedule.chunks, self.microbatches * self.slice_count * steps
+        self._check_actions(1, pieces * self.accumulate)
         ranks = self.pp
         if self.place is not None:
             rank, ranks, chunks = 0, 1, held if "chunks" in schedule.options else 1

@@ -18,7 +18,7 @@ from minipar.costs.hardware import PERFECT, PRESETS, Hardware
 from minipar.errors import PlanError
 from minipar.models.sizes import MODELS, Chain, ChainLayer, Transformer, llama
 from minipar.prediction import memory_formula
-from minipar.prediction.closed_form import closed_form
+from minipar.prediction.closed_form import StageTimes, closed_form, replicas_of
 from minipar.prediction.estimating import estimate, way_out
 from minipar.prediction.fitting import smallest, ways_of_numbers
 from minipar.prediction.plan_numbers import PlanNumbers
@@ -139,10 +139,63 @@ def test_one_replica_is_simulated_where_there_is_no_formula() -> None:
     plain = estimate("pp=4 microbatches=16 schedule=chimera", "gpt2-xl", "a100-80gb")
     assert doubled.time < plain.time
     assert doubled.memory > plain.memory
-    numbers = PlanNumbers(pp=4, schedule="zb-h2", microbatches=40)
-    form, times = find("zb-h2").form, Times(1.0, 1.5, 0.7)
-    assert form is not None
-    assert by_simulation(numbers).time(times, 4, 40, 1) == pytest.approx(form.time(times, 4, 40, 1))
+    for schedule, count in (("zb-h2", 40), ("1f1b", 40), ("gpipe", 13), ("interleaved", 24)):
+        chunks = find(schedule).chunks
+        numbers = PlanNumbers(pp=4, schedule=schedule, microbatches=count, chunks=chunks)
+        form, times = find(schedule).form, Times(1.0, 1.5, 0.7)
+        assert form is not None
+        each = [StageTimes(Times(*(x / chunks for x in times)))] * (4 * chunks)
+        assert max(by_simulation(numbers)(each)) == pytest.approx(form.time(times, 4, count, chunks))
+
+
+@pytest.mark.parametrize("model", ["gpt2-small", "resnet-50", "llama3-8b"])
+@pytest.mark.parametrize(
+    ("schedule", "p", "m"),
+    [("1f1b", 4, 8), ("eager-1f1b", 2, 4), ("eager-1f1b", 4, 8), ("gpipe", 4, 8), ("zb-h1", 2, 4), ("zb-h2", 4, 8),
+     ("interleaved", 2, 4), ("looped-bfs", 4, 8), ("zb-v", 4, 8), ("chimera", 2, 4), ("dualpipe", 4, 8),
+     ("dualpipe-v", 4, 32), ("1f1b", 4, 32)],
+)  # fmt: skip
+def test_stages_that_differ_are_simulated(model: str, schedule: str, p: int, m: int) -> None:
+    """The head takes as long as some blocks, and blocks of ResNet-50 differ: the schedule's formula alone is up to 44 %
+    away from the whole program's time."""
+    plan = f"pp={p} microbatches={m} schedule={schedule}"
+    found = estimate(plan, model, "a100-80gb")
+    assert found.by == "replica" or model == "llama3-8b"
+    assert found.time == pytest.approx(estimate(plan, model, "a100-80gb", program=True).time, rel=0.035)
+    assert sum(found.breakdown.values()) == pytest.approx(found.time)
+    assert min(found.breakdown.values()) > 0
+
+
+def test_experts_are_replicated_over_context_parallel_ranks() -> None:
+    """Ranks of cp have the same experts, whose gradients are summed over dp x cp ranks, and shared out among them."""
+    where = PRESETS["h200"]
+    for plan, ranks in (("dp=2", 2), ("dp=2 context_parallel=2", 4), ("dp=2 ep=2 context_parallel=2", 4)):
+        found = estimate(f"{plan} zero=1 overlap=none", "mixtral-8x7b", where)
+        assert replicas_of(found.numbers, where).experts.ranks == ranks
+        model = found.model
+        assert isinstance(model, Transformer)
+        experts = model.layers * model.expert_parameters // found.numbers.ep
+        others = model.parameters - model.layers * model.expert_parameters
+        shared = others / (ranks * found.numbers.ep) + experts / ranks
+        assert found.memory_breakdown["optimizer"] == pytest.approx(12 * shared, rel=1e-6)
+        alone, whole = (estimate(f"{plan} overlap=none", "mixtral-8x7b", where, program=flag) for flag in (False, True))
+        assert alone.time == pytest.approx(whole.time, rel=0.03)
+    near = replicas_of(PlanNumbers(dp=4, cp=2, ep=2, tp=2), where).experts  # 2 of dp and 2 of cp are in a node
+    assert near == (8, 2)
+    alone = estimate("dp=2 ep=2 overlap=none", "mixtral-8x7b", where).breakdown["gradient sums"]
+    both = estimate("dp=1 ep=2 context_parallel=2 overlap=none", "mixtral-8x7b", where).breakdown["gradient sums"]
+    assert both == pytest.approx(alone, rel=0.01)
+
+
+def test_rounds_of_accumulation_come_one_after_the_other() -> None:
+    for plan in ("pp=4 microbatches=4 accumulate=4", "pp=4 microbatches=8 accumulate=2 schedule=gpipe"):
+        one, whole, alone = (
+            estimate(plan, "gpt2-xl", "a100-80gb"),
+            estimate(plan, "gpt2-xl", "a100-80gb", program=True),
+            estimate(plan, "gpt2-xl", "a100-80gb", simulate=True),
+        )
+        assert one.time == pytest.approx(whole.time, rel=0.03)
+        assert alone.time == pytest.approx(whole.time, rel=0.03)
 
 
 def test_a_schedule_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +230,7 @@ def test_own_models_and_machines(tmp_path: Path) -> None:
     if sys.version_info >= (3, 11):
         two = estimate("dp=8 zero=1", str(tmp_path / "model.toml"), str(tmp_path / "machine.toml"))
         assert two.time == one.time
+        assert estimate("dp=8 zero=1", tmp_path / "model.toml", tmp_path / "machine.toml").time == one.time
         assert two.machine.efficiency.far == 0.5
     chain = Chain((ChainLayer(1e9, 10**6, 1e3, 1e4, 1e5),) * 4, "chain")
     assert estimate("pp=2 microbatches=4", chain, "h100").numbers.pp == 2
@@ -252,6 +306,13 @@ def test_more_rows_than_there_are_are_refused() -> None:
     ("plan", "model", "devices", "told"),
     [
         ("pp=2", object(), "h100", r"model object: a torch module needs example="),
+        (
+            "pp=2",
+            Path("somewhere/model"),
+            "h100",
+            "model 'somewhere/model': a file with a model's numbers ends in .toml",
+        ),
+        ("pp=2", Path("none.toml"), "h100", "none.toml: No such file or directory; possible are"),
         ("pp=2", "gpt2-xl", None, "hardware None: must be a name .* there are laptop"),
         (None, "gpt2-xl", "h100", "plan None: must be a Plan, words such as"),
         ("pp=2 schedule=terapipe slices=99999", "gpt2-xl", "h100", "slices=99999: more than the 1024 tokens"),
@@ -260,6 +321,11 @@ def test_more_rows_than_there_are_are_refused() -> None:
 def test_other_types_are_refused_in_words(plan: Any, model: Any, devices: Any, told: str) -> None:
     with pytest.raises(PlanError, match=told):
         estimate(plan, model, devices)
+
+
+def test_an_example_is_of_a_torch_module() -> None:
+    with pytest.raises(PlanError, match="model 'gpt2-xl': is no torch module, and needs no example="):
+        estimate("", "gpt2-xl", "h100", example=object())
 
 
 def test_the_command_prints_keys_and_a_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,30 +370,30 @@ print("torch" in sys.modules)"""
 
 
 @pytest.mark.parametrize(
-    ("plan", "model", "batch", "away"),
+    ("plan", "model", "batch", "by", "away"),
     [
-        ("pp=2 microbatches=4", "gpt2-small", 8, 0.01),
-        ("dp=2 pp=4 microbatches=16 zero=1", "llama3-8b", 32, 0.01),
-        ("pp=4 microbatches=16 schedule=interleaved chunks=2", "gpt2-medium", 16, 0.02),
-        ("tp=2 pp=2 microbatches=8 sequence_parallel=true", "llama3-8b", 8, 0.01),
-        ("pp=4 microbatches=8 schedule=zb-h1 checkpoint=selective", "gpt2-xl", 8, 0.03),
-        ("pp=3 microbatches=6", "resnet-50", 96, 0.16),  # (its stages differ most)
-        ("dp=8 zero=3 microbatches=2", "llama3-8b", 16, 0.05),
-        ("dp=16 overlap=none", "gpt2-xl", 16, 0.05),
-        ("pp=4 microbatches=8 split=auto", "gpt2-small", 32, 0.03),
+        ("pp=2 microbatches=4", "gpt2-small", 8, "replica", 0.01),
+        ("dp=2 pp=4 microbatches=16 zero=1", "llama3-8b", 32, "replica", 0.01),
+        ("pp=4 microbatches=16 schedule=interleaved chunks=2", "gpt2-medium", 16, "replica", 0.02),
+        ("tp=2 pp=2 microbatches=8 sequence_parallel=true", "llama3-8b", 8, "formula", 0.01),
+        ("pp=4 microbatches=8 schedule=zb-h1 checkpoint=selective", "gpt2-xl", 8, "replica", 0.03),
+        ("pp=3 microbatches=6", "resnet-50", 96, "replica", 0.02),  # (its stages differ most)
+        ("dp=8 zero=3 microbatches=2", "llama3-8b", 16, "formula", 0.05),
+        ("dp=16 overlap=none", "gpt2-xl", 16, "formula", 0.05),
+        ("pp=4 microbatches=8 split=auto", "gpt2-small", 32, "formula", 0.03),
     ],
 )
-def test_the_simulated_program_is_near_the_formula_and_says_who_it_is(
-    plan: str, model: str, batch: int, away: float
+def test_the_simulated_program_is_near_the_estimate_and_each_says_who_it_is(
+    plan: str, model: str, batch: int, by: str, away: float
 ) -> None:
-    formula = estimate(plan, model, "a100-80gb", batch)
+    found = estimate(plan, model, "a100-80gb", batch)
     program = estimate(plan, model, "a100-80gb", batch, program=True)
-    assert (formula.by, program.by) == ("formula", "program")
-    assert formula.trace is None
+    assert (found.by, program.by) == (by, "program")
+    assert found.trace is None
     assert program.trace is not None
     assert program.time == program.trace.time == pytest.approx(sum(program.breakdown.values()))
-    assert formula.time == pytest.approx(program.time, rel=away)
-    assert (program.memory, program.ranks) == (formula.memory, formula.ranks)
+    assert found.time == pytest.approx(program.time, rel=away)
+    assert (program.memory, program.ranks) == (found.memory, found.ranks)
     assert estimate(plan, model, "a100-80gb", batch, simulate=True).by == "replica"
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from minipar.costs import analytic
 from minipar.costs.device import DeviceSpec
+from minipar.costs.hardware import PERFECT, Hardware
 from minipar.errors import PlanError
 from minipar.models import table
 from minipar.prediction import memory_formula, on_paper
@@ -79,6 +80,26 @@ def test_memory_is_the_formula() -> None:
 def test_what_should_be_faster_is(plan: str, faster: str) -> None:
     slow, fast = (on_paper.predict(one, "gpt-demo", DEVICE, 16).trace.time for one in (plan, faster))
     assert fast < slow
+
+
+@pytest.mark.parametrize(
+    "plan",
+    ["dp=4 overlap=none", "dp=2 pp=2 microbatches=4", "pp=4 microbatches=8 schedule=zb-h1", "dp=4 zero=3 overlap=none",
+     "pp=2 microbatches=4 schedule=interleaved", "pp=2 dp=2 microbatches=4 zero=1 checkpoint=1"],
+)  # fmt: skip
+def test_an_emulated_device_and_a_machine_with_the_same_numbers_take_the_same_time(plan: str) -> None:
+    """A machine whose kernels reach the peak, and whose memory is infinitely fast, is an emulated device."""
+    machine = Hardware("emulated", 8e9, 8e9, 10**12, 1e30, 1e8, 1e-3, 1e8, 1e-3, per_node=64, efficiency=PERFECT)
+    for model in (
+        "megatron-1.7b",
+        "mlp-wide",
+    ):  # (their attention is no kernel of its own, whose backward takes longer)
+        emulated = on_paper.predict(plan, model, DEVICE, 16)
+        numbers = memory_formula.own_numbers(Plan.parse(plan), memory_formula.model_of(model))
+        numbers = numbers._replace(rows=16 / numbers.dp / numbers.microbatches)
+        trace = on_paper.simulated(numbers, memory_formula.model_of(model), machine)
+        assert trace.time == pytest.approx(emulated.time, rel=1e-6)
+        assert trace.memory(0).peak == pytest.approx(emulated.trace.memory(0).peak, rel=1e-6)
 
 
 def test_published_models_in_bf16() -> None:

@@ -363,3 +363,28 @@ def test_absurd_numbers_are_refused_before_anything_is_built(words, layers):
 def test_a_folder_is_a_path(value):
     with pytest.raises(PlanError, match="offload_folder=.*: must be the path of a folder"):
         Plan(offload="optimizer", offload_to="disk", offload_folder=value)
+
+
+@pytest.mark.parametrize(
+    "key", ["pp", "dp", "microbatches", "accumulate", "slices", "bucket", "clip", "split", "place"]
+)
+def test_numbers_of_thousands_of_digits_are_refused_in_one_line(key):
+    for value in (10**5000, (10**5000, 1)):
+        with pytest.raises(
+            PlanError, match=f"{key}=about 10.5000: too large; possible are .* up to 10{{18}}"
+        ) as caught:
+            Plan(**{key: value})
+        assert len(str(caught.value)) < 120
+    with pytest.raises(PlanError, match=r"pp=1000.* \(5001 characters\): must be a whole number") as caught:
+        Plan.parse(f"pp=1{'0' * 5000}")
+    assert len(str(caught.value)) < 120
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_actions_are_not_listed_if_there_are_too_many(schedule):
+    plan = Plan(pp=2, microbatches=10**9, schedule=schedule)
+    with pytest.raises(PlanError, match="about 4000000000 actions of 2 ranks in a step; possible are up to 10000000"):
+        _ = plan.splits
+    with pytest.raises(PlanError, match="about 2000000000 actions of a rank in a step; possible are up to 10000000"):
+        plan.actions(0)
+    assert Plan(pp=2, microbatches=100, schedule=schedule).splits == (schedule == "zb-h1")

@@ -54,6 +54,23 @@ def test_figure_is_plain_and_small() -> None:
     assert output["data"]["text/plain"] == explorer.summary()
 
 
+def test_all_models_of_estimates_are_offered() -> None:
+    explorer = MemoryExplorer("dp=2 pp=2 microbatches=4 precision=bf16", "llama3-8b")
+    options = explorer.controls["model"].options
+    assert [name for name in options if name in PRESETS] == list(options[: len(PRESETS)])
+    assert {"llama2-70b", "mixtral-8x7b", "resnet-50", "gpt3-175b", "own numbers"} <= set(options)
+    assert explorer.view.memory is not None
+    assert explorer.view.memory.details[0].memory == per_rank(explorer.choice.plan, "llama3-8b")[0]
+    explorer.controls["model"].value = "mixtral-8x7b"
+    shown = {name for name in ("tp", "experts", "top", "ep") if not explorer.controls[name].layout.display}
+    assert shown == {"tp", "ep"}
+    before = explorer.view.memory.details[0].memory.parameters
+    explorer.controls["ep"].value = 2
+    assert explorer.view.memory.details[0].memory.parameters < before
+    explorer.controls["model"].value = "resnet-50"
+    assert not explorer.problem
+
+
 def test_labels_of_ranks() -> None:
     assert [label(x) for x in ([3], [0, 1, 2], [0, 4, 8, 12], list(range(0, 40, 4)))] == [
         "rank 3", "ranks 0 to 2", "ranks 0, 4, 8, 12", "ranks 0, 4, ... 36",

@@ -4,6 +4,7 @@ and with the measured memory of a run."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from typing import Any
 
@@ -14,8 +15,8 @@ from minipar import strategies
 from minipar.costs.analytic import Division
 from minipar.costs.device import HARDWARE, hardware
 from minipar.errors import MiniparError
-from minipar.models import table as models_by_name
-from minipar.models.table import GPT
+from minipar.models.sizes import Transformer, names, sizes
+from minipar.models.table import PRESETS
 from minipar.prediction.memory_formula import KINDS, size
 from minipar.strategies.plan import Plan
 from minipar.wording import several
@@ -177,7 +178,7 @@ class MemoryExplorer(Explorer):
             return ipywidgets.BoundedIntText(value, min=least, max=most, description=name, **lazy)
 
         self.controls: dict[str, Any] = {
-            "model": pick("model", [*models_by_name.names(), _OWN], model),
+            "model": pick("model", [*sorted(names(), key=lambda name: name not in PRESETS), _OWN], model),
             "layers": number("layers", 48, 1000),
             "width": number("width", 1600, 100_000),
             "heads": number("heads", 25, 1000),
@@ -230,7 +231,9 @@ class MemoryExplorer(Explorer):
         capacity = hardware(now["device"]).memory if now["device"] != "own" else now["capacity"] * 1e9
         tp = now["tp"] if self._transformer else 1
         division = Division(tp, now["sequence"] and tp > 1)
-        if now["experts"] and self._transformer:
+        if self._experts:  # (a mixture has its own)
+            division = replace(division, ep=now["ep"])
+        elif now["experts"] and self._transformer:
             division = Division(tp, division.sequence, now["experts"], now["top"], now["ep"])
         numbers = {key: now[key] for key in keys} if own else {}
         device = "" if now["device"] == "own" else now["device"]
@@ -240,18 +243,25 @@ class MemoryExplorer(Explorer):
     def _transformer(self) -> bool:
         """Whether tp and ep can divide the model."""
         name = self.controls["model"].value
-        return name == _OWN or isinstance(models_by_name.numbers(name), GPT)
+        return name == _OWN or isinstance(sizes(name), Transformer)
+
+    @property
+    def _experts(self) -> int:
+        """How many experts the model has of its own."""
+        name = self.controls["model"].value
+        chosen = None if name == _OWN else sizes(name)
+        return chosen.experts if isinstance(chosen, Transformer) else 0
 
     def _changed(self, change: Any = None) -> None:
         now = {name: control.value for name, control in self.controls.items()}
         for name in ("layers", "width", "heads", "context", "vocab"):
             self.controls[name].layout.display = "" if now["model"] == _OWN else "none"
         self.controls["capacity"].layout.display = "" if now["device"] == "own" else "none"
-        for name in ("tp", "experts"):
-            self.controls[name].layout.display = "" if self._transformer else "none"
-        self.controls["sequence"].layout.display = "" if now["tp"] > 1 else "none"
-        for name in ("top", "ep"):
-            self.controls[name].layout.display = "" if now["experts"] and self._transformer else "none"
+        added = self._transformer and not self._experts
+        shown = {"tp": self._transformer, "sequence": now["tp"] > 1, "experts": added}
+        shown |= {"top": added and now["experts"], "ep": self._experts or (added and now["experts"])}
+        for name, there in shown.items():
+            self.controls[name].layout.display = "" if there else "none"
         try:
             choice = self.choice
         except MiniparError as error:

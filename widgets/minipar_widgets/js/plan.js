@@ -80,6 +80,12 @@ export function fromTable(grid, asked) {
   };
 }
 
+/** A page's title and its first lines say which question is shown: those that said the one before are changed. */
+export function entitle(page, before, now) {
+  if (page.title === before) page.title = now;
+  for (const line of page.querySelectorAll("body > p")) if (line.textContent === before) line.textContent = now;
+}
+
 /** Round values of a logarithmic axis. */
 export function logTicks(low, high) {
   for (const steps of [[1, 2, 5], [1, 1.5, 2, 3, 4, 5, 6, 7, 8, 9]]) {
@@ -329,7 +335,9 @@ function render({ model, el }) {
     clearTimeout(timer);
     if (remember && JSON.stringify(asked.pins) !== JSON.stringify(now().pins)) past.push(now().pins);
     if (!alive()) {
+      const before = model.get("label");
       for (const [trait, value] of Object.entries(fromTable(model.get("grid"), asked))) model.set(trait, value);
+      entitle(document, before, model.get("label"));
       return;
     }
     clearTimeout(asking);

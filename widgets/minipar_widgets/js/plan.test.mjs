@@ -1,6 +1,6 @@
 import assert from "node:assert/strict";
 import { test } from "node:test";
-import { axes, bytesWords, clicked, clock, fromTable, logTicks, place, places, planWords, question, valueWords } from "./plan.js";
+import { axes, bytesWords, clicked, clock, entitle, fromTable, logTicks, place, places, planWords, question, valueWords } from "./plan.js";
 
 const plan = (tp, seconds, over = "+1 %", more = {}) => ({
   time: `${seconds} s`, seconds, over, memory: "40 GB", total: 4e10, bytes: [1e10, 2e10, 1e10, 0, 0], host: "", tflops: "300",
@@ -14,6 +14,16 @@ const data = (more = {}) => ({
 const extra = { tp: [{ value: "1", plan: plan(1, 3, "best"), reason: "", price: "costs nothing" }, { value: "8", plan: plan(8, 3.4, "+13 %"), reason: "messages", price: "costs +13 %" }, { value: "16", plan: null, reason: "does not fit: at least 90 GB" }], front: [plan(4, 9, "", { total: 1e10 }), plan(1, 3, "best")], budgets: 6 };
 const asked = (more = {}) => ({ model: "m", machine: "a", gpus: 8, batch: 64, pins: [], ...more });
 const grid = { [place(asked())]: { data: data(), more: extra, label: "l", caption_text: "c", table: [["plan"], ["x"]] }, [place(asked({ gpus: 16 }))]: { data: data({ gpus: 16 }), more: {}, label: "l", caption_text: "c", table: [["plan"]] } };
+
+test("the page says which question is shown", () => {
+  const lines = [{ textContent: "plans for a" }, { textContent: "another line" }];
+  const page = { title: "plans for a", querySelectorAll: () => lines };
+  entitle(page, "plans for a", "plans for b");
+  assert.deepEqual([page.title, ...lines.map((line) => line.textContent)], ["plans for b", "plans for b", "another line"]);
+  const other = { title: "a gallery", querySelectorAll: () => [] };
+  entitle(other, "plans for a", "plans for b");
+  assert.equal(other.title, "a gallery");
+});
 
 test("rows lie under each other without gaps, with all cells inside, at every width", () => {
   for (const width of [240, 420, 700, 1000, 1400]) {
