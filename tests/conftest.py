@@ -57,6 +57,17 @@ def clusters() -> Iterator[Clusters]:
     made.close()
 
 
+@pytest.fixture
+def captured_for_all_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`train` and `execute` know the graphs of the models that ranks have shared in a test before."""
+    from minipar.execution import execution
+    from minipar.training import training
+    from tests.comparing import captured
+
+    for module in (execution, training):
+        monkeypatch.setattr(module, "captured_once", captured)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="all cases of tests marked many(k), not every k-th")
 

@@ -110,6 +110,12 @@ def toy(kinds: tuple[str, ...], width: int = 6, tied: bool = False, frozen: tupl
     return model
 
 
+def two_ties() -> nn.Sequential:
+    """The last two layers share the weights of the first two, in opposite order."""
+    a, b = nn.Linear(6, 6), nn.Linear(6, 6)
+    return nn.Sequential(a, b, nn.Tanh(), Tied(b), Tied(a, transpose=True))
+
+
 def rows(count: int, width: int = 6, classes: bool = False, ignored: int = 0) -> tuple[Tensor, Tensor]:
     """`count` random rows and their targets; with `classes` integers, of which the first `ignored` do not count."""
     generator = torch.Generator().manual_seed(count)

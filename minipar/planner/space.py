@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from math import isqrt
 from typing import Any
 
 from minipar.costs.hardware import Hardware
@@ -163,7 +164,7 @@ def space(model: Sizes, machine: Hardware, batch: int, pins: str | Mapping[str, 
     """
     devices = machine.nodes * machine.per_node
     transformer = isinstance(model, Transformer)
-    divisors = [n for n in range(1, devices + 1) if devices % n == 0]
+    divisors = _divisors(devices)
     heads = model.heads if isinstance(model, Transformer) else 1
     kv = model.kv_heads if isinstance(model, Transformer) else 1
     experts = model.experts if isinstance(model, Transformer) else 0
@@ -187,6 +188,12 @@ def space(model: Sizes, machine: Hardware, batch: int, pins: str | Mapping[str, 
     }
     found = Space(model, machine, batch, domains, "bf16" if machine.mixed else "float32")
     return found.pinned(pins) if pins else found
+
+
+def _divisors(number: int) -> list[int]:
+    """All divisors, the smallest first. Those above the root are quotients of those below."""
+    low = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*low, *(number // n for n in low)})
 
 
 def _schedules(layers: int) -> Iterator[tuple[str, int]]:

@@ -22,6 +22,13 @@ MOST_TRIED = 4_096  # smaller numbers of nodes, or of devices of one
 def smallest(given: Space) -> Planned:
     """A plan of a space that needs least memory, whatever its time: one row at a time, the largest stage of ZeRO, and
     all on the host that may be there. Errors: PlanError, if no plan can be at all."""
+    found = _smallest(given)
+    if found is None:
+        raise PlanError(_no_plan(given))
+    return found
+
+
+def _smallest(given: Space) -> Planned | None:
     d = given.domains
     rows = d["micro_batch_size"] if d["ep"] != (1,) else d["micro_batch_size"][:1]
     zero = tuple(sorted({min(d["zero"]), max(d["zero"])}))  # (a single replica can only have stage 0)
@@ -39,8 +46,6 @@ def smallest(given: Space) -> Planned:
                         best = Planned(chosen, cost)
                 except PlanError:
                     continue
-    if best is None:
-        raise PlanError(_no_plan(given))
     return best
 
 
@@ -60,12 +65,12 @@ def nothing_fits(given: Space) -> str:
     nodes = machine.nodes
     while nodes * machine.per_node < MOST_DEVICES:
         nodes *= 2
-        more = space(given.model, replace(machine, nodes=nodes), given.batch, dict(given.pins))
         try:
-            if smallest(more).memory <= machine.memory:
-                return f"{text}, or nodes={nodes}"
-        except PlanError:
+            more = _smallest(space(given.model, replace(machine, nodes=nodes), given.batch, dict(given.pins)))
+        except PlanError:  # a pin that so many nodes cannot have
             continue
+        if more is not None and more.memory <= machine.memory:
+            return f"{text}, or nodes={nodes}"
     return text
 
 

@@ -12,7 +12,7 @@ from minipar import Plan, PlanError, ProgramError, RankError, communicator
 from minipar.comm import operations
 from minipar.program import Op, Program, collectives
 from minipar.program.collectives.own import Copy, Reduce, Send
-from tests.execution.test_gradients import check
+from tests.comparing import trained
 from tests.toys import rows, toy
 
 pytestmark = pytest.mark.many(2)
@@ -110,7 +110,7 @@ def test_plans_sum_gradients_by_it(clusters, text):
     minipar.collective("to-and-fro")(to_and_fro)
     plan = Plan.parse(text)
     assert Plan.parse(str(plan)) == plan
-    run = check(clusters, plan, partial(toy, ("linear", "tuples", "dropout"), frozen=(1,)), rows(17), steps=4)
+    run = trained(clusters, plan, partial(toy, ("linear", "tuples", "dropout"), frozen=(1,)), rows(17), steps=4)
     assert run.program.algorithm == plan.algorithm
     assert Program.from_json(run.program.to_json()) == run.program
     row = run.program.ranks[0]

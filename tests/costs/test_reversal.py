@@ -116,7 +116,7 @@ def test_rotor_is_as_fast_as_the_best_of_all_schedules_in_every_budget(layers, i
         schedules = [s for s in schedules if persistent(s)]
     random = Random(layers)
     tight = 0
-    for _ in range(8 if layers < 4 else 2):
+    for _ in range(8 if layers < 3 else 2):
         times, sizes = [[tuple(random.randint(*r) for _ in range(layers)) for _ in range(3)] for r in ((1, 5), (0, 4))]
         chain = Chain(times[0], times[1], *sizes, random.randint(0, 3), random.random() < 0.6)
         best = best_times([(time(chain, s), *memory(chain, s)) for s in schedules], in_flight)

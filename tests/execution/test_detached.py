@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar import Plan
-from tests.execution.test_gradients import check
+from tests.comparing import check
 from tests.toys import rows
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -20,7 +20,7 @@ from minipar.models import randomness
 from minipar.models.randomness import draw_seed, split_sensitive
 from minipar.models.selective_checkpoint import Recomputed, choose
 from minipar.training.reference import Masks
-from tests.execution.test_gradients import check
+from tests.comparing import check, trained
 from tests.toys import rows
 
 pytestmark = pytest.mark.many(2)
@@ -105,7 +105,7 @@ ONE_PART = ["pp=2 checkpoint=1", "checkpoint=sqrt", "pp=4 schedule=gpipe checkpo
 def test_layers_that_draw_equal_plain_torch_where_the_batch_is_not_split(clusters, text):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        check(clusters, Plan.parse(f"{text} microbatches=1"), random_layers, rows(9), steps=3)
+        trained(clusters, Plan.parse(f"{text} microbatches=1"), random_layers, rows(9), steps=3)
 
 
 @pytest.mark.parametrize("text", ONE_PART)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minipar import Cluster, Plan
-from tests.execution.test_gradients import check
+from tests.comparing import check
 from tests.toys import rows, toy
 
 pytestmark = [

@@ -13,30 +13,11 @@ import torch
 from hypothesis import HealthCheck, given, note, settings
 from hypothesis import strategies as st
 
-from minipar import Plan, train
-from minipar.training.training import Run
-from tests.toys import KINDS, rows, toy
+from minipar import Plan
+from tests.comparing import check, trained
+from tests.toys import KINDS, rows, toy, two_ties
 
-mse, cross_entropy = torch.nn.functional.mse_loss, torch.nn.functional.cross_entropy
-
-
-def check(clusters, plan, model, data, loss=mse, steps=2, dtype=torch.float64, bound=1e-12) -> Run:
-    run = train(
-        model,
-        data,
-        plan,
-        cluster=clusters(plan.ranks),
-        steps=steps,
-        loss=loss,
-        optimizer=partial(torch.optim.SGD, lr=0.5),
-        dtype=dtype,
-        check=True,
-        progress=False,
-    )
-    assert run.max_gradient_error() <= bound
-    for mine, plain in zip(run.losses, run.reference.losses, strict=True):
-        assert abs(mine - plain) <= bound * max(1.0, abs(plain))
-    return run
+cross_entropy = torch.nn.functional.cross_entropy
 
 
 PLANS = [
@@ -103,13 +84,6 @@ def test_two_tied_sets_across_stages_in_opposite_order(clusters):
     check(clusters, Plan.parse("pp=2 dp=2 microbatches=3 bucket=0.0001"), two_ties, rows(8))
 
 
-def two_ties() -> torch.nn.Sequential:
-    from tests.toys import Tied
-
-    a, b = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
-    return torch.nn.Sequential(a, b, torch.nn.Tanh(), Tied(b), Tied(a, transpose=True))
-
-
 @st.composite
 def cases(draw):
     dp, pp = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]))
@@ -136,7 +110,7 @@ def cases(draw):
 def test_random_plans_of_random_models(clusters, case):
     plan, model, data = case
     note(f"{plan} {model} {len(data[0])} rows")
-    check(clusters, plan, model, data)
+    trained(clusters, plan, model, data)
 
 
 def reused() -> torch.nn.Sequential:

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from minipar import Plan
 from minipar.models.network import Network
-from tests.execution.test_gradients import check
+from tests.comparing import check
 from tests.toys import rows
 
 pytestmark = pytest.mark.many(2)

@@ -16,7 +16,7 @@ import minipar
 from minipar import Plan
 from minipar.errors import RankError
 from minipar.models.tensors import allocate, check_rows, map_tensors, opaque, spec, tensors
-from tests.execution.test_gradients import check
+from tests.comparing import check
 from tests.toys import rows
 
 pytestmark = pytest.mark.many(2)

@@ -13,8 +13,7 @@ from minipar import MiniparError, Plan, PlanError, train
 from minipar.execution.execution import Job, execute
 from minipar.execution.fitting import check_parameters
 from minipar.models.parameter_groups import shape_of
-from minipar.training.reference import gradient_error
-from tests.execution.test_pipelines import _job, plainly
+from tests.comparing import check
 from tests.odd_parameters import FORMS, WIDTH, Alone, model
 from tests.toys import rows
 
@@ -40,12 +39,7 @@ PLANS = (
 def test_gradients_of_odd_parameters(clusters, form, text):
     """Three steps, so that what was stored away and came back is used; one row, so that a replica may have none."""
     for count in (9, 1):
-        job = _job(partial(model, form), count)
-        program = Plan.parse(text).compile(shape_of(list(job.build())))
-        done = execute(program, job, cluster=clusters(2), passes=3, check=False)
-        plain = plainly(job.model, count, 3)
-        for mine, theirs in zip(done.gradients, plain.gradients, strict=True):
-            assert gradient_error(mine, theirs) <= 1e-12
+        check(clusters, Plan.parse(text), partial(model, form), rows(count), steps=3)
 
 
 def frozen() -> list[nn.Module]:

@@ -25,7 +25,7 @@ from minipar.errors import DeviceOutOfMemory, StoreError
 from minipar.execution.executor import Executor
 from minipar.models.parameter_groups import shape_of
 from minipar.program import Op
-from tests.execution.test_gradients import check
+from tests.comparing import check
 from tests.toys import rows, toy
 
 pytestmark = pytest.mark.many(2)

@@ -129,6 +129,7 @@ SHARED = [
 ]
 
 
+@pytest.mark.usefixtures("captured_for_all_tests")
 @pytest.mark.parametrize(("name", "text"), SHARED)
 def test_ranks_that_share_layers(ranks, name, text):
     """Sums, gathers, scatters and exchanges of activations over gloo give plain torch's gradients."""

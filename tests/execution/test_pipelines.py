@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
@@ -13,42 +13,20 @@ from minipar.models.parameter_groups import shape_of
 from minipar.program import Op, saved_weight
 from minipar.strategies import schedule, schedules
 from minipar.strategies.schedules import registry
-from minipar.training.reference import Reference, gradient_error, train_plainly
-from tests.execution.test_gradients import two_ties
+from tests import comparing
 from tests.fuzz.verify_interpreter import judge
 from tests.interpreters import shape
-from tests.toys import rows, toy
+from tests.toys import rows, toy, two_ties
 
 pytestmark = pytest.mark.many(2)
-
-mse = torch.nn.functional.mse_loss
 
 MODEL = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), tied=True, frozen=(1,))  # 9 layers
 NEW = ["interleaved", "interleaved chunks=1", "looped-bfs", "looped-bfs chunks=1", "zb-h1", "zb-h2", "zb-v"]
 NEW += ["chimera", "chimera doubling=true", "dualpipe", "dualpipe-v"]
 
 
-@cache
-def plainly(model, count: int, steps: int) -> Reference:
-    """What plain torch gives."""
-    job = _job(model, count)
-    return train_plainly(job.build(), job.batches, mse, job.optimizer, steps, job.seed)
-
-
-def _job(model, count: int, dtype: torch.dtype = torch.float64) -> Job:
-    return Job(model, rows(count), loss=mse, optimizer=partial(torch.optim.SGD, lr=0.5), dtype=dtype)
-
-
-def check(clusters, text: str, model=MODEL, count: int = 17, steps: int = 2) -> Execution:
-    """Run a plan, without profile and prediction, and hold it to plain torch."""
-    job, plan = _job(model, count), Plan.parse(text)
-    program = plan.compile(shape_of(list(job.build())))
-    done = execute(program, job, cluster=clusters(plan.ranks), passes=steps, check=False)
-    plain = plainly(model, count, steps)
-    for mine, theirs in zip(done.gradients, plain.gradients, strict=True):
-        assert gradient_error(mine, theirs) <= 1e-12
-    assert done.losses == pytest.approx(plain.losses, rel=1e-12)
-    return done
+def check(clusters, text: str, model=MODEL, count: int = 17) -> Execution:
+    return comparing.check(clusters, Plan.parse(text), model, rows(count))
 
 
 def possible(text: str, layers: int = 9) -> bool:
@@ -141,7 +119,7 @@ def test_bfloat16_is_that_of_whole_backwards(clusters):
     """The halves add the same numbers in the same order."""
     found = []
     for name in ("1f1b", "zb-h1"):
-        job = _job(partial(toy, ("linear", "tuples")), 16, torch.float32)
+        job = Job(partial(toy, ("linear", "tuples")), rows(16), loss=torch.nn.functional.mse_loss)
         program = Plan.parse(f"pp=2 schedule={name} microbatches=4 precision=bf16").compile(shape_of(list(job.build())))
         found.append(execute(program, job, cluster=clusters(2)).gradients[0])
     assert all(torch.equal(found[0][name], gradient) for name, gradient in found[1].items())

@@ -8,7 +8,7 @@ import pytest
 
 from minipar import Plan
 from minipar.program import Op
-from tests.execution.test_gradients import check
+from tests.comparing import check, trained
 from tests.toys import rows, toy
 
 CHOICES = ["1", "2", "sqrt", "1,3"]
@@ -35,4 +35,4 @@ def test_gradients_are_those_of_plain_torch(clusters, text, choice):
 @pytest.mark.parametrize("budget", ["4KiB", "6KiB", "20KiB"])
 def test_a_budget_too(clusters, budget):
     model = partial(toy, ("linear", "dropout", "linear", "dropout", "linear", "linear"))
-    check(clusters, Plan.parse(f"pp=2 microbatches=2 schedule=gpipe checkpoint={budget}"), model, rows(16))
+    trained(clusters, Plan.parse(f"pp=2 microbatches=2 schedule=gpipe checkpoint={budget}"), model, rows(16))

@@ -25,7 +25,7 @@ from minipar.errors import Deadlock
 from minipar.execution.memory.stores import PinnedStore
 from minipar.execution.streams import CudaStreams, Later
 from minipar.program import COMPUTE, Op
-from tests.execution.test_gradients import check
+from tests.comparing import check
 from tests.toys import rows, toy
 
 pytestmark = [

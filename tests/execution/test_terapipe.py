@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,13 +12,12 @@ from minipar import Plan, PlanError, ProgramError, models, simulate, train, veri
 from minipar.cluster import Cluster
 from minipar.costs.device import DeviceSpec
 from minipar.costs.slicing import SliceCosts, step_time
-from minipar.execution.execution import Execution, Job, execute
+from minipar.execution.execution import Execution
 from minipar.execution.measuring.profiler import profile
 from minipar.models.parameter_groups import shape_of
 from minipar.models.sliced import Sliced
 from minipar.program import Op, Program, carry, grad_carry
-from minipar.training.reference import gradient_error, train_plainly
-from minipar.training.training import annotations_of
+from tests import comparing
 
 GPT = partial(models.gpt, layers=4, width=16, heads=2, context=16, vocab=32)
 RICH = partial(GPT, tied=True, dropout=0.2, fused=False)
@@ -86,20 +84,8 @@ def numbers(rows: int = 4, tokens: int = 7):
 
 
 def check(clusters, words: str, model=RICH, data=None, loss=nn.functional.cross_entropy) -> Execution:
-    """Run a plan, without profile and prediction, and hold it to plain torch on whole sequences."""
-    job = Job(model, data or text(), loss=loss, optimizer=partial(torch.optim.SGD, lr=0.5), dtype=torch.float64)
-    plan = Plan.parse(words)
-    shape = shape_of(list(job.build()))
-    if plan.sharing > 1:
-        job = replace(job, annotations=annotations_of(plan))
-        shape = shape_of(job.share(job.build(), 0, plan.sharing, plan.inputs, plan.cut))
-    program = plan.compile(shape)
-    done = execute(program, job, cluster=clusters(plan.ranks), passes=2)
-    plain = train_plainly(job.build(), job.batches, job.loss, job.optimizer, 2, job.seed)
-    for mine, theirs in zip(done.gradients, plain.gradients, strict=True):
-        assert gradient_error(mine, theirs) <= 1e-12
-    assert done.losses == pytest.approx(plain.losses, rel=1e-12)
-    return done
+    """Hold a plan to plain torch on whole sequences."""
+    return comparing.check(clusters, Plan.parse(words), model, data or text(), loss=loss)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from minipar import Plan
-from tests.execution.test_gradients import check
+from tests.comparing import check
 from tests.toys import rows, toy
 
 pytestmark = pytest.mark.many(3)

@@ -21,8 +21,8 @@ from minipar.prediction.memory_formula import per_rank
 from minipar.program import Op
 from minipar.training.reference import train_plainly
 from minipar.training.training import Run
-from tests.execution.test_gradients import check, two_ties
-from tests.toys import KINDS, rows, toy
+from tests.comparing import check, trained
+from tests.toys import KINDS, rows, toy, two_ties
 
 pytestmark = pytest.mark.many(2)
 
@@ -104,7 +104,7 @@ def cases(draw):
 def test_random_plans_of_random_models(clusters, case):
     plan, model, data = case
     note(f"{plan} {model} {len(data[0])} rows")
-    check(clusters, plan, model, data)
+    trained(clusters, plan, model, data)
 
 
 # optimizers ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import tests.vision  # noqa: F401  (transformers imports torchvision)
-from minipar import Plan, PlanError, data, models
+from minipar import Plan, PlanError, data, models, train
 from minipar.execution.execution import Job
 from minipar.models.parameter_groups import shape_of
 from minipar.program.mesh import Mesh
@@ -372,6 +372,25 @@ def test_ranks_share_one_capture(monkeypatch, name):
     ]
     with pytest.raises(TypeError):  # of another number of ranks it knows nothing
         sent.share(job.build(), 0, 4)
+
+
+def may_capture(allowed: bool) -> None:
+    """In a rank: whether it may capture a model."""
+    sharded.capture_model = capture_model if allowed else None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2 schedule=terapipe slices=2"])
+def test_rank_0_captures_for_all(clusters, plan):
+    ranks = clusters(2)
+    ranks.run_on([1], may_capture, False)
+    try:
+        run = train(
+            partial(models.gpt, **NUMBERS), (TOKENS, TOKENS), plan, cluster=ranks, steps=2, dtype=torch.float64,
+            check=True, progress=False,
+        )  # fmt: skip
+        assert run.max_gradient_error() < 1e-12
+    finally:
+        ranks.run_on([1], may_capture, True)
 
 
 @pytest.mark.slow

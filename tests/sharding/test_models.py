@@ -21,9 +21,11 @@ from minipar.models.parameter_groups import shape_of
 from minipar.models.tensors import map_tensors, tensors
 from minipar.program import Program, repartitions
 from minipar.program.forms import needed
-from minipar.sharding import capture_layer, capture_model, experts, sequence_parallel, sharded
+from minipar.sharding import capture_layer, experts, sequence_parallel
 from minipar.sharding.sharded import local_model
 from tests import outside
+
+pytestmark = pytest.mark.usefixtures("captured_for_all_tests")
 
 VOCAB, TOKENS, ROWS = 32, 6, 12
 PLANS = {
@@ -151,21 +153,6 @@ def right(found, error: float = 1e-12) -> None:
 @pytest.mark.parametrize("model", OWN)
 def test_gradients_are_plain_torchs(clusters, model, plan):
     right(trained(clusters, OWN[model], PLANS[plan]))
-
-
-def captures(allowed: bool) -> None:
-    """In a rank: whether it may capture a model."""
-    sharded.capture_model = capture_model if allowed else None  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize("plan", ["tp=2", "tp=2 schedule=terapipe slices=2"])
-def test_rank_0_captures_for_all(clusters, plan):
-    ranks = clusters(2)
-    ranks.run_on([1], captures, False)
-    try:
-        right(trained(clusters, gpt, plan))
-    finally:
-        ranks.run_on([1], captures, True)
 
 
 @pytest.mark.many(5)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from minipar.models.tensors import tensors
 from minipar.sharding.capture import capture_model
 from minipar.sharding.nodes import ShardedModel, SlicedNode
 from minipar.sharding.propagation import sequence_parallel
-from minipar.sharding.sharded import local_model
+from minipar.sharding.sharded import Graphs, capture_graphs, local_model
 from tests.sharding import by_hand
 
 TOKENS = torch.zeros(3, 10, dtype=torch.long)
@@ -48,6 +48,12 @@ class Crossing(Sliced):
         return made, made[:, -1:]
 
 
+@cache
+def graphs(fused: bool) -> Graphs | None:
+    """Of a GPT with tied weights. Capturing takes seconds."""
+    return capture_graphs(GPT(fused=fused, tied=True), 2, TOKENS, SLICES)
+
+
 def shared(model: nn.Sequential, example: Tensor = TOKENS, **more: object) -> ShardedModel:
     return local_model(model, 0, 2, example, slices=SLICES, **more)  # type: ignore[arg-type]
 
@@ -68,7 +74,7 @@ def test_each_slice_is_captured_with_what_the_one_before_carries() -> None:
 
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_node_with_the_attention_carries_the_keys_and_values_of_its_heads(fused: bool) -> None:
-    found = shared(GPT(fused=fused))
+    found = shared(GPT(fused=fused, tied=True), graphs=graphs(fused))
     carrying = [node for node in found if isinstance(node, SlicedNode) and node.carries]
     assert [node.title for node in carrying] == ["1.1", "2.1"]
     assert shape_of(found).carries == tuple(k for k, node in enumerate(found) if node in carrying)
@@ -85,7 +91,7 @@ def test_the_node_with_the_attention_carries_the_keys_and_values_of_its_heads(fu
 @pytest.mark.parametrize("fused", [True, False])
 def test_slices_have_the_parameters_of_one_model(fused: bool) -> None:
     model = GPT(fused=fused, tied=True)
-    sliced, whole = shared(model), local_model(model, 0, 2, TOKENS)
+    sliced, whole = shared(model, graphs=graphs(fused)), local_model(model, 0, 2, TOKENS)
     mine, theirs = (dict(one.named_parameters()) for one in (sliced, whole))
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)
@@ -112,7 +118,7 @@ def test_layers_that_take_whole_sequences_are_refused() -> None:
 def test_slices_whose_tokens_cannot_be_divided_are_refused() -> None:
     says = "slice 1 of 5 tokens: .*0.add.* dimension 1 has 5 elements, .*; the nearest choice is "
     with pytest.raises(PlanError, match=says):
-        shared(GPT(), annotations=sequence_parallel())
+        shared(GPT(tied=True), annotations=sequence_parallel(), graphs=graphs(True))
 
 
 def test_a_carry_that_a_collective_would_change_is_refused() -> None:

@@ -297,16 +297,20 @@ def test_every_printed_formula_is_tried() -> None:
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_the_printed_formulas(name: str) -> None:
+def test_the_printed_formulas(name: str, pytestconfig: pytest.Config) -> None:
+    """Of all sizes at all times every third, so that each size and each time occurs; all of them in `make soak`."""
+    every = 1 if pytestconfig.getoption("--thorough") else 3
     printed, chosen = PRINTED[name], find(name.split()[0])
     time, peak = printed.part(chosen.time), printed.part(chosen.peak)
     window = chosen.time.partition("window w=")[2]
-    for (p, m), given in product(printed.sizes, printed.keys):
+    for n, ((p, m), given) in enumerate(product(printed.sizes, printed.keys)):
         keys = {key: x for key, x in given.items() if x}
         g = int(keys.get("group", p))
         if name == "interleaved" and not (p <= g <= m and (m % g == 0 or m % g >= p)):
             continue
         for k, (f, i, w) in enumerate(printed.times):
+            if (n + k) % every:
+                continue
             trace = predict(chosen.name, p, m, (f, i, w), **keys)
             names = {"p": p, "m": m, "g": g, "v": int(keys.get("chunks", chosen.chunks))}
             spans = {"tF": f, "tB": i + w, "tI": i, "tW": w}

@@ -13,7 +13,7 @@ from minipar.program import Op
 from minipar.strategies import draft as drafts
 from minipar.strategies.passes.checkpoint import recompute
 from minipar.strategies.segments import schedules
-from tests.execution.test_gradients import check
+from tests.comparing import check
 from tests.toys import rows, toy
 
 

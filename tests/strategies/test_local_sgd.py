@@ -120,6 +120,7 @@ def test_averages_after_each_step_of_plain_sgd_are_summed_gradients(clusters, co
     assert local.losses == pytest.approx(plain.losses, rel=1e-12)
 
 
+@pytest.mark.many(2)
 @pytest.mark.parametrize("optimizer", [SGD, MOMENTUM, ADAMW])
 @pytest.mark.parametrize("text", ["dp=2 local_steps=3", "dp=2 pp=2 microbatches=3 local_steps=3 bucket=0.0001"])
 def test_replays_exactly(clusters, text, optimizer):

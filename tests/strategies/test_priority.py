@@ -190,6 +190,7 @@ def run(plan, cluster, steps, optimizer, **options):
     )  # fmt: skip
 
 
+@pytest.mark.many(2)
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW])
 @pytest.mark.parametrize(
     "text",
