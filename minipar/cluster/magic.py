@@ -41,6 +41,7 @@ from minipar.cluster.members import unpack
 from minipar.cluster.output import name_ranks
 from minipar.cluster.parcel import Parcel
 from minipar.cluster.processes import flush_native
+from minipar.cluster.ranks import MOST_LOCAL
 from minipar.errors import MiniparError, PlanError, RankError
 from minipar.wording import several
 
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 _DEFAULT_RANKS = 4
-_MOST_RANKS = 10_000
 _SHOWN_BYTES = 1 << 20  # most that is shown of one rank's output in one cell; a notebook with more is hard to open
 _LOOK = 0.05  # seconds between two looks at how much the ranks have printed
 _OPTIONS = "n, --only 0,2, --out name, --quiet"
@@ -212,8 +212,8 @@ def _parse(line: str, running: int) -> Request:
 
 
 def _count(word: str) -> int:
-    if not word.isdecimal() or len(word) > 9 or not 1 <= int(word) <= _MOST_RANKS:
-        raise PlanError(f"n={word}: must be a whole number from 1 to {_MOST_RANKS}; possible are {_OPTIONS}")
+    if not word.isdecimal() or len(word) > 9 or not 1 <= int(word) <= MOST_LOCAL:
+        raise PlanError(f"n={word}: must be a whole number from 1 to {MOST_LOCAL:,}; possible are {_OPTIONS}")
     return int(word)
 
 

@@ -239,9 +239,9 @@ def test_a_bad_line_is_refused_in_one_line(notebook: Notebook) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("0", "n=0: must be a whole number from 1 to 10000"),
-        ("99999999999", "n=99999999999: must be a whole number from 1 to 10000"),
-        ("9" * 5000, "must be a whole number from 1 to 10000"),
+        ("0", "n=0: must be a whole number from 1 to 4,096"),
+        ("99999999999", "n=99999999999: must be a whole number from 1 to 4,096"),
+        ("9" * 5000, "must be a whole number from 1 to 4,096"),
         ("-2", "n=-2: must be a whole number"),
         ("two", "n=two: must be a whole number"),
         ("2 3", "unknown argument '3'; possible are n, --only 0,2, --out name, --quiet"),
