@@ -15,7 +15,7 @@ from typing import Any
 
 from minipar.cluster import launch, launched, worker
 from minipar.cluster.attached import Attached
-from minipar.cluster.failures import as_deadlock, as_exception, lost_state
+from minipar.cluster.failures import as_deadlock, as_exception, lost_state, who_waits
 from minipar.cluster.members import GRACE, GRACE_AFTER_FAILURE, Members, Round, exchanged
 from minipar.cluster.parcel import Parcel
 from minipar.cluster.ranks import MOST_LOCAL, Call, Calling, check_ranks
@@ -194,7 +194,7 @@ class Cluster(Calling):
         heard = Round(
             self._run, frozenset(active), call.callback, revivals=call.revivals, message=message, show=call.show
         )
-        watch = None if self._patience is None else Watchdog(self._patience)
+        watch = Watchdog(self._patience, local=self.carrier == "local")
         try:
             for rank in active:
                 heard.waiting.add(rank)
@@ -205,7 +205,7 @@ class Cluster(Calling):
                 members.call_back(heard, GRACE_AFTER_FAILURE if heard.failures else GRACE)
         except BaseException as error:  # the stop button, or an error in the callback
             members.generation += 1
-            self._give_up(heard, error)
+            self._give_up(heard, error, watch)
             raise
         if heard.failures or heard.stuck is not None:
             members.generation += 1
@@ -213,11 +213,14 @@ class Cluster(Calling):
         if heard.failures:
             raise as_exception(heard.failures, heard.doing, heard.lost)
         if heard.stuck is not None:
-            raise as_deadlock(heard.stuck, heard.ranks, watch.patience if watch else 0.0, heard.lost)
+            raise as_deadlock(heard.stuck, heard.ranks, watch.same, watch.patience, heard.lost)
         return {rank: answer for rank, (_, answer) in heard.answers.items()}
 
-    def _give_up(self, heard: Round, error: BaseException) -> None:
+    def _give_up(self, heard: Round, error: BaseException, watch: Watchdog) -> None:
         """Interrupt the ranks of a run, so that they keep their state where that is possible."""
+        stuck = None
+        if isinstance(error, KeyboardInterrupt) and not heard.called_back:
+            stuck = watch.waits(self._members.pages(heard.waiting))
         try:
             if heard.called_back or not isinstance(error, Exception | KeyboardInterrupt):
                 self._members.stop(heard.waiting)  # the button was pressed twice, or the driver ends
@@ -228,7 +231,11 @@ class Cluster(Calling):
             self._members.stop(heard.waiting)
             raise
         if isinstance(error, KeyboardInterrupt):
-            error.args = ("\n".join(["the ranks were interrupted", *lost_state(heard.lost)]),)
+            error.args = (
+                "\n".join(
+                    ["the ranks were interrupted", *who_waits(stuck or {}, heard.ranks), *lost_state(heard.lost)]
+                ),
+            )
 
     def close(self) -> None:
         """End all ranks. A second call does nothing; RankError while a run is going on."""

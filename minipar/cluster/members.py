@@ -200,7 +200,7 @@ class Members:
                 break
             if watch is not None and not heard.failures:
                 if watch.due():
-                    heard.stuck = watch.look(self._pages(heard.waiting))
+                    heard.stuck = watch.look(self.pages(heard.waiting), self.pages(self.ranks.keys() - heard.waiting))
                 left = watch.interval
             due = self.output.wait()
             if due is not None:
@@ -249,7 +249,7 @@ class Members:
     def look(self, ranks: Iterable[int]) -> dict[int, str]:
         """What these ranks are doing at this moment, and where."""
         found = {}
-        pages = self._pages(ranks)
+        pages = self.pages(ranks)
         frames = stacks.ask(pages)
         for rank, _, page in pages:
             doing = page.read()
@@ -259,7 +259,8 @@ class Members:
             found[rank] = f"{what}:\n{place}" if place else what
         return found
 
-    def _pages(self, ranks: Iterable[int]) -> list[tuple[int, int, Page]]:
+    def pages(self, ranks: Iterable[int]) -> list[tuple[int, int, Page]]:
+        """The number, pid and notes of those of these ranks that are alive."""
         members = [self.ranks[rank] for rank in sorted(ranks)]
         return [(member.rank, member.process.pid, member.page) for member in members if member.alive]
 
