@@ -15,12 +15,11 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from minipar.cluster import agreement, light_torch, worker
 from minipar.cluster.far import Driver, FarRank, accept, connect
-from minipar.cluster.ranks import Callback
+from minipar.cluster.ranks import Call, Calling
 from minipar.costs.device import DeviceSpec
 from minipar.errors import PlanError, RankDied, RankError
 
@@ -36,7 +35,7 @@ class Place(NamedTuple):
     port: int
 
 
-class Attached:
+class Attached(Calling):
     """Engines of ipyparallel as ranks, in the order of `client.ids`; `Cluster.attach` makes it.
 
     Ranks keep their state between runs, also when one fails. An engine that ends is not replaced: the next run raises
@@ -116,46 +115,16 @@ class Attached:
     def __repr__(self) -> str:
         return f"Attached({self.size} engines, {self.device}, {self.state})"
 
-    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """As `Cluster.run`."""
-        return self._call(range(self.size), None, function, args, kwargs)
-
-    def run_on(self, ranks: Iterable[int], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """As `Cluster.run_on`."""
-        return self._call(ranks, None, function, args, kwargs)
-
-    def run_with(self, callback: Callback, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """As `Cluster.run_with`."""
-        return self._call(range(self.size), callback, function, args, kwargs)
-
-    def run_reviving(
-        self, revivals: int, callback: Callback, function: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> list[Any]:
-        """`run_with`. PlanError for any revivals: an engine is not started again."""
-        if revivals:
-            raise PlanError("on_death=continue: no engine is started again; possible is on_death=abort")
-        return self._call(range(self.size), callback, function, args, kwargs)
-
     def end_rank(self, rank: int) -> None:
         """RankError: only ipyparallel ends its engines."""
         raise RankError(f"rank {rank} hangs, and only ipyparallel can end its engine")
 
-    @staticmethod
-    def report(value: Any) -> None:
-        """In a function that a rank runs: send `value` to the callback of `run_with`."""
-        worker.report(value)
-
-    def _call(
-        self,
-        ranks: Iterable[int],
-        callback: Callback | None,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> list[Any]:
+    def perform(self, call: Call) -> list[Any]:
+        if call.revivals:
+            raise PlanError("on_death=continue: no engine is started again; possible is on_death=abort")
         if self._closed:
             raise RankError("these ranks are closed; attach again")
-        return self._driver.call(ranks, callback, function, args, kwargs)
+        return self._driver.perform(call)
 
     def close(self) -> None:
         """Give the engines back. A second call does nothing."""

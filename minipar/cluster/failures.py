@@ -178,15 +178,26 @@ def as_exception(failures: list[Failure], doing: dict[int, str], lost: Iterable[
     return error
 
 
-def as_deadlock(stuck: dict[int, str], ranks: Iterable[int], patience: float, lost: Iterable[int]) -> Deadlock:
-    """The error for ranks that wait for each other; `stuck`: what each one waits for, of the `ranks` of this run."""
-    lines = []
-    for rank in sorted(ranks):
-        lines.append(f"rank {rank}: {stuck.get(rank, 'finished')}")
-    names = list(stuck)
-    wait = "waits" if len(names) == 1 else "wait"
-    reason = f"{_name(names)} {wait} for what does not come: no progress for {patience:g} s (cluster.patience)"
-    return Deadlock(reason, "\n".join([*lines, *lost_state(lost)]))
+def as_deadlock(
+    stuck: dict[int, str], ranks: Iterable[int], seconds: float, patience: float, lost: Iterable[int]
+) -> Deadlock:
+    """The error for ranks that wait for each other; `stuck`: what each one waits for, of the `ranks` of this run.
+    Nothing has changed for so many `seconds`, as long as the driver's `patience` or less, if it is sure."""
+    wait, *lines = who_waits(stuck, ranks)
+    why = (
+        f"{patience:g} s (cluster.patience)" if seconds >= patience else f"{seconds:.0f} s, and none of them can go on"
+    )
+    return Deadlock(f"{wait}: no progress for {why}", "\n".join([*lines, *lost_state(lost)]))
+
+
+def who_waits(stuck: dict[int, str], ranks: Iterable[int]) -> list[str]:
+    """A line that names the ranks that are `stuck`, and what each of the `ranks` of a run waits for; no line if none
+    is."""
+    if not stuck:
+        return []
+    wait = "waits" if len(stuck) == 1 else "wait"
+    lines = [f"rank {rank}: {stuck.get(rank, 'finished')}" for rank in sorted(ranks)]
+    return [f"{_name(list(stuck))} {wait} for what does not come", *lines]
 
 
 def note_of(error: BaseException) -> str | None:

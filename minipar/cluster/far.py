@@ -35,12 +35,12 @@ from typing import Any
 from minipar.cluster import failures, launch, wire, worker
 from minipar.cluster.failures import Failure, as_exception
 from minipar.cluster.interrupt import Interrupts
-from minipar.cluster.members import SETTLE, SETTLE_AFTER_LOST_PEER, Round, unpack
+from minipar.cluster.members import SETTLE, SETTLE_AFTER_LOST_PEER, Round, exchanged, unpack
 from minipar.cluster.output import Output, Printer
-from minipar.cluster.parcel import Parcel, pack_call
-from minipar.cluster.ranks import Callback, check_ranks
+from minipar.cluster.parcel import Parcel
+from minipar.cluster.ranks import Call
 from minipar.cluster.worker import Seat, Situation
-from minipar.errors import RankDied, RankError
+from minipar.errors import RankDied
 
 GRACE = 1.0  # seconds that an interrupted function has; a rank that ends here is not started again, as in a Cluster
 LINGER = 10.0  # seconds that a rank which must end waits for the driver to say why, and to end first
@@ -308,33 +308,19 @@ class Driver:
         with contextlib.suppress(OSError):  # `_listen` notices that it has ended
             wire.send(peer.control, message)
 
-    def call(
-        self,
-        ranks: Iterable[int],
-        callback: Callback | None,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> list[Any]:
+    def perform(self, call: Call) -> list[Any]:
         """Call a function on ranks; the results in their order. Errors as of `Cluster.run`."""
-        active = check_ranks(ranks, self.size)
-        parcel = pack_call(function, args, kwargs, inside=True)
-        if not self._busy.acquire(blocking=False):
-            raise RankError("these ranks are busy with another run")
-        try:
-            answers = self._exchange(active, callback, parcel)
-        finally:
-            self._busy.release()
-        return [unpack(answers[rank], f"the result of rank {rank}") for rank in active]
+        exchange = partial(self._exchange, call)
+        return exchanged(call, self.size, self._busy, "these ranks are", exchange, inside=True)
 
-    def _exchange(self, active: tuple[int, ...], callback: Callback | None, parcel: Parcel) -> dict[int, Parcel]:
+    def _exchange(self, call: Call, active: tuple[int, ...], parcel: Parcel) -> dict[int, Parcel]:
         self._number += 1
-        heard = Round(self._number, frozenset(active), callback, waiting=set(active))
+        heard = Round(self._number, frozenset(active), call.callback, waiting=set(active))
         lost = [rank for rank in active if rank in self.peers and not self.peers[rank].alive]
         if lost:
             raise RankDied(f"rank {lost[0]} has ended; {self._way_out}")
         self._heard, self._wrong = heard, None
-        self._output.begin(active)
+        self._output.begin(active, call.show)
         self._reports.clear()
         situation = Situation(self._generation, active)
         for rank in active:

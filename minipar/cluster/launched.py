@@ -18,7 +18,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
@@ -28,7 +28,7 @@ from minipar.cluster import agreement, failures, light_torch, worker
 from minipar.cluster.far import LINGER, Driver, FarRank, accept, connect
 from minipar.cluster.members import unpack
 from minipar.cluster.parcel import Parcel, pack
-from minipar.cluster.ranks import Callback, Ranks
+from minipar.cluster.ranks import Call, Calling, Ranks
 from minipar.costs.device import DeviceSpec
 from minipar.errors import PlanError, RankError
 
@@ -57,12 +57,12 @@ def refuse(what: str) -> None:
         )
 
 
-class Launched:
+class Launched(Calling):
     """The processes that torchrun started, as ranks. `Launched.here()` gives it, the same one at every call.
 
     All processes make the same calls in the same order: those of `train`, `evaluate`, ... and of the methods here. Each
-    returns what rank 0 returns. Ranks use torch's threads as torchrun set them (OMP_NUM_THREADS), and a GPU each where
-    all can have one (see agreement.py).
+    returns what rank 0 returns, and raises what rank 0 raises. Ranks use torch's threads as torchrun set them
+    (OMP_NUM_THREADS), and a GPU each where all can have one (see agreement.py).
 
     Raises PlanError where hosts differ in their devices; RankDied where a process does not come.
     """
@@ -139,50 +139,19 @@ class Launched:
     def __repr__(self) -> str:
         return f"Launched(rank {self.rank} of {self.size}, {self.device})"
 
-    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `function(*args, **kwargs)` on every rank; the results in rank order, on all of them. Errors as of
-        `Cluster.run`; they are raised on all ranks."""
-        return self._call(range(self.size), None, function, args, kwargs)
-
-    def run_on(self, ranks: Iterable[int], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """`run` on these ranks only; the results in the order of `ranks`."""
-        return self._call(ranks, None, function, args, kwargs)
-
-    def run_with(self, callback: Callback, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """`run`, calling `callback(rank, value)` on rank 0 for each `worker.report(value)`, at the latest when rank 0
-        itself reports next."""
-        return self._call(range(self.size), callback, function, args, kwargs)
-
-    def run_reviving(
-        self, revivals: int, callback: Callback, function: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> list[Any]:
-        """`run_with`. PlanError for any revivals: torchrun starts all ranks again or none."""
-        if revivals:
-            raise PlanError("on_death=continue: torchrun cannot start one rank again; possible is on_death=abort")
-        return self._call(range(self.size), callback, function, args, kwargs)
-
     def end_rank(self, rank: int) -> None:
         """RankError: only torchrun ends its processes."""
         raise RankError(f"rank {rank} hangs, and only torchrun can end it")
 
-    @staticmethod
-    def report(value: Any) -> None:
-        """In a function that a rank runs: send `value` to the callback of `run_with`."""
-        worker.report(value)
+    def perform(self, call: Call) -> list[Any]:
+        if call.revivals:
+            raise PlanError("on_death=continue: torchrun cannot start one rank again; possible is on_death=abort")
 
-    def _call(
-        self,
-        ranks: Iterable[int],
-        callback: Callback | None,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-    ) -> list[Any]:
-        def call() -> list[Any]:
+        def lead() -> list[Any]:
             assert self._driver is not None
-            return self._driver.call(ranks, callback, function, args, kwargs)
+            return self._driver.perform(call)
 
-        return call() if self._leading else self.together("Launched.run", call)
+        return lead() if self._leading else self.together("Launched.run", lead)
 
     def together(self, name: str, call: Callable[[], T]) -> T:
         """What `call()` gives on rank 0, on all ranks. The others run what it needs of them meanwhile; their own `call`

@@ -10,15 +10,15 @@ import tempfile
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from minipar.cluster import launch, launched, worker
 from minipar.cluster.attached import Attached
-from minipar.cluster.failures import as_deadlock, as_exception, lost_state
-from minipar.cluster.members import GRACE, GRACE_AFTER_FAILURE, Members, Round, unpack
-from minipar.cluster.parcel import Parcel, pack_call
-from minipar.cluster.ranks import Callback, check_ranks
+from minipar.cluster.failures import as_deadlock, as_exception, lost_state, who_waits
+from minipar.cluster.members import GRACE, GRACE_AFTER_FAILURE, Members, Round, exchanged
+from minipar.cluster.parcel import Parcel
+from minipar.cluster.ranks import MOST_LOCAL, Call, Calling, check_ranks
 from minipar.cluster.watchdog import Watchdog
 from minipar.costs.device import DeviceSpec
 from minipar.errors import PlanError, RankError
@@ -29,7 +29,7 @@ _STARTS = ("auto", "fork", "spawn")
 _TRANSPORTS = ("local", "gloo")
 
 
-class Cluster:
+class Cluster(Calling):
     """`n` processes on this machine, one for each rank, that run functions for the driver.
 
     `device`: "cpu", "cuda" (rank r uses GPU r modulo the number of GPUs), or "auto" (cuda where each rank can have
@@ -64,7 +64,7 @@ class Cluster:
         patience: float | None = 30.0,
         transport: str = "local",
     ) -> None:
-        _check_count("n", n)
+        _check_count("n", n, MOST_LOCAL)
         _check_count("threads", threads)
         self.patience = patience
         spec = None if device in _DEVICES else _spec(device)
@@ -171,79 +171,30 @@ class Cluster:
     def __repr__(self) -> str:
         return f"Cluster({self.size} {'rank' if self.size == 1 else 'ranks'}, {self._what}, {self.state})"
 
-    @staticmethod
-    def report(value: Any) -> None:
-        """In a function that a rank runs: send `value` to the callback of `run_with`; it is `worker.report`."""
-        worker.report(value)
-
-    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `function(*args, **kwargs)` on every rank; the results in rank order.
-
-        Functions and classes may come from a notebook cell. What ranks print appears here, line by line.
-        When a rank fails, its own exception is raised, with its traceback there as a note; RankDied when its process
-        ended; Deadlock when all wait for each other (see `patience`); RankError when an argument or a result cannot
-        be sent. After an interrupt the ranks keep their state, except those that the message names.
-        """
-        return self._call(range(self.size), None, function, args, kwargs)
-
-    def run_on(self, ranks: Iterable[int], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """`run` on these ranks only; the results in the order of `ranks`."""
-        return self._call(ranks, None, function, args, kwargs)
-
-    def run_with(self, callback: Callback, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """`run`, calling `callback(rank, value)` in the driver for each `worker.report(value)` as it arrives."""
-        return self._call(range(self.size), callback, function, args, kwargs)
-
-    def run_reviving(
-        self, revivals: int, callback: Callback, function: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> list[Any]:
-        """`run_with`, but the run goes on when a rank dies: the rank is started again and calls the function again,
-        while the others are still in theirs, and `callback` gets a `Revived`. This happens for `revivals` deaths; the
-        next one is raised. It is for ranks that use no process groups.
-        """
-        return self._call(range(self.size), callback, function, args, kwargs, revivals)
-
     def end_rank(self, rank: int) -> None:
         """SIGKILL a rank, such as one that hangs; called from a callback of `run_with` or `run_reviving`."""
         self._members.end(check_ranks([rank], self.size)[0])
 
-    def _call(
-        self,
-        ranks: Iterable[int],
-        callback: Callback | None,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        revivals: int = 0,
-    ) -> list[Any]:
+    def perform(self, call: Call) -> list[Any]:
         if os.getpid() != self._members.owner:
             raise RankError("this Cluster belongs to another process; make one here")
-        active = check_ranks(ranks, self.size)
-        parcel = pack_call(function, args, kwargs)
-        if not self._busy.acquire(blocking=False):
-            raise RankError("this Cluster is busy with another run")
-        try:
-            if not self._close.alive:
-                raise RankError("this Cluster is closed; make a new one")
-            answers = self._exchange(active, callback, parcel, revivals)
-        finally:
-            parcel.close()
-            self._busy.release()
-        return [unpack(answers[rank], f"the result of rank {rank}") for rank in active]
+        return exchanged(call, self.size, self._busy, "this Cluster is", partial(self._exchange, call))
 
-    def _exchange(
-        self, active: tuple[int, ...], callback: Callback | None, parcel: Parcel, revivals: int
-    ) -> dict[int, Parcel]:
+    def _exchange(self, call: Call, active: tuple[int, ...], parcel: Parcel) -> dict[int, Parcel]:
+        if not self._close.alive:
+            raise RankError("this Cluster is closed; make a new one")
         members = self._members
         for death in members.heal():
-            warnings.warn(f"{death.line}; it starts anew, without its state", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"{death.line}; it starts anew, without its state", RuntimeWarning, stacklevel=5)
         self._run += 1
         os.makedirs(self._folder, exist_ok=True)  # (a helper process removes it when it ends)
         store = os.path.join(self._folder, str(members.generation))
         situation = worker.Situation(members.generation, active, store, _free_port())
         message = (self._run, situation, tuple(sys.path), parcel)
-        heard = Round(self._run, frozenset(active), callback, revivals=revivals, message=message)
-        watch = None if self._patience is None else Watchdog(self._patience)
+        heard = Round(
+            self._run, frozenset(active), call.callback, revivals=call.revivals, message=message, show=call.show
+        )
+        watch = Watchdog(self._patience, local=self.carrier == "local")
         try:
             for rank in active:
                 heard.waiting.add(rank)
@@ -254,7 +205,7 @@ class Cluster:
                 members.call_back(heard, GRACE_AFTER_FAILURE if heard.failures else GRACE)
         except BaseException as error:  # the stop button, or an error in the callback
             members.generation += 1
-            self._give_up(heard, error)
+            self._give_up(heard, error, watch)
             raise
         if heard.failures or heard.stuck is not None:
             members.generation += 1
@@ -262,11 +213,14 @@ class Cluster:
         if heard.failures:
             raise as_exception(heard.failures, heard.doing, heard.lost)
         if heard.stuck is not None:
-            raise as_deadlock(heard.stuck, heard.ranks, watch.patience if watch else 0.0, heard.lost)
+            raise as_deadlock(heard.stuck, heard.ranks, watch.same, watch.patience, heard.lost)
         return {rank: answer for rank, (_, answer) in heard.answers.items()}
 
-    def _give_up(self, heard: Round, error: BaseException) -> None:
+    def _give_up(self, heard: Round, error: BaseException, watch: Watchdog) -> None:
         """Interrupt the ranks of a run, so that they keep their state where that is possible."""
+        stuck = None
+        if isinstance(error, KeyboardInterrupt) and not heard.called_back:
+            stuck = watch.waits(self._members.pages(heard.waiting))
         try:
             if heard.called_back or not isinstance(error, Exception | KeyboardInterrupt):
                 self._members.stop(heard.waiting)  # the button was pressed twice, or the driver ends
@@ -277,7 +231,11 @@ class Cluster:
             self._members.stop(heard.waiting)
             raise
         if isinstance(error, KeyboardInterrupt):
-            error.args = ("\n".join(["the ranks were interrupted", *lost_state(heard.lost)]),)
+            error.args = (
+                "\n".join(
+                    ["the ranks were interrupted", *who_waits(stuck or {}, heard.ranks), *lost_state(heard.lost)]
+                ),
+            )
 
     def close(self) -> None:
         """End all ranks. A second call does nothing; RankError while a run is going on."""
@@ -301,9 +259,12 @@ def _end(members: Members, folder: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _check_count(name: str, value: object) -> None:
+def _check_count(name: str, value: object, most: int | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise PlanError(f"{name}={value!r}: must be a whole number of at least 1")
+    if most is not None and value > most:
+        told = value if value.bit_length() < 64 else "a number of very many digits"
+        raise PlanError(f"{name}={told}: one machine has room for at most {most:,} ranks")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

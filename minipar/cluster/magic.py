@@ -6,41 +6,36 @@
     x = torch.full((2,), float(rank))
     comm.allreduce(x)
 
-`%%ranks [n] [--only 0,2] [--out name] [--quiet]`: see `Cells.cell`; `%ranks` says which ranks are running,
+`%%ranks [n] [--only 0,2] [--in f,x] [--out name] [--quiet]`: see `Cells.cell`; `%ranks` says which ranks are running,
 `%ranks NAME` takes those in a variable of the notebook, and `%ranks close` ends them.
 
-The driver checks the cell and sends its text; each rank runs it in its own `__main__`, where variables are kept. What a
-rank prints goes to a file of its own while the cell runs: the driver shows it afterwards in rank order, also if the
-rank was killed. Nothing here needs torch or IPython to be imported.
+The driver checks the cell and sends its text; each rank runs it in its own `__main__`, where variables are kept. What
+ranks print is shown while they run, as by `Cluster.run`. Nothing here needs torch or IPython to be imported.
 """
 
 from __future__ import annotations
 
 import ast
-import contextlib
 import itertools
 import keyword
 import linecache
-import os
+import re
 import shlex
 import sys
-import tempfile
-import threading
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
-from minipar.cluster import failures, launch, worker
+from minipar.cluster import failures, worker
 from minipar.cluster.attached import Attached
 from minipar.cluster.local import Cluster
 from minipar.cluster.members import unpack
-from minipar.cluster.output import name_ranks
-from minipar.cluster.parcel import Parcel
-from minipar.cluster.processes import flush_native
+from minipar.cluster.output import Show, name_ranks
+from minipar.cluster.parcel import Parcel, pack
+from minipar.cluster.ranks import MOST_LOCAL, Call
 from minipar.errors import MiniparError, PlanError, RankError
 from minipar.wording import several
 
@@ -48,10 +43,10 @@ if TYPE_CHECKING:
     from IPython.core.interactiveshell import InteractiveShell
 
 _DEFAULT_RANKS = 4
-_MOST_RANKS = 10_000
-_SHOWN_BYTES = 1 << 20  # most that is shown of one rank's output in one cell; a notebook with more is hard to open
-_LOOK = 0.05  # seconds between two looks at how much the ranks have printed
-_OPTIONS = "n, --only 0,2, --out name, --quiet"
+_SHOWN = 1 << 20  # most characters that are shown of a rank's output in one cell; a notebook with more is hard to open
+_HOLD = 0.25  # seconds that a line waits for other ranks: nobody notices, and short cells always look the same
+_OPTIONS = "n, --only 0,2, --in f,x, --out name, --quiet"
+_UNKNOWN = re.compile(r"name '(\w+)' is not defined")
 
 
 def load(shell: InteractiveShell, communicator: Callable[[object], object]) -> None:
@@ -75,14 +70,15 @@ class Cells:
         self._communicates = False  # whether a cell has used `comm` since this cluster began
 
     def cell(self, line: str, cell: str) -> None:
-        """%%ranks [n] [--only 0,2] [--out name] [--quiet]: run this cell on every rank.
+        """%%ranks [n] [--only 0,2] [--in f,x] [--out name] [--quiet]: run this cell on every rank.
 
         Each rank has its own variables, which are kept between cells; `rank`, `world_size`, `comm` (a Communicator)
-        and `torch` are defined from the start. What the ranks print is shown in rank order, the same text of several
-        ranks once; so is the value of the last expression (not after a `;`).
+        and `torch` are defined from the start. What the ranks print is shown while they run, the same line of several
+        ranks once; then the value of the last expression in rank order (not after a `;`).
 
         n: the number of ranks (default: those that are running, or else 4); another number starts new ones.
         --only 0,2: run on these ranks only.
+        --in f,x: give them the notebook's functions and variables of these names, as they are now.
         --out name: the values of the last expression, in rank order, as a list in the notebook's variable `name`.
         --quiet: show errors only.
 
@@ -91,7 +87,7 @@ class Cells:
         try:
             self._run(line, cell)
         except BaseException as error:
-            raise _as_shown(error, self._cluster) from None
+            raise _as_shown(error, self._cluster, self._shell.user_ns) from None
 
     def line(self, line: str) -> None:
         """%ranks: which ranks are running. %ranks close: end them. %ranks NAME: cells run on the ranks in the variable
@@ -103,7 +99,7 @@ class Cells:
                 f"%ranks {word}: possible are %ranks (what is running) and %ranks close; %%ranks runs cells, and "
                 "%ranks NAME takes the ranks in a variable"
             )
-            raise _as_shown(error, None)
+            raise _as_shown(error, None, {})
         if word == "close":
             self._close()
         elif isinstance(given, Cluster | Attached):
@@ -121,31 +117,33 @@ class Cells:
         name = f"<%%ranks In[{len(self._shell.user_ns['In']) - 1}]>"
         _remember_source(name, f"%%ranks {line}\n{cell}")
         _, last = _compile(cell, name)
+        given = {name: self._variable(name) for name in request.given}
         if request.out and last is None:
             raise PlanError(f"--out {request.out}: the cell must end with an expression, whose values it then gets")
         self._communicates = self._communicates or _mentions_comm(cell)
         cluster = self._ranks(request)
         if self._communicates and len(request.ranks) < cluster.size:
             cluster.run(_make_comm, self._communicator)  # (all ranks must take part)
-        with tempfile.TemporaryDirectory(prefix="cell-", dir=launch.scratch_folder()) as folder:
-            communicator = self._communicator if self._communicates else None
-            far = isinstance(cluster, Attached)  # (they show what they print as they print it)
-            task = CellTask(cell, line, name, "" if far else folder, communicator, bool(request.out))
-            lost: Counter[str] = Counter()
-            try:
-                with _cutting(folder, lost):
-                    answers = cluster.run_on(request.ranks, run_cell, task)
-            finally:
-                if not request.quiet:
-                    printed = [_read(os.path.join(folder, str(rank)), lost[str(rank)]) for rank in request.ranks]
-                    _show(request.ranks, printed, lambda ranks, text: f"{name_ranks(ranks)}:\n{_indent(text)}")
+        communicator = self._communicator if self._communicates else None
+        task = CellTask(cell, line, name, communicator, bool(request.out), given)
+        show = Show(_HOLD, _SHOWN, request.quiet)
+        try:
+            answers = cluster.perform(Call(request.ranks, run_cell, (task,), show=show))
+        except RankError:
+            _check_sendable(given)
+            raise
         pairs = list(zip(request.ranks, answers, strict=True))
         if not request.quiet and not cell.rstrip().endswith(";"):
-            _show(request.ranks, [text for text, _ in answers], _value)
+            _show_values(request.ranks, [text for text, _ in answers])
         if request.out:
             what = f"--out {request.out}: the value of rank"
             values = [unpack(Parcel(blob), f"{what} {rank}") for rank, (_, blob) in pairs]
             self._shell.push({request.out: values})
+
+    def _variable(self, name: str) -> object:
+        if name not in self._shell.user_ns:
+            raise PlanError(f"--in {name}: the notebook has no variable {name!r}")
+        return self._shell.user_ns[name]
 
     def _ranks(self, request: Request) -> Cluster | Attached:
         """The running cluster, or a new one of the requested size."""
@@ -183,11 +181,12 @@ class Request:
     ranks: tuple[int, ...]
     out: str
     quiet: bool
+    given: tuple[str, ...] = ()
 
 
 def _parse(line: str, running: int) -> Request:
     """Read the line; PlanError, which names the value, if it is impossible."""
-    size, only, out, quiet = running, None, "", False
+    size, only, out, quiet, given = running, None, "", False, ""
     counted = False
     try:
         words = iter(shlex.split(line, comments=True))
@@ -195,12 +194,14 @@ def _parse(line: str, running: int) -> Request:
         raise PlanError(f"%%ranks {line.strip()}: {error}; possible are {_OPTIONS}") from None
     for word in words:
         option, equals, value = word.partition("=")
-        if option in ("--only", "--out") and not equals:
+        if option in ("--only", "--in", "--out") and not equals:
             value = next(words, "")
         if option == "--only":
             only = value
+        elif option == "--in":
+            given = ",".join(_variable("--in", word.strip()) for word in value.split(","))
         elif option == "--out":
-            out = _variable(value)
+            out = _variable("--out", value)
         elif word == "--quiet":
             quiet = True
         elif counted or word.startswith("--"):
@@ -208,18 +209,18 @@ def _parse(line: str, running: int) -> Request:
         else:
             size, counted = _count(word), True
     ranks = tuple(range(size)) if only is None else _chosen(only, size)
-    return Request(size, ranks, out, quiet)
+    return Request(size, ranks, out, quiet, tuple(filter(None, given.split(","))))
 
 
 def _count(word: str) -> int:
-    if not word.isdecimal() or len(word) > 9 or not 1 <= int(word) <= _MOST_RANKS:
-        raise PlanError(f"n={word}: must be a whole number from 1 to {_MOST_RANKS}; possible are {_OPTIONS}")
+    if not word.isdecimal() or len(word) > 9 or not 1 <= int(word) <= MOST_LOCAL:
+        raise PlanError(f"n={word}: must be a whole number from 1 to {MOST_LOCAL:,}; possible are {_OPTIONS}")
     return int(word)
 
 
-def _variable(word: str) -> str:
+def _variable(option: str, word: str) -> str:
     if not word.isidentifier() or keyword.iskeyword(word):
-        raise PlanError(f"--out {word!r}: must be the name of a variable")
+        raise PlanError(f"{option} {word!r}: must be the name of a variable")
     return word
 
 
@@ -265,14 +266,14 @@ def _remember_source(name: str, text: str) -> None:
 
 @dataclass(frozen=True)
 class CellTask:
-    """What a rank gets to run. It prints into `folder` ("": as always); its last value is sent back if `wanted`."""
+    """What a rank gets to run, with the notebook's variables in `given`; its last value is sent back if `wanted`."""
 
     cell: str
     line: str
     name: str
-    folder: str
     communicator: Callable[[object], object] | None
     wanted: bool
+    given: Mapping[str, object]
 
 
 def run_cell(task: CellTask) -> tuple[str, bytes]:
@@ -282,15 +283,14 @@ def run_cell(task: CellTask) -> tuple[str, bytes]:
     """
     __tracebackhide__ = True
     _remember_source(task.name, f"%%ranks {task.line}\n{task.cell}")
-    printing = _printing_to(os.path.join(task.folder, str(worker.context().rank)))
-    with printing if task.folder else contextlib.nullcontext():
-        namespace = _namespace()
-        if task.communicator:
-            _make_comm(task.communicator)
-        body, last = _compile(task.cell, task.name)
-        exec(body, namespace)
-        value = None if last is None else eval(last, namespace)
-        return "" if value is None else repr(value), _packed(value) if task.wanted else b""
+    namespace = _namespace()
+    if task.communicator:
+        _make_comm(task.communicator)
+    namespace.update(task.given)
+    body, last = _compile(task.cell, task.name)
+    exec(body, namespace)
+    value = None if last is None else eval(last, namespace)
+    return "" if value is None else repr(value), _packed(value) if task.wanted else b""
 
 
 def _packed(value: object) -> bytes:
@@ -320,81 +320,15 @@ def _make_comm(communicator: Callable[[object], object]) -> None:
     namespace["comm"] = communicator(namespace.get("comm"))
 
 
-@contextlib.contextmanager
-def _printing_to(path: str) -> Iterator[None]:
-    """Send what this process, its libraries and its children print to a file, both streams in one order."""
-    _flush()
-    kept = os.dup(1), os.dup(2)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        os.dup2(file, 1)
-        os.dup2(file, 2)
-        os.close(file)
-        yield
-    finally:
-        _flush()
-        for descriptor, stream in zip(kept, (1, 2), strict=True):
-            os.dup2(descriptor, stream)
-            os.close(descriptor)
-
-
-def _flush() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):  # the cell closed or replaced it
-            stream.flush()
-    flush_native()
-
-
 # What the notebook shows
 
 
-@contextlib.contextmanager
-def _cutting(folder: str, lost: Counter[str]) -> Iterator[None]:
-    """Meanwhile cut the files of a folder, again and again, to what is shown of them: else a cell that prints for ever
-    fills the disk. `lost` gets the bytes that each file has lost. (The driver does it: ranks may be in native code.)"""
-    over = threading.Event()
-
-    def look() -> None:
-        while not over.wait(_LOOK):
-            for entry in os.scandir(folder):
-                more = entry.stat().st_size - _SHOWN_BYTES
-                if more > 0:
-                    os.truncate(entry.path, _SHOWN_BYTES)  # the rank appends, so it goes on from there
-                    lost[entry.name] += more
-
-    thread = threading.Thread(target=look, name="cuts what ranks print", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
-def _read(path: str, lost: int = 0) -> str:
-    """What a rank printed, each line as a terminal would leave it (a progress bar overwrites itself). `lost`: bytes
-    that its file has lost."""
-    try:
-        with open(path, "rb") as file:
-            data = file.read(_SHOWN_BYTES)
-            left = os.fstat(file.fileno()).st_size - len(data) + lost
-    except FileNotFoundError:  # the rank failed before it opened the file
-        return ""
-    lines = data.decode("utf-8", "replace").split("\n")
-    text = "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
-    return text + (f"\n... and {left} bytes more" if left > 0 else "")
-
-
-def _show(ranks: Sequence[int], texts: Sequence[str], block: Callable[[list[int], str], str]) -> None:
-    """Print the texts in rank order, the same text of neighbouring ranks once, nothing for an empty one."""
-    blocks = []
+def _show_values(ranks: Sequence[int], texts: Sequence[str]) -> None:
+    """Print the values in rank order, the same one of neighbouring ranks once, nothing for None."""
     pairs = zip(ranks, texts, strict=True)
     for text, group in itertools.groupby(pairs, key=lambda pair: pair[1].rstrip("\n")):
         if text:
-            blocks.append(block([rank for rank, _ in group], text) + "\n")
-    if blocks:
-        sys.stdout.write("".join(blocks))
-        sys.stdout.flush()
+            print(_value([rank for rank, _ in group], text))
 
 
 def _value(ranks: list[int], text: str) -> str:
@@ -407,11 +341,25 @@ def _indent(text: str) -> str:
     return "\n".join(f"  {line}" if line else "" for line in text.split("\n"))
 
 
-def _as_shown(error: BaseException, cluster: Cluster | Attached | None) -> BaseException:
+def _check_sendable(given: Mapping[str, object]) -> None:
+    """RankError, which names it, for a variable that cannot be sent."""
+    for name, value in given.items():
+        try:
+            pack(value, inside=True)
+        except Exception as error:
+            raise RankError(f"--in {name}: a {type(value).__name__} cannot be sent to the ranks: {error}") from None
+
+
+def _as_shown(
+    error: BaseException, cluster: Cluster | Attached | None, variables: Mapping[str, object]
+) -> BaseException:
     """The exception, changed so that the notebook shows what happened in the rank and not the driver's own frames."""
     note = failures.note_of(error)
     if note is not None:
         text = f"{error.reason}\n{note}" if isinstance(error, RankError) else note
+        unknown = _UNKNOWN.match(str(error)) if isinstance(error, NameError) else None
+        if unknown and unknown[1] in variables:
+            text += f"\n{unknown[1]} is a variable of the notebook; the ranks have their own: %%ranks --in {unknown[1]}"
         if isinstance(error, SyntaxError):  # IPython would show it as one of this cell
             error = RankError("a rank met a SyntaxError", note)
     elif isinstance(error, SyntaxError):  # an error of the cell: IPython shows it well without the traceback

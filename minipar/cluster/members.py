@@ -11,8 +11,9 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -20,10 +21,10 @@ from minipar.cluster import launch, stacks, wire
 from minipar.cluster.failures import Failure
 from minipar.cluster.interrupt import Interrupts
 from minipar.cluster.notes import Page
-from minipar.cluster.output import Output, Printer
-from minipar.cluster.parcel import Parcel
+from minipar.cluster.output import USUAL, Output, Printer, Show
+from minipar.cluster.parcel import Parcel, pack_call
 from minipar.cluster.parcel import unpack as _unpack
-from minipar.cluster.ranks import Callback
+from minipar.cluster.ranks import Call, Callback, check_ranks
 from minipar.cluster.watchdog import Watchdog
 from minipar.cluster.worker import Setup
 from minipar.errors import PlanError, RankDied, RankError
@@ -80,6 +81,7 @@ class Round:
     revivals: int = 0
     message: Any = None
     deaths: list[Failure] = field(default_factory=list)
+    show: Show = USUAL
 
 
 @dataclass
@@ -191,14 +193,14 @@ class Members:
         `watch` finds a deadlock, or for so many seconds."""
         deadline = None if seconds is None else time.monotonic() + seconds
         told = len(heard.failures)
-        self.output.begin(heard.ranks)
+        self.output.begin(heard.ranks, heard.show)
         while heard.waiting and (heard.stuck is None or heard.called_back):
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 break
             if watch is not None and not heard.failures:
                 if watch.due():
-                    heard.stuck = watch.look(self._pages(heard.waiting))
+                    heard.stuck = watch.look(self.pages(heard.waiting), self.pages(self.ranks.keys() - heard.waiting))
                 left = watch.interval
             due = self.output.wait()
             if due is not None:
@@ -247,7 +249,7 @@ class Members:
     def look(self, ranks: Iterable[int]) -> dict[int, str]:
         """What these ranks are doing at this moment, and where."""
         found = {}
-        pages = self._pages(ranks)
+        pages = self.pages(ranks)
         frames = stacks.ask(pages)
         for rank, _, page in pages:
             doing = page.read()
@@ -257,7 +259,8 @@ class Members:
             found[rank] = f"{what}:\n{place}" if place else what
         return found
 
-    def _pages(self, ranks: Iterable[int]) -> list[tuple[int, int, Page]]:
+    def pages(self, ranks: Iterable[int]) -> list[tuple[int, int, Page]]:
+        """The number, pid and notes of those of these ranks that are alive."""
         members = [self.ranks[rank] for rank in sorted(ranks)]
         return [(member.rank, member.process.pid, member.page) for member in members if member.alive]
 
@@ -353,6 +356,28 @@ class Members:
 
 def _death(member: Member) -> Failure:
     return Failure(member.rank, None, member.process.wait(0), member.page.read().last)
+
+
+def exchanged(
+    call: Call,
+    size: int,
+    busy: threading.Lock,
+    whose: str,
+    exchange: Callable[[tuple[int, ...], Parcel], dict[int, Parcel]],
+    inside: bool = False,
+) -> list[Any]:
+    """The results of a call, in the order of its ranks: `exchange` sends its parcel to these, and gives their answers.
+    RankError while `busy`. `inside`: see `parcel.pack`."""
+    active = check_ranks(call.ranks, size)
+    parcel = pack_call(call.function, call.args, call.kwargs or {}, inside)
+    if not busy.acquire(blocking=False):
+        raise RankError(f"{whose} busy with another run")
+    try:
+        answers = exchange(active, parcel)
+    finally:
+        parcel.close()
+        busy.release()
+    return [unpack(answers[rank], f"the result of rank {rank}") for rank in active]
 
 
 def unpack(parcel: Parcel, what: str) -> Any:

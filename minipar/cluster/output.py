@@ -6,6 +6,7 @@ are shown live for the first rank of the run only. The finished bar of another r
 from the first rank's, apart from times and rates (the part in brackets at its end).
 
 Of a line that a rank repeats, the first `_EACH` are shown one by one and the others counted: `x (999,900 times more)`.
+A run can have other rules (`Show`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import re
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -26,6 +27,7 @@ _REDRAW = 0.1  # seconds between two states of a progress bar
 _AHEAD = 50  # in how many lines of another rank the same line is searched
 _CHUNK = 1 << 16
 _DRAIN = 1 << 26  # bytes read at most at the end of a run; a process that a rank started may print for ever
+_LONGEST = 1 << 20  # bytes of a line; a longer one is cut, since it may never end
 _TIMES = re.compile(r"\s*\[[^\]]*\]\s*$")
 _CURSOR = re.compile(r"\x1b\[[0-9;]*[A-HJKf]")  # cursor moves, which make no sense among lines of several ranks
 
@@ -44,6 +46,23 @@ class _Printed:
         return f"{self.text} (once more)" if self.more == 1 else f"{self.text} ({self.more:,} times more)"
 
 
+@dataclass(frozen=True)
+class Show:
+    """How the output of a run is shown.
+
+    hold    seconds for which a line waits for the same line of other ranks; None: `HOLD`
+    most    characters of each rank that are shown, the rest is only counted; None: all
+    quiet   nothing is shown
+    """
+
+    hold: float | None = None
+    most: int | None = None
+    quiet: bool = False
+
+
+USUAL = Show()
+
+
 class Output:
     """What the ranks of one cluster have printed and is not shown yet."""
 
@@ -56,16 +75,22 @@ class Output:
         self._drawn = ""  # the text in the last line of the screen
         self._drawn_at = 0.0
         self._last: dict[int, tuple[str, int]] = {}  # each rank's last line, and how many times it came
+        self._how = USUAL
+        self._taken: Counter[int] = Counter()  # characters of each rank that are shown, or will be
+        self._cut: Counter[int] = Counter()  # those that are not
 
-    def begin(self, ranks: Iterable[int]) -> None:
+    def begin(self, ranks: Iterable[int], how: Show = USUAL) -> None:
         """A new run of these ranks: lines are folded among them, and the first one shows its progress."""
         self.flush()
+        self._how = how
         self._active = tuple(sorted(ranks))
         self._finished.clear()
         self._last.clear()
 
     def line(self, rank: int, text: str, times: int = 1) -> None:
         """A line without its end, which `rank` has completed so many times."""
+        if not self._has_room(rank, (len(text) + 1) * times):
+            return
         held, now = self._held.setdefault(rank, deque()), time.monotonic()
         last, before = self._last.get(rank, (text, 0))
         before = before if last == text else 0
@@ -78,11 +103,13 @@ class Output:
 
     def bar(self, rank: int, text: str) -> None:
         """The present state of a progress bar; "" if the bar was erased."""
-        if rank in self._active[:1]:
+        if rank in self._active[:1] and not self._how.quiet:
             self._bar = text
 
     def bar_ended(self, rank: int, text: str) -> None:
         """The last state of a progress bar."""
+        if not self._has_room(rank, len(text) + 1):
+            return
         line = _Printed(text, time.monotonic(), _TIMES.sub("", text).strip())
         assert line.bar is not None
         if rank in self._active[:1]:
@@ -97,6 +124,13 @@ class Output:
             self._aside.append((rank, line))
             return
         self._held.setdefault(rank, deque()).append(line)
+
+    def _has_room(self, rank: int, size: int) -> bool:
+        """Whether so many characters more of a rank are shown. They are counted."""
+        most = self._how.most
+        room = most is None or (not self._cut[rank] and self._taken[rank] + size <= most)
+        (self._taken if room else self._cut)[rank] += size
+        return room and not self._how.quiet
 
     def wait(self) -> float | None:
         """Seconds until `show` has something to print; None if there is nothing."""
@@ -117,13 +151,20 @@ class Output:
         if self._bar:  # (the rank ended before its bar did)
             self._held.setdefault(self._active[0], deque()).append(_Printed(self._bar, time.monotonic()))
             self._bar = ""
-        self._write(self._fold(float("inf")))
+        lines = self._fold(float("inf"))
+        if not self._how.quiet:
+            cut = sorted((+self._cut).items())
+            lines += [f"[rank {rank}] ... and {count:,} characters more" for rank, count in cut]
+        self._taken.clear()
+        self._cut.clear()
+        self._write(lines)
 
     def _due(self, held: deque[_Printed]) -> float:
         """When the first of these lines has to be shown."""
         if len(held) == 1 and held[0].more:
             return held[0].when + COUNT
-        return held[0].when + (HOLD if len(self._active) > 1 else 0.0)
+        hold = HOLD if self._how.hold is None else self._how.hold
+        return held[0].when + (hold if len(self._active) > 1 else 0.0)
 
     @property
     def _wanted(self) -> str:
@@ -196,6 +237,8 @@ class Printer:
             self.open = bool(data)
             total += len(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
+            if len(self._rest) > _LONGEST and b"\r" not in self._rest:
+                lines, self._rest = [*lines, self._rest], b""
             for line, same in itertools.groupby(lines):
                 self._complete(line, sum(1 for _ in same))
             before, back, state = self._rest.rpartition(b"\r")

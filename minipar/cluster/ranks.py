@@ -2,18 +2,29 @@
 
 Cluster     processes that this driver started, on its machine (local.py)
 Launched    processes that torchrun started, on any number of machines; the first one is also the driver (launched.py)
+Attached    engines of ipyparallel (attached.py)
+
+Each of them says how it carries out a `Call`; `Calling` makes calls of the methods that users know.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+from minipar.cluster import worker
+from minipar.cluster.output import USUAL, Show
 from minipar.costs.device import DeviceSpec
 from minipar.errors import PlanError
 from minipar.wording import several
 
 Callback = Callable[[int, Any], None]
+
+# Before it computes anything, a rank takes 4 MB of memory, and 4 descriptors of its driver: so many ranks take 16 GB,
+# and as many descriptors as a process rarely may have.
+MOST_LOCAL = 4096
 
 
 class Ranks(Protocol):
@@ -68,6 +79,72 @@ class Ranks(Protocol):
     @staticmethod
     def report(value: Any) -> None:
         """In a function that a rank runs: send `value` to the callback of `run_with`."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function to call on ranks, in the order of `ranks`.
+
+    callback    gets what a rank reports
+    revivals    how many times a rank that dies is started again, and calls the function again
+    show        how what the ranks print is shown
+    """
+
+    ranks: Iterable[int]
+    function: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] | None = None
+    callback: Callback | None = None
+    revivals: int = 0
+    show: Show = USUAL
+
+
+class Calling(ABC):
+    """The methods of `Ranks` that call a function, for all ranks that can carry out a `Call`."""
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """The number of ranks."""
+
+    @abstractmethod
+    def perform(self, call: Call) -> list[Any]:
+        """Carry out a call; the results in the order of its ranks. `run` and the others make one."""
+
+    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call `function(*args, **kwargs)` on every rank; the results in rank order.
+
+        Functions and classes may come from a notebook cell. What ranks print appears here, line by line.
+        When a rank fails, its own exception is raised, with its traceback there as a note; RankDied when its process
+        ended; Deadlock when all wait for each other (see `patience`); RankError when an argument or a result cannot
+        be sent. After an interrupt the ranks keep their state, except those that the message names.
+        """
+        return self.perform(Call(range(self.size), function, args, kwargs))
+
+    def run_on(self, ranks: Iterable[int], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """`run` on these ranks only; the results in the order of `ranks`."""
+        return self.perform(Call(ranks, function, args, kwargs))
+
+    def run_with(self, callback: Callback, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """`run`, calling `callback(rank, value)` in the driver for each `worker.report(value)` as it arrives. (Where
+        the driver is itself a rank: at the latest when it reports next.)"""
+        return self.perform(Call(range(self.size), function, args, kwargs, callback))
+
+    def run_reviving(
+        self, revivals: int, callback: Callback, function: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> list[Any]:
+        """`run_with`, but the run goes on when a rank dies: the rank is started again and calls the function again,
+        while the others are still in theirs, and `callback` gets a `Revived`. This happens for `revivals` deaths; the
+        next one is raised. It is for ranks that use no process groups.
+
+        PlanError for any revivals where the driver has not started the ranks, and cannot start one again.
+        """
+        return self.perform(Call(range(self.size), function, args, kwargs, callback, revivals))
+
+    @staticmethod
+    def report(value: Any) -> None:
+        """In a function that a rank runs: send `value` to the callback of `run_with`; it is `worker.report`."""
+        worker.report(value)
 
 
 def check_size(ranks: Ranks | None, count: int, what: str) -> None:

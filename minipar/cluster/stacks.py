@@ -20,6 +20,7 @@ from pathlib import Path
 
 from minipar.cluster.notes import Page
 
+_ALL = signal.SIGRTMIN + 5 if sys.platform == "linux" else 0  # asks for all threads
 SECONDS = 0.06  # that ranks have to answer; a rank that is stopped, or gone, never answers
 _SHOWN = 8  # frames, the innermost ones
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -27,6 +28,7 @@ _ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 _ENTRY = f'"{Path(__file__).with_name("worker.py")}"'
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _COMM = os.path.join(_PACKAGE, "comm", "")
+_HELPERS = re.compile(rf"{re.escape(_COMM)}helper\.py|{os.sep}tqdm{os.sep}_monitor\.py")
 _LIBRARIES = (_PACKAGE, os.path.dirname(os.__file__) + os.sep)
 _TORCH = os.path.join("torch", "distributed", "")
 
@@ -37,8 +39,12 @@ Frame = tuple[str, int, str]  # file name, line number, function
 
 
 def answer(descriptor: int) -> None:
-    """Write the main thread's stack to `descriptor` whenever the driver sends the signal."""
-    faulthandler.register(signal.SIGUSR1, os.fdopen(descriptor, "w", closefd=False), all_threads=False)
+    """Write the main thread's stack to `descriptor` whenever the driver sends the signal, and on Linux those of all
+    threads for another signal."""
+    file = os.fdopen(descriptor, "w", closefd=False)
+    faulthandler.register(signal.SIGUSR1, file, all_threads=False)
+    if _ALL:
+        faulthandler.register(_ALL, file, all_threads=True)
 
 
 # In the driver
@@ -46,19 +52,34 @@ def answer(descriptor: int) -> None:
 
 def ask(ranks: Iterable[tuple[int, int, Page]]) -> dict[int, list[Frame]]:
     """The stacks of these (rank, pid, page), the outermost frame first; no entry for those that do not answer."""
+    return {rank: _parse(text) for rank, text in _ask(ranks, signal.SIGUSR1).items()}
+
+
+def has_foreign_threads(rank: tuple[int, int, Page]) -> bool:
+    """Whether this (rank, pid, page), whose threads all sleep, has or may have Python threads of the user: beside the
+    main one and those of this package or of tqdm."""
+    answers = _ask([rank], _ALL) if _ALL else {}
+    if rank[0] not in answers:
+        return True
+    blocks = re.split(r"^(?:Current t|T)hread 0x.*$", answers[rank[0]], flags=re.MULTILINE)
+    return not all(_ENTRY in block or _HELPERS.search(block) for block in blocks if block.strip())
+
+
+def _ask(ranks: Iterable[tuple[int, int, Page]], number: int) -> dict[int, str]:
+    """What faulthandler writes in these (rank, pid, page)."""
     left = {}
     for rank, pid, page in ranks:
         page.cut()
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGUSR1)
+            os.kill(pid, number)
             left[rank] = page
-    found: dict[int, list[Frame]] = {}
+    found: dict[int, str] = {}
     deadline = time.monotonic() + SECONDS
     while left and time.monotonic() < deadline:
         for rank, page in list(left.items()):
             text = page.appended()
             if _complete(text):
-                found[rank] = _parse(text)
+                found[rank] = text
                 del left[rank]
         if left:
             time.sleep(0.001)
@@ -120,3 +141,12 @@ def cpu_and_state(pid: int) -> tuple[int, str]:
     except OSError:
         return 0, ""
     return int(fields[11]) + int(fields[12]), fields[0]
+
+
+def sleeps(pid: int) -> bool:
+    """Whether every thread of a process waits for an event; False where that is not known."""
+    try:
+        tasks = [Path(f"/proc/{pid}/task/{task}/stat").read_text() for task in os.listdir(f"/proc/{pid}/task")]
+    except OSError:
+        return False
+    return all(task.rpartition(")")[2].split()[0] == "S" for task in tasks)

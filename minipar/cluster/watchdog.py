@@ -6,12 +6,18 @@ patience. A rank that computes is never part of a deadlock, however long it take
 or waits for input. A rank that waits in torch's own communication is recognised by its stack, which is read only when
 the rank has used no CPU time for that long.
 
+Where all ranks are provably blocked, nobody need be patient: after `SURE` seconds it is a deadlock. They are if each
+one waits for another in an operation of the communicator that this machine carries, no thread of any rank has run
+whenever we looked, and no rank has threads of the user, which may wait for a clock and then send. The making of a group
+is doubtful, since ranks then try again from time to time.
+
 A rank that waits for its GPU spins, and uses CPU time; its notes say that it waits (device_waits.py). Its GPU may wait
 for another rank, or compute. So it counts as waiting only after several times the patience, in one and the same call.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -19,8 +25,15 @@ from minipar.cluster import device_waits, stacks
 from minipar.cluster.notes import Page
 from minipar.cluster.stacks import Frame
 
+Entry = tuple[int, int, Page]
+
 _STOPPED = "T"
+_TRIES = 5
 _SHORTEST, _LONGEST = 0.02, 0.5  # seconds between two checks
+SURE = 3.0  # seconds until ranks that are provably blocked are a deadlock
+_DOUBTFUL = "the making of a group"
+_TICKS = 10  # of CPU time in each second that waits of a rank may use, since some look again and again
+_A_WHILE = 0.5  # seconds; who has waited for so long is not just between two messages
 _FOR_DEVICES = 5  # times the patience, where a rank waits for its GPU: what one call waits for may take long
 
 
@@ -38,38 +51,83 @@ class Watchdog:
     """Checks the ranks of one run from time to time. Pauses of the driver itself do not count: it may have been
     stopped, and the ranks with it."""
 
-    def __init__(self, patience: float) -> None:
-        self.patience = patience
-        self.interval = min(max(patience / 5, _SHORTEST), _LONGEST)
+    def __init__(self, patience: float | None, local: bool = True) -> None:
+        """`patience`: in seconds; None: it never finds a deadlock. `local`: whether all messages are carried by this
+        machine's memory and sockets."""
+        self.patience = math.inf if patience is None else patience
+        self.interval = min(max(self.patience / 5, _SHORTEST), _LONGEST)
         self._seen: dict[int, Seen] = {}
-        self._same = 0.0  # seconds for which nothing has changed
+        self.same = 0.0  # seconds for which nothing has changed
+        self._local = local and patience is not None
+        self._still = 0.0  # seconds for which all have slept, too
+        self._used: dict[int, int] = {}  # CPU time of each rank when that began
         self._looked = time.monotonic()
 
     def due(self) -> bool:
         """Whether it is time for the next check."""
         return time.monotonic() - self._looked >= self.interval
 
-    def look(self, ranks: list[tuple[int, int, Page]]) -> dict[int, str] | None:
+    def look(self, ranks: list[Entry], others: list[Entry] | None = None) -> dict[int, str] | None:
         """If it is a deadlock: what each of these (rank, pid, page) waits for; else None. They are all ranks that have
-        not ended."""
+        not ended, and the `others` those that have."""
         now = time.monotonic()
         passed, self._looked = now - self._looked, now
         seen = {rank: _see(pid, page) for rank, pid, page in ranks}
         if seen != self._seen:
-            self._seen, self._same = seen, 0.0
+            self._seen, self.same, self._still = seen, 0.0, 0.0
             return None
-        self._same += min(passed, 2 * self.interval)
-        if self._same < self.patience:
+        passed = min(passed, 2 * self.interval)
+        self.same += passed
+        self._note_stillness(passed, [*ranks, *(others or [])])
+        if self._still >= SURE and not any(map(stacks.has_foreign_threads, [*ranks, *(others or [])])):
+            return self._waits(ranks, seen)
+        if self.same < self.patience:
             return None
         on_devices = any(device_waits.is_one(one.operation) for one in seen.values() if one.since)
-        if on_devices and self._same < self.patience * _FOR_DEVICES:
+        if on_devices and self.same < self.patience * _FOR_DEVICES:
             return None
+        found = self._waits(ranks, seen)
+        if found is None:
+            self.same = 0.0  # one is busy without using CPU time: with a sleep, a file, a device
+        return found
+
+    def waits(self, ranks: list[Entry]) -> dict[int, str] | None:
+        """What each of these ranks waits for, if all of them have waited for a while; else None."""
+        seen = {rank: _see(pid, page) for rank, pid, page in ranks}
+        if seen != self._seen or not seen:
+            return None
+        since = [time.monotonic() - one.since if one.since else self.same for one in seen.values()]
+        return self._waits(ranks, seen) if min(since) >= _A_WHILE else None
+
+    def _waits(self, ranks: list[Entry], seen: dict[int, Seen]) -> dict[int, str] | None:
+        now = time.monotonic()
         frames = stacks.ask(entry for entry in ranks if not seen[entry[0]].stopped)
-        texts = {rank: _describe(seen[rank], frames.get(rank, []), now, self._same) for rank in seen}
-        if all(texts.values()):
-            return {rank: text or "" for rank, text in texts.items()}
-        self._same = 0.0  # one is busy without using CPU time: with a sleep, a file, a device
-        return None
+        texts = {rank: _describe(seen[rank], frames.get(rank, []), now, self.same) for rank in seen}
+        return {rank: text or "" for rank, text in texts.items()} if all(texts.values()) else None
+
+    def _note_stillness(self, passed: float, ranks: list[Entry]) -> None:
+        """Count for how long all ranks have slept, if all that have not ended wait for another one."""
+        sure = self._local and all(_is_sure(one) for one in self._seen.values())
+        used = {rank: stacks.cpu_and_state(pid)[0] for rank, pid, _ in ranks} if sure else {}
+        if not self._still:
+            self._used = used
+        bound = _TICKS * (self._still + passed + 1)
+        quiet = sure and all(used[rank] - self._used.get(rank, 0) <= bound for rank in used)
+        self._still = self._still + passed if quiet and _sleep(ranks) else 0.0
+
+
+def _is_sure(seen: Seen) -> bool:
+    doubtful = device_waits.is_one(seen.operation) or seen.operation.startswith(_DOUBTFUL)
+    return bool(seen.since) and not seen.stopped and not doubtful
+
+
+def _sleep(ranks: list[Entry]) -> bool:
+    """Whether no thread of these ranks runs. Waits that look from time to time are asked again."""
+    for _ in range(_TRIES):
+        if all(stacks.sleeps(pid) for _, pid, _ in ranks):
+            return True
+        time.sleep(0.001)
+    return False
 
 
 def _see(pid: int, page: Page) -> Seen:

@@ -39,7 +39,9 @@ class Notebook:
 
         self.manager, self.client = start_new_kernel(kernel_name="python3", cwd=str(ROOT), env=ENVIRONMENT)
 
-    def __call__(self, code: str, meanwhile: Callable[[], None] = lambda: None) -> Answer:
+    def __call__(
+        self, code: str, meanwhile: Callable[[], None] = lambda: None, see: Callable[[str], None] = lambda text: None
+    ) -> Answer:
         answer = Answer()
         request = self.client.execute(code, allow_stdin=False)
         meanwhile()
@@ -50,6 +52,7 @@ class Notebook:
                 continue
             if message["msg_type"] == "stream":
                 answer.text += content["text"]
+                see(content["text"])
             elif message["msg_type"] == "execute_result":
                 answer.value = content["data"]["text/plain"]
             elif message["msg_type"] == "error":
@@ -71,22 +74,38 @@ def notebook() -> Iterator[Notebook]:
     made.manager.shutdown_kernel(now=True)
 
 
-def test_output_is_grouped_by_rank_and_the_same_text_is_shown_once(notebook: Notebook) -> None:
+def test_output_has_the_ranks_name_and_the_same_line_is_shown_once(notebook: Notebook) -> None:
     notebook.begin(4)
-    answer = notebook(
-        "%%ranks\n"
-        "import os, sys, time\n"
-        "time.sleep(0.1 * (3 - rank))\n"  # the last rank prints first
-        "print('one'); print('two', file=sys.stderr); os.system(f'echo {rank // 2}')\n"
-        "rank, world_size"
-    )
+    answer = notebook("%%ranks\nimport os\nprint('one'); os.system(f'echo {rank // 2}')\nrank, world_size")
     assert answer.text == (
-        "ranks 0-1:\n  one\n  two\n  0\n"
-        "ranks 2-3:\n  one\n  two\n  1\n"
+        "[ranks 0-3] one\n[ranks 0-1] 0\n[ranks 2-3] 1\n"
         "rank 0 => (0, 4)\nrank 1 => (1, 4)\nrank 2 => (2, 4)\nrank 3 => (3, 4)\n"
     )
-    assert notebook("%%ranks\nprint('same')\n{'a': 1}").text == "ranks 0-3:\n  same\nranks 0-3 => {'a': 1}\n"
-    assert notebook("%%ranks\nif rank == 2: print('only me')").text == "rank 2:\n  only me\n"
+    answer = notebook("%%ranks\nimport sys\nprint('same', file=sys.stderr)\n{'a': 1}")
+    assert answer.text == "[ranks 0-3] same\nranks 0-3 => {'a': 1}\n"
+    assert notebook("%%ranks\nif rank == 2: print('only me')").text == "[rank 2] only me\n"
+
+
+def test_output_appears_while_the_cell_runs(notebook: Notebook, tmp_path: Path) -> None:
+    notebook.begin(2)
+    go = tmp_path / "go"
+    seen: list[str] = []
+
+    def see(text: str) -> None:
+        seen.append(text)
+        if "first" in "".join(seen) and "9/9" in "".join(seen):
+            go.touch()  # the cell waits for it, so its lines have been shown before it ended
+
+    code = (
+        "%%ranks\nimport pathlib, time, tqdm\nprint('first')\n"
+        "for _ in tqdm.tqdm(range(9), mininterval=0): pass\n"
+        f"end = time.monotonic() + 30\n"
+        f"while not pathlib.Path({str(go)!r}).exists() and time.monotonic() < end: time.sleep(0.01)\n"
+        "time.monotonic() < end"
+    )
+    answer = notebook(code, see=see)
+    assert answer.text.startswith("[ranks 0-1] first\n")
+    assert answer.text.endswith("ranks 0-1 => True\n")
 
 
 def test_what_is_not_shown(notebook: Notebook) -> None:
@@ -139,7 +158,7 @@ def test_an_error_is_the_cells_own_with_the_ranks_traceback(notebook: Notebook) 
     )
     name, message, shown = answer.error
     assert (name, message.splitlines()[0]) == ("ZeroDivisionError", "division by zero")
-    assert answer.text == "ranks 0-3:\n  before\n"
+    assert answer.text == "[ranks 0-3] before\n"
     number = re.search(r"In\[(\d+)\]", shown)
     assert number
     assert shown.splitlines() == [
@@ -169,7 +188,7 @@ def test_death_of_a_rank(notebook: Notebook) -> None:
     notebook.begin(3)
     notebook("%%ranks\nkept = 1")
     answer = notebook("%%ranks\nif rank == 1:\n    print('last words', flush=True); import os; os.kill(os.getpid(), 9)")
-    assert answer.text == "rank 1:\n  last words\n"
+    assert answer.text == "[rank 1] last words\n"
     assert answer.error[2].startswith("RankDied: rank 1 was killed by signal 9")
     assert answer.error[2].endswith(
         "2 of 3 ranks alive; the others start anew at the next cell, without their variables"
@@ -222,7 +241,7 @@ def test_interrupt(notebook: Notebook, tmp_path: Path) -> None:
     )
     assert time.monotonic() - began < 20
     assert answer.error[2].startswith("KeyboardInterrupt")
-    assert answer.text.endswith("ranks 0-1:\n  waiting\n")
+    assert answer.text.endswith("[ranks 0-1] waiting\n")
     assert notebook("%%ranks\ncomm.allreduce([1])").text == "ranks 0-1 => [2]\n"
 
 
@@ -239,13 +258,13 @@ def test_a_bad_line_is_refused_in_one_line(notebook: Notebook) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("0", "n=0: must be a whole number from 1 to 10000"),
-        ("99999999999", "n=99999999999: must be a whole number from 1 to 10000"),
-        ("9" * 5000, "must be a whole number from 1 to 10000"),
+        ("0", "n=0: must be a whole number from 1 to 4,096"),
+        ("99999999999", "n=99999999999: must be a whole number from 1 to 4,096"),
+        ("9" * 5000, "must be a whole number from 1 to 4,096"),
         ("-2", "n=-2: must be a whole number"),
         ("two", "n=two: must be a whole number"),
-        ("2 3", "unknown argument '3'; possible are n, --only 0,2, --out name, --quiet"),
-        ("--loud", "unknown argument '--loud'; possible are n, --only 0,2, --out name, --quiet"),
+        ("2 3", "unknown argument '3'; possible are n, --only 0,2, --in f,x, --out name, --quiet"),
+        ("--loud", "unknown argument '--loud'; possible are n, --only 0,2, --in f,x, --out name, --quiet"),
         ("--only", "--only : there is no rank ''; ranks 0 to 3 are there"),
         ("--only 0-2", "--only 0-2: there is no rank '0-2'"),
         ("1 --only 1", "--only 1: there is no rank '1'; rank 0 is there"),
@@ -254,6 +273,9 @@ def test_a_bad_line_is_refused_in_one_line(notebook: Notebook) -> None:
         ("--out", "--out '': must be the name of a variable"),
         ("--out if", "--out 'if': must be the name of a variable"),
         ("--out 'a", "No closing quotation"),
+        ("--in", "--in '': must be the name of a variable"),
+        ("--in a,,b", "--in '': must be the name of a variable"),
+        ("--in 'a.b'", "--in 'a.b': must be the name of a variable"),
     ],
 )
 def test_lines_that_cannot_be(line: str, message: str) -> None:
@@ -265,39 +287,57 @@ def test_lines_that_cannot_be(line: str, message: str) -> None:
 
 def test_lines_that_can_be() -> None:
     assert magic._parse("", 3) == magic.Request(3, (0, 1, 2), "", False)
-    line = "--out=a --quiet 2 --only 1,0  # comment"
-    assert magic._parse(line, 3) == magic.Request(2, (0, 1), "a", True)
+    line = "--out=a --quiet 2 --only 1,0 --in f,x  # comment"
+    assert magic._parse(line, 3) == magic.Request(2, (0, 1), "a", True, ("f", "x"))
 
 
-def test_what_a_terminal_would_show_of_a_long_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "0"
-    assert magic._read(str(file)) == ""
-    file.write_bytes(b"10 %\r20 %\r\nend\n")
-    assert magic._read(str(file)) == "20 %\nend\n"
-    monkeypatch.setattr(magic, "_SHOWN_BYTES", 4)
-    assert magic._read(str(file)) == "10 %\n... and 11 bytes more"
-
-
-def test_a_cell_that_prints_for_ever_takes_little_of_the_disk(notebook: Notebook) -> None:
+def test_a_cell_that_prints_very_much_shows_the_first_part(notebook: Notebook) -> None:
     notebook.begin(2)
-    answer = notebook(
-        "%%ranks\n"
-        "import os, time\n"
-        "most = 0\n"
-        "for k in range(200):\n"
-        "    print('x' * 999_999)\n"
-        "    most = max(most, os.fstat(1).st_size)\n"
-        "    time.sleep(0.01)\n"
-        "most"
-    )
+    answer = notebook("%%ranks\nfor k in range(200): print(f'{k:03}', 'x' * 99_995)")
     assert answer.error == ("", "", "")
-    assert len(answer.text) < 3 << 20
-    left = [int(size) for size in re.findall(r"\.\.\. and (\d+) bytes more", answer.text)]
-    assert left  # (what is written between a look and a cut is not counted)
-    assert 150_000_000 < min(left) <= max(left) <= 200_000_000 - (1 << 20)
-    most = [int(size) for size in re.findall(r"=> (\d+)", answer.text)]
-    assert most
-    assert max(most) < 100_000_000
+    assert 2_000_000 > len(answer.text) > 900_000
+    assert "[ranks 0-1] 009 xxx" in answer.text
+    assert answer.text.endswith(
+        "[rank 0] ... and 19,000,000 characters more\n[rank 1] ... and 19,000,000 characters more\n"
+    )
+
+
+def test_functions_and_variables_get_in(notebook: Notebook) -> None:
+    notebook.begin(2)
+    notebook("factor = 3\ndef times(x): return factor * x\nopen_file = open('README.md')")
+    error = notebook("%%ranks\ntimes(rank)").error
+    assert error[0] == "NameError"
+    assert error[2].splitlines()[-1] == (
+        "times is a variable of the notebook; the ranks have their own: %%ranks --in times"
+    )
+    assert "variable of the notebook" not in notebook("%%ranks\nnowhere").error[2]
+    assert notebook("%%ranks --in times,factor\ntimes(rank), factor").text == "rank 0 => (0, 3)\nrank 1 => (3, 3)\n"
+    assert notebook("%%ranks\ntimes(1)").text == "ranks 0-1 => 3\n"  # it stays
+    assert notebook("%%ranks --in lost\n1").error[1] == "--in lost: the notebook has no variable 'lost'"
+    assert notebook("%%ranks --in open_file\n1").error[1].startswith("--in open_file: a TextIOWrapper cannot be sent")
+
+
+def test_a_deadlock_of_all_is_reported_soon_and_at_an_interrupt_at_once(notebook: Notebook) -> None:
+    notebook.begin(2)
+    code = "%%ranks\ncomm.barrier()\nif rank == 0: comm.recv(1)\nelse: comm.recv(0)"
+    began = time.monotonic()
+    name, _, shown = notebook(code).error
+    assert name == "Deadlock"
+    assert 3 < time.monotonic() - began < 20  # (the patience of a cluster is 30 s)
+    assert "and none of them can go on" in shown
+    pattern = (
+        r"ranks 0, 1 wait for what does not come.*rank 0: recv from rank 1 tag -?\d+, since .*"
+        r"if rank == 0: comm\.recv\(1\).*rank 1: recv from rank 0 tag -?\d+, since "
+    )
+    assert re.search(pattern, shown, re.DOTALL)
+
+    def interrupt() -> None:
+        time.sleep(2)
+        notebook.manager.interrupt_kernel()
+
+    shown = notebook(code, interrupt).error[2]
+    assert shown.startswith("KeyboardInterrupt: the ranks were interrupted\n")
+    assert re.search(pattern, shown, re.DOTALL)
 
 
 def test_a_notebook_passes_nbval() -> None:

@@ -11,7 +11,9 @@ import torch
 
 from minipar import PlanError, data, evaluate, models, train
 from minipar.cluster import Cluster
-from minipar.cluster.ranks import Ranks
+from minipar.cluster.attached import Attached
+from minipar.cluster.launched import Launched
+from minipar.cluster.ranks import MOST_LOCAL, Calling, Ranks
 from tests.conftest import Clusters
 
 NAMES = {name for name in vars(Ranks) if not name.startswith("_")}
@@ -60,3 +62,15 @@ def test_a_rank_reports_by_the_cluster_as_well(clusters: Clusters) -> None:
     ranks: Iterable[int] = range(2)
     clusters(2).run_with(lambda rank, value: heard.append((rank, value)), report, "here")
     assert sorted(heard) == [(rank, "here") for rank in ranks]
+
+
+@pytest.mark.parametrize("kind", [Cluster, Launched, Attached])
+def test_calls_are_made_in_one_place(kind: type) -> None:
+    assert issubclass(kind, Calling)
+    assert {"run", "run_on", "run_with", "run_reviving", "report"} & vars(kind).keys() == set()
+
+
+@pytest.mark.parametrize("n", [10**9, 10**5000, MOST_LOCAL + 1], ids=["a-billion", "endless", "one-more"])
+def test_more_ranks_than_a_machine_can_have_are_refused_in_one_line(n: int) -> None:
+    with pytest.raises(PlanError, match=r"^n=.*: one machine has room for at most 4,096 ranks$"):
+        Cluster(n)

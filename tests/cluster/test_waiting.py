@@ -437,7 +437,11 @@ def test_patience_can_be_changed_and_must_be_seconds(cluster: Cluster) -> None:
     cluster.patience = None
     try:
         error, _ = interrupted(cluster, lambda: sums() if rank() else None, after=3 * PATIENCE)
-        assert str(error) == "the ranks were interrupted"
+        first, second, *lines = str(error).splitlines()  # an interrupt tells what patience would have told
+        assert first == "the ranks were interrupted"
+        assert second == "ranks 1, 2 wait for what does not come"
+        assert lines[0] == "rank 0: finished"
+        assert re.match(r"rank 1: allreduce of a list of 1 float64 for sum over 0,1,2, since ", lines[1])
         with pytest.raises(PlanError, match="patience=0: must be seconds above 0, or None"):
             cluster.patience = 0
         for value in (-1, True, "long"):
@@ -589,3 +593,21 @@ def test_the_stop_button_of_a_notebook() -> None:
     finally:
         client.stop_channels()
         kernel.shutdown_kernel(now=True)
+
+
+def test_a_thread_of_the_user_may_wake_ranks_that_all_wait(cluster: Cluster) -> None:
+    def f() -> float:
+        comm = communicator.create()
+        comm.barrier()
+        if comm.rank == 0:
+            threading.Timer(4.5, lambda: comm.isend(torch.ones(1), 1, 5).wait()).start()
+        elif comm.rank == 1:
+            comm.irecv(torch.empty(1), 0, 5).wait()
+        total: float = comm.allreduce(1.0)
+        return total
+
+    patience, cluster.patience = cluster.patience, 30.0
+    try:
+        assert cluster.run(f) == [3.0] * 3
+    finally:
+        cluster.patience = patience
