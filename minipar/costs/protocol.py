@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Hashable
 from typing import Protocol, runtime_checkable
 
 from minipar.program import Instruction, Value
@@ -30,6 +31,19 @@ class EvenCosts(Costs, Protocol):
 
     def even(self, rank: int, other: int) -> bool:
         """Whether what two such ranks do costs the same: compute, messages, collectives, and the memory of values."""
+
+
+@runtime_checkable
+class SharingCosts(Costs, Protocol):
+    """Costs that know what messages of different ranks share: the cable between two hosts."""
+
+    @property
+    def shares(self) -> bool:
+        """Whether there is any such cable."""
+
+    def cables(self, rank: int, ins: Instruction) -> tuple[Collection[Hashable], float]:
+        """The directions of cables that a SEND or a collective goes through, and for how long it occupies each of them:
+        no longer than it takes."""
 
 
 def even(costs: Costs, rank: int, other: int) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from html import escape
 from statistics import median
@@ -60,6 +60,15 @@ def fit(points: Sequence[tuple[float, float]]) -> LinearCost:
 _FREE = LinearCost(0.0, 0.0)
 
 
+def _as_ring(known: Mapping[int, LinearCost], members: int, size: float) -> float:
+    """Seconds of a collective over so many ranks, by the lines of those numbers that are known: of another number the
+    nearest one is scaled as for a ring."""
+    near = min(known, key=lambda n: (abs(n - members), n))
+    line = known[near]
+    steps, share = (members - 1) / (near - 1), (members - 1) / members / ((near - 1) / near)
+    return line.fixed * steps + line.per_byte * size * share
+
+
 class Copies(NamedTuple):
     """Seconds for copying one tensor from the device to a slower tier, and back. The defaults are for an ordinary
     machine.
@@ -92,6 +101,11 @@ class Calibration:
                     before, time of each further message that follows at once), while all groups do the same
     alone           time of such a message while no other rank sends
     add             time of adding what was received, while all ranks add
+    hosts           by rank, the number of its host; empty: all are on one. Ranks of two hosts share the cable between
+                    them. `links` then has one pair of ranks for each two hosts
+    filling         how much of the cable's rate one message between two hosts takes: 1 if it leaves nothing for others
+    across          (collective, size of the group, its time) for groups that are on several hosts: one rank of each
+                    host, and all ranks
     """
 
     device: str
@@ -107,10 +121,22 @@ class Calibration:
     exchange: tuple[tuple[int, LinearCost, LinearCost], ...] = ()
     alone: LinearCost = _FREE
     add: LinearCost = _FREE
+    hosts: tuple[int, ...] = ()
+    filling: float = 1.0
+    across: tuple[tuple[str, int, LinearCost], ...] = ()
+
+    def hosts_of(self, ranks: Iterable[int]) -> frozenset[int]:
+        """The hosts of these ranks."""
+        return frozenset(self.hosts[rank] if rank < len(self.hosts) else 0 for rank in ranks)
 
     def message(self, a: int, b: int) -> LinearCost:
-        """The cost of a message between two ranks; the median of all links if this link was not measured."""
-        found = [line for c, d, line in self.links if {a, b} == {c, d}] or [line for *_, line in self.links]
+        """The cost of a message between two ranks. If this link was not measured: the median of those between the same
+        hosts, or of those that also stay in a host or leave it, or of all."""
+        at = self.hosts_of((a, b))
+        found = [line for c, d, line in self.links if {a, b} == {c, d}]
+        found = found or [line for c, d, line in self.links if self.hosts_of((c, d)) == at]
+        found = found or [line for c, d, line in self.links if len(self.hosts_of((c, d))) == len(at)]
+        found = found or [line for *_, line in self.links]
         if not found:
             raise PlanError(f"calibration of {self.ranks} rank: knows no links; calibrate a cluster of 2 or more ranks")
         return LinearCost(median(line.fixed for line in found), median(line.per_byte for line in found))
@@ -122,19 +148,22 @@ class Calibration:
         return max(0.0, occupied), max(0.0, line.fixed - self.send.fixed - self.receive.fixed)
 
     def sum_over(self, members: int, size: float) -> float:
-        """Seconds of an allreduce of `size` bytes over so many ranks. For a number of ranks that was not measured, the
-        nearest one is scaled as for a ring."""
+        """Seconds of an allreduce of `size` bytes over so many ranks; of one host, where they fit on it. For a number
+        of ranks that was not measured, the nearest one is scaled as for a ring."""
         if members < 2:
             return 0.0
-        known = dict(self.allreduce)
+        known = {n: line for kind, n, line in self.across if kind == "allreduce"} | dict(self.allreduce)
         if not known:
             raise PlanError(
                 f"calibration of {self.ranks} rank: knows no collectives; calibrate a cluster of 2 or more ranks"
             )
-        near = min(known, key=lambda n: (abs(n - members), n))
-        line = known[near]
-        steps, share = (members - 1) / (near - 1), (members - 1) / members / ((near - 1) / near)
-        return line.fixed * steps + line.per_byte * size * share
+        return _as_ring(known, members, size)
+
+    def collective(self, kind: str, group: Sequence[int], size: float) -> float | None:
+        """Seconds of an "allreduce", "all_gather" or "reduce_scatter" of `size` bytes over a group that is on several
+        hosts. None for a group on one host, and where none was measured."""
+        known = {n: line for name, n, line in self.across if name == kind}
+        return _as_ring(known, len(group), size) if known and len(self.hosts_of(group)) > 1 else None
 
     def exchanged(self, members: int) -> tuple[LinearCost, LinearCost]:
         """The cost of a message in a collective of so many ranks, while all of them send; and of each further message.
@@ -157,6 +186,8 @@ class Calibration:
             given["links"] = tuple((a, b, LinearCost(*line)) for a, b, line in given["links"])
             given["allreduce"] = tuple((n, LinearCost(*line)) for n, line in given["allreduce"])
             given["exchange"] = tuple((n, LinearCost(*one), LinearCost(*more)) for n, one, more in given["exchange"])
+            given["hosts"] = tuple(given.get("hosts", ()))
+            given["across"] = tuple((kind, n, LinearCost(*line)) for kind, n, line in given.get("across", ()))
             for name in ("send", "receive", "alone", "add"):
                 given[name] = LinearCost(*given[name])
             return Calibration(**given)
@@ -168,8 +199,9 @@ class Calibration:
 
     def _rows(self) -> list[tuple[str, str]]:
         where = "a device each" if self.cores is None else several(self.cores, "core")
+        machines = f" of {several(len(set(self.hosts)), 'host')}" if self.hosts else ""
         rows = [
-            ("ranks", f"{self.ranks} on {self.device}, {where}"),
+            ("ranks", f"{self.ranks} on {self.device}, {where}{machines}"),
             (
                 "matrix product",
                 f"{self.flops_alone / 1e9:.1f} GFLOP/s alone, {self.flops_together / 1e9:.1f} each of all",
@@ -182,7 +214,11 @@ class Calibration:
             rows += [("adding what was received", str(self.add)), ("message of a collective alone", str(self.alone))]
         for n, one, more in self.exchange:
             rows += [(f"exchange among {n}", str(one)), ("  each further message", str(more))]
-        return rows + [(f"allreduce over {n}", str(line)) for n, line in self.allreduce]
+        rows += [(f"allreduce over {n}", str(line)) for n, line in self.allreduce]
+        rows += [(f"{kind} over {n}, across hosts", str(line)) for kind, n, line in self.across]
+        if self.across:
+            rows += [("a message between hosts takes", f"{self.filling:.0%} of the cable's rate")]
+        return rows
 
     def __str__(self) -> str:
         """One line for each rate: the fixed time of a message, and its bytes a second."""

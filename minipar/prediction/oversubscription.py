@@ -7,6 +7,9 @@
 Speeds now depend on what all ranks do at the same moment. So time must advance for all ranks together, from one event
 (a compute instruction ends, a message arrives) to the next (program/event_loop.py). This is slower than `simulate`
 without `cores`, and gives the same times if there are enough cores.
+
+The same clock serves ranks of several hosts, whose messages share the cables between the hosts: a message, or a
+collective, waits until those that were there before leave it room.
 """
 
 from __future__ import annotations
@@ -14,13 +17,13 @@ from __future__ import annotations
 import math
 import os
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from functools import partial
 
-from minipar.costs.protocol import Costs
+from minipar.costs.protocol import Costs, SharingCosts
 from minipar.costs.unit import UnitCosts
 from minipar.prediction.streams import GroupStream, Link, Slot
-from minipar.program import COPIES, PORT, Op, Program, Value
+from minipar.program import COPIES, PORT, Instruction, Op, Program, Value
 from minipar.program.event_loop import EventLoop
 
 _LATENCY = 0.05  # latency of a message; a forward of a rank takes 1
@@ -94,6 +97,14 @@ def walk_shared(
     lanes: dict[tuple[int, str], Link] = defaultdict(Link)
     groups: dict[tuple[int, ...], GroupStream] = {}
     ports = [0.0] * count
+    taken: dict[Hashable, float] = defaultdict(float)  # until when a cable between hosts has no room
+    sharing = costs if isinstance(costs, SharingCosts) and costs.shares else None
+
+    def cables(rank: int, ins: Instruction) -> tuple[Collection[Hashable], float]:
+        return sharing.cables(rank, ins) if sharing is not None else ((), 0.0)
+
+    def room(lanes: Collection[Hashable]) -> float:
+        return max((taken[lane] for lane in lanes), default=0.0)
 
     def arrived(rank: int, value: Value) -> bool:
         """Whether a value has arrived. If not, the rank continues when it arrives."""
@@ -130,8 +141,11 @@ def walk_shared(
             starts[rank][index] = now
             if ins.op is Op.SEND:
                 link = links[rank, ins.peer]
+                lanes_taken, seconds = cables(rank, ins)
                 free = max(now, ports[rank]) if ins.stream == PORT else now
+                free = max(free, room(lanes_taken))
                 starts[rank][index], ends[rank][index] = link.send(free, *costs.transfer(rank, ins))
+                taken.update(dict.fromkeys(lanes_taken, starts[rank][index] + seconds))
                 if ins.stream == PORT:
                     ports[rank] = ends[rank][index]
                 wake(link)
@@ -145,7 +159,10 @@ def walk_shared(
                 pending[rank] |= dict.fromkeys(ins.writes, (lane, len(lane) - 1, index))
             elif ins.group:  # a collective
                 stream = groups.get(ins.group) or groups.setdefault(ins.group, GroupStream(ins.group))
-                k = stream.join(rank, index, now, ins, costs, starts, ends)
+                lanes_taken, seconds = cables(rank, ins)
+                k = stream.join(rank, index, now, ins, costs, starts, ends, room(lanes_taken))
+                if lanes_taken and len(stream) > k:
+                    taken.update(dict.fromkeys(lanes_taken, stream[k] - costs.collective(ins) + seconds))
                 pending[rank] |= {value: (stream, k, index) for value in ins.writes if value not in ins.frees}
                 wake(stream)
             else:

@@ -1,6 +1,7 @@
 """The simulator in its shortest form. `order` says who waits for whom, and this fold over it adds times.
 
-`simulate` gives the same times and is several times as fast; tests compare the two. Read this one first.
+`simulate` gives the same times and is several times as fast; tests compare the two. Read this one first. It knows no
+cables that ranks share: these need a clock (oversubscription.py).
 """
 
 from __future__ import annotations

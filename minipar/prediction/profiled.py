@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, field
 
 from minipar.costs.links import Line
@@ -143,9 +144,34 @@ class ProfiledCosts:
         size, messages = of_collective(self.program, self.size, ins.group[0], ins), max(1, len(ins.parts))
         if self.program.algorithm and ins.op is Op.ALL_REDUCE and not repartitions(ins):
             return messages * self._by_algorithm(n, round(size / messages))
-        if self.calibration is not None:  # (measured for sums, in which the bytes travel twice)
+        if self.calibration is not None:
+            kind = {Op.REDUCE_SCATTER: "reduce_scatter", Op.ALL_GATHER: "all_gather"}.get(ins.op, "allreduce")
+            across = self.calibration.collective(kind, ins.group, size / messages)
+            if across is not None:
+                return messages * across
+            # (measured for sums, in which the bytes travel twice)
             return hops(ins) / 2 * messages * self.calibration.sum_over(n, size / messages)
         return hops(ins) * Line(self.latency, self.bandwidth).ring(n, size, messages)
+
+    @property
+    def shares(self) -> bool:
+        """Whether ranks are on several hosts, and share the cables between them."""
+        return self.calibration is not None and len(set(self.calibration.hosts)) > 1
+
+    def cables(self, rank: int, ins: Instruction) -> tuple[Collection[Hashable], float]:
+        """Both directions of the cables of all hosts of a group; one of each host for a message. A message that cannot
+        fill a cable leaves the rest of its rate to others."""
+        found = self.calibration
+        if found is None or not (ins.op is Op.SEND or ins.group):
+            return (), 0.0
+        hosts = found.hosts_of(ins.group or (rank, ins.peer))
+        if len(hosts) < 2:
+            return (), 0.0
+        if ins.group:
+            ends = [(host, way) for host in hosts for way in ("out", "in")]
+            return ends, found.filling * self.collective(ins)
+        here, there = found.hosts[rank], found.hosts[ins.peer]
+        return ((here, "out"), (there, "in")), found.filling * self.transfer(rank, ins)[0]
 
     def _by_algorithm(self, ranks: int, nbytes: int) -> float:
         """Seconds of a sum by the program's own algorithm."""

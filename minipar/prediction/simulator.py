@@ -8,12 +8,13 @@ It follows the rule of the executor and of `order` (program/rule.py), and adds t
   * a message occupies its link for bytes/bandwidth and arrives a latency later; messages of a link keep their order,
     and so do messages that leave a rank through one port
   * a copy occupies one direction of its rank's link to the slower tier; copies in one direction keep their order
+  * what goes between two hosts also waits until the cable has room: all their ranks share it
   * a collective ends at the latest arrival of its ranks plus its cost; collectives of a group keep their order
 
 If ranks decide as they run, their program is walked in the order that they would choose at these costs; the trace has
-this order. If every rank has a core, ranks share only links and groups, so no global clock is needed: each rank is
-walked as far as possible, and again when the arrival that it waits for is known. So the time to simulate is linear in
-the number of instructions.
+this order. If every rank has a core, and all are on one host, ranks share only links and groups, so no global clock is
+needed: each rank is walked as far as possible, and again when the arrival that it waits for is known. So the time to
+simulate is linear in the number of instructions.
 
 Ranks that do the same on other rows or shards (`Program.representatives`) do it at the same times, if it costs the same
 everywhere, since they wait for each other only in collectives of all of them. Then one of them is walked, and its times
@@ -25,7 +26,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from minipar.costs.protocol import Costs, even
+from minipar.costs.protocol import Costs, SharingCosts, even
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError, ProgramError
 from minipar.prediction.dynamic import as_decided, fitted
@@ -79,6 +80,8 @@ def simulate(
             if cores is not None and cores < 1:
                 raise PlanError(f"cores={cores}: must be at least 1")
             program, starts, ends = follow_rule(program, costs, cores)
+        elif isinstance(costs, SharingCosts) and costs.shares and (cores is None or cores >= len(program.ranks)):
+            starts, ends = walk_shared(program, costs, len(program.ranks))
         elif cores is None or cores >= len(program.ranks):
             starts, ends = _walk(program, costs)
         elif cores >= 1:

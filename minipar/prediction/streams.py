@@ -62,16 +62,17 @@ class GroupStream(Link):
         costs: Costs,
         starts: list[list[float]],
         ends: list[list[float]],
+        room: float = 0.0,
     ) -> int:
         """A rank joins its next collective. Returns the collective's number. When the last rank joins, start and end of
-        the collective become known."""
+        the collective become known. `room`: when the cables that it needs are free."""
         k = self.joined[rank]
         self.joined[rank] = k + 1
         members = self.open.setdefault(k, [])
         members.append((rank, index, now))
         if len(members) == len(self.joined):
-            before = self.free
-            _, end = self.send(max(t for _, _, t in members), costs.collective(ins), 0.0)
+            before = max(self.free, room)
+            _, end = self.send(max(room, *(t for _, _, t in members)), costs.collective(ins), 0.0)
             for r, i, t in members:
                 starts[r][i], ends[r][i] = max(t, before), end
             del self.open[k]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -109,6 +110,66 @@ def test_sums_over_groups_that_were_not_measured_scale_as_a_ring():
     assert FOUND.sum_over(2, 1000) == pytest.approx(1e-4 + 1e-6)
     assert FOUND.sum_over(8, 0) == pytest.approx(3e-4 * 7 / 3)
     assert FOUND.sum_over(8, 1e9) == pytest.approx(2.0 * (7 / 8) / (3 / 4) + 3e-4 * 7 / 3)
+
+
+CABLE, NEAR = LinearCost(1e-3, 1e-6), LinearCost(1e-5, 1e-9)
+APART = replace(
+    FOUND, links=((0, 1, NEAR), (0, 2, CABLE), (2, 3, NEAR)), allreduce=((2, NEAR),), hosts=(0, 0, 1, 1), filling=0.5,
+    across=(("allreduce", 2, CABLE), ("all_gather", 4, LinearCost(2e-3, 3e-6)), ("allreduce", 4, CABLE)),
+)  # fmt: skip
+
+
+def test_links_between_two_hosts_are_one_cable():
+    assert APART.message(1, 3) == APART.message(3, 0) == CABLE
+    assert APART.message(1, 0) == NEAR
+    assert replace(APART, links=APART.links[1:]).message(0, 1) == NEAR, "as within the other host"
+
+
+def test_collectives_across_hosts_cost_what_was_measured_of_them():
+    assert APART.collective("allreduce", (1, 3), 1000) == pytest.approx(CABLE.at(1000))
+    assert APART.collective("all_gather", (0, 1, 2, 3), 1000) == pytest.approx(5e-3)
+    assert APART.collective("allreduce", (0, 1), 1000) is None, "one host"
+    assert FOUND.collective("allreduce", (0, 3), 1000) is None
+    assert APART.sum_over(2, 1000) == pytest.approx(NEAR.at(1000))
+    assert APART.sum_over(4, 1000) == pytest.approx(CABLE.at(1000))
+    for text in (str(APART), APART._repr_html_()):
+        assert "of 2 hosts" in text
+        assert "all_gather over 4, across hosts" in text
+    assert Calibration.from_json(APART.to_json()) == APART
+    older = {key: one for key, one in json.loads(FOUND.to_json()).items() if key not in ("hosts", "filling", "across")}
+    assert Calibration.from_json(json.dumps(older)) == FOUND
+
+
+@pytest.mark.parametrize("filling", [1.0, 0.5])
+@pytest.mark.parametrize("cores", [None, 2])
+def test_messages_of_ranks_of_a_host_share_its_cable(filling, cores):
+    """Two pipelines from host 0 to host 1, each with one message there and one back: 1000 bytes and 500."""
+    program = Plan(dp=2, pp=2, microbatches=1).compile(layers=4)
+    costs = ProfiledCosts(program, PROFILE, 4, calibration=replace(APART, hosts=(0, 1, 0, 1), filling=filling))
+    trace = simulate(program, costs, cores=cores)
+    sends = [
+        (trace.starts[rank][k], trace.ends[rank][k])
+        for rank in (0, 2)
+        for k, ins in enumerate(program.ranks[rank])
+        if ins.op is Op.SEND
+    ]
+    (first, ended), (second, _) = sorted(sends)
+    assert second - first == pytest.approx(filling * (ended - first))
+
+
+def test_a_collective_across_hosts_waits_for_the_cable():
+    program = Plan(dp=2, pp=2, microbatches=1).compile(layers=4)  # (each stage is summed over a rank of each host)
+    costs = ProfiledCosts(program, PROFILE, 4, calibration=replace(APART, filling=1.0))
+    trace = simulate(program, costs)
+    spans = sorted(
+        (trace.starts[rank][k], trace.ends[rank][k])
+        for rank in (0, 1)
+        for k, ins in enumerate(program.ranks[rank])
+        if ins.op is Op.ALL_REDUCE
+    )
+    assert len(spans) == 2
+    assert spans[1][0] >= spans[0][1]
+    assert spans[1][1] - spans[1][0] == pytest.approx(CABLE.at(8000))
 
 
 def test_a_message_costs_its_line_in_all():

@@ -25,6 +25,13 @@ PLANS = (
     "dp=4 zero=3 microbatches=2",
     "pp=4 offload=optimizer,parameters,activations microbatches=2",
 )
+DEEP, BROAD = (64, 64, 1024, 64, 64), (512, 1024, 512, 1024, 512)  # much to send between layers, or to sum
+LIMITED = (  # plan, model and batch, of which a step is ruled by a cable of limited bandwidth
+    ("pp=4 microbatches=4", DEEP, 2048),
+    ("dp=4", BROAD, 64),
+    ("dp=4 zero=3", BROAD, 64),
+    ("dp=2 pp=2 microbatches=2", BROAD, 64),
+)
 DECIDING = ("dp=2 sync=ps servers=2", "pp=4 schedule=ampnet microbatches=4")
 
 
@@ -46,6 +53,20 @@ def plans(folder: Path) -> None:
         run = trained(plan, check=True)
         if RANK == 0:
             told = {"losses": run.losses, "error": run.max_gradient_error(), "clock_error": run.trace.clock_error}
+            (folder / f"{number}.json").write_text(json.dumps(told))
+
+
+def timed(folder: Path) -> None:
+    """Plans that send much between the hosts: the time of a step, predicted and measured, in seconds."""
+    for number, (plan, sizes, batch) in enumerate(LIMITED):
+        generator = torch.Generator().manual_seed(5)
+        xs, ys = (
+            torch.randn(batch, sizes[0], generator=generator),
+            torch.randint(sizes[-1], (batch,), generator=generator),
+        )
+        run = train(partial(models.mlp, sizes), (xs, ys), plan, steps=5, batch=batch, progress=False)
+        if RANK == 0:
+            told = {"predicted": run.predicted.time, "measured": run.step_times[1:]}
             (folder / f"{number}.json").write_text(json.dumps(told))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from functools import partial
 
@@ -51,6 +52,28 @@ def test_predictions_use_it(found):
     program = Plan(pp=found.ranks, microbatches=1).compile(layers=4)
     costs = ProfiledCosts(program, PROFILE, 2, calibration=found)
     assert 4 * 3e-3 < simulate(program, costs).time < 10
+
+
+def test_a_burst_does_not_count_as_the_rate():
+    """64 KiB pass at once, the rest at 12 MB/s."""
+    line = calibration._line(lambda size: 1e-4 + max(0, size - 65536) / 12e6)
+    assert line.fixed == pytest.approx(1e-4)
+    assert line.bandwidth == pytest.approx(12e6, rel=0.01)
+
+
+def test_ranks_of_two_hosts(monkeypatch):
+    monkeypatch.setenv("MINIPAR_HOST", "left,right,right")
+    with Cluster(3, device="cpu") as three:
+        found = calibrate(three, seconds=0.05, progress=False)
+    assert found.hosts == (0, 1, 1)
+    assert [(a, b) for a, b, _ in found.links] == [(0, 1), (1, 2)], "one for each two hosts"
+    assert found.allreduce == (), "no neighbours are a group on one host for all ranks"
+    assert [(kind, n) for kind, n, _ in found.across] == [
+        (kind, n) for n in (2, 3) for kind in ("allreduce", "all_gather", "reduce_scatter")
+    ]
+    assert all(0 < line.at(2**20) < 10 for *_, line in found.across)
+    assert found.filling == 1.0, "the first host has one rank"
+    assert found.cores == len(os.sched_getaffinity(0)), "both hosts are this machine"
 
 
 def test_one_rank_has_no_links(clusters):

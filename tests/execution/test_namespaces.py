@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ import pytest
 from minipar.cluster import Cluster
 from minipar.cluster.launch import child_environment
 from minipar.execution.saving.folder import open_folder
-from tests.execution.over_namespaces import DECIDING, PLANS, trained
+from tests.execution.over_namespaces import DECIDING, LIMITED, PLANS, trained
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("over_namespaces.py")
@@ -48,6 +49,15 @@ class Hosts:
     def end(self) -> None:
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+    def limit(self, rate: str | None) -> None:
+        """Give both ends of the cable a bandwidth, such as "100mbit"; None: as fast as it is."""
+        for name, cable in zip(self.names, self.cables, strict=True):
+            words = ["tc", "-n", name, "qdisc", "replace" if rate else "del", "dev", cable, "root"]
+            words += ["tbf", "rate", rate, "burst", "64kb", "latency", "1s"] if rate else []
+            done = subprocess.run(words, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise OSError(f"{' '.join(words)}: {done.stderr.strip()}")
 
     def cut(self, off: bool = True) -> None:
         """Unplug the cable, or plug it in again."""
@@ -122,6 +132,26 @@ def test_plans_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     for plan, one in zip((*PLANS, *DECIDING), found, strict=True):
         assert one["error"] <= 1e-12, plan
         assert one["clock_error"] > 0, plan
+
+
+@pytest.mark.parametrize("rate", ["100mbit", "300mbit"])
+def test_a_step_on_a_slow_cable_takes_as_long_as_predicted(hosts: Hosts, tmp_path: Path, rate: str) -> None:
+    """Within 15 %: not below the shortest step by more, nor above the median. Other work on the machine only makes
+    steps longer, and the cable rules these."""
+    try:
+        hosts.limit(rate)
+    except OSError as error:
+        pytest.skip(f"no limit of bandwidth: it needs tc with tbf ({error})")
+    try:
+        started = hosts.torchrun("timed", tmp_path)
+        told = finish(started)
+    finally:
+        hosts.limit(None)
+    assert [process.returncode for process in started] == [0, 0], told
+    for (plan, *_), path in zip(LIMITED, sorted(tmp_path.glob("*.json")), strict=True):
+        found = json.loads(path.read_text())
+        shortest, usual = min(found["measured"]), median(found["measured"])
+        assert 0.85 * shortest <= found["predicted"] <= 1.15 * usual, (plan, found)
 
 
 @pytest.mark.parametrize("what", ["cut", "sums"])

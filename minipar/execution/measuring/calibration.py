@@ -4,6 +4,11 @@
     messages     ping-pong over sizes, one pair of ranks after another            a line: fixed + bytes / bandwidth
     collectives  allreduce over sizes, in all pairs at once, then over all ranks  a line, too
     exchange     a message to the next rank, all at once; adding what came        what algorithms consist of
+    hosts        a message, several at once, collectives: longer and longer ones  the rate of the cable between hosts
+
+A cable between hosts may carry a short burst faster than it carries on: a switch or a limit of bandwidth lets so many
+bytes pass. A step sends more than that, so the rate there is that of long messages, and the fixed time that of short
+ones. All ranks of a host share its cable.
 
 Nothing here knows a plan or a model, so a prediction that uses it is fitted to no run of either.
 """
@@ -14,16 +19,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import combinations
 from statistics import median
 from weakref import WeakKeyDictionary
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from tqdm.auto import tqdm
 
-from minipar.cluster import worker
+from minipar.cluster import agreement, worker
 from minipar.cluster.launched import driven
 from minipar.cluster.ranks import Ranks
 from minipar.comm import communicator
@@ -45,6 +52,9 @@ _WIDTH, _ROWS, _SQUARE = 192, 256, 256
 _EXCHANGE_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)  # bytes of a message
 _SEVERAL = 4
 _POOL = 64 << 20  # bytes
+_HOST_SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20)  # the first bytes of what goes between hosts
+_LONGEST = 0.12  # seconds after which nothing longer is tried between hosts
+_MOST = 1 << 22  # bytes
 _QUICK = 0.5  # seconds of a calibration that nobody asked for
 
 
@@ -56,8 +66,9 @@ def calibrate(cluster: Ranks, *, seconds: float = 2.0, progress: bool = True, al
     progress   show a bar
     algorithms also what algorithms of collectives consist of, which takes about as long again
 
-    On emulated devices it measures the machine below them. Other programs on the machine disturb messages and
-    collectives. Errors: PlanError for seconds that are not positive; what a rank raises; RankDied.
+    Between hosts it takes some seconds longer if the network is slow. On emulated devices it measures the machine below
+    them. Other programs on the machine disturb messages and collectives. Errors: PlanError for seconds that are not
+    positive; what a rank raises; RankDied.
     """
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
         raise PlanError(f"seconds={seconds!r}: must be a positive number, such as 2.0")
@@ -90,7 +101,7 @@ _known: WeakKeyDictionary[Ranks, dict[bool, Calibration]] = WeakKeyDictionary()
 
 def _measure(pairs: list[tuple[int, int]], seconds: float, algorithms: bool) -> Calibration:
     comm = communicator.create()
-    cores = available_cores() if comm.device.type == "cpu" else None
+    cores = _cores(comm) if comm.device.type == "cpu" else None
     with on_own_core() if cores is not None else nullcontext():  # as when a program runs
         found = _measure_all(comm, cores, pairs, seconds)
     return _with_exchanges(comm, found, max(3, round(seconds * 8))) if algorithms else found  # as users call them
@@ -109,19 +120,28 @@ def _measure_all(comm: Communicator, cores: int | None, pairs: list[tuple[int, i
         at_once = min(cores, comm.size)
     done()
     repeats = max(3, round(seconds * 8))
-    links, sends, receives = [], [], []
+    hosts = _hosts(comm)
+    links, sends, receives, seen = [], [], [], set[tuple[int, int]]()
     for a, b in pairs:
-        points = [_ping_pong(comm, a, b, size, max(3, repeats // (1 + size // 2**17))) for size in _SIZES]
-        own = [x for column in zip(*points, strict=True) for x in fit(list(zip(_SIZES, column, strict=True)))]
-        found = _gather(comm, own if comm.rank == a else [], 6)[a]
-        links.append((a, b, LinearCost(*found[:2])))
-        sends.append(LinearCost(*found[2:4]))
-        receives.append(LinearCost(*found[4:]))
+        if not hosts or hosts[a] == hosts[b]:
+            points = [_ping_pong(comm, a, b, size, max(3, repeats // (1 + size // 2**17))) for size in _SIZES]
+            own = [x for column in zip(*points, strict=True) for x in fit(list(zip(_SIZES, column, strict=True)))]
+            found = _gather(comm, own if comm.rank == a else [], 6)[a]
+            links.append((a, b, LinearCost(*found[:2])))
+            sends.append(LinearCost(*found[2:4]))
+            receives.append(LinearCost(*found[4:]))
+        elif (hosts[a], hosts[b]) not in seen:  # (the links of other ranks of these hosts are the same cable)
+            seen.add((hosts[a], hosts[b]))
+            links.append((a, b, _line(partial(_message, comm, [(a, b)]))))
         done()
     nothing = LinearCost(0.0, 0.0)
     sums = []
-    for members in sorted({2, comm.size} & set(range(2, comm.size + 1))):
-        sums.append((members, _allreduce(comm, members, repeats)))
+    for members in _members(comm):
+        if not any(hosts.count(host) % members for host in hosts):  # (all neighbours are on one host)
+            sums.append((members, _allreduce(comm, members, repeats)))
+    far = [line for a, b, line in links if hosts and hosts[a] != hosts[b]]
+    filling = _filling(comm, hosts, far[0]) if far else 1.0
+    across = _across_hosts(comm, hosts) if hosts else ()
     done()
     return Calibration(
         device=comm.device.type,
@@ -134,6 +154,9 @@ def _measure_all(comm: Communicator, cores: int | None, pairs: list[tuple[int, i
         send=_middle(sends) if comm.device.type == "cpu" and sends else nothing,
         receive=_middle(receives) if comm.device.type == "cpu" and receives else nothing,
         allreduce=tuple(sums),
+        hosts=hosts,
+        filling=filling,
+        across=across,
     )
 
 
@@ -237,6 +260,109 @@ def _allreduce(comm: Communicator, members: int, repeats: int) -> LinearCost:
     return fit(points)
 
 
+# between hosts --------------------------------------------------------------------------------------------------------
+
+
+def _hosts(comm: Communicator) -> tuple[int, ...]:
+    """By rank, the number of its host; () if there is one."""
+    numbers = {host: k for k, host in enumerate(dict.fromkeys(comm.hosts))}
+    return tuple(numbers[host] for host in comm.hosts) if len(numbers) > 1 else ()
+
+
+def _cores(comm: Communicator) -> int:
+    """The cores that all ranks have together: those of every machine count once."""
+    if len(set(comm.hosts)) == 1:
+        return available_cores()
+    mine = [float(crc32(agreement.machine().encode())), float(available_cores())]
+    return round(sum(dict(_gather(comm, mine, 2)).values()))
+
+
+def _line(seconds: Callable[[int], float]) -> LinearCost:
+    """The cost of bytes between hosts: a short message's time, and a long one's rate.
+
+    seconds   takes so many bytes and gives the time that they take, the same number on all ranks
+
+    Sizes are doubled until one takes long. The rate is that at which the time grows at the end, after any burst.
+    """
+    sizes = list(_HOST_SIZES)
+    times = [seconds(size) for size in sizes]
+    while times[-1] < _LONGEST and sizes[-1] < _MOST:
+        sizes.append(2 * sizes[-1])
+        times.append(seconds(sizes[-1]))
+    return LinearCost(times[0], max(1e-13, (times[-1] - times[-3]) / (sizes[-1] - sizes[-3])))
+
+
+def _message(comm: Communicator, pairs: list[tuple[int, int]], size: int) -> float:
+    """Seconds of a message from the first rank of each pair to the second one; of the slowest, if there are several."""
+    mine = next((pair for pair in pairs if comm.rank in pair), None)
+    data, answer = (torch.zeros(n, dtype=torch.uint8, device=comm.device) for n in (size, 1))
+
+    def work() -> None:
+        if mine is not None and comm.rank == mine[0]:
+            comm.isend(data, mine[1]).wait()
+            comm.irecv(answer, mine[1]).wait()
+        elif mine is not None:
+            comm.irecv(data, mine[0]).wait()
+            comm.isend(answer, mine[0]).wait()
+
+    return _usual(comm, work)
+
+
+def _filling(comm: Communicator, hosts: tuple[int, ...], alone: LinearCost) -> float:
+    """How much of a cable's rate one message takes, from messages of all ranks of two hosts at once. `alone`: the cost
+    of a message between them while no other rank sends."""
+    first, second = ([rank for rank, host in enumerate(hosts) if host == k] for k in (0, 1))
+    pairs = list(zip(first, second, strict=False))
+    if len(pairs) < 2:
+        return 1.0
+    together = _line(partial(_message, comm, pairs))
+    return min(1.0, max(1.0, together.per_byte / alone.per_byte) / len(pairs))
+
+
+def _across_hosts(comm: Communicator, hosts: tuple[int, ...]) -> tuple[tuple[str, int, LinearCost], ...]:
+    """(collective, size of the group, its time) over one rank of each host, and over all ranks."""
+    groups = {tuple(hosts.index(host) for host in dict.fromkeys(hosts)), tuple(range(comm.size))}
+    return tuple(
+        (kind, len(group), _line(partial(_collective, comm, kind, group)))
+        for group in sorted(groups, key=len)
+        for kind in ("allreduce", "all_gather", "reduce_scatter")
+    )
+
+
+def _collective(comm: Communicator, kind: str, group: tuple[int, ...], size: int) -> float:
+    """Seconds of a collective of so many bytes."""
+    inside, part = comm.rank in group, size // 4 // len(group)
+    whole = torch.zeros(part * len(group), device=comm.device)
+    mine = torch.zeros(part, device=comm.device)
+    comm.prepare({group} if inside else set())
+
+    def work() -> None:
+        if not inside:
+            return
+        if kind == "allreduce":
+            comm.iallreduce(whole, group).wait()
+        elif kind == "reduce_scatter":
+            comm.ireduce_scatter(whole, mine, group).wait()
+        else:
+            for handle in comm.iall_gather(mine, whole, group):
+                handle.wait()
+
+    return _usual(comm, work)
+
+
+def _usual(comm: Communicator, work: Callable[[], None]) -> float:
+    """Seconds of the slowest rank in some calls: of many, if they are short. A third of the calls took less, so that
+    neither what other programs disturb nor a lucky call decides."""
+    times: list[float] = []
+    while len(times) < 3 or (len(times) < 8 and sum(times) < _LONGEST):
+        comm.barrier()
+        start = time.perf_counter()
+        work()
+        synchronize(comm.device)
+        times.append(max(row[0] for row in _gather(comm, [time.perf_counter() - start], 1)))
+    return sorted(times)[len(times) // 3]
+
+
 # messages of collectives ----------------------------------------------------------------------------------------------
 
 # All ranks of a group send at once, as a collective's program has them do it.
@@ -252,7 +378,7 @@ def _allreduce(comm: Communicator, members: int, repeats: int) -> LinearCost:
 def _with_exchanges(comm: Communicator, found: Calibration, repeats: int) -> Calibration:
     """The calibration with what collectives by algorithm consist of."""
     exchanges = []
-    for members, _ in found.allreduce:
+    for members in _members(comm):
         group, inside = _neighbours(comm, members)
         exchanges.append((members, *_exchange(comm, group, inside, repeats)))
     alone, add = _message_alone(comm, repeats), _adding(comm, repeats)
@@ -354,6 +480,11 @@ def _time(comm: Communicator, work: Callable[[int], None], repeats: int, calls: 
 
 
 # what these share -----------------------------------------------------------------------------------------------------
+
+
+def _members(comm: Communicator) -> list[int]:
+    """The sizes of the groups that are measured."""
+    return sorted({2, comm.size} & set(range(2, comm.size + 1)))
 
 
 def _neighbours(comm: Communicator, members: int) -> tuple[tuple[int, ...], bool]:
