@@ -15,7 +15,8 @@ const named = (b, rank) => `${b.word}: ${KINDS[b.word[0]]} of micro-batch ${b.mi
 function render({ model, el }) {
   let board = model.get("board"), order = wordsOf(board), id = board.id;
   let place = laid(board), chosen = null, drag = null, waiting = null, late = 0, clock = null, ticking = 0;
-  const first = order, past = [], undone = [];
+  let first = order;
+  const past = [], undone = [];
   const editable = () => model.get("editable");
 
   const view = frame(model, el, {
@@ -351,7 +352,7 @@ function render({ model, el }) {
     const newest = waiting, found = wordsOf(answer);
     waiting = null;
     if (answer.id > id) { // Python has put another order here
-      [id, order, chosen] = [answer.id, found, null];
+      [id, order, first, chosen] = [answer.id, found, found, null];
       past.length = undone.length = 0;
     } else if (newest && JSON.stringify(newest) !== JSON.stringify(found)) send(newest);
     words();

@@ -363,7 +363,7 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
     const wrong = get("problem", "");
     problem.hidden = !wrong;
     problem.textContent = wrong;
-    stage.hidden = toolbar.hidden = !!wrong;
+    root.dataset.wrong = !!wrong; // nothing of what was shown before stands beside the reason why there is nothing now
     caption.textContent = get("caption_text", "");
     surface?.setAttribute("aria-label", `${get("label", name)} ${hint}`.trim());
     if (!holder.hidden) fillTable();
@@ -435,6 +435,9 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
     dispose() { for (const end of ends) end(); root.remove(); },
   };
 }
+
+/** Bytes of a number, by the type's name in a layout. */
+export const WIDTHS = { f8: 8, f4: 4, u4: 4, i4: 4, u1: 1 };
 
 const ARRAYS = { f8: Float64Array, f4: Float32Array, u4: Uint32Array, i4: Int32Array, u1: Uint8Array };
 
