@@ -114,7 +114,9 @@ def test_what_only_verify_sees_takes_the_picture_s_place() -> None:
 
 
 def test_controls_move_what_is_shown() -> None:
-    explorer = ScheduleExplorer(schedule="gpipe", stages=2, microbatches=2)
+    explorer = ScheduleExplorer(
+        schedule="gpipe", stages=2, microbatches=2, grid={"schedules": (), "stages": (), "microbatches": ()}
+    )
     assert explorer.chunks.disabled
     before = explorer.timeline.data
     explorer.microbatches.value = 5

@@ -163,6 +163,11 @@ class Explorer(Shown, ipywidgets.VBox):
         """The values of the controls as text, for a page where they cannot be moved."""
         return {}
 
+    def parts(self) -> dict[str, str]:
+        """What a page says beside the views, by name, as HTML."""
+        facts = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in self.settings().items())
+        return {"line": escape(self._line()), "settings": f"<dl>{facts}</dl>" if facts else ""}
+
     def summary(self) -> str:
         return self.view.summary()
 
@@ -176,9 +181,15 @@ class Explorer(Shown, ipywidgets.VBox):
         return self.view.rows()
 
     def section(self, place: str = "widget") -> str:
-        facts = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in self.settings().items())
-        head = f"<p>{escape(self._line())}</p>" + (f"<dl>{facts}</dl>" if facts else "")
-        return head + "".join(view.section(f"{place}-{k}") for k, view in enumerate(self.views))
+        head = ""
+        for name, html in self.parts().items():
+            tag = "p" if name == "line" else "div"
+            head += f'<{tag} data-part="{place} {name}">{html}</{tag}>\n'
+        return head + self.controls_section(place) + "".join(v.section(f"{place}-{k}") for k, v in enumerate(self.views))
+
+    def controls_section(self, place: str) -> str:
+        """Controls that work on a page without a kernel; none, unless a subclass has a table of results."""
+        return ""
 
 
 def live() -> bool:
@@ -216,12 +227,18 @@ for (const [key, value] of Object.entries(state)) {
 }
 const model = {
   get: (key) => state[key],
-  set(key, value) { state[key] = value; for (const run of heard["change:" + key] ?? []) run(); },
+  set(key, value) { this.update({ [key]: value }); },
+  update(values) {
+    Object.assign(state, values);
+    for (const key of Object.keys(values)) for (const run of heard["change:" + key] ?? []) run();
+  },
   on(event, run) { (heard[event] ??= []).push(run); },
   off(event, run) { heard[event] = (heard[event] ?? []).filter((other) => other !== run); },
   save_changes() {}, send() {},
 };
-widget.render({ model, el: document.getElementById("PLACE") });
+const el = document.getElementById("PLACE");
+el.model = model; // for the controls of the page
+widget.render({ model, el });
 }
 """
 

@@ -11,16 +11,19 @@ import ipywidgets
 import traitlets
 
 from minipar.costs.recomputation import keep_everything, memory, time
-from minipar.errors import MiniparError
+from minipar.errors import MiniparError, PlanError
 from minipar.prediction.memory_formula import size
 from minipar.program import Op
 from minipar.strategies import segments
 from minipar.trace.figure import LOOKS
 from minipar.wording import several
 from minipar_widgets import chart
+from minipar_widgets.arguments import whole
 from minipar_widgets.base import Explorer, View
 from minipar_widgets.checkpoint_model import (
     MOST_LAYERS,
+    ROUNDS,
+    STEPS,
     Layers,
     MeasuredStep,
     Tape,
@@ -166,13 +169,15 @@ def _picture(one: Tape, dark: bool) -> bytes:
 class CheckpointExplorer(Explorer):
     """Choose layers and what to keep; step through the tape; see memory and time for every segment length.
 
-    `measure()`, or its button, runs some lengths on a real rank, and draws the results over the curves.
+    `measure()`, or its button, runs some lengths on a real rank, and draws the results over the curves; the controls
+    are locked meanwhile. Errors: PlanError for what no control has.
     """
 
     def __init__(self, layers: int = 16, checkpoint: str = "sqrt") -> None:
+        whole("layers", layers, 2, MOST_LAYERS)
         style, size_ = {"description_width": "8.5em"}, {"width": "21em"}
         both = {"style": style, "layout": size_}
-        way, length, budget, starts = _read(checkpoint)
+        way, length, budget, starts = _read(str(checkpoint), layers)
         self.controls: dict[str, Any] = {
             "layers": ipywidgets.IntSlider(layers, 2, MOST_LAYERS, description="layers", **both),
             "kind": ipywidgets.Dropdown(
@@ -238,24 +243,32 @@ class CheckpointExplorer(Explorer):
         if not self.controls["kind"].value:
             return "layers in units are on paper only; choose Linear, GELU to measure a real run"
         if not self.runs:
-            return "trains a few steps for each of some lengths, on one rank of this machine"
+            return "trains some steps for each of some lengths, on one rank of this machine, and takes the fastest"
         least = min(self.runs, key=lambda run: run.peak)
-        return (
-            f"measured: least {size(least.peak)} with {'segments of ' + str(least.length) if least.length else 'none'}"
-        )
+        which = f"segments of {several(least.length, 'layer')}" if least.length else "no recomputation"
+        title = f"measured with {several(self.layers.count, 'layer')} and {self.layers.rows} rows"
+        return f"{title}, the fastest of {ROUNDS * STEPS} steps of each length: least memory {size(least.peak)}, with {which}"
 
     def measure(self, _: Any = None) -> None:
         """Run some segment lengths on a real rank."""
-        self.run_button.disabled = True
         lengths = lengths_to_measure(self.layers.count)
-        self.note.value = f"running {', '.join('none' if not n else str(n) for n in lengths)} ..."
+        words = ", ".join("none" if not n else str(n) for n in lengths)
+        self._lock(True)
+        self.note.value = f"runs of {several(self.layers.count, 'layer')}, in segments of {words} ..."
+        wrong = ""
         try:
-            self.runs = measure(self.layers, lengths)
+            self.runs = measure(self.layers, lengths, STEPS, ROUNDS)
         except MiniparError as error:
-            self.note.value = escape(str(error))
-            self.run_button.disabled = False
-            return
+            wrong = str(error)
+        finally:
+            self._lock(False)
         self._changed()
+        if wrong:
+            self.note.value = escape(wrong)
+
+    def _lock(self, locked: bool) -> None:
+        for control in (*self.controls.values(), self.run_button):
+            control.disabled = locked
 
     def figure(self) -> Any:
         """Memory and time over the segment length, with the sqrt(N) point, as a plotly figure."""
@@ -326,15 +339,18 @@ class CheckpointExplorer(Explorer):
         return rows
 
 
-def _read(checkpoint: str) -> tuple[str, int, int, str]:
+def _read(checkpoint: str, layers: int) -> tuple[str, int, int, str]:
     """The controls' values for a value of `checkpoint=`: method, K, percent of a budget, first layers of segments."""
+    k, starts = min(4, layers), "4,8,12"
     if checkpoint in ("none", "sqrt"):
-        return checkpoint, 4, 50, "4,8,12"
+        return checkpoint, k, 50, starts
     if checkpoint.isdecimal():
-        return "every K layers", int(checkpoint), 50, "4,8,12"
-    if checkpoint.endswith("%"):
-        return "a budget", 4, int(checkpoint[:-1]), "4,8,12"
-    return "layers", 4, 50, checkpoint
+        return "every K layers", whole("checkpoint", int(checkpoint), 1, layers), 50, starts
+    if checkpoint.removesuffix("%").isdecimal():
+        return "a budget", k, whole("checkpoint, in percent", int(checkpoint[:-1]), 5, 100), starts
+    if not checkpoint.replace(",", "").isdecimal():
+        raise PlanError(f"checkpoint={checkpoint}: possible are none, sqrt, K, a budget such as 50%, or layers such as {starts}")
+    return "layers", k, 50, checkpoint
 
 
 def _curves(layers: Layers, runs: Sequence[MeasuredStep], dark: bool) -> bytes:

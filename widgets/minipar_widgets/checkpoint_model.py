@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import accumulate, product
+from math import inf
+from typing import TYPE_CHECKING, NamedTuple
 
 from minipar.costs import analytic
 from minipar.costs.recomputation import (
@@ -33,9 +34,13 @@ from minipar.program.shape import uniform
 from minipar.strategies import segments
 from minipar.strategies.plan import Plan
 
+if TYPE_CHECKING:
+    from minipar.training.training import Run
+
 MOST_LAYERS = 64
 WIDTH = 256  # of the layers that can be run
 MODEL = "mlp-tiny"  # the model whose widths are replaced
+ROUNDS, STEPS = 3, 4  # of a measurement: runs of every length, and steps of each run
 
 
 @dataclass(frozen=True)
@@ -185,9 +190,10 @@ def lengths_to_measure(count: int, most: int = 6) -> list[int]:
     return sorted({0, *steps})
 
 
-def measure(layers: Layers, lengths: Sequence[int], steps: int = 4) -> list[MeasuredStep]:
-    """Train the layers on one real rank of this machine, for each length. The tracker finds the bytes; the seconds are
-    those of the fastest step of a second run without the tracker, which takes time itself. Imports torch."""
+def measure(layers: Layers, lengths: Sequence[int], steps: int = STEPS, rounds: int = ROUNDS) -> list[MeasuredStep]:
+    """Train the layers on one real rank of this machine, for each length. The tracker finds the bytes. The seconds are
+    those of the fastest step without the tracker, which takes time itself, of `rounds` runs. Each round has a run of
+    every length, so that a slow moment of the machine falls on all of them, and not on one. Imports torch."""
     if not layers.rows:
         raise PlanError("measure: layers in units are on paper only; possible are Linear and GELU")
     import torch
@@ -196,24 +202,24 @@ def measure(layers: Layers, lengths: Sequence[int], steps: int = 4) -> list[Meas
     from minipar.cluster import Cluster
     from minipar.training.training import train
 
-    found = []
     source = data.for_model(MODEL, widths=layers.widths)
     with Cluster(1, device="cpu") as cluster:
-        for length in lengths:
-            both = []
-            for followed in (True, False):
-                run = train(
-                    partial(models.build, MODEL, widths=layers.widths),
-                    source,
-                    f"checkpoint={length or 'none'}",
-                    cluster=cluster,
-                    steps=1 if followed else steps,
-                    batch=layers.rows,
-                    optimizer=partial(torch.optim.SGD, lr=0.1),
-                    memory=followed,
-                    progress=False,
-                )
-                both.append(run)
-            curve_of = both[0].trace.memory(0).kinds["activations"]
-            found.append(MeasuredStep(length, int(max(curve_of)), min(both[1].step_times)))
-    return found
+
+        def run(length: int, memory: bool) -> Run:
+            return train(
+                partial(models.build, MODEL, widths=layers.widths),
+                source,
+                f"checkpoint={length or 'none'}",
+                cluster=cluster,
+                steps=1 if memory else steps,
+                batch=layers.rows,
+                optimizer=partial(torch.optim.SGD, lr=0.1),
+                memory=memory,
+                progress=False,
+            )
+
+        peaks = {length: max(run(length, True).trace.memory(0).kinds["activations"]) for length in lengths}
+        fastest = dict.fromkeys(lengths, inf)
+        for _, length in product(range(rounds), lengths):
+            fastest[length] = min(fastest[length], *run(length, False).step_times)
+    return [MeasuredStep(length, int(peaks[length]), fastest[length]) for length in lengths]

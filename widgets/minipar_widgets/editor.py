@@ -66,9 +66,12 @@ class ScheduleEditor(View):
             self._id += 1
             self._judge(found)
         except MiniparError as error:
-            self.problem = str(error)
-            self.board = {"id": self._id, "ranks": []}
-            self.refresh()
+            self._now, self._judgement = None, Judgement(None)
+            self._id += 1
+            with self.hold_sync():
+                self.problem = str(error)
+                self.board = {"id": self._id, "ranks": [], "reason": str(error), "details": "", "facts": "", "code": ""}
+                self.refresh()
 
     @property
     def trace(self) -> Trace | None:

@@ -11,15 +11,18 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from minipar import strategies
-from minipar.errors import MiniparError
+from minipar.errors import MiniparError, PlanError
 from minipar.prediction.simulator import simulate
 from minipar.program import Program, Staleness, Value
 from minipar.program.verify.verifier import verify
 from minipar.strategies.plan import Plan
 from minipar.strategies.schedules.ampnet import with_equal_times
 from minipar.trace import Trace, labels
+from minipar.wording import several
+from minipar_widgets.arguments import number, one_of, whole
 
 STAGES, MICROBATCHES, CHUNKS = 16, 64, 4  # the most that the explorer offers
+RATIOS, LATENCIES, FACTORS = (0.5, 4.0), (0.0, 2.0), (0.5, 3.0)  # the least and the most
 KEPT = 16  # programs
 
 
@@ -48,6 +51,23 @@ class Settings:
         if "slices" in takes:  # then the micro-batches are slices of one sequence
             return Plan(pp=self.stages, slices=self.microbatches, schedule=self.schedule, chunks=chunks)
         return Plan(pp=self.stages, microbatches=self.microbatches, schedule=self.schedule, chunks=chunks)
+
+
+def check(settings: Settings) -> Settings:
+    """The settings, if the explorer has controls for them. PlanError, with what is possible, if it has not."""
+    large = "; larger ones are drawn by Timeline(simulate(Plan(...).compile(layers=...)))"
+    one_of("schedule", settings.schedule, [schedule.name for schedule in strategies.schedules()])
+    whole("stages", settings.stages, 1, STAGES, large)
+    whole("microbatches", settings.microbatches, 1, MICROBATCHES, large)
+    if settings.chunks is not None:
+        whole("chunks", settings.chunks, 1, CHUNKS)
+    number("ratio", settings.ratio, *RATIOS)
+    number("latency", settings.latency, *LATENCIES)
+    if not isinstance(settings.factors, (tuple, list)) or len(settings.factors) > settings.stages:
+        raise PlanError(f"factors={settings.factors!r}: possible are up to {several(settings.stages, 'number')}, one a stage")
+    for factor in settings.factors:
+        number("factors", factor, *FACTORS)
+    return settings
 
 
 @dataclass(frozen=True)

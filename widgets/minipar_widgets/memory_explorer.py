@@ -4,7 +4,7 @@ and with the measured memory of a run."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from html import escape
 from typing import Any
 
@@ -14,13 +14,14 @@ import traitlets
 from minipar import strategies
 from minipar.costs.analytic import Division
 from minipar.costs.device import HARDWARE, hardware
-from minipar.errors import MiniparError
+from minipar.errors import MiniparError, PlanError
 from minipar.models.sizes import Transformer, names, sizes
 from minipar.models.table import PRESETS
 from minipar.prediction.memory_formula import KINDS, size
 from minipar.strategies.plan import Plan
 from minipar.wording import several
-from minipar_widgets import chart
+from minipar_widgets import chart, offline, verdict
+from minipar_widgets.arguments import one_of, whole
 from minipar_widgets.base import Explorer, View
 from minipar_widgets.memory_model import (
     FACES,
@@ -159,13 +160,30 @@ def _picture(memory: Memory, measured: Peaks, dark: bool) -> bytes:
 class MemoryExplorer(Explorer):
     """Choose a model, a device and a plan; see what every rank needs, why, and what to change so that it fits.
 
+    plan    its first values: the keys that have a control here
+    model   a name of the list
+    rows    of each micro-batch
+    grid    for which values a page without a kernel (`to_html`) has answers: {"model": ("gpt2-xl", "gpt3-175b"),
+            "device": ("a100-80gb",), "dp": (1, 8), "pp": (1, 4), "zero": (0, 1), "checkpoint": ("none", "sqrt")}; what
+            is not given: this model and device, and some values of the others
+
     `measure()`, or its button, runs a small choice on real ranks; `overlay(peaks)` shows peaks measured elsewhere.
+    While a run goes on, the controls are locked. Errors: PlanError for what no control has.
     """
 
     def __init__(
-        self, plan: str = "dp=8 pp=4 microbatches=8 precision=bf16", model: str = "gpt2-xl", rows: int = 1
+        self,
+        plan: str = "dp=8 pp=4 microbatches=8 precision=bf16",
+        model: str = "gpt2-xl",
+        rows: int = 1,
+        grid: Mapping[str, Sequence[Any]] | None = None,
     ) -> None:
-        chosen = Plan.parse(plan)
+        chosen = _offered(Plan.parse(plan))
+        whole("rows", rows, 1, 4096)
+        for name in grid or {}:
+            one_of("grid", name, tuple(_OFFERED))
+        self._grid = dict(grid or {})
+        self._quiet = False  # whether moved controls change nothing yet
         style, layout = {"description_width": "7.5em"}, {"width": "19em"}
         both = {"style": style, "layout": layout}
         lazy = {**both, "continuous_update": False}
@@ -188,8 +206,8 @@ class MemoryExplorer(Explorer):
             "capacity": ipywidgets.BoundedFloatText(80, min=0.001, max=1e6, description="memory (GB)", **lazy),
             "dp": pick("dp", _POWERS, chosen.dp),
             "pp": pick("pp", [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64], chosen.pp),
-            "tp": pick("tp (formula)", [1, 2, 4, 8, 16], 1),
-            "sequence": ipywidgets.Checkbox(False, description="sequence parallel", indent=True, **both),
+            "tp": pick("tp (formula)", [1, 2, 4, 8, 16], chosen.tp),
+            "sequence": ipywidgets.Checkbox(chosen.sequence_parallel, description="sequence parallel", indent=True, **both),
             "experts": pick("experts", [0, 2, 4, 8, 16, 32, 64, 128], 0),
             "top": pick("experts a token", [1, 2, 4, 8], 1),
             "ep": pick("ep (formula)", [1, 2, 4, 8, 16, 32, 64], 1),
@@ -210,10 +228,11 @@ class MemoryExplorer(Explorer):
             description="measure a run", icon="play", layout={"width": "13em", "flex": "none"}
         )
         self.note = ipywidgets.HTML()
+        self.verdict = ipywidgets.HTML()
         self._measured: tuple[str, Peaks] = ("", ())
         panel = ipywidgets.HBox(list(self.controls.values()), layout={"flex_flow": "row wrap"})
         head = ipywidgets.HBox([self.run_button, self.note], layout={"align_items": "center"})
-        super().__init__([panel, head, self.chart, self.view])
+        super().__init__([self.verdict, panel, head, self.chart, self.view])
         for control in self.controls.values():
             control.observe(self._changed, "value")
         self.run_button.on_click(self.measure)
@@ -253,6 +272,8 @@ class MemoryExplorer(Explorer):
         return chosen.experts if isinstance(chosen, Transformer) else 0
 
     def _changed(self, change: Any = None) -> None:
+        if self._quiet:
+            return
         now = {name: control.value for name, control in self.controls.items()}
         for name in ("layers", "width", "heads", "context", "vocab"):
             self.controls[name].layout.display = "" if now["model"] == _OWN else "none"
@@ -262,22 +283,27 @@ class MemoryExplorer(Explorer):
         shown |= {"top": added and now["experts"], "ep": self._experts or (added and now["experts"])}
         for name, there in shown.items():
             self.controls[name].layout.display = "" if there else "none"
+        choice = self._judge()
+        reason = "no such plan" if choice is None else why_not_run(choice)
+        self.run_button.disabled, self.run_button.tooltip = bool(reason), reason or "train two steps on this machine"
+        note = "a real run: " + reason if reason else "" if self.view.measured else "two steps, on real ranks"
+        self.note.value = "" if self.problem else escape(note)
+        self.verdict.value = self.parts()["verdict"] or verdict.impossible(self.problem)
+        self.view.layout.display = "none" if self.problem else ""  # (the verdict says why)
+        self.chart.show(self.figure() if self.view.memory is not None else None, self.view._line())
+
+    def _judge(self) -> Choice | None:
+        """Put the present choice into the view; None, and the reason in the choice's place, if it is impossible."""
         try:
             choice = self.choice
         except MiniparError as error:
             self.view.memory, self.view.problem = None, str(error)
             self.view.refresh()
             self.problem = self.view.problem
-            self.run_button.disabled = True
-            self.chart.show(None, "")
-            return
-        reason = why_not_run(choice)
-        self.run_button.disabled, self.run_button.tooltip = bool(reason), reason or "train two steps on this machine"
-        measured = self._measured[1] if self._measured[0] == str(choice) else ()
-        self.note.value = escape("a real run: " + reason if reason else "" if measured else "two steps, on real ranks")
-        self.view.update(choice, measured)
+            return None
+        self.view.update(choice, self._measured[1] if self._measured[0] == str(choice) else ())
         self.problem = self.view.problem
-        self.chart.show(self.figure() if self.view.memory is not None else None, self.view._line())
+        return choice
 
     def figure(self) -> Any:
         """The bars of all ranks, as a plotly figure. MiniparError if there is nothing to draw."""
@@ -288,14 +314,20 @@ class MemoryExplorer(Explorer):
     def measure(self, _: Any = None) -> None:
         """Run the choice for two steps on this machine, and show the measured peaks beside the formulas."""
         choice = self.choice
-        self.run_button.disabled = True
-        self.note.value = f"running {escape(str(choice))} ..."
+        said = f"run of {escape(str(choice))}"
+        self._lock(True)
+        self.note.value = f"{said} ..."
         try:
             self.overlay(measure(choice))
         except MiniparError as error:
-            self.note.value = escape(str(error))
+            self.note.value = f"{said}: {escape(str(error))}"
         finally:
+            self._lock(False)
             self.run_button.disabled = bool(why_not_run(choice))
+
+    def _lock(self, locked: bool) -> None:
+        for control in (*self.controls.values(), self.run_button):
+            control.disabled = locked
 
     def overlay(self, peaks: Peaks) -> None:
         """Show measured peaks beside the formulas of the present choice: for each rank bytes by kind, as
@@ -321,9 +353,66 @@ class MemoryExplorer(Explorer):
             "device": f"{one.device} {size(one.capacity)}",
         }
 
+    def parts(self) -> dict[str, str]:
+        found = verdict.html(self.view.memory) if self.view.memory is not None else ""
+        return {"verdict": found, **super().parts()}
+
+    def controls_section(self, place: str) -> str:
+        """Sliders over a table of results; none, if this very choice is impossible."""
+        if self.view.memory is None:
+            return ""
+        now = {name: self.controls[name].value for name in _OFFERED}
+        controls = []
+        for name, (label, values) in _OFFERED.items():
+            given = dict.fromkeys([*self._grid.get(name, values), now[name]])
+            ordered = sorted(given) if all(isinstance(one, int) for one in given) else given
+            controls.append(offline.Control(name, label, tuple(ordered), now[name]))
+        other = MemoryExplorer(str(self.choice.plan), now["model"], self.choice.rows)
+        other._quiet = True
+        for name, control in self.controls.items():
+            other.controls[name].value = control.value
+
+        def find(chosen: offline.Chosen) -> offline.Point:
+            for name, value in chosen.items():
+                other.controls[name].value = value
+            other._judge()
+            return offline.Point(other.view.state(), other.parts())
+
+        try:
+            return offline.panel(place, controls, find)
+        finally:
+            other.close()
+
     def section(self, place: str = "widget") -> str:
-        """The view, and the figure of all ranks as pictures for light and dark."""
-        return super().section(place) + chart.picture(self._line(), self._png(False), self._png(True))
+        """The view, and the figure of all ranks as pictures for light and dark: of the choice that is shown first."""
+        pictures = chart.picture(self._line(), self._png(False), self._png(True))
+        return f'{super().section(place)}<div data-first="{place}">{pictures}</div>\n'
+
+
+# The controls of a page without a kernel, their labels and values; () stands for the present value alone.
+_OFFERED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "model": ("model", ()),
+    "device": ("device", ()),
+    "checkpoint": ("recompute", ("none", "selective", "sqrt")),
+    "dp": ("dp", (1, 2, 4, 8, 16, 64)),
+    "pp": ("pp", (1, 2, 4, 8, 16)),
+    "zero": ("ZeRO stage", (0, 1, 2, 3)),
+}
+
+
+def _offered(plan: Plan) -> Plan:
+    """The plan, if the explorer has a control for each of its keys."""
+    keys = ("dp", "pp", "tp", "sequence_parallel", "schedule", "microbatches", "zero", "checkpoint", "offload", "precision")
+    rest = replace(plan, **{field.name: field.default for field in fields(Plan) if field.name in keys})
+    for field in fields(Plan):
+        if getattr(rest, field.name) != field.default:
+            raise PlanError(
+                f"MemoryExplorer: no control for {field.name}={getattr(plan, field.name)}; possible are {', '.join(keys)}, "
+                "and `minipar memory` takes all keys"
+            )
+    one_of("schedule", plan.schedule, _schedules())
+    whole("microbatches", plan.microbatches, 1, 1024)
+    return plan
 
 
 def _schedules() -> list[str]:

@@ -1,11 +1,13 @@
 """A training run that a widget starts. It uses real ranks, has its own thread, shows progress, and can be stopped.
 
 The ranks emulate the device that the sliders describe, so that the measured timeline has the shape of the predicted
-one. torch is not imported before the first run starts.
+one. torch is not imported before the first run starts. That run waits for it for some seconds; later ones do not,
+because a helper process that has torch stays, and makes new ranks in a tenth of a second.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -86,7 +88,8 @@ class Attempt:
 
     def _train(self) -> Run:
         plan, layers, spec, steps = self._arguments
-        self._tell(0, steps, "loading torch")
+        if "torch" not in sys.modules:
+            self._tell(0, steps, "loading torch, which takes some seconds the first time")
         from minipar.training.training import train
 
         self._tell(0, steps, f"starting {several(plan.ranks, 'process')}")

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import fields, replace
 from html import escape
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets as ui
 
 from minipar import strategies
-from minipar.errors import MiniparError
+from minipar.errors import PlanError
 from minipar.prediction.simulator import simulate
 from minipar.program.collector import paused
 from minipar.strategies.plan import Plan
 from minipar.wording import several
-from minipar_widgets import exploring, running
+from minipar_widgets import exploring, offline, running
+from minipar_widgets.arguments import one_of, whole
 from minipar_widgets.base import Explorer
 from minipar_widgets.exploring import Found, Settings
 from minipar_widgets.timeline import Timeline
@@ -30,15 +33,31 @@ class ScheduleExplorer(Explorer):
     """Every schedule of `minipar schedules`, predicted while you move the sliders, and run when you press *run it*.
 
     settings   first values of the sliders; also as keywords: ScheduleExplorer(schedule="zb-h1", stages=4)
+    grid       for which values a page without a kernel (`to_html`) has answers: {"schedules": ("gpipe", "1f1b"),
+               "stages": range(2, 5), "microbatches": (4, 8)}. Default: all schedules, 2 to 8 stages and 1 to 16
+               micro-batches, which takes half a minute
     found      the result of the settings: `found.trace` and `found.program`, or `found.problem`, a text
     run        the last real run, with `run.trace` and `run.predicted`; None before the first
+
+    While a run goes on, the controls are locked: what it shows at its end belongs to them. Errors: PlanError for
+    values that no slider has.
     """
 
-    def __init__(self, settings: Settings | None = None, **given: Any) -> None:
-        self.now = settings or Settings(**given)
+    def __init__(
+        self, settings: Settings | None = None, *, grid: Mapping[str, Any] | None = None, **given: Any
+    ) -> None:
+        if settings is not None and not isinstance(settings, Settings):
+            raise PlanError(f"ScheduleExplorer({settings!r}): must be Settings(...), or keywords such as {_EXAMPLE}")
+        _known(given)
+        now = exploring.check(replace(settings or Settings(), **given))
+        rest = (1.0,) * (now.stages - len(now.factors)) if now.factors else ()
+        self.now = replace(now, factors=(*now.factors, *rest))
+        self._grid = dict(grid or {})
+        _grid(self._grid, self.now)  # (its errors are the caller's)
         self.found = Found()
         self.run: Run | None = None
         self._attempt: running.Attempt | None = None
+        self._ran: Settings | None = None  # the settings of the last run
         self._setting = False
         self._chunks = self.now.chunks or 2
         self._make_controls()
@@ -83,7 +102,9 @@ class ScheduleExplorer(Explorer):
         ]  # fmt: skip
         self._rows = ui.Box(self._factors[: now.stages], layout={"flex_flow": "row wrap"})
         self._slower = ui.Accordion([self._rows], titles=["imbalance: how much slower each rank computes"])
-        self._controls = [self.schedule, self.stages, self.microbatches, self.chunks, self.ratio, self.latency]
+        self._controls: list[Any] = [
+            self.schedule, self.stages, self.microbatches, self.chunks, self.ratio, self.latency,
+        ]  # fmt: skip
         for control in [*self._controls, *self._factors]:
             control.observe(self._moved, "value")
 
@@ -129,9 +150,10 @@ class ScheduleExplorer(Explorer):
         controls = {
             name: getattr(self, name) for name in ("schedule", "stages", "microbatches", "chunks", "ratio", "latency")
         }
-        unknown = [name for name in given if name not in (*controls, "factors")]
-        if unknown:
-            raise MiniparError(f"set({unknown[0]}=...): unknown; possible are {', '.join(controls)}, factors")
+        _known(given)
+        if self._attempt is not None:
+            raise PlanError("set: a run goes on with the present settings; possible are stop() and wait()")
+        exploring.check(replace(self.now, **{"factors": (), **given}))
         self._setting = True
         try:
             for name, value in given.items():
@@ -153,13 +175,13 @@ class ScheduleExplorer(Explorer):
     def _tell(self) -> None:
         """Show the prediction as soon as it is known, and then what takes longer: verify's complaint, and details."""
         chosen = strategies.find(self.now.schedule)
-        self.chunks.disabled = "chunks" not in chosen.options
-        self._show_chunks(chosen.chunks if self.chunks.disabled else self._chunks)
+        self._lock()
+        self._show_chunks(chosen.chunks if not self._takes_chunks else self._chunks)
         with paused():
             self.found = exploring.predict(self.now)
             if self.found.trace is not None:
                 self.timeline.update(self.found.trace)
-                self._facts.value = _words(exploring.staleness(self.found))
+                self._facts.value = _words(self._costs())
                 self.found = exploring.checked(self.found)
             found = self.found
             if found.trace is None:
@@ -167,7 +189,24 @@ class ScheduleExplorer(Explorer):
                 self.timeline.refresh()
             nothing = "no program: no plan fits these numbers"
             self._program.value = _listing(found.program.text(limit=LINES) if found.program is not None else nothing)
-        self.start.disabled = found.trace is None or self._attempt is not None
+        self._lock()
+        if self._attempt is None and self._ran not in (None, self.now):
+            self.report.value = ""  # that of other settings
+
+    def _costs(self) -> str:
+        return exploring.staleness(self.found)
+
+    def _lock(self) -> None:
+        """Every control that cannot be used now is disabled: all of them during a run."""
+        runs = self._attempt is not None
+        for control in (*self._controls, *self._factors, self.forward, self.steps):
+            control.disabled = runs
+        self.chunks.disabled = runs or not self._takes_chunks
+        self.start.disabled = runs or self.found.trace is None
+
+    @property
+    def _takes_chunks(self) -> bool:
+        return "chunks" in strategies.find(self.now.schedule).options
 
     # running ----------------------------------------------------------------------------------------------------------
 
@@ -177,10 +216,12 @@ class ScheduleExplorer(Explorer):
             return
         now, plan = self.now, self.now.plan()
         spec = running.device(self.forward.value / 1e3, now.ratio, now.latency, now.factors)
-        self.start.disabled, self.cancel.disabled = True, False
+        self.cancel.disabled = False
         self.progress.max, self.progress.layout.visibility = self.steps.value, "visible"
         layers = exploring.layers_of(plan)
+        self._ran = now
         self._attempt = running.Attempt(plan, layers, spec, self.steps.value, self._told, self._ended)
+        self._lock()
         self._attempt.start()
 
     def stop(self) -> None:
@@ -201,22 +242,50 @@ class ScheduleExplorer(Explorer):
 
     def _ended(self, run: Run | None, words: str) -> None:
         self._attempt = None
-        self.cancel.disabled, self.start.disabled = True, self.found.trace is None
+        self.cancel.disabled = True
+        self._lock()
         self.progress.layout.visibility = "hidden"
         self.progress.value = 0
+        assert self._ran is not None
+        title = f"run of {_named(self._ran)}: "
         if run is None:
-            self.report.value = _words(words)
+            self.report.value = _words(title + words)
             return
         self.run = run
-        self.timeline.update(run.trace, run.predicted)
-        self._facts.value = ""
+        if self._ran == self.now:  # (a program may have moved a control in spite of the lock)
+            self.timeline.update(run.trace, run.predicted)
+            self._facts.value = ""
         error = f"{run.prediction_error:+.1%}".replace("+0.0%", "0.0%")
         self.report.value = _words(
-            f"loss {run.losses[0]:.3f} to {run.losses[-1]:.3f}; the prediction was off by {error}; "
+            f"{title}loss {run.losses[0]:.3f} to {run.losses[-1]:.3f}; the prediction was off by {error}; "
             "move a slider to go on predicting"
         )
 
     # words, table, picture --------------------------------------------------------------------------------------------
+
+    def parts(self) -> dict[str, str]:
+        facts = escape(self._costs()) if self.found.trace is not None else ""
+        return super().parts() | {"facts": facts}
+
+    def controls_section(self, place: str) -> str:
+        """Sliders over a table of results: each with its timeline, or with the reason why there is none."""
+        before = self.now, self.found
+        picture = Timeline(simulate(Plan().compile(layers=1)))
+
+        def find(chosen: offline.Chosen) -> offline.Point:
+            factors = tuple(slider.value for slider in self._factors[: chosen["stages"]])
+            self.now = replace(before[0], **chosen, factors=factors)
+            self.found = exploring.explore(self.now)
+            if self.found.trace is None:
+                return offline.Point({"problem": self.found.problem, "label": repr(self)}, self.parts())
+            picture.update(self.found.trace)
+            return offline.Point(picture.state(), self.parts())
+
+        try:
+            return offline.panel(place, _grid(self._grid, self.now), find)
+        finally:
+            self.now, self.found = before
+            picture.close()
 
     def settings(self) -> dict[str, str]:
         now = self.now
@@ -225,18 +294,14 @@ class ScheduleExplorer(Explorer):
             "schedule": now.schedule,
             "stages": str(now.stages),
             "micro-batches": str(now.microbatches),
-            **({} if self.chunks.disabled else {"chunks a rank": str(now.chunks)}),
+            **({"chunks a rank": str(now.chunks)} if self._takes_chunks else {}),
             "backward / forward": f"{now.ratio:g}",
             "latency / forward": f"{now.latency:g}",
             "imbalance": factors,
         }
 
     def summary(self) -> str:
-        now = self.now
-        what = (
-            f"ScheduleExplorer {now.schedule}, {several(now.stages, 'stage')}, "
-            f"{several(now.microbatches, 'micro-batch')}"
-        )
+        what = f"ScheduleExplorer {_named(self.now)}"
         return f"{what}: {self.found.problem.splitlines()[0] if self.found.problem else exploring.facts(self.found)}"
 
     def caption(self) -> str:
@@ -247,6 +312,39 @@ class ScheduleExplorer(Explorer):
 
     def rows(self) -> list[list[str]]:
         return exploring.table(self.found) if self.found.trace is not None else []
+
+
+_EXAMPLE = 'ScheduleExplorer(schedule="zb-h1", stages=4)'
+_OFFERED = {"stages": tuple(range(2, 9)), "microbatches": tuple(range(1, 17))}  # on a page without a kernel
+
+
+def _known(given: Mapping[str, Any]) -> None:
+    names = [field.name for field in fields(Settings)]
+    for name in given:
+        one_of("setting", name, names)
+
+
+def _grid(given: Mapping[str, Any], now: Settings) -> list[offline.Control]:
+    """The controls of a page without a kernel. The present settings are always among their values."""
+    for name in given:
+        one_of("grid", name, ("schedules", "stages", "microbatches"))
+    known = [schedule.name for schedule in strategies.schedules()]
+    names = [one_of("schedules", name, known) for name in given.get("schedules", known)]
+    stages = {whole("stages", n, 1, exploring.STAGES) for n in given.get("stages", _OFFERED["stages"])}
+    counts = {
+        whole("microbatches", n, 1, exploring.MICROBATCHES) for n in given.get("microbatches", _OFFERED["microbatches"])
+    }
+    return [
+        offline.Control("schedule", "schedule", tuple(dict.fromkeys([*names, now.schedule])), now.schedule),
+        offline.Control("stages", "stages (ranks)", tuple(sorted(stages | {now.stages})), now.stages),
+        offline.Control(
+            "microbatches", "micro-batches", tuple(sorted(counts | {now.microbatches})), now.microbatches
+        ),
+    ]
+
+
+def _named(now: Settings) -> str:
+    return f"{now.schedule}, {several(now.stages, 'stage')}, {several(now.microbatches, 'micro-batch')}"
 
 
 def _words(text: str) -> str:

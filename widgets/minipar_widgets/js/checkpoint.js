@@ -124,7 +124,10 @@ function render({ model, el }) {
 
   const view = frame(model, el, {
     name: "checkpoint",
-    hint: "Arrow keys step, space plays, Home and End go to the ends, plus and minus change the speed.",
+    help: [
+      ["← →", "one move back, one move on (also , and .)"], ["Home End", "to the beginning, to the end"],
+      ["space", "play or pause"], ["< >", "slower, faster"],
+    ],
     height: () => TOP + data().layers * row(data().layers) + TALL,
     draw(ctx, width, height, look) {
       const now = data(), h = row(now.layers), at = scale(width), bottom = TOP + now.layers * h;
@@ -143,7 +146,7 @@ function render({ model, el }) {
     },
     keys: {
       ArrowRight: () => step(1), ArrowLeft: () => step(-1), Home: () => go(-1), End: () => go(data().moves.length - 1), " ": () => toggle(),
-      "+": () => faster(2), "-": () => faster(0.5),
+      ",": () => step(-1), ".": () => step(1), ">": () => faster(2), "<": () => faster(0.5),
     },
   });
 

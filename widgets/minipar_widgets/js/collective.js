@@ -212,7 +212,10 @@ function render({ model, el }) {
 
   const view = frame(model, el, {
     name: "collective",
-    hint: "Arrow keys step, space plays, Home and End go to the ends, plus and minus change the speed.",
+    help: [
+      ["← →", "one step back, one step on (also , and .)"], ["Home End", "to the beginning, to the end"],
+      ["space", "play or pause"], ["< >", "slower, faster"],
+    ],
     height: (width) => places(play(), width).height,
     draw(ctx, width, height, look) {
       const now = play(), p = places(now, width), { cells, flying, sent } = stateAt(now, t);
@@ -238,7 +241,7 @@ function render({ model, el }) {
     },
     keys: {
       ArrowRight: () => step(1), ArrowLeft: () => step(-1), Home: () => seek(0), End: () => seek(play().time),
-      " ": () => toggle(), "+": () => faster(2), "-": () => faster(0.5),
+      ",": () => step(-1), ".": () => step(1), " ": () => toggle(), ">": () => faster(2), "<": () => faster(0.5),
     },
   });
 

@@ -15,18 +15,26 @@ const named = (b, rank) => `${b.word}: ${KINDS[b.word[0]]} of micro-batch ${b.mi
 function render({ model, el }) {
   let board = model.get("board"), order = wordsOf(board), id = board.id;
   let place = laid(board), chosen = null, drag = null, waiting = null, late = 0, clock = null, ticking = 0;
-  const first = order, past = [], undone = [];
+  let first = order;
+  const past = [], undone = [];
   const editable = () => model.get("editable");
 
   const view = frame(model, el, {
-    name: "schedule editor", draw, hint: "Arrow keys select, Shift and arrow moves, S splits or joins a backward, space plays.",
+    name: "schedule editor", draw,
+    help: [
+      ["← →", "the block before, the block after"], ["↑ ↓", "the rank above, the rank below"],
+      ["Shift ← →", "move the block"], ["s", "split a backward into its halves, or join them"],
+      ["z y", "undo, redo"], ["space", "play or pause"], [", .", "the start before, the next start"],
+      ["Home End", "the rank's first block, its last"], ["Tab", "the next block; after the last one, out"],
+      ["Escape", "out"],
+    ],
     height: () => TOP + LANE * board.ranks.length + AXIS,
     keys: {
       ArrowLeft: () => step(-1), ArrowRight: () => step(1), ArrowUp: () => climb(-1), ArrowDown: () => climb(1),
       Home: () => choose(chosen?.[0] ?? 0, 0), End: () => choose(chosen?.[0] ?? 0, 1e9),
       Tab: () => next(1), "Shift+Tab": () => next(-1), Escape: () => view.canvas.blur(),
       "Shift+ArrowLeft": () => nudge(-1), "Shift+ArrowRight": () => nudge(1), s: halve, z: undo, y: redo, " ": play,
-      ".": jump,
+      ".": () => jump(1), ",": () => jump(-1),
     },
   });
   const verdict = make("div", { class: "mp-verdict", "aria-live": "polite" });
@@ -35,7 +43,7 @@ function render({ model, el }) {
   view.readout.before(verdict, why);
   view.root.append(make("details", {}, make("summary", {}, "the order as code"), copy, code));
   const player = view.button("▶ play", "play (space)", play);
-  view.button("step", "go to the next start (.)", jump);
+  view.button("step", "go to the next start (.)", () => jump(1));
   const edits = [
     view.button("undo", "undo (z)", undo), view.button("redo", "redo (y)", redo),
     view.button("split / join", "split a backward into its halves, or join them (s)", halve),
@@ -257,7 +265,7 @@ function render({ model, el }) {
     if (ticking) return stop();
     const whole = place.stop, from = clock == null || clock >= whole ? 0 : clock;
     if (!whole) return view.say("Nothing runs, so there is nothing to play.");
-    if (matchMedia("(prefers-reduced-motion: reduce)").matches) return jump();
+    if (matchMedia("(prefers-reduced-motion: reduce)").matches) return jump(1);
     const begin = performance.now(), speed = whole / Math.max(3000, Math.min(15000, 300 * place.rows.flat().length));
     player.textContent = "❚❚ pause";
     const tick = (now) => {
@@ -268,9 +276,10 @@ function render({ model, el }) {
     };
     ticking = requestAnimationFrame(tick);
   }
-  function jump() {
+  function jump(by) {
     stop();
-    const to = moments(place.rows, place.stop).find((t) => t > (clock ?? -1) + 1e-9);
+    const all = moments(place.rows, place.stop), now = clock ?? -1;
+    const to = by > 0 ? all.find((t) => t > now + 1e-9) : all.findLast((t) => t < now - 1e-9);
     if (to != null) return show(to);
     clock = null;
     view.repaint();
@@ -343,7 +352,7 @@ function render({ model, el }) {
     const newest = waiting, found = wordsOf(answer);
     waiting = null;
     if (answer.id > id) { // Python has put another order here
-      [id, order, chosen] = [answer.id, found, null];
+      [id, order, first, chosen] = [answer.id, found, found, null];
       past.length = undone.length = 0;
     } else if (newest && JSON.stringify(newest) !== JSON.stringify(found)) send(newest);
     words();

@@ -71,7 +71,7 @@ function render({ model, el }) {
 
   const view = frame(model, el, {
     name: "memory",
-    hint: "Up and down choose ranks, left and right a kind.",
+    help: [["← →", "the kind before, the kind after"], ["↑ ↓", "the ranks above, the ranks below"], ["Home End", "the fullest ranks, the last ranks"]],
     height: (width) => 66 + (wide(width) ? ROW : ROW + 26) * data().groups[group].terms.length,
     draw(ctx, width, height, look) {
       const now = data(), one = now.groups[group], row = wide(width) ? ROW : ROW + 26;

@@ -272,7 +272,11 @@ function render({ model, el }) {
 
   const view = frame(model, el, {
     name: "plan",
-    hint: "Up and down choose a plan, a value or a point of the front, left and right a key, Enter pins its value or frees it again, z takes the last pin back.",
+    help: [
+      ["↑ ↓", "the plan, value or point of the front above, or below"], ["← →", "the key before, the key after"],
+      ["Enter", "pin this value, or free it"], ["z", "take the last pin back"], ["Delete", "free this key"],
+      ["Home End", "to the first, to the last"],
+    ],
     height: (width) => shape(width).height + 6,
     draw(ctx, width, height, look) {
       const p = shape(width), focused = document.activeElement === view.canvas;

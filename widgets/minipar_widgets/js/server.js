@@ -125,7 +125,11 @@ function render({ model, el }) {
 
   const view = frame(model, el, {
     name: "servers",
-    hint: "Up and down choose a worker, Tab goes to its next step, left and right move, plus and minus zoom, Home shows all; Escape, then Tab: leave.",
+    help: [
+      ["← →", "the worker's step before, the step after"], ["↑ ↓", "the worker above, the worker below"],
+      ["Shift ← →", "move the window"], ["+ -", "zoom in, zoom out"], ["Home", "all of the time"],
+      ["Tab", "the next step; after the last one, out"], ["Escape", "let the step go; then Tab leaves"],
+    ],
     height: () => lanes() * LANE + CHART + 34,
     draw(ctx, width, height, look) {
       const now = data(), [from, to] = range(), inside = right(width) - MARGIN, at = (t) => MARGIN + ((t - from) / (to - from)) * inside;
@@ -164,7 +168,8 @@ function render({ model, el }) {
       words(ctx, `time (${now.unit})`, right(width), bottom + 20, look.muted, "right");
     },
     keys: {
-      ArrowLeft: () => pan(-0.2), ArrowRight: () => pan(0.2), "+": () => zoom(0.5), "-": () => zoom(2),
+      ArrowLeft: () => walk(-1), ArrowRight: () => walk(1), "Shift+ArrowLeft": () => pan(-0.2), "Shift+ArrowRight": () => pan(0.2),
+      "+": () => zoom(0.5), "-": () => zoom(2),
       Home() { window_ = null; view.say(`all of ${short(data().time)} ${data().unit}`); view.repaint(); },
       ArrowUp: () => choose(worker - 1, -1), ArrowDown: () => choose(worker + 1, -1),
       Tab: () => next(1), "Shift+Tab": () => next(-1),
@@ -224,6 +229,10 @@ function render({ model, el }) {
       if (pull0 < from || push1 > to_) clampTo(pull0 - (to_ - from) / 3, pull0 + ((to_ - from) * 2) / 3);
     }
     view.repaint();
+  }
+  function walk(by) {
+    leaving = false;
+    choose(worker, Math.max(0, Math.min(data().workers[worker].steps.length - 1, chosen + by)));
   }
   function next(by) {
     const to = leaving ? -1 : chosen + by;

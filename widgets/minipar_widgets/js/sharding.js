@@ -301,7 +301,11 @@ function render({ model, el }) {
 
   const view = frame(model, el, {
     name: "sharding",
-    hint: "Up and down choose a tensor or a collective, left and right a form, Enter fixes it or frees it again, z takes the last one back.",
+    help: [
+      ["↑ ↓", "the tensor or collective above, or below"], ["← →", "the form before, the form after"],
+      ["Enter", "fix this form, or free it"], ["z", "take the last one back"], ["Delete", "free this tensor"],
+      ["Home End", "to the first, to the last"],
+    ],
     height: (width) => shape(width).height,
     draw(ctx, width, height, look) {
       const now = data(), { p, row, top } = shape(width);

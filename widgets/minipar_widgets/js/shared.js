@@ -7,11 +7,20 @@
 //       height: (width) => 200,                       // CSS pixels
 //       draw(ctx, width, height, look) { ... },       // a 2d context, or one that writes SVG: look.ink, look.paper, ...
 //       keys: { ArrowRight() { ... }, "+"() { ... } },   // return false to leave a key to the notebook
+//       help: [["← →", "the step before, or after"]],    // what ? shows, beside the keys of all views
 //     });
 //     model.on("change:data", view.repaint);
 //     return view.dispose;                            // (the frame shows model's problem, caption, label and table)
 //   }
 //   export default { render };
+//
+// A key means the same in all views:
+//
+//   ← →   the one before, the one after       Shift ← →   move: the block, or the window
+//   ↑ ↓   the row above, the row below        Home End    the first (or all), the last
+//   + -   zoom in, zoom out                   space       play or pause; , and . one step; < and > slower, faster
+//   Tab   the next one; Escape lets go        Enter z y   choose, take back, do again
+//   t     the same as a table                 ?           the keys of this view
 //
 // The functions without a document are pure, and tested by shared.test.mjs.
 
@@ -271,6 +280,12 @@ export function table(rows, label) {
     make("tbody", {}, ...rows.slice(1).map((r) => line(r, "td"))));
 }
 
+/** A key as a screen reader says it. */
+export function spoken(key) {
+  const names = { "←": "left", "→": "right", "↑": "up", "↓": "down", "+": "plus", "-": "minus", ",": "comma", ".": "dot", "<": "less than", ">": "greater than", "?": "question mark" };
+  return key.split(" ").map((part) => names[part] ?? part).join(" ");
+}
+
 function download(content, type, name) {
   const url = URL.createObjectURL(content instanceof Blob ? content : new Blob([content], { type }));
   make("a", { href: url, download: name }).click();
@@ -285,7 +300,7 @@ function download(content, type, name) {
  * root, stage, canvas, toolbar, repaint() in the next frame, paint() at once, say(text) in the readout,
  * tip(x, y, text or null) beside the pointer, button(label, title, run), listen(target, event, run), dispose().
  */
-export function frame(model, el, { name, height, draw, keys = {}, canvas = true, hint = "" }) {
+export function frame(model, el, { name, height, draw, keys = {}, canvas = true, hint = "", help = [] }) {
   const ends = [];
   const get = (trait, other) => model.get(trait) ?? other;
   const toolbar = make("div", { class: "mp-toolbar", role: "toolbar", "aria-label": `${name} tools` });
@@ -295,7 +310,11 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
   const holder = make("div", { class: "mp-table", hidden: true, tabindex: 0, role: "region", "aria-label": "the same as a table" });
   const problem = make("div", { class: "mp-problem", role: "alert", hidden: true });
   const tipbox = make("div", { class: "mp-tip", hidden: true });
-  const root = make("div", { class: "minipar", "data-lm-suppress-shortcuts": "true" }, toolbar, problem, stage, readout, caption, holder);
+  const lines = help.length ? [...help, ["t", "the same as a table"], ["?", "these keys"]] : [];
+  const card = make("dl", { class: "mp-keys", hidden: true, tabindex: -1, "aria-label": "keys" },
+    ...lines.map(([key, what]) => make("div", {}, make("dt", {}, make("kbd", {}, key)), make("dd", {}, what))));
+  hint ||= lines.length ? `${lines.map(([key, what]) => `${spoken(key)}: ${what}`).join("; ")}.` : "";
+  const root = make("div", { class: "minipar", "data-lm-suppress-shortcuts": "true" }, toolbar, card, problem, stage, readout, caption, holder);
   const surface = canvas ? make("canvas", { tabindex: 0, role: "application" }) : null;
   if (surface) stage.append(surface);
   stage.append(tipbox);
@@ -344,7 +363,7 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
     const wrong = get("problem", "");
     problem.hidden = !wrong;
     problem.textContent = wrong;
-    stage.hidden = toolbar.hidden = !!wrong;
+    root.dataset.wrong = !!wrong; // nothing of what was shown before stands beside the reason why there is nothing now
     caption.textContent = get("caption_text", "");
     surface?.setAttribute("aria-label", `${get("label", name)} ${hint}`.trim());
     if (!holder.hidden) fillTable();
@@ -375,8 +394,13 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
     asTable.setAttribute("aria-pressed", !holder.hidden);
     if (!holder.hidden) fillTable();
   }, "false");
+  const asKeys = lines.length ? button("?", "show the keys (?)", () => {
+    card.hidden = !card.hidden;
+    asKeys.setAttribute("aria-pressed", !card.hidden);
+  }, "false") : null;
 
   if (surface) {
+    if (asKeys) keys = { t: () => asTable.click(), "?": () => asKeys.click(), ...keys };
     listen(surface, "keydown", (event) => {
       const run = keys[(event.shiftKey && event.key.length > 1 ? "Shift+" : "") + event.key];
       if (event.ctrlKey || event.metaKey || event.altKey) return;
@@ -411,6 +435,9 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
     dispose() { for (const end of ends) end(); root.remove(); },
   };
 }
+
+/** Bytes of a number, by the type's name in a layout. */
+export const WIDTHS = { f8: 8, f4: 4, u4: 4, i4: 4, u1: 1 };
 
 const ARRAYS = { f8: Float64Array, f4: Float32Array, u4: Uint32Array, i4: Int32Array, u1: Uint8Array };
 
