@@ -11,6 +11,8 @@ import sysconfig
 import traceback
 from pathlib import Path
 
+_INSIDE = {"site-packages", "minipar_widgets"}  # folders whose lines say nothing about a mistake in a plan
+
 
 class MiniparError(Exception):
     """Base class. `str(error)` is the one-line reason, then the details."""
@@ -37,7 +39,7 @@ class MiniparError(Exception):
         hidden = (str(Path(__file__).parent), paths["stdlib"], paths["purelib"], paths["platlib"], "<string>")
         lines = []
         for frame in traceback.extract_tb(self.__traceback__):
-            if not frame.filename.startswith(hidden) and "site-packages" not in frame.filename:
+            if not frame.filename.startswith(hidden) and not _INSIDE.intersection(Path(frame.filename).parts):
                 cell = shell.compile.format_code_name(frame.filename) if shell is not None else None
                 where = f"{' '.join(cell)}" if cell else f'File "{frame.filename}"'
                 lines.append(f"{where}, line {frame.lineno}, in {frame.name}\n    {frame.line}")

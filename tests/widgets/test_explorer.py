@@ -137,7 +137,8 @@ def test_controls_move_what_is_shown() -> None:
     assert explorer.now.factors == (1.0, 1.0, 2.0)
     assert explorer.settings()["imbalance"] == "1, 1, 2"
     page = explorer.to_html()
-    assert "<dt>schedule</dt><dd>looped-bfs</dd>" in page
+    assert "<dt>imbalance</dt><dd>1, 1, 2</dd>" in page
+    assert '"values": ["looped-bfs"]' in page
 
 
 def test_moving_a_slider_is_quick() -> None:

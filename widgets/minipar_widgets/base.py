@@ -16,7 +16,7 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, ClassVar
@@ -165,8 +165,7 @@ class Explorer(Shown, ipywidgets.VBox):
 
     def parts(self) -> dict[str, str]:
         """What a page says beside the views, by name, as HTML."""
-        facts = "".join(f"<div><dt>{escape(k)}</dt><dd>{escape(v)}</dd></div>" for k, v in self.settings().items())
-        return {"line": escape(self._line()), "settings": f"<dl>{facts}</dl>" if facts else ""}
+        return {"line": escape(self._line()), "settings": facts(self.settings())}
 
     def summary(self) -> str:
         return self.view.summary()
@@ -190,6 +189,12 @@ class Explorer(Shown, ipywidgets.VBox):
     def controls_section(self, place: str) -> str:
         """Controls that work on a page without a kernel; none, unless a subclass has a table of results."""
         return ""
+
+
+def facts(values: Mapping[str, str]) -> str:
+    """Names and values as HTML; nothing if there are none."""
+    items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in values.items())
+    return f"<dl>{items}</dl>" if items else ""
 
 
 def live() -> bool:

@@ -69,6 +69,8 @@ def picture(line: str, light: bytes, dark: bytes) -> str:
     """HTML of a PNG, with another one for dark pages."""
     images = [base64.b64encode(image).decode() for image in (light, dark)]
     return (
+        f'<div style="overflow-x:auto" tabindex="0" role="region" aria-label="a picture">'
         f'<picture><source media="(prefers-color-scheme: dark)" srcset="data:image/png;base64,{images[1]}">'
-        f'<img alt="{escape(line)}" style="max-width:100%" src="data:image/png;base64,{images[0]}"></picture>'
+        f'<img alt="{escape(line)}" style="max-width:100%; min-width:640px" src="data:image/png;base64,{images[0]}">'
+        "</picture></div>"
     )

@@ -316,7 +316,7 @@ class CheckpointExplorer(Explorer):
         kind = next(name for name, rows in self.controls["kind"].options if rows == self.controls["kind"].value)
         shown = {"layers": str(self.layers.count), "a layer": kind, "checkpoint": self.word}
         if not self.layers.rows:
-            shown |= {"saves": f"{self.layers.saved} units", "backward": f"{self.layers.backward:g} forwards"}
+            shown |= {"saves": several(self.layers.saved, "unit"), "backward": f"{self.layers.backward:g} forwards"}
         return shown
 
     def section(self, place: str = "widget") -> str:

@@ -22,7 +22,7 @@ from minipar.strategies.plan import Plan
 from minipar.wording import several
 from minipar_widgets import chart, offline, verdict
 from minipar_widgets.arguments import one_of, whole
-from minipar_widgets.base import Explorer, View
+from minipar_widgets.base import Explorer, View, facts
 from minipar_widgets.memory_model import (
     FACES,
     HATCHES,
@@ -75,8 +75,10 @@ class MemoryView(View):
         return f"{self.memory.choice}: {self.memory.verdict}"
 
     def caption(self) -> str:
-        assert self.memory is not None
-        return self.memory.verdict
+        return (
+            "The formulas in letters and with numbers, for ranks that are alike; the dashed line is what the device has, "
+            "a diamond what a run measured."
+        )
 
     def rows(self) -> list[list[str]]:
         assert self.memory is not None
@@ -305,6 +307,9 @@ class MemoryExplorer(Explorer):
         self.problem = self.view.problem
         return choice
 
+    def caption(self) -> str:
+        return "" if self.view.memory is None else self.view.memory.verdict
+
     def figure(self) -> Any:
         """The bars of all ranks, as a plotly figure. MiniparError if there is nothing to draw."""
         if self.view.memory is None:
@@ -354,8 +359,13 @@ class MemoryExplorer(Explorer):
         }
 
     def parts(self) -> dict[str, str]:
-        found = verdict.html(self.view.memory) if self.view.memory is not None else ""
-        return {"verdict": found, **super().parts()}
+        """The verdict first; then the line need not repeat it."""
+        if self.view.memory is None:
+            return {"verdict": "", **super().parts()}
+        return {
+            "verdict": verdict.html(self.view.memory), "line": escape(str(self.view.memory.choice)),
+            "settings": facts(self.settings()),
+        }  # fmt: skip
 
     def controls_section(self, place: str) -> str:
         """Sliders over a table of results; none, if this very choice is impossible."""
@@ -376,10 +386,10 @@ class MemoryExplorer(Explorer):
             for name, value in chosen.items():
                 other.controls[name].value = value
             other._judge()
-            return offline.Point(other.view.state(), other.parts())
+            return offline.Point(other.view.state(), other.parts(), repr(other))
 
         try:
-            return offline.panel(place, controls, find)
+            return offline.panel(place, repr(self), controls, find)
         finally:
             other.close()
 

@@ -1,7 +1,7 @@
 """Controls on a page without a kernel: a table of results, one for each combination of their values.
 
     controls = [Control("schedule", "schedule", ("gpipe", "1f1b"), "1f1b"), Control("stages", "stages", (2, 3), 2)]
-    html = panel("widget", controls, lambda chosen: Point(view.state(), {"line": "..."}))
+    html = panel("widget", "a title", controls, lambda chosen: Point(view.state(), {"line": "..."}, "another"))
 
 The results of one value of the first control are one parcel, compressed. A browser opens it when that value is first
 chosen. In a parcel equal arrays of all results follow one another, and of their numbers first all lowest bytes, then all
@@ -47,10 +47,12 @@ class Point:
 
     traits   of the view. An array's layout is in the trait that names it: data in `about`, details in `more`
     parts    HTML of the page's other parts, by name
+    title    of the page
     """
 
     traits: Mapping[str, Any]
     parts: Mapping[str, str] = field(default_factory=dict)
+    title: str = ""
 
 
 def combinations(controls: Sequence[Control]) -> Iterator[dict[str, Any]]:
@@ -59,15 +61,16 @@ def combinations(controls: Sequence[Control]) -> Iterator[dict[str, Any]]:
         yield dict(zip((one.name for one in controls), values, strict=True))
 
 
-def panel(place: str, controls: Sequence[Control], find: Callable[[Chosen], Point]) -> str:
+def panel(place: str, title: str, controls: Sequence[Control], find: Callable[[Chosen], Point]) -> str:
     """The controls as HTML, with the results, for the page's parts and its view, whose id is `place`-0. `find` gives
-    the result of a combination."""
+    the result of a combination. A page with this title is given that of each result."""
     parcels = []
     for first in controls[0].values:
         one = [Control(controls[0].name, "", (first,), first), *controls[1:]]
         parcels.append(base64.b64encode(parcel([find(chosen) for chosen in combinations(one)])).decode())
     data = {
         "place": place,
+        "title": title,
         "controls": [
             {"name": c.name, "label": c.label, "values": list(c.values), "shown": c.values.index(c.shown), "slides": c.slides}
             for c in controls
@@ -97,7 +100,7 @@ def parcel(points: Sequence[Point]) -> bytes:
                 for name, (code, at, count) in traits[about].get("layout", {}).items():
                     array = np.frombuffer(raw, np.dtype(_WIDTH[code]), count, at)
                     columns.setdefault(f"{trait} {about} {name}", []).append(array)
-        plain.append({"traits": traits, "parts": dict(point.parts)})
+        plain.append({"traits": traits, "parts": dict(point.parts), "title": point.title})
     joined = {name: np.concatenate(parts) for name, parts in columns.items()}
     heads = [[*name.split(" "), array.dtype.str[1:], len(array)] for name, array in joined.items()]
     text = json.dumps({"points": plain, "columns": heads}, separators=(",", ":")).encode()

@@ -17,7 +17,7 @@ from minipar.strategies.plan import Plan
 from minipar.wording import several
 from minipar_widgets import exploring, offline, running
 from minipar_widgets.arguments import one_of, whole
-from minipar_widgets.base import Explorer
+from minipar_widgets.base import Explorer, facts
 from minipar_widgets.exploring import Found, Settings
 from minipar_widgets.timeline import Timeline
 
@@ -181,7 +181,7 @@ class ScheduleExplorer(Explorer):
             self.found = exploring.predict(self.now)
             if self.found.trace is not None:
                 self.timeline.update(self.found.trace)
-                self._facts.value = _words(self._costs())
+                self._facts.value = _words(exploring.staleness(self.found))
                 self.found = exploring.checked(self.found)
             found = self.found
             if found.trace is None:
@@ -192,9 +192,6 @@ class ScheduleExplorer(Explorer):
         self._lock()
         if self._attempt is None and self._ran not in (None, self.now):
             self.report.value = ""  # that of other settings
-
-    def _costs(self) -> str:
-        return exploring.staleness(self.found)
 
     def _lock(self) -> None:
         """Every control that cannot be used now is disabled: all of them during a run."""
@@ -264,8 +261,9 @@ class ScheduleExplorer(Explorer):
     # words, table, picture --------------------------------------------------------------------------------------------
 
     def parts(self) -> dict[str, str]:
-        facts = escape(self._costs()) if self.found.trace is not None else ""
-        return super().parts() | {"facts": facts}
+        """As of every explorer, without the settings that the page's own controls say."""
+        said = ("schedule", "stages", "micro-batches")
+        return {"line": escape(repr(self)), "settings": facts({k: v for k, v in self.settings().items() if k not in said})}
 
     def controls_section(self, place: str) -> str:
         """Sliders over a table of results: each with its timeline, or with the reason why there is none."""
@@ -277,12 +275,12 @@ class ScheduleExplorer(Explorer):
             self.now = replace(before[0], **chosen, factors=factors)
             self.found = exploring.explore(self.now)
             if self.found.trace is None:
-                return offline.Point({"problem": self.found.problem, "label": repr(self)}, self.parts())
+                return offline.Point({"problem": self.found.problem, "label": repr(self)}, self.parts(), repr(self))
             picture.update(self.found.trace)
-            return offline.Point(picture.state(), self.parts())
+            return offline.Point(picture.state(), self.parts(), repr(self))
 
         try:
-            return offline.panel(place, _grid(self._grid, self.now), find)
+            return offline.panel(place, repr(self), _grid(self._grid, self.now), find)
         finally:
             self.now, self.found = before
             picture.close()

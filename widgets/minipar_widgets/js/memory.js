@@ -77,7 +77,8 @@ function render({ model, el }) {
       const now = data(), one = now.groups[group], row = wide(width) ? ROW : ROW + 26;
       const bars = (wide(width) ? 0.34 * width : width - 16) - LEFT, right = wide(width) ? LEFT + bars + 84 : LEFT;
       const most = Math.max(...one.terms.map((term) => Math.max(term[1], term[5] ?? 0)), 1);
-      write(ctx, `${one.worst ? "the worst: " : ""}${one.label}`, 6, 12, look.ink, { bold: true });
+      const title = `${one.worst ? "the worst: " : ""}${one.label}`;
+      write(ctx, title, 6, 12, look.ink, { bold: true });
       // all together against the capacity
       const whole = Math.max(one.total, Math.min(now.capacity, 3 * one.total), one.measured ?? 0), scale = (width - 20 - LEFT) / whole;
       let x = LEFT;
@@ -89,11 +90,13 @@ function render({ model, el }) {
         ctx.setLineDash([5, 3]);
         ctx.beginPath();
         ctx.moveTo(LEFT + now.capacity * scale, 20);
-        ctx.lineTo(LEFT + now.capacity * scale, 50);
+        ctx.lineTo(LEFT + now.capacity * scale, 48);
         ctx.stroke();
         ctx.setLineDash([]);
-        const text = `${now.device} ${bytes(now.capacity)}`, left = LEFT + now.capacity * scale > width / 2;
-        write(ctx, text, LEFT + now.capacity * scale + (left ? -4 : 4), 14, look.warn, { size: 11, align: left ? "right" : "left" });
+        const text = `${now.device} ${bytes(now.capacity)}`, at = LEFT + now.capacity * scale, left = at > width / 2;
+        ctx.font = `bold 12px ${FONT}`;
+        const beside = 6 + ctx.measureText(title).width + 12 < at - (left ? 4 + 6.4 * text.length : 0);
+        write(ctx, text, at + (left ? -4 : 4), beside ? 14 : 53, look.warn, { size: 11, align: left ? "right" : "left" });
       }
       const share = `${bytes(one.total)}, ${((100 * one.total) / now.capacity).toFixed(1)} % of ${now.device}`;
       if (now.capacity > whole) write(ctx, share, Math.max(x, LEFT + (one.measured ?? 0) * scale) + 12, 36, look.ink);

@@ -37,21 +37,22 @@ async function open(text) {
   return opened(await new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("deflate"))).arrayBuffer());
 }
 
-function start({ place, controls, parcels }) {
+function start({ place, title, controls, parcels }) {
   const form = document.getElementById(`${place}-controls`);
   const chosen = controls.map((control) => control.shown), first = chosen.join(), known = new Map();
   let asked = 0;
   async function show() {
     const mine = ++asked;
     if (!known.has(chosen[0])) known.set(chosen[0], open(parcels[chosen[0]]));
-    const { traits, parts } = (await known.get(chosen[0]))[position(controls, chosen)];
+    const { traits, parts, title: other } = (await known.get(chosen[0]))[position(controls, chosen)];
     if (mine !== asked) return; // a newer choice is on its way
     document.getElementById(`${place}-0`).model.update(traits);
     for (const [name, html] of Object.entries(parts)) {
-      const part = document.querySelector(`[data-part="${place} ${name}"]`), titled = document.title === part?.textContent;
+      const part = document.querySelector(`[data-part="${place} ${name}"]`);
       if (part) part.innerHTML = html;
-      if (titled) document.title = part.textContent;
     }
+    if (document.title === title) document.title = other;
+    title = other;
     for (const part of document.querySelectorAll(`[data-first="${place}"]`)) part.hidden = chosen.join() !== first;
   }
   controls.forEach((control, k) => {
