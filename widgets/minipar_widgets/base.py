@@ -184,7 +184,9 @@ class Explorer(Shown, ipywidgets.VBox):
         for name, html in self.parts().items():
             tag = "p" if name == "line" else "div"
             head += f'<{tag} data-part="{place} {name}">{html}</{tag}>\n'
-        return head + self.controls_section(place) + "".join(v.section(f"{place}-{k}") for k, v in enumerate(self.views))
+        return (
+            head + self.controls_section(place) + "".join(v.section(f"{place}-{k}") for k, v in enumerate(self.views))
+        )
 
     def controls_section(self, place: str) -> str:
         """Controls that work on a page without a kernel; none, unless a subclass has a table of results."""

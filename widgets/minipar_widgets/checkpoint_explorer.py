@@ -247,7 +247,8 @@ class CheckpointExplorer(Explorer):
         least = min(self.runs, key=lambda run: run.peak)
         which = f"segments of {several(least.length, 'layer')}" if least.length else "no recomputation"
         title = f"measured with {several(self.layers.count, 'layer')} and {self.layers.rows} rows"
-        return f"{title}, the fastest of {ROUNDS * STEPS} steps of each length: least memory {size(least.peak)}, with {which}"
+        best = f"least memory {size(least.peak)}, with {which}"
+        return f"{title}, the fastest of {ROUNDS * STEPS} steps of each length: {best}"
 
     def measure(self, _: Any = None) -> None:
         """Run some segment lengths on a real rank."""
@@ -349,7 +350,9 @@ def _read(checkpoint: str, layers: int) -> tuple[str, int, int, str]:
     if checkpoint.removesuffix("%").isdecimal():
         return "a budget", k, whole("checkpoint, in percent", int(checkpoint[:-1]), 5, 100), starts
     if not checkpoint.replace(",", "").isdecimal():
-        raise PlanError(f"checkpoint={checkpoint}: possible are none, sqrt, K, a budget such as 50%, or layers such as {starts}")
+        raise PlanError(
+            f"checkpoint={checkpoint}: possible are none, sqrt, K, a budget such as 50%, or layers such as {starts}"
+        )
     return "layers", k, 50, checkpoint
 
 

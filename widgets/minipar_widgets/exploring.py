@@ -64,7 +64,9 @@ def check(settings: Settings) -> Settings:
     number("ratio", settings.ratio, *RATIOS)
     number("latency", settings.latency, *LATENCIES)
     if not isinstance(settings.factors, (tuple, list)) or len(settings.factors) > settings.stages:
-        raise PlanError(f"factors={settings.factors!r}: possible are up to {several(settings.stages, 'number')}, one a stage")
+        raise PlanError(
+            f"factors={settings.factors!r}: possible are up to {several(settings.stages, 'number')}, one a stage"
+        )
     for factor in settings.factors:
         number("factors", factor, *FACTORS)
     return settings

@@ -76,8 +76,8 @@ class MemoryView(View):
 
     def caption(self) -> str:
         return (
-            "The formulas in letters and with numbers, for ranks that are alike; the dashed line is what the device has, "
-            "a diamond what a run measured."
+            "The formulas in letters and with numbers, for ranks that are alike; the dashed line is what the device "
+            "has, a diamond what a run measured."
         )
 
     def rows(self) -> list[list[str]]:
@@ -209,7 +209,9 @@ class MemoryExplorer(Explorer):
             "dp": pick("dp", _POWERS, chosen.dp),
             "pp": pick("pp", [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64], chosen.pp),
             "tp": pick("tp (formula)", [1, 2, 4, 8, 16], chosen.tp),
-            "sequence": ipywidgets.Checkbox(chosen.sequence_parallel, description="sequence parallel", indent=True, **both),
+            "sequence": ipywidgets.Checkbox(
+                chosen.sequence_parallel, description="sequence parallel", indent=True, **both
+            ),
             "experts": pick("experts", [0, 2, 4, 8, 16, 32, 64, 128], 0),
             "top": pick("experts a token", [1, 2, 4, 8], 1),
             "ep": pick("ep (formula)", [1, 2, 4, 8, 16, 32, 64], 1),
@@ -373,10 +375,10 @@ class MemoryExplorer(Explorer):
             return ""
         now = {name: self.controls[name].value for name in _OFFERED}
         controls = []
-        for name, (label, values) in _OFFERED.items():
+        for name, (words, values) in _OFFERED.items():
             given = dict.fromkeys([*self._grid.get(name, values), now[name]])
             ordered = sorted(given) if all(isinstance(one, int) for one in given) else given
-            controls.append(offline.Control(name, label, tuple(ordered), now[name]))
+            controls.append(offline.Control(name, words, tuple(ordered), now[name]))
         other = MemoryExplorer(str(self.choice.plan), now["model"], self.choice.rows)
         other._quiet = True
         for name, control in self.controls.items():
@@ -412,13 +414,24 @@ _OFFERED: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 def _offered(plan: Plan) -> Plan:
     """The plan, if the explorer has a control for each of its keys."""
-    keys = ("dp", "pp", "tp", "sequence_parallel", "schedule", "microbatches", "zero", "checkpoint", "offload", "precision")
+    keys = (
+        "dp",
+        "pp",
+        "tp",
+        "sequence_parallel",
+        "schedule",
+        "microbatches",
+        "zero",
+        "checkpoint",
+        "offload",
+        "precision",
+    )
     rest = replace(plan, **{field.name: field.default for field in fields(Plan) if field.name in keys})
     for field in fields(Plan):
         if getattr(rest, field.name) != field.default:
             raise PlanError(
-                f"MemoryExplorer: no control for {field.name}={getattr(plan, field.name)}; possible are {', '.join(keys)}, "
-                "and `minipar memory` takes all keys"
+                f"MemoryExplorer: no control for {field.name}={getattr(plan, field.name)}; possible are "
+                f"{', '.join(keys)}, and `minipar memory` takes all keys"
             )
     one_of("schedule", plan.schedule, _schedules())
     whole("microbatches", plan.microbatches, 1, 1024)

@@ -4,8 +4,8 @@
     html = panel("widget", "a title", controls, lambda chosen: Point(view.state(), {"line": "..."}, "another"))
 
 The results of one value of the first control are one parcel, compressed. A browser opens it when that value is first
-chosen. In a parcel equal arrays of all results follow one another, and of their numbers first all lowest bytes, then all
-next ones, and so on: so the bytes that change little are neighbours. js/offline.js reads what `parcel` writes.
+chosen. In a parcel equal arrays of all results follow one another, and of their numbers first all lowest bytes, then
+all next ones, and so on: so the bytes that change little are neighbours. js/offline.js reads what `parcel` writes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WIDTH = {"f8": np.float64, "f4": np.float32, "u4": np.uint32, "i4": np.int32, "
 
 @dataclass(frozen=True)
 class Control:
-    """A control of a page: a slider where its values are numbers, else a list to choose from; `shown` is its first value."""
+    """A control of a page: a slider where its values are numbers, else a list to choose from. `shown`: its first value."""
 
     name: str
     label: str
@@ -72,8 +72,14 @@ def panel(place: str, title: str, controls: Sequence[Control], find: Callable[[C
         "place": place,
         "title": title,
         "controls": [
-            {"name": c.name, "label": c.label, "values": list(c.values), "shown": c.values.index(c.shown), "slides": c.slides}
-            for c in controls
+            {
+                "name": control.name,
+                "label": control.label,
+                "values": list(control.values),
+                "shown": control.values.index(control.shown),
+                "slides": control.slides,
+            }
+            for control in controls
         ],
         "parcels": parcels,
     }  # fmt: skip
@@ -82,7 +88,8 @@ def panel(place: str, title: str, controls: Sequence[Control], find: Callable[[C
     text = json.dumps(data).replace("<", "\\u003c")
     words = "controls of this page; every result was computed when it was made"
     return (
-        f'<style>{style}</style>\n<form class="mp-controls" id="{place}-controls" aria-label="{escape(words)}"></form>\n'
+        f"<style>{style}</style>\n"
+        f'<form class="mp-controls" id="{place}-controls" aria-label="{escape(words)}"></form>\n'
         f'<script type="module">\n{script}page.start({text});\n</script>\n'
     )
 

@@ -263,7 +263,10 @@ class ScheduleExplorer(Explorer):
     def parts(self) -> dict[str, str]:
         """As of every explorer, without the settings that the page's own controls say."""
         said = ("schedule", "stages", "micro-batches")
-        return {"line": escape(repr(self)), "settings": facts({k: v for k, v in self.settings().items() if k not in said})}
+        return {
+            "line": escape(repr(self)),
+            "settings": facts({k: v for k, v in self.settings().items() if k not in said}),
+        }
 
     def controls_section(self, place: str) -> str:
         """Sliders over a table of results: each with its timeline, or with the reason why there is none."""
@@ -335,9 +338,7 @@ def _grid(given: Mapping[str, Any], now: Settings) -> list[offline.Control]:
     return [
         offline.Control("schedule", "schedule", tuple(dict.fromkeys([*names, now.schedule])), now.schedule),
         offline.Control("stages", "stages (ranks)", tuple(sorted(stages | {now.stages})), now.stages),
-        offline.Control(
-            "microbatches", "micro-batches", tuple(sorted(counts | {now.microbatches})), now.microbatches
-        ),
+        offline.Control("microbatches", "micro-batches", tuple(sorted(counts | {now.microbatches})), now.microbatches),
     ]
 
 

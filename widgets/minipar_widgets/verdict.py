@@ -16,7 +16,7 @@ from minipar_widgets.memory_model import Memory
 KINDS = {
     "parameters": "the numbers that are trained",
     "gradients": "one number for each parameter, from the backwards",
-    "optimizer": "what Adam keeps for each parameter: two averages of gradients and, with bf16, the parameter in float32",
+    "optimizer": "what Adam keeps for each parameter: two averages of gradients; with bf16 the parameter in float32",
     "activations": "what forwards keep until their backwards need it",
     "buffers": "room for messages and collectives",
 }
@@ -25,11 +25,14 @@ _CHANGE = re.compile(r"\b([a-z_]+)=[\w,.]+")
 _STYLE = """<style>
 .mp-fit { border-left: 5px solid #009E73; padding: 6px 12px; margin: 2px 0 8px; font-size: 14px; line-height: 1.5; }
 .mp-fit[data-fits="no"] { border-left-color: #c05000; }
-.mp-fit ul { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 4px 0 0; padding: 0; list-style: none; font-size: 13px; }
+.mp-fit ul { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 4px 0 0; padding: 0; list-style: none;
+  font-size: 13px; }
 .mp-term { position: relative; text-decoration: underline dotted; text-underline-offset: 3px; cursor: help; }
 .mp-term > [role="tooltip"] { display: none; position: absolute; left: 0; top: 1.6em; z-index: 3; width: max-content;
-  max-width: min(300px, 70vw); padding: 4px 9px; border: 1px solid #777; border-radius: 4px; font: 12px/1.45 system-ui, sans-serif;
-  background: Canvas; color: CanvasText; background: var(--jp-layout-color0, Canvas); color: var(--jp-ui-font-color0, CanvasText);
+  max-width: min(300px, 70vw); padding: 4px 9px; border: 1px solid #777; border-radius: 4px;
+  font: 12px/1.45 system-ui, sans-serif;
+  background: Canvas; color: CanvasText; background: var(--jp-layout-color0, Canvas);
+  color: var(--jp-ui-font-color0, CanvasText);
   box-shadow: 0 1px 5px rgb(0 0 0 / 30%); }
 .mp-term:hover > [role="tooltip"], .mp-term:focus > [role="tooltip"] { display: block; }
 </style>
@@ -42,10 +45,10 @@ def html(memory: Memory) -> str:
     fits = worst.total <= memory.choice.capacity
     head, _, rest = memory.verdict.partition(": ")
     mark = "✓" if fits else "✗"
-    items = "".join(
-        f"<li>{term(one.kind, f'{KINDS[one.kind]}; {one.note}' if one.note else KINDS[one.kind])} {escape(size(one.bytes))}</li>"
-        for one in memory.terms(memory.worst)
-    )
+    items = ""
+    for one in memory.terms(memory.worst):
+        meaning = f"{KINDS[one.kind]}; {one.note}" if one.note else KINDS[one.kind]
+        items += f"<li>{term(one.kind, meaning)} {escape(size(one.bytes))}</li>"
     return (
         f'{_STYLE}<div class="mp-fit" role="status" data-fits="{"yes" if fits else "no"}">'
         f"<b>{mark} {escape(head)}</b>: {explained(rest)}<ul>{items}</ul></div>"
