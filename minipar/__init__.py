@@ -29,6 +29,7 @@ if TYPE_CHECKING:  # type checkers and editors read this; a test checks that it 
     from minipar.comm import communicator as communicator
     from minipar.costs.device import DeviceSpec as DeviceSpec
     from minipar.course import exercise as exercise
+    from minipar.errors import CheckFailed as CheckFailed
     from minipar.errors import CollectiveMismatch as CollectiveMismatch
     from minipar.errors import Deadlock as Deadlock
     from minipar.errors import DeviceOutOfMemory as DeviceOutOfMemory
@@ -98,6 +99,7 @@ _homes = {
         "RankError",
         "RankDied",
         "Deadlock",
+        "CheckFailed",
         "CollectiveMismatch",
         "DeviceOutOfMemory",
         "SaveError",

@@ -199,6 +199,7 @@ class Program:
     inputs           the form in which the ranks that share layers have the rows of a micro-batch and their targets: "":
                      each has all of them; "S0": a part of the rows; "S1": of the tokens of every row
     names            the names of the layers, for messages; (): they are not known
+    checked          True: the ranks check what they compute and send while they run
     """
 
     ranks: Sequence[tuple[Instruction, ...]]
@@ -228,6 +229,7 @@ class Program:
     forms: tuple[Forms, ...] = ()
     inputs: str = ""
     names: tuple[str, ...] = field(default=(), compare=False)
+    checked: bool = False
 
     def __len__(self) -> int:
         return sum(self.of_each(lambda rank: len(self.ranks[rank])))

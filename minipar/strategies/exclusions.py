@@ -144,6 +144,7 @@ HALVES = KeyValues(
     "schedule", "schedule of backwards in halves", lambda plan: plan.splits,
     "a schedule of whole backwards such as 1f1b", late=True,
 )  # fmt: skip
+CHECKED = KeyValues("check", "check", lambda plan: plan.check, "check=false")
 IN_STEP = KeyValues("batch_copies", "batch_copies of 2 or more", lambda plan: plan.batch_copies > 1, "batch_copies=1")
 COPIES = KeyValues(
     "schedule", "schedule with copies of a stage", lambda plan: plan.copies,
@@ -261,6 +262,12 @@ EXCLUSIONS = (
     Exclusion(OFFLOADED_ACTIVATIONS, DYNAMIC, "copies stand in an order, which its ranks do not keep to"),
     Exclusion(OFFLOADED_ACTIVATIONS, HALVES, "its backwards are split, and the halves need what was saved twice"),
     Exclusion(ZERO, COPIES, "whole gradients are summed over the copies in every step"),
+    Exclusion(CHECKED, SERVERS, "what servers do is decided as they run, and checked by its exact replay"),
+    Exclusion(CHECKED, ASYNCHRONOUS, "its ranks are at different steps, and nothing is the same on all of them"),
+    Exclusion(CHECKED, LOCAL, f"{_ALONE}, and parameters differ until they are averaged"),
+    Exclusion(CHECKED, PRIORITY, "parts of a gradient are summed while others are still used"),
+    Exclusion(CHECKED, OFFLOAD, "it looks at what is on the device"),
+    Exclusion(CHECKED, HOST_LAYERS, "it looks at what is on the device"),
     Exclusion(LOCAL, COPIES, "whole gradients are summed over the copies in every step"),
 )
 

@@ -68,6 +68,7 @@ def check(program: Program | Callable[[Shape], Program], plan: Plan, shape: Shap
         "precision": (made.precision, plan.precision),
         "compress": (made.compress, plan.compress),
         "checkpoint=selective": (made.selective, plan.checkpoint == "selective"),
+        "check": (made.checked, plan.check),
         "updates without a flush": (isinstance(made.contract, Staleness), kind is Staleness),
         "local steps": (isinstance(made.contract, Local), kind is Local),
     }

@@ -106,6 +106,7 @@ _OWN: dict[str, Rule] = {
     "forms": (lambda value: _tuple_of(_is_forms, value), "a tuple of Forms for each layer"),
     "inputs": (lambda value: value in ("", "S0", "S1"), '"", "S0" or "S1"'),
     "names": (lambda value: _tuple_of(lambda name: type(name) is str, value), "a tuple of texts"),
+    "checked": _FLAG,
 }  # fmt: skip
 
 

@@ -1,0 +1,153 @@
+"""check=true: nothing is found in what is right, and every seeded bug is, at the instruction where it first is wrong."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import pytest
+import torch
+
+from minipar import Plan, PlanError
+from minipar.data import stdlib_text
+from minipar.errors import CheckFailed
+from minipar.execution import facts
+from minipar.execution.execution import Execution, Job, execute
+from minipar.execution.facts import ALIKE, NEAR, ONE, SUM, Fact
+from minipar.models import gpt
+from minipar.models.parameter_groups import shape_of
+from minipar.training.training import annotations_of
+from tests.execution import seeded_bugs
+from tests.execution.seeded_bugs import BUGS
+from tests.toys import rows, toy
+
+EASY = partial(toy, ("linear", "linear"))
+HARD = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), tied=True, frozen=(1,))
+
+
+def run(clusters, text: str, model=HARD, passes: int = 2) -> Execution:
+    """Run a plan, without profile and prediction."""
+    plan, optimizer = Plan.parse(text), partial(torch.optim.SGD, lr=0.5, momentum=0.9)
+    if plan.sharing > 1:
+        job = Job(partial(gpt, layers=2), stdlib_text(), 8, optimizer=optimizer, annotations=annotations_of(plan))
+        shape = shape_of(job.share(job.build(), 0, plan.sharing, plan.inputs, plan.cut))
+    else:
+        dtype = torch.float32 if plan.precision == "bf16" else torch.float64
+        job = Job(model, rows(17 if model is HARD else 16), loss=torch.nn.functional.mse_loss, optimizer=optimizer, dtype=dtype)
+        shape = shape_of(list(job.build()))
+    return execute(plan.compile(shape), job, cluster=clusters(plan.ranks), passes=passes, check=False)
+
+
+RIGHT = [
+    "microbatches=3",
+    "dp=4 microbatches=2 bucket=none",
+    "pp=2 schedule=gpipe microbatches=3 accumulate=2",
+    "pp=2 dp=2 microbatches=3 clip=0.1",
+    "pp=2 schedule=interleaved chunks=2 microbatches=4",
+    "pp=2 schedule=zb-h1 microbatches=4 checkpoint=2",
+    "dp=2 zero=1 compress=none",
+    "dp=2 pp=2 zero=2 microbatches=2",
+    "dp=2 zero=3 microbatches=3 accumulate=2",
+    "dp=2 zero=2 precision=bf16 clip=1.0",
+    "dp=2 compress=bf16",
+    "dp=2 algorithm=ring overlap=none",
+    "pp=4 schedule=dualpipe microbatches=8",
+    "pp=2 inference=true microbatches=2",
+    "tp=2 dp=2 sequence_parallel=true zero=2 microbatches=2",
+    "context_parallel=2",
+]
+
+
+@pytest.mark.many(3)
+@pytest.mark.parametrize("text", RIGHT)
+def test_what_is_right_passes_and_gives_the_same_numbers(clusters, text):
+    plain, checked = run(clusters, text), run(clusters, f"{text} check=true")
+    assert checked.losses == plain.losses
+    for mine, theirs in zip(checked.gradients, plain.gradients, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_every_seeded_bug_is_found(clusters, name):
+    bug = BUGS[name]
+    cluster = clusters(Plan.parse(bug.plan).ranks)
+    cluster.run(seeded_bugs.plant, name)
+    try:
+        with pytest.raises(CheckFailed, match=bug.why) as raised:
+            run(clusters, f"{bug.plan} check=true", EASY, passes=3)
+        error = raised.value
+    finally:
+        cluster.run(seeded_bugs.mend)
+    assert error.instruction.split()[0] == bug.op, error.reason
+    assert bug.rank in (None, error.rank), error.reason
+    assert error.step >= 0 and error.index >= 0 and error.layers
+    assert re.search(r"first at rank \d+, step \d+, instruction \d+: \w", error.reason)
+
+
+@pytest.mark.many(6)
+@pytest.mark.parametrize("name", [name for name in BUGS if name != "not a number"])
+def test_without_the_check_nobody_notices(clusters, name):
+    cluster = clusters(Plan.parse(BUGS[name].plan).ranks)
+    cluster.run(seeded_bugs.plant, name)
+    try:
+        assert len(run(clusters, BUGS[name].plan, EASY).losses) == 2
+    finally:
+        cluster.run(seeded_bugs.mend)
+
+
+def test_a_run_after_a_failed_check_is_right(clusters):
+    clusters(4).run(seeded_bugs.plant, "wrong group")
+    with pytest.raises(CheckFailed):
+        run(clusters, "dp=4 check=true", EASY)
+    clusters(4).run(seeded_bugs.mend)
+    run(clusters, "dp=4 check=true", EASY)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["sync=ps dp=2", "pp=2 schedule=ampnet", "pp=2 schedule=pipedream", "dp=2 local_steps=2", "dp=2 overlap=priority",
+     "offload=optimizer", "host_layers=0"],
+)  # fmt: skip
+def test_what_cannot_be_checked_is_refused(words):
+    with pytest.raises(PlanError, match=r"^check=true: not together with .+ \(.+\); possible is .+ or check=false$"):
+        Plan.parse(f"{words} check=true")
+
+
+# facts ---------------------------------------------------------------------------------------------------------------
+
+
+def first(*of_ranks: list[Fact]):
+    return facts.first_broken(Plan.parse("dp=4").compile(layers=2), [facts.unpack(facts.pack(each)) for each in of_ranks])
+
+
+def fact(rule: str, *numbers: float, index: int = 1, ranks=(0, 1, 2), near: float = 1e-6) -> list[Fact]:
+    return [Fact(rule, "it", index, ranks, numbers, near)]
+
+
+@pytest.mark.parametrize(
+    ("of_ranks", "rank", "why"),
+    [
+        ([fact(ALIKE, 7), fact(ALIKE, 8), fact(ALIKE, 7)], 1, "it is not the same on rank 1 as on rank 0"),
+        ([fact(ALIKE, 7), fact(ALIKE, 7), []], 1, "it: rank 2 took no part in it"),
+        ([fact(NEAR, 2.0, 1.0), fact(NEAR, 2.0, 1.0), fact(NEAR, 2.1, 1.0)], 2, "not the same on rank 2 as on rank 0"),
+        ([fact(NEAR, 2.0, 1.0), fact(NEAR, float("nan"), 1.0), fact(NEAR, 2.0, 1.0)], 1, "not the same on rank 1"),
+        ([fact(SUM, 1, 6, 1, 0, 1), fact(SUM, 2, 6, 1, 0, 1), fact(SUM, 3, 5, 1, 0, 1)], 2, "on rank 2 it is not what"),
+        ([fact(SUM, 1, 2, 1, 0, 0), fact(SUM, 2, 2, 1, 0, 0), fact(SUM, 3, 3, 1, 0, 0)], 2, "weighed sum 7 instead of 6"),
+        ([fact(ONE, 0.5), fact(ONE, 0.4), []], 1, "it add up to 0.9 instead of 1"),
+    ],
+)
+def test_a_fact_that_does_not_hold(of_ranks, rank, why):
+    found = first(*of_ranks)
+    assert found is not None
+    assert (found.rank, why in found.why) == (rank, True), found
+
+
+def test_facts_that_hold_and_the_first_that_does_not():
+    right = [fact(ALIKE, 7) + fact(SUM, 1, 3, 1, 0, 1), fact(ALIKE, 7) + fact(SUM, 1, 3, 1, 0, 1),
+             fact(ALIKE, 7) + fact(SUM, 1, 3, 1, 0, 1)]  # fmt: skip
+    assert first(*right) is None
+    late, early = Fact(ONE, "late", 3, (), (0.5,)), Fact(ONE, "early", 0, (), (0.5,))
+    found = first([late], [early])
+    assert found is not None
+    assert found.why.startswith("early")
