@@ -17,6 +17,7 @@ heterogeneous chains", 2019 (rotor; "persistent": a checkpoint stays until the b
 from __future__ import annotations
 
 import math
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from minipar.costs.recomputation import Chain, Move, keep_everything, moves, needed
@@ -117,6 +118,7 @@ def rotor(chain: Chain, budget: int, in_flight: int = 1, slots: int = SLOTS) -> 
     return found
 
 
+@lru_cache(64)
 def minimum(chain: Chain, in_flight: int = 1, slots: int = SLOTS) -> int:
     """The least budget with which `rotor` finds a schedule, up to rounding; with several in flight, up to about a
     tenth."""
@@ -227,10 +229,13 @@ class _Table:
         for k in range(s + 1, min(t, self.last) + 1):
             spent += chain.forward[k - 1]
             widest = max(widest, chain.output[k - 1] + (chain.output[k - 2] if k - 1 > s else 0))
-            found = _after(self.time[k, t], chain.output[k - 1]) + self.time[s, k - 1] + spent
-            found[: widest + waits] = math.inf
-            better = found < best
-            best[better], first[better] = found[better], k
+            taken, least = chain.output[k - 1], widest + waits
+            if least >= size:
+                break  # no room for this checkpoint, nor for a later one
+            found = self.time[k, t][least - taken : size - taken] + self.time[s, k - 1][least:]
+            found += spent
+            better = found < best[least:]
+            best[least:][better], first[least:][better] = found[better], k
         return best, first
 
 

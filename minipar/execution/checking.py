@@ -52,7 +52,7 @@ _SHARE = 1e-5  # the shares of a step add up to 1 within this
 _MISSING = object()
 
 
-# numbers that stand for tensors -----------------------------------------------------------------------------------------
+# numbers that stand for tensors ----------------------------------------------------------------------------------------
 
 
 def _several(content: Any) -> list[Tensor | None]:
@@ -126,7 +126,7 @@ class _Heard:
         return found
 
 
-# the executor -----------------------------------------------------------------------------------------------------------
+# the executor ---------------------------------------------------------------------------------------------------------
 
 
 class CheckedExecutor(Executor):
@@ -250,7 +250,11 @@ class CheckedExecutor(Executor):
                            [share], _SHARE)  # fmt: skip
         for layer, module in self.compute.layers.items():
             found = checksum(module.buffers())
-            if found == self.buffers_before[layer] and program.sharing == 1 and next(module.buffers(), None) is not None:
+            if (
+                found == self.buffers_before[layer]
+                and program.sharing == 1
+                and next(module.buffers(), None) is not None
+            ):
                 twins = tuple(r for r, held in enumerate(program.placement) if layer in held)
                 index = max(k for k, ins in enumerate(self.instructions)
                             if layer in ins.layers and ins.op in (Op.FORWARD, *BACKWARDS))  # fmt: skip
@@ -289,9 +293,9 @@ class CheckedExecutor(Executor):
         for value in ins.reads:
             if value in live and value in self.written and checksum(_several(live[value])) != self.written[value]:
                 self._here(ins, f"{value} was changed between the instruction that wrote it and this one")
-            if value.kind == "param" and value.index in self.holds and self.groups[value.index]:
-                if self._parameters(value.index) != self.holds[value.index]:
-                    self._here(ins, f"{value} is not what the last update of it has left")
+            held = value.kind == "param" and value.index in self.holds and self.groups[value.index]
+            if held and self._parameters(value.index) != self.holds[value.index]:
+                self._here(ins, f"{value} is not what the last update of it has left")
 
     def _made(self, ins: Instruction, value: Value, content: Any) -> None:
         """A value is there: it is finite, and whole values are alike on the ranks that share the layer."""

@@ -27,7 +27,7 @@ class Fact(NamedTuple):
 
     rule       ALIKE, NEAR, SUM or ONE
     what       what is compared, in the same words on all ranks
-    index      of the rank's instruction that made it; -1: it was there before the first one
+    at         the index of the rank's instruction that made it; -1: it was there before the first one
     ranks      those that must have this fact
     numbers    ALIKE: a checksum. NEAR: the product with the weights, the norm. ONE: a share. SUM: the product before
                and after, the square of the norm before, and whether the value is whole on each rank, before and after
@@ -36,17 +36,17 @@ class Fact(NamedTuple):
 
     rule: str
     what: str
-    index: int
+    at: int
     ranks: tuple[int, ...]
     numbers: tuple[float, ...]
     tolerance: float = 0.0
 
 
 class Broken(NamedTuple):
-    """A fact that does not hold: the rank and the instruction where it first does not, and why."""
+    """A fact that does not hold: the rank and the index of its instruction where it first does not, and why."""
 
     rank: int
-    index: int
+    at: int
     why: str
 
 
@@ -71,7 +71,7 @@ def first_broken(program: Program, of_ranks: Sequence[Sequence[Fact]]) -> Broken
     if not found:
         return None
     place = {(rank, index): k for k, (rank, index, *_) in enumerate(order(program))}
-    return min(found, key=lambda broken: place.get((broken.rank, broken.index), -1))
+    return min(found, key=lambda broken: place.get((broken.rank, broken.at), -1))
 
 
 def _compare(some: Mapping[int, Fact]) -> Broken | None:
@@ -81,12 +81,12 @@ def _compare(some: Mapping[int, Fact]) -> Broken | None:
         total, last = sum(fact.numbers[0] for fact in some.values()), max(some)
         if abs(total - 1) <= first.tolerance:
             return None
-        return Broken(last, some[last].index, f"{first.what} add up to {total:.6g} instead of 1")
+        return Broken(last, some[last].at, f"{first.what} add up to {total:.6g} instead of 1")
     absent = sorted(set(first.ranks) - set(some))
     if absent:
         last = max(some)
         who = f"{'rank' if len(absent) == 1 else 'ranks'} {', '.join(map(str, absent))}"
-        return Broken(last, some[last].index, f"{first.what}: {who} took no part in it")
+        return Broken(last, some[last].at, f"{first.what}: {who} took no part in it")
     return {ALIKE: _alike, NEAR: _near, SUM: _sum}[first.rule](some)
 
 
@@ -98,7 +98,7 @@ def _alike(some: Mapping[int, Fact]) -> Broken | None:
     others = [rank for rank, fact in some.items() if fact.numbers != usual] if most > next_most else [max(some)]
     odd = others[0]
     like = next(rank for rank, fact in some.items() if fact.numbers != some[odd].numbers)
-    return Broken(odd, some[odd].index, f"{some[odd].what} is not the same on rank {odd} as on rank {like}")
+    return Broken(odd, some[odd].at, f"{some[odd].what} is not the same on rank {odd} as on rank {like}")
 
 
 def _near(some: Mapping[int, Fact]) -> Broken | None:
@@ -106,7 +106,7 @@ def _near(some: Mapping[int, Fact]) -> Broken | None:
     product, norm = some[first].numbers
     for rank, fact in some.items():
         if not abs(fact.numbers[0] - product) <= fact.tolerance * max(norm, fact.numbers[1]):
-            return Broken(rank, fact.index, f"{fact.what} is not the same on rank {rank} as on rank {first}")
+            return Broken(rank, fact.at, f"{fact.what} is not the same on rank {rank} as on rank {first}")
     return None
 
 
@@ -125,4 +125,4 @@ def _sum(some: Mapping[int, Fact]) -> Broken | None:
         return None
     who = f"all {several(len(ranks), 'rank')}" if len(wrong) == len(ranks) else f"rank {wrong[0]}"
     told = f"{some[wrong[0]].what}: on {who} it is not what the ranks gave"
-    return Broken(wrong[0], some[wrong[0]].index, f"{told} (weighed sum {total:.6g} instead of {expected:.6g})")
+    return Broken(wrong[0], some[wrong[0]].at, f"{told} (weighed sum {total:.6g} instead of {expected:.6g})")

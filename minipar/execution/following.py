@@ -39,6 +39,10 @@ Span = tuple[Instruction, float, float]  # an instruction and when it ran
 class Moment:
     """Where a run is: `step` of `steps` steps are done, with these losses, after so many seconds.
 
+    `warm` says how many steps were done, and after how many seconds, when the ranks had told of a step for the first
+    time. Until then they also started, and made what later steps find there: so the time of a step is that of later
+    ones.
+
     `trace` is the last pass through the program whose times all ranks have reported: measured, without memory. Where
     steps overlap (asynchronous pipelines, sync=ps) it is the time of one step, and its `note` says so.
     """
@@ -48,12 +52,19 @@ class Moment:
     losses: list[float]
     trace: Trace | None
     seconds: float
+    warm: tuple[int, float] = (0, 0.0)
 
     def line(self) -> str:
         """One line: `step 12 of 20, loss 3.2191, 41.2 ms a step`."""
         loss = f", loss {self.losses[-1]:.4f}" if self.losses else ""
-        pace = f", {self.seconds / self.step * 1e3:.1f} ms a step" if self.step else ""
-        return f"step {self.step} of {self.steps}{loss}{pace}"
+        return f"step {self.step} of {self.steps}{loss}{self._pace()}"
+
+    def _pace(self) -> str:
+        steps, seconds = self.warm
+        if self.step > steps:
+            return f", {(self.seconds - seconds) / (self.step - steps) * 1e3:.1f} ms a step"
+        first = "first step" if steps == 1 else f"first {steps} steps"
+        return f", {seconds:.1f} s for the start and the {first}" if steps else ""
 
 
 Observer = Callable[[Moment], None]
@@ -262,13 +273,16 @@ class Paced:
     def __init__(self, watch: Observer | None, steps: int) -> None:
         self._watch, self._steps = watch, steps
         self._begun = self._shown = time.monotonic()
+        self._warm = 0, 0.0
 
     def __call__(self, step: int, losses: Callable[[], list[float]], trace: Callable[[], Trace | None]) -> None:
         """`step` steps are done. `losses` and `trace` are called only if the moment is shown."""
         now = time.monotonic()
+        if step and not self._warm[0]:
+            self._warm = step, now - self._begun
         if self._watch is not None and (step == self._steps or now - self._shown >= EVERY):
             self._shown = now
-            self._watch(Moment(step, self._steps, losses(), trace(), now - self._begun))
+            self._watch(Moment(step, self._steps, losses(), trace(), now - self._begun, self._warm))
 
 
 class Following:

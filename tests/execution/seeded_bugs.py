@@ -21,7 +21,6 @@ from minipar.execution.executor import Executor
 from minipar.execution.mean_loss import MeanLoss
 from minipar.execution.owners import Owner
 from minipar.execution.parameter_slices import SlicedGroup
-from minipar.execution.state import State
 
 _planted = pytest.MonkeyPatch()
 

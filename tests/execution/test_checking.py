@@ -1,4 +1,4 @@
-"""check=true: nothing is found in what is right, and every seeded bug is, at the instruction where it first is wrong."""
+"""check=true: nothing is found in what is right, and every seeded bug is, where it first is wrong."""
 
 from __future__ import annotations
 
@@ -33,7 +33,13 @@ def run(clusters, text: str, model=HARD, passes: int = 2) -> Execution:
         shape = shape_of(job.share(job.build(), 0, plan.sharing, plan.inputs, plan.cut))
     else:
         dtype = torch.float32 if plan.precision == "bf16" else torch.float64
-        job = Job(model, rows(17 if model is HARD else 16), loss=torch.nn.functional.mse_loss, optimizer=optimizer, dtype=dtype)
+        job = Job(
+            model,
+            rows(17 if model is HARD else 16),
+            loss=torch.nn.functional.mse_loss,
+            optimizer=optimizer,
+            dtype=dtype,
+        )
         shape = shape_of(list(job.build()))
     return execute(plan.compile(shape), job, cluster=clusters(plan.ranks), passes=passes, check=False)
 
@@ -81,7 +87,9 @@ def test_every_seeded_bug_is_found(clusters, name):
         cluster.run(seeded_bugs.mend)
     assert error.instruction.split()[0] == bug.op, error.reason
     assert bug.rank in (None, error.rank), error.reason
-    assert error.step >= 0 and error.index >= 0 and error.layers
+    assert error.step >= 0
+    assert error.index >= 0
+    assert error.layers
     assert re.search(r"first at rank \d+, step \d+, instruction \d+: \w", error.reason)
 
 
@@ -118,7 +126,9 @@ def test_what_cannot_be_checked_is_refused(words):
 
 
 def first(*of_ranks: list[Fact]):
-    return facts.first_broken(Plan.parse("dp=4").compile(layers=2), [facts.unpack(facts.pack(each)) for each in of_ranks])
+    return facts.first_broken(
+        Plan.parse("dp=4").compile(layers=2), [facts.unpack(facts.pack(each)) for each in of_ranks]
+    )
 
 
 def fact(rule: str, *numbers: float, index: int = 1, ranks=(0, 1, 2), near: float = 1e-6) -> list[Fact]:
@@ -133,7 +143,11 @@ def fact(rule: str, *numbers: float, index: int = 1, ranks=(0, 1, 2), near: floa
         ([fact(NEAR, 2.0, 1.0), fact(NEAR, 2.0, 1.0), fact(NEAR, 2.1, 1.0)], 2, "not the same on rank 2 as on rank 0"),
         ([fact(NEAR, 2.0, 1.0), fact(NEAR, float("nan"), 1.0), fact(NEAR, 2.0, 1.0)], 1, "not the same on rank 1"),
         ([fact(SUM, 1, 6, 1, 0, 1), fact(SUM, 2, 6, 1, 0, 1), fact(SUM, 3, 5, 1, 0, 1)], 2, "on rank 2 it is not what"),
-        ([fact(SUM, 1, 2, 1, 0, 0), fact(SUM, 2, 2, 1, 0, 0), fact(SUM, 3, 3, 1, 0, 0)], 2, "weighed sum 7 instead of 6"),
+        (
+            [fact(SUM, 1, 2, 1, 0, 0), fact(SUM, 2, 2, 1, 0, 0), fact(SUM, 3, 3, 1, 0, 0)],
+            2,
+            "weighed sum 7 instead of 6",
+        ),
         ([fact(ONE, 0.5), fact(ONE, 0.4), []], 1, "it add up to 0.9 instead of 1"),
     ],
 )

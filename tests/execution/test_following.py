@@ -12,6 +12,7 @@ from itertools import pairwise
 import pytest
 
 from minipar import Plan, data, models, simulate
+from minipar.execution import following
 from minipar.execution.following import (
     EVERY,
     Following,
@@ -197,3 +198,18 @@ def test_screen_draws_over_itself_in_a_terminal_and_once_elsewhere() -> None:
     for moment in moments:
         screen(moment)
     assert terminal.getvalue().count("\x1b[1A\x1b[J") == 2
+
+
+def test_the_time_of_a_step_is_without_the_start_and_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 102.5, 102.75, 103.0, 103.5])  # it begins, and steps 1 to 4 are done
+    monkeypatch.setattr(following.time, "monotonic", lambda: next(clock))
+    lines: list[str] = []
+    tell = following.Paced(lambda moment: lines.append(moment.line()), 4)
+    for step in (1, 2, 3, 4):
+        tell(step, lambda: [1.0], lambda: None)
+    assert lines == [
+        "step 1 of 4, loss 1.0000, 2.5 s for the start and the first step",
+        "step 2 of 4, loss 1.0000, 250.0 ms a step",
+        "step 3 of 4, loss 1.0000, 250.0 ms a step",
+        "step 4 of 4, loss 1.0000, 333.3 ms a step",
+    ]

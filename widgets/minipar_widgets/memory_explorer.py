@@ -414,19 +414,10 @@ _OFFERED: dict[str, tuple[str, tuple[Any, ...]]] = {
 
 def _offered(plan: Plan) -> Plan:
     """The plan, if the explorer has a control for each of its keys."""
-    keys = (
-        "dp",
-        "pp",
-        "tp",
-        "sequence_parallel",
-        "schedule",
-        "microbatches",
-        "zero",
-        "checkpoint",
-        "offload",
-        "precision",
-    )
-    rest = replace(plan, **{field.name: field.default for field in fields(Plan) if field.name in keys})
+    keys = ["dp", "pp", "tp", "sequence_parallel", "schedule", "microbatches", "zero", "checkpoint"]
+    keys += ["offload", "precision"]
+    usual: dict[str, Any] = {field.name: field.default for field in fields(Plan) if field.name in keys}
+    rest = replace(plan, **usual)
     for field in fields(Plan):
         if getattr(rest, field.name) != field.default:
             raise PlanError(

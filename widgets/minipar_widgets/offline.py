@@ -29,7 +29,7 @@ _WIDTH = {"f8": np.float64, "f4": np.float32, "u4": np.uint32, "i4": np.int32, "
 
 @dataclass(frozen=True)
 class Control:
-    """A control of a page: a slider where its values are numbers, else a list to choose from. `shown`: its first value."""
+    """A control of a page: a slider where its values are numbers, else a list. `shown` is its value at first."""
 
     name: str
     label: str

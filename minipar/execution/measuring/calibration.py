@@ -274,7 +274,7 @@ def _cores(comm: Communicator) -> int:
     if len(set(comm.hosts)) == 1:
         return available_cores()
     mine = [float(crc32(agreement.machine().encode())), float(available_cores())]
-    return round(sum(dict(_gather(comm, mine, 2)).values()))
+    return round(sum({row[0]: row[1] for row in _gather(comm, mine, 2)}.values()))
 
 
 def _line(seconds: Callable[[int], float]) -> LinearCost:
