@@ -52,7 +52,7 @@ _SHARE = 1e-5  # the shares of a step add up to 1 within this
 _MISSING = object()
 
 
-# numbers that stand for tensors ----------------------------------------------------------------------------------------
+# numbers that stand for tensors ---------------------------------------------------------------------------------------
 
 
 def _several(content: Any) -> list[Tensor | None]:

@@ -375,7 +375,8 @@ def test_a_click_pins_and_a_slider_asks_python(browser: Any, tmp_path: Path) -> 
     for old, new in (('"alive": false', '"alive": true'), ("save_changes() {}, send() {},", answers)):
         assert text.count(old) == 1
         text = text.replace(old, new)
-    text = text.replace("\n};\nwidget.render(", "\n});\nwidget.render(")
+    assert text.count("\n};\nconst el = ") == 1
+    text = text.replace("\n};\nconst el = ", "\n});\nconst el = ")
     (tmp_path / "page.html").write_text(text, encoding="utf-8")
     asked: list[Any] = []
 
