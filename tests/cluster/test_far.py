@@ -20,6 +20,7 @@ import pytest
 from minipar.cluster import worker
 from minipar.cluster.far import Driver, accept, connect
 from minipar.cluster.launch import child_environment
+from minipar.cluster.ranks import Call
 from minipar.errors import PlanError, RankDied, RankError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -46,7 +47,7 @@ class Far:
             self.driver = Driver(accept(listener, TOKEN, range(ranks), 60), ranks, "start again", echo=True)
 
     def run(self, function: Any, *args: Any) -> list[Any]:
-        return self.driver.call(range(self.driver.size), None, function, args, {})
+        return self.driver.perform(Call(range(self.driver.size), function, args))
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ def test_functions_run_print_report_and_fail(far: Far, capfd: pytest.CaptureFixt
         return worker.context().rank + more, os.getpid()
 
     heard: list[tuple[int, Any]] = []
-    found = far.driver.call([1, 0], lambda rank, value: heard.append((rank, value)), f, (10,), {})
+    found = far.driver.perform(Call([1, 0], f, (10,), callback=lambda rank, value: heard.append((rank, value))))
     assert found == [(11, far.processes[1].pid), (10, far.processes[0].pid)]
     assert sorted(heard) == [(0, 10), (1, 10)]
     assert "on all" in capfd.readouterr().out
@@ -111,9 +112,9 @@ def test_functions_run_print_report_and_fail(far: Far, capfd: pytest.CaptureFixt
     with pytest.raises(ValueError, match="only here"):
         far.run(fail)
     with pytest.raises(RuntimeError, match="by the callback"):
-        far.driver.call([0, 1], lambda rank, value: _raise("by the callback"), f, (10,), {})
+        far.driver.perform(Call([0, 1], f, (10,), callback=lambda rank, value: _raise("by the callback")))
     with pytest.raises(PlanError, match="rank 2: this Cluster has ranks 0 to 1"):
-        far.driver.call([2], None, f, (), {})
+        far.driver.perform(Call([2], f))
     with pytest.raises(RankError, match="cannot be sent to the ranks"):
         far.run(f, threading.Lock())
     assert [rank for rank, _ in far.run(f, 0)] == [0, 1]  # they have gone on
@@ -139,7 +140,7 @@ def test_a_rank_that_cannot_be_interrupted_ends_after_the_driver(far: Far) -> No
     with pytest.raises(RankDied, match="rank 1 has ended; start again"):
         far.run(os.getpid)
     assert far.processes[1].poll() is None  # it waits for the driver, which has something to say
-    assert far.driver.call([0], None, os.getpid, (), {}) == [far.processes[0].pid]
+    assert far.driver.perform(Call([0], os.getpid)) == [far.processes[0].pid]
     far.driver.close()
     assert far.processes[1].wait(15) == 1
 

@@ -132,6 +132,9 @@ def draw(dice: random.Random, facts: Facts) -> Words:
         words |= {"algorithm": dice.choice(algorithms), "overlap": "none"}
     if special in ("", "host", "bf16") and dice.random() < 0.12:
         words["clip"] = dice.choice(["0.001", "0.1", "100"])
+    unchecked = {"local_steps", "offload", "host_layers"} & words.keys() or words.get("overlap") == "priority"
+    if (wild or not (unchecked or schedule in STALE)) and dice.random() < 0.15:
+        words["check"] = "true"
     return words
 
 

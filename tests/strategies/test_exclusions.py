@@ -43,6 +43,7 @@ MADE = {
     "host_layers": "host_layers=0",
     "sync=ps": "sync=ps",
     "algorithm": "algorithm=ring",
+    "check": "check=true",
     "tp of 2 or more": "tp=2",
     "sequence_parallel": "tp=2 sequence_parallel=true",
     "context_parallel of 2 or more": "context_parallel=2",
