@@ -255,6 +255,7 @@ def _in_group(function: Callable[..., OnRank], arguments: tuple[Any, ...]) -> On
 
     dist.init_process_group("gloo")
     try:
+        dist.barrier()  # a rank that fails at once would end while others still connect, and these would print that
         return function(*arguments)
     finally:
         dist.destroy_process_group()
