@@ -395,7 +395,7 @@ def test_rank_0_captures_for_all(clusters, plan):
 
 @pytest.mark.slow
 def test_many_equal_layers_take_no_longer_than_two():
-    """Of CPU time, from the model to a rank's nodes."""
+    """Of CPU time, from the model to a rank's nodes: the shortest of up to ten turns, since others use the machine."""
 
     def seconds(layers):
         model = models.gpt(**{**NUMBERS, "layers": layers})
@@ -404,5 +404,9 @@ def test_many_equal_layers_take_no_longer_than_two():
         return time.process_time() - begin
 
     seconds(1)
-    one, many = (min(seconds(count) for _ in range(3)) for count in (1, 48))
+    one = many = float("inf")
+    for _ in range(10):
+        one, many = min(one, seconds(1)), min(many, seconds(48))
+        if many < 2 * one:
+            break
     assert many < 2 * one
