@@ -19,7 +19,7 @@ from minipar import Plan, Trace, simulate
 from minipar.program import Program
 from minipar_widgets import Timeline
 
-_RENDER = 'widget.render({ model, el: document.getElementById("widget") });'
+_RENDER = "widget.render({ model, el });"
 _TIMED = f"""const begun = performance.now();
 {_RENDER}
 requestAnimationFrame(() => (window.firstPaint = performance.now() - begun));"""

@@ -367,7 +367,10 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
             f"{MOST_PROCESSES}, torchrun on several machines, or minipar estimate"
         )
     if options.emulate and launched.started():
-        raise PlanError(f"--emulate {options.emulate}: not under torchrun; possible is minipar run without it")
+        raise PlanError(
+            f"--emulate {options.emulate}: torchrun's processes emulate no device; leave it out, or start minipar run "
+            "without torchrun"
+        )
     from minipar.costs import analytic
     from minipar.models import shapes
 

@@ -43,3 +43,11 @@ def test_every_benchmark_can_be_imported():
 
     for name in NAMES:
         assert callable(importlib.import_module(f"benchmarks.{name}").measure)
+
+
+def test_the_browser_s_benchmark_finds_where_a_page_draws():
+    from benchmarks.widgets import _RENDER
+    from minipar import simulate
+    from minipar_widgets import Timeline
+
+    assert Timeline(simulate("pp=2 microbatches=2")).to_html().count(_RENDER) == 1

@@ -64,6 +64,10 @@ class Launched(Calling):
     returns what rank 0 returns, and raises what rank 0 raises. Ranks use torch's threads as torchrun set them
     (OMP_NUM_THREADS), and a GPU each where all can have one (see agreement.py).
 
+    A few things of a `Cluster` are not here. Ranks emulate no device. One that dies is not started again by itself
+    (`on_death=continue` is refused). And nobody looks for deadlocks: a plan is proved to have none before it runs, but
+    functions of your own that wait for each other do so until torch's groups give up after 30 minutes, or for ever.
+
     Raises PlanError where hosts differ in their devices; RankDied where a process does not come.
     """
 

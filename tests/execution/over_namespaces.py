@@ -25,12 +25,12 @@ PLANS = (
     "dp=4 zero=3 microbatches=2",
     "pp=4 offload=optimizer,parameters,activations microbatches=2",
 )
-DEEP, BROAD = (64, 64, 1024, 64, 64), (512, 1024, 512, 1024, 512)  # much to send between layers, or to sum
-LIMITED = (  # plan, model and batch, of which a step is ruled by a cable of limited bandwidth
+DEEP, BROAD = (64, 64, 1024, 64, 64), (512, 1024, 512, 1024, 512)  # much to send, or to sum
+LIMITED = (  # plan, model and batch: nearly all of a step is the time of a slow cable
     ("pp=4 microbatches=4", DEEP, 2048),
-    ("dp=4", BROAD, 64),
-    ("dp=4 zero=3", BROAD, 64),
-    ("dp=2 pp=2 microbatches=2", BROAD, 64),
+    ("dp=4", BROAD, 32),
+    ("dp=4 zero=3", BROAD, 32),
+    ("dp=2 pp=2 microbatches=2", BROAD, 32),
 )
 DECIDING = ("dp=2 sync=ps servers=2", "pp=4 schedule=ampnet microbatches=4")
 
@@ -64,7 +64,7 @@ def timed(folder: Path) -> None:
             torch.randn(batch, sizes[0], generator=generator),
             torch.randint(sizes[-1], (batch,), generator=generator),
         )
-        run = train(partial(models.mlp, sizes), (xs, ys), plan, steps=5, batch=batch, progress=False)
+        run = train(partial(models.mlp, sizes), (xs, ys), plan, steps=4, batch=batch, progress=False)
         if RANK == 0:
             told = {"predicted": run.predicted.time, "measured": run.step_times[1:]}
             (folder / f"{number}.json").write_text(json.dumps(told))

@@ -134,10 +134,11 @@ def test_plans_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
         assert one["clock_error"] > 0, plan
 
 
-@pytest.mark.parametrize("rate", ["100mbit", "300mbit"])
+@pytest.mark.parametrize("rate", ["100mbit", "200mbit"])
 def test_a_step_on_a_slow_cable_takes_as_long_as_predicted(hosts: Hosts, tmp_path: Path, rate: str) -> None:
-    """Within 15 %: not below the shortest step by more, nor above the median. Other work on the machine only makes
-    steps longer, and the cable rules these."""
+    """Within 15 %: not below the shortest step by more, nor above the median. Other work on the machine makes steps
+    longer, but little: the ranks compute a few milliseconds of a step of 0.4 to 3 seconds. (At 300 Mbit/s the cores
+    count: beside eight other busy processes, a step of `pp=4` took 13 % longer.)"""
     try:
         hosts.limit(rate)
     except OSError as error:

@@ -53,7 +53,7 @@ _EXCHANGE_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)  # bytes of a message
 _SEVERAL = 4
 _POOL = 64 << 20  # bytes
 _HOST_SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20)  # the first bytes of what goes between hosts
-_LONGEST = 0.12  # seconds after which nothing longer is tried between hosts
+_LONGEST = 0.2  # seconds after which nothing longer is tried between hosts
 _MOST = 1 << 22  # bytes
 _QUICK = 0.5  # seconds of a calibration that nobody asked for
 
@@ -282,12 +282,12 @@ def _line(seconds: Callable[[int], float]) -> LinearCost:
 
     seconds   takes so many bytes and gives the time that they take, the same number on all ranks
 
-    Sizes are doubled until one takes long. The rate is that at which the time grows at the end, after any burst.
+    Sizes grow until one takes long. The rate is that at which the time grows at the end, after any burst.
     """
     sizes = list(_HOST_SIZES)
     times = [seconds(size) for size in sizes]
     while times[-1] < _LONGEST and sizes[-1] < _MOST:
-        sizes.append(2 * sizes[-1])
+        sizes.append(4 * sizes[-1])
         times.append(seconds(sizes[-1]))
     return LinearCost(times[0], max(1e-13, (times[-1] - times[-3]) / (sizes[-1] - sizes[-3])))
 
@@ -351,8 +351,7 @@ def _collective(comm: Communicator, kind: str, group: tuple[int, ...], size: int
 
 
 def _usual(comm: Communicator, work: Callable[[], None]) -> float:
-    """Seconds of the slowest rank in some calls: of many, if they are short. A third of the calls took less, so that
-    neither what other programs disturb nor a lucky call decides."""
+    """Seconds of the slowest rank in a typical call, of three; of more, if they are short."""
     times: list[float] = []
     while len(times) < 3 or (len(times) < 8 and sum(times) < _LONGEST):
         comm.barrier()
@@ -360,7 +359,7 @@ def _usual(comm: Communicator, work: Callable[[], None]) -> float:
         work()
         synchronize(comm.device)
         times.append(max(row[0] for row in _gather(comm, [time.perf_counter() - start], 1)))
-    return sorted(times)[len(times) // 3]
+    return _typical(times)
 
 
 # messages of collectives ----------------------------------------------------------------------------------------------
