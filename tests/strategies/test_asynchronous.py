@@ -148,7 +148,7 @@ def test_programs_survive_json():
     ("text", "words"),
     [
         ("pp=4 schedule=pipedream-2bw microbatches=2", "microbatches=2 with pp=4.*third version.*microbatches=3"),
-        ("pp=2 dp=2 schedule=pipedream", "dp=2: not together with schedule=pipedream.*dp=1"),
+        ("pp=2 dp=2 schedule=ampnet", "dp=2: not together with schedule=ampnet.*dp=1"),
         ("pp=2 schedule=ampnet clip=1", "clip=1.0: not together with schedule=ampnet.*flush"),
         ("pp=2 schedule=pipedream zero=1", "zero=1: not together.*zero=0"),
         ("pp=2 schedule=pipedream offload=optimizer", "offload=optimizer: not together.*offload=none"),

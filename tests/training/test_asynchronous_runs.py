@@ -50,6 +50,15 @@ PLANS = [
     "pp=2 schedule=ampnet microbatches=4 in_flight=1 update_every=4",
     "pp=2 schedule=pipedream microbatches=4 offload=activations",
     "pp=2 schedule=pipedream-2bw microbatches=3 checkpoint=2 offload=activations offload_to=disk",
+    # with replicas
+    "dp=2 pp=2 schedule=pipedream microbatches=3",
+    "dp=2 pp=2 schedule=pipedream-2bw microbatches=2 bucket=none checkpoint=1",
+    "dp=2 pp=2 schedule=pipedream-vertical microbatches=3 overlap=none algorithm=ring bucket=flat",
+    "dp=4 schedule=pipedream microbatches=2 bucket=0.0001 offload=activations",
+    "dp=2 pp=2 schedule=pipedream microbatches=2 compress=topk:1 bucket=none",
+    "dp=2 pp=2 schedule=pipedream microbatches=3 zero=1",
+    "dp=2 pp=2 schedule=pipedream-2bw microbatches=2 zero=1 bucket=none checkpoint=1",
+    "dp=2 pp=2 schedule=pipedream-vertical microbatches=2 zero=1 overlap=none offload=activations",
 ]
 
 
