@@ -93,6 +93,8 @@ PLANS: list[tuple[str, Shape, int]] = [  # words, model, steps
     *[(f"pp=2 schedule=pipedream{name} microbatches=2", PLAIN, 2) for name in ("", "-2bw", "-vertical")],
     ("pp=3 schedule=pipedream microbatches=3", FROZEN, 1),
     ("pp=2 schedule=pipedream microbatches=2 checkpoint=1", PLAIN, 2),
+    ("dp=2 schedule=pipedream microbatches=2", PLAIN, 1),
+    ("dp=2 schedule=pipedream microbatches=1 zero=1 bucket=none", PLAIN, 2),
     ("pp=2 schedule=pipedream-2bw microbatches=3", shape(4, tied=[(2, 3)]), 2),
     ("pp=2 schedule=ampnet microbatches=3", PLAIN, 1),
     ("pp=3 schedule=ampnet microbatches=2 in_flight=2 update_every=2", PLAIN, 2),

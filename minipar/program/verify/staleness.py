@@ -131,6 +131,8 @@ class StaleContents(Contents):
             sliced = grad_shard(g) in ins.reads
             gradient, updated = (grad_shard(g), param_shard(g)) if sliced else (grad(g), param(g))
             newest = known.get(updated, 0)
+            if sliced and known.get(param(g), 0) != newest:
+                raise self._refuse(rank, index, f"updates {param(g, newest)}, of which its rank has made a slice only")
             if param(g, newest) not in ins.reads:
                 raise self._refuse(rank, index, f"does not update the newest parameters, {param(g, newest)}")
             if param(g, newest + 1) not in ins.writes:
