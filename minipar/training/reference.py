@@ -698,7 +698,8 @@ class _Ordered:
         while len(self.gradients) < version:
             self.gradients.append({})
         for name, p in rank.named.items():
-            p.grad = rank.sums.get(name)
+            # (where replicas send gradients, a parameter that nothing has used gets one of zero)
+            p.grad = rank.sums.get(name, torch.zeros_like(p) if self.order.replicas > 1 else None)
             self.gradients[version - 1][name] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
         if rank.update is not None:
             rank.update.step()
