@@ -75,7 +75,7 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
         ("zero", zero.shard, updates and plan.zero > 0 and plan.dp > 1),
         ("priority", priority.sum_by_priority, flushed and several and late),
         ("data_parallel", data_parallel.sum_gradients, updates and several and not late and not plan.local_steps),
-        ("compress", compress.compress, trains and plan.compress != "none"),
+        ("compress", compress.compress, updates and plan.compress != "none"),
         ("forms", forms.change_forms, plan.sharing > 1),
         ("parts", forms.sum_parts, updates and plan.sharing > 1),
         ("copies", copies.side_by_side, plan.batch_copies > 1),

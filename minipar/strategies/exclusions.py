@@ -96,6 +96,9 @@ COMPRESSED = KeyValues("compress", "compress", lambda plan: plan.compress != "no
 SPARSE = KeyValues(
     "compress", "compress=topk, powersgd", lambda plan: plan.compress.startswith(("topk", "powersgd")), "compress=bf16"
 )
+LOW_RANK = KeyValues(
+    "compress", "compress=powersgd", lambda plan: plan.compress.startswith("powersgd"), "compress=topk:0.01"
+)
 BUDGET = KeyValues(
     "checkpoint", "checkpoint of a budget", lambda plan: budget_of(plan.checkpoint) is not None, "checkpoint=sqrt"
 )
@@ -220,13 +223,12 @@ EXCLUSIONS = (
     Exclusion(SERVERS, ZERO, "the servers hold the optimizer's state, and share it out", fundamental=True),
     Exclusion(SERVERS, OFFLOAD, "a worker keeps everything on its device"),
     Exclusion(SERVERS, HOST_LAYERS, "a worker computes everything on its device"),
-    Exclusion(SERVERS, CLIP, "a server updates what it holds, and knows no norm of all gradients"),
-    Exclusion(SERVERS, BF16, "servers keep and send float32"),
     Exclusion(SERVERS, INFERENCE, "nothing is updated", fundamental=True),
-    Exclusion(SERVERS, COMPRESSED, "pushes carry whole gradients"),
+    Exclusion(
+        SERVERS, LOW_RANK, "all ranks sum its factors together, and go on with what they have summed", fundamental=True
+    ),
     Exclusion(SERVERS, LOCAL, "workers push the gradients of every step"),
     Exclusion(SERVERS, PRIORITY, "pushes go in the order of the backward"),
-    Exclusion(SERVERS, HALVES, "a push follows a whole backward"),
     Exclusion(REPLICAS, DYNAMIC, _DECIDES_ALONE_REPLICAS, fundamental=True),
     Exclusion(
         ROUNDS, ASYNCHRONOUS,
@@ -269,7 +271,6 @@ EXCLUSIONS = (
         Exclusion(parts, SPARSE, "gradients are sums over the ranks that share a layer, which it would make smaller")
         for parts in (SEQUENCE, CONTEXT, EXPERTS)
     ),
-    Exclusion(SERVERS, SLICED, _AS_SLICES),
     Exclusion(LOCAL, SLICED, _AS_SLICES),
     Exclusion(BUDGET, SLICED, _AS_SLICES),
     Exclusion(OFFLOADED_ACTIVATIONS, SLICED, _AS_SLICES),

@@ -8,7 +8,7 @@ Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Serv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from minipar.program import Group, Instruction, Op, Part
@@ -64,12 +64,15 @@ def message(op: Op, groups: Sequence[int], share: dict[int, int], step: int, pee
 Shares = list[dict[int, int]]  # for each server: parameter group -> bytes of it that the server keeps
 
 
-def shares_of(groups: Sequence[Group], servers: int) -> Shares:
-    """For each server, how many bytes of which parameter groups it keeps."""
+def shares_of(groups: Sequence[Group], servers: int, sent: Callable[[int], int] = lambda size: size) -> Shares:
+    """For each server, how many bytes of which parameter groups it keeps.
+
+    sent   bytes of a piece -> those that are counted, such as what is sent of its gradient
+    """
     owner = [(g, size) for g, group in enumerate(groups) for size in group.tensors]
     found: Shares = [{} for _ in range(servers)]
     for server, pieces in enumerate(cut([size for _, size in owner], servers)):
         for piece in pieces:
             g = owner[piece.tensor][0]
-            found[server][g] = found[server].get(g, 0) + piece.size
+            found[server][g] = found[server].get(g, 0) + sent(piece.size)
     return found

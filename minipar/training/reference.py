@@ -720,6 +720,7 @@ def replay_service(
     workers: int,
     microbatches: int,
     seed: int = 0,
+    clip: float | None = None,
     how: How = PLAIN,
 ) -> Reference:
     """Train in the recorded order of the servers, one event after another:
@@ -751,6 +752,8 @@ def replay_service(
                 p.grad = torch.stack([done.gradients[name] for done in taking]).sum(0)
                 if 0 < weight != whole:  # the mean is over the rows whose gradients came
                     p.grad *= whole / weight
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(named.values(), clip)
             update.step()
             taking = []
     losses = []

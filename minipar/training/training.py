@@ -432,11 +432,11 @@ def _train_served(
     plain: Reference | None = None
     plain_time: float | None = None
     if (reference or check) and plan.mode == "sync" and not service.silent:
-        plain = plainly.train_reference(job, program.steps, keep_gradients=check, threads=ranks.threads)
+        plain = plainly.train_reference(job, program.steps, clip=plan.clip, keep_gradients=check, threads=ranks.threads)
         plain_time = plain.seconds
     elif reference or check:
-        order, parts = service.order, program.microbatches
-        plain = plainly.replay_service(job, order, plan.dp, program.steps, parts, ranks.threads)
+        order, parts = service.order, program.microbatches // program.slice_count
+        plain = plainly.replay_service(job, order, plan.dp, program.steps, parts, ranks.threads, plan.clip)
     return Run(
         plan, done.program, done.losses, done.trace, predicted, done.times, done.gradients, plain, plain_time,
         service=service,

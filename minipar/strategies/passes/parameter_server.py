@@ -20,11 +20,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from minipar.errors import PlanError
-from minipar.program import Group, Instruction, Op, grad, param, served, served_state
+from minipar.program import Group, Instruction, Op, grad, param, residual, served, served_state
 from minipar.program.server_rule import Mode
 from minipar.strategies import served_order
 from minipar.strategies.buckets import split_buckets
 from minipar.strategies.draft import Draft
+from minipar.strategies.passes.compress import keeps_residual, pushed_bytes
 from minipar.strategies.rewriting import insert, last_writes
 from minipar.strategies.shares import Shares, message, shares_of
 
@@ -39,7 +40,8 @@ def push_and_pull(draft: Draft) -> Draft:
         known = served_order.in_step(workers, draft.step)
         servers = served_order.of_servers(known, shares, [{draft.step: worker}] * workers)
     # (a worker frees its gradients when they are pushed)
-    held = [frozenset(map(param, range(len(groups))))]
+    kept = {value for ins in worker for value in ins.writes if value.kind == "residual"}
+    held = [frozenset(map(param, range(len(groups)))) | kept]
     held += [frozenset(map(served, share)) | frozenset(map(served_state, share)) for share in shares]
     return replace(draft, ranks=(worker, *servers), update=(), state=tuple(held))
 
@@ -70,6 +72,8 @@ def _worker_step(draft: Draft, shares: Shares) -> list[Instruction]:
     for server, share in enumerate(shares):
         pull = message(Op.PULL, sorted(share), share, step, workers + server)
         pulls.append(pull._replace(writes=tuple(map(param, pull.layers))))
+    item, choice = draft.layout.shape.itemsize, draft.plan.compress
+    sent = shares_of(draft.layout.shape.groups, len(shares), lambda size: pushed_bytes(size // item, item, choice))
     last = last_writes(row, "grad")
     ready = sorted(last, key=lambda g: (last[g], g))  # groups as backward completes them
     after: dict[int, list[Instruction]] = {}
@@ -77,8 +81,10 @@ def _worker_step(draft: Draft, shares: Shares) -> list[Instruction]:
         place = max(last[g] for g in bucket) if draft.plan.overlap == "backward" else len(row) - 1
         holders = {g: max(s for s, share in enumerate(shares) if g in share) for g in bucket}
         for server, share in enumerate(shares):
-            push = message(Op.PUSH, bucket, share, step, workers + server)
+            push = message(Op.PUSH, bucket, sent[server], step, workers + server)
             frees = tuple(grad(g) for g in push.layers if holders[g] == server)
+            kept = tuple(map(residual, push.layers)) if keeps_residual(choice) else ()
+            push = push._replace(reads=(*map(grad, push.layers), *kept), writes=kept, frees=frees)
             if push.layers:
-                after.setdefault(place, []).append(push._replace(reads=tuple(map(grad, push.layers)), frees=frees))
+                after.setdefault(place, []).append(push)
     return pulls + insert(row, after=after)
