@@ -1,7 +1,7 @@
 """Gradients that are pushed in fewer bytes: what a worker sends of a piece, and what the server makes of it.
 
     compress=bf16, fp16     [ 16-bit numbers ]
-    compress=topk:0.01      [ the largest 1 % of the piece ][ where they are ]     the rest is added to the next gradient
+    compress=topk:0.01      [ the largest 1 % of the piece ][ where they are ]     the rest: in the next gradient
 
 A server adds what it has unpacked, so all its modes work as with whole gradients. What topk has left out stays with the
 worker, and counts when the step is over: a step that is done again, since servers went back, begins with what it began
@@ -13,6 +13,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from minipar.errors import RankError
+from minipar.models.tensors import dtype_name
 from minipar.server.framing import bytes_of
 from minipar.strategies.passes.compress import keeps_residual, pushed_bytes, top
 
@@ -36,6 +38,11 @@ class Packer:
 
     def _pack(self, key: tuple[int, int], piece: Tensor) -> Tensor:
         if not keeps_residual(self.choice):
+            if piece.is_complex():
+                kind = dtype_name(piece.dtype)
+                raise RankError(
+                    f"compress={self.choice}: a gradient is {kind}, whose numbers are two; possible is topk:R"
+                )
             return piece.to(_NARROW[self.choice]).view(torch.uint8)
         whole = piece + self.left[key] if key in self.left else piece.clone()
         count, size = top(len(whole), self.choice), whole.element_size()

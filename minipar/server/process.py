@@ -575,9 +575,7 @@ class Server:
         mine = self.shard.squares(taken)
         self.clipping = Clipping(row, taken, start, {self.number: mine})
         if self.number:
-            self.board.tell(
-                self.others.get(0), Message(What.NORM, number=bits_of(mine), moment=self._moment())
-            )
+            self.board.tell(self.others.get(0), Message(What.NORM, number=bits_of(mine), moment=self._moment()))
         else:
             self._try_norm()
 

@@ -40,6 +40,7 @@ from minipar.execution.following import Observer, Paced, Warned, warn_once
 from minipar.execution.updating import Form, Update, forms_of
 from minipar.models import randomness, selective_checkpoint
 from minipar.models.losses import counted
+from minipar.models.network import edges_of
 from minipar.models.parameter_groups import parameters_of
 from minipar.models.tensors import layers_of, take_rows
 from minipar.prediction.emulated import EmulatedCosts
@@ -422,15 +423,17 @@ def _work(
     model, layers, groups, names = _trained(job)
     randomness.replace_dropout(model, job.seed)
     layers = layers_of(model)
+    check_fit(program, layers, edges_of(model))
     if program.precision == "bf16":  # (what is pulled is rounded, and servers are given their own type)
         check_narrow(model)
         narrow(nn.ModuleList(layers))
-    check_fit(program, layers)
     selective_checkpoint.choose(layers, program.selective)
     blocks: dict[int, list[tuple[int, Instruction]]] = {}
     for index, ins in enumerate(program.ranks[rank]):
         blocks.setdefault(ins.step, []).append((index, ins))
-    ps = pushing.connect(meeting, rank, compress=program.compress)  # (at once, so that the servers see this worker's process)
+    ps = pushing.connect(
+        meeting, rank, compress=program.compress
+    )  # (at once, so that the servers see this worker's process)
     spare = copy.deepcopy(model)  # to warm up: first calls take longer, and should not count in the first step
     _run(_computing(program, rank, layers_of(spare), job), parameters_of(layers_of(spare)), blocks[0])
     del spare

@@ -231,8 +231,10 @@ EXCLUSIONS = (
     Exclusion(SERVERS, PRIORITY, "pushes go in the order of the backward"),
     Exclusion(REPLICAS, DYNAMIC, _DECIDES_ALONE_REPLICAS, fundamental=True),
     Exclusion(
-        ROUNDS, ASYNCHRONOUS,
-        "it updates without rounds: microbatches=, or update_every= of ampnet, say how often", fundamental=True,
+        ROUNDS,
+        ASYNCHRONOUS,
+        "it updates without rounds: microbatches=, or update_every= of ampnet, say how often",
+        fundamental=True,
     ),
     Exclusion(ZERO, UNSUMMED, "it has no replicas", fundamental=True),
     Exclusion(ZERO_ABOVE_1, ASYNCHRONOUS, "versions of parameters stay whole, and so does what makes the next one"),

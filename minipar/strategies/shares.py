@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from minipar.program import Group, Instruction, Op, Part
+from minipar.program.shape import Shape
+from minipar.strategies.passes.compress import pushed_bytes
 
 GRAIN = 16  # bytes: no cut is inside an element, whatever its type
 
@@ -76,3 +78,9 @@ def shares_of(groups: Sequence[Group], servers: int, sent: Callable[[int], int] 
             g = owner[piece.tensor][0]
             found[server][g] = found[server].get(g, 0) + sent(piece.size)
     return found
+
+
+def pushed_shares(shape: Shape, servers: int, choice: str) -> Shares:
+    """For each server, the bytes in which a worker pushes its parts of gradients. `choice` is the plan's `compress`."""
+    item = shape.itemsize
+    return shares_of(shape.groups, servers, lambda size: pushed_bytes(size // item, item, choice))

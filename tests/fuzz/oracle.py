@@ -190,7 +190,7 @@ def locally(
 
 def served(
     spec: Spec, batches: Batches, order: Sequence[Any], seed: int, lr: float, momentum: float, workers: int,
-    microbatches: int,
+    microbatches: int, clip: float | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The parameters after a recorded order of parameter servers: rows of (kind, worker, step, version).
 
@@ -229,6 +229,8 @@ def served(
             for name, p in plain.named.items():
                 p.data.copy_(now[name])
                 p.grad = total[name] * (of / rows) if rows else total[name]
+            if clip is not None and plain.named:
+                torch.nn.utils.clip_grad_norm_(plain.named.values(), clip)
             if plain.optimizer is not None:
                 plain.optimizer.step()
                 plain.optimizer.zero_grad()

@@ -201,6 +201,15 @@ def _served(dice: random.Random, facts: Facts) -> Words:
         words["overlap"] = "none"
     if dice.random() < 0.2:
         words["on_death"] = "continue"
+    if dice.random() < 0.2:
+        words["schedule"] = dice.choice(["zb-h1", "gpipe"])
+    if dice.random() < 0.25:
+        words["clip"] = dice.choice(["0.001", "0.1", "100"])
+    special = dice.choice(["", "", "", "compress", "bf16"])
+    if special == "compress":
+        words["compress"] = dice.choice(["bf16", "fp16", "topk:0.5", "topk:0.01"])
+    if special == "bf16" and facts.narrow:
+        words["precision"] = "bf16"
     return words
 
 

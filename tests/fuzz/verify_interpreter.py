@@ -686,7 +686,11 @@ class _Machine:
                 raise Wrong(f"rank {rank} `{ins}`: no input half of layers {piece}")
             for layer in piece:
                 back = self.take(rank, ins, Value("saved_weight", layer, ins.microbatch, ins.step))
-                if self.params(rank, ins, layer) != self.promised(layer, ins.step, self.replica[rank]):
+                replica, half = self.replica[rank], (layer, ins.microbatch, ins.step, False)
+                wanted = self.promised(layer, ins.step, replica)
+                if self.program.serving is not None:  # (what was pulled)
+                    wanted = self.used[(replica, *half)]
+                if self.params(rank, ins, layer) != wanted:
                     raise Wrong(f"rank {rank} `{ins}` reads other parameters than its input half")
                 self.contribute(rank, layer, back, added)
         self.add(rank, ins, added, {})
@@ -1209,9 +1213,9 @@ class _Service(_Machine):
     def run(self) -> None:
         program = self.program
         for rank, row in enumerate(program.ranks):
-            possible = (Op.PULL, Op.PUSH, Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD)
+            possible: tuple[Op, ...] = (Op.PULL, Op.PUSH, *COMPUTE)
             if rank >= self.workers:
-                possible = (Op.ACCEPT, Op.APPLY, Op.REPLY)  # type: ignore[assignment]
+                possible = (Op.ACCEPT, Op.APPLY, Op.REPLY)
             for ins in row:
                 if ins.op not in possible or ins.stream == "host" or ins.group:
                     raise Wrong(f"rank {rank} `{ins}`: not here")
@@ -1229,7 +1233,7 @@ class _Service(_Machine):
         self.check_service()
 
     def serve(self, rank: int, ins: Instruction) -> bool:
-        if ins.op in (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD):
+        if ins.op in COMPUTE:
             for g in {v.index for v in ins.reads if v.kind == "param"}:
                 if self.model.trainable(g) and self.memory[rank].get(Value("param", g), (0, 0, 0, -1))[3] != ins.step:
                     raise Wrong(f"rank {rank} `{ins}` uses param({g}) that was pulled in another step")
@@ -1278,7 +1282,8 @@ class _Service(_Machine):
 
     def push(self, rank: int, ins: Instruction, content: Any) -> None:
         server = ins.peer - self.workers
-        if {*ins.reads} != {Value("grad", g) for g in ins.layers} or ins.writes:
+        left = {Value("residual", g) for g in ins.layers if self.program.compress.startswith("topk")}
+        if {*ins.reads} != {Value("grad", g) for g in ins.layers} | left or {*ins.writes} != left:
             raise Wrong(f"rank {rank} `{ins}` does not read what it pushes")
         for g in ins.layers:
             if g not in self.shares[server] or (rank, ins.step, server, g) in self.pushes:

@@ -51,6 +51,7 @@ MADE = {
     "ep of 2 or more": "ep=2",
     "batch_copies of 2 or more": "tp=2 microbatches=2 batch_copies=2",
     "compress=topk, powersgd": "compress=topk:0.5",
+    "compress=powersgd": "compress=powersgd:1",
     "schedule without flushes": "schedule=pipedream",
     "schedule without flushes, of one replica": "schedule=pipedream",
     "schedule that decides as it runs": "schedule=ampnet",

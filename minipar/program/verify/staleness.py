@@ -14,7 +14,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from minipar.errors import ProgramError
-from minipar.program import BACKWARDS, COMPUTE, Instruction, Op, Program, Staleness, Value, grad, grad_shard, param, param_shard, version_of
+from minipar.program import (
+    BACKWARDS,
+    COMPUTE,
+    Instruction,
+    Op,
+    Program,
+    Staleness,
+    Value,
+    grad,
+    grad_shard,
+    param,
+    param_shard,
+    version_of,
+)
 from minipar.program.diagnostics import at, refuse
 from minipar.program.verify.contents import Contents
 from minipar.wording import several
@@ -157,8 +170,8 @@ class StaleContents(Contents):
                 raise self._refuse(rank, index, what)
 
     def _check_update(self, rank: int, index: int, g: int, newest: int, made: int) -> None:
-        """The gradient of an update has whole micro-batches, the same of all replicas, as many as the contract says, and
-        none is too stale. `made` are its contributions."""
+        """The gradient of an update has whole micro-batches, the same ones of all replicas, as many as the contract
+        says, and none is too stale. `made` are its contributions."""
         program = self.program
         own = program.replica(rank), program.shard(rank) if self.parts[g] > 1 else 0
         found = {

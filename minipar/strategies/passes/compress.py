@@ -11,8 +11,8 @@ Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019 (low r
 What topk and powersgd leave out is added to the next step's gradient (error feedback). Until then it is kept in
 `residual(g)`, which is as large as the gradient, and which the collective reads and writes. Over all ranks, the sum of
 what was sent and what is kept equals the sum of the gradients. In the program the sum is still an ALL_REDUCE; its parts
-say what is sent. With parameter servers (`parameter_server.py`) what workers push is smaller in the same way, each piece
-of a tensor by itself.
+say what is sent. With parameter servers (`parameter_server.py`) what workers push is smaller in the same way, each
+piece of a tensor by itself.
 """
 
 from __future__ import annotations

@@ -12,6 +12,12 @@ a step. In an allreduce each rank sends 2 (n - 1) / n D bytes. Several servers s
 A worker does the same in every step and every mode. `program.server_rule` says what servers do, and in which order. In
 mode sync this is known before the run. In the other modes `simulate` and `train` follow the rule, and `served_order`
 makes the program as it happened from the order of updates and answers.
+
+    clip          an update is scaled down to a norm: each server sums the squares of its part of the gradient, server 0
+                  adds these up and tells the others, and until then nothing else happens
+    compress      gradients are pushed as 16-bit numbers, or as the largest of them (`server/packing.py`); parameters
+                  are pulled whole
+    precision     bf16: layers compute with what they have pulled, rounded; servers keep, add up and send wide numbers
 """
 
 from __future__ import annotations
@@ -25,9 +31,8 @@ from minipar.program.server_rule import Mode
 from minipar.strategies import served_order
 from minipar.strategies.buckets import split_buckets
 from minipar.strategies.draft import Draft
-from minipar.strategies.passes.compress import keeps_residual, pushed_bytes
 from minipar.strategies.rewriting import insert, last_writes
-from minipar.strategies.shares import Shares, message, shares_of
+from minipar.strategies.shares import Shares, message, pushed_shares, shares_of
 
 
 def push_and_pull(draft: Draft) -> Draft:
@@ -72,18 +77,17 @@ def _worker_step(draft: Draft, shares: Shares) -> list[Instruction]:
     for server, share in enumerate(shares):
         pull = message(Op.PULL, sorted(share), share, step, workers + server)
         pulls.append(pull._replace(writes=tuple(map(param, pull.layers))))
-    item, choice = draft.layout.shape.itemsize, draft.plan.compress
-    sent = shares_of(draft.layout.shape.groups, len(shares), lambda size: pushed_bytes(size // item, item, choice))
+    sent = pushed_shares(draft.layout.shape, len(shares), draft.plan.compress)
     last = last_writes(row, "grad")
     ready = sorted(last, key=lambda g: (last[g], g))  # groups as backward completes them
     after: dict[int, list[Instruction]] = {}
     for bucket in split_buckets(ready, draft.layout.shape.groups, draft.bucket):
         place = max(last[g] for g in bucket) if draft.plan.overlap == "backward" else len(row) - 1
         holders = {g: max(s for s, share in enumerate(shares) if g in share) for g in bucket}
-        for server, share in enumerate(shares):
-            push = message(Op.PUSH, bucket, sent[server], step, workers + server)
+        for server, smaller in enumerate(sent):
+            push = message(Op.PUSH, bucket, smaller, step, workers + server)
             frees = tuple(grad(g) for g in push.layers if holders[g] == server)
-            kept = tuple(map(residual, push.layers)) if keeps_residual(choice) else ()
+            kept = tuple(map(residual, push.layers)) if draft.plan.compress.startswith("topk") else ()
             push = push._replace(reads=(*map(grad, push.layers), *kept), writes=kept, frees=frees)
             if push.layers:
                 after.setdefault(place, []).append(push)
