@@ -219,16 +219,26 @@ EXCLUSIONS = (
     Exclusion(LOCAL, PRIORITY, f"{_ALONE}, and sends no gradients", fundamental=True),
     Exclusion(LOCAL, OFFLOAD, f"{_ALONE}, on the device"),
     Exclusion(LOCAL, HOST_LAYERS, f"{_ALONE}, on the device"),
-    Exclusion(SERVERS, STAGES, "a worker holds the whole model"),
+    Exclusion(SERVERS, STAGES, "a worker holds the whole model: servers answer it with all parameters of one version"),
     Exclusion(SERVERS, ZERO, "the servers hold the optimizer's state, and share it out", fundamental=True),
-    Exclusion(SERVERS, OFFLOAD, "a worker keeps everything on its device"),
+    Exclusion(
+        SERVERS, OFFLOAD,
+        "states are the servers', parameters come from them in every step, and a worker keeps the rest on its device",
+    ),
     Exclusion(SERVERS, HOST_LAYERS, "a worker computes everything on its device"),
     Exclusion(SERVERS, INFERENCE, "nothing is updated", fundamental=True),
     Exclusion(
         SERVERS, LOW_RANK, "all ranks sum its factors together, and go on with what they have summed", fundamental=True
     ),
-    Exclusion(SERVERS, LOCAL, "workers push the gradients of every step"),
-    Exclusion(SERVERS, PRIORITY, "pushes go in the order of the backward"),
+    Exclusion(
+        SERVERS, LOCAL,
+        "updates are made of gradients, and workers that train alone could push differences of parameters only",
+        fundamental=True,
+    ),
+    Exclusion(
+        SERVERS, PRIORITY,
+        "a worker's step begins when all its parameters have come, so that no gradient is more urgent than another",
+    ),
     Exclusion(REPLICAS, DYNAMIC, _DECIDES_ALONE_REPLICAS, fundamental=True),
     Exclusion(
         ROUNDS,

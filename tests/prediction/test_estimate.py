@@ -129,6 +129,13 @@ def test_plans_that_minipar_cannot_run_are_estimated_and_say_so() -> None:
     assert minipar.estimate("tp=2 pp=2 microbatches=4", "gpt2-medium", "a100-80gb").note == ""
 
 
+def test_without_flushes_every_micro_batch_may_be_an_update() -> None:
+    plans = [f"dp=4 pp=2 schedule={name} microbatches=8 overlap=none" for name in ("pipedream", "pipedream-2bw")]
+    often, once = (estimate(plan, "gpt-demo", "a100-80gb").cost.seconds for plan in plans)
+    for what in ("gradient sums", "optimizer"):
+        assert often[what] == pytest.approx(8 * once[what])
+
+
 def test_one_replica_is_simulated_where_there_is_no_formula() -> None:
     """And where there is one, both give the same."""
     plan = "pp=4 microbatches=24 schedule=1f1b"
