@@ -222,7 +222,8 @@ EXCLUSIONS = (
     Exclusion(SERVERS, STAGES, "a worker holds the whole model: servers answer it with all parameters of one version"),
     Exclusion(SERVERS, ZERO, "the servers hold the optimizer's state, and share it out", fundamental=True),
     Exclusion(
-        SERVERS, OFFLOAD,
+        SERVERS,
+        OFFLOAD,
         "states are the servers', parameters come from them in every step, and a worker keeps the rest on its device",
     ),
     Exclusion(SERVERS, HOST_LAYERS, "a worker computes everything on its device"),
@@ -231,12 +232,14 @@ EXCLUSIONS = (
         SERVERS, LOW_RANK, "all ranks sum its factors together, and go on with what they have summed", fundamental=True
     ),
     Exclusion(
-        SERVERS, LOCAL,
+        SERVERS,
+        LOCAL,
         "updates are made of gradients, and workers that train alone could push differences of parameters only",
         fundamental=True,
     ),
     Exclusion(
-        SERVERS, PRIORITY,
+        SERVERS,
+        PRIORITY,
         "a worker's step begins when all its parameters have come, so that no gradient is more urgent than another",
     ),
     Exclusion(REPLICAS, DYNAMIC, _DECIDES_ALONE_REPLICAS, fundamental=True),
