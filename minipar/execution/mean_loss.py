@@ -40,13 +40,15 @@ class Target(NamedTuple):
 class MeanLoss:
     """A rank's shares of the mean loss.
 
-    every   of an asynchronous program, how many micro-batches make one update: each of them has a mean of its own
+    every   of an asynchronous program, how many micro-batches make one update: each of them has a mean of its own, and
+            so has each replica's
     """
 
     def __init__(self, loss: Loss, program: Program, rank: int, later: Later) -> None:
         self.later = later
         self.loss, self.rank, self.narrow = loss, rank, program.precision == "bf16"
         self.every = program.contract.every if isinstance(program.contract, Staleness) else None
+        self.means = (self.every or 1) * program.replicas
 
     def target(self, y: Any, mine: Any, share: float, weight: float) -> Target:
         """The target of an instruction.
@@ -55,7 +57,7 @@ class MeanLoss:
         mine    the targets of its tokens; `share` is their part of a row's tokens
         weight  how much the step's batch counts
         """
-        whole = weight if self.every is None else (counted(y, self.loss) or 1) * self.every
+        whole = weight if self.every is None else (counted(y, self.loss) or 1) * self.means
         if not (counts_elements(y) or says_count(self.loss)):  # (then rows are counted, and a slice has part of each)
             whole /= share
         return Target(mine, counted(mine, self.loss), whole)

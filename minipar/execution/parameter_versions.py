@@ -8,13 +8,22 @@ which shows that version again while its backward runs. So a version that is sti
 update goes to a copy. One that nothing needs any more is updated in place. The optimizer works on parameters of its
 own, whose storage is that of the newest version: its state exists once, and autograd does not take an update for a
 mistake (a backward that uses other weights than its forward is what AMPNet is about).
+
+With precision=bf16 the versions are bfloat16, and the optimizer has one float32 copy: a version is the copy rounded,
+as it was after so many updates. With zero=1 each replica's optimizer has a slice of the newest version:
+
+    STEP of version 4      version 3  [ . . | . . ]  -->  [ . . | 4 4 ]  --ALL_GATHER-->  version 4  [ 4 4 | 4 4 ]
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor, nn
 
-from minipar.execution.owners import Owner
+from minipar.execution.owners import Owner, Wide
+from minipar.execution.parameter_slices import SlicedGroup
 from minipar.program import Group, Instruction, Value, param
 
 
@@ -36,52 +45,132 @@ class Leading(Owner):
             own.grad = p.grad
 
 
-class Versions(Leading):
-    """Several versions, each kept as long as an instruction still reads it. The optimizer updates the newest one.
+class Alive:
+    """The versions of some parameters that are still needed, and which of them the layers see.
 
-    versions   by number, which counts the updates of this pass
+    alive   by number, which counts the updates of this pass
     """
 
-    def __init__(self, number: int, params: list[nn.Parameter], group: Group, holders: int = 1) -> None:
-        super().__init__(number, params, group, holders)
-        self.versions: dict[int, list[Tensor]] = {0: [p.data for p in params]}
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self.params = params
+        self.alive: dict[int, list[Tensor]] = {0: [p.data for p in params]}
         self._shown = 0
 
-    def all_versions(self) -> list[tuple[nn.Parameter, Tensor]]:
-        return [pair for tensors in self.versions.values() for pair in zip(self.params, tensors, strict=True)]
+    @property
+    def newest(self) -> list[Tensor]:
+        return self.alive[max(self.alive)]
+
+    def tensors(self) -> list[tuple[nn.Parameter, Tensor]]:
+        return [pair for tensors in self.alive.values() for pair in zip(self.params, tensors, strict=True)]
 
     def begin(self) -> None:
         """A new pass: the newest version is its version 0."""
-        newest = self.versions[max(self.versions)]
+        newest = self.newest
         self._point_to(newest)
-        self.versions, self._shown = {0: newest}, 0
+        self.alive, self._shown = {0: newest}, 0
 
     def show(self, value: Value) -> None:
+        """Let the layers see the version that an instruction reads."""
         if value.kind == "param" and value.step >= 0 and self._shown != value.step:
-            self._point_to(self.versions[value.step])
+            self._point_to(self.alive[value.step])
             self._shown = value.step
 
     def _point_to(self, tensors: list[Tensor]) -> None:
         for p, tensor in zip(self.params, tensors, strict=True):
             p.data = tensor
 
+    def in_place(self, number: int, ins: Instruction) -> bool:
+        """Before a STEP of this group: whether the newest version is needed no more, and becomes the next one."""
+        newest = max(self.alive)
+        if param(number, newest) not in ins.frees:
+            return False
+        self.alive[newest + 1] = self.alive.pop(newest)
+        if self._shown == newest:
+            self._shown = newest + 1
+        return True
+
+    def add(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The next version."""
+        self.alive[max(self.alive) + 1] = tensors
+        return tensors
+
+    def release(self, value: Value) -> None:
+        """Free a version, but the newest."""
+        if value.kind == "param" and value.step in self.alive and len(self.alive) > 1:
+            del self.alive[value.step]
+            if self._shown == value.step:
+                self._point_to(self.newest)
+                self._shown = max(self.alive)
+
+
+class Versioned(Owner):
+    """Several versions, each kept as long as an instruction still reads it. The optimizer updates the newest one."""
+
+    versions: Alive
+
+    def all_versions(self) -> list[tuple[nn.Parameter, Tensor]]:
+        return self.versions.tensors()
+
+    def begin(self) -> None:
+        self.versions.begin()
+
+    def show(self, value: Value) -> None:
+        self.versions.show(value)
+
+    def release(self, value: Value) -> None:
+        self.versions.release(value)
+
+
+class Versions(Versioned, Leading):
+    """The optimizer updates the newest version itself."""
+
+    def __init__(self, number: int, params: list[nn.Parameter], group: Group, holders: int = 1) -> None:
+        super().__init__(number, params, group, holders)
+        self.versions = Alive(params)
+
     def take_gradients(self, ins: Instruction) -> None:
         """Before a STEP: also make room for the next version."""
         super().take_gradients(ins)
-        newest = max(self.versions)
-        if param(self.number, newest) in ins.frees:
-            self.versions[newest + 1] = self.versions.pop(newest)
-            if self._shown == newest:
-                self._shown = newest + 1
-            return
-        self.versions[newest + 1] = [tensor.clone() for tensor in self.versions[newest]]
-        for own, tensor in zip(self.trained, self.versions[newest + 1], strict=True):
-            own.data = tensor
+        if not self.versions.in_place(self.number, ins):
+            made = self.versions.add([tensor.clone() for tensor in self.versions.newest])
+            for own, tensor in zip(self.trained, made, strict=True):
+                own.data = tensor
 
-    def release(self, value: Value) -> None:
-        if value.kind == "param" and value.step in self.versions and len(self.versions) > 1:
-            del self.versions[value.step]
-            if self._shown == value.step:
-                newest = max(self.versions)
-                self._point_to(self.versions[newest])
-                self._shown = newest
+
+class WideVersions(Versioned, Wide):
+    """With precision=bf16 the optimizer updates one float32 copy, of which the layers have versions in bfloat16."""
+
+    def __init__(self, number: int, params: list[nn.Parameter], group: Group, holders: int = 1) -> None:
+        super().__init__(number, params, group, holders)
+        for p in params:
+            p.data = p.data.to(torch.bfloat16)
+        self.versions = Alive(params)
+
+    def take_gradients(self, ins: Instruction) -> None:
+        super().take_gradients(ins)
+        if not self.versions.in_place(self.number, ins):
+            self.versions.add([torch.empty_like(tensor) for tensor in self.versions.newest])
+
+    def show_update(self) -> None:
+        for own, tensor in zip(self.trained, self.versions.newest, strict=True):
+            tensor.copy_(own.data)
+
+
+class SlicedVersions(Versioned, SlicedGroup):
+    """With zero=1 this rank updates its slice of the next version; the others come from the other replicas."""
+
+    def __init__(
+        self, number: int, params: list[nn.Parameter], group: Group, k: int, n: int, device: torch.device, narrow: bool
+    ) -> None:
+        super().__init__(number, params, group, k, n, device, narrow, scattered=False)
+        self.versions = Alive(params)
+
+    def take_gradients(self, ins: Instruction) -> None:
+        if not self.versions.in_place(self.number, ins):
+            self.flat = self.flat.clone()
+            sizes = [p.numel() for p in self.params]
+            parts = self.flat[: sum(sizes)].split(sizes)
+            self.versions.add([part.view(p.shape) for part, p in zip(parts, self.params, strict=True)])
+            if not self.apart:
+                self.part.data = self.flat[self.k * self.size : (self.k + 1) * self.size]
+        super().take_gradients(ins)

@@ -20,7 +20,7 @@ from minipar.comm.handles import Handle, Then
 from minipar.execution.correction import ByStaleness
 from minipar.execution.owners import Owner, Slice, Wide
 from minipar.execution.parameter_slices import SlicedGroup, pack_gradients
-from minipar.execution.parameter_versions import Leading, Versions
+from minipar.execution.parameter_versions import Leading, SlicedVersions, Versioned, Versions, WideVersions
 from minipar.execution.updating import Count, OptimizerPart, Update
 from minipar.models.tensors import count_bytes
 from minipar.program import (
@@ -44,7 +44,7 @@ class State:
     groups[g]   trainable parameters of group g that this rank's layers use
     owners[g]   who owns them
     slices[g]   those of the owners that have a slice
-    versions    whether there are several versions of some parameters
+    versions    whether instructions name versions of some parameters
     measured    the squares of each step's gradients, if somebody asks
     """
 
@@ -61,7 +61,7 @@ class State:
         _, self.at_home = host_layers.computed(instructions)  # groups of layers that are computed on the host
         self.owners = choose_owners(program, comm, groups, self.at_home)
         self.slices = {owner.number: owner for owner in self.owners if isinstance(owner, SlicedGroup)}
-        self.versions = any(isinstance(owner, Versions) for owner in self.owners)
+        self.versions = any(isinstance(owner, Versioned) for owner in self.owners)
         self.sums: dict[tuple[int, ...], Tensor] = {}  # of the gradients of a bucket, this rank's slices
         self.squares = torch.zeros(1, dtype=torch.float64, device=comm.device)
         sizes = [sum(group.tensors) for group in program.groups]
@@ -240,11 +240,16 @@ def choose_owners(
         holders = max(1, program.holders[g] // (program.sharing if group.form == "S" else 1))
         if g in sliced:
             place = program.replica(comm.rank), program.replicas, comm.device
-            found.append(SlicedGroup(g, params, group, *place, narrow, g in program.scattered))
+            found.append(
+                SlicedVersions(g, params, group, *place, narrow)
+                if g in versioned
+                else SlicedGroup(g, params, group, *place, narrow, g in program.scattered)
+            )
             found[g].holders = 1 if group.form == "S" else program.sharing
-        elif g in versioned:
-            kind = Leading if program.in_flight is not None else Versions
-            found.append(kind(g, params, group, holders))
+        elif g in versioned and program.in_flight is None:
+            found.append((WideVersions if narrow else Versions)(g, params, group, holders))
+        elif g in versioned and not narrow:
+            found.append(Leading(g, params, group, holders))
         elif narrow and g not in on_host:
             found.append(Wide(g, params, group, holders))
         else:

@@ -446,7 +446,8 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, replica: 
     backward = each[slow].times.both - each[slow].times.forward
     sums = [_sums(numbers, machine, one, axes, backward) for one, _ in kinds]
     steps = [optimizer_seconds(numbers, machine, _share(numbers, one, 1)) for one, _ in kinds]
-    summed, step = max(sums), max(steps)
+    count = _updates(numbers)
+    summed, step = count * max(sums), count * max(steps)
 
     even, messages = m * each[slow].times.both, 0.0
     if p > 1 and replica is not None:
@@ -557,6 +558,15 @@ def _sums(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas,
         hidden = machine.efficiency.beside * min(summed, beside)
         summed = max(summed - hidden, summed * min(1.0, MESSAGE / max(1.0, size)))
     return summed + (half * each.parameter / each.gradient if n.zero in (1, 2) else 0.0)
+
+
+def _updates(numbers: PlanNumbers) -> int:
+    """How many updates a step has: one, but in a schedule without flushes perhaps one for each micro-batch."""
+    rules, m = find(numbers.schedule).asynchronous, numbers.microbatches
+    if rules is None:
+        return 1
+    keys = {"microbatches": m, "in_flight": numbers.pp, "update_every": 1, **dict(numbers.options)}
+    return m // (rules.promise(numbers.pp, keys).every or m)
 
 
 def _over_copies(numbers: PlanNumbers, machine: Hardware, parameters: float) -> float:

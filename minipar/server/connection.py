@@ -144,6 +144,7 @@ class Peer:
         self.life = 0
         self.process = process_behind(connection)  # 0: unknown
         self.text = memoryview(b"")  # its introduction
+        self.packed = memoryview(b"")  # a piece of a gradient in fewer bytes
         self.since = 0.0  # when the present message began to arrive
         self.coming: list[Message] = []  # pieces of a gradient that travel together on an emulated link
         self.ended = False

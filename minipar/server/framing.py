@@ -48,11 +48,12 @@ class What(IntEnum):
     SAVED = 13  # other server to server 0: the snapshot is on the disk
     RESTORE = 14  # server 0 to the others: go back to a snapshot
     FORGET = 15  # server 0 to the others: a worker began anew; its earlier gradients count only if they are whole
+    NORM = 16  # other server to server 0: the squares of its part of an update's gradient; and the answer: of all parts
 
 
 PUSH = What.PUSH  # (a global name is found faster than a member of an Enum)
 FROM_WORKERS = frozenset((What.PULL, What.ACK, What.LEAVE))  # these have no bytes, like those between servers
-BETWEEN_SERVERS = frozenset((What.HAVE, What.ROW, What.SAVE, What.SAVED, What.FORGET, What.CLOSED))
+BETWEEN_SERVERS = frozenset((What.HAVE, What.ROW, What.SAVE, What.SAVED, What.FORGET, What.CLOSED, What.NORM))
 
 
 class Message(NamedTuple):
@@ -70,6 +71,16 @@ class Message(NamedTuple):
 def nanoseconds(moment: float) -> int:
     """A time as a message carries it."""
     return round(moment * 1e9)
+
+
+def bits_of(value: float) -> int:
+    """A number with all its digits, as a message carries it."""
+    return int(struct.unpack("!q", struct.pack("!d", value))[0])
+
+
+def number_of(bits: int) -> float:
+    """A number that a message carried."""
+    return float(struct.unpack("!d", struct.pack("!q", bits))[0])
 
 
 def seconds(moment: int) -> float:

@@ -39,13 +39,18 @@ from minipar.server.framing import (
     Message,
     What,
     at_work,
+    bits_of,
     listen,
     nanoseconds,
+    number_of,
     seconds,
 )
+from minipar.server.packing import unpack
 from minipar.server.rendezvous import Introduction, Meeting, ServerHandle, present, read_handle
-from minipar.server.shard import Shard, digest, pieces_of
+from minipar.server.shard import Pushed, Shard, digest, pieces_of
 from minipar.server.switchboard import Done, Switchboard
+from minipar.strategies.passes.compress import pushed_bytes
+from minipar.strategies.shares import Piece
 
 _NOTHING = memoryview(b"")
 _LOOK = 0.2  # seconds between two searches for silent workers
@@ -68,6 +73,8 @@ class Settings:
     on_death        "continue" without it, or "abort"
     together        whether no worker begins before all that are expected have asked for parameters
     pacing          of emulated devices; None: nothing is delayed
+    compress        how workers push gradients: none, bf16, fp16, topk:R
+    clip            the norm to which an update's gradient is scaled down, that of all parts together; None: it is not
     """
 
     workers: int
@@ -81,6 +88,17 @@ class Settings:
     pacing: Pacing | None = None
     scheduler: Scheduler | None = None
     forms: tuple[Form, ...] = ()
+    clip: float | None = None
+    compress: str = "none"
+
+
+class Clipping(NamedTuple):
+    """An update that waits for the norm of its whole gradient: each server has the squares of its part."""
+
+    row: Row
+    taken: list[Pushed]
+    start: float
+    squares: dict[int, float]  # by server
 
 
 class ServerEvent(NamedTuple):
@@ -197,6 +215,7 @@ class Server:
             What.SAVED: lambda peer, m: self.saved.add(peer.server),
             What.FORGET: lambda peer, m: self._forget(m.worker, m.number),
             What.CLOSED: self._closed,
+            What.NORM: self._norm,
         }
         self._fresh()
 
@@ -221,6 +240,7 @@ class Server:
         self.ending: set[int] | None = None  # servers that have come to the end
         self.questions: dict[int, int] = {}  # worker -> step: it waits until that gradient is at all servers
         self.taking: list[Row] = []
+        self.clipping: Clipping | None = None
         self.ready = self.broken = False
 
     # the loop --------------------------------------------------------------------------------------------------------
@@ -345,15 +365,22 @@ class Server:
         """Memory for a piece of a gradient."""
         key, size, step = message.key, message.size, message.step
         piece = self.shard.by_tensor.get(key)
-        if piece is None or piece.size != size or not 0 <= message.version <= message.number:
-            known = "another" if piece is None else f"one of {piece.size} bytes"
+        wanted = -1 if piece is None else self._pushed_size(piece)
+        if wanted != size or not 0 <= message.version <= message.number:
+            known = "another" if piece is None else f"one of {wanted} bytes"
             raise Refused(f"key {key}: {size} bytes were pushed, but server {self.number} keeps {known}")
         peer.since = time.perf_counter()
         if not self.rule.known(peer.worker, step):
             pushed = self.shard.pushing(peer.worker, peer.life, step, message.version, message.number)
-            if key in pushed.missing:
+            if key in pushed.missing and self.settings.compress == "none":
                 return pushed.room.bytes[key]
-        return memoryview(bytearray(size))  # (this piece was received before, and does not count twice)
+        peer.packed = memoryview(bytearray(size))  # (or this piece was received before, and does not count twice)
+        return peer.packed
+
+    def _pushed_size(self, piece: Piece) -> int:
+        """In how many bytes a piece of a gradient comes."""
+        item = self.handle.keys[piece.tensor].type.itemsize
+        return pushed_bytes(piece.size // item, item, self.settings.compress)
 
     def _done(self, peer: Peer, message: Message) -> None:
         if peer.worker >= 0:
@@ -441,6 +468,9 @@ class Server:
 
     def _pushed(self, peer: Peer, message: Message) -> None:
         """A piece of a gradient was received. On an emulated link it arrives later, with those that travel with it."""
+        here = self.shard.pushed.get((peer.worker, peer.life)) if self.settings.compress != "none" else None
+        if here is not None and here.step == message.step and message.key in here.missing:
+            unpack(peer.packed, here.room.of[message.key], self.settings.compress)
         if self.pace is None or not (message.moment or peer.coming):
             self._keep(peer, message, peer.since, time.perf_counter())
         elif message.moment:
@@ -502,14 +532,10 @@ class Server:
 
     def _decide(self) -> None:
         """Server 0: do everything that is ready, and let the other servers do it, too."""
-        every = self.settings.snapshot_every
-        while rows := self.rule.decide():
+        while self.clipping is None and (rows := self.rule.decide()):
             for row in rows:
                 self._tell_row(row)
-            due = every and rows[-1].kind is APPLY and self.rule.version % every == 0
-            if due and len(self.saved) in (0, self.count):  # (not before all servers have the last snapshot)
-                self._save_all()
-        if not self.rule.members:
+        if self.clipping is None and not self.rule.members:
             self._end()
 
     def _tell_row(self, row: Row) -> None:
@@ -529,25 +555,73 @@ class Server:
         else:
             start = time.perf_counter()
             if kind is APPLY:
-                found = [self.shard.find(take.worker, take.step) for take in self.taking]
-                self.taking.clear()
-                self.reach("apply")
-                self.shard.apply([pushed for pushed in found if pushed is not None])
-                self.reach("apply")
-            elif kind is DROP:
-                late = self.shard.find(row.worker, row.step)
-                if late is not None:
-                    self.shard.let_go(late)
-            end = time.perf_counter()
-            if self.pace is None or kind is not APPLY:
-                self.served.events.append(ServerEvent(kind, row.worker, row.step, row.version, start, end))
-                return
+                return self._update(row, start)
+            late = self.shard.find(row.worker, row.step) if kind is DROP else None
+            if late is not None:
+                self.shard.let_go(late)
+            self.served.events.append(ServerEvent(kind, *row[1:], start, time.perf_counter()))
+
+    # updates ---------------------------------------------------------------------------------------------------------
+
+    def _update(self, row: Row, start: float) -> None:
+        """Make an update; with `clip` when all servers know the norm of its gradient, and nothing else before that."""
+        found = [self.shard.find(take.worker, take.step) for take in self.taking]
+        taken = [pushed for pushed in found if pushed is not None]
+        self.taking.clear()
+        self.reach("apply")
+        self.shard.combine(taken)
+        if self.settings.clip is None:
+            return self._apply(row, taken, start)
+        mine = self.shard.squares(taken)
+        self.clipping = Clipping(row, taken, start, {self.number: mine})
+        if self.number:
+            self.board.tell(self.others.get(0), Message(What.NORM, number=bits_of(mine), moment=self._moment()))
+        else:
+            self._try_norm()
+
+    def _norm(self, peer: Peer, message: Message) -> None:
+        if self.number:
+            self._clipped(number_of(message.number))
+        elif self.clipping is not None:
+            self.clipping.squares[peer.server] = number_of(message.number)
+            self._try_norm()
+
+    def _try_norm(self) -> None:
+        """Server 0: when the squares of all parts are here, tell their sum."""
+        assert self.clipping is not None
+        if len(self.clipping.squares) < self.count:
+            return
+        whole = sum(self.clipping.squares[server] for server in range(self.count))
+        for peer in self.others.values():
+            self.board.tell(peer, Message(What.NORM, number=bits_of(whole), moment=self._moment()))
+        self._clipped(whole)
+
+    def _clipped(self, squares: float) -> None:
+        assert self.clipping is not None
+        assert self.settings.clip is not None
+        (row, taken, start, _), self.clipping = self.clipping, None
+        self.shard.scale(taken, min(1.0, self.settings.clip / (squares**0.5 + 1e-6)))
+        self._apply(row, taken, start)
+
+    def _apply(self, row: Row, taken: list[Pushed], start: float) -> None:
+        self.shard.apply(taken)
+        self.reach("apply")
+        end = time.perf_counter()
+
+        def note(start: float, end: float) -> None:
+            self.served.events.append(ServerEvent(row.kind, *row[1:], start, end))
+
+        if self.pace is None:
+            note(start, end)
+        else:
             assert self.settings.pacing is not None
             known = self.settings.pacing.updates
-            self.pace.work(
-                end - start if known is None else known[self.number],
-                lambda a, b: self.served.events.append(ServerEvent(kind, row.worker, row.step, row.version, a, b)),
-            )
+            self.pace.work(end - start if known is None else known[self.number], note)
+        every = self.settings.snapshot_every if self.number == 0 else None
+        if every and self.rule.version % every == 0 and len(self.saved) in (0, self.count):
+            self._save_all()  # (not before all servers have the last snapshot)
+
+    # answers ---------------------------------------------------------------------------------------------------------
 
     def _answer(self, row: Row, number: int) -> None:
         _, worker, step, version = row

@@ -26,8 +26,10 @@ from minipar.errors import RankError, ServerClosed
 from minipar.models.tensors import dtype_name
 from minipar.server.connection import Connection
 from minipar.server.framing import Message, What, bytes_of, nanoseconds, seconds
+from minipar.server.packing import Packer
 from minipar.server.rendezvous import RETRY, Introduction, Meeting, ServerHandle, read_handle
 from minipar.server.shard import digest, length, pieces_of
+from minipar.strategies.shares import Piece
 from minipar.wording import several
 
 _LONGEST_RETRY = 0.1
@@ -38,22 +40,26 @@ def connect(
     worker: int,
     patience: float = 30.0,
     reach: Callable[[str], None] = lambda point: None,
+    compress: str = "none",
 ) -> Servers:
     """Connect to the servers of a folder, or of another meeting place, as the worker of this number; it replaces an
     earlier worker of that number.
 
     patience   seconds to wait for servers that have not started, or start again
     reach      called at the points where a fault campaign ends processes: "push" and "pull"
+    compress   what gradients are pushed as: bf16, fp16 or topk:R, as in a plan; the servers' `Settings` say the same
 
     Raises RankError if there are none, ServerClosed if they have ended.
     """
-    return Servers(read_handle(meeting), worker, patience, reach)
+    return Servers(read_handle(meeting), worker, patience, reach, compress)
 
 
 class Servers:
     """All servers together, as one worker sees them."""
 
-    def __init__(self, handle: ServerHandle, worker: int, patience: float, reach: Callable[[str], None]) -> None:
+    def __init__(
+        self, handle: ServerHandle, worker: int, patience: float, reach: Callable[[str], None], compress: str = "none"
+    ) -> None:
         if worker < 0:
             raise RankError(f"worker {worker}: must be at least 0")
         self.handle, self.worker, self.patience, self.reach = handle, worker, patience, reach
@@ -82,6 +88,7 @@ class Servers:
         self.rows, self.of = 1, 1
         self.missing: set[tuple[int, int]] = set()  # parts of keys, by server, that this step has not pushed yet
         self.pushed: dict[int, Tensor] = {}  # gradients that were pushed, until all servers have the step
+        self.packer = None if compress == "none" else Packer(compress)
         self.unacknowledged = -1  # the step that servers may not have yet
         self.sent = self.received = 0  # bytes of gradients, and of parameters
         self.arrived = 0.0  # on emulated links: when the last of a step's parameters arrive
@@ -138,6 +145,8 @@ class Servers:
         first = self.incarnation == 0
         self.incarnation = incarnation
         self.void = True  # (until the end of the step, pulls and pushes have no effect)
+        if self.packer is not None:
+            self.packer.void()
         self.pushed.clear()
         self.unacknowledged = -1
         if not first:  # (a new life, since its next gradients may not be mixed with parts that servers still have)
@@ -208,6 +217,8 @@ class Servers:
             except ConnectionError:
                 if self._again():
                     self._resend()
+        if self.packer is not None:
+            self.packer.step_is_over()
         self.void, self.step, self.version = False, answer.step, answer.version
         self._steps = answer.key
         if answer.size:
@@ -259,14 +270,23 @@ class Servers:
                 self._resend()
 
     def _send(self, k: int, server: int | None = None) -> None:
-        data = bytes_of(self.pushed[k])
         for home, piece in self._homes[k]:
             if server is None or server == home:
+                data = self._sent_of(k, home, piece)
                 message = Message(What.PUSH, k, self.worker, self.step, self.rows, self.of, 0, *self._timing)
                 self._timing = 0, 0
-                self.connections[home].send(message, data[piece.start : piece.stop])
-                self.sent += piece.size
+                self.connections[home].send(message, data)
+                self.sent += len(data)
         self.reach("push")
+
+    def _sent_of(self, k: int, home: int, piece: Piece) -> memoryview:
+        """What is sent of a piece of a gradient."""
+        gradient = self.pushed[k]
+        if self.packer is None or not piece.size:
+            return bytes_of(gradient)[piece.start : piece.stop]
+        item = gradient.element_size()
+        flat = gradient.view(-1)[piece.start // item : piece.stop // item]
+        return bytes_of(self.packer.pack((k, home), flat))
 
     def _resend(self) -> None:
         """Send everything that was not acknowledged once more; servers that have some of it take only the rest."""

@@ -30,6 +30,7 @@ from minipar.cluster.ranks import Ranks
 from minipar.comm import clocks, communicator
 from minipar.errors import PlanError, RankDied, RankError, ServerClosed
 from minipar.execution.compute import Compute
+from minipar.execution.dtypes import check_narrow, narrow
 from minipar.execution.elementwise import check_update
 from minipar.execution.emulation import Delays, EmulatedDevice, Pacing
 from minipar.execution.execution import Execution, Job
@@ -39,6 +40,7 @@ from minipar.execution.following import Observer, Paced, Warned, warn_once
 from minipar.execution.updating import Form, Update, forms_of
 from minipar.models import randomness, selective_checkpoint
 from minipar.models.losses import counted
+from minipar.models.network import edges_of
 from minipar.models.parameter_groups import parameters_of
 from minipar.models.tensors import layers_of, take_rows
 from minipar.prediction.emulated import EmulatedCosts
@@ -153,8 +155,9 @@ def execute_served(
     try:
         ((keys, forms),) = cluster.run_on([0], _open, job, program.name, folder, servers)
         settings = Settings(
-            workers, program.steps, job.optimizer, mode, every, patience, on_death, True, pacing, job.scheduler, forms
-        )
+            workers, program.steps, job.optimizer, mode, every, patience, on_death, True, pacing, job.scheduler, forms,
+            program.clip, program.compress,
+        )  # fmt: skip
         revivals = _REVIVALS if on_death == "continue" else 0
         found = cluster.run_reviving(
             revivals, hear, _take_part, job, program, folder, settings, keep_gradients, slow, watch is not None
@@ -208,7 +211,7 @@ def _result(
     losses = losses_of(taken, program.steps)
     assert program.serving is not None
     if program.serving.mode == "sync":  # (the program was known before; another order of arrivals does not change it)
-        gradients = [_summed([t for t in taken if t.step == s]) for s in range(program.steps)]
+        gradients = [_summed([t for t in taken if t.step == s], program.clip) for s in range(program.steps)]
     else:
         program = served_order.as_it_happened(program, order, shares_of(program.groups, program.serving.servers))
         gradients = [t.gradients for t in taken]
@@ -235,7 +238,8 @@ def _size(program: Program, taken: list[Step], served: list[Served], batch: int)
     """Bytes of a value, as they were measured."""
     servers = program.serving.servers if program.serving else 1
     shares = shares_of(program.groups, servers)
-    rows = [len(r) for r in split_rows(batch, program.workers * program.microbatches)]
+    slices = program.slice_count
+    rows = [len(r) for r in split_rows(batch, program.workers * program.microbatches // slices)]
     sizes: dict[tuple[str, int, int], int] = {}
     for step in taken:
         sizes |= step.sizes
@@ -253,18 +257,23 @@ def _size(program: Program, taken: list[Step], served: list[Served], batch: int)
         if value.kind == "served_state":
             return states.get((server, g), 0)
         if value.microbatch >= 0:
-            return sizes.get((value.kind, g, rows[rank * program.microbatches + value.microbatch]), 0)
-        return sum(program.groups[g].tensors) + (program.groups[g].frozen if value.kind == "param" else 0)
+            i, piece = divmod(rank * program.microbatches + value.microbatch, slices)
+            return sizes.get((value.kind, g, rows[i] * slices + piece), 0)  # (as `BatchRows.count` says)
+        whole = sum(program.groups[g].tensors) + (program.groups[g].frozen if value.kind == "param" else 0)
+        return whole // 2 if program.precision == "bf16" else whole
 
     return size
 
 
-def _summed(steps: list[Step]) -> dict[str, Tensor]:
-    """The gradient of a step: the sum of the workers' parts."""
+def _summed(steps: list[Step], clip: float | None) -> dict[str, Tensor]:
+    """The gradient of a step: the sum of the workers' parts, clipped as the servers clip it."""
     found: dict[str, Tensor] = {}
     for step in sorted(steps, key=lambda t: t.worker):
         for name, gradient in step.gradients.items():
             found[name] = found[name] + gradient if name in found else gradient
+    if clip is not None:
+        factor = clip / (sum(torch.linalg.vector_norm(g).item() ** 2 for g in found.values()) ** 0.5 + 1e-6)
+        found = {name: g * factor if factor < 1 else g for name, g in found.items()}
     return found
 
 
@@ -414,18 +423,24 @@ def _work(
     model, layers, groups, names = _trained(job)
     randomness.replace_dropout(model, job.seed)
     layers = layers_of(model)
-    check_fit(program, layers)
+    check_fit(program, layers, edges_of(model))
+    if program.precision == "bf16":  # (what is pulled is rounded, and servers are given their own type)
+        check_narrow(model)
+        narrow(nn.ModuleList(layers))
     selective_checkpoint.choose(layers, program.selective)
     blocks: dict[int, list[tuple[int, Instruction]]] = {}
     for index, ins in enumerate(program.ranks[rank]):
         blocks.setdefault(ins.step, []).append((index, ins))
-    ps = pushing.connect(meeting, rank)  # (at once, so that the servers see this worker's process)
+    ps = pushing.connect(
+        meeting, rank, compress=program.compress
+    )  # (at once, so that the servers see this worker's process)
     spare = copy.deepcopy(model)  # to warm up: first calls take longer, and should not count in the first step
     _run(_computing(program, rank, layers_of(spare), job), parameters_of(layers_of(spare)), blocks[0])
     del spare
     compute = _computing(program, rank, layers, job)
     compute.finite = None if job.on_nan == "ignore" else Finite(rank, job.on_nan, worker.report)
     device = EmulatedDevice(delays) if delays is not None else None
+    types = {key.name: key.type for key in ps.keys}
     begin = time.perf_counter()
     while (step := ps.next_step()) is not None:
         found: dict[str, Tensor] = {}
@@ -439,7 +454,7 @@ def _work(
             device.arrived(ps.arrived, blocks[step][0][0])
 
         def push(p: nn.Parameter, gradient: Tensor, peer: int, found: dict[str, Tensor] = found) -> None:
-            gradient = gradient.cpu()  # (servers keep and update parameters on the CPU)
+            gradient = gradient.to("cpu", types[names[id(p)]])  # (servers keep and update parameters on the CPU)
             if keep_gradients:
                 found[names[id(p)]] = gradient
             ps.push(names[id(p)], gradient, peer - program.workers)
@@ -487,6 +502,10 @@ def _run(
             compute.forward(ins, live)
         elif ins.op is Op.BACKWARD:
             compute.backward(ins, live)
+        elif ins.op is Op.BACKWARD_INPUT:
+            compute.backward_input(ins, live)
+        elif ins.op is Op.BACKWARD_WEIGHT:
+            compute.backward_weight(ins, live)
         elif ins.op is Op.PUSH:
             occupied, delay = (0.0, 0.0) if device is None else device.delays.transfer.get(index, (0.0, 0.0))
             if device is not None and ps is not None and device.delays.links:

@@ -72,6 +72,7 @@ class Room:
         whole = bytes_of(flat)
         self.bytes = {p.tensor: whole[p.place : p.place + p.size] for p in pieces}
         self.views = [view(flat, keys[p.tensor], p) for p in pieces]
+        self.of = dict(zip(self.bytes, self.views, strict=True))  # by tensor
 
 
 @dataclass
@@ -159,14 +160,29 @@ class Shard:
         del self.pushed[pushed.worker, pushed.life]
         self.spare.append(pushed.room)
 
-    def apply(self, taken: Sequence[Pushed]) -> None:
-        """Sum gradients, in this order, into the gradient of the mean over their rows; update; free the gradients."""
-        if not taken:
-            return
-        if self.optimizer is not None:
+    def combine(self, taken: Sequence[Pushed]) -> None:
+        """Sum gradients, in this order, into the gradient of the mean over their rows, in the memory of the first."""
+        if taken and self.optimizer is not None:
             first, rows = taken[0], sum([p.rows for p in taken])
             if len(taken) > 1 or 0 < rows != first.of:
                 self._add(taken, first.of / rows if rows else 1.0)
+
+    def squares(self, taken: Sequence[Pushed]) -> float:
+        """The sum of the squares of this server's part of a gradient that was combined."""
+        views = taken[0].room.views if taken and self.optimizer is not None else ()
+        return sum(torch.linalg.vector_norm(one).item() ** 2 for one in views)
+
+    def scale(self, taken: Sequence[Pushed], factor: float) -> None:
+        """Scale a gradient that was combined."""
+        for one in taken[0].room.views if taken and factor < 1 else ():
+            one.mul_(factor)
+
+    def apply(self, taken: Sequence[Pushed]) -> None:
+        """Update with a gradient that was combined; free the gradients."""
+        if not taken:
+            return
+        if self.optimizer is not None:
+            first = taken[0]
             if self.readers:
                 self._spare_readers()
             for gradient, parameter in zip(first.room.views, self.parameters, strict=True):

@@ -81,8 +81,6 @@ def check_shape(plan: Plan, shape: Shape) -> None:
         raise PlanError(
             f"schedule={plan.schedule}: is for chains, not {why}; possible is one that flushes, such as 1f1b"
         )
-    if plan.sync == "ps":
-        raise PlanError(f"sync=ps: the replay of its order is for chains, not {why}; possible is sync=allreduce")
     if plan.checkpoint not in ("none", "selective"):
         told = segments.text(plan.checkpoint)
         raise PlanError(f"checkpoint={told}: segments are of chains, not {why}; possible are none, selective")

@@ -63,19 +63,21 @@ if TYPE_CHECKING:
 def passes_of(plan: Plan) -> tuple[Pass, ...]:
     """The passes that a plan needs, in order."""
     trains, served, late = not plan.inference, plan.sync == "ps", plan.overlap == "priority"
-    flushed = trains and not served and not plan.asynchronous  # a rank updates what it holds, once a step
-    several = plan.dp * plan.pp > 1
+    updates = trains and not served  # a rank updates what it holds
+    flushed = updates and not plan.asynchronous  # and does so once a step
+    several = plan.dp * (1 if plan.asynchronous else plan.pp) > 1  # (tied layers may be on two ranks)
     table = (
         ("layers", layers.expand_layers, True),
         ("bucket", data_parallel.choose_size, trains and plan.messages == "auto"),
         ("checkpoint", checkpoint.recompute_segments, trains and plan.checkpoint not in ("none", "selective")),
         ("slices", slices.add_carries, plan.slice_count > 1),
-        ("zero", zero.shard, flushed and plan.zero > 0 and plan.dp > 1),
+        ("versions", versions.keep_versions, plan.asynchronous),
+        ("zero", zero.shard, updates and plan.zero > 0 and plan.dp > 1),
         ("priority", priority.sum_by_priority, flushed and several and late),
-        ("data_parallel", data_parallel.sum_gradients, flushed and several and not late and not plan.local_steps),
-        ("compress", compress.compress, trains and plan.compress != "none"),
+        ("data_parallel", data_parallel.sum_gradients, updates and several and not late and not plan.local_steps),
+        ("compress", compress.compress, updates and plan.compress != "none"),
         ("forms", forms.change_forms, plan.sharing > 1),
-        ("parts", forms.sum_parts, flushed and plan.sharing > 1),
+        ("parts", forms.sum_parts, updates and plan.sharing > 1),
         ("copies", copies.side_by_side, plan.batch_copies > 1),
         ("host_layers", host_layers.place, bool(plan.host_layers)),
         ("offload", offload.offload, bool(plan.offload)),
@@ -85,8 +87,6 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
         ("transfers", transfers.send_and_receive, plan.pp > 1),
         ("update", priority.update_late if late else update.update_at_the_end, flushed),
         ("fuse", fuse.fuse_layers, True),
-        ("versions", versions.keep_versions, plan.asynchronous),
-        ("parts_of_updates", forms.sum_parts, plan.asynchronous and plan.sharing > 1),
     )
     found: list[Pass] = []
     for name, rewrite, applies in table:

@@ -34,12 +34,12 @@ Rewrite = Callable[[int, Sequence[Instruction]], Iterable[Instruction]]
 Seconds = Callable[[Instruction], float]
 
 # The built-in passes in their order (`compile.passes_of`). A pass of your own runs after one of them. Until "fuse" a
-# compute instruction works on one layer. Until "transfers" nothing is sent, and until "update" the rows have no STEP.
+# compute instruction works on one layer. Until "transfers" nothing is sent, and until "update" the rows have no STEP
+# (but those of a schedule without flushes have theirs from "versions" on).
 PLACES = (
-    "layers", "bucket", "checkpoint", "slices", "zero", "priority", "data_parallel", "compress", "forms",
-    "parts", "copies", "host_layers",
-    "offload", "local_steps", "clip", "parameter_server", "transfers", "update", "fuse", "versions",
-    "parts_of_updates",
+    "layers", "bucket", "checkpoint", "slices", "versions", "zero", "priority", "data_parallel", "compress", "forms",
+    "parts", "copies", "host_layers", "offload", "local_steps", "clip", "parameter_server", "transfers", "update",
+    "fuse",
 )  # fmt: skip
 
 

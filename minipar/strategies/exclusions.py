@@ -96,10 +96,14 @@ COMPRESSED = KeyValues("compress", "compress", lambda plan: plan.compress != "no
 SPARSE = KeyValues(
     "compress", "compress=topk, powersgd", lambda plan: plan.compress.startswith(("topk", "powersgd")), "compress=bf16"
 )
+LOW_RANK = KeyValues(
+    "compress", "compress=powersgd", lambda plan: plan.compress.startswith("powersgd"), "compress=topk:0.01"
+)
 BUDGET = KeyValues(
     "checkpoint", "checkpoint of a budget", lambda plan: budget_of(plan.checkpoint) is not None, "checkpoint=sqrt"
 )
 ZERO = KeyValues("zero", "zero=1, 2, 3", lambda plan: plan.zero > 0, "zero=0")
+ZERO_ABOVE_1 = KeyValues("zero", "zero=2, 3", lambda plan: plan.zero > 1, "zero=1")
 ZERO_BELOW_3 = KeyValues("zero", "zero=1, 2", lambda plan: plan.zero in (1, 2), "zero=0 or zero=3")
 INFERENCE = KeyValues("inference", "inference", lambda plan: plan.inference, "inference=false")
 CLIP = KeyValues("clip", "clip", lambda plan: plan.clip is not None, "clip=none")
@@ -136,6 +140,12 @@ DYNAMIC = KeyValues(
     "schedule that decides as it runs",
     lambda plan: plan.deciding,
     "a schedule with an order such as pipedream",
+)
+UNSUMMED = KeyValues(
+    "schedule",
+    "schedule without flushes, of one replica",
+    lambda plan: plan.asynchronous and plan.dp == 1,
+    "dp=2 with a schedule such as pipedream",
 )
 SLICED = KeyValues(
     "schedule", "schedule of slices of sequences", lambda plan: plan.slice_count > 1, "a schedule of rows such as 1f1b"
@@ -174,12 +184,16 @@ _AT_ONCE = "a layer is updated as soon as its gradient is there"
 _ALONE = "every replica trains by itself"
 _SMALLER = "whole gradients are made smaller, once a step"
 _ONE_FORM = "values have one form on the ranks that share a layer"
-_NO_SUMS = "it sums no gradients over ranks"
+_NO_SUMS = "one replica sums no gradients"
 _WHOLE_SUMS = "it sums whole gradients"
 _AS_SLICES = "its micro-batches are slices of sequences"
 _DECIDES_ALONE = (
     "each rank decides by what has come to it, and ranks that share a layer must decide alike: by a message at each "
     "decision, which it exists to avoid"
+)
+_DECIDES_ALONE_REPLICAS = (
+    "each rank decides by what has come to it, so the updates of replicas have other micro-batches, and their sums "
+    "would wait for each other"
 )
 _ON_DEVICE = "versions of parameters stay on the device"
 
@@ -205,31 +219,49 @@ EXCLUSIONS = (
     Exclusion(LOCAL, PRIORITY, f"{_ALONE}, and sends no gradients", fundamental=True),
     Exclusion(LOCAL, OFFLOAD, f"{_ALONE}, on the device"),
     Exclusion(LOCAL, HOST_LAYERS, f"{_ALONE}, on the device"),
-    Exclusion(SERVERS, STAGES, "a worker holds the whole model"),
+    Exclusion(SERVERS, STAGES, "a worker holds the whole model: servers answer it with all parameters of one version"),
     Exclusion(SERVERS, ZERO, "the servers hold the optimizer's state, and share it out", fundamental=True),
-    Exclusion(SERVERS, OFFLOAD, "a worker keeps everything on its device"),
+    Exclusion(
+        SERVERS,
+        OFFLOAD,
+        "states are the servers', parameters come from them in every step, and a worker keeps the rest on its device",
+    ),
     Exclusion(SERVERS, HOST_LAYERS, "a worker computes everything on its device"),
-    Exclusion(SERVERS, CLIP, "a server updates what it holds, and knows no norm of all gradients"),
-    Exclusion(SERVERS, BF16, "servers keep and send float32"),
     Exclusion(SERVERS, INFERENCE, "nothing is updated", fundamental=True),
-    Exclusion(SERVERS, COMPRESSED, "pushes carry whole gradients"),
-    Exclusion(SERVERS, LOCAL, "workers push the gradients of every step"),
-    Exclusion(SERVERS, PRIORITY, "pushes go in the order of the backward"),
-    Exclusion(SERVERS, HALVES, "a push follows a whole backward"),
-    Exclusion(REPLICAS, ASYNCHRONOUS, "its replicas would wait for each other"),
-    Exclusion(ROUNDS, ASYNCHRONOUS, "it updates without rounds; microbatches= or update_every= say how often"),
-    Exclusion(ZERO, ASYNCHRONOUS, "it has no replicas"),
+    Exclusion(
+        SERVERS, LOW_RANK, "all ranks sum its factors together, and go on with what they have summed", fundamental=True
+    ),
+    Exclusion(
+        SERVERS,
+        LOCAL,
+        "updates are made of gradients, and workers that train alone could push differences of parameters only",
+        fundamental=True,
+    ),
+    Exclusion(
+        SERVERS,
+        PRIORITY,
+        "a worker's step begins when all its parameters have come, so that no gradient is more urgent than another",
+    ),
+    Exclusion(REPLICAS, DYNAMIC, _DECIDES_ALONE_REPLICAS, fundamental=True),
+    Exclusion(
+        ROUNDS,
+        ASYNCHRONOUS,
+        "it updates without rounds: microbatches=, or update_every= of ampnet, say how often",
+        fundamental=True,
+    ),
+    Exclusion(ZERO, UNSUMMED, "it has no replicas", fundamental=True),
+    Exclusion(ZERO_ABOVE_1, ASYNCHRONOUS, "versions of parameters stay whole, and so does what makes the next one"),
     Exclusion(OFFLOADED_STATE, ASYNCHRONOUS, f"{_ON_DEVICE}, and so does what updates them"),
     Exclusion(HOST_LAYERS, ASYNCHRONOUS, _ON_DEVICE),
     Exclusion(CLIP, ASYNCHRONOUS, "the norm of all gradients is known only after a flush", fundamental=True),
-    Exclusion(BF16, ASYNCHRONOUS, "the float32 parameters of the optimizer have no versions"),
     Exclusion(INFERENCE, ASYNCHRONOUS, "nothing is updated", fundamental=True),
     Exclusion(SERVERS, ASYNCHRONOUS, "its ranks are stages, and no replicas that push to servers"),
-    Exclusion(LOCAL, ASYNCHRONOUS, "it has no replicas"),
-    Exclusion(COMPRESSED, ASYNCHRONOUS, _NO_SUMS),
-    Exclusion(LATE_SUMS, ASYNCHRONOUS, _NO_SUMS),
-    Exclusion(MESSAGES, ASYNCHRONOUS, _NO_SUMS),
-    Exclusion(ALGORITHM, ASYNCHRONOUS, _NO_SUMS),
+    Exclusion(LOCAL, ASYNCHRONOUS, "each of the two trains with parameters of its own age, and no system adds them up"),
+    Exclusion(PRIORITY, ASYNCHRONOUS, "forwards use a version that is there, and wait for no sum", fundamental=True),
+    Exclusion(COMPRESSED, UNSUMMED, _NO_SUMS, fundamental=True),
+    Exclusion(LATE_SUMS, UNSUMMED, _NO_SUMS, fundamental=True),
+    Exclusion(MESSAGES, UNSUMMED, _NO_SUMS, fundamental=True),
+    Exclusion(ALGORITHM, UNSUMMED, _NO_SUMS, fundamental=True),
     Exclusion(ALGORITHM, OVERLAPPED, "its messages are the rank's own work"),
     Exclusion(ALGORITHM, ZERO, _WHOLE_SUMS),
     Exclusion(ALGORITHM, COMPRESSED, _WHOLE_SUMS),
@@ -254,7 +286,6 @@ EXCLUSIONS = (
         Exclusion(parts, SPARSE, "gradients are sums over the ranks that share a layer, which it would make smaller")
         for parts in (SEQUENCE, CONTEXT, EXPERTS)
     ),
-    Exclusion(SERVERS, SLICED, _AS_SLICES),
     Exclusion(LOCAL, SLICED, _AS_SLICES),
     Exclusion(BUDGET, SLICED, _AS_SLICES),
     Exclusion(OFFLOADED_ACTIVATIONS, SLICED, _AS_SLICES),

@@ -6,11 +6,14 @@ A row is the list of instructions of one rank. A place is an instruction's numbe
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from itertools import pairwise
 
 from minipar.program import Instruction, Op, Part, Value, grad, tier
 from minipar.strategies.buckets import Bucket, shared
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
+
+Rounds = Callable[[int, Sequence[Instruction]], Iterable[Instruction]]
 
 # where ----------------------------------------------------------------------------------------------------------------
 
@@ -30,6 +33,18 @@ def uses(row: Sequence[Instruction], values: Container[Value]) -> dict[Value, li
     return found
 
 
+def by_update(row: Sequence[Instruction], step: int, rewrite: Rounds) -> list[Instruction]:
+    """The row in which `rewrite(number of the update, instructions)` has replaced those of each update. In the draft
+    of a step that is the whole row, since its STEP comes later; without flushes it is what comes before each STEP."""
+    ends = [k for k, ins in enumerate(row) if ins.op is Op.STEP]
+    if not ends:
+        return list(rewrite(step, row))
+    result: list[Instruction] = []
+    for start, end in pairwise([-1, *ends]):
+        result += [*rewrite(row[end].step, row[start + 1 : end]), row[end]]
+    return [*result, *row[ends[-1] + 1 :]]
+
+
 # held by whom ---------------------------------------------------------------------------------------------------------
 
 
@@ -43,9 +58,14 @@ def summed(draft: Draft, rank: int) -> dict[int, tuple[int, ...]]:
 def keep_gradients(draft: Draft, groups: Sequence[Collection[int]]) -> Draft:
     """On each rank the gradients of these groups live in a communication buffer, which stays from step to step."""
     kept = [frozenset(map(grad, mine)) for mine in groups]
-    draft = draft.each_update(
-        lambda rank, row: [ins._replace(frees=tuple(v for v in ins.frees if v not in kept[rank])) for ins in row]
-    )
+
+    def keep(rank: int, row: Sequence[Instruction]) -> list[Instruction]:
+        return [
+            ins._replace(frees=tuple(v for v in ins.frees if v not in kept[rank])) if ins.op is Op.STEP else ins
+            for ins in row
+        ]
+
+    draft = draft.each(keep).each_update(keep)
     return draft.each_state(lambda rank, held: held | kept[rank])
 
 

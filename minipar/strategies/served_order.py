@@ -90,6 +90,7 @@ def _server(
                 if ins.op is Op.PUSH and ins.peer == workers + server:
                     values = tuple(pushed(g, row.worker, row.step) for g in ins.layers)
                     accept = message(Op.ACCEPT, ins.layers, share, row.step, row.worker)
+                    accept = accept._replace(parts=tuple(part._replace(op=Op.ACCEPT) for part in ins.parts))
                     late = values if row.kind is Kind.DROP else ()  # a dropped gradient is freed at once
                     result.append(accept._replace(writes=values, frees=late))
             if row.kind is Kind.TAKE:

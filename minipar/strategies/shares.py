@@ -8,10 +8,12 @@ Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Serv
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from minipar.program import Group, Instruction, Op, Part
+from minipar.program.shape import Shape
+from minipar.strategies.passes.compress import pushed_bytes
 
 GRAIN = 16  # bytes: no cut is inside an element, whatever its type
 
@@ -64,12 +66,21 @@ def message(op: Op, groups: Sequence[int], share: dict[int, int], step: int, pee
 Shares = list[dict[int, int]]  # for each server: parameter group -> bytes of it that the server keeps
 
 
-def shares_of(groups: Sequence[Group], servers: int) -> Shares:
-    """For each server, how many bytes of which parameter groups it keeps."""
+def shares_of(groups: Sequence[Group], servers: int, sent: Callable[[int], int] = lambda size: size) -> Shares:
+    """For each server, how many bytes of which parameter groups it keeps.
+
+    sent   bytes of a piece -> those that are counted, such as what is sent of its gradient
+    """
     owner = [(g, size) for g, group in enumerate(groups) for size in group.tensors]
     found: Shares = [{} for _ in range(servers)]
     for server, pieces in enumerate(cut([size for _, size in owner], servers)):
         for piece in pieces:
             g = owner[piece.tensor][0]
-            found[server][g] = found[server].get(g, 0) + piece.size
+            found[server][g] = found[server].get(g, 0) + sent(piece.size)
     return found
+
+
+def pushed_shares(shape: Shape, servers: int, choice: str) -> Shares:
+    """For each server, the bytes in which a worker pushes its parts of gradients. `choice` is the plan's `compress`."""
+    item = shape.itemsize
+    return shares_of(shape.groups, servers, lambda size: pushed_bytes(size // item, item, choice))

@@ -39,6 +39,7 @@ class RecordedOrder(NamedTuple):
     every          micro-batches of an update, each with a mean loss of its own; None: an update uses all micro-batches
                    of a step, which have one mean loss
     delays         for each rank, how many updates old its gradients are; its optimizer gets this number
+    replicas       each of which does all this on rows of its own; their gradients are added up for every update
     """
 
     ranks: tuple[tuple[Entry, ...], ...]
@@ -46,6 +47,7 @@ class RecordedOrder(NamedTuple):
     microbatches: int
     every: int | None
     delays: tuple[int, ...]
+    replicas: int = 1
 
     def __str__(self) -> str:
         return "\n".join(
@@ -57,7 +59,8 @@ class RecordedOrder(NamedTuple):
 def order_of(program: Program, nodes: Sequence[int] = ()) -> RecordedOrder:
     """The order that a program states. For a run that decided, use `Execution.program` or `Trace.program`.
 
-    Of ranks that share layers it is the order of the first one: the others do the same with their parts.
+    Of ranks that share layers it is the order of the first one: the others do the same with their parts. Of replicas
+    it is that of the first one, too.
 
     nodes   where layers are cut into nodes, how many each of them has (`Shape.nodes`); (): each is one
 
@@ -67,21 +70,28 @@ def order_of(program: Program, nodes: Sequence[int] = ()) -> RecordedOrder:
             f"program {program.name!r}: has no recorded order; possible is an asynchronous one that has run"
         )
     own = tuple(layer for layer, count in enumerate(nodes) for _ in range(count)) or range(program.layers)
-    first = [rank for rank in range(len(program.ranks)) if program.shard(rank) == 0]
-    ranks = []
-    for row in (program.ranks[rank] for rank in first):
-        entries: dict[tuple[str, int], Entry] = {}
-        for ins in row:
-            i = ins.step * program.microbatches + ins.microbatch
-            if ins.op is Op.STEP:
-                version = max(map(version_of, ins.writes))
-                entries[UPDATE, version] = Entry(UPDATE, -1, version)
-            elif ins.op is Op.FORWARD or ins.op in BACKWARDS:
-                what = FORWARD if ins.op is Op.FORWARD else BACKWARD
-                # A backward may consist of several instructions, and some of these read no parameters.
-                before = entries.get((what, i), Entry(what, i, 0)).version
-                entries[what, i] = Entry(what, i, max(before, *map(version_of, ins.reads)))
-        ranks.append(tuple(entries.values()))
+    chosen = [rank for rank in range(len(program.ranks)) if program.shard(rank) == 0]
+    first = [rank for rank in chosen if program.replica(rank) == 0]
+    orders = {rank: _of_rank(program, rank) for rank in dict.fromkeys(map(program.representatives.__getitem__, chosen))}
+    for k, rank in enumerate(chosen):
+        if orders[program.representatives[rank]] != orders[first[k % len(first)]]:
+            raise PlanError(f"program {program.name!r}: rank {rank} does not do what its replicas do, in their order")
     delays = tuple(delay(program, rank) for rank in first)
     layers = tuple(tuple(dict.fromkeys(own[node] for node in program.placement[rank])) for rank in first)
-    return RecordedOrder(tuple(ranks), layers, program.microbatches, program.contract.every, delays)
+    found = tuple(orders[rank] for rank in first)
+    return RecordedOrder(found, layers, program.microbatches, program.contract.every, delays, program.replicas)
+
+
+def _of_rank(program: Program, rank: int) -> tuple[Entry, ...]:
+    entries: dict[tuple[str, int], Entry] = {}
+    for ins in program.ranks[rank]:
+        i = ins.step * program.microbatches + ins.microbatch
+        if ins.op is Op.STEP:
+            version = max(map(version_of, ins.writes))
+            entries[UPDATE, version] = Entry(UPDATE, -1, version)
+        elif ins.op is Op.FORWARD or ins.op in BACKWARDS:
+            what = FORWARD if ins.op is Op.FORWARD else BACKWARD
+            # A backward may consist of several instructions, and some of these read no parameters.
+            before = entries.get((what, i), Entry(what, i, 0)).version
+            entries[what, i] = Entry(what, i, max(before, *map(version_of, ins.reads)))
+    return tuple(entries.values())

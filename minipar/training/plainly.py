@@ -100,7 +100,13 @@ def replay_order(
 
 
 def replay_service(
-    job: Job, order: list[Row], workers: int, steps: int, microbatches: int, threads: int = 1
+    job: Job,
+    order: list[Row],
+    workers: int,
+    steps: int,
+    microbatches: int,
+    threads: int = 1,
+    clip: float | None = None,
 ) -> Reference:
     """Run a job in plain torch by the recorded order of parameter servers: every gradient is computed with the
     parameters that its worker was given, and every update uses the gradients that the servers took."""
@@ -114,7 +120,7 @@ def replay_service(
             events.append(("arrive", row.worker, row.step, row.kind is Kind.TAKE))
         elif row.kind is Kind.APPLY:
             events.append(("apply",))
-    options = {"events": events, "steps": steps, "workers": workers, "microbatches": microbatches}
+    options = {"events": events, "steps": steps, "workers": workers, "microbatches": microbatches, "clip": clip}
     return ask(task_of(job, "service", options), threads)
 
 

@@ -505,6 +505,7 @@ class Order(NamedTuple):
     microbatches: int
     every: int | None
     delays: Sequence[int]
+    replicas: int = 1
 
 
 def replay_order(
@@ -604,9 +605,9 @@ class _Ordered:
             _Rank([layers[k] for k in held], names, whole, optimizer, how, delay)
             for held, delay in zip(order.layers, order.delays, strict=True)
         ]
-        self.outputs: dict[tuple[int, int], Any] = {}
-        self.arrived: dict[tuple[int, int], list[Tensor | None]] = {}
-        self.graphs: dict[tuple[int, int], tuple[Any, list[Tensor], dict[str, Tensor]]] = {}
+        self.outputs: dict[tuple[int, int, int], Any] = {}  # keys: rank, micro-batch, replica
+        self.arrived: dict[tuple[int, int, int], list[Tensor | None]] = {}
+        self.graphs: dict[tuple[int, int, int], tuple[Any, list[Tensor], dict[str, Tensor]]] = {}
         count = 1 + max((e.microbatch for row in order.ranks for e in row), default=-1)
         self.losses = [0.0] * (count // order.microbatches if order.every is None else count)
         self.gradients: list[dict[str, Tensor]] = []
@@ -614,20 +615,21 @@ class _Ordered:
 
     def ready(self, r: int, entry: Entry) -> bool:
         if entry.what == FORWARD:
-            return r == 0 or (r, entry.microbatch) in self.outputs
+            return r == 0 or (r, entry.microbatch, 0) in self.outputs
         if entry.what == BACKWARD:
-            there = (r, entry.microbatch) in self.graphs
-            return there and (r == len(self.ranks) - 1 or (r, entry.microbatch) in self.arrived)
+            there = (r, entry.microbatch, 0) in self.graphs
+            return there and (r == len(self.ranks) - 1 or (r, entry.microbatch, 0) in self.arrived)
         return True
 
     def do(self, r: int, entry: Entry) -> None:
         rank = self.ranks[r]
-        if entry.what == FORWARD:
-            self.forward(r, entry)
-        elif entry.what == BACKWARD:
-            self.backward(r, entry)
-        else:
+        if entry.what == UPDATE:
             self.step(r, entry.version)
+        for replica in range(self.order.replicas):  # (one after another, as if there were one of them)
+            if entry.what == FORWARD:
+                self.forward(r, entry, replica)
+            elif entry.what == BACKWARD:
+                self.backward(r, entry, replica)
         newest = max(rank.versions)
         for version in [v for v in rank.versions if v != newest and self.last[r].get(v, -1) <= rank.at]:
             del rank.versions[version]
@@ -637,22 +639,22 @@ class _Ordered:
             raise ImpossibleOrder(f"the order cannot be: rank {r} has no version {entry.version} for {entry}")
         return self.ranks[r].versions[entry.version]
 
-    def rows(self, i: int) -> tuple[Any, Any, range, float]:
-        """x, y and rows of a micro-batch, and the weight of its own mean."""
-        m, every = self.order.microbatches, self.order.every
+    def rows(self, i: int, replica: int) -> tuple[Any, Any, range, float]:
+        """x, y and rows of a replica's micro-batch, and the weight of its own mean."""
+        m, every, replicas = self.order.microbatches, self.order.every, self.order.replicas
         x, y = self.batches(self.first + i // m)
-        rows = split_evenly(row_count(x), m)[i % m]
+        rows = split_evenly(row_count(x), m * replicas)[m * replica + i % m]
         target = rows_in(y, rows)
         mine = weight_of(target, self.loss)
-        share = (mine / weight_of(y, self.loss) if every is None else 1 / every) if mine else 0.0
+        share = (mine / weight_of(y, self.loss) if every is None else 1 / (every * replicas)) if mine else 0.0
         return rows_in(x, rows), target, rows, share
 
-    def forward(self, r: int, entry: Entry) -> None:
+    def forward(self, r: int, entry: Entry, replica: int) -> None:
         i, rank = entry.microbatch, self.ranks[r]
-        x, y, rows, share = self.rows(i)
+        x, y, rows, share = self.rows(i, replica)
         leaves = {name: t.clone().requires_grad_() for name, t in self.version(r, entry).items()}
         given = every_tensor(
-            x if r == 0 else self.outputs.pop((r, i)),
+            x if r == 0 else self.outputs.pop((r, i, replica)),
             lambda t: t.detach().requires_grad_(r > 0 and (t.is_floating_point() or t.is_complex())),
         )
         value = every_tensor(given, torch.clone)  # (a layer may work in place)
@@ -667,16 +669,16 @@ class _Ordered:
                 ends = [mean_of(self.loss(value, y)) * share if share else nothing]
                 k = i if self.order.every is not None else i // self.order.microbatches
                 self.losses[k] += ends[0].item() * (self.order.every or 1)
-        self.graphs[r, i] = given, ends, leaves
-        self.outputs[r + 1, i] = value
+        self.graphs[r, i, replica] = given, ends, leaves
+        self.outputs[r + 1, i, replica] = value
 
-    def backward(self, r: int, entry: Entry) -> None:
+    def backward(self, r: int, entry: Entry, replica: int) -> None:
         i, rank = entry.microbatch, self.ranks[r]
-        given, ends, leaves = self.graphs.pop((r, i))
+        given, ends, leaves = self.graphs.pop((r, i, replica))
         for name, leaf in leaves.items():  # (the version that this backward uses may be another than the forward's)
             leaf.data.copy_(self.version(r, entry)[name])
         wanted = _smooth(given) if r else []
-        arrived = self.arrived.pop((r, i), [None] * len(ends))
+        arrived = self.arrived.pop((r, i, replica), [None] * len(ends))
         # (a micro-batch without rows has no graph)
         pairs = [(end, g) for end, g in zip(ends, arrived, strict=True) if end.requires_grad] if ends else []
         sources = [*(t for t in wanted if t.requires_grad), *leaves.values()]
@@ -685,8 +687,8 @@ class _Ordered:
             starts, gradients = zip(*pairs, strict=True)
             found = list(torch.autograd.grad(starts, sources, gradients, allow_unused=True))
         if r:
-            self.arrived[r - 1, i] = [torch.zeros_like(t) if g is None else g
-                                      for t, g in zip(wanted, found, strict=False)]  # fmt: skip
+            self.arrived[r - 1, i, replica] = [torch.zeros_like(t) if g is None else g
+                                               for t, g in zip(wanted, found, strict=False)]  # fmt: skip
         for name, g in zip(leaves, found[len(wanted) :], strict=True):
             if g is not None:
                 rank.sums[name] = rank.sums[name] + g if name in rank.sums else g
@@ -696,7 +698,8 @@ class _Ordered:
         while len(self.gradients) < version:
             self.gradients.append({})
         for name, p in rank.named.items():
-            p.grad = rank.sums.get(name)
+            # (where replicas send gradients, a parameter that nothing has used gets one of zero)
+            p.grad = rank.sums.get(name, torch.zeros_like(p) if self.order.replicas > 1 else None)
             self.gradients[version - 1][name] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
         if rank.update is not None:
             rank.update.step()
@@ -717,6 +720,7 @@ def replay_service(
     workers: int,
     microbatches: int,
     seed: int = 0,
+    clip: float | None = None,
     how: How = PLAIN,
 ) -> Reference:
     """Train in the recorded order of the servers, one event after another:
@@ -748,6 +752,8 @@ def replay_service(
                 p.grad = torch.stack([done.gradients[name] for done in taking]).sum(0)
                 if 0 < weight != whole:  # the mean is over the rows whose gradients came
                     p.grad *= whole / weight
+            if clip is not None:
+                torch.nn.utils.clip_grad_norm_(named.values(), clip)
             update.step()
             taking = []
     losses = []

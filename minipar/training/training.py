@@ -333,11 +333,12 @@ def train(
         def time_of(program: Program) -> float:
             return predict(program, facts.profile, job.batch, *times).time
 
-        compiled = partial(plan.compile, facts.shape, costs=planned, costs_of=costs_of, time_of=time_of)
+        shape = _as_served(facts.shape, dtype) if served and plan.precision == "bf16" else facts.shape
+        compiled = partial(plan.compile, shape, costs=planned, costs_of=costs_of, time_of=time_of)
         if program is None:
             made, rest = compiled(steps=block), compiled(steps=steps % block) if steps % block else None
         else:
-            made, rest = own_program.check(program, plan, facts.shape, steps), None
+            made, rest = own_program.check(program, plan, shape, steps), None
             block = made.steps
         predicted = predict(made, facts.profile, job.batch, *times)
         if served:
@@ -407,6 +408,16 @@ def train(
     )
 
 
+def _as_served(shape: Shape, dtype: torch.dtype) -> Shape:
+    """A model in bfloat16 as servers keep it, which is also what workers push and pull: in the job's own type."""
+    wide = dtype.itemsize // shape.itemsize
+    groups = tuple(
+        group._replace(tensors=tuple(wide * size for size in group.tensors), frozen=wide * group.frozen)
+        for group in shape.groups
+    )
+    return replace(shape, groups=groups, itemsize=dtype.itemsize)
+
+
 def _train_served(
     plan: Plan,
     program: Program,
@@ -432,11 +443,11 @@ def _train_served(
     plain: Reference | None = None
     plain_time: float | None = None
     if (reference or check) and plan.mode == "sync" and not service.silent:
-        plain = plainly.train_reference(job, program.steps, keep_gradients=check, threads=ranks.threads)
+        plain = plainly.train_reference(job, program.steps, clip=plan.clip, keep_gradients=check, threads=ranks.threads)
         plain_time = plain.seconds
     elif reference or check:
-        order, parts = service.order, program.microbatches
-        plain = plainly.replay_service(job, order, plan.dp, program.steps, parts, ranks.threads)
+        order, parts = service.order, program.microbatches // program.slice_count
+        plain = plainly.replay_service(job, order, plan.dp, program.steps, parts, ranks.threads, plan.clip)
     return Run(
         plan, done.program, done.losses, done.trace, predicted, done.times, done.gradients, plain, plain_time,
         service=service,

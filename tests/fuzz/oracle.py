@@ -190,7 +190,7 @@ def locally(
 
 def served(
     spec: Spec, batches: Batches, order: Sequence[Any], seed: int, lr: float, momentum: float, workers: int,
-    microbatches: int,
+    microbatches: int, clip: float | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The parameters after a recorded order of parameter servers: rows of (kind, worker, step, version).
 
@@ -229,6 +229,8 @@ def served(
             for name, p in plain.named.items():
                 p.data.copy_(now[name])
                 p.grad = total[name] * (of / rows) if rows else total[name]
+            if clip is not None and plain.named:
+                torch.nn.utils.clip_grad_norm_(plain.named.values(), clip)
             if plain.optimizer is not None:
                 plain.optimizer.step()
                 plain.optimizer.zero_grad()
@@ -242,13 +244,16 @@ def stale(
     """A pipeline without flushes, by what its ranks did: which forward or backward with which version, and updates.
 
     On every rank a micro-batch has a model of its own, with the version that its forward used; before its backward this
-    becomes the version that the backward used, as weights of which no version is kept change under a graph.
+    becomes the version that the backward used, as weights of which no version is kept change under a graph. Replicas
+    of a rank come together for each update.
     """
     plain, result = Plain(spec, seed, lr, momentum, nudge), Result()
     layers = [layer for layer in plain.model._modules.values() if layer is not None]
     every, m = program.contract.every, program.microbatches
     waiting = [_done(row, m) for row in program.ranks]
-    held = [[layers[l] for l in program.placement[r]] for r in range(len(program.ranks))]
+    replicas = dict(program.mesh)["dp"]
+    stages = len(waiting) // replicas  # rank r has stage r % stages of replica r // stages
+    held = [[layers[l] for l in program.placement[s]] for s in range(stages)]
     names = {id(p): name for name, p in plain.named.items()}
     mine = [{names[id(p)]: p for layer in part for p in layer.parameters() if id(p) in names} for part in held]
     versions = [{0: _copy(own)} for own in mine]
@@ -258,61 +263,65 @@ def stale(
     graphs: dict[tuple[int, int], Any] = {}
     count = max((i for row in waiting for what, i, _ in row if what == "F"), default=-1) + 1
     result.losses = [0.0] * (count if every is not None else count // m)
-    last = len(held) - 1
+    last = stages - 1
 
     def forward(r: int, i: int, version: int) -> None:
         x, y = batches(i // m)
-        rows = parts(len(x), m)[i % m]
+        replica, s = divmod(r, stages)
+        rows = parts(len(x), m * replicas)[replica * m + i % m]
         x, target = x[rows.start : rows.stop], y[rows.start : rows.stop]
-        start = x if r == 0 else given.pop((r, i))
+        start = x if s == 0 else given.pop((r, i))
         own = Plain(spec, seed, lr, momentum)
-        for name in mine[r]:
-            own.named[name].data.copy_(versions[r][version][name])
-        leaves = _tree(start, lambda t: t.detach().requires_grad_(r > 0 and (t.is_floating_point() or t.is_complex())))
+        for name in mine[s]:
+            own.named[name].data.copy_(versions[s][version][name])
+        leaves = _tree(start, lambda t: t.detach().requires_grad_(s > 0 and (t.is_floating_point() or t.is_complex())))
         value = _tree(leaves, torch.clone)
         ends: list[Tensor] = []
         if rows:
             own.where |= {"step": i // m, "row": rows.start}
-            for layer in [[*own.model._modules.values()][l] for l in program.placement[r]]:
+            for layer in [[*own.model._modules.values()][l] for l in program.placement[s]]:
                 value = layer(value)
             ends = _differentiable(value)
-            if r == last:
-                share = (1 / every) if every is not None else weight(target) / weight(y)
+            if s == last:
+                share = (1 / every / replicas) if every is not None else weight(target) / weight(y)
                 share = share if weight(target) else 0.0
                 ends = [plain.loss(value, target) * share if share else sum(t.sum() for t in ends) * 0]
                 result.losses[i if every is not None else i // m] += ends[0].item() * (every or 1)
         graphs[r, i] = leaves, ends, own
-        if r < last:
+        if s < last:
             given[r + 1, i] = value if rows else start
 
     def backward(r: int, i: int, version: int) -> None:
         leaves, ends, own = graphs.pop((r, i))
-        for name in mine[r]:
-            own.named[name].data.copy_(versions[r][version][name])
+        s = r % stages
+        for name in mine[s]:
+            own.named[name].data.copy_(versions[s][version][name])
         into = arrived.pop((r, i), [None] * len(ends))
         pairs = [
-            (t, g) for t, g in zip(ends, into, strict=bool(ends)) if t.requires_grad and (g is not None or r == last)
+            (t, g) for t, g in zip(ends, into, strict=bool(ends)) if t.requires_grad and (g is not None or s == last)
         ]
         if pairs:
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
-        if r:
+        if s:
             arrived[r - 1, i] = [t.grad for t in _differentiable(leaves)]
-        for name in mine[r]:
+        for name in mine[s]:
             if (g := own.named[name].grad) is not None:
-                sums[r][name] = sums[r][name] + g if name in sums[r] else g
+                sums[s][name] = sums[s][name] + g if name in sums[s] else g
 
-    def update(r: int, version: int) -> None:
+    def update(s: int, version: int) -> None:
         while len(result.gradients) < version:
             result.gradients.append({})
-        newest = versions[r][max(versions[r])]
-        for name, p in mine[r].items():
-            p.data, p.grad = newest[name].clone(), sums[r].get(name)
+        newest = versions[s][max(versions[s])]
+        for name, p in mine[s].items():
+            p.data, p.grad = newest[name].clone(), sums[s].get(name)
+            if p.grad is None and replicas > 1:  # (gradients that are sent are zero where there is none)
+                p.grad = torch.zeros_like(p)
             result.gradients[version - 1][name] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
-        own = optimizers[r]
+        own = optimizers[s]
         if own is not None:
             own.step()
-        versions[r][version] = _copy(mine[r])
-        sums[r] = {}
+        versions[s][version] = _copy(mine[s])
+        sums[s] = {}
 
     sums: list[dict[str, Tensor]] = [{} for _ in held]
     moved = True
@@ -321,14 +330,18 @@ def stale(
         for r, row in enumerate(waiting):
             while row:
                 what, i, version = row[0]
-                if what == "F" and r and (r, i) not in given:
+                if what == "F" and r % stages and (r, i) not in given:
                     break
-                if what == "B" and r < last and (r, i) not in arrived:
+                if what == "B" and r % stages < last and (r, i) not in arrived:
                     break
-                row.pop(0)
+                together = waiting[r % stages :: stages] if what == "U" else [row]
+                if any(other[:1] != [row[0]] for other in together):
+                    break
+                for other in together:
+                    other.pop(0)
                 moved = True
                 if what == "U":
-                    update(r, version)
+                    update(r % stages, version)
                 else:
                     (forward if what == "F" else backward)(r, i, version)
     assert not any(waiting), "an order that cannot be"

@@ -61,7 +61,7 @@ def draw(dice: random.Random, facts: Facts) -> Words:
     if schedule in ("interleaved", "looped-bfs") and pp * 3 <= facts.layers and dice.random() < 0.4:
         chunks = 3
         words["chunks"] = "3"
-    dp = 1 if schedule in STALE else dice.choice([n for n in (1, 1, 2, 2, 3, 4) if n * pp <= MOST_RANKS])
+    dp = 1 if schedule == "ampnet" else dice.choice([n for n in (1, 1, 2, 2, 3, 4) if n * pp <= MOST_RANKS])
     m = dice.choice([1, 2, 2, 3, 3, 4, 4, 5, 6])
     m = {"interleaved": -(-m // pp) * pp, "chimera": -(-m // pp) * pp, "zb-h2": max(m, 2 * pp - 1),
          "dualpipe": max(m + m % 2, 2 * pp), "dualpipe-v": max(m, 2 * pp),
@@ -88,7 +88,7 @@ def draw(dice: random.Random, facts: Facts) -> Words:
     if dice.random() < 0.4:
         words["checkpoint"] = _checkpoint(dice, facts)
     if schedule in STALE and not wild:
-        return words
+        return words | _stale(dice, facts, schedule, dp)
     if dice.random() < 0.15:
         words["accumulate"] = dice.choice(["2", "3"])
     special = (
@@ -138,6 +138,28 @@ def draw(dice: random.Random, facts: Facts) -> Words:
     return words
 
 
+def _stale(dice: random.Random, facts: Facts, schedule: str, dp: int) -> Words:
+    """Of a schedule without flushes: what replicas send and share out, and what else goes with it."""
+    words: Words = {}
+    if dp > 1:
+        if dice.random() < 0.7:
+            words["bucket"] = dice.choice(["none", "flat", "0.0001", "25", "2x", "auto", _some(dice, facts.layers)])
+        if dice.random() < 0.2:
+            words["overlap"] = "none"
+        special = dice.choice(["", "", "zero", "zero", "compress", "algorithm"])
+        if special == "zero":
+            words["zero"] = "1"
+        if special == "compress":
+            words["compress"] = dice.choice(["bf16", "topk:0.5", "powersgd:1"])
+        if special == "algorithm":
+            words |= {"algorithm": dice.choice(["ring", "tree", "direct"]), "overlap": "none"}
+    if facts.narrow and "compress" not in words and dice.random() < 0.15:
+        words["precision"] = "bf16"
+    if schedule != "ampnet" and dice.random() < 0.25:
+        words["offload"] = "activations"
+    return words
+
+
 def _unsplit(dice: random.Random, facts: Facts) -> Words:
     """One micro-batch, one replica: then layers that feel how a batch is split must be exact, too."""
     schedule = dice.choice(["naive", "gpipe", "1f1b", "looped-bfs", "zb-h1", "zb-v"])
@@ -179,6 +201,15 @@ def _served(dice: random.Random, facts: Facts) -> Words:
         words["overlap"] = "none"
     if dice.random() < 0.2:
         words["on_death"] = "continue"
+    if dice.random() < 0.2:
+        words["schedule"] = dice.choice(["zb-h1", "gpipe"])
+    if dice.random() < 0.25:
+        words["clip"] = dice.choice(["0.001", "0.1", "100"])
+    special = dice.choice(["", "", "", "compress", "bf16"])
+    if special == "compress":
+        words["compress"] = dice.choice(["bf16", "fp16", "topk:0.5", "topk:0.01"])
+    if special == "bf16" and facts.narrow:
+        words["precision"] = "bf16"
     return words
 
 

@@ -686,7 +686,11 @@ class _Machine:
                 raise Wrong(f"rank {rank} `{ins}`: no input half of layers {piece}")
             for layer in piece:
                 back = self.take(rank, ins, Value("saved_weight", layer, ins.microbatch, ins.step))
-                if self.params(rank, ins, layer) != self.promised(layer, ins.step, self.replica[rank]):
+                replica, half = self.replica[rank], (layer, ins.microbatch, ins.step, False)
+                wanted = self.promised(layer, ins.step, replica)
+                if self.program.serving is not None:  # (what was pulled)
+                    wanted = self.used[(replica, *half)]
+                if self.params(rank, ins, layer) != wanted:
                     raise Wrong(f"rank {rank} `{ins}` reads other parameters than its input half")
                 self.contribute(rank, layer, back, added)
         self.add(rank, ins, added, {})
@@ -787,7 +791,7 @@ class _Machine:
                 if self.there(ins, needed) not in ins.writes:
                     raise Wrong(f"rank {rank} `{ins}` does not write {needed}")
             named = self.there(ins, gradient)
-            if self.stale and named not in ins.frees:
+            if self.stale and named not in (*ins.frees, *self.program.state[rank]):
                 raise Wrong(f"rank {rank} `{ins}` keeps {named}")
             self.memory[rank][named] = Counter()
             if self.orders is not None:
@@ -1025,10 +1029,11 @@ class _Machine:
         memory = self.memory[rank]
         self.check_slices(rank, ins)
         brought = {}
+        made = {g: Value("param", g, -1, self.newest(rank, g) if self.stale else -1) for g in ins.layers}
         for g in ins.layers:
             apart = Value("param_shard", g) in self.homes[rank] and Value("param", g) not in self.homes[rank]
-            brought[g] = self.take(rank, ins, Value("param_shard" if apart else "param", g))
-        if set(ins.writes) != {Value("param", g) for g in ins.layers}:
+            brought[g] = self.take(rank, ins, Value("param_shard", g) if apart and not self.stale else made[g])
+        if set(ins.writes) != set(made.values()):
             raise Wrong(f"rank {rank} `{ins}` does not write what it gathers")
         brought = {g: ("param", *found[1:]) for g, found in brought.items()}
         turn = self.turn(rank, ins, (ins.layers,), brought)
@@ -1099,7 +1104,8 @@ class _Machine:
             raise Wrong("a loss is missing, doubled or not that of its rows")
         for rank, memory in enumerate(self.memory):
             for value, source in list(self.underway[rank].items()):
-                if value in program.state[rank]:  # the end waits for it
+                version = self.stale is not None and value._replace(step=0) in program.state[rank]
+                if version or value in program.state[rank]:  # the end waits for it
                     memory[value] = self.arrival(rank, value, source)
                     del self.underway[rank][value]
             if self.underway[rank]:
@@ -1135,9 +1141,12 @@ class _Machine:
 
         found: dict[tuple[int, int], Contributions] = {}
         for step in range(program.steps):
-            losses, of_step = model.whole(0, step, self.used_by(0, step))
-            self.wanted += losses
-            found |= {(step, i): contributions for i, contributions in enumerate(of_step)}
+            for replica in range(self.replicas):
+                losses, of_step = model.whole(replica, step, self.used_by(replica, step))
+                self.wanted += losses
+                for i, contributions in enumerate(of_step):
+                    for key, mine in contributions.items():
+                        found.setdefault((step, i), {}).setdefault(key, Counter()).update(mine)
         taken: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
         for rank, g, version, gradient in self.updates:
             own = g, self.shard[rank]
@@ -1160,7 +1169,7 @@ class _Machine:
         contract = self.stale
         assert contract is not None
         for layer in self.program.groups[g].layers:
-            seen = {there: self.used[0, layer, i, step, there] for there in (True, False)}
+            seen = {there: self.used[self.replica[rank], layer, i, step, there] for there in (True, False)}
             if contract.stashed and seen[True] != seen[False]:
                 raise Wrong(f"rank {rank}: micro-batch {i} of step {step} goes backward with other parameters")
             (own,) = [found for found in seen[True] if found[1] == g]
@@ -1204,9 +1213,9 @@ class _Service(_Machine):
     def run(self) -> None:
         program = self.program
         for rank, row in enumerate(program.ranks):
-            possible = (Op.PULL, Op.PUSH, Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD)
+            possible: tuple[Op, ...] = (Op.PULL, Op.PUSH, *COMPUTE)
             if rank >= self.workers:
-                possible = (Op.ACCEPT, Op.APPLY, Op.REPLY)  # type: ignore[assignment]
+                possible = (Op.ACCEPT, Op.APPLY, Op.REPLY)
             for ins in row:
                 if ins.op not in possible or ins.stream == "host" or ins.group:
                     raise Wrong(f"rank {rank} `{ins}`: not here")
@@ -1224,7 +1233,7 @@ class _Service(_Machine):
         self.check_service()
 
     def serve(self, rank: int, ins: Instruction) -> bool:
-        if ins.op in (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD):
+        if ins.op in COMPUTE:
             for g in {v.index for v in ins.reads if v.kind == "param"}:
                 if self.model.trainable(g) and self.memory[rank].get(Value("param", g), (0, 0, 0, -1))[3] != ins.step:
                     raise Wrong(f"rank {rank} `{ins}` uses param({g}) that was pulled in another step")
@@ -1273,7 +1282,8 @@ class _Service(_Machine):
 
     def push(self, rank: int, ins: Instruction, content: Any) -> None:
         server = ins.peer - self.workers
-        if {*ins.reads} != {Value("grad", g) for g in ins.layers} or ins.writes:
+        left = {Value("residual", g) for g in ins.layers if self.program.compress.startswith("topk")}
+        if {*ins.reads} != {Value("grad", g) for g in ins.layers} | left or {*ins.writes} != left:
             raise Wrong(f"rank {rank} `{ins}` does not read what it pushes")
         for g in ins.layers:
             if g not in self.shares[server] or (rank, ins.step, server, g) in self.pushes:

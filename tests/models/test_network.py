@@ -96,6 +96,8 @@ PLANS = [
     "pp=2 dp=2 place=branches schedule=zb-h1 microbatches=3 zero=2 bucket=none",
     "pp=2 dp=2 place=branches schedule=looped-bfs overlap=priority bucket=0.0001",
     "pp=2 dp=2 place=0,1,0,1,0,1,0,1 clip=0.01 offload=optimizer microbatches=2",
+    "dp=2 sync=ps servers=2 microbatches=2 schedule=zb-h1 bucket=none",
+    "dp=3 sync=ps mode=async",
 ]
 
 

@@ -123,10 +123,17 @@ def test_a_torch_model_with_an_example() -> None:
 
 
 def test_plans_that_minipar_cannot_run_are_estimated_and_say_so() -> None:
-    found = minipar.estimate("dp=2 pp=2 schedule=pipedream microbatches=4", "gpt2-medium", "a100-80gb")
+    found = minipar.estimate("dp=2 pp=2 schedule=ampnet microbatches=4", "gpt2-medium", "a100-80gb")
     assert "not together with" in found.note
     assert f"minipar itself cannot run it: {found.note}" in str(found)
     assert minipar.estimate("tp=2 pp=2 microbatches=4", "gpt2-medium", "a100-80gb").note == ""
+
+
+def test_without_flushes_every_micro_batch_may_be_an_update() -> None:
+    plans = [f"dp=4 pp=2 schedule={name} microbatches=8 overlap=none" for name in ("pipedream", "pipedream-2bw")]
+    often, once = (estimate(plan, "gpt-demo", "a100-80gb").cost.seconds for plan in plans)
+    for what in ("gradient sums", "optimizer"):
+        assert often[what] == pytest.approx(8 * once[what])
 
 
 def test_one_replica_is_simulated_where_there_is_no_formula() -> None:
@@ -401,4 +408,4 @@ def test_a_program_that_cannot_be_compiled_says_so() -> None:
     with pytest.raises(PlanError, match="no program on paper for slices"):
         estimate("pp=2 schedule=terapipe", "gpt2-small", "h100", program=True)
     with pytest.raises(PlanError, match="not together with"):
-        estimate("dp=2 pp=2 schedule=pipedream microbatches=4", "gpt2-small", "h100", program=True)
+        estimate("dp=2 pp=2 schedule=ampnet microbatches=4", "gpt2-small", "h100", program=True)

@@ -13,7 +13,7 @@ from itertools import product
 import pytest
 import torch
 
-from minipar import Cluster, DeviceSpec, Plan, simulate, train, verify
+from minipar import Cluster, DeviceSpec, Plan, models, simulate, train, verify
 from minipar.cli import main
 from minipar.cluster import worker
 from minipar.errors import PlanError, RankDied
@@ -22,6 +22,8 @@ from minipar.models.parameter_groups import shape_of
 from minipar.models.selective_checkpoint import Recomputed
 from minipar.prediction.emulated import EmulatedCosts
 from minipar.program import Op
+from minipar.server.framing import bytes_of
+from minipar.server.packing import Packer, unpack
 from minipar.server.serving import execute_served
 from minipar.training.plainly import replay_service
 from tests.toys import rows, toy
@@ -30,23 +32,31 @@ MODEL = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), tied
 mse = torch.nn.functional.mse_loss
 
 
-def run(clusters, words, data=None, model=MODEL, steps=4, optimizer=None, **more):
+def run(clusters, words, data=None, model=MODEL, steps=4, optimizer=None, loss=mse, **more):
     plan = Plan.parse(words)
     optimizer = optimizer or partial(torch.optim.SGD, lr=0.5)
     data = data or rows(17)
-    found = train(model, data, plan, cluster=clusters(plan.ranks), steps=steps, loss=mse, optimizer=optimizer,
+    found = train(model, data, plan, cluster=clusters(plan.ranks), steps=steps, loss=loss, optimizer=optimizer,
                   dtype=torch.float64, check=True, progress=False, **more)  # fmt: skip
     verify(found.program)
     assert found.trace.program == found.program
-    again = replay_service(Job(model, data, 32, mse, optimizer, 0, torch.float64), found.service.order, plan.dp, steps,
-                   plan.total_microbatches)  # fmt: skip
+    again = replay_service(Job(model, data, 32, loss, optimizer, 0, torch.float64), found.service.order, plan.dp, steps,
+                   plan.total_microbatches, clip=plan.clip)  # fmt: skip
     for name, values in found.service.parameters.items():
         assert (again.parameters[name] - values).abs().max() <= 1e-12, name
     return found
 
 
-@pytest.mark.parametrize("words", ["dp=3 sync=ps", "dp=2 sync=ps servers=2 microbatches=3 bucket=0.0001",
-                                   "dp=2 sync=ps microbatches=2 accumulate=2 checkpoint=2 overlap=none"])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        "dp=3 sync=ps",
+        "dp=2 sync=ps servers=2 microbatches=3 bucket=0.0001",
+        "dp=2 sync=ps microbatches=2 accumulate=2 checkpoint=2 overlap=none",
+        "dp=2 sync=ps servers=2 clip=0.1 compress=topk:1",
+        "dp=2 sync=ps schedule=zb-h1 microbatches=2 bucket=none checkpoint=1 clip=0.1",
+    ],
+)
 def test_sync_equals_plain_torch(clusters, words):
     found = run(clusters, words)
     assert found.max_gradient_error() <= 1e-12
@@ -74,6 +84,77 @@ def test_recorded_order_replays_exactly(clusters, mode, optimizer):
     bound = found.program.contract.bound
     assert bound is None or max(found.trace.staleness()) <= bound
     assert len(found.step_times) == 1
+
+
+def test_every_update_is_clipped_and_of_what_was_pushed(clusters):
+    """Two servers have parts of each gradient, and one norm."""
+    words = "dp=2 sync=ps mode=async servers=2 microbatches=2 clip={} compress=topk:1"
+    clipped, free = (run(clusters, words.format(norm)) for norm in (0.05, 1000))
+    assert clipped.max_gradient_error() <= 1e-12
+    job = Job(MODEL, rows(17), 32, mse, partial(torch.optim.SGD, lr=0.5), 0, torch.float64)
+    other = replay_service(job, clipped.service.order, 2, 4, 2)  # the same order without clipping
+    assert max((other.parameters[k] - v).abs().max() for k, v in clipped.service.parameters.items()) > 1e-3
+    assert free.service.order  # (a norm that is never reached: `run` has replayed it, too)
+
+
+def test_slices_of_sequences(clusters):
+    tokens = torch.randint(32, (5, 10), generator=torch.Generator().manual_seed(0))
+    words = "dp=2 sync=ps mode=async schedule=terapipe slices=3 microbatches=2"
+    model = partial(models.gpt, layers=2, width=16, heads=2, context=16, vocab=32)
+    found = run(clusters, words, (tokens, tokens.roll(-1, 1)), model, 3, loss=torch.nn.functional.cross_entropy)
+    assert found.max_gradient_error() <= 1e-12
+
+
+def test_bf16_with_one_worker_is_that_of_one_device(clusters):
+    """Servers add up and keep the job's own type, of which the worker has a rounded copy."""
+    model = partial(toy, ("linear", "linear", "dropout"), frozen=(1,))
+    data = tuple(t.float() for t in rows(16))
+    options = {"steps": 4, "loss": mse, "optimizer": partial(torch.optim.SGD, lr=0.5, momentum=0.9), "progress": False}
+    served = train(model, data, "sync=ps servers=2 precision=bf16", cluster=clusters(3), **options)
+    alone = train(model, data, "precision=bf16", cluster=clusters(1), **options)
+    assert served.losses == alone.losses
+    assert all(value.dtype is torch.float32 for value in served.service.parameters.values())
+    several = train(model, data, "dp=2 sync=ps mode=async precision=bf16", cluster=clusters(3), check=True, **options)
+    assert 1e-6 < several.max_gradient_error() < 0.1
+
+
+def test_what_is_left_out_is_pushed_later(clusters):
+    """Error feedback, against a loop in plain torch: of one worker, whose parameters no server cuts."""
+    steps, model = 5, partial(toy, ("linear", "linear"))
+    found = train(model, rows(8), "sync=ps compress=topk:0.3", cluster=clusters(2), steps=steps, loss=mse,
+                  dtype=torch.float64, optimizer=partial(torch.optim.SGD, lr=0.5), progress=False)  # fmt: skip
+    job = Job(model, rows(8), 32, mse, partial(torch.optim.SGD, lr=0.5), 0, torch.float64)
+    plain = job.build()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
+    left = {name: torch.zeros_like(p) for name, p in plain.named_parameters()}
+    for step in range(steps):
+        x, y = job.batches(step)
+        mse(plain(x), y).backward()
+        for name, p in plain.named_parameters():
+            whole = (p.grad + left[name]).flatten()
+            chosen = whole.abs().topk(max(1, -(-3 * len(whole) // 10))).indices
+            sent = torch.zeros_like(whole)
+            sent[chosen] = whole[chosen]
+            left[name], p.grad = (whole - sent).view_as(p), sent.view_as(p)
+        optimizer.step()
+        optimizer.zero_grad()
+    for name, p in plain.named_parameters():
+        assert (found.service.parameters[name] - p).abs().max() <= 1e-12, name
+    assert found.service.received[0] == sum(part.bytes for row in found.program.ranks for ins in row
+                                            if ins.op is Op.PUSH for part in ins.parts)  # fmt: skip
+
+
+def test_a_step_that_is_void_takes_nothing_away():
+    gradients = torch.tensor([3.0, -4.0, 1.0, 0.5], dtype=torch.float64)
+    packer, there = Packer("topk:0.5"), torch.zeros(4, dtype=torch.float64)
+    for _ in range(2):  # the second time as if servers had gone back
+        unpack(bytes_of(packer.pack((0, 0), gradients)), there, "topk:0.5")
+        assert there.tolist() == [3, -4, 0, 0]
+        packer.void()
+    packer.pack((0, 0), gradients)
+    packer.step_is_over()
+    unpack(bytes_of(packer.pack((0, 0), gradients / 2)), there, "topk:0.5")
+    assert there.tolist() == [0, -2, 1.5, 0] or there.tolist() == [1.5, -2, 0, 0]
 
 
 @pytest.mark.parametrize("count", [7, 3])

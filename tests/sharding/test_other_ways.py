@@ -153,6 +153,15 @@ def test_a_run_equals_the_replay_of_its_order(clusters: Any, words: str) -> None
     replayed(trained(clusters, gpt, words, optimizer=partial(torch.optim.SGD, lr=0.3, momentum=0.9)))
 
 
+def test_replicas_of_ranks_that_share_layers(clusters: Any) -> None:
+    """Partial gradients are summed over these ranks, and then in shards over the replicas."""
+    words = "dp=2 tp=2 schedule=pipedream microbatches=2 sequence_parallel=true"
+    for more in ("zero=1", "bucket=flat"):
+        found = trained(clusters, gpt, f"{words} {more}", optimizer=ADAM)
+        assert found.max_gradient_error() < 1e-10
+        assert found.max_parameter_error() < 1e-10
+
+
 def test_experts_without_flushes(clusters: Any) -> None:
     words = "pp=2 ep=2 schedule=pipedream microbatches=3"
     replayed(trained(clusters, MIXTURE, words, loss=models.mixture_loss, optimizer=ADAM))

@@ -148,7 +148,7 @@ def test_programs_survive_json():
     ("text", "words"),
     [
         ("pp=4 schedule=pipedream-2bw microbatches=2", "microbatches=2 with pp=4.*third version.*microbatches=3"),
-        ("pp=2 dp=2 schedule=pipedream", "dp=2: not together with schedule=pipedream.*dp=1"),
+        ("pp=2 dp=2 schedule=ampnet", "dp=2: not together with schedule=ampnet.*dp=1"),
         ("pp=2 schedule=ampnet clip=1", "clip=1.0: not together with schedule=ampnet.*flush"),
         ("pp=2 schedule=pipedream zero=1", "zero=1: not together.*zero=0"),
         ("pp=2 schedule=pipedream offload=optimizer", "offload=optimizer: not together.*offload=none"),
@@ -259,6 +259,46 @@ def test_a_step_makes_the_next_version_of_the_newest():
 
     program = compiled("pipedream", pp=4)
     assert "does not update the newest parameters, param(0) v1" in broken(program, 0, change)
+
+
+def test_an_update_has_the_gradients_of_all_replicas_once():
+    program = compiled("pipedream", pp=1, m=2, dp=2)
+    verify(program)
+
+    def changed(change) -> str:
+        rows = []
+        for row in program.ranks:
+            made = list(row)
+            change(made, next(k for k, ins in enumerate(made) if ins.op is Op.ALL_REDUCE))
+            rows.append(tuple(made))
+        with pytest.raises(ProgramError) as caught:
+            verify(replace(program, ranks=tuple(rows)))
+        return str(caught.value).split("\n")[0]
+
+    lacking = "grad(0) lacks micro-batch 0 of step 0 of replica 1; ALL_REDUCE of grad(0) over replicas is missing"
+    assert lacking in changed(lambda row, k: row.pop(k))
+    twice = changed(lambda row, k: row.insert(k, row[k]))
+    assert "counts micro-batch 0 of step 0 (layer 0) twice: grad(0) was summed over these ranks before" in twice
+
+
+def test_a_version_is_used_when_all_its_slices_are_there():
+    def early(row):
+        k = next(k for k, ins in enumerate(row) if ins.op is Op.ALL_GATHER)
+        assert row[k + 1].op is Op.FORWARD
+        row[k : k + 2] = row[k + 1], row[k]
+
+    program = compiled("pipedream", pp=2, m=2, dp=2, zero=1)
+    verify(program)
+    assert "uses param(0) v1, of which its rank has made a slice only" in broken(program, 0, early)
+
+
+def test_replicas_sum_while_the_backward_goes_on():
+    program = compiled("pipedream-2bw", pp=1, m=2, steps=2, layers=3, dp=2, bucket="none")
+    texts = [str(ins) for ins in program.ranks[0] if ins.step == 0 and ins.microbatch != 0]
+    assert texts[1:] == [
+        "B 2 mb1 v0", "ALL_REDUCE 2 over 0,1", "B 1 mb1 v0", "ALL_REDUCE 1 over 0,1", "B 0 mb1 v0",
+        "ALL_REDUCE 0 over 0,1", "STEP 0:3 v1",
+    ]  # fmt: skip
 
 
 def test_a_gradient_that_is_never_applied():

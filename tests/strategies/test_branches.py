@@ -193,7 +193,6 @@ def test_the_picture_says_where_branches_are() -> None:
         ("pp=2 place=branches schedule=terapipe", "with schedule=terapipe .it needs stages in a row"),
         ("pp=2 schedule=pipedream", "schedule=pipedream: is for chains, not of a model with branches"),
         ("pp=2 schedule=terapipe", "schedule=terapipe: is for chains"),
-        ("dp=2 sync=ps", "sync=ps: the replay of its order is for chains"),
         (
             "pp=2 checkpoint=1",
             "checkpoint=1: segments are of chains, not of a model with branches .*possible are none",

@@ -29,12 +29,13 @@ LISTS = {
     "context_parallel=2 pp=2 zero=1": "layers data_parallel forms parts transfers update fuse",
     "ep=2 checkpoint=1": "layers checkpoint forms parts update fuse",
     "tp=2 batch_copies=2 microbatches=2": "layers forms parts copies update fuse",
-    "tp=2 pp=2 schedule=pipedream": "layers forms transfers fuse versions parts_of_updates",
+    "tp=2 pp=2 schedule=pipedream": "layers versions forms parts transfers fuse",
     "tp=2 inference=true": "layers forms fuse",  # (no gradients)
     "pp=2 host_layers=0": "layers data_parallel host_layers transfers update fuse",
     "pp=2 schedule=terapipe slices=4": "layers slices data_parallel transfers update fuse",
     "dp=2 sync=ps checkpoint=2": "layers checkpoint parameter_server fuse",  # (servers update)
-    "pp=2 schedule=pipedream checkpoint=1": "layers checkpoint transfers fuse versions",
+    "pp=2 schedule=pipedream checkpoint=1": "layers checkpoint versions transfers fuse",
+    "dp=2 pp=2 schedule=pipedream zero=1": "layers versions zero data_parallel transfers fuse",
     "dp=2 pp=2 zero=1 clip=1 inference=true": "layers transfers fuse",  # (nothing is trained)
 }
 

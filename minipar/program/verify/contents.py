@@ -59,6 +59,7 @@ class Contents:
     alone     for each rank: group -> how many of these updates it did since the last average
     bits      for each group: layer -> the position of the layer's first contribution bit
     first_bit  for each rank: how far after that position the bits of its replica begin
+    own       how many micro-batches of each replica have bits
     parts     for each group: how many ranks make a part of its gradient for one micro-batch
     """
 
@@ -71,13 +72,18 @@ class Contents:
         local = program.contract.steps if isinstance(program.contract, Local) else 0
         self.local = local if program.replicas > 1 else 0
         self.alone: list[dict[int, int]] = [{} for _ in range(len(program.ranks))]
-        self.first_bit = [program.replica(rank) * program.microbatches for rank in range(len(program.ranks))]
+        self.own = self._microbatches()
+        self.first_bit = [program.replica(rank) * self.own for rank in range(len(program.ranks))]
         self.parts = [program.sharing if group.form == "P" else 1 for group in program.groups]
         self.bits = [self._slots(g) for g in range(len(program.groups))]
 
+    def _microbatches(self) -> int:
+        """How many micro-batches of a replica are told apart."""
+        return self.program.microbatches
+
     def _slots(self, group: int) -> dict[int, int]:
         """For each layer of a group, the position of its first contribution bit."""
-        size = self.program.replicas * self.program.microbatches * self.parts[group]
+        size = self.program.replicas * self.own * self.parts[group]
         return {layer: k * size for k, layer in enumerate(self.program.groups[group].layers)}
 
     def follow(self, turns: Iterable[Turn]) -> None:
@@ -240,7 +246,7 @@ class Contents:
     def _as_on(self, rank: int, group: int, mask: int) -> int:
         """The contributions that a rank has, from those that the rank which stands for it has."""
         program, parts = self.program, self.parts[group]
-        count = program.microbatches * parts
+        count = self.own * parts
         size = program.replicas * count * len(program.groups[group].layers)
         mask = _turned(mask, program.replicas, count, program.replica(rank), size)
         return _turned(mask, parts, 1, program.shard(rank), size) if parts > 1 else mask

@@ -27,6 +27,7 @@ from minipar.program import (
     grad,
     param,
     pushed,
+    residual,
     served,
     served_state,
 )  # fmt: skip
@@ -43,9 +44,8 @@ def check_workers(program: Program) -> None:
         done: dict[tuple[str, int, int], set[int]] = defaultdict(set)
         pushed: dict[tuple[int, int], set[int]] = defaultdict(set)
         for index, ins in enumerate(program.ranks[rank]):
-            what = {Op.FORWARD: "forward", Op.BACKWARD: "backward"}.get(ins.op)
+            what = "forward" if ins.op is Op.FORWARD else "backward" if ins.op in _GRADIENTS else ""
             for layer in ins.layers if what else ():
-                assert what is not None
                 if ins.microbatch in done[what, layer, ins.step]:
                     reason = f"micro-batch {ins.microbatch} is doubled: {at(program, rank, index)} is not the first"
                     raise refuse(program, rank, index, reason)
@@ -80,7 +80,8 @@ def check_workers(program: Program) -> None:
                     raise ProgramError(f"rank {rank} never pushes grad({g}) of step {step}")
 
 
-_WORK = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD)
+_GRADIENTS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
+_WORK = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD_INPUT, *_GRADIENTS)
 
 
 def _check_names(program: Program) -> None:
@@ -145,7 +146,7 @@ def _check_work(
             if g in share and pulled.get(g, {}).get(server) != ins.step:
                 reason = f"{at(program, rank, index)} uses param({g}), which was not pulled from rank {server} for step"
                 raise refuse(program, rank, index, f"{reason} {ins.step}")
-        if ins.op is Op.BACKWARD and grad(g) not in ins.writes:
+        if ins.op in _GRADIENTS and grad(g) not in ins.writes:
             raise refuse(program, rank, index, f"{at(program, rank, index)} makes grad({g}), but does not write it")
 
 
@@ -167,8 +168,10 @@ def _check_values(program: Program, rank: int, index: int, applied: int) -> None
     elif ins.op is Op.PULL:
         right = writes == set(map(param, groups)) and not reads
     else:
-        right = reads == set(map(grad if ins.op is Op.PUSH else served, groups)) and not writes
-        kept = [v for v in reads - set(ins.frees) if not _parted(program, rank, index, v)]
+        left_out = set(map(residual, groups)) if ins.op is Op.PUSH and program.compress.startswith("topk") else set()
+        named = set(map(grad if ins.op is Op.PUSH else served, groups))
+        right = reads == named | left_out and writes == left_out
+        kept = [v for v in named - set(ins.frees) if not _parted(program, rank, index, v)]
         if ins.op is Op.PUSH and kept:  # (a gradient that stays would be pushed again in the next step)
             reason = f"{where} keeps {min(kept)}; possible is frees with all that is pushed"
             raise refuse(program, rank, index, reason)

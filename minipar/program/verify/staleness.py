@@ -14,7 +14,20 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 
 from minipar.errors import ProgramError
-from minipar.program import BACKWARDS, COMPUTE, Instruction, Op, Program, Staleness, Value, grad, param, version_of
+from minipar.program import (
+    BACKWARDS,
+    COMPUTE,
+    Instruction,
+    Op,
+    Program,
+    Staleness,
+    Value,
+    grad,
+    grad_shard,
+    param,
+    param_shard,
+    version_of,
+)
 from minipar.program.diagnostics import at, refuse
 from minipar.program.verify.contents import Contents
 from minipar.wording import several
@@ -29,8 +42,12 @@ def versions_of(row: Iterable[Instruction]) -> Iterator[Versions]:
     for ins in row:
         named = max(map(version_of, ins.reads), default=-1)
         used = None if ins.op not in COMPUTE else named if named >= 0 else updates
-        updates += ins.op is Op.STEP
-        yield used, updates if ins.op is Op.STEP else None
+        if ins.op is not Op.STEP:
+            yield used, None
+            continue
+        made = max(map(version_of, ins.writes), default=-1)  # (an update may have several STEPs)
+        updates = made if made >= 0 else updates + 1
+        yield used, updates
 
 
 def stalest(row: Sequence[Instruction]) -> int:
@@ -55,7 +72,7 @@ def alive(row: Sequence[Instruction]) -> int:
     count: dict[int, int] = {}
     most = 1
     for ins in row:
-        for value in ins.writes:
+        for value in ins.writes if ins.op is Op.STEP else ():  # (with zero=1 it is gathered after that)
             if version_of(value) >= 0:
                 count[value.index] = count.get(value.index, 1) + 1
         for value in ins.frees:
@@ -91,9 +108,8 @@ class StaleContents(Contents):
             self.alive[rank] = {v.index: 1 for v in held if v.kind == "param"}
         self.trained = [group.trainable for group in program.groups]
 
-    def _slots(self, group: int) -> dict[int, int]:
-        size = self.program.replicas * self.program.microbatches * self.program.steps * self.parts[group]
-        return {layer: k * size for k, layer in enumerate(self.program.groups[group].layers)}
+    def _microbatches(self) -> int:
+        return self.program.microbatches * self.program.steps
 
     def _bit(self, rank: int, ins: Instruction) -> int:
         program = self.program
@@ -107,6 +123,8 @@ class StaleContents(Contents):
             g, version = value.index, value.step
             if version < 0:
                 raise self._refuse(rank, index, f"uses {value} without saying which version")
+            if known.get(param_shard(g), 0) >= version > known.get(param(g), 0):
+                raise self._refuse(rank, index, f"uses {value}, of which its rank has made a slice only")
             key = g, ins.step, ins.microbatch
             own = used.setdefault(key, version) if ins.op is Op.FORWARD else used.get(key, version)
             if (self.contract.stashed or ins.op is Op.FORWARD) and own != version:
@@ -123,20 +141,24 @@ class StaleContents(Contents):
     def _check_step(self, rank: int, index: int, ins: Instruction) -> None:
         known = self.known[rank]
         for g in ins.layers:
-            newest = known.get(param(g), 0)
+            sliced = grad_shard(g) in ins.reads
+            gradient, updated = (grad_shard(g), param_shard(g)) if sliced else (grad(g), param(g))
+            newest = known.get(updated, 0)
+            if sliced and known.get(param(g), 0) != newest:
+                raise self._refuse(rank, index, f"updates {param(g, newest)}, of which its rank has made a slice only")
             if param(g, newest) not in ins.reads:
                 raise self._refuse(rank, index, f"does not update the newest parameters, {param(g, newest)}")
             if param(g, newest + 1) not in ins.writes:
                 raise self._refuse(rank, index, f"does not make {param(g, newest + 1)}")
             if ins.step != newest:
                 raise self._refuse(rank, index, f"is update {newest} of param({g}), but is called step {ins.step}")
-            if grad(g) not in ins.frees:
-                raise self._refuse(rank, index, f"keeps grad({g}), which would go into the next update, too")
+            if gradient not in ins.frees and not (self.program.state and gradient in self.program.state[rank]):
+                raise self._refuse(rank, index, f"keeps {gradient}, which would go into the next update, too")
             if others := {v for v in ins.writes if v.kind == "param" and v.index == g} - {param(g, newest + 1)}:
                 raise self._refuse(rank, index, f"writes {min(others)}; possible is {param(g, newest + 1)} alone")
-            self._check_update(rank, index, g, newest)
-            known[grad(g)] = 0
-            known[param(g)] = newest + 1
+            self._check_update(rank, index, g, newest, known.get(gradient, 0))
+            known[gradient] = 0
+            known[updated] = newest + 1
             self.alive[rank][g] = self.alive[rank].get(g, 0) + 1
         self._free(rank, ins.frees)
         most = self.contract.versions
@@ -147,28 +169,34 @@ class StaleContents(Contents):
                 )
                 raise self._refuse(rank, index, what)
 
-    def _check_update(self, rank: int, index: int, g: int, newest: int) -> None:
-        """The gradient of an update has whole micro-batches, as many as the contract says, and none is too stale."""
-        made, own = self.known[rank].get(grad(g), 0), self.program.shard(rank) if self.parts[g] > 1 else 0
-        of_part = [
-            [self._places(rank, g, made >> slot, part) for slot in self.bits[g].values()]
+    def _check_update(self, rank: int, index: int, g: int, newest: int, made: int) -> None:
+        """The gradient of an update has whole micro-batches, the same ones of all replicas, as many as the contract
+        says, and none is too stale. `made` are its contributions."""
+        program = self.program
+        own = program.replica(rank), program.shard(rank) if self.parts[g] > 1 else 0
+        found = {
+            (replica, part): [self._places(g, made >> slot, replica, part) for slot in self.bits[g].values()]
+            for replica in range(program.replicas)
             for part in range(self.parts[g])
-        ]
-        places = of_part[own][0]
-        for part, found in enumerate(of_part):
-            for other in found:
+        }
+        places = found[own][0]
+        for (replica, part), of_layers in found.items():
+            for other in of_layers:
                 if other == places:
                     continue
                 step, i = min(other ^ places)
                 what = f"comes before its gradients are complete: grad({g}) lacks"
-                if part == own:
+                if (replica, part) == own:
                     raise self._refuse(rank, index, f"{what} a layer of micro-batch {i} of step {step}")
-                ranks = ",".join(map(str, self.program.sharers(rank)))
+                if replica != own[0]:
+                    what += f" micro-batch {i} of step {step} of replica {replica}; ALL_REDUCE of grad({g})"
+                    raise self._refuse(rank, index, f"{what} over replicas is missing")
+                ranks = ",".join(map(str, program.sharers(rank)))
                 what += f" part {part} of micro-batch {i} of step {step}; ALL_REDUCE of grad({g}) over {ranks}"
                 raise self._refuse(rank, index, f"{what}, the ranks that share its layer, is missing")
         if not places:
             raise self._refuse(rank, index, f"updates param({g}) without a gradient")
-        every, m = self.contract.every, self.program.microbatches
+        every, m = self.contract.every, program.microbatches
         whole = {(newest, i) for i in range(m)} if every is None else places
         if places != whole:
             step, i = min(places ^ whole)
@@ -184,14 +212,16 @@ class StaleContents(Contents):
                 raise self._refuse(rank, index, f"{what}; the program promises at most {bound}")
 
     def _later(self, rank: int, index: int) -> bool:
-        """Whether the rank has another STEP after this instruction."""
-        return any(ins.op is Op.STEP for ins in self.program.ranks[rank][index + 1 :])
+        """Whether the rank has another update after this one."""
+        row = self.program.ranks[rank]
+        return any(ins.op is Op.STEP and ins.step > row[index].step for ins in row[index + 1 :])
 
-    def _places(self, rank: int, group: int, mask: int, part: int) -> set[StepMicrobatch]:
-        """The (step, micro-batch) pairs of a mask whose lowest bits belong to one layer, of one part of a gradient."""
+    def _places(self, group: int, mask: int, replica: int, part: int) -> set[StepMicrobatch]:
+        """The (step, micro-batch) pairs of a mask whose lowest bits belong to one layer: those of one replica, and of
+        one part of a gradient."""
         program, parts = self.program, self.parts[group]
         count = program.steps * program.microbatches * parts
-        mask = (mask >> program.replica(rank) * count) & ((1 << count) - 1)
+        mask = (mask >> replica * count) & ((1 << count) - 1)
         found = set()
         while mask:
             bit, which = divmod((mask & -mask).bit_length() - 1, parts)

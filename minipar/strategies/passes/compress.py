@@ -11,7 +11,8 @@ Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019 (low r
 What topk and powersgd leave out is added to the next step's gradient (error feedback). Until then it is kept in
 `residual(g)`, which is as large as the gradient, and which the collective reads and writes. Over all ranks, the sum of
 what was sent and what is kept equals the sum of the gradients. In the program the sum is still an ALL_REDUCE; its parts
-say what is sent.
+say what is sent. With parameter servers (`parameter_server.py`) what workers push is smaller in the same way, each
+piece of a tensor by itself.
 """
 
 from __future__ import annotations
@@ -97,6 +98,14 @@ def row_bytes(count: int, itemsize: int) -> int:
     """Bytes of one rank's message with so many numbers and their places (32 bits each), rounded up to a multiple of
     8."""
     return -(-count * (itemsize + 4) // 8) * 8
+
+
+def pushed_bytes(count: int, itemsize: int, choice: str) -> int:
+    """Bytes in which a worker pushes so many numbers to a parameter server."""
+    kind = choice.partition(":")[0]
+    if kind == "topk":
+        return row_bytes(top(count, choice), itemsize) if count else 0
+    return count * (2 if kind in ("bf16", "fp16") else itemsize)
 
 
 def low_rank(dims: Sequence[int], rank: int) -> tuple[int, int, int] | None:

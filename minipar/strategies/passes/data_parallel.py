@@ -15,6 +15,10 @@ a stage, as soon as the last backward of the stage is done:
 Gradients are never divided, because the loss of each micro-batch was scaled by its share of the rows. This pass sums
 the gradients that STEP reads whole. Those of layers on the host are summed one by one, after the others.
 
+Without flushes (PipeDream) replicas sum the gradients of each update, in the same way:
+
+    rank 1 of 2      F1 | B0 3 | B0 2 | AR 3,2 | STEP v1 | F2 | B1 3 | B1 2 | AR 3,2 | STEP v2 ...
+
 bucket=auto: few messages have little latency, and many messages begin early. The best size is between the two, and can
 be computed.
 
@@ -40,7 +44,7 @@ from minipar.program import Instruction, Op
 from minipar.strategies.buckets import Bucket, sizes, split_buckets
 from minipar.strategies.draft import Draft, Seconds
 from minipar.strategies.layout import Layout
-from minipar.strategies.rewriting import all_reduce, insert, keep_gradients, last_writes, summed
+from minipar.strategies.rewriting import all_reduce, by_update, insert, keep_gradients, last_writes, summed
 
 Sharing = Mapping[int, tuple[int, ...]]  # parameter group -> the ranks whose gradients are added up
 
@@ -53,8 +57,11 @@ def sum_gradients(draft: Draft) -> Draft:
     host = [{g: ranks for g, ranks in found.items() if layout.on_host(g)} for found in both]
 
     def rewrite(rank: int, row: Sequence[Instruction]) -> list[Instruction]:
-        result = _with_sums(row, layout, rank, draft.step, device[rank], draft.bucket, overlap)
-        return _with_sums(result, layout, rank, draft.step, host[rank], "none", False)
+        def summing(step: int, part: Sequence[Instruction]) -> list[Instruction]:
+            result = _with_sums(part, layout, rank, step, device[rank], draft.bucket, overlap)
+            return _with_sums(result, layout, rank, step, host[rank], "none", False)
+
+        return by_update(row, draft.step, summing)
 
     return keep_gradients(draft.each(rewrite), [() if draft.bucket == "none" else found for found in device])
 

@@ -82,8 +82,8 @@ def sum_parts(draft: Draft) -> Draft:
     """Gradients of which every sharing rank makes a part are summed over these ranks, before others use them.
 
     Those that nothing else sums go in buckets, as `data_parallel` sums gradients. Others lie in a buffer of that sum
-    already, and have one message for each tensor; so have those of a schedule without flushes, which has its STEPs in
-    the rows (`versions.py`) and a sum for each of them.
+    already, and have one message for each tensor; so have those of a schedule without flushes, with a sum for each
+    STEP in the rows (`versions.py`).
     """
     layout, plan = draft.layout, draft.plan
     partial = frozenset(g for g, group in enumerate(layout.shape.groups) if group.form == "P")

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import pairwise
 
-from minipar.program import BACKWARDS, Instruction, Op, Part
+from minipar.program import BACKWARDS, Instruction, Op, Part, version_of
 from minipar.program.edges import wiring
 from minipar.strategies.draft import Draft
 
@@ -61,6 +61,8 @@ def _merge(run: list[Instruction]) -> Instruction:
     reads = dict.fromkeys(value for ins in run for value in ins.reads if value not in written)
     writes = dict.fromkeys(value for ins in run for value in ins.writes if value not in inner)
     frees = dict.fromkeys(value for ins in run for value in ins.frees if value not in inner)
+    if versions := sorted(value for value in frees if version_of(value) >= 0):
+        frees = dict.fromkeys([*(value for value in frees if version_of(value) < 0), *versions])
     layers = tuple(sorted(layer for ins in run for layer in ins.layers))
     parts = tuple(Part(ins.op, layer) for ins in run for layer in ins.layers)
     return run[0]._replace(layers=layers, reads=tuple(reads), writes=tuple(writes), frees=tuple(frees), parts=parts)

@@ -160,7 +160,7 @@ def _step(own: Instruction, g: int, rule: Away) -> tuple[list[Instruction], list
 
 
 def _offload_activations(row: Sequence[Instruction], rule: Away) -> list[Instruction]:
-    compute = [k for k, ins in enumerate(row) if ins.stream == "compute"]
+    compute = [k for k, ins in enumerate(row) if ins.stream == "compute" and ins.op is not Op.STEP]
     idle: dict[Value, int] = {}  # value -> the compute instruction after which nobody needs it for now
     after: dict[int, list[Value]] = {}
     before: dict[int, list[Value]] = {}

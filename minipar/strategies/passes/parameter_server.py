@@ -12,6 +12,12 @@ a step. In an allreduce each rank sends 2 (n - 1) / n D bytes. Several servers s
 A worker does the same in every step and every mode. `program.server_rule` says what servers do, and in which order. In
 mode sync this is known before the run. In the other modes `simulate` and `train` follow the rule, and `served_order`
 makes the program as it happened from the order of updates and answers.
+
+    clip          an update is scaled down to a norm: each server sums the squares of its part of the gradient, server 0
+                  adds these up and tells the others, and until then nothing else happens
+    compress      gradients are pushed as 16-bit numbers, or as the largest of them (`server/packing.py`); parameters
+                  are pulled whole
+    precision     bf16: layers compute with what they have pulled, rounded; servers keep, add up and send wide numbers
 """
 
 from __future__ import annotations
@@ -20,13 +26,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from minipar.errors import PlanError
-from minipar.program import Group, Instruction, Op, grad, param, served, served_state
+from minipar.program import Group, Instruction, Op, grad, param, residual, served, served_state
 from minipar.program.server_rule import Mode
 from minipar.strategies import served_order
 from minipar.strategies.buckets import split_buckets
 from minipar.strategies.draft import Draft
 from minipar.strategies.rewriting import insert, last_writes
-from minipar.strategies.shares import Shares, message, shares_of
+from minipar.strategies.shares import Shares, message, pushed_shares, shares_of
 
 
 def push_and_pull(draft: Draft) -> Draft:
@@ -39,7 +45,8 @@ def push_and_pull(draft: Draft) -> Draft:
         known = served_order.in_step(workers, draft.step)
         servers = served_order.of_servers(known, shares, [{draft.step: worker}] * workers)
     # (a worker frees its gradients when they are pushed)
-    held = [frozenset(map(param, range(len(groups))))]
+    kept = {value for ins in worker for value in ins.writes if value.kind == "residual"}
+    held = [frozenset(map(param, range(len(groups)))) | kept]
     held += [frozenset(map(served, share)) | frozenset(map(served_state, share)) for share in shares]
     return replace(draft, ranks=(worker, *servers), update=(), state=tuple(held))
 
@@ -70,15 +77,18 @@ def _worker_step(draft: Draft, shares: Shares) -> list[Instruction]:
     for server, share in enumerate(shares):
         pull = message(Op.PULL, sorted(share), share, step, workers + server)
         pulls.append(pull._replace(writes=tuple(map(param, pull.layers))))
+    sent = pushed_shares(draft.layout.shape, len(shares), draft.plan.compress)
     last = last_writes(row, "grad")
     ready = sorted(last, key=lambda g: (last[g], g))  # groups as backward completes them
     after: dict[int, list[Instruction]] = {}
     for bucket in split_buckets(ready, draft.layout.shape.groups, draft.bucket):
         place = max(last[g] for g in bucket) if draft.plan.overlap == "backward" else len(row) - 1
         holders = {g: max(s for s, share in enumerate(shares) if g in share) for g in bucket}
-        for server, share in enumerate(shares):
-            push = message(Op.PUSH, bucket, share, step, workers + server)
+        for server, smaller in enumerate(sent):
+            push = message(Op.PUSH, bucket, smaller, step, workers + server)
             frees = tuple(grad(g) for g in push.layers if holders[g] == server)
+            kept = tuple(map(residual, push.layers)) if draft.plan.compress.startswith("topk") else ()
+            push = push._replace(reads=(*map(grad, push.layers), *kept), writes=kept, frees=frees)
             if push.layers:
-                after.setdefault(place, []).append(push._replace(reads=tuple(map(grad, push.layers)), frees=frees))
+                after.setdefault(place, []).append(push)
     return pulls + insert(row, after=after)

@@ -10,7 +10,8 @@ read param(g) v, STEP writes v+1, and the last instruction that needs a version 
 updates in place.
 
 No flush and no barrier separates two steps. A step is only a name for so many micro-batches, and the draft has all
-steps.
+steps. With dp > 1 an update uses the gradients of all replicas, each of which has done the same micro-batches; the
+passes after this one find a STEP for each update in the rows.
 """
 
 from __future__ import annotations
@@ -141,7 +142,9 @@ def with_versions(
     if due:
         result.append(step())
         updates += 1
-    for value, k in last.items():  # the last instruction that reads a version frees it; the newest version stays
+    for value, k in sorted(
+        last.items()
+    ):  # the last instruction that reads a version frees it; the newest version stays
         if updates and value.step not in (-1, updates):
             ins = result[k]
             result[k] = new(Instruction, (*ins[:6], (*ins.frees, value), *ins[7:]))

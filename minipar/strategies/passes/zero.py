@@ -32,6 +32,8 @@ layers ahead, and freed after it. They are not freed if no more than `prefetch` 
 for example where the backward follows the forward. So `prefetch` + 1 layers are whole at a time, and where forward ends
 and backward begins, as many gathers are saved.
 
+Without flushes, zero=1 does this for every update: each replica's optimizer makes its slices of the next version.
+
 A group that is tied between stages stays whole and is summed by an all-reduce, because its slices would belong to ranks
 with different work. Frozen parameters stay whole, too.
 """
@@ -39,13 +41,14 @@ with different work. Frozen parameters stay whole, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import groupby, pairwise
 
 from minipar.program import Instruction, Op, Part, Value, buffer, grad, grad_shard, optimizer_shard, param, param_shard
 from minipar.strategies.buckets import split_buckets
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
-from minipar.strategies.rewriting import also_free, collective, insert, of_groups, renamed, uses
+from minipar.strategies.rewriting import also_free, by_update, collective, insert, of_groups, renamed, uses
 
 # Buckets of gradients under way at the same time, each with its buffer; the next bucket waits. In zero=1 nothing waits:
 # a buffer is as large as the whole gradients that it replaces, for which there is room.
@@ -59,37 +62,45 @@ def shard(draft: Draft) -> Draft:
     buckets = [_buckets(row, draft, rank, sharded[rank]) for rank, row in enumerate(draft.ranks)]
 
     def rewrite(rank: int, row: Sequence[Instruction]) -> Sequence[Instruction]:
+        def scatter(step: int, part: Sequence[Instruction]) -> list[Instruction]:
+            return _scatter_gradients(part, replace(draft, step=step), rank, buckets[rank])
+
         if level == 3:
             row = _gather_parameters(row, draft, sharded[rank])
-        return _scatter_gradients(row, draft, rank, buckets[rank]) if buckets[rank] else row
+        return update(rank, by_update(row, draft.step, scatter)) if buckets[rank] else row
 
     def update(rank: int, row: Sequence[Instruction]) -> list[Instruction]:
         """STEP on slices; in zero=1 and 2 their parameters are gathered after it."""
-        row = [renamed(ins, lambda v: _sliced(v, sharded[rank], level)) for ins in row]
+        return [each for ins in row for each in (step(rank, ins) if ins.op is Op.STEP else (ins,))]
+
+    def step(rank: int, ins: Instruction) -> list[Instruction]:
+        ins = renamed(ins, lambda v: _sliced(v, sharded[rank], level))
         if level == 3:
-            return row
+            return [ins]
         if plan.overlap == "none" or "optimizer" in plan.offload:
             found = split_buckets(sorted(sharded[rank]), layout.shape.groups, draft.bucket)
-            return [each for ins in row for each in (ins, *_gathers(found, draft))]
-        return [each for ins in row for each in _by_bucket(ins, buckets[rank], draft)]
+            return [ins, *_gathers(found, ins, draft)]
+        return _by_bucket(ins, buckets[rank], draft)
 
     draft = draft.each(rewrite).each_update(update)
     return draft.each_state(lambda rank, held: [_sliced(value, sharded[rank], level) for value in held])
 
 
-def _gathers(buckets: Sequence[Sequence[int]], draft: Draft) -> list[Instruction]:
-    """The ALL_GATHERs of parameters of which each rank has updated its part."""
-    return [_all_gather(groups, draft.layout, draft.step, param) for groups in buckets]
+def _gathers(buckets: Sequence[Sequence[int]], step: Instruction, draft: Draft) -> list[Instruction]:
+    """The ALL_GATHERs of parameters of which each rank has updated its part in a STEP."""
+    made = {value.index: value for value in step.writes if value.kind == "param"}  # (perhaps a version)
+    return [
+        renamed(_all_gather(groups, draft.layout, step.step, param), lambda value: made.get(value.index, value))
+        for groups in buckets
+    ]
 
 
 def _by_bucket(step: Instruction, buckets: Sequence[Sequence[int]], draft: Draft) -> list[Instruction]:
     """A STEP as one for each bucket, with the gather of the bucket's parameters, and one for what is not sliced."""
-    if step.op is not Op.STEP:
-        return [step]
     result: list[Instruction] = []
     for bucket in buckets:
         groups = tuple(sorted(bucket))
-        result += [of_groups(step, groups), *_gathers([groups], draft)]
+        result += [of_groups(step, groups), *_gathers([groups], step, draft)]
     rest = tuple(g for g in step.layers if not any(g in bucket for bucket in buckets))
     return [*result, of_groups(step, rest)] if rest else result
 
