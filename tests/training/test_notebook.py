@@ -50,8 +50,11 @@ def test_plans_can_be_simulated_and_are_told_what_they_need():
     assert simulate(Plan(pp=2, microbatches=4, schedule="interleaved", chunks=2)).program.layers == 4
     with pytest.raises(PlanError, match=r"one layer for each stage.*plan\.compile\(models\.shape"):
         simulate("pp=4 microbatches=8 checkpoint=40MiB")
-    with pytest.raises(ProgramError, match=r"Plan is none; plan\.compile\(layers=8\)"):
-        verify(Plan(pp=2))  # type: ignore[arg-type]
+    verify(Plan(pp=2))
+    with pytest.raises(PlanError, match=r"checkpoint=40MiB: a budget needs the sizes"):
+        verify(Plan(pp=2, checkpoint="40MiB"))
+    with pytest.raises(ProgramError, match=r"takes a program or a Plan, and str is neither; Plan\.parse"):
+        verify("pp=2")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

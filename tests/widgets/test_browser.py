@@ -130,7 +130,7 @@ def test_keys_zoom_walk_and_leave(opened: Any) -> None:
     one = opened(Timeline(FOUR))
     one.page.locator("canvas").focus()
     whole = one.pixels()
-    one.press("+", "+", "ArrowRight")
+    one.press("+", "+", "Shift+ArrowRight")
     zoomed = one.pixels()
     assert abs(zoomed - whole).sum() > 0
     one.press("Home")
@@ -141,8 +141,20 @@ def test_keys_zoom_walk_and_leave(opened: Any) -> None:
     assert "mb1" in one.readout()
     one.press("Shift+Tab")
     assert "mb0" in one.readout()
-    one.press("ArrowDown", "Tab")
-    assert "rank 1" in one.readout()
+    one.press("ArrowRight", "ArrowRight")
+    assert "mb2" in one.readout()
+    one.press("ArrowLeft")
+    assert "mb1" in one.readout()
+    one.press("ArrowDown", "ArrowRight")
+    assert "rank 1 · F 2:4 mb0" in one.readout()
+    one.press("ArrowLeft")  # there is none before it
+    assert "rank 1 · F 2:4 mb0" in one.readout()
+    keys = one.page.get_by_label("keys", exact=True)
+    assert not keys.is_visible()
+    one.press("?")
+    assert "the instruction before, the one after" in keys.inner_text()
+    one.press("?")
+    assert not keys.is_visible()
     assert one.page.evaluate("document.activeElement.tagName") == "CANVAS"
     one.press("Escape", "Tab")
     assert one.page.evaluate("document.activeElement.tagName") != "CANVAS"

@@ -171,6 +171,9 @@ def test_run_it_on_real_ranks_measured_under_predicted() -> None:
     assert explorer.cancel.disabled
     assert not explorer.start.disabled
     assert "loss" in explorer.report.value
+    explorer.forward.value = 25  # a run of another device: it is not shown beside this one
+    assert [trace.kind for trace in explorer.timeline.traces] == ["predicted"]
+    assert "loss" not in explorer.report.value
 
 
 def test_a_run_is_cancelled() -> None:

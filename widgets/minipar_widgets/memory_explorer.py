@@ -22,7 +22,7 @@ from minipar.strategies.plan import Plan
 from minipar.wording import several
 from minipar_widgets import chart, offline, verdict
 from minipar_widgets.arguments import one_of, whole
-from minipar_widgets.base import Explorer, View, facts
+from minipar_widgets.base import Explorer, View, beside, facts
 from minipar_widgets.memory_model import (
     FACES,
     HATCHES,
@@ -235,7 +235,7 @@ class MemoryExplorer(Explorer):
         self.verdict = ipywidgets.HTML()
         self._measured: tuple[str, Peaks] = ("", ())
         panel = ipywidgets.HBox(list(self.controls.values()), layout={"flex_flow": "row wrap"})
-        head = ipywidgets.HBox([self.run_button, self.note], layout={"align_items": "center"})
+        head = beside(self.run_button, self.note)
         super().__init__([self.verdict, panel, head, self.chart, self.view])
         for control in self.controls.values():
             control.observe(self._changed, "value")

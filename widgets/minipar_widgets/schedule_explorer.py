@@ -57,7 +57,7 @@ class ScheduleExplorer(Explorer):
         self.found = Found()
         self.run: Run | None = None
         self._attempt: running.Attempt | None = None
-        self._ran: Settings | None = None  # the settings of the last run
+        self._ran: tuple[Settings, float, int] | None = None  # of the last run: see `_asked`
         self._setting = False
         self._chunks = self.now.chunks or 2
         self._make_controls()
@@ -120,6 +120,8 @@ class ScheduleExplorer(Explorer):
         self.report = ui.HTML()
         self.start.on_click(lambda _: self.begin())
         self.cancel.on_click(lambda _: self.stop())
+        for asked in (self.forward, self.steps):
+            asked.observe(self._moved, "value")
         self._running = [self.forward, self.steps, self.start, self.cancel, self.progress, self.report]
 
     def _moved(self, _: Any) -> None:
@@ -190,7 +192,7 @@ class ScheduleExplorer(Explorer):
             nothing = "no program: no plan fits these numbers"
             self._program.value = _listing(found.program.text(limit=LINES) if found.program is not None else nothing)
         self._lock()
-        if self._attempt is None and self._ran not in (None, self.now):
+        if self._attempt is None and self._ran not in (None, self._asked):
             self.report.value = ""  # that of other settings
 
     def _lock(self) -> None:
@@ -200,6 +202,11 @@ class ScheduleExplorer(Explorer):
             control.disabled = runs
         self.chunks.disabled = runs or not self._takes_chunks
         self.start.disabled = runs or self.found.trace is None
+
+    @property
+    def _asked(self) -> tuple[Settings, float, int]:
+        """What a run depends on: the settings, milliseconds of a forward, and steps."""
+        return self.now, self.forward.value, self.steps.value
 
     @property
     def _takes_chunks(self) -> bool:
@@ -216,7 +223,7 @@ class ScheduleExplorer(Explorer):
         self.cancel.disabled = False
         self.progress.max, self.progress.layout.visibility = self.steps.value, "visible"
         layers = exploring.layers_of(plan)
-        self._ran = now
+        self._ran = self._asked
         self._attempt = running.Attempt(plan, layers, spec, self.steps.value, self._told, self._ended)
         self._lock()
         self._attempt.start()
@@ -244,12 +251,12 @@ class ScheduleExplorer(Explorer):
         self.progress.layout.visibility = "hidden"
         self.progress.value = 0
         assert self._ran is not None
-        title = f"run of {_named(self._ran)}: "
+        title = f"run of {_named(self._ran[0])}: "
         if run is None:
             self.report.value = _words(title + words)
             return
         self.run = run
-        if self._ran == self.now:  # (a program may have moved a control in spite of the lock)
+        if self._ran == self._asked:  # (a program may have moved a control in spite of the lock)
             self.timeline.update(run.trace, run.predicted)
             self._facts.value = ""
         error = f"{run.prediction_error:+.1%}".replace("+0.0%", "0.0%")
