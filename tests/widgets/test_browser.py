@@ -200,16 +200,16 @@ def test_playback_steps_through_the_program(opened: Any) -> None:
 def test_buttons_mark_the_critical_path_and_messages(opened: Any) -> None:
     one = opened(Timeline(SLOWER, FOUR))
     plain = one.pixels()
-    one.page.get_by_text("critical path").click()
+    one.page.get_by_text("critical path", exact=True).click()
     path = one.pixels()
     assert abs(path - plain).sum() > 0
-    one.page.get_by_text("messages").click()
+    one.page.get_by_text("messages", exact=True).click()
     assert abs(one.pixels() - path).sum() > 0
-    one.page.get_by_text("streams").click()
+    one.page.get_by_text("streams", exact=True).click()
     assert one.page.locator("canvas").bounding_box()["height"] > 0
-    one.page.get_by_text("differences").click()
+    one.page.get_by_text("differences", exact=True).click()
     assert "second" in one.readout()
-    one.page.get_by_text("table").click()
+    one.page.get_by_text("table", exact=True).click()
     assert one.page.locator(".mp-table tr").count() == 9
     assert one.errors == []
 
