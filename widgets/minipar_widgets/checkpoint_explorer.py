@@ -180,7 +180,7 @@ class CheckpointExplorer(Explorer):
             "layers": ipywidgets.IntSlider(layers, 2, MOST_LAYERS, description="layers", **both),
             "kind": ipywidgets.Dropdown(
                 options=[("in units", 0), ("Linear, GELU: 256 rows", 256), ("Linear, GELU: 1024 rows", 1024)],
-                value=0, description="a layer", **both,
+                value=0, description="a layer", style=style, layout={"width": "25em", "max_width": "calc(100% - 4px)"},
             ),
             "saved": ipywidgets.IntSlider(1, 0, 16, description="saves (units)", **both),
             "backward": ipywidgets.FloatSlider(2, min=0.5, max=4, step=0.1, description="backward takes", **both),

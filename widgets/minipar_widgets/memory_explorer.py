@@ -294,7 +294,10 @@ class MemoryExplorer(Explorer):
         self.note.value = "" if self.problem else escape(note)
         self.verdict.value = self.parts()["verdict"] or verdict.impossible(self.problem)
         self.view.layout.display = "none" if self.problem else ""  # (the verdict says why)
-        self.chart.show(self.figure() if self.view.memory is not None else None, self.view._line())
+        drawn = None
+        if self.view.memory is not None:  # (the view below names the colours; in a narrow page a legend takes the room)
+            drawn = self.figure().update_layout(showlegend=False)
+        self.chart.show(drawn, self.view._line())
 
     def _judge(self) -> Choice | None:
         """Put the present choice into the view; None, and the reason in the choice's place, if it is impossible."""

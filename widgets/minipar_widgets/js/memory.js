@@ -115,7 +115,8 @@ function render({ model, el }) {
         const length = (size / most) * (bars - 84 * !wide(width));
         block(ctx, name, LEFT, y, length, 18);
         if (measured != null) diamond(ctx, LEFT + (measured / most) * (bars - 84 * !wide(width)), y + 9, look);
-        write(ctx, bytes(size), LEFT + length + 10, y + 9, look.ink);
+        const end = Math.max(length, measured == null ? 0 : (measured / most) * (bars - 84 * !wide(width)));
+        write(ctx, bytes(size), LEFT + end + 10, y + 9, look.ink);
         ctx.font = `12px ${FONT}`;
         const below = wide(width) ? y + 2 : y + 30;
         write(ctx, `${formula}`, right, below, look.muted);
