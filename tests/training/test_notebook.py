@@ -43,6 +43,9 @@ def test_the_memory_of_a_run_has_a_table_and_a_picture(run):
     assert str(run.program.ranks[0][run.memory[0].index]) in html
     assert "at its peak" in html
     assert [peak.bytes for peak in run.memory] == run.peak_memory
+    first = repr(run.memory).splitlines()[0]
+    assert first.startswith(f"rank 0: {run.memory[0].bytes / 2**20:.2f} MiB in ")
+    assert "parameters " in first
 
 
 def test_plans_can_be_simulated_and_are_told_what_they_need():
