@@ -174,6 +174,18 @@ def test_run_it_on_real_ranks_measured_under_predicted() -> None:
     explorer.begin()
     assert explorer.start.disabled
     assert not explorer.cancel.disabled
+    shown = explorer.settings()
+    for control, late in (
+        (explorer.stages, 4),
+        (explorer.schedule, "zb-v"),
+        (explorer._factors[1], 2),
+        (explorer.steps, 9),
+    ):
+        control.value = late  # as a page says that does not know yet that a run goes on
+    assert explorer.settings() == shown
+    assert [explorer.stages.value, explorer.schedule.value, explorer._factors[1].value, explorer.steps.value] == [
+        2, "1f1b", 1.5, 2,
+    ]  # fmt: skip
     explorer.wait(120)
     assert explorer.run is not None, explorer.report.value
     assert [trace.kind for trace in explorer.timeline.traces] == ["predicted", "measured"]
@@ -185,6 +197,10 @@ def test_run_it_on_real_ranks_measured_under_predicted() -> None:
     assert explorer.cancel.disabled
     assert not explorer.start.disabled
     assert "loss" in explorer.report.value
+    start = time.monotonic()
+    explorer.begin()
+    explorer.wait(120)
+    assert time.monotonic() - start < 3.0  # of which two steps take a quarter of a second
     explorer.forward.value = 25  # a run of another device: it is not shown beside this one
     assert [trace.kind for trace in explorer.timeline.traces] == ["predicted"]
     assert "loss" not in explorer.report.value

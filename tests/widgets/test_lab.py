@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -21,7 +22,7 @@ from typing import Any
 
 import pytest
 
-from tests.browsers import CHROMIUM, FLAGS, browser
+from tests.browsers import CHROMIUM, FLAGS, barriers, browser
 from tests.notebooks.refresh import tidy
 
 pytestmark = browser
@@ -236,9 +237,19 @@ def test_notebook_in_a_real_lab_without_network(shared: Lab, tmp_path: Path) -> 
 
     page.screenshot(path=tmp_path / "lab.png")
     explorer.get_by_role("button", name="run it").click()
+    handle.press("ArrowRight")  # too late
+    playwright.expect(explorer.locator(".noUi-target:not([disabled])")).to_have_count(0)
+    playwright.expect(explorer.locator("select")).to_be_disabled()
     playwright.expect(explorer).to_contain_text("the prediction was off by")
     playwright.expect(caption).to_contain_text("predicted: time 600.0 ms")
     playwright.expect(caption).to_contain_text("measured: time ")
+    contradictions(page)
+    for theme in ("JupyterLab Light", "JupyterLab Dark"):
+        page.evaluate("(theme) => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme)
+        dark = str("Dark" in theme).lower()
+        playwright.expect(page.locator(f'.minipar:not([data-dark="{dark}"])')).to_have_count(0)
+        assert barriers(page, ".jp-OutputArea-output") == []
+    page.evaluate("window.jupyterapp.commands.execute('apputils:change-theme', {theme: 'JupyterLab Light'})")
 
     page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
     page.wait_for_function("!window.panel.context.model.dirty")
@@ -258,6 +269,58 @@ def test_notebook_in_a_real_lab_without_network(shared: Lab, tmp_path: Path) -> 
     assert seen.outside == []
     # (ipywidgets' own manager does not expect a page without a kernel)
     assert [error for error in seen.errors if "jupyterlab-manager" not in error] == []
+
+
+def contradictions(page: Any) -> None:
+    """Nothing stands beside another setting than its own: not after a run, an impossible choice, or quick changes."""
+    from playwright import sync_api as playwright
+
+    def output(inside: str) -> Any:
+        return page.locator(f".jp-OutputArea-output:has({inside})").first
+
+    schedules = output(".noUi-handle")
+    forward = schedules.get_by_role("slider", name="a forward takes (ms)")
+    forward.press("ArrowRight")  # the run was one of another device
+    playwright.expect(schedules.locator(".mp-caption").first).to_contain_text("predicted: time 30 ")
+    playwright.expect(schedules).not_to_contain_text("measured")
+    playwright.expect(schedules).not_to_contain_text("the prediction was off by")
+
+    memory = output(".mp-fit")
+    verdict, tp, view = memory.locator(".mp-fit"), memory.get_by_label("tp (formula)"), memory.locator(".minipar").first
+    fine = verdict.inner_text()
+    tp.select_option("16")
+    playwright.expect(verdict).to_contain_text("✗ No such plan: tp=16: must divide 25 heads")
+    playwright.expect(view).not_to_be_visible()
+    playwright.expect(memory.locator(".js-plotly-plot")).to_have_count(0)
+    for value in ("16", "1", "16", "1"):
+        tp.select_option(value)
+    playwright.expect(verdict).to_have_text(fine, use_inner_text=True)
+    playwright.expect(view).to_be_visible()
+
+    tape = output("canvas[aria-label^='checkpoint=']")
+    way, problem = tape.get_by_label("checkpoint", exact=True), tape.get_by_role("alert")
+    way.select_option("layers")
+    starts = tape.get_by_label("begin at")
+    starts.fill("9,3")
+    starts.press("Enter")
+    playwright.expect(problem).to_contain_text("ascending order")
+    playwright.expect(tape.locator("canvas")).not_to_be_visible()
+    way.select_option("sqrt")
+    playwright.expect(problem).not_to_be_visible()
+    playwright.expect(tape.locator("canvas")).to_have_attribute("aria-label", re.compile("^checkpoint=sqrt, 16 layers"))
+
+    shards = output("canvas[aria-label^='sharding of']")
+    axis = shards.get_by_role("slider", name="tp (ranks)")
+    for key in ("End", "Home", "ArrowRight"):
+        axis.press(key)
+    playwright.expect(shards.locator("canvas")).to_have_attribute("aria-label", re.compile("on tp=2:"))
+
+    plans = output("canvas[aria-label^='plans for']")
+    gpus = plans.get_by_role("slider", name="GPUs")
+    for key in ("ArrowRight", "ArrowRight", "ArrowLeft"):
+        gpus.press(key)
+    chosen = gpus.get_attribute("aria-valuetext")
+    playwright.expect(plans.locator("canvas")).to_have_attribute("aria-label", re.compile(f"on {chosen} h100"))
 
 
 LIVE = """from functools import partial

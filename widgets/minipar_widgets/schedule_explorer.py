@@ -57,7 +57,7 @@ class ScheduleExplorer(Explorer):
         self.found = Found()
         self.run: Run | None = None
         self._attempt: running.Attempt | None = None
-        self._ran: tuple[Settings, float, int] | None = None  # of the last run: see `_asked`
+        self._ran: tuple[Settings, int, int] | None = None  # of the last run: see `_asked`
         self._setting = False
         self._chunks = self.now.chunks or 2
         self._make_controls()
@@ -127,6 +127,9 @@ class ScheduleExplorer(Explorer):
     def _moved(self, _: Any) -> None:
         if self._setting:
             return
+        if self._attempt is not None:  # it was moved before the page had heard of the lock
+            self._put_back()
+            return
         stages = self.stages.value
         self._chunks = self._chunks if self.chunks.disabled else self.chunks.value
         self.now = Settings(
@@ -141,6 +144,20 @@ class ScheduleExplorer(Explorer):
         if len(self._rows.children) != stages:
             self._rows.children = self._factors[:stages]
         self._tell()
+
+    def _put_back(self) -> None:
+        """Let the controls show what the present run is one of."""
+        assert self._ran is not None
+        now, forward, steps = self._ran
+        self._setting = True
+        for control, value in (
+            *zip(self._controls, (now.schedule, now.stages, now.microbatches), strict=False),
+            (self.ratio, now.ratio), (self.latency, now.latency), *zip(self._factors, now.factors, strict=False),
+            (self.forward, forward), (self.steps, steps),
+        ):  # fmt: skip
+            control.value = value
+        self._show_chunks(strategies.find(now.schedule).chunks if not self._takes_chunks else self._chunks)
+        self._setting = False
 
     def _show_chunks(self, count: int) -> None:
         self._setting, before = True, self._setting
@@ -204,7 +221,7 @@ class ScheduleExplorer(Explorer):
         self.start.disabled = runs or self.found.trace is None
 
     @property
-    def _asked(self) -> tuple[Settings, float, int]:
+    def _asked(self) -> tuple[Settings, int, int]:
         """What a run depends on: the settings, milliseconds of a forward, and steps."""
         return self.now, self.forward.value, self.steps.value
 
@@ -256,9 +273,8 @@ class ScheduleExplorer(Explorer):
             self.report.value = _words(title + words)
             return
         self.run = run
-        if self._ran == self._asked:  # (a program may have moved a control in spite of the lock)
-            self.timeline.update(run.trace, run.predicted)
-            self._facts.value = ""
+        self.timeline.update(run.trace, run.predicted)
+        self._facts.value = ""
         error = f"{run.prediction_error:+.1%}".replace("+0.0%", "0.0%")
         self.report.value = _words(
             f"{title}loss {run.losses[0]:.3f} to {run.losses[-1]:.3f}; the prediction was off by {error}; "
