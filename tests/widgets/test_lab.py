@@ -297,7 +297,7 @@ def contradictions(page: Any) -> None:
     playwright.expect(verdict).to_have_text(fine, use_inner_text=True)
     playwright.expect(view).to_be_visible()
 
-    tape = output("canvas[aria-label^='checkpoint=']")
+    tape = page.locator(".jp-OutputArea-output").filter(has=page.get_by_label("checkpoint", exact=True))
     way, problem = tape.get_by_label("checkpoint", exact=True), tape.get_by_role("alert")
     way.select_option("layers")
     starts = tape.get_by_label("begin at")
