@@ -37,7 +37,7 @@ from minipar_widgets.running import device
 MOST_LAYERS = 64
 WIDTH = 256  # of the layers that can be run
 MODEL = "mlp-tiny"  # the model whose widths are replaced
-STEPS = 3  # of a measured run
+STEPS = 4  # of a measured run
 ROW = 12e-6  # seconds of a layer's forward on the emulated device, for each row: some times what the work takes
 
 
