@@ -22,7 +22,7 @@ from minipar.strategies.plan import Plan
 from minipar.wording import several
 from minipar_widgets import chart, offline, verdict
 from minipar_widgets.arguments import one_of, whole
-from minipar_widgets.base import Explorer, View, beside, facts
+from minipar_widgets.base import Explorer, View, beside
 from minipar_widgets.memory_model import (
     FACES,
     HATCHES,
@@ -364,12 +364,11 @@ class MemoryExplorer(Explorer):
         }
 
     def parts(self) -> dict[str, str]:
-        """The verdict first; then the line need not repeat it."""
+        """The verdict first; then the line need not repeat it, and the settings are in both."""
         if self.view.memory is None:
             return {"verdict": "", **super().parts()}
         return {
-            "verdict": verdict.html(self.view.memory), "line": escape(str(self.view.memory.choice)),
-            "settings": facts(self.settings()),
+            "verdict": verdict.html(self.view.memory), "line": escape(str(self.view.memory.choice)), "settings": "",
         }  # fmt: skip
 
     def controls_section(self, place: str) -> str:
