@@ -109,6 +109,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
         seen = Watched(page)
         page.goto(f"{address}/lab?reset", wait_until="domcontentloaded")
         page.wait_for_function("window.jupyterapp !== undefined", timeout=WAIT)
+        page.evaluate("async () => { await window.jupyterapp.restored; }")  # (then it knows its themes)
         yield Lab(folder, page, seen)
         chromium.close()
 
@@ -329,16 +330,34 @@ from minipar_widgets import live
 live(partial(models.mlp, widths=(32, 64, 64, 256)), data.for_model("mlp-tiny"), "pp=2 microbatches=2", steps=100_000)"""
 
 
+STUCK = """import minipar
+from minipar import Backward, Forward, simulate
+@minipar.schedule("stuck")
+def stuck(rank, stages, microbatches):
+    for i in range(microbatches) if rank else reversed(range(microbatches)):
+        yield Forward(i)
+        yield Backward(i)
+simulate("pp=2 schedule=stuck microbatches=2")"""
+RANKS = """%%ranks 2
+import time
+for k in range(40):
+    print("step", k)
+    time.sleep(0.05)"""
+
+
 def test_live_run_is_cancelled_while_its_cell_runs(shared: Lab) -> None:
-    """And in a dark JupyterLab on a light desktop."""
+    """And in a dark JupyterLab on a light desktop. Before it, a mistake and a cell of all ranks are answered."""
     from playwright import sync_api as playwright
 
     page, seen = shared.page, shared.seen
     notebook = shared.folder / "work" / "live.ipynb"
     cells = [
-        {"cell_type": "code", "id": f"c{k}", "metadata": {}, "source": text, "outputs": [], "execution_count": None}
-        for k, text in enumerate([LIVE, "'not run'"])
-    ]
+        {
+            "cell_type": "code", "id": f"c{k}", "metadata": {"tags": ["raises-exception"] if text == STUCK else []},
+            "source": text, "outputs": [], "execution_count": None,
+        }
+        for k, text in enumerate([STUCK, "%load_ext minipar\nminipar.Plan(pp=4, dp=1)", RANKS, LIVE, "'not run'"])
+    ]  # fmt: skip
     kernel = {"name": "python3", "display_name": "Python 3", "language": "python"}
     whole = {"nbformat": 4, "nbformat_minor": 5, "metadata": {"kernelspec": kernel}, "cells": cells}
     notebook.write_text(json.dumps(whole))
@@ -349,8 +368,16 @@ def test_live_run_is_cancelled_while_its_cell_runs(shared: Lab) -> None:
     seen.open("live.ipynb")
     page.wait_for_function("window.panel.sessionContext.session?.kernel?.status === 'idle'", timeout=WAIT)
     page.evaluate("void window.jupyterapp.commands.execute('notebook:run-all-cells')")
-    output = page.locator(".jp-Cell-outputArea").first
+    wrong, plan, ranks, output = (page.locator(".jp-CodeCell").nth(k).locator(".jp-Cell-outputArea") for k in range(4))
+    playwright.expect(wrong).to_contain_text("ProgramDeadlock: deadlock: ranks wait for each other in a circle")
+    assert wrong.inner_text().count("in <module>") == 1  # the user's own line, and none of the engine
+    assert "site-packages" not in wrong.inner_text()
+    assert ".py" not in wrong.inner_text()
+    playwright.expect(plan).to_contain_text("Plan(pp=4)")
+    playwright.expect(ranks).to_contain_text("step 1")
+    assert "step 39" not in ranks.inner_text()  # it is shown while the ranks run
     playwright.expect(output).to_contain_text("of 100000, loss")
+    assert "[ranks 0-1] step 39" in ranks.inner_text()
     timeline = output.locator(".minipar")
     playwright.expect(timeline).to_contain_text("measured: time")
     assert timeline.evaluate("(el) => el.dataset.dark") == "true"
@@ -360,7 +387,7 @@ def test_live_run_is_cancelled_while_its_cell_runs(shared: Lab) -> None:
     assert output.locator(".minipar").count() == 0
     page.evaluate("window.jupyterapp.commands.execute('docmanager:save')")
     page.wait_for_function("!window.panel.context.model.dirty")
-    first, second = code_cells(notebook)
+    first, second = code_cells(notebook)[3:]
     texts = ["".join(out["data"]["text/plain"]) for out in first["outputs"] if "data" in out]
     assert texts[0].startswith("live run of pp=2 microbatches=2: cancelled, step ")
     assert second["outputs"] == []  # run all stops there
