@@ -10,6 +10,7 @@ import inspect
 import operator
 import os
 import textwrap
+import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -20,7 +21,7 @@ from minipar import strategies
 from minipar.costs.measured import Profile
 from minipar.costs.protocol import Costs
 from minipar.costs.recomputation import LayerCosts
-from minipar.errors import PlanError, ProgramError
+from minipar.errors import MiniparError, PlanError, ProgramError
 from minipar.program import Action, BackwardWeight, Program
 from minipar.program.collector import paused
 from minipar.program.server_rule import Mode
@@ -547,6 +548,8 @@ class Plan:
         try:
             return self.compile(layers=1 + max(map(max, self.placement())))
         except PlanError as error:
+            if error.reason.startswith("schedule="):  # (no model would help)
+                raise
             raise PlanError(
                 f"plan {self}: without a model there is one layer for each stage, and {error.reason}; possible is "
                 "plan.compile(layers=8), or plan.compile(models.shape('gpt-tiny')), which makes the program",
@@ -622,14 +625,23 @@ class Plan:
             rank, ranks, chunks = 0, 1, held if "chunks" in schedule.options else 1
         given = {"chunks": chunks, "group": self.group, "doubling": self.doubling, "slices": self.slice_count}
         given |= self.numbers
-        found = schedule.generate(
-            rank, ranks, self.microbatches * steps, **{key: given[key] for key in schedule.options}
-        )
         possible = "possible are Forward(i, chunk), Backward, BackwardInput and BackwardWeight"
-        if not isinstance(found, Iterable):
-            raise PlanError(f"schedule={self.schedule}: gave {found!r}; it must yield actions; {possible}")
         most = 3 * pieces * max(1, chunks)  # (a forward and two halves of a backward, of each)
-        chosen = list(islice(found, most + 1))
+        try:
+            found = schedule.generate(
+                rank, ranks, self.microbatches * steps, **{key: given[key] for key in schedule.options}
+            )
+            if not isinstance(found, Iterable):
+                raise PlanError(f"schedule={self.schedule}: gave {found!r}; it must yield actions; {possible}")
+            chosen = list(islice(found, most + 1))
+        except MiniparError:
+            raise
+        except Exception as error:  # of the user's own generator
+            _, *rest = traceback.extract_tb(error.__traceback__)  # (the first is here)
+            line = f", in line {rest[-1].lineno} of {rest[-1].name}: {rest[-1].line}" if rest else ""
+            raise PlanError(
+                f"schedule={self.schedule}: {type(error).__name__} on rank {rank}: {error}{line}"
+            ) from error
         if len(chosen) > most:
             raise PlanError(
                 f"schedule={self.schedule}: rank {rank} yields more than {most} actions; there are no more for "

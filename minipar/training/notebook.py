@@ -24,6 +24,14 @@ class Peaks(list[Peak]):
         super().__init__(peaks)
         self.trace = trace
 
+    def __repr__(self) -> str:
+        """A line for each rank."""
+        held = (", ".join(f"{kind} {mib(size)}" for kind, size in peak.by_kind.items() if size) for peak in self)
+        return "\n".join(
+            f"rank {rank}: {mib(peak.bytes)} in {self._moment(rank, peak)}: {kinds}"
+            for rank, (peak, kinds) in enumerate(zip(self, held, strict=True))
+        )
+
     def _repr_html_(self) -> str:
         from minipar.trace import memory_picture
 

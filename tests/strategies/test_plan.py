@@ -277,6 +277,11 @@ def own(actions):
             PlanError,
             "schedule=mine: gave None; it must yield actions; possible are Forward(i, chunk), Backward",
         ),
+        (
+            lambda rank, m: [Forward(i) for i in range(m)][m],
+            PlanError,
+            "schedule=mine: IndexError on rank 0: list index out of range, in line ",
+        ),
     ],
 )
 def test_own_schedules_that_cannot_be_are_refused(actions, kind, says):

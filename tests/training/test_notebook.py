@@ -43,6 +43,9 @@ def test_the_memory_of_a_run_has_a_table_and_a_picture(run):
     assert str(run.program.ranks[0][run.memory[0].index]) in html
     assert "at its peak" in html
     assert [peak.bytes for peak in run.memory] == run.peak_memory
+    first = repr(run.memory).splitlines()[0]
+    assert first.startswith(f"rank 0: {run.memory[0].bytes / 2**20:.2f} MiB in ")
+    assert "parameters " in first
 
 
 def test_plans_can_be_simulated_and_are_told_what_they_need():
@@ -50,8 +53,11 @@ def test_plans_can_be_simulated_and_are_told_what_they_need():
     assert simulate(Plan(pp=2, microbatches=4, schedule="interleaved", chunks=2)).program.layers == 4
     with pytest.raises(PlanError, match=r"one layer for each stage.*plan\.compile\(models\.shape"):
         simulate("pp=4 microbatches=8 checkpoint=40MiB")
-    with pytest.raises(ProgramError, match=r"Plan is none; plan\.compile\(layers=8\)"):
-        verify(Plan(pp=2))  # type: ignore[arg-type]
+    verify(Plan(pp=2))
+    with pytest.raises(PlanError, match=r"checkpoint=40MiB: a budget needs the sizes"):
+        verify(Plan(pp=2, checkpoint="40MiB"))
+    with pytest.raises(ProgramError, match=r"takes a program or a Plan, and str is neither; Plan\.parse"):
+        verify("pp=2")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

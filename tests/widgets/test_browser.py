@@ -130,7 +130,7 @@ def test_keys_zoom_walk_and_leave(opened: Any) -> None:
     one = opened(Timeline(FOUR))
     one.page.locator("canvas").focus()
     whole = one.pixels()
-    one.press("+", "+", "ArrowRight")
+    one.press("+", "+", "Shift+ArrowRight")
     zoomed = one.pixels()
     assert abs(zoomed - whole).sum() > 0
     one.press("Home")
@@ -141,8 +141,20 @@ def test_keys_zoom_walk_and_leave(opened: Any) -> None:
     assert "mb1" in one.readout()
     one.press("Shift+Tab")
     assert "mb0" in one.readout()
-    one.press("ArrowDown", "Tab")
-    assert "rank 1" in one.readout()
+    one.press("ArrowRight", "ArrowRight")
+    assert "mb2" in one.readout()
+    one.press("ArrowLeft")
+    assert "mb1" in one.readout()
+    one.press("ArrowDown", "ArrowRight")
+    assert "rank 1 · F 2:4 mb0" in one.readout()
+    one.press("ArrowLeft")  # there is none before it
+    assert "rank 1 · F 2:4 mb0" in one.readout()
+    keys = one.page.get_by_label("keys", exact=True)
+    assert not keys.is_visible()
+    one.press("?")
+    assert "the instruction before, the one after" in keys.inner_text()
+    one.press("?")
+    assert not keys.is_visible()
     assert one.page.evaluate("document.activeElement.tagName") == "CANVAS"
     one.press("Escape", "Tab")
     assert one.page.evaluate("document.activeElement.tagName") != "CANVAS"
@@ -188,16 +200,16 @@ def test_playback_steps_through_the_program(opened: Any) -> None:
 def test_buttons_mark_the_critical_path_and_messages(opened: Any) -> None:
     one = opened(Timeline(SLOWER, FOUR))
     plain = one.pixels()
-    one.page.get_by_text("critical path").click()
+    one.page.get_by_text("critical path", exact=True).click()
     path = one.pixels()
     assert abs(path - plain).sum() > 0
-    one.page.get_by_text("messages").click()
+    one.page.get_by_text("messages", exact=True).click()
     assert abs(one.pixels() - path).sum() > 0
-    one.page.get_by_text("streams").click()
+    one.page.get_by_text("streams", exact=True).click()
     assert one.page.locator("canvas").bounding_box()["height"] > 0
-    one.page.get_by_text("differences").click()
+    one.page.get_by_text("differences", exact=True).click()
     assert "second" in one.readout()
-    one.page.get_by_text("table").click()
+    one.page.get_by_text("table", exact=True).click()
     assert one.page.locator(".mp-table tr").count() == 9
     assert one.errors == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import re
 import time
 from collections.abc import Iterator
@@ -141,6 +142,19 @@ def test_controls_move_what_is_shown() -> None:
     assert '"values": ["looped-bfs"]' in page
 
 
+@pytest.mark.many(2)
+@pytest.mark.parametrize(
+    "schedules", [("1f1b",), tuple(s.name for s in strategies.schedules() if s.name[:4] != "test")]
+)
+def test_a_page_with_all_results_is_small(schedules: tuple[str, ...]) -> None:
+    """2 to 8 stages, 1 to 16 micro-batches: 3 MB with all schedules, so each may take its share."""
+    page = ScheduleExplorer(grid={"schedules": schedules}).to_html()
+    assert json.loads(page.partition("page.start(")[2].partition(");\n</script>")[0])["controls"][2]["values"] == list(
+        range(1, 17)
+    )
+    assert len(page.encode()) <= 80_000 + (3_000_000 - 80_000) * len(schedules) / 17
+
+
 def test_moving_a_slider_is_quick() -> None:
     """The budget, 100 ms, is benchmarked; here only that nothing has become slower by an order of magnitude."""
     explorer = ScheduleExplorer(schedule="1f1b", stages=16, microbatches=63)
@@ -160,6 +174,18 @@ def test_run_it_on_real_ranks_measured_under_predicted() -> None:
     explorer.begin()
     assert explorer.start.disabled
     assert not explorer.cancel.disabled
+    shown = explorer.settings()
+    for control, late in (
+        (explorer.stages, 4),
+        (explorer.schedule, "zb-v"),
+        (explorer._factors[1], 2),
+        (explorer.steps, 9),
+    ):
+        control.value = late  # as a page says that does not know yet that a run goes on
+    assert explorer.settings() == shown
+    assert [explorer.stages.value, explorer.schedule.value, explorer._factors[1].value, explorer.steps.value] == [
+        2, "1f1b", 1.5, 2,
+    ]  # fmt: skip
     explorer.wait(120)
     assert explorer.run is not None, explorer.report.value
     assert [trace.kind for trace in explorer.timeline.traces] == ["predicted", "measured"]
@@ -171,6 +197,17 @@ def test_run_it_on_real_ranks_measured_under_predicted() -> None:
     assert explorer.cancel.disabled
     assert not explorer.start.disabled
     assert "loss" in explorer.report.value
+
+    def again() -> float:
+        start = time.monotonic()
+        explorer.begin()
+        explorer.wait(120)
+        return time.monotonic() - start
+
+    assert any(again() < 3.0 for _ in range(3))  # ranks come from a helper that stays; other tests may hold one run up
+    explorer.forward.value = 25  # a run of another device: it is not shown beside this one
+    assert [trace.kind for trace in explorer.timeline.traces] == ["predicted"]
+    assert "loss" not in explorer.report.value
 
 
 def test_a_run_is_cancelled() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,15 +15,18 @@ from minipar_widgets import (
     CollectivePlayer,
     MemoryExplorer,
     PlanExplorer,
+    ScheduleEditor,
+    ScheduleExplorer,
     ServerView,
     ShardingExplorer,
+    Timeline,
+    exploring,
 )
 from minipar_widgets.base import Shown
+from minipar_widgets.exploring import Settings
+from tests.browsers import CHROMIUM, FLAGS, accessible, barriers, browser
 
-CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
-pytestmark = [pytest.mark.browser, pytest.mark.skipif(not os.path.exists(CHROMIUM), reason="needs Chromium")]
-FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-quic", "--no-first-run",
-         "--disable-component-update"]  # fmt: skip
+pytestmark = browser
 
 
 def _server() -> Shown:
@@ -45,6 +46,16 @@ EXPLORERS = {
     "sharding": ShardingExplorer,
     "plan": _plans,
 }
+OTHERS = {
+    "schedules": lambda: ScheduleExplorer(
+        schedule="gpipe",
+        grid={"schedules": ("gpipe", "zb-v", "chimera"), "stages": (2, 3, 4), "microbatches": (4, 8)},
+    ),
+    "editor": lambda: ScheduleEditor("1f1b", stages=3, microbatches=4, schedule="test-pages"),
+    "timeline": lambda: Timeline(
+        simulate(Plan(pp=2, dp=2).compile(layers=4)), simulate(Plan(pp=2, dp=2).compile(layers=4))
+    ),
+}
 KEYS = {
     "server": ("+", "ArrowRight", "ArrowDown", "-", "Home"),
     "sharding": ("ArrowUp", "ArrowUp", "ArrowRight", "Enter", "Home"),
@@ -52,10 +63,11 @@ KEYS = {
 }
 
 
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
-    with playwright.sync_playwright() as play:
+@pytest.fixture(scope="module", name="browser")
+def _browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
         opened = play.chromium.launch(executable_path=CHROMIUM, args=FLAGS)
         opened.new_page()  # which most tests use, one after the other: a new one costs half a second
         yield opened
@@ -66,7 +78,7 @@ def browser() -> Iterator[Any]:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     found = {}
-    for name, make in EXPLORERS.items():
+    for name, make in {**EXPLORERS, **OTHERS}.items():
         found[name] = folder / f"{name}.html"
         make().to_html(found[name])
     return found
@@ -176,6 +188,84 @@ def test_dark_and_narrow(browser: Any, pages: dict[str, Path], name: str) -> Non
     wider = narrow.page.evaluate("document.documentElement.scrollWidth - innerWidth")
     assert wider <= 0, f"{wider} pixels stick out"
     narrow.close()
+
+
+@accessible
+@pytest.mark.parametrize("name", [*EXPLORERS, *OTHERS])
+def test_nobody_is_kept_out(browser: Any, pages: dict[str, Path], name: str) -> None:
+    """In light and in dark, with the keys and the table on the page; and `?` shows keys, each with what it does."""
+    seen = Seen(browser, pages[name])
+    keys = seen.page.get_by_label("keys", exact=True)
+    assert not keys.is_visible()
+    seen.canvas.press("?")
+    assert keys.is_visible()
+    told = dict(
+        seen.page.eval_on_selector_all(
+            ".mp-keys div", "all => all.map((one) => [...one.children].map((c) => c.innerText))"
+        )
+    )
+    assert told["?"] == "these keys"
+    assert told["t"] == "the same as a table"
+    assert told["← →"]
+    assert {"↑ ↓", "space", "+ -"} & set(told)
+    seen.canvas.press("t")
+    for colours in ("light", "dark"):
+        seen.page.emulate_media(color_scheme=colours)
+        assert barriers(seen.page) == []
+    seen.close()
+
+
+def test_sliders_of_a_page_show_what_the_engine_says(browser: Any, pages: dict[str, Path]) -> None:
+    """Without a kernel: each choice with its own result, or the reason why there is none and nothing beside it."""
+    seen = Seen(browser, pages["schedules"])
+    caption, problem, head = (seen.page.locator(name).first for name in (".mp-caption", ".mp-problem", "h1"))
+    schedule, stages = (seen.page.get_by_label(name, exact=True) for name in ("schedule", "stages (ranks)"))
+
+    def shown(name: str, count: int) -> None:
+        found = exploring.explore(Settings(name, count, 8))
+        if found.trace is None:
+            seen.page.get_by_role("alert").filter(has_text=found.problem.splitlines()[0]).wait_for()
+            assert not seen.canvas.is_visible()
+            assert not caption.is_visible()
+            facts = found.problem.splitlines()[0]
+        else:
+            seen.page.wait_for_function(
+                "(words) => document.querySelector('.mp-caption').textContent.includes(words)",
+                arg=exploring.facts(found).partition(" · staleness")[0],
+            )
+            assert not problem.is_visible()
+            assert seen.canvas.is_visible()
+            facts = exploring.facts(found)
+        assert facts in head.inner_text()
+        assert f"{name}, {count} stages" in head.inner_text()
+
+    shown("gpipe", 4)
+    for name, count in (("zb-v", 4), ("chimera", 4), ("chimera", 3), ("zb-v", 3), ("gpipe", 2)):
+        schedule.select_option(name)
+        stages.fill(str(count - 2))
+        shown(name, count)
+    for k in (0, 1, 2, 1, 0, 2):  # faster than the page opens a schedule's results
+        schedule.select_option(index=k % 3)
+        stages.evaluate("(el, k) => { el.value = k; el.dispatchEvent(new Event('input')); }", k)
+    shown("chimera", 4)
+    seen.close()
+
+
+def test_sliders_of_memory_judge_again(browser: Any, pages: dict[str, Path]) -> None:
+    seen = Seen(browser, pages["memory"])
+    other = MemoryExplorer()
+    for name, value, place in (("dp", 2, 1), ("pp", 1, 0), ("ZeRO stage", 3, 3)):
+        seen.page.get_by_label(name, exact=True).fill(str(place))
+        other.controls["zero" if name == "ZeRO stage" else name].value = value
+        seen.page.locator(".mp-fit", has_text=other.view.memory.verdict.partition(": ")[2]).wait_for()
+        assert str(other.choice) in seen.page.locator("h1").inner_text()
+        assert seen.readout().startswith(f"{other.view.data['groups'][0]['label']}: ")
+    term = seen.page.locator(".mp-term", has_text="optimizer").first
+    for ask in (term.hover, term.focus):  # it explains itself to the pointer and to the keyboard
+        ask()
+        assert "what Adam keeps" in term.get_by_role("tooltip").inner_text()
+        seen.page.mouse.move(0, 0)
+    seen.close()
 
 
 @pytest.mark.parametrize("name", EXPLORERS)
@@ -341,8 +431,8 @@ def test_plans_of_a_page_answer_sliders_and_pins_from_its_table(browser: Any, pa
     wait_for_words(seen, ".mp-readout", "not computed for this page")
     seen.page.get_by_role("button", name="free tp=1").click()
     gpus.press("ArrowLeft")
-    seen.page.wait_for_function("document.querySelector('.mp-readout').textContent.includes('best plan')")
-    assert caption.inner_text() == before
+    seen.page.wait_for_function(f"document.querySelector('.mp-caption').textContent === {before!r}")
+    assert "best plan" in seen.readout()
     seen.canvas.focus()
     for key in ("Home", "ArrowLeft", "End"):  # (tp is the first column)
         seen.canvas.press(key)

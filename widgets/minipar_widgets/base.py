@@ -36,6 +36,7 @@ class Shown:
     """The forms of a widget besides the live one. Subclasses implement the first four methods."""
 
     problem: str = ""  # the reason why there is nothing to see; empty if there is something
+    titled: ClassVar[bool] = False  # whether its part of a page has a heading of its own
 
     def summary(self) -> str:
         """One line, the same on every run. It is the text/plain output, and the label for screen readers."""
@@ -91,7 +92,8 @@ class Shown:
         """One self-contained page that works without network and kernel; or, if `path` is given, the path that it was
         written to."""
         line = escape(self._line())
-        text = _PAGE.format(title=line, body=self.section())
+        head = "" if self.titled else f"<h1>{line}</h1>\n"
+        text = _PAGE.format(title=line, body=head + self.section())
         if path is None:
             return text
         Path(path).write_text(text, encoding="utf-8")
@@ -148,6 +150,7 @@ class Explorer(Shown, ipywidgets.VBox):
     values of the controls, by name.
     """
 
+    titled = True
     view: View
 
     def __init__(self, children: Sequence[ipywidgets.Widget] = (), **options: Any) -> None:
@@ -182,7 +185,7 @@ class Explorer(Shown, ipywidgets.VBox):
     def section(self, place: str = "widget") -> str:
         head = ""
         for name, html in self.parts().items():
-            tag = "p" if name == "line" else "div"
+            tag = "h1" if name == "line" else "div"
             head += f'<{tag} data-part="{place} {name}">{html}</{tag}>\n'
         return (
             head + self.controls_section(place) + "".join(v.section(f"{place}-{k}") for k, v in enumerate(self.views))
@@ -191,6 +194,19 @@ class Explorer(Shown, ipywidgets.VBox):
     def controls_section(self, place: str) -> str:
         """Controls that work on a page without a kernel; none, unless a subclass has a table of results."""
         return ""
+
+
+NOTE = "minipar-note"  # the CSS class of a text of several lines
+
+
+def beside(button: ipywidgets.Button, note: ipywidgets.HTML) -> ipywidgets.Box:
+    """A button with a text of some lines beside it, or below it where there is little room."""
+    note.layout = {"flex": "1 1 240px", "min_width": "0"}
+    note.add_class(NOTE)
+    return ipywidgets.Box(
+        [ipywidgets.HTML(f"<style>.{NOTE} .widget-html-content {{ line-height: 1.4; }}</style>"), button, note],
+        layout={"flex_flow": "row wrap", "align_items": "center", "width": "100%"},
+    )
 
 
 def facts(values: Mapping[str, str]) -> str:
@@ -259,12 +275,15 @@ _PAGE = """<!doctype html>
 :root {{ color-scheme: light dark; }}
 body {{ margin: 0 auto; max-width: 1200px; padding: 1rem; background: #fff; color: #1a1a1a;
   font: 15px/1.5 system-ui, sans-serif; }}
+h1 {{ font-size: 1rem; font-weight: normal; line-height: 1.5; }}
 dl {{ display: flex; flex-wrap: wrap; gap: .3rem 1.5rem; }} dt {{ opacity: .7; font-size: .85em; }} dd {{ margin: 0; }}
 @media (prefers-color-scheme: dark) {{ body {{ background: #161616; color: #ececec; }} }}
 </style>
 </head>
 <body>
+<main>
 {body}
+</main>
 </body>
 </html>
 """

@@ -19,11 +19,9 @@ from minipar.trace.figure import LOOKS
 from minipar.wording import several
 from minipar_widgets import chart
 from minipar_widgets.arguments import whole
-from minipar_widgets.base import Explorer, View
+from minipar_widgets.base import Explorer, View, beside
 from minipar_widgets.checkpoint_model import (
     MOST_LAYERS,
-    ROUNDS,
-    STEPS,
     Layers,
     MeasuredStep,
     Tape,
@@ -181,8 +179,8 @@ class CheckpointExplorer(Explorer):
         self.controls: dict[str, Any] = {
             "layers": ipywidgets.IntSlider(layers, 2, MOST_LAYERS, description="layers", **both),
             "kind": ipywidgets.Dropdown(
-                options=[("in units", 0), ("Linear, GELU: 256 rows", 256), ("Linear, GELU: 2048 rows", 2048)],
-                value=0, description="a layer", **both,
+                options=[("in units", 0), ("Linear, GELU: 256 rows", 256), ("Linear, GELU: 1024 rows", 1024)],
+                value=0, description="a layer", style=style, layout={"width": "25em", "max_width": "calc(100% - 4px)"},
             ),
             "saved": ipywidgets.IntSlider(1, 0, 16, description="saves (units)", **both),
             "backward": ipywidgets.FloatSlider(2, min=0.5, max=4, step=0.1, description="backward takes", **both),
@@ -200,7 +198,7 @@ class CheckpointExplorer(Explorer):
         self.note = ipywidgets.HTML()
         self.runs: list[MeasuredStep] = []
         panel = ipywidgets.HBox(list(self.controls.values()), layout={"flex_flow": "row wrap"})
-        foot = ipywidgets.HBox([self.run_button, self.note], layout={"align_items": "center"})
+        foot = beside(self.run_button, self.note)
         super().__init__([panel, self.view, foot, self.chart])
         for control in self.controls.values():
             control.observe(self._changed, "value")
@@ -243,22 +241,22 @@ class CheckpointExplorer(Explorer):
         if not self.controls["kind"].value:
             return "layers in units are on paper only; choose Linear, GELU to measure a real run"
         if not self.runs:
-            return "trains some steps for each of some lengths, on one rank of this machine, and takes the fastest"
+            return "trains with segments of some lengths, on one real rank that emulates a slower device"
         least = min(self.runs, key=lambda run: run.peak)
         which = f"segments of {several(least.length, 'layer')}" if least.length else "no recomputation"
         title = f"measured with {several(self.layers.count, 'layer')} and {self.layers.rows} rows"
-        best = f"least memory {size(least.peak)}, with {which}"
-        return f"{title}, the fastest of {ROUNDS * STEPS} steps of each length: {best}"
+        emulated = f"on a device that takes {self.layers.forward * 1e3:.3g} ms for a layer's forward"
+        return f"{title}, {emulated}: least memory {size(least.peak)}, with {which}"
 
     def measure(self, _: Any = None) -> None:
-        """Run some segment lengths on a real rank."""
-        lengths = lengths_to_measure(self.layers.count)
+        """Run some segment lengths, and the best one, on a real rank."""
+        lengths = sorted({*lengths_to_measure(self.layers.count), best_length(self.layers)})
         words = ", ".join("none" if not n else str(n) for n in lengths)
         self._lock(True)
         self.note.value = f"runs of {several(self.layers.count, 'layer')}, in segments of {words} ..."
         wrong = ""
         try:
-            self.runs = measure(self.layers, lengths, STEPS, ROUNDS)
+            self.runs = measure(self.layers, lengths)
         except MiniparError as error:
             wrong = str(error)
         finally:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import accumulate, product
-from math import inf
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import accumulate
+from typing import NamedTuple
 
 from minipar.costs import analytic
 from minipar.costs.recomputation import (
@@ -33,14 +32,13 @@ from minipar.program import Op
 from minipar.program.shape import uniform
 from minipar.strategies import segments
 from minipar.strategies.plan import Plan
-
-if TYPE_CHECKING:
-    from minipar.training.training import Run
+from minipar_widgets.running import device
 
 MOST_LAYERS = 64
 WIDTH = 256  # of the layers that can be run
 MODEL = "mlp-tiny"  # the model whose widths are replaced
-ROUNDS, STEPS = 3, 4  # of a measurement: runs of every length, and steps of each run
+STEPS = 4  # of a measured run
+ROW = 12e-6  # seconds of a layer's forward on the emulated device, for each row: some times what the work takes
 
 
 @dataclass(frozen=True)
@@ -74,6 +72,11 @@ class Layers:
     @property
     def chain(self) -> Chain:
         return self.costs.chain(0, self.count)
+
+    @property
+    def forward(self) -> float:
+        """Seconds of a layer's forward on the emulated device of a measurement."""
+        return ROW * self.rows
 
 
 class Point(NamedTuple):
@@ -190,10 +193,10 @@ def lengths_to_measure(count: int, most: int = 6) -> list[int]:
     return sorted({0, *steps})
 
 
-def measure(layers: Layers, lengths: Sequence[int], steps: int = STEPS, rounds: int = ROUNDS) -> list[MeasuredStep]:
+def measure(layers: Layers, lengths: Sequence[int], steps: int = STEPS) -> list[MeasuredStep]:
     """Train the layers on one real rank of this machine, for each length. The tracker finds the bytes. The seconds are
-    those of the fastest step without the tracker, which takes time itself, of `rounds` runs. Each round has a run of
-    every length, so that a slow moment of the machine falls on all of them, and not on one. Imports torch."""
+    those of the fastest step but the first. The rank emulates a device that takes longer than the work, so that they do
+    not depend on what else this machine does. Imports torch."""
     if not layers.rows:
         raise PlanError("measure: layers in units are on paper only; possible are Linear and GELU")
     import torch
@@ -202,24 +205,22 @@ def measure(layers: Layers, lengths: Sequence[int], steps: int = STEPS, rounds: 
     from minipar.cluster import Cluster
     from minipar.training.training import train
 
-    source = data.for_model(MODEL, widths=layers.widths)
-    with Cluster(1, device="cpu") as cluster:
-
-        def run(length: int, memory: bool) -> Run:
-            return train(
+    source, chain = data.for_model(MODEL, widths=layers.widths), layers.chain
+    emulated = device(layers.forward * layers.count, sum(chain.backward) / sum(chain.forward), 0.0, ())
+    found = []
+    with Cluster(1, device=emulated) as cluster:
+        for length in lengths:
+            run = train(
                 partial(models.build, MODEL, widths=layers.widths),
                 source,
                 f"checkpoint={length or 'none'}",
                 cluster=cluster,
-                steps=1 if memory else steps,
+                steps=steps,
                 batch=layers.rows,
                 optimizer=partial(torch.optim.SGD, lr=0.1),
-                memory=memory,
+                memory=True,
                 progress=False,
             )
-
-        peaks = {length: max(run(length, True).trace.memory(0).kinds["activations"]) for length in lengths}
-        fastest = dict.fromkeys(lengths, inf)
-        for _, length in product(range(rounds), lengths):
-            fastest[length] = min(fastest[length], *run(length, False).step_times)
-    return [MeasuredStep(length, int(peaks[length]), fastest[length]) for length in lengths]
+            peak = max(run.trace.memory(0).kinds["activations"])
+            found.append(MeasuredStep(length, int(peak), min(run.step_times[1:] or run.step_times)))
+    return found

@@ -11,6 +11,7 @@ from minipar.errors import MiniparError
 from minipar.prediction.memory_formula import size
 from minipar.program import Op, collectives
 from minipar.wording import several
+from minipar_widgets.arguments import one_of, whole
 from minipar_widgets.base import Explorer, View
 from minipar_widgets.collective_model import MOST_RANKS, Cell, Links, Play, play
 from minipar_widgets.sketch import Sketch
@@ -173,9 +174,16 @@ def _draw_cell(
 
 
 class CollectivePlayer(Explorer):
-    """Choose a collective, an algorithm, ranks and links; watch it, step through it, and see what it costs."""
+    """Choose a collective, an algorithm, ranks and links; watch it, step through it, and see what it costs.
 
-    def __init__(self, collective: str = "allreduce", algorithm: str = "ring", ranks: int = 4) -> None:
+    algorithm   default: the collective's first one
+    Errors: PlanError for what no control has.
+    """
+
+    def __init__(self, collective: str = "allreduce", algorithm: str = "", ranks: int = 4) -> None:
+        names = collectives.names(one_of("collective", collective, collectives.COLLECTIVES))
+        algorithm = one_of("algorithm", algorithm, names) if algorithm else names[0]
+        whole("ranks", ranks, 2, MOST_RANKS)
         style = {"description_width": "7.5em"}
         layout = {"width": "20em"}
         both = {"style": style, "layout": layout}
@@ -183,7 +191,6 @@ class CollectivePlayer(Explorer):
         self.collective = ipywidgets.Dropdown(
             options=collectives.COLLECTIVES, value=collective, description="collective", **both
         )
-        names = collectives.names(collective)
         self.algorithm = ipywidgets.Dropdown(options=names, value=algorithm, description="algorithm", **both)
         self.ranks = ipywidgets.IntSlider(ranks, 2, MOST_RANKS, description="ranks", **both)
         self.nodes = ipywidgets.Dropdown(options=_divisors(ranks), value=1, description="nodes", **both)

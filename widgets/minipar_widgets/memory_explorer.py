@@ -22,7 +22,7 @@ from minipar.strategies.plan import Plan
 from minipar.wording import several
 from minipar_widgets import chart, offline, verdict
 from minipar_widgets.arguments import one_of, whole
-from minipar_widgets.base import Explorer, View, facts
+from minipar_widgets.base import Explorer, View, beside
 from minipar_widgets.memory_model import (
     FACES,
     HATCHES,
@@ -235,7 +235,7 @@ class MemoryExplorer(Explorer):
         self.verdict = ipywidgets.HTML()
         self._measured: tuple[str, Peaks] = ("", ())
         panel = ipywidgets.HBox(list(self.controls.values()), layout={"flex_flow": "row wrap"})
-        head = ipywidgets.HBox([self.run_button, self.note], layout={"align_items": "center"})
+        head = beside(self.run_button, self.note)
         super().__init__([self.verdict, panel, head, self.chart, self.view])
         for control in self.controls.values():
             control.observe(self._changed, "value")
@@ -294,7 +294,10 @@ class MemoryExplorer(Explorer):
         self.note.value = "" if self.problem else escape(note)
         self.verdict.value = self.parts()["verdict"] or verdict.impossible(self.problem)
         self.view.layout.display = "none" if self.problem else ""  # (the verdict says why)
-        self.chart.show(self.figure() if self.view.memory is not None else None, self.view._line())
+        drawn = None
+        if self.view.memory is not None:  # (the view below names the colours; in a narrow page a legend takes the room)
+            drawn = self.figure().update_layout(showlegend=False)
+        self.chart.show(drawn, self.view._line())
 
     def _judge(self) -> Choice | None:
         """Put the present choice into the view; None, and the reason in the choice's place, if it is impossible."""
@@ -361,12 +364,11 @@ class MemoryExplorer(Explorer):
         }
 
     def parts(self) -> dict[str, str]:
-        """The verdict first; then the line need not repeat it."""
+        """The verdict first; then the line need not repeat it, and the settings are in both."""
         if self.view.memory is None:
             return {"verdict": "", **super().parts()}
         return {
-            "verdict": verdict.html(self.view.memory), "line": escape(str(self.view.memory.choice)),
-            "settings": facts(self.settings()),
+            "verdict": verdict.html(self.view.memory), "line": escape(str(self.view.memory.choice)), "settings": "",
         }  # fmt: skip
 
     def controls_section(self, place: str) -> str:

@@ -57,7 +57,7 @@ class ScheduleExplorer(Explorer):
         self.found = Found()
         self.run: Run | None = None
         self._attempt: running.Attempt | None = None
-        self._ran: Settings | None = None  # the settings of the last run
+        self._ran: tuple[Settings, int, int] | None = None  # of the last run: see `_asked`
         self._setting = False
         self._chunks = self.now.chunks or 2
         self._make_controls()
@@ -120,10 +120,15 @@ class ScheduleExplorer(Explorer):
         self.report = ui.HTML()
         self.start.on_click(lambda _: self.begin())
         self.cancel.on_click(lambda _: self.stop())
+        for asked in (self.forward, self.steps):
+            asked.observe(self._moved, "value")
         self._running = [self.forward, self.steps, self.start, self.cancel, self.progress, self.report]
 
     def _moved(self, _: Any) -> None:
         if self._setting:
+            return
+        if self._attempt is not None:  # it was moved before the page had heard of the lock
+            self._put_back()
             return
         stages = self.stages.value
         self._chunks = self._chunks if self.chunks.disabled else self.chunks.value
@@ -139,6 +144,20 @@ class ScheduleExplorer(Explorer):
         if len(self._rows.children) != stages:
             self._rows.children = self._factors[:stages]
         self._tell()
+
+    def _put_back(self) -> None:
+        """Let the controls show what the present run is one of."""
+        assert self._ran is not None
+        now, forward, steps = self._ran
+        self._setting = True
+        for control, value in (
+            *zip(self._controls, (now.schedule, now.stages, now.microbatches), strict=False),
+            (self.ratio, now.ratio), (self.latency, now.latency), *zip(self._factors, now.factors, strict=False),
+            (self.forward, forward), (self.steps, steps),
+        ):  # fmt: skip
+            control.value = value
+        self._show_chunks(strategies.find(now.schedule).chunks if not self._takes_chunks else self._chunks)
+        self._setting = False
 
     def _show_chunks(self, count: int) -> None:
         self._setting, before = True, self._setting
@@ -190,7 +209,7 @@ class ScheduleExplorer(Explorer):
             nothing = "no program: no plan fits these numbers"
             self._program.value = _listing(found.program.text(limit=LINES) if found.program is not None else nothing)
         self._lock()
-        if self._attempt is None and self._ran not in (None, self.now):
+        if self._attempt is None and self._ran not in (None, self._asked):
             self.report.value = ""  # that of other settings
 
     def _lock(self) -> None:
@@ -200,6 +219,11 @@ class ScheduleExplorer(Explorer):
             control.disabled = runs
         self.chunks.disabled = runs or not self._takes_chunks
         self.start.disabled = runs or self.found.trace is None
+
+    @property
+    def _asked(self) -> tuple[Settings, int, int]:
+        """What a run depends on: the settings, milliseconds of a forward, and steps."""
+        return self.now, self.forward.value, self.steps.value
 
     @property
     def _takes_chunks(self) -> bool:
@@ -216,7 +240,7 @@ class ScheduleExplorer(Explorer):
         self.cancel.disabled = False
         self.progress.max, self.progress.layout.visibility = self.steps.value, "visible"
         layers = exploring.layers_of(plan)
-        self._ran = now
+        self._ran = self._asked
         self._attempt = running.Attempt(plan, layers, spec, self.steps.value, self._told, self._ended)
         self._lock()
         self._attempt.start()
@@ -244,14 +268,13 @@ class ScheduleExplorer(Explorer):
         self.progress.layout.visibility = "hidden"
         self.progress.value = 0
         assert self._ran is not None
-        title = f"run of {_named(self._ran)}: "
+        title = f"run of {_named(self._ran[0])}: "
         if run is None:
             self.report.value = _words(title + words)
             return
         self.run = run
-        if self._ran == self.now:  # (a program may have moved a control in spite of the lock)
-            self.timeline.update(run.trace, run.predicted)
-            self._facts.value = ""
+        self.timeline.update(run.trace, run.predicted)
+        self._facts.value = ""
         error = f"{run.prediction_error:+.1%}".replace("+0.0%", "0.0%")
         self.report.value = _words(
             f"{title}loss {run.losses[0]:.3f} to {run.losses[-1]:.3f}; the prediction was off by {error}; "

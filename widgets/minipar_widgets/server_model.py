@@ -103,6 +103,11 @@ def served(trace: Trace, order: Sequence[Row] = ()) -> Served:
     order   of the servers (`run.service.order`): it says exactly which workers came back. Without it, a worker that
             sends no message for a long time counts as away
     """
+    if not isinstance(trace, Trace):
+        raise MiniparError(
+            f"ServerView shows a Trace, not {type(trace).__name__}; possible are simulate(...) and run.trace of a plan "
+            "with sync=ps"
+        )
     labels.check([trace])
     program = trace.program
     if program.serving is None:

@@ -398,7 +398,7 @@ class ShardingExplorer(Explorer):
         style, size = {"description_width": "6.5em"}, {"width": "20em"}
         both: dict[str, Any] = {"style": style, "layout": size}
         numbers = {**both, "continuous_update": False}
-        sizes = mesh if isinstance(mesh, Mesh) else _mesh(mesh)
+        sizes = mesh if isinstance(mesh, Mesh) else _mesh(str(mesh))
         self._own, chosen = _layers(layer)
         self._annotations = annotations
         names = [*self._own, *(name for name in EXAMPLES if name not in self._own)]
@@ -498,5 +498,10 @@ def _layers(given: str | Layer | Capture) -> tuple[dict[str, Layer], str]:
         return {}, given
     if isinstance(given, Layer):
         return {"the layer": given}, "the layer"
+    if not hasattr(given, "layers"):
+        raise PlanError(
+            f"ShardingExplorer({given!r}): possible are {', '.join(EXAMPLES)}, a sharding.Layer, or what "
+            "sharding.capture_model gives"
+        )
     layers = {f"layer {k}": layer for k, layer in enumerate(given.layers)}
     return layers, next(iter(layers))

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from functools import cached_property
+from typing import Protocol
 
 from minipar.errors import ProgramError
 from minipar.program import (
@@ -56,17 +57,27 @@ from minipar.program.verify.contributions import check_contributions, check_move
 from minipar.program.verify.staleness import StaleContents, settled
 
 
-def verify(program: Program) -> None:
+class Planned(Protocol):
+    """What has a program for each number of layers: a plan."""
+
+    def sketch(self) -> Program:
+        """The program with one layer in each stage."""
+
+
+def verify(program: Program | Planned) -> None:
     """Check that the program can run. Errors: ProgramError (or its subclass for deadlocks), which says why it cannot.
 
     It takes about 6 microseconds for each instruction. Of ranks that do the same on other rows or shards it looks at
-    one (`Program.representatives`). A plan has no instructions yet: `Plan.compile` makes its program, and verifies it.
+    one (`Program.representatives`). A plan has no instructions yet: its program is that of one layer in each stage, as
+    `simulate` takes it; `Plan.compile` makes the one of a model, and verifies it.
     """
     if not isinstance(program, Program):
-        raise ProgramError(
-            f"verify: takes a program, and {type(program).__name__} is none; plan.compile(layers=8), or "
-            "plan.compile(models.shape('gpt-tiny')), makes the program of a plan"
-        )
+        if not hasattr(program, "sketch"):
+            raise ProgramError(
+                f"verify: takes a program or a Plan, and {type(program).__name__} is neither; "
+                "Plan.parse('pp=4 microbatches=8').compile(layers=8) makes a program of words"
+            )
+        program = program.sketch()
     with paused():
         try:
             fields.check_fields(program)

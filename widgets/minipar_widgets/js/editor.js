@@ -343,7 +343,8 @@ function render({ model, el }) {
     why.textContent = board.details;
     why.hidden = !board.details;
     code.textContent = board.code;
-    for (const button of edits) button.disabled = !editable();
+    const idle = [!past.length, !undone.length];
+    edits.forEach((button, k) => { button.disabled = !editable() || !!idle[k]; });
   }
   function answered() {
     const answer = model.get("board");

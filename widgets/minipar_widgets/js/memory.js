@@ -98,8 +98,10 @@ function render({ model, el }) {
         const beside = 6 + ctx.measureText(title).width + 12 < at - (left ? 4 + 6.4 * text.length : 0);
         write(ctx, text, at + (left ? -4 : 4), beside ? 14 : 53, look.warn, { size: 11, align: left ? "right" : "left" });
       }
-      const share = `${bytes(one.total)}, ${((100 * one.total) / now.capacity).toFixed(1)} % of ${now.device}`;
-      if (now.capacity > whole) write(ctx, share, Math.max(x, LEFT + (one.measured ?? 0) * scale) + 12, 36, look.ink);
+      const percent = `${((100 * one.total) / now.capacity).toFixed(1)} %`, end = Math.max(x, LEFT + (one.measured ?? 0) * scale) + 12;
+      ctx.font = `12px ${FONT}`;
+      const share = [`${bytes(one.total)}, ${percent} of ${now.device}`, `${bytes(one.total)}, ${percent}`, percent].find((text) => end + ctx.measureText(text).width < width);
+      if (now.capacity > whole && share) write(ctx, share, end, 36, look.ink);
       if (one.measured != null) diamond(ctx, LEFT + one.measured * scale, 36, look);
       one.terms.forEach(([name, size, formula, filled, , measured], k) => {
         const y = 62 + k * row;
@@ -113,7 +115,8 @@ function render({ model, el }) {
         const length = (size / most) * (bars - 84 * !wide(width));
         block(ctx, name, LEFT, y, length, 18);
         if (measured != null) diamond(ctx, LEFT + (measured / most) * (bars - 84 * !wide(width)), y + 9, look);
-        write(ctx, bytes(size), LEFT + length + 10, y + 9, look.ink);
+        const end = Math.max(length, measured == null ? 0 : (measured / most) * (bars - 84 * !wide(width)));
+        write(ctx, bytes(size), LEFT + end + 10, y + 9, look.ink);
         ctx.font = `12px ${FONT}`;
         const below = wide(width) ? y + 2 : y + 30;
         write(ctx, `${formula}`, right, below, look.muted);

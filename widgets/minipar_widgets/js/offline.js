@@ -60,12 +60,12 @@ function start({ place, title, controls, parcels }) {
     const choose = (event) => {
       chosen[k] = +event.target.value;
       said.textContent = String(control.values[chosen[k]]);
-      event.target.setAttribute("aria-valuetext", said.textContent);
+      if (control.slides) event.target.setAttribute("aria-valuetext", said.textContent);
       show();
     };
     const input = control.slides
-      ? make("input", { type: "range", min: 0, max: control.values.length - 1, value: chosen[k], "aria-valuetext": said.textContent, oninput: choose })
-      : make("select", { onchange: choose }, ...control.values.map((value, at) => make("option", { value: at, selected: at === chosen[k] }, String(value))));
+      ? make("input", { type: "range", "aria-label": control.label, min: 0, max: control.values.length - 1, value: chosen[k], "aria-valuetext": said.textContent, oninput: choose })
+      : make("select", { "aria-label": control.label, onchange: choose }, ...control.values.map((value, at) => make("option", { value: at, selected: at === chosen[k] }, String(value))));
     form.append(make("label", {}, make("span", {}, control.label), input, ...(control.slides ? [said] : [])));
   });
   form.addEventListener("submit", (event) => event.preventDefault());

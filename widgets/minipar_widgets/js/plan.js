@@ -298,6 +298,7 @@ function render({ model, el }) {
   // the question ----------------------------------------------------------------------------------------------------
 
   const now = () => waiting ?? { model: data().model, machine: data().machine, gpus: data().gpus, batch: data().batch, pins: data().pins };
+  const busy = (on) => view.root.setAttribute("aria-busy", on); // then the plans of before are pale
   const options = model.get("options");
   const chooser = (name, label, values) => {
     const select = make("select", { "aria-label": label, onchange: () => send({ ...now(), [name]: select.value }) }, ...values.map((value) => make("option", { value }, value)));
@@ -311,6 +312,7 @@ function render({ model, el }) {
     const show = () => { said.textContent = values[input.value].toLocaleString("en"); input.setAttribute("aria-valuetext", said.textContent); };
     view.listen(input, "input", () => {
       show();
+      if (alive()) busy(true);
       clearTimeout(timer);
       timer = setTimeout(() => send({ ...now(), [name]: values[input.value] }), alive() ? 150 : 0);
     });
@@ -348,7 +350,7 @@ function render({ model, el }) {
     if (waiting) next = asked; // one question at a time: the newest one is asked when there is an answer
     else post(asked);
     waiting = asked;
-    view.root.setAttribute("aria-busy", "true");
+    busy(true);
     tell();
   }
   function post(asked) {
@@ -461,7 +463,7 @@ function render({ model, el }) {
       next = null;
       return send(asked, false);
     }
-    view.root.removeAttribute("aria-busy");
+    busy(false);
     if (!data().columns.includes(key) && data().columns.length) key = data().columns[0];
     stop = { kind: "plan", k: Math.min(stop.kind === "plan" ? stop.k : 0, Math.max(0, data().plans.length - 1)), key };
     tell();

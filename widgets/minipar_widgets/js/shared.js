@@ -314,7 +314,7 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
   const card = make("dl", { class: "mp-keys", hidden: true, tabindex: -1, "aria-label": "keys" },
     ...lines.map(([key, what]) => make("div", {}, make("dt", {}, make("kbd", {}, key)), make("dd", {}, what))));
   hint ||= lines.length ? `${lines.map(([key, what]) => `${spoken(key)}: ${what}`).join("; ")}.` : "";
-  const root = make("div", { class: "minipar", "data-lm-suppress-shortcuts": "true" }, toolbar, card, problem, stage, readout, caption, holder);
+  const root = make("div", { class: "minipar" }, toolbar, card, problem, stage, readout, caption, holder);
   const surface = canvas ? make("canvas", { tabindex: 0, role: "application" }) : null;
   if (surface) stage.append(surface);
   stage.append(tipbox);
@@ -399,6 +399,9 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
     asKeys.setAttribute("aria-pressed", !card.hidden);
   }, "false") : null;
 
+  listen(root, "keydown", (event) => { // of sliders, lists and buttons, which a notebook would take for its commands
+    if (event.target !== surface && !event.ctrlKey && !event.metaKey && !event.altKey && !(event.shiftKey && event.key === "Enter")) event.stopPropagation();
+  });
   if (surface) {
     if (asKeys) keys = { t: () => asTable.click(), "?": () => asKeys.click(), ...keys };
     listen(surface, "keydown", (event) => {

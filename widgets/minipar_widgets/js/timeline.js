@@ -9,7 +9,13 @@ import { boundary, chain, IDLE, inverse, layout, LEFT, RIGHT, twins } from "./ev
 import { curveOf, drawMemory, lanePainter } from "./lanes.js";
 import { filled, hit, search, totals } from "./lod.js";
 
-const KEYS = "Arrows: time and rank; + and -: zoom; Home: all; Tab: next event; Escape, then Tab: leave.";
+const KEYS = [
+  ["← →", "the instruction before, the one after"], ["↑ ↓", "the rank above, the rank below"],
+  ["Shift ← →", "move the window"], ["+ -", "zoom in, zoom out"], ["Home", "all of the time"], ["Enter", "zoom in on the instruction"],
+  ["space", "play or pause"], [", .", "the start before, the next start"],
+  ["c m s", "critical path, messages, streams"], ["d", "the largest difference between two traces, then the next one"],
+  ["Tab", "the next instruction; after the last one, out"], ["Escape", "let the instruction go; then Tab leaves"],
+];
 
 function render({ model, el }) {
   let about, traces, strips, begins, takes, sorts, numbers, indices, lengths, firsts, painter, view, plan, placed;
@@ -277,10 +283,19 @@ function render({ model, el }) {
     }
     redraw();
   }
-  function next(step) {
+  /** The lane that arrows and Tab walk along, and the place in it after a step. Without a chosen event they begin at the
+   * cursor, or where the window begins. */
+  function beside(step) {
     const lane = chosen >= 0 ? laneOf(chosen) : strips.find((one) => one[0] === traces.length - 1 && one[1] === rank);
-    const k = chosen >= 0 ? chosen + step : step > 0 ? search(begins, lane[3], lane[4], t0) : -1;
-    const stays = !leaving && k >= lane[3] && k < lane[4];
+    return [lane, chosen >= 0 ? chosen + step : search(begins, lane[3], lane[4], cursor ?? t0) - (step < 0)];
+  }
+  function walk(step) {
+    const [lane, k] = beside(step);
+    leaving = false;
+    choose(Math.max(lane[3], Math.min(lane[4] - 1, k)));
+  }
+  function next(step) {
+    const [lane, k] = beside(step), stays = !leaving && (step > 0 || chosen >= 0) && k >= lane[3] && k < lane[4];
     leaving = false;
     choose(stays ? k : -1);
     return stays;
@@ -328,14 +343,14 @@ function render({ model, el }) {
 
   load();
   view = frame(model, el, {
-    name: "timeline", hint: KEYS, draw,
+    name: "timeline", help: KEYS, draw,
     height(full) {
       if (!about.lanes) return 40;
       if (placed !== (placed = streams ? full : -full)) plan = layout(about, full, streams, about.memory);
       return plan.height;
     },
     keys: {
-      "ArrowLeft": () => pan(-0.15), "ArrowRight": () => pan(0.15), "ArrowUp": () => turn(-1), "ArrowDown": () => turn(1),
+      "ArrowLeft": () => walk(-1), "ArrowRight": () => walk(1), "Shift+ArrowLeft": () => pan(-0.15), "Shift+ArrowRight": () => pan(0.15), "ArrowUp": () => turn(-1), "ArrowDown": () => turn(1),
       "+": () => zoom(0.6), "-": () => zoom(1 / 0.6), "Home": whole,
       "Tab": () => next(1), "Shift+Tab": () => next(-1),
       "Enter": () => chosen >= 0 && show(begins[chosen] - takes[chosen], begins[chosen] + 2 * takes[chosen]),
