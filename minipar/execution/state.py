@@ -25,6 +25,7 @@ from minipar.execution.updating import Count, OptimizerPart, Update
 from minipar.models.tensors import count_bytes
 from minipar.program import (
     Instruction,
+    Local,
     Op,
     Program,
     Value,
@@ -99,7 +100,7 @@ class State:
 
         share   where parameters are averaged, how much those of this rank weigh
         """
-        if ins.op is Op.ALL_REDUCE and ins.reads[0].kind == "param":
+        if ins.op is Op.ALL_REDUCE and home(ins.reads[0]).kind == "param":
             return self._average(ins, share)
         if ins.op is Op.REDUCE_SCATTER:
             return [self._reduce_scatter(ins)]
@@ -238,8 +239,11 @@ def choose_owners(
     for g, params in enumerate(groups):
         group = program.groups[g]
         holders = max(1, program.holders[g] // (program.sharing if group.form == "S" else 1))
+        if isinstance(program.contract, Local):
+            holders = max(1, holders // program.replicas)
         if g in sliced:
-            place = program.replica(comm.rank), program.replicas, comm.device
+            ranks = program.slicing(g, comm.rank)
+            place = ranks.index(comm.rank), len(ranks), comm.device
             found.append(SlicedGroup(g, params, group, *place, narrow, g in program.scattered))
             found[g].holders = 1 if group.form == "S" else program.sharing
         elif g in versioned:

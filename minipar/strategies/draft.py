@@ -37,8 +37,8 @@ Seconds = Callable[[Instruction], float]
 # compute instruction works on one layer. Until "transfers" nothing is sent, and until "update" the rows have no STEP.
 PLACES = (
     "layers", "bucket", "checkpoint", "slices", "zero", "priority", "data_parallel", "compress", "forms",
-    "parts", "copies", "host_layers",
-    "offload", "local_steps", "clip", "parameter_server", "transfers", "update", "fuse", "versions",
+    "parts", "copies", "local_steps", "host_layers",
+    "offload", "clip", "parameter_server", "transfers", "update", "fuse", "versions",
     "parts_of_updates",
 )  # fmt: skip
 

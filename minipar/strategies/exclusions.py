@@ -101,6 +101,7 @@ BUDGET = KeyValues(
 )
 ZERO = KeyValues("zero", "zero=1, 2, 3", lambda plan: plan.zero > 0, "zero=0")
 ZERO_BELOW_3 = KeyValues("zero", "zero=1, 2", lambda plan: plan.zero in (1, 2), "zero=0 or zero=3")
+ZERO_ABOVE_1 = KeyValues("zero", "zero=2, 3", lambda plan: plan.zero > 1, "zero=1")
 INFERENCE = KeyValues("inference", "inference", lambda plan: plan.inference, "inference=false")
 CLIP = KeyValues("clip", "clip", lambda plan: plan.clip is not None, "clip=none")
 BF16 = KeyValues("precision", "precision=bf16", lambda plan: plan.precision == "bf16", "precision=float32")
@@ -201,10 +202,7 @@ EXCLUSIONS = (
     Exclusion(COMPRESSED, HOST_LAYERS, f"{_SMALLER}, on the device"),
     Exclusion(COMPRESSED, OFFLOADED_STATE, f"{_SMALLER}, on the device"),
     Exclusion(LOCAL, ZERO, f"{_ALONE}, with whole states", fundamental=True),
-    Exclusion(LOCAL, CLIP, f"{_ALONE}, and the norm is that of all of them", fundamental=True),
     Exclusion(LOCAL, PRIORITY, f"{_ALONE}, and sends no gradients", fundamental=True),
-    Exclusion(LOCAL, OFFLOAD, f"{_ALONE}, on the device"),
-    Exclusion(LOCAL, HOST_LAYERS, f"{_ALONE}, on the device"),
     Exclusion(SERVERS, STAGES, "a worker holds the whole model"),
     Exclusion(SERVERS, ZERO, "the servers hold the optimizer's state, and share it out", fundamental=True),
     Exclusion(SERVERS, OFFLOAD, "a worker keeps everything on its device"),
@@ -261,14 +259,16 @@ EXCLUSIONS = (
     Exclusion(HOST_LAYERS, SLICED, _AS_SLICES),
     Exclusion(OFFLOADED_ACTIVATIONS, DYNAMIC, "copies stand in an order, which its ranks do not keep to"),
     Exclusion(OFFLOADED_ACTIVATIONS, HALVES, "its backwards are split, and the halves need what was saved twice"),
-    Exclusion(ZERO, COPIES, "whole gradients are summed over the copies in every step"),
+    Exclusion(
+        ZERO_ABOVE_1, COPIES, "the copies of a stage work at different times, and would wait for each other's slices",
+        fundamental=True,
+    ),
     Exclusion(CHECKED, SERVERS, "what servers do is decided as they run, and checked by its exact replay"),
     Exclusion(CHECKED, ASYNCHRONOUS, "its ranks are at different steps, and nothing is the same on all of them"),
     Exclusion(CHECKED, LOCAL, f"{_ALONE}, and parameters differ until they are averaged"),
     Exclusion(CHECKED, PRIORITY, "parts of a gradient are summed while others are still used"),
     Exclusion(CHECKED, OFFLOAD, "it looks at what is on the device"),
     Exclusion(CHECKED, HOST_LAYERS, "it looks at what is on the device"),
-    Exclusion(LOCAL, COPIES, "whole gradients are summed over the copies in every step"),
 )
 
 SHARED = Need("ranks that share layers", lambda plan: plan.sharing > 1, "tp=2")

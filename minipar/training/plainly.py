@@ -73,9 +73,11 @@ def train_reference(
     report     called with every step that is done
     Raises what the user's code raises there, with its traceback in a note; RankDied if the process dies.
     """
-    options: dict[str, Any] = {"steps": steps, "keep_gradients": keep_gradients, "first": storing.first}
+    options: dict[str, Any] = {
+        "steps": steps, "keep_gradients": keep_gradients, "first": storing.first, "clip": clip
+    }  # fmt: skip
     if replicas is None:
-        options |= {"clip": clip, "inference": inference}
+        options |= {"inference": inference}
         return ask(task_of(job, "plain", options, storing, saved), threads, report)
     count, microbatches, every = replicas
     options |= {"replicas": count, "microbatches": microbatches, "every": every}

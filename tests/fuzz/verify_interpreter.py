@@ -836,11 +836,12 @@ class _Machine:
     def check_norm(self, rank: int, ins: Instruction, updates: int) -> None:
         """The norm counts every gradient, right and complete, on each rank that holds it or a slice of it."""
         wanted: Counter[Any] = Counter()
+        replicas = [self.replica[rank]] if self.every else range(self.replicas)  # (alone each has a norm of its own)
         for holder, homes in enumerate(self.homes):
-            for value in homes:
+            for value in homes if self.replica[holder] in replicas else ():
                 if value.kind in ("optimizer_state", "optimizer_shard"):
                     right: Counter[int] = Counter()
-                    for replica in range(self.replicas):
+                    for replica in replicas:
                         for contributions in self.right[updates, replica]:
                             right.update(contributions.get((value.index, self.shard[holder]), ()))
                     wanted[value.index, _frozen(right)] += 1
@@ -982,7 +983,7 @@ class _Machine:
             self.underway[rank][value] = ("pieces", pieces)
 
     def average(self, rank: int, ins: Instruction) -> None:
-        memory, names = self.memory[rank], [Value("param", g) for g in ins.layers]
+        memory, names = self.memory[rank], [Value(ins.reads[0].kind, g) for g in ins.layers]
         if not isinstance(self.program.contract, Local) or not set(names) == set(ins.reads) == set(ins.writes):
             raise Wrong(f"rank {rank} `{ins}` averages what is no replica's own")
         brought = {v.index: memory.pop(v) for v in names}
@@ -994,12 +995,13 @@ class _Machine:
         self.underway[rank].update(dict.fromkeys(names, ("group", ins.group, turn, None)))
 
     def check_slices(self, rank: int, ins: Instruction) -> None:
-        """Slice k is that of replica k; every replica has one."""
-        alike = len({self.shard[r] for r in ins.group}) == 1
-        if [self.replica[r] for r in ins.group] != list(range(self.replicas)) or not alike:
-            raise Wrong(f"rank {rank} `{ins}`: not one rank of each replica")
+        """Slice k is that of the k-th rank that has one, of those with the same shard of the layer."""
         if any(Value("optimizer_shard", g) not in self.homes[rank] for g in ins.layers):
             raise Wrong(f"rank {rank} `{ins}` works on a group that is not cut into slices")
+        for g in ins.layers:
+            having = [r for r, held in enumerate(self.homes) if Value("optimizer_shard", g) in held]
+            if list(ins.group) != [r for r in having if self.shard[r] == self.shard[rank]]:
+                raise Wrong(f"rank {rank} `{ins}`: not all ranks with slices of group {g}, ascending")
 
     def scatter(self, rank: int, ins: Instruction) -> None:
         memory = self.memory[rank]

@@ -405,15 +405,15 @@ def _check_state_work(
 
 
 def _check_slices(program: Program, rank: int, index: int, own: _State) -> None:
-    """The slices of a group lie on one rank of each replica, in the order of replicas."""
+    """The slices of a group lie on all ranks that hold it, in the order of these ranks."""
     ins, where = program.ranks[rank][index], at(program, rank, index)
-    shards = {program.shard(r) for r in ins.group}
-    if [program.replica(r) for r in ins.group] != list(range(program.replicas)) or len(shards) > 1:
-        reason = f"{where}: slice k is that of replica k; possible is a group of one rank of each replica, ascending"
-        raise refuse(program, rank, index, reason)
     for g in ins.layers:
         if optimizer_shard(g) not in own.held:
             raise refuse(program, rank, index, f"{where}: rank {rank} has no slice of parameter group {g}")
+        if ins.group != (wanted := program.slicing(g, rank)):
+            told = ",".join(map(str, wanted))
+            reason = f"{where}: the slices of group {g} are those of ranks {told}, one after the other"
+            raise refuse(program, rank, index, f"{reason}; possible is a group of these")
 
 
 def _check_sum(
@@ -426,7 +426,7 @@ def _check_sum(
     summed = frozenset((first, g) for g in ins.layers)
     if program.sharing > 1:
         forms.check_shards(program, rank, index)
-    if first == "param":
+    if first in ("param", "host param"):
         if not isinstance(program.contract, Local):
             raise refuse(program, rank, index, f"{where} sums parameters; possible with contract Local alone")
         rest: frozenset[tuple[str, int]] = frozenset()
@@ -455,8 +455,9 @@ def _check_sum(
             told = ",".join(map(str, other))
             reason = f"{where}: grad({g}) lies in the buffer of groups {told}; possible are the same groups in"
             raise refuse(program, rank, index, f"{reason} every step")
-    host = " " in first
-    return (frozenset(home(Value(*pair, -1, -1))[:2] for pair in summed) if host else summed), made | summed
+    if " " in first:  # on the host
+        summed = frozenset(home(Value(*pair, -1, -1))[:2] for pair in summed)
+    return summed, made | summed
 
 
 def _on_host(program: Program, rank: int, index: int) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
