@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from minipar.comm.buckets import Buckets
 from minipar.comm.communicator import Communicator
+from minipar.comm.compression import NARROW
 from minipar.comm.handles import Handle, Then
 from minipar.execution.correction import ByStaleness
 from minipar.execution.owners import Owner, Slice, Wide
@@ -130,6 +131,8 @@ class State:
     def _reduce_scatter(self, ins: Instruction) -> Handle:
         slices = [self.slices[g] for g in ins.layers]
         packed = pack_gradients(slices, self.comm.device)
+        if self.program.compress in NARROW:
+            packed = packed.to(NARROW[self.program.compress])
         add = grad_shard(ins.layers[0]) in ins.reads
         if not add:
             sizes = [each.size for each in slices]
@@ -137,7 +140,15 @@ class State:
             for each, place in zip(slices, sums.split(sizes), strict=True):
                 each.part.grad = place
             self.sums[ins.layers] = sums
-        return self.comm.ireduce_scatter(packed, self.sums[ins.layers], ins.group, add)
+        sums = self.sums[ins.layers]
+        if self.program.compress not in NARROW:
+            return self.comm.ireduce_scatter(packed, sums, ins.group, add)
+        found = torch.empty(len(sums), dtype=packed.dtype, device=packed.device)
+
+        def widen() -> None:
+            sums.add_(found) if add else sums.copy_(found)
+
+        return Then(self.comm.ireduce_scatter(packed, found, ins.group, False), widen)
 
     def _norm(self, ins: Instruction) -> Handle:
         """Sum the squares of all gradients, each counted once: a slice here, or the part of this one of its holders."""

@@ -280,6 +280,10 @@ class Walk:
         size = sum(self.sizes.size(self.rank, value) for value in buffers)
         message = self.make(size, -1, "message", "buffers")
         self.free(ins)
+        if self.program.compress != "none":  # in shorter numbers, which the sum comes in, too
+            short = sum(part.bytes for part in ins.parts)
+            self.release(message, "message")
+            message = self.make(short + short // len(ins.group), -1, "message", "buffers")
         self.other(ins._replace(writes=tuple(value for value in ins.writes if value.kind != "buffer")))
         for value in ins.writes:
             if value.kind != "buffer":

@@ -513,7 +513,9 @@ class _Machine:
                 return None
             covered = sorted((a, b) for _, _, a, b in source[1])
             ends = [0, *(b for _, b in covered)]
-            if [a for a, _ in covered] != ends[:-1] or ends[-1] != sum(self.program.groups[value.index].tensors):
+            size = sum(self.program.groups[value.index].tensors)
+            right = {size, size // 2, size // 4} if self.program.compress != "none" else {size}  # (in 16 bits)
+            if [a for a, _ in covered] != ends[:-1] or ends[-1] not in right:
                 raise Wrong(f"{value} of rank {rank} is not summed byte by byte")
             if any(_frozen(other) != _frozen(found[0]) for other in found):
                 raise Wrong(f"pieces of {value} of rank {rank} hold different contributions")
@@ -953,7 +955,7 @@ class _Machine:
             return
         there = _tier(ins.reads[0])
         names = {g: Value(f"{there} grad".strip(), g) for g in ins.layers}
-        rest = {Value("residual", g) for g in ins.layers}
+        rest = {Value(f"{there} residual".strip(), g) for g in ins.layers}
         kept = self.program.compress.startswith(("topk", "powersgd"))
         piece = len(ins.parts) == 1 and ins.parts[0].start >= 0
         if not set(names.values()) <= set(ins.reads) <= {*names.values(), *rest}:
@@ -973,7 +975,7 @@ class _Machine:
                 self.underway[rank][value] = ("group", ins.group, turn, None)
             return
         (part,) = ins.parts
-        if not flat or len(ins.layers) > 1 or part.bytes < 0 or self.program.compress != "none":
+        if not flat or len(ins.layers) > 1 or part.bytes < 0 or kept:
             raise Wrong(f"rank {rank} `{ins}`: a piece of no buffer")
         pieces = self.pieces.setdefault((rank, ins.layers[0]), [])
         pieces.append((ins.group, turn, part.start, part.start + part.bytes))

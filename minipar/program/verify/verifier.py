@@ -431,7 +431,7 @@ def _check_sum(
             raise refuse(program, rank, index, f"{where} sums parameters; possible with contract Local alone")
         rest: frozenset[tuple[str, int]] = frozenset()
     elif home(ins.reads[0]).kind == "grad" if ins.reads else False:
-        rest = frozenset(("residual", g) for g in ins.layers)
+        rest = frozenset((first.replace("grad", "residual"), g) for g in ins.layers)  # (on the host, if they are there)
     else:
         raise refuse(program, rank, index, f"{where} sums gradients, but reads none")
     read, written = (frozenset(value[:2] for value in values) for values in (ins.reads, ins.writes))
@@ -447,8 +447,9 @@ def _check_sum(
     if ins.frees:
         raise refuse(program, rank, index, f"{where} frees {ins.frees[0]}, which it changes; possible is frees=()")
     flat = any(part.layer < 0 for part in ins.parts)
-    if piece is not None and (len(ins.layers) > 1 or not flat or piece[1] <= piece[0] or program.compress != "none"):
-        reason = f"{where}: a piece is of one uncompressed gradient, in a buffer (layer=-1), and has bytes"
+    whole = program.compress in ("none", "bf16", "fp16")
+    if piece is not None and (len(ins.layers) > 1 or not flat or piece[1] <= piece[0] or not whole):
+        reason = f"{where}: a piece is of one gradient, with all its numbers, in a buffer (layer=-1), and has bytes"
         raise refuse(program, rank, index, reason)
     for g in ins.layers if flat and rest else ():
         if (other := own.buffers.setdefault(g, ins.layers)) != ins.layers:
