@@ -188,7 +188,6 @@ EXCLUSIONS = (
     Exclusion(PLACE, SPLIT, "each says which rank has which layers", fundamental=True),
     Exclusion(PLACE, CHUNKS, "each says which rank has which layers", fundamental=True),
     Exclusion(PLACE, IN_A_ROW, "it needs stages in a row"),
-    Exclusion(HOST_LAYERS, ZERO, "layers on the host are not sharded"),
     Exclusion(OFFLOADED_PARAMETERS, ZERO_BELOW_3, "it keeps whole parameters on the device"),
     Exclusion(PRIORITY, CLIP, f"{_AT_ONCE}, and the norm needs all gradients", fundamental=True),
     Exclusion(PRIORITY, ZERO, f"{_AT_ONCE}, whole"),
@@ -254,12 +253,8 @@ EXCLUSIONS = (
         for parts in (SEQUENCE, CONTEXT, EXPERTS)
     ),
     Exclusion(SERVERS, SLICED, _AS_SLICES),
-    Exclusion(LOCAL, SLICED, _AS_SLICES),
     Exclusion(BUDGET, SLICED, _AS_SLICES),
-    Exclusion(OFFLOADED_ACTIVATIONS, SLICED, _AS_SLICES),
-    Exclusion(HOST_LAYERS, SLICED, _AS_SLICES),
     Exclusion(OFFLOADED_ACTIVATIONS, DYNAMIC, "copies stand in an order, which its ranks do not keep to"),
-    Exclusion(OFFLOADED_ACTIVATIONS, HALVES, "its backwards are split, and the halves need what was saved twice"),
     Exclusion(
         ZERO_ABOVE_1, COPIES, "the copies of a stage work at different times, and would wait for each other's slices",
         fundamental=True,

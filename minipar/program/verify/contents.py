@@ -150,7 +150,7 @@ class Contents:
             if tier(value) != "device" and "grad" not in value.kind:
                 newest[value.index] = max(newest.get(value.index, 0), updates)
         for value in sorted(self.program.state[rank]) if newest else ():
-            copied = tier(value) != "device" or value.kind in ("param", "param_shard")
+            copied = home(value).kind != "residual" and (tier(value) != "device" or "param" in value.kind)
             if copied and value.index in newest and known.get(value, 0) != newest[value.index]:
                 raise ProgramError(
                     f"rank {rank} ends with {value} after {several(known.get(value, 0), 'update')}, but with another"

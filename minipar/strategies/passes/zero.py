@@ -33,7 +33,8 @@ for example where the backward follows the forward. So `prefetch` + 1 layers are
 and backward begins, as many gathers are saved.
 
 A group that is tied between stages stays whole and is summed by an all-reduce, because its slices would belong to ranks
-with different work. Frozen parameters stay whole, too.
+with different work. Frozen parameters stay whole, too, and those of layers on the host. Where a stage has copies, all
+ranks that hold it share out its optimizer state.
 """
 
 from __future__ import annotations
@@ -96,8 +97,9 @@ def _by_bucket(step: Instruction, buckets: Sequence[Sequence[int]], draft: Draft
 
 def sharded_groups(layout: Layout, rank: int) -> frozenset[int]:
     """The groups of a rank whose optimizer state is sharded: other ranks of the same replica hold them as copies, or
-    not at all."""
-    return frozenset(g for g in layout.trainable(rank) if len(layout.holders(g)) == layout.dp or layout.copied(g))
+    not at all. Those on the host, where there is room, stay whole."""
+    device = (g for g in layout.trainable(rank) if not layout.on_host(g))
+    return frozenset(g for g in device if len(layout.holders(g)) == layout.dp or layout.copied(g))
 
 
 def _sliced(value: Value, sharded: frozenset[int], level: int) -> Value:
