@@ -17,7 +17,7 @@ from minipar.costs.measured import Profile
 from minipar.costs.recomputation import Chain, LayerCosts, Move, every, in_segments, square_root
 from minipar.costs.reversal import minimum, rotor
 from minipar.errors import PlanError
-from minipar.program import Action, BackwardWeight, Forward
+from minipar.program import Action, BackwardInput, BackwardWeight, Forward
 from minipar.strategies.layout import Layout
 from minipar.wording import several
 
@@ -83,7 +83,9 @@ def schedules(
     costs     the costs of each layer, which a budget needs; with them "sqrt" takes sizes into account
 
     A budget counts activations: outputs, their gradients, what is saved, and `receives_ahead` buffers for messages
-    from each neighbour. It does not count the input rows, nor outputs that wait because a link is slow. Errors:
+    from each neighbour. It does not count the input rows, nor outputs that wait because a link is slow. Several stages
+    of a rank share its budget: each gets the least that it needs, and of the rest a part that is in proportion to what
+    more it can use. What waits for the weight halves of backwards counts as all that their layers had saved. Errors:
     PlanError for a choice that does not fit the model, and for a budget that is too small; it names the smallest one.
     """
     if isinstance(costs, Profile):
@@ -101,9 +103,12 @@ def schedules(
             flying[stage] = max(flying[stage], in_flight(action for action in chosen if action.chunk == c))
     budget = budget_of(choice)
     if budget is not None and costs is not None:
-        if any(isinstance(action, BackwardWeight) for chosen in actions for action in chosen):
-            raise PlanError(f"checkpoint={text(choice)}: a budget is for whole backwards; possible are none, sqrt, K")
-        return _within(budget, layout, parts, flying, costs, receives_ahead)
+        waiting = [0] * count
+        for rank, chosen in enumerate(actions):
+            for c, stage in enumerate(layout.placement[rank]):
+                mine = [action for action in chosen if action.chunk == c]
+                waiting[stage] = max(waiting[stage], between_halves(mine))
+        return _within(budget, layout, parts, flying, waiting, costs, receives_ahead)
     found = []
     for part, flight in zip(parts, flying, strict=True):
         segments: Iterable[range] = ()
@@ -144,6 +149,15 @@ def in_flight(actions: Iterable[Action]) -> int:
     return max(1, most)
 
 
+def between_halves(actions: Iterable[Action]) -> int:
+    """The largest number of micro-batches between the two halves of their backward."""
+    now = most = 0
+    for action in actions:
+        now += isinstance(action, BackwardInput) - isinstance(action, BackwardWeight)
+        most = max(most, now)
+    return most
+
+
 def _check(choice: Checkpoint, layout: Layout, costs: LayerCosts | None) -> None:
     if costs is not None and len(costs.forward) != layout.shape.layers:
         raise PlanError(f"costs: of {several(len(costs.forward), 'layer')}, but the model has {layout.shape.layers}")
@@ -153,8 +167,6 @@ def _check(choice: Checkpoint, layout: Layout, costs: LayerCosts | None) -> None
             f"checkpoint={text(choice)}: a budget needs the sizes of the layers; give compile(..., costs=profile), "
             "or choose sqrt, K or layers"
         )
-    if budget_of(choice) is not None and max(map(len, layout.placement)) > 1:
-        raise PlanError(f"checkpoint={text(choice)}: a budget is for one chunk a rank; possible are none, sqrt, K")
 
 
 def check_layers(choice: Checkpoint, layers: int) -> None:
@@ -171,29 +183,54 @@ def _chain(costs: LayerCosts, layout: Layout, part: range) -> Chain:
 
 
 def _within(
-    budget: int, layout: Layout, stages: list[range], flying: list[int], costs: LayerCosts, receives_ahead: int
+    budget: int,
+    layout: Layout,
+    stages: list[range],
+    flying: list[int],
+    waiting: list[int],
+    costs: LayerCosts,
+    receives_ahead: int,
 ) -> list[tuple[Move, ...]]:
-    """The fastest schedule of each stage within the budget. Errors: PlanError, which names the smallest possible
-    budget."""
-    around = [_around(layout, stage, flying[stage], costs, receives_ahead) for stage in range(layout.pp)]
+    """The fastest schedule of each stage within the budget of its rank. Errors: PlanError, which names the smallest
+    possible budget."""
+    count = len(stages)
     chains = [_chain(costs, layout, part) if part else None for part in stages]
-    found: list[tuple[Move, ...]] = []
-    try:
-        for chain, flight, extra in zip(chains, flying, around, strict=True):
-            if extra > budget:
-                raise PlanError("too small")
-            found.append(rotor(chain, budget - extra, flight) if chain else ())
-    except PlanError:
-        least = [
-            extra + (minimum(chain, flight) if chain else 0)
-            for chain, flight, extra in zip(chains, flying, around, strict=True)
-        ]
-        stage = max(range(layout.pp), key=least.__getitem__)
-        where = f" on stage {stage}, with {flying[stage]} in flight" if layout.pp > 1 else ""
-        raise PlanError(
-            f"checkpoint: a budget of {_size(budget)} is too small; the least is {_size(least[stage], up=True)}{where}"
-        ) from None
-    return found
+    around = [
+        _around(layout, stage, flying[stage], costs, receives_ahead) + waiting[stage] * _left(costs, stages[stage])
+        for stage in range(count)
+    ]
+    least = [
+        extra + (minimum(chain, flight) if chain else 0)
+        for chain, flight, extra in zip(chains, flying, around, strict=True)
+    ]
+    most = [
+        extra + flight * sum(chain.saved) + sum(chain.output) if chain else extra
+        for chain, flight, extra in zip(chains, flying, around, strict=True)
+    ]
+    for rank, held in enumerate(layout.placement):
+        needed = sum(least[stage] for stage in held)
+        if needed > budget:
+            many = f" with {flying[held[0]]} in flight" if len(held) == 1 else ""
+            where = f" on {'stage' if layout.placement == _row(layout.pp) else 'rank'} {rank},{many}".rstrip(",")
+            raise PlanError(
+                f"checkpoint: a budget of {_size(budget)} is too small; the least is {_size(needed, up=True)}"
+                f"{where if layout.pp > 1 else ''}"
+            )
+    shares = [budget] * count
+    for held in layout.placement:
+        spare, wanted = budget - sum(least[s] for s in held), sum(max(0, most[s] - least[s]) for s in held)
+        for s in held if len(held) > 1 else ():
+            shares[s] = min(shares[s], least[s] + (spare * max(0, most[s] - least[s]) // wanted if wanted else 0))
+    return [
+        rotor(chain, share - extra, flight) if chain else ()
+        for chain, share, extra, flight in zip(chains, shares, around, flying, strict=True)
+    ]
+
+
+def _left(costs: LayerCosts, layers: range) -> int:
+    """At most so many bytes are left of a micro-batch between the halves of its backward."""
+    own = sum(costs.saved[layer] + costs.output[layer] + costs.gradient[layer] for layer in layers)
+    return own + (costs.output[layers.start - 1] if layers and layers.start else 0)
 
 
 def _around(layout: Layout, stage: int, flying: int, costs: LayerCosts, receives_ahead: int) -> int:
