@@ -374,7 +374,8 @@ def _parts(numbers: PlanNumbers, model: Sizes, kind: Kind, rank: int) -> tuple[P
     known: dict[Any, Part] = {}
     found = []
     for c, chunk in enumerate(kind.chunks):
-        key = _plain(chunk, n, model), flights[c][1] if flights else 1, _within(n, model)[rank] if budget else None
+        moves = _within(n, model)[pipeline(n).placement()[rank][c]] if budget else None
+        key = _plain(chunk, n, model), flights[c][1] if flights else 1, moves
         if key not in known:
             known[key] = _part(*given, *key)
         found.append(known[key])
@@ -471,7 +472,7 @@ def _segments(costs: LayerCosts, layers: range, checkpoint: Any, ends: bool, fli
 
 @lru_cache(64)
 def _within(numbers: PlanNumbers, model: Sizes) -> tuple[tuple[Move, ...], ...]:
-    """For each rank, the fastest moves within a budget. Errors: PlanError for a budget that is too small."""
+    """For each stage, the fastest moves within a budget. Errors: PlanError for a budget that is too small."""
     n, plan = numbers, pipeline(numbers)
     costs = _costs(model, n.rows / n.ep, n.bytes.activation, n.division, False)
     shape = Shape(own_layers(model), _groups(model, n.division)[0], model.name)

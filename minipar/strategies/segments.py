@@ -14,7 +14,16 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from minipar.costs.measured import Profile
-from minipar.costs.recomputation import Chain, LayerCosts, Move, every, in_segments, square_root
+from minipar.costs.recomputation import (
+    Chain,
+    LayerCosts,
+    Move,
+    every,
+    in_segments,
+    keep_everything,
+    needed,
+    square_root,
+)
 from minipar.costs.reversal import minimum, rotor
 from minipar.errors import PlanError
 from minipar.program import Action, BackwardInput, BackwardWeight, Forward
@@ -199,32 +208,42 @@ def _within(
         _around(layout, stage, flying[stage], costs, receives_ahead) + waiting[stage] * _left(costs, stages[stage])
         for stage in range(count)
     ]
-    least = [
-        extra + (minimum(chain, flight) if chain else 0)
-        for chain, flight, extra in zip(chains, flying, around, strict=True)
-    ]
-    most = [
-        extra + flight * sum(chain.saved) + sum(chain.output) if chain else extra
-        for chain, flight, extra in zip(chains, flying, around, strict=True)
-    ]
-    for rank, held in enumerate(layout.placement):
-        needed = sum(least[stage] for stage in held)
-        if needed > budget:
-            many = f" with {flying[held[0]]} in flight" if len(held) == 1 else ""
-            where = f" on {'stage' if layout.placement == _row(layout.pp) else 'rank'} {rank},{many}".rstrip(",")
-            raise PlanError(
-                f"checkpoint: a budget of {_size(budget)} is too small; the least is {_size(needed, up=True)}"
-                f"{where if layout.pp > 1 else ''}"
-            )
+
+    def least(stage: int) -> int:
+        chain = chains[stage]
+        return around[stage] + (minimum(chain, flying[stage]) if chain else 0)
+
+    def most(stage: int) -> int:
+        chain = chains[stage]
+        return around[stage] + (needed(chain, keep_everything(len(chain)), flying[stage]) if chain else 0)
+
     shares = [budget] * count
-    for held in layout.placement:
-        spare, wanted = budget - sum(least[s] for s in held), sum(max(0, most[s] - least[s]) for s in held)
-        for s in held if len(held) > 1 else ():
-            shares[s] = min(shares[s], least[s] + (spare * max(0, most[s] - least[s]) // wanted if wanted else 0))
-    return [
-        rotor(chain, share - extra, flight) if chain else ()
-        for chain, share, extra, flight in zip(chains, shares, around, flying, strict=True)
-    ]
+    for held in layout.placement if max(map(len, layout.placement)) > 1 else ():
+        low = {stage: least(stage) for stage in held}
+        more = {stage: max(0, most(stage) - low[stage]) for stage in held}
+        spare, wanted = max(0, budget - sum(low.values())), max(1, sum(more.values()))
+        for stage in held:  # (of a stage with copies the smallest share)
+            shares[stage] = min(shares[stage], low[stage] + min(more[stage], spare * more[stage] // wanted))
+        if sum(low.values()) > budget:
+            shares[held[0]] = -1
+    found: list[tuple[Move, ...]] = []
+    try:
+        for chain, share, flight, extra in zip(chains, shares, flying, around, strict=True):
+            if extra > share:
+                raise PlanError("too small")
+            found.append(rotor(chain, share - extra, flight) if chain else ())
+    except PlanError:
+        needs = [sum(least(stage) for stage in held) for held in layout.placement]
+        rank = max(range(layout.pp), key=needs.__getitem__)
+        held = layout.placement[rank]
+        where = f" on rank {rank}, with {several(len(held), 'stage')}"
+        if len(held) == 1:
+            where = f" on stage {held[0]}, with {flying[held[0]]} in flight"
+        raise PlanError(
+            f"checkpoint: a budget of {_size(budget)} is too small; the least is {_size(needs[rank], up=True)}"
+            f"{where if layout.pp > 1 else ''}"
+        ) from None
+    return found
 
 
 def _left(costs: LayerCosts, layers: range) -> int:
