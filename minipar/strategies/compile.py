@@ -67,7 +67,7 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
     several = plan.dp * plan.pp > 1
     table = (
         ("layers", layers.expand_layers, True),
-        ("bucket", data_parallel.choose_size, trains and plan.messages == "auto"),
+        ("bucket", priority.choose_piece if late else data_parallel.choose_size, trains and plan.messages == "auto"),
         ("checkpoint", checkpoint.recompute_segments, trains and plan.checkpoint not in ("none", "selective")),
         ("slices", slices.add_carries, plan.slice_count > 1),
         ("zero", zero.shard, flushed and plan.zero > 0 and (plan.dp > 1 or (plan.pp > 1 and plan.copies))),

@@ -57,11 +57,15 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class Need:
-    """What a key needs in a plan. Without it any value but the default is refused, because it would have no effect."""
+    """What a key needs in a plan. Without it any value but the default is refused, because it would have no effect.
+
+    example   words of a plan that has it
+    """
 
     what: str
     there: Callable[[Plan], bool]
     possible: str
+    example: str
 
 
 def shown(value: object) -> str:
@@ -83,8 +87,9 @@ CHUNKS = KeyValues("chunks", "chunks", lambda plan: plan.chunks is not None, "no
 PLACE = KeyValues("place", "place", lambda plan: plan.place is not None, "no place=")
 MESSAGES = KeyValues("bucket", "bucket", lambda plan: plan.bucket is not None, "no bucket=")
 WHOLES = KeyValues(
-    "bucket", "bucket=flat, auto, 4x or layers",
-    lambda plan: not isinstance(plan.messages, (int, float)) and plan.messages != "none", "bucket=none or a size",
+    "bucket", "bucket=flat, 4x or layers",
+    lambda plan: not isinstance(plan.messages, (int, float)) and plan.messages not in ("none", "auto"),
+    "bucket=none, auto or a size",
 )  # fmt: skip
 LATE_SUMS = KeyValues(
     "overlap", "overlap=none, priority", lambda plan: plan.overlap != "backward", "overlap=backward"
@@ -190,9 +195,8 @@ EXCLUSIONS = (
     Exclusion(PLACE, IN_A_ROW, "it needs stages in a row"),
     Exclusion(OFFLOADED_PARAMETERS, ZERO_BELOW_3, "it keeps whole parameters on the device"),
     Exclusion(PRIORITY, CLIP, f"{_AT_ONCE}, and the norm needs all gradients", fundamental=True),
-    Exclusion(PRIORITY, ZERO, f"{_AT_ONCE}, whole"),
-    Exclusion(PRIORITY, OFFLOAD, f"{_AT_ONCE}, on the device"),
-    Exclusion(PRIORITY, HOST_LAYERS, f"{_AT_ONCE}, on the device"),
+    Exclusion(PRIORITY, ZERO, "pieces of whole gradients are sent, and slices are sums of whole ones"),
+    Exclusion(PRIORITY, OFFLOADED_PARAMETERS, f"{_AT_ONCE}, but its parameters come only for its forward"),
     Exclusion(PRIORITY, WHOLES, "gradients go in pieces of `bucket` MiB, or whole", fundamental=True),
     Exclusion(SPARSE, ZERO, f"{_SMALLER}; ZeRO sums slices of them", fundamental=True),
     Exclusion(SPARSE, PRIORITY, f"{_SMALLER}; by priority pieces of them are sent", fundamental=True),
@@ -267,24 +271,27 @@ EXCLUSIONS = (
     Exclusion(CHECKED, HOST_LAYERS, "it looks at what is on the device"),
 )
 
-SHARED = Need("ranks that share layers", lambda plan: plan.sharing > 1, "tp=2")
+SHARED = Need("ranks that share layers", lambda plan: plan.sharing > 1, "tp=2", "tp=2")
 SHARED_BY_SEVERAL = Need(
     "ranks that share layers, with several micro-batches each",
     lambda plan: plan.sharing > 1 and plan.total_microbatches > 1,
     "tp=2 with microbatches=2",
+    "tp=2 microbatches=2",
 )
-SERVED = Need("parameter servers", SERVERS.made, "sync=ps")
-SHARDED_GRADIENTS = Need("sharded gradients", lambda plan: plan.zero >= 2, "zero=2, zero=3")
+SERVED = Need("parameter servers", SERVERS.made, "sync=ps", "sync=ps")
+SHARDED_GRADIENTS = Need("sharded gradients", lambda plan: plan.zero >= 2, "zero=2, zero=3", "zero=2")
 GATHERED = Need(
     "parameters that come layer by layer",
     lambda plan: plan.zero == 3 or "parameters" in plan.offload or plan.prefetch == 0,  # (0 has no effect anyway)
     "zero=3, offload=parameters",
+    "zero=3",
 )
-AWAY = Need("what is offloaded", OFFLOAD.made, "offload=activations, optimizer, parameters")
+AWAY = Need("what is offloaded", OFFLOAD.made, "offload=activations, optimizer, parameters", "offload=optimizer")
 ON_DISK = Need(
     "what is offloaded to the disk",
     lambda plan: bool(plan.offload) and plan.offload_to == "disk",
     "offload_to=disk with offload=",
+    "offload=optimizer offload_to=disk",
 )
 
 

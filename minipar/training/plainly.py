@@ -106,6 +106,11 @@ def replay_service(
 ) -> Reference:
     """Run a job in plain torch by the recorded order of parameter servers: every gradient is computed with the
     parameters that its worker was given, and every update uses the gradients that the servers took."""
+    return ask(service_task(job, order, workers, steps, microbatches), threads)
+
+
+def service_task(job: Job, order: list[Row], workers: int, steps: int, microbatches: int) -> dict[str, Any]:
+    """What `reference.run` needs for such a replay."""
     done = completed(order)
     wanted = {id(answer) for answer in done.values()}
     events: list[tuple[Any, ...]] = []
@@ -117,7 +122,7 @@ def replay_service(
         elif row.kind is Kind.APPLY:
             events.append(("apply",))
     options = {"events": events, "steps": steps, "workers": workers, "microbatches": microbatches}
-    return ask(task_of(job, "service", options), threads)
+    return task_of(job, "service", options)
 
 
 def task_of(

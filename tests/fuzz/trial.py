@@ -27,7 +27,6 @@ from minipar.models.network import edges_of
 from minipar.models.parameter_groups import shape_of
 from minipar.program import Program
 from minipar.server.serving import execute_served
-from minipar.strategies.served_order import completed
 from minipar.trace.recorded_order import order_of
 from minipar.training import plainly
 from minipar.training.reference import Reference, gradient_error, run
@@ -50,7 +49,7 @@ class Outcome:
         return self.kind in ("WRONG", "CRASH")
 
 
-def _tokens(rows: int = 8, tokens: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+def _tokens(rows: int = 16, tokens: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(rows)
     x, y = (torch.randint(16, (rows, tokens), generator=generator) for _ in range(2))
     y[0, : tokens // 2] = -100  # (micro-batches and slices do not count alike)
@@ -80,10 +79,10 @@ def trial(words: str, ranks: Callable[[int], Ranks], name: str = "", steps: int 
     """What becomes of a plan."""
     try:
         plan = Plan.parse(words)
-        compiled, job = _compiled(plan, name or model_for(plan), ranks)
+        compiled, job, nodes = _compiled(plan, name or model_for(plan), ranks)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            done, expected = _run(plan, compiled, job, name or model_for(plan), ranks(plan.ranks), steps)
+            done, expected = _run(plan, compiled, job, nodes, name or model_for(plan), ranks(plan.ranks), steps)
     except PlanError as error:
         return Outcome("refused", str(error).split("\n")[0])
     except Exception as error:
@@ -91,9 +90,12 @@ def trial(words: str, ranks: Callable[[int], Ranks], name: str = "", steps: int 
     return _judged(plan, done, expected)
 
 
-def _compiled(plan: Plan, name: str, ranks: Callable[[int], Ranks]) -> tuple[Callable[[int], Program], Job]:
+def _compiled(
+    plan: Plan, name: str, ranks: Callable[[int], Ranks]
+) -> tuple[Callable[[int], Program], Job, tuple[int, ...]]:
+    """What makes its program of so many steps; the job; how many nodes each layer has, if ranks share layers."""
     model, data = MODELS[name]
-    job = Job(model, data, loss=_loss(name), optimizer=sgd, dtype=torch.float64)
+    job = Job(model, data, loss=_loss(name), optimizer=sgd, dtype=torch.float64, evaluate=plan.inference)
     built = job.build()
     if plan.sharing > 1:
         job = captured(replace(job, annotations=annotations_of(plan)), plan.sharing, plan.cut, ranks(plan.ranks))
@@ -102,7 +104,7 @@ def _compiled(plan: Plan, name: str, ranks: Callable[[int], Ranks]) -> tuple[Cal
         shape = replace(shape_of(built), names=tuple(built._modules), edges=edges_of(built))
     unit = (1.0,) * shape.layers
     costs = LayerCosts(unit, unit, (1000,) * shape.layers, (2000,) * shape.layers, (1000,) * shape.layers)
-    return lambda steps: plan.compile(shape, steps=steps, costs=costs), job
+    return lambda steps: plan.compile(shape, steps=steps, costs=costs), job, shape.nodes
 
 
 def _loss(name: str) -> Any:
@@ -110,18 +112,24 @@ def _loss(name: str) -> Any:
 
 
 def _run(
-    plan: Plan, compiled: Callable[[int], Program], job: Job, name: str, ranks: Ranks, steps: int
+    plan: Plan,
+    compiled: Callable[[int], Program],
+    job: Job,
+    nodes: tuple[int, ...],
+    name: str,
+    ranks: Ranks,
+    steps: int,
 ) -> tuple[Execution, Reference]:
     if plan.sync == "ps":
         done, service = execute_served(compiled(steps), job, ranks, on_death=plan.on_death, keep_gradients=True)
         if plan.mode == "sync":
             return done, _plain(name, "plain", steps, ("clip", plan.clip))
-        return done, run(_service(job, service.order, plan, steps))
+        m = plan.total_microbatches
+        return done, run(plainly.service_task(job, service.order, plan.dp, steps, m))
     block = steps if plan.asynchronous else plan.block(steps)
     rest = compiled(steps % block) if steps % block else None
     done = execute(compiled(block), job, cluster=ranks, passes=steps // block, rest=rest, check=False)
     if plan.asynchronous:
-        nodes = compiled(1).groups and ()
         order = order_of(done.program, nodes)
         rows = tuple(tuple(tuple(entry) for entry in row) for row in order.ranks)
         return done, run(plainly.task_of(job, "order", {"order": (rows, *order[1:])}))
@@ -135,13 +143,10 @@ def _run(
 @cache
 def _plain(name: str, kind: str, steps: int, *options: tuple[str, Any]) -> Reference:
     model, data = MODELS[name]
-    job = Job(model, data, loss=_loss(name), optimizer=sgd, dtype=torch.float64)
+    still = dict(options).get("inference", False)
+    job = Job(model, data, loss=_loss(name), optimizer=sgd, dtype=torch.float64, evaluate=still)
     with torch.random.fork_rng(devices=[]):
         return run(plainly.task_of(job, kind, {"steps": steps, **dict(options)}))
-
-
-def _service(job: Job, order: list[Any], plan: Plan, steps: int) -> dict[str, Any]:
-    raise NotImplementedError
 
 
 def tolerance(plan: Plan) -> float:
