@@ -344,6 +344,11 @@ class CheckedExecutor(Executor):
                     fresh, added = fresh + p.grad._version, added + 1
                 else:  # (views of one bucket have one counter)
                     versions[id(p.grad if p.grad._base is None else p.grad._base)] = p.grad._version - version
+        summing = any(not repartitions(self.instructions[index]) for index in self._going)
+        if versions and summing:  # (which may write to the same bucket at this moment)
+            for g in groups:
+                self.grads[g] = self._gradients(g)
+            return
         added += sum(versions.values())
         key = ins.op, ins.layers
         usual = self.first.setdefault((*key, "added"), added)

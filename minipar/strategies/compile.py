@@ -64,7 +64,7 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
     """The passes that a plan needs, in order."""
     trains, served, late = not plan.inference, plan.sync == "ps", plan.overlap == "priority"
     flushed = trains and not served and not plan.asynchronous  # a rank updates what it holds, once a step
-    several = plan.dp * plan.pp > 1
+    several, alone = plan.dp * plan.pp > 1, plan.local_steps > 0 and plan.pp == 1  # whether nothing is summed
     table = (
         ("layers", layers.expand_layers, True),
         ("bucket", priority.choose_piece if late else data_parallel.choose_size, trains and plan.messages == "auto"),
@@ -72,7 +72,7 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
         ("slices", slices.add_carries, plan.slice_count > 1),
         ("zero", zero.shard, flushed and plan.zero > 0 and (plan.dp > 1 or (plan.pp > 1 and plan.copies))),
         ("priority", priority.sum_by_priority, flushed and several and late),
-        ("data_parallel", data_parallel.sum_gradients, flushed and several and not late),
+        ("data_parallel", data_parallel.sum_gradients, flushed and several and not late and not alone),
         ("compress", compress.compress, trains and plan.compress != "none"),
         ("forms", forms.change_forms, plan.sharing > 1),
         ("parts", forms.sum_parts, flushed and plan.sharing > 1),

@@ -318,7 +318,7 @@ The keys of a plan go together, but for these pairs of choices. An `x` is fundam
 `o` is refused because nobody has built it yet. (A model can exclude a choice, too: branches, tied layers, layers that
 take whole sequences. The message says so then.)
 
-This page is made from the table that refuses: `minipar keys --markdown > docs/combinations.md`.
+This page is made from the table that refuses, as `minipar keys --markdown` prints it. What was run of it stands below.
 """
 
 

@@ -41,7 +41,10 @@ from tests.fuzz.trial import Outcome, trial
 
 MOST_RANKS = 4
 # Plans in which two choices are tried: the first of them that takes both.
-BASES = ("dp=2 pp=2 microbatches=4", "dp=2 microbatches=4", "pp=2 microbatches=4", "microbatches=4", "dp=2", "pp=2", "")
+BASES = (
+    "dp=2 pp=2 microbatches=4", "dp=2 microbatches=4", "pp=2 microbatches=4", "microbatches=4", "dp=2", "pp=2",
+    "dp=2 microbatches=4 overlap=none", "",
+)  # fmt: skip
 BY_HAND = ("extra_passes", "offload_folder")  # keys whose values are somebody's own
 FUNDAMENTAL, NOT_BUILT, OTHER, RUN, FAILED = "refused: fundamental", "refused: not built", "refused: other", "run", "FAILED"
 
@@ -141,10 +144,13 @@ def ran(chosen: Sequence[Choice], words: str, outcome: Outcome) -> Found:
 # threes ---------------------------------------------------------------------------------------------------------------
 
 
-def wide_plans(count: int, seed: int = 0) -> Iterator[tuple[tuple[Choice, ...], str, float]]:
-    """Plans of many choices at once, their words, and how much of all possible threes they have had so far."""
-    dice, every = random.Random(seed), list(choices())
-    possible = {frozenset(pair) for pair in pairs() if isinstance(plan_of(pair), str)}
+def wide_plans(
+    count: int, every: Sequence[Choice], seed: int = 0
+) -> Iterator[tuple[tuple[Choice, ...], str, float]]:
+    """Plans of many of these choices at once, their words, and how much of all possible threes they have had so far."""
+    dice = random.Random(seed)
+    two = (pair for pair in combinations(every, 2) if pair[0].key != pair[1].key)
+    possible = {frozenset(pair) for pair in two if isinstance(plan_of(pair), str)}
     partners = {one: [c for c in every if frozenset((one, c)) in possible] for one in every}
     threes = {
         frozenset((a, b, c))
@@ -251,7 +257,7 @@ def main() -> int:
                 break
             found.append(note(tried(pair, ranks)))
         print(f"{len(found)} of {len(wanted)} pairs in {time.monotonic() - begin:.0f} s:", Counter(f.kind for f in found))
-        for several, words, covered in wide_plans(chosen.threes) if chosen.threes else ():
+        for several, words, covered in wide_plans(chosen.threes, choices()) if chosen.threes else ():
             if time.monotonic() - begin > chosen.seconds:
                 break
             threes.append(note(ran(several, words, trial(words, ranks))))

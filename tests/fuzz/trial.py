@@ -65,7 +65,7 @@ SMALL = {"width": 8, "heads": 2, "context": 8, "vocab": 16}
 MODELS: dict[str, tuple[Callable[[], Any], Any]] = {
     "gpt": (partial(models.gpt, layers=4, dropout=0.1, fused=False, **SMALL), _tokens()),
     "tied": (partial(models.gpt, layers=4, tied=True, fused=False, **SMALL), _tokens()),
-    "mixture": (partial(models.mixture, layers=3, experts=2, capacity=None, **SMALL), _tokens()),
+    "mixture": (partial(models.mixture, layers=3, experts=2, capacity=None, **SMALL), _tokens(32)),
     "branches": (partial(models.branchy, blocks=1, width=2), _pictures()),
 }
 

@@ -30,7 +30,7 @@ from minipar.strategies.draft import Draft, Seconds
 from minipar.strategies.layout import Layout
 from minipar.strategies.rewriting import all_reduce, insert, keep_gradients, last_writes, of_groups, summed
 
-HALVINGS, SMALLEST = 12, 4096  # bucket=auto tries the largest gradient, half of it, and so on; not below so many bytes
+HALVINGS, SMALLEST = 7, 4096  # bucket=auto tries the largest gradient, half of it, and so on; not below so many bytes
 
 
 def sum_by_priority(draft: Draft) -> Draft:
