@@ -88,7 +88,7 @@ class Plan:
     slices: int | tuple[int, ...] | None = key(
         None,
         keys.SLICES,
-        "slices of tokens that terapipe cuts every sequence into: they are its micro-batches; default: as many as the "
+        "slices of tokens that terapipe and seq1f1b cut every sequence into: they are micro-batches; default: as many as the "
         "pipeline has ranks",
     )
     doubling: bool = key(

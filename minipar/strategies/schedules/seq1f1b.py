@@ -8,8 +8,8 @@ Source: Sun et al., "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism for 
 
 The slices of a sequence go forward in order, and backward in reverse order (see `terapipe.py`). So a rank begins with
 the forwards of a whole sequence, and of one more slice for each rank behind it. After that forwards and backwards of
-slices take turns, as micro-batches do in 1F1B. Rank d keeps at most p - d + slices - 1 slices, where TeraPipe keeps all
-slices of all micro-batches.
+slices take turns, as micro-batches do in 1F1B. With equal slices the time is that of TeraPipe. But rank d keeps at most
+p - d + slices - 1 slices, where TeraPipe keeps all slices of all micro-batches.
 """
 
 from __future__ import annotations
@@ -18,11 +18,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from minipar.program import Action, Backward
+from minipar.strategies.schedules.gpipe import fill_and_drain
 from minipar.strategies.schedules.one_f_one_b import warm_up_then_alternate
-from minipar.strategies.schedules.registry import schedule
+from minipar.strategies.schedules.registry import ClosedForm, schedule
 
 
-@schedule("seq1f1b", paper="Sun et al. 2024", peak="p-d+slices-1 slices", needs="a causal model")
+def a_sequence_and_one_a_rank(p: int, m: int, v: int, d: int) -> float:
+    """What a rank keeps, in micro-batches of v slices."""
+    return min(p - d + v - 1, m * v) / v
+
+
+@schedule(
+    "seq1f1b", paper="Sun et al. 2024", time="(m+(p-1)/slices)(tF+tB)", peak="(p-d+slices-1)/slices",
+    needs="a causal model", form=ClosedForm(fill_and_drain, a_sequence_and_one_a_rank),
+)  # fmt: skip
 def seq1f1b(rank: int, stages: int, microbatches: int, slices: int) -> Iterator[Action]:
     """1F1B over slices of sequences: forwards in order, the backwards of a sequence in reverse order."""
     for action in warm_up_then_alternate(stages - 1 - rank + slices - 1, microbatches * slices):
