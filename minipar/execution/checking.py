@@ -519,7 +519,9 @@ class CheckedExecutor(Executor):
                 owner = self.state.slices[g]
                 assert owner.part.grad is not None
                 after = weighed(owner.part.grad, ins.group.index(self.comm.rank) * owner.size)
-                self._note(SUM, f"{name}, group {g}", index, ins.group, [product, after, square, False, False], near)
+                if self.program.compress == "none":
+                    numbers = [product, after, square, False, False]
+                    self._note(SUM, f"{name}, group {g}", index, ins.group, numbers, near)
                 self.parts[g] = checksum([owner.part.grad])
                 continue
             after, _, _ = self._total(g)

@@ -394,7 +394,8 @@ class Walk:
         shards = [g for g in groups if Value("optimizer_shard", g) in self.state]
         others = [g for g in groups if g not in shards]
         whole = self.tapes.workspace.of(others)
-        sliced = self.tapes.flat_workspace.of(shards) // max([1, *(len(self.program.slicing(g, self.rank)) for g in shards)])
+        slices = max([1, *(len(self.program.slicing(g, self.rank)) for g in shards)])
+        sliced = self.tapes.flat_workspace.of(shards) // slices
         if self.program.precision != "bf16":
             return max(whole, sliced)
         return 2 * max(whole + sum(self.sizes.size(self.rank, grad(g)) for g in others), sliced)

@@ -18,7 +18,6 @@ from minipar.program import (
     collectives,
     grad,
     home,
-    home,
     piece_of,
     repartitions,
 )  # fmt: skip

@@ -10,9 +10,9 @@ asks for it: the same instructions with other peers and groups. So to a reader i
 
 A reader of whole programs may visit only the first rank of each stage, which stands for the others. This is sound
 because every group is whole: if it has ranks of several replicas, it has the same ranks of all replicas, and if it has
-ranks of several shards, it has those of all shards. (Replicas that train alone have groups inside of a replica.) So whatever the first ranks can do, all ranks can do at the same
-moment, each with its own replica and shard in the place of theirs; and a collective is joined by all of its ranks when
-the first ones have joined it.
+ranks of several shards, it has those of all shards. (Replicas that train alone have groups inside of a replica.) So
+whatever the first ranks can do, all ranks can do at the same moment, each with its own replica and shard in the place
+of theirs; and a collective is joined by all of its ranks when the first ones have joined it.
 """
 
 from __future__ import annotations

@@ -202,7 +202,9 @@ EXCLUSIONS = (
     Exclusion(SPARSE, PRIORITY, f"{_SMALLER}; by priority pieces of them are sent", fundamental=True),
     Exclusion(COMPRESSED, LOCAL, "no gradients are sent that could be made smaller", fundamental=True),
     Exclusion(
-        COMPRESSED, BF16, "gradients have 16 bits already, and what is left out of them would need more",
+        COMPRESSED,
+        BF16,
+        "gradients have 16 bits already, and what is left out of them would need more",
         fundamental=True,
     ),
     Exclusion(LOCAL, ZERO, f"{_ALONE}, with whole states", fundamental=True),
@@ -260,7 +262,9 @@ EXCLUSIONS = (
     Exclusion(BUDGET, SLICED, _AS_SLICES),
     Exclusion(OFFLOADED_ACTIVATIONS, DYNAMIC, "copies stand in an order, which its ranks do not keep to"),
     Exclusion(
-        ZERO_ABOVE_1, COPIES, "the copies of a stage work at different times, and would wait for each other's slices",
+        ZERO_ABOVE_1,
+        COPIES,
+        "the copies of a stage work at different times, and would wait for each other's slices",
         fundamental=True,
     ),
     Exclusion(CHECKED, SERVERS, "what servers do is decided as they run, and checked by its exact replay"),

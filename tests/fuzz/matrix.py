@@ -33,8 +33,8 @@ import torch
 from minipar import Plan
 from minipar.cluster import Cluster
 from minipar.costs.recomputation import LayerCosts
-from minipar.errors import PlanError
-from minipar.strategies import find, schedules
+from minipar.errors import PlanError, ProgramError
+from minipar.strategies import schedules
 from minipar.strategies.exclusions import EXCLUSIONS, page, shown
 from minipar.strategies.schedules.registry import OPTIONS
 from tests.fuzz.trial import Outcome, trial
@@ -46,7 +46,8 @@ BASES = (
     "dp=2 microbatches=4 overlap=none", "",
 )  # fmt: skip
 BY_HAND = ("extra_passes", "offload_folder")  # keys whose values are somebody's own
-FUNDAMENTAL, NOT_BUILT, OTHER, RUN, FAILED = "refused: fundamental", "refused: not built", "refused: other", "run", "FAILED"
+FUNDAMENTAL, NOT_BUILT, OTHER = "refused: fundamental", "refused: not built", "refused: other"
+RUN, FAILED = "run", "FAILED"
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,8 @@ def plan_of(chosen: Sequence[Choice]) -> Found | str:
             return words
         except PlanError as error:
             refused.append((words, str(error).split("\n")[0]))
+        except ProgramError as error:
+            return Found(tuple(chosen), FAILED, words, str(error))
     words, said = refused[-1] if refused else ("", "more ranks than there are")
     return Found(tuple(chosen), _kind(said), words, said)
 
@@ -144,9 +147,7 @@ def ran(chosen: Sequence[Choice], words: str, outcome: Outcome) -> Found:
 # threes ---------------------------------------------------------------------------------------------------------------
 
 
-def wide_plans(
-    count: int, every: Sequence[Choice], seed: int = 0
-) -> Iterator[tuple[tuple[Choice, ...], str, float]]:
+def wide_plans(count: int, every: Sequence[Choice], seed: int = 0) -> Iterator[tuple[tuple[Choice, ...], str, float]]:
     """Plans of many of these choices at once, their words, and how much of all possible threes they have had so far."""
     dice = random.Random(seed)
     two = (pair for pair in combinations(every, 2) if pair[0].key != pair[1].key)
@@ -168,6 +169,8 @@ def wide_plans(
         chosen = list(start)
         words = plan_of(chosen)
         if not isinstance(words, str):  # (three that do not go together, though each two do)
+            if words.kind == FAILED:
+                raise ProgramError(f"{words.words}: {words.text}")
             given_up.add(start)
             total -= 1
             continue
@@ -207,17 +210,20 @@ def report(found: Sequence[Found], threes: Sequence[Found], covered: float) -> s
         cells.setdefault(frozenset(c.key for c in one.choices), Counter())[one.kind] += 1
     sign = {RUN: "r", FUNDAMENTAL: "x", NOT_BUILT: "o", OTHER: "-", FAILED: "F"}
     counts = Counter(one.kind for one in found)
-    lines = ["# What was run", ""]
-    lines.append(
-        f"{len(found)} pairs of values of two keys, each on 2 to 4 ranks beside plain torch in float64, within 1e-10 "
-        f"(bfloat16 and compressed sums within their own precision): {counts[RUN]} run, {counts[FUNDAMENTAL]} are "
-        f"refused for a fundamental reason, {counts[NOT_BUILT]} because nobody has built them, and {counts[OTHER]} have "
-        f"nothing to act upon together, or do not fit; {counts[FAILED]} fail. "
-        f"{len(threes)} plans of up to nine keys, with {covered:.0%} of all possible threes of values: "
-        f"{sum(one.kind == RUN for one in threes)} run, {sum(one.kind == FAILED for one in threes)} fail."
+    wide = Counter(one.kind for one in threes)
+    told = (
+        f"{len(found)} of {sum(1 for _ in pairs())} pairs of values of two keys were tried, each on 2 to 4 ranks",
+        "beside plain torch in float64, within 1e-10 (bfloat16 and compressed sums within their own precision):",
+        f"{counts[RUN]} run, {counts[FUNDAMENTAL]} are refused for a fundamental reason, {counts[NOT_BUILT]} because",
+        f"nobody has built them, {counts[OTHER]} have nothing to act upon together or do not fit, and {counts[FAILED]}",
+        f"fail. Of {len(threes)} plans of up to nine keys, with {covered:.0%} of all possible threes of values,",
+        f"{wide[RUN]} run, {wide[FAILED]} fail, and a model or its size refuses the others.",
+        "",
+        "`r` some values run, `x` some are refused for a fundamental reason, `o` some are not built, `-` none has",
+        "anything to act upon. Written by `python -m tests.fuzz.matrix --write docs/combinations.md`.",
+        "",
     )
-    lines += ["", "`r` some values run, `x` some are refused for a fundamental reason, `o` some are not built; `-` none has "
-              "anything to act upon. Written by `python -m tests.fuzz.matrix --write docs/combinations.md`.", ""]  # fmt: skip
+    lines = ["# What was run", "", *told]
     lines.append("| | key | " + " | ".join(str(n) for n in range(1, len(names) + 1)) + " |")
     lines.append("|" + "---|" * (len(names) + 2))
     for n, one in enumerate(names, 1):
@@ -256,11 +262,13 @@ def main() -> int:
             if time.monotonic() - begin > chosen.seconds:
                 break
             found.append(note(tried(pair, ranks)))
-        print(f"{len(found)} of {len(wanted)} pairs in {time.monotonic() - begin:.0f} s:", Counter(f.kind for f in found))
-        for several, words, covered in wide_plans(chosen.threes, choices()) if chosen.threes else ():
+        told = f"{len(found)} of {len(wanted)} pairs in {time.monotonic() - begin:.0f} s:"
+        print(told, Counter(one.kind for one in found), flush=True)
+        for several, words, share in wide_plans(chosen.threes, choices()) if chosen.threes else ():
             if time.monotonic() - begin > chosen.seconds:
                 break
             threes.append(note(ran(several, words, trial(words, ranks))))
+            covered = share
     finally:
         ranks.close()
     print(f"{len(threes)} plans, {covered:.0%} of threes, {time.monotonic() - begin:.0f} s:",

@@ -1,10 +1,10 @@
 """One plan on real ranks beside plain torch, whatever its keys: `trial("dp=2 zero=1", ranks)` gives an `Outcome`.
 
-    equal     losses and gradients of every step within 1e-10 of plain torch, in float64
-    near      the same within the plan's own tolerance (bfloat16, compressed sums)
-    refused   PlanError: its text
-    WRONG     a number differs
-    CRASH     any other error
+equal     losses and gradients of every step within 1e-10 of plain torch, in float64
+near      the same within the plan's own tolerance (bfloat16, compressed sums)
+refused   PlanError: its text
+WRONG     a number differs
+CRASH     any other error
 """
 
 from __future__ import annotations

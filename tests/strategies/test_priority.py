@@ -16,7 +16,7 @@ from minipar.program import Group, Op, grad
 from minipar.program.shape import Shape
 from minipar.strategies.passes.priority import in_order
 from tests.fuzz.verify_interpreter import judge
-from tests.interpreters import RandomCosts, brute_force, compiled, shape
+from tests.interpreters import RandomCosts, brute_force, shape
 from tests.toys import rows, toy
 
 MiB = 1 << 20

@@ -214,7 +214,9 @@ def _offload_gradients(row: Sequence[Instruction], held: Collection[Value], step
     """`held` is what the rank holds between steps. Gradients in it are in a buffer that stays, so they are not
     freed."""
     last: dict[int, tuple[int, Value]] = {}  # group -> place where its gradient is complete, and the gradient's value
+    used: dict[Value, int] = {}  # where each value is read last (a sum may wait for the one before it)
     for k, ins in enumerate(row):
+        used.update(dict.fromkeys(ins.reads, k))
         for value in ins.writes:
             if value.kind in ("grad", "grad_shard"):
                 last[value.index] = (k, value)
@@ -223,7 +225,7 @@ def _offload_gradients(row: Sequence[Instruction], held: Collection[Value], step
     for _, (k, value) in sorted(last.items(), key=lambda entry: entry[1]):
         if k in collectives:  # a copy waits for the collective's result, so first start the next collectives
             later = collectives.index(k) + IN_FLIGHT
-            k = collectives[later] if later < len(collectives) else len(row) - 1
+            k = max(used.get(value, 0), collectives[later] if later < len(collectives) else len(row) - 1)
         after.setdefault(k, []).append(value)
     copies: dict[int, list[Instruction]] = {}
     out: list[Value] = []
