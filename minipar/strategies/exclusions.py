@@ -193,7 +193,7 @@ EXCLUSIONS = (
     Exclusion(PLACE, SPLIT, "each says which rank has which layers", fundamental=True),
     Exclusion(PLACE, CHUNKS, "each says which rank has which layers", fundamental=True),
     Exclusion(PLACE, IN_A_ROW, "it needs stages in a row"),
-    Exclusion(OFFLOADED_PARAMETERS, ZERO_BELOW_3, "it keeps whole parameters on the device"),
+    Exclusion(OFFLOADED_PARAMETERS, ZERO_BELOW_3, "it keeps whole parameters on the device", fundamental=True),
     Exclusion(PRIORITY, CLIP, f"{_AT_ONCE}, and the norm needs all gradients", fundamental=True),
     Exclusion(PRIORITY, ZERO, "pieces of whole gradients are sent, and slices are sums of whole ones"),
     Exclusion(PRIORITY, OFFLOADED_PARAMETERS, f"{_AT_ONCE}, but its parameters come only for its forward"),
@@ -259,7 +259,7 @@ EXCLUSIONS = (
         for parts in (SEQUENCE, CONTEXT, EXPERTS)
     ),
     Exclusion(SERVERS, SLICED, _AS_SLICES),
-    Exclusion(BUDGET, SLICED, _AS_SLICES),
+    Exclusion(BUDGET, SLICED, "slices differ in size, and a budget takes micro-batches to be alike"),
     Exclusion(OFFLOADED_ACTIVATIONS, DYNAMIC, "copies stand in an order, which its ranks do not keep to"),
     Exclusion(
         ZERO_ABOVE_1,
