@@ -218,6 +218,12 @@ class CheckedExecutor(Executor):
             if not used.isdisjoint(held) and (program.groups[g].form != "S" or program.shard(rank) == program.shard(me))
         )
 
+    def _is_there(self, g: int) -> bool:
+        """Whether the parameters of a group are in memory: those of ZeRO-3 only while they are gathered."""
+        owner = self.state.owners[g]
+        gone = isinstance(owner, SlicedGroup) and owner.scattered and not owner.flat.untyped_storage().nbytes()
+        return bool(self.groups[g]) and not gone
+
     def _parameters(self, g: int) -> int:
         return checksum([p.data for p in self.groups[g]])
 
@@ -548,7 +554,7 @@ class CheckedExecutor(Executor):
             self._unchanged(ins, ins.layers)
             owners = [self.state.owners[g] for g in ins.layers if self.groups[g]]
             for g in ins.layers:
-                if g in self.holds and self.groups[g] and self._parameters(g) != self.holds[g]:
+                if g in self.holds and self._is_there(g) and self._parameters(g) != self.holds[g]:
                     self._here(ins, f"param({g}) is not what the last update of it has left")
             for owner in owners:
                 if isinstance(owner, SlicedGroup) and owner.part.grad is not None:
