@@ -6,7 +6,7 @@
 # make gallery docs/gallery.md and its pictures, after a change of a view
 # make bench   measured values beside their targets
 # make soak    long checks: 1000 random faults, 120 kills of a server, 3000 random models under random plans,
-#              20000 mutants of programs, all benchmarks
+#              20000 mutants of programs, every pair of keys and many threes, all benchmarks
 # make lint    ruff and mypy alone
 # make book    the course as a static site, in build/book, from the saved outputs
 # make test-latest    all tests with the newest versions of everything, in an environment of its own
@@ -59,6 +59,7 @@ soak: $(READY)
 	$(BIN)/python -m tests.faults.campaign --count 1000 --write docs/reliability.md
 	$(BIN)/python -m tests.comm.kills $(SOAK_ARGS)
 	$(BIN)/python -m tests.fuzz.campaign $(FUZZ_ARGS)
+	$(BIN)/python -m tests.fuzz.matrix --write docs/combinations.md $(MATRIX_ARGS)
 	$(BIN)/python -m tests.outside
 	$(BIN)/python -m pytest --thorough -m "many or hypothesis" tests
 	$(BIN)/python -m tests.fuzz.verify_mutants --count 20000

@@ -91,7 +91,12 @@ class Buckets:
             self.fill(g)  # a rank whose micro-batches had no rows contributes zeros
         piece = piece_of(ins)
         if piece:
-            handles = [comm.iallreduce(part, ins.group, str(ins)) for part in self._cut(ins, piece)]
+            handles = []
+            for part in self._cut(ins, piece):
+                if self.compressor is None:
+                    handles.append(comm.iallreduce(part, ins.group, str(ins)))
+                else:
+                    handles += self.compressor.all_reduce((), part, (), ins.group, str(ins))
             if not ins.writes:
                 self.under_way.setdefault(ins.layers, []).extend(handles)
                 return handles
@@ -130,9 +135,11 @@ class Buckets:
                 yield (g, k), (p if p.grad is None else p.grad), [p.shape]
 
     def _cut(self, ins: Instruction, piece: tuple[int, int]) -> list[Tensor]:
-        """The parts of a bucket's buffers that make up a piece; the piece is in bytes as the program counts them."""
+        """The parts of a bucket's buffers that make up a piece; the piece is in bytes as the program counts them: those
+        of gradients, or of the shorter numbers that are sent."""
         buffers, size = self.buffers[ins.layers], sum(self.sizes[g] for g in ins.layers)
         count = sum(buffer.numel() for buffer in buffers)
+        size = size if self.compressor is None else 2 * count
         begin, end = (round(at * count / size) for at in piece)
         parts, start = [], 0
         for buffer in buffers:

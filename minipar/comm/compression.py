@@ -16,7 +16,7 @@ from minipar.comm.handles import Handle, Then
 from minipar.errors import RankError
 from minipar.strategies.passes.compress import keeps_residual, low_rank, row_bytes, top
 
-_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Compressor:
@@ -39,8 +39,8 @@ class Compressor:
         """Start a sum. `shapes`: of the gradients that lie in `flat` one after another."""
         if not flat.numel():
             return []
-        if self.kind in _NARROW:
-            low = flat.to(_NARROW[self.kind])
+        if self.kind in NARROW:
+            low = flat.to(NARROW[self.kind])
 
             def widen() -> None:
                 flat.copy_(low)

@@ -143,7 +143,7 @@ class Compute:
             run = layer_calls.with_loss(run, self.loss)
         alone, run = run, layer_calls.weighed(run, layer, module, sizes, carried)
         if any(key[0] == layer for key in away):
-            run = layer_calls.keeping(alone, run, layer, module, sizes, away, self.kept)
+            run = layer_calls.keeping(alone, run, layer, module, sizes, away, self.kept, carried)
         if ends and not (sliced or self.untouched.overwriting):
             run = layer_calls.shortened(run, layer, module, sizes, self.tails)
         if self.again and self.remembered[layer]:

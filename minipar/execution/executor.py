@@ -445,15 +445,24 @@ class Executor:
             kept = self.gradients[ins.step]
             with self._aside():
                 share = self.compute.rows.share(ins.step)  # (of replicas that train by themselves, the mean is kept)
-                first = self.program.shard(self.comm.rank) == 0 or not isinstance(self.program.contract, Local)
-                for p, grad in self.state.gradients(ins.layers):
-                    name = self.names[id(p)]
-                    own = grad * share if isinstance(grad, Tensor) and share != 1 else grad
-                    if name in self.cuts:
-                        kept[name] = Shard(self.cuts[name], own)
-                    elif first:  # (of ranks that share a layer each has the same; replicas that train alone are added)
-                        kept[name] = own
+                for g in ins.layers:
+                    for p, grad in self.state.gradients([g]):
+                        name = self.names[id(p)]
+                        own = grad * share if isinstance(grad, Tensor) and share != 1 else grad
+                        if self._has_another(g, name in self.cuts):
+                            continue
+                        kept[name] = Shard(self.cuts[name], own) if name in self.cuts else own
         self.state.step(ins)
+
+    def _has_another(self, group: int, cut: bool) -> bool:
+        """Whether an earlier rank of the same replica brings the same gradient, where those of replicas that train
+        alone are added. cut: each rank that shares the layer has a part of it."""
+        program, rank = self.program, self.comm.rank
+        if not isinstance(program.contract, Local):
+            return False
+        before = range(program.replica(rank) * (program.workers // program.replicas), rank)
+        alike = [r for r in before if not cut or program.shard(r) == program.shard(rank)]
+        return any(home(v).kind == "param" and v.index == group for r in alike for v in program.state[r])
 
     def size(self, value: Value) -> int:
         """Bytes of a value on this rank, as they were measured."""

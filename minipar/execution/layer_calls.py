@@ -134,21 +134,24 @@ def keeping(
     sizes: Sizes,
     away: Container[LayerRun],
     kept: dict[LayerRun, SavedTensors],
+    carried: Callable[[int, Call], list[Any]],
 ) -> LayerCall:
     """For micro-batches whose saved tensors are copied away and back: see `saved_tensors.py`.
 
     away        the layers and micro-batches for which that is so; all others are called as `otherwise`
     kept        gets what autograd keeps of them
+    carried     gives what goes from slice to slice of a sequence, which stays
     """
 
     def call_keeping(x: Any, call: Call) -> Made:
         key = layer, call.ins.microbatch, call.ins.step
         if key not in away or not torch.is_grad_enabled():
             return otherwise(x, call)
-        found = SavedTensors([*tensors(x), *tensors(_targets(call)), *module.parameters(), *module.buffers()])
+        given = x, _targets(call), carried(layer, call)
+        found = SavedTensors([*tensors(given), *module.parameters(), *module.buffers()])
         with found.saving():
             output, loss = run(x, call)
-        found.settle(tensors(output))
+        found.settle(tensors((output, carried(layer, call))))
         kept[key] = found
         sizes["output", layer, call.rows] = count_bytes(output)
         sizes["grad_output", layer, call.rows] = count_bytes([t for t in tensors(output) if t.requires_grad])

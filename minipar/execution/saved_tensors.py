@@ -3,7 +3,8 @@
     forward     autograd saves a tensor -> it gets a note instead: which storage, and where in it
     OFFLOAD     the storages are copied away, and freed
     FETCH       new storages get the same bytes
-    backward    autograd asks for the tensor -> a view of the present storage
+    backward    autograd asks for the tensor -> a view of the present storage. An input half lets go of what the weight
+                half does not ask for
 
 Storages that somebody else keeps stay where they are: parameters, the layer's input, its output, the loss's targets.
 """
@@ -28,6 +29,7 @@ class Slot:
         self.storage: torch.UntypedStorage | None = tensor.untyped_storage()
         self.nbytes, self.device = self.storage.nbytes(), tensor.device
         self.saved: list[tuple[Tensor, int]] = []
+        self.notes = 0  # that were made of its tensors, and still count
 
     def check(self) -> None:
         """RankError if a saved tensor was changed in place since, as autograd itself would say."""
@@ -54,12 +56,20 @@ class Slot:
         return fresh
 
 
-class _Note(NamedTuple):
+class Note(NamedTuple):
+    """What autograd has in place of a tensor."""
+
     slot: Slot
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+
+    def let_go(self) -> None:
+        """Autograd will not ask for this tensor again. The last note of a storage frees it."""
+        self.slot.notes -= 1
+        if self.slot.notes == 0:
+            self.slot.let_go()
 
 
 class SavedTensors:
@@ -103,10 +113,11 @@ class SavedTensors:
             return tensor.detach(), slot
         slot = self._slots.setdefault(key, Slot(tensor))
         slot.saved.append((tensor.detach(), tensor._version))
-        return _Note(slot, tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
+        slot.notes += 1
+        return Note(slot, tensor.size(), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def _unpack(self, packed: Any) -> Tensor:
-        if not isinstance(packed, _Note):
+        if not isinstance(packed, Note):
             tensor, slot = packed
             if slot is not None:
                 slot.check()

@@ -30,6 +30,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from minipar.execution import autograd_entry
+from minipar.execution.saved_tensors import Note
 from minipar.models.tensors import storages
 
 _HOOKED = "minipar: its output has a hook"  # a key of a node's metadata
@@ -258,8 +259,12 @@ def _raw(node: Node) -> Iterator[Any]:
 def _let_go(node: Node) -> None:
     """Free what an operation saved; it will not run again."""
     for raw in _raw(node):
-        # (an error: nothing was saved here, or it is kept by hooks of the layer's own)
+        # (an error: nothing was saved here, or it is kept by hooks of the layer's own, or as a note)
         with suppress(RuntimeError, AttributeError):
+            note = getattr(raw, "data", None)  # (raises where nothing was saved)
+            if isinstance(note, Note):
+                note.let_go()
+                continue
             raw.register_hooks(_nothing, _nothing)
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from minipar.comm.buckets import Buckets
 from minipar.comm.communicator import Communicator
+from minipar.comm.compression import NARROW
 from minipar.comm.handles import Handle, Then
 from minipar.execution.correction import ByStaleness
 from minipar.execution.owners import Owner, Slice, Wide
@@ -25,6 +26,7 @@ from minipar.execution.updating import Count, OptimizerPart, Update
 from minipar.models.tensors import count_bytes
 from minipar.program import (
     Instruction,
+    Local,
     Op,
     Program,
     Value,
@@ -99,7 +101,7 @@ class State:
 
         share   where parameters are averaged, how much those of this rank weigh
         """
-        if ins.op is Op.ALL_REDUCE and ins.reads[0].kind == "param":
+        if ins.op is Op.ALL_REDUCE and home(ins.reads[0]).kind == "param":
             return self._average(ins, share)
         if ins.op is Op.REDUCE_SCATTER:
             return [self._reduce_scatter(ins)]
@@ -129,6 +131,8 @@ class State:
     def _reduce_scatter(self, ins: Instruction) -> Handle:
         slices = [self.slices[g] for g in ins.layers]
         packed = pack_gradients(slices, self.comm.device)
+        if self.program.compress in NARROW:
+            packed = packed.to(NARROW[self.program.compress])
         add = grad_shard(ins.layers[0]) in ins.reads
         if not add:
             sizes = [each.size for each in slices]
@@ -136,7 +140,15 @@ class State:
             for each, place in zip(slices, sums.split(sizes), strict=True):
                 each.part.grad = place
             self.sums[ins.layers] = sums
-        return self.comm.ireduce_scatter(packed, self.sums[ins.layers], ins.group, add)
+        sums = self.sums[ins.layers]
+        if self.program.compress not in NARROW:
+            return self.comm.ireduce_scatter(packed, sums, ins.group, add)
+        found = torch.empty(len(sums), dtype=packed.dtype, device=packed.device)
+
+        def widen() -> None:
+            sums.add_(found) if add else sums.copy_(found)
+
+        return Then(self.comm.ireduce_scatter(packed, found, ins.group, False), widen)
 
     def _norm(self, ins: Instruction) -> Handle:
         """Sum the squares of all gradients, each counted once: a slice here, or the part of this one of its holders."""
@@ -238,8 +250,11 @@ def choose_owners(
     for g, params in enumerate(groups):
         group = program.groups[g]
         holders = max(1, program.holders[g] // (program.sharing if group.form == "S" else 1))
+        if isinstance(program.contract, Local):
+            holders = max(1, holders // program.replicas)
         if g in sliced:
-            place = program.replica(comm.rank), program.replicas, comm.device
+            ranks = program.slicing(g, comm.rank)
+            place = ranks.index(comm.rank), len(ranks), comm.device
             found.append(
                 SlicedVersions(g, params, group, *place, narrow)
                 if g in versioned

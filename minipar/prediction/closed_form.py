@@ -368,7 +368,7 @@ def _stage(
             one.weight + share * work.inner, 0, 0, 0.0, one.flops + share * work.flops,
             one.extra + part * work.flops + core * work.core_flops,
         )  # fmt: skip
-    parameters, experts = parameters_of(model, division, chunks, copies)
+    parameters, experts = parameters_of(model, division, chunks)
     return one._replace(parameters=parameters, experts=experts)
 
 
@@ -605,7 +605,8 @@ def _share(numbers: PlanNumbers, stage: Stage, zero: int) -> int:
     n = numbers
     if n.zero < zero:
         return stage.parameters + stage.experts
-    return ceil(stage.parameters / (n.dp * n.ep * n.cp)) + ceil(stage.experts / (n.dp * n.cp))
+    replicas = n.dp * n.cp * copies_of(n)
+    return ceil(stage.parameters / (replicas * n.ep)) + ceil(stage.experts / replicas)
 
 
 def _message(numbers: PlanNumbers, model: Sizes, machine: Hardware, layer: int = 0) -> float:

@@ -280,6 +280,10 @@ class Walk:
         size = sum(self.sizes.size(self.rank, value) for value in buffers)
         message = self.make(size, -1, "message", "buffers")
         self.free(ins)
+        if self.program.compress != "none":  # in shorter numbers, which the sum comes in, too
+            short = sum(part.bytes for part in ins.parts)
+            self.release(message, "message")
+            message = self.make(short + short // len(ins.group), -1, "message", "buffers")
         self.other(ins._replace(writes=tuple(value for value in ins.writes if value.kind != "buffer")))
         for value in ins.writes:
             if value.kind != "buffer":
@@ -390,7 +394,8 @@ class Walk:
         shards = [g for g in groups if Value("optimizer_shard", g) in self.state]
         others = [g for g in groups if g not in shards]
         whole = self.tapes.workspace.of(others)
-        sliced = self.tapes.flat_workspace.of(shards) // max(1, self.program.replicas)
+        slices = max([1, *(len(self.program.slicing(g, self.rank)) for g in shards)])
+        sliced = self.tapes.flat_workspace.of(shards) // slices
         if self.program.precision != "bf16":
             return max(whole, sliced)
         return 2 * max(whole + sum(self.sizes.size(self.rank, grad(g)) for g in others), sliced)

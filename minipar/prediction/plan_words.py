@@ -22,7 +22,7 @@ from minipar.models.sizes import Chain, Sizes
 from minipar.prediction.plan_numbers import PlanNumbers, own_layers, split_of
 from minipar.prediction.splits import fastest_split
 from minipar.program.rows import MOST_ROWS
-from minipar.strategies import keys, segments
+from minipar.strategies import exclusions, keys, segments
 from minipar.strategies.layout import place
 from minipar.strategies.plan import Plan
 from minipar.strategies.schedules.registry import find
@@ -265,7 +265,7 @@ def refusal(table: Mapping[str, Any], numbers: PlanNumbers) -> str:
     given |= {"dp": numbers.dp, "microbatches": numbers.microbatches}
     given.pop("accumulate", None)
     try:
-        Plan(**given)
+        exclusions.check(Plan(**given), late=True)
     except PlanError as error:
         return error.reason
     return ""

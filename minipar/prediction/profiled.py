@@ -241,7 +241,8 @@ class ProfiledCosts:
             return 8
         if value.kind == "residual":
             return self.profile.gradient_bytes[value.index]
-        n, g = self.program.replicas, value.index
+        g = value.index
+        n = max(1, self.program.holders[g] // self.program.sharing)
         whole = self.profile.gradient_bytes[g]
         frozen = self.profile.parameter_bytes[g] - whole
         part = -(-whole // (4 * n)) * 4

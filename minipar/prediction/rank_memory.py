@@ -180,7 +180,7 @@ class Facts(NamedTuple):
 
 def _facts(work: PlanNumbers, model: Sizes, kind: Kind, rank: int) -> Facts:
     copies = copies_of(work)
-    held = holding(model, work.division, kind.chunks, copies)
+    held = holding(model, work.division, kind.chunks)
     parts = _parts(work, model, kind, rank)
     kept = _activations(work, model, parts, rank) if work.rows else ActivationSources(0, 0, 0, 0)
     return Facts(kind, copies, parts, held, versions_of(work, rank), kept)
@@ -225,18 +225,18 @@ class Holding(NamedTuple):
     neighbours: tuple[int, int]
 
 
-def parameters_of(model: Sizes, division: Division, chunks: tuple[Chunk, ...], copies: int) -> tuple[int, int]:
+def parameters_of(model: Sizes, division: Division, chunks: tuple[Chunk, ...]) -> tuple[int, int]:
     """Numbers of parameters of a rank: those that all its replicas have, and those of its own experts."""
     found = [0, 0]
-    for numbers, count, shares in holding(model, division, chunks, copies).groups:
+    for numbers, count, shares in holding(model, division, chunks).groups:
         found[shares == _BY_EXPERTS] += numbers * count
     return found[0], found[1]
 
 
 @lru_cache(4096)
-def holding(model: Sizes, division: Division, chunks: tuple[Chunk, ...], copies: int) -> Holding:
+def holding(model: Sizes, division: Division, chunks: tuple[Chunk, ...]) -> Holding:
     """The parameters of a rank with these chunks."""
-    groups, mine, shares = _groups_of(model, division, chunks, copies)
+    groups, mine, shares = _groups_of(model, division, chunks)
     counted: dict[tuple[int, int], int] = {}
     for g in mine:
         key = sum(groups[g].tensors), shares[g]
@@ -256,18 +256,17 @@ def holding(model: Sizes, division: Division, chunks: tuple[Chunk, ...], copies:
 
 
 def _groups_of(
-    model: Sizes, division: Division, chunks: tuple[Chunk, ...], copies: int
+    model: Sizes, division: Division, chunks: tuple[Chunk, ...]
 ) -> tuple[tuple[Group, ...], list[int], dict[int, int]]:
     """All groups of the model, those of a rank, and over which ranks each of these is shared out.
 
-    A group that is tied between stages stays whole: its slices would belong to ranks with different work. So do those
-    of stages with copies.
+    A group that is tied between stages stays whole: its slices would belong to ranks with different work.
     """
     groups, experts = _groups(model, division)
     held = {layer for chunk in chunks for layer in range(chunk.start, chunk.stop)}
     mine = [g for g, group in enumerate(groups) if not held.isdisjoint(group.layers)]
     shares = {
-        g: _WHOLE if copies > 1 or not held.issuperset(groups[g].layers)
+        g: _WHOLE if not held.issuperset(groups[g].layers)
         else _BY_EXPERTS if g >= len(groups) - experts else _BY_REPLICAS
         for g in mine
     }  # fmt: skip
@@ -281,10 +280,10 @@ def _groups(model: Sizes, division: Division) -> tuple[tuple[Group, ...], int]:
 
 @lru_cache(4096)
 def _buckets(
-    model: Sizes, division: Division, chunks: tuple[Chunk, ...], copies: int, bucket: Any, element: int, divided: Any
+    model: Sizes, division: Division, chunks: tuple[Chunk, ...], bucket: Any, element: int, divided: Any
 ) -> int:
     """Bytes of the two largest neighbouring buckets of the gradients that are shared out."""
-    groups, mine, shares = _groups_of(model, division, chunks, copies)
+    groups, mine, shares = _groups_of(model, division, chunks)
     sharded = [g for g in mine if divided[shares[g]]]
     sizes = [Group(group.layers, (element * sum(group.tensors),)) for group in groups]
     messages = split_buckets(sharded[::-1], sizes, bucket)
@@ -294,7 +293,8 @@ def _buckets(
 def _own(numbers: PlanNumbers, model: Sizes, facts: Facts) -> Own:
     """Model states of a rank, and the buffers that are needed to shard or offload them."""
     n, each, here = numbers, numbers.bytes, facts.holding
-    among = 1, n.dp * n.cp * n.ep, n.dp * n.cp  # (a group is shared out among so many ranks)
+    replicas = n.dp * n.cp * (facts.copies if n.zero else 1)
+    among = 1, replicas * n.ep, replicas  # (a group is shared out among so many ranks)
     parameters = gradients = optimizer = total = 0
     shared: dict[int, int] = {}
     for size, count, shares in here.groups:
@@ -313,7 +313,7 @@ def _own(numbers: PlanNumbers, model: Sizes, facts: Facts) -> Own:
     if n.zero >= 2 and shared:
         bucket = (8 if n.zero == 3 else 25) if n.bucket is None else n.bucket
         divided = (False, among[1] > 1, among[2] > 1)
-        buckets = _buckets(model, n.division, facts.kind.chunks, facts.copies, bucket, each.gradient, divided)
+        buckets = _buckets(model, n.division, facts.kind.chunks, bucket, each.gradient, divided)
     parts = tuple((size, ranks) for ranks, size in sorted(shared.items()))
     whole = total - sum(shared.values())
     return Own(States(parameters, gradients, optimizer), whole, parts, facts.versions, gathered, buckets)
@@ -374,7 +374,8 @@ def _parts(numbers: PlanNumbers, model: Sizes, kind: Kind, rank: int) -> tuple[P
     known: dict[Any, Part] = {}
     found = []
     for c, chunk in enumerate(kind.chunks):
-        key = _plain(chunk, n, model), flights[c][1] if flights else 1, _within(n, model)[rank] if budget else None
+        moves = _within(n, model)[pipeline(n).placement()[rank][c]] if budget else None
+        key = _plain(chunk, n, model), flights[c][1] if flights else 1, moves
         if key not in known:
             known[key] = _part(*given, *key)
         found.append(known[key])
@@ -471,7 +472,7 @@ def _segments(costs: LayerCosts, layers: range, checkpoint: Any, ends: bool, fli
 
 @lru_cache(64)
 def _within(numbers: PlanNumbers, model: Sizes) -> tuple[tuple[Move, ...], ...]:
-    """For each rank, the fastest moves within a budget. Errors: PlanError for a budget that is too small."""
+    """For each stage, the fastest moves within a budget. Errors: PlanError for a budget that is too small."""
     n, plan = numbers, pipeline(numbers)
     costs = _costs(model, n.rows / n.ep, n.bytes.activation, n.division, False)
     shape = Shape(own_layers(model), _groups(model, n.division)[0], model.name)

@@ -335,7 +335,7 @@ class Program:
 
     @cached_property
     def sharded(self) -> frozenset[int]:
-        """The parameter groups whose optimizer state is sharded over the replicas."""
+        """The parameter groups whose optimizer state is sharded over the ranks that hold them."""
         return frozenset(v.index for held in self.state for v in held if home(v).kind == "optimizer_shard")
 
     @cached_property
@@ -350,6 +350,23 @@ class Program:
         """For each parameter group, how many ranks hold all of it or a slice of it."""
         held = [{v.index for v in values if home(v).kind in ("param", "param_shard")} for values in self.state]
         return tuple(sum(g in found for found in held) for g in range(len(self.groups)))
+
+    def slicing(self, group: int, rank: int) -> tuple[int, ...]:
+        """The ranks among which the slices of a sharded group are, in the order of the slices: of the ranks that have
+        the same shard of the layer as this one, all that hold the group."""
+        found = self._slicing.get(group, ())
+        return tuple(r for r in found if self.shard(r) == self.shard(rank)) if self.sharing > 1 else found
+
+    @cached_property
+    def _slicing(self) -> dict[int, tuple[int, ...]]:
+        known: dict[int, list[int]] = {}  # (ranks that do the same share one set, which is looked at once)
+        found: dict[int, list[int]] = {}
+        for rank, held in enumerate(self.state):
+            if id(held) not in known:
+                known[id(held)] = [v.index for v in held if home(v).kind == "optimizer_shard"]
+            for g in known[id(held)]:
+                found.setdefault(g, []).append(rank)
+        return {g: tuple(ranks) for g, ranks in found.items()}
 
     @cached_property
     def first_trainable(self) -> int:

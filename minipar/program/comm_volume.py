@@ -38,7 +38,7 @@ _CHANGING = "changing_"
 def summed(ins: Instruction) -> tuple[Value, ...]:
     """The gradients that an ALL_REDUCE sums. If it averages parameters, the gradients that have the same sizes."""
     read = (value for value in ins.reads if value.kind != "residual")
-    return tuple(grad(value.index) if value.kind == "param" else value for value in read)
+    return tuple(grad(value.index) if home(value).kind == "param" else value for value in read)
 
 
 def changing(ins: Instruction) -> Value:

@@ -10,9 +10,9 @@ asks for it: the same instructions with other peers and groups. So to a reader i
 
 A reader of whole programs may visit only the first rank of each stage, which stands for the others. This is sound
 because every group is whole: if it has ranks of several replicas, it has the same ranks of all replicas, and if it has
-ranks of several shards, it has those of all shards. So whatever the first ranks can do, all ranks can do at the same
-moment, each with its own replica and shard in the place of theirs; and a collective is joined by all of its ranks when
-the first ones have joined it.
+ranks of several shards, it has those of all shards. (Replicas that train alone have groups inside of a replica.) So
+whatever the first ranks can do, all ranks can do at the same moment, each with its own replica and shard in the place
+of theirs; and a collective is joined by all of its ranks when the first ones have joined it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def repeat(rows: Iterable[Iterable[Instruction]], mesh: Mesh) -> Sequence[Row]:
     """The instructions of all ranks of a mesh, from those of one pipeline.
 
     rows   for each coordinate on the axis pp. Peers are such coordinates. Groups are those of the first replica: sums
-           of gradients name the ranks of all replicas, and the first of ranks that share layers
+           of gradients name the ranks of all replicas, or of the first one alone, and the first of ranks that share
+           layers
     Gives a `Repeated` where every group is whole; otherwise a tuple of rows, which readers visit one by one.
     """
     found = Repeated(rows, mesh)
@@ -95,10 +96,14 @@ class Repeated(Sequence[Row]):
             if 0 <= ins.peer < len(self.rows):
                 peer = first + ins.peer * width + shard
                 return ins._replace(peer=peer, stream=f"{ins.stream.split()[0]} {peer}")
-            if width == 1 or not ins.group or ins.op is Op.NORM:  # (which all ranks join)
+            if not ins.group:
                 return ins
-            # Sums over replicas are of equal shards; what sharing ranks do together stays inside of a replica.
-            further = first if _inside(ins) else shard
+            # Sums over replicas are of equal shards, and a NORM is of all of them; what ranks of one replica do
+            # together stays inside of it.
+            further = 0 if _inside(ins) or ins.op is Op.NORM else shard
+            further += first if self._within(ins.group) else 0
+            if not further:
+                return ins
             group = tuple(member + further for member in ins.group)
             return ins._replace(group=group, stream=f"{ins.stream.split()[0]} {','.join(map(str, group))}")
 
@@ -108,6 +113,10 @@ class Repeated(Sequence[Row]):
     def _width(self) -> int:
         """How many ranks share each layer."""
         return math.prod(self.mesh.length(axis) for axis in self.mesh.sharing)
+
+    def _within(self, group: tuple[int, ...]) -> bool:
+        """Whether a group has ranks of the first replica alone, where there are several."""
+        return self.mesh.length("dp") > 1 and max(group) < self.mesh.size // self.mesh.length("dp")
 
     def is_whole(self) -> bool:
         """Whether every message stays inside of a pipeline, and every group is whole."""
@@ -137,7 +146,7 @@ class Repeated(Sequence[Row]):
         if _inside(ins):
             return mesh.group(mesh.rank(pp=stage), *mesh.sharing)
         stages = {mesh.coordinates(rank)["pp"] for rank in ins.group if 0 <= rank < mesh.size}
-        axes = ("dp", *mesh.sharing) if ins.op is Op.NORM else ("dp",)
+        axes = ((*mesh.sharing,) if ins.op is Op.NORM else ()) + (() if self._within(ins.group) else ("dp",))
         return tuple(sorted(rank for stage in stages for rank in mesh.group(mesh.rank(pp=stage), *axes)))
 
 

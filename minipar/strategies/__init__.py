@@ -17,6 +17,7 @@ from minipar.strategies.schedules import (
     looped_bfs,
     naive,
     one_f_one_b,
+    seq1f1b,
     terapipe,
     zb_v,
     zero_bubble,
@@ -36,6 +37,6 @@ from minipar.strategies.schedules.registry import find, schedule, schedules
 
 __all__ = [
     "ampnet", "chimera", "dualpipe", "dualpipe_v", "find", "gpipe", "interleaved", "looped_bfs", "naive", "one_f_one_b",
-    "pipedream", "pipedream_2bw", "pipedream_vertical", "schedule", "schedules", "terapipe", "zb_v",
+    "pipedream", "pipedream_2bw", "pipedream_vertical", "schedule", "schedules", "seq1f1b", "terapipe", "zb_v",
     "zero_bubble",
 ]  # fmt: skip

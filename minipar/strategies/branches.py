@@ -81,14 +81,9 @@ def check_shape(plan: Plan, shape: Shape) -> None:
         raise PlanError(
             f"schedule={plan.schedule}: is for chains, not {why}; possible is one that flushes, such as 1f1b"
         )
-    if plan.checkpoint not in ("none", "selective"):
+    if segments.budget_of(plan.checkpoint) is not None:
         told = segments.text(plan.checkpoint)
-        raise PlanError(f"checkpoint={told}: segments are of chains, not {why}; possible are none, selective")
-    for key, value in {"host_layers": plan.host_layers, "offload": set(plan.offload) & {"activations"}}.items():
-        if value:
-            raise PlanError(
-                f"{key}={','.join(value)}: follows the outputs of a chain, not {why}; possible is {key}=none"
-            )
+        raise PlanError(f"checkpoint={told}: budgets are of chains, not {why}; possible are none, selective, sqrt, K")
 
 
 def _told(plan: Plan) -> str:

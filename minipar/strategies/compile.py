@@ -66,22 +66,23 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
     updates = trains and not served  # a rank updates what it holds
     flushed = updates and not plan.asynchronous  # and does so once a step
     several = plan.dp * (1 if plan.asynchronous else plan.pp) > 1  # (tied layers may be on two ranks)
+    alone = plan.local_steps > 0 and plan.pp == 1  # nothing is summed
     table = (
         ("layers", layers.expand_layers, True),
-        ("bucket", data_parallel.choose_size, trains and plan.messages == "auto"),
+        ("bucket", priority.choose_piece if late else data_parallel.choose_size, trains and plan.messages == "auto"),
         ("checkpoint", checkpoint.recompute_segments, trains and plan.checkpoint not in ("none", "selective")),
         ("slices", slices.add_carries, plan.slice_count > 1),
         ("versions", versions.keep_versions, plan.asynchronous),
-        ("zero", zero.shard, updates and plan.zero > 0 and plan.dp > 1),
+        ("zero", zero.shard, updates and plan.zero > 0 and (plan.dp > 1 or (plan.pp > 1 and plan.copies))),
         ("priority", priority.sum_by_priority, flushed and several and late),
-        ("data_parallel", data_parallel.sum_gradients, updates and several and not late and not plan.local_steps),
+        ("data_parallel", data_parallel.sum_gradients, updates and several and not late and not alone),
         ("compress", compress.compress, updates and plan.compress != "none"),
         ("forms", forms.change_forms, plan.sharing > 1),
         ("parts", forms.sum_parts, updates and plan.sharing > 1),
         ("copies", copies.side_by_side, plan.batch_copies > 1),
+        ("local_steps", local_sgd.average, flushed and plan.local_steps > 0),
         ("host_layers", host_layers.place, bool(plan.host_layers)),
         ("offload", offload.offload, bool(plan.offload)),
-        ("local_steps", local_sgd.average, flushed and plan.local_steps > 0),
         ("clip", clip.clip, flushed and plan.clip is not None),
         ("parameter_server", parameter_server.push_and_pull, served),
         ("transfers", transfers.send_and_receive, plan.pp > 1),

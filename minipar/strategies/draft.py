@@ -38,7 +38,7 @@ Seconds = Callable[[Instruction], float]
 # (but those of a schedule without flushes have theirs from "versions" on).
 PLACES = (
     "layers", "bucket", "checkpoint", "slices", "versions", "zero", "priority", "data_parallel", "compress", "forms",
-    "parts", "copies", "host_layers", "offload", "local_steps", "clip", "parameter_server", "transfers", "update",
+    "parts", "copies", "local_steps", "host_layers", "offload", "clip", "parameter_server", "transfers", "update",
     "fuse",
 )  # fmt: skip
 

@@ -57,11 +57,15 @@ class Exclusion:
 
 @dataclass(frozen=True)
 class Need:
-    """What a key needs in a plan. Without it any value but the default is refused, because it would have no effect."""
+    """What a key needs in a plan. Without it any value but the default is refused, because it would have no effect.
+
+    example   words of a plan that has it
+    """
 
     what: str
     there: Callable[[Plan], bool]
     possible: str
+    example: str
 
 
 def shown(value: object) -> str:
@@ -83,8 +87,9 @@ CHUNKS = KeyValues("chunks", "chunks", lambda plan: plan.chunks is not None, "no
 PLACE = KeyValues("place", "place", lambda plan: plan.place is not None, "no place=")
 MESSAGES = KeyValues("bucket", "bucket", lambda plan: plan.bucket is not None, "no bucket=")
 WHOLES = KeyValues(
-    "bucket", "bucket=flat, auto, 4x or layers",
-    lambda plan: not isinstance(plan.messages, (int, float)) and plan.messages != "none", "bucket=none or a size",
+    "bucket", "bucket=flat, 4x or layers",
+    lambda plan: not isinstance(plan.messages, (int, float)) and plan.messages not in ("none", "auto"),
+    "bucket=none, auto or a size",
 )  # fmt: skip
 LATE_SUMS = KeyValues(
     "overlap", "overlap=none, priority", lambda plan: plan.overlap != "backward", "overlap=backward"
@@ -186,7 +191,6 @@ _SMALLER = "whole gradients are made smaller, once a step"
 _ONE_FORM = "values have one form on the ranks that share a layer"
 _NO_SUMS = "one replica sums no gradients"
 _WHOLE_SUMS = "it sums whole gradients"
-_AS_SLICES = "its micro-batches are slices of sequences"
 _DECIDES_ALONE = (
     "each rank decides by what has come to it, and ranks that share a layer must decide alike: by a message at each "
     "decision, which it exists to avoid"
@@ -201,24 +205,22 @@ EXCLUSIONS = (
     Exclusion(PLACE, SPLIT, "each says which rank has which layers", fundamental=True),
     Exclusion(PLACE, CHUNKS, "each says which rank has which layers", fundamental=True),
     Exclusion(PLACE, IN_A_ROW, "it needs stages in a row"),
-    Exclusion(HOST_LAYERS, ZERO, "layers on the host are not sharded"),
-    Exclusion(OFFLOADED_PARAMETERS, ZERO_BELOW_3, "it keeps whole parameters on the device"),
+    Exclusion(OFFLOADED_PARAMETERS, ZERO_BELOW_3, "it keeps whole parameters on the device", fundamental=True),
     Exclusion(PRIORITY, CLIP, f"{_AT_ONCE}, and the norm needs all gradients", fundamental=True),
-    Exclusion(PRIORITY, ZERO, f"{_AT_ONCE}, whole"),
-    Exclusion(PRIORITY, OFFLOAD, f"{_AT_ONCE}, on the device"),
-    Exclusion(PRIORITY, HOST_LAYERS, f"{_AT_ONCE}, on the device"),
+    Exclusion(PRIORITY, ZERO, "pieces of whole gradients are sent, and slices are sums of whole ones"),
+    Exclusion(PRIORITY, OFFLOADED_PARAMETERS, f"{_AT_ONCE}, but its parameters come only for its forward"),
     Exclusion(PRIORITY, WHOLES, "gradients go in pieces of `bucket` MiB, or whole", fundamental=True),
-    Exclusion(COMPRESSED, ZERO, f"{_SMALLER}; ZeRO sums slices of them"),
-    Exclusion(COMPRESSED, PRIORITY, f"{_SMALLER}; by priority pieces of them are sent"),
+    Exclusion(SPARSE, ZERO, f"{_SMALLER}; ZeRO sums slices of them", fundamental=True),
+    Exclusion(SPARSE, PRIORITY, f"{_SMALLER}; by priority pieces of them are sent", fundamental=True),
     Exclusion(COMPRESSED, LOCAL, "no gradients are sent that could be made smaller", fundamental=True),
-    Exclusion(COMPRESSED, BF16, "gradients are small already"),
-    Exclusion(COMPRESSED, HOST_LAYERS, f"{_SMALLER}, on the device"),
-    Exclusion(COMPRESSED, OFFLOADED_STATE, f"{_SMALLER}, on the device"),
+    Exclusion(
+        COMPRESSED,
+        BF16,
+        "gradients have 16 bits already, and what is left out of them would need more",
+        fundamental=True,
+    ),
     Exclusion(LOCAL, ZERO, f"{_ALONE}, with whole states", fundamental=True),
-    Exclusion(LOCAL, CLIP, f"{_ALONE}, and the norm is that of all of them", fundamental=True),
     Exclusion(LOCAL, PRIORITY, f"{_ALONE}, and sends no gradients", fundamental=True),
-    Exclusion(LOCAL, OFFLOAD, f"{_ALONE}, on the device"),
-    Exclusion(LOCAL, HOST_LAYERS, f"{_ALONE}, on the device"),
     Exclusion(SERVERS, STAGES, "a worker holds the whole model: servers answer it with all parameters of one version"),
     Exclusion(SERVERS, ZERO, "the servers hold the optimizer's state, and share it out", fundamental=True),
     Exclusion(
@@ -286,40 +288,43 @@ EXCLUSIONS = (
         Exclusion(parts, SPARSE, "gradients are sums over the ranks that share a layer, which it would make smaller")
         for parts in (SEQUENCE, CONTEXT, EXPERTS)
     ),
-    Exclusion(LOCAL, SLICED, _AS_SLICES),
-    Exclusion(BUDGET, SLICED, _AS_SLICES),
-    Exclusion(OFFLOADED_ACTIVATIONS, SLICED, _AS_SLICES),
-    Exclusion(HOST_LAYERS, SLICED, _AS_SLICES),
+    Exclusion(BUDGET, SLICED, "slices differ in size, and a budget takes micro-batches to be alike"),
     Exclusion(OFFLOADED_ACTIVATIONS, DYNAMIC, "copies stand in an order, which its ranks do not keep to"),
-    Exclusion(OFFLOADED_ACTIVATIONS, HALVES, "its backwards are split, and the halves need what was saved twice"),
-    Exclusion(ZERO, COPIES, "whole gradients are summed over the copies in every step"),
+    Exclusion(
+        ZERO_ABOVE_1,
+        COPIES,
+        "the copies of a stage work at different times, and would wait for each other's slices",
+        fundamental=True,
+    ),
     Exclusion(CHECKED, SERVERS, "what servers do is decided as they run, and checked by its exact replay"),
     Exclusion(CHECKED, ASYNCHRONOUS, "its ranks are at different steps, and nothing is the same on all of them"),
     Exclusion(CHECKED, LOCAL, f"{_ALONE}, and parameters differ until they are averaged"),
     Exclusion(CHECKED, PRIORITY, "parts of a gradient are summed while others are still used"),
     Exclusion(CHECKED, OFFLOAD, "it looks at what is on the device"),
     Exclusion(CHECKED, HOST_LAYERS, "it looks at what is on the device"),
-    Exclusion(LOCAL, COPIES, "whole gradients are summed over the copies in every step"),
 )
 
-SHARED = Need("ranks that share layers", lambda plan: plan.sharing > 1, "tp=2")
+SHARED = Need("ranks that share layers", lambda plan: plan.sharing > 1, "tp=2", "tp=2")
 SHARED_BY_SEVERAL = Need(
     "ranks that share layers, with several micro-batches each",
     lambda plan: plan.sharing > 1 and plan.total_microbatches > 1,
     "tp=2 with microbatches=2",
+    "tp=2 microbatches=2",
 )
-SERVED = Need("parameter servers", SERVERS.made, "sync=ps")
-SHARDED_GRADIENTS = Need("sharded gradients", lambda plan: plan.zero >= 2, "zero=2, zero=3")
+SERVED = Need("parameter servers", SERVERS.made, "sync=ps", "sync=ps")
+SHARDED_GRADIENTS = Need("sharded gradients", lambda plan: plan.zero >= 2, "zero=2, zero=3", "zero=2")
 GATHERED = Need(
     "parameters that come layer by layer",
     lambda plan: plan.zero == 3 or "parameters" in plan.offload or plan.prefetch == 0,  # (0 has no effect anyway)
     "zero=3, offload=parameters",
+    "zero=3",
 )
-AWAY = Need("what is offloaded", OFFLOAD.made, "offload=activations, optimizer, parameters")
+AWAY = Need("what is offloaded", OFFLOAD.made, "offload=activations, optimizer, parameters", "offload=optimizer")
 ON_DISK = Need(
     "what is offloaded to the disk",
     lambda plan: bool(plan.offload) and plan.offload_to == "disk",
     "offload_to=disk with offload=",
+    "offload=optimizer offload_to=disk",
 )
 
 
@@ -346,7 +351,7 @@ The keys of a plan go together, but for these pairs of choices. An `x` is fundam
 `o` is refused because nobody has built it yet. (A model can exclude a choice, too: branches, tied layers, layers that
 take whole sequences. The message says so then.)
 
-This page is made from the table that refuses: `minipar keys --markdown > docs/combinations.md`.
+This page is made from the table that refuses, as `minipar keys --markdown` prints it. What was run of it stands below.
 """
 
 

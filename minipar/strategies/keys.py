@@ -9,8 +9,8 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from minipar.costs.quantities import quantity
@@ -35,14 +35,16 @@ ALGORITHM = "default"
 class Domain:
     """The values that a key takes.
 
-    words    the values, described in one line
-    read     (name of the key, what was given) -> the value; it raises a PlanError that says what is possible
-    values   all values, if there are few: a search tries these
+    words      the values, described in one line
+    read       (name of the key, what was given) -> the value; it raises a PlanError that says what is possible
+    values     all values, if there are few: a search tries these
+    examples   if there are many: gives some, as words, one of each kind. Tests try these with those of other keys
     """
 
     words: str
     read: Callable[[str, Any], Any]
     values: tuple[Any, ...] = ()
+    examples: Callable[[], Sequence[str]] = tuple
 
 
 @dataclass(frozen=True)
@@ -300,7 +302,8 @@ def whole(least: int = 1, most: int | None = None) -> Domain:
     """Whole numbers of at least `least`, and at most `most` if that is given."""
     words = f"a whole number of at least {least}" if most is None else f"{least} to {most}"
     values = () if most is None else tuple(range(least, most + 1))
-    return Domain(words, lambda name, value: whole_number(name, value, least, most), values)
+    examples = (lambda: ("2",)) if most is None else tuple
+    return Domain(words, lambda name, value: whole_number(name, value, least, most), values, examples)
 
 
 def one_of(*words: str) -> Domain:
@@ -316,7 +319,7 @@ def one_of(*words: str) -> Domain:
 
 def perhaps(domain: Domain) -> Domain:
     """The same values, or None, which means the schedule's default."""
-    return Domain(domain.words, lambda name, value: None if value is None else domain.read(name, value), domain.values)
+    return replace(domain, read=lambda name, value: None if value is None else domain.read(name, value))
 
 
 def _as_given(name: str, value: Any) -> Any:
@@ -338,24 +341,51 @@ def _algorithm(name: str, value: str) -> str:
 
 
 TRUTH = Domain("true, false", truth, (False, True))
-SCHEDULE = Domain("a schedule, by its name (minipar schedules), or one of your own", _schedule)
-SPLIT = Domain("even, auto, or layers per stage such as 3,3,2", _as_given)  # (Plan reads this: it must fit the stages)
-PLACE = Domain("none, branches, or the rank of each layer such as 0,0,1,1,0", _as_given)  # (this must fit the ranks)
-MODE = Domain("sync, async, ssp:S, k-of-n:K/N", _as_given)  # (this must fit the workers)
-SLICES = Domain("how many, or lengths in tokens such as 4,3,2,2", lambda name, value: slices(value))
-BUCKET = Domain("MiB, none, flat, auto, 4x, or layers such as 7,3", lambda name, value: bucket(value))
-COMPRESS = Domain("none, bf16, fp16, topk:R, powersgd:R", lambda name, value: compress.parse(value))
+SCHEDULE = Domain(
+    "a schedule, by its name (minipar schedules), or one of your own", _schedule,
+    examples=lambda: [one.name for one in registry.schedules()],
+)  # fmt: skip
+SPLIT = Domain(  # (Plan reads this: it must fit the stages)
+    "even, auto, or layers per stage such as 3,3,2", _as_given, examples=lambda: ("auto",)
+)
+PLACE = Domain(  # (this must fit the ranks)
+    "none, branches, or the rank of each layer such as 0,0,1,1,0", _as_given,
+    examples=lambda: ("branches", "0,1,0,1,1,0"),
+)  # fmt: skip
+MODE = Domain(  # (this must fit the workers)
+    "sync, async, ssp:S, k-of-n:K/N", _as_given, examples=lambda: ("async", "ssp:1", "k-of-n:1/2")
+)
+SLICES = Domain(
+    "how many, or lengths in tokens such as 4,3,2,2", lambda name, value: slices(value),
+    examples=lambda: ("2", "4,3,1"),
+)  # fmt: skip
+BUCKET = Domain(
+    "MiB, none, flat, auto, 4x, or layers such as 7,3", lambda name, value: bucket(value),
+    examples=lambda: ("0.0001", "none", "flat", "auto", "2x", "4,2"),
+)  # fmt: skip
+COMPRESS = Domain(
+    "none, bf16, fp16, topk:R, powersgd:R", lambda name, value: compress.parse(value),
+    examples=lambda: ("bf16", "fp16", "topk:0.5", "powersgd:1"),
+)  # fmt: skip
 CHECKPOINT = Domain(
     "none, sqrt, selective, K, a budget such as 64MiB, or layers such as 3,7,11",
-    lambda name, value: segments.parse(value),
+    lambda name, value: segments.parse(value), examples=lambda: ("sqrt", "selective", "1", "128KiB", "2,4"),
+)  # fmt: skip
+NORM = Domain("none, or a number above 0", lambda name, value: clip_norm(value), examples=lambda: ("0.1",))
+OFFLOAD = Domain(
+    "none, or a list of " + ", ".join(OFFLOADS), lambda name, value: offloaded(value), examples=lambda: OFFLOADS
 )
-NORM = Domain("none, or a number above 0", lambda name, value: clip_norm(value))
-OFFLOAD = Domain("none, or a list of " + ", ".join(OFFLOADS), lambda name, value: offloaded(value))
 FOLDER = Domain("a folder", lambda name, value: folder(name, value))
-BYTES = Domain("none, or bytes such as 64MiB", lambda name, value: limit(value))
-LAYERS = Domain("none, or layers by name or number, such as 0", lambda name, value: names(value))
-SUM = Domain("default, an algorithm such as ring (collectives.names), or one of your own", _algorithm)
-ANNOTATIONS = Domain(
-    "none, or patterns of names with forms, such as *.mlp.0=S-1@tp;*.mlp.2=P@tp", lambda name, value: form_pairs(value)
+BYTES = Domain("none, or bytes such as 64MiB", lambda name, value: limit(value), examples=lambda: ("64MiB",))
+LAYERS = Domain(
+    "none, or layers by name or number, such as 0", lambda name, value: names(value), examples=lambda: ("0", "2,3")
 )
+SUM = Domain(
+    "default, an algorithm such as ring (collectives.names), or one of your own", _algorithm,
+    examples=lambda: ("ring", "tree"),
+)  # fmt: skip
+ANNOTATIONS = Domain(
+    "none, or patterns of names with forms, such as *.mlp.0=S-1@tp;*.mlp.2=P@tp",
+    lambda name, value: form_pairs(value), examples=lambda: ("*.mlp.0=S-1@tp",),
+)  # fmt: skip
 PASSES = Domain("none, or names of passes of your own", lambda name, value: draft.check_names(names(value)))

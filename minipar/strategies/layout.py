@@ -167,9 +167,3 @@ class Layout:
         layers = set(self.shape.groups[group].layers)
         held = [set().union(*self.chunks(r)) for r in range(self.pp) if group in self._groups[r]]
         return len(held) > 1 and all(layers <= mine for mine in held)
-
-    def chunk_of(self, group: int, rank: int) -> int:
-        """The chunk of a rank that completes a micro-batch's gradient of a group: it has the group's first layer."""
-        layers = set(self.shape.groups[group].layers)
-        held = [(min(mine), c) for c, chunk in enumerate(self.chunks(rank)) if (mine := layers.intersection(chunk))]
-        return min(held)[1]

@@ -89,8 +89,8 @@ class Plan:
     slices: int | tuple[int, ...] | None = key(
         None,
         keys.SLICES,
-        "slices of tokens that terapipe cuts every sequence into: they are its micro-batches; default: as many as the "
-        "pipeline has ranks",
+        "slices of tokens that terapipe and seq1f1b cut every sequence into: they are its micro-batches; default: as "
+        "many as the pipeline has ranks",
     )
     doubling: bool = key(
         False, keys.TRUTH, "chimera: two micro-batches go forward together, where there are more of them than ranks"

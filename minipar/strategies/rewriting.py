@@ -49,10 +49,15 @@ def by_update(row: Sequence[Instruction], step: int, rewrite: Rounds) -> list[In
 
 
 def summed(draft: Draft, rank: int) -> dict[int, tuple[int, ...]]:
-    """The groups whose whole gradient the update of a rank reads, and that several ranks hold; each with these
-    ranks."""
+    """The groups whose whole gradient the update of a rank reads, and that several ranks hold; each with these ranks.
+    A replica that trains alone sums only gradients of its own ranks."""
     steps = [ins for ins in draft.update[rank] if ins.op is Op.STEP]
-    return shared(draft.layout, [value.index for ins in steps for value in ins.reads if value.kind == "grad"])
+    found = shared(draft.layout, [value.index for ins in steps for value in ins.reads if value.kind == "grad"])
+    if not draft.plan.local_steps:
+        return found
+    own = range(draft.layout.mesh.size // draft.layout.dp)  # those of the first replica
+    inside = {g: tuple(r for r in ranks if r in own) for g, ranks in found.items()}
+    return {g: ranks for g, ranks in inside.items() if len(ranks) > 1}
 
 
 def keep_gradients(draft: Draft, groups: Sequence[Collection[int]]) -> Draft:

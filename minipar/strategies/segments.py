@@ -14,10 +14,19 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 from minipar.costs.measured import Profile
-from minipar.costs.recomputation import Chain, LayerCosts, Move, every, in_segments, square_root
+from minipar.costs.recomputation import (
+    Chain,
+    LayerCosts,
+    Move,
+    every,
+    in_segments,
+    keep_everything,
+    needed,
+    square_root,
+)
 from minipar.costs.reversal import minimum, rotor
 from minipar.errors import PlanError
-from minipar.program import Action, BackwardWeight, Forward
+from minipar.program import Action, BackwardInput, BackwardWeight, Forward
 from minipar.strategies.layout import Layout
 from minipar.wording import several
 
@@ -83,7 +92,9 @@ def schedules(
     costs     the costs of each layer, which a budget needs; with them "sqrt" takes sizes into account
 
     A budget counts activations: outputs, their gradients, what is saved, and `receives_ahead` buffers for messages
-    from each neighbour. It does not count the input rows, nor outputs that wait because a link is slow. Errors:
+    from each neighbour. It does not count the input rows, nor outputs that wait because a link is slow. Several stages
+    of a rank share its budget: each gets the least that it needs, and of the rest a part that is in proportion to what
+    more it can use. What waits for the weight halves of backwards counts as all that their layers had saved. Errors:
     PlanError for a choice that does not fit the model, and for a budget that is too small; it names the smallest one.
     """
     if isinstance(costs, Profile):
@@ -101,9 +112,12 @@ def schedules(
             flying[stage] = max(flying[stage], in_flight(action for action in chosen if action.chunk == c))
     budget = budget_of(choice)
     if budget is not None and costs is not None:
-        if any(isinstance(action, BackwardWeight) for chosen in actions for action in chosen):
-            raise PlanError(f"checkpoint={text(choice)}: a budget is for whole backwards; possible are none, sqrt, K")
-        return _within(budget, layout, parts, flying, costs, receives_ahead)
+        waiting = [0] * count
+        for rank, chosen in enumerate(actions):
+            for c, stage in enumerate(layout.placement[rank]):
+                mine = [action for action in chosen if action.chunk == c]
+                waiting[stage] = max(waiting[stage], between_halves(mine))
+        return _within(budget, layout, parts, flying, waiting, costs, receives_ahead)
     found = []
     for part, flight in zip(parts, flying, strict=True):
         segments: Iterable[range] = ()
@@ -144,6 +158,15 @@ def in_flight(actions: Iterable[Action]) -> int:
     return max(1, most)
 
 
+def between_halves(actions: Iterable[Action]) -> int:
+    """The largest number of micro-batches between the two halves of their backward."""
+    now = most = 0
+    for action in actions:
+        now += isinstance(action, BackwardInput) - isinstance(action, BackwardWeight)
+        most = max(most, now)
+    return most
+
+
 def _check(choice: Checkpoint, layout: Layout, costs: LayerCosts | None) -> None:
     if costs is not None and len(costs.forward) != layout.shape.layers:
         raise PlanError(f"costs: of {several(len(costs.forward), 'layer')}, but the model has {layout.shape.layers}")
@@ -153,8 +176,6 @@ def _check(choice: Checkpoint, layout: Layout, costs: LayerCosts | None) -> None
             f"checkpoint={text(choice)}: a budget needs the sizes of the layers; give compile(..., costs=profile), "
             "or choose sqrt, K or layers"
         )
-    if budget_of(choice) is not None and max(map(len, layout.placement)) > 1:
-        raise PlanError(f"checkpoint={text(choice)}: a budget is for one chunk a rank; possible are none, sqrt, K")
 
 
 def check_layers(choice: Checkpoint, layers: int) -> None:
@@ -171,29 +192,64 @@ def _chain(costs: LayerCosts, layout: Layout, part: range) -> Chain:
 
 
 def _within(
-    budget: int, layout: Layout, stages: list[range], flying: list[int], costs: LayerCosts, receives_ahead: int
+    budget: int,
+    layout: Layout,
+    stages: list[range],
+    flying: list[int],
+    waiting: list[int],
+    costs: LayerCosts,
+    receives_ahead: int,
 ) -> list[tuple[Move, ...]]:
-    """The fastest schedule of each stage within the budget. Errors: PlanError, which names the smallest possible
-    budget."""
-    around = [_around(layout, stage, flying[stage], costs, receives_ahead) for stage in range(layout.pp)]
+    """The fastest schedule of each stage within the budget of its rank. Errors: PlanError, which names the smallest
+    possible budget."""
+    count = len(stages)
     chains = [_chain(costs, layout, part) if part else None for part in stages]
+    around = [
+        _around(layout, stage, flying[stage], costs, receives_ahead) + waiting[stage] * _left(costs, stages[stage])
+        for stage in range(count)
+    ]
+
+    def least(stage: int) -> int:
+        chain = chains[stage]
+        return around[stage] + (minimum(chain, flying[stage]) if chain else 0)
+
+    def most(stage: int) -> int:
+        chain = chains[stage]
+        return around[stage] + (needed(chain, keep_everything(len(chain)), flying[stage]) if chain else 0)
+
+    shares = [budget] * count
+    for held in layout.placement if max(map(len, layout.placement)) > 1 else ():
+        low = {stage: least(stage) for stage in held}
+        more = {stage: max(0, most(stage) - low[stage]) for stage in held}
+        spare, wanted = max(0, budget - sum(low.values())), max(1, sum(more.values()))
+        for stage in held:  # (of a stage with copies the smallest share)
+            shares[stage] = min(shares[stage], low[stage] + min(more[stage], spare * more[stage] // wanted))
+        if sum(low.values()) > budget:
+            shares[held[0]] = -1
     found: list[tuple[Move, ...]] = []
     try:
-        for chain, flight, extra in zip(chains, flying, around, strict=True):
-            if extra > budget:
+        for chain, share, flight, extra in zip(chains, shares, flying, around, strict=True):
+            if extra > share:
                 raise PlanError("too small")
-            found.append(rotor(chain, budget - extra, flight) if chain else ())
+            found.append(rotor(chain, share - extra, flight) if chain else ())
     except PlanError:
-        least = [
-            extra + (minimum(chain, flight) if chain else 0)
-            for chain, flight, extra in zip(chains, flying, around, strict=True)
-        ]
-        stage = max(range(layout.pp), key=least.__getitem__)
-        where = f" on stage {stage}, with {flying[stage]} in flight" if layout.pp > 1 else ""
+        needs = [sum(least(stage) for stage in held) for held in layout.placement]
+        rank = max(range(layout.pp), key=needs.__getitem__)
+        held = layout.placement[rank]
+        where = f" on rank {rank}, with {several(len(held), 'stage')}"
+        if len(held) == 1:
+            where = f" on stage {held[0]}, with {flying[held[0]]} in flight"
         raise PlanError(
-            f"checkpoint: a budget of {_size(budget)} is too small; the least is {_size(least[stage], up=True)}{where}"
+            f"checkpoint: a budget of {_size(budget)} is too small; the least is {_size(needs[rank], up=True)}"
+            f"{where if layout.pp > 1 else ''}"
         ) from None
     return found
+
+
+def _left(costs: LayerCosts, layers: range) -> int:
+    """At most so many bytes are left of a micro-batch between the halves of its backward."""
+    own = sum(costs.saved[layer] + costs.output[layer] + costs.gradient[layer] for layer in layers)
+    return own + (costs.output[layers.start - 1] if layers and layers.start else 0)
 
 
 def _around(layout: Layout, stage: int, flying: int, costs: LayerCosts, receives_ahead: int) -> int:

@@ -73,9 +73,11 @@ def train_reference(
     report     called with every step that is done
     Raises what the user's code raises there, with its traceback in a note; RankDied if the process dies.
     """
-    options: dict[str, Any] = {"steps": steps, "keep_gradients": keep_gradients, "first": storing.first}
+    options: dict[str, Any] = {
+        "steps": steps, "keep_gradients": keep_gradients, "first": storing.first, "clip": clip
+    }  # fmt: skip
     if replicas is None:
-        options |= {"clip": clip, "inference": inference}
+        options |= {"inference": inference}
         return ask(task_of(job, "plain", options, storing, saved), threads, report)
     count, microbatches, every = replicas
     options |= {"replicas": count, "microbatches": microbatches, "every": every}
@@ -110,6 +112,13 @@ def replay_service(
 ) -> Reference:
     """Run a job in plain torch by the recorded order of parameter servers: every gradient is computed with the
     parameters that its worker was given, and every update uses the gradients that the servers took."""
+    return ask(service_task(job, order, workers, steps, microbatches, clip), threads)
+
+
+def service_task(
+    job: Job, order: list[Row], workers: int, steps: int, microbatches: int, clip: float | None = None
+) -> dict[str, Any]:
+    """What `reference.run` needs for such a replay."""
     done = completed(order)
     wanted = {id(answer) for answer in done.values()}
     events: list[tuple[Any, ...]] = []
@@ -121,7 +130,7 @@ def replay_service(
         elif row.kind is Kind.APPLY:
             events.append(("apply",))
     options = {"events": events, "steps": steps, "workers": workers, "microbatches": microbatches, "clip": clip}
-    return ask(task_of(job, "service", options), threads)
+    return task_of(job, "service", options)
 
 
 def task_of(

@@ -421,6 +421,7 @@ def train_locally(
     every: int,
     seed: int = 0,
     keep_gradients: bool = True,
+    clip: float | None = None,
     report: Callable[[int], None] = lambda step: None,
     first: int = 0,
     begin: Begin = lambda model, optimizer: None,
@@ -431,6 +432,7 @@ def train_locally(
     every `every` steps and after the last one, weighted by their rows. The losses and gradients of a step are averages,
     too. Buffers are those of the first copy.
 
+    clip    each copy scales its own gradient down to this norm
     again   makes the model once more (a copy would lack the hooks of its parameters)
     """
     copies = [model, *(again() if again else copy.deepcopy(model) for _ in range(replicas - 1))]
@@ -457,6 +459,8 @@ def train_locally(
                 masks[r].at(step, mine.start, rows=len(mine))
                 value = mean_of(loss(each(rows_in(x, mine)), own))
                 value.backward()
+                if clip is not None:
+                    torch.nn.utils.clip_grad_norm_(named[r].values(), clip)
                 total += value.item() * weight / whole
                 weights[r] += weight
                 for name, p in named[r].items():

@@ -252,12 +252,12 @@ def expect(pair: Pair, nudge: float = 0.0) -> oracle.Result:
     """What plain torch makes of it."""
     rows, plan = models.Rows(pair.spec), pair.plan
     batches = rows.whole
+    clip = None if plan.get("clip", "none") == "none" else float(plan["clip"])
     if "local_steps" in plan:
         m = int(plan.get("microbatches", 1)) * int(plan.get("accumulate", 1))
         return oracle.locally(
-            pair.spec, batches, pair.steps, 5, pair.lr, int(plan["dp"]), m, int(plan["local_steps"]), nudge
+            pair.spec, batches, pair.steps, 5, pair.lr, int(plan["dp"]), m, int(plan["local_steps"]), nudge, clip
         )
-    clip = None if plan.get("clip", "none") == "none" else float(plan["clip"])
     inference = plan.get("inference") == "true"
     return oracle.whole(pair.spec, batches, pair.steps, 5, pair.lr, pair.momentum, clip, inference, nudge)
 

@@ -150,9 +150,10 @@ def weight(y: Tensor) -> int:
 
 def locally(
     spec: Spec, batches: Batches, steps: int, seed: int, lr: float, replicas: int, microbatches: int, every: int,
-    nudge: float = 0.0,
+    nudge: float = 0.0, clip: float | None = None,
 ) -> Result:  # fmt: skip
-    """Local SGD: copies that train by themselves, averaged after every so many steps and the last, by their rows."""
+    """Local SGD: copies that train by themselves, averaged after every so many steps and the last, by their rows. Each
+    clips its own gradient."""
     first, result = Plain(spec, seed, lr, 0.0, nudge), Result()
     copies = [first, *(Plain(spec, seed, lr, 0.0, nudge) for _ in range(replicas - 1))]  # (a copy has no hooks)
     counts = [0] * replicas
@@ -169,6 +170,8 @@ def locally(
             value = plain.value(x[mine], y[mine], step, mine.start)
             if value.requires_grad:
                 value.backward()
+            if clip is not None and plain.named:
+                torch.nn.utils.clip_grad_norm_(plain.named.values(), clip)
             loss += value.item() * own / total
             for name, g in plain.taken().items():
                 gradients[name] += g * (own / total)

@@ -45,7 +45,7 @@ def draw(dice: random.Random, facts: Facts) -> Words:
         return _served(dice, facts)
     wild = dice.random() < 0.1
     words: Words = {}
-    schedule = "terapipe" if facts.tokens else dice.choice(SCHEDULES)
+    schedule = dice.choice(["terapipe", "seq1f1b"]) if facts.tokens else dice.choice(SCHEDULES)
     pp = min(dice.choice([1, 2, 2, 2, 4, 4, 3]), facts.layers)
     chunks = 2 if schedule in CHUNKED else 1
     if schedule in BOTH_WAYS:
@@ -91,20 +91,18 @@ def draw(dice: random.Random, facts: Facts) -> Words:
         return words | _stale(dice, facts, schedule, dp)
     if dice.random() < 0.15:
         words["accumulate"] = dice.choice(["2", "3"])
-    special = (
-        ""
-        if facts.tokens
-        else dice.choice(["", "", "", "", "", "", "priority", "local", "bf16", "inference", "compress", "host"])
-    )
+    special = dice.choice(["", "", "", "", "", "", "priority", "local", "bf16", "inference", "compress", "host"])
+    if facts.tokens and special in ("bf16", "inference"):
+        special = ""
     buckets = ["none", "none", "flat", "0.0001", "0.00005", "25", "2x", "3x", "auto", _some(dice, facts.layers)]
     if dice.random() < 0.7:
-        words["bucket"] = dice.choice(["none", "0.0001", "0.01"] if special == "priority" else buckets)
+        words["bucket"] = dice.choice(["none", "0.0001", "0.01", "auto"] if special == "priority" else buckets)
     if dice.random() < 0.2:
         words["overlap"] = "none"
     both = schedule in BOTH_WAYS and not wild
     if special == "priority" or (wild and dice.random() < 0.2):
         words["overlap"] = "priority"
-    if special == "local" and (dp > 1 or wild) and not both:
+    if special == "local" and (dp > 1 or wild):
         words["local_steps"] = dice.choice(["1", "2", "3"])
     if special == "bf16" and not facts.narrow:
         special = ""
@@ -114,23 +112,24 @@ def draw(dice: random.Random, facts: Facts) -> Words:
         words["inference"] = "true"
     if special == "compress":
         words["compress"] = dice.choice(["bf16", "fp16", "topk:0.5", "topk:0.01", "powersgd:1", "powersgd:2"])
-    if special in ("", "bf16", "inference", "compress") or wild:
-        if special != "compress" and not both and dice.random() < 0.45:
-            words["zero"] = dice.choice(["1", "2", "3", "3"])
-            if dice.random() < 0.4:
+    if special in ("", "bf16", "inference", "compress", "host", "local", "priority") or wild:
+        shared = special not in ("local", "priority") and words.get("compress", "bf16") in ("bf16", "fp16")
+        if shared and dice.random() < 0.45:
+            words["zero"] = "1" if both else dice.choice(["1", "2", "3", "3"])
+            if not both and dice.random() < 0.4:
                 words["reduce"] = dice.choice(["microbatch", "step"])
             if dice.random() < 0.5:
                 words["prefetch"] = str(dice.randint(0, 3))
         if dice.random() < 0.3:
-            words |= _offload(dice, schedule, words.get("zero", "0"), special, wild)
-    if special == "host" and "zero" not in words:
+            words |= _offload(dice, words.get("zero", "0"), special, wild)
+    if special == "host":
         words["host_layers"] = ",".join(
             map(str, sorted(dice.sample(range(facts.layers), min(facts.layers, dice.randint(1, 2)))))
         )
     if special == "" and dp > 1 and "zero" not in words and dice.random() < 0.1:
         algorithms = ["ring", "tree", "double-tree", "halving-doubling", "hierarchical", "direct"]
         words |= {"algorithm": dice.choice(algorithms), "overlap": "none"}
-    if special in ("", "host", "bf16") and dice.random() < 0.12:
+    if special in ("", "host", "bf16", "local") and dice.random() < 0.12:
         words["clip"] = dice.choice(["0.001", "0.1", "100"])
     unchecked = {"local_steps", "offload", "host_layers"} & words.keys() or words.get("overlap") == "priority"
     if (wild or not (unchecked or schedule in STALE)) and dice.random() < 0.15:
@@ -177,7 +176,7 @@ def _unsplit(dice: random.Random, facts: Facts) -> Words:
     if dice.random() < 0.4:
         words["bucket"] = dice.choice(["none", "flat", "0.0001"])
     if dice.random() < 0.25:
-        words |= _offload(dice, schedule, "0", "", False)
+        words |= _offload(dice, "0", "", False)
     return words
 
 
@@ -213,17 +212,10 @@ def _served(dice: random.Random, facts: Facts) -> Words:
     return words
 
 
-def _offload(dice: random.Random, schedule: str, zero: str, special: str, wild: bool) -> Words:
+def _offload(dice: random.Random, zero: str, special: str, wild: bool) -> Words:
     possible = ["activations", "optimizer", "parameters"]
-    if not wild:
-        if zero in ("1", "2"):
-            possible.remove("parameters")
-        if schedule in SPLIT + BOTH_WAYS + ("zb-v", "dualpipe-v"):
-            possible.remove("activations")
-        if special == "compress":
-            possible = ["activations"] if "activations" in possible else []
-    if not possible:
-        return {}
+    if not wild and (zero in ("1", "2") or special == "priority"):
+        possible.remove("parameters")
     chosen = dice.sample(possible, dice.randint(1, len(possible)))
     words = {"offload": ",".join(chosen)}
     if dice.random() < 0.4:

@@ -50,7 +50,7 @@ INSTRUCTIONS = [
     (PIPELINE, Op.FORWARD, {"group": (0, 1)}, "F is no collective, so that nobody joins it in a group"),
     (REPLICAS, Op.ALL_REDUCE, {"group": (1, 0)}, "the ranks of a group ascend, each once; possible is group=(0, 1)"),
     (REPLICAS, Op.ALL_REDUCE, {"name": "mine"}, "collective without partner"),
-    (REPLICAS, Op.ALL_REDUCE, {"parts": (Part(Op.ALL_REDUCE, 3, 8, 0),)}, "a piece is of one uncompressed gradient"),
+    (REPLICAS, Op.ALL_REDUCE, {"parts": (Part(Op.ALL_REDUCE, 3, 8, 0),)}, "a piece is of one gradient"),
     ("dp=2 zero=1", Op.REDUCE_SCATTER, {"frees": ()}, "never applies grad(3): it has no STEP for it"),
     ("dp=2 zero=1", Op.ALL_GATHER, {"writes": (param(0),)}, "changes param(1), but does not write it"),
     ("dp=2 clip=1.0", Op.NORM, {"reads": (*map(grad, (0, 1, 2, 3)), grad(0))}, "counts grad(0) twice; possible is"),

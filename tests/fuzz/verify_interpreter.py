@@ -513,7 +513,9 @@ class _Machine:
                 return None
             covered = sorted((a, b) for _, _, a, b in source[1])
             ends = [0, *(b for _, b in covered)]
-            if [a for a, _ in covered] != ends[:-1] or ends[-1] != sum(self.program.groups[value.index].tensors):
+            size = sum(self.program.groups[value.index].tensors)
+            right = {size, size // 2, size // 4} if self.program.compress != "none" else {size}  # (in 16 bits)
+            if [a for a, _ in covered] != ends[:-1] or ends[-1] not in right:
                 raise Wrong(f"{value} of rank {rank} is not summed byte by byte")
             if any(_frozen(other) != _frozen(found[0]) for other in found):
                 raise Wrong(f"pieces of {value} of rank {rank} hold different contributions")
@@ -840,11 +842,12 @@ class _Machine:
     def check_norm(self, rank: int, ins: Instruction, updates: int) -> None:
         """The norm counts every gradient, right and complete, on each rank that holds it or a slice of it."""
         wanted: Counter[Any] = Counter()
+        replicas = [self.replica[rank]] if self.every else range(self.replicas)  # (alone each has a norm of its own)
         for holder, homes in enumerate(self.homes):
-            for value in homes:
+            for value in homes if self.replica[holder] in replicas else ():
                 if value.kind in ("optimizer_state", "optimizer_shard"):
                     right: Counter[int] = Counter()
-                    for replica in range(self.replicas):
+                    for replica in replicas:
                         for contributions in self.right[updates, replica]:
                             right.update(contributions.get((value.index, self.shard[holder]), ()))
                     wanted[value.index, _frozen(right)] += 1
@@ -956,7 +959,7 @@ class _Machine:
             return
         there = _tier(ins.reads[0])
         names = {g: Value(f"{there} grad".strip(), g) for g in ins.layers}
-        rest = {Value("residual", g) for g in ins.layers}
+        rest = {Value(f"{there} residual".strip(), g) for g in ins.layers}
         kept = self.program.compress.startswith(("topk", "powersgd"))
         piece = len(ins.parts) == 1 and ins.parts[0].start >= 0
         if not set(names.values()) <= set(ins.reads) <= {*names.values(), *rest}:
@@ -976,7 +979,7 @@ class _Machine:
                 self.underway[rank][value] = ("group", ins.group, turn, None)
             return
         (part,) = ins.parts
-        if not flat or len(ins.layers) > 1 or part.bytes < 0 or self.program.compress != "none":
+        if not flat or len(ins.layers) > 1 or part.bytes < 0 or kept:
             raise Wrong(f"rank {rank} `{ins}`: a piece of no buffer")
         pieces = self.pieces.setdefault((rank, ins.layers[0]), [])
         pieces.append((ins.group, turn, part.start, part.start + part.bytes))
@@ -986,7 +989,7 @@ class _Machine:
             self.underway[rank][value] = ("pieces", pieces)
 
     def average(self, rank: int, ins: Instruction) -> None:
-        memory, names = self.memory[rank], [Value("param", g) for g in ins.layers]
+        memory, names = self.memory[rank], [Value(ins.reads[0].kind, g) for g in ins.layers]
         if not isinstance(self.program.contract, Local) or not set(names) == set(ins.reads) == set(ins.writes):
             raise Wrong(f"rank {rank} `{ins}` averages what is no replica's own")
         brought = {v.index: memory.pop(v) for v in names}
@@ -998,12 +1001,13 @@ class _Machine:
         self.underway[rank].update(dict.fromkeys(names, ("group", ins.group, turn, None)))
 
     def check_slices(self, rank: int, ins: Instruction) -> None:
-        """Slice k is that of replica k; every replica has one."""
-        alike = len({self.shard[r] for r in ins.group}) == 1
-        if [self.replica[r] for r in ins.group] != list(range(self.replicas)) or not alike:
-            raise Wrong(f"rank {rank} `{ins}`: not one rank of each replica")
+        """Slice k is that of the k-th rank that has one, of those with the same shard of the layer."""
         if any(Value("optimizer_shard", g) not in self.homes[rank] for g in ins.layers):
             raise Wrong(f"rank {rank} `{ins}` works on a group that is not cut into slices")
+        for g in ins.layers:
+            having = [r for r, held in enumerate(self.homes) if Value("optimizer_shard", g) in held]
+            if list(ins.group) != [r for r in having if self.shard[r] == self.shard[rank]]:
+                raise Wrong(f"rank {rank} `{ins}`: not all ranks with slices of group {g}, ascending")
 
     def scatter(self, rank: int, ins: Instruction) -> None:
         memory = self.memory[rank]

@@ -18,7 +18,9 @@ from minipar.planner.space import space
 from minipar.planner.way_out import smallest
 from minipar.prediction.closed_form import closed_form
 from minipar.prediction.estimating import estimate
-from minipar.prediction.plan_words import check
+from minipar.prediction.plan_words import check, refusal, table_of, words
+from minipar.strategies import keys
+from minipar.strategies.plan import Plan
 
 
 def every(where):
@@ -112,6 +114,31 @@ def test_guidelines():
     small = search("gpt2-small", "a100-80gb", 1, 8, 64)
     assert advice(small.plan, small.space).startswith("Data parallel suffices")
     assert small.plan.numbers.pp == small.plan.numbers.tp == 1
+
+
+def test_the_space_follows_the_table_of_keys():
+    """Whether the search takes a plan of the space for one that minipar runs is what compiling it says."""
+    where = space(sizes("gpt-demo"), replace(hardware("laptop"), nodes=1, per_node=8), 64)
+    outer = next(one for one in where.outer() if (one.pp, one.tp, one.ep, one.cp, one.microbatches) == (2, 1, 1, 1, 4))
+    outcomes = set()
+    for plain in (one for one in where.inner(outer) if one.every):
+        for numbers in (plain, *where.offloaded(plain)):
+            table = keys.words(words(numbers))
+            try:
+                Plan.parse({key: value for key, value in table.items() if key != "micro_batch_size"}).compile(layers=12)
+                runs = True
+            except PlanError:
+                runs = False
+            try:
+                check(numbers, where.model)
+                found = refusal(table_of(words(numbers)), numbers) == ""
+            except PlanError:
+                found = False
+            assert found == runs, words(numbers)
+            outcomes.add((numbers.schedule, numbers.zero, numbers.offload, runs))
+    assert ("dualpipe", 1, (), True) in outcomes  # (DeepSeek-V3's)
+    assert ("chimera", 2, (), False) in outcomes
+    assert ("zb-h1", 1, ("activations", "optimizer"), True) in outcomes
 
 
 def test_only_what_minipar_can_run():

@@ -93,7 +93,7 @@ def test_ties_dropout_and_other_optimizers(clusters, name, text, optimizer):
 @pytest.mark.parametrize(
     "text",
     ["dp=1", "dp=2 zero=1", "pp=2 microbatches=4", "pp=2 dp=2 zero=2", "pp=2 microbatches=4 schedule=zb-h1",
-     "pp=2 microbatches=4 schedule=dualpipe"],
+     "pp=2 microbatches=4 schedule=dualpipe", "pp=2 dp=2 zero=1 microbatches=4 schedule=dualpipe", "pp=2 checkpoint=1"],
 )  # fmt: skip
 def test_branches(clusters, text):
     """Outputs that several layers read, the sums of their gradients, and joins of several inputs."""
@@ -148,6 +148,7 @@ def wide() -> torch.nn.Sequential:
         "dp=2 compress=topk:0.2 bucket=0.3",
         "dp=2 compress=powersgd:64",
         "dp=2 compress=bf16 bucket=none overlap=none",
+        "dp=2 compress=bf16 zero=2",
     ],
 )
 def test_averages_and_compressed_sums(clusters, text):
@@ -187,7 +188,10 @@ def test_what_weight_halves_hold_of_layers_before_them(clusters, text):
         assert got.bytes == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize("text", ["slices=2", "slices=5,3,3,1 microbatches=2", "slices=2 checkpoint=1 dp=2"])
+@pytest.mark.parametrize(
+    "text",
+    ["slices=2", "slices=5,3,3,1 microbatches=2", "slices=2 checkpoint=1 dp=2", "slices=4 offload=activations"],
+)
 def test_slices_of_sequences(clusters, text):
     """What a slice carries on to the next one, and the gradient of that."""
     model = partial(models.gpt, layers=2, width=32, heads=2, context=12, vocab=32)

@@ -288,7 +288,7 @@ PRINTED = {
     "dualpipe": Printed(EQUAL, sizes(20, 2, 2, lambda p, m: p % 2 == 0 and m >= 2 * p)),
     "dualpipe-v": Printed(EQUAL, sizes(20, fits=lambda p, m: m >= 2 * p)),
 }
-ELSEWHERE = {"terapipe", "pipedream", "pipedream-2bw", "pipedream-vertical", "ampnet"}  # (see the tests of these)
+ELSEWHERE = {"terapipe", "seq1f1b", "pipedream", "pipedream-2bw", "pipedream-vertical", "ampnet"}  # (elsewhere)
 
 
 def test_every_printed_formula_is_tried() -> None:

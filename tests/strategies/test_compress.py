@@ -75,18 +75,20 @@ def test_what_is_no_compression_is_refused(word):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("zero=1", "possible is zero=0"),
-        ("overlap=priority", "possible is overlap=backward or compress=none"),
         ("local_steps=2", "possible is local_steps=0"),
         ("precision=bf16", "possible is precision=float32 or compress=none"),
-        ("offload=optimizer", "possible is offload=none, offload=activations or compress=none"),
-        ("host_layers=0", "possible is host_layers=none"),
     ],
 )
 def test_what_does_not_go_together_is_refused(words, says):
     with pytest.raises(PlanError) as caught:
         Plan.parse(f"dp=2 compress=bf16 {words}")
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("words", ["zero=2", "overlap=priority"])
+def test_what_is_made_of_whole_gradients_is_not_made_of_parts(words):
+    with pytest.raises(PlanError, match=r"compress=topk:0.1: not together with .* possible is .* or compress=bf16"):
+        Plan.parse(f"dp=2 compress=topk:0.1 {words}")
 
 
 # on ranks -------------------------------------------------------------------------------------------------------------
@@ -100,7 +102,13 @@ def run(plan, cluster, steps=3, model=MODEL, data=None, **options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("words", ["dp=2 bucket=none", "dp=2 pp=2 microbatches=3 bucket=0.0001", "dp=4 bucket=flat"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "dp=2 bucket=none", "dp=2 pp=2 microbatches=3 bucket=0.0001", "dp=4 bucket=flat", "dp=2 host_layers=1,3",
+        "dp=2 offload=optimizer,parameters",
+    ],
+)  # fmt: skip
 def test_all_numbers_sent_are_no_compression(clusters, words):
     plan = Plan.parse(f"{words} compress=topk:1.0")
     check(clusters, plan, MODEL, rows(17), steps=3)
@@ -115,11 +123,17 @@ def test_a_gradient_of_low_rank_comes_through_low_rank_messages(clusters):
     assert 1e-3 < rough.max_gradient_error() < 1
 
 
-def test_16_bits_are_those_of_plain_torch(clusters):
+@pytest.mark.parametrize(
+    "words",
+    ["", "zero=1", "zero=3", "overlap=priority bucket=0.001", "overlap=priority bucket=none", "offload=optimizer",
+     "host_layers=0"],
+)  # fmt: skip
+def test_16_bits_are_those_of_plain_torch(clusters, words):
     """Each replica's gradient rounded, and their sum rounded."""
     torch.manual_seed(1)
     x, y = torch.randn(8, 24), torch.randn(8, 16)
-    program = Plan.parse("dp=2 compress=bf16").compile(shape_of(list(wide())))
+    program = Plan.parse(f"dp=2 compress=bf16 {words}").compile(shape_of(list(wide())))
+    assert judge(program) == ""
     done = execute(program, Job(wide, (x, y), loss=nn.functional.mse_loss), cluster=clusters(2))
     halves = []
     for part in (slice(0, 4), slice(4, 8)):

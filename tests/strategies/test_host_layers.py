@@ -103,9 +103,10 @@ def test_what_cannot_be(words, model, says):
         Plan.parse(words).compile(model)
 
 
-def test_zero_is_refused():
-    with pytest.raises(PlanError, match="possible is zero=0"):
-        Plan.parse("dp=2 zero=1 host_layers=0")
+def test_what_is_on_the_host_is_not_sharded():
+    program = compiled("dp=2 zero=3 host_layers=0", 3)
+    assert {v.kind for v in program.state[0] if v.index == 0} == {"host param", "host optimizer_state"}
+    assert {v.kind for v in program.state[0] if v.index == 2} == {"param_shard", "optimizer_shard"}
 
 
 def test_names_and_numbers():

@@ -81,9 +81,7 @@ def test_what_breaks_the_promise_is_refused():
     ("words", "says"),
     [
         ("zero=1", "zero=1 (every replica trains by itself, with whole states); possible is zero=0"),
-        ("clip=1", "and the norm is that of all of them); possible is clip=none"),
         ("overlap=priority", "and sends no gradients); possible is overlap=backward"),
-        ("offload=optimizer", "possible is offload=none"),
     ],
 )
 def test_what_needs_all_replicas_in_every_step_is_refused(words, says):
@@ -92,10 +90,14 @@ def test_what_needs_all_replicas_in_every_step_is_refused(words, says):
     assert says in str(caught.value)
 
 
-def test_ties_across_stages_are_refused():
-    with pytest.raises(PlanError, match="local_steps=2: layers 0, 3 are tied across stages"):
-        compiled("dp=2 pp=2 local_steps=2", shape(4, tied=[(0, 3)]))
-    verify(compiled("dp=2 pp=2 local_steps=2 microbatches=3", shape(4, tied=[(0, 1)]), steps=3))
+def test_a_replica_sums_what_its_own_ranks_share():
+    """Ties across stages, and copies of stages; and each replica has a norm of its own."""
+    for words in ("", "schedule=chimera", "schedule=dualpipe clip=1", "clip=1 offload=optimizer", "host_layers=1"):
+        program = compiled(f"dp=2 pp=2 local_steps=2 microbatches=4 {words}", shape(4, tied=[(0, 3)]), steps=3)
+        verify(program)
+        assert judge(program) == ""
+        groups = {ins.group for ins in program.ranks[2] if ins.group}
+        assert groups == {(2, 3), (0, 2)}
 
 
 # on ranks -------------------------------------------------------------------------------------------------------------
@@ -122,7 +124,16 @@ def test_averages_after_each_step_of_plain_sgd_are_summed_gradients(clusters, co
 
 @pytest.mark.many(2)
 @pytest.mark.parametrize("optimizer", [SGD, MOMENTUM, ADAMW])
-@pytest.mark.parametrize("text", ["dp=2 local_steps=3", "dp=2 pp=2 microbatches=3 local_steps=3 bucket=0.0001"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=2 local_steps=3",
+        "dp=2 pp=2 microbatches=3 local_steps=3 bucket=0.0001",
+        "dp=2 pp=2 microbatches=4 local_steps=3 schedule=chimera clip=0.05",
+        "dp=2 local_steps=3 offload=optimizer,parameters clip=0.05",
+        "dp=2 local_steps=3 host_layers=1,2",
+    ],
+)
 def test_replays_exactly(clusters, text, optimizer):
     """7 steps: two rounds of three, and one that is shorter. Each replica's losses and gradients, in plain torch."""
     plan = Plan.parse(text)

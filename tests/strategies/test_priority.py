@@ -16,7 +16,7 @@ from minipar.program import Group, Op, grad
 from minipar.program.shape import Shape
 from minipar.strategies.passes.priority import in_order
 from tests.fuzz.verify_interpreter import judge
-from tests.interpreters import RandomCosts, brute_force
+from tests.interpreters import RandomCosts, brute_force, shape
 from tests.toys import rows, toy
 
 MiB = 1 << 20
@@ -159,16 +159,22 @@ def test_a_backward_that_comes_after_a_piece_is_missed():
     ("words", "says"),
     [
         ("clip=1", "and the norm needs all gradients); possible is clip=none"),
-        ("zero=1", "gradient is there, whole); possible is zero=0"),
-        ("offload=optimizer", "possible is offload=none"),
-        ("host_layers=0", "possible is host_layers=none"),
-        ("bucket=flat", "or whole); possible is bucket=none or a size"),
+        ("zero=1", "slices are sums of whole ones); possible is zero=0"),
+        ("offload=parameters", "possible is offload=optimizer"),
+        ("bucket=flat", "or whole); possible is bucket=none, auto or a size"),
     ],
 )
 def test_what_needs_all_gradients_at_once_is_refused(words, says):
     with pytest.raises(PlanError) as caught:
         Plan.parse(f"dp=2 overlap=priority {words}")
     assert says in str(caught.value)
+
+
+def test_auto_is_the_size_of_pieces_with_which_the_next_forward_ends_first():
+    model = shape(4, size=3 * 2**20)  # (each gradient has 3 x 4 MiB)
+    program = compiled("dp=2 overlap=priority bucket=auto", model, steps=2)
+    chosen = {part.bytes for ins in program.ranks[0] for part in ins.parts if ins.op is Op.ALL_REDUCE}
+    assert max(chosen) < 12 * 2**20  # no latency counts here, so that small pieces are best
 
 
 def test_as_many_steps_in_a_program_as_divide_what_is_saved():

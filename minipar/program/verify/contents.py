@@ -156,7 +156,7 @@ class Contents:
             if tier(value) != "device" and "grad" not in value.kind:
                 newest[value.index] = max(newest.get(value.index, 0), updates)
         for value in sorted(self.program.state[rank]) if newest else ():
-            copied = tier(value) != "device" or value.kind in ("param", "param_shard")
+            copied = home(value).kind != "residual" and (tier(value) != "device" or "param" in value.kind)
             if copied and value.index in newest and known.get(value, 0) != newest[value.index]:
                 raise ProgramError(
                     f"rank {rank} ends with {value} after {several(known.get(value, 0), 'update')}, but with another"
@@ -224,15 +224,15 @@ class Contents:
         if ins.op is Op.REDUCE_SCATTER:
             freed = {value.index for value in ins.frees if value.kind == "grad"}
             return {g: known.pop(grad(g), 0) if g in freed else known.get(grad(g), 0) for g in ins.layers}
-        if ins.op is Op.ALL_REDUCE and ins.reads and ins.reads[0].kind == "param":
-            return {g: known.get(param(g), 0) for g in ins.layers}
+        if _averages(ins):
+            return {value.index: known.get(value, 0) for value in ins.reads}
         return {v.index: known.get(v, 0) for v in ins.reads if "grad" in v.kind and v.index in ins.layers}
 
     def _of_all(self, ins: Instruction, brought: dict[int, dict[int, int]]) -> dict[int, dict[int, int]]:
         """What all ranks add to a collective. (Of a NORM, which only looks at it, those in `ranks` are enough.)"""
         if len(brought) == len(ins.group) or ins.op is Op.NORM:
             return brought
-        masks = ins.op is not Op.ALL_GATHER and ins.reads[0].kind != "param"
+        masks = ins.op is not Op.ALL_GATHER and not _averages(ins)
         found, first = {}, self.program.representatives
         for r in ins.group:
             added = brought[first[r]]
@@ -259,7 +259,7 @@ class Contents:
             of_each = {r: found[g] for r, found in brought.items()}
             if ins.op is Op.ALL_GATHER:
                 self._gather(rank, index, g, of_each)
-            elif param(g) in ins.reads:
+            elif _averages(ins):
                 self._average(rank, index, g, of_each)
             else:
                 self._sum(rank, index, ins, g, of_each)
@@ -295,8 +295,10 @@ class Contents:
             return total
         del self.pieces[ins.group, g]
         size = sum(self.program.groups[g].tensors)
-        summed = sum(b - a for a, b, _ in pieces)
-        if summed != size or max(b for _, b, _ in pieces) > size:
+        summed, last = sum(b - a for a, b, _ in pieces), max(b for _, b, _ in pieces)
+        if self.program.compress != "none" and size in (last, 2 * last, 4 * last):
+            size = last  # (numbers of 2, 4 or 8 bytes are sent in 2)
+        if summed != size or last > size:
             reason = f"{where} is the last piece of grad({g}), of which {summed} of {size} bytes were summed"
             raise refuse(self.program, rank, index, reason)
         return reduce(and_, (found for *_, found in pieces))
@@ -328,7 +330,7 @@ class Contents:
             told = ", ".join(f"{n} on rank {r}" for r, n in updates.items())
             reason = f"{at(self.program, rank, index)} averages param({group}) after different numbers of updates, or"
             raise refuse(self.program, rank, index, f"{reason} not of all replicas: {told}")
-        step, done = self.program.ranks[rank][index].step, self.known[rank].get(param(group), 0)
+        step, done = self.program.ranks[rank][index].step, updates[rank]
         due = done % self.local == 0 or done == self.program.steps  # (if it is not due, the next forward is refused)
         if due and done != step + 1:
             reason = f"{at(self.program, rank, index)} averages param({group}) after {several(done, 'update')}, but"
@@ -337,7 +339,7 @@ class Contents:
                 f"{reason} weighs replicas by their rows of step {step}; possible is step {done - 1}",
             )  # fmt: skip
         for r in self._given(updates):
-            self.alone[r][group] = 0
+            self.alone[r][group] = 0  # (of a copy in another tier it is known how many updates it has had)
 
     def _check_round(self, rank: int, index: int, group: int) -> None:
         """The parameters that a forward or backward uses were averaged when it was due, and at no other time."""
@@ -361,6 +363,8 @@ class Contents:
             if not group.trainable:
                 continue
             counted, holders = {r for r, found in brought.items() if g in found}, holds[g]
+            if self.local:  # each replica has a norm of its own
+                holders = {r for r in holders if self.program.replica(r) == self.program.replica(rank)}
             if counted != holders:
                 reason = f"{at(self.program, rank, index)} counts grad({g}) on ranks {sorted(counted)}; it is on"
                 raise refuse(self.program, rank, index, f"{reason} {sorted(holders)}")
@@ -461,6 +465,11 @@ class Contents:
         whose = f" of replica {replica}" if self.program.replicas > 1 else ""
         which = f"part {part} of " if self.parts[group] > 1 else ""
         return f"{which}micro-batch {i}{whose} (layer {layer})"
+
+
+def _averages(ins: Instruction) -> bool:
+    """Whether a collective averages parameters."""
+    return ins.op is Op.ALL_REDUCE and bool(ins.reads) and home(ins.reads[0]).kind == "param"
 
 
 def _turned(mask: int, fields: int, width: int, by: int, size: int) -> int:

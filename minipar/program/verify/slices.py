@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from minipar.program import BACKWARDS, Instruction, Op, Program, Value, carry, grad_carry
+from minipar.program import BACKWARDS, Instruction, Op, Program, Value, carry, grad_carry, home, host
 from minipar.program.diagnostics import at, refuse
 
 KINDS = ("carry", "grad_carry")
@@ -27,7 +27,9 @@ def check_carries(program: Program, ranks: Collection[int]) -> None:
                 raise refuse(program, rank, index, reason)
             begun[place] = max(i, begun.get(place, -1))
             reads, writes = _expected(ins, count, carrying)
-            named = {v for v in ins.reads if v.kind in KINDS}, {v for v in ins.writes if v.kind in KINDS}
+            if ins.stream == "host":
+                reads, writes = set(map(host, reads)), set(map(host, writes))
+            named = tuple({v for v in values if home(v).kind in KINDS} for values in (ins.reads, ins.writes))
             for does, wanted, found in (("read", reads, named[0]), ("write", writes, named[1])):
                 if found != wanted:
                     value = min(found ^ wanted)

@@ -416,15 +416,15 @@ def _check_state_work(
 
 
 def _check_slices(program: Program, rank: int, index: int, own: _State) -> None:
-    """The slices of a group lie on one rank of each replica, in the order of replicas."""
+    """The slices of a group lie on all ranks that hold it, in the order of these ranks."""
     ins, where = program.ranks[rank][index], at(program, rank, index)
-    shards = {program.shard(r) for r in ins.group}
-    if [program.replica(r) for r in ins.group] != list(range(program.replicas)) or len(shards) > 1:
-        reason = f"{where}: slice k is that of replica k; possible is a group of one rank of each replica, ascending"
-        raise refuse(program, rank, index, reason)
     for g in ins.layers:
         if optimizer_shard(g) not in own.held:
             raise refuse(program, rank, index, f"{where}: rank {rank} has no slice of parameter group {g}")
+        if ins.group != (wanted := program.slicing(g, rank)):
+            told = ",".join(map(str, wanted))
+            reason = f"{where}: the slices of group {g} are those of ranks {told}, one after the other"
+            raise refuse(program, rank, index, f"{reason}; possible is a group of these")
 
 
 def _check_sum(
@@ -437,12 +437,12 @@ def _check_sum(
     summed = frozenset((first, g) for g in ins.layers)
     if program.sharing > 1:
         forms.check_shards(program, rank, index)
-    if first == "param":
+    if first in ("param", "host param"):
         if not isinstance(program.contract, Local):
             raise refuse(program, rank, index, f"{where} sums parameters; possible with contract Local alone")
         rest: frozenset[tuple[str, int]] = frozenset()
     elif home(ins.reads[0]).kind == "grad" if ins.reads else False:
-        rest = frozenset(("residual", g) for g in ins.layers)
+        rest = frozenset((first.replace("grad", "residual"), g) for g in ins.layers)  # (on the host, if they are there)
     else:
         raise refuse(program, rank, index, f"{where} sums gradients, but reads none")
     read, written = (frozenset(value[:2] for value in values) for values in (ins.reads, ins.writes))
@@ -458,16 +458,18 @@ def _check_sum(
     if ins.frees:
         raise refuse(program, rank, index, f"{where} frees {ins.frees[0]}, which it changes; possible is frees=()")
     flat = any(part.layer < 0 for part in ins.parts)
-    if piece is not None and (len(ins.layers) > 1 or not flat or piece[1] <= piece[0] or program.compress != "none"):
-        reason = f"{where}: a piece is of one uncompressed gradient, in a buffer (layer=-1), and has bytes"
+    whole = program.compress in ("none", "bf16", "fp16")
+    if piece is not None and (len(ins.layers) > 1 or not flat or piece[1] <= piece[0] or not whole):
+        reason = f"{where}: a piece is of one gradient, with all its numbers, in a buffer (layer=-1), and has bytes"
         raise refuse(program, rank, index, reason)
     for g in ins.layers if flat and rest else ():
         if (other := own.buffers.setdefault(g, ins.layers)) != ins.layers:
             told = ",".join(map(str, other))
             reason = f"{where}: grad({g}) lies in the buffer of groups {told}; possible are the same groups in"
             raise refuse(program, rank, index, f"{reason} every step")
-    host = " " in first
-    return (frozenset(home(Value(*pair, -1, -1))[:2] for pair in summed) if host else summed), made | summed
+    if " " in first:  # on the host
+        summed = frozenset(home(Value(*pair, -1, -1))[:2] for pair in summed)
+    return summed, made | summed
 
 
 def _on_host(program: Program, rank: int, index: int) -> tuple[tuple[Value, ...], tuple[Value, ...]]:

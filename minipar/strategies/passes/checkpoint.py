@@ -18,6 +18,9 @@ comes right after its forward on the same rank is not recomputed.
 RECOMPUTE needs no message: it reads a checkpoint of its own rank. It comes before the backward that waits for a
 gradient, so it runs while the gradient is under way.
 
+In a model with branches a segment also ends where a layer reads several outputs, or where several layers read one. All
+outputs at which a segment ends are checkpoints.
+
 Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; for budgets Griewank and Walther 2000
 (revolve) and Beaumont et al. 2019 (rotor), see `minipar.costs.reversal`. `segments.py` turns `checkpoint=` into moves.
 """
@@ -25,11 +28,13 @@ Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; for
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 
 from minipar.costs.recomputation import Move, at_once, halves
 from minipar.program import Instruction, LayerRun, Op, output, saved
+from minipar.program.edges import wiring
 from minipar.strategies.draft import Draft
+from minipar.strategies.segments import cut
 
 NEEDS_SAVED = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
@@ -37,6 +42,8 @@ NEEDS_SAVED = (Op.BACKWARD, Op.BACKWARD_INPUT)
 def recompute_segments(draft: Draft) -> Draft:
     """Forward keeps only checkpoints; the layers between them run forward again before their backward."""
     layout, moves = draft.layout, draft.moves
+    if layout.shape.edges:
+        return draft.each(lambda rank, row: recompute_branches(row, _chains(draft, rank)))
 
     def rewrite(rank: int, row: Sequence[Instruction]) -> list[Instruction]:
         return recompute(row, [(layout.trained(stage), moves[stage]) for stage in layout.placement[rank]])
@@ -86,6 +93,47 @@ def recompute(
             if ins.layers[0] == (layers[0] if op is Op.FORWARD else layers[-1]):  # (once for each action)
                 part = forward if op is Op.FORWARD else backward
                 result += [_moved(move, (layers[0] + move.layer, i, step), forwards, backwards) for move in part]
+    return result
+
+
+def _chains(draft: Draft, rank: int) -> list[range]:
+    """The segments of a rank of a model with branches: each is a chain of layers."""
+    layout, choice = draft.layout, draft.plan.checkpoint
+    alone, found = wiring(layout.shape.edges, layout.shape.layers).alone, []
+    for part in map(layout.trained, layout.placement[rank]):
+        begins = [layer for layer in part if layer == part.start or layer not in alone]
+        for start, stop in pairwise([*begins, part.stop]):
+            chain = range(start, stop)
+            found += [range(start + one.start, start + one.stop) for one in cut(choice, chain, None, 1)]
+    return found
+
+
+def recompute_branches(row: Sequence[Instruction], segments: Sequence[range]) -> list[Instruction]:
+    """One rank's instructions of a model with branches, in which forwards keep only outputs at ends of segments."""
+    segment_of = {layer: segment for segment in segments for layer in segment}
+    forwards = {(ins.layers[0], ins.microbatch, ins.step): ins for ins in row if ins.op is Op.FORWARD}
+    at_once = {
+        (b.layers[0], b.microbatch, b.step)
+        for a, b in pairwise(row)
+        if a.op is Op.FORWARD and b.op in NEEDS_SAVED and a[1:4] == b[1:4]
+    }  # backwards that come right after their forward
+    result: list[Instruction] = []
+    for ins in row:
+        (layer, *_), i, step = ins.layers, ins.microbatch, ins.step
+        segment = segment_of.get(layer)
+        if segment is None or (segment[-1], i, step) in at_once or ins.op not in (Op.FORWARD, *NEEDS_SAVED):
+            result.append(ins)
+            continue
+        if ins.op is Op.FORWARD:
+            inner = (output(layer - 1, i, step),) if layer > segment[0] else ()
+            writes = tuple(value for value in ins.writes if value.kind != "saved")
+            result.append(ins._replace(writes=writes, frees=ins.frees + inner))
+            continue
+        for each in segment if layer == segment[-1] else ():
+            again = forwards[each, i, step]
+            writes = (saved(each, i, step), *((output(each, i, step),) if each < segment[-1] else ()))
+            result.append(again._replace(op=Op.RECOMPUTE, writes=writes, frees=()))
+        result.append(ins)
     return result
 
 

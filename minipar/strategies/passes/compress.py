@@ -11,8 +11,9 @@ Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019 (low r
 What topk and powersgd leave out is added to the next step's gradient (error feedback). Until then it is kept in
 `residual(g)`, which is as large as the gradient, and which the collective reads and writes. Over all ranks, the sum of
 what was sent and what is kept equals the sum of the gradients. In the program the sum is still an ALL_REDUCE; its parts
-say what is sent. With parameter servers (`parameter_server.py`) what workers push is smaller in the same way, each
-piece of a tensor by itself.
+say what is sent. Shorter numbers also travel where slices of gradients are summed (REDUCE_SCATTER), or pieces of them.
+With parameter servers (`parameter_server.py`) what workers push is smaller in the same way, each piece of a tensor by
+itself.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import math
 from collections.abc import Sequence
 
 from minipar.errors import PlanError
-from minipar.program import Instruction, Op, Part, home, residual
+from minipar.program import Instruction, Op, Part, home, piece_of, residual
 from minipar.program.shape import Shape
 from minipar.strategies.draft import Draft
 
@@ -61,6 +62,10 @@ def keeps_residual(choice: str) -> bool:
 
 def _smaller(ins: Instruction, shape: Shape, choice: str) -> Instruction:
     """A sum of gradients with smaller messages; any other instruction unchanged."""
+    if ins.op is Op.REDUCE_SCATTER or piece_of(ins):
+        part = ins.parts[0]
+        begin = part.start if part.start < 0 else _in_16_bits(part.start, shape)
+        return ins._replace(parts=(part._replace(bytes=_in_16_bits(part.bytes, shape), start=begin),))
     if ins.op is not Op.ALL_REDUCE or home(ins.reads[0]).kind != "grad":
         return ins
     tensors = [(g, t) for g in ins.layers for t in range(len(shape.groups[g].tensors))]
@@ -68,6 +73,10 @@ def _smaller(ins: Instruction, shape: Shape, choice: str) -> Instruction:
     parts = [part for one in messages for part in _carried(one, shape, choice, len(ins.group))]
     kept = tuple(map(residual, ins.layers)) if keeps_residual(choice) else ()
     return ins._replace(reads=ins.reads + kept, writes=ins.writes + kept, parts=tuple(parts))
+
+
+def _in_16_bits(size: int, shape: Shape) -> int:
+    return 2 * size // shape.itemsize
 
 
 def _carried(tensors: Sequence[tuple[int, int]], shape: Shape, choice: str, ranks: int) -> list[Part]:

@@ -91,11 +91,13 @@ def _with_copies(instructions: Sequence[Instruction], layout: Layout) -> list[In
 
 
 def _in_two(ins: Instruction, layout: Layout) -> list[Instruction]:
-    """A STEP as two: one on the device, and one on the host."""
+    """A STEP as two: one on the device, and one on the host. An average of parameters of the host is there."""
     there = tuple(g for g in ins.layers if layout.on_host(g))
     here = tuple(g for g in ins.layers if g not in there)
-    if ins.op is not Op.STEP or not there:
+    if not there:
         return [ins]
+    if ins.op is not Op.STEP:
+        return [renamed(ins, host)]
     both = [of_groups(ins, here), renamed(of_groups(ins, there), host)._replace(stream="host")]
     return [part for part in both if part.layers]
 

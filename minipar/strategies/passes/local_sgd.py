@@ -11,48 +11,38 @@ A replica's gradient is that of the mean loss over its own rows. In the average 
 that it has used since the last average. So with local_steps=1 and plain SGD the result is the same as with summed
 gradients. Only parameters are averaged; every replica keeps its own momentum and other optimizer state.
 
+Gradients of layers that several ranks of a replica hold are summed over these ranks in every step.
+
 Between two averages the replicas' parameters differ. The program's contract, `Local`, says for how many updates.
 """
 
 from __future__ import annotations
 
-from minipar.errors import PlanError
 from minipar.program import Instruction, Op, Part, param
 from minipar.strategies.buckets import split_buckets
 from minipar.strategies.draft import Draft
-from minipar.strategies.layout import Layout
 from minipar.strategies.rewriting import collective
 
 
 def average(draft: Draft) -> Draft:
     """Replicas train alone, and average their parameters after every `local_steps` steps."""
-    layout, every = draft.layout, draft.plan.local_steps
-    for rank in range(layout.pp):
-        _check_ties(layout, rank, every)
-    if layout.dp == 1 or not ((draft.step + 1) % every == 0 or draft.step == draft.steps - 1):
+    due = (draft.step + 1) % draft.plan.local_steps == 0 or draft.step == draft.steps - 1
+    if draft.layout.dp == 1 or not due:
         return draft
     return draft.each_update(lambda rank, update: [*update, *_averages(draft, rank)])
 
 
 def _averages(draft: Draft, rank: int) -> list[Instruction]:
-    """The collectives that average a rank's parameters, in the order in which the next forward needs them."""
+    """The collectives that average a rank's parameters, in the order in which the next forward needs them. Each rank
+    averages with those that have its place in the other replicas. What is not on the device is averaged one by one."""
     layout, table = draft.layout, draft.layout.shape.groups
+    ranks = layout.mesh.group(layout.rank(0, rank), "dp")
     result = []
-    for members in split_buckets(
-        sorted(layout.trainable(rank), key=lambda g: min(table[g].layers)), table, draft.bucket
-    ):
+    ready = sorted(layout.trainable(rank), key=lambda g: min(table[g].layers))
+    away = ready if set(draft.plan.offload) - {"activations"} else [g for g in ready if layout.on_host(g)]
+    together = split_buckets([g for g in ready if g not in away], table, draft.bucket)
+    for members in (*together, *([g] for g in away)):
         values = [param(g) for g in members]
         parts = [Part(Op.ALL_REDUCE, -1, sum(sum(table[g].tensors) for g in members))]
-        ranks = layout.holders(members[0])
         result.append(collective(Op.ALL_REDUCE, members, ranks, draft.step, values, values, parts))
     return result
-
-
-def _check_ties(layout: Layout, rank: int, every: int) -> None:
-    across = [g for g in layout.trainable(rank) if len(layout.holders(g)) > layout.dp]
-    if across:
-        layers = ", ".join(map(str, layout.shape.groups[across[0]].layers))
-        raise PlanError(
-            f"local_steps={every}: layers {layers} are tied across stages, whose gradients must be summed in every "
-            "step; possible is a split that has them on one stage"
-        )

@@ -35,7 +35,7 @@ from minipar.program import (
     param_shard,
 )
 from minipar.strategies.draft import Draft
-from minipar.strategies.rewriting import also_free, copy_of, insert, of_groups, uses
+from minipar.strategies.rewriting import also_free, copy_of, insert, of_groups, renamed, uses
 
 BESIDE = 1  # compute instructions that run while a saved value is copied away
 IN_FLIGHT = 2  # gradients that are copied away at the same time; a third one waits for the first
@@ -114,15 +114,19 @@ def _state(state: Iterable[Value], rule: Away) -> set[Value]:
 
 
 def _update(update: Sequence[Instruction], rule: Away) -> list[Instruction]:
-    """A rank's update with one STEP for each group, which runs on the host if the optimizer's state is there."""
+    """A rank's update with one STEP for each group, which runs on the host if the optimizer's state is there. Averages
+    of parameters, which are of one group each, are where the STEP is."""
     if not {"optimizer", "parameters"}.intersection(rule.what):
         return list(update)
     result: list[Instruction] = []
+    averages = {ins.layers[0]: ins for ins in update if _averages_here(ins)}
     for ins in update:
+        if _averages_here(ins):
+            continue
         if ins.op is not Op.STEP or ins.stream == "host":  # (the STEP of layers on the host)
             result.append(ins)
             continue
-        parts = [_step(of_groups(ins, (g,)), g, rule) for g in ins.layers]
+        parts = [_step(of_groups(ins, (g,)), g, rule, averages.get(g)) for g in ins.layers]
         for k, (before, steps, _) in enumerate(parts):
             result += before if k == 0 else []
             result += parts[k + 1][0] if k + 1 < len(parts) else []
@@ -132,19 +136,28 @@ def _update(update: Sequence[Instruction], rule: Away) -> list[Instruction]:
     return result
 
 
-def _step(own: Instruction, g: int, rule: Away) -> tuple[list[Instruction], list[Instruction], list[Instruction]]:
-    """For one group: the copies before its STEP; the STEP, and the copy of the new parameters to the device; the copies
-    after that."""
+def _averages_here(ins: Instruction) -> bool:
+    """Whether this averages parameters of the device."""
+    return ins.op is Op.ALL_REDUCE and ins.reads[0].kind == "param"
+
+
+def _step(
+    own: Instruction, g: int, rule: Away, average: Instruction | None
+) -> tuple[list[Instruction], list[Instruction], list[Instruction]]:
+    """For one group: the copies before its STEP; the STEP, the average of what it has made, and the copy of the new
+    parameters to the device; the copies after that."""
     step = own.step
+    averages = [] if average is None else [average]
     if "optimizer" not in rule.what:
         here = rule.held(g)
         there = rule.far(here)
         before, after = [copy_of(Op.FETCH, there, here, step)], [copy_of(Op.OFFLOAD, here, there, step, (here,))]
-        return before, [own], after
+        return before, [own, *averages], after
     state = optimizer_shard(g) if g in rule.sharded else optimizer_state(g)
     master = [host(rule.updated(g)), host(state)]
     gradients = tuple(host(v) for v in own.reads if v.kind in ("grad", "grad_shard"))
     steps = [own._replace(reads=(*gradients, *master), writes=tuple(master), frees=gradients, stream="host")]
+    steps += [renamed(each, host) for each in averages]
     if "parameters" not in rule.what:
         steps.append(copy_of(Op.FETCH, master[0], rule.held(g), step))
     if rule.to != "disk":
@@ -201,7 +214,9 @@ def _offload_gradients(row: Sequence[Instruction], held: Collection[Value], step
     """`held` is what the rank holds between steps. Gradients in it are in a buffer that stays, so they are not
     freed."""
     last: dict[int, tuple[int, Value]] = {}  # group -> place where its gradient is complete, and the gradient's value
+    used: dict[Value, int] = {}  # where each value is read last (a sum may wait for the one before it)
     for k, ins in enumerate(row):
+        used.update(dict.fromkeys(ins.reads, k))
         for value in ins.writes:
             if value.kind in ("grad", "grad_shard"):
                 last[value.index] = (k, value)
@@ -210,7 +225,7 @@ def _offload_gradients(row: Sequence[Instruction], held: Collection[Value], step
     for _, (k, value) in sorted(last.items(), key=lambda entry: entry[1]):
         if k in collectives:  # a copy waits for the collective's result, so first start the next collectives
             later = collectives.index(k) + IN_FLIGHT
-            k = collectives[later] if later < len(collectives) else len(row) - 1
+            k = max(used.get(value, 0), collectives[later] if later < len(collectives) else len(row) - 1)
         after.setdefault(k, []).append(value)
     copies: dict[int, list[Instruction]] = {}
     out: list[Value] = []

@@ -15,25 +15,70 @@ soon as its gradient is complete and all messages before it have come. The last 
 pieces: it writes what STEP reads.
 
 `bucket` is the size of a piece; gradients are never joined. "none" sends them whole, with a message for each tensor.
+"auto" is the size with which the next forward ends earliest. Gradients of layers on the host come last, one by one.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import replace
 
-from minipar.program import Instruction, Op, Part, grad
+from minipar.program import Instruction, Op, Part, grad, home
 from minipar.strategies.buckets import Bucket, MiB
-from minipar.strategies.draft import Draft
+from minipar.strategies.draft import Draft, Seconds
 from minipar.strategies.layout import Layout
 from minipar.strategies.rewriting import all_reduce, insert, keep_gradients, last_writes, of_groups, summed
+
+HALVINGS, SMALLEST = 7, 4096  # bucket=auto tries the largest gradient, half of it, and so on; not below so many bytes
 
 
 def sum_by_priority(draft: Draft) -> Draft:
     """Gradients are summed in pieces, those that the next forward needs first before the others."""
-    sharing = [summed(draft, rank) for rank in range(draft.layout.pp)]
+    layout = draft.layout
+    sharing = [summed(draft, rank) for rank in range(layout.pp)]
     draft = draft.each(lambda rank, row: _with_pieces(row, draft, rank, sharing[rank]))
-    return keep_gradients(draft, [() if draft.bucket == "none" else found for found in sharing])
+    device = [{g for g in found if not layout.on_host(g)} for found in sharing]
+    return keep_gradients(draft, [() if draft.bucket == "none" else found for found in device])
+
+
+def choose_piece(draft: Draft) -> Draft:
+    """bucket=auto is the size of pieces with which the next forward ends earliest; of equal ones the largest."""
+    layout = draft.layout
+    sharing = [summed(draft, rank) for rank in range(layout.pp)]
+    largest = max((sum(layout.shape.groups[g].tensors) for found in sharing for g in found), default=0)
+    if draft.bucket != "auto" or not largest:
+        return draft if draft.bucket != "auto" else replace(draft, bucket=25.0)
+
+    def end(size: float) -> float:
+        tried = replace(draft, bucket=size)
+        return max(
+            _end_of_next_forward(_with_pieces(row, tried, rank, sharing[rank]), draft.seconds[rank])
+            for rank, row in enumerate(draft.ranks)
+        )
+
+    ends = {largest / 2**k / MiB: 0.0 for k in range(HALVINGS) if k == 0 or largest / 2**k >= SMALLEST}
+    ends = {size: end(size) for size in ends}
+    shortest = min(ends.values())
+    return replace(draft, bucket=max(size for size, last in ends.items() if last <= shortest * (1 + 1e-12)))
+
+
+def _end_of_next_forward(row: Sequence[Instruction], seconds: Seconds) -> float:
+    """When the forwards of the step after this one end, if all of them follow its last backward, and each layer waits
+    for the messages of its gradients."""
+    clock = link = 0.0
+    summed_at: dict[int, float] = {}
+    for ins in row:
+        if ins.op is Op.ALL_REDUCE:
+            link = max(clock, link) + seconds(ins)
+            summed_at.update(dict.fromkeys(ins.layers, link))
+        else:
+            clock += seconds(ins)
+    for ins in row:
+        if ins.op is Op.FORWARD:
+            needed = (summed_at.get(value.index, 0.0) for value in ins.reads if value.kind == "param")
+            clock = max(clock, *needed, 0.0) + seconds(ins)
+    return clock
 
 
 def _with_pieces(
@@ -48,7 +93,8 @@ def _with_pieces(
     place = dict.fromkeys(sharing, end) | last_writes(row, "grad")
     urgency = first_uses(row)
 
-    within = sorted((g for g in sharing if own.issuperset(sharing[g])), key=lambda g: (place[g], -g))
+    device = (g for g in sharing if own.issuperset(sharing[g]) and not layout.on_host(g))
+    within = sorted(device, key=lambda g: (place[g], -g))
     queue = [ins for g in within for ins in pieces(g, layout, sharing[g], step, draft.bucket)]
     ready = [clock[place[ins.layers[0]] + 1] for ins in queue]
     urgent = [urgency.get(ins.layers[0], end) for ins in queue]
@@ -58,7 +104,8 @@ def _with_pieces(
         latest = max(latest, place[queue[k].layers[0]])
         after.setdefault(latest, []).append(queue[k])
     for g in sorted(sharing.keys() - set(within)):  # tied between stages, which complete them at different times
-        after.setdefault(end, []).append(all_reduce([g], layout, sharing[g], step, draft.bucket))
+        bucket = "none" if layout.on_host(g) else draft.bucket
+        after.setdefault(end, []).append(all_reduce([g], layout, sharing[g], step, bucket))
     return insert(row, after=after)
 
 
@@ -106,7 +153,7 @@ def first_uses(instructions: Sequence[Instruction]) -> dict[int, int]:
     found: dict[int, int] = {}
     for k, ins in enumerate(instructions):
         for value in ins.reads if ins.op is Op.FORWARD else ():
-            if value.kind == "param":
+            if home(value).kind == "param":
                 found.setdefault(value.index, k)
     return found
 

@@ -35,7 +35,8 @@ and backward begins, as many gathers are saved.
 Without flushes, zero=1 does this for every update: each replica's optimizer makes its slices of the next version.
 
 A group that is tied between stages stays whole and is summed by an all-reduce, because its slices would belong to ranks
-with different work. Frozen parameters stay whole, too.
+with different work. Frozen parameters stay whole, too, and those of layers on the host. Where a stage has copies, all
+ranks that hold it share out its optimizer state.
 """
 
 from __future__ import annotations
@@ -106,8 +107,10 @@ def _by_bucket(step: Instruction, buckets: Sequence[Sequence[int]], draft: Draft
 
 
 def sharded_groups(layout: Layout, rank: int) -> frozenset[int]:
-    """The groups of a rank whose optimizer state is sharded: no other rank of the same replica holds them."""
-    return frozenset(g for g in layout.trainable(rank) if len(layout.holders(g)) == layout.dp)
+    """The groups of a rank whose optimizer state is sharded: other ranks of the same replica hold them as copies, or
+    not at all. Those on the host, where there is room, stay whole."""
+    device = (g for g in layout.trainable(rank) if not layout.on_host(g))
+    return frozenset(g for g in device if len(layout.holders(g)) == layout.dp or layout.copied(g))
 
 
 def _sliced(value: Value, sharded: frozenset[int], level: int) -> Value:
@@ -169,30 +172,35 @@ def _rounds(row: Sequence[Instruction], draft: Draft, sharded: frozenset[int]) -
     return rounds
 
 
-def _ends(done: Mapping[int, int], chunk_of: Mapping[int, int]) -> dict[int, int]:
-    """For each chunk, the last instruction that completes one of its gradients.
+def _ends(done: Mapping[int, int], stage_of: Mapping[int, int]) -> dict[int, int]:
+    """For each stage, the last instruction that completes one of its gradients.
 
     (The user's own schedule may forget a backward; the verifier reports that, not this pass.)
     """
     end = max(done.values())
-    return {c: max([k for g, k in done.items() if chunk_of[g] == c], default=end) for c in chunk_of.values()}
+    return {s: max([k for g, k in done.items() if stage_of[g] == s], default=end) for s in stage_of.values()}
 
 
 def _buckets(row: Sequence[Instruction], draft: Draft, rank: int, sharded: frozenset[int]) -> list[list[int]]:
     """A rank's sharded groups in buckets, in the order in which backward completes their gradients.
 
-    A bucket has groups of one chunk only, because between two chunks of a micro-batch the rank works on other
-    micro-batches.
+    A bucket has groups of one stage only, because between two stages of a micro-batch the rank works on other
+    micro-batches. The copies of a stage are on ranks that complete gradients in different orders. These ranks take late
+    stages and layers first.
     """
-    chunk_of = {g: draft.layout.chunk_of(g, rank) for g in sharded}
+    layout, table = draft.layout, draft.layout.shape.groups
+    stage_of = {g: layout.stage_of(g) for g in sharded}
     done = next(iter(_rounds(row, draft, sharded).values()), {})
     if not done:
         return []
-    ends = _ends(done, chunk_of)
-    ready = sorted(sharded, key=lambda g: (-chunk_of[g], done.get(g, ends[chunk_of[g]]), -g))
+    ends = _ends(done, stage_of)
+
+    def order(g: int) -> tuple[int, int, int]:
+        return -stage_of[g], -min(table[g].layers) if layout.copied(g) else done.get(g, ends[stage_of[g]]), -g
+
     found: list[list[int]] = []
-    for _, mine in groupby(ready, key=chunk_of.__getitem__):
-        found += split_buckets(list(mine), draft.layout.shape.groups, draft.bucket)
+    for _, mine in groupby(sorted(sharded, key=order), key=stage_of.__getitem__):
+        found += split_buckets(list(mine), table, draft.bucket)
     return found
 
 
@@ -203,14 +211,16 @@ def _scatter_gradients(
     gradients."""
     plan = draft.plan
     sharded = frozenset(g for bucket in buckets for g in bucket)
-    chunk_of = {g: draft.layout.chunk_of(g, rank) for g in sharded}
+    stage_of = {g: draft.layout.stage_of(g) for g in sharded}
     after: dict[int, list[tuple[int, Sequence[int]]]] = {}
     for i, done in _rounds(row, draft, sharded).items():
-        ends = _ends(done, chunk_of)
+        ends, before = _ends(done, stage_of), 0
         for groups in buckets:
-            place = ends[chunk_of[groups[0]]] if i >= 0 else max(done.values())
+            place = ends[stage_of[groups[0]]] if i >= 0 else max(done.values())
             if plan.overlap == "backward":
-                place = max(done.get(g, ends[chunk_of[g]]) for g in groups)
+                place = max(done.get(g, ends[stage_of[g]]) for g in groups)
+            if draft.layout.copied(groups[0]):  # (in the order of buckets, which is the same on all ranks)
+                place = before = max(place, before)
             while place + 1 < len(row) and row[place + 1].op is Op.ALL_GATHER:
                 place += 1  # parameters are needed earlier than gradients
             after.setdefault(place, []).append((i, groups))

@@ -1,0 +1,107 @@
+"""Keys that go together, on real ranks beside plain torch: chosen plans, and parts of the matrix (`matrix.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from minipar import Plan
+from minipar.strategies.exclusions import EXCLUSIONS
+from tests.fuzz import matrix
+from tests.fuzz.trial import trial
+
+PLANS = [  # each has what once was refused, or what is easy to get wrong
+    # the slices of ZeRO are those of all copies of a stage
+    "dp=2 pp=2 schedule=chimera microbatches=4 zero=1 clip=0.1",
+    "pp=4 schedule=dualpipe microbatches=8 zero=1 bucket=0.0001",
+    "dp=2 pp=2 schedule=dualpipe microbatches=4 zero=1 offload=optimizer checkpoint=1",
+    "pp=4 schedule=chimera microbatches=8 doubling=true zero=1 overlap=none host_layers=0,1",
+    # replicas that train alone
+    "dp=2 pp=2 local_steps=2 microbatches=4 schedule=chimera clip=0.1",
+    "dp=2 local_steps=2 offload=optimizer,parameters offload_to=disk",
+    "dp=2 local_steps=2 host_layers=0,2 clip=0.1",
+    "dp=2 pp=2 local_steps=2 schedule=terapipe slices=3",
+    # 16 bits
+    "dp=2 zero=2 compress=fp16 microbatches=2",
+    "dp=2 pp=2 microbatches=2 overlap=priority compress=bf16 host_layers=0 bucket=0.0001",
+    "dp=2 compress=topk:0.5 offload=optimizer,parameters",
+    # by priority
+    "dp=2 pp=2 microbatches=2 overlap=priority offload=optimizer,activations bucket=auto",
+    "dp=2 pp=2 microbatches=2 overlap=priority host_layers=0,5 offload=optimizer offload_to=disk",
+    # activations that are away, or run again
+    "pp=2 schedule=zb-h1 microbatches=4 offload=activations",
+    "pp=2 schedule=dualpipe-v microbatches=4 offload=activations,parameters checkpoint=1",
+    "pp=4 schedule=terapipe slices=4,2,1,1 microbatches=2 offload=activations checkpoint=1",
+    "pp=2 schedule=zb-v microbatches=4 checkpoint=60KiB",
+    "pp=2 schedule=interleaved microbatches=4 checkpoint=60KiB",
+    # slices
+    "pp=4 schedule=seq1f1b slices=2 microbatches=4 checkpoint=1 offload=activations",
+    "dp=2 pp=2 schedule=seq1f1b slices=4,3,1 microbatches=2 zero=3",
+    "dp=2 pp=2 schedule=terapipe slices=3 host_layers=0,4,5 microbatches=2",
+    # layers on the host
+    "dp=2 pp=2 zero=3 host_layers=0,2,5 microbatches=2 clip=0.1",
+]
+BRANCHES = [
+    "dp=2 pp=2 place=branches checkpoint=1 microbatches=3",
+    "pp=2 checkpoint=1 schedule=zb-h1 microbatches=3 offload=activations",
+    "pp=4 place=branches checkpoint=2 microbatches=2 schedule=gpipe",
+    "pp=2 place=branches host_layers=1,2,4 microbatches=2 offload=activations",
+]
+PARTS = 400
+THREES = ("dp=2", "zero=1", "zero=3", "clip=0.1", "offload=optimizer", "compress=bf16", "local_steps=2")
+
+
+@pytest.mark.many(4)
+@pytest.mark.parametrize("words", PLANS)
+def test_a_plan_equals_plain_torch(clusters, words: str) -> None:
+    assert trial(words, clusters).kind in ("equal", "near")
+
+
+@pytest.mark.many(4)
+@pytest.mark.parametrize("words", BRANCHES)
+def test_a_plan_of_branches_equals_plain_torch(clusters, words: str) -> None:
+    assert trial(words, clusters, "branches").kind == "equal"
+
+
+@pytest.mark.many(PARTS // 2)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_a_part_of_the_matrix(clusters, part: int) -> None:
+    """Every so many-th pair of values. (`make soak` runs the whole matrix by its command, and threes.)"""
+    for pair in list(matrix.pairs())[part::PARTS]:
+        found = matrix.tried(pair, clusters)
+        assert found.kind != matrix.FAILED, f"{found.words}: {found.text}"
+
+
+def test_the_matrix_follows_the_table_of_keys() -> None:
+    """Each key is tried, and a choice of each row of exclusions is among what is tried."""
+    tried = {choice.key for choice in matrix.choices()}
+    assert tried == {field.name for field in fields(Plan)} - set(matrix.BY_HAND)
+    made = []
+    for choice in matrix.choices():
+        words = matrix.plan_of([choice])
+        assert isinstance(words, str) or words.kind == matrix.OTHER  # (branches alone need a model that has them)
+        made += [Plan.parse(words)] if isinstance(words, str) else []
+    for row in EXCLUSIONS:
+        for side in (row.one, row.other):
+            assert any(side.made(plan) for plan in made), side.words
+
+
+def test_a_refusal_is_known_by_its_row() -> None:
+    one = {str(choice): choice for choice in matrix.choices()}
+    for pair, kind in (
+        (("zero=2", "local_steps=2"), matrix.FUNDAMENTAL),
+        (("schedule=naive", "in_flight=2"), matrix.OTHER),
+    ):
+        found = matrix.plan_of([one[word] for word in pair])
+        assert isinstance(found, matrix.Found)
+        assert found.kind == kind
+    assert isinstance(matrix.plan_of([one["zero=2"], one["compress=bf16"]]), str)
+
+
+def test_wide_plans_have_all_threes_in_the_end() -> None:
+    some = [choice for choice in matrix.choices() if str(choice) in THREES]
+    drawn = list(matrix.wide_plans(50, some))
+    assert 0 < len(drawn) < 50
+    assert drawn[-1][2] == 1
+    assert max(len(chosen) for chosen, _, _ in drawn) > 3
