@@ -56,7 +56,6 @@ MADE = {
     "schedule without flushes, of one replica": "schedule=pipedream",
     "schedule that decides as it runs": "schedule=ampnet",
     "schedule of slices of sequences": "schedule=terapipe slices=2",
-    "schedule of backwards in halves": "schedule=zb-h1",
     "schedule with copies of a stage": "schedule=chimera pp=2 microbatches=4",
     "schedule of stages in another order": "schedule=zb-v microbatches=4",
 }
