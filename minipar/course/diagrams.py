@@ -3,8 +3,8 @@
     ring(4)     zero(4, stage=2)     server(3, servers=1)     memory_tiers()
     mesh(dp=2, tp=4)     matmul_forms()     decision_chart()
 
-Each returns a `Diagram`. A notebook shows it by itself, in the colours of a light or a dark screen; `.text` says the same
-in words, for a reader who does not see the picture. `.svg` is a file of its own.
+Each returns a `Diagram`. A notebook shows it by itself, in the colours of a light or a dark screen. `.text` says the
+same in words, for a reader who does not see the picture. `.svg` is a file of its own.
 """
 
 from __future__ import annotations
@@ -256,7 +256,7 @@ def matmul_forms() -> Diagram:
         drawing.write(342, top + 58, sent, "soft", 12, "start")
     lines = "; ".join(f"{name} cuts {cut}: X {x}, W {w}, Y {y}, {sent}" for cut, x, w, y, sent, name in ways)
     return drawing.done(
-        "Three ways to share out Y = X W", f"{lines}. R is whole, S0 cut by rows, S1 by columns, P a sum."
+        "Three ways to share out Y = X W", f"{lines}. R: whole, S0: cut by rows, S1: by columns, P: a sum."
     )
 
 

@@ -43,7 +43,7 @@ def ways_that_fit(
 ) -> list[tuple[str, int]]:
     """At most three ways to fit, with their predicted peaks in bytes: the smallest change of each kind.
 
-    Changed plans come first, then a smaller batch, then plans for more ranks, then a device as large as this plan needs.
+    Changed plans come first, then a smaller batch, then more ranks, then a device as large as this plan needs.
     measure(rows)   shape, profile and tapes of the model for these numbers of rows, and bytes of a batch's x and y
     """
     families = [[(f'"{made}"', (made, batch)) for made in family] for family in fitting.nearby(plan, batch)]

@@ -39,16 +39,20 @@ def test_it_is_a_picture_with_words_for_light_and_dark(made: Diagram) -> None:
     root = ElementTree.fromstring(made.svg)
     width, height = float(root.attrib["width"]), float(root.attrib["height"])
     title = root.find(f"{SVG}title")
-    assert title is not None and title.text and made.text.startswith(title.text)
+    assert title is not None
+    assert title.text
+    assert made.text.startswith(title.text)
     assert root.attrib["role"] == "img"
     assert root.attrib["aria-label"] in made.text
     assert "prefers-color-scheme:dark" in made.svg
-    assert 'alt="' in made._repr_html_() and "data:image/svg+xml;base64," in made._repr_html_()
+    assert made._repr_html_().startswith('<img alt="')
+    assert "data:image/svg+xml;base64," in made._repr_html_()
     for text in root.iter(f"{SVG}text"):  # (a letter of DejaVu Sans is 0.55 of its size wide, in the mean)
         wide = 0.55 * float(text.attrib["font-size"]) * len(text.text or "")
         before = {"start": 0.0, "middle": 0.5, "end": 1.0}[text.attrib["text-anchor"]]
         x = float(text.attrib["x"]) - before * wide
-        assert -2 <= x and x + wide <= width + 2, text.text
+        assert x >= -2, text.text
+        assert x + wide <= width + 2, text.text
         assert float(text.attrib["y"]) <= height - 6, text.text
     for box in root.iter(f"{SVG}rect"):
         if box.attrib["class"] != "paper":

@@ -31,6 +31,7 @@ STATES = Formula(
         (lambda n, dp, pp, zero: n * (16 - 4 * zero * (1 - 1 / dp)) / pp, "Adam's state is 8 bytes, a gradient 4"),
     ),
     "ZeRO's table",
+    "a stage has 1 / pp of the numbers; of each, 4 bytes are the parameter, 4 the gradient, 8 Adam's state",
 )  # fmt: skip
 
 

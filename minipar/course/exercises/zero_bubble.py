@@ -65,8 +65,10 @@ def _compare(input_half: Callable[..., Any], weight_half: Callable[..., Any], *s
         if _close(grad_x, grad_y @ w):
             hint = "that would be right for y = x @ w.T; tanh comes first on the way back: its derivative is 1 - y ** 2"
         return Verdict(False, f"{what}, grad_x {_shape(grad_x, right_x)}", hint)
+    products = _products()
     try:
-        grad_w = weight_half(x, left)
+        with products:
+            grad_w = weight_half(x, left)
     except Exception as error:
         return raised(error, f"{what}, your weight half")
     if not _close(grad_w, right_w):
@@ -76,7 +78,32 @@ def _compare(input_half: Callable[..., Any], weight_half: Callable[..., Any], *s
         elif _close(grad_w, grad_y.T @ x):
             hint = "that was made of grad_y; leave the gradient *behind* the tanh, which your input half has already"
         return Verdict(False, f"{what}, grad_w {_shape(grad_w, right_w)}", hint)
+    grad_z = grad_y * (1 - y**2)
+    if products.count > 1 or not any(_close(each, grad_z) or _close(each, grad_z.T) for each in _tensors(left)):
+        reason = f"{what}, the numbers are right, but your weight half computes again what your input half knew"
+        return Verdict(False, reason, "leave the gradient behind the tanh; then one product is all that is left to do")
     return None
+
+
+def _tensors(left: Any) -> list[Any]:
+    """The tensors in what the input half left, which may be one, or several in lists, tuples and dicts."""
+    if isinstance(left, dict):
+        left = list(left.values())
+    return [one for part in left for one in _tensors(part)] if isinstance(left, list | tuple) else [left]
+
+
+def _products() -> Any:
+    """A context that counts the products of matrices that are computed in it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Products(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm", "dot", "mv")
+            return func(*args, **(kwargs or {}))
+
+    return Products()
 
 
 def _close(given: Any, right: Any) -> bool:
@@ -96,7 +123,7 @@ def _shape(given: Any, right: Any) -> str:
 
 HALVES = Halves()
 
-ZB_H1 = Target(stages=4, microbatches=8, time=27, activations=4)
+ZB_H1 = Target(stages=4, microbatches=8, time=27, activations=4, like="zb-h1")
 
 
 # slices of a sequence
