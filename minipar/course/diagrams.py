@@ -255,9 +255,7 @@ def matmul_forms() -> Diagram:
         drawing.write(342, top + 38, f"cut: {cut}", anchor="start", size=12)
         drawing.write(342, top + 58, sent, "soft", 12, "start")
     lines = "; ".join(f"{name} cuts {cut}: X {x}, W {w}, Y {y}, {sent}" for cut, x, w, y, sent, name in ways)
-    return drawing.done(
-        "Three ways to share out Y = X W", f"{lines}. R: whole, S0: cut by rows, S1: by columns, P: a sum."
-    )
+    return drawing.done("Three ways to share out Y = X W", f"{lines}. R: whole, S0: by rows, S1: by columns, P: a sum.")
 
 
 def _matrix(drawing: _Drawing, x: float, y: float, form: str) -> None:

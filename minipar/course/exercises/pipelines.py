@@ -38,7 +38,7 @@ FEWEST = Function(
     mistakes=(
         (lambda p, b: math.ceil((p - 1) / b), "(p - 1) / bubble is m + p - 1, not m: the total counts idle time, too"),
         (lambda p, b: max(1, int((p - 1) * (1 - b) / b)), "nearly: a part of a micro-batch too few; round up"),
-        (lambda p, b: max(1, round((p - 1) * (1 - b) / b)), "nearly: rounded to the nearest, it may be too few; round up"),
+        (lambda p, b: max(1, round((p - 1) * (1 - b) / b)), "rounded to the nearest, it may be too few; round up"),
         (lambda p, b: 9 * (p - 1), "that is for a tenth only; solve (p - 1) / (m + p - 1) = bubble for m"),
     ),
     hint="the bubble is (p - 1) / (m + p - 1) of the total; solve that for m, and round up",

@@ -12,7 +12,17 @@ from minipar import strategies
 from minipar.course.exercises.kinds.verdict import Verdict, raised
 from minipar.errors import Deadlock, MiniparError
 from minipar.prediction.simulator import simulate
-from minipar.program import BACKWARDS, Action, Backward, BackwardInput, BackwardWeight, Forward, Op, Program
+from minipar.program import (
+    BACKWARDS,
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    Op,
+    Program,
+)
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
 from minipar.wording import several
@@ -170,12 +180,12 @@ def _longest_wait(trace: Trace) -> tuple[float, int, int]:
 
 
 def _idles_more(trace: Trace, model: Trace) -> str:
-    """Where a rank waits longest although the model, which is as fast as can be, does not; and what it could do then."""
+    """Where a rank waits longest although the model, which is as fast as can be, does not; and what it could do."""
     extra: list[tuple[float, int, int]] = []
     for rank in range(len(trace.program.ranks)):
-        needed = {str(model.program.ranks[rank][k]): wait for wait, k in _waits(model, rank)}
+        needed = {_done_by(model.program.ranks[rank][k]): wait for wait, k in _waits(model, rank)}
         row = trace.program.ranks[rank]
-        extra += [(wait - needed.get(str(row[k]), 0.0), -rank, k) for wait, k in _waits(trace, rank)]
+        extra += [(wait - needed.get(_done_by(row[k]), 0.0), -rank, k) for wait, k in _waits(trace, rank)]
     more, minus_rank, k = max(extra, key=lambda one: (round(one[0], 9), one[1], -one[2]))
     rank, row = -minus_rank, trace.program.ranks[-minus_rank]
     text = f"rank {rank} waits {several(more, 'unit')} more than it must before `{row[k]}`"
@@ -186,8 +196,15 @@ def _idles_more(trace: Trace, model: Trace) -> str:
         return f"{text}, though weight halves of {count} could run there: do not keep them to the end"
     halves = [ins for each in trace.program.ranks[rank + 1 :] for ins in each if ins.op is Op.BACKWARD_WEIGHT]
     if halves:
-        return f"{text}, and has nothing else to do then: on the ranks after it weight halves come too early; let some wait"
+        return (
+            f"{text}, with nothing else to do then: weight halves come too early on the ranks after it; let some wait"
+        )
     return f"{text}: which work could it have, or its neighbour do, before?"
+
+
+def _done_by(ins: Instruction) -> tuple[object, ...]:
+    """What an instruction does, where a whole backward counts as its input half, for which others wait."""
+    return (Op.BACKWARD_INPUT if ins.op is Op.BACKWARD else ins.op), ins.microbatch, ins.layers
 
 
 def _first_above(program: Program, rank: int, limit: float) -> int:
