@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import math
+import textwrap
 from html import escape
 from typing import NamedTuple
 
@@ -18,6 +19,7 @@ from minipar.errors import PlanError
 from minipar.program.mesh import Mesh
 
 MOST = 16  # ranks in one picture
+WIDTH = 88  # characters of a line, where the words stand in place of the picture
 KINDS = (("parameters", 2), ("gradients", 2), ("optimizer states", 12))  # and their bytes for each parameter
 
 _STYLE = """
@@ -38,7 +40,7 @@ class Diagram(NamedTuple):
     text: str
 
     def __repr__(self) -> str:
-        return self.text
+        return textwrap.fill(self.text, WIDTH, break_on_hyphens=False)
 
     def _repr_html_(self) -> str:
         """As an image, which a notebook shows even if it is not trusted yet."""
@@ -255,7 +257,7 @@ def matmul_forms() -> Diagram:
         drawing.write(342, top + 38, f"cut: {cut}", anchor="start", size=12)
         drawing.write(342, top + 58, sent, "soft", 12, "start")
     lines = "; ".join(f"{name} cuts {cut}: X {x}, W {w}, Y {y}, {sent}" for cut, x, w, y, sent, name in ways)
-    return drawing.done("Three ways to share out Y = X W", f"{lines}. R: whole, S0: by rows, S1: by columns, P: a sum.")
+    return drawing.done("Three ways to cut Y = X W", f"{lines}. R is whole, S0 in rows, S1 in columns, P a sum.")
 
 
 def _matrix(drawing: _Drawing, x: float, y: float, form: str) -> None:
@@ -322,7 +324,7 @@ def decision_chart() -> Diagram:
     drawing.write(400, 424, "Nothing fits on all devices together? Offload to", "soft", 12, "start")
     drawing.write(400, 442, "the host or the disk (09). All of these combine (17).", "soft", 12, "start")
     text = (
-        "Do parameters, gradients and states fit one device, and the activations of the smallest micro-batch, too? Then "
+        "Do parameters, gradients and states fit one device, and the activations of a small micro-batch, too? Then "
         "data parallel. Only the activations do not fit: more micro-batches and recomputation, then data parallel. The "
         "states do not fit: ZeRO where links are fast, a pipeline where they are slow. A single layer does not fit: "
         "operator-level parallelism or experts, inside a machine. Nothing fits on all devices together: offload."

@@ -45,6 +45,8 @@ def test_it_is_a_picture_with_words_for_light_and_dark(made: Diagram) -> None:
     assert root.attrib["role"] == "img"
     assert root.attrib["aria-label"] in made.text
     assert "prefers-color-scheme:dark" in made.svg
+    assert repr(made).replace("\n", " ") == made.text
+    assert max(map(len, repr(made).splitlines())) <= diagrams.WIDTH
     assert made._repr_html_().startswith('<img alt="')
     assert "data:image/svg+xml;base64," in made._repr_html_()
     for text in root.iter(f"{SVG}text"):  # (a letter of DejaVu Sans is 0.55 of its size wide, in the mean)

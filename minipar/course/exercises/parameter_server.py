@@ -223,7 +223,7 @@ UPDATE = Function(
         *(
             (
                 _as_they_came(take, drop),
-                f"those are the right workers; {what} in the order in which they came: sort them",
+                f"the right workers, but {what} in the order in which they came: sort them",
             )
             for take, drop, what in (
                 (True, False, "the taken ones stand"),
@@ -232,7 +232,7 @@ UPDATE = Function(
             )
         ),
     ),
-    hint="take the first min(k, members) gradients of step `version`, once so many are there; drop those before; both sorted",
+    hint="take the first min(k, members) gradients of step `version`, once they are there; drop older ones; sort both",
 )
 
 

@@ -1,15 +1,11 @@
-"""Lesson 11: a backward in halves; ZB-H1; where to cut a sequence; a schedule with less bubble than ZB-H1."""
+"""Lesson 11: a backward in halves; ZB-H1; a schedule with less bubble than ZB-H1."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
-from minipar.costs.slicing import best_slices
-from minipar.costs.slicing import step_time as sliced_time
-from minipar.course.exercises.kinds.function import Function
 from minipar.course.exercises.kinds.schedule import Target
 from minipar.course.exercises.kinds.verdict import Verdict, raised
 from minipar.wording import several
@@ -124,47 +120,5 @@ def _shape(given: Any, right: Any) -> str:
 HALVES = Halves()
 
 ZB_H1 = Target(stages=4, microbatches=8, time=27, activations=4, like="zb-h1")
-
-
-# slices of a sequence
-
-
-def attention(length: int, context: int) -> float:
-    return 2 + length + 0.1 * length * (context + length / 2)
-
-
-def constant(length: int, context: int) -> float:
-    return 1.0 + length
-
-
-def steep(length: int, context: int) -> float:
-    return 0.5 + 0.2 * length * (context + length)
-
-
-def _slow(given: Any, tokens: int, stages: int, time: Callable[[int, int], float]) -> str:
-    lengths = [int(n) for n in given]
-    if any(n < 1 for n in lengths) or sum(lengths) != tokens:
-        return f"gives {lengths}: lengths of at least 1 that sum to {sum(lengths)}; the sequence has {tokens} tokens"
-    took, best = (sliced_time(cut, stages, time) for cut in (lengths, best_slices(tokens, stages, time)))
-    if took <= best * 1.01:
-        return ""
-    starts = accumulate(lengths, initial=0)
-    slowest = max(time(n, start) for n, start in zip(lengths, starts, strict=False))
-    total = took - (stages - 1) * slowest
-    parts = f"the sum {total:.1f} and {stages - 1} times the slowest slice's {slowest:.1f}"
-    take = "takes" if len(lengths) == 1 else "take"
-    return f"gives {several(len(lengths), 'slice')} that {take} {took:.1f}: {parts}; {best:.1f} is possible"
-
-
-SLICES = Function(
-    "cut(tokens, stages, time)",
-    ((12, 3, attention), (32, 8, attention), (24, 4, constant), (16, 4, steep), (10, 1, attention)),
-    problem=_slow,
-    mistakes=(
-        (lambda tokens, stages, time: [tokens], "one slice: nothing overlaps; every rank waits for the one before"),
-        (lambda tokens, stages, time: [1] * tokens, "slices of one token: each pays for an instruction of its own"),
-    ),
-    hint="for each limit on the slowest slice, which cut has the least sum? try every value that time(...) can have",
-)  # fmt: skip
 
 TWO_CHUNKS = Target(stages=4, microbatches=8, time=26, activations=5)

@@ -10,9 +10,8 @@ from torch import Tensor
 
 import minipar
 from minipar import Backward, BackwardInput, BackwardWeight, Forward, strategies
-from minipar.costs.slicing import best_slices, best_uniform
 from minipar.course.exercise import check
-from minipar.course.exercises.zero_bubble import HALVES, SLICES, TWO_CHUNKS, ZB_H1
+from minipar.course.exercises.zero_bubble import HALVES, TWO_CHUNKS, ZB_H1
 from minipar.program import Action
 from minipar.strategies.schedules.list_scheduler import list_schedule
 
@@ -167,33 +166,6 @@ def test_zb_h1(register: Callable[..., Generator]) -> None:
 )
 def test_wrong_zero_bubbles(register: Callable[..., Generator], answer: Generator, reason: str, hint: str) -> None:
     verdict = check(register(answer), ZB_H1)
-    assert not verdict
-    assert reason in verdict.reason
-    assert hint in verdict.hint
-
-
-# slices
-
-
-def test_the_dynamic_program_cuts_a_sequence() -> None:
-    assert check(best_slices, SLICES)
-
-
-@pytest.mark.parametrize(
-    ("answer", "reason", "hint"),
-    [
-        (stub, "nothing is written here yet", ""),
-        (lambda tokens, stages, time: [tokens], "gives 1 slice that takes", "nothing overlaps"),
-        (lambda tokens, stages, time: [1] * tokens, "gives 12 slices that take", "an instruction of its own"),
-        (best_uniform, "slices that take", "try every value"),
-        (lambda tokens, stages, time: [tokens, 1], "sum to 13; the sequence has 12 tokens", "try every value"),
-        (lambda tokens, stages, time: [tokens + 1, -1], "lengths of at least 1", "try every value"),
-        (lambda tokens, stages, time: 4, "cannot be read as an answer", "try every value"),
-        (lambda tokens, stages, time: best_slices(tokens, stages, time)[::-1], "slices that take", "try every value"),
-    ],
-)
-def test_wrong_slices(answer: Any, reason: str, hint: str) -> None:
-    verdict = check(answer, SLICES)
     assert not verdict
     assert reason in verdict.reason
     assert hint in verdict.hint
