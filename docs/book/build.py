@@ -22,7 +22,7 @@ from sphinx.application import Sphinx
 from minipar import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = "[0-9][0-9]_*.ipynb"
+NAMES = "[0-9][0-9]*_*.ipynb"
 PAGES = ("docs/schedules.md",)  # beside the lessons
 WIDGET = "application/vnd.jupyter.widget-view+json"
 SETTINGS: dict[str, Any] = {

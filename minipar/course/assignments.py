@@ -6,9 +6,13 @@
     | ### Exercise 1: ...                                    | as it is                | as it is          |
     | answer: functions, ### BEGIN SOLUTION ... END SOLUTION | one cell: stubs, and    | stubs             |
     | check: verdict = exercise.check(mine, tasks.NAME), ... | exercise.check(mine, ...) | no hidden tests |
+    | hints 1 and 2, folded, in the text                     | and a third: the code   | as it is          |
 
 A stub is the function with `raise NotImplementedError` in the place of its solution. Here a notebook is the JSON of its
 file (nbformat 4.5). Cells tagged `solution`, such as a remark on the answer, are left out of both.
+
+An exercise has hints in three levels: a nudge, the formula, the code. The third is the solution itself, unless the text
+has one of its own; so it is always right, and an assignment for a class does not have it.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ INSTALL = """import importlib.util
 # Where minipar is missing, as on Google Colab, install it from the checkout this is in.
 if importlib.util.find_spec("minipar") is None:
     %pip install --quiet anywidget .."""
+HINT, THIRD = "<details><summary>Hint ", "Hint 3"
+_MARK = re.compile(r"(\s*)### (BEGIN|END) (SOLUTION|HIDDEN TESTS)\s*")
 _CHECK = re.compile(r"^verdict = (exercise\.check\(.*\))$", re.MULTILINE)
 _PART = re.compile(r"## (\d+ )?Exercises\b")
 
@@ -41,7 +47,7 @@ def stripped(text: str) -> str:
     kept: list[str] = []
     region = ""
     for line in text.split("\n"):
-        mark = re.fullmatch(r"(\s*)### (BEGIN|END) (SOLUTION|HIDDEN TESTS)\s*", line)
+        mark = _MARK.fullmatch(line)
         if mark is None:
             kept += [] if region else [line]
         elif mark[2] == "BEGIN" and not region:
@@ -57,6 +63,18 @@ def stripped(text: str) -> str:
     if region:
         raise PlanError(f"### BEGIN {region} has no end")
     return "\n".join(kept).rstrip("\n")
+
+
+def solved(text: str) -> str:
+    """An answer with its solution, without the marks."""
+    return "\n".join(line for line in text.split("\n") if not _MARK.fullmatch(line)).rstrip("\n")
+
+
+def with_code(text: str, answer: str) -> str:
+    """An exercise's text with its third hint, the code of the answer; as it is if it has one."""
+    if THIRD in text or HINT not in text:
+        return text
+    return f"{text}\n\n<details><summary>{THIRD}: the code</summary>\n\n```python\n{answer}\n```\n\n</details>"
 
 
 def assignment(solutions: Notebook) -> Notebook:
@@ -82,8 +100,12 @@ def cleared(notebook: Notebook) -> Notebook:
 def exercises(solutions: Notebook) -> list[Cell]:
     """The cells of a lesson's part "Exercises": imports, and for each exercise its text and a stub with its check."""
     made: list[Cell] = []
-    for cell in assignment(solutions)["cells"]:
+    kept = [cell for cell in solutions["cells"] if not _remark(cell)]
+    for given, cell in zip(kept, assignment(solutions)["cells"], strict=True):
         grading = cell["metadata"].get("nbgrader", {})
+        if grading.get("solution") and made:
+            text = with_code(source(made[-1]), solved(source(given)))
+            made[-1]["source"] = text.splitlines(keepends=True)
         if grading.get("grade"):
             found = _CHECK.search(source(cell))
             if found is None:

@@ -1,7 +1,9 @@
 """What staleness does to training: one model, one learning rate, trained with and without flushes. Under a minute.
 
     curves()           runs each of METHODS on real ranks: the mean loss of every step
+    replayed(seeds)    the same in this process, for several seeds, by the order that the simulator predicts
     plot(curves)       all of them in one picture
+    bands(replayed)    of several seeds: their mean, and a band from the least to the largest
 
 Every method gets the same rows in the same order, with the same learning rate and momentum. A synchronous method
 updates once a step; PipeDream and AMPNet update after every micro-batch, by late gradients; PipeDream-2BW updates once
@@ -26,7 +28,10 @@ from minipar.execution.correction import ByStaleness, Factory
 from minipar.execution.execution import Job, execute
 from minipar.models.parameter_groups import shape_of
 from minipar.models.tensors import layers_of
+from minipar.prediction.simulator import simulate
 from minipar.strategies.plan import Plan
+from minipar.trace.recorded_order import order_of
+from minipar.training.reference import Order, build, reader, replay_order, train_plainly
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -63,13 +68,11 @@ def curves(
     cluster   of `ranks` ranks; default: made for this call
     data      default: the handwritten digits
     """
-    plain = partial(torch.optim.SGD, lr=lr, momentum=momentum)
-    corrected = ByStaleness(plain, steps * microbatches // 2)
     found = {}
     with nullcontext(cluster) if cluster is not None else Cluster(ranks, device="cpu") as running:
         for name, (schedule, correct) in methods.items():
             plan = Plan.parse(f"pp={ranks} microbatches={microbatches} schedule={schedule}")
-            optimizer: Factory = corrected if correct else plain
+            optimizer = _optimizer(lr, momentum, steps * microbatches, correct)
             job = Job(model, data or datasets.digits(seed), batch, optimizer=optimizer, seed=seed)
             shape = shape_of(layers_of(job.build()))
             whole = plan.asynchronous
@@ -78,6 +81,49 @@ def curves(
             done = execute(program, job, cluster=running, passes=passes, keep_gradients=False, check=False)
             found[name] = by_step(done.losses, steps)
     return found
+
+
+def replayed(
+    seeds: Sequence[int],
+    steps: int = 40,
+    *,
+    ranks: int = 4,
+    microbatches: int = 8,
+    batch: int = 64,
+    lr: float = 0.01,
+    momentum: float = 0.9,
+    methods: Mapping[str, tuple[str, bool]] = METHODS,
+) -> dict[str, list[list[float]]]:
+    """The curves of each method, one for each seed of rows and weights, without ranks.
+
+    A loop of plain torch follows the order of the predicted run, in which a backward takes twice as long as a forward.
+    """
+    found: dict[str, list[list[float]]] = {name: [] for name in methods}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # (the matrices are small)
+    for name, (schedule, correct) in methods.items():
+        plan = Plan.parse(f"pp={ranks} microbatches={microbatches} schedule={schedule}")
+        order: Order | None = None
+        if plan.asynchronous:
+            program = plan.compile(layers=len(WIDTHS) - 1, steps=steps)
+            order = Order(**order_of(simulate(program, forward=1, backward=2).program)._asdict())
+        for seed in seeds:
+            model = build(partial(models.mlp, WIDTHS, activation=torch.nn.Tanh), seed, torch.float32)
+            batches = reader(datasets.digits(seed), batch, torch.float32)
+            optimizer = _optimizer(lr, momentum, steps * microbatches, correct)
+            how = (model, batches, torch.nn.functional.cross_entropy, optimizer)
+            if order is None:
+                done = train_plainly(*how, steps, seed, keep_gradients=False)
+            else:
+                done = replay_order(*how, order, seed, keep_gradients=False)
+            found[name].append(by_step(done.losses, steps))
+    torch.set_num_threads(threads)
+    return found
+
+
+def _optimizer(lr: float, momentum: float, updates: int, correct: bool) -> Factory:
+    plain = partial(torch.optim.SGD, lr=lr, momentum=momentum)
+    return ByStaleness(plain, updates // 2) if correct else plain
 
 
 def by_step(losses: Sequence[float], steps: int) -> list[float]:
@@ -105,4 +151,24 @@ def plot(found: Mapping[str, Sequence[float]]) -> Figure:
     axes.set_title("Late gradients: same model, rows and learning rate")
     figure.legend(loc="outside right upper", frameon=False)
     figure.alt = "; ".join(f"{name}: {losses[0]:.2f} to {losses[-1]:.2f}" for name, losses in found.items())
+    return figure
+
+
+def bands(found: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
+    """For each method the mean of its curves, and a band from the least to the largest."""
+    from minipar.trace.figure import picture
+
+    figure: Any = picture()(figsize=(9, 4.2), layout="constrained")
+    axes = figure.subplots()
+    colours = ("#000000", "#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+    for k, (name, curves) in enumerate(found.items()):
+        steps = list(zip(*curves, strict=True))
+        colour, line = colours[k % len(colours)], ("-", "--", "-.", ":")[k % 4]
+        axes.plot([sum(step) / len(step) for step in steps], label=name, color=colour, linestyle=line)
+        least, largest = [min(step) for step in steps], [max(step) for step in steps]
+        axes.fill_between(range(len(steps)), least, largest, color=colour, alpha=0.18)
+    axes.set(xlabel="step", ylabel="mean loss of the step", title="Late gradients: means and bands of several seeds")
+    figure.legend(loc="outside right upper", frameon=False)
+    ends = {name: [curve[-1] for curve in curves] for name, curves in found.items()}
+    figure.alt = "; ".join(f"{name}: at the end {min(end):.2f} to {max(end):.2f}" for name, end in ends.items())
     return figure

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from minipar.course.assignments import assignment, cleared, part, source
 from minipar.errors import PlanError
 
-NAMES = "[0-9][0-9]_*.ipynb"
+NAMES = "[0-9][0-9]*_*.ipynb"
 WORKING_COPY = "minipar-lessons"
 
 
@@ -60,7 +60,7 @@ def lessons() -> list[Lesson]:
 def find(name: str) -> Lesson:
     """The lesson with this number, such as 1 or "01", or with this beginning of its file's name."""
     known = lessons()
-    found = [one for one in known if one.path.name.startswith(name.zfill(2) if name.isdigit() else name)]
+    found = [one for one in known if one.path.name.startswith(name.zfill(2) + "_" if name.isdigit() else name)]
     if len(found) != 1:
         raise PlanError(f"lesson {name}: unknown; possible are {', '.join(one.number for one in known)}")
     return found[0]

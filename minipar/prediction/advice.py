@@ -43,12 +43,14 @@ def ways_that_fit(
 ) -> list[tuple[str, int]]:
     """At most three ways to fit, with their predicted peaks in bytes: the smallest change of each kind.
 
-    Changed plans come first, then a smaller batch, then a device as large as this plan needs.
+    Changed plans come first, then a smaller batch, then more ranks, then a device as large as this plan needs.
     measure(rows)   shape, profile and tapes of the model for these numbers of rows, and bytes of a batch's x and y
     """
     families = [[(f'"{made}"', (made, batch)) for made in family] for family in fitting.nearby(plan, batch)]
     smaller = [batch // k for k in (2, 4, 8) if batch // k >= plan.dp * plan.total_microbatches]
     families.append([(f"batch={rows}", (plan, rows)) for rows in smaller])
+    for family in fitting.wider(plan, batch):
+        families.append([(f'"{made}" on {made.ranks} ranks', (made, batch)) for made in family])
     tried = [*(one for family in families for one in family), ("", (plan, batch))]
     rows = {n for _, (made, b) in tried for n in microbatch_rows(b, made.dp, made.total_microbatches)}
     measured = measure(tuple(sorted(rows)))
@@ -66,9 +68,9 @@ def ways_that_fit(
 
 
 def advised(error: DeviceOutOfMemory, found: list[tuple[str, int]]) -> DeviceOutOfMemory:
-    """The error with the ways that are predicted to fit, which come before the ways that the rank itself gave."""
+    """The error with the ways that are predicted to fit. They take the place of those that the rank itself gave: it
+    knows only what was allocated when it failed, and a step may need more than that later."""
     ways = [f"{text} (peak {mib(peak)})" for text, peak in found]
-    ways += error.ways_out[: max(0, 3 - len(ways))]
     made = DeviceOutOfMemory(
         error.reason.partition("; possible: ")[0] + "; predicted to fit: " + "; ".join(ways), error.details
     )

@@ -80,6 +80,13 @@ def nearby(plan: Plan, batch: int) -> list[list[Plan]]:
     return [[made for change in family if (made := _changed(plan, change, batch)) is not None] for family in families]
 
 
+def wider(plan: Plan, batch: int) -> list[list[Plan]]:
+    """Families of changed plans for two and four times as many ranks: a longer pipeline, and ZeRO 3."""
+    families: list[list[Change]] = [[{"pp": plan.pp * k} for k in (2, 4)]]
+    families.append([{"dp": plan.dp * k, "zero": 3} for k in (2, 4)])
+    return [[made for change in family if (made := _changed(plan, change, batch)) is not None] for family in families]
+
+
 def _changed(plan: Plan, change: dict[str, Any], batch: int) -> Plan | None:
     try:
         made = replace(plan, **change)

@@ -97,7 +97,7 @@ def test_an_edited_exercise_is_noticed() -> None:
     answer["source"] = [source(answer).replace("def ", "def my_")]
     made = with_exercises(lesson, solutions)
     assert made != lesson
-    changed = [cell for cell in made["cells"] if "def my_" in source(cell)]
+    changed = [cell for cell in made["cells"] if cell["cell_type"] == "code" and "def my_" in source(cell)]
     assert len(changed) == 1
     assert changed[0]["outputs"] == []
     assert len(made["cells"]) == len(lesson["cells"])
@@ -107,7 +107,7 @@ def test_the_form_of_the_solutions(solved: Path) -> None:
     """At least three exercises, each a text, an answer, and a check that asks for a verdict and for more."""
     cells = load(solved)["cells"]
     grading = [cell["metadata"].get("nbgrader", {}) for cell in cells]
-    number = solved.name[:2]
+    number = solved.name.partition("_")[0]
     answers = [k for k, g in enumerate(grading) if g.get("solution")]
     checks = [k for k, g in enumerate(grading) if g.get("grade")]
     assert len(answers) == len(checks) >= 3
@@ -127,6 +127,32 @@ def test_the_form_of_the_solutions(solved: Path) -> None:
         text = source(cells[check])
         assert text.index("verdict = exercise.check(") < text.index("\nprint(verdict)\nassert verdict")
         assert re.search(r"\bassert |verify\(", text.partition("### BEGIN HIDDEN TESTS")[2])
+
+
+def test_every_exercise_has_hints_in_three_levels(solved: Path) -> None:
+    """A nudge, the formula, the code. Code that was not written by hand is the solution, which other tests run."""
+    given = load(solved)["cells"]
+    for k, cell in enumerate(given):
+        if not cell["metadata"].get("nbgrader", {}).get("solution"):
+            continue
+        text, answer = source(given[k - 1]), assignments.solved(source(cell))
+        hints = re.findall(r"<details><summary>Hint (\d): [^<]+</summary>\n\n(.+?)\n\n</details>", text, re.DOTALL)
+        assert [number for number, _ in hints] in (["1", "2"], ["1", "2", "3"]), text.splitlines()[0]
+        if len(hints) == 2:
+            made = assignments.with_code(text, answer)
+            assert made.endswith(f"Hint 3: the code</summary>\n\n```python\n{answer}\n```\n\n</details>")
+            compile(answer, "hint", "exec")
+        else:  # pieces of it: what they call is called in the solution, too
+            called = {name for piece in re.findall(r"`([^`]+)`", hints[2][1]) for name in re.findall(r"(\w+)\(", piece)}
+            assert called - {"zero_grad", "f"} <= set(re.findall(r"\w+", answer)), text.splitlines()[0]
+
+
+def test_a_third_hint_is_the_lessons_and_not_an_assignments() -> None:
+    solutions = load(WITH_SOLUTIONS[0])
+    lesson = "".join(source(cell) for cell in exercises(solutions))
+    assert lesson.count("Hint 3: the code") == lesson.count("### Exercise ") >= 3
+    assert "return rank // pp, rank % pp" in lesson
+    assert "return rank // pp, rank % pp" not in "".join(map(source, assignments.assignment(solutions)["cells"]))
 
 
 def test_a_stub_can_be_run_and_is_not_passed(solved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,8 @@ from minipar.course.assignments import STUB
 from tests.notebooks.refresh import KERNEL, source_hash, tidy
 
 LESSONS = Path(__file__).parents[2] / "lessons"
-NUMBERED = sorted(LESSONS.glob("[0-9][0-9]_*.ipynb"))
-SOLUTIONS = sorted(LESSONS.glob("solutions/[0-9][0-9]_*.ipynb"))
+NUMBERED = sorted(LESSONS.glob("[0-9][0-9]*_*.ipynb"))
+SOLUTIONS = sorted(LESSONS.glob("solutions/[0-9][0-9]*_*.ipynb"))
 MOST_BYTES = 1 << 20
 WIDEST_LINE = 130  # characters of saved text; beyond, JupyterLab scrolls or wraps
 
@@ -102,6 +102,16 @@ def test_every_picture_has_words_and_a_caption(lesson: dict[str, Any]) -> None:
             caption = "".join(cells[k + 1]["source"])
             assert caption.startswith(f"*Figure {figures}. "), f"{cell['id']}: a caption must follow its picture"
     assert figures
+
+
+def test_every_diagram_has_words_and_a_caption(lesson: dict[str, Any]) -> None:
+    cells = lesson["cells"]
+    for k, cell in enumerate(cells):
+        for output in cell.get("outputs", ()):
+            shown = "".join(output.get("data", {}).get("text/html", ""))
+            if "data:image/svg+xml" in shown:
+                assert shown.startswith('<img alt="')
+                assert "".join(cells[k + 1]["source"]).startswith("*Diagram. "), cell["id"]
 
 
 def test_measured_times_are_not_compared(notebook: dict[str, Any]) -> None:

@@ -21,7 +21,8 @@ from minipar.execution.executor import Executor
 from minipar.execution.memory.capacity import out_of_memory, ways_out
 from minipar.execution.memory.tracker import Tracker
 from minipar.models.parameter_groups import shape_of
-from minipar.prediction.fitting import nearby
+from minipar.prediction.advice import advised
+from minipar.prediction.fitting import nearby, wider
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -149,7 +150,7 @@ def test_training_offers_plans_that_do_fit(needed):
         with pytest.raises(DeviceOutOfMemory, match="predicted to fit") as caught:
             train(GPT, (x, y), "pp=2 microbatches=4", cluster=cluster, **options)
         assert caught.value.instruction
-        plans = [way.split('"')[1] for way in caught.value.ways_out if way.startswith('"')]
+        plans = [way.split('"')[1] for way in caught.value.ways_out if way.startswith('"') and " ranks " not in way]
         assert plans
         for plan in plans:
             run = train(GPT, (x, y), plan, cluster=cluster, memory=True, **options)
@@ -163,6 +164,15 @@ def test_plans_nearby_are_for_as_many_ranks():
     assert all(made.dp * made.total_microbatches <= 64 for made in found)
     assert {made.zero for made in found} == {0, 1, 2, 3}
     assert nearby(Plan(), 1)[0] == []
+    assert [made.ranks for family in wider(plan, 64) for made in family] == [8, 16, 8, 16]
+
+
+def test_what_a_rank_knew_when_it_failed_is_no_advice_where_there_is_a_prediction():
+    held = {("parameters", 0): 5 << 20, ("optimizer", 0): 3 << 20}  # (a step would need more)
+    error = out_of_memory(program("pp=2"), 1, "STEP 2:4", held, 1 << 20, 7 << 20)
+    made = advised(error, [('"pp=4" on 4 ranks', 6 << 20)])
+    assert made.ways_out == ('"pp=4" on 4 ranks (peak 6.00 MiB)',)
+    assert "about" not in made.reason
 
 
 def test_errors_travel():

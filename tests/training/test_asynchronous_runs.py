@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -288,6 +288,12 @@ def test_loss_curves_of_all_methods_in_one_picture(clusters):
     assert len({round(losses[-1], 6) for losses in found.values()}) == len(found)  # no two are the same run
     first = [losses[0] for name, losses in found.items() if name in ("1F1B, synchronous", "PipeDream-2BW")]
     assert first[0] == pytest.approx(first[1])  # before any update
+    few = {name: convergence.METHODS[name] for name in ("1F1B, synchronous", "PipeDream", "PipeDream-2BW")}
+    alone = convergence.replayed((0, 1), 4, batch=32, methods=few)
+    for name, (first_seed, second_seed) in alone.items():
+        assert first_seed == pytest.approx(found[name], rel=1e-3)
+        assert second_seed != first_seed
+    assert "PipeDream: at the end " in cast(Any, convergence.bands(alone)).alt
     figure: Any = convergence.plot(found)
     assert len(figure.axes[0].lines) == len(found)
     shown, _ = figure._repr_mimebundle_()

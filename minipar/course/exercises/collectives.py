@@ -26,6 +26,7 @@ RING_TIME = Formula(
         (lambda p, n, a, b: a + 2 * (p - 1) / p * n * b, "the bytes are right; how many messages follow each other?"),
         (lambda p, n, a, b: 2 * (p - 1) * a + 2 * n * b, "almost: with p ranks each sends a little less than 2 n"),
     ),
+    hint="there are 2 (ranks - 1) steps, and in each of them one message of a chunk",
 )  # fmt: skip
 
 BROADCAST = Collective(

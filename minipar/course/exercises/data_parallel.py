@@ -44,6 +44,7 @@ STEP_TIME = Formula(
         (lambda p, c, n, a, b: c + 2 * (p - 1) * (a + n / p * b), "each device computes its share of the rows only"),
         (lambda p, c, n, a, b: c / p, "that is the computing; the gradients must be summed, too"),
     ),
+    hint="a rank computes its share, and then a ring has 2 (ranks - 1) steps of one chunk each",
 )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Lesson 09: which layers the host computes; activations that wait on the host; a link too slow for all of them."""
+"""Lesson 09: how fast a link must be; layers and activations on the host; a link too slow for all of them."""
 
 from __future__ import annotations
 
@@ -6,13 +6,53 @@ from collections.abc import Collection, Sequence
 from itertools import chain, combinations
 
 from minipar.costs.recomputation import LayerCosts
+from minipar.course.exercises.kinds.formula import Formula
 from minipar.course.exercises.kinds.function import Function
 from minipar.course.exercises.kinds.order import FETCH, OFFLOAD, B, Case, Device, F, MiB, Order, R, ms, program_of
 
-__all__ = ["FAST", "FETCH", "HOST_LAYERS", "OFFLOAD", "OFFLOADED", "SLOW", "SLOW_LINK", "B", "F", "R", "program_of"]
+__all__ = [
+    "BANDWIDTH",
+    "FAST",
+    "FETCH",
+    "HOST_LAYERS",
+    "OFFLOAD",
+    "OFFLOADED",
+    "SLOW",
+    "SLOW_LINK",
+    "B",
+    "F",
+    "R",
+    "program_of",
+]
 
 
-# 1: layers on the host ------------------------------------------------------------------------------------------------
+# 1: in time, by a formula ---------------------------------------------------------------------------------------------
+
+BANDWIDTH = Formula(
+    ("saved", "forward", "backward"),
+    lambda saved, forward, backward: 1000 * saved / min(forward, backward),
+    ((3, 10, 20), (6, 10, 20), (3, 30, 20), (1, 5, 5), (8, 40, 16)),
+    (
+        (
+            lambda saved, forward, backward: saved / min(forward, backward),
+            "that is in MiB a ms; a second has 1000 of them",
+        ),
+        (
+            lambda saved, forward, backward: 1000 * saved / forward,
+            "and the way back, where the backward is the shorter one?",
+        ),
+        (
+            lambda saved, forward, backward: 1000 * saved / backward,
+            "and the way out, where the forward is the shorter one?",
+        ),
+        (lambda saved, f, b: 1000 * saved / (f + b), "out and back are two copies, each beside one of the two"),
+    ),
+    "the definition",
+    "each of the two copies must be done within the time of what runs beside it",
+)
+
+
+# 2: layers on the host ------------------------------------------------------------------------------------------------
 
 DEVICE_SPEED, HOST_SPEED, LINK = 1000, 20, 10  # operations a ms, and numbers that cross in a ms
 

@@ -42,6 +42,7 @@ SERVER_BYTES = Formula(
         (lambda w, n, s: 2 * w * n, "several servers share out the parameters: each has a part of them"),
         (lambda w, n, s: 2 * (w - 1) / w * n, "that is what a rank of a ring allreduce sends"),
     ),
+    hint="in a step every worker sends this server its part of a gradient, and gets its part of the parameters",
 )  # fmt: skip
 
 
@@ -192,6 +193,20 @@ def _always_k(arrived: list[tuple[int, int]], version: int, k: int, members: int
     return sorted(ready[:k]) if len(ready) >= k else [], _update(arrived, version, k, members)[1]
 
 
+def _as_they_came(
+    take: bool, drop: bool
+) -> Callable[[list[tuple[int, int]], int, int, int], tuple[list[int], list[int]]]:
+    """The right workers, but those that are taken, or dropped, are not sorted."""
+
+    def answer(arrived: list[tuple[int, int]], version: int, k: int, members: int) -> tuple[list[int], list[int]]:
+        right = _update(arrived, version, k, members)
+        came = [worker for worker, _ in arrived]
+        taken, dropped = (sorted(workers, key=came.index) for workers in right)
+        return (taken if take else right[0]), (dropped if drop else right[1])
+
+    return answer
+
+
 def _any_step(arrived: list[tuple[int, int]], version: int, k: int, members: int) -> tuple[list[int], list[int]]:
     return sorted(worker for worker, _ in arrived[:k]), []
 
@@ -205,8 +220,19 @@ UPDATE = Function(
         (_drop_none, "a gradient of an earlier step comes too late: it is dropped, or its worker would wait for ever"),
         (_always_k, "when workers have died, fewer than k may be left: then all that are left must be enough"),
         (_any_step, "look at the step of a gradient: only those of step `version` belong into this update"),
+        *(
+            (
+                _as_they_came(take, drop),
+                f"the right workers, but {what} in the order in which they came: sort them",
+            )
+            for take, drop, what in (
+                (True, False, "the taken ones stand"),
+                (False, True, "the dropped ones stand"),
+                (True, True, "both stand"),
+            )
+        ),
     ),
-    hint="take the first min(k, members) gradients of step `version`, once so many are there; drop those before",
+    hint="take the first min(k, members) gradients of step `version`, once they are there; drop older ones; sort both",
 )
 
 

@@ -33,11 +33,12 @@ def _not_the_fewest(given: float, stages: int, bubble: float) -> str:
 
 FEWEST = Function(
     "fewest(stages, bubble)",
-    ((4, 0.25), (4, 0.125), (8, 0.25), (2, 0.5), (6, 0.3), (3, 0.75)),
+    ((4, 0.25), (4, 0.125), (8, 0.25), (2, 0.5), (6, 0.3), (3, 0.75), (3, 0.6), (5, 0.3), (6, 0.45)),
     problem=_not_the_fewest,
     mistakes=(
         (lambda p, b: math.ceil((p - 1) / b), "(p - 1) / bubble is m + p - 1, not m: the total counts idle time, too"),
         (lambda p, b: max(1, int((p - 1) * (1 - b) / b)), "nearly: a part of a micro-batch too few; round up"),
+        (lambda p, b: max(1, round((p - 1) * (1 - b) / b)), "rounded to the nearest, it may be too few; round up"),
         (lambda p, b: 9 * (p - 1), "that is for a tenth only; solve (p - 1) / (m + p - 1) = bubble for m"),
     ),
     hint="the bubble is (p - 1) / (m + p - 1) of the total; solve that for m, and round up",

@@ -24,6 +24,8 @@ GPIPE_TIME = Formula(
         (lambda p, m, f, b: m * (f + b) + (p - 1) * f, "the pipeline fills before it works; must it not drain, too?"),
         (lambda p, m, f, b: (m + p - 1) * f, "that is the forwards alone; the backwards fill and drain the same way"),
     ),
+    hint="the last rank begins (stages - 1) forwards late, works for all micro-batches, and then its gradient has "
+    "(stages - 1) backwards to go to rank 0",
 )  # fmt: skip
 
 

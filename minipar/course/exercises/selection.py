@@ -31,6 +31,7 @@ STATES = Formula(
         (lambda n, dp, pp, zero: n * (16 - 4 * zero * (1 - 1 / dp)) / pp, "Adam's state is 8 bytes, a gradient 4"),
     ),
     "ZeRO's table",
+    "a stage has 1 / pp of the numbers; of each, 4 bytes are the parameter, 4 the gradient, 8 Adam's state",
 )  # fmt: skip
 
 
@@ -56,7 +57,7 @@ class Choices:
 
 _SLOW_CHIP = "flops=4GFLOP/s host_bandwidth=200MB/s"
 CLUSTER = f"{_SLOW_CHIP} bandwidth=50MB/s latency=2ms memory=36MiB"  # of the lesson itself
-TASK = Choice("gpt-demo", 16, CLUSTER, ranks=4, time=3.8)
+TASK = Choice("gpt-demo", 16, CLUSTER, ranks=4, time=4.2)
 CLUSTERS = Choices(
     {
         "small model": Choice(

@@ -1,15 +1,11 @@
-"""Lesson 11: a backward in halves; ZB-H1; where to cut a sequence; a schedule with less bubble than ZB-H1."""
+"""Lesson 11: a backward in halves; ZB-H1; a schedule with less bubble than ZB-H1."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
-from minipar.costs.slicing import best_slices
-from minipar.costs.slicing import step_time as sliced_time
-from minipar.course.exercises.kinds.function import Function
 from minipar.course.exercises.kinds.schedule import Target
 from minipar.course.exercises.kinds.verdict import Verdict, raised
 from minipar.wording import several
@@ -65,8 +61,10 @@ def _compare(input_half: Callable[..., Any], weight_half: Callable[..., Any], *s
         if _close(grad_x, grad_y @ w):
             hint = "that would be right for y = x @ w.T; tanh comes first on the way back: its derivative is 1 - y ** 2"
         return Verdict(False, f"{what}, grad_x {_shape(grad_x, right_x)}", hint)
+    products = _products()
     try:
-        grad_w = weight_half(x, left)
+        with products:
+            grad_w = weight_half(x, left)
     except Exception as error:
         return raised(error, f"{what}, your weight half")
     if not _close(grad_w, right_w):
@@ -76,7 +74,32 @@ def _compare(input_half: Callable[..., Any], weight_half: Callable[..., Any], *s
         elif _close(grad_w, grad_y.T @ x):
             hint = "that was made of grad_y; leave the gradient *behind* the tanh, which your input half has already"
         return Verdict(False, f"{what}, grad_w {_shape(grad_w, right_w)}", hint)
+    grad_z = grad_y * (1 - y**2)
+    if products.count > 1 or not any(_close(each, grad_z) or _close(each, grad_z.T) for each in _tensors(left)):
+        reason = f"{what}, the numbers are right, but your weight half computes again what your input half knew"
+        return Verdict(False, reason, "leave the gradient behind the tanh; then one product is all that is left to do")
     return None
+
+
+def _tensors(left: Any) -> list[Any]:
+    """The tensors in what the input half left, which may be one, or several in lists, tuples and dicts."""
+    if isinstance(left, dict):
+        left = list(left.values())
+    return [one for part in left for one in _tensors(part)] if isinstance(left, list | tuple) else [left]
+
+
+def _products() -> Any:
+    """A context that counts the products of matrices that are computed in it."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Products(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += func.overloadpacket.__name__ in ("mm", "bmm", "addmm", "baddbmm", "dot", "mv")
+            return func(*args, **(kwargs or {}))
+
+    return Products()
 
 
 def _close(given: Any, right: Any) -> bool:
@@ -96,48 +119,6 @@ def _shape(given: Any, right: Any) -> str:
 
 HALVES = Halves()
 
-ZB_H1 = Target(stages=4, microbatches=8, time=27, activations=4)
-
-
-# slices of a sequence
-
-
-def attention(length: int, context: int) -> float:
-    return 2 + length + 0.1 * length * (context + length / 2)
-
-
-def constant(length: int, context: int) -> float:
-    return 1.0 + length
-
-
-def steep(length: int, context: int) -> float:
-    return 0.5 + 0.2 * length * (context + length)
-
-
-def _slow(given: Any, tokens: int, stages: int, time: Callable[[int, int], float]) -> str:
-    lengths = [int(n) for n in given]
-    if any(n < 1 for n in lengths) or sum(lengths) != tokens:
-        return f"gives {lengths}: lengths of at least 1 that sum to {sum(lengths)}; the sequence has {tokens} tokens"
-    took, best = (sliced_time(cut, stages, time) for cut in (lengths, best_slices(tokens, stages, time)))
-    if took <= best * 1.01:
-        return ""
-    starts = accumulate(lengths, initial=0)
-    slowest = max(time(n, start) for n, start in zip(lengths, starts, strict=False))
-    total = took - (stages - 1) * slowest
-    parts = f"the sum {total:.1f} and {stages - 1} times the slowest slice's {slowest:.1f}"
-    take = "takes" if len(lengths) == 1 else "take"
-    return f"gives {several(len(lengths), 'slice')} that {take} {took:.1f}: {parts}; {best:.1f} is possible"
-
-
-SLICES = Function(
-    "cut(tokens, stages, time)",
-    ((12, 3, attention), (32, 8, attention), (24, 4, constant), (16, 4, steep), (10, 1, attention)),
-    problem=_slow,
-    mistakes=(
-        (lambda tokens, stages, time: [tokens], "one slice: nothing overlaps; every rank waits for the one before"),
-        (lambda tokens, stages, time: [1] * tokens, "slices of one token: each pays for an instruction of its own"),
-    ),
-    hint="for each limit on the slowest slice, which cut has the least sum? try every value that time(...) can have",
-)  # fmt: skip
+ZB_H1 = Target(stages=4, microbatches=8, time=27, activations=4, like="zb-h1")
 
 TWO_CHUNKS = Target(stages=4, microbatches=8, time=26, activations=5)

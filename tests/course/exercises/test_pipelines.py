@@ -49,6 +49,11 @@ def test_the_fewest_microbatches() -> None:
         (stub, "nothing is written here yet", "in the place of the `raise`"),
         (lambda p, b: math.ceil((p - 1) / b), "fewest(4, 0.25) gives 12; but 11 are enough", "is m + p - 1, not m"),
         (lambda p, b: max(1, int((p - 1) * (1 - b) / b)), "gives 11; with so many the bubble is 31.2%", "round up"),
+        (
+            lambda p, b: max(1, round((p - 1) * (1 - b) / b)),
+            "fewest(3, 0.6) gives 1; with so many the bubble is 66.7%",
+            "rounded to the nearest",
+        ),
         (lambda p, b: 9 * (p - 1), "gives 27; but 26 are enough", "that is for a tenth only"),
         (lambda p, b: 1, "gives 1; with so many the bubble is 75.0% of the total, more than 25.0%", "solve that for m"),
         (lambda p, b: 10**9, "gives 1000000000; far fewer are enough", ""),

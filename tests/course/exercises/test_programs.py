@@ -80,8 +80,9 @@ def test_the_right_formula_passes_in_any_form() -> None:
         (lambda p, m, f, b: (p + m) * (f + b), "one too many"),
         (lambda p, m, f, b: (m + p - 1) * f + m * b, "must it not drain"),
         (lambda p, m, f, b: (m + p - 1) * f, "forwards alone"),
-        (lambda p, m, f, b: (m + p - 1) * 3 * f, "it agrees in 3 of 6 cases"),
-        (lambda p, m, f, b: 33, "it agrees in 1 of 6 cases"),
+        (lambda p, m, f, b: (m + p - 1) * 3 * f, "the last rank begins (stages - 1) forwards late"),
+        (lambda p, m, f, b: m * p**2 * (f + b), "it is right only where stages=1. the last rank"),
+        (lambda p, m, f, b: 33, "the last rank begins (stages - 1) forwards late"),
     ],
 )
 def test_wrong_formulas_are_told_the_case_and_a_hint(answer: Callable[..., float], words: str) -> None:
@@ -89,6 +90,13 @@ def test_wrong_formulas_are_told_the_case_and_a_hint(answer: Callable[..., float
     assert not verdict
     assert "the simulator" in verdict.reason
     assert words in verdict.hint
+
+
+def test_a_wrong_formula_is_shown_the_smallest_case_that_it_misses() -> None:
+    verdict = check(lambda p, m, f, b: m * p**2 * (f + b), GPIPE_TIME)
+    assert verdict.reason == (
+        "for stages=3, microbatches=1, forward=1, backward=1 your function gives 18, the simulator 6"
+    )
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_no_plan_is_right_everywhere() -> None:
 @pytest.mark.parametrize(
     ("answer", "task", "reason", "hint"),
     [
-        (lambda n, dp, pp, zero: 16 * n, STATES, "1.6e+10, ZeRO's table 9e+09", "which of these does a plan divide"),
+        (lambda n, dp, pp, zero: 16 * n, STATES, "3.2e+10, ZeRO's table 1.6e+10", "which of these does a plan divide"),
         (lambda n, dp, pp, zero: 16 * n / pp, STATES, "ZeRO's table", "shares out some of the 16 bytes"),
         (lambda n, dp, pp, zero: 16 * n / dp / pp, STATES, "1.6e+10", "zero=1 shares one kind"),
         (

@@ -18,6 +18,7 @@ class Formula:
     cases      arguments to try; enough of them that no constant agrees
     mistakes   wrong formulas that are often written, each with the hint that its author needs
     judge_name the name of the function that gives the right number
+    hint       what to say if no mistake was recognised: where the right number comes from
     """
 
     names: tuple[str, ...]
@@ -25,6 +26,7 @@ class Formula:
     cases: tuple[tuple[float, ...], ...]
     mistakes: tuple[tuple[Callable[..., float], str], ...] = ()
     judge_name: str = "the simulator"
+    hint: str = ""
 
     def judge(self, answer: Any) -> Verdict:
         if not callable(answer):
@@ -46,17 +48,24 @@ class Formula:
         wrong = [k for k, (x, y) in enumerate(zip(given, right, strict=True)) if not _close(x, y)]
         if not wrong:
             return Verdict(True, f"your function agrees with {self.judge_name} in all {len(right)} cases")
-        k = wrong[0]
+        k = min(wrong, key=lambda k: math.prod(self.cases[k]))  # (the smallest one can be counted by hand)
         words = ", ".join(f"{name}={x:g}" for name, x in zip(self.names, self.cases[k], strict=True))
         reason = f"for {words} your function gives {given[k]:g}, {self.judge_name} {right[k]:g}"
-        return Verdict(
-            False, reason, self._hint(given) or f"it agrees in {len(right) - len(wrong)} of {len(right)} cases"
-        )
+        return Verdict(False, reason, self._recognised(given) or self._where(wrong) + self.hint)
 
-    def _hint(self, given: list[float]) -> str:
+    def _recognised(self, given: list[float]) -> str:
         for formula, hint in self.mistakes:
             if all(_close(x, formula(*case)) for x, case in zip(given, self.cases, strict=True)):
                 return hint
+        return ""
+
+    def _where(self, wrong: list[int]) -> str:
+        """If the answer is right in all cases in which one argument has one value, and in no other: that value."""
+        agreed = [case for k, case in enumerate(self.cases) if k not in wrong]
+        for k, name in enumerate(self.names):
+            values = {case[k] for case in agreed}
+            if len(values) == 1 and not values & {self.cases[j][k] for j in wrong}:
+                return f"it is right only where {name}={values.pop():g}. "
         return ""
 
 

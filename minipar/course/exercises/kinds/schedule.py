@@ -12,7 +12,17 @@ from minipar import strategies
 from minipar.course.exercises.kinds.verdict import Verdict, raised
 from minipar.errors import Deadlock, MiniparError
 from minipar.prediction.simulator import simulate
-from minipar.program import BACKWARDS, Action, Backward, BackwardInput, BackwardWeight, Forward, Op, Program
+from minipar.program import (
+    BACKWARDS,
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
+    Instruction,
+    Op,
+    Program,
+)
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
 from minipar.wording import several
@@ -28,6 +38,7 @@ class Target:
     activations         at most so many micro-batches' activations on every rank; None: no limit
     forward, backward   of one micro-batch on one rank
     latency             of a message
+    like                a schedule of minipar that meets the target: the idle time of each rank is compared with its
 
     The schedule must also be able to run with other numbers of stages and micro-batches.
     """
@@ -39,6 +50,7 @@ class Target:
     forward: float = 1.0
     backward: float = 2.0
     latency: float = 0.0
+    like: str = ""
 
     def judge(self, answer: Any) -> Verdict:
         found = [known for known in strategies.schedules() if known.generate is answer]
@@ -53,11 +65,14 @@ class Target:
         if refusal is not None:
             return refusal
         program = _compile(name, self.stages, self.microbatches)
-        trace = simulate(program, forward=self.forward, backward=self.backward, latency=self.latency)
+        trace = self._simulated(program)
         held = [float(x) for x in trace.in_flight()]
         if self.time is not None and trace.time > self.time + 1e-9:
-            wait, rank, index = _longest_wait(trace)
             reason = f"it can run, but takes {trace.time:g} units; the target is {self.time:g}"
+            if self.like:
+                model = self._simulated(_compile(self.like, self.stages, self.microbatches))
+                return Verdict(False, reason, _idles_more(trace, model))
+            wait, rank, index = _longest_wait(trace)
             before = f"rank {rank} waits longest, {wait:g} units before `{program.ranks[rank][index]}`"
             return Verdict(False, reason, f"{before}: which work could it have, or its neighbour do, before?")
         if self.activations is not None and max(held) > self.activations + 1e-9:
@@ -82,6 +97,9 @@ class Target:
         return Verdict(
             True, f"{name} can run, with {several(self.stages, 'stage')} and in other sizes; {', '.join(met)}"
         )
+
+    def _simulated(self, program: Program) -> Trace:
+        return simulate(program, forward=self.forward, backward=self.backward, latency=self.latency)
 
 
 def _refusal(name: str, answer: Callable[..., Any], stages: int, microbatches: int) -> Verdict | None:
@@ -141,18 +159,52 @@ def _hint(rank: int, actions: list[Action], microbatches: int) -> str:
     return ""
 
 
+def _waits(trace: Trace, rank: int) -> list[tuple[float, int]]:
+    """For how long a rank does not compute, and the index of the instruction before which it waits; in order."""
+    found, end = [], trace.span[0]
+    for k, ins in enumerate(trace.program.ranks[rank]):
+        if ins.op is Op.FORWARD or ins.op in BACKWARDS:
+            found.append((trace.starts[rank][k] - end, k))
+            end = trace.ends[rank][k]
+    return found
+
+
 def _longest_wait(trace: Trace) -> tuple[float, int, int]:
     """The longest time for which a rank does not compute: how long, the rank, and the index of the next instruction."""
     longest = (0.0, 0, 0)
-    for rank, row in enumerate(trace.program.ranks):
-        end = trace.span[0]
-        for k, ins in enumerate(row):
-            if ins.op is Op.FORWARD or ins.op in BACKWARDS:
-                wait = trace.starts[rank][k] - end
-                if wait > longest[0] + 1e-9:
-                    longest = (wait, rank, k)
-                end = trace.ends[rank][k]
+    for rank in range(len(trace.program.ranks)):
+        for wait, k in _waits(trace, rank):
+            if wait > longest[0] + 1e-9:
+                longest = (wait, rank, k)
     return longest
+
+
+def _idles_more(trace: Trace, model: Trace) -> str:
+    """Where a rank waits longest although the model, which is as fast as can be, does not; and what it could do."""
+    extra: list[tuple[float, int, int]] = []
+    for rank in range(len(trace.program.ranks)):
+        needed = {_done_by(model.program.ranks[rank][k]): wait for wait, k in _waits(model, rank)}
+        row = trace.program.ranks[rank]
+        extra += [(wait - needed.get(_done_by(row[k]), 0.0), -rank, k) for wait, k in _waits(trace, rank)]
+    more, minus_rank, k = max(extra, key=lambda one: (round(one[0], 9), one[1], -one[2]))
+    rank, row = -minus_rank, trace.program.ranks[-minus_rank]
+    text = f"rank {rank} waits {several(more, 'unit')} more than it must before `{row[k]}`"
+    later = {(ins.microbatch, ins.layers) for ins in row[k:] if ins.op is Op.BACKWARD_WEIGHT}
+    ready = [ins for ins in row[:k] if ins.op is Op.BACKWARD_INPUT and (ins.microbatch, ins.layers) in later]
+    if ready:
+        count = several(len(ready), "micro-batch")
+        return f"{text}, though weight halves of {count} could run there: do not keep them to the end"
+    halves = [ins for each in trace.program.ranks[rank + 1 :] for ins in each if ins.op is Op.BACKWARD_WEIGHT]
+    if halves:
+        return (
+            f"{text}, with nothing else to do then: weight halves come too early on the ranks after it; let some wait"
+        )
+    return f"{text}: which work could it have, or its neighbour do, before?"
+
+
+def _done_by(ins: Instruction) -> tuple[object, ...]:
+    """What an instruction does, where a whole backward counts as its input half, for which others wait."""
+    return (Op.BACKWARD_INPUT if ins.op is Op.BACKWARD else ins.op), ins.microbatch, ins.layers
 
 
 def _first_above(program: Program, rank: int, limit: float) -> int:
