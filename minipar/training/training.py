@@ -376,7 +376,8 @@ def train(
         plain: Reference | None = None
         plain_time: float | None = None
         if reference or check:
-            local = (plan.dp, plan.total_microbatches, plan.local_steps) if plan.local_steps else None
+            alone = plan.local_steps and not plan.inference
+            local = (plan.dp, plan.total_microbatches, plan.local_steps) if alone else None
             with bar(total=steps, desc="plain torch, one process") as meter:
                 ask = partial(
                     plainly.replay_order if plan.asynchronous else plainly.train_reference,

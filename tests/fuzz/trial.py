@@ -133,7 +133,7 @@ def _run(
         order = order_of(done.program, nodes)
         rows = tuple(tuple(tuple(entry) for entry in row) for row in order.ranks)
         return done, run(plainly.task_of(job, "order", {"order": (rows, *order[1:])}))
-    if plan.local_steps and plan.dp > 1:
+    if plan.local_steps and plan.dp > 1 and not plan.inference:
         m = plan.total_microbatches
         own = ("replicas", plan.dp), ("microbatches", m), ("every", plan.local_steps)
         return done, _plain(name, "local", steps, *own, *((("clip", plan.clip),) if plan.clip else ()))
