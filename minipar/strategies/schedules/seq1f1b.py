@@ -2,7 +2,7 @@
 
 Source: Sun et al., "Seq1F1B: Efficient Sequence-Level Pipeline Parallelism for Large Language Model Training", 2024.
 
-    p=2, two micro-batches of two slices: 0 and 1 are one sequence, 2 and 3 the next one
+    p=2, m=2, slices=2: micro-batches 0 and 1 are one sequence, 2 and 3 the next one
     rank 0  F0 F1 F2       B1 B1 F3 B0 B0    B3 B3 B2 B2
     rank 1     F0 F1 B1 B1 F2 B0 B0 F3 B3 B3 B2 B2
 
