@@ -27,7 +27,7 @@ def critical_path(trace: Trace) -> list[Event]:
     """
     rows, starts, ends = trace.program.ranks, trace.starts, trace.ends
     sender = {receive: send for send, receive in messages(trace.program)}
-    members = _collectives(trace.program)
+    members = collectives(trace.program)
     before = [_before(row) for row in rows]
     arrivals = _arrivals(trace, sender) if trace.kind == "measured" else {}
 
@@ -88,7 +88,7 @@ def messages(program: Program) -> list[tuple[Place, Place]]:
     return [pair for link, found in sends.items() for pair in zip(found, receives.get(link, []), strict=False)]
 
 
-def _collectives(program: Program) -> dict[Place, list[Place]]:
+def collectives(program: Program) -> dict[Place, list[Place]]:
     """For the place of each collective, its places on all ranks: the k-th one of a group is the same on all ranks."""
     members: dict[tuple[tuple[int, ...], int], list[Place]] = {}
     for rank, row in enumerate(program.ranks):

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from minipar.program import Program
 from minipar.trace import Trace, labels
 from minipar.trace.comparison import LEVELS
+from minipar.trace.memory_series import ALL_KINDS
 from minipar.trace.shades import MOST, Shades, repeated
 
 if TYPE_CHECKING:
@@ -97,6 +98,10 @@ DIFFERENCES = tuple(
     zip((word for word, _ in LEVELS), ("#332288", "#9F98CF", "#C8C8C8", "#F0B58A", "#D55E00"), strict=True)
 )
 RANK_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#999933", "#7A7A7A", "#CC79A7", "#8C6D31")
+#: Kinds of memory: parameters first, as in all views.
+MEMORY = dict(
+    zip(ALL_KINDS, ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#999933", "#9a9a9a"), strict=True)
+)
 COLLECTIVE = ("collective", "all-reduce", "reduce-scatter", "all-gather", "all-to-all")
 BENEATH = ("message", "receive", *COLLECTIVE, "copy")  # kinds that are drawn under the compute bars
 LINES = 8  # memory curves; beyond this one curve shows the highest rank

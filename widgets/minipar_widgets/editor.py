@@ -172,7 +172,7 @@ class ScheduleEditor(View):
             *([str(rank), " ".join(row), idle[rank], held[rank]] for rank, row in enumerate(self.words)),
         ]
 
-    def picture(self, dark: bool = False) -> bytes:
+    def picture(self, dark: bool | None = False) -> bytes:
         from PIL import Image, ImageDraw
 
         look = words.paper(dark)

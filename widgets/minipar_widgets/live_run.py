@@ -123,7 +123,7 @@ class LiveRun(Explorer):
     def rows(self) -> list[list[str]]:
         return [["step", "loss"], *([str(k), f"{loss:.6f}"] for k, loss in enumerate(self.moment.losses))]
 
-    def picture(self, dark: bool = False) -> bytes:
+    def picture(self, dark: bool | None = False) -> bytes:
         """Progress and loss above, the last step's timeline below."""
         parts = [Image.open(io.BytesIO(self._curve(dark))).convert("RGB")]
         if self.timeline is not None:
@@ -166,7 +166,7 @@ class LiveRun(Explorer):
         count = len(self.moment.losses) * self.moment.steps / max(1, self.moment.step)
         return width / max(1.0, count - 1)
 
-    def _curve(self, dark: bool) -> bytes:
+    def _curve(self, dark: bool | None) -> bytes:
         """The loss of every step so far, on an axis of all steps."""
         look, losses = words.paper(dark), self.moment.losses
         image = Image.new("RGB", (_WIDTH, _HEIGHT), look.paper)

@@ -12,14 +12,17 @@ import traitlets
 
 from minipar.errors import MiniparError
 from minipar.trace import Trace, labels
-from minipar.trace.comparison import Comparison
+from minipar.trace.comparison import Comparison, level
+from minipar.trace.drawing import FEW_RANKS
+from minipar.trace.figure import plain
 from minipar.trace.idleness import REASONS, idle_split
+from minipar.trace.shades import Shades
 from minipar.wording import several
 from minipar_widgets.base import View
 from minipar_widgets.columns import KINDS, MOST, Columns, columns
 from minipar_widgets.details import Arrays, details
 from minipar_widgets.packing import pack
-from minipar_widgets.raster import raster
+from minipar_widgets.raster import labelled, raster
 
 AT_ONCE = 3_000  # up to so many events, the details come with the first picture; else the page asks for them later
 LARGE = 30_000  # with more events, the words and the static picture leave out memory, which takes seconds to find
@@ -115,14 +118,21 @@ class Timeline(View):
             "layout": layout,
             "unit": clock.unit,
             "kinds": KINDS,
-            "shown": [kind for kind, count in zip(KINDS, shown, strict=True) if count],
+            "shown": [kind for kind in KINDS if kind in {plain(KINDS[k]) for k in np.flatnonzero(shown)}],
+            "shades": self._shades(),
+            "per": found.per_step,
             "traces": labels.names(self.traces),
             "same": self.same,
             "span": max(t.time for t in self.traces) * clock.scale,
             "spans": [t.time * clock.scale for t in self.traces],
             "ranks": len(self.traces[0].program.ranks),
             "places": self._places(),
-            "lanes": [[lane.trace, lane.rank, lane.stream, lane.first, lane.last] for lane in found.lanes],
+            "names": self._names(),
+            "folded": self._folds(),
+            "lanes": [
+                [lane.trace, lane.rank, lane.stream, lane.first, lane.last, labelled(found, lane)]
+                for lane in found.lanes
+            ],
             "large": large,
             "light": light,
             "later": not light and len(found) > self.at_once,
@@ -135,6 +145,37 @@ class Timeline(View):
         """Where the ranks are on the mesh, if they share layers; otherwise nothing."""
         program = self.traces[0].program
         return [labels.place(program, rank) for rank in range(len(program.ranks))] if program.sharing > 1 else []
+
+    def _names(self) -> list[str]:
+        """What the ranks are called, where that is not `rank 3`."""
+        program = self.traces[0].program
+        names = [labels.rank_name(program, rank) for rank in range(len(program.ranks))] if program.serving else []
+        return [f"{name} (rank {rank})" if name[0] == "s" else name for rank, name in enumerate(names)]
+
+    def _shades(self) -> list[str]:
+        """What the shades of bars stand for: chunks or directions."""
+        return list(next((names for names in (Shades(trace.program).names for trace in self.traces) if names), ()))
+
+    @property
+    def levels(self) -> np.ndarray:
+        """For each event of a comparison, how long it took against its twin: a position in `comparison.LEVELS`."""
+        found, first = self.columns, self.columns.places[0]
+        kinds = np.full(len(found), 2, np.uint8)
+        for lane in found.lanes:
+            if lane.trace and lane.stream == "compute":
+                here = slice(lane.first, lane.last)
+                other = found.length[first[lane.rank][found.index[here]]]
+                kinds[here] = [level(a, b) for a, b in zip(found.length[here].tolist(), other.tolist(), strict=True)]
+        return kinds
+
+    def busier(self, rank: int) -> float:
+        """How much more a rank computes in the second trace than in the first one."""
+        first, second = (trace.busy[rank] for trace in self.traces)
+        return second / first - 1 if first else 0.0
+
+    def _folds(self) -> bool:
+        """Whether a rank at first has one lane for both traces, with the difference under it."""
+        return self.same and len(self.traces[0].program.ranks) > FEW_RANKS
 
     def _highest(self) -> int:
         """The rank with the highest memory."""
@@ -182,15 +223,15 @@ class Timeline(View):
         )
 
     def caption(self) -> str:
-        lines = []
+        lines, notes = [], []
         for trace, name in zip(self.traces, labels.names(self.traces), strict=True):
             if self._brief:
                 note = f" · {len(trace.program):,} events: texts, causes and memory are shown of up to {MANY:,}"
                 lines.append(f"{name}: {_times(trace)}{note if self.about['light'] else ''}")
             else:
                 lines.append(f"{name}: {labels.facts(trace)}")
-            lines += [trace.note] if trace.note else []
-        return "\n".join(lines)
+            notes += [trace.note] if trace.note else []
+        return "\n".join(lines + notes)
 
     def rows(self) -> list[list[str]]:
         """For each rank and trace: busy and idle time, why it was idle, peak memory. (Large traces have the last two
@@ -222,7 +263,7 @@ class Timeline(View):
         """The trace (of two, the measured one) as a file per rank, which Holistic Trace Analysis opens."""
         return self.traces[-1].to_hta(folder)
 
-    def picture(self, dark: bool = False) -> bytes:
+    def picture(self, dark: bool | None = False) -> bytes:
         if not self.about["large"]:
             self.find_details()
         return raster(self, dark)
