@@ -13,7 +13,8 @@ from __future__ import annotations
 import base64
 import io
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -308,6 +309,50 @@ def _lines(sentence: str, letters: int) -> list[str]:
     return [line.replace("\N{NO-BREAK SPACE}", " ").rstrip(" ·") for line in textwrap.wrap(whole, letters)]
 
 
+ON_ANY = "#757575"  # ink that can be read on white and on black
+
+
+@contextmanager
+def _on_any_page(figure: Figure) -> Iterator[None]:
+    """The colours of the paper as a notebook's output needs them, since it is shown in light and in dark pages: the ink
+    is grey, and nothing is behind it. A figure that is saved to a file keeps its white paper."""
+    from matplotlib.collections import Collection
+    from matplotlib.colors import to_hex
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+    from matplotlib.text import Text
+
+    grey = {INK: ON_ANY, MUTED: ON_ANY, RULE: "#80808060", "#dddddd": "#80808060", "#000000": ON_ANY, WIRE: "#b0608f"}
+    figure.draw_without_rendering()  # (ticks are made when a figure is drawn)
+    before: list[tuple[Any, Any]] = []
+    for kind, properties in (
+        (Text, ("color",)),
+        (Line2D, ("color", "markeredgecolor", "markerfacecolor")),
+        (Patch, ("edgecolor",)),
+        (Collection, ("edgecolor",)),
+    ):
+        for artist in figure.findobj(kind):
+            if isinstance(artist, Text) and artist.get_path_effects():
+                continue  # (words on a bar, with paper of their own around them)
+            if artist.get_alpha() == 1:  # (of lines of a grid; it would win over that of a colour)
+                before.append((artist.set_alpha, 1))
+                artist.set_alpha(None)
+            for name in properties:
+                old = getattr(artist, f"get_{name}")()
+                one = old[0] if isinstance(artist, Collection) and len(old) else old
+                if (isinstance(one, str) and one.lower() == "none") or len(one) == 0:
+                    continue
+                if (found := grey.get(to_hex(one))) is not None and artist.get_alpha() is None:
+                    setter = getattr(artist, f"set_{name}")
+                    before.append((setter, old))
+                    setter(found)
+    try:
+        yield
+    finally:
+        for setter, old in before:
+            setter(old)
+
+
 @cache
 def picture() -> type[Figure]:
     """The class of figures that a notebook shows by itself. The first call loads matplotlib."""
@@ -332,9 +377,10 @@ def picture() -> type[Figure]:
             from PIL import Image
 
             whole, file = io.BytesIO(), io.BytesIO()
-            self.savefig(whole, format="png", dpi=144, facecolor=PAPER)
+            with _on_any_page(self):
+                self.savefig(whole, format="png", dpi=192, transparent=True)  # twice as fine as a page
             # A palette makes the file three times smaller. It is stored in the notebook.
-            Image.open(whole).convert("RGB").quantize(255, dither=Image.Dither.NONE).save(file, "png")
+            Image.open(whole).quantize(255, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE).save(file, "png")
             data = {"image/png": base64.b64encode(file.getvalue()).decode(), "text/plain": self.alt}
             # Give no height: `%matplotlib inline` replaces this picture by its own one, which has other margins.
             return data, {"image/png": {"width": round(self.get_size_inches()[0] * 96), "alt": self.alt}}

@@ -79,7 +79,7 @@ class Holders:
         ends = ((max(trace.ends[r], default=0.0), r) for r in range(len(trace.program.ranks)) if len(trace.ends[r]))
         rank = max(ends, default=(0.0, 0))[1]
         last = trace.ends[rank]
-        self.last = (rank, max(range(len(last)), key=last.__getitem__, default=0))
+        self.last = (rank, max(range(len(last)), key=lambda k: (last[k], k), default=0))
 
     def of(self, rank: int, idle: Idle) -> Place | None:
         """Rank and index of what the rank waited for: the compute whose result a message carried; what the last rank of
@@ -100,7 +100,7 @@ class Holders:
         return None
 
     def _before(self, place: Place, values: set[Value]) -> Place:
-        """The last compute before a message or collective; the last that wrote one of these values, if there are any."""
+        """The last compute before a message or collective; where values are given, the last that wrote one of them."""
         rank, index = place
         row = self.trace.program.ranks[rank]
         for k in range(index - 1, -1, -1):

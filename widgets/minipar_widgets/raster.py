@@ -118,7 +118,7 @@ def labelled(found: Columns, lane: Lane) -> bool:
 def raster(timeline: Timeline, dark: bool | None = False) -> bytes:
     """The whole of a timeline as a PNG."""
     look = paper(dark)
-    found, about, more = timeline.columns, timeline.about, None if timeline.about["large"] else timeline.found
+    about, more = timeline.about, None if timeline.about["large"] else timeline.found
     wide = WIDTH - LEFT - RIGHT
     span = about["span"] or 1.0
     lines = [part for line in timeline.caption().splitlines() for part in textwrap.wrap(line, 135)]
@@ -164,7 +164,9 @@ class _Pen:
     def __init__(self, draw: Any) -> None:
         self.draw = draw
 
-    def text(self, at: tuple[float, float], text: str, ink: str, size: float, anchor: str = "la", halo: str = "") -> None:
+    def text(
+        self, at: tuple[float, float], text: str, ink: str, size: float, anchor: str = "la", halo: str = ""
+    ) -> None:
         place = (FINE * at[0], FINE * at[1])
         about = {"stroke_width": FINE, "stroke_fill": halo} if halo else {}
         self.draw.text(place, text, fill=ink, font=font(FINE * size), anchor=anchor, **about)

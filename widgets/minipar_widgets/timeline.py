@@ -1,11 +1,16 @@
-"""Timeline: one trace, or a measured one under its prediction, as a picture with zoom, keys and details of events."""
+"""Timeline: one trace, or a measured one under its prediction, as a picture with zoom, keys and details of events.
+
+Timeline(simulate("pp=4 microbatches=8"))           a trace
+Timeline(run), Timeline(run.trace, run.predicted)   a run: what was measured under what was predicted
+Timeline(run.trace.compare(other))                  a comparison
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import traitlets
@@ -24,6 +29,9 @@ from minipar_widgets.details import Arrays, details
 from minipar_widgets.packing import pack
 from minipar_widgets.raster import labelled, raster
 
+if TYPE_CHECKING:
+    from minipar.training.training import Run
+
 AT_ONCE = 3_000  # up to so many events, the details come with the first picture; else the page asks for them later
 LARGE = 30_000  # with more events, the words and the static picture leave out memory, which takes seconds to find
 MANY = 300_000  # with more events, there are no texts, causes, idle times and memory curves
@@ -32,7 +40,7 @@ MANY = 300_000  # with more events, there are no texts, causes, idle times and m
 class Timeline(View):
     """A lane per rank and stream, and the memory under it.
 
-    trace      the trace that is shown, predicted or measured
+    trace      a trace, predicted or measured; a run, which is shown under its prediction; or a comparison
     predicted  another trace of the same ranks, drawn above it, instruction by instruction if the programs are equal
     capacity   of the devices, in the unit of the memory (bytes), drawn as a line in the memory
 
@@ -51,17 +59,20 @@ class Timeline(View):
     selected = traitlets.Unicode("").tag(sync=True)
 
     def __init__(
-        self, trace: Trace, predicted: Trace | None = None, capacity: float | None = None, **options: Any
-    ) -> None:
+        self, trace: Trace | Comparison | Run, predicted: Trace | None = None, capacity: float | None = None,
+        **options: Any,
+    ) -> None:  # fmt: skip
         self._lock = threading.RLock()  # a page may ask (in a subshell) while a running cell shows another trace
         super().__init__(**options)
         self.on_msg(self._asked)
         self.update(trace, predicted, capacity)
 
-    def update(self, trace: Trace, predicted: Trace | None = None, capacity: float | None = None) -> None:
+    def update(
+        self, trace: Trace | Comparison | Run, predicted: Trace | None = None, capacity: float | None = None
+    ) -> None:
         """Show another trace, or two."""
         with self._lock:
-            self._update(trace, predicted, capacity)
+            self._update(*_two(trace, predicted), capacity)
 
     def _update(self, trace: Trace, predicted: Trace | None, capacity: float | None) -> None:
         self.traces = [trace] if predicted is None else [predicted, trace]
@@ -86,7 +97,7 @@ class Timeline(View):
         if not all(isinstance(trace, Trace) for trace in self.traces):
             kinds = ", ".join(type(trace).__name__ for trace in self.traces)
             raise MiniparError(
-                f"Timeline shows a Trace, not {kinds}; possible are simulate(...), Run.trace, Trace.from_kineto"
+                f"Timeline shows a Trace, not {kinds}; possible are simulate(...), a run, a comparison, from_kineto(...)"
             )
         count = sum(len(trace.program) for trace in self.traces)
         if count > MOST:
@@ -267,6 +278,16 @@ class Timeline(View):
         if not self.about["large"]:
             self.find_details()
         return raster(self, dark)
+
+
+def _two(shown: Any, predicted: Trace | None) -> tuple[Any, Trace | None]:
+    """The trace to show and the one above it, of a trace, a comparison, or a run (which has both). A second one that is
+    given counts."""
+    if isinstance(shown, Comparison):
+        return shown.trace, predicted or shown.other
+    if isinstance(trace := getattr(shown, "trace", None), Trace):
+        return trace, predicted or getattr(shown, "predicted", None)
+    return shown, predicted
 
 
 def _times(trace: Trace) -> str:

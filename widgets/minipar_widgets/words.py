@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from PIL import Image, ImageDraw, ImageFont
 
-
 FINE = 2  # pixels of a picture for each pixel of the page, so that it is crisp on fine screens
 
 

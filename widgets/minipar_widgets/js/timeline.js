@@ -364,7 +364,8 @@ function render({ model, el }) {
       parts.set(name, (parts.get(name) ?? 0) + takes[k]);
     }
     const rest = whole - [...parts.values()].reduce((a, b) => a + b, 0), ranks = new Set(last.map((k) => laneOf(k)[1])).size;
-    if (rest > whole * 0.002) parts.set("messages on their way, and gaps", (parts.get("messages") ?? 0) + rest), parts.delete("messages");
+    parts.set("messages and gaps", Math.max(0, rest) + (parts.get("messages") ?? 0));
+    parts.delete("messages");
     const words = [...parts].filter(([, size]) => size > whole * 0.0005).map(([kind, size]) => `${kind} ${time(size)}`);
     view.say(`critical path, ${last.length} instructions on ${ranks} rank${ranks > 1 ? "s" : ""}: each waited for the one before it, and together they are the whole ${time(whole)}: ${words.join(" + ")}. Only what is on it makes the step shorter.`);
   }
