@@ -184,11 +184,8 @@ class FigureLayout:
         axes = self.figure.add_axes(
             (self.left / self.width, 1 - (top + height) / self.height, inside, height / self.height), facecolor=PAPER
         )
-        axes.tick_params(colors=MUTED, labelcolor=INK, length=3, width=0.6, labelsize=8)
-        axes.set_axisbelow(True)
+        ruled(axes)
         axes.grid(axis="x", color=RULE, linewidth=0.6)
-        for side, spine in axes.spines.items():
-            spine.set(visible=side in ("left", "bottom"), color=MUTED, linewidth=0.6)
         return axes
 
     def points(self, span: tuple[float, float]) -> float:
@@ -264,6 +261,18 @@ class FigureLayout:
         if kind == self.names[0]:
             return Patch(facecolor="none", edgecolor=MUTED, linewidth=1.2, label=f"{kind} (outlined)")
         return Patch(facecolor=MUTED, edgecolor=MUTED, linewidth=1.2, label=f"{kind} (filled)")
+
+
+def ruled(axes: Axes, title: str = "") -> None:
+    """The style of all charts: thin lines at the left and below, small words, a bold title at the left."""
+    axes.tick_params(colors=MUTED, labelcolor=INK, length=3, width=0.6, labelsize=8)
+    axes.set_axisbelow(True)
+    for side, spine in axes.spines.items():
+        spine.set(visible=side in ("left", "bottom"), color=MUTED, linewidth=0.6)
+    for label in (axes.xaxis.label, axes.yaxis.label):
+        label.set(color=INK, fontsize=8.5)
+    if title:
+        axes.set_title(title, loc="left", size=10.5, weight="bold", color=INK)
 
 
 def _banded(look: Look) -> Any:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from minipar.errors import MiniparError
 from minipar.trace import Trace, labels
-from minipar.trace.figure import INK, MEMORY, MUTED, PAPER, picture
+from minipar.trace.figure import INK, MEMORY, PAPER, picture, ruled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -55,10 +55,7 @@ def owners(trace: Trace, rank: int = 0, title: str = "") -> Figure:
     figure = picture()(figsize=(WIDTH, HEIGHT), dpi=100, facecolor=PAPER)
     figure.alt = alt  # type: ignore[attr-defined]
     axes = figure.add_axes((0.08, 0.16, 0.75, 0.72), facecolor=PAPER)
-    axes.set_title(title or trace.program.name, loc="left", size=10, weight="bold", color=INK)
-    axes.tick_params(colors=MUTED, labelcolor=INK, length=3, width=0.6, labelsize=8)
-    for side, spine in axes.spines.items():
-        spine.set(visible=side in ("left", "bottom"), color=MUTED, linewidth=0.6)
+    ruled(axes, title or trace.program.name)
     faces = axes.stackplot(times[kept], *columns, step="post", labels=shown)
     for face, kind in zip(faces, shown, strict=True):
         face.set(facecolor=MEMORY[kind], edgecolor=INK, linewidth=0.3, hatch=HATCHES.get(kind, ""))

@@ -26,7 +26,7 @@ from minipar.trace.idleness import REASONS
 from minipar.trace.shades import repeated
 from minipar_widgets.columns import KINDS, Columns, Lane
 from minipar_widgets.details import IDLE
-from minipar_widgets.words import FINE, Paper, font, paper, png
+from minipar_widgets.words import ANY, FINE, Paper, font, paper, png
 
 if TYPE_CHECKING:
     from minipar_widgets.timeline import Timeline
@@ -225,7 +225,7 @@ def _paint(pixels: np.ndarray, timeline: Timeline, row: Row, top: int, span: flo
     tones = tuple(LOOKS[kind].tone or LOOKS[kind].edge for kind in KINDS)
     start, length, kind = found.start[here], found.length[here], found.kind[here]
     line = cells(start, length, kind, 0.0, span, wide)
-    part = 0.4 if outlined else 1.0
+    part = 1.0 if not outlined else 0.4 if look.paper != ANY.paper else 0.22  # (numbers on it are grey)
     first, high = FINE * (top + row.y), FINE * row.height
     area = pixels[first : first + high, FINE * LEFT : FINE * LEFT + wide]
     area[:] = _inks(faces, look.paper, part)[line]

@@ -97,7 +97,7 @@ class Timeline(View):
         if not all(isinstance(trace, Trace) for trace in self.traces):
             kinds = ", ".join(type(trace).__name__ for trace in self.traces)
             raise MiniparError(
-                f"Timeline shows a Trace, not {kinds}; possible are simulate(...), a run, a comparison, from_kineto(...)"
+                f"Timeline shows a Trace, not {kinds}; possible are simulate(...), a run, a comparison, from_kineto"
             )
         count = sum(len(trace.program) for trace in self.traces)
         if count > MOST:
