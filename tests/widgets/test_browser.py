@@ -120,7 +120,7 @@ def test_pointer_tells_what_is_under_it(opened: Any) -> None:
     one.settle()
     assert "rank 0 holds 4 activations" in one.page.locator(".mp-tip").inner_text()
     assert "live: saved" in one.page.locator(".mp-tip").inner_text()
-    one.page.mouse.move(canvas["x"] + canvas["width"] / 2 - 60, canvas["y"] + 57)  # a gap of rank 0
+    one.page.mouse.move(canvas["x"] + 74 + 0.16 * (canvas["width"] - 136), canvas["y"] + 57)  # a gap of rank 0
     one.settle()
     tip = one.page.locator(".mp-tip").inner_text()
     assert "rank 0 idle (wait)" in tip

@@ -91,9 +91,10 @@ def _idle(columns: Columns, arrays: Arrays, facts: dict[str, Any]) -> None:
             lanes.append([t, rank, len(rows), len(rows) + len(mine)])
             for one in mine:
                 by = holders.of(rank, one)
-                own = [int(places[rank][k]) if k >= 0 else -1 for k in (one.then, one.awaited)]
+                then, awaited = (int(places[rank][k]) if k >= 0 else -1 for k in (one.then, one.awaited))
                 held = int(places[by[0]][by[1]]) if by else -1
-                rows.append(((one.start - zero) * scale, (one.end - one.start) * scale, IDLE[one.reason], *own, held))
+                start, length = (one.start - zero) * scale, (one.end - one.start) * scale
+                rows.append((start, length, IDLE[one.reason], then, awaited, held))
     table = np.array(rows, float).reshape(-1, 6)
     arrays["idle_start"] = table[:, 0].copy()
     arrays["idle_length"] = table[:, 1].astype(np.float32)

@@ -121,12 +121,13 @@ def raster(timeline: Timeline, dark: bool | None = False) -> bytes:
     about, more = timeline.about, None if timeline.about["large"] else timeline.found
     wide = WIDTH - LEFT - RIGHT
     span = about["span"] or 1.0
-    lines = [part for line in timeline.caption().splitlines() for part in textwrap.wrap(line, 135)]
-    below = lines[2:]
+    count, caption = len(timeline.traces), [textwrap.wrap(line, 135) for line in timeline.caption().splitlines()]
+    lines = [line[0] for line in caption[:count]]
+    below = [part for k, line in enumerate(caption) for part in line[k < count :]]
     idle = [] if about["folded"] else [f"idle: {reason}" for reason in REASONS]
     drawn = [word for word in about["shown"] if word not in BENEATH or not about["folded"]]
     words = [*drawn, *about["shades"], *(idle if more else []), *_two(about)]
-    legend, bottom = _legend(words, 8 + 16 * len(lines[:2]), about["traces"])
+    legend, bottom = _legend(words, 8 + 16 * len(lines), about["traces"])
     placed, tall = rows(timeline)
     top = bottom + 8
     curve = top + tall + 12 if more and "memory" in more[1] else 0
@@ -139,7 +140,7 @@ def raster(timeline: Timeline, dark: bool | None = False) -> bytes:
         stack = _memory(pixels, more, about, curve, span)
     image = Image.fromarray(pixels)
     draw = _Pen(ImageDraw.Draw(image))
-    for k, line in enumerate(lines[:2]):
+    for k, line in enumerate(lines):
         draw.text((4, 6 + 16 * k), line, look.ink, 12)
     for k, line in enumerate(below):
         draw.text((4, height + 16 * k), line, look.muted, 11)
