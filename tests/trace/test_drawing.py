@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
+from PIL import Image
 
 from minipar import MiniparError, Plan, simulate
 from minipar.program import Instruction, Op
@@ -544,6 +545,21 @@ def test_a_figure_shows_itself_and_touches_nothing_global():
     assert data["text/plain"] == metadata["image/png"]["alt"]
     assert "Predicted timeline of 2 ranks: time 15 · bubble 20.0% of total" in data["text/plain"]
     assert "rank 1 20%" in data["text/plain"]
+
+
+def test_a_shown_figure_suits_light_and_dark_pages_and_is_twice_as_fine():
+    figure = drawing.draw(list(pair(pp=2, microbatches=4)))
+    data, about = figure._repr_mimebundle_()
+    image = Image.open(io.BytesIO(base64.b64decode(data["image/png"])))
+    assert image.width == 2 * about["image/png"]["width"]
+    pixels = np.asarray(image.convert("RGBA")).astype(int)
+    assert (pixels[:, :, 3] == 0).mean() > 0.4  # the page's own colour
+    solid = pixels[pixels[:, :, 3] > 250][:, :3]
+    grey = solid[np.ptp(solid, axis=1) < 8]
+    assert 0x68 < np.median(grey) < 0x88  # ink that can be read on white and on black
+    assert len(grey[grey.max(1) < 0x40]) < 0.02 * len(grey)  # (none of the words is left dark)
+    assert to_hex(figure.texts[0].get_color()) == "#1a1a1a"  # what is saved to a file has white paper, as before
+    assert to_hex(figure.get_facecolor()) == "#ffffff"
 
 
 def test_the_users_style_does_not_reach_the_picture():
