@@ -262,7 +262,7 @@ def _draw_numbers(
     if not words or not sizes or not (room > 0.62 * SIZES[-1]).any():
         return
     letters = np.array([len(word) for word in words])
-    usual = next((size for size in sizes if (letters * 0.62 * size <= room).mean() >= 0.7), sizes[-1])
+    usual = next((size for size in sizes if hatched or (letters * 0.62 * size <= room).mean() >= 0.7), sizes[-1])
     from matplotlib.patheffects import withStroke
 
     shown, around = 0, [withStroke(linewidth=2.2, foreground=PAPER)] if hatched else None

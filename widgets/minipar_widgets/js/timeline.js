@@ -187,7 +187,7 @@ function render({ model, el }) {
     for (const t of ticks(t0, t1, Math.max(2, Math.floor(area(full) / 90)))) {
       const x = Math.round(xOf(t, full));
       drawRect(ctx, look.rule, x, plan.overview + 18, 1, plan.bottom - plan.overview - 18);
-      drawText(ctx, short(t), x, plan.bottom + 9, look.muted, "center");
+      drawText(ctx, short(t), Math.min(x, full - RIGHT - widthOf(short(t)) / 2), plan.bottom + 9, look.muted, "center"); // (the unit is beside it)
     }
     drawText(ctx, about.unit === "ms" ? "time (ms)" : "time", full - 2, plan.bottom + 9, look.muted, "right");
   }
