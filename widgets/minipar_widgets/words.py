@@ -51,7 +51,7 @@ def png(image: Image.Image, colours: int = 128) -> bytes:
     """A picture with few colours, as a small PNG. Parts that let the page through stay so."""
     file = io.BytesIO()
     few = image.quantize(colours, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
-    few.save(file, "png", optimize=False)
+    few.save(file, "png", optimize=True)
     return file.getvalue()
 
 
