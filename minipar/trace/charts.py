@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minipar.errors import PlanError
-from minipar.trace.figure import picture
+from minipar.trace.figure import INK, RANK_COLOURS, RULE, picture, ruled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from minipar.models.mixture_gpt import Load
     from minipar.sharding.repartition import Matrix
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#8C6D31", "#7A7A7A", "#CC79A7", "#999933")
+COLOURS = RANK_COLOURS
 MARKERS = "osDv^PX*"
 DASHES = ("-", "--", "-.", ":")
 FEW_DECADES = 1000  # if last / first value of a logarithmic axis is smaller, its ticks are plain numbers
@@ -57,7 +57,8 @@ def lines(
             marker=MARKERS[k % len(MARKERS)] if len(points) <= MANY else "",
             markersize=4,
         )
-    axes.set(xlabel=x, ylabel=y, title=title)
+    axes.set(xlabel=x, ylabel=y)
+    ruled(axes, title)
     across, up = zip(*(point for points in curves.values() for point in points), strict=True)
     if "x" in log:
         axes.set_xscale("log")
@@ -67,10 +68,9 @@ def lines(
         _plain_ticks(axes.yaxis, up)
     elif all(value >= 0 for value in up):
         axes.set_ylim(0.0, 1.08 * max(up) or 1.0)
-    axes.grid(color="#DDDDDD", linewidth=0.6)
-    axes.set_axisbelow(True)
+    axes.grid(color=RULE, linewidth=0.6)
     if len(curves) > 1:
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, fontsize=8, labelcolor=INK)
     figure.alt = in_words(curves, x, y, title)  # type: ignore[attr-defined]
     return figure
 
@@ -91,13 +91,13 @@ def expert_load(load: Load, *, title: str = "", width: float = 8.0) -> Figure:
         axes.bar(places, kept, color=COLOURS[0], label="taken")
         axes.bar(places, dropped, bottom=kept, color=COLOURS[1], hatch="////", edgecolor="white", label="dropped")
         if load.room is not None:
-            axes.axhline(load.room, color="#1a1a1a", linestyle="--", linewidth=0.8, label="room")
+            axes.axhline(load.room, color=INK, linestyle="--", linewidth=0.8, label="room")
         axes.set_ylabel(f"layer {layer}")
-        axes.grid(axis="y", color="#DDDDDD", linewidth=0.6)
-        axes.set_axisbelow(True)
+        ruled(axes)
+        axes.grid(axis="y", color=RULE, linewidth=0.6)
     every[-1].set(xlabel="expert", xticks=range(len(load.tokens[0])))
-    every[0].set_title(title or "Tokens of each expert")
-    every[0].legend(frameon=False, ncols=3, fontsize="small", loc="upper right")
+    ruled(every[0], title or "Tokens of each expert")
+    every[0].legend(frameon=False, ncols=3, fontsize=8, labelcolor=INK, loc="upper right")
     every[0].set_ylim(0.0, 1.35 * max(load.room or 1, *(n for tokens in load.tokens for n in tokens)))
     figure.alt = str(load)  # type: ignore[attr-defined]
     return figure
@@ -126,7 +126,7 @@ def repartitions(matrix: Matrix, *, title: str = "", width: float = 8.0) -> Figu
     axes.set_xticks(range(len(wanted)), wanted)
     axes.set_yticks(range(len(names)), names)
     axes.set(xlabel="to", ylabel="from")
-    axes.set_title(title or "Repartition, in ms")
+    ruled(axes, title or "Repartition, in ms")
     figure.alt = str(matrix)  # type: ignore[attr-defined]
     return figure
 

@@ -16,6 +16,29 @@ if TYPE_CHECKING:
     from minipar_widgets import Timeline
 
 
+#: How long an instruction took against the other trace; below these shares of its time there it counts so.
+LEVELS = (("much shorter", 0.75), ("shorter", 0.95), ("alike", 1.05), ("longer", 1.25), ("much longer", float("inf")))
+
+
+def comparable(a: Trace, b: Trace) -> bool:
+    """Whether two traces are of the same instructions."""
+    return [[i[:4] for i in row] for row in a.program.ranks] == [[i[:4] for i in row] for row in b.program.ranks]
+
+
+def level(duration: float, other: float) -> int:
+    """The position in `LEVELS` of a duration against another one."""
+    if other <= 0:
+        return 2 if duration <= 0 else 4
+    return next(k for k, (_, most) in enumerate(LEVELS) if duration / other <= most)
+
+
+def levels(trace: Trace, other: Trace, rank: int) -> list[tuple[float, float, int]]:
+    """Each compute instruction of a rank as it ran: start, end, and its `level` against the other trace."""
+    times = trace.starts[rank], trace.ends[rank], other.starts[rank], other.ends[rank]
+    found = zip(trace.program.ranks[rank], *times, strict=True)
+    return [(a, b, level(b - a, d - c)) for ins, a, b, c, d in found if ins.stream == "compute" and b > a]
+
+
 @dataclass(frozen=True)
 class Comparison:
     """Two traces of one program: `trace` (usually measured) under `other` (usually predicted)."""
@@ -24,9 +47,7 @@ class Comparison:
     other: Trace
 
     def __post_init__(self) -> None:
-        if [[i[:4] for i in row] for row in self.trace.program.ranks] != [
-            [i[:4] for i in row] for row in self.other.program.ranks
-        ]:
+        if not comparable(self.trace, self.other):
             raise MiniparError(
                 f"compare: the traces are of different programs ({self.trace.program.name!r}, "
                 f"{self.other.program.name!r}); only the same instructions can be compared"

@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from minipar.program import COLLECTIVES, Instruction, Op, Program, Value
+from minipar.program import COLLECTIVES, PARTNERS, Instruction, Op, Program, Value
 from minipar.program.rule import Place
 
 if TYPE_CHECKING:
     from minipar.trace import Event, Trace
+
+RECEIVES = frozenset(PARTNERS.values())
 
 
 def critical_path(trace: Trace) -> list[Event]:
@@ -27,7 +29,7 @@ def critical_path(trace: Trace) -> list[Event]:
     """
     rows, starts, ends = trace.program.ranks, trace.starts, trace.ends
     sender = {receive: send for send, receive in messages(trace.program)}
-    members = _collectives(trace.program)
+    members = collectives(trace.program)
     before = [_before(row) for row in rows]
     arrivals = _arrivals(trace, sender) if trace.kind == "measured" else {}
 
@@ -76,19 +78,20 @@ def _arrivals(trace: Trace, sender: Mapping[Place, Place]) -> dict[Place, float]
 
 
 def messages(program: Program) -> list[tuple[Place, Place]]:
-    """Every message as (place of its SEND, place of its RECV): the k-th receive of a link belongs to its k-th send."""
-    sends: dict[tuple[int, int], list[Place]] = {}
-    receives: dict[tuple[int, int], list[Place]] = {}
+    """Every message as (place of its SEND, place of its RECV): the k-th receive of a link belongs to its k-th send.
+    What workers push and what servers reply are messages, too."""
+    sends: dict[tuple[Op, int, int], list[Place]] = {}
+    receives: dict[tuple[Op, int, int], list[Place]] = {}
     for rank, row in enumerate(program.ranks):
         for index, ins in enumerate(row):
-            if ins.op is Op.SEND:
-                sends.setdefault((rank, ins.peer), []).append((rank, index))
-            elif ins.op is Op.RECV:
-                receives.setdefault((ins.peer, rank), []).append((rank, index))
+            if ins.op in PARTNERS:
+                sends.setdefault((PARTNERS[ins.op], rank, ins.peer), []).append((rank, index))
+            elif ins.op in RECEIVES:
+                receives.setdefault((ins.op, ins.peer, rank), []).append((rank, index))
     return [pair for link, found in sends.items() for pair in zip(found, receives.get(link, []), strict=False)]
 
 
-def _collectives(program: Program) -> dict[Place, list[Place]]:
+def collectives(program: Program) -> dict[Place, list[Place]]:
     """For the place of each collective, its places on all ranks: the k-th one of a group is the same on all ranks."""
     members: dict[tuple[tuple[int, ...], int], list[Place]] = {}
     for rank, row in enumerate(program.ranks):
@@ -113,7 +116,7 @@ def _before(row: Sequence[Instruction]) -> list[list[int]]:
     last: dict[str, int] = {}
     for index, ins in enumerate(row):
         awaited += [writer.pop(value) for value in ins.reads if value in writer]
-        if ins.op is Op.RECV:
+        if ins.op in RECEIVES:
             found.append([])
         elif ins.stream == "compute":
             found.append(compute + awaited)

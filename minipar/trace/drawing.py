@@ -19,8 +19,22 @@ from typing import TYPE_CHECKING, Any
 
 from minipar.errors import MiniparError
 from minipar.trace import Trace, labels
+from minipar.trace.comparison import comparable, levels
 from minipar.trace.critical_path import messages
-from minipar.trace.figure import BENEATH, INK, LOOKS, MUTED, PAPER, RULE, Bars, FigureLayout
+from minipar.trace.figure import (
+    BENEATH,
+    COLLECTIVE,
+    DIFFERENCES,
+    INK,
+    LOOKS,
+    MUTED,
+    PAPER,
+    RANK_COLOURS,
+    RULE,
+    Bars,
+    FigureLayout,
+)
+from minipar.trace.shades import Shades
 from minipar.trace.terminal import text
 from minipar.trace.webpage import page, table
 
@@ -32,11 +46,12 @@ if TYPE_CHECKING:
 __all__ = ["draw", "page", "svg", "table", "text"]
 
 Span = tuple[float, float]
-RANK_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#AA4499", "#999933", "#7A7A7A", "#CC79A7", "#8C6D31")
 RANK_MARKERS = "osDv^PX*"
 MANY_BARS = 20_000  # more bars than this are stored as pixels in an SVG
-MANY_NUMBERS = 2_500
+MANY_NUMBERS = 5_000
+SIZES = (9.0, 8.0, 7.0, 6.0, 5.2)  # of the words on bars, in points
 MANY_MESSAGES = 200
+FEW_RANKS = 6  # up to so many, both traces of a comparison have lanes
 NARROW = 3.0  # points; the edge of a narrower bar would hide its face
 
 
@@ -49,15 +64,19 @@ def draw(
     window: Span | None = None,
     title: str = "",
     arrows: bool = False,
+    unfold: bool = False,
 ) -> Figure:
     """One trace, or two (predicted, measured) on one time axis, as a matplotlib figure. Both begin at 0.
 
     memory    the memory curves under the timeline
-    numbers   micro-batch numbers on the bars that are wide enough
+    numbers   on the bars that are wide enough: micro-batches, or layers where there is one micro-batch; on collectives
+              their letters (AG, RS, AR, AA) and what they carry
     width     inches
     window    only this part of the time axis, in the axis's own unit
     title     default: the program's name
     arrows    arrows from each SEND to its RECV, if there are at most 200 messages
+    unfold    two traces of one program with more than 6 ranks have one lane a rank, with the second trace and the
+              difference of each instruction under it; True: both traces have lanes
 
     Communication has its own thin lane under the bars. It is not drawn if it takes no time at all (as in the papers'
     figures). A notebook shows the figure by itself. It belongs to no window, because it is no pyplot figure.
@@ -74,8 +93,10 @@ def draw(
     if not 4 <= width <= 100:
         raise MiniparError(f"width={width}: must be from 4 to 100 inches")
     with matplotlib.style.context("default"), matplotlib.rc_context({"hatch.linewidth": 0.7}):
-        bars = [_bars(trace, clock.scale, span) for trace in traces]
-        layout = FigureLayout(traces, bars, width, title or traces[0].program.name or "a program made by hand", memory)
+        texts: dict[str, int] = {}
+        bars = [_bars(trace, clock.scale, span, texts) for trace in traces]
+        name = title or traces[0].program.name or "a program made by hand"
+        layout = FigureLayout(traces, bars, list(texts), width, name, memory, _folds(traces, unfold))
         lowest = timeline = layout.axes(layout.top, layout.timeline)
         _draw_timeline(timeline, layout, span, numbers)
         if arrows:
@@ -106,25 +127,37 @@ def svg(traces: Sequence[Trace], **options: Any) -> str:
     return f'{opening} role="img" aria-label="{name}">\n <title>{name}</title>\n <desc>{words}</desc>{rest}'
 
 
+def _folds(traces: Sequence[Trace], unfold: bool) -> bool:
+    """Whether two traces share one lane a rank: if there are many ranks, and their instructions can be compared."""
+    return not unfold and len(traces) == 2 and len(traces[0].program.ranks) > FEW_RANKS and comparable(*traces)
+
+
 # the timeline ---------------------------------------------------------------------------------------------------------
 
 
-def _bars(trace: Trace, scale: float, span: Span) -> Bars:
-    """The bars of a trace that are inside `span`, without communication that takes no time."""
+def _bars(trace: Trace, scale: float, span: Span, texts: dict[str, int]) -> Bars:
+    """The bars of a trace that are inside `span`, without communication that takes no time. Kinds carry their shade;
+    `texts` collects the words on bars, and a bar has the number of its words."""
     import numpy as np
 
+    program, shades = trace.program, Shades(trace.program)
     rows: dict[str, list[tuple[int, float, float, int]]] = {}
-    for rank, row in enumerate(trace.program.ranks):
+    for rank, row in enumerate(program.ranks):
         for ins, start, end in zip(row, trace.starts[rank], trace.ends[rank], strict=True):
-            rows.setdefault(labels.kind_of(ins), []).append((rank, start, end, labels.number_of(ins)))
+            kind = labels.kind_of(ins)
+            if shades.names and (shade := shades.of(rank, ins)):
+                kind = f"{kind} {shade}"
+            words = labels.label_of(program, ins)
+            rows.setdefault(kind, []).append((rank, start, end, texts.setdefault(words, len(texts)) if words else -1))
     bars = {kind: np.array(found, dtype=float) for kind, found in rows.items()}
     if "receive" in bars:
         bars["receive"][:, 1] = bars["receive"][:, 2]  # it was posted long before; show only when the message arrived
         sends = bars.get("message", np.zeros((0, 4)))
         if not (sends[:, 2] > sends[:, 1]).any() and sorted(sends[:, 2]) == sorted(bars["receive"][:, 2]):
             del bars["receive"], bars["message"]
-    if "collective" in bars and not (bars["collective"][:, 2] > bars["collective"][:, 1]).any():
-        del bars["collective"]
+    together = [bars[kind] for kind in COLLECTIVE if kind in bars]
+    if not any((found[:, 2] > found[:, 1]).any() for found in together):
+        bars = {kind: found for kind, found in bars.items() if kind not in COLLECTIVE}
     for found in bars.values():
         found[:, 1:3] = (found[:, 1:3] - trace.span[0]) * scale
     seen = {kind: found[(found[:, 2] >= span[0]) & (found[:, 1] <= span[1])] for kind, found in bars.items()}
@@ -139,15 +172,27 @@ def _draw_timeline(axes: Axes, layout: FigureLayout, span: Span, numbers: bool) 
         outlined = layout.count == 2 and t == 0
         for kind, found in bars.items():
             top, bottom = layout.zone(kind, t)
-            _draw_bars(axes, kind, found, found[:, 0] * layout.pitch, (top, bottom), points, outlined, layout.names[t])
-            if numbers and kind not in BENEATH:
-                height = (bottom - top) * layout.lane * 72
-                middle = found[:, 0] * layout.pitch + (top + bottom) / 2
-                _draw_numbers(axes, found, middle, points, height, INK if outlined else LOOKS[kind].ink)
+            y = found[:, 0] * layout.pitch
+            _draw_bars(axes, kind, found, y, (top, bottom), points, outlined, layout.names[t])
+            if LOOKS[kind].bands:
+                bottom = _draw_bands(axes, kind, found, y, (top, bottom), points, outlined)
+            if numbers and (kind not in BENEATH or kind in COLLECTIVE):
+                ink = INK if outlined or kind in COLLECTIVE else LOOKS[kind].ink
+                height, middle = (bottom - top) * layout.lane * 72, y + (top + bottom) / 2
+                _draw_numbers(axes, found, middle, points, height, ink, layout.texts, hatched=kind in COLLECTIVE)
+    if layout.folded:
+        _draw_differences(axes, layout, span)
     lanes = layout.ranks * layout.pitch
-    axes.set_ylim(lanes - (layout.pitch - layout.count), 0)
+    axes.set_ylim(lanes - (layout.pitch - layout.rows), 0)
     axes.spines["left"].set_visible(False)
     _label_lanes(axes, layout)
+
+
+def _boxes(start: np.ndarray, end: np.ndarray, top: np.ndarray, bottom: np.ndarray) -> list[np.ndarray]:
+    import numpy as np
+
+    corners = [np.stack([x, y], 1) for x, y in ((start, top), (end, top), (end, bottom), (start, bottom))]
+    return list(np.stack(corners, 1))
 
 
 def _draw_bars(
@@ -169,42 +214,93 @@ def _draw_bars(
     narrow = bool((end > start).any()) and float(np.median((end - start)[end > start])) * points < NARROW
     least = 1.2 / points  # a bar that takes no time can be seen, too
     end = np.maximum(end, start + least) if kind in BENEATH else np.where(end > start, end, start + least)
-    corners = [np.stack([x, y], 1) for x, y in ((start, top), (end, top), (end, bottom), (start, bottom))]
     if outlined:
         tint: Any = (look.face, 0.5) if narrow else "none" if look.hatch else (look.face, 0.16)
-        style: dict[str, Any] = {"facecolors": tint, "edgecolors": look.face}
+        style: dict[str, Any] = {"facecolors": tint, "edgecolors": look.edge if look.bands else look.face}
     else:
         style = {"facecolors": look.face, "edgecolors": look.edge}
     axes.add_collection(
         PolyCollection(
-            list(np.stack(corners, 1)), linewidths=0.0 if narrow else 1.2 if outlined else 0.6,
+            _boxes(start, end, top, bottom), linewidths=0.0 if narrow else 1.2 if outlined else 0.6,
             hatch=look.hatch or None, label=kind, gid=gid, rasterized=len(bars) > MANY_BARS, zorder=2, **style,
         ),
         autolim=False,
     )  # fmt: skip
 
 
-def _draw_numbers(axes: Axes, bars: np.ndarray, y: np.ndarray, points: float, height: float, ink: str) -> None:
-    """Micro-batch numbers, in the largest size that fits most bars. A bar that is too small gets no number."""
+def _draw_bands(
+    axes: Axes, kind: str, bars: np.ndarray, y: np.ndarray, zone: Span, points: float, outlined: bool
+) -> float:
+    """The bands at the lower edge of the bars of a later chunk. Returns where the part above them ends."""
+    from matplotlib.collections import PolyCollection
+
+    look, tall = LOOKS[kind], zone[1] - zone[0]
+    inset = 0.5 / points
+    for k in range(look.bands):
+        low = zone[1] - (0.04 + 0.19 * k) * tall
+        boxes = _boxes(bars[:, 1] + inset, bars[:, 2] - inset, y + low - 0.13 * tall, y + low)
+        face: Any = (look.tone, 0.55) if outlined else look.tone
+        axes.add_collection(
+            PolyCollection(boxes, linewidths=0, facecolors=face, rasterized=len(bars) > MANY_BARS, zorder=2.5),
+            autolim=False,
+        )
+    return zone[1] - (0.04 + 0.19 * look.bands) * tall
+
+
+def _draw_numbers(
+    axes: Axes, bars: np.ndarray, y: np.ndarray, points: float, height: float, ink: str, texts: Sequence[str],
+    hatched: bool = False,
+) -> None:  # fmt: skip
+    """The words on bars, in the largest size that fits most of them. A bar with less room gets smaller words, and of a
+    collective only the letters; where one digit of the least size has no room there is nothing."""
     import numpy as np
 
     bars, y = bars[bars[:, 3] >= 0], y[bars[:, 3] >= 0]
-    if not len(bars):
+    words = [texts[int(k)] for k in bars[:, 3]]
+    room = (bars[:, 2] - bars[:, 1]) * points - 1.0
+    sizes = [size for size in SIZES if size * 1.2 <= height]
+    if not words or not sizes or not (room > 0.62 * SIZES[-1]).any():
         return
-    room = (bars[:, 2] - bars[:, 1]) * points
-    letters = len(f"{bars[:, 3].max():.0f}")  # the same room for all, or 10 would be hidden where 9 is shown
-    for size in (9.0, 8.0, 7.0, 6.0, 5.5):
-        fits = letters * 0.64 * size + 1 <= room
-        if fits.mean() >= 0.7 and size * 1.25 <= height:
-            break
-    rank = bars[:, 0].astype(int)
-    fits &= (np.bincount(rank, fits) / np.maximum(1, np.bincount(rank)))[rank] >= 0.4  # not on only a few bars
-    if size * 1.25 > height or fits.sum() > MANY_NUMBERS:
-        return
-    for x, middle, number in zip((bars[:, 1] + bars[:, 2])[fits] / 2, y[fits], bars[fits, 3], strict=True):
-        axes.text(
-            x, middle, f"{number:.0f}", size=size, color=ink, ha="center", va="center_baseline", clip_on=True, zorder=4
-        )
+    letters = np.array([len(word) for word in words])
+    usual = next((size for size in sizes if hatched or (letters * 0.62 * size <= room).mean() >= 0.7), sizes[-1])
+    from matplotlib.patheffects import withStroke
+
+    shown, around = 0, [withStroke(linewidth=2.2, foreground=PAPER)] if hatched else None
+    for word, x, middle, wide in zip(words, (bars[:, 1] + bars[:, 2]) / 2, y, room, strict=True):
+        fitting = ((part, size) for part in dict.fromkeys((word, word.split()[0])) for size in (usual, *sizes)
+                   if size <= usual and 0.62 * size * len(part) <= wide)  # fmt: skip
+        part, size = next(fitting, ("", 0.0))
+        if part and shown < MANY_NUMBERS:
+            shown += 1
+            axes.text(
+                x, middle, part, size=size, color=ink, ha="center", va="center_baseline", clip_on=True, zorder=4,
+                path_effects=around,
+            )  # fmt: skip
+
+
+def _draw_differences(axes: Axes, layout: FigureLayout, span: Span) -> None:
+    """Under each bar of the second trace, how long it took against the first one."""
+    import numpy as np
+    from matplotlib.collections import PolyCollection
+
+    first, second = layout.traces
+    clock = labels.clock(layout.traces)
+    found = [
+        ((start - second.span[0]) * clock.scale, (end - second.span[0]) * clock.scale, rank * layout.pitch, level)
+        for rank in range(layout.ranks)
+        for start, end, level in levels(second, first, rank)
+    ]
+    low, high = layout.strip
+    for level, (word, colour) in enumerate(DIFFERENCES):
+        rows = np.array([row[:3] for row in found if row[3] == level], float).reshape(-1, 3)
+        rows[:, :2] = rows[:, :2].clip(*span)
+        axes.add_collection(
+            PolyCollection(
+                _boxes(rows[:, 0], rows[:, 1], rows[:, 2] + low, rows[:, 2] + high), linewidths=0, facecolors=colour,
+                gid=f"difference-{word}".replace(" ", "-"), zorder=2,
+            ),
+            autolim=False,
+        )  # fmt: skip
 
 
 def _label_lanes(axes: Axes, layout: FigureLayout) -> None:
@@ -215,34 +311,34 @@ def _label_lanes(axes: Axes, layout: FigureLayout) -> None:
     while every * layout.pitch * layout.lane < 0.15:
         every *= 2
     for rank in range(0, layout.ranks, every):
-        if layout.count == 1 or not roomy:
-            low, high = layout.zone("forward", 0)[0], layout.zone("forward", layout.count - 1)[1]
+        if layout.rows == 1 or not roomy:
+            low, high = layout.zone("forward", 0)[0], layout.zone("forward", layout.rows - 1)[1]
             places.append(rank * layout.pitch + (low + high) / 2)
             lanes.append(labels.rank_name(layout.traces[0].program, rank))
             continue
         for t, name in enumerate(layout.names):
             places.append(rank * layout.pitch + sum(layout.zone("forward", t)) / 2)
-            where = labels.place(layout.traces[0].program, rank)
-            where = (f"({where})" if where else "") if t else f"rank {rank}"
+            where, own = labels.place(layout.traces[0].program, rank), labels.rank_name(layout.traces[0].program, rank)
+            where = (f"({where})" if where else "") if t else own.partition(" (")[0]
             lanes.append(f"{where} {name}".lstrip())
     axes.set_yticks(places, lanes)
     axes.tick_params(axis="y", length=0)
     if roomy and layout.ranks > 1:
-        lines = [rank * layout.pitch - (layout.pitch - layout.count) / 2 for rank in range(1, layout.ranks)]
+        lines = [rank * layout.pitch - (layout.pitch - layout.rows) / 2 for rank in range(1, layout.ranks)]
         axes.hlines(lines, 0, 1, transform=axes.get_yaxis_transform(), color=RULE, linewidth=0.6, zorder=0)
     if not roomy:
         return
     inch = 1 / (layout.width - layout.left - layout.right)
-    for t, trace in enumerate(layout.traces):
+    for t, trace in enumerate(layout.traces[-layout.rows :]):
         for rank in range(layout.ranks):
             y = rank * layout.pitch + sum(layout.zone("forward", t)) / 2
-            words, across = labels.share(trace, rank), axes.get_yaxis_transform()
+            words, across = layout.share(trace, rank), axes.get_yaxis_transform()
             axes.text(1 + 0.1 * inch, y, words, transform=across, size=8, color=MUTED, va="center_baseline")
 
 
 def _draw_arrows(axes: Axes, layout: FigureLayout, scale: float) -> None:
     """Draw an arrow from the end of each SEND to the end of its RECV."""
-    for t, trace in enumerate(layout.traces):
+    for t, trace in enumerate(layout.traces[-layout.rows :]):
         pairs = messages(trace.program)
         if not 0 < len(pairs) <= MANY_MESSAGES:
             continue

@@ -153,7 +153,8 @@ def _slices(
             if version is not None:
                 args[name] = version
         yield {
-            "ph": "X", "cat": labels.kind_of(ins), "name": str(ins), "pid": event.rank,
+            "ph": "X", "cat": "collective" if ins.op in COLLECTIVES else labels.kind_of(ins),
+            "name": str(ins), "pid": event.rank,
             "tid": threads[event.rank, event.index][0], "ts": start / 1e3, "dur": (end - start) / 1e3, "args": args,
         }  # fmt: skip
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from minipar.errors import MiniparError
-from minipar.program import COLLECTIVES, Instruction, Mesh, Op, Program, span
+from minipar.program import COLLECTIVES, MOVED, Instruction, Mesh, Op, Program, span
 from minipar.trace import Trace
 from minipar.wording import several
 
@@ -29,17 +29,51 @@ _KINDS = {
     Op.ACCEPT: "receive",
     Op.APPLY: "optimizer step",
     Op.REPLY: "message",
+    Op.ALL_REDUCE: "all-reduce",
+    Op.NORM: "all-reduce",
+    Op.REDUCE_SCATTER: "reduce-scatter",
+    Op.ALL_GATHER: "all-gather",
+    Op.ALL_TO_ALL: "all-to-all",
 }
+LETTERS = {"all-reduce": "AR", "reduce-scatter": "RS", "all-gather": "AG", "all-to-all": "AA", "collective": "C"}
 
 
 def kind_of(ins: Instruction) -> str:
-    """What an instruction is called in a legend."""
-    return "collective" if ins.op in COLLECTIVES else _KINDS.get(ins.op, "copy")
+    """What an instruction is called in a legend. (An imported trace does not say which collective it was.)"""
+    if ins.name and ins.op in COLLECTIVES:
+        return "collective"
+    return _KINDS.get(ins.op, "copy")
 
 
-def number_of(ins: Instruction) -> int:
-    """The number on a bar: the micro-batch, or the first chunk in a collective's program; -1: no number."""
-    return ins.layers[0] if ins.op is Op.REDUCE else ins.microbatch
+def number_of(program: Program, ins: Instruction) -> int:
+    """The number on a bar: the micro-batch, counted on from step to step; or the first chunk in a collective's program;
+    -1: no number."""
+    if ins.op is Op.REDUCE:
+        return ins.layers[0]
+    return ins.microbatch if ins.microbatch < 0 else ins.microbatch + max(0, ins.step) * program.microbatches
+
+
+def by_layers(program: Program) -> bool:
+    """Whether bars carry layers: every number would be 0, since there is one micro-batch."""
+    return program.microbatches * program.steps == 1 and not program.chunks and program.layers > 1
+
+
+def carried(ins: Instruction) -> str:
+    """The layers that an instruction works on, or that a collective carries, as short text: `3`, `0:4`."""
+    if ins.op is Op.NORM:
+        return "norm"
+    return span(sorted(ins.layers or {value.index for value in ins.reads if value.kind in MOVED}))
+
+
+def label_of(program: Program, ins: Instruction) -> str:
+    """The words on a bar: of a collective its letters and what it carries, `AG 0:4`; of compute the number, or the
+    layers where all numbers are equal."""
+    if letters := LETTERS.get(kind_of(ins)):
+        return f"{letters} {carried(ins)}".rstrip()
+    if ins.stream == "compute" and by_layers(program):
+        return carried(ins)
+    number = number_of(program, ins)
+    return str(number) if number >= 0 else ""
 
 
 def place(program: Program, rank: int) -> str:
@@ -52,7 +86,10 @@ def place(program: Program, rank: int) -> str:
 
 
 def rank_name(program: Program, rank: int) -> str:
-    """A rank in a picture: `rank 3`, or `rank 3 (pp 1, tp 1)` if ranks share layers."""
+    """A rank in a picture: `rank 3`; `rank 3 (pp 1, tp 1)` if ranks share layers; `worker 1`, `server 0` if there are
+    parameter servers."""
+    if program.serving is not None:
+        return f"worker {rank}" if rank < program.workers else f"server {rank - program.workers}"
     where = place(program, rank)
     return f"rank {rank} ({where})" if where else f"rank {rank}"
 
@@ -128,6 +165,22 @@ def facts(trace: Trace) -> str:
         work = f"bubble {trace.bubble_of_total():.1%} of total, {trace.bubble_of_ideal():.1%} of ideal"
     memory = f" · peak memory {amount(trace, peaks[top])} (rank {top})" if peaks[top] else ""  # (0: it is not known)
     return f"time {duration(trace, trace.time)} · {work}{memory}" + _held(trace.program)
+
+
+def both(traces: Sequence[Trace]) -> str:
+    """One line for two traces: what `facts` says of one, from the first to the second."""
+    own = [facts(trace).split(" · ") for trace in traces]
+    if [len(parts) for parts in own] == [len(own[0])] * 2:
+        pairs = zip(*own, strict=True)
+        return " · ".join(a if a == b else f"{a} → {_rest(a, b)}" for a, b in pairs)
+    return " → ".join(facts(trace) for trace in traces)
+
+
+def _rest(a: str, b: str) -> str:
+    """The second of two facts without the words at its beginning that both have."""
+    one, other = a.split(" "), b.split(" ")
+    same = next((k for k, (x, y) in enumerate(zip(one, other, strict=False)) if x != y), 0)
+    return " ".join(other[same:])
 
 
 def _held(program: Program) -> str:

@@ -8,11 +8,11 @@ memory as one curve per rank, are in `drawing.py`. matplotlib loads on first use
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from minipar.errors import MiniparError
 from minipar.trace import Trace, labels
-from minipar.trace.figure import INK, MUTED, PAPER, picture
+from minipar.trace.figure import INK, MEMORY, PAPER, picture, ruled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,20 +21,9 @@ WIDTH, HEIGHT = 9.0, 3.1  # inches
 MOST = 2000  # steps of a curve; of a longer curve only the highest step of each run is drawn
 
 
-class _Look(NamedTuple):
-    face: str
-    hatch: str
-
-
-KINDS = {  # from the bottom up: memory that stays comes first
-    "optimizer": _Look("#009E73", ""),
-    "parameters": _Look("#0072B2", ""),
-    "data": _Look("#9a9a9a", ""),
-    "gradients": _Look("#E69F00", "//"),
-    "activations": _Look("#56B4E9", "\\\\"),
-    "buffers": _Look("#CC79A7", "xx"),
-    "temporary": _Look("#e4e4e4", ".."),
-}
+HATCHES = {"gradients": "//", "activations": "\\\\", "buffers": "xx", "temporary": ".."}
+KINDS = ("optimizer", "parameters", "data", "gradients", "activations", "buffers", "temporary")  # from the bottom up:
+# memory that stays comes first
 
 
 def owners(trace: Trace, rank: int = 0, title: str = "") -> Figure:
@@ -66,13 +55,10 @@ def owners(trace: Trace, rank: int = 0, title: str = "") -> Figure:
     figure = picture()(figsize=(WIDTH, HEIGHT), dpi=100, facecolor=PAPER)
     figure.alt = alt  # type: ignore[attr-defined]
     axes = figure.add_axes((0.08, 0.16, 0.75, 0.72), facecolor=PAPER)
-    axes.set_title(title or trace.program.name, loc="left", size=10, weight="bold", color=INK)
-    axes.tick_params(colors=MUTED, labelcolor=INK, length=3, width=0.6, labelsize=8)
-    for side, spine in axes.spines.items():
-        spine.set(visible=side in ("left", "bottom"), color=MUTED, linewidth=0.6)
+    ruled(axes, title or trace.program.name)
     faces = axes.stackplot(times[kept], *columns, step="post", labels=shown)
     for face, kind in zip(faces, shown, strict=True):
-        face.set(facecolor=KINDS[kind].face, edgecolor=INK, linewidth=0.3, hatch=KINDS[kind].hatch)
+        face.set(facecolor=MEMORY[kind], edgecolor=INK, linewidth=0.3, hatch=HATCHES.get(kind, ""))
     axes.plot(times[peak], total[peak], "v", color=INK, markersize=6, zorder=5)
     axes.annotate(
         f"{labels.mebibytes(total[peak] * 2**20)} MiB", (times[peak], total[peak]), (0, 6),

@@ -71,7 +71,7 @@ def _lane(trace: Trace, rank: int, scale: float, cells: int) -> str:
         signs = SIGNS.get(labels.kind_of(ins))
         if signs is None:
             continue
-        sign = signs[max(0, labels.number_of(ins)) % len(signs)]
+        sign = signs[max(0, labels.number_of(trace.program, ins)) % len(signs)]
         begin, finish = (start - trace.span[0]) * scale, (end - trace.span[0]) * scale
         for cell in range(int(begin), min(cells, int(finish) + 1)):
             part = min(finish, cell + 1) - max(begin, cell)

@@ -17,11 +17,13 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
+from PIL import Image
 
 from minipar import MiniparError, Plan, simulate
 from minipar.program import Instruction, Op
 from minipar.trace import charts, drawing, labels
-from minipar.trace.figure import LOOKS
+from minipar.trace.figure import DIFFERENCES, LOOKS, mixed
+from minipar.trace.shades import Shades
 
 MiB = 2**20
 
@@ -108,9 +110,9 @@ def test_communication_is_drawn_where_it_takes_time():
     assert drawn == {
         "predicted-forward": ops[Op.FORWARD], "predicted-backward": ops[Op.BACKWARD],
         "predicted-optimizer-step": ops[Op.STEP], "predicted-message": ops[Op.SEND],
-        "predicted-receive": ops[Op.RECV], "predicted-collective": ops[Op.ALL_REDUCE],
+        "predicted-receive": ops[Op.RECV], "predicted-all-reduce": ops[Op.ALL_REDUCE],
     }  # fmt: skip
-    for kind in ("message", "collective"):
+    for kind in ("message", "all-reduce"):
         assert found[f"predicted-{kind}"].get_hatch()
     lowest_bar = max(c[3] % 1 for c in corners(found["predicted-forward"]))
     assert all(c[2] % 1 > lowest_bar for c in corners(found["predicted-message"]))
@@ -119,7 +121,7 @@ def test_communication_is_drawn_where_it_takes_time():
     }  # fmt: skip
     latency_only = set(collections(drawing.draw([simulate(program, latency=0.5)])))
     assert {"predicted-message", "predicted-receive"} < latency_only
-    assert "predicted-collective" not in latency_only
+    assert "predicted-all-reduce" not in latency_only
 
 
 def test_colours_are_those_of_the_design():
@@ -127,7 +129,7 @@ def test_colours_are_those_of_the_design():
     faces = {gid: to_hex(c.get_facecolor()[0]) for gid, c in found.items() if gid != "predicted-receive"}
     assert faces == {
         "predicted-forward": "#0072b2", "predicted-backward": "#e69f00", "predicted-optimizer-step": "#009e73",
-        "predicted-message": "#cc79a7", "predicted-collective": "#cc79a7",
+        "predicted-message": "#cc79a7", "predicted-all-reduce": "#cc79a7",
     }  # fmt: skip
     assert sum(found["predicted-backward"].get_edgecolor()[0][:3]) < 1  # a dark edge
     assert LOOKS["recompute"].face == "#56B4E9"
@@ -224,7 +226,7 @@ def test_legend_has_only_what_occurs():
     predicted, measured = pair(pp=2, microbatches=4)
     assert legend(drawing.draw([predicted])) == with_messages
     assert legend(drawing.draw([predicted, measured]))[:-2] == with_messages
-    assert legend(drawing.draw([pair(dp=2)[0]])) == ["forward", "backward", "optimizer step", "collective"]
+    assert legend(drawing.draw([pair(dp=2)[0]])) == ["forward", "backward", "optimizer step", "all-reduce"]
 
 
 def test_axes_name_their_units():
@@ -237,16 +239,117 @@ def test_axes_name_their_units():
     assert timeline.get_xlabel() == "time (units of the forward)"
 
 
-def test_facts_and_note_stand_under_the_title():
+def test_a_header_has_two_lines_and_the_rest_stands_below():
     predicted, measured = pair(pp=2, microbatches=4)
     words = [text.get_text() for text in drawing.draw([predicted, measured]).texts]
     assert words[0] == predicted.program.name
     assert words[1].startswith(
-        f"predicted: time {predicted.time * 1e3:.1f} ms · bubble {predicted.bubble_of_total():.1%} of total"
+        f"predicted → measured: time {predicted.time * 1e3:.1f} ms → {measured.time * 1e3:.1f} ms · "
+        f"bubble {predicted.bubble_of_total():.1%} of total"
     )
-    assert words[2] == "predicted from round numbers"
-    assert words[3].startswith("measured: time ")
+    assert words[-1] == "predicted from round numbers"
     assert drawing.draw([predicted], title="My title").texts[0].get_text() == "My title"
+    narrow = drawing.draw([predicted, measured], width=5, title="a long title " * 20)
+    lines = [text.get_text() for text in narrow.texts]
+    assert lines[0].endswith("…")
+    below = " ".join(lines[2:])
+    assert "a long title a long title" in below
+    assert f"bubble {predicted.bubble_of_total():.1%} of total" in below
+    heights = [text.get_window_extent().y0 for text in narrow.texts]
+    legend_top = narrow.legends[0].get_window_extent().y1
+    assert sum(height > legend_top for height in heights) == 2
+    assert narrow.axes[-1].get_window_extent().y0 > max(heights[2:])
+
+
+# chunks, directions, collectives --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "layers", "names", "turns"),
+    [
+        ("pp=4 schedule=interleaved chunks=2 microbatches=4", 8, ["chunk 0", "chunk 1"], False),
+        ("pp=4 schedule=interleaved chunks=3 microbatches=4", 12, ["chunk 0", "chunk 1", "chunk 2"], False),
+        ("pp=2 schedule=interleaved chunks=2 microbatches=4", 8, ["chunk 0", "chunk 1"], False),
+        ("pp=4 schedule=zb-v microbatches=4", 18, ["chunk 0", "chunk 1"], True),
+        ("dp=2 pp=4 schedule=chimera microbatches=4", 4, ["down", "up"], False),
+        ("pp=4 schedule=dualpipe microbatches=8", 8, ["down", "up"], False),
+        ("pp=4 microbatches=4", 8, [], False),
+        ("dp=2 zero=3", 4, [], False),
+    ],
+)
+def test_shades_are_chunks_or_directions(plan, layers, names, turns):
+    program = Plan.parse(plan).compile(layers=layers)
+    shades = Shades(program)
+    assert list(shades.names) == names
+    stages = len(program.ranks) // program.replicas
+    for rank, row in enumerate(program.ranks):
+        for ins in row:
+            if not names or labels.kind_of(ins) not in ("forward", "backward", "input gradient", "weight gradient"):
+                assert shades.of(rank, ins) == 0
+            elif names[0] == "down":  # the first half of the micro-batches goes down
+                assert shades.of(rank, ins) == (ins.microbatch >= program.microbatches // 2)
+            elif not turns:  # layers go round the ranks
+                assert shades.of(rank, ins) == ins.layers[0] * len(names) * stages // layers // stages
+            elif len(ins.layers) < 6:  # (the last rank runs both chunks forward as one)
+                assert shades.of(rank, ins) == (ins.layers[0] >= 10)
+
+
+def test_shades_are_seen_and_said():
+    figure = drawing.draw(
+        [simulate(Plan.parse("pp=4 schedule=interleaved chunks=3 microbatches=4").compile(layers=12))]
+    )
+    faces = [to_hex(collections(figure)[f"predicted-forward{k}"].get_facecolor()[0]) for k in ("", "-1", "-2")]
+    assert faces[0] == faces[2] == "#0072b2"
+    assert faces[1] == mixed("#0072B2", "#ffffff", 0.55).lower()
+    assert LOOKS["forward 1"].bands == LOOKS["forward 2"].bands == 1  # in the other shade
+    assert legend(figure) == ["forward", "backward", "optimizer step", "chunk 0", "chunk 1", "chunk 2"]
+    backward = {LOOKS[kind][:1] + LOOKS[kind][4:] for kind in LOOKS if "backward" in kind or "gradient" in kind}
+    assert len(backward) == 12  # face and bands together tell all of them apart
+
+
+def test_numbers_go_on_from_step_to_step_and_fit_where_a_digit_does():
+    trace = simulate(Plan.parse("pp=2 schedule=pipedream microbatches=3").compile(layers=2, steps=3))
+    numbers = Counter(t for t in texts(drawing.draw([trace])) if t.isdigit())
+    assert numbers == dict.fromkeys(map(str, range(9)), 4)
+    crowded = drawing.draw([unit(pp=2, microbatches=34)])  # a forward is 6.6 points wide: one digit has room, and two
+    assert {str(k) for k in range(34)} <= set(texts(crowded))
+
+
+def test_collectives_are_told_apart_and_labelled():
+    trace = simulate(Plan.parse("dp=2 zero=3").compile(layers=4), Costs())
+    figure = drawing.draw([trace])
+    assert legend(figure)[3:] == ["reduce-scatter", "all-gather"]
+    hatches = {collections(figure)[f"predicted-{kind}"].get_hatch() for kind in ("reduce-scatter", "all-gather")}
+    assert len({look.hatch for look in LOOKS.values() if look.hatch}) == 6
+    assert len(hatches) == 2
+    words = texts(figure)
+    assert {"AG 0", "AG 1", "AG 2", "AG 3", "RS 0:4"} <= {*words}
+    assert {"0", "1", "2:4", "3", "0:4"} <= {*words}  # bars carry layers where every number would be 0
+    assert labels.label_of(trace.program, Instruction(Op.NORM, (0,), -1, 0, stream="group", group=(0, 1))) == "AR norm"
+
+
+def test_workers_and_servers_are_called_so():
+    served = Plan.parse("dp=2 sync=ps").compile(layers=2)
+    figure = simulate(served, latency=0.1).plot()
+    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == ["worker 0", "worker 1", "server 0"]
+
+
+def test_a_comparison_of_many_ranks_has_one_lane_a_rank_and_the_difference():
+    predicted, measured = pair(pp=8, microbatches=4)
+    figure = drawing.draw([predicted, measured])
+    assert [t.get_text() for t in figure.axes[0].get_yticklabels()] == [f"rank {r}" for r in range(8)]
+    found = collections(figure)
+    compute = sum(e.instruction.stream == "compute" for e in measured.events)
+    strips = {word: len(found[f"difference-{word}".replace(" ", "-")].get_paths()) for word, _ in DIFFERENCES}
+    assert sum(strips.values()) == compute
+    slower = [b.duration / a.duration for a, b in zip(predicted.events, measured.events, strict=True)
+              if b.instruction.stream == "compute"]  # fmt: skip
+    assert strips["much longer"] == sum(ratio > 1.25 for ratio in slower) > 0
+    assert not [gid for gid in found if gid.startswith("predicted")]
+    assert legend(figure)[-5:] == ["much shorter", "shorter", "as predicted", "longer", "much longer"]
+    assert [t for t in texts(figure) if "busy +" in t]
+    both = drawing.draw([predicted, measured], unfold=True)
+    assert [t.get_text() for t in both.axes[0].get_yticklabels()][:2] == ["rank 0 predicted", "measured"]
 
 
 def shown_texts(figure):
@@ -442,6 +545,21 @@ def test_a_figure_shows_itself_and_touches_nothing_global():
     assert data["text/plain"] == metadata["image/png"]["alt"]
     assert "Predicted timeline of 2 ranks: time 15 · bubble 20.0% of total" in data["text/plain"]
     assert "rank 1 20%" in data["text/plain"]
+
+
+def test_a_shown_figure_suits_light_and_dark_pages_and_is_twice_as_fine():
+    figure = drawing.draw(list(pair(pp=2, microbatches=4)))
+    data, about = figure._repr_mimebundle_()
+    image = Image.open(io.BytesIO(base64.b64decode(data["image/png"])))
+    assert image.width == 2 * about["image/png"]["width"]
+    pixels = np.asarray(image.convert("RGBA")).astype(int)
+    assert (pixels[:, :, 3] == 0).mean() > 0.4  # the page's own colour
+    solid = pixels[pixels[:, :, 3] > 250][:, :3]
+    grey = solid[np.ptp(solid, axis=1) < 8]
+    assert 0x68 < np.median(grey) < 0x88  # ink that can be read on white and on black
+    assert len(grey[grey.max(1) < 0x40]) < 0.02 * len(grey)  # (none of the words is left dark)
+    assert to_hex(figure.texts[0].get_color()) == "#1a1a1a"  # what is saved to a file has white paper, as before
+    assert to_hex(figure.get_facecolor()) == "#ffffff"
 
 
 def test_the_users_style_does_not_reach_the_picture():

@@ -13,6 +13,7 @@ from minipar.course.exercises.kinds.order import Device, program_of
 from minipar.course.exercises.memory import STEP, B, F
 from minipar.errors import MiniparError
 from minipar.trace import memory_picture
+from minipar.trace.figure import MEMORY
 from minipar.trace.memory_series import ALL_KINDS
 
 
@@ -24,7 +25,8 @@ def trace(layers=4):
 
 def test_every_kind_has_a_look_of_its_own():
     assert set(memory_picture.KINDS) == set(ALL_KINDS)
-    assert len(set(memory_picture.KINDS.values())) == len(ALL_KINDS)
+    assert set(MEMORY) == set(ALL_KINDS)
+    assert len({(MEMORY[kind], memory_picture.HATCHES.get(kind, "")) for kind in ALL_KINDS}) == len(ALL_KINDS)
 
 
 def test_words_and_areas():

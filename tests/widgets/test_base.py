@@ -5,14 +5,15 @@ from __future__ import annotations
 import base64
 import json
 import re
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from minipar import Plan, simulate
-from minipar.trace.figure import LOOKS
-from minipar.trace.memory_series import ALL_KINDS
+from minipar.trace import labels
+from minipar.trace.figure import DIFFERENCES, LOOKS, MEMORY
 from minipar_widgets import Explorer, Timeline, base
 from minipar_widgets.inline import SOURCES
 
@@ -96,10 +97,17 @@ def test_problem_is_said_in_words_everywhere() -> None:
     assert base64.b64decode(widget._repr_mimebundle_()[0]["image/png"]).startswith(b"\x89PNG")
 
 
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node (18 or newer) on this machine")
 def test_colours_are_those_of_the_pictures() -> None:
-    text = (SOURCES / "shared.js").read_text()
+    script = f'import {{ LOOKS, MEMORY, DIFFERENCES }} from "{(SOURCES / "shared.js").as_uri()}";'
+    script += "console.log(JSON.stringify([LOOKS, MEMORY, DIFFERENCES]))"
+    run = ["node", "--input-type=module", "-e", script]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=60, check=True)
+    looks, memory, differences = json.loads(done.stdout)
+    assert list(looks) == list(LOOKS)
     for kind, look in LOOKS.items():
-        (found,) = re.findall(rf'  "{kind}": \["(\S+)", "(\S+)", "(\S+)", "(.?)", "."\]', text)
-        assert found == (look.face, look.edge, look.ink, look.hatch[:1])
-    memory = text[text.index("export const MEMORY") :]
-    assert re.findall(r'^  "(\w+)": \["#', memory, re.MULTILINE)[: len(ALL_KINDS)] == list(ALL_KINDS)
+        face, edge, ink, hatch, letter, *bands = looks[kind]
+        assert (face, edge, ink, hatch, *bands) == (*look[:3], look.hatch[:1], *(look[4:] if look.bands else ()))
+        assert letter == labels.LETTERS.get(kind, letter)
+    assert {kind: face for kind, (face, _) in memory.items()} == MEMORY
+    assert [tuple(one) for one in differences] == list(DIFFERENCES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
 from pathlib import Path
@@ -119,6 +120,12 @@ def test_pointer_tells_what_is_under_it(opened: Any) -> None:
     one.settle()
     assert "rank 0 holds 4 activations" in one.page.locator(".mp-tip").inner_text()
     assert "live: saved" in one.page.locator(".mp-tip").inner_text()
+    one.page.mouse.move(canvas["x"] + 74 + 0.16 * (canvas["width"] - 136), canvas["y"] + 57)  # a gap of rank 0
+    one.settle()
+    tip = one.page.locator(".mp-tip").inner_text()
+    assert "rank 0 idle (wait)" in tip
+    assert "for RECV grad_output" in tip
+    assert "rank 1 holds it up, with B" in tip
     one.page.mouse.move(canvas["x"] + canvas["width"] - 80, canvas["y"] + canvas["height"] - 60)
     one.settle()
     tip = one.page.locator(".mp-tip").bounding_box()  # left of the pointer
@@ -156,6 +163,9 @@ def test_keys_zoom_walk_and_leave(opened: Any) -> None:
     one.press("?")
     assert not keys.is_visible()
     assert one.page.evaluate("document.activeElement.tagName") == "CANVAS"
+    one.press("i")
+    assert "rank 1 idle (fill)" in one.readout()
+    assert "waits with F 2:4 mb0 for RECV output(1) mb0 <- 0, rank 0 holds it up, with F 0:2 mb0" in one.readout()
     one.press("Escape", "Tab")
     assert one.page.evaluate("document.activeElement.tagName") != "CANVAS"
     assert one.page.locator("canvas").get_attribute("aria-label").startswith("predicted trace: 4 ranks")
@@ -202,8 +212,10 @@ def test_buttons_mark_the_critical_path_and_messages(opened: Any) -> None:
     plain = one.pixels()
     one.page.get_by_text("critical path", exact=True).click()
     path = one.pixels()
+    assert path.shape == plain.shape
     assert abs(path - plain).sum() > 0
-    one.page.get_by_text("messages", exact=True).click()
+    assert re.match(r"critical path, \d+ instructions on 4 ranks: .* whole .*: .*forward", one.readout())
+    one.page.get_by_role("button", name="arrows from send").click()
     assert abs(one.pixels() - path).sum() > 0
     one.page.get_by_text("streams", exact=True).click()
     assert one.page.locator("canvas").bounding_box()["height"] > 0
@@ -211,6 +223,22 @@ def test_buttons_mark_the_critical_path_and_messages(opened: Any) -> None:
     assert "second" in one.readout()
     one.page.get_by_text("table", exact=True).click()
     assert one.page.locator(".mp-table tr").count() == 9
+    assert one.errors == []
+
+
+def test_a_folded_comparison_unfolds_on_a_click(opened: Any) -> None:
+    program = Plan(pp=8, microbatches=4).compile(layers=8)
+    one = opened(Timeline(simulate(program, stage_factors=(1, 2, 1, 1, 1, 1, 1, 0.5)), simulate(program)))
+    pixels = one.pixels()
+    assert _share(pixels, "#D55E00") > 0.001  # much longer
+    assert _share(pixels, "#332288") > 0.001  # much shorter
+    canvas = one.page.locator("canvas").bounding_box()
+    one.page.mouse.click(canvas["x"] + 20, canvas["y"] + 68)
+    assert one.readout() == "rank 0: both traces"
+    assert one.page.locator("canvas").bounding_box()["height"] > canvas["height"]
+    one.press("f")
+    assert one.readout() == "rank 0: the difference"
+    assert one.page.locator("canvas").bounding_box()["height"] == canvas["height"]
     assert one.errors == []
 
 

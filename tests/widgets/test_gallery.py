@@ -26,7 +26,7 @@ def test_page_is_what_the_command_writes_and_small(tmp_path: Path) -> None:
     written = gallery.write(tmp_path)
     assert (DOCS / "gallery.md").read_text() == (tmp_path / "gallery.md").read_text(), "run `make gallery`"
     for path in written[1:]:
-        assert (DOCS / "gallery" / path.name).stat().st_size < 40_000
+        assert (DOCS / "gallery" / path.name).stat().st_size < 50_000  # (twice as fine as a page)
     assert sorted(p.name for p in (DOCS / "gallery").iterdir()) == sorted(p.name for p in written[1:])
 
 
@@ -50,4 +50,4 @@ def test_notebook_was_run_as_it_is_and_is_frozen() -> None:
     notebook = json.loads(NOTEBOOK.read_text())
     assert notebook["metadata"]["minipar"]["source_sha256"] == source_hash(notebook), "edited since: make lessons"
     assert notebook == tidy(json.loads(json.dumps(notebook)))
-    assert NOTEBOOK.stat().st_size < 200_000
+    assert NOTEBOOK.stat().st_size < 350_000  # (its pictures are twice as fine as a page)

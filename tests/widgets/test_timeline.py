@@ -242,6 +242,79 @@ def test_what_cannot_be_drawn_is_said_in_words(make: Any, words: str) -> None:
     assert json.dumps(widget.problem)[1:-1] in widget.to_html()
 
 
+@pytest.mark.parametrize("plan", PLANS)
+def test_idle_times_name_who_holds_them_up(plan: str) -> None:
+    trace = _trace(plan)
+    found = columns([trace])
+    arrays, facts = details(found)
+    for _, rank, first, last in facts["idle"]:
+        for k in range(first, last):
+            then, awaited, by = (int(arrays[f"idle_{key}"][k]) for key in ("then", "awaited", "by"))
+            end = arrays["idle_start"][k] + arrays["idle_length"][k]
+            if then >= 0:
+                assert found.start[then] == pytest.approx(end, abs=1e-5)
+                assert found.places[0][rank][found.index[then]] == then
+            if awaited >= 0:
+                assert found.start[awaited] + found.length[awaited] == pytest.approx(end, abs=1e-5)
+            if by >= 0 and then >= 0:  # it ended before, and on another rank
+                assert found.start[by] + found.length[by] <= end + 1e-5
+                assert by not in found.places[0][rank]
+
+
+def test_a_run_or_a_comparison_is_shown_whole() -> None:
+    slower = simulate(FOUR.program, forward=1.5, backward=2.0)
+
+    class Run:
+        trace, predicted = slower, FOUR
+
+    for widget in (Timeline(Run()), Timeline(slower.compare(FOUR)), Timeline(slower, FOUR)):  # type: ignore[arg-type]
+        assert widget.traces == [FOUR, slower]
+        assert widget.problem == ""
+    assert Timeline(Run(), predicted=slower).traces == [slower, slower]  # type: ignore[arg-type]
+
+
+def test_a_comparison_of_many_ranks_is_folded() -> None:
+    program = Plan(pp=8, microbatches=4).compile(layers=8)
+    first, second = simulate(program), simulate(program, stage_factors=(1, 2, 0.9, 1.1, 1, 1, 1, 1))
+    widget = Timeline(second, first)
+    assert widget.about["folded"]
+    assert not Timeline(second).about["folded"]
+    assert not Timeline(simulate(FOUR.program), FOUR).about["folded"]
+    for lane in widget.columns.lanes:
+        if lane.trace and lane.stream == "compute":
+            busy = widget.columns.length[lane.first : lane.last] > 0
+            expected = {1: 4, 2: 1, 3: 3}.get(lane.rank, 2)
+            assert set(widget.levels[lane.first : lane.last][busy].tolist()) == {expected}
+    assert widget.busier(1) == pytest.approx(1.0)
+    assert len(widget.picture()) > 1000
+
+
+def test_shades_numbers_and_labels_reach_the_page() -> None:
+    chunks = Timeline(_trace("pp=2 schedule=interleaved chunks=2 microbatches=4"))
+    assert chunks.about["shades"] == ["chunk 0", "chunk 1"]
+    kinds = {KINDS[k] for k in chunks.columns.kind}
+    assert {"forward", "forward 1", "backward", "backward 1"} <= kinds
+    assert chunks.about["shown"][:2] == ["forward", "backward"]
+    stepped = Timeline(_trace("pp=4 schedule=pipedream microbatches=6"))
+    assert {int(k) for k in stepped.columns.number} == {-1, *range(12)}
+    summed = Timeline(_trace("dp=2 zero=3"))
+    assert {"AG 0", "RS 0:8"} <= {*summed.more["labels"]}
+    assert {"all-gather", "reduce-scatter"} <= {*summed.about["shown"]}
+    served = Timeline(simulate(Plan.parse("dp=2 sync=ps").compile(layers=2), latency=0.1))
+    assert served.about["names"] == ["worker 0", "worker 1", "server 0 (rank 2)"]
+
+
+def test_a_saved_picture_suits_light_and_dark_pages() -> None:
+    data, about = Timeline(FOUR)._repr_mimebundle_()
+    image = Image.open(io.BytesIO(base64.b64decode(data["image/png"])))
+    assert about["image/png"]["width"] * 2 == image.width  # crisp on fine screens
+    pixels = np.asarray(image.convert("RGBA")).astype(int)
+    assert (pixels[:, :, 3] == 0).mean() > 0.3  # the page's own colour
+    ink = pixels[(pixels[:, :, 3] > 250) & (np.ptp(pixels[:, :, :3], axis=2) < 8)][:, 0]
+    for paper in (0x11, 0xFF):
+        assert abs(np.median(ink) - paper) > 90
+
+
 def _many(count: int) -> Trace:
     class Long(tuple):  # type: ignore[type-arg]
         def __len__(self) -> int:
@@ -284,7 +357,7 @@ def test_large_traces_get_their_details_when_asked(monkeypatch: pytest.MonkeyPat
     light.find_details()
     assert light.more == {}
     assert "164 events: texts" in light.caption()
-    assert Image.open(io.BytesIO(light.picture())).width == 1000
+    assert Image.open(io.BytesIO(light.picture())).width == 2000
 
 
 def test_traces_of_other_tools_come_in_and_go_out(tmp_path: Path) -> None:
@@ -294,7 +367,7 @@ def test_traces_of_other_tools_come_in_and_go_out(tmp_path: Path) -> None:
     assert len(again.columns) == len(FOUR.program)
     assert not again.about["memory"]  # the file names no values
     assert {again.columns.text(k) for k in range(len(again.columns))} == {str(e.instruction) for e in FOUR.events}
-    assert Image.open(io.BytesIO(again.picture())).width == 1000
+    assert Image.open(io.BytesIO(again.picture())).width == 2000
     assert len(Timeline(FOUR).to_hta(tmp_path / "hta")) == 4
 
 
@@ -351,5 +424,5 @@ def test_ranks_that_share_layers_have_places_and_their_collectives_lanes() -> No
     assert Timeline(FOUR).about["places"] == []
     streams = {stream for _, rank, stream, *_ in view.about["lanes"] if rank == 0}
     assert len([stream for stream in streams if stream != "compute"]) == 2  # sums over tp, and of gradients over dp
-    named = Image.open(io.BytesIO(view.picture())).convert("L").crop((0, 40, 70, 90))
+    named = Image.open(io.BytesIO(view.picture())).convert("L").crop((0, 80, 140, 180))
     assert np.asarray(named).min() < 150

@@ -46,8 +46,8 @@ class Shown:
         """What the picture shows, in a sentence or two."""
         raise NotImplementedError
 
-    def picture(self, dark: bool = False) -> bytes:
-        """The widget as a PNG."""
+    def picture(self, dark: bool | None = False) -> bytes:
+        """The widget as a PNG, twice as fine as a page; None: for light and dark pages (see `words.ANY`)."""
         raise NotImplementedError
 
     def rows(self) -> list[list[str]]:
@@ -60,14 +60,14 @@ class Shown:
     def _line(self) -> str:
         return f"{type(self).__name__}: {self.problem}" if self.problem else self.summary()
 
-    def _png(self, dark: bool = False) -> bytes:
+    def _png(self, dark: bool | None = False) -> bytes:
         return words.picture(self.problem, dark) if self.problem else self.picture(dark)
 
     def static(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The output without the live widget: PNG with its alternative text, and the line."""
-        line = self._line()
-        data = {"image/png": base64.b64encode(self._png()).decode(), "text/plain": line}
-        return data, {"image/png": {"alt": line}}
+        line, png = self._line(), self._png(None)
+        data = {"image/png": base64.b64encode(png).decode(), "text/plain": line}
+        return data, {"image/png": {"alt": line, "width": int.from_bytes(png[16:20], "big") // words.FINE}}
 
     def _repr_mimebundle_(self, **_: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         data, about = self.static()
@@ -176,7 +176,7 @@ class Explorer(Shown, ipywidgets.VBox):
     def caption(self) -> str:
         return self.view.caption()
 
-    def picture(self, dark: bool = False) -> bytes:
+    def picture(self, dark: bool | None = False) -> bytes:
         return self.view.picture(dark)
 
     def rows(self) -> list[list[str]]:

@@ -91,7 +91,7 @@ class CheckpointView(View):
             before = end
         return rows
 
-    def picture(self, dark: bool = False) -> bytes:
+    def picture(self, dark: bool | None = False) -> bytes:
         assert self.found is not None
         return _picture(self.found, dark)
 
@@ -122,7 +122,7 @@ def _data(one: Tape) -> dict[str, Any]:
     }
 
 
-def _picture(one: Tape, dark: bool) -> bytes:
+def _picture(one: Tape, dark: bool | None) -> bytes:
     """The tape and the memory under it."""
     n, left, width = one.layers.count, 70, 900
     h = max(6.0, min(16.0, 260 / n))
@@ -354,7 +354,7 @@ def _read(checkpoint: str, layers: int) -> tuple[str, int, int, str]:
     return "layers", k, 50, checkpoint
 
 
-def _curves(layers: Layers, runs: Sequence[MeasuredStep], dark: bool) -> bytes:
+def _curves(layers: Layers, runs: Sequence[MeasuredStep], dark: bool | None) -> bytes:
     """Peak memory over the segment length."""
     points, best = curve(layers), best_length(layers)
     width, height, left, top = 900, 240, 90, 20

@@ -82,7 +82,7 @@ class CollectiveView(View):
             )
         return rows
 
-    def picture(self, dark: bool = False) -> bytes:
+    def picture(self, dark: bool | None = False) -> bytes:
         assert self.found is not None
         return _picture(self.found, dark)
 
@@ -128,7 +128,7 @@ def _data(one: Play) -> dict[str, Any]:
     }
 
 
-def _picture(one: Play, dark: bool) -> bytes:
+def _picture(one: Play, dark: bool | None) -> bytes:
     """The grid at four moments, from the beginning to the end, side by side."""
     ranks, chunks = one.ranks, len(one.program.chunks)
     moments = sorted({c.time for c in one.changes})

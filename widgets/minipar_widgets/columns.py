@@ -4,8 +4,8 @@ Lanes are sorted by trace (0 is the upper one), rank and stream; the events of a
 
     start  float64   on the time axis of the picture, from the first start of its trace
     length float32   (0 for a receive: it is drawn as an arrival, and its text says when it was posted)
-    kind   uint8     position in KINDS
-    number int32     the micro-batch; -1: none
+    kind   uint8     position in KINDS; a kind with a shade (`forward 1`) is a kind of its own
+    number int32     the micro-batch, counted on from step to step; -1: none
     index  uint32    position in the rank's program
 
 Events that overlap on a stream get a further lane, `recv 0 (2)`.
@@ -24,14 +24,15 @@ import numpy as np
 
 from minipar.program import COMPUTE, TRANSFERS, Instruction, Op, version_of
 from minipar.trace import Trace, labels
+from minipar.trace.figure import LOOKS, SHADED
+from minipar.trace.shades import MOST as SHADES
+from minipar.trace.shades import Shades
 
-KINDS = (
-    "forward", "backward", "input gradient", "weight gradient", "recompute", "optimizer step", "reduce",
-    "message", "receive", "collective", "copy",
-)  # fmt: skip
+KINDS = tuple(LOOKS)
 CODES = {kind: code for code, kind in enumerate(KINDS)}
 _CODE_OF = {op: CODES[labels.kind_of(Instruction(op, (), -1, 0))] for op in Op}
 _MICROBATCH, _STREAM = itemgetter(2), itemgetter(7)
+_SHADED = {(CODES[kind], shade): CODES[f"{kind} {shade}"] for kind in SHADED for shade in range(1, SHADES)}
 _PLAIN = frozenset(COMPUTE)
 RECEIVE = CODES["receive"]
 MOST = 2_000_000  # events; more are refused
@@ -64,21 +65,40 @@ class Columns:
         return len(self.start)
 
     @cached_property
-    def named(self) -> tuple[np.ndarray, list[str]]:
-        """For each event the position of its text in a list of texts in which `#` stands for the micro-batch."""
+    def named(self) -> tuple[np.ndarray, list[str], list[str]]:
+        """For each event the position of its text in a list of texts in which `#` stands for the micro-batch; and for
+        each text the words on the bar, "" where that is the number."""
         names: dict[str, int] = {}
         keys: dict[Any, int] = {}
+        labelled: list[str] = []
         found = np.zeros(len(self), np.uint32)
         for lane in self.lanes:
-            row = self.traces[lane.trace].program.ranks[lane.rank]
+            program = self.traces[lane.trace].program
+            row, layers = program.ranks[lane.rank], labels.by_layers(program)
             here = slice(lane.first, lane.last)
-            found[here] = [_name(row[k], keys, names) for k in self.index[here].tolist()]
-        return found, list(names)
+            for place, k in enumerate(self.index[here].tolist(), lane.first):
+                found[place] = _name(row[k], keys, names)
+                if len(names) > len(labelled):  # (the first of its text)
+                    ins = row[k]
+                    own = ins.group or (layers and ins.stream == "compute")
+                    labelled.append(labels.label_of(program, ins) if own else "")
+        return found, list(names), labelled
 
     def text(self, k: int) -> str:
         """The instruction of event k as its program prints it."""
-        places, names = self.named
-        return names[places[k]].replace("#", str(self.number[k]))
+        places, names, _ = self.named
+        return names[places[k]].replace("#", str(self.number[k] % self.per_step[self._trace_of(k)]))
+
+    @property
+    def per_step(self) -> list[int]:
+        """For each trace, how many numbers a step has: a micro-batch is the rest of its number."""
+        return [
+            trace.program.microbatches if trace.program.steps > 1 and not trace.program.chunks else 1 << 30
+            for trace in self.traces
+        ]
+
+    def _trace_of(self, k: int) -> int:
+        return next(lane.trace for lane in self.lanes if lane.first <= k < lane.last)
 
     @cached_property
     def places(self) -> list[list[np.ndarray]]:
@@ -96,7 +116,8 @@ def columns(traces: Sequence[Trace]) -> Columns:
     parts: list[tuple[np.ndarray, ...]] = []
     done = 0
     for t, trace in enumerate(traces):
-        first = trace.span[0]
+        first, steps = trace.span[0], trace.program.steps
+        shades = Shades(trace.program)
         for rank, row in enumerate(trace.program.ranks):
             if not row:
                 continue
@@ -104,8 +125,15 @@ def columns(traces: Sequence[Trace]) -> Columns:
             end = (np.asarray(trace.ends[rank], float) - first) * scale
             kind = np.fromiter(map(_CODE_OF.__getitem__, trace.program.ops[rank]), np.uint8, len(row))
             number = np.fromiter(map(_MICROBATCH, row), np.int32, len(row))
+            if steps > 1:
+                number[:] = [labels.number_of(trace.program, ins) for ins in row]
             for k in np.flatnonzero(kind == CODES["reduce"]).tolist():
-                number[k] = labels.number_of(row[k])
+                number[k] = labels.number_of(trace.program, row[k])
+            if any(row[k].name for k in np.flatnonzero(kind == CODES["all-reduce"])[:1].tolist()):
+                kind[kind == CODES["all-reduce"]] = CODES["collective"]  # an imported trace does not say which it was
+            if shades.names:
+                both = zip(kind.tolist(), (shades.of(rank, ins) for ins in row), strict=True)
+                kind[:] = [_SHADED.get(one, one[0]) for one in both]
             start = np.where(kind == RECEIVE, end, start)
             named = [*map(_STREAM, row)]
             streams = {name: k for k, name in enumerate(dict.fromkeys(["compute", *named]))}

@@ -15,13 +15,13 @@ import numpy as np
 from minipar.program import Program, Value
 from minipar.trace import Trace, labels
 from minipar.trace.critical_path import critical_path, messages
-from minipar.trace.idleness import REASONS, idle_times
+from minipar.trace.idleness import REASONS, Holders, idle_times
 from minipar.trace.lifetimes import KINDS as KIND_OF_VALUE
 from minipar.trace.lifetimes import lives
 from minipar.trace.memory_series import ALL_KINDS
-from minipar_widgets.columns import KINDS, Columns
+from minipar_widgets.columns import Columns
 
-IDLE = {reason: len(KINDS) + k for k, reason in enumerate(REASONS)}  # codes of idle times, after those of events
+IDLE = {reason: k for k, reason in enumerate(REASONS)}  # codes of idle times
 _FINEST = 4096  # moments of a memory curve that are sent; longer ones keep the highest of each part
 _VALUES = 50_000  # values that are sent by name
 
@@ -32,21 +32,24 @@ def details(columns: Columns, memory: bool = True) -> tuple[Arrays, dict[str, An
     """Arrays and lists for the browser.
 
     name, names                 for each event its text, with `#` for the micro-batch
+    labels                      for each of these texts the words on the bar, "" where that is the number
     before, before_of           the events whose results event k reads: before_of[before[k] : before[k + 1]]
     path                        the events of each trace's critical path
     idle_start, _length, _kind  idle times, those of lane k (see `idle`) from `idle[k][2]` to `idle[k][3]`
+    idle_then, _awaited, _by    the event that ends an idle time, the message or collective that arrived last before it,
+                                and the event of another rank that held it up; -1: none
     memory                      per trace and rank a curve: times, and one column for each kind
     live                        values by name: when they are alive, how large they are (left out if there are too many)
     """
-    name, names = columns.named
+    name, names, labelled = columns.named
     arrays: Arrays = {"name": name}
-    facts: dict[str, Any] = {"names": names}
+    facts: dict[str, Any] = {"names": names, "labels": labelled}
     _causes(columns, arrays)
     arrays["path"] = np.array(
         [columns.places[t][e.rank][e.index] for t, trace in enumerate(columns.traces) for e in critical_path(trace)],
         np.uint32,
     )
-    _idle(columns.traces, arrays, facts)
+    _idle(columns, arrays, facts)
     if memory:
         _memory(columns.traces, arrays, facts)
         _live(columns.traces, arrays, facts)
@@ -77,20 +80,27 @@ def reads(program: Program) -> list[tuple[int, int, int, int]]:
     return found
 
 
-def _idle(traces: Sequence[Trace], arrays: Arrays, facts: dict[str, Any]) -> None:
-    scale = labels.clock(traces).scale
+def _idle(columns: Columns, arrays: Arrays, facts: dict[str, Any]) -> None:
+    scale = labels.clock(columns.traces).scale
     lanes: list[list[int]] = []
-    rows: list[tuple[float, float, int]] = []
-    for t, trace in enumerate(traces):
+    rows: list[tuple[float, float, int, int, int, int]] = []
+    for t, trace in enumerate(columns.traces):
+        holders, zero = Holders(trace), trace.span[0]
         for rank in range(len(trace.program.ranks)):
-            mine = idle_times(trace, rank)
+            mine, places = idle_times(trace, rank), columns.places[t]
             lanes.append([t, rank, len(rows), len(rows) + len(mine)])
-            zero = trace.span[0]
-            rows += [((p.start - zero) * scale, (p.end - p.start) * scale, IDLE[p.reason]) for p in mine]
-    table = np.array(rows, float).reshape(-1, 3)
+            for one in mine:
+                by = holders.of(rank, one)
+                then, awaited = (int(places[rank][k]) if k >= 0 else -1 for k in (one.then, one.awaited))
+                held = int(places[by[0]][by[1]]) if by else -1
+                start, length = (one.start - zero) * scale, (one.end - one.start) * scale
+                rows.append((start, length, IDLE[one.reason], then, awaited, held))
+    table = np.array(rows, float).reshape(-1, 6)
     arrays["idle_start"] = table[:, 0].copy()
     arrays["idle_length"] = table[:, 1].astype(np.float32)
     arrays["idle_kind"] = table[:, 2].astype(np.uint8)
+    for k, key in enumerate(("then", "awaited", "by"), 3):
+        arrays[f"idle_{key}"] = table[:, k].astype(np.int32)
     facts["idle"] = lanes
 
 

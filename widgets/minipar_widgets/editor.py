@@ -16,11 +16,13 @@ from minipar.errors import MiniparError
 from minipar.program import Program
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace, figure, labels
+from minipar.trace.shades import repeated
 from minipar.wording import several
-from minipar_widgets import judging, orders, words
+from minipar_widgets import judging, orders
 from minipar_widgets.base import View
 from minipar_widgets.judging import Judgement
 from minipar_widgets.orders import Order
+from minipar_widgets.sketch import Sketch
 
 KINDS = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
 LANE, LEFT, WIDTH = 30, 56, 900
@@ -118,6 +120,7 @@ class ScheduleEditor(View):
                 ranks[rank].append(
                     {
                         "word": word,
+                        "kind": self._kind(rank, word),
                         "stage": order.stage(rank, word),
                         "microbatch": orders.action_of(word).microbatch,
                         "start": span[0] if span else None,
@@ -134,6 +137,12 @@ class ScheduleEditor(View):
             "facts": self._facts(),
             "code": self.code(),
         }
+
+    def _kind(self, rank: int, word: str) -> str:
+        """The kind of a block, in the shade of its chunk."""
+        assert self._now is not None
+        chunk = repeated(self._now.stage(rank, word) // len(self._now.words))
+        return f"{KINDS[word[0]]} {chunk}" if chunk else KINDS[word[0]]
 
     def _takes(self, word: str) -> float:
         forward, backward, _ = self._costs
@@ -172,10 +181,7 @@ class ScheduleEditor(View):
             *([str(rank), " ".join(row), idle[rank], held[rank]] for rank, row in enumerate(self.words)),
         ]
 
-    def picture(self, dark: bool = False) -> bytes:
-        from PIL import Image, ImageDraw
-
-        look = words.paper(dark)
+    def picture(self, dark: bool | None = False) -> bytes:
         rows = self.board["ranks"]
         stop = max((b["end"] for row in rows for b in row if b["end"] is not None), default=0.0)
         lanes, whole = [], stop
@@ -188,26 +194,25 @@ class ScheduleEditor(View):
                 lane.append((b, start, end))
             lanes.append(lane)
         scale = (WIDTH - LEFT - 12) / (whole or 1.0)
-        image = Image.new("RGB", (WIDTH, LANE * len(rows) + 34), look.paper)
-        draw = ImageDraw.Draw(image)
+        sketch = Sketch(WIDTH, LANE * len(rows) + 34, dark)
+        look = sketch.look
         for rank, lane in enumerate(lanes):
-            top = 4 + rank * LANE
-            draw.text((6, top + LANE / 2 - 2), f"rank {rank}", fill=look.ink, font=words.font(12), anchor="lm")
+            top, tall = 4 + rank * LANE, LANE - 5
+            sketch.text(6, top + LANE / 2 - 2, f"rank {rank}")
             for b, start, end in lane:
-                colours = figure.LOOKS[KINDS[b["word"][0]]]
-                box = (LEFT + start * scale, top, LEFT + max(end * scale - 1, start * scale + 1), top + LANE - 5)
-                runs = b["end"] is not None
-                edge, width = (look.warn, 3) if b["guilty"] else (colours.edge, 1)
-                draw.rectangle(box, fill=colours.face if runs else look.paper, outline=edge, width=width)
-                if box[2] - box[0] > 4 + 6.5 * len(b["word"]):
-                    middle = ((box[0] + box[2]) / 2, (box[1] + box[3]) / 2)
+                colours, runs = figure.LOOKS[b["kind"]], b["end"] is not None
+                left, wide = LEFT + start * scale, max((end - start) * scale - 1, 1)
+                sketch.rect(left, top, wide, tall, colours.face if runs else "", colours.edge)
+                for k in range(colours.bands if runs else 0):
+                    sketch.rect(left + 1, top + tall - 5 - 4 * k, wide - 2, 3, colours.tone)
+                for k in range(3 if b["guilty"] else 0):
+                    sketch.rect(left + k, top + k, wide - 2 * k, tall - 2 * k, "", look.warn)
+                if wide > 4 + 6.5 * len(b["word"]):
                     ink = colours.ink if runs else look.ink
-                    draw.text(middle, b["word"], fill=ink, font=words.font(11), anchor="mm")
+                    sketch.text(left + wide / 2, top + tall / 2 - 2 * colours.bands, b["word"], ink, 11, "mm")
         line = f"cannot run: {self.complaint}" if self.complaint else self._facts()
-        draw.text(
-            (6, LANE * len(rows) + 12), line[:150], fill=look.warn if self.complaint else look.ink, font=words.font(12)
-        )
-        return words.png(image)
+        sketch.text(6, LANE * len(rows) + 18, line[:150], look.warn if self.complaint else look.ink)
+        return sketch.png()
 
     def state(self) -> dict[str, Any]:
         """The traits for a page without a kernel: there the order can be played, but not changed."""

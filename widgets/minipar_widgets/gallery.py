@@ -149,7 +149,7 @@ def write(folder: Path) -> list[Path]:
     for exhibit in EXHIBITS:
         widget = exhibit.make()
         path = pictures / f"{exhibit.name}.png"
-        path.write_bytes(widget.picture())
+        path.write_bytes(widget._png(None))
         written.append(path)
         caption = "" if exhibit.measured else f"\n*{' '.join(widget.caption().split())}*\n"
         text.append(

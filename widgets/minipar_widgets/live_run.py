@@ -19,12 +19,13 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 import ipywidgets
-from PIL import Image, ImageDraw
+from PIL import Image
 
 from minipar.execution.following import Moment, Screen
 from minipar_widgets import words
 from minipar_widgets.base import Explorer
 from minipar_widgets.base import live as in_notebook
+from minipar_widgets.sketch import Sketch
 from minipar_widgets.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -123,12 +124,13 @@ class LiveRun(Explorer):
     def rows(self) -> list[list[str]]:
         return [["step", "loss"], *([str(k), f"{loss:.6f}"] for k, loss in enumerate(self.moment.losses))]
 
-    def picture(self, dark: bool = False) -> bytes:
+    def picture(self, dark: bool | None = False) -> bytes:
         """Progress and loss above, the last step's timeline below."""
-        parts = [Image.open(io.BytesIO(self._curve(dark))).convert("RGB")]
+        parts = [Image.open(io.BytesIO(self._curve(dark))).convert("RGBA")]
         if self.timeline is not None:
-            parts.append(Image.open(io.BytesIO(self.timeline._png(dark))).convert("RGB"))
-        whole = Image.new("RGB", (_WIDTH, sum(part.height for part in parts)), words.paper(dark).paper)
+            parts.append(Image.open(io.BytesIO(self.timeline._png(dark))).convert("RGBA"))
+        size = words.FINE * _WIDTH, sum(part.height for part in parts)
+        whole = Image.new("RGBA", size, words.paper(dark).paper)
         top = 0
         for part in parts:
             whole.paste(part, (0, top))
@@ -166,30 +168,28 @@ class LiveRun(Explorer):
         count = len(self.moment.losses) * self.moment.steps / max(1, self.moment.step)
         return width / max(1.0, count - 1)
 
-    def _curve(self, dark: bool) -> bytes:
+    def _curve(self, dark: bool | None) -> bytes:
         """The loss of every step so far, on an axis of all steps."""
-        look, losses = words.paper(dark), self.moment.losses
-        image = Image.new("RGB", (_WIDTH, _HEIGHT), look.paper)
-        draw = ImageDraw.Draw(image)
-        draw.text((4, 4), f"loss of {self.plan}" if self.plan else "loss", fill=look.ink, font=words.font(12))
+        losses, sketch = self.moment.losses, Sketch(_WIDTH, _HEIGHT, dark)
+        look = sketch.look
+        sketch.text(4, 10, f"loss of {self.plan}" if self.plan else "loss")
         left, right, top, bottom = 74, _WIDTH - 66, 30, _HEIGHT - 18
-        draw.line((left, bottom, right, bottom), fill=look.rule)
-        draw.text((right, bottom + 3), f"step {self.moment.steps}", fill=look.muted, font=words.font(11), anchor="ra")
-        draw.text((left, bottom + 3), "0", fill=look.muted, font=words.font(11), anchor="ma")
+        sketch.line([(left, bottom), (right, bottom)], look.rule)
+        sketch.text(right, bottom + 3, f"step {self.moment.steps}", look.muted, 11, "rt")
+        sketch.text(left, bottom + 3, "0", look.muted, 11, "mt")
         if losses:
             low, high = min(losses), max(losses)
             scale = (bottom - top) / ((high - low) or 1.0)
             across = self._across(right - left)
             dots = [(left + k * across, bottom - (loss - low) * scale) for k, loss in enumerate(losses)]
-            draw.line(dots, fill=_LOSS, width=2)
+            if len(dots) > 1:
+                sketch.line(dots, _LOSS, 2)
             x, y = dots[-1]
-            draw.ellipse((x - 3, y - 3, x + 3, y + 3), fill=_LOSS)
-            draw.text((left - 4, top), f"{high:.3f}", fill=look.muted, font=words.font(11), anchor="rm")
-            draw.text((left - 4, bottom), f"{low:.3f}", fill=look.muted, font=words.font(11), anchor="rm")
-            draw.text(
-                (_WIDTH - 2, min(y, bottom)), f"{losses[-1]:.4f}", fill=look.ink, font=words.font(11), anchor="rm"
-            )
-        return words.png(image)
+            sketch.dot(x, y, 3, _LOSS)
+            sketch.text(left - 4, top, f"{high:.3f}", look.muted, 11, "rm")
+            sketch.text(left - 4, bottom, f"{low:.3f}", look.muted, 11, "rm")
+            sketch.text(_WIDTH - 2, min(y, bottom), f"{losses[-1]:.4f}", look.ink, 11, "rm")
+        return sketch.png()
 
 
 def live(model: Any, data: Any, plan: Plan | str, *, steps: int = 10, **options: Any) -> Run:

@@ -92,7 +92,7 @@ class MemoryView(View):
             rows.append([f"measured: rank {rank}", *rest, size(sum(found.values())), "", ""])
         return rows
 
-    def picture(self, dark: bool = False) -> bytes:
+    def picture(self, dark: bool | None = False) -> bytes:
         assert self.memory is not None
         return _picture(self.memory, self.measured, dark)
 
@@ -114,7 +114,7 @@ def _data(memory: Memory, measured: Peaks) -> dict[str, Any]:
     return {"groups": groups, "capacity": memory.choice.capacity, "device": device}
 
 
-def _picture(memory: Memory, measured: Peaks, dark: bool) -> bytes:
+def _picture(memory: Memory, measured: Peaks, dark: bool | None) -> bytes:
     """The bars of all groups of ranks, and the formulas of the rank that needs most."""
     shown = memory.groups[:MANY]
     unit, word = scale_of(memory)

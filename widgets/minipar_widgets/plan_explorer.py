@@ -244,7 +244,7 @@ class PlanView(View):
             table.append([one["words"], one["time"], one["over"], one["tflops"], one["memory"], one["why"]])
         return table
 
-    def picture(self, dark: bool = False) -> bytes:
+    def picture(self, dark: bool | None = False) -> bytes:
         if isinstance(self.found, str):
             from minipar_widgets import words
 
@@ -269,7 +269,7 @@ def _key(question: Question) -> str:
 _WIDE, _LEFT, _ROW, _BAR, _SHOWN = 940, 12, 38, 190, 4
 
 
-def _picture(view: PlanView, found: Found, dark: bool) -> bytes:
+def _picture(view: PlanView, found: Found, dark: bool | None) -> bytes:
     """The best plans with their memory, and below the front and the reasons."""
     plans, keys = view.data["plans"][:_SHOWN], view.data["columns"]
     table = 48 + _ROW * len(plans)

@@ -1,9 +1,10 @@
 """The timeline as a PNG, without a browser: the rule of js/lod.js in NumPy, words by Pillow.
 
-    facts          one line a trace
+    facts          two lines at most
     legend
     rank 0         lanes as in the widget: compute, a strip that shows why it is idle, thin lanes for other streams
     memory         of the rank with the highest peak, stacked by kind
+    notes          and facts that had no room above
 
 The top of js/lod.js says what a pixel shows, and how strongly; `cells` applies that rule here. It takes tens of
 milliseconds for a million events, so that every output of a notebook can contain its picture.
@@ -20,12 +21,12 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from minipar.trace import labels
-from minipar.trace.figure import LOOKS
+from minipar.trace.figure import BENEATH, COLLECTIVE, DIFFERENCES, GREY, LOOKS, MEMORY, shaded
 from minipar.trace.idleness import REASONS
-from minipar.trace.memory_series import ALL_KINDS
-from minipar_widgets.columns import KINDS
+from minipar.trace.shades import repeated
+from minipar_widgets.columns import KINDS, Columns, Lane
 from minipar_widgets.details import IDLE
-from minipar_widgets.words import Paper, font, paper, png
+from minipar_widgets.words import ANY, FINE, Paper, font, paper, png
 
 if TYPE_CHECKING:
     from minipar_widgets.timeline import Timeline
@@ -33,13 +34,10 @@ if TYPE_CHECKING:
 STRONG, FAINT = 15, 4
 WIDTH, LEFT, RIGHT = 1000, 74, 66
 CURVE = 84
-MEMORY = dict(
-    zip(ALL_KINDS, ("#0072B2", "#E69F00", "#009E73", "#56B4E9", "#CC79A7", "#999933", "#9a9a9a"), strict=True)
-)
 
 
 def cells(start: np.ndarray, length: np.ndarray, kind: np.ndarray, begin: float, end: float, width: int) -> np.ndarray:
-    """One byte for each pixel of [begin, end): 0 if it has no event, otherwise 16 * (kind + 1) + strength. The events
+    """A number for each pixel of [begin, end): 0 if it has no event, otherwise 16 * (kind + 1) + strength. The events
     must be sorted by start."""
     scale = width / (end - begin)
     first = int(np.searchsorted(start, begin))
@@ -49,7 +47,7 @@ def cells(start: np.ndarray, length: np.ndarray, kind: np.ndarray, begin: float,
     a = (start[here] - begin) * scale
     a = a[: np.searchsorted(a, width)]
     if not len(a):
-        return np.zeros(width, np.uint8)
+        return np.zeros(width, np.uint16)
     b = np.minimum(a + np.multiply(length[here][: len(a)], scale, dtype=float), width)
     a[0] = max(a[0], 0.0)
     kind = kind[here][: len(a)]
@@ -69,7 +67,7 @@ def cells(start: np.ndarray, length: np.ndarray, kind: np.ndarray, begin: float,
     filled, there = filled.reshape(shape)[:, :width], there.reshape(shape)[:, :width]
     best = np.where(there, filled, -1).argmax(0)  # argmax takes the first of equal values: the lower code
     strength = np.clip(np.ceil(filled.sum(0) * STRONG - 1e-6), FAINT, STRONG)
-    return np.where(there.any(0), 16 * (codes[best] + 1) + strength, 0).astype(np.uint8)
+    return np.where(there.any(0), 16 * (codes[best] + 1) + strength, 0).astype(np.uint16)
 
 
 class Row(NamedTuple):
@@ -81,19 +79,22 @@ class Row(NamedTuple):
     strip: int
 
 
-def rows(lanes: Sequence[Any], ranks: int) -> tuple[list[Row], int]:
+def rows(timeline: Timeline) -> tuple[list[Row], int]:
     """Rows for the lanes, rank by rank from the top, and where they end. If there are very many ranks, only every k-th
-    rank has rows."""
+    rank has rows. In a folded comparison a rank has the lane of the second trace, without other streams."""
+    lanes, ranks, folded = timeline.columns.lanes, timeline.about["ranks"], timeline.about["folded"]
     stride = -(-ranks // 640)
     order = sorted(
-        (k for k, lane in enumerate(lanes) if lane.rank % stride == 0), key=lambda k: (lanes[k].rank, lanes[k].trace, k)
+        (k for k, lane in enumerate(lanes) if lane.rank % stride == 0 and (lane.trace or not folded)),
+        key=lambda k: (lanes[k].rank, lanes[k].trace, k),
     )
+    grouped = {k for k in order if labelled(timeline.columns, lanes[k])}
     main = sum(lanes[k].stream == "compute" for k in order)
-    thin = len(order) - main
+    thin = 0 if folded else len(order) - main + len(grouped)
     tall = min(20, max(1, (560 - 7 * thin) // max(1, main) - 4))
-    shown = tall >= 9
+    shown = tall >= 9 and not folded
     tall = tall if shown else min(20, max(1, 560 // max(1, main) - 4))
-    strip = 3 if tall >= 9 else 0
+    strip = (5 if folded else 3) if tall >= 9 else 0
     found: list[Row] = []
     y, before = 0, -1
     for k in order:
@@ -102,136 +103,230 @@ def rows(lanes: Sequence[Any], ranks: int) -> tuple[list[Row], int]:
             continue
         y += strip if before >= 0 and lanes[k].rank != before else 0
         before = lanes[k].rank
-        found.append(Row(k, y, tall if compute else 6, strip if compute else 0))
-        y += (tall if compute else 6) + (strip + 1 if strip and compute else 1 if strip else 0)
+        high = tall if compute else 13 if k in grouped else 6
+        found.append(Row(k, y, high, strip if compute else 0))
+        y += high + (strip + 1 if strip and compute else 1 if strip else 0)
     return found, y
 
 
-def raster(timeline: Timeline, dark: bool = False) -> bytes:
+def labelled(found: Columns, lane: Lane) -> bool:
+    """Whether a lane has collectives, which are labelled where ranks are few."""
+    kinds = found.kind[lane.first : lane.last]
+    return lane.stream != "compute" and len(kinds) > 0 and KINDS[int(kinds[0])] in COLLECTIVE
+
+
+def raster(timeline: Timeline, dark: bool | None = False) -> bytes:
     """The whole of a timeline as a PNG."""
     look = paper(dark)
-    found, about, more = timeline.columns, timeline.about, None if timeline.about["large"] else timeline.found
+    about, more = timeline.about, None if timeline.about["large"] else timeline.found
     wide = WIDTH - LEFT - RIGHT
     span = about["span"] or 1.0
-    lines = [part for line in timeline.caption().splitlines() for part in textwrap.wrap(line, 135)]
-    words = [*about["shown"], *([f"idle: {reason}" for reason in REASONS] if more else []), *_two(about["traces"])]
-    legend, bottom = _legend(words, 8 + 16 * len(lines))
-    placed, tall = rows(found.lanes, about["ranks"])
+    count, caption = len(timeline.traces), [textwrap.wrap(line, 135) for line in timeline.caption().splitlines()]
+    lines = [line[0] for line in caption[:count]]
+    below = [part for k, line in enumerate(caption) for part in line[k < count :]]
+    idle = [] if about["folded"] else [f"idle: {reason}" for reason in REASONS]
+    drawn = [word for word in about["shown"] if word not in BENEATH or not about["folded"]]
+    words = [*drawn, *about["shades"], *(idle if more else []), *_two(about)]
+    legend, bottom = _legend(words, 8 + 16 * len(lines), about["traces"])
+    placed, tall = rows(timeline)
     top = bottom + 8
     curve = top + tall + 12 if more and "memory" in more[1] else 0
     height = (curve + CURVE if curve else top + tall) + (40 if curve else 24)
-    pixels = np.empty((height, WIDTH, 3), np.uint8)
+    pixels = np.empty((FINE * (height + 16 * len(below)), FINE * WIDTH, 4), np.uint8)
     pixels[:] = _rgb(look.paper)
     for row in placed:
         _paint(pixels, timeline, row, top, span, look)
     if curve and more:
         stack = _memory(pixels, more, about, curve, span)
     image = Image.fromarray(pixels)
-    draw = ImageDraw.Draw(image)
+    draw = _Pen(ImageDraw.Draw(image))
     for k, line in enumerate(lines):
-        draw.text((4, 6 + 16 * k), line, fill=look.ink, font=font(12))
+        draw.text((4, 6 + 16 * k), line, look.ink, 12)
+    for k, line in enumerate(below):
+        draw.text((4, height + 16 * k), line, look.muted, 11)
     for word, x, y in legend:
-        _sample(draw, word, x, y, about["traces"], look)
+        _sample(draw, word, x, y, about, look)
     _label(draw, timeline, placed, top, span, look)
     end = curve + CURVE if curve else top + tall
     for t in _ticks(span):
         at = LEFT + t / span * wide
-        draw.line((at, end, at, end + 4), fill=look.muted)
-        draw.text((at, end + 6), f"{t:g}", fill=look.muted, font=font(11), anchor="ma")
-    draw.text((WIDTH - 2, end + 6), about["unit"], fill=look.muted, font=font(11), anchor="ra") if len(
-        about["unit"]
-    ) < 9 else None
+        draw.line((at, end, at, end + 4), look.muted)
+        draw.text((at, end + 6), f"{t:g}", look.muted, 11, "ma")
+    if len(about["unit"]) < 9:
+        draw.text((WIDTH - 2, end + 6), about["unit"], look.muted, 11, "ra")
     if curve and more:
         _memory_words(draw, more, about, curve, stack, look)
     return png(image)
 
 
-def _rgb(colour: str) -> tuple[int, int, int]:
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+class _Pen:
+    """Draws in pixels of the page on an image that is `FINE` times as fine."""
+
+    def __init__(self, draw: Any) -> None:
+        self.draw = draw
+
+    def text(
+        self, at: tuple[float, float], text: str, ink: str, size: float, anchor: str = "la", halo: str = ""
+    ) -> None:
+        place = (FINE * at[0], FINE * at[1])
+        about = {"stroke_width": FINE, "stroke_fill": halo} if halo else {}
+        self.draw.text(place, text, fill=ink, font=font(FINE * size), anchor=anchor, **about)
+
+    def line(self, box: tuple[float, ...], ink: str, width: int = 1) -> None:
+        self.draw.line(tuple(FINE * x for x in box), fill=ink, width=FINE * width)
+
+    def rectangle(self, box: tuple[float, float, float, float], fill: str | None = None, outline: str = "") -> None:
+        left, top, right, bottom = (FINE * x for x in box)
+        self.draw.rectangle((left, top, right + FINE - 1, bottom + FINE - 1), fill=fill)
+        if outline:
+            self.draw.rectangle((left, top, right + FINE - 1, bottom + FINE - 1), outline=outline, width=FINE)
+
+
+def _rgb(colour: str) -> tuple[int, int, int, int]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16), int(colour[7:9] or "ff", 16)
 
 
 @cache
 def _inks(faces: tuple[str, ...], under: str, most: float = 1.0) -> np.ndarray:
-    """Colours of all cells: a face mixed with the paper by strength. Cell 0 is the paper."""
-    table = np.empty((256, 3))
+    """Colours of all cells: a face mixed with the paper by strength, or what lets so much of the page through. Cell 0
+    is the paper."""
+    table = np.empty((16 * (len(faces) + 1), 4))
     table[:] = base = np.array(_rgb(under), float)
     for code, face in enumerate(faces):
+        ink = np.array(_rgb(face), float)
         for strength in range(STRONG + 1):
             part = most * strength / STRONG
-            table[16 * (code + 1) + strength] = base + (np.array(_rgb(face)) - base) * part
+            mixed = base + (ink - base) * part
+            table[16 * (code + 1) + strength] = mixed if base[3] == 255 else [*ink[:3], ink[3] * part]
     return table.round().astype(np.uint8)
+
+
+def _marks(kinds: Sequence[str], height: int, wide: int) -> np.ndarray:
+    """For each kind its marks, as a mask of a whole lane: the hatch of a collective, the bands of a later chunk."""
+    y, x = np.mgrid[0:height, 0:wide]
+    step, thick = 6 * FINE, FINE
+    up, down = (x + y) % step < thick, (x - y) % step < thick
+    hatches = {"": up & False, "/": up, "\\": down, "x": up | down, "|": x % step < thick, "-": y % (step // 2) < thick}
+    hatches["+"] = hatches["|"] | (y % step < thick)
+    found = np.zeros((len(kinds) + 1, height, wide), bool)
+    for code, kind in enumerate(kinds, 1):
+        found[code] = hatches[LOOKS[kind].hatch[:1]]
+        for k in range(LOOKS[kind].bands if height >= 9 * FINE else 0):
+            low = height - (2 + 4 * k) * FINE
+            found[code, low - 2 * FINE : low] = True
+    return found
 
 
 def _paint(pixels: np.ndarray, timeline: Timeline, row: Row, top: int, span: float, look: Paper) -> None:
     found, lane = timeline.columns, timeline.columns.lanes[row.lane]
-    here, wide = slice(lane.first, lane.last), pixels.shape[1] - LEFT - RIGHT
+    here, wide = slice(lane.first, lane.last), pixels.shape[1] - FINE * (LEFT + RIGHT)
     outlined = len(timeline.traces) > 1 and not lane.trace
-    faces = (*(LOOKS[kind].face for kind in KINDS), look.rule, look.muted, look.warn)
-    rims = [LOOKS[kind].face if outlined else LOOKS[kind].edge for kind in KINDS]
+    faces = tuple(LOOKS[kind].face for kind in KINDS)
+    rims = [LOOKS[kind].face if outlined and not LOOKS[kind].bands else LOOKS[kind].edge for kind in KINDS]
+    tones = tuple(LOOKS[kind].tone or LOOKS[kind].edge for kind in KINDS)
     start, length, kind = found.start[here], found.length[here], found.kind[here]
     line = cells(start, length, kind, 0.0, span, wide)
-    inks = _inks(faces, look.paper, 0.4 if outlined else 1.0)
-    area = pixels[top + row.y : top + row.y + row.height, LEFT : LEFT + wide]
-    area[:] = inks[line]
-    hatched = np.array([0, *(LOOKS[kind].hatch != "" for kind in KINDS), *[False] * 4])[line >> 4].astype(bool)
-    if hatched.any():
-        y, x = np.mgrid[0 : row.height, 0:wide]
-        area[hatched[None] & ((x + y) % 6 == 0)] = _rgb(LOOKS["message"].edge)
-    if row.height >= 9 and len(start) <= wide / 3:
+    part = 1.0 if not outlined else 0.4 if look.paper != ANY.paper else 0.22  # (numbers on it are grey)
+    first, high = FINE * (top + row.y), FINE * row.height
+    area = pixels[first : first + high, FINE * LEFT : FINE * LEFT + wide]
+    area[:] = _inks(faces, look.paper, part)[line]
+    there = sorted({*np.unique(line >> 4).tolist()} - {0})
+    if any(LOOKS[KINDS[code - 1]].hatch or LOOKS[KINDS[code - 1]].bands for code in there):
+        masks, inks = _marks([KINDS[code - 1] for code in there], high, wide), _inks(tones, look.paper, part)[line]
+        for k, code in enumerate(there, 1):
+            mask = masks[k] & (line >> 4 == code)[None]
+            area[mask] = np.broadcast_to(inks, area.shape)[mask]
+    if row.height >= 9 and len(start) <= wide / (3 * FINE):
         edges = np.array([_rgb(rim) for rim in rims])
         a, b = (np.round(t * wide / span).astype(int) for t in (start, start + length))
         for p, q, code in zip(a, np.minimum(b, wide), kind, strict=True):
-            if q - p >= 4:
-                area[[0, -1], p:q] = area[:, [p, q - 1]] = edges[code]
-    if row.strip and timeline.found and not timeline.about["large"]:
+            if q - p >= 4 * FINE:
+                area[:FINE, p:q] = area[-FINE:, p:q] = edges[code]
+                area[:, p : p + FINE] = area[:, q - FINE : q] = edges[code]
+    if not row.strip:
+        return
+    area = pixels[first + high : first + high + FINE * row.strip, FINE * LEFT : FINE * LEFT + wide]
+    if timeline.about["folded"]:
+        colours = tuple(colour for _, colour in DIFFERENCES)
+        area[:] = _inks(colours, look.paper)[cells(start, length, timeline.levels[here], 0.0, span, wide)]
+    elif timeline.found and not timeline.about["large"]:
         arrays, facts = timeline.found
         first, last = next(one[2:] for one in facts["idle"] if one[:2] == [lane.trace, lane.rank])
         starts, lengths, kinds = (arrays[f"idle_{key}"][first:last] for key in ("start", "length", "kind"))
-        area = pixels[top + row.y + row.height : top + row.y + row.height + 3, LEFT : LEFT + wide]
-        area[:] = _inks(faces, look.paper)[cells(starts, lengths, kinds, 0.0, span, wide)]
+        reasons = (look.rule, look.muted, look.warn)
+        area[:] = _inks(reasons, look.paper)[cells(starts, lengths, kinds, 0.0, span, wide)]
 
 
-def _label(draw: Any, timeline: Timeline, placed: Sequence[Row], top: int, span: float, look: Paper) -> None:
-    """Draw the names of ranks, the idle shares, and the micro-batches that have room."""
-    found, names = timeline.columns, timeline.about["traces"]
+def _label(draw: _Pen, timeline: Timeline, placed: Sequence[Row], top: int, span: float, look: Paper) -> None:
+    """Draw the names of ranks, the idle shares, and the words of the bars that have room."""
+    found, about = timeline.columns, timeline.about
+    names = about["traces"]
     scale = (WIDTH - LEFT - RIGHT) / span
     until = -1
     for row in placed:
         lane = found.lanes[row.lane]
         y = top + row.y + max(6, row.height / 2)
         if lane.stream == "compute" and top + row.y >= until:
-            name = f"  {names[1]}" if lane.trace and row.height >= 10 else f"rank {lane.rank}"
-            where = timeline.about["places"][lane.rank] if timeline.about["places"] and not lane.trace else ""
+            second = lane.trace and row.height >= 10 and not about["folded"]
+            own = about["names"][lane.rank].partition(" (")[0] if about["names"] else f"rank {lane.rank}"
+            name = f"  {names[1]}" if second else own
+            where = about["places"][lane.rank] if about["places"] and not lane.trace else ""
             if where and row.height >= 20:
-                draw.text((4, y - 5), name, fill=look.ink, font=font(11), anchor="lm")
-                draw.text((4, y + 7), labels.narrow(where), fill=look.muted, font=font(9), anchor="lm")
+                draw.text((4, y - 5), name, look.ink, 11, "lm")
+                draw.text((4, y + 7), labels.narrow(where), look.muted, 9, "lm")
             else:
-                draw.text((4, y), name, fill=look.ink, font=font(11), anchor="lm")
+                draw.text((4, y), name, look.ink, 11, "lm")
             words = f"{labels.idle(timeline.traces[lane.trace], lane.rank):.0%} idle"
-            draw.text((WIDTH - 2, y), words, fill=look.muted, font=font(11), anchor="rm")
+            if about["folded"]:
+                words = f"busy {timeline.busier(lane.rank):+.0%}"
+            draw.text((WIDTH - 2, y), words, look.muted, 11, "rm")
             until = top + row.y + max(13, row.height)
         here = range(lane.first, lane.last)
         if row.height < 11 or len(here) > 300:
             continue
-        fits = [k for k in here if found.number[k] >= 0]
-        text = {k: LOOKS[KINDS[found.kind[k]]] and f"{found.number[k]}" for k in fits}
-        room = [k for k in fits if found.length[k] * scale >= 7 * len(text[k]) + 2]
-        if len(room) < 0.4 * len(fits):
-            continue
-        for k in room:
-            ink = look.ink if len(names) > 1 and not lane.trace else LOOKS[KINDS[found.kind[k]]].ink
+        outlined = len(names) > 1 and not lane.trace
+        for k, text, size in _fitting(timeline, here, scale, min(11, row.height - 2)):
+            kind = KINDS[found.kind[k]]
+            group = kind in COLLECTIVE
+            ink = "#1a1a1a" if group else look.ink if outlined else LOOKS[kind].ink
             x = LEFT + (found.start[k] + found.length[k] / 2) * scale
-            draw.text((x, y), text[k], fill=ink, font=font(11), anchor="mm")
+            middle = top + row.y + row.height / 2 - (2 * LOOKS[kind].bands if row.height >= 9 else 0)
+            draw.text((x, middle), text, ink, size, "mm", "#ffffff" if group else "")
 
 
-def _two(names: Sequence[str]) -> list[str]:
+def _fitting(timeline: Timeline, here: range, scale: float, most: float) -> list[tuple[int, str, float]]:
+    """The words of a lane's bars, each in the largest size in which it fits: of all kinds the size that most fit."""
+    found = timeline.columns
+    places, _, labelled = found.named if timeline.found else (None, [], [])
+    words = {}
+    for k in here:
+        own = labelled[places[k]] if places is not None else ""
+        if own or found.number[k] >= 0:
+            words[k] = own or str(found.number[k])
+    shown = []
+    for code in {int(found.kind[k]) for k in words}:
+        mine = [k for k in words if found.kind[k] == code]
+        room = {k: found.length[k] * scale - 2 for k in mine}
+        sizes = [size for size in (11, 9.5, 8, 7) if size <= most]
+        usual = next((s for s in sizes if sum(0.64 * s * len(words[k]) <= room[k] for k in mine) >= 0.7 * len(mine)), 7)
+        for k in mine:
+            tries = ((part, s) for part in dict.fromkeys((words[k], words[k].split()[0])) for s in sizes if s <= usual)
+            if fits := next(((part, s) for part, s in tries if 0.64 * s * len(part) <= room[k]), None):
+                shown.append((k, *fits))
+    return shown
+
+
+def _two(about: dict[str, Any]) -> list[str]:
+    names = about["traces"]
+    if about["folded"]:
+        return [word for word, _ in DIFFERENCES]
     return [f"{names[0]} (outlined)", f"{names[1]} (filled)"] if len(names) > 1 else []
 
 
-def _legend(words: Sequence[str], top: int) -> tuple[list[tuple[str, int, int]], int]:
+def _legend(words: Sequence[str], top: int, names: Sequence[str]) -> tuple[list[tuple[str, int, int]], int]:
     found, x, y = [], 4, top
     for word in words:
-        size = 28 + round(font(11).getlength(word))
+        size = 28 + round(font(11).getlength(_said(word, names)))
         if x + size > WIDTH and x > 4:
             x, y = 4, y + 17
         found.append((word, x, y))
@@ -239,19 +334,38 @@ def _legend(words: Sequence[str], top: int) -> tuple[list[tuple[str, int, int]],
     return found, y + 17
 
 
-def _sample(draw: Any, word: str, x: int, y: int, names: Sequence[str], look: Paper) -> None:
-    reason = word.removeprefix("idle: ")
+def _said(word: str, names: Sequence[str]) -> str:
+    return f"as {names[0]}" if word == "alike" else word
+
+
+def _sample(draw: _Pen, word: str, x: int, y: int, about: dict[str, Any], look: Paper) -> None:
+    reason, differences = word.removeprefix("idle: "), dict(DIFFERENCES)
     if reason in IDLE and word != reason:
         colour = (look.rule, look.muted, look.warn)[REASONS.index(reason)]
-        draw.rectangle((x, y + 5, x + 13, y + 8), fill=colour)
+        draw.rectangle((x, y + 5, x + 13, y + 8), colour)
+    elif word in differences:
+        draw.rectangle((x, y + 4, x + 13, y + 9), differences[word])
     else:
         known = LOOKS.get(word)
+        if word in about["shades"]:
+            known = shaded(GREY, repeated(about["shades"].index(word)))
         face, edge = (known.face, known.edge) if known else (look.muted, look.muted)
-        draw.rectangle((x, y + 1, x + 13, y + 11), fill=None if word.endswith("(outlined)") else face, outline=edge)
-        if known and known.hatch:
-            for k in (3, 9):
-                draw.line((x + k - 2, y + 10, x + k + 4, y + 3), fill=edge)
-    draw.text((x + 18, y + 6), word, fill=look.ink, font=font(11), anchor="lm")
+        if not word.endswith("(outlined)"):
+            draw.rectangle((x, y + 1, x + 13, y + 11), face)
+        mark = known.hatch[:1] if known else ""
+        for k in (2, 6, 10) if mark in ("/", "\\", "x", "|", "+") and mark else ():
+            if mark in "/x":
+                draw.line((x + k - 2, y + 10, x + k + 3, y + 3), edge)
+            if mark in "\\x":
+                draw.line((x + k - 2, y + 3, x + k + 3, y + 10), edge)
+            if mark in "|+":
+                draw.line((x + k, y + 2, x + k, y + 10), edge)
+        for k in (4, 7) if mark and mark in "-+" else ():
+            draw.line((x + 1, y + k, x + 12, y + k), edge)
+        for k in range(known.bands if known else 0):
+            draw.rectangle((x + 1, y + 8 - 4 * k, x + 12, y + 9 - 4 * k), known.tone if known else "")
+        draw.rectangle((x, y + 1, x + 13, y + 11), None, edge)
+    draw.text((x + 18, y + 6), _said(word, about["traces"]), look.ink, 11, "lm")
 
 
 def _ticks(span: float) -> list[float]:
@@ -267,13 +381,12 @@ def _memory(pixels: np.ndarray, more: Any, about: dict[str, Any], top: int, span
     trace, rank = len(about["traces"]) - 1, about["highest"]
     first, last = next(one[2:] for one in facts["memory"] if one[:2] == [trace, rank])
     time, total = arrays["memory_time"][first:last], arrays["memory_total"][first:last]
-    wide = pixels.shape[1] - LEFT - RIGHT
+    wide, high = pixels.shape[1] - FINE * (LEFT + RIGHT), FINE * CURVE
     highest = float(total.max(initial=0)) or 1.0
     if about["capacity"] and about["capacity"] < 4 * highest:
         highest = max(highest, about["capacity"])
     edges = np.searchsorted(time, np.arange(wide + 1) * span / wide)
-    column = np.zeros((CURVE, wide, 3), np.uint8)
-    column[:] = pixels[top, LEFT]
+    column = pixels[FINE * top : FINE * top + high, FINE * LEFT : FINE * LEFT + wide]
     for x in range(wide):
         a, b = max(0, edges[x] - 1), max(edges[x], edges[x + 1])
         if b <= a:
@@ -282,27 +395,27 @@ def _memory(pixels: np.ndarray, more: Any, about: dict[str, Any], top: int, span
         low = 0.0
         for kind in facts["memory_kinds"]:
             size = float(arrays[f"memory_{kind}"][k])
-            y, end = (CURVE - round(v / (1.06 * highest) * CURVE) for v in (low + size, low))
+            y, end = (high - round(v / (1.06 * highest) * high) for v in (low + size, low))
             column[max(0, y) : end, x] = _rgb(MEMORY[kind])
             low += size
-    pixels[top : top + CURVE, LEFT : LEFT + wide] = column
     return 1.06 * highest
 
 
-def _memory_words(draw: Any, more: Any, about: dict[str, Any], top: int, highest: float, look: Paper) -> None:
+def _memory_words(draw: _Pen, more: Any, about: dict[str, Any], top: int, highest: float, look: Paper) -> None:
     _, facts = more
     for value in _ticks(highest)[::2]:
         y = top + CURVE - value / highest * CURVE
-        draw.text((LEFT - 4, y), f"{value:g}", fill=look.muted, font=font(10), anchor="rm")
+        draw.text((LEFT - 4, y), f"{value:g}", look.muted, 10, "rm")
     if 0 < about["capacity"] <= highest:
         y = top + CURVE - about["capacity"] / highest * CURVE
-        draw.line((LEFT, y, WIDTH - RIGHT, y), fill=look.warn, width=2)
-        draw.text((WIDTH - RIGHT, y - 3), "capacity", fill=look.warn, font=font(11), anchor="rs")
+        draw.line((LEFT, y, WIDTH - RIGHT, y), look.warn, 2)
+        draw.text((WIDTH - RIGHT, y - 3), "capacity", look.warn, 11, "rs")
     x, y = 4.0, float(top + CURVE + 22)
-    words = f"memory of rank {about['highest']} ({facts['memory_unit']}):"
-    draw.text((x, y), words, fill=look.ink, font=font(11))
+    name = about["names"][about["highest"]] if about["names"] else f"rank {about['highest']}"
+    words = f"memory of {name} ({facts['memory_unit']}):"
+    draw.text((x, y), words, look.ink, 11)
     x += font(11).getlength(words) + 10
     for kind in facts["memory_kinds"]:
-        draw.rectangle((x, y + 2, x + 10, y + 10), fill=MEMORY[kind])
-        draw.text((x + 14, y), kind, fill=look.ink, font=font(11))
+        draw.rectangle((x, y + 2, x + 10, y + 10), MEMORY[kind])
+        draw.text((x + 14, y), kind, look.ink, 11)
         x += 26 + font(11).getlength(kind)

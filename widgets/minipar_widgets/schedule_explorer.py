@@ -331,7 +331,7 @@ class ScheduleExplorer(Explorer):
     def caption(self) -> str:
         return self.timeline.caption()
 
-    def picture(self, dark: bool = False) -> bytes:
+    def picture(self, dark: bool | None = False) -> bytes:
         return self.timeline._png(dark)
 
     def rows(self) -> list[list[str]]:

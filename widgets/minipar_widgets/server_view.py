@@ -117,12 +117,12 @@ class ServerView(View):
                 rows.append([str(worker.rank), str(x.step), *times, str(x.version), *fate])
         return rows
 
-    def picture(self, dark: bool = False) -> bytes:
+    def picture(self, dark: bool | None = False) -> bytes:
         assert self.found is not None
         return _picture(self.found, dark)
 
 
-def _picture(one: Served, dark: bool) -> bytes:
+def _picture(one: Served, dark: bool | None) -> bytes:
     """The lanes, and the versions under them."""
     width, left, lane, chart = 900, 106, 22, 150
     lanes = len(one.servers) + len(one.workers)

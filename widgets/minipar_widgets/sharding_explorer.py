@@ -202,7 +202,7 @@ class ShardingView(View):
                 table.append([row.own, row.made, shapes[0], *forms, shapes[1], amount(row.local_bytes), ""])
         return table
 
-    def picture(self, dark: bool = False) -> bytes:
+    def picture(self, dark: bool | None = False) -> bytes:
         assert self.found is not None
         return _picture(self.found, dark)
 
@@ -221,7 +221,7 @@ def _totals(found: Found) -> list[str]:
 _LEFT, _LIST, _PANEL, _HEAD, _ROW, _MOVE, _GAP = 16, 610, 290, 40, 26, 22, 12
 
 
-def _picture(found: Found, dark: bool) -> bytes:
+def _picture(found: Found, dark: bool | None) -> bytes:
     """The rows with the collectives between them, and the chosen tensor's blocks beside them."""
     columns, axes = _letters(found), [axis for axis, _ in found.mesh]
     cell = min(24.0, (0.56 * _LIST - (len(axes) - 1) * _GAP) // (len(axes) * len(columns)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
@@ -11,17 +10,17 @@ from PIL import Image, ImageColor, ImageDraw
 
 from minipar_widgets import words
 
-FINE = 2  # the picture is first drawn so many times larger, so that slanted lines are smooth
+FINE = words.FINE
 Point = tuple[float, float]
 
 
 class Sketch:
-    """A drawing surface; its size is in pixels; colours are names or `#rrggbb`."""
+    """A drawing surface; its size is in pixels of a page; colours are names or `#rrggbb`."""
 
-    def __init__(self, width: float, height: float, dark: bool = False) -> None:
+    def __init__(self, width: float, height: float, dark: bool | None = False) -> None:
         self.width, self.height, self.dark = round(width), round(height), dark
         self.look = words.paper(dark)
-        self._image = Image.new("RGB", (FINE * self.width, FINE * self.height), self.look.paper)
+        self._image = Image.new("RGBA", (FINE * self.width, FINE * self.height), self.look.paper)
         self._draw = ImageDraw.Draw(self._image)
 
     def rect(
@@ -47,7 +46,7 @@ class Sketch:
                 pen.line((x, tall, x + tall, 0), fill=255, width=FINE)
             if mark in "\\x":
                 pen.line((x, 0, x + tall, tall), fill=255, width=FINE)
-        self._image.paste(Image.new("RGB", tile.size, ink), (left, top), tile)
+        self._image.paste(Image.new("RGBA", tile.size, ink), (left, top), tile)
 
     def line(self, points: Sequence[Point], ink: str, width: float = 1.0, dashed: bool = False) -> None:
         """A line through the points."""
@@ -87,13 +86,7 @@ class Sketch:
         return text
 
     def png(self) -> bytes:
-        small = self._image.resize((self.width, self.height), Image.Resampling.LANCZOS)
-        file = io.BytesIO()
-        # Few colours make a small file. MAXCOVERAGE chooses them so that small shapes keep their colours, and a step of
-        # k-means moves them to those that are there most.
-        few = small.quantize(64, Image.Quantize.MAXCOVERAGE, kmeans=1, dither=Image.Dither.NONE)
-        few.save(file, "png", optimize=True)
-        return file.getvalue()
+        return words.png(self._image, 96)
 
 
 def shade(colour: str, by: float) -> str:

@@ -1,25 +1,36 @@
-"""Timeline: one trace, or a measured one under its prediction, as a picture with zoom, keys and details of events."""
+"""Timeline: one trace, or a measured one under its prediction, as a picture with zoom, keys and details of events.
+
+Timeline(simulate("pp=4 microbatches=8"))           a trace
+Timeline(run), Timeline(run.trace, run.predicted)   a run: what was measured under what was predicted
+Timeline(run.trace.compare(other))                  a comparison
+"""
 
 from __future__ import annotations
 
 import os
 import threading
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import traitlets
 
 from minipar.errors import MiniparError
 from minipar.trace import Trace, labels
-from minipar.trace.comparison import Comparison
+from minipar.trace.comparison import Comparison, level
+from minipar.trace.drawing import FEW_RANKS
+from minipar.trace.figure import plain
 from minipar.trace.idleness import REASONS, idle_split
+from minipar.trace.shades import Shades
 from minipar.wording import several
 from minipar_widgets.base import View
 from minipar_widgets.columns import KINDS, MOST, Columns, columns
 from minipar_widgets.details import Arrays, details
 from minipar_widgets.packing import pack
-from minipar_widgets.raster import raster
+from minipar_widgets.raster import labelled, raster
+
+if TYPE_CHECKING:
+    from minipar.training.training import Run
 
 AT_ONCE = 3_000  # up to so many events, the details come with the first picture; else the page asks for them later
 LARGE = 30_000  # with more events, the words and the static picture leave out memory, which takes seconds to find
@@ -29,7 +40,7 @@ MANY = 300_000  # with more events, there are no texts, causes, idle times and m
 class Timeline(View):
     """A lane per rank and stream, and the memory under it.
 
-    trace      the trace that is shown, predicted or measured
+    trace      a trace, predicted or measured; a run, which is shown under its prediction; or a comparison
     predicted  another trace of the same ranks, drawn above it, instruction by instruction if the programs are equal
     capacity   of the devices, in the unit of the memory (bytes), drawn as a line in the memory
 
@@ -48,17 +59,20 @@ class Timeline(View):
     selected = traitlets.Unicode("").tag(sync=True)
 
     def __init__(
-        self, trace: Trace, predicted: Trace | None = None, capacity: float | None = None, **options: Any
-    ) -> None:
+        self, trace: Trace | Comparison | Run, predicted: Trace | None = None, capacity: float | None = None,
+        **options: Any,
+    ) -> None:  # fmt: skip
         self._lock = threading.RLock()  # a page may ask (in a subshell) while a running cell shows another trace
         super().__init__(**options)
         self.on_msg(self._asked)
         self.update(trace, predicted, capacity)
 
-    def update(self, trace: Trace, predicted: Trace | None = None, capacity: float | None = None) -> None:
+    def update(
+        self, trace: Trace | Comparison | Run, predicted: Trace | None = None, capacity: float | None = None
+    ) -> None:
         """Show another trace, or two."""
         with self._lock:
-            self._update(trace, predicted, capacity)
+            self._update(*_two(trace, predicted), capacity)
 
     def _update(self, trace: Trace, predicted: Trace | None, capacity: float | None) -> None:
         self.traces = [trace] if predicted is None else [predicted, trace]
@@ -83,7 +97,7 @@ class Timeline(View):
         if not all(isinstance(trace, Trace) for trace in self.traces):
             kinds = ", ".join(type(trace).__name__ for trace in self.traces)
             raise MiniparError(
-                f"Timeline shows a Trace, not {kinds}; possible are simulate(...), Run.trace, Trace.from_kineto"
+                f"Timeline shows a Trace, not {kinds}; possible are simulate(...), a run, a comparison, from_kineto"
             )
         count = sum(len(trace.program) for trace in self.traces)
         if count > MOST:
@@ -115,14 +129,21 @@ class Timeline(View):
             "layout": layout,
             "unit": clock.unit,
             "kinds": KINDS,
-            "shown": [kind for kind, count in zip(KINDS, shown, strict=True) if count],
+            "shown": [kind for kind in KINDS if kind in {plain(KINDS[k]) for k in np.flatnonzero(shown)}],
+            "shades": self._shades(),
+            "per": found.per_step,
             "traces": labels.names(self.traces),
             "same": self.same,
             "span": max(t.time for t in self.traces) * clock.scale,
             "spans": [t.time * clock.scale for t in self.traces],
             "ranks": len(self.traces[0].program.ranks),
             "places": self._places(),
-            "lanes": [[lane.trace, lane.rank, lane.stream, lane.first, lane.last] for lane in found.lanes],
+            "names": self._names(),
+            "folded": self._folds(),
+            "lanes": [
+                [lane.trace, lane.rank, lane.stream, lane.first, lane.last, labelled(found, lane)]
+                for lane in found.lanes
+            ],
             "large": large,
             "light": light,
             "later": not light and len(found) > self.at_once,
@@ -135,6 +156,37 @@ class Timeline(View):
         """Where the ranks are on the mesh, if they share layers; otherwise nothing."""
         program = self.traces[0].program
         return [labels.place(program, rank) for rank in range(len(program.ranks))] if program.sharing > 1 else []
+
+    def _names(self) -> list[str]:
+        """What the ranks are called, where that is not `rank 3`."""
+        program = self.traces[0].program
+        names = [labels.rank_name(program, rank) for rank in range(len(program.ranks))] if program.serving else []
+        return [f"{name} (rank {rank})" if name[0] == "s" else name for rank, name in enumerate(names)]
+
+    def _shades(self) -> list[str]:
+        """What the shades of bars stand for: chunks or directions."""
+        return list(next((names for names in (Shades(trace.program).names for trace in self.traces) if names), ()))
+
+    @property
+    def levels(self) -> np.ndarray:
+        """For each event of a comparison, how long it took against its twin: a position in `comparison.LEVELS`."""
+        found, first = self.columns, self.columns.places[0]
+        kinds = np.full(len(found), 2, np.uint8)
+        for lane in found.lanes:
+            if lane.trace and lane.stream == "compute":
+                here = slice(lane.first, lane.last)
+                other = found.length[first[lane.rank][found.index[here]]]
+                kinds[here] = [level(a, b) for a, b in zip(found.length[here].tolist(), other.tolist(), strict=True)]
+        return kinds
+
+    def busier(self, rank: int) -> float:
+        """How much more a rank computes in the second trace than in the first one."""
+        first, second = (trace.busy[rank] for trace in self.traces)
+        return second / first - 1 if first else 0.0
+
+    def _folds(self) -> bool:
+        """Whether a rank at first has one lane for both traces, with the difference under it."""
+        return self.same and len(self.traces[0].program.ranks) > FEW_RANKS
 
     def _highest(self) -> int:
         """The rank with the highest memory."""
@@ -182,15 +234,15 @@ class Timeline(View):
         )
 
     def caption(self) -> str:
-        lines = []
+        lines, notes = [], []
         for trace, name in zip(self.traces, labels.names(self.traces), strict=True):
             if self._brief:
                 note = f" · {len(trace.program):,} events: texts, causes and memory are shown of up to {MANY:,}"
                 lines.append(f"{name}: {_times(trace)}{note if self.about['light'] else ''}")
             else:
                 lines.append(f"{name}: {labels.facts(trace)}")
-            lines += [trace.note] if trace.note else []
-        return "\n".join(lines)
+            notes += [trace.note] if trace.note else []
+        return "\n".join(lines + notes)
 
     def rows(self) -> list[list[str]]:
         """For each rank and trace: busy and idle time, why it was idle, peak memory. (Large traces have the last two
@@ -222,10 +274,20 @@ class Timeline(View):
         """The trace (of two, the measured one) as a file per rank, which Holistic Trace Analysis opens."""
         return self.traces[-1].to_hta(folder)
 
-    def picture(self, dark: bool = False) -> bytes:
+    def picture(self, dark: bool | None = False) -> bytes:
         if not self.about["large"]:
             self.find_details()
         return raster(self, dark)
+
+
+def _two(shown: Any, predicted: Trace | None) -> tuple[Any, Trace | None]:
+    """The trace to show and the one above it, of a trace, a comparison, or a run (which has both). A second one that is
+    given counts."""
+    if isinstance(shown, Comparison):
+        return shown.trace, predicted or shown.other
+    if isinstance(trace := getattr(shown, "trace", None), Trace):
+        return trace, predicted or getattr(shown, "predicted", None)
+    return shown, predicted
 
 
 def _times(trace: Trace) -> str:

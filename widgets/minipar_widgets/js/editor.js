@@ -99,17 +99,17 @@ function render({ model, el }) {
     const lifted = drag?.to != null && drag.rank === rank && drag.k === k;
     if (b.runs) {
       ctx.globalAlpha = lifted ? 0.25 : clock != null && b.start > clock + 1e-9 ? 0.4 : 1;
-      bar(ctx, KINDS[word[0]], from, top, wide, tall);
+      bar(ctx, b.kind ?? KINDS[word[0]], from, top, wide, tall);
     } else {
       ctx.globalAlpha = 0.25;
-      ctx.fillStyle = LOOKS[KINDS[word[0]]][0];
+      ctx.fillStyle = LOOKS[b.kind ?? KINDS[word[0]]][0];
       ctx.fillRect(from, top, wide, tall);
       ctx.globalAlpha = 1;
       ctx.setLineDash([3, 2]);
       outline(ctx, from, top, wide, tall, look.muted, 1);
       ctx.setLineDash([]);
     }
-    ctx.fillStyle = b.runs ? LOOKS[KINDS[word[0]]][2] : look.ink;
+    ctx.fillStyle = b.runs ? LOOKS[b.kind ?? KINDS[word[0]]][2] : look.ink;
     ctx.textAlign = "center";
     ctx.textBaseline = "middle";
     const middle = from + wide / 2, centre = top + tall / 2;

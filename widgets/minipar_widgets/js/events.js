@@ -6,42 +6,70 @@ export const LEFT = 74;
 export const RIGHT = 62;
 export const CURVE = 92; // height of the memory curves
 
-/** Where everything is, in CSS pixels, for a width: rows of lanes, overview, memory, legend. Many ranks get thin rows. */
-export function layout(about, width, streams, memory) {
-  const stride = Math.ceil(about.ranks / 640);
-  const lanes = about.lanes.map(([trace, rank, stream, first, last]) => ({ trace, rank, first, last, main: stream === "compute" }));
-  const shown = lanes.filter((lane) => lane.rank % stride === 0).sort((a, b) => a.rank - b.rank || a.trace - b.trace);
-  const mains = shown.filter((lane) => lane.main).length, thin = shown.length - mains;
-  const height = (room) => Math.min(22, Math.max(1, Math.floor(room / Math.max(1, mains))) - 4);
-  let tall = height(620 - 7 * thin);
-  const all = streams && tall >= 9;
-  if (!all) tall = Math.max(1, height(620));
-  const legend = [], rows = [];
+/** Words in lines of at most `width` pixels: [word, x, y], and the y of the last line. `measure` gives a word's width. */
+export function placed(words, width, measure, gap) {
+  const found = [];
   let x = 0, y = 0;
-  const words = [...about.shown, ...IDLE.map((word) => `idle: ${word}`)];
-  if (about.traces.length > 1) words.push(`${about.traces[0]} (outlined)`, `${about.traces[1]} (filled)`);
   for (const word of words) {
-    const size = 32 + 6.1 * word.length;
+    const size = gap + measure(word);
     if (x + size > width && x) {
       x = 0;
       y += 17;
     }
-    legend.push([word, x, y]);
+    found.push([word, x, y]);
     x += size;
   }
-  const overview = y + 24, strip = tall >= 10 ? 4 : 0;
-  y = overview + 22;
-  let before = shown[0]?.rank;
+  return [found, y];
+}
+
+/**
+ * Where everything is, in CSS pixels, for a width: rows of lanes, overview, memory, legends. Many ranks get thin rows.
+ *
+ * open     the ranks of a folded comparison that show both traces; the others show the second one and the difference
+ * kinds    of memory, and `extra` words of the legend
+ */
+export function layout(about, width, { streams = true, memory = false, open = new Set(), kinds = [], extra = [], measure = (word) => 6.1 * word.length, key = [] } = {}) {
+  const stride = Math.ceil(about.ranks / 640), folds = (rank) => !!about.folded && !open.has(rank);
+  const lanes = about.lanes.map(([trace, rank, stream, first, last, group]) => ({ trace, rank, first, last, group, main: stream === "compute", folded: folds(rank) }));
+  const shown = lanes.filter((lane) => lane.rank % stride === 0 && (!lane.folded || (lane.trace && lane.main))).sort((a, b) => a.rank - b.rank || a.trace - b.trace);
+  const mains = shown.filter((lane) => lane.main).length, thin = shown.length - mains + shown.filter((lane) => lane.group).length;
+  const height = (room) => Math.min(22, Math.max(1, Math.floor(room / Math.max(1, mains))) - 4);
+  let tall = height(620 - 7 * thin);
+  const all = streams && tall >= 9;
+  if (!all) tall = Math.max(1, height(620));
+  const rows = [], closed = shown.every((lane) => lane.folded);
+  const words = [...(closed ? about.shown.filter((word) => !BENEATH.includes(word)) : about.shown), ...(about.shades ?? [])];
+  if (!closed) words.push(...IDLE.map((word) => `idle: ${word}`));
+  if (about.folded) words.push(...LEVELS);
+  if (about.traces.length > 1 && !closed) words.push(`${about.traces[0]} (outlined)`, `${about.traces[1]} (filled)`);
+  const [legend, last] = placed([...words, ...extra], width, measure, 32);
+  const overview = last + 24, strip = tall >= 10 ? (about.folded ? 6 : 4) : 0;
+  let y = overview + 22, before = shown[0]?.rank;
   for (const lane of shown) {
     if (!lane.main && !all) continue;
     if (lane.rank !== before) y += strip;
     before = lane.rank;
-    const own = lane.main ? strip : 0;
-    rows.push({ ...lane, y, tall: lane.main ? tall : 6, strip: own });
-    y += (lane.main ? tall : 6) + own + (strip ? 1 : 0);
+    const own = lane.main ? strip : 0, high = lane.main ? tall : lane.group ? 13 : 6;
+    rows.push({ ...lane, y, tall: high, strip: own });
+    y += high + own + (strip ? 1 : 0);
   }
-  const axis = y + 3, below = memory ? axis + 8 : 0;
-  return { legend, overview, rows, axis, memory: below, bottom: memory ? below + CURVE : axis, height: (memory ? below + CURVE + 18 : axis) + 20 };
+  const axis = y + 3, below = memory ? axis + 8 : 0, [names, lines] = memory ? placed([...key, ...kinds], width - 4, measure, 22) : [[], 0];
+  const end = memory ? below + CURVE + 18 + lines : axis;
+  return { legend, overview, rows, axis, memory: below, bottom: memory ? below + CURVE : axis, height: end + 20, open: [...open].join(), key: names.map(([word, x, line]) => [word, x + 4, line]) };
+}
+
+const BENEATH = ["message", "receive", "collective", "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "copy"];
+const LEVELS = ["much shorter", "shorter", "alike", "longer", "much longer"];
+
+/** How long each event of a comparison took against its twin: a position in LEVELS, as in minipar/trace/comparison.py. */
+export function graded(takes, twin) {
+  const most = [0.75, 0.95, 1.05, 1.25], found = new Uint8Array(takes.length).fill(2);
+  for (let k = 0; k < takes.length; k++) {
+    const other = twin[k] < 0 || twin[k] > k ? -1 : takes[twin[k]]; // (the first trace has the lower numbers)
+    if (other > 0) found[k] = 4 - most.filter((part) => takes[k] / other <= part).length;
+    else if (!other && takes[k] > 0) found[k] = 4;
+  }
+  return found;
 }
 
 /** The smallest time after t (with sign -1 the largest before it) at which an event of these rows starts or ends. */

@@ -1,25 +1,32 @@
 // Drawing lanes: as pixels on a canvas, as bars in an SVG; and the memory curves under them.
-import { drawEdge, drawRect, drawText, fill, LOOKS, MEMORY, short, ticks } from "./shared.js";
+import { DIFFERENCES, drawBands, drawEdge, drawRect, drawText, fill, FONT, LOOKS, MEMORY, short, ticks } from "./shared.js";
 import { CURVE, LEFT, RIGHT } from "./events.js";
 import { blit, cells, inks, peaks, runs, search } from "./lod.js";
 
-const HATCH = Object.values(LOOKS).map((one) => ({ "/": 1, "x": 2 })[one[3]] ?? 0);
+const SIZES = [11, 9.5, 8, 7]; // of the words on bars
 
-/** What draws all lanes of a timeline between two times: paint(ctx, wide, look, plan, t0, t1, more). */
-export function lanePainter(about, begins, takes, sorts, numbers) {
+/** Whether a kind is a collective. */
+export const collective = (kind) => LOOKS[kind]?.[4].length > 1 || kind === "collective";
+
+/**
+ * What draws all lanes of a timeline between two times: paint(ctx, wide, look, plan, t0, t1, more). `levels` gives for
+ * each event of a comparison how long it took against its twin: a position in DIFFERENCES.
+ */
+export function lanePainter(about, begins, takes, sorts, numbers, levels) {
   const words = about.kinds, two = about.traces.length > 1;
-  let surface, brush, picture, pixels, line, sign, ground, full, rim, pale, paleRim;
+  const marks = words.map((kind) => [LOOKS[kind][3], LOOKS[kind][5] ?? 0]);
+  let surface, brush, picture, pixels, line, sign, ground, full, rim, pale, paleRim, tone, paleTone, reasons, grades;
 
   /** The events of a lane in sight, if there are at most so many. */
   function visible(lane, t0, t1, most) {
     const k = Math.max(lane.first, search(begins, lane.first, lane.last, t0) - 1), end = search(begins, lane.first, lane.last, t1);
     return end - k > most ? [] : Array.from({ length: end - k }, (_, i) => k + i);
   }
-  const facesOf = (look) => [...words.map((kind) => LOOKS[kind][0]), look.rule, look.muted, look.warn];
+  const idleFaces = (look) => [look.rule, look.muted, look.warn];
   const idleOf = (lane, more) => (lane.strip && more ? more.idle.find((one) => one[0] === lane.trace && one[1] === lane.rank) : null);
 
   function raster(wide, look, plan, t0, t1, more, ratio) {
-    const now = [t0, t1, wide, ratio, look.paper, plan.axis, plan.rows.length, !!more].join();
+    const now = [t0, t1, wide, ratio, look.paper, plan.axis, plan.rows.length, plan.open, !!more].join();
     if (sign === now) return;
     sign = now;
     const columns = Math.round(wide * ratio), top = plan.rows[0].y - 2, lines = Math.ceil((plan.axis - top) * ratio);
@@ -28,23 +35,30 @@ export function lanePainter(about, begins, takes, sorts, numbers) {
       brush = surface.getContext("2d");
       picture = brush.createImageData(columns, lines);
       pixels = new Uint32Array(picture.data.buffer);
-      line = new Uint8Array(columns);
+      line = new Uint16Array(columns);
     }
     pixels.fill(0);
     if (ground !== look.paper) {
       ground = look.paper;
-      [full, pale] = [1, 0.4].map((most) => inks(facesOf(look), ground, most));
-      [rim, paleRim] = [1, 0.4].map((most) => inks(words.map((kind) => LOOKS[kind][1]), ground, most));
+      const table = (k, other) => [1, 0.4].map((most) => inks(words.map((kind) => LOOKS[kind][k] || LOOKS[kind][other]), ground, most));
+      [full, pale] = table(0);
+      [rim, paleRim] = table(1);
+      [tone, paleTone] = table(6, 1);
+      reasons = inks(idleFaces(look), ground);
+      grades = inks(DIFFERENCES.map(([, colour]) => colour), ground);
     }
     for (const lane of plan.rows) {
       const y = Math.round((lane.y - top) * ratio), tall = Math.max(1, Math.round(lane.tall * ratio)), outlined = two && !lane.trace;
       cells(begins, takes, sorts, lane.first, lane.last, t0, t1, columns, line);
-      blit(pixels, columns, line, y, tall, outlined ? pale : full, outlined ? paleRim : rim, HATCH);
+      blit(pixels, columns, line, y, tall, outlined ? pale : full, outlined ? paleTone : tone, marks, ratio);
       if (lane.tall > 5) border(lane, y, tall, outlined ? full : rim, outlined ? Math.round(1.3 * ratio) : 1, columns, t0, t1, ratio);
-      const mine = idleOf(lane, more);
-      if (mine) {
+      const mine = idleOf(lane, more), under = Math.round((lane.strip - 1) * ratio);
+      if (lane.folded) {
+        cells(begins, takes, levels(), lane.first, lane.last, t0, t1, columns, line);
+        blit(pixels, columns, line, y + tall, under, grades, grades, []);
+      } else if (mine) {
         cells(more.idle_start, more.idle_length, more.idle_kind, mine[2], mine[3], t0, t1, columns, line);
-        blit(pixels, columns, line, y + tall, Math.round((lane.strip - 1) * ratio), full, full, HATCH);
+        blit(pixels, columns, line, y + tall, under, reasons, reasons, []);
       }
     }
     brush.putImageData(picture, 0, 0);
@@ -68,18 +82,20 @@ export function lanePainter(about, begins, takes, sorts, numbers) {
 
   /** The same with rectangles, for SVG. */
   function vector(ctx, wide, look, plan, t0, t1, more) {
-    const cell8 = new Uint8Array(wide), faces = facesOf(look);
-    const strip = (starts, lengths, codes, first, end, y, tall, pale) => {
-      cells(starts, lengths, codes, first, end, t0, t1, wide, cell8);
-      for (const [a, b, cell] of runs(cell8)) {
-        const code = (cell >> 4) - 1, known = LOOKS[words[code]];
+    const row = new Uint16Array(wide);
+    const strip = (starts, lengths, codes, first, end, y, tall, pale, faces) => {
+      cells(starts, lengths, codes, first, end, t0, t1, wide, row);
+      for (const [a, b, cell] of runs(row)) {
+        const code = (cell >> 4) - 1, known = !faces && LOOKS[words[code]];
         drawRect(ctx, known ? fill(ctx, known[0], known[1], known[3]) : faces[code], LEFT + a, y, b - a, tall, ((cell & 15) / 15) * pale);
+        if (known) drawBands(ctx, known, LEFT + a, y, b - a, tall);
       }
     };
     for (const lane of plan.rows) {
-      const outlined = two && !lane.trace, mine = idleOf(lane, more);
+      const outlined = two && !lane.trace, mine = idleOf(lane, more), under = lane.y + lane.tall;
       strip(begins, takes, sorts, lane.first, lane.last, lane.y, lane.tall, outlined ? 0.4 : 1);
-      if (mine) strip(more.idle_start, more.idle_length, more.idle_kind, mine[2], mine[3], lane.y + lane.tall, 3, 1);
+      if (lane.folded) strip(begins, takes, levels(), lane.first, lane.last, under, lane.strip - 1, 1, DIFFERENCES.map(([, colour]) => colour));
+      else if (mine) strip(more.idle_start, more.idle_length, more.idle_kind, mine[2], mine[3], under, 3, 1, idleFaces(look));
       for (const k of visible(lane, t0, t1, wide / 3)) {
         const [a, b] = ends(k, wide, t0, t1);
         if (b - a >= 4 && lane.tall > 8) drawEdge(ctx, LOOKS[words[sorts[k]]][outlined ? 0 : 1], a, lane.y, b - a, lane.tall);
@@ -89,22 +105,51 @@ export function lanePainter(about, begins, takes, sorts, numbers) {
 
   const ends = (k, wide, t0, t1) => [begins[k], begins[k] + takes[k]].map((t) => LEFT + Math.max(0, Math.min(1, (t - t0) / (t1 - t0))) * wide);
 
-  /** Letter and micro-batch, or the number alone, in the lanes where most events have room for it. */
-  function labels(ctx, wide, look, plan, t0, t1) {
-    let left = 2500;
+  /** What is written on a bar, the longest first: letter and micro-batch, the number, a collective with what it carries. */
+  function wordsOf(k, more) {
+    const own = more?.labels[more.name[k]], kind = words[sorts[k]];
+    if (own) return collective(kind) ? [own, LOOKS[kind][4]] : [own];
+    return numbers[k] < 0 ? (collective(kind) ? [LOOKS[kind][4]] : []) : [LOOKS[kind][4] + numbers[k], `${numbers[k]}`];
+  }
+
+  /** Words on bars: on all of a kind the longest ones, in the largest size, that most of them have room for; smaller where
+   *  there is less room; nothing where one digit has none. */
+  function labels(ctx, wide, look, plan, t0, t1, more) {
+    let left = 4000;
     for (const lane of plan.rows) {
       if (lane.tall < 11) continue;
-      const size = Math.min(11, lane.tall - 2);
-      const seen = visible(lane, t0, t1, wide / 8).filter((k) => numbers[k] >= 0).map((k) => [k, ...ends(k, wide, t0, t1)]);
-      const fitting = (text) => seen.filter(([k, a, b]) => b - a >= 0.62 * size * text(k).length + 3);
-      const long = (k) => LOOKS[words[sorts[k]]][4] + numbers[k], brief = (k) => `${numbers[k]}`;
-      const text = fitting(long).length >= 0.7 * seen.length ? long : brief, chosen = fitting(text);
-      left -= chosen.length;
-      if (chosen.length < 0.4 * seen.length || left < 0) continue;
-      for (const [k, a, b] of chosen) {
-        drawText(ctx, text(k), (a + b) / 2, lane.y + lane.tall / 2 + 0.5, two && !lane.trace ? look.ink : LOOKS[words[sorts[k]]][2], "center", size);
+      const kinds = new Map();
+      for (const k of visible(lane, t0, t1, wide / 5)) {
+        const texts = wordsOf(k, more), [a, b] = ends(k, wide, t0, t1);
+        if (texts.length && b - a > 0.6 * SIZES.at(-1)) kinds.set(sorts[k], [...(kinds.get(sorts[k]) ?? []), [k, a, b, texts]]);
+      }
+      for (const [sort, all] of kinds) {
+        const [, , own, , , bands] = LOOKS[words[sort]], group = collective(words[sort]), sizes = SIZES.filter((size) => size <= lane.tall - 1);
+        const fits = ([, a, b, texts], version, size) => 0.62 * size * texts[Math.min(version, texts.length - 1)].length + 2 <= b - a;
+        let [version, usual] = [1, sizes.at(-1)];
+        for (const [v, size] of [[0, sizes[0]], ...sizes.map((size) => [1, size])].reverse()) if (all.filter((one) => fits(one, v, size)).length >= 0.7 * all.length) [version, usual] = [v, size];
+        if (group) version = 0;
+        const middle = lane.y + lane.tall / 2 + 0.5 - 2 * (bands ?? 0), ink = group ? "#1a1a1a" : two && !lane.trace ? look.ink : own;
+        for (const one of all) {
+          const tries = [version, 1].flatMap((v) => sizes.filter((size) => size <= usual || group).map((size) => [v, size]));
+          const found = tries.find(([v, size]) => fits(one, v, size));
+          if (!found || left-- < 0) continue;
+          const text = one[3][Math.min(found[0], one[3].length - 1)], x = (one[1] + one[2]) / 2;
+          if (group) drawHalo(ctx, text, x, middle, found[1]);
+          drawText(ctx, text, x, middle, ink, "center", found[1]);
+        }
       }
     }
+  }
+  function drawHalo(ctx, text, x, y, size) {
+    if (!ctx.strokeText) return;
+    ctx.font = `${size}px ${FONT}`;
+    ctx.textAlign = "center";
+    ctx.textBaseline = "middle";
+    ctx.lineJoin = "round";
+    ctx.strokeStyle = "#ffffff";
+    ctx.lineWidth = 3;
+    ctx.strokeText(text, x, y);
   }
 
   function paint(ctx, wide, look, plan, t0, t1, more) {
@@ -116,7 +161,7 @@ export function lanePainter(about, begins, takes, sorts, numbers) {
       ctx.imageSmoothingEnabled = false;
       ctx.drawImage(surface, LEFT, plan.rows[0].y - 2, wide, picture.height / ratio);
     }
-    labels(ctx, wide, look, plan, t0, t1);
+    labels(ctx, wide, look, plan, t0, t1, more);
   }
   return { paint, visible };
 }
@@ -164,12 +209,10 @@ export function drawMemory(ctx, wide, look, plan, t0, t1, more, about, rank) {
     drawText(ctx, `capacity ${short(limit)} ${more.memory_unit}`, LEFT + wide - 2, yOf(limit) - 7, look.warn, "right");
   }
   for (const amount of ticks(0, most, 4)) drawText(ctx, short(amount), LEFT - 4, yOf(amount), look.muted, "right");
-  const words = [`memory of rank ${rank} (${more.memory_unit}):`, ...more.memory_kinds, ...(last ? [`${about.traces[0]} dashed`] : [])];
-  let x = 4;
-  for (const word of words) {
-    if (MEMORY[word]) drawRect(ctx, fill(ctx, MEMORY[word][0], look.paper, MEMORY[word][1]), (x += 6), bottom + 22, 11, 9);
-    drawText(ctx, word, (x += MEMORY[word] ? 14 : 0), bottom + 27, look.ink);
-    x += 6.1 * word.length;
+  for (const [word, x, y] of plan.key) {
+    const mark = MEMORY[word];
+    if (mark) drawRect(ctx, fill(ctx, mark[0], look.paper, mark[1]), x, bottom + 22 + y, 11, 9);
+    drawText(ctx, word, x + (mark ? 15 : 0), bottom + 27 + y, look.ink);
   }
   drawText(ctx, `peak ${short((mine[4] ??= total.subarray(mine[2], mine[3]).reduce((a, b) => Math.max(a, b), 0)))}`, LEFT + wide + RIGHT - 2, top + 6, look.muted, "right");
 }

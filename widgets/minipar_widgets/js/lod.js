@@ -21,10 +21,10 @@ export function search(start, first, last, t) {
 }
 
 /**
- * One byte a pixel of [from, to): 0 where nothing is, or 16 * (kind + 1) + strength. Pixel x is the time from
+ * A number for each pixel of [from, to): 0 where nothing is, or 16 * (kind + 1) + strength. Pixel x is the time from
  * from + x / scale to from + (x + 1) / scale.
  */
-export function cells(start, length, kind, first, last, from, to, width, out = new Uint8Array(width)) {
+export function cells(start, length, kind, first, last, from, to, width, out = new Uint16Array(width)) {
   out.fill(0, 0, width);
   const scale = width / (to - from);
   let k = search(start, first, last, from);
@@ -64,12 +64,12 @@ export function cells(start, length, kind, first, last, from, to, width, out = n
   return out;
 }
 
-const sums = new Float64Array(16); // how much of the pixel under way each kind fills; zeros between two pixels
+const sums = new Float64Array(32); // how much of the pixel under way each kind fills; zeros between two pixels
 
-/** The byte of a pixel with these kinds. */
+/** The cell of a pixel with these kinds. */
 function cell(seen) {
   let sum = 0, most = -1, best = 0;
-  for (let code = 0; seen; code++, seen >>= 1) {
+  for (let code = 0; seen; code++, seen >>>= 1) {
     if (!(seen & 1)) continue;
     const part = sums[code];
     sums[code] = 0;
@@ -148,7 +148,7 @@ const rgb = (hex) => [1, 3, 5].map((k) => parseInt(hex.slice(k, k + 2), 16));
 
 /** Pixels (ABGR, as in ImageData on all machines that browsers run on) of every cell: `face` over `paper`, by strength. */
 export function inks(faces, paper, most = 1) {
-  const found = new Uint32Array(256), under = rgb(paper);
+  const found = new Uint32Array(16 * (faces.length + 1)), under = rgb(paper);
   faces.forEach((face, code) => {
     const over = rgb(face);
     for (let strength = 0; strength <= STRONG; strength++) {
@@ -159,16 +159,29 @@ export function inks(faces, paper, most = 1) {
   return found;
 }
 
-/** Write a lane's cells into pixels, from row `top` for `height` rows; hatched where `hatch[code]` is 1 (/) or 2 (x). */
-export function blit(pixels, width, row, top, height, ink, line, hatch) {
-  const first = top * width;
+/** The marks of hatches: whether one is at column x and row y, in pixels of the page. */
+const HATCHES = {
+  "/": (x, y) => (x + y) % 6 === 0,
+  "\\": (x, y) => (x - y + 6000) % 6 === 0,
+  "x": (x, y) => (x + y) % 6 === 0 || (x - y + 6000) % 6 === 0,
+  "|": (x) => x % 6 === 0,
+  "-": (x, y) => y % 3 === 1,
+  "+": (x, y) => x % 6 === 0 || y % 6 === 3,
+};
+
+/**
+ * Write a lane's cells into pixels, from row `top` for `height` rows. looks[code] is [hatch, bands] of a kind: a hatch
+ * and the bands at the lower edge of later chunks have the colours of `line`. `ratio` pixels are one of the page.
+ */
+export function blit(pixels, width, row, top, height, ink, line, looks, ratio = 1) {
+  const first = top * width, fine = Math.max(1, Math.round(ratio)), page = (c) => Math.floor(c / fine);
   for (let x = 0; x < width; x++) pixels[first + x] = ink[row[x]];
   for (let y = 1; y < height; y++) pixels.copyWithin(first + y * width, first, first + width);
   for (let x = 0; x < width; x++) {
-    const mark = row[x] && hatch[(row[x] >> 4) - 1];
-    for (let y = 0; mark && y < height; y++) {
-      const place = (x + top + y) % 6;
-      if (place === 0 || (mark === 2 && (x - y + 6000) % 6 === 0)) pixels[first + y * width + x] = line[row[x]];
+    const [hatch, bands] = (row[x] && looks[(row[x] >> 4) - 1]) || ["", 0], mark = HATCHES[hatch];
+    for (let y = 0; mark && y < height; y++) if (mark(page(x), page(y))) pixels[first + y * width + x] = line[row[x]];
+    for (let k = 0; k < bands && height >= 9 * fine; k++) {
+      for (let y = height - (4 + 4 * k) * fine; y < height - (2 + 4 * k) * fine; y++) pixels[first + y * width + x] = line[row[x]];
     }
   }
 }

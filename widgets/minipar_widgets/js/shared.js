@@ -24,8 +24,7 @@
 //
 // The functions without a document are pure, and tested by shared.test.mjs.
 
-/** Colours by kind, as in minipar/trace/figure.py: face, edge, ink on it, hatch, letter. A test holds the two equal. */
-export const LOOKS = {
+const PLAIN = {
   "forward": ["#0072B2", "#004a75", "#fefefe", "", "F"],
   "backward": ["#E69F00", "#7a5300", "#201400", "", "B"],
   "input gradient": ["#F6CF78", "#7a5300", "#201400", "", "I"],
@@ -35,9 +34,34 @@ export const LOOKS = {
   "reduce": ["#009E73", "#00664a", "#fefefe", "", "+"],
   "message": ["#CC79A7", "#8f3f6c", "#fefefe", "/", "M"],
   "receive": ["#8f3f6d", "#8f3f6d", "#fefefe", "", "r"],
-  "collective": ["#CC79A7", "#8f3f6c", "#fefefe", "x", "C"],
+  "collective": ["#CC79A7", "#8f3f6c", "#fefefe", "+", "C"],
+  "all-reduce": ["#CC79A7", "#8f3f6c", "#fefefe", "x", "AR"],
+  "reduce-scatter": ["#CC79A7", "#8f3f6c", "#fefefe", "\\", "RS"],
+  "all-gather": ["#CC79A7", "#8f3f6c", "#fefefe", "|", "AG"],
+  "all-to-all": ["#CC79A7", "#8f3f6c", "#fefefe", "-", "AA"],
   "copy": ["#9a9a9a", "#6a6a6a", "#fefefe", "", "c"],
 };
+
+/** A look in the shade of a chunk: dark for even chunks, light for odd ones; from chunk 1 on with bands of the other tone. */
+export function shaded([face, edge, ink, hatch, letter], shade) {
+  const light = `#${[1, 3, 5].map((k) => mixed(parseInt(face.slice(k, k + 2), 16))).join("")}`, bands = (shade + 1) >> 1;
+  return shade % 2 ? [light, edge, "#201400", hatch, letter, bands, face] : [face, edge, ink, hatch, letter, bands, light];
+}
+const mixed = (c) => Math.floor(c + (255 - c) * 0.55 + 0.5).toString(16).padStart(2, "0").toUpperCase();
+
+const CHUNKS = [1, 2, 3].flatMap((shade) => ["forward", "backward", "input gradient", "weight gradient", "recompute"].map((kind) => [`${kind} ${shade}`, shaded(PLAIN[kind], shade)]));
+
+/**
+ * Colours by kind, as in minipar/trace/figure.py: face, edge, ink on it, hatch, letter; of the kinds with a shade
+ * (`forward 1` is a forward of chunk 1) also how many bands, and their colour. A test holds the two equal.
+ */
+export const LOOKS = { ...PLAIN, ...Object.fromEntries(CHUNKS) };
+
+/** What a chunk or direction looks like in a legend. After the fourth chunk the last two looks repeat. */
+export const sample = (k) => shaded(["#7a7a7a", "#4d4d4d", "#fefefe", "", ""], k < 4 ? k : 2 + (k % 2));
+
+/** A comparison: how long an instruction took against the other trace. As in figure.py. */
+export const DIFFERENCES = [["much shorter", "#332288"], ["shorter", "#9F98CF"], ["alike", "#C8C8C8"], ["longer", "#F0B58A"], ["much longer", "#D55E00"]];
 
 /** Colours of memory by kind; the hatch is the second channel. */
 export const MEMORY = {
@@ -101,7 +125,7 @@ const n2 = (x) => +x.toFixed(2);
 const PEN = ["fillStyle", "strokeStyle", "lineWidth", "globalAlpha", "font", "textAlign", "textBaseline"];
 const UP = "M0 6L6 0M-1 1L1 -1M5 7L7 5";
 const DOWN = "M0 0L6 6M-1 5L1 7M5 -1L7 1";
-const MARKS = { "/": UP, "\\": DOWN, "x": UP + DOWN };
+const MARKS = { "/": UP, "\\": DOWN, "x": UP + DOWN, "|": "M3 0V6", "-": "M0 1.5H6M0 4.5H6", "+": "M3 0V6M0 3H6" };
 
 /** A context with the calls of canvas that widgets use, which writes SVG. `toString()` gives the picture. */
 export function svgContext(width, height, title = "") {
@@ -185,15 +209,16 @@ export function svgContext(width, height, title = "") {
 
 const patterns = new Map();
 
-/** A fill style: the face, hatched with "/", "\\" or "x" if a mark is given. */
+/** A fill style: the face, hatched if a mark is given. Its tile is as fine as the canvas. */
 export function fill(ctx, face, edge, mark) {
   if (!mark) return face;
   if (ctx.hatch) return ctx.hatch(mark, face, edge);
-  const key = face + edge + mark;
+  const fine = Math.max(1, Math.ceil(ctx.getTransform().a)), key = face + edge + mark + fine;
   if (!patterns.has(key)) {
     const tile = document.createElement("canvas");
-    tile.width = tile.height = 6;
+    tile.width = tile.height = 6 * fine;
     const c = tile.getContext("2d");
+    c.scale(fine, fine);
     c.fillStyle = face;
     c.fillRect(0, 0, 6, 6);
     c.strokeStyle = edge;
@@ -201,7 +226,9 @@ export function fill(ctx, face, edge, mark) {
     c.stroke(new Path2D(MARKS[mark]));
     patterns.set(key, tile);
   }
-  return ctx.createPattern(patterns.get(key), "repeat");
+  const pattern = ctx.createPattern(patterns.get(key), "repeat");
+  pattern.setTransform(new DOMMatrix().scale(1 / fine));
+  return pattern;
 }
 
 /** A filled rectangle. */
@@ -228,10 +255,16 @@ export function drawText(ctx, words, x, y, colour, align = "left", size = 11, we
   ctx.fillText(words, x, y);
 }
 
+/** The bands at the lower edge of a later chunk's bar. */
+export function drawBands(ctx, [, , , , , bands, tone], x, y, width, height) {
+  for (let k = 0; k < (bands ?? 0) && height >= 9; k++) drawRect(ctx, tone, x + 1, y + height - 4 - 4 * k, Math.max(0, width - 2), 2);
+}
+
 /** A bar of a kind with its edge, and its text where there is room for it. */
 export function bar(ctx, kind, x, y, width, height, text = "") {
   const [face, rim, ink, hatch] = LOOKS[kind];
   drawRect(ctx, fill(ctx, face, rim, hatch), x, y, width, height);
+  drawBands(ctx, LOOKS[kind], x, y, width, height);
   if (width >= 3) drawEdge(ctx, rim, x, y, width, height);
   if (text && height >= 9 && width >= 4 + 6.2 * text.length) drawText(ctx, text, x + width / 2, y + height / 2 + 0.5, ink, "center", Math.min(11, height - 1));
 }

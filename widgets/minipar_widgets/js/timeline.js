@@ -1,25 +1,31 @@
 // The timeline: lanes per rank and stream, one trace or a measured one under its prediction, the memory below.
 //
-//   legend
+//   legend      (of the critical path, too, while it is marked)
 //   overview   how many ranks compute, and which part is seen below
 //   rank 0     |F0|F1|..|B0|   compute; a strip under it says why it is idle; thin lanes for the other streams
 //   memory     of the chosen rank, stacked by kind; lines of the others
-import { drawEdge, drawRect, drawText, fill, frame, LOOKS, short, ticks, unpack } from "./shared.js";
-import { boundary, chain, IDLE, inverse, layout, LEFT, RIGHT, twins } from "./events.js";
-import { curveOf, drawMemory, lanePainter } from "./lanes.js";
+//
+// In a comparison of many ranks a rank has one lane, the second trace, and the strip shows how long each instruction took
+// against the first one. A click on the rank's name shows both.
+import { DIFFERENCES, drawBands, drawEdge, drawRect, drawText, fill, FONT, frame, LOOKS, sample, short, ticks, unpack } from "./shared.js";
+import { boundary, chain, graded, IDLE, inverse, layout, LEFT, RIGHT, twins } from "./events.js";
+import { collective, curveOf, drawMemory, lanePainter } from "./lanes.js";
 import { filled, hit, search, totals } from "./lod.js";
 
 const KEYS = [
   ["← →", "the instruction before, the one after"], ["↑ ↓", "the rank above, the rank below"],
   ["Shift ← →", "move the window"], ["+ -", "zoom in, zoom out"], ["Home", "all of the time"], ["Enter", "zoom in on the instruction"],
-  ["space", "play or pause"], [", .", "the start before, the next start"],
+  ["space", "play or pause"], [", .", "the start before, the next start"], ["i", "the next idle time"],
+  ["f", "both traces of a rank, or the difference"],
   ["c m s", "critical path, messages, streams"], ["d", "the largest difference between two traces, then the next one"],
   ["Tab", "the next instruction; after the last one, out"], ["Escape", "let the instruction go; then Tab leaves"],
 ];
+const PATH = "critical path";
+const AROUND = /^(message|receive|copy|collective|all-.*|reduce-scatter)$/; // what is no compute
 
 function render({ model, el }) {
   let about, traces, strips, begins, takes, sorts, numbers, indices, lengths, firsts, painter, view, plan, placed;
-  let more, twin, after, share, worst, streams = true, arrows = false, along = false;
+  let more, twin, after, share, worst, levels, open = new Set(), gap = -1, streams = true, arrows = false, along = false;
   let t0 = 0, t1 = 1, extent = 1, rank = 0, chosen = -1, over = -1, cursor = null, brush = null, drag = null, leaving = false;
   let playing = false, told = 0, asked = false, wait = 0;
 
@@ -32,12 +38,14 @@ function render({ model, el }) {
     strips = about.lanes;
     firsts = strips.map((lane) => lane[3]);
     lengths = totals(takes);
-    painter = lanePainter(about, begins, takes, sorts, numbers);
+    levels = null;
+    open = new Set();
+    painter = lanePainter(about, begins, takes, sorts, numbers, () => (levels ??= graded(takes, (twin ??= twins(strips, indices)))));
     twin = about.same ? null : new Int32Array(0);
     extent = t1 = about.span || 1;
     t0 = placed = 0;
     rank = about.highest;
-    chosen = over = -1;
+    chosen = over = gap = -1;
     cursor = brush = share = worst = null;
     asked = clearTimeout(asked);
     enrich();
@@ -46,6 +54,7 @@ function render({ model, el }) {
     const given = model.get("more");
     more = given.names && about.lanes ? { ...given, ...unpack(model.get("details"), given.layout) } : null;
     after = null;
+    placed = 0;
     if (more && !rank) rank = more.highest;
     if (view) redraw();
   }
@@ -57,7 +66,7 @@ function render({ model, el }) {
   const laneOf = (k) => strips[search(firsts, 0, firsts.length, k + 1) - 1];
   const kindOf = (k) => about.kinds[sorts[k]];
   const endOf = (k) => begins[k] + takes[k];
-  const nameOf = (k) => more ? more.names[more.name[k]].replaceAll("#", numbers[k]) : kindOf(k) + (numbers[k] < 0 ? "" : ` mb${numbers[k]}`);
+  const nameOf = (k) => more ? more.names[more.name[k]].replaceAll("#", numbers[k] % about.per[laneOf(k)[0]]) : kindOf(k) + (numbers[k] < 0 ? "" : ` mb${numbers[k]}`);
   const within = (lane, a, b) => filled(begins, lengths, lane[3], lane[4], a, b);
   const time = (t) => short(t) + (about.unit === "ms" ? " ms" : "");
   const rowOf = (k) => plan.rows.find((lane) => lane.first <= k && k < lane.last);
@@ -66,13 +75,26 @@ function render({ model, el }) {
     const mine = more?.idle.find((one) => one[0] === lane.trace && one[1] === lane.rank);
     return mine ? hit(more.idle_start, more.idle_length, mine[2], mine[3], t, 0) : -1;
   };
-  const reason = (k) => IDLE[more.idle_kind[k] - about.kinds.length];
+  const reason = (k) => IDLE[more.idle_kind[k]];
+
+  /** Why a rank is idle, for what it waits, and which rank holds it up. */
+  function why(j, r) {
+    const then = more.idle_then[j], awaited = more.idle_awaited[j], by = more.idle_by[j], lines = [`${rankName(r)} idle (${reason(j)}) for ${time(more.idle_length[j])}`];
+    const who = by >= 0 ? rankName(laneOf(by)[1]) : "";
+    if (then < 0) lines.push(by >= 0 ? `its work is done; ${who} ends last, with ${nameOf(by)}` : "its work is done");
+    else if (reason(j) === "overhead") lines.push(`nothing was missing for ${nameOf(then)}: the run itself took this time`);
+    else {
+      lines.push(awaited >= 0 ? `waits with ${nameOf(then)} for ${nameOf(awaited)}` : `waits with ${nameOf(then)}`);
+      if (by >= 0) lines.push(`${who} holds it up, with ${nameOf(by)} until ${time(endOf(by))}`);
+    }
+    return lines.join("\n");
+  }
 
   /** Pairs (earlier, later): what event k depends on, and what depends on it, through messages to compute. */
   function causes(k) {
     if (!more) return [];
     after ??= inverse(more.before, more.before_of);
-    const passes = (j) => sorts[j] > 6;
+    const passes = (j) => AROUND.test(kindOf(j));
     return [...chain(k, more.before, more.before_of, passes).map(([a, b]) => [b, a]), ...chain(k, ...after, passes)];
   }
 
@@ -87,8 +109,8 @@ function render({ model, el }) {
     return lines.join("\n");
   }
 
-  /** A rank, and where it is on the mesh if ranks share layers. */
-  const rankName = (r) => (about.places?.[r] ? `rank ${r} (${about.places[r]})` : `rank ${r}`);
+  /** A rank: what it is called, and where it is on the mesh if ranks share layers. */
+  const rankName = (r) => about.names?.[r] ?? (about.places?.[r] ? `rank ${r} (${about.places[r]})` : `rank ${r}`);
 
   /** What every rank does at a time. */
   function moment(t) {
@@ -96,7 +118,7 @@ function render({ model, el }) {
     for (const lane of plan.rows) {
       if (!lane.main || (lane.rank !== rank && about.ranks > 8)) continue;
       const k = hit(begins, takes, lane.first, lane.last, t, 0), j = idleAt(lane, t);
-      parts.push(`${two() ? `${traces[lane.trace]} ` : ""}rank ${lane.rank} ${k >= 0 ? nameOf(k) : j >= 0 ? `idle (${reason(j)})` : "idle"}`);
+      parts.push(`${two() ? `${traces[lane.trace]} ` : ""}${about.names?.[lane.rank] ?? `rank ${lane.rank}`} ${k >= 0 ? nameOf(k) : j >= 0 ? `idle (${reason(j)})` : "idle"}`);
     }
     view.say(`at ${time(t)}: ${parts.join(", ")}. ${held(t).replaceAll("\n", ", ")}`);
   }
@@ -122,6 +144,14 @@ function render({ model, el }) {
     }).join("; ");
   }
 
+  const pen = document.createElement("canvas").getContext("2d"), widths = new Map();
+  /** The width of a word of the legend. */
+  function widthOf(word) {
+    pen.font = `11px ${FONT}`;
+    if (!widths.has(word)) widths.set(word, pen.measureText(word).width);
+    return widths.get(word);
+  }
+
   // drawing -----------------------------------------------------------------------------------------------------------
 
   const area = (full) => Math.max(50, Math.round(full - LEFT - RIGHT));
@@ -129,15 +159,20 @@ function render({ model, el }) {
 
   function legend(ctx, look) {
     for (const [word, x, y] of plan.legend) {
-      const known = LOOKS[word], idle = IDLE.indexOf(word.slice(6));
-      if (idle >= 0) drawRect(ctx, [look.rule, look.muted, look.warn][idle], x, y + 6, 14, 4);
+      const shade = about.shades.indexOf(word), known = shade >= 0 ? sample(shade) : LOOKS[word], idle = IDLE.indexOf(word.slice(6));
+      const grade = DIFFERENCES.find(([name]) => name === word);
+      if (word === PATH) drawEdge(ctx, look.warn, x, y + 2, 14, 11, 2.5);
+      else if (grade) drawRect(ctx, grade[1], x, y + 5, 14, 6);
+      else if (idle >= 0) drawRect(ctx, [look.rule, look.muted, look.warn][idle], x, y + 6, 14, 4);
       else {
         if (!word.endsWith("(outlined)")) drawRect(ctx, known ? fill(ctx, known[0], known[1], known[3]) : look.muted, x, y + 2, 14, 11);
+        if (known) drawBands(ctx, known, x, y + 2, 14, 11);
         drawEdge(ctx, known ? known[1] : look.muted, x, y + 2, 14, 11);
       }
-      drawText(ctx, word, x + 19, y + 8, look.ink);
+      drawText(ctx, said(word), x + 19, y + 8, look.ink);
     }
   }
+  const said = (word) => (word === "alike" ? `as ${traces[0]}` : word);
   /** How many ranks compute, over the whole time. (Of long traces a sample of 16 ranks.) */
   function overview(ctx, full, look) {
     const wide = area(full), y = plan.overview, columns = Math.min(wide, 300);
@@ -159,7 +194,7 @@ function render({ model, el }) {
     for (const t of ticks(t0, t1, Math.max(2, Math.floor(area(full) / 90)))) {
       const x = Math.round(xOf(t, full));
       drawRect(ctx, look.rule, x, plan.overview + 18, 1, plan.bottom - plan.overview - 18);
-      drawText(ctx, short(t), x, plan.bottom + 9, look.muted, "center");
+      drawText(ctx, short(t), Math.min(x, full - RIGHT - widthOf(short(t)) / 2), plan.bottom + 9, look.muted, "center"); // (the unit is beside it)
     }
     drawText(ctx, about.unit === "ms" ? "time (ms)" : "time", full - 2, plan.bottom + 9, look.muted, "right");
   }
@@ -168,13 +203,21 @@ function render({ model, el }) {
     for (const lane of plan.rows) {
       if (!lane.main || lane.y < until) continue;
       const y = lane.y + Math.max(6, lane.tall / 2), end = Math.min(t1, about.spans[lane.trace]), busy = filled(begins, lengths, lane.first, lane.last, t0, end) / (end - t0);
-      const second = two() && lane.trace && lane.tall >= 10, mine = lane.rank === rank;
+      const second = two() && lane.trace && lane.tall >= 10 && !lane.folded, mine = lane.rank === rank;
+      const own = (about.names?.[lane.rank] ?? `rank ${lane.rank}`).split(" (")[0], fold = about.folded && lane.tall >= 10 ? (lane.folded ? "▸ " : "▾ ") : "";
       const where = (!lane.trace && lane.tall >= 20 && about.places?.[lane.rank]) || "";
-      drawText(ctx, second ? `  ${traces[1]}` : `rank ${lane.rank}`, 4, y - (where ? 5 : 0), mine ? look.focus : look.ink, "left", 11, mine ? "bold " : "");
+      drawText(ctx, second ? `  ${traces[1]}` : fold + own, 4, y - (where ? 5 : 0), mine ? look.focus : look.ink, "left", 11, mine ? "bold " : "");
       if (where) drawText(ctx, where.length > 12 ? where.replaceAll(" ", "") : where, 4, y + 7, look.muted, "left", 9.5);
-      if (lane.tall >= 6 && end > t0) drawText(ctx, `${Math.round(100 * Math.max(0, 1 - busy))}% idle`, full - 2, y, look.muted, "right");
+      if (lane.folded && lane.tall >= 6) drawText(ctx, busier(lane), full - 2, y, look.muted, "right");
+      else if (lane.tall >= 6 && end > t0) drawText(ctx, `${Math.round(100 * Math.max(0, 1 - busy))}% idle`, full - 2, y, look.muted, "right");
       until = lane.y + Math.max(13, lane.tall);
     }
+  }
+  /** How much more a rank computes in the second trace. */
+  function busier(lane) {
+    const first = strips.find((one) => one[0] === 0 && one[1] === lane.rank && one[2] === "compute"), sum = (one) => lengths[one[1]] - lengths[one[0]];
+    const part = Math.round(100 * (sum([lane.first, lane.last]) / sum([first[3], first[4]]) - 1));
+    return isFinite(part) ? `busy ${part < 0 ? "−" : "+"}${Math.abs(part)}%` : "";
   }
   function box(ctx, k, full, colour, thick) {
     const lane = rowOf(k);
@@ -226,6 +269,12 @@ function render({ model, el }) {
       }
       box(ctx, twinOf(shown), full, look.focus, 2);
       box(ctx, shown, full, look.ink, 2);
+    } else if (gap >= 0 && more) {
+      const lane = plan.rows.find((one) => one.main && idleAt(one, more.idle_start[gap]) === gap), by = more.idle_by[gap];
+      const [a, b] = [more.idle_start[gap], more.idle_start[gap] + more.idle_length[gap]].map((t) => Math.max(LEFT, Math.min(full - RIGHT, xOf(t, full))));
+      if (lane) drawEdge(ctx, look.ink, a, lane.y - 1, Math.max(3, b - a), lane.tall + lane.strip + 1, 2);
+      if (by >= 0) box(ctx, by, full, look.wire, 2);
+      if (by >= 0 && more.idle_then[gap] >= 0) arrow(ctx, [by, more.idle_then[gap]], full, look.wire);
     }
     if (brush) {
       const [a, b] = brushed().map((t) => xOf(t, full));
@@ -274,6 +323,7 @@ function render({ model, el }) {
 
   function choose(k) {
     chosen = k;
+    gap = -1;
     if (k >= 0) {
       rank = laneOf(k)[1];
       cursor = begins[k];
@@ -300,9 +350,44 @@ function render({ model, el }) {
     choose(stays ? k : -1);
     return stays;
   }
+  /** The next idle time of the chosen rank, and why it is idle. */
+  function idle() {
+    const mine = more?.idle.find((one) => one[0] === traces.length - 1 && one[1] === rank);
+    if (!mine || mine[2] === mine[3]) return view.say(`${rankName(rank)} is never idle`);
+    const next = gap >= mine[2] && gap < mine[3] - 1 ? gap + 1 : mine[2];
+    choose(-1);
+    gap = next;
+    cursor = more.idle_start[gap];
+    around(cursor);
+    view.say(why(gap, rank).replaceAll("\n", ", "));
+    redraw();
+  }
+  /** Both traces of a rank of a folded comparison, or the difference. */
+  function fold(r = rank) {
+    if (!about.folded) return;
+    if (!open.delete(r)) open.add(r);
+    placed = 0;
+    view.say(`${rankName(r)}: ${open.has(r) ? "both traces" : "the difference"}`);
+    redraw();
+  }
+  /** What the critical path is made of. */
+  function tellPath() {
+    const last = more ? [...more.path].filter((k) => laneOf(k)[0] === traces.length - 1) : [];
+    if (!last.length) return view.say(more ? "there is no critical path" : "");
+    const parts = new Map(), whole = about.spans[traces.length - 1];
+    for (const k of last) {
+      const kind = kindOf(k).replace(/ \d$/, ""), name = kind === "receive" || kind === "message" ? "messages" : collective(kind) ? "collectives" : kind;
+      parts.set(name, (parts.get(name) ?? 0) + takes[k]);
+    }
+    const rest = whole - [...parts.values()].reduce((a, b) => a + b, 0), ranks = new Set(last.map((k) => laneOf(k)[1])).size;
+    parts.set("messages and gaps", Math.max(0, rest) + (parts.get("messages") ?? 0));
+    parts.delete("messages");
+    const words = [...parts].filter(([, size]) => size > whole * 0.0005).map(([kind, size]) => `${kind} ${time(size)}`);
+    view.say(`critical path, ${last.length} instructions on ${ranks} rank${ranks > 1 ? "s" : ""}: each waited for the one before it, and together they are the whole ${time(whole)}: ${words.join(" + ")}. Only what is on it makes the step shorter.`);
+  }
   function turn(step) {
     rank = Math.max(0, Math.min(about.ranks - 1, rank + step));
-    chosen = -1;
+    chosen = gap = -1;
     moment(cursor ?? t0);
     redraw();
   }
@@ -346,7 +431,15 @@ function render({ model, el }) {
     name: "timeline", help: KEYS, draw,
     height(full) {
       if (!about.lanes) return 40;
-      if (placed !== (placed = streams ? full : -full)) plan = layout(about, full, streams, about.memory);
+      const sign = [full, streams, along, rank].join();
+      if (placed !== sign) {
+        placed = sign;
+        const last = two() ? [`${traces[0]} dashed`] : [];
+        plan = layout(about, full, {
+          streams, memory: about.memory, open, kinds: [...(more?.memory_kinds ?? []), ...last], extra: along ? [PATH] : [],
+          key: [`memory of ${rankName(rank)} (${more?.memory_unit ?? "MiB"}):`], measure: (word) => widthOf(said(word)),
+        });
+      }
       return plan.height;
     },
     keys: {
@@ -357,15 +450,17 @@ function render({ model, el }) {
       "Escape"() {
         leaving = true;
         brush = cursor = null;
+        gap = -1;
         if (playing) play();
         choose(-1);
       },
-      " ": play, ".": () => step(1), ",": () => step(-1), "d": difference, "c": () => critical.click(), "m": () => all.click(), "s": () => lanes.click(),
+      " ": play, ".": () => step(1), ",": () => step(-1), "d": difference, "c": () => critical.click(), "m": () => all.click(), "i": idle, "f": () => fold(), "s": () => lanes.click(),
     },
   });
   const toggle = (label, title, set, on) => {
     const made = view.button(label, title, () => {
       made.setAttribute("aria-pressed", set());
+      placed = 0;
       redraw();
     }, on);
     return made;
@@ -374,7 +469,11 @@ function render({ model, el }) {
   view.button("+", "zoom in (+)", () => zoom(0.6));
   view.button("−", "zoom out (-)", () => zoom(1 / 0.6));
   view.button("all", "show all (Home)", whole);
-  const critical = toggle("critical path", "what the time consists of (c)", () => (along = !along), false);
+  const critical = toggle("critical path", "what the time consists of (c)", () => {
+    along = !along;
+    if (along) tellPath();
+    return along;
+  }, false);
   const all = toggle("messages", "arrows from send to receive (m)", () => (arrows = !arrows), false);
   const lanes = toggle("streams", "more lanes (s)", () => (streams = !streams), true);
   if (about.same) view.button("differences", "largest first (d)", difference);
@@ -399,7 +498,7 @@ function render({ model, el }) {
     if (!playing) cursor = inside ? t : null;
     over = lane && inside ? hit(begins, takes, lane.first, lane.last, t, (3 * size) / area(board.clientWidth)) : -1;
     const idle = lane?.main && inside ? idleAt(lane, t) : -1;
-    view.tip(x, y, over >= 0 ? describe(over) : idle >= 0 ? `${rankName(lane.rank)} idle (${reason(idle)})\n${time(more.idle_length[idle])}` : inside && plan.memory && y > plan.memory ? held(t) : "");
+    view.tip(x, y, over >= 0 ? describe(over) : idle >= 0 ? why(idle, lane.rank) : lane && !inside && about.folded ? `${rankName(lane.rank)}: click for ${lane.folded ? "both traces" : "the difference"}` : inside && plan.memory && y > plan.memory ? held(t) : "");
     redraw();
   });
   view.listen(board, "pointerleave", () => {
@@ -410,7 +509,12 @@ function render({ model, el }) {
   });
   view.listen(board, "pointerdown", (event) => {
     const [x, y, t] = at(event);
-    if (event.button || x < LEFT) return;
+    if (event.button) return;
+    if (x < LEFT) {
+      const lane = at(event)[4];
+      if (lane && about.folded) fold(lane.rank);
+      return;
+    }
     drag = { x, t, pan: y > plan.overview - 4 && y < plan.overview + 18 };
     board.setPointerCapture(event.pointerId);
   });
@@ -419,7 +523,12 @@ function render({ model, el }) {
     if (drag && !drag.pan && brush && Math.abs(x - drag.x) > 4) show(...brushed());
     else if (drag && !drag.pan) {
       if (lane) rank = lane.rank;
+      const j = over < 0 && lane?.main ? idleAt(lane, at(event)[2]) : -1;
       choose(over);
+      if (j >= 0) {
+        gap = j;
+        view.say(why(j, lane.rank).replaceAll("\n", ", "));
+      }
     }
     drag = brush = null;
     redraw();
