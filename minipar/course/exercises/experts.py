@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from minipar.course.against import Comparison, rows_of_rank
+from minipar.course.against import Comparison, descend, rows_of_rank
 from minipar.course.exercises.building import batches
 from minipar.course.exercises.kinds.built import Trained, Trial
 from minipar.course.exercises.kinds.formula import Formula
@@ -170,13 +170,12 @@ def _with(gates: str = "summed", factor: float = 1.0) -> Callable[[Trial], nn.Mo
             for each in (model, *own):
                 each.zero_grad()
             torch.stack(losses).sum().backward()
-            with torch.no_grad():
-                for parameter in (model.up, model.down):
-                    parameter -= trial.lr * factor * parameter.grad / trial.ranks
-                gradients = [gate.weight.grad for gate in own]
-                for gate, gradient in zip(own, gradients, strict=True):
-                    mean = sum(gradients) / trial.ranks if gates == "summed" else gradient
-                    gate.weight -= trial.lr * mean
+            descend((model.up, model.down), trial.lr * factor / trial.ranks)
+            if gates == "summed":
+                mean = torch.stack([gate.weight.grad for gate in own if gate.weight.grad is not None]).mean(0)
+                for gate in own:
+                    gate.weight.grad = mean
+            descend((each for gate in own for each in gate.parameters()), trial.lr)
         model.gate = own[trial.rank]
         return model
 

@@ -73,7 +73,7 @@ def _compressed(feedback: str = "rest", divide: bool = True) -> Callable[[Trial]
                     late[each] = {"rest": whole - part, "none": torch.zeros_like(whole), "all": whole}[feedback]
             with torch.no_grad():
                 for each in model.parameters():
-                    each -= trial.lr * sent[each] / (trial.ranks if divide else 1)
+                    each.sub_(trial.lr * sent[each] / (trial.ranks if divide else 1))
         return model
 
     return train
@@ -130,16 +130,17 @@ def _pipedream(stash: bool = True) -> Callable[[Trial], nn.Module]:
             used = nn.Sequential()
             for r in range(p):
                 old = versions[max(0, i - (p - 1 - r))]
-                used.extend(deepcopy(against.stage_of_rank(old, r, p)))
+                used.extend(deepcopy(list(against.stage_of_rank(old, r, p).children())))
             output = trial.loss(used(x), y)
             if not stash:  # (autograd has saved the weights themselves, which are changed before the backward)
                 for mine, newest in zip(used.parameters(), versions[-1].parameters(), strict=True):
                     mine.data.copy_(newest.data)
             output.backward()
             new = deepcopy(versions[-1])
-            with torch.no_grad():
-                for each, mine in zip(new.parameters(), used.parameters(), strict=True):
-                    each -= trial.lr * mine.grad
+            for each, mine in zip(new.parameters(), used.parameters(), strict=True):
+                each.grad = mine.grad
+            against.descend(new.parameters(), trial.lr)
+            new.zero_grad()
             versions.append(new)
         return versions[-1]
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from minipar import sharding
-from minipar.course.against import Comparison
+from minipar.course.against import Comparison, descend
 from minipar.course.exercises.building import batches
 from minipar.course.exercises.kinds.built import Trained, Trial
 from minipar.course.exercises.kinds.function import Function
@@ -189,10 +189,14 @@ def _mine(tensor: Tensor, dim: int, rank: int, ranks: int) -> nn.Parameter:
     return nn.Parameter(tensor.detach().chunk(ranks, dim)[rank].clone())
 
 
+def _blocks(model: nn.Module) -> list[Block]:
+    return [each for each in model.children() if isinstance(each, Block)]
+
+
 def hidden_of_rank(model: nn.Module, rank: int, ranks: int) -> nn.Module:
     """A rank's part of the blocks: rows of `up`, columns of `down`, and the whole bias of `down`."""
     made = nn.Sequential(*(Block(HIDDEN // ranks).double() for _ in model.children()))
-    for part, whole in zip(made, model.children(), strict=True):
+    for part, whole in zip(_blocks(made), _blocks(model), strict=True):
         part.up.weight, part.up.bias = (_mine(one, 0, rank, ranks) for one in (whole.up.weight, whole.up.bias))
         part.down.weight = _mine(whole.down.weight, 1, rank, ranks)
         part.down.bias = nn.Parameter(whole.down.bias.detach().clone())
@@ -210,8 +214,8 @@ def _side_by_side(sum_gradients: bool, biases: bool = False) -> Callable[[Trial]
         parts = [hidden_of_rank(trial.first, rank, trial.ranks) for rank in range(trial.ranks)]
         for x, y in trial.batches:
             now = [x] * trial.ranks
-            for number in range(len(list(trial.first.children()))):
-                blocks = [part[number] for part in parts]
+            for number in range(len(_blocks(trial.first))):
+                blocks = [_blocks(part)[number] for part in parts]
                 read = now if not sum_gradients else [_shared_gradient(now, r) for r in range(trial.ranks)]
                 made = [
                     functional.linear(functional.gelu(block.up(one)), block.down.weight)
@@ -228,9 +232,7 @@ def _side_by_side(sum_gradients: bool, biases: bool = False) -> Callable[[Trial]
             for part in parts:
                 part.zero_grad()
             torch.stack([trial.loss(one, y) for one in now]).sum().backward()
-            with torch.no_grad():
-                for parameter in (each for part in parts for each in part.parameters()):
-                    parameter -= trial.lr * parameter.grad
+            descend((each for part in parts for each in part.parameters()), trial.lr)
         return _joined(trial.first, parts, trial.rank)
 
     return train
@@ -250,15 +252,15 @@ class _Shared(torch.autograd.Function):
 
 
 def _shared_gradient(now: list[Tensor], rank: int) -> Tensor:
-    found: Tensor = _Shared.apply(rank, *now)  # type: ignore[no-untyped-call]
+    found: Tensor = _Shared.apply(rank, *now)
     return found
 
 
 def _joined(first: nn.Module, parts: list[nn.Module], rank: int) -> nn.Module:
     whole = deepcopy(first)
     with torch.no_grad():
-        for number, block in enumerate(whole.children()):
-            blocks = [list(part.children())[number] for part in parts]
+        for number, block in enumerate(_blocks(whole)):
+            blocks = [_blocks(part)[number] for part in parts]
             block.up.weight.copy_(torch.cat([one.up.weight for one in blocks]))
             block.up.bias.copy_(torch.cat([one.up.bias for one in blocks]))
             block.down.weight.copy_(torch.cat([one.down.weight for one in blocks], 1))
@@ -333,9 +335,7 @@ def _loss(loss: Callable[[Tensor, Tensor, Trial], Tensor]) -> Callable[[Trial], 
         for x, y in trial.batches:
             model.zero_grad()
             loss(model(x), y, trial).backward()
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter -= trial.lr * parameter.grad
+            descend(model.parameters(), trial.lr)
         return model
 
     return train
