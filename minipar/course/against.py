@@ -187,6 +187,14 @@ def plain_sgd(model: nn.Module, batches: Iterable[Batch], loss: Loss, lr: float,
     return model
 
 
+def descend(parameters: Iterable[nn.Parameter], lr: float) -> None:
+    """One update of SGD, by the gradients that are there."""
+    with torch.no_grad():
+        for parameter in parameters:
+            assert parameter.grad is not None
+            parameter.sub_(lr * parameter.grad)
+
+
 def rows_of_rank(batch: Batch, rank: int, ranks: int) -> Batch:
     """A rank's rows of a batch: one block after another."""
     x, y = batch

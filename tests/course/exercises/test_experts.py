@@ -1,0 +1,91 @@
+"""Lesson 15: solutions pass (tests/course/test_solutions.py runs them); stubs, mistakes and waste are told apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minipar.course.exercise import check
+from minipar.course.exercises import experts as tasks
+from tests.course.exercises.test_building import is_told, stub
+
+
+@pytest.mark.parametrize("task", [tasks.ROOM, tasks.PLACES, tasks.BALANCE], ids=("room", "places", "balance"))
+def test_a_stub_is_told_that_nothing_is_written(task: Any) -> None:
+    assert "nothing is written here yet" in check(stub, task).reason
+
+
+@pytest.mark.parametrize(
+    ("answer", "task", "reason", "hint"),
+    [
+        (lambda tokens, experts, top, capacity: int(capacity * tokens * top // experts), tasks.ROOM, "the engine",
+         "rounded up"),
+        (lambda tokens, experts, top, capacity: -(-capacity * tokens // experts), tasks.ROOM, "the engine", "`top`"),
+        (lambda chosen, room: [k if k < room else None for k in range(len(chosen))], tasks.PLACES, "right is",
+         "a queue of its own"),
+        (lambda chosen, room: tasks._last_come(chosen, room), tasks.PLACES, "right is", "comes first keeps"),
+        (lambda chances: tasks._balance(chances) / len(chances[0]), tasks.BALANCE, "right is",
+         "times the number of experts"),
+        (lambda chances: 1.0, tasks.BALANCE, "right is", "share of tokens"),
+    ],
+)  # fmt: skip
+def test_mistakes(answer: Any, task: Any, reason: str, hint: str) -> None:
+    is_told(check(answer, task), reason, hint)
+
+
+def everywhere(gate: bool = True, divide: bool = True) -> Callable[..., None]:
+    """Each rank has all rows and computes those of its experts: right and wasteful, or wrong, too."""
+
+    class Sum(torch.autograd.Function):
+        """The sum over the ranks of what each of them reads; backward the sum of their gradients."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Any) -> Any:
+            x = x.clone()
+            dist.all_reduce(x)
+            return x
+
+        backward = forward
+
+    def train(layer: Any, batches: Any, loss: Any, lr: float) -> None:
+        rank, p, own = dist.get_rank(), dist.get_world_size(), len(layer.up)
+        for x, y in batches:
+            layer.zero_grad()
+            chance, chosen = layer.gate(x).softmax(-1).max(-1)
+            parts_of_x = [torch.empty_like(x) for _ in range(p)]
+            dist.all_gather(parts_of_x, x)
+            rows = torch.cat(parts_of_x)
+            wanted = [torch.empty_like(chosen) for _ in range(p)]
+            dist.all_gather(wanted, chosen)
+            every = torch.cat(wanted)
+            made = torch.zeros_like(rows)
+            for e in range(own):
+                here = (every == rank * own + e).nonzero()[:, 0]
+                made = made.index_put((here,), layer.one(e, rows[here]))
+            mine = Sum.apply(made).chunk(p)[rank]
+            loss(x + chance[:, None] * mine, y).backward()
+            if gate:
+                dist.all_reduce(layer.gate.weight.grad)
+            for name, parameter in layer.named_parameters():
+                parts = p if (gate if name == "gate.weight" else divide) else 1
+                parameter.data -= lr * parameter.grad / parts
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "hint"),
+    [
+        (stub, "nothing is written here yet", "raise"),
+        (everywhere(gate=False), "not plain torch's", "the gate is on every rank"),
+        (everywhere(divide=False), "not plain torch's", "the sum over all ranks' losses"),
+        (everywhere(), "a rank sends", "to the rank of its expert, and to no other one"),
+    ],
+    ids=["stub", "own gate", "sum", "to everybody"],
+)
+def test_wrong_experts(answer: Any, reason: str, hint: str, clusters: Any) -> None:
+    is_told(tasks.EXPERT_PARALLEL.judge(answer, clusters), reason, hint)
