@@ -100,28 +100,35 @@ class Members:
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     interrupts: Interrupts = field(default_factory=Interrupts)
     output: Output = field(default_factory=Output)
+    unheard: list[Failure] = field(default_factory=list)  # deaths of ranks that nobody waited for
 
     # Starting
 
     def heal(self) -> list[Failure]:
-        """Start every rank that is missing. Returns the deaths that were not known before. PlanError for a device that
-        does not exist."""
-        deaths = []
-        for member in list(self.ranks.values()):
-            if member.alive and self._ended(member):
-                deaths.append(_death(member))
-        self.stop([member.rank for member in self.ranks.values() if not member.alive])
-        missing = [rank for rank in range(self.size) if rank not in self.ranks]
-        if missing:
+        """Start every rank that is missing, until all are there: others may die meanwhile. Returns the deaths that were
+        not known before. PlanError for a device that does not exist."""
+        deaths, self.unheard = self.unheard, []
+        while True:
+            for member in list(self.ranks.values()):
+                if member.alive and self._ended(member):
+                    deaths.append(_death(member))
+            self.stop([member.rank for member in self.ranks.values() if not member.alive])
+            missing = [rank for rank in range(self.size) if rank not in self.ranks]
+            if not missing:
+                return deaths
             self.generation += 1
             try:
+                if self.start == "fork":
+                    launch.zygote(self.keep_freed_memory)
                 for rank in missing:
-                    self._start(rank)
+                    with self.interrupts.shielded():  # else descriptors of a rank that nobody knows would stay open
+                        self._start(rank)
                 self._await_ready(missing)
             except BaseException:
                 self.stop(missing)
                 raise
-        return deaths
+            deaths += self.unheard
+            self.unheard = []
 
     def _ended(self, member: Member) -> bool:
         try:
@@ -133,23 +140,27 @@ class Members:
         return False
 
     def _start(self, rank: int) -> None:
-        ours, theirs = socket.socketpair()
-        out, err = os.pipe(), os.pipe()
         try:
-            start = launch.fork if self.start == "fork" else launch.spawn
-            process: launch.Process = start(theirs.fileno(), out[1], err[1], self.keep_freed_memory)
-        except BaseException:
-            ours.close()
-            os.close(out[0])
-            os.close(err[0])
-            raise
-        finally:
-            theirs.close()
-            os.close(out[1])
-            os.close(err[1])
-        printers = (Printer(rank, out[0], self.output), Printer(rank, err[0], self.output))
-        page = Page(launch.scratch_folder())
-        member = self.ranks[rank] = Member(rank, process, ours, wire.Inbox(ours), printers, page)
+            with contextlib.ExitStack() as undo:
+                page = Page(launch.scratch_folder())
+                undo.callback(page.close)
+                ours, theirs = socket.socketpair()
+                undo.callback(ours.close)
+                printers = []
+                with theirs, contextlib.ExitStack() as inlets:
+                    ends = []
+                    for _ in range(2):
+                        outlet, inlet = os.pipe()
+                        undo.callback(os.close, outlet)
+                        inlets.callback(os.close, inlet)
+                        printers.append(Printer(rank, outlet, self.output))
+                        ends.append(inlet)
+                    start = launch.fork if self.start == "fork" else launch.spawn
+                    process: launch.Process = start(theirs.fileno(), *ends, self.keep_freed_memory)
+                undo.pop_all()
+        except OSError as error:
+            raise RankError(f"rank {rank} cannot be started: {error.strerror or error}") from error
+        member = self.ranks[rank] = Member(rank, process, ours, wire.Inbox(ours), (printers[0], printers[1]), page)
         self.selector.register(ours, selectors.EVENT_READ, (member, None))
         for printer in printers:
             self.selector.register(printer.descriptor, selectors.EVENT_READ, (member, printer))
@@ -194,6 +205,9 @@ class Members:
         deadline = None if seconds is None else time.monotonic() + seconds
         told = len(heard.failures)
         self.output.begin(heard.ranks, heard.show)
+        for rank in [rank for rank in heard.waiting if not self.ranks[rank].alive]:
+            heard.failures.append(_death(self.ranks[rank]))
+            heard.waiting.discard(rank)
         while heard.waiting and (heard.stuck is None or heard.called_back):
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
@@ -281,6 +295,8 @@ class Members:
                     else:
                         heard.failures.append(_death(member))
                     heard.waiting.discard(rank)
+                else:
+                    self.unheard.append(_death(member))
                 return
             if message is None:
                 return
@@ -327,31 +343,40 @@ class Members:
 
     def stop(self, ranks: Iterable[int]) -> None:
         """Kill these ranks and everything that they had started, print their last output, and forget them."""
+        with self.interrupts.shielded():
+            self._stop(ranks)
+
+    def _stop(self, ranks: Iterable[int]) -> None:
         members = [self.ranks[rank] for rank in ranks if rank in self.ranks]
         for member in members:
             member.alive = False  # first, so that a rank is replaced even if an interrupt cuts this short
         for member in members:
             member.process.kill()
         for member in members:
-            member.process.wait(2)
-            for printer in member.printers:
-                printer.finish()
             descriptors = [printer.descriptor for printer in member.printers]
-            for descriptor in (member.control.fileno(), *descriptors):
-                with contextlib.suppress(KeyError, ValueError):  # (it was unregistered before)
-                    self.selector.unregister(descriptor)
-            member.control.close()
-            member.page.close()
-            for descriptor in descriptors:
-                os.close(descriptor)
-            del self.ranks[member.rank]
+            with contextlib.ExitStack() as closing:  # (all of it happens, whenever a second interrupt comes)
+                closing.callback(self.ranks.pop, member.rank, None)
+                for descriptor in descriptors:
+                    closing.callback(os.close, descriptor)
+                closing.callback(member.page.close)
+                closing.callback(member.control.close)
+                for descriptor in (member.control.fileno(), *descriptors):
+                    closing.callback(self._forget, descriptor)
+                member.process.wait(2)
+                for printer in member.printers:
+                    printer.finish()
         self.output.flush()
+
+    def _forget(self, descriptor: int) -> None:
+        with contextlib.suppress(KeyError, ValueError):  # (it was unregistered before)
+            self.selector.unregister(descriptor)
 
     def close(self) -> None:
         """End all ranks. Does nothing in a process that was forked from the owner."""
         if os.getpid() == self.owner:
-            self.stop(list(self.ranks))
-            self.selector.close()
+            with self.interrupts.shielded():  # it is called once only
+                self.stop(list(self.ranks))
+                self.selector.close()
 
 
 def _death(member: Member) -> Failure:

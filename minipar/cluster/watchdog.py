@@ -103,7 +103,7 @@ class Watchdog:
         now = time.monotonic()
         frames = stacks.ask(entry for entry in ranks if not seen[entry[0]].stopped)
         texts = {rank: _describe(seen[rank], frames.get(rank, []), now, self.same) for rank in seen}
-        return {rank: text or "" for rank, text in texts.items()} if all(texts.values()) else None
+        return {rank: text or "" for rank, text in texts.items()} if texts and all(texts.values()) else None
 
     def _note_stillness(self, passed: float, ranks: list[Entry]) -> None:
         """Count for how long all ranks have slept, if all that have not ended wait for another one."""
