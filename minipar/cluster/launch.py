@@ -28,8 +28,16 @@ class Process(Protocol):
 
     pid: int
 
+    @property
+    def has_parent(self) -> bool:
+        """Whether the process lives that started it, and learns its exit status."""
+
     def kill(self) -> None:
         """SIGKILL it and everything in its process group; no error when it is gone."""
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; no error when it is gone. (Its pid may be another process's by then: only its parent knows
+        that it is not, and sends it.)"""
 
     def wait(self, seconds: float) -> int | None:
         """Its exit status (-9 = killed by signal 9), or None when it has not ended within `seconds`."""
@@ -107,6 +115,10 @@ class Zygote:
             return None
         return Forked(self, self._spare_pid), control
 
+    def signal(self, pid: int, number: int) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.sendall(pickle.dumps(("signal", pid, number)))
+
     def kill(self, pid: int) -> None:
         # The zygote kills the rank: only a parent knows that a pid still belongs to its child.
         try:
@@ -165,6 +177,13 @@ class Forked:
         self.pid = pid
         self._zygote = zygote
 
+    @property
+    def has_parent(self) -> bool:
+        return self._zygote.alive
+
+    def signal(self, number: int) -> None:
+        self._zygote.signal(self.pid, number)
+
     def kill(self) -> None:
         self._zygote.kill(self.pid)
 
@@ -180,6 +199,13 @@ class Spawned:
         self.pid = process.pid
         self._process = process
         self._life = life
+
+    @property
+    def has_parent(self) -> bool:
+        return True
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)  # (not to a process that was reaped)
 
     def kill(self) -> None:
         if self._process.returncode is None:  # not reaped, so the pid still belongs to it

@@ -24,6 +24,7 @@ from minipar.cluster.notes import Page
 from minipar.cluster.output import USUAL, Output, Printer, Show
 from minipar.cluster.parcel import Parcel, pack_call
 from minipar.cluster.parcel import unpack as _unpack
+from minipar.cluster.processes import LOST_DRIVER, describe_status, ends, killed_for_memory
 from minipar.cluster.ranks import Call, Callback, check_ranks
 from minipar.cluster.watchdog import Watchdog
 from minipar.cluster.worker import Setup
@@ -50,6 +51,8 @@ class Member:
     page: Page
     device: str = ""
     alive: bool = True
+    killed: int | None = field(default_factory=killed_for_memory)  # by the system, when it started
+    cut_off: bool = False  # it lived when its socket had ended
 
 
 class Revived(NamedTuple):
@@ -253,8 +256,7 @@ class Members:
         self.stop(gone)
         heard.doing = self.look(heard.waiting)
         for rank in heard.waiting:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(self.ranks[rank].process.pid, signal.SIGINT)
+            self.ranks[rank].process.signal(signal.SIGINT)
         with self.interrupts:
             self.collect(heard, seconds=seconds)
         heard.lost |= heard.waiting
@@ -273,10 +275,10 @@ class Members:
             found[rank] = f"{what}:\n{place}" if place else what
         return found
 
-    def pages(self, ranks: Iterable[int]) -> list[tuple[int, int, Page]]:
-        """The number, pid and notes of those of these ranks that are alive."""
+    def pages(self, ranks: Iterable[int]) -> list[stacks.Entry]:
+        """The number, process and notes of those of these ranks that are alive."""
         members = [self.ranks[rank] for rank in sorted(ranks)]
-        return [(member.rank, member.process.pid, member.page) for member in members if member.alive]
+        return [(member.rank, member.process, member.page) for member in members if member.alive]
 
     def _listen(self, member: Member, heard: Round) -> None:
         """Handle everything that a rank has sent."""
@@ -338,7 +340,9 @@ class Members:
         """A rank's socket has ended: stop listening to it, and kill everything that it had started."""
         member.alive = False
         self.selector.unregister(member.control)
-        member.process.kill()  # (this does not change the exit status of a process that is ending)
+        # A rank that ends closes its socket on the way; one that has only lost its descriptors goes on.
+        member.cut_off = not ends(member.process.pid, 0.2)
+        member.process.kill()
         member.process.wait(0.5)
 
     def stop(self, ranks: Iterable[int]) -> None:
@@ -380,7 +384,13 @@ class Members:
 
 
 def _death(member: Member) -> Failure:
-    return Failure(member.rank, None, member.process.wait(0), member.page.read().last)
+    status, killed = member.process.wait(0), killed_for_memory()
+    cause = describe_status(status, None if killed is None or member.killed is None else killed > member.killed)
+    if member.cut_off:
+        cause = describe_status(LOST_DRIVER)
+    elif status is None and not member.process.has_parent:
+        cause = "ended with the helper process that ranks are forked from, which has died"
+    return Failure(member.rank, None, cause, member.page.read().last)
 
 
 def exchanged(

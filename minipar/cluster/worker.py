@@ -23,7 +23,7 @@ from typing import Any, TextIO
 
 from minipar.cluster import device_waits, failures, notes, stacks, wire
 from minipar.cluster.parcel import Parcel, pack, unpack
-from minipar.cluster.processes import flush_native, kill_group, tie_grandchildren
+from minipar.cluster.processes import LOST_DRIVER, end, flush_native, tie_grandchildren
 from minipar.errors import PlanError, RankError
 
 _IMPORT = "<frozen importlib._bootstrap>"  # where Python imports modules
@@ -204,15 +204,16 @@ class _DriverGone(Exception):
 
 def serve(control: socket.socket) -> None:
     """Be a rank until the driver is gone; never returns."""
+    status = 1
     try:
         _serve(control)
     except _DriverGone:
-        pass
+        status = LOST_DRIVER
     except BaseException:  # an error of minipar itself: show it
         traceback.print_exc()
     finally:
         flush()
-        kill_group(os.getpid())  # this process, and everything that it has started
+        end(status)  # and everything that this process has started
 
 
 def _serve(control: socket.socket) -> None:
@@ -348,9 +349,8 @@ def run_interruptibly(rank: Seat, parcel: Parcel) -> tuple[str, Any]:
 
 def _modes() -> tuple[bool, dict[str, tuple[bool, Any]]]:
     """What torch's contexts set in this thread: whether gradients are computed, and autocast by kind of device."""
-    import torch
-
-    if not hasattr(torch, "is_grad_enabled"):  # (no torch to speak of)
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "is_grad_enabled"):
         return True, {}
     kinds = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
     autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
@@ -359,9 +359,8 @@ def _modes() -> tuple[bool, dict[str, tuple[bool, Any]]]:
 
 def _restore(modes: tuple[bool, dict[str, tuple[bool, Any]]]) -> None:
     """Set again what an interrupt inside the beginning or end of one of torch's contexts has left as it was inside."""
-    import torch
-
-    if not hasattr(torch, "is_grad_enabled"):
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "is_grad_enabled"):
         return
     grad, autocast = modes
     torch.set_grad_enabled(grad)

@@ -6,7 +6,7 @@ unlike a fork of the notebook's kernel: no thread pool was ever started here, an
     main([SOCKET, SPARE, DRIVER_PID, FOLDER, TIE])
 
 The socket (SEQPACKET) carries ("fork", number, modules) with three descriptors -> ("forked", number, pid), ("kill",
-pid), and ("exit", pid, status) as ranks end. The modules are imported first: what the driver has of this package, and
+pid), ("signal", pid, number), and ("exit", pid, status) as ranks end. The modules are imported first: what the driver has of this package, and
 of torch.export, its ranks will need, and here it is imported once for all of them. TIE is 1 where Linux may tie this
 process to the driver's thread. When the driver is gone, all ranks are killed and FOLDER is removed.
 
@@ -138,8 +138,10 @@ def _serve(control: socket.socket, driver: int, folder: str, children: set[int])
                         os.close(descriptor)
                     children.add(pid)
                     _send(control, ("forked", message[1], pid))
-                elif message[1] in children:
+                elif message[1] in children and message[0] == "kill":
                     kill_group(message[1])
+                elif message[1] in children:
+                    os.kill(message[1], message[2])
     except OSError:
         pass  # the driver ended while it was answered
     finally:

@@ -95,7 +95,7 @@ class World:
         transports = [one for one in (self.host, self.gpus) if one is not None]
         for one in transports:
             one.close(bool(self.pending))
-        if self.pending:
+        if self.pending and any(one.native for one in transports):
             _abandoned.append((self.groups, transports, self.pending))
         self.groups, self.pending = {}, set()
         closed: Any = _Closed()
@@ -193,7 +193,7 @@ class _Closed:
         raise RankError(CLOSED)
 
 
-_abandoned: list[tuple[Any, ...]] = []
+_abandoned: list[tuple[Any, ...]] = []  # which may not end before what native code does with it has ended: never
 
 
 def of_rank(context: Context, count: int) -> World:
