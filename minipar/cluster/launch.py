@@ -235,6 +235,7 @@ def fork(control: int, out: int, err: int, keep_freed_memory: bool = True) -> Fo
 
 def spawn(control: int, out: int, err: int, keep_freed_memory: bool = True) -> Spawned:
     """A rank as a fresh interpreter that inherits the three descriptors."""
+    _tend(scratch_folder())
     theirs, ours = os.pipe()
     tie = "1" if threading.current_thread() is threading.main_thread() else "0"
     command = interpreter("from minipar.cluster.spawned import main; main(sys.argv[1:])")
@@ -254,6 +255,19 @@ def spawn(control: int, out: int, err: int, keep_freed_memory: bool = True) -> S
     finally:
         os.close(theirs)
     return Spawned(process, ours)
+
+
+def _tend(folder: str) -> None:
+    """Let a small process wait for the end of this one, however it ends, and then remove a folder. (A zygote does that
+    itself.)"""
+    if folder not in _tenders:
+        _tenders[folder] = subprocess.Popen(
+            ["/bin/sh", "-c", 'cat; rm -rf -- "$0"', folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # the notebook's stop button signals the kernel's whole group
+        )
 
 
 def interpreter(code: str) -> list[str]:
@@ -302,6 +316,7 @@ def child_environment(keep_freed_memory: bool = True) -> dict[str, str]:
 # glibc's settings, which a process reads when it starts.
 _zygotes: dict[tuple[int, str], Zygote] = {}
 _folders: dict[int, str] = {}
+_tenders: dict[str, subprocess.Popen[bytes]] = {}  # by the folder that they remove
 # The path of a socket has at most 103 bytes on macOS (107 on Linux); this is the longest one below a temporary folder.
 _LONGEST, _BELOW = 103, len("/minipar-12345678/cluster-12345678/1000-10.1023")
 _lock = threading.Lock()
@@ -362,3 +377,6 @@ def remove_scratch() -> None:
     folder = _folders.pop(os.getpid(), None)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
+        tender = _tenders.pop(folder, None)
+        if tender is not None:
+            tender.communicate()  # (it ends with its pipe)

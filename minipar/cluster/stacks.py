@@ -58,8 +58,8 @@ def ask(ranks: Iterable[Entry]) -> dict[int, list[Frame]]:
 
 
 def has_foreign_threads(rank: Entry) -> bool:
-    """Whether this (rank, process, page), whose threads all sleep, has or may have Python threads of the user: beside the
-    main one and those of this package or of tqdm."""
+    """Whether this (rank, process, page), whose threads all sleep, has or may have Python threads of the user: beside
+    the main one and those of this package or of tqdm."""
     answers = _ask([rank], _ALL) if _ALL else {}
     if rank[0] not in answers:
         return True

@@ -66,8 +66,8 @@ class Watchdog:
         return time.monotonic() - self._looked >= self.interval
 
     def look(self, ranks: list[Entry], others: list[Entry] | None = None) -> dict[int, str] | None:
-        """If it is a deadlock: what each of these (rank, process, page) waits for; else None. They are all ranks that have
-        not ended, and the `others` those that have."""
+        """If it is a deadlock: what each of these (rank, process, page) waits for; else None. They are all ranks that
+        have not ended, and the `others` those that have."""
         now = time.monotonic()
         passed, self._looked = now - self._looked, now
         seen = {rank: _see(process.pid, page) for rank, process, page in ranks}

@@ -800,7 +800,7 @@ def test_nothing_outlives_its_driver(start: str, where: str, end: str, light: di
         others = [pid for pid in others if pid != driver.pid]
         # With both gone nobody is left to see to other programs, which forget what ties them to their parent.
         assert gone(others if end == "kill both" else [*others, *programs]) == []
-        if end != "kill both" and start == "fork":
+        if end != "kill both":
             deadline = time.monotonic() + 2
             while os.path.exists(folder) and time.monotonic() < deadline:
                 time.sleep(0.01)
@@ -866,6 +866,26 @@ def test_ranks_get_a_gpu_each_or_share() -> None:
             assert one.run(f) == [(f"cuda:{rank % count}", backend, rank % count, total) for rank in range(size)]
     with Cluster(count + 1, device="auto") as one:
         assert one.device == "cpu"
+
+
+def test_a_driver_that_is_killed_while_its_helper_imports_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(f"open({str(tmp_path / 'begun')!r}, 'w').close()\nimport time\ntime.sleep(60)\n")
+    script = "from minipar.cluster import Cluster, launch; print(launch.scratch_folder(), flush=True); Cluster(1)"
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    driver = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    with driver:
+        assert driver.stdout is not None
+        folder = driver.stdout.readline().strip()
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "begun").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert os.path.isdir(folder)
+        driver.kill()
+    while os.path.exists(folder) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not os.path.exists(folder)
 
 
 def test_a_script_that_leaves_its_cluster_open_ends_quietly() -> None:
