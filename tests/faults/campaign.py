@@ -29,6 +29,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -97,12 +98,14 @@ class Trip:
     rank: int = -1
     count: int = 0
     reached: int = 0
+    stamp: str = ""  # a file for the moment at which it happened
 
     def __call__(self, where: str) -> None:
         if where != self.where or not worker.in_rank() or worker.context().rank != self.rank:
             return
         self.reached += 1
         if self.reached == self.count:
+            Path(self.stamp).write_text(repr(time.monotonic()))
             _do(self.what)
 
 
@@ -182,6 +185,17 @@ def training(cluster: Cluster, plan: str, trip: Trip | None = None, **more: Any)
     return [float(each) for each in run.losses]
 
 
+def _within_ranks(error: BaseException) -> bool:
+    """Whether an error was raised while ranks ran something."""
+    return any("_exchange" in frame.name for frame in traceback.extract_tb(error.__traceback__))
+
+
+def _await_end(pid: int, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while _lives(pid) and time.monotonic() < until:
+        time.sleep(0.005)
+
+
 # What a case left behind ----------------------------------------------------------------------------------------------
 
 
@@ -249,7 +263,7 @@ CAUSES = {
     "sys.exit": ("exit",),
     "os._exit": ("exit",),
     "memory": ("memory", "allocate"),
-    "descriptors": ("descriptor", "connection", "ended", "socket"),
+    "descriptors": ("descriptor",),
 }
 
 
@@ -301,16 +315,21 @@ class Campaign:
 
         timer = threading.Timer(after, send)
         error = self._disturbed(plan, None, timer, sent)
+        if error is None:  # it came when the training was over: who calls next is told, or finds the rank replaced
+            _await_end(pid, 0.0 if name == "SIGSTOP" else 2.0)
+            if name == "SIGSTOP":
+                error = self._disturbed(plan, None, None, sent)
         self._judge(plan, name, rank, error, sent)
 
     def _inside(self, plan: str, what: str) -> None:
         rank = self.random.randrange(RANKS)
         where = "optimizer" if "tp=" in plan else self.random.choice(PLACES)
-        trip = Trip(what, where, rank, self.random.randrange(1, STEPS))
-        began = [time.monotonic()]
-        error = self._disturbed(plan, trip, None, began)
-        if error is not None:  # (a rank without the last layer reaches no loss)
-            self._judge(plan, what, rank, error, began)
+        with tempfile.NamedTemporaryFile() as stamp:
+            trip = Trip(what, where, rank, self.random.randrange(1, STEPS), stamp=stamp.name)
+            error = self._disturbed(plan, trip, None, [])
+            moment = Path(stamp.name).read_text()
+        if moment:  # (a rank without the last layer reaches no loss)
+            self._judge(plan, what, rank, error, [float(moment)])
 
     def _disturbed(
         self, plan: str, trip: Trip | None, timer: threading.Timer | None, sent: list[float]
@@ -383,10 +402,12 @@ class Campaign:
             if double:
                 time.sleep(self.random.uniform(0, 0.1))
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            finished.set()
 
         thread = threading.Thread(target=press)
         error: BaseException | None = None
         when = 0.0
+        finished = threading.Event()
         thread.start()
         try:
             training(self.cluster, plan)
@@ -394,15 +415,17 @@ class Campaign:
             error, when = stopped, time.monotonic()
         while True:  # the second one may arrive at any moment, until its thread has ended
             try:
-                thread.join()
+                while not finished.is_set():  # (`join` takes a thread for ended when it is interrupted)
+                    time.sleep(0.01)
                 time.sleep(0.02)
                 break
             except KeyboardInterrupt:
                 continue
         if error is not None:
             tally.tried += 1
-            tally.explained += isinstance(error, KeyboardInterrupt)
+            tally.explained += "the ranks were interrupted" in str(error) or not _within_ranks(error)
             tally.seconds.append(when - sent[0])
+            error = error.with_traceback(None)
         self._heal(plan, tally.name, tally)
 
     # saves ------------------------------------------------------------------------------------------------------------
