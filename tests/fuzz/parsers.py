@@ -80,7 +80,21 @@ def words(names: list[str], values: st.SearchStrategy[str]) -> st.SearchStrategy
 
 
 def _values() -> st.SearchStrategy[str]:
-    choices = ["1f1b", "gpipe", "interleaved", "zb-h1", "true", "false", "none", "auto", "ps", "host", "disk", "0,1", "5,3"]
+    choices = [
+        "1f1b",
+        "gpipe",
+        "interleaved",
+        "zb-h1",
+        "true",
+        "false",
+        "none",
+        "auto",
+        "ps",
+        "host",
+        "disk",
+        "0,1",
+        "5,3",
+    ]
     return number | st.sampled_from(choices) | st.lists(number, min_size=1, max_size=4).map(",".join)
 
 
@@ -177,7 +191,8 @@ def read_device(text: str) -> None:
 
 device = words(
     ["latency", "bandwidth", "memory", "flops", "far", "host", "disk", "node", "up", "down"],
-    number | st.sampled_from(["1ms", "5GB/s", "-1ms", "1e400s", "nan", "infms", "1GiB", "10MB/s", "1us", "99999999999999GB"]),
+    number
+    | st.sampled_from(["1ms", "5GB/s", "-1ms", "1e400s", "nan", "infms", "1GiB", "10MB/s", "1us", "99999999999999GB"]),
 ) | st.sampled_from(["pcie", "nvlink", "a100-80gb", "pcie latency=1ms"])
 
 
