@@ -199,6 +199,7 @@ _abandoned: list[tuple[Any, ...]] = []  # which may not end before what native c
 def of_rank(context: Context, count: int) -> World:
     """The World of a rank of a Cluster, its `count`-th in this generation."""
     rank, size = context.rank, context.size
+    os.close(os.open(context.store, os.O_CREAT | os.O_RDWR, 0o600))  # (the store itself would let others read it)
     store = dist.PrefixStore(str(count), dist.FileStore(context.store, size))
     path = f"{context.store}-{count}"
     device = torch.device(context.device)

@@ -718,13 +718,13 @@ def main() -> int:
             f"Asked for were {options.count:,} random faults and {options.inputs:,} inputs, in {options.seconds:.0f} "
             f"seconds at most; it took {used:.0f} minutes on {os.cpu_count()} cores, whose load was {load:.0f}.\n"
         )
-        _write(Path(options.write), f"{text}\n{page}")
+        write_between(Path(options.write), "campaign", f"{text}\n{page}")
     return bool(problems)
 
 
-def _write(path: Path, page: str) -> None:
-    """Replace what stands between the two marks of a page."""
-    begin, end = "<!-- campaign -->\n", "<!-- end of campaign -->\n"
+def write_between(path: Path, name: str, page: str) -> None:
+    """Replace what stands between the two marks of this name in a page."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
     before, _, rest = path.read_text().partition(begin)
     path.write_text(f"{before}{begin}{page}{end}{rest.partition(end)[2]}")
 

@@ -78,6 +78,8 @@ class Sockets:
         here = socket.socket(socket.AF_UNIX)
         self.unlink()
         here.bind(f"{path}.{rank}")
+        if not path.startswith("\0"):
+            os.chmod(f"{path}.{rank}", 0o600)
         self.listeners = [here]
         if far is not None:
             family = socket.AF_INET6 if ":" in far.address else socket.AF_INET
