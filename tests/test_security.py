@@ -85,9 +85,7 @@ def test_a_driver_of_ranks_elsewhere_lets_in_who_has_the_key(said: bytes, unpick
 @pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)
 def test_messages_between_hosts_are_of_ranks_alone(tmp_path: Path, said: bytes, unpickled: list[str]) -> None:
     store = dist.HashStore()
-    ends = [
-        Sockets(k, str(tmp_path / f"{k}"), Far(frozenset((1 - k,)), "127.0.0.1", store, TOKEN)) for k in range(2)
-    ]
+    ends = [Sockets(k, str(tmp_path / f"{k}"), Far(frozenset((1 - k,)), "127.0.0.1", store, TOKEN)) for k in range(2)]
     with closing(ends[0]) as a, closing(ends[1]) as b, closing(come(b.listeners[1].getsockname(), said)):
         a.send(torch.ones(1), 1, 3)
         b.receive(into := torch.zeros(1), 0, 3).wait()
@@ -195,5 +193,3 @@ def test_the_page_names_the_tests() -> None:
     assert len(named) >= 5
     for path in named:
         assert (root / path).is_file(), path
-
-

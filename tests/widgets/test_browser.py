@@ -110,7 +110,7 @@ def test_a_note_of_any_text_blanks_no_page(opened: Any) -> None:
 
 # In an attribute, in text, in a comment, in a script, and in JSON inside of a script.
 NAMES = [
-    "\"><img src=x onerror=\"window.hacked=1\">",
+    '"><img src=x onerror="window.hacked=1">',
     "' onmouseover='window.hacked=1' x='",
     "--><svg onload=window.hacked=1><!--",
     "</script><script>window.hacked=1</script><!--<script>",
