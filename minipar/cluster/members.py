@@ -159,7 +159,7 @@ class Members:
                         printers.append(Printer(rank, outlet, self.output))
                         ends.append(inlet)
                     start = launch.fork if self.start == "fork" else launch.spawn
-                    process: launch.Process = start(theirs.fileno(), *ends, self.keep_freed_memory)
+                    process: launch.Process = start(theirs.fileno(), ends[0], ends[1], self.keep_freed_memory)
                 undo.pop_all()
         except OSError as error:
             raise RankError(f"rank {rank} cannot be started: {error.strerror or error}") from error

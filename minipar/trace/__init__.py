@@ -71,7 +71,7 @@ def _from_data(data: dict[str, Any], program: Program) -> Trace:
     held, overruns = tuple(data["data"]), tuple(tuple(each) for each in data.get("overruns", ()))
     if {len(held), len(program.state)} - {0, len(rows)} or len(sizes) != len(rows):
         raise ValueError("data, sizes and the program's state must be of all ranks")
-    if not all(isinstance(size, int | float) for table in [*sizes, dict(enumerate(held))] for size in table.values()):
+    if not all(isinstance(each, int | float) for each in (*held, *(n for table in sizes for n in table.values()))):
         raise TypeError("data and sizes must be numbers")
     for name in ("kind", "unit", "note"):
         if not isinstance(data[name], str):

@@ -44,7 +44,8 @@ MEMORY = 200 << 20  # bytes that the peak of this process may grow, for one inpu
 
 odd = st.one_of(
     st.none(), st.booleans(), st.sampled_from([-1, 0, 1, 2, 3, 10**9, 10**30, -(10**9), 0.5, -0.0, 1e308, 1e-308]),
-    st.sampled_from([float("nan"), float("inf"), "", "x", "\x00", "1", "\ud800", "{}", [], {}, [[]], {"": None}, [0, 0]]),
+    st.sampled_from([float("nan"), float("inf"), "", "x", "\x00", "1", "\ud800", "{}"]),
+    st.sampled_from([[], {}, [[]], {"": None}, [0, 0]]),
     st.text(max_size=5),
 )  # fmt: skip
 number = st.sampled_from(["0", "1", "2", "3", "4", "8", "-1", "1.5", "1e9", "1000000", "1000000000", "9" * 50, "x", ""])
@@ -255,7 +256,7 @@ def read_cell(line: str) -> None:
 
 
 cell = st.lists(
-    st.sampled_from(["4", "2", "--only", "0", "1,2", "0-3", "--out", "x", "--in", "a,b", "--quiet", "99999999999", "-1", "²"])
+    st.sampled_from(["4", "2", "--only", "0", "1,2", "0-3", "--out", "x", "--in", "a,b", "--quiet", "9" * 11, "-1"])
     | number | st.text(max_size=6), max_size=5,
 ).map(" ".join)  # fmt: skip
 
@@ -279,7 +280,9 @@ option = st.sampled_from(
 command = st.tuples(
     st.sampled_from(["simulate", "memory", "estimate", "export", "keys", "schedules", "", "no-such"]),
     plans,
-    st.lists(option | number | st.sampled_from(["gpt-tiny", "gpt3-175b", "a100-80gb", "megatron", "0,1", "tp=2"]), max_size=6),
+    st.lists(
+        option | number | st.sampled_from(["gpt-tiny", "gpt3-175b", "a100-80gb", "megatron", "0,1", "tp=2"]), max_size=6
+    ),
 ).map(lambda found: [found[0], found[1], *found[2]])  # fmt: skip
 
 
@@ -339,7 +342,8 @@ def check(name: str, data: Any) -> bool:
         taken = True
     except MiniparError as error:
         said = str(error)
-        assert (said.count("\n") == 0 and len(said) < 2000) or isinstance(error, ProgramError), said
+        if (said.count("\n") or len(said) >= 2000) and not isinstance(error, ProgramError):
+            raise AssertionError(f"more than a line: {said}") from error
         taken = False
     used = time.process_time() - began
     assert used < SECONDS, f"{used:.1f} s"
