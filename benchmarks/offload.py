@@ -7,8 +7,8 @@ bypasses the cache.)
 
 from __future__ import annotations
 
-import time
 import os
+import time
 from functools import partial
 from statistics import median
 

@@ -7,9 +7,11 @@ it. Then a few plans train a small GPT, each a few times with and without the ch
 from __future__ import annotations
 
 import argparse
-import statistics
+import itertools
+import os
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -38,7 +40,9 @@ EASY = partial(toy, ("linear", "linear"))
 SMALL = partial(gpt, layers=4)
 
 
-def run(cluster: Cluster, text: str, passes: int, big: bool = False) -> Execution:
+def run(
+    cluster: Cluster, text: str, passes: int, big: bool = False, report: Callable[[int, float], None] = lambda *_: None
+) -> Execution:
     """Run a plan, without profile and prediction."""
     plan, optimizer = Plan.parse(text), partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     if plan.sharing > 1 or big:
@@ -49,7 +53,7 @@ def run(cluster: Cluster, text: str, passes: int, big: bool = False) -> Executio
     else:
         job = Job(EASY, rows(16), loss=torch.nn.functional.mse_loss, optimizer=optimizer, dtype=torch.float64)
         shape = shape_of(list(job.build()))
-    return execute(plan.compile(shape), job, cluster=cluster, passes=passes, check=False)
+    return execute(plan.compile(shape), job, cluster=cluster, passes=passes, check=False, report=report)
 
 
 def mistakes(clusters: dict[int, Cluster]) -> str:
@@ -84,32 +88,33 @@ def cost(clusters: dict[int, Cluster], repeats: int) -> str:
             for each, seconds in taken.items():
                 seconds.append(step(cluster, each))
         plain, checked = (min(seconds) for seconds in taken.values())
-        spread = statistics.median(taken[f"{text} check=true"]) / statistics.median(taken[text])
-        lines.append(
-            f"| `{text}` | {1000 * plain:.0f} ms | {1000 * checked:.0f} ms | {checked / plain:.1f} "
-            f"(of medians {spread:.1f}) |"
-        )
+        lines.append(f"| `{text}` | {1000 * plain:.0f} ms | {1000 * checked:.0f} ms | {checked / plain:.1f} |")
     return "\n".join(lines)
 
 
 def step(cluster: Cluster, text: str) -> float:
-    """Seconds of a step: the difference between runs of 5 steps and of 1."""
-    times = []
-    for passes in (1, 5):
-        began = time.monotonic()
-        run(cluster, text, passes, big=True)
-        times.append(time.monotonic() - began)
-    return max(times[1] - times[0], 1e-4) / 4
+    """Seconds of a step: the shortest time between the ends of two."""
+    ends: list[float] = []
+    run(cluster, text, 6, big=True, report=lambda *_: ends.append(time.monotonic()))
+    return min(after - before for before, after in itertools.pairwise(ends))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--cost-only", action="store_true", help="print the second table only")
     parser.add_argument("--write", help="a file for the tables, such as docs/reliability.md")
     options = parser.parse_args()
     clusters = {n: Cluster(n, device="cpu") for n in (1, 2, 4)}
     try:
-        page = f"{mistakes(clusters)}\n\n{cost(clusters, options.repeats)}\n"
+        if options.cost_only:
+            print(cost(clusters, options.repeats))
+            return 0
+        load = os.getloadavg()[0]
+        costs = (
+            f"On {os.cpu_count()} cores, whose load was {load:.0f} before; the shortest of {options.repeats} runs.\n\n"
+        )
+        page = f"{mistakes(clusters)}\n\n{costs}{cost(clusters, options.repeats)}\n"
     finally:
         for cluster in clusters.values():
             cluster.close()
