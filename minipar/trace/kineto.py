@@ -85,7 +85,10 @@ def from_kineto(sources: Source | Sequence[Source]) -> Trace:
         ranked[rank] = (label, data)
     order = {rank: row for row, rank in enumerate(sorted(ranked))}
     base = min(_base(*ranked[rank]) for rank in order)
-    rows = [_instructions(*ranked[rank], row, order, _base(*ranked[rank]) - base) for rank, row in order.items()]
+    try:
+        rows = [_instructions(*ranked[rank], row, order, _base(*ranked[rank]) - base) for rank, row in order.items()]
+    except STUMBLES as error:
+        raise MiniparError(f"{files[0][0]}: events that cannot be: {type(error).__name__}: {error}") from None
     notes = ["imported from torch's profiler, which says nothing of memory"]
     if list(order) != list(order.values()):
         notes.append("ranks " + ", ".join(f"{row} = {rank} of the job" for rank, row in order.items()))

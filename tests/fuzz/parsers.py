@@ -63,14 +63,14 @@ def changed(draw: Any, sound: Callable[[], Any]) -> Any:
             key = draw(st.sampled_from(sorted(at))) if isinstance(at, dict) else draw(st.integers(0, len(at) - 1))
             at = at[key]
         if holder is None:
-            return draw(odd)
+            return copy.deepcopy(draw(odd))
         what = draw(st.integers(0, 5))
         if what == 0:
             del holder[key]
         elif what == 1 and isinstance(holder, list):
             holder.insert(key, copy.deepcopy(at))
         else:
-            holder[key] = draw(odd)
+            holder[key] = copy.deepcopy(draw(odd))
     return found
 
 
