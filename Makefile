@@ -5,7 +5,8 @@
 # make lessons run the lessons again and save their outputs, after an edit
 # make gallery docs/gallery.md and its pictures, after a change of a view
 # make bench   measured values beside their targets
-# make soak    long checks: 1000 random faults, 120 kills of a server, 3000 random models under random plans,
+# make soak    random faults, stop buttons, kills and inputs of parsers, for 30 minutes at most: docs/reliability.md
+# make thorough  long checks (hours): 120 kills of a server, 3000 random models under random plans, all cases of tests,
 #              20000 mutants of programs, every pair of keys and many threes, all benchmarks
 # make lint    ruff and mypy alone
 # make book    the course as a static site, in build/book, from the saved outputs
@@ -19,7 +20,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check lab lessons gallery book test-latest bench soak lint clean
+.PHONY: demo test check lab lessons gallery book test-latest bench soak thorough lint clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -56,7 +57,10 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 soak: $(READY)
-	$(BIN)/python -m tests.faults.campaign --count 1000 --write docs/reliability.md
+	timeout 1800 $(BIN)/python -m tests.faults.campaign --count 1000 --seconds 1500 --write docs/reliability.md
+
+thorough: $(READY)
+	$(BIN)/python -m tests.faults.checking --write docs/reliability.md
 	$(BIN)/python -m tests.comm.kills $(SOAK_ARGS)
 	$(BIN)/python -m tests.fuzz.campaign $(FUZZ_ARGS)
 	$(BIN)/python -m tests.fuzz.matrix --write docs/combinations.md $(MATRIX_ARGS)

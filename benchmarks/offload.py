@@ -7,9 +7,9 @@ bypasses the cache.)
 
 from __future__ import annotations
 
+import os
 import time
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -18,7 +18,7 @@ from benchmarks.harness import Row
 from minipar import Cluster, Plan, models
 from minipar.comm import communicator
 from minipar.execution.executor import Executor
-from minipar.execution.memory.disk import DiskStore, drop_page_cache
+from minipar.execution.memory.disk import DiskStore
 from minipar.execution.memory.stores import HostStore, Tier
 from minipar.execution.memory.tracker import Tracker
 from minipar.models.parameter_groups import shape_of
@@ -63,10 +63,11 @@ def _steps(plans: dict[str, str], rounds: int) -> dict[str, tuple[float, int]]:
 
 
 def _forget(stores: dict[str, Tier]) -> None:
+    """Ask the system to forget what it holds of the file, so that the disk is read."""
     disk = stores.get("disk")
-    if isinstance(disk, DiskStore):
-        for path in Path(disk.folder).iterdir():
-            drop_page_cache(str(path))
+    if isinstance(disk, DiskStore) and hasattr(os, "posix_fadvise"):
+        os.fsync(disk.file)
+        os.posix_fadvise(disk.file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _rates(rounds: int) -> dict[str, float]:

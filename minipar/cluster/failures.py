@@ -8,22 +8,27 @@ from __future__ import annotations
 
 import contextlib
 import linecache
+import os
 import re
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 
 import cloudpickle
 
 from minipar.cluster import stacks
-from minipar.cluster.processes import describe_status
-from minipar.errors import Deadlock, RankDied, RankError
+from minipar.errors import Deadlock, MiniparError, RankDied, RankError
 
 _CAUSE = "The above exception was the direct cause of the following exception:"
 _CONTEXT = "During handling of the above exception, another exception occurred:"
 # Words by which gloo, NCCL and the stores report the loss of a peer, in RuntimeErrors.
 _LOST_PEER = re.compile(r"gloo|nccl|by peer|connectfullmesh|socket|store->|timed out|broken pipe", re.IGNORECASE)
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_ENGINE = tuple(os.path.join(_PACKAGE, room, "") for room in ("comm", "cluster", "server"))
+_TORCH = os.path.join("torch", "distributed", "")
+_LIBRARIES, _INSTALLED = os.path.dirname(os.__file__) + os.sep, f"{os.sep}site-packages{os.sep}"
 
 
 @dataclass(frozen=True)
@@ -44,22 +49,23 @@ class Remote:
     segments: tuple[ChainedException, ...]
     pickled: bytes | None
     lost_peer: bool
+    of_system: bool = False  # an OSError, MemoryError or RuntimeError
 
 
 @dataclass(frozen=True)
 class Failure:
-    """How one rank failed: an exception, or (remote None) its death with this exit status. `last`: what it did then."""
+    """How one rank failed: an exception, or (remote None) its death of this cause. `last`: what it did then."""
 
     rank: int
     remote: Remote | None
-    status: int | None = None
+    cause: str = "ended without an answer"
     last: str = ""
 
     @property
     def reason(self) -> str:
         """What happened, in words that follow the rank's name."""
         if self.remote is None:
-            return describe_status(self.status) + (f"; last seen {self.last}" if self.last else "")
+            return self.cause + (f"; last seen {self.last}" if self.last else "")
         return f"raised {self.remote.name}: {self.remote.message}"
 
     @property
@@ -79,7 +85,8 @@ def capture(error: BaseException, hide: str) -> Remote:
         with contextlib.suppress(Exception):  # the driver then raises RankError with the same text
             pickled = cloudpickle.dumps(error)
     name = type(error).__name__
-    return Remote(name, message, tuple(_segments(error, hide)), pickled, _lost_peer(error))
+    of_system = isinstance(error, OSError | MemoryError | RuntimeError) and not isinstance(error, MiniparError)
+    return Remote(name, message, tuple(_segments(error, hide)), pickled, _lost_peer(error), of_system)
 
 
 def _lost_peer(error: BaseException) -> bool:
@@ -168,7 +175,7 @@ def as_exception(failures: list[Failure], doing: dict[int, str], lost: Iterable[
     if root.remote is None:
         return RankDied(root.line, "\n".join(others))
     note = "\n".join([f"raised on rank {root.rank}:", traceback_text(root.remote), *others])
-    error = _rebuild(root.remote)
+    error = None if _is_of_engine(root.remote) else _rebuild(root.remote)
     if error is None:
         return RankError(root.line, note)
     if hasattr(error, "add_note"):  # Python 3.11 and later
@@ -176,6 +183,19 @@ def as_exception(failures: list[Failure], doing: dict[int, str], lost: Iterable[
     else:
         error.__cause__ = RankError(root.line, note)
     return error
+
+
+def _is_of_engine(remote: Remote) -> bool:
+    """Whether an error of the system, such as that no memory is left, was met by this package while ranks talk, and not
+    by the user's code: then it gets a class and a line that name the rank."""
+    if not remote.of_system or not remote.segments:
+        return False
+    for file, *_ in reversed(remote.segments[-1].frames):
+        if file.startswith(_PACKAGE) or _TORCH in file:
+            return file.startswith(_ENGINE) or _TORCH in file
+        if not file.startswith(_LIBRARIES) and _INSTALLED not in file:
+            return False
+    return False
 
 
 def as_deadlock(

@@ -28,8 +28,16 @@ class Process(Protocol):
 
     pid: int
 
+    @property
+    def has_parent(self) -> bool:
+        """Whether the process lives that started it, and learns its exit status."""
+
     def kill(self) -> None:
         """SIGKILL it and everything in its process group; no error when it is gone."""
+
+    def signal(self, number: int) -> None:
+        """Send it a signal; no error when it is gone. (Its pid may be another process's by then: only its parent knows
+        that it is not, and sends it.)"""
 
     def wait(self, seconds: float) -> int | None:
         """Its exit status (-9 = killed by signal 9), or None when it has not ended within `seconds`."""
@@ -107,6 +115,10 @@ class Zygote:
             return None
         return Forked(self, self._spare_pid), control
 
+    def signal(self, pid: int, number: int) -> None:
+        with contextlib.suppress(OSError):
+            self._socket.sendall(pickle.dumps(("signal", pid, number)))
+
     def kill(self, pid: int) -> None:
         # The zygote kills the rank: only a parent knows that a pid still belongs to its child.
         try:
@@ -165,6 +177,13 @@ class Forked:
         self.pid = pid
         self._zygote = zygote
 
+    @property
+    def has_parent(self) -> bool:
+        return self._zygote.alive
+
+    def signal(self, number: int) -> None:
+        self._zygote.signal(self.pid, number)
+
     def kill(self) -> None:
         self._zygote.kill(self.pid)
 
@@ -180,6 +199,13 @@ class Spawned:
         self.pid = process.pid
         self._process = process
         self._life = life
+
+    @property
+    def has_parent(self) -> bool:
+        return True
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)  # (not to a process that was reaped)
 
     def kill(self) -> None:
         if self._process.returncode is None:  # not reaped, so the pid still belongs to it
@@ -209,6 +235,7 @@ def fork(control: int, out: int, err: int, keep_freed_memory: bool = True) -> Fo
 
 def spawn(control: int, out: int, err: int, keep_freed_memory: bool = True) -> Spawned:
     """A rank as a fresh interpreter that inherits the three descriptors."""
+    _tend(scratch_folder())
     theirs, ours = os.pipe()
     tie = "1" if threading.current_thread() is threading.main_thread() else "0"
     command = interpreter("from minipar.cluster.spawned import main; main(sys.argv[1:])")
@@ -228,6 +255,19 @@ def spawn(control: int, out: int, err: int, keep_freed_memory: bool = True) -> S
     finally:
         os.close(theirs)
     return Spawned(process, ours)
+
+
+def _tend(folder: str) -> None:
+    """Let a small process wait for the end of this one, however it ends, and then remove a folder. (A zygote does that
+    itself.)"""
+    if folder not in _tenders:
+        _tenders[folder] = subprocess.Popen(
+            ["/bin/sh", "-c", 'cat; rm -rf -- "$0"', folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # the notebook's stop button signals the kernel's whole group
+        )
 
 
 def interpreter(code: str) -> list[str]:
@@ -276,6 +316,7 @@ def child_environment(keep_freed_memory: bool = True) -> dict[str, str]:
 # glibc's settings, which a process reads when it starts.
 _zygotes: dict[tuple[int, str], Zygote] = {}
 _folders: dict[int, str] = {}
+_tenders: dict[str, subprocess.Popen[bytes]] = {}  # by the folder that they remove
 # The path of a socket has at most 103 bytes on macOS (107 on Linux); this is the longest one below a temporary folder.
 _LONGEST, _BELOW = 103, len("/minipar-12345678/cluster-12345678/1000-10.1023")
 _lock = threading.Lock()
@@ -336,3 +377,6 @@ def remove_scratch() -> None:
     folder = _folders.pop(os.getpid(), None)
     if folder is not None:
         shutil.rmtree(folder, ignore_errors=True)
+        tender = _tenders.pop(folder, None)
+        if tender is not None:
+            tender.communicate()  # (it ends with its pipe)

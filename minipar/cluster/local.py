@@ -223,19 +223,18 @@ class Cluster(Calling):
             stuck = watch.waits(self._members.pages(heard.waiting))
         try:
             if heard.called_back or not isinstance(error, Exception | KeyboardInterrupt):
-                self._members.stop(heard.waiting)  # the button was pressed twice, or the driver ends
                 heard.lost |= heard.waiting
+                self._members.stop(heard.waiting)  # the button was pressed twice, or the driver ends
             else:
                 self._members.call_back(heard, GRACE)
-        except BaseException:
+        except BaseException as second:
+            heard.lost |= heard.waiting
             self._members.stop(heard.waiting)
+            if isinstance(second, KeyboardInterrupt):  # the button was pressed twice
+                second.args = (_interrupted(heard, None),)
             raise
         if isinstance(error, KeyboardInterrupt):
-            error.args = (
-                "\n".join(
-                    ["the ranks were interrupted", *who_waits(stuck or {}, heard.ranks), *lost_state(heard.lost)]
-                ),
-            )
+            error.args = (_interrupted(heard, stuck),)
 
     def close(self) -> None:
         """End all ranks. A second call does nothing; RankError while a run is going on."""
@@ -243,6 +242,8 @@ class Cluster(Calling):
             raise RankError("this Cluster is busy with a run; close it afterwards")
         try:
             self._close()
+            if self._members.ranks:  # interrupted twice, the first time
+                _end(self._members, self._folder)
         finally:
             self._busy.release()
 
@@ -253,10 +254,16 @@ class Cluster(Calling):
         self.close()
 
 
+def _interrupted(heard: Round, stuck: dict[int, str] | None) -> str:
+    lines = [*who_waits(stuck or {}, heard.ranks), *lost_state(heard.lost)]
+    return "\n".join(["the ranks were interrupted", *lines])
+
+
 def _end(members: Members, folder: str) -> None:
-    members.close()
-    if os.getpid() == members.owner:
-        shutil.rmtree(folder, ignore_errors=True)
+    with members.interrupts.shielded():
+        members.close()
+        if os.getpid() == members.owner:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _check_count(name: str, value: object, most: int | None = None) -> None:

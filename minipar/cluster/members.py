@@ -24,6 +24,7 @@ from minipar.cluster.notes import Page
 from minipar.cluster.output import USUAL, Output, Printer, Show
 from minipar.cluster.parcel import Parcel, pack_call
 from minipar.cluster.parcel import unpack as _unpack
+from minipar.cluster.processes import LOST_DRIVER, describe_status, ends, killed_for_memory
 from minipar.cluster.ranks import Call, Callback, check_ranks
 from minipar.cluster.watchdog import Watchdog
 from minipar.cluster.worker import Setup
@@ -50,6 +51,8 @@ class Member:
     page: Page
     device: str = ""
     alive: bool = True
+    killed: int | None = field(default_factory=killed_for_memory)  # by the system, when it started
+    cut_off: bool = False  # it lived when its socket had ended
 
 
 class Revived(NamedTuple):
@@ -100,28 +103,35 @@ class Members:
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     interrupts: Interrupts = field(default_factory=Interrupts)
     output: Output = field(default_factory=Output)
+    unheard: list[Failure] = field(default_factory=list)  # deaths of ranks that nobody waited for
 
     # Starting
 
     def heal(self) -> list[Failure]:
-        """Start every rank that is missing. Returns the deaths that were not known before. PlanError for a device that
-        does not exist."""
-        deaths = []
-        for member in list(self.ranks.values()):
-            if member.alive and self._ended(member):
-                deaths.append(_death(member))
-        self.stop([member.rank for member in self.ranks.values() if not member.alive])
-        missing = [rank for rank in range(self.size) if rank not in self.ranks]
-        if missing:
+        """Start every rank that is missing, until all are there: others may die meanwhile. Returns the deaths that were
+        not known before. PlanError for a device that does not exist."""
+        deaths, self.unheard = self.unheard, []
+        while True:
+            for member in list(self.ranks.values()):
+                if member.alive and self._ended(member):
+                    deaths.append(_death(member))
+            self.stop([member.rank for member in self.ranks.values() if not member.alive])
+            missing = [rank for rank in range(self.size) if rank not in self.ranks]
+            if not missing:
+                return deaths
             self.generation += 1
             try:
+                if self.start == "fork":
+                    launch.zygote(self.keep_freed_memory)
                 for rank in missing:
-                    self._start(rank)
+                    with self.interrupts.shielded():  # else descriptors of a rank that nobody knows would stay open
+                        self._start(rank)
                 self._await_ready(missing)
             except BaseException:
                 self.stop(missing)
                 raise
-        return deaths
+            deaths += self.unheard
+            self.unheard = []
 
     def _ended(self, member: Member) -> bool:
         try:
@@ -133,23 +143,27 @@ class Members:
         return False
 
     def _start(self, rank: int) -> None:
-        ours, theirs = socket.socketpair()
-        out, err = os.pipe(), os.pipe()
         try:
-            start = launch.fork if self.start == "fork" else launch.spawn
-            process: launch.Process = start(theirs.fileno(), out[1], err[1], self.keep_freed_memory)
-        except BaseException:
-            ours.close()
-            os.close(out[0])
-            os.close(err[0])
-            raise
-        finally:
-            theirs.close()
-            os.close(out[1])
-            os.close(err[1])
-        printers = (Printer(rank, out[0], self.output), Printer(rank, err[0], self.output))
-        page = Page(launch.scratch_folder())
-        member = self.ranks[rank] = Member(rank, process, ours, wire.Inbox(ours), printers, page)
+            with contextlib.ExitStack() as undo:
+                page = Page(launch.scratch_folder())
+                undo.callback(page.close)
+                ours, theirs = socket.socketpair()
+                undo.callback(ours.close)
+                printers = []
+                with theirs, contextlib.ExitStack() as inlets:
+                    ends = []
+                    for _ in range(2):
+                        outlet, inlet = os.pipe()
+                        undo.callback(os.close, outlet)
+                        inlets.callback(os.close, inlet)
+                        printers.append(Printer(rank, outlet, self.output))
+                        ends.append(inlet)
+                    start = launch.fork if self.start == "fork" else launch.spawn
+                    process: launch.Process = start(theirs.fileno(), ends[0], ends[1], self.keep_freed_memory)
+                undo.pop_all()
+        except OSError as error:
+            raise RankError(f"rank {rank} cannot be started: {error.strerror or error}") from error
+        member = self.ranks[rank] = Member(rank, process, ours, wire.Inbox(ours), (printers[0], printers[1]), page)
         self.selector.register(ours, selectors.EVENT_READ, (member, None))
         for printer in printers:
             self.selector.register(printer.descriptor, selectors.EVENT_READ, (member, printer))
@@ -194,6 +208,9 @@ class Members:
         deadline = None if seconds is None else time.monotonic() + seconds
         told = len(heard.failures)
         self.output.begin(heard.ranks, heard.show)
+        for rank in [rank for rank in heard.waiting if not self.ranks[rank].alive]:
+            heard.failures.append(_death(self.ranks[rank]))
+            heard.waiting.discard(rank)
         while heard.waiting and (heard.stuck is None or heard.called_back):
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
@@ -239,8 +256,7 @@ class Members:
         self.stop(gone)
         heard.doing = self.look(heard.waiting)
         for rank in heard.waiting:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(self.ranks[rank].process.pid, signal.SIGINT)
+            self.ranks[rank].process.signal(signal.SIGINT)
         with self.interrupts:
             self.collect(heard, seconds=seconds)
         heard.lost |= heard.waiting
@@ -259,10 +275,10 @@ class Members:
             found[rank] = f"{what}:\n{place}" if place else what
         return found
 
-    def pages(self, ranks: Iterable[int]) -> list[tuple[int, int, Page]]:
-        """The number, pid and notes of those of these ranks that are alive."""
+    def pages(self, ranks: Iterable[int]) -> list[stacks.Entry]:
+        """The number, process and notes of those of these ranks that are alive."""
         members = [self.ranks[rank] for rank in sorted(ranks)]
-        return [(member.rank, member.process.pid, member.page) for member in members if member.alive]
+        return [(member.rank, member.process, member.page) for member in members if member.alive]
 
     def _listen(self, member: Member, heard: Round) -> None:
         """Handle everything that a rank has sent."""
@@ -281,6 +297,8 @@ class Members:
                     else:
                         heard.failures.append(_death(member))
                     heard.waiting.discard(rank)
+                else:
+                    self.unheard.append(_death(member))
                 return
             if message is None:
                 return
@@ -322,40 +340,57 @@ class Members:
         """A rank's socket has ended: stop listening to it, and kill everything that it had started."""
         member.alive = False
         self.selector.unregister(member.control)
-        member.process.kill()  # (this does not change the exit status of a process that is ending)
+        # A rank that ends closes its socket on the way; one that has only lost its descriptors goes on.
+        member.cut_off = not ends(member.process.pid, 0.2)
+        member.process.kill()
         member.process.wait(0.5)
 
     def stop(self, ranks: Iterable[int]) -> None:
         """Kill these ranks and everything that they had started, print their last output, and forget them."""
+        with self.interrupts.shielded():
+            self._stop(ranks)
+
+    def _stop(self, ranks: Iterable[int]) -> None:
         members = [self.ranks[rank] for rank in ranks if rank in self.ranks]
         for member in members:
             member.alive = False  # first, so that a rank is replaced even if an interrupt cuts this short
         for member in members:
             member.process.kill()
         for member in members:
-            member.process.wait(2)
-            for printer in member.printers:
-                printer.finish()
             descriptors = [printer.descriptor for printer in member.printers]
-            for descriptor in (member.control.fileno(), *descriptors):
-                with contextlib.suppress(KeyError, ValueError):  # (it was unregistered before)
-                    self.selector.unregister(descriptor)
-            member.control.close()
-            member.page.close()
-            for descriptor in descriptors:
-                os.close(descriptor)
-            del self.ranks[member.rank]
+            with contextlib.ExitStack() as closing:  # (all of it happens, whenever a second interrupt comes)
+                closing.callback(self.ranks.pop, member.rank, None)
+                for descriptor in descriptors:
+                    closing.callback(os.close, descriptor)
+                closing.callback(member.page.close)
+                closing.callback(member.control.close)
+                for descriptor in (member.control.fileno(), *descriptors):
+                    closing.callback(self._forget, descriptor)
+                member.process.wait(2)
+                for printer in member.printers:
+                    printer.finish()
         self.output.flush()
+
+    def _forget(self, descriptor: int) -> None:
+        with contextlib.suppress(KeyError, ValueError):  # (it was unregistered before)
+            self.selector.unregister(descriptor)
 
     def close(self) -> None:
         """End all ranks. Does nothing in a process that was forked from the owner."""
         if os.getpid() == self.owner:
-            self.stop(list(self.ranks))
-            self.selector.close()
+            with self.interrupts.shielded():  # it is called once only
+                self.stop(list(self.ranks))
+                self.selector.close()
 
 
 def _death(member: Member) -> Failure:
-    return Failure(member.rank, None, member.process.wait(0), member.page.read().last)
+    status, killed = member.process.wait(0), killed_for_memory()
+    cause = describe_status(status, None if killed is None or member.killed is None else killed > member.killed)
+    if member.cut_off:
+        cause = describe_status(LOST_DRIVER)
+    elif status is None and not member.process.has_parent:
+        cause = "ended with the helper process that ranks are forked from, which has died"
+    return Failure(member.rank, None, cause, member.page.read().last)
 
 
 def exchanged(

@@ -20,6 +20,8 @@ import tempfile
 from dataclasses import dataclass
 from functools import lru_cache
 
+from minipar.errors import RankError
+
 SIZE = 1024
 LABEL_BYTES = 256
 _SINCE, _OPERATION = 512, 520
@@ -99,9 +101,20 @@ class Page:
     """The driver's view of one rank's page. The rank finds it at `path`."""
 
     def __init__(self, folder: str) -> None:
-        self._file, self.path = tempfile.mkstemp(prefix="rank-", dir=folder)
-        os.ftruncate(self._file, SIZE)
-        self._page = mmap.mmap(self._file, SIZE)
+        try:
+            self._file, self.path = tempfile.mkstemp(prefix="rank-", dir=folder)
+            try:
+                # Written, not only made as long: where there is no room, a store to the page would end the process.
+                os.pwrite(self._file, bytes(SIZE), 0)
+                self._page = mmap.mmap(self._file, SIZE)
+            except BaseException:
+                os.close(self._file)
+                os.unlink(self.path)
+                raise
+        except OSError as error:
+            raise RankError(
+                f"the temporary folder {folder} cannot be used: {error.strerror}; free some room there, or set TMPDIR"
+            ) from error
 
     def read(self) -> Doing:
         """What the rank says at this moment."""

@@ -63,6 +63,19 @@ def kill_group(leader: int) -> None:
         remove_shared(pid)
 
 
+def end(status: int) -> None:
+    """SIGKILL everything in this process's group, which it leads, and end with this exit status."""
+    others = [pid for pid in _members(os.getpid()) if pid != os.getpid()]
+    if not os.path.isdir("/proc"):
+        kill_group(os.getpid())
+    for pid in others:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
+    for pid in others:
+        remove_shared(pid)
+    os._exit(status)
+
+
 def _members(leader: int) -> list[int]:
     """The pids of a process group; none where there is no /proc."""
     members = []
@@ -77,7 +90,7 @@ def _members(leader: int) -> list[int]:
 def remove_shared(pid: int, folder: str = "/dev/shm") -> None:
     """Wait up to a fifth of a second for process `pid` to end, and then remove the shared memory of torch that it had
     made and not unlinked yet."""
-    if not _ends(pid, 0.2):
+    if not ends(pid, 0.2):
         return  # it is alive, and may still need them
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(folder):
@@ -86,7 +99,7 @@ def remove_shared(pid: int, folder: str = "/dev/shm") -> None:
                     os.unlink(os.path.join(folder, name))
 
 
-def _ends(pid: int, seconds: float) -> bool:
+def ends(pid: int, seconds: float) -> bool:
     """Whether a process has ended, reaped or not, or does so within so many seconds."""
     if hasattr(os, "pidfd_open"):
         try:
@@ -127,19 +140,35 @@ def flush_native() -> None:
     _libc.fflush(None)
 
 
-def describe_status(status: int | None) -> str:
-    """An exit status as subprocess writes it (-9 = killed by signal 9), in words."""
+def killed_for_memory() -> int | None:
+    """How many processes the system has killed because it was out of memory; None where it does not say."""
+    with contextlib.suppress(OSError), open("/proc/vmstat") as file:
+        for line in file:
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return None
+
+
+LOST_DRIVER = 71  # exit status of a rank that cannot reach its driver any more
+
+
+def describe_status(status: int | None, starved: bool | None = None) -> str:
+    """An exit status as subprocess writes it (-9 = killed by signal 9), in words. `starved`: whether the system was out
+    of memory; None: unknown."""
     if status is None:
         return "ended without an answer"
+    if status == LOST_DRIVER:
+        return "lost its connection to the driver; were its descriptors closed?"
     if status >= 0:
         return f"exited with status {status} without an answer (os._exit?)"
     try:
         name = signal.Signals(-status).name
     except ValueError:
         name = "unknown"
+    by_nine = {None: "kill -9, or the system was out of memory", True: "the system was out of memory", False: "kill -9"}
     hint = {
-        signal.SIGKILL: "; kill -9, or the system was out of memory",
-        signal.SIGABRT: "; gloo aborts like this when a tensor's size differs from its peer's",
+        signal.SIGKILL: f"; {by_nine[starved]}",
+        signal.SIGABRT: "; native code gave up, as gloo does when a tensor's size differs from its peer's",
         signal.SIGSEGV: "; a crash in native code",
     }.get(-status, "")  # type: ignore[call-overload]
     return f"was killed by signal {-status} ({name}{hint})"

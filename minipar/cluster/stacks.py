@@ -7,7 +7,6 @@ names and line numbers: the source lines come from the driver, which has the cel
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import linecache
 import os
@@ -18,6 +17,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from minipar.cluster.launch import Process
 from minipar.cluster.notes import Page
 
 _ALL = signal.SIGRTMIN + 5 if sys.platform == "linux" else 0  # asks for all threads
@@ -31,8 +31,10 @@ _COMM = os.path.join(_PACKAGE, "comm", "")
 _HELPERS = re.compile(rf"{re.escape(_COMM)}helper\.py|{os.sep}tqdm{os.sep}_monitor\.py")
 _LIBRARIES = (_PACKAGE, os.path.dirname(os.__file__) + os.sep)
 _TORCH = os.path.join("torch", "distributed", "")
+_FILES = os.path.join("torch", "distributed", "checkpoint", "")  # writes and reads files; it waits in the others' code
 
 Frame = tuple[str, int, str]  # file name, line number, function
+Entry = tuple[int, Process, Page]
 
 
 # In a rank
@@ -50,14 +52,14 @@ def answer(descriptor: int) -> None:
 # In the driver
 
 
-def ask(ranks: Iterable[tuple[int, int, Page]]) -> dict[int, list[Frame]]:
-    """The stacks of these (rank, pid, page), the outermost frame first; no entry for those that do not answer."""
+def ask(ranks: Iterable[Entry]) -> dict[int, list[Frame]]:
+    """The stacks of these (rank, process, page), the outermost frame first; no entry for those that do not answer."""
     return {rank: _parse(text) for rank, text in _ask(ranks, signal.SIGUSR1).items()}
 
 
-def has_foreign_threads(rank: tuple[int, int, Page]) -> bool:
-    """Whether this (rank, pid, page), whose threads all sleep, has or may have Python threads of the user: beside the
-    main one and those of this package or of tqdm."""
+def has_foreign_threads(rank: Entry) -> bool:
+    """Whether this (rank, process, page), whose threads all sleep, has or may have Python threads of the user: beside
+    the main one and those of this package or of tqdm."""
     answers = _ask([rank], _ALL) if _ALL else {}
     if rank[0] not in answers:
         return True
@@ -65,14 +67,13 @@ def has_foreign_threads(rank: tuple[int, int, Page]) -> bool:
     return not all(_ENTRY in block or _HELPERS.search(block) for block in blocks if block.strip())
 
 
-def _ask(ranks: Iterable[tuple[int, int, Page]], number: int) -> dict[int, str]:
-    """What faulthandler writes in these (rank, pid, page)."""
+def _ask(ranks: Iterable[Entry], number: int) -> dict[int, str]:
+    """What faulthandler writes in these (rank, process, page)."""
     left = {}
-    for rank, pid, page in ranks:
+    for rank, process, page in ranks:
         page.cut()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
-            left[rank] = page
+        process.signal(number)
+        left[rank] = page
     found: dict[int, str] = {}
     deadline = time.monotonic() + SECONDS
     while left and time.monotonic() < deadline:
@@ -107,7 +108,7 @@ def _parse(text: str) -> list[Frame]:
 
 def waits_in_torch(frames: list[Frame]) -> bool:
     """Whether a stack ends in torch's own communication."""
-    return bool(frames) and _TORCH in frames[-1][0]
+    return bool(frames) and _TORCH in frames[-1][0] and _FILES not in frames[-1][0]
 
 
 def where(frames: list[Frame]) -> str:

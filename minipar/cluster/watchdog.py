@@ -23,9 +23,7 @@ from dataclasses import dataclass
 
 from minipar.cluster import device_waits, stacks
 from minipar.cluster.notes import Page
-from minipar.cluster.stacks import Frame
-
-Entry = tuple[int, int, Page]
+from minipar.cluster.stacks import Entry, Frame
 
 _STOPPED = "T"
 _TRIES = 5
@@ -68,11 +66,11 @@ class Watchdog:
         return time.monotonic() - self._looked >= self.interval
 
     def look(self, ranks: list[Entry], others: list[Entry] | None = None) -> dict[int, str] | None:
-        """If it is a deadlock: what each of these (rank, pid, page) waits for; else None. They are all ranks that have
-        not ended, and the `others` those that have."""
+        """If it is a deadlock: what each of these (rank, process, page) waits for; else None. They are all ranks that
+        have not ended, and the `others` those that have."""
         now = time.monotonic()
         passed, self._looked = now - self._looked, now
-        seen = {rank: _see(pid, page) for rank, pid, page in ranks}
+        seen = {rank: _see(process.pid, page) for rank, process, page in ranks}
         if seen != self._seen:
             self._seen, self.same, self._still = seen, 0.0, 0.0
             return None
@@ -93,7 +91,7 @@ class Watchdog:
 
     def waits(self, ranks: list[Entry]) -> dict[int, str] | None:
         """What each of these ranks waits for, if all of them have waited for a while; else None."""
-        seen = {rank: _see(pid, page) for rank, pid, page in ranks}
+        seen = {rank: _see(process.pid, page) for rank, process, page in ranks}
         if seen != self._seen or not seen:
             return None
         since = [time.monotonic() - one.since if one.since else self.same for one in seen.values()]
@@ -103,12 +101,12 @@ class Watchdog:
         now = time.monotonic()
         frames = stacks.ask(entry for entry in ranks if not seen[entry[0]].stopped)
         texts = {rank: _describe(seen[rank], frames.get(rank, []), now, self.same) for rank in seen}
-        return {rank: text or "" for rank, text in texts.items()} if all(texts.values()) else None
+        return {rank: text or "" for rank, text in texts.items()} if texts and all(texts.values()) else None
 
     def _note_stillness(self, passed: float, ranks: list[Entry]) -> None:
         """Count for how long all ranks have slept, if all that have not ended wait for another one."""
         sure = self._local and all(_is_sure(one) for one in self._seen.values())
-        used = {rank: stacks.cpu_and_state(pid)[0] for rank, pid, _ in ranks} if sure else {}
+        used = {rank: stacks.cpu_and_state(process.pid)[0] for rank, process, _ in ranks} if sure else {}
         if not self._still:
             self._used = used
         bound = _TICKS * (self._still + passed + 1)
@@ -124,7 +122,7 @@ def _is_sure(seen: Seen) -> bool:
 def _sleep(ranks: list[Entry]) -> bool:
     """Whether no thread of these ranks runs. Waits that look from time to time are asked again."""
     for _ in range(_TRIES):
-        if all(stacks.sleeps(pid) for _, pid, _ in ranks):
+        if all(stacks.sleeps(process.pid) for _, process, _ in ranks):
             return True
         time.sleep(0.001)
     return False

@@ -18,12 +18,16 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import Any, TextIO
 
 from minipar.cluster import device_waits, failures, notes, stacks, wire
 from minipar.cluster.parcel import Parcel, pack, unpack
-from minipar.cluster.processes import flush_native, kill_group, tie_grandchildren
+from minipar.cluster.processes import LOST_DRIVER, end, flush_native, tie_grandchildren
 from minipar.errors import PlanError, RankError
+
+_IMPORT = "<frozen importlib._bootstrap>"  # where Python imports modules
+_SOON = 0.01  # seconds until an interrupt is tried again
 
 
 @dataclass(frozen=True)
@@ -115,22 +119,38 @@ class Seat:
                 self.missed = False
                 self.interrupt()
 
-    def interrupt(self) -> None:
-        """Handle SIGINT."""
+    def interrupt(self, frame: FrameType | None = None) -> None:
+        """Handle SIGINT. A module that is half imported would be unusable for good: its import comes to its end."""
         if self.holding:
             self.missed = True
+        elif self.interruptible and _imports(frame):
+            threading.Timer(_SOON, self._interrupt_again, (self.run,)).start()
         elif self.interruptible:
             self.interruptible = False
             raise KeyboardInterrupt
+
+    def _interrupt_again(self, run: int) -> None:
+        main = threading.main_thread().ident
+        if self.interruptible and self.run == run and main is not None:
+            signal.pthread_kill(main, signal.SIGINT)
+
+
+def _imports(frame: FrameType | None) -> bool:
+    """Whether a module is being imported by what runs in a frame."""
+    while frame is not None:
+        if frame.f_code.co_filename == _IMPORT:
+            return True
+        frame = frame.f_back
+    return False
 
 
 _rank: Seat | None = None
 
 
-def on_interrupt(*_: object) -> None:
+def on_interrupt(_: int, frame: FrameType | None) -> None:
     """The handler of SIGINT in a rank."""
     if _rank is not None:
-        _rank.interrupt()
+        _rank.interrupt(frame)
 
 
 def in_rank() -> bool:
@@ -184,15 +204,16 @@ class _DriverGone(Exception):
 
 def serve(control: socket.socket) -> None:
     """Be a rank until the driver is gone; never returns."""
+    status = 1
     try:
         _serve(control)
     except _DriverGone:
-        pass
+        status = LOST_DRIVER
     except BaseException:  # an error of minipar itself: show it
         traceback.print_exc()
     finally:
         flush()
-        kill_group(os.getpid())  # this process, and everything that it has started
+        end(status)  # and everything that this process has started
 
 
 def _serve(control: socket.socket) -> None:
@@ -311,6 +332,7 @@ def run_interruptibly(rank: Seat, parcel: Parcel) -> tuple[str, Any]:
     exception of the function, whenever it comes."""
     notes.clear()
     rank.missed = False
+    modes = _modes()
     try:
         rank.interruptible = True
         answer = _run(rank, parcel)
@@ -320,7 +342,31 @@ def run_interruptibly(rank: Seat, parcel: Parcel) -> tuple[str, Any]:
     finally:
         rank.interruptible = False
         notes.clear()
+    if answer[0] == "error" and answer[1].name == "KeyboardInterrupt":
+        _restore(modes)
     return answer
+
+
+def _modes() -> tuple[bool, dict[str, tuple[bool, Any]]]:
+    """What torch's contexts set in this thread: whether gradients are computed, and autocast by kind of device."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "is_grad_enabled"):
+        return True, {}
+    kinds = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
+    autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
+    return torch.is_grad_enabled(), autocast
+
+
+def _restore(modes: tuple[bool, dict[str, tuple[bool, Any]]]) -> None:
+    """Set again what an interrupt inside the beginning or end of one of torch's contexts has left as it was inside."""
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "is_grad_enabled"):
+        return
+    grad, autocast = modes
+    torch.set_grad_enabled(grad)
+    for kind, (enabled, dtype) in autocast.items():
+        torch.set_autocast_enabled(kind, enabled)
+        torch.set_autocast_dtype(kind, dtype)
 
 
 def _run(rank: Seat, parcel: Parcel) -> tuple[str, Any]:

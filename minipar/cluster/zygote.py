@@ -6,9 +6,10 @@ unlike a fork of the notebook's kernel: no thread pool was ever started here, an
     main([SOCKET, SPARE, DRIVER_PID, FOLDER, TIE])
 
 The socket (SEQPACKET) carries ("fork", number, modules) with three descriptors -> ("forked", number, pid), ("kill",
-pid), and ("exit", pid, status) as ranks end. The modules are imported first: what the driver has of this package, and
-of torch.export, its ranks will need, and here it is imported once for all of them. TIE is 1 where Linux may tie this
-process to the driver's thread. When the driver is gone, all ranks are killed and FOLDER is removed.
+pid), ("signal", pid, number), and ("exit", pid, status) as ranks end. The modules are imported first: what the driver
+has of this package, and of torch.export, its ranks will need, and here it is imported once for all of them. TIE is 1
+where Linux may tie this process to the driver's thread. When the driver is gone, all ranks are killed and FOLDER is
+removed.
 
 SPARE is a socket, too. Before anything else is imported here, one process is forked that waits at it for the path of a
 script and for three descriptors, its standard streams, and then runs the script with the socket's number. The driver
@@ -42,6 +43,7 @@ LONGEST = 1 << 16  # bytes of a message
 
 def main(arguments: list[str]) -> None:
     driver, folder = int(arguments[2]), arguments[3]
+    signal.signal(signal.SIGTERM, lambda *_: _leave(folder))  # (the imports below take a second)
     if arguments[4] == "1":
         die_with_parent(driver, signal.SIGTERM)  # not SIGKILL: it must first end the ranks' own children
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -64,6 +66,11 @@ def main(arguments: list[str]) -> None:
     spare.close()
     _send(control, ("ready", pid))
     _serve(control, driver, folder, {pid})
+
+
+def _leave(folder: str) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)  # (torch needs no clean-up here, and the driver may be waiting)
 
 
 def _run_script(spare: socket.socket) -> None:
@@ -138,15 +145,16 @@ def _serve(control: socket.socket, driver: int, folder: str, children: set[int])
                         os.close(descriptor)
                     children.add(pid)
                     _send(control, ("forked", message[1], pid))
-                elif message[1] in children:
+                elif message[1] in children and message[0] == "kill":
                     kill_group(message[1])
+                elif message[1] in children:
+                    os.kill(message[1], message[2])
     except OSError:
         pass  # the driver ended while it was answered
     finally:
         for pid in children:
             kill_group(pid)
-        shutil.rmtree(folder, ignore_errors=True)
-        os._exit(0)  # (torch needs no clean-up here, and the driver may be waiting)
+        _leave(folder)
 
 
 def _reap(control: socket.socket, children: set[int]) -> None:

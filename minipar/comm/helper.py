@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 import time
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
+
+from minipar.errors import RankError
 
 T = TypeVar("T")
 
@@ -20,8 +23,7 @@ class Helper(ABC, Generic[T]):
         self.waiting: set[T] = set()
         self.lock = threading.Lock()
         self._wake = threading.Event()
-        self._thread: threading.Thread | None = None
-        self._closed = False
+        self._started = self._closed = False
 
     @abstractmethod
     def turn(self) -> None:
@@ -33,9 +35,16 @@ class Helper(ABC, Generic[T]):
             if one in self.waiting:
                 return
             self.waiting.add(one)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-            self._thread.start()
+        if not self._started:
+            try:
+                # Not threading's own start: it waits for ever if there is no memory for the first lines of the thread.
+                _thread.start_new_thread(self._run, ())
+            except (RuntimeError, MemoryError) as error:
+                raise RankError(
+                    f"the thread that {self.name} cannot start: {error or 'out of memory'}; "
+                    "the limit of memory or threads of this process is reached"
+                ) from error
+            self._started = True
         self._wake.set()
 
     def close(self) -> None:

@@ -95,7 +95,7 @@ class World:
         transports = [one for one in (self.host, self.gpus) if one is not None]
         for one in transports:
             one.close(bool(self.pending))
-        if self.pending:
+        if self.pending and any(one.native for one in transports):
             _abandoned.append((self.groups, transports, self.pending))
         self.groups, self.pending = {}, set()
         closed: Any = _Closed()
@@ -193,12 +193,13 @@ class _Closed:
         raise RankError(CLOSED)
 
 
-_abandoned: list[tuple[Any, ...]] = []
+_abandoned: list[tuple[Any, ...]] = []  # which may not end before what native code does with it has ended: never
 
 
 def of_rank(context: Context, count: int) -> World:
     """The World of a rank of a Cluster, its `count`-th in this generation."""
     rank, size = context.rank, context.size
+    os.close(os.open(context.store, os.O_CREAT | os.O_RDWR, 0o600))  # (the store itself would let others read it)
     store = dist.PrefixStore(str(count), dist.FileStore(context.store, size))
     path = f"{context.store}-{count}"
     device = torch.device(context.device)

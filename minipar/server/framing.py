@@ -142,6 +142,7 @@ def listen(address: str) -> tuple[socket.socket, str]:
             os.unlink(rest)
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(rest)
+        os.chmod(rest, 0o600)
     else:
         host, _, port = rest.rpartition(":")
         listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)

@@ -33,6 +33,7 @@ from minipar.strategies.shares import Piece
 from minipar.wording import several
 
 _LONGEST_RETRY = 0.1
+_NOT_THERE = (ConnectionError, FileNotFoundError, TimeoutError)  # a server has not started, or starts again
 
 
 def connect(
@@ -113,13 +114,15 @@ class Servers:
                 raise ServerClosed(f"worker {self.worker}: the servers of {self.handle.folder} have ended")
             try:
                 found = self._introduce(self.life or secrets.randbelow(1 << 62) + 1)
-            except (OSError, ConnectionError) as error:
+            except _NOT_THERE as error:
                 if time.monotonic() > until:
                     reason = f"worker {self.worker}: no server at {self.handle.folder} for {self.patience:g} s"
                     raise RankError(f"{reason} ({error or type(error).__name__})") from error
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_RETRY)
                 continue
+            except OSError as error:
+                raise RankError(f"worker {self.worker}: no connection to the servers: {error}") from error
             if found:
                 return found == self.incarnation or self._rewound(found)
 

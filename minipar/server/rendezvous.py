@@ -49,7 +49,10 @@ class Meeting:
         if self.store is not None:
             return self.store.set(name, text)
         path = os.path.join(self.folder, name)
-        with open(os.open(f"{path}.tmp", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "w") as file:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{path}.tmp")  # (of a process that was killed)
+        flags = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY  # nobody else's file, nor where a link leads
+        with open(os.open(f"{path}.tmp", flags, 0o600), "w") as file:
             file.write(text)
         os.rename(f"{path}.tmp", path)
 

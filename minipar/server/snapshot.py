@@ -56,7 +56,7 @@ def write(
     real = {name: torch.view_as_real(tensors[name].resolve_conj()) for name in pairs}
     about = {"facts": json.dumps(facts), "complex": json.dumps(pairs)}
     data = save({name: tensor.contiguous() for name, tensor in (tensors | real).items()}, about)
-    with open(f"{path}.tmp", "wb") as file:
+    with open(os.open(f"{path}.tmp", os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600), "wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())

@@ -8,6 +8,7 @@ predicted ones.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from minipar.errors import MiniparError
 from minipar.program import COMPUTE, Instruction, Op, Program, Value, comm_volume, version_of
 from minipar.program.verify import service
+from minipar.program.verify.fields import STUMBLES
 from minipar.program.verify.staleness import alive
 from minipar.trace.lifetimes import KINDS, lifetimes
 from minipar.trace.memory_series import Curve, Series
@@ -52,6 +54,34 @@ class Event(NamedTuple):
     @property
     def duration(self) -> float:
         return self.end - self.start
+
+
+def _from_data(data: dict[str, Any], program: Program) -> Trace:
+    """The trace of what `to_json` wrote. Errors: `STUMBLES`, for what it cannot have written."""
+    values = [Value(*entry) for entry in data["program"]["values"]]
+    sizes = [{values[int(k)]: size for k, size in table.items()} for table in data["sizes"]]
+
+    def size(rank: int, value: Value) -> float:
+        return sizes[rank].get(value, 0)
+
+    rows = [len(row) for row in program.ranks]
+    for name in ("starts", "ends"):
+        if [len(row) for row in data[name]] != rows or not all(math.isfinite(t) for row in data[name] for t in row):
+            raise ValueError(f"{name} must have a time for each instruction")
+    held, overruns = tuple(data["data"]), tuple(tuple(each) for each in data.get("overruns", ()))
+    if {len(held), len(program.state)} - {0, len(rows)} or len(sizes) != len(rows):
+        raise ValueError("data, sizes and the program's state must be of all ranks")
+    if not all(isinstance(each, int | float) for each in (*held, *(n for table in sizes for n in table.values()))):
+        raise TypeError("data and sizes must be numbers")
+    for name in ("kind", "unit", "note"):
+        if not isinstance(data[name], str):
+            raise TypeError(f"{name}={data[name]!r} must be a text")
+    series = [Series.from_json(one) for one in data.get("series", ())]
+    wrong = float(data.get("clock_error", 0.0))
+    return Trace(
+        program, data["starts"], data["ends"], size, data["kind"], data["unit"], held, data["note"], overruns, series,
+        wrong,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -380,7 +410,7 @@ class Trace:
         """The trace that `to_json` wrote. Errors: MiniparError."""
         try:
             data = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError, TypeError) as error:
             raise MiniparError(f"not a trace: {error}") from None
         if not isinstance(data, dict) or data.get("format") != "minipar-trace/1":
             raise MiniparError("not a trace: the text has no format 'minipar-trace/1'")
@@ -389,17 +419,11 @@ class Trace:
         ]
         if missing:
             raise MiniparError(f"not a whole trace: the text has no {', '.join(missing)}")
-        values = [Value(*entry) for entry in data["program"]["values"]]
-        sizes = [{values[int(k)]: size for k, size in table.items()} for table in data["sizes"]]
-
-        def size(rank: int, value: Value) -> float:
-            return sizes[rank].get(value, 0)
-
         program = Program.from_json(data["program"])
-        kind, unit, held, note = (data[key] for key in ("kind", "unit", "data", "note"))
-        series = [Series.from_json(one) for one in data.get("series", ())]
-        overruns, wrong = data.get("overruns", ()), data.get("clock_error", 0.0)
-        return Trace(program, data["starts"], data["ends"], size, kind, unit, held, note, overruns, series, wrong)
+        try:
+            return _from_data(data, program)
+        except STUMBLES as error:
+            raise MiniparError(f"not a whole trace: {type(error).__name__}: {error}") from None
 
     def to_perfetto(self, path: str | os.PathLike[str] | None = None) -> str:
         """Chrome Trace Event JSON, for ui.perfetto.dev and chrome://tracing; or the path. See

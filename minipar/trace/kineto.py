@@ -11,6 +11,7 @@ libkineto/src/output_json.cpp).
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minipar.errors import MiniparError
 from minipar.program import Instruction, Op, Program
+from minipar.program.verify.fields import STUMBLES
 
 if TYPE_CHECKING:
     from minipar.trace import Trace
@@ -35,6 +37,7 @@ BACKWARD = re.compile(r"autograd::engine|backward|AccumulateGrad|bwd", re.IGNORE
 STEP = re.compile(r"^Optimizer\.step#")
 UPDATE = re.compile(r"adam|sgd|multi_tensor_apply", re.IGNORECASE)
 COPIES = ("gpu_memcpy", "gpu_memset")
+_SMALL, _SHORTER = 64 << 20, 100  # bytes; and how many times shorter a compressed trace may be
 
 
 class CompleteEvent(NamedTuple):
@@ -82,7 +85,10 @@ def from_kineto(sources: Source | Sequence[Source]) -> Trace:
         ranked[rank] = (label, data)
     order = {rank: row for row, rank in enumerate(sorted(ranked))}
     base = min(_base(*ranked[rank]) for rank in order)
-    rows = [_instructions(*ranked[rank], row, order, _base(*ranked[rank]) - base) for rank, row in order.items()]
+    try:
+        rows = [_instructions(*ranked[rank], row, order, _base(*ranked[rank]) - base) for rank, row in order.items()]
+    except STUMBLES as error:
+        raise MiniparError(f"{files[0][0]}: events that cannot be: {type(error).__name__}: {error}") from None
     notes = ["imported from torch's profiler, which says nothing of memory"]
     if list(order) != list(order.values()):
         notes.append("ranks " + ", ".join(f"{row} = {rank} of the job" for rank, row in order.items()))
@@ -115,16 +121,30 @@ def _load(source: Source, label: str) -> tuple[str, dict[str, Any]]:
         label = str(source)
         try:
             raw = Path(source).read_bytes()
-            data = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+            data = json.loads(_unpacked(raw, label) if raw[:2] == b"\x1f\x8b" else raw)
         except (OSError, EOFError, zlib.error) as error:
             raise MiniparError(f"{label} cannot be read: {error}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise MiniparError(f"{label} is not JSON: {error}") from None
     if isinstance(data, list):  # the other form of the format has only the events
         data = {"traceEvents": data}
     if not isinstance(data, dict) or not isinstance(data.get("traceEvents"), list):
         raise MiniparError(f"{label} is not a trace: it has no list traceEvents")
     return label, data
+
+
+def _unpacked(raw: bytes, label: str) -> bytes:
+    """The contents of a compressed file. MiniparError if it is as good as nothing but repetitions, as no trace is: that
+    could fill the memory."""
+    found, most = io.BytesIO(), max(_SMALL, len(raw) * _SHORTER)
+    with gzip.open(io.BytesIO(raw)) as file:
+        while part := file.read(1 << 20):
+            found.write(part)
+            if found.tell() > most:
+                raise MiniparError(
+                    f"{label} cannot be a trace: its {len(raw):,} bytes become more than {most:,}; unpack it first"
+                )
+    return found.getvalue()
 
 
 def _ours(data: dict[str, Any]) -> bool:
@@ -292,7 +312,7 @@ def _exported(label: str, data: dict[str, Any]) -> Trace:
             tuple((name, size) for name, size in about["mesh"]), steps=about["steps"], name=about["name"],
         )  # fmt: skip
         kind, unit, note = about["kind"], about["unit"], about["note"]
-    except (IndexError, KeyError, TypeError, ValueError) as error:
+    except STUMBLES as error:
         raise MiniparError(f"{label} is not a whole trace of to_perfetto: {type(error).__name__} {error}") from None
     starts, ends = [[e[1] for e in row] for row in ordered], [[e[2] for e in row] for row in ordered]
     return _trace(program, starts, ends, kind, unit, note)

@@ -159,10 +159,10 @@ def test_the_end_of_a_process_is_seen_without_a_descriptor(monkeypatch: pytest.M
     process = subprocess.Popen(["sleep", "60"])
     try:
         for _ in range(2):
-            assert not processes._ends(process.pid, 0.01)
+            assert not processes.ends(process.pid, 0.01)
             monkeypatch.delattr(os, "pidfd_open", raising=False)
     finally:
         process.kill()
-    assert processes._ends(process.pid, 5)  # not reaped yet
+    assert processes.ends(process.pid, 5)  # not reaped yet
     process.wait(5)
-    assert processes._ends(process.pid, 0.01)
+    assert processes.ends(process.pid, 0.01)

@@ -1,4 +1,4 @@
-"""A campaign of random kills: `python -m tests.comm.kills [CASES] [SEED]`. `make soak` runs it; tests use parts of it.
+"""A campaign of random kills: `python -m tests.comm.kills [CASES] [SEED]`. `make thorough` runs it, tests use parts.
 
 Each case trains a few numbers on 3 workers and 1 or 2 servers in a random mode, and ends one process with SIGKILL at a
 random point of that process's own work. The result must be as if nothing had happened: the parameters are exactly those

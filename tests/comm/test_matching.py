@@ -255,9 +255,12 @@ def test_who_sleeps_is_woken_by_the_last(tmp_path: Path) -> None:
     while one.compare(1, 1 << 48 | 1) is None and time.monotonic() < deadline:
         one.sleep(1)
     assert one.compare(1, 1 << 48 | 1) is True
-    started = time.monotonic()
-    one.sleep(1)  # all are there
-    assert time.monotonic() - started < 0.04
+    taken = []
+    for _ in range(5):
+        started = time.monotonic()
+        one.sleep(1)  # all are there
+        taken.append(time.monotonic() - started)
+    assert min(taken) < 0.04
     timer.join()
 
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 LESSONS = Path(__file__).parents[2] / "lessons"
-ROW = re.compile(r"^\| (.+?) \| \[(\d\d)\]\((\S+\.ipynb)\) \| (.+?) \|$", re.MULTILINE)
+ROW = re.compile(r"^\| (.+?) \| \[(\d\d\w?)\]\((\S+\.ipynb)\) \| (.+?) \|$", re.MULTILINE)
 # What MindSpore's pages, the lecture on large models and the tutorial on big models name, each by a word of its row.
 TOPICS = """
 choosing a strategy | data parallel | operator-level | semi-automatic | automatic parallel | sharding technique

@@ -144,7 +144,7 @@ def test_programs_mean_what_they_should(name, model):
 @pytest.mark.many(1)
 @pytest.mark.parametrize("name", sorted({*NEW, *(one.name for one in schedules())}))
 def test_the_largest_sizes_verify(name, pytestconfig):
-    """32 stages and 128 micro-batches; in `make soak` twice as many of both."""
+    """32 stages and 128 micro-batches; in `make thorough` twice as many of both."""
     more = 2 if pytestconfig.getoption("--thorough") else 1
     cuts = "slices" if name == "terapipe" else "microbatches"
     plan = Plan.parse(f"pp={32 * more} {cuts}={128 * more} schedule={name}")

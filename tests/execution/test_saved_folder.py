@@ -201,6 +201,40 @@ def test_an_index_cannot_name_files_outside_of_its_folder(tmp_path):
         open_folder(tmp_path)
 
 
+def test_an_index_has_every_element_once_and_its_files_are_files(tmp_path):
+    save(tmp_path, 4)
+    tensors = json.loads((tmp_path / INDEX).read_text())["index"]["tensors"]
+    for chunks, why in (
+        ([], "every element"),
+        ([[0, SIZE - 1]], "every element"),
+        ([[0, SIZE], [5, 1]], "every element"),
+        ([[-1, SIZE + 1]], "is no size"),
+        ([[0, 1e9]], "is no size"),
+    ):
+        crafted = json.loads(json.dumps(tensors))
+        entry = crafted["parameters/0.weight"]
+        entry["chunks"] = [[*each, *entry["chunks"][0][2:]] for each in chunks]
+        forged(tmp_path, tensors=crafted)
+        with pytest.raises(SaveError, match=f"damaged: .*{why}"):
+            open_folder(tmp_path)
+    crafted = json.loads(json.dumps(tensors))
+    crafted["parameters/0.weight"]["shape"] = [10**9]
+    crafted["parameters/0.weight"]["chunks"][0][:2] = [0, 10**9]
+    forged(tmp_path, tensors=crafted)
+    with pytest.raises(SaveError, match="part-0.safetensors: cannot be read: it is too short for parameters/0.weight"):
+        open_folder(tmp_path)
+    forged(tmp_path, tensors=tensors)
+    file = next(tmp_path.glob("step-*/part-0.safetensors"))
+    file.unlink()
+    os.mkfifo(file)
+    with pytest.raises(SaveError, match="is no file"):
+        Reading(open_folder(tmp_path)).fill({("parameters/0.weight", 0): torch.zeros(SIZE)})
+    (tmp_path / INDEX).unlink()
+    os.mkfifo(tmp_path / INDEX)  # to open it would wait for who writes
+    with pytest.raises(SaveError, match="is no file"):
+        open_folder(tmp_path)
+
+
 def test_nothing_is_unpickled(tmp_path, monkeypatch):
     save(tmp_path, 4)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]

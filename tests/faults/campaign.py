@@ -7,7 +7,8 @@ A case is a training on real ranks by some strategy, and one fault at a random m
                limit of memory, or finds its descriptors closed
     save       a rank is killed while the run is being saved, or the disk is full
     button     SIGINT reaches the driver, once or twice
-    driver     the driver itself is killed
+    start      a rank is killed while another one is started again
+    driver     the driver itself is killed, or a notebook's kernel
 
 Of each it is noted whether the error was *explained* (a class of ours or the rank's own exception, the rank by its
 number, and the cause), how long it took to arrive, whether the next training on the same cluster gives the losses of an
@@ -29,6 +30,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -44,6 +46,7 @@ from tqdm.auto import tqdm
 from minipar import Cluster, train
 from minipar.cluster import worker
 from minipar.errors import MiniparError
+from tests.fuzz import parsers
 
 ROOT = Path(__file__).parents[2]
 RANKS = 4
@@ -97,12 +100,14 @@ class Trip:
     rank: int = -1
     count: int = 0
     reached: int = 0
+    stamp: str = ""  # a file for the moment at which it happened
 
     def __call__(self, where: str) -> None:
         if where != self.where or not worker.in_rank() or worker.context().rank != self.rank:
             return
         self.reached += 1
         if self.reached == self.count:
+            Path(self.stamp).write_text(repr(time.monotonic()))
             _do(self.what)
 
 
@@ -161,8 +166,8 @@ class Descent(torch.optim.SGD):
         return super().step(closure)
 
 
-def training(cluster: Cluster, plan: str, trip: Trip | None = None, **more: Any) -> list[float]:
-    """Train a few steps; the losses."""
+def training(cluster: Cluster, plan: str, trip: Trip | None = None, more: int = 0, **given: Any) -> list[float]:
+    """Train a few steps, and some more; the losses."""
     trip = trip or Trip()
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(ROWS, 16, generator=generator), torch.randint(0, 16, (ROWS,), generator=generator)
@@ -173,13 +178,24 @@ def training(cluster: Cluster, plan: str, trip: Trip | None = None, **more: Any)
         plan,
         cluster=cluster,
         batch=ROWS,
-        steps=STEPS,
+        steps=STEPS + more,
         loss=partial(loss, trip=trip) if not captured else nn.functional.cross_entropy,
         optimizer=partial(Descent, trip=trip),
         progress=False,
-        **more,
+        **given,
     )
     return [float(each) for each in run.losses]
+
+
+def _within_ranks(error: BaseException) -> bool:
+    """Whether an error was raised while ranks ran something."""
+    return any("_exchange" in frame.name for frame in traceback.extract_tb(error.__traceback__))
+
+
+def _await_end(pid: int, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while _lives(pid) and time.monotonic() < until:
+        time.sleep(0.005)
 
 
 # What a case left behind ----------------------------------------------------------------------------------------------
@@ -249,7 +265,7 @@ CAUSES = {
     "sys.exit": ("exit",),
     "os._exit": ("exit",),
     "memory": ("memory", "allocate"),
-    "descriptors": ("descriptor", "connection", "ended", "socket"),
+    "descriptors": ("descriptor",),
 }
 
 
@@ -301,16 +317,58 @@ class Campaign:
 
         timer = threading.Timer(after, send)
         error = self._disturbed(plan, None, timer, sent)
+        if error is None:  # it came when the training was over: who calls next is told, or finds the rank replaced
+            _await_end(pid, 0.0 if name == "SIGSTOP" else 2.0)
+            if name == "SIGSTOP":
+                error = self._disturbed(plan, None, None, sent)
         self._judge(plan, name, rank, error, sent)
 
     def _inside(self, plan: str, what: str) -> None:
         rank = self.random.randrange(RANKS)
         where = "optimizer" if "tp=" in plan else self.random.choice(PLACES)
-        trip = Trip(what, where, rank, self.random.randrange(1, STEPS))
-        began = [time.monotonic()]
-        error = self._disturbed(plan, trip, None, began)
-        if error is not None:  # (a rank without the last layer reaches no loss)
-            self._judge(plan, what, rank, error, began)
+        with tempfile.NamedTemporaryFile() as stamp:
+            trip = Trip(what, where, rank, self.random.randrange(1, STEPS), stamp=stamp.name)
+            error = self._disturbed(plan, trip, None, [])
+            moment = Path(stamp.name).read_text()
+        if not moment:  # (a rank without the last layer reaches no loss)
+            return
+        if error is None:
+            self.tally(what).tried += 1
+            self.tally(what).problems.append(f"{what} of rank {rank}, {plan}: nothing was said")
+        self._judge(plan, what, rank, error, [float(moment)])
+
+    def start(self) -> None:
+        """A rank is killed while another one starts again: both are there in the next run."""
+        tally = self.tally("SIGKILL during a start")
+        pids = self.cluster.run(os.getpid)
+        one, other = self.random.sample(range(RANKS), 2)
+        os.kill(pids[one], signal.SIGKILL)
+        _await_end(pids[one], 2.0)
+        sent: list[float] = []
+
+        def kill() -> None:
+            sent.append(time.monotonic())
+            os.kill(pids[other], signal.SIGKILL)
+
+        timer = threading.Timer(self.random.uniform(0, 0.06), kill)
+        timer.start()
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                self.cluster.run(time.sleep, 0.05)
+            except MiniparError as error:
+                tally.seconds.append(time.monotonic() - sent[0])
+                told_of = explained(error, "SIGKILL", other)
+            else:
+                told_of = any(f"rank {other} " in str(each.message) for each in told)
+            timer.join()
+            _await_end(pids[other], 2.0)
+            if not told_of:  # it came after the run
+                self.cluster.run(_nothing)
+                told_of = any(f"rank {other} " in str(each.message) for each in told)
+        tally.tried += 1
+        tally.explained += told_of
+        self._heal(self.random.choice(STRATEGIES), tally.name, tally)
 
     def _disturbed(
         self, plan: str, trip: Trip | None, timer: threading.Timer | None, sent: list[float]
@@ -383,10 +441,12 @@ class Campaign:
             if double:
                 time.sleep(self.random.uniform(0, 0.1))
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            finished.set()
 
         thread = threading.Thread(target=press)
         error: BaseException | None = None
         when = 0.0
+        finished = threading.Event()
         thread.start()
         try:
             training(self.cluster, plan)
@@ -394,15 +454,17 @@ class Campaign:
             error, when = stopped, time.monotonic()
         while True:  # the second one may arrive at any moment, until its thread has ended
             try:
-                thread.join()
+                while not finished.is_set():  # (`join` takes a thread for ended when it is interrupted)
+                    time.sleep(0.01)
                 time.sleep(0.02)
                 break
             except KeyboardInterrupt:
                 continue
         if error is not None:
             tally.tried += 1
-            tally.explained += isinstance(error, KeyboardInterrupt)
+            tally.explained += "the ranks were interrupted" in str(error) or not _within_ranks(error)
             tally.seconds.append(when - sent[0])
+            error = error.with_traceback(None)
         self._heal(plan, tally.name, tally)
 
     # saves ------------------------------------------------------------------------------------------------------------
@@ -446,6 +508,33 @@ class Campaign:
                         tally.problems.append(f"a save that cannot be resumed, {plan}: {str(error)[:300]}")
         self._heal(plan, tally.name, tally)
 
+    def full_disk(self) -> None:
+        """The disk is full in the middle of a save: that is told, and what was saved before still counts."""
+        tally = self.tally("full disk during a save")
+        plan = self.random.choice(("dp=4 zero=3", "pp=4 schedule=1f1b microbatches=4"))
+        with tempfile.TemporaryDirectory() as folder:
+            saved = os.path.join(folder, "run")
+            training(self.cluster, plan, save=saved)
+            room = self.random.randrange(2_500)
+            self.cluster.run(_limit_files, room)
+            try:
+                training(self.cluster, plan, save=saved, save_every=1, resume=saved, more=STEPS)
+            except BaseException as error:
+                tally.tried += 1
+                tally.explained += isinstance(error, MiniparError) and "cannot save" in str(error)
+                if not isinstance(error, MiniparError):
+                    tally.problems.append(
+                        f"full disk ({room} bytes), {plan}: {type(error).__name__}: {str(error)[:300]}"
+                    )
+            finally:
+                self.cluster.run(_limit_files, resource.RLIM_INFINITY)
+            try:
+                training(self.cluster, plan, resume=saved)
+            except MiniparError as error:
+                tally.wrong += 1
+                tally.problems.append(f"after a full disk, {plan}: {str(error)[:300]}")
+        self._heal(plan, tally.name, tally)
+
     # drivers ----------------------------------------------------------------------------------------------------------
 
     def driver(self) -> None:
@@ -458,45 +547,72 @@ class Campaign:
             assert child.stdout is not None
             child.stdout.readline()
             time.sleep(self.random.uniform(0, 2 * self.times[plan]))
-            below = _below(child.pid)
-            began = time.monotonic()
-            child.kill()
-            child.wait()
+            self._end_driver(tally, child.pid, lambda: (child.kill(), child.wait()), plan, folder)
             child.stdout.close()
-            while time.monotonic() < began + 5 and any(_lives(pid) for pid in below):
-                time.sleep(0.01)
-            tally.tried += 1
-            tally.explained += 1  # (there is nobody to whom it could be explained)
-            tally.seconds.append(time.monotonic() - began)
-            while time.monotonic() < began + 5 and _ours(folder):
-                time.sleep(0.01)
-            left = [pid for pid in below if _lives(pid)]
-            if left or _ours(folder):
-                tally.left += 1
-                tally.problems.append(f"after the driver's death, {plan}: {len(left)} processes, {_ours(folder)}")
-            tally.healed += not left
+
+    def _end_driver(self, tally: Tally, pid: int, kill: Callable[[], Any], plan: str, folder: str) -> None:
+        below = _below(pid)
+        began = time.monotonic()
+        kill()
+        while time.monotonic() < began + 5 and any(_lives(one) for one in below):
+            time.sleep(0.01)
+        tally.tried += 1
+        tally.explained += 1  # (there is nobody to whom it could be explained)
+        tally.seconds.append(time.monotonic() - began)
+        while time.monotonic() < began + 5 and _ours(folder):
+            time.sleep(0.01)
+        left = [one for one in below if _lives(one)]
+        if left or _ours(folder):
+            tally.left += 1
+            tally.problems.append(f"after {tally.name}, {plan}: {len(left)} processes, {_ours(folder)}")
+        tally.healed += not left
+
+    def kernel(self) -> None:
+        """The same of a notebook's kernel."""
+        from jupyter_client.manager import start_new_kernel
+
+        tally = self.tally("SIGKILL of a kernel")
+        plan = self.random.choice(STRATEGIES)
+        with tempfile.TemporaryDirectory() as folder:
+            manager, client = start_new_kernel(cwd=str(ROOT))
+            try:
+                client.execute(f"from tests.faults.campaign import drive; drive({plan!r}, {folder!r})")
+                while "ready" not in str(client.get_iopub_msg(timeout=120)["content"].get("text", "")):
+                    pass
+                time.sleep(self.random.uniform(0, 2 * self.times[plan]))
+                pid = manager.provisioner.pid
+                self._end_driver(tally, pid, lambda: os.kill(pid, signal.SIGKILL), plan, folder)
+            finally:
+                client.stop_channels()
+                manager.shutdown_kernel(now=True)
+                self.descriptors = max(descriptors(), self.descriptors)  # (the client keeps some)
 
     # long use ---------------------------------------------------------------------------------------------------------
 
-    def long_use(self, runs: int, trainings: int) -> str:
-        """Warm runs and trainings, without growth. A line for the table, or what has grown."""
+    def long_use(self, runs: int, trainings: int, seconds: float) -> str:
+        """Warm runs and trainings, for so many seconds at most: a line that says what has grown."""
+        end = time.monotonic() + seconds
+        done = [0, 0]
         with Cluster(RANKS, device="cpu") as cluster:
             for _ in range(20):
                 cluster.run(_nothing)
             for plan in STRATEGIES:
                 training(cluster, plan)
-            before, mine = cluster.run(_holds), _holds()
-            for _ in range(runs):
+            before, mine, below = cluster.run(_holds), _holds(), len(processes())
+            while done[1] < trainings and time.monotonic() < end:
+                training(cluster, STRATEGIES[done[1] % len(STRATEGIES)])
+                done[1] += 1
+            while done[0] < runs and time.monotonic() < end + 60:
                 cluster.run(_nothing)
-            for k in range(trainings):
-                training(cluster, STRATEGIES[k % len(STRATEGIES)])
+                done[0] += 1
             after, now = cluster.run(_holds), _holds()
+            more = len(processes()) - below
         grown = [max(0, b - a) for a, b in zip(mine, now, strict=True)]
         inside = [max(max(0, b[k] - a[k]) for a, b in zip(before, after, strict=True)) for k in range(3)]
         return (
-            f"{runs} warm runs and {trainings} trainings: the driver grew by {grown[0]} descriptors, "
-            f"{grown[1]} threads and {grown[2] / 2**20:.1f} MiB; a rank at most by {inside[0]} descriptors, "
-            f"{inside[1]} threads and {inside[2] / 2**20:.1f} MiB."
+            f"{done[0]:,} warm runs and {done[1]} trainings: {max(0, more)} processes more; the driver grew by "
+            f"{grown[0]} descriptors, {grown[1]} threads and {grown[2] / 2**20:.1f} MiB; a rank at most by "
+            f"{inside[0]} descriptors, {inside[1]} threads and {inside[2] / 2**20:.1f} MiB."
         )
 
     def close(self) -> None:
@@ -538,6 +654,11 @@ def _nothing() -> None:
     pass
 
 
+def _limit_files(size: int) -> None:
+    """No file of this process may become longer."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+
+
 def _holds() -> tuple[int, int, int]:
     """Of this process: descriptors, threads, and bytes of memory."""
     gc.collect()
@@ -545,28 +666,35 @@ def _holds() -> tuple[int, int, int]:
     return descriptors(), threading.active_count(), int(fields[1]) * resource.getpagesize()
 
 
-def run(count: int, seed: int = 0, seconds: float = 1e9, show: bool = True, long: bool = True) -> tuple[str, list[str]]:
-    """A campaign of `count` random faults, and of the others in proportion. The page, and the problems."""
-    end = time.monotonic() + seconds
+def run(count: int, seed: int = 0, seconds: float = 1e9, show: bool = True, inputs: int = 0) -> tuple[str, list[str]]:
+    """A campaign of `count` random faults, of the others in proportion, and of so many `inputs` of parsers: the page,
+    and the problems. Of the seconds faults have three fifths, long use and inputs a fifth each."""
+    end = time.monotonic() + 0.6 * seconds
     campaign = Campaign(seed)
     plan: list[Callable[[], None]] = [campaign.one] * count
     plan += [partial(campaign.button, False), partial(campaign.button, True)] * (count // 10)
-    plan += [campaign.save] * (count // 5) + [campaign.driver] * (count // 10)
+    plan += [campaign.start] * (count // 20)
+    plan += [campaign.save] * (count // 5) + [campaign.full_disk] * (count // 20)
+    plan += [campaign.driver] * (count // 10) + [campaign.kernel] * (count // 100)
     campaign.random.shuffle(plan)
     for case in tqdm(plan, disable=not show, desc="faults"):
         if time.monotonic() > end:
             break
         case()
-    growth = campaign.long_use(2 * count, count // 5) if long else ""
     campaign.close()
     tallies = list(campaign.tallies.values())
     total = Tally(
         "all", *(sum(getattr(one, k) for one in tallies) for k in ("tried", "explained", "healed", "left", "wrong"))
     )
     total.seconds = [second for one in tallies for second in one.seconds]
-    page = "\n".join([HEAD, *(one.row() for one in sorted(tallies, key=lambda one: one.name)), total.row()])
+    parts = ["\n".join([HEAD, *(one.row() for one in sorted(tallies, key=lambda one: one.name)), total.row()])]
     problems = [problem for one in tallies for problem in one.problems]
-    return f"{page}\n\n{growth}\n", problems
+    if inputs:
+        parts.append(campaign.long_use(2 * count, count // 5, 0.2 * seconds))
+        rows, more = parsers.campaign(inputs, 0.2 * seconds)
+        parts.append(parsers.table(rows, more))
+        problems += more
+    return "\n\n".join(parts) + "\n", problems
 
 
 def main() -> int:
@@ -575,21 +703,28 @@ def main() -> int:
         "--count", type=int, default=1000, help="random faults, and a tenth to a fifth of each other kind"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seconds", type=float, default=1200, help="stop after so many seconds")
+    parser.add_argument("--inputs", type=int, default=20000, help="inputs of parsers")
+    parser.add_argument("--seconds", type=float, default=1500, help="stop after so many seconds, about")
     parser.add_argument("--write", help="a file for the table, such as docs/reliability.md")
     options = parser.parse_args()
-    page, problems = run(options.count, options.seed, options.seconds)
+    began = time.monotonic()
+    page, problems = run(options.count, options.seed, options.seconds, inputs=options.inputs)
     print(page)
     for problem in problems:
         print(problem)
     if options.write:
-        _write(Path(options.write), page)
+        used, load = (time.monotonic() - began) / 60, os.getloadavg()[1]
+        text = (
+            f"Asked for were {options.count:,} random faults and {options.inputs:,} inputs, in {options.seconds:.0f} "
+            f"seconds at most; it took {used:.0f} minutes on {os.cpu_count()} cores, whose load was {load:.0f}.\n"
+        )
+        write_between(Path(options.write), "campaign", f"{text}\n{page}")
     return bool(problems)
 
 
-def _write(path: Path, page: str) -> None:
-    """Replace what stands between the two marks of a page."""
-    begin, end = "<!-- campaign -->\n", "<!-- end of campaign -->\n"
+def write_between(path: Path, name: str, page: str) -> None:
+    """Replace what stands between the two marks of this name in a page."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
     before, _, rest = path.read_text().partition(begin)
     path.write_text(f"{before}{begin}{page}{end}{rest.partition(end)[2]}")
 

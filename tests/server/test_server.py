@@ -85,7 +85,7 @@ def test_a_straggler_holds_up_only_those_who_wait_for_it(clusters, tmp_path):
 
 @pytest.mark.parametrize("number", range(10))
 def test_killed_at_any_point_nothing_is_lost(clusters, number):
-    """Ten of the campaign of `make soak`: two for each point."""
+    """Ten of the campaign of `make thorough`: two for each point."""
     case = kills.draw(number, 3)
     assert kills.run(case, clusters(WORKERS + case.servers)), "the victim never came to its end"
 

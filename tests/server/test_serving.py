@@ -310,6 +310,17 @@ def test_to_start_a_worker_again_that_always_dies_ends_with_an_error(clusters):
     assert clusters(3).run(lambda: 7) == [7, 7, 7]
 
 
+def shortest(run):
+    """Of up to four runs the first that takes as long as was predicted: on emulated devices a run is never shorter, but
+    longer where other processes take the cores."""
+    for _ in range(4):
+        found = run()
+        assert found.trace.time >= 0.95 * found.predicted.time
+        if found.trace.time <= 1.05 * found.predicted.time:
+            break
+    return found
+
+
 def four_layers():
     return torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(4)))
 
@@ -321,8 +332,8 @@ def test_emulated_links_reach_the_servers(emulated, mode, servers):
     both = tuple(torch.randn(2, 12, 40, generator=torch.Generator().manual_seed(0)))
     plan = f"dp=3 sync=ps servers={servers} mode={mode} bucket=0.01"
 
-    found = train(four_layers, both, plan, cluster=emulated(3 + servers), steps=3, batch=12, loss=mse,
-                  dtype=torch.float32, progress=False, check=True)  # fmt: skip
+    found = shortest(lambda: train(four_layers, both, plan, cluster=emulated(3 + servers), steps=3, batch=12, loss=mse,
+                                   dtype=torch.float32, progress=False, check=True))  # fmt: skip
     verify(found.program)
     assert found.max_gradient_error() <= 1e-5
     assert found.trace.time == pytest.approx(found.predicted.time, rel=0.05)
@@ -364,8 +375,8 @@ def test_emulated_links_by_a_function():
         return UnitCosts(program, 0.02, 0.04, latency=0.05, stage_factors=[1.0, 2.0, 1.0])
 
     with Cluster(3, device=DeviceSpec(costs=costs)) as cluster:
-        found = train(four_layers, tuple(torch.randn(2, 8, 40)), "dp=2 sync=ps", cluster=cluster, steps=4, batch=8,
-                      loss=mse, progress=False)  # fmt: skip
+        found = shortest(lambda: train(four_layers, tuple(torch.randn(2, 8, 40)), "dp=2 sync=ps", cluster=cluster,
+                                       steps=4, batch=8, loss=mse, progress=False))  # fmt: skip
     assert found.predicted.time == pytest.approx(4 * (0.12 + 2 * 0.05))
     assert found.trace.time == pytest.approx(found.predicted.time, rel=0.05)
 

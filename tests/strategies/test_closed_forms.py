@@ -298,7 +298,7 @@ def test_every_printed_formula_is_tried() -> None:
 
 @pytest.mark.parametrize("name", PRINTED)
 def test_the_printed_formulas(name: str, pytestconfig: pytest.Config) -> None:
-    """Of all sizes at all times every third, so that each size and each time occurs; all of them in `make soak`."""
+    """Of all sizes at all times every third, so that each size and each time occurs; all of them in `make thorough`."""
     every = 1 if pytestconfig.getoption("--thorough") else 3
     printed, chosen = PRINTED[name], find(name.split()[0])
     time, peak = printed.part(chosen.time), printed.part(chosen.peak)

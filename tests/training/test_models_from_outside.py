@@ -1,7 +1,7 @@
 """Models of Hugging Face, torchvision, timm and papers train as in plain torch.
 
 The tests are skipped if the packages of the extra `models` are missing. Each model has two plans here;
-`python -m tests.outside`, a part of `make soak`, runs all models under all plans.
+`python -m tests.outside`, a part of `make thorough`, runs all models under all plans.
 """
 
 from __future__ import annotations

@@ -123,8 +123,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("optimizer", [MOMENTUM, ADAM], ids=["momentum", "adam"])
 @pytest.mark.parametrize("before", PLANS)
 def test_saved_under_any_plan_and_loaded_under_any_other(clusters, tmp_path, before, optimizer, pytestconfig):
-    """Tied across stages, frozen and dropout layers; in `make soak` every pair of plans, else the same plan and three
-    others."""
+    """Tied across stages, frozen and dropout layers; `--thorough`: all pairs, else the same plan and three others."""
     apart = range(len(PLANS)) if pytestconfig.getoption("--thorough") else (0, 1, 2, 5)
     others = [PLANS[(PLANS.index(before) + k) % len(PLANS)] for k in apart]
     work = job(optimizer=optimizer)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import re
 import xml.etree.ElementTree as ET
@@ -14,6 +15,8 @@ import pytest
 from PIL import Image
 
 from minipar import Plan, simulate
+from minipar.trace import Trace, webpage
+from minipar.training import notebook
 from minipar_widgets import Timeline
 from tests.browsers import CHROMIUM, FLAGS, browser
 
@@ -104,6 +107,64 @@ def test_a_note_of_any_text_blanks_no_page(opened: Any) -> None:
     assert _share(one.pixels(), "#E69F00") > 0.01
     assert one.page.get_by_text(note).count() == 1
     assert one.errors == []
+
+
+# In an attribute, in text, in a comment, in a script, and in JSON inside of a script.
+NAMES = [
+    '"><img src=x onerror="window.hacked=1">',
+    "' onmouseover='window.hacked=1' x='",
+    "--><svg onload=window.hacked=1><!--",
+    "</script><script>window.hacked=1</script><!--<script>",
+    "</title></style></textarea><iframe srcdoc='<script>parent.hacked=1</script>'>",
+    "]]><script>window.hacked=1</script>${window.hacked=1}`;window.hacked=1//\u2028",
+]
+
+
+def test_names_of_any_text_run_nothing(opened: Any, tab: Any, tmp_path: Path) -> None:
+    """Of instructions and traces, in widgets, pages, SVG, and what notebooks show."""
+    events = [
+        {"ph": "X", "cat": "cpu_op", "name": name, "pid": 1, "tid": 1, "ts": 100 * k, "dur": 50}
+        for k, name in enumerate(NAMES)
+    ]
+    trace = Trace.from_kineto({"traceEvents": events})
+    program = dataclasses.replace(trace.program, name=NAMES[0])
+    trace = dataclasses.replace(trace, program=program, note=NAMES[3])
+    widget = Timeline(trace)
+    widget.caption_text = NAMES[4]
+    one = opened(widget)
+    canvas = one.page.locator("canvas").bounding_box()
+    for part in (0.2, 0.4, 0.6, 0.8):  # what is under the pointer is told, too
+        one.page.mouse.move(canvas["x"] + part * canvas["width"], canvas["y"] + 40)
+        one.settle()
+
+    class Run:
+        predicted, peak_memory, bytes_sent = trace, [0], [0]
+
+        def __init__(self, name: str) -> None:
+            self.trace, self.name = trace, name
+
+        def __repr__(self) -> str:
+            return f"<{self.name}>"
+
+    shown = [
+        webpage.table(["name", *NAMES[1:]], [NAMES] * 2, NAMES[1]),
+        widget._repr_mimebundle_()[0].get("text/html", ""),
+        *(notebook.html(Run(name)) for name in NAMES),  # type: ignore[arg-type]
+    ]
+    trace.to_html(tmp_path / "trace.html")
+    trace.plot().savefig(tmp_path / "trace.svg")
+    (tmp_path / "shown.html").write_text("<!doctype html><meta charset=utf-8>" + "".join(shown))
+    hacked = [one.page.evaluate("window.hacked ?? null")]
+    for name in ("trace.html", "trace.svg", "shown.html"):
+        tab.goto((tmp_path / name).as_uri())
+        one.settle()
+        hacked.append(tab.evaluate("window.hacked ?? null"))
+        assert tab.evaluate("document.querySelectorAll('iframe, [onerror], [onload], [onmouseover]').length") == 0, name
+    assert hacked == [None] * 4
+    tab.set_content(NAMES[2])  # (what these names do where they are not text)
+    assert tab.evaluate("window.hacked") == 1
+    assert one.errors == []
+    assert one.outside == []
 
 
 def test_pointer_tells_what_is_under_it(opened: Any) -> None:

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from minipar.comm.transport import futex
 from minipar.comm.transport.futex import fence
+from minipar.errors import RankError
 
 _LINE = 128  # bytes between two counters: no two on one line of a cache
 _PAGE = 4096
@@ -219,16 +220,19 @@ class Exchange:
     def advance(self) -> bool:
         """Do all steps that can be done now; returns whether it is complete. Called under the arena's lock."""
         arena = self.arena
-        with torch.no_grad():
-            while arena.lagging(self.need) is None:
-                try:
-                    self.need = next(self._steps)
-                except StopIteration:
-                    return True
-                except Exception as error:
-                    self.error = error
-                    return True
-        return False
+        try:
+            with torch.no_grad():
+                while self.error is None and arena.lagging(self.need) is None:
+                    try:
+                        self.need = next(self._steps)
+                    except StopIteration:
+                        return True
+                    except Exception as error:
+                        self.error = error
+        except BaseException:  # an interrupt, in the middle of a step
+            self.error = RankError("this collective was interrupted; what it has left in its tensor is of no use")
+            raise
+        return self.error is not None
 
     def finish(self) -> None:
         """It is complete: run the calls of `when_done`."""

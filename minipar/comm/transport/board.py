@@ -16,6 +16,7 @@ the last read of others' entries and the word that lets them be overwritten.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import mmap
 import os
@@ -24,6 +25,7 @@ import torch
 
 from minipar.comm.transport import futex
 from minipar.comm.transport.futex import fence
+from minipar.errors import RankError
 
 DEPTH = 64
 SMALL = 4096  # bytes of a tensor that travels on the board itself
@@ -38,9 +40,19 @@ def fingerprint(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> (64 - HASH_BITS)
 
 
+def _reserve(file: int, size: int) -> None:
+    """Take so many bytes of the disk: where there is no room, a store to the map would end the process."""
+    if hasattr(os, "posix_fallocate"):
+        try:
+            os.posix_fallocate(file, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # (not every file system can)
+                raise
+
+
 class Board:
     """The board of one group, in one of its ranks. `path` is the same for all and new for each group; `members` are
-    their numbers among all ranks, `index` is this rank's place among them. OSError if the file cannot be made."""
+    their numbers among all ranks, `index` is this rank's place among them. RankError if the file cannot be made."""
 
     most = SMALL  # bytes of a tensor that is summed here
 
@@ -53,12 +65,19 @@ class Board:
         self._texts = (self._gong + 1) * 8
         self._tensors = -(-(self._texts + count * DEPTH * _TEXT) // SMALL) * SMALL
         size = self._tensors + count * DEPTH * SMALL
-        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
-            os.ftruncate(file, size)  # to the same size, whoever comes first
-            self._map = mmap.mmap(file, size)
-        finally:
-            os.close(file)
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                _reserve(file, size)
+                os.ftruncate(file, size)  # to the same size, whoever comes first
+                self._map = mmap.mmap(file, size)
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise RankError(
+                f"the temporary folder {os.path.dirname(path)} cannot be used: {error.strerror}; free some room there, "
+                "or set TMPDIR"
+            ) from error
         self._words = memoryview(self._map)[: self._texts].cast("Q")
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
         self._rings = [k * _RING for k in range(count)]

@@ -63,6 +63,10 @@ class Gloo(Transport):
         which can interrupt a computation on that core."""
         return dist.ProcessGroupGloo.create_device(hostname=self.address)
 
+    @property
+    def native(self) -> bool:
+        return bool(self._groups)
+
     def close(self, under_way: bool) -> None:
         pass  # process groups, and with them their connections, end when nothing refers to them any more
 

@@ -150,6 +150,11 @@ class Transport(ABC):
         """One of these ranks whose host no longer answers, if that is known. A process group does not notice it."""
         return None
 
+    @property
+    def native(self) -> bool:
+        """Whether native code may still read or write the tensors of what is under way, after `close`, too."""
+        return True
+
     @abstractmethod
     def close(self, under_way: bool) -> None:
         """Close the messages: what was not delivered is lost. Close process groups too, unless something is

@@ -97,6 +97,10 @@ class LocalTransport(Transport):
         if not told and sys.platform == "linux":
             warnings.warn(f"no shared memory between ranks ({reason}): gloo is used", stacklevel=2)
 
+    @property
+    def native(self) -> bool:
+        return self.gloo.native
+
     def close(self, under_way: bool) -> None:
         if self.sockets is not None:
             self.sockets.close()

@@ -78,6 +78,8 @@ class Sockets:
         here = socket.socket(socket.AF_UNIX)
         self.unlink()
         here.bind(f"{path}.{rank}")
+        if not path.startswith("\0"):
+            os.chmod(f"{path}.{rank}", 0o600)
         self.listeners = [here]
         if far is not None:
             family = socket.AF_INET6 if ":" in far.address else socket.AF_INET
@@ -171,7 +173,7 @@ class Sockets:
         if found != tag:
             link.keep(found, size, code)
             return False
-        link.read(_place(tensor, size, code, tag, peer), size > LONG)
+        link.read_into(tensor, size, code, tag)
         return True
 
     def readable(self, peers: Sequence[int], seconds: float) -> bool:
@@ -444,6 +446,18 @@ class _Incoming:
             have += got
         return into
 
+    def read_into(self, tensor: Tensor, size: int, code: int, tag: int) -> None:
+        """Read a message, after its header. RankError if it does not fit; then it is passed over, and the next one can
+        be read."""
+        try:
+            place = _place(tensor, size, code, tag, self.peer)
+        except RankError:
+            some = memoryview(bytearray(min(size, LONG)))
+            for start in range(0, size, LONG):
+                self.read(some[: size - start], size > LONG)
+            raise
+        self.read(place, size > LONG)
+
     def keep(self, tag: int, size: int, code: int) -> None:
         """Read a message that nobody waits for yet, after its header."""
         content = bytearray(size)
@@ -484,7 +498,7 @@ class SocketReceive:
             tag, size, code = _HEADER.unpack(link.read(link.header))
             if tag in link.expected:
                 receive = _take(link.expected, tag)
-                link.read(_place(receive.tensor, size, code, tag, link.peer), size > LONG)
+                link.read_into(receive.tensor, size, code, tag)
                 receive.done = True
             else:
                 link.keep(tag, size, code)

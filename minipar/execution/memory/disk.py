@@ -1,9 +1,9 @@
-"""Tensors in files, one file each, with a checksum; they are written past the page cache where that is possible.
+"""Tensors in one file of the disk, each with a checksum; they are written past the page cache where that is possible.
 
-    KEY.tensor      header (magic, bytes, checksum), padded to a block | data, padded to a block
+    | header (magic, bytes, checksum), padded to a block | data, padded to a block |  the next tensor ...
 
-A file is complete when it has its name: it is written under another one, flushed to the disk, and renamed. What a
-killed process leaves is never read: every store has a folder of its own, and removes it at its end. Writing and
+The file has no name: it is removed as soon as it is open, so that the system frees it when this process has ended, in
+any way. A tensor that is put again gets another place, and the old one is free when the new one is whole. Writing and
 reading go block by block through two aligned buffers, with direct access (O_DIRECT) if the file system has it.
 """
 
@@ -14,11 +14,12 @@ import ctypes
 import errno
 import mmap
 import os
-import shutil
 import struct
 import tempfile
 import zlib
+from collections import deque
 from collections.abc import Hashable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,78 +33,102 @@ _HEADER = struct.Struct("<8sQI")
 _MAGIC = b"minipar1"
 
 
+class Place(NamedTuple):
+    """Where a tensor is in the file, and what it is."""
+
+    start: int
+    blocks: int
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 class DiskStore(Tier):
-    """Tensors in files below `folder` (default: the system's temporary folder), in a folder of this store's own.
+    """Tensors in a file below `folder` (default: the system's temporary folder), which has no name there.
 
     capacity   bytes that it may hold; None: what the disk has
     direct     go past the page cache, if the file system can: what is measured is then the disk
-    Raises StoreError for a folder that cannot be written, a full disk, and files that are not what was written.
+    Raises StoreError for a folder that cannot be written, a full disk, and data that are not what was written.
     """
 
     tier = "disk"
 
     def __init__(self, folder: str | None = None, capacity: int | None = None, direct: bool = True) -> None:
+        self.folder = folder or tempfile.gettempdir()
+        # Buffers of whole pages, which are aligned as direct access needs; one per direction, each used by one thread.
+        self._stage, self._stage_back = mmap.mmap(-1, STAGE), mmap.mmap(-1, STAGE)
         try:
-            self.folder = tempfile.mkdtemp(prefix="minipar-offload-", dir=folder)
+            self.file, path = tempfile.mkstemp(prefix="minipar-offload-", dir=folder)
         except OSError as error:
             raise StoreError(
                 f"offload folder {folder!r}: {error.strerror}; possible is one that can be written"
             ) from None
+        self.direct = direct and hasattr(os, "O_DIRECT") and self._takes_direct(path)
+        os.unlink(path)
         super().__init__(capacity)
-        # Buffers of whole pages, which are aligned as direct access needs; one per direction, each used by one thread.
-        self._stage, self._stage_back = mmap.mmap(-1, STAGE), mmap.mmap(-1, STAGE)
-        self.direct = direct and hasattr(os, "O_DIRECT") and self._takes_direct()
-        self._forms: dict[Hashable, tuple[torch.Size, torch.dtype]] = {}
-        self._names: dict[Hashable, str] = {}
+        self._places: dict[Hashable, Place] = {}
+        self._end = 0  # of what was ever written
+        self._free: dict[int, list[int]] = {}  # by their blocks, the beginnings of places that nobody uses
+        self._unused: deque[Place] = deque()  # more of these, which the reading thread has found
 
     def close(self) -> None:
         super().close()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.file >= 0:
+            os.close(self.file)
+            self.file = -1
 
-    def _takes_direct(self) -> bool:
-        path = os.path.join(self.folder, "probe")
+    def _takes_direct(self, path: str) -> bool:
+        """Open the file for direct access; returns whether the file system has that."""
         try:
-            file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o600)
+            file = os.open(path, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
         except OSError:
             return False
         try:
-            return os.write(file, memoryview(self._stage)[:BLOCK]) == BLOCK
+            taken = os.pwrite(file, memoryview(self._stage)[:BLOCK], 0) == BLOCK
         except OSError:
-            return False
-        finally:
-            os.close(file)
-            os.unlink(path)
-
-    def _open(self, path: str, flags: int) -> int:
-        return os.open(path, flags | (os.O_DIRECT if self.direct else 0), 0o600)
-
-    def _path(self, key: Hashable) -> str:
-        name = self._names.setdefault(key, f"{len(self._names)}.tensor")
-        return os.path.join(self.folder, name)
+            taken = False
+        if taken:
+            file, self.file = self.file, file
+        os.close(file)
+        return taken
 
     def _write(self, key: Hashable, tensor: Tensor) -> None:
         tensor = tensor.cpu().contiguous()
         data = _bytes_of(tensor)
-        path = self._path(key)
+        blocks = 1 + -(-len(data) // BLOCK)
+        while self._unused:
+            self._release(self._unused.popleft())
+        free = self._free.get(blocks)
+        place = Place(free.pop() if free else self._end, blocks, tensor.shape, tensor.dtype)
+        self._end = max(self._end, place.start + blocks * BLOCK)
         try:
-            file = self._open(path + ".part", os.O_CREAT | os.O_WRONLY | os.O_TRUNC)
-            try:
-                header = _HEADER.pack(_MAGIC, len(data), zlib.crc32(data))
-                for block in self._blocks(header, data):
-                    if os.write(file, block) != len(block):
-                        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-                os.fsync(file)
-            finally:
-                os.close(file)
-            os.replace(path + ".part", path)
+            at = place.start
+            for block in self._blocks(_HEADER.pack(_MAGIC, len(data), zlib.crc32(data)), data):
+                if os.pwrite(self.file, block, at) != len(block):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                at += len(block)
+            os.fsync(self.file)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                os.unlink(path + ".part")
+            self._release(place)
             raise StoreError(
                 f"disk: {key} ({len(data):,} bytes) could not be written to {self.folder}: {error.strerror}; "
                 "possible: free some room, another folder, or offload less"
             ) from error
-        self._forms[key] = tensor.shape, tensor.dtype
+        old, self._places[key] = self._places.get(key), place
+        self._release_later(old)
+
+    def _release(self, place: Place) -> None:
+        if place.start + place.blocks * BLOCK == self._end:
+            self._end = place.start
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.file, self._end)
+            return
+        self._free.setdefault(place.blocks, []).append(place.start)
+
+    def _release_later(self, place: Place | None) -> None:
+        """Let a place be used again after the reads that were asked for before."""
+        if place is not None:
+            with contextlib.suppress(RuntimeError):  # (the store is being closed)
+                self._reader.submit(self._unused.append, place)
 
     def _blocks(self, header: bytes, data: memoryview) -> Iterator[memoryview]:
         """Header and data through the staging buffer, in whole blocks."""
@@ -116,57 +141,42 @@ class DiskStore(Tier):
             yield stage[: -(-len(part) // BLOCK) * BLOCK]
 
     def _read(self, key: Hashable) -> Tensor:
-        shape, dtype = self._forms[key]
-        tensor = torch.empty(shape, dtype=dtype)
-        self._read_bytes(key, _bytes_of(tensor))
+        place = self._places[key]
+        tensor = torch.empty(place.shape, dtype=place.dtype)
+        self._read_bytes(key, place, _bytes_of(tensor))
         return tensor
 
     def _read_into(self, key: Hashable, into: Tensor) -> None:
-        if into.is_cuda or not into.is_contiguous() or self._forms[key][1] is not into.dtype:
+        place = self._places[key]
+        if into.is_cuda or not into.is_contiguous() or place.dtype is not into.dtype:
             into.copy_(self._read(key))
         else:
-            self._read_bytes(key, _bytes_of(into))
+            self._read_bytes(key, place, _bytes_of(into))
 
-    def _read_bytes(self, key: Hashable, data: memoryview) -> None:
+    def _read_bytes(self, key: Hashable, place: Place, data: memoryview) -> None:
         stage = memoryview(self._stage_back)
         try:
-            file = self._open(self._path(key), os.O_RDONLY)
-            try:
-                got = os.readv(file, [stage[:BLOCK]])
-                magic, size, checksum = _HEADER.unpack(stage[: _HEADER.size])
-                if got < _HEADER.size or magic != _MAGIC or size != len(data):
-                    raise StoreError(f"disk: the file of {key} in {self.folder} is not the one that was written")
-                for start in range(0, size, STAGE):
-                    count = min(STAGE, size - start)
-                    have = 0
-                    while have < count:
-                        got = os.readv(file, [stage[have : -(-count // BLOCK) * BLOCK]])
-                        if got == 0:
-                            raise StoreError(f"disk: the file of {key} in {self.folder} is cut short")
-                        have += got
-                    data[start : start + count] = stage[:count]
-            finally:
-                os.close(file)
+            os.lseek(self.file, place.start, os.SEEK_SET)  # (only reads use this; macOS has no preadv)
+            got = os.readv(self.file, [stage[:BLOCK]])
+            magic, size, checksum = _HEADER.unpack(stage[: _HEADER.size])
+            if got < _HEADER.size or magic != _MAGIC or size != len(data):
+                raise StoreError(f"disk: the file of {key} in {self.folder} is not the one that was written")
+            for start in range(0, size, STAGE):
+                count = min(STAGE, size - start)
+                have = 0
+                while have < count:
+                    got = os.readv(self.file, [stage[have : -(-count // BLOCK) * BLOCK]])
+                    if got == 0:
+                        raise StoreError(f"disk: the file of {key} in {self.folder} is cut short")
+                    have += got
+                data[start : start + count] = stage[:count]
         except OSError as error:
             raise StoreError(f"disk: {key} could not be read from {self.folder}: {error.strerror}") from error
         if zlib.crc32(data) != checksum:
             raise StoreError(f"disk: the file of {key} in {self.folder} is damaged: its checksum is another one")
 
     def _forget(self, key: Hashable) -> None:
-        with contextlib.suppress(OSError):
-            os.unlink(self._path(key))
-        self._forms.pop(key, None)
-
-
-def drop_page_cache(path: str) -> None:
-    """Ask the system to forget what it holds of a file, so that a benchmark reads the disk."""
-    if hasattr(os, "posix_fadvise"):
-        file = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(file)
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(file)
+        self._release_later(self._places.pop(key, None))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

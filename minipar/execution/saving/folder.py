@@ -16,10 +16,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import operator
 import os
 import re
 import secrets
 import shutil
+import stat
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -32,6 +34,7 @@ FORMAT = 1
 _STEP = re.compile(r"step-\d{8,}-[0-9a-f]{8}")
 _ASIDE = re.compile(r"\.minipar-[0-9a-f]{8}")
 _FILE = re.compile(r"part-\d+\.safetensors")
+_STUMBLES = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError)
 
 
 class SavedParameter(NamedTuple):
@@ -238,33 +241,74 @@ def flush(path: str) -> None:
 
 
 def open_folder(folder: str | os.PathLike[str]) -> Saved:
-    """What is saved in a folder. SaveError if there is nothing, or its index is damaged."""
+    """What is saved in a folder. SaveError if there is nothing, or its index is damaged or impossible."""
     path = os.path.abspath(folder)
     index = os.path.join(path, INDEX)
+    damaged = f"{index}: damaged: its checksum is another one; go on from another folder"
     try:
-        with open(index, encoding="utf-8") as file:
+        with open(os.open(index, os.O_RDONLY | os.O_NONBLOCK), encoding="utf-8") as file:  # (a pipe would wait)
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise SaveError(f"{index}: is no file; go on from another folder")
             found = json.load(file)
-        body = found["index"]
-        sound = found["checksum"] == _checksum(body)
     except OSError as error:
         raise SaveError(f"{path}: no saved run there ({INDEX}: {error.strerror}); run.save(folder) makes one") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, RecursionError):
+        raise SaveError(damaged) from None
+    try:
+        body = found["index"]
+        sound = found["checksum"] == _checksum(body)
+    except (KeyError, TypeError, ValueError, RecursionError):
         sound = False
     if not sound:
-        raise SaveError(f"{index}: damaged: its checksum is another one; go on from another folder")
-    if body["format"] != FORMAT:
-        raise SaveError(f"{index}: of format {body['format']}, but this version of minipar reads format {FORMAT}")
+        raise SaveError(damaged)
+    try:
+        if body["format"] != FORMAT:
+            raise SaveError(f"{index}: of format {body['format']}, but this version of minipar reads format {FORMAT}")
+        return _saved(path, index, body)
+    except _STUMBLES as error:
+        raise SaveError(f"{index}: damaged: {type(error).__name__}: {str(error)[:200]}") from None
+
+
+def _saved(path: str, index: str, body: dict[str, Any]) -> Saved:
+    """What an index says. It may have been made by anybody: SaveError, or one of `_STUMBLES`, for what cannot be."""
     model = tuple(
-        SavedParameter(name, tuple(shape), dtype, trainable) for name, shape, dtype, trainable in body["model"]
+        SavedParameter(_text_of(name), _sizes(shape), _text_of(dtype), bool(trainable))
+        for name, shape, dtype, trainable in body["model"]
     )
-    entries = {}
-    for key, entry in body["tensors"].items():
-        chunks = tuple(Chunk(*chunk) for chunk in entry["chunks"])
-        entries[key] = SavedEntry(tuple(entry["shape"]), entry["dtype"], entry["number"], chunks)
-        if not all(_FILE.fullmatch(chunk.file) for chunk in chunks):
-            raise SaveError(f"{index}: damaged: {key} lies in a file outside of the folder")
     if not _STEP.fullmatch(body["files"]):
         raise SaveError(f"{index}: damaged: its files lie in {body['files']!r}")
-    known = {key: body[key] for key in ("step", "seed", "batch", "dtype", "plan", "optimizer")}
-    known["schedule"] = body.get("schedule")
-    return Saved(path, os.path.join(path, body["files"]), Header(**known, model=model), entries)
+    files = os.path.join(path, body["files"])
+    entries = {}
+    for key, entry in body["tensors"].items():
+        chunks = tuple(Chunk(_size(start), _size(size), file, sum_) for start, size, file, sum_ in entry["chunks"])
+        entries[key] = SavedEntry(_sizes(entry["shape"]), _text_of(entry["dtype"]), bool(entry["number"]), chunks)
+        if not all(_FILE.fullmatch(chunk.file) for chunk in chunks):
+            raise SaveError(f"{index}: damaged: {key} lies in a file outside of the folder")
+        if not _complete(list(entries[key].shape), sorted(chunks)):
+            raise SaveError(f"{index}: damaged: it does not have every element of {key} once")
+        for chunk in chunks:
+            file = os.path.join(files, chunk.file)
+            if os.path.isfile(file) and chunk.size > os.path.getsize(file):  # (other faults are told when it is read)
+                raise SaveError(f"{file}: cannot be read: it is too short for {key}; go on from another folder")
+    known: dict[str, Any] = {key: _size(body[key]) for key in ("step", "batch")}
+    known |= {key: _text_of(body[key]) for key in ("dtype", "plan", "optimizer")}
+    schedule, seed = body.get("schedule"), operator.index(body["seed"])
+    if not isinstance(schedule, dict | None):
+        raise TypeError(f"schedule={schedule!r}")
+    return Saved(path, files, Header(**known, seed=seed, schedule=schedule, model=model), entries)
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise TypeError(f"{value!r} is no size")
+    return value
+
+
+def _sizes(value: list[Any]) -> tuple[int, ...]:
+    return tuple(_size(each) for each in value)
+
+
+def _text_of(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is no text")
+    return value

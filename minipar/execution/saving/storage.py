@@ -280,12 +280,17 @@ class FolderReader(StorageReader):
         path = os.path.join(self.saved.files, chunk.file)
         try:
             if chunk.file not in self.files:
+                if os.path.exists(path) and not os.path.isfile(path):  # (to open a pipe would wait for its other end)
+                    raise SaveError(f"{path}: is no file; go on from another folder")
                 self.files[chunk.file] = safe_open(path, framework="pt")
             values: Tensor = self.files[chunk.file].get_tensor(_entry(key, chunk.start))
         except (OSError, SafetensorError) as error:
             reason = "is not there" if not os.path.exists(path) else f"cannot be read: {error}"
             raise SaveError(f"{path}: {reason}; go on from another folder") from error
-        if dtype_of(self.saved.entries[key].dtype).is_complex:
+        dtype = dtype_of(self.saved.entries[key].dtype)
+        if values.numel() != chunk.size * (2 if dtype.is_complex else 1) or values.dtype != dtype.to_real():
+            raise SaveError(f"{path}: damaged: {key} is of another size or dtype there; go on from another folder")
+        if dtype.is_complex:
             values = torch.view_as_complex(values.clone())  # (in a file it may lie at any multiple of 8 bytes)
         if checksum(values) != chunk.checksum:
             raise SaveError(f"{path}: damaged: the checksum of {key} is another one; go on from another folder")

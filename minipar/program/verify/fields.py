@@ -24,6 +24,7 @@ STATE = (
     "served_state",
 )  # fmt: skip
 STUMBLES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
+_MANY = 100_000  # layers, micro-batches or steps; fewer are not counted
 _MODE = re.compile(r"sync|async|ssp:[0-9]+|k-of-n:[0-9]+/[0-9]+")
 _COMPRESSED = re.compile(r"none|bf16|fp16|topk:[0-9.e+-]+|powersgd:[1-9][0-9]*")
 
@@ -156,6 +157,19 @@ def check_types(program: Program) -> None:
         value = getattr(program, name)
         if not fits(value):
             raise ProgramError(f"{name}={shown(value)}: must be {possible}")
+    if not program.chunks:
+        _check_counts(program)
+
+
+def _check_counts(program: Program) -> None:
+    """ProgramError if there are many times more layers, micro-batches or steps than instructions speak of: to list them
+    would fill the memory."""
+    for name in ("layers", "microbatches", "steps"):
+        value = getattr(program, name)
+        if value > _MANY:
+            named = sum(max(1, len(ins.layers)) for row in program.ranks for ins in row)
+            if value > named:
+                raise ProgramError(f"{name}={value:.3g}: the instructions name {named:,} at most")
 
 
 def check_fields(program: Program) -> None:

@@ -88,7 +88,9 @@ def test_both_directions_at_once(ends):
     assert got_b.sum() == 1 << 20
 
 
-@pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros(5), torch.zeros(4, dtype=torch.int32)])
+@pytest.mark.parametrize(
+    "other", [torch.zeros(3), torch.zeros(5), torch.zeros(4, dtype=torch.int32), torch.zeros(200_000)]
+)
 @pytest.mark.parametrize("early", [False, True])
 def test_another_size_or_dtype_is_an_error(ends, other, early):
     """gloo would abort the process, or leave stale data."""
@@ -102,6 +104,10 @@ def test_another_size_or_dtype_is_an_error(ends, other, early):
     else:
         with pytest.raises(RankError, match=r"16 bytes of torch\.float32 are expected"):
             b.receive(torch.empty(4), 0, 9).wait()
+    a.send(torch.ones(4), 1, 11)  # the next message arrives
+    got = torch.empty(4)
+    b.receive(got, 0, 11).wait()
+    assert got.tolist() == [1, 1, 1, 1]
 
 
 def test_what_is_here_is_taken_at_once(ends):

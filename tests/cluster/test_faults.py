@@ -1,0 +1,343 @@
+"""What goes wrong while ranks start, end, or are called back: each is told, and the next call works."""
+
+from __future__ import annotations
+
+import _thread
+import errno
+import gc
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from minipar import Cluster
+from minipar.cluster import failures, members, notes, stacks, worker
+from minipar.cluster.failures import Failure
+from minipar.cluster.interrupt import Interrupts
+from minipar.cluster.processes import describe_status
+from minipar.cluster.watchdog import Watchdog
+from minipar.comm import communicator, helper
+from minipar.comm.transport import arena, board
+from minipar.errors import RankDied, RankError, StoreError
+from tests.conftest import Clusters
+
+pytestmark = pytest.mark.ranks
+
+
+def descriptors() -> set[str]:
+    return set(os.listdir("/proc/self/fd"))
+
+
+# deaths
+
+
+def test_a_death_while_another_rank_starts_is_told_and_healed(
+    clusters: Clusters, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = clusters(2)
+    pids = cluster.run(os.getpid)
+    start = members.Members._start
+
+    def while_it_starts(self: members.Members, rank: int) -> None:
+        start(self, rank)
+        if rank == 0:
+            os.kill(pids[1], signal.SIGKILL)
+            time.sleep(0.1)
+
+    monkeypatch.setattr(members.Members, "_start", while_it_starts)
+    os.kill(pids[0], signal.SIGKILL)
+    time.sleep(0.1)
+    with pytest.warns(RuntimeWarning, match="anew") as told:
+        after = cluster.run(os.getpid)
+    assert not set(after) & set(pids)
+    assert {str(one.message).split()[1] for one in told} == {"0", "1"}
+
+
+def test_nobody_waits_is_no_deadlock() -> None:
+    watch = Watchdog(0.01)
+    assert watch.look([], []) is None
+    time.sleep(0.02)
+    assert watch.look([], []) is None
+
+
+# interrupts
+
+
+def test_a_second_interrupt_is_told_with_what_was_lost(clusters: Clusters, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = clusters(2)
+    collect = members.Members.collect
+
+    def pressed(self: members.Members, heard: Any, *rest: Any, **more: Any) -> None:
+        if heard.run and (heard.called_back or heard.waiting):
+            signal.raise_signal(signal.SIGINT)
+        collect(self, heard, *rest, **more)
+
+    pids = cluster.run(os.getpid)
+    with monkeypatch.context() as patch:
+        patch.setattr(members.Members, "collect", pressed)
+        with pytest.raises(KeyboardInterrupt, match=r"ranks 0, 1 did not come back .* the state there is lost"):
+            cluster.run(time.sleep, 60)
+    assert not set(cluster.run(os.getpid)) & set(pids)
+
+
+def test_a_held_interrupt_comes_at_the_end_and_a_second_one_at_once() -> None:
+    interrupts, reached = Interrupts(), []
+    with pytest.raises(KeyboardInterrupt), interrupts.shielded():  # noqa: PT012
+        with interrupts.shielded():
+            signal.raise_signal(signal.SIGINT)
+            reached.append("inside")
+        reached.append("outside")
+    with pytest.raises(KeyboardInterrupt), interrupts.shielded():  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        reached.append("never")
+    assert reached == ["inside", "outside"]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_an_interrupted_start_and_end_leave_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Cluster(1) as cluster:
+        before = descriptors()
+        kill = members.launch.Forked.kill
+
+        def pressed(self: Any) -> None:
+            signal.raise_signal(signal.SIGINT)
+            kill(self)
+
+        another = Cluster(2)
+        with monkeypatch.context() as patch:
+            patch.setattr(members.launch.Forked, "kill", pressed)
+            with pytest.raises(KeyboardInterrupt):
+                another.close()
+        another.close()
+        fork = members.launch.fork
+
+        def while_it_forks(*given: Any) -> Any:
+            signal.raise_signal(signal.SIGINT)
+            return fork(*given)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(members.launch, "fork", while_it_forks)
+            with pytest.raises(KeyboardInterrupt):
+                Cluster(2)
+        assert descriptors() == before
+        assert cluster.run(int) == [0]
+
+
+@pytest.fixture
+def seat() -> Any:
+    """This process as a rank that an interrupt reaches."""
+    seat = worker.Seat(lambda message: None, 0, 1, "cpu", "gloo", "local")
+    before = signal.signal(signal.SIGINT, worker.on_interrupt)
+    with worker.seated(seat):
+        yield seat
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupt_waits_for_the_end_of_an_import(
+    seat: worker.Seat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "slow_to_import.py").write_text("import signal\nsignal.raise_signal(signal.SIGINT)\nwhole = True\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    seat.interruptible = True
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+        import slow_to_import
+
+        time.sleep(5)
+    assert slow_to_import.whole
+    assert not seat.interruptible  # at most once
+    del sys.modules["slow_to_import"]
+
+
+def test_an_interrupt_inside_a_context_of_torch_leaves_its_modes_as_they_were(clusters: Clusters) -> None:
+    def entered() -> None:
+        torch.no_grad().__enter__()
+        torch.autocast("cpu").__enter__()
+        signal.raise_signal(signal.SIGINT)
+
+    cluster = clusters(1)
+    with pytest.raises(RankError, match="KeyboardInterrupt"):
+        cluster.run(entered)
+    assert cluster.run(lambda: (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))) == [(True, False)]
+
+
+# no room
+
+
+def full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_temporary_folder_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = descriptors()
+    for module, name, make in (
+        ("pwrite", "rank-", lambda: notes.Page(str(tmp_path))),
+        ("posix_fallocate", "board", lambda: board.Board(str(tmp_path / "board"), (0, 1), 0)),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, module, full)
+            with pytest.raises(
+                RankError, match=rf"temporary folder {tmp_path} .*No space left on device; free"
+            ) as told:
+                make()
+        assert "\n" not in str(told.value)
+        assert name
+    assert descriptors() == before
+
+
+def test_pages_and_boards_have_all_their_room_before_they_are_mapped(tmp_path: Path) -> None:
+    page = notes.Page(str(tmp_path))
+    made = board.Board(str(tmp_path / "board"), (0, 1), 0)
+    for path in tmp_path.iterdir():
+        found = path.stat()
+        assert found.st_blocks * 512 >= found.st_size, path
+    page.close()
+    made.unlink()
+
+
+# causes
+
+
+def test_a_rank_that_ends_itself_was_not_short_of_memory(clusters: Clusters) -> None:
+    def end_itself() -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(RankDied, match=r"^rank 0 was killed by signal 9 \(SIGKILL; kill -9\)"):
+        clusters(1).run(end_itself)
+    assert describe_status(-9, starved=True) == "was killed by signal 9 (SIGKILL; the system was out of memory)"
+
+
+def test_a_rank_without_descriptors_says_so(clusters: Clusters) -> None:
+    def lose(seconds: float) -> None:
+        os.closerange(3, 1024)
+        time.sleep(seconds)
+
+    for seconds in (0, 60):
+        with pytest.raises(RankDied, match="^rank 0 lost its connection to the driver; were its descriptors closed"):
+            clusters(1).run(lose, seconds)
+
+
+def test_the_death_of_the_helper_is_the_cause() -> None:
+    class Orphan:
+        pid, has_parent = 1, False
+
+        def wait(self, seconds: float) -> None:
+            return None
+
+    folder = members.launch.scratch_folder()
+    member: Any = SimpleNamespace(rank=3, process=Orphan(), killed=None, cut_off=False, page=notes.Page(folder))
+    assert "rank 3 ended with the helper process that ranks are forked from" in members._death(member).line
+    member.page.close()
+
+
+def raised_in(file: str, error: Exception, of_user: str = "/home/me/train.py") -> str:
+    """The line of what the driver raises for an error of rank 1 with these frames."""
+    remote = failures.capture(error, "")
+    frames = ((of_user, 1, "f", ""), (file, 2, "g", ""))
+    chain = (failures.ChainedException("", frames, str(error)),)
+    found = failures.as_exception([Failure(1, replace(remote, segments=chain))], {}, [])
+    return f"{type(found).__name__}: {found}".splitlines()[0]
+
+
+def test_errors_of_the_system_that_ranks_meet_as_they_talk_get_a_class_and_the_rank() -> None:
+    comm = str(Path(board.__file__))
+    saved = str(Path(members.__file__).parents[1] / "execution" / "executor.py")
+    torchs = f"{os.sep}torch{os.sep}distributed{os.sep}distributed_c10d.py"
+    bad = OSError(errno.EBADF, "Bad file descriptor")
+    assert raised_in(comm, bad) == "RankError: rank 1 raised OSError: [Errno 9] Bad file descriptor"
+    assert raised_in(torchs, RuntimeError("store")).startswith("RankError: rank 1 raised RuntimeError: store")
+    assert raised_in(comm, MemoryError("no more")) == "RankError: rank 1 raised MemoryError: no more"
+    for theirs in (raised_in("/home/me/model.py", bad), raised_in(saved, bad)):
+        assert theirs == "OSError: [Errno 9] Bad file descriptor"
+    assert raised_in(comm, TypeError("a list")) == "TypeError: a list"
+    assert raised_in(comm, StoreError("full")) == "StoreError: full"
+
+
+def test_a_file_that_is_written_slowly_is_no_wait_for_a_rank() -> None:
+    inside = [("train.py", 1, "f"), ("/x/torch/distributed/distributed_c10d.py", 2, "wait")]
+    assert stacks.waits_in_torch(inside)
+    assert not stacks.waits_in_torch([*inside[:1], ("/x/torch/distributed/checkpoint/filesystem.py", 2, "write")])
+
+
+def test_signals_go_by_the_parent_which_knows_its_children(clusters: Clusters) -> None:
+    cluster = clusters(1)
+    process = cluster._members.ranks[0].process
+    other = subprocess.Popen(["sleep", "60"])
+    try:
+        members.launch.Forked(process._zygote, other.pid).signal(signal.SIGKILL)  # no child of the helper any more
+        assert cluster.run(int) == [0]
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+
+
+# communication
+
+
+def test_an_interrupted_collective_never_reports_success() -> None:
+    made = arena.Arena(mmap.mmap(-1, arena.size(1)), 1, 0, lambda: None)
+
+    def steps() -> arena.Steps:
+        yield (), 0
+        raise KeyboardInterrupt
+
+    exchange = arena.Exchange(made, steps())
+    made.line_up(exchange)
+    with pytest.raises(KeyboardInterrupt):
+        exchange.wait()
+    for _ in range(2):
+        with pytest.raises(RankError, match="was interrupted"):
+            exchange.wait()
+    made.line_up(later := arena.Exchange(made, iter(())))
+    later.wait()
+
+
+def fails_with_collectives_under_way() -> None:
+    comm = communicator.create()
+    if comm.rank == 0:
+        comm.iallreduce(torch.ones(300_000), (0, 1))
+    if comm.rank == 1:
+        raise ValueError("in between")
+    comm.irecv(torch.empty(1), 1).wait()
+
+
+def holds() -> tuple[int, int]:
+    time.sleep(0.02)  # (a helper thread ends)
+    gc.collect()
+    maps = Path("/proc/self/smaps_rollup").read_text().split("Pss_Shmem:")[1].split()
+    return len(os.listdir("/proc/self/fd")), int(maps[0])
+
+
+def test_failed_runs_leave_nothing_in_the_ranks(clusters: Clusters) -> None:
+    cluster = clusters(2)
+    found = []
+    for _ in range(4):
+        with pytest.raises(ValueError, match="in between"):
+            cluster.run(fails_with_collectives_under_way)
+        cluster.run(lambda: communicator.create().barrier())
+        found.append(cluster.run(holds))
+    for (first, before), (last, after) in zip(found[1], found[-1], strict=True):
+        assert last <= first
+        assert after <= before + 512
+
+
+def test_a_thread_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Idle(helper.Helper[int]):
+        def turn(self) -> None: ...
+
+    def refused(*_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(_thread, "start_new_thread", refused)
+    with pytest.raises(RankError, match="the thread that sends cannot start: can't start new thread; the limit"):
+        Idle("sends").watch(1)

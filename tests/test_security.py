@@ -1,0 +1,195 @@
+"""What SECURITY.md says: who may connect, who may read the files, and that nothing is unpickled before the key."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import secrets
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from minipar.cluster import far, launch
+from minipar.comm import communicator
+from minipar.comm.transport.sockets import _WHO, Far, Sockets
+from minipar.execution.memory.disk import DiskStore
+from minipar.server import snapshot
+from minipar.server.connection import Connection
+from minipar.server.framing import Message, What, listen
+from minipar.server.rendezvous import open_folder
+from minipar.server.shard import ParameterKey
+from minipar.server.switchboard import Switchboard
+from tests.conftest import Clusters
+
+TOKEN = secrets.token_bytes(32)
+BOMB = pickle.dumps(eval)  # if this were unpickled, `unpickled` would say so
+STRANGERS = {
+    "no key": b"",
+    "a wrong key": struct.pack("!32sI", bytes(32), 0) + _WHO.pack(0, False, bytes(32)),
+    "garbage": b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" + BOMB,
+    "too much": secrets.token_bytes(1 << 20) * 4,
+}
+
+
+@pytest.fixture
+def unpickled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was unpickled in this process."""
+    found: list[str] = []
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, lambda *_, name=name: found.append(name))
+    return found
+
+
+def come(address: Any, said: bytes) -> socket.socket:
+    """A stranger that says this, as far as it is heard."""
+    one = socket.create_connection(address)
+    one.settimeout(0.2)
+    try:
+        one.sendall(said)
+        one.shutdown(socket.SHUT_WR)
+    except OSError:
+        pass
+    return one
+
+
+@pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)
+def test_a_driver_of_ranks_elsewhere_lets_in_who_has_the_key(said: bytes, unpickled: list[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address, kept = listener.getsockname(), []
+
+        def both() -> None:
+            kept.append(come(address, said))
+            kept.append(far.connect(address, TOKEN, 1, 5))
+
+        thread = threading.Thread(target=both)
+        thread.start()
+        found = far.accept(listener, TOKEN, [1], 20)
+        thread.join()
+        assert found[1].getpeername() == kept[1].getsockname()
+        for one in (*found.values(), *kept):
+            one.close()
+    assert not unpickled
+
+
+@pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)
+def test_messages_between_hosts_are_of_ranks_alone(tmp_path: Path, said: bytes, unpickled: list[str]) -> None:
+    store = dist.HashStore()
+    ends = [Sockets(k, str(tmp_path / f"{k}"), Far(frozenset((1 - k,)), "127.0.0.1", store, TOKEN)) for k in range(2)]
+    with closing(ends[0]) as a, closing(ends[1]) as b, closing(come(b.listeners[1].getsockname(), said)):
+        a.send(torch.ones(1), 1, 3)
+        b.receive(into := torch.zeros(1), 0, 3).wait()
+        assert into.item() == 1.0
+        assert set(b.incoming) == {0}
+    assert not unpickled
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[str, Switchboard, list[Message]]]:
+    listener, address = listen("tcp:127.0.0.1:0")
+    heard: list[Message] = []
+
+    def target(peer: Any, message: Message) -> memoryview:
+        heard.append(message)
+        return memoryview(bytearray(message.size))
+
+    board = Switchboard(listener, TOKEN, target, lambda peer, message: None, lambda peer: None)
+    yield address, board, heard
+    board.close()
+
+
+@pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)
+def test_a_parameter_server_hears_who_proves_the_key(server: Any, said: bytes, unpickled: list[str]) -> None:
+    address, board, heard = server
+    host, port = address.split(":")[1:]
+    stranger = come((host, int(port)), said)
+    for _ in range(20):
+        board.wait(0.01)
+    assert not heard
+    kept: list[Connection] = []
+
+    def right() -> None:
+        kept.append(Connection(address, TOKEN, 5.0))
+        kept[0].send(Message(What.LEAVE))
+
+    thread = threading.Thread(target=right)
+    thread.start()
+    until = time.monotonic() + 10
+    while not heard and time.monotonic() < until:
+        board.wait(0.01)
+    thread.join()
+    assert [message.what for message in heard] == [What.LEAVE]
+    stranger.close()
+    kept[0].close()
+    assert not unpickled
+
+
+def modes(folder: str) -> dict[str, int]:
+    """The permissions of a folder and of everything below it."""
+    found = {folder: stat.S_IMODE(os.lstat(folder).st_mode)}
+    for place, folders, files in os.walk(folder):
+        for name in (*folders, *files):
+            path = os.path.join(place, name)
+            found[path] = stat.S_IMODE(os.lstat(path).st_mode)
+    return found
+
+
+def under_no_umask() -> dict[str, int]:
+    os.umask(0)
+    comm = communicator.create()
+    comm.barrier()
+    from minipar.cluster import worker
+
+    return modes(os.path.dirname(worker.context().store))
+
+
+@pytest.mark.ranks
+def test_files_are_their_user_s_alone_whatever_the_umask(clusters: Clusters, tmp_path: Path) -> None:
+    cluster = clusters(2)
+    cluster.run(int)
+    inside: dict[str, int] = cluster.run(under_no_umask)[0]
+    cluster.run(os.umask, 0o022)
+    before = os.umask(0)
+    try:
+        meeting = str(tmp_path / "server")
+        open_folder(meeting, [ParameterKey("0", (4,), "float32")])
+        snapshot.write(meeting, 0, 1, {"0": torch.ones(4)}, {})
+        listener, _ = listen(f"unix:{meeting}/0")
+        listener.close()
+        store = DiskStore(str(tmp_path))
+        found = inside | modes(meeting) | modes(launch.scratch_folder())
+        found["offload"] = stat.S_IMODE(os.fstat(store.file).st_mode)
+        store.close()
+    finally:
+        os.umask(before)
+    assert len([name for name in inside if ".0" in name or ".1" in name]) == 2  # sockets of both ranks
+    assert {name: oct(mode) for name, mode in found.items() if mode & 0o077} == {}
+
+
+def test_a_handle_is_no_file_that_was_there(tmp_path: Path) -> None:
+    meeting, elsewhere = tmp_path / "server", tmp_path / "elsewhere"
+    meeting.mkdir()
+    (meeting / "handle.json.tmp").symlink_to(elsewhere)
+    open_folder(str(meeting), [ParameterKey("0", (4,), "float32")])
+    assert not elsewhere.exists()
+    assert not (meeting / "handle.json").is_symlink()
+
+
+def test_the_page_names_the_tests() -> None:
+    """SECURITY.md says what is held by which test."""
+    root = Path(__file__).parents[1]
+    page = (root / "SECURITY.md").read_text()
+    named = re.findall(r"`(tests/[\w/]+\.py)`", page)
+    assert len(named) >= 5
+    for path in named:
+        assert (root / path).is_file(), path
