@@ -160,6 +160,8 @@ class Zygote:
 
     def close(self) -> None:
         """End the helper and, through it, every process that it forked."""
+        with contextlib.suppress(OSError):
+            self._socket.sendall(pickle.dumps(("end",)))
         self._socket.close()
         if self._spare is not None:
             self._spare.close()

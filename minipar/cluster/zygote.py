@@ -9,7 +9,7 @@ The socket (SEQPACKET) carries ("fork", number, modules) with three descriptors 
 pid), ("signal", pid, number), and ("exit", pid, status) as ranks end. The modules are imported first: what the driver
 has of this package, and of torch.export, its ranks will need, and here it is imported once for all of them. TIE is 1
 where Linux may tie this process to the driver's thread. When the driver is gone, all ranks are killed and FOLDER is
-removed.
+removed. When the driver says ("end",), the ranks are killed, but it has other helpers that use FOLDER.
 
 SPARE is a socket, too. Before anything else is imported here, one process is forked that waits at it for the path of a
 script and for three descriptors, its standard streams, and then runs the script with the socket's number. The driver
@@ -43,7 +43,9 @@ LONGEST = 1 << 16  # bytes of a message
 
 def main(arguments: list[str]) -> None:
     driver, folder = int(arguments[2]), arguments[3]
-    signal.signal(signal.SIGTERM, lambda *_: _leave(folder))  # (the imports below take a second)
+    signal.signal(
+        signal.SIGTERM, lambda *_: _leave(folder, os.getppid() == driver)
+    )  # (the imports below take a second)
     if arguments[4] == "1":
         die_with_parent(driver, signal.SIGTERM)  # not SIGKILL: it must first end the ranks' own children
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -68,8 +70,10 @@ def main(arguments: list[str]) -> None:
     _serve(control, driver, folder, {pid})
 
 
-def _leave(folder: str) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+def _leave(folder: str, driver_lives: bool) -> None:
+    """End this process, and remove the driver's folder if the driver can do so no more."""
+    if not driver_lives:
+        shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)  # (torch needs no clean-up here, and the driver may be waiting)
 
 
@@ -115,6 +119,7 @@ def _serve(control: socket.socket, driver: int, folder: str, children: set[int])
         end.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     ended: list[int] = []
+    dismissed = False
     signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))  # (and select returns)
     signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
     watched: list[int] = [control.fileno(), wake_read.fileno()]
@@ -137,6 +142,9 @@ def _serve(control: socket.socket, driver: int, folder: str, children: set[int])
                 if not data:
                     return
                 message = pickle.loads(data)
+                if message[0] == "end":
+                    dismissed = True
+                    return
                 if message[0] == "fork":
                     _import(message[2])
                     closing = [control.fileno(), wake_read.fileno(), wake_write.fileno(), gone]
@@ -154,7 +162,7 @@ def _serve(control: socket.socket, driver: int, folder: str, children: set[int])
     finally:
         for pid in children:
             kill_group(pid)
-        _leave(folder)
+        _leave(folder, dismissed or (bool(ended) and os.getppid() == driver))
 
 
 def _reap(control: socket.socket, children: set[int]) -> None:

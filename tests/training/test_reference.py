@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -36,7 +37,10 @@ def alone(request):
     yield process
     assert process.alive
     if helper:
+        mark = Path(launch.scratch_folder(), "mark")
+        mark.touch()
         helper.close()
+        assert mark.exists()  # ranks of other helpers have their sockets there
         with pytest.raises(EOFError):
             reference.receive(process.control)
         assert not process.alive  # though nobody is left who could tell its status
