@@ -2,10 +2,12 @@
 
 The input may be needed again: it is rows of the data set, a message, or a leaf of the graph. The first run finds layers
 that write into it: then everything is restored, and the piece runs again on a copy, as it always does from then on.
+An error that has nothing to do with this is not tried again: it is the user's, and perhaps would not come a second time.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -60,8 +62,9 @@ class UntouchedInputs:
                     self._tried.add(key)
                 return given, made
             del made
-        except Exception:
-            if piece in self._copied:
+        except Exception as error:  # torch refuses a write into a leaf, or into a view of one
+            wrote = not seen.versions_are() or re.search("in-?place", str(error)) is not None
+            if piece in self._copied or not wrote:
                 raise
         with torch.no_grad():
             for tensor, copied in zip(seen.tensors, copies, strict=True):

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from minipar import Plan
+from minipar import Plan, RankError
+from minipar.cluster import worker
 from minipar.models.network import Network
 from tests.comparing import check
 from tests.toys import rows
@@ -136,3 +137,21 @@ def test_a_loss_that_writes_into_its_targets(clusters):
     before = data[1].clone()
     check(clusters, Plan.parse("microbatches=2 checkpoint=1"), partial(parted, "elu"), data, loss=spoiling, steps=3)
     assert torch.equal(data[1], before)
+
+
+class Unlucky(nn.Module):
+    """Raises at its first call on a rank, and never again."""
+
+    called = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if worker.in_rank() and not self.called:
+            self.called = True
+            raise OSError("no luck")
+        return x * 2
+
+
+def test_an_error_that_has_nothing_to_do_with_writes_is_told(clusters):
+    """The first run of a layer is tried again only if it wrote into its input."""
+    with pytest.raises(RankError, match="OSError: no luck"):
+        check(clusters, Plan.parse("microbatches=2"), lambda: nn.Sequential(nn.Flatten(), Unlucky()), rows(8))
