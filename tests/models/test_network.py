@@ -178,7 +178,7 @@ def test_refusals(clusters):
         execute(program, job, cluster=clusters(2))
     for text, message in {
         "pp=2 schedule=pipedream": "schedule=pipedream: is for chains",
-        "pp=2 checkpoint=2": "checkpoint=2: segments are of chains",
+        "pp=2 checkpoint=1MiB": "checkpoint=1MiB: budgets are of chains",
     }.items():
         with pytest.raises(PlanError, match=message):
             train(toy, rows(4), text, cluster=clusters(2), steps=1, loss=mse, progress=False)
