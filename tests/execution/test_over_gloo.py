@@ -91,6 +91,7 @@ CASES = [
     *((text, CHAIN) for text in (*OF_CHAINS, *NOT_EXACT)),
     ("pp=4 schedule=terapipe slices=1,3,2 microbatches=2", TOKENS),
     ("dp=2 pp=2 schedule=terapipe slices=2 microbatches=2 zero=1", TOKENS),
+    ("pp=2 schedule=seq1f1b slices=2 microbatches=2 split=2,3", TOKENS),
     ("pp=2 checkpoint=selective microbatches=3 split=1,3", CORE),
     ("pp=2 place=0,0,1,1,0 schedule=looped-bfs microbatches=3", DIAMOND),
     ("pp=4 schedule=1f1b microbatches=3", DIAMOND),

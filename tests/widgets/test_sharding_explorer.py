@@ -268,7 +268,7 @@ def test_every_way_of_showing():
     assert len(one.to_html()) < 120_000
     sizes = (("attention", "dp=2 tp=4", 920), ("matmul", "dp=2 tp=2 ep=2", 920), ("matmul", "tp=16", 748))
     for name, mesh, wide in sizes:
-        assert Image.open(io.BytesIO(ShardingExplorer(name, mesh).picture())).width == wide
+        assert Image.open(io.BytesIO(ShardingExplorer(name, mesh).picture())).width == 2 * wide
 
 
 def test_words_for_numbers():
