@@ -2,7 +2,7 @@
 
 All of them (`make test`): first the tests of ranks and of messages side by side, because they mind the clock, and
 beside them only what yields to them: lint, and tests that compute. Then everything else, in parts: each part is a
-pytest of its own, and two more run at once than there are cores, because tests of ranks wait much. The longest parts
+pytest of its own, and three more run at once than there are cores, because tests of ranks wait much. The longest parts
 begin first, and those that wait most, the lessons, before others that keep the cores busy to the end. Parts are few,
 because each one imports torch and starts the processes that ranks are forked from: 6 seconds of a core.
 
@@ -31,15 +31,17 @@ FIRST = (("tests/cluster",), ("tests/comm", "tests/server"))
 PATIENT = tuple(f"tests/cluster/test_{name}.py" for name in ("attached", "launched", "macos"))
 # What runs beside FIRST: hardly any of these tests needs ranks.
 BESIDE = ("tests/costs", "tests/planner", "tests/program", "tests/trace")
-# Folders that are run together, in this order, and in how many parts. All others are one part, which begins first.
+OTHERS = ("all other tests",)
+# Folders that are run together, in this order, and in how many parts.
 LONG: tuple[tuple[tuple[str, ...], int], ...] = (
     (("tests/execution",), 2),
     (("tests/sharding", "tests/training"), 1),
+    (OTHERS, 1),
     (("tests/widgets",), 1),
-    (("tests/strategies", "tests/fuzz"), 1),
     (("lessons",), 3),
-    (PATIENT, 1),
     (("tests/course", "tests/docs"), 1),
+    (PATIENT, 1),
+    (("tests/strategies", "tests/fuzz"), 1),
 )
 SOLUTION = "lessons/solutions/05_allreduce.ipynb"  # tests/course/test_solutions.py runs the others, without kernels
 FAST = (
@@ -98,16 +100,15 @@ def first(given: list[str]) -> list[Part]:
 
 def then(given: list[str]) -> list[Part]:
     """What `make test` runs after that: everything else."""
-    apart = [*chain(*FIRST), *BESIDE, *chain(*(folders for folders, _ in LONG))]
-    rest = pytest("all other tests", "tests", *(f"--ignore={folder}" for folder in apart), *given)
-    return [
-        rest,
-        *(
-            pytest(" ".join(folders) + (f", part {k + 1}" if count > 1 else ""), *files, *given)
-            for folders, count in LONG
-            for k, files in enumerate(parts_of(folders, count))
-        ),
-    ]
+    apart = [*chain(*FIRST), *BESIDE, *chain(*(folders for folders, _ in LONG if folders != OTHERS))]
+    found = []
+    for folders, count in LONG:
+        if folders == OTHERS:
+            found.append(pytest(*folders, "tests", *(f"--ignore={folder}" for folder in apart), *given))
+            continue
+        for k, files in enumerate(parts_of(folders, count)):
+            found.append(pytest(" ".join(folders) + (f", part {k + 1}" if count > 1 else ""), *files, *given))
+    return found
 
 
 def fast(given: list[str]) -> list[Part]:
@@ -173,7 +174,7 @@ def main(arguments: list[str]) -> int:
     else:
         clock, others = first(given), then(given)
         run(clock, len(FIRST) + 1)
-        run(others, cores + 2)
+        run(others, cores + 3)
         parts = [*clock, *others]
     print("\nseconds  of a core  status")
     for part in parts:
