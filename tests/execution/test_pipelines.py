@@ -325,26 +325,6 @@ def test_placements_that_cannot_be(placement, says):
             "pp=4 schedule=dualpipe-v microbatches=7",
             "schedule=dualpipe-v: microbatches=7 cannot fill pp=4; possible are 8 or more, or schedule=1f1b",
         ),
-        (
-            "pp=2 dp=2 schedule=chimera microbatches=2 zero=1",
-            "zero=1: not together with schedule=chimera (whole gradients are summed over the copies in every step)",
-        ),
-        (
-            "pp=2 dp=2 schedule=dualpipe microbatches=4 local_steps=2",
-            "local_steps=2: not together with schedule=dualpipe (whole gradients are summed over",
-        ),
-        (
-            "pp=2 schedule=dualpipe microbatches=4 offload=activations",
-            "offload=activations: not together with schedule=dualpipe (its backwards are split",
-        ),
-        (
-            "schedule=dualpipe-v microbatches=2 sync=ps",
-            "sync=ps: not together with schedule=dualpipe-v (a push follows",
-        ),
-        (
-            "pp=2 schedule=zb-h1 microbatches=3 offload=activations",
-            "offload=activations: not together with schedule=zb-h1 (its backwards are split",
-        ),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line(text, says):
