@@ -2,7 +2,7 @@
 
 The input may be needed again: it is rows of the data set, a message, or a leaf of the graph. The first run finds layers
 that write into it: then everything is restored, and the piece runs again on a copy, as it always does from then on.
-An error that has nothing to do with this is not tried again: it is the user's, and perhaps would not come a second time.
+An error that has nothing to do with this is not tried again: it is the user's, and might not come a second time.
 """
 
 from __future__ import annotations
