@@ -57,7 +57,7 @@ def test_counts_of_layers_of_each_rank_and_chunk() -> None:
     assert [(chunk.start, chunk.stop, chunk.before, chunk.after) for chunk in v.chunks] == [
         (0, 7, False, False), (7, 14, False, False),
     ]  # fmt: skip
-    assert sum(rank_memory.parameters_of(model, plan.division, v.chunks, 1)) == model.parameters
+    assert sum(rank_memory.parameters_of(model, plan.division, v.chunks)) == model.parameters
     with pytest.raises(PlanError, match="pp=4 chunks=4: 16 stages, more than layers .12.; possible are pp=1 to 3"):
         split_of(plan._replace(chunks=4), model)
 
@@ -68,7 +68,7 @@ def test_parameters_of_all_ranks_are_those_of_the_model() -> None:
         for pp, schedule, chunks in ((1, "1f1b", 1), (2, "1f1b", 1), (2, "interleaved", 2)):
             plan = PlanNumbers(pp=pp, schedule=schedule, chunks=chunks, microbatches=4)
             kinds = kinds_of(plan, model)
-            held = sum(sum(rank_memory.parameters_of(model, plan.division, k.chunks, 1)) * k.alike for k in kinds)
+            held = sum(sum(rank_memory.parameters_of(model, plan.division, k.chunks)) * k.alike for k in kinds)
             again = model.vocabulary * model.hidden if isinstance(model, Transformer) and model.tied and pp > 1 else 0
             assert held == model.parameters + again, (name, plan)
 
