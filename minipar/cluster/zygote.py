@@ -43,9 +43,8 @@ LONGEST = 1 << 16  # bytes of a message
 
 def main(arguments: list[str]) -> None:
     driver, folder = int(arguments[2]), arguments[3]
-    signal.signal(
-        signal.SIGTERM, lambda *_: _leave(folder, os.getppid() == driver)
-    )  # (the imports below take a second)
+    # From now on, since the imports below take a second.
+    signal.signal(signal.SIGTERM, lambda *_: _leave(folder, os.getppid() == driver))
     if arguments[4] == "1":
         die_with_parent(driver, signal.SIGTERM)  # not SIGKILL: it must first end the ranks' own children
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -14,9 +14,18 @@ from torch import Tensor
 from minipar.comm.communicator import Communicator
 from minipar.comm.handles import Handle, Then
 from minipar.errors import RankError
+from minipar.models.tensors import dtype_name
 from minipar.strategies.passes.compress import keeps_residual, low_rank, row_bytes, top
 
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def narrowed(numbers: Tensor, choice: str) -> Tensor:
+    """A message as 16-bit numbers. RankError for complex numbers, of which it would lose one half."""
+    if numbers.is_complex():
+        kind = dtype_name(numbers.dtype)
+        raise RankError(f"compress={choice}: a gradient is {kind}, whose numbers are two; possible is compress=none")
+    return numbers.to(NARROW[choice])
 
 
 class Compressor:
@@ -40,7 +49,7 @@ class Compressor:
         if not flat.numel():
             return []
         if self.kind in NARROW:
-            low = flat.to(NARROW[self.kind])
+            low = narrowed(flat, self.kind)
 
             def widen() -> None:
                 flat.copy_(low)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from minipar.comm.buckets import Buckets
 from minipar.comm.communicator import Communicator
-from minipar.comm.compression import NARROW
+from minipar.comm.compression import NARROW, narrowed
 from minipar.comm.handles import Handle, Then
 from minipar.execution.correction import ByStaleness
 from minipar.execution.owners import Owner, Slice, Wide
@@ -132,7 +132,7 @@ class State:
         slices = [self.slices[g] for g in ins.layers]
         packed = pack_gradients(slices, self.comm.device)
         if self.program.compress in NARROW:
-            packed = packed.to(NARROW[self.program.compress])
+            packed = narrowed(packed, self.program.compress)
         add = grad_shard(ins.layers[0]) in ins.reads
         if not add:
             sizes = [each.size for each in slices]

@@ -13,12 +13,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from minipar.errors import RankError
-from minipar.models.tensors import dtype_name
+from minipar.comm.compression import NARROW, narrowed
 from minipar.server.framing import bytes_of
 from minipar.strategies.passes.compress import keeps_residual, pushed_bytes, top
-
-_NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Packer:
@@ -38,12 +35,7 @@ class Packer:
 
     def _pack(self, key: tuple[int, int], piece: Tensor) -> Tensor:
         if not keeps_residual(self.choice):
-            if piece.is_complex():
-                kind = dtype_name(piece.dtype)
-                raise RankError(
-                    f"compress={self.choice}: a gradient is {kind}, whose numbers are two; possible is topk:R"
-                )
-            return piece.to(_NARROW[self.choice]).view(torch.uint8)
+            return narrowed(piece, self.choice).view(torch.uint8)
         whole = piece + self.left[key] if key in self.left else piece.clone()
         count, size = top(len(whole), self.choice), whole.element_size()
         places = whole.abs().topk(count, sorted=False).indices
@@ -71,7 +63,7 @@ def unpack(data: memoryview, into: Tensor, choice: str) -> None:
         return
     row = torch.frombuffer(data, dtype=torch.uint8)
     if not keeps_residual(choice):
-        into.copy_(row.view(_NARROW[choice]))
+        into.copy_(row.view(NARROW[choice]))
         return
     count, size = top(len(into), choice), into.element_size()
     numbers = torch.empty(count, dtype=into.dtype)

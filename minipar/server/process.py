@@ -460,9 +460,11 @@ class Server:
                 self._tell_row(self.rule.join(worker))
 
     def _forget(self, worker: int, life: int) -> None:
-        """A worker began anew: drop the parts of its earlier gradient, which may not be mixed with the new ones."""
+        """A worker began anew: drop the parts of its earlier gradient, which may not be mixed with the new ones. (One
+        that an update has taken stays until the update is made.)"""
+        taken = {id(pushed) for pushed in self.clipping.taken} if self.clipping is not None else set()
         for pushed in list(self.shard.pushed.values()):
-            if pushed.worker == worker and pushed.life != life:
+            if pushed.worker == worker and pushed.life != life and id(pushed) not in taken:
                 self.shard.let_go(pushed)
         self.arrivals.forget(worker, life)
 

@@ -431,9 +431,8 @@ def _work(
     blocks: dict[int, list[tuple[int, Instruction]]] = {}
     for index, ins in enumerate(program.ranks[rank]):
         blocks.setdefault(ins.step, []).append((index, ins))
-    ps = pushing.connect(
-        meeting, rank, compress=program.compress
-    )  # (at once, so that the servers see this worker's process)
+    # At once, so that the servers see this worker's process.
+    ps = pushing.connect(meeting, rank, compress=program.compress)
     spare = copy.deepcopy(model)  # to warm up: first calls take longer, and should not count in the first step
     _run(_computing(program, rank, layers_of(spare), job), parameters_of(layers_of(spare)), blocks[0])
     del spare

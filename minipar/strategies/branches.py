@@ -79,7 +79,7 @@ def check_shape(plan: Plan, shape: Shape) -> None:
         raise PlanError(f"{told}: cuts the layers of chains into nodes, not {why}; possible is {plan.shared[0][0]}=1")
     if plan.asynchronous or plan.slice_count > 1:
         raise PlanError(
-            f"schedule={plan.schedule}: is for chains, not {why}; possible is one that flushes, such as 1f1b"
+            f"schedule={plan.schedule}: is for chains, not {why}; possible is one of rows that flushes, such as 1f1b"
         )
     if segments.budget_of(plan.checkpoint) is not None:
         told = segments.text(plan.checkpoint)

@@ -210,17 +210,12 @@ EXCLUSIONS = (
     Exclusion(PRIORITY, ZERO, "pieces of whole gradients are sent, and slices are sums of whole ones"),
     Exclusion(PRIORITY, OFFLOADED_PARAMETERS, f"{_AT_ONCE}, but its parameters come only for its forward"),
     Exclusion(PRIORITY, WHOLES, "gradients go in pieces of `bucket` MiB, or whole", fundamental=True),
-    Exclusion(SPARSE, ZERO, f"{_SMALLER}; ZeRO sums slices of them", fundamental=True),
-    Exclusion(SPARSE, PRIORITY, f"{_SMALLER}; by priority pieces of them are sent", fundamental=True),
-    Exclusion(COMPRESSED, LOCAL, "no gradients are sent that could be made smaller", fundamental=True),
-    Exclusion(
-        COMPRESSED,
-        BF16,
-        "gradients have 16 bits already, and what is left out of them would need more",
-        fundamental=True,
-    ),
+    Exclusion(SPARSE, ZERO, f"{_SMALLER}; ZeRO sums slices of them"),
+    Exclusion(SPARSE, PRIORITY, f"{_SMALLER}; by priority pieces of them are sent"),
+    Exclusion(COMPRESSED, LOCAL, "replicas send each other no gradients that could be made smaller", fundamental=True),
+    Exclusion(COMPRESSED, BF16, "gradients have 16 bits already, and what topk and powersgd leave out would need more"),
     Exclusion(LOCAL, ZERO, f"{_ALONE}, with whole states", fundamental=True),
-    Exclusion(LOCAL, PRIORITY, f"{_ALONE}, and sends no gradients", fundamental=True),
+    Exclusion(LOCAL, PRIORITY, f"{_ALONE}, and sends no gradients to others", fundamental=True),
     Exclusion(SERVERS, STAGES, "a worker holds the whole model: servers answer it with all parameters of one version"),
     Exclusion(SERVERS, ZERO, "the servers hold the optimizer's state, and share it out", fundamental=True),
     Exclusion(
@@ -267,7 +262,7 @@ EXCLUSIONS = (
     Exclusion(ALGORITHM, OVERLAPPED, "its messages are the rank's own work"),
     Exclusion(ALGORITHM, ZERO, _WHOLE_SUMS),
     Exclusion(ALGORITHM, COMPRESSED, _WHOLE_SUMS),
-    Exclusion(ALGORITHM, LOCAL, "no gradients are summed", fundamental=True),
+    Exclusion(ALGORITHM, LOCAL, "replicas do not sum their gradients", fundamental=True),
     Exclusion(ALGORITHM, HOST_LAYERS, _WHOLE_SUMS),
     Exclusion(ALGORITHM, SERVERS, "servers sum the gradients", fundamental=True),
     Exclusion(OPERATORS, EXPERTS, _ONE_FORM),
@@ -368,6 +363,6 @@ def page() -> str:
         lines.append(f"| {n} | {one.words} | " + " | ".join(cells) + " |")
     lines += ["", "| choice | not together with | since | |", "|---|---|---|---|"]
     for row in EXCLUSIONS:
-        kind = "fundamental" if row.fundamental else ""
+        kind = "fundamental" if row.fundamental else "not built"
         lines.append(f"| {row.one.words} | {row.other.words} | {row.why} | {kind} |")
     return "\n".join(lines)

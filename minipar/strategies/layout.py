@@ -100,6 +100,11 @@ class Layout:
         """The grid of all ranks that hold layers."""
         return Mesh((("dp", self.dp), ("pp", self.pp), *self.shared))
 
+    @property
+    def first_replica(self) -> range:
+        """The ranks of the program in the first replica, which come first."""
+        return range(self.mesh.size // self.dp)
+
     def sharers(self, rank: int) -> tuple[int, ...]:
         """The ranks of the program that share the layers of a rank of the first replica's pipeline."""
         return self.mesh.group(self.rank(0, rank), *self.mesh.sharing)

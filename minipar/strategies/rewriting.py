@@ -55,8 +55,7 @@ def summed(draft: Draft, rank: int) -> dict[int, tuple[int, ...]]:
     found = shared(draft.layout, [value.index for ins in steps for value in ins.reads if value.kind == "grad"])
     if not draft.plan.local_steps:
         return found
-    own = range(draft.layout.mesh.size // draft.layout.dp)  # those of the first replica
-    inside = {g: tuple(r for r in ranks if r in own) for g, ranks in found.items()}
+    inside = {g: tuple(r for r in ranks if r in draft.layout.first_replica) for g, ranks in found.items()}
     return {g: ranks for g, ranks in inside.items() if len(ranks) > 1}
 
 

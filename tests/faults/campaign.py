@@ -13,7 +13,8 @@ A case is a training on real ranks by some strategy, and one fault at a random m
 Of each it is noted whether the error was *explained* (a class of ours or the rank's own exception, the rank by its
 number, and the cause), how long it took to arrive, whether the next training on the same cluster gives the losses of an
 undisturbed one (*healed*), and what was *left behind*: processes, descriptors, files. A save that was disturbed must be
-whole, or not be there. `make soak` runs 1,000 faults and writes docs/reliability.md; a test runs a few.
+whole, or not be there. `make soak` runs up to 1,000 faults in 30 minutes, and writes
+docs/reliability.md; a test runs a few.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import closing
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -93,6 +94,16 @@ def test_killed_at_any_point_nothing_is_lost(clusters, number):
 @pytest.mark.slow
 def test_a_longer_campaign():
     assert sum(kills.campaign(8, 11).values()) == 8
+
+
+def test_a_gradient_that_waits_for_the_norm_of_its_update_is_kept_though_its_worker_begins_anew():
+    taken, part = (SimpleNamespace(worker=1, life=7, step=step) for step in (0, 1))
+    let_go, server = [], object.__new__(process.Server)
+    server.shard = SimpleNamespace(pushed={(1, 7): taken, (1, 8): part}, let_go=let_go.append)
+    server.arrivals = SimpleNamespace(forget=lambda worker, life: None)
+    server.clipping = process.Clipping(None, [taken], 0.0, {})
+    server._forget(1, 9)
+    assert let_go == [part]
 
 
 def hang(folder, settings, marker):

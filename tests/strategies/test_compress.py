@@ -10,9 +10,9 @@ from torch import nn
 
 from minipar import Plan, Program, models, train, verify
 from minipar.comm import communicator
-from minipar.comm.compression import Compressor
+from minipar.comm.compression import Compressor, narrowed
 from minipar.data import digits
-from minipar.errors import PlanError, SaveError
+from minipar.errors import PlanError, RankError, SaveError
 from minipar.execution.execution import Job, execute
 from minipar.models.parameter_groups import shape_of
 from minipar.program import Op, Part, residual
@@ -89,6 +89,12 @@ def test_what_does_not_go_together_is_refused(words, says):
 def test_what_is_made_of_whole_gradients_is_not_made_of_parts(words):
     with pytest.raises(PlanError, match=r"compress=topk:0.1: not together with .* possible is .* or compress=bf16"):
         Plan.parse(f"dp=2 compress=topk:0.1 {words}")
+
+
+@pytest.mark.parametrize("choice", ["bf16", "fp16"])
+def test_complex_numbers_do_not_lose_a_half(choice):
+    with pytest.raises(RankError, match=f"compress={choice}: a gradient is complex64, .* possible is compress=none"):
+        narrowed(torch.ones(2, dtype=torch.complex64), choice)
 
 
 # on ranks -------------------------------------------------------------------------------------------------------------

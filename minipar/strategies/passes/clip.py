@@ -27,7 +27,7 @@ def clip(draft: Draft) -> Draft:
 def _with_norm(update: Sequence[Instruction], layout: Layout, alone: bool) -> list[Instruction]:
     """A rank's update with a NORM before its first STEP. Each STEP reads the norm."""
     trained = [rank for rank in range(layout.pp) if layout.trainable(rank)]
-    everyone = range(layout.mesh.size // layout.dp if alone else layout.mesh.size)
+    everyone = layout.first_replica if alone else range(layout.mesh.size)
     ranks = tuple(rank for rank in everyone if layout.mesh.coordinates(rank)["pp"] in trained)
     steps = [ins for ins in update if ins.op is Op.STEP]
     if not steps:

@@ -142,9 +142,8 @@ def with_versions(
     if due:
         result.append(step())
         updates += 1
-    for value, k in sorted(
-        last.items()
-    ):  # the last instruction that reads a version frees it; the newest version stays
+    # The last instruction that reads a version frees it. The newest version stays.
+    for value, k in sorted(last.items()):
         if updates and value.step not in (-1, updates):
             ins = result[k]
             result[k] = new(Instruction, (*ins[:6], (*ins.frees, value), *ins[7:]))
