@@ -122,8 +122,8 @@ def _parser() -> _Parser:
 
     one = command("simulate", _simulate, _show_simulate, "predict a plan's step with costs given by hand")
     one.add_argument("plan", metavar="PLAN", help="key=value words in one string, such as 'pp=4 microbatches=8'")
-    shape = one.add_mutually_exclusive_group(required=True)
-    shape.add_argument("--layers", type=_count, help="number of equal layers")
+    shape = one.add_mutually_exclusive_group()
+    shape.add_argument("--layers", type=_count, help="number of equal layers (default: one for each stage)")
     shape.add_argument("--model", help="or those of a preset, such as branchy: their number, ties and edges")
     one.add_argument("--steps", type=_count, default=None, help="training steps (default 1)")
     one.add_argument("--forward", type=_time, default=1.0, help="time of a micro-batch's forward on one rank's share")
@@ -299,7 +299,8 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
     if options.model and plan.sharing > 1:
         shape, costs = _nodes(options.model, plan), None
     else:
-        shape = shapes.shape(options.model) if options.model else uniform(options.layers)
+        layers = options.layers or 1 + max(map(max, plan.placement()))
+        shape = shapes.shape(options.model) if options.model else uniform(layers)
         costs = analytic.layer_costs(options.model, 1) if options.model else None
     program = plan.compile(shape, steps=options.steps or 1, costs=costs)
     halves = (options.input_gradient, options.weight_gradient)
@@ -320,7 +321,11 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
         run = predicted(plan.compile(shape, steps=plan.settling_steps, check=False, costs=costs))
     if not math.isfinite(trace.time):
         raise PlanError("the times given add up to more than a number can hold; use smaller ones")
+    said = {}
+    if options.layers is None and options.model is None:
+        said["model"] = f"{several(shape.layers, 'equal layer')}, one for each stage; --layers or --model gives others"
     return {
+        **said,
         "time": trace.time,
         "bubble_of_total": trace.bubble_of_total(),
         "bubble_of_ideal": trace.bubble_of_ideal(),

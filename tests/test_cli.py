@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from minipar import Plan, cli
+from minipar import Plan, cli, simulate
 from minipar.cli import main
 
 
@@ -67,6 +67,13 @@ def test_simulate_captures_a_model_whose_layers_ranks_share(capsys):
     code, out, err = call(capsys, "simulate", "tp=3", "--model", "gpt-tiny")
     assert (code, out, len(err.splitlines())) == (2, "", 1)
     assert "1.attention.qkv (linear): form S2:3 on tp: dimension 2 has 192 elements" in err
+
+
+def test_simulate_alone_takes_a_layer_for_each_stage_and_says_so(capsys):
+    for words in ("pp=4 microbatches=8", "pp=2 schedule=interleaved chunks=2 microbatches=4", "tp=2 pp=2"):
+        found = data(capsys, "simulate", words)
+        assert found["time"] == simulate(words).time
+    assert "2 equal layers, one for each stage" in found["model"]
 
 
 def test_simulate_reads_well(capsys):
@@ -132,7 +139,7 @@ REFUSED = [
     (["simulate", "pp=2", "--layers", "2", "--forward", "nan"], ["--forward", "finite"]),
     (["simulate", "pp=2", "--layers", "2", "--latency", "-1"], ["--latency", "at least 0"]),
     (["simulate", "pp=2", "--layers", "2", "--stage-factors", "1,2,3"], ["stage_factors", "2 stages"]),
-    (["simulate", "pp=2"], ["--layers"]),
+    (["simulate", "pp=2", "--layers", "2", "--model", "gpt-tiny"], ["--layers", "not allowed"]),
     (["run", "pp=2", "--model", "gpt-huge", "--steps", "1"], ["gpt-huge", "gpt-tiny"]),
     (["run", "pp=2 dp=2", "--model", "gpt-tiny", "--steps", "1", "--ranks", "3"], ["--ranks 3", "4 ranks"]),
     (["run", "dp=300", "--model", "gpt-tiny", "--steps", "1"], ["300 ranks", "up to 64", "minipar estimate"]),

@@ -409,6 +409,18 @@ class Plan:
         schedule = strategies.find(self.schedule)
         return place(schedule.placement, self.pp, self.chunks or schedule.chunks, self.schedule)
 
+    def check_stages(self, layers: int) -> None:
+        """Errors: PlanError for more stages than a model has layers."""
+        placement = self.placement()
+        stages = 1 + max(map(max, placement))
+        if self.pp > layers:
+            raise PlanError(f"pp={self.pp}: more stages than layers ({layers}); possible are 1 to {layers}")
+        if stages > layers:
+            raise PlanError(
+                f"pp={self.pp} chunks={len(placement[0])}: {stages} stages, more than layers ({layers}); "
+                f"possible are chunks=1 to {layers // self.pp} where the schedule takes them, or fewer ranks"
+            )
+
     def layout(
         self,
         shape: Shape,
@@ -427,15 +439,9 @@ class Plan:
         if self.place is not None:
             split, placement = branches.stages(branches.ranks_of(self.place, shape, self.pp), self.pp)
             return Layout(shape, self.dp, self.pp, split, self.total_microbatches, placement, host, self.shared)
+        self.check_stages(shape.own_layers)
         placement = self.placement()
         stages, layers = 1 + max(map(max, placement)), shape.own_layers
-        if self.pp > layers:
-            raise PlanError(f"pp={self.pp}: more stages than layers ({layers}); possible are 1 to {layers}")
-        if stages > layers:
-            raise PlanError(
-                f"pp={self.pp} chunks={len(placement[0])}: {stages} stages, more than layers ({layers}); "
-                f"possible are chunks=1 to {layers // self.pp} where the schedule takes them, or fewer ranks"
-            )
         microbatches = self.total_microbatches * self.slice_count
         laid = partial(
             Layout, shape, self.dp, self.pp, microbatches=microbatches, placement=placement, host=host,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from minipar.execution.saving.folder import open_folder
 from minipar.execution.updating import Optimizer, Scheduler, other_scheduler
 from minipar.models.losses import Counting, Weighted, check_loss
 from minipar.models.mixture_gpt import Load
-from minipar.models.tensors import dtype_named
+from minipar.models.tensors import dtype_named, layers_of
 from minipar.prediction.advice import Measured, advising
 from minipar.prediction.emulated import EmulatedCosts, as_emulated
 from minipar.prediction.memory import with_memory
@@ -51,6 +51,8 @@ from minipar.trace.recorded_order import order_of
 from minipar.training import notebook, own_program, plainly
 from minipar.training.reference import Reference, gradient_error
 from minipar.wording import several
+
+FEW_STAGES = 8  # so many ranks start within a few seconds: there the first of them counts the model's layers
 
 
 @dataclass(frozen=True)
@@ -273,6 +275,8 @@ def train(
         raise PlanError("memory=True: schedule=ampnet decides its order as it runs; possible are the other schedules")
     cluster = given_or_here(cluster)
     check_size(cluster, plan.ranks, f"plan {plan}")
+    if cluster is None and program is None and plan.place is None and plan.pp > FEW_STAGES:
+        _check_stages(plan, model)
     if plan.sync == "ps":
         for key, value in {"memory": memory, "resume": resume, "save": save, "keep": keep}.items():
             if value:
@@ -500,6 +504,23 @@ def annotations_of(plan: Plan) -> Mapping[str, str] | None:
     if plan.context_parallel > 1:
         return {}
     return sequence_parallel() if plan.sequence_parallel else None
+
+
+def _check_stages(plan: Plan, model: Model) -> None:
+    """Refuse more stages than layers before all the ranks are started.
+
+    The model is made on torch's "meta" device, where parameters have no numbers; one that cannot be made there is
+    counted by the first rank.
+    """
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]):
+            given = isinstance(model, (torch.nn.Module, list, tuple))
+            made: Any = model if given else cast(Callable[[], Any], model)()
+        layers = len(layers_of(made) if isinstance(made, torch.nn.Module) else list(made))
+    except Exception:
+        return
+    if layers:
+        plan.check_stages(layers)
 
 
 def _of_layers(plan: Plan) -> Plan:

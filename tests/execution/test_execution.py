@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from minipar import Plan, PlanError, data, execute, verify
+from minipar import Plan, PlanError, data, execute, models, train, verify
 from minipar.comm.links import Links
 from minipar.errors import ProgramError, RankError
 from minipar.execution.execution import Job
@@ -138,6 +138,26 @@ def test_loss_must_be_a_scalar(clusters):
     program = compiled("pp=2")
     with pytest.raises(Exception, match="must be a scalar"):
         execute(program, job(loss=partial(nn.functional.mse_loss, reduction="none")), cluster=clusters(2))
+
+
+def test_more_stages_than_layers_are_refused_before_ranks_start(monkeypatch):
+    def start(*_: object) -> None:
+        raise AssertionError("ranks are started")
+
+    monkeypatch.setattr("minipar.training.training.Cluster", start)
+    model, given = partial(models.build, "gpt-tiny", layers=6), data.for_model("gpt-tiny")
+    made, before = model(), torch.random.get_rng_state()
+    for words, told in (
+        ("pp=64", r"pp=64: more stages than layers \(8\); possible are 1 to 8"),
+        ("pp=9 schedule=interleaved chunks=2 microbatches=9", r"pp=9: more stages than layers"),
+    ):
+        with pytest.raises(PlanError, match=told):
+            train(model, given, words)
+    with pytest.raises(PlanError, match="pp=64: more stages"):
+        train(made, given, "pp=64")
+    assert torch.equal(torch.random.get_rng_state(), before)
+    with pytest.raises(AssertionError, match="started"):  # (a model that only a rank can make is counted there)
+        train(lambda: 1 / 0, given, "pp=64")
 
 
 def test_refusals(clusters):

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from minipar import Plan, Trace, simulate
+from minipar import Plan, PlanError, Trace, simulate
 from minipar.program import Instruction, Op, Program
 from minipar.trace.critical_path import messages
 from minipar.trace.idleness import idle_times
@@ -220,6 +220,12 @@ def test_picture_shows_the_bars() -> None:
     assert 0.02 < blue < orange  # backwards take twice as long
     dark = np.asarray(Image.open(io.BytesIO(Timeline(FOUR).picture(dark=True))).convert("L"))
     assert np.median(dark) < 40
+
+
+def test_an_unknown_argument_is_named() -> None:
+    with pytest.raises(PlanError, match="^capactiy=3: no argument of Timeline; possible are predicted, capacity"):
+        Timeline(FOUR, capactiy=3)
+    assert Timeline(FOUR, layout={"width": "50%"}).layout.width == "50%"
 
 
 @pytest.mark.parametrize(

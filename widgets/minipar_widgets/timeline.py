@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import traitlets
 
-from minipar.errors import MiniparError
+from minipar.errors import MiniparError, PlanError
 from minipar.trace import Trace, labels
 from minipar.trace.comparison import Comparison, level
 from minipar.trace.drawing import FEW_RANKS
@@ -62,6 +62,9 @@ class Timeline(View):
         self, trace: Trace | Comparison | Run, predicted: Trace | None = None, capacity: float | None = None,
         **options: Any,
     ) -> None:  # fmt: skip
+        for name, value in options.items():
+            if not self.has_trait(name):  # (ipywidgets would leave it out in silence)
+                raise PlanError(f"{name}={value!r}: no argument of Timeline; possible are predicted, capacity, layout")
         self._lock = threading.RLock()  # a page may ask (in a subshell) while a running cell shows another trace
         super().__init__(**options)
         self.on_msg(self._asked)
