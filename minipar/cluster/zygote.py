@@ -35,7 +35,7 @@ from functools import partial
 
 from minipar.cluster import worker
 from minipar.cluster.light_torch import postpone_compiler
-from minipar.cluster.processes import die_with_parent, kill_group, yield_to_others
+from minipar.cluster.processes import die_with_parent, ends, kill_group, yield_to_others
 
 PRELOAD = ("torch", "torch.distributed")
 LONGEST = 1 << 16  # bytes of a message
@@ -44,7 +44,7 @@ LONGEST = 1 << 16  # bytes of a message
 def main(arguments: list[str]) -> None:
     driver, folder = int(arguments[2]), arguments[3]
     # From now on, since the imports below take a second.
-    signal.signal(signal.SIGTERM, lambda *_: _leave(folder, os.getppid() == driver))
+    signal.signal(signal.SIGTERM, lambda *_: _leave(driver, folder))
     if arguments[4] == "1":
         die_with_parent(driver, signal.SIGTERM)  # not SIGKILL: it must first end the ranks' own children
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -69,9 +69,13 @@ def main(arguments: list[str]) -> None:
     _serve(control, driver, folder, {pid})
 
 
-def _leave(folder: str, driver_lives: bool) -> None:
-    """End this process, and remove the driver's folder if the driver can do so no more."""
-    if not driver_lives:
+def _leave(driver: int, folder: str) -> None:
+    """End this process, and remove the driver's folder if the driver can do so no more.
+
+    A driver that is killed may still be there when this process hears of it: Linux sends the signal at the end of the
+    thread that started this process, and the driver's other threads can take a moment longer.
+    """
+    if os.getppid() != driver or ends(driver, 2):
         shutil.rmtree(folder, ignore_errors=True)
     os._exit(0)  # (torch needs no clean-up here, and the driver may be waiting)
 
@@ -161,7 +165,9 @@ def _serve(control: socket.socket, driver: int, folder: str, children: set[int])
     finally:
         for pid in children:
             kill_group(pid)
-        _leave(folder, dismissed or (bool(ended) and os.getppid() == driver))
+        if dismissed:
+            os._exit(0)
+        _leave(driver, folder)
 
 
 def _reap(control: socket.socket, children: set[int]) -> None:

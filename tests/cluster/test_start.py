@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -153,7 +154,7 @@ def test_the_driver_is_killed_while_a_rank_loads_data() -> None:
             driver.kill()
             driver.wait(30)
         assert left(pids, 2) == []
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + 10
         while os.path.exists(folder) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not os.path.exists(folder)  # the ranks' sockets were there
@@ -163,6 +164,39 @@ def test_the_driver_is_killed_while_a_rank_loads_data() -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         driver.wait(30)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux sends a signal when the thread of a parent ends")
+@pytest.mark.parametrize("lives", [False, True])
+def test_the_folder_goes_only_with_the_whole_driver(lives: bool) -> None:
+    """A killed driver's threads end one after the other. The helper hears of the first one's end, when the driver's
+    process is still there; it must wait for it. And a driver that lives on keeps its folder."""
+    script = f"""
+        import ctypes, os, signal, threading, time
+        from minipar.cluster import Cluster, launch
+
+        cluster = Cluster(1, device="cpu", start="fork")
+        helper, = launch._zygotes.values()
+        print(launch.scratch_folder(), helper._process.pid, flush=True)
+        if {lives}:
+            helper._process.send_signal(signal.SIGTERM)
+            helper._process.wait()
+            print(os.path.isdir(launch.scratch_folder()), flush=True)
+        else:
+            threading.Thread(target=lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGKILL))).start()
+            ctypes.CDLL(None).syscall({93 if platform.machine() == "aarch64" else 60}, 0)  # ends only this thread
+    """
+    driver = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    with driver:
+        assert driver.stdout is not None
+        folder, helper = driver.stdout.readline().split()
+        if lives:
+            assert driver.stdout.readline() == "True\n"
+    assert driver.returncode == (0 if lives else -signal.SIGKILL)
+    assert left([int(helper)], 20) == []
+    assert not os.path.exists(folder)
 
 
 def test_the_loaders_of_a_rank_end_with_it() -> None:
