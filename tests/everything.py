@@ -2,9 +2,9 @@
 
 All of them (`make test`): first the tests of ranks and of messages side by side, because they mind the clock, and
 beside them only what yields to them: lint, and tests that compute. Then everything else, in parts: each part is a
-pytest of its own, and three more run at once than there are cores, because tests of ranks wait much. The longest parts
-begin first, and those that wait most, the lessons, before others that keep the cores busy to the end. Parts are few,
-because each one imports torch and starts the processes that ranks are forked from: 6 seconds of a core.
+pytest of its own, and four more run at once than there are cores, because tests of ranks wait much. The longest parts
+and those that wait most begin first, and others keep the cores busy to the end. Parts are few, because each one imports
+torch and starts the processes that ranks are forked from: 6 seconds of a core.
 
 With --fast (`make check`): lint, and beside it the tests of the rooms below `cluster`, which plan, draw and predict.
 Those that need ranks, and the slow ones, are left out. tests/test_repository.py compares FAST with the rooms.
@@ -27,20 +27,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST = (("tests/cluster",), ("tests/comm", "tests/server"))
-# Of these the ones that mostly wait until processes have started, and mind no clock: torchrun, engines, spawned ranks.
-PATIENT = tuple(f"tests/cluster/test_{name}.py" for name in ("attached", "launched", "macos"))
+# Those that mostly wait, for processes to start or for a slow cable: torchrun, engines, spawned ranks, two hosts.
+NAMESPACES = "tests/execution/test_namespaces.py"
+PATIENT = (*(f"tests/cluster/test_{name}.py" for name in ("attached", "launched", "macos")), NAMESPACES)
 # What runs beside FIRST: hardly any of these tests needs ranks.
 BESIDE = ("tests/costs", "tests/planner", "tests/program", "tests/trace")
 OTHERS = ("all other tests",)
 # Folders that are run together, in this order, and in how many parts.
 LONG: tuple[tuple[tuple[str, ...], int], ...] = (
+    (PATIENT, 1),
     (("tests/execution",), 2),
     (("tests/sharding", "tests/training"), 1),
     (OTHERS, 1),
     (("tests/widgets",), 1),
     (("lessons",), 3),
     (("tests/course", "tests/docs"), 1),
-    (PATIENT, 1),
     (("tests/strategies", "tests/fuzz"), 1),
 )
 SOLUTION = "lessons/solutions/05_allreduce.ipynb"  # tests/course/test_solutions.py runs the others, without kernels
@@ -87,7 +88,8 @@ def parts_of(folders: tuple[str, ...], count: int) -> list[list[str]]:
     ]
     files = sorted(chain(*found))
     paths = [str(path.relative_to(ROOT)) for path in files if ".ipynb_checkpoints" not in path.parts]
-    kept = [path for path in paths if path == SOLUTION or not path.startswith("lessons/solutions/")]
+    apart = () if folders == PATIENT else PATIENT
+    kept = [path for path in paths if path == SOLUTION or not path.startswith(("lessons/solutions/", *apart))]
     return [kept[k::count] for k in range(count)]
 
 
@@ -174,7 +176,7 @@ def main(arguments: list[str]) -> int:
     else:
         clock, others = first(given), then(given)
         run(clock, len(FIRST) + 1)
-        run(others, cores + 3)
+        run(others, cores + 4)
         parts = [*clock, *others]
     print("\nseconds  of a core  status")
     for part in parts:

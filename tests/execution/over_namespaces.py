@@ -1,5 +1,6 @@
-"""A script for torchrun: `over_namespaces.py WHAT FOLDER` does one of the functions below and writes what it found to
-FOLDER. test_namespaces.py starts it on two hosts, which are network namespaces."""
+"""A script for torchrun: `over_namespaces.py WHAT FOLDER` does the functions below that WHAT names, with commas, and
+writes what each found to FOLDER/NAME. test_namespaces.py starts it on two hosts, which are network namespaces. Before
+each function it waits until FOLDER/NAME exists, since the cable may have to change first."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minipar import Run, StepInfo, communicator, models, train
+from minipar import Run, StepInfo, calibrate, communicator, models, train
+from minipar.cluster.launched import Launched
 
 RANK = int(os.environ.get("RANK", "0"))
 SIZES = (6, 8, 12, 8, 10, 8, 12, 8, 10)
@@ -26,7 +28,8 @@ PLANS = (
     "pp=4 offload=optimizer,parameters,activations microbatches=2",
 )
 DEEP, BROAD = (64, 64, 1024, 64, 64), (512, 1024, 512, 1024, 512)  # much to send, or to sum
-LIMITED = (  # plan, model and batch: nearly all of a step is the time of a slow cable
+Limited = tuple[tuple[str, tuple[int, ...], int], ...]
+LIMITED: Limited = (  # plan, model and batch: nearly all of a step is the time of a slow cable
     ("pp=4 microbatches=4", DEEP, 2048),
     ("dp=4", BROAD, 32),
     ("dp=4 zero=3", BROAD, 32),
@@ -47,31 +50,50 @@ def trained(plan: str, cluster: Any = None, steps: int = 3, **options: Any) -> R
                  dtype=torch.float64, progress=False, **options)  # fmt: skip
 
 
+def write(path: Path, told: dict[str, Any]) -> None:
+    """A file that is whole as soon as it is there."""
+    path.with_suffix(".new").write_text(json.dumps(told))
+    path.with_suffix(".new").rename(path)
+
+
 def plans(folder: Path) -> None:
     """Every plan, beside plain torch."""
     for number, plan in enumerate((*PLANS, *DECIDING)):
         run = trained(plan, check=True)
         if RANK == 0:
             told = {"losses": run.losses, "error": run.max_gradient_error(), "clock_error": run.trace.clock_error}
-            (folder / f"{number}.json").write_text(json.dumps(told))
+            write(folder / f"{number}.json", told)
 
 
-def timed(folder: Path) -> None:
+def slow(folder: Path) -> None:
+    """With a cable of 100 Mbit/s."""
+    timed(folder, LIMITED)
+
+
+def faster(folder: Path) -> None:
+    """With a cable of 200 Mbit/s."""
+    timed(folder, LIMITED[::2])
+
+
+def timed(folder: Path, limited: Limited) -> None:
     """Plans that send much between the hosts: the time of a step, predicted and measured, in seconds."""
-    for number, (plan, sizes, batch) in enumerate(LIMITED):
+    measured = calibrate(Launched.here(), seconds=0.5, algorithms=False, progress=False)  # (train would keep the first)
+    for number, (plan, sizes, batch) in enumerate(limited):
         generator = torch.Generator().manual_seed(5)
         xs, ys = (
             torch.randn(batch, sizes[0], generator=generator),
             torch.randint(sizes[-1], (batch,), generator=generator),
         )
-        run = train(partial(models.mlp, sizes), (xs, ys), plan, steps=4, batch=batch, progress=False)
+        run = train(
+            partial(models.mlp, sizes), (xs, ys), plan, steps=4, batch=batch, calibration=measured, progress=False
+        )
         if RANK == 0:
             told = {"predicted": run.predicted.time, "measured": run.step_times[1:]}
-            (folder / f"{number}.json").write_text(json.dumps(told))
+            write(folder / f"{number}.json", told)
 
 
 def reported(folder: Path, error: BaseException) -> None:
-    (folder / f"reported-{RANK}.json").write_text(json.dumps({"at": time.time(), "text": str(error)}))
+    write(folder / f"reported-{RANK}.json", {"at": time.time(), "text": str(error)})
 
 
 def cut(folder: Path) -> None:
@@ -102,4 +124,7 @@ def sums(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    globals()[sys.argv[1]](Path(sys.argv[2]))
+    for name in sys.argv[1].split(","):
+        while not Path(sys.argv[2], name).exists():
+            time.sleep(0.05)
+        globals()[name](Path(sys.argv[2], name))

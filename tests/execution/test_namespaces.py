@@ -100,7 +100,7 @@ def hosts() -> Iterator[Hosts]:
     made.end()
 
 
-def finish(started: list[subprocess.Popen[str]], seconds: float = 300.0) -> list[str]:
+def finish(started: list[subprocess.Popen[str]], seconds: float = 60.0) -> list[str]:
     """Wait until all have ended; what they wrote as errors."""
     told = []
     try:
@@ -112,20 +112,35 @@ def finish(started: list[subprocess.Popen[str]], seconds: float = 300.0) -> list
     return told
 
 
-def wait_for(path: Path, seconds: float = 120.0) -> None:
+def wait_for(path: Path, started: list[subprocess.Popen[str]], seconds: float = 300.0) -> dict[str, Any]:
+    """What is in a file of the script, as soon as it is there."""
     until = time.monotonic() + seconds
     while not path.exists():
+        if any(process.poll() for process in started):
+            pytest.fail("\n".join(finish(started)))
         assert time.monotonic() < until, f"{path.name} did not come"
         time.sleep(0.05)
+    return json.loads(path.read_text() or "{}")
 
 
-def test_plans_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def running(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Any], Path]]:
+    """The script under one torchrun for several tests, since starting it costs 15 seconds of a core; and its folder."""
+    folder = tmp_path_factory.mktemp("hosts")
+    started = hosts.torchrun("plans,slow,faster", folder)
+    try:
+        yield started, folder
+    finally:
+        for process in started:
+            process.terminate()
+        finish(started)
+
+
+def test_plans_on_two_hosts(running: tuple[list[Any], Path]) -> None:
     """Losses are those of one machine over gloo, bit for bit; gradients those of plain torch."""
-    started = hosts.torchrun("plans", tmp_path)
-    told = finish(started)
-    assert [process.returncode for process in started] == [0, 0], told
-    found: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
-    assert len(found) == len(PLANS) + len(DECIDING)
+    started, folder = running
+    (folder / "plans").mkdir()
+    found = [wait_for(folder / f"plans/{k}.json", started) for k in range(len(PLANS) + len(DECIDING))]
     with Cluster(4, device="cpu", transport="gloo") as four:
         for plan, one in zip(PLANS, found, strict=False):
             assert one["losses"] == trained(plan, four).losses, plan
@@ -134,41 +149,46 @@ def test_plans_on_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
         assert one["clock_error"] > 0, plan
 
 
-@pytest.mark.parametrize("rate", ["100mbit", "200mbit"])
-def test_a_step_on_a_slow_cable_takes_as_long_as_predicted(hosts: Hosts, tmp_path: Path, rate: str) -> None:
+def test_steps_on_slow_cables_take_as_long_as_predicted(hosts: Hosts, running: tuple[list[Any], Path]) -> None:
     """Within 15 %: not below the shortest step by more, nor above the median. Other work on the machine makes steps
     longer, but little: the ranks compute a few milliseconds of a step of 0.4 to 3 seconds. (At 300 Mbit/s the cores
     count: beside eight other busy processes, a step of `pp=4` took 13 % longer.)"""
-    try:
-        hosts.limit(rate)
-    except OSError as error:
-        pytest.skip(f"no limit of bandwidth: it needs tc with tbf ({error})")
-    try:
-        started = hosts.torchrun("timed", tmp_path)
-        told = finish(started)
-    finally:
-        hosts.limit(None)
-    assert [process.returncode for process in started] == [0, 0], told
-    for (plan, *_), path in zip(LIMITED, sorted(tmp_path.glob("*.json")), strict=True):
-        found = json.loads(path.read_text())
-        shortest, usual = min(found["measured"]), median(found["measured"])
-        assert 0.85 * shortest <= found["predicted"] <= 1.15 * usual, (plan, found)
+    started, folder = running
+    (folder / "plans").mkdir(exist_ok=True)
+    wait_for(folder / f"plans/{len(PLANS) + len(DECIDING) - 1}.json", started)
+    for name, rate, limited in (("slow", "100mbit", LIMITED), ("faster", "200mbit", LIMITED[::2])):
+        try:
+            hosts.limit(rate)
+        except OSError as error:
+            pytest.skip(f"no limit of bandwidth: it needs tc with tbf ({error})")
+        try:
+            (folder / name).mkdir()
+            for number, (plan, *_) in enumerate(limited):
+                found = wait_for(folder / f"{name}/{number}.json", started)
+                shortest, usual = min(found["measured"]), median(found["measured"])
+                assert 0.85 * shortest <= found["predicted"] <= 1.15 * usual, (rate, plan, found)
+        finally:
+            hosts.limit(None)
+    finish(started)
+    assert [process.returncode for process in started] == [0, 0]
 
 
 @pytest.mark.parametrize("what", ["cut", "sums"])
 def test_a_host_that_is_cut_off_is_reported(hosts: Hosts, tmp_path: Path, what: str) -> None:
     """In mid-step. Nothing hangs on either side, and another number of ranks goes on from the last save."""
+    folder = tmp_path / what
+    folder.mkdir()
     started = hosts.torchrun(what, tmp_path)
     try:
-        wait_for(tmp_path / "begun")
+        wait_for(folder / "begun", started)
         hosts.cut()
         at = time.time()
         for host in (0, 2):
             until = time.time() + 4 * WITHIN
-            while not (reports := [r for r in (host, host + 1) if (tmp_path / f"reported-{r}.json").exists()]):
+            while not (reports := [r for r in (host, host + 1) if (folder / f"reported-{r}.json").exists()]):
                 assert time.time() < until, f"no rank of host {host // 2} has reported"
                 time.sleep(0.05)
-            report = json.loads((tmp_path / f"reported-{reports[0]}.json").read_text())
+            report = json.loads((folder / f"reported-{reports[0]}.json").read_text())
             assert report["at"] - at <= WITHIN, report
             assert "rank" in report["text"]
     finally:
@@ -177,8 +197,8 @@ def test_a_host_that_is_cut_off_is_reported(hosts: Hosts, tmp_path: Path, what: 
         finish(started)
         hosts.cut(False)
     if what == "cut":
-        saved = open_folder(tmp_path / "saved")
+        saved = open_folder(folder / "saved")
         assert saved.header.step >= 10
         with Cluster(2, device="cpu") as two:
-            run = trained("pp=2 microbatches=2", two, steps=2, resume=tmp_path / "saved")
+            run = trained("pp=2 microbatches=2", two, steps=2, resume=folder / "saved")
             assert len(run.losses) == 2

@@ -144,11 +144,12 @@ def test_programs_mean_what_they_should(name, model):
 @pytest.mark.many(1)
 @pytest.mark.parametrize("name", sorted({*NEW, *(one.name for one in schedules())}))
 def test_the_largest_sizes_verify(name, pytestconfig):
-    """32 stages and 128 micro-batches; in `make thorough` twice as many of both."""
+    """32 stages and 128 micro-batches or slices; in `make thorough` twice as many of both."""
     more = 2 if pytestconfig.getoption("--thorough") else 1
-    cuts = "slices" if name == "terapipe" else "microbatches"
-    plan = Plan.parse(f"pp={32 * more} {cuts}={128 * more} schedule={name}")
-    plan.compile(layers=96 * more if cuts == "slices" else 1 + max(map(max, plan.placement())))
+    cuts = {"terapipe": "slices={}", "seq1f1b": "slices=4 microbatches={}"}.get(name, "microbatches={}")
+    parts = 128 * more // (4 if name == "seq1f1b" else 1)
+    plan = Plan.parse(f"pp={32 * more} {cuts.format(parts)} schedule={name}")
+    plan.compile(layers=96 * more if "slices" in cuts else 1 + max(map(max, plan.placement())))
 
 
 def test_what_an_input_half_leaves_is_read_once():
