@@ -82,6 +82,7 @@ def test_ranks_tell_their_times_now_and_then() -> None:
     assert Telling(False).news(0, [1.0], [1.0], [2.0]) == News(0, [1.0], None)
 
 
+@pytest.mark.many(2)
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw", "ampnet"])
 def test_asynchronous_pipelines_tell_while_they_run(clusters: Clusters, schedule: str) -> None:
     moments: list[tuple[float, Moment]] = []
