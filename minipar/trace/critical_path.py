@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from minipar.program import COLLECTIVES, PARTNERS, Instruction, Op, Program, Value
 from minipar.program.rule import Place
+from minipar.trace import labels
+from minipar.wording import several
 
 if TYPE_CHECKING:
     from minipar.trace import Event, Trace
@@ -57,6 +59,25 @@ def critical_path(trace: Trace) -> list[Event]:
         (e.rank, e.index): e for rank in {p[0] for p in path} for e in trace.events_of(rank) if (rank, e.index) in seen
     }
     return [events[p] for p in reversed(path)]
+
+
+def path_in_words(trace: Trace, path: Sequence[Event]) -> str:
+    """The critical path as a sentence: how many instructions it has, and what its time consists of."""
+    if not path:
+        return "there is no critical path"
+    took: dict[str, float] = {}
+    for event in path:
+        kind, beside = labels.kind_of(event.instruction), event.instruction.op in COLLECTIVES
+        if kind not in ("message", "receive"):
+            kind = "collectives" if beside else kind
+            took[kind] = took.get(kind, 0.0) + event.duration
+    took["messages and gaps"] = max(0.0, trace.time - sum(took.values()))
+    parts = [f"{kind} {labels.duration(trace, time)}" for kind, time in took.items() if time > trace.time * 0.0005]
+    count, ranks = several(len(path), "instruction"), several(len({event.rank for event in path}), "rank")
+    return (
+        f"critical path, {count} on {ranks}: each waited for the one before it, and together they are the whole "
+        f"{labels.duration(trace, trace.time)}: {' + '.join(parts)}. Only what is on it makes the step shorter."
+    )
 
 
 def _arrivals(trace: Trace, sender: Mapping[Place, Place]) -> dict[Place, float]:

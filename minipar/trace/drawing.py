@@ -18,9 +18,10 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from minipar.errors import MiniparError
-from minipar.trace import Trace, labels
+from minipar.trace import Event, Trace, labels
 from minipar.trace.comparison import comparable, levels
-from minipar.trace.critical_path import messages
+from minipar.trace.critical_path import critical_path as longest_chain
+from minipar.trace.critical_path import messages, path_in_words
 from minipar.trace.figure import (
     BENEATH,
     COLLECTIVE,
@@ -29,6 +30,7 @@ from minipar.trace.figure import (
     LOOKS,
     MUTED,
     PAPER,
+    PATH,
     RANK_COLOURS,
     RULE,
     Bars,
@@ -64,6 +66,7 @@ def draw(
     window: Span | None = None,
     title: str = "",
     arrows: bool = False,
+    critical_path: bool = False,
     unfold: bool = False,
 ) -> Figure:
     """One trace, or two (predicted, measured) on one time axis, as a matplotlib figure. Both begin at 0.
@@ -75,6 +78,8 @@ def draw(
     window    only this part of the time axis, in the axis's own unit
     title     default: the program's name
     arrows    arrows from each SEND to its RECV, if there are at most 200 messages
+    critical_path  a line along the instructions whose times add up to the makespan, of the last trace, and a sentence
+              that says what they are
     unfold    two traces of one program with more than 6 ranks have one lane a rank, with the second trace and the
               difference of each instruction under it; True: both traces have lanes
 
@@ -96,11 +101,16 @@ def draw(
         texts: dict[str, int] = {}
         bars = [_bars(trace, clock.scale, span, texts) for trace in traces]
         name = title or traces[0].program.name or "a program made by hand"
-        layout = FigureLayout(traces, bars, list(texts), width, name, memory, _folds(traces, unfold))
+        path = longest_chain(traces[-1]) if critical_path else []
+        words = path_in_words(traces[-1], path) if critical_path else ""
+        words = words[:1].upper() + words[1:]
+        layout = FigureLayout(traces, bars, list(texts), width, name, memory, _folds(traces, unfold), words)
         lowest = timeline = layout.axes(layout.top, layout.timeline)
         _draw_timeline(timeline, layout, span, numbers)
         if arrows:
             _draw_arrows(timeline, layout, clock.scale)
+        if path:
+            _draw_path(timeline, layout, path, clock.scale)
         if memory:
             lowest = layout.axes(layout.memory_top, layout.memory)
             _draw_memory(lowest, layout, clock.scale)
@@ -355,6 +365,21 @@ def _draw_arrows(axes: Axes, layout: FigureLayout, scale: float) -> None:
 
 
 # memory ---------------------------------------------------------------------------------------------------------------
+
+
+def _draw_path(axes: Axes, layout: FigureLayout, path: Sequence[Event], scale: float) -> None:
+    """A line along the lower edge of the compute bars of the path, from bar to bar."""
+    trace = layout.traces[-1]
+    first, edge = trace.span[0], layout.zone("forward", layout.rows - 1)[1]
+    found: list[tuple[float, float]] = []
+    for event in path:
+        y = event.rank * layout.pitch + edge
+        sent = labels.kind_of(event.instruction) in ("message", "receive")  # (a receive was posted long before)
+        moments = (event.end,) if sent else (event.start, event.end)
+        found += [((moment - first) * scale, y) for moment in moments]
+    xs, ys = zip(*found, strict=True)
+    for colour, width in ((PAPER, 4.2), (PATH, 2.2)):
+        axes.plot(xs, ys, color=colour, linewidth=width, solid_joinstyle="round", zorder=6, label="critical path")
 
 
 def _draw_memory(axes: Axes, layout: FigureLayout, scale: float) -> None:

@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import pairwise
 
 import matplotlib
 import numpy as np
@@ -492,6 +493,27 @@ def test_arrows_from_send_to_receive():
     assert set(quiver.U) == {0.5}
     assert Counter(np.sign(quiver.V)) == {1: 4, -1: 4}
     assert arrows(drawing.draw([unit(pp=4, microbatches=64)], arrows=True)) == []  # too many to be read
+
+
+def test_the_critical_path_is_a_line_with_a_legend_and_a_sentence():
+    trace = unit(pp=4, microbatches=8)
+
+    def line(figure):
+        return [found for found in figure.axes[0].lines if found.get_label() == "critical path"]
+
+    assert line(drawing.draw([trace])) == []
+    figure = drawing.draw([trace], critical_path=True)
+    xs, ys = line(figure)[-1].get_data()
+    assert xs[0] == 0
+    assert xs[-1] == trace.time
+    assert all(a <= b for a, b in pairwise(xs))
+    assert len(set(ys)) == 4  # down to the last stage, and up again
+    assert "critical path" in [text.get_text() for text in figure.legends[0].texts]
+    told = "Critical path, 35 instructions on 4 ranks: each waited for the one before it, and together they are the whole"
+    assert f"{told} 33: forward 11 + backward 22." in figure.alt
+    assert any(text.get_text().startswith("Critical path, 35") for text in figure.texts)
+    both = drawing.draw([trace, trace], critical_path=True)  # that of the second one
+    assert line(both)[-1].get_data()[1][0] > ys[0]
 
 
 @pytest.mark.parametrize(

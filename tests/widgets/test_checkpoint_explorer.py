@@ -125,9 +125,15 @@ def test_measured_runs_lie_near_the_curve() -> None:
     for run in runs:
         # The formula counts layer by layer; the run has temporaries of a gradient besides.
         assert run.peak == pytest.approx(points[run.length].peak, rel=0.15)
-        # Other work of this machine may take one step of the emulated device longer, but hardly all.
-        assert run.seconds / runs[0].seconds == pytest.approx(points[run.length].time / points[0].time, rel=0.05)
-    assert runs[0].seconds == pytest.approx(8 * 3 * layers.forward, rel=0.1)
+    shortest = {run.length: run.seconds for run in runs}
+    expected = {length: 8 * 3 * layers.forward * points[length].time / points[0].time for length in shortest}
+    # An emulated device is never faster than that. Other work of this machine makes steps longer, but not always.
+    for _ in range(5):
+        if all(shortest[length] <= 1.05 * expected[length] for length in shortest):
+            break
+        for run in measure(layers, [0, 3, 8], steps=6):
+            shortest[run.length] = min(shortest[run.length], run.seconds)
+    assert shortest == pytest.approx(expected, rel=0.05)
     assert lengths_to_measure(16) == [0, 1, 2, 4, 8, 16]
     with pytest.raises(PlanError, match="on paper only"):
         measure(Layers(8), [1])

@@ -14,7 +14,7 @@ import numpy as np
 
 from minipar.program import Program, Value
 from minipar.trace import Trace, labels
-from minipar.trace.critical_path import critical_path, messages
+from minipar.trace.critical_path import critical_path, messages, path_in_words
 from minipar.trace.idleness import REASONS, Holders, idle_times
 from minipar.trace.lifetimes import KINDS as KIND_OF_VALUE
 from minipar.trace.lifetimes import lives
@@ -34,7 +34,7 @@ def details(columns: Columns, memory: bool = True) -> tuple[Arrays, dict[str, An
     name, names                 for each event its text, with `#` for the micro-batch
     labels                      for each of these texts the words on the bar, "" where that is the number
     before, before_of           the events whose results event k reads: before_of[before[k] : before[k + 1]]
-    path                        the events of each trace's critical path
+    path, path_words            the events of each trace's critical path, and what the last one is made of
     idle_start, _length, _kind  idle times, those of lane k (see `idle`) from `idle[k][2]` to `idle[k][3]`
     idle_then, _awaited, _by    the event that ends an idle time, the message or collective that arrived last before it,
                                 and the event of another rank that held it up; -1: none
@@ -45,10 +45,11 @@ def details(columns: Columns, memory: bool = True) -> tuple[Arrays, dict[str, An
     arrays: Arrays = {"name": name}
     facts: dict[str, Any] = {"names": names, "labels": labelled}
     _causes(columns, arrays)
+    paths = [critical_path(trace) for trace in columns.traces]
     arrays["path"] = np.array(
-        [columns.places[t][e.rank][e.index] for t, trace in enumerate(columns.traces) for e in critical_path(trace)],
-        np.uint32,
+        [columns.places[t][e.rank][e.index] for t, path in enumerate(paths) for e in path], np.uint32
     )
+    facts["path_words"] = path_in_words(columns.traces[-1], paths[-1])
     _idle(columns, arrays, facts)
     if memory:
         _memory(columns.traces, arrays, facts)

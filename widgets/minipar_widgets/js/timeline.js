@@ -370,21 +370,6 @@ function render({ model, el }) {
     view.say(`${rankName(r)}: ${open.has(r) ? "both traces" : "the difference"}`);
     redraw();
   }
-  /** What the critical path is made of. */
-  function tellPath() {
-    const last = more ? [...more.path].filter((k) => laneOf(k)[0] === traces.length - 1) : [];
-    if (!last.length) return view.say(more ? "there is no critical path" : "");
-    const parts = new Map(), whole = about.spans[traces.length - 1];
-    for (const k of last) {
-      const kind = kindOf(k).replace(/ \d$/, ""), name = kind === "receive" || kind === "message" ? "messages" : collective(kind) ? "collectives" : kind;
-      parts.set(name, (parts.get(name) ?? 0) + takes[k]);
-    }
-    const rest = whole - [...parts.values()].reduce((a, b) => a + b, 0), ranks = new Set(last.map((k) => laneOf(k)[1])).size;
-    parts.set("messages and gaps", Math.max(0, rest) + (parts.get("messages") ?? 0));
-    parts.delete("messages");
-    const words = [...parts].filter(([, size]) => size > whole * 0.0005).map(([kind, size]) => `${kind} ${time(size)}`);
-    view.say(`critical path, ${last.length} instructions on ${ranks} rank${ranks > 1 ? "s" : ""}: each waited for the one before it, and together they are the whole ${time(whole)}: ${words.join(" + ")}. Only what is on it makes the step shorter.`);
-  }
   function turn(step) {
     rank = Math.max(0, Math.min(about.ranks - 1, rank + step));
     chosen = gap = -1;
@@ -471,7 +456,7 @@ function render({ model, el }) {
   view.button("all", "show all (Home)", whole);
   const critical = toggle("critical path", "what the time consists of (c)", () => {
     along = !along;
-    if (along) tellPath();
+    if (along) view.say(more?.path_words ?? "");
     return along;
   }, false);
   const all = toggle("messages", "arrows from send to receive (m)", () => (arrows = !arrows), false);
