@@ -114,8 +114,8 @@ Bars = dict[str, "np.ndarray"]  # kind -> rows of (rank, start, end, micro-batch
 class FigureLayout:
     """An empty picture of one trace or two, with its words; `axes` adds a panel.
 
-    `bars[t]` has the bars of trace t, without the kinds for which there is no room. `path`: what is said of the critical
-    path, if it is drawn.
+    `bars[t]` has the bars of trace t, without the kinds for which there is no room. `path`: what is said of the
+    critical path, if it is drawn.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class FigureLayout:
         rest = own[self._facts.count(" · ") + 1 :]
         self._foot = [  # what has no room above, and the notes
             line
-            for words in (title if self._title != title else "", " · ".join(rest), path, *(trace.note for trace in traces))
+            for words in (title * (self._title != title), " · ".join(rest), path, *(trace.note for trace in traces))
             for line in _lines(words, letters)
         ]
         shades = next((names for names in (Shades(trace.program).names for trace in traces) if names), ())
