@@ -356,7 +356,8 @@ def _ranks_of(args: tuple[Any, ...]) -> int:
         if not isinstance(argument, Tensor | list | tuple) and hasattr(argument, "_type"):
             return int(torch.distributed.ProcessGroup.unbox(argument).size())
     if args and isinstance(args[-1], str):
-        return int(torch.distributed.distributed_c10d._resolve_process_group(args[-1]).size())
+        name: Any = args[-1]
+        return int(torch.distributed.distributed_c10d._resolve_process_group(name).size())
     return torch.distributed.get_world_size()
 
 
