@@ -41,28 +41,20 @@ Part = Callable[[nn.Module, int, int], nn.Module]
 # Of a batch, a rank and the number of ranks: what this rank gets of it.
 Share = Callable[[Batch, int, int], Batch]
 
-_SHARES = {  # of the bytes of a call's largest tensors, times (p - 1)/p
-    "allreduce_": 2.0,
-    "reduce_": 1.0,
-    "broadcast_": 1.0,
-    "allgather_": 1.0,
-    "_allgather_base_": 1.0,
-    "reduce_scatter_": 1.0,
-    "_reduce_scatter_base_": 1.0,
-    "alltoall_": 1.0,
-    "alltoall_base_": 1.0,
-    "gather_": 1.0,
-    "scatter_": 1.0,
+# How the names of torch's operators begin -> how we call them. (Functional collectives, as DTensor's, have names of
+# their own.)
+_KNOWN = {
+    "allreduce": "all_reduce",
+    "allgather": "all_gather",
+    "alltoall": "all_to_all",
+    "all_reduce": "all_reduce",
+    "all_gather": "all_gather",
+    "all_to_all": "all_to_all",
+    "reduce_scatter": "reduce_scatter",
+    "isend": "send",
+    "irecv": "recv",
 }
-_NAMES = {
-    "allreduce_": "all_reduce",
-    "allgather_": "all_gather",
-    "_allgather_base_": "all_gather",
-    "reduce_scatter_": "reduce_scatter",
-    "_reduce_scatter_base_": "reduce_scatter",
-    "alltoall_": "all_to_all",
-    "alltoall_base_": "all_to_all",
-}
+_SEND_NOTHING = ("barrier", "wait_tensor", "wrap_tensor_autograd")
 
 
 @dataclass(frozen=True)
@@ -312,24 +304,23 @@ class Count(Storages):
         self.peak = self.highest
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self._count(func.__name__.split(".")[0], args)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._count(func.__name__.split(".")[0].strip("_"), args, result)
+        return result
 
-    def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        if name == "barrier":
+    def _count(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        if name in _SEND_NOTHING:
             return
-        self.calls[_NAMES.get(name, name.rstrip("_"))] += 1
+        name = next((known for begin, known in _KNOWN.items() if name.startswith(begin)), name)
+        self.calls[name] += 1
         if name.startswith("recv"):
             return
         self.early += self.backwards > 0
-        ranks = torch.distributed.get_world_size()
-        for argument in args:
-            if not isinstance(argument, Tensor | list | tuple) and hasattr(argument, "_type"):
-                ranks = torch.distributed.ProcessGroup.unbox(argument).size()
-                break
-        whole = max((_bytes(argument) for argument in args), default=0)
-        self.sent += whole if name == "send" else _SHARES.get(name, 1.0) * whole * (ranks - 1) / ranks
+        whole = max(map(_bytes, (*args, result)))  # (a functional gather makes its largest tensor)
+        ranks = _ranks_of(args)
+        share = 1.0 if name == "send" else (2.0 if name == "all_reduce" else 1.0) * (ranks - 1) / ranks
+        self.sent += share * whole
 
     def on_rank(self, result: Any, state: dict[str, Tensor]) -> OnRank:
         """What was counted, with what the function returned and its parameters."""
@@ -357,6 +348,17 @@ def counted(held: Iterable[Tensor] = ()) -> Iterator[Count]:
             yield count
     finally:
         torch.autograd.backward = backward
+
+
+def _ranks_of(args: tuple[Any, ...]) -> int:
+    """The number of ranks of a call's group. Functional collectives have its name, as their last argument."""
+    for argument in args:
+        if not isinstance(argument, Tensor | list | tuple) and hasattr(argument, "_type"):
+            return int(torch.distributed.ProcessGroup.unbox(argument).size())
+    if args and isinstance(args[-1], str):
+        name: Any = args[-1]
+        return int(torch.distributed.distributed_c10d._resolve_process_group(name).size())
+    return torch.distributed.get_world_size()
 
 
 def _bytes(argument: Any) -> int:

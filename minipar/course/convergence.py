@@ -13,9 +13,9 @@ a step, one step late. The corrected methods begin with a lower learning rate on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,9 +70,7 @@ def curves(
     """
     found = {}
     with nullcontext(cluster) if cluster is not None else Cluster(ranks, device="cpu") as running:
-        for name, (schedule, correct) in methods.items():
-            plan = Plan.parse(f"pp={ranks} microbatches={microbatches} schedule={schedule}")
-            optimizer = _optimizer(lr, momentum, steps * microbatches, correct)
+        for name, plan, optimizer in _trained(methods, ranks, microbatches, steps, lr, momentum):
             job = Job(model, data or datasets.digits(seed), batch, optimizer=optimizer, seed=seed)
             shape = shape_of(layers_of(job.build()))
             whole = plan.asynchronous
@@ -101,29 +99,35 @@ def replayed(
     found: dict[str, list[list[float]]] = {name: [] for name in methods}
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # (the matrices are small)
-    for name, (schedule, correct) in methods.items():
-        plan = Plan.parse(f"pp={ranks} microbatches={microbatches} schedule={schedule}")
-        order: Order | None = None
-        if plan.asynchronous:
-            program = plan.compile(layers=len(WIDTHS) - 1, steps=steps)
-            order = Order(**order_of(simulate(program, forward=1, backward=2).program)._asdict())
+    for name, plan, optimizer in _trained(methods, ranks, microbatches, steps, lr, momentum):
         for seed in seeds:
             model = build(partial(models.mlp, WIDTHS, activation=torch.nn.Tanh), seed, torch.float32)
             batches = reader(datasets.digits(seed), batch, torch.float32)
-            optimizer = _optimizer(lr, momentum, steps * microbatches, correct)
             how = (model, batches, torch.nn.functional.cross_entropy, optimizer)
-            if order is None:
-                done = train_plainly(*how, steps, seed, keep_gradients=False)
+            if plan.asynchronous:
+                done = replay_order(*how, _order(plan, steps), seed, keep_gradients=False)
             else:
-                done = replay_order(*how, order, seed, keep_gradients=False)
+                done = train_plainly(*how, steps, seed, keep_gradients=False)
             found[name].append(by_step(done.losses, steps))
     torch.set_num_threads(threads)
     return found
 
 
-def _optimizer(lr: float, momentum: float, updates: int, correct: bool) -> Factory:
+def _trained(
+    methods: Mapping[str, tuple[str, bool]], ranks: int, microbatches: int, steps: int, lr: float, momentum: float
+) -> Iterator[tuple[str, Plan, Factory]]:
+    """Of each method its name, its plan, and its optimizer."""
     plain = partial(torch.optim.SGD, lr=lr, momentum=momentum)
-    return ByStaleness(plain, updates // 2) if correct else plain
+    for name, (schedule, correct) in methods.items():
+        plan = Plan.parse(f"pp={ranks} microbatches={microbatches} schedule={schedule}")
+        yield name, plan, ByStaleness(plain, steps * microbatches // 2) if correct else plain
+
+
+@cache  # (it depends neither on the seed nor on the learning rate)
+def _order(plan: Plan, steps: int) -> Order:
+    """In which order the ranks of an asynchronous plan work, as it is predicted."""
+    program = plan.compile(layers=len(WIDTHS) - 1, steps=steps)
+    return Order(**order_of(simulate(program, forward=1, backward=2).program)._asdict())
 
 
 def by_step(losses: Sequence[float], steps: int) -> list[float]:

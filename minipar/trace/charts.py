@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from minipar.errors import PlanError
-from minipar.trace.figure import INK, RANK_COLOURS, RULE, picture, ruled
+from minipar.trace.figure import DARK, INK, RANK_COLOURS, RULE, picture, ruled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -121,7 +121,7 @@ def repartitions(matrix: Matrix, *, title: str = "", width: float = 8.0) -> Figu
     axes.imshow(matrix.seconds, cmap="cividis_r", vmin=0.0, vmax=most, aspect="auto")
     for y, row in enumerate(matrix.seconds):
         for x, seconds in enumerate(row):
-            ink = "white" if seconds > most / 2 else "black"
+            ink = "#fefefe" if seconds > 0.45 * most else DARK
             axes.text(x, y, f"{1e3 * seconds:.3g}", ha="center", va="center", color=ink, fontsize=min(9.0, 14 * cell))
     axes.set_xticks(range(len(wanted)), wanted)
     axes.set_yticks(range(len(names)), names)

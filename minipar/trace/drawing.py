@@ -262,7 +262,8 @@ def _draw_numbers(
     hatched: bool = False,
 ) -> None:  # fmt: skip
     """The words on bars, in the largest size that fits most of them. A bar with less room gets smaller words, and of a
-    collective only the letters; where one digit of the least size has no room there is nothing."""
+    collective only the letters; where one digit of the least size has no room there is nothing. Where bars overlap, a
+    word that would stand on the one before it is left out."""
     import numpy as np
 
     bars, y = bars[bars[:, 3] >= 0], y[bars[:, 3] >= 0]
@@ -276,12 +277,14 @@ def _draw_numbers(
     from matplotlib.patheffects import withStroke
 
     shown, around = 0, [withStroke(linewidth=2.2, foreground=PAPER)] if hatched else None
+    ends: dict[float, float] = {}  # of the last word in each lane
     for word, x, middle, wide in zip(words, (bars[:, 1] + bars[:, 2]) / 2, y, room, strict=True):
         fitting = ((part, size) for part in dict.fromkeys((word, word.split()[0])) for size in (usual, *sizes)
                    if size <= usual and 0.62 * size * len(part) <= wide)  # fmt: skip
         part, size = next(fitting, ("", 0.0))
-        if part and shown < MANY_NUMBERS:
-            shown += 1
+        half = 0.31 * size * len(part) / points
+        if part and shown < MANY_NUMBERS and x - half >= ends.get(middle, x - half):
+            shown, ends[middle] = shown + 1, x + half
             axes.text(
                 x, middle, part, size=size, color=ink, ha="center", va="center_baseline", clip_on=True, zorder=4,
                 path_effects=around,

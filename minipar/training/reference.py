@@ -150,7 +150,7 @@ class Masks:
 
     def _enter(self, layer: nn.Module, given: Any) -> None:
         if self.inside == 0 and self.left[id(layer)]:  # (a layer that runs inside of another one is not seeded)
-            torch.manual_seed(self.seed_of(self.left[id(layer)].pop(0)))
+            reseed(self.seed_of(self.left[id(layer)].pop(0)))
         self.inside += 1
 
     def _leave(self, layer: nn.Module, given: Any, result: Any) -> None:
@@ -176,6 +176,14 @@ class Masks:
         bits = _shift(_mix(_mix(keys)[:, None] + elements[None, :]), 11)  # 53 bits, as in a double's mantissa
         kept = bits.to(torch.float64) / 2**53 >= module.p
         return x * (kept.view(x.shape).to(x.device, x.dtype) / (1 - module.p))
+
+
+def reseed(number: int) -> None:
+    """As torch.manual_seed. For a kind of device that nobody has used that stores the call, and a stack with it, each
+    time; so here only the devices in use are seeded."""
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(number)
 
 
 def _signed(number: int) -> int:

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 
 from minipar import PlanError
-from minipar.trace.charts import MANY, lines
+from minipar.program import Mesh
+from minipar.sharding import matrix
+from minipar.trace.charts import MANY, lines, repartitions
+from minipar.trace.figure import _on_any_page
 
 CURVES = {"ring": [(1000.0, 12.6), (64e6, 140.0)], "tree": [(1000.0, 1.2), (64e6, 768.0)]}
 
@@ -61,3 +64,22 @@ def test_nothing_to_draw() -> None:
         lines({}, x="a", y="b")
     with pytest.raises(PlanError, match="curve 'ring' has no points"):
         lines({"ring": []}, x="a", y="b")
+
+
+def luminance(colour: Any) -> float:
+    from matplotlib.colors import to_rgb
+
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def test_prices_of_repartition_can_be_read_on_their_cells_on_any_page() -> None:
+    prices = matrix((1024, 1024), 4, Mesh(tp=4))
+    figure: Any = repartitions(prices)
+    image = figure.axes[0].get_images()[0]
+    cells = [image.cmap(image.norm(1.0 * seconds))[:3] for row in prices.seconds for seconds in row]
+    assert len(figure.axes[0].texts) == len(cells)
+    with _on_any_page(figure):
+        for text, cell in zip(figure.axes[0].texts, cells, strict=True):
+            light, dark = sorted((luminance(text.get_color()), luminance(cell)), reverse=True)
+            assert (light + 0.05) / (dark + 0.05) > 4, text.get_text()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minipar.course.against import Comparison, against_plain_torch, plain_sgd
+from minipar.course.against import Comparison, OnRank, against_plain_torch, counted, on_ranks, plain_sgd
 from minipar.course.assignments import source
 from minipar.course.exercises import building as tasks
 from minipar.course.exercises.kinds.verdict import Verdict
@@ -390,3 +390,49 @@ def is_told(verdict: Verdict, reason: str, hint: str) -> None:
     assert not verdict
     assert any(one in verdict.reason for one in reason.split("|")), verdict
     assert any(one in verdict.hint for one in hint.split("|")), verdict
+
+
+def by_both_interfaces(rows):
+    """Each collective twice: by its usual name, and as a functional collective, whose result is read."""
+    from torch.distributed import _functional_collectives as functional
+
+    x, group = torch.ones(rows, dtype=torch.float64), dist.new_group([0, 1])
+    once, twice = torch.empty(rows // 2, dtype=torch.float64), torch.empty(2 * rows, dtype=torch.float64)
+    if dist.get_rank() > 1:
+        return [OnRank(None, {}, 0, {}, 0, 0)] * 2
+    with counted() as usual:
+        dist.all_reduce(x.clone(), group=group)
+        dist.all_gather_into_tensor(twice, x, group=group)
+        dist.reduce_scatter_tensor(once, x, group=group)
+        dist.all_to_all_single(torch.empty_like(x), x, group=group)
+        dist.broadcast(x, 0, group=group)
+    with counted() as other:
+        functional.all_reduce(x, "sum", group).sum()
+        functional.all_gather_tensor(x, 0, group).sum()
+        torch.ops._c10d_functional.reduce_scatter_tensor(x, "sum", 2, group.group_name).sum()
+        functional.all_to_all_single(x, None, None, group).sum()
+        functional.broadcast(x, 0, group).sum()
+    return [count.on_rank(None, {}) for count in (usual, other)]
+
+
+def test_functional_collectives_are_counted_as_the_others(clusters):
+    for usual, other in on_ranks(by_both_interfaces, 8, ranks=4, cluster=clusters(4))[:2]:
+        assert dict(usual.calls) == dict.fromkeys(
+            ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast"), 1
+        )
+        assert usual.calls == other.calls
+        assert usual.sent == other.sent == 64 * (2 + 2 + 1 + 1 + 1) / 2
+
+
+def backward_by_all_to_all(model, batches, loss, lr):
+    """An all-to-all that autograd follows sends in the backward, too."""
+    from torch.distributed._functional_collectives import all_to_all_single_autograd
+
+    x = batches[0][0]
+    loss(model(all_to_all_single_autograd(x.clone().requires_grad_(), None, None, dist.group.WORLD)), x).backward()
+
+
+def test_an_all_to_all_inside_of_a_backward_is_early(clusters):
+    batches = [(torch.ones(4, 2).double(), torch.ones(4, 2).double())]
+    found = against_plain_torch(backward_by_all_to_all, lambda: nn.Linear(2, 2), batches, cluster=clusters(2))
+    assert [(rank.calls["all_to_all"], rank.early) for rank in found.ranks] == [(2, 1), (2, 1)]
