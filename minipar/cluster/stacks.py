@@ -144,6 +144,12 @@ def cpu_and_state(pid: int) -> tuple[int, str]:
     return int(fields[11]) + int(fields[12]), fields[0]
 
 
+def stopped(pid: int) -> bool:
+    """Whether a process of this machine was stopped (SIGSTOP): it does nothing until it is continued. False where that
+    is not known, and for one that a debugger holds."""
+    return cpu_and_state(pid)[1] == "T"
+
+
 def sleeps(pid: int) -> bool:
     """Whether every thread of a process waits for an event; False where that is not known."""
     try:
