@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 import types
 from collections.abc import Callable, Iterator
@@ -21,7 +22,7 @@ from functools import partial
 from types import FrameType
 from typing import Any, TextIO
 
-from minipar.cluster import device_waits, failures, notes, stacks, wire
+from minipar.cluster import device_waits, failures, notes, stacks, threads, wire
 from minipar.cluster.parcel import Parcel, pack, unpack
 from minipar.cluster.processes import LOST_DRIVER, end, flush_native, tie_grandchildren
 from minipar.errors import PlanError, RankError
@@ -124,12 +125,17 @@ class Seat:
         if self.holding:
             self.missed = True
         elif self.interruptible and _imports(frame):
-            threading.Timer(_SOON, self._interrupt_again, (self.run,)).start()
+            try:
+                threads.start(partial(self._interrupt_again, self.run), "interrupts this rank after an import")
+            except RankError:  # no memory for a thread: the import is cut short
+                self.interruptible = False
+                raise KeyboardInterrupt from None
         elif self.interruptible:
             self.interruptible = False
             raise KeyboardInterrupt
 
     def _interrupt_again(self, run: int) -> None:
+        time.sleep(_SOON)
         main = threading.main_thread().ident
         if self.interruptible and self.run == run and main is not None:
             signal.pthread_kill(main, signal.SIGINT)
