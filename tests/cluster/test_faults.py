@@ -237,7 +237,9 @@ def test_the_death_of_the_helper_is_the_cause() -> None:
             return None
 
     folder = members.launch.scratch_folder()
-    member: Any = SimpleNamespace(rank=3, process=Orphan(), killed=None, cut_off=False, page=notes.Page(folder))
+    member: Any = SimpleNamespace(
+        rank=3, process=Orphan(), killed=None, cut_off=False, cause="", page=notes.Page(folder)
+    )
     assert "rank 3 ended with the helper process that ranks are forked from" in members._death(member).line
     member.page.close()
 
