@@ -29,7 +29,7 @@ from minipar.cluster.notes import Page
 from minipar.cluster.stacks import Entry, Frame
 
 _TRIES = 5
-_SHORTEST, _LONGEST = 0.02, 0.5  # seconds between two checks
+_SHORTEST, _LONGEST = 0.02, 0.25  # seconds between two checks
 SURE = 3.0  # seconds until ranks that are provably blocked are a deadlock
 STOPPED = 0.5  # seconds until a process that was stopped counts as one that does not go on by itself
 _OFTEN = 0.1  # seconds between two checks while a rank is stopped

@@ -143,9 +143,12 @@ _note = notes.note
 def follow(trip: Trip) -> None:
     """Let a trip hear of every instruction that this rank begins, if it waits for one."""
 
+    run = worker._rank.run if worker._rank is not None else 0
+
     def note(label: bytes) -> None:
         _note(label)
-        trip(kind_of(label.decode()))
+        if worker._rank is not None and worker._rank.run == run:  # (a later run may find this optimizer as it was left)
+            trip(kind_of(label.decode()))
 
     notes.note = note if trip.where and trip.where not in PLACES else _note
 
