@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from minipar.cluster import failures, launch, wire, worker
+from minipar.cluster import failures, launch, threads, wire, worker
 from minipar.cluster.failures import Failure, as_exception
 from minipar.cluster.interrupt import Interrupts
 from minipar.cluster.members import SETTLE, SETTLE_AFTER_LOST_PEER, Round, exchanged, unpack
@@ -122,13 +122,14 @@ def _interruptible(watch: Callable[[int], None]) -> Iterator[None]:
     if threading.current_thread() is threading.main_thread():
         before = signal.signal(signal.SIGINT, worker.on_interrupt)
     ended, end = os.pipe()
-    thread = threading.Thread(target=watch, args=(ended,), daemon=True)
-    thread.start()
+    watched = None
     try:
+        watched = threads.start(partial(watch, ended), "listens to the other ranks")
         yield
     finally:
         os.write(end, b".")
-        thread.join()
+        if watched is not None:
+            watched.wait()
         os.close(ended)
         os.close(end)
         if before is not None:
@@ -215,9 +216,9 @@ class FarRank:
                     self.seat.send(("output", number, data))
                 os.close(outlet)
 
-        thread = threading.Thread(target=pump, daemon=True)
-        thread.start()
+        pumped = None
         try:
+            pumped = threads.start(pump, "sends what this rank prints")
             yield
         finally:
             worker.flush()
@@ -225,7 +226,8 @@ class FarRank:
             for descriptor, stream in zip(kept, (1, 2), strict=True):
                 os.dup2(descriptor, stream)
                 os.close(descriptor)
-            thread.join(1.0)  # (longer only if a child of this process goes on printing)
+            if pumped is not None:
+                pumped.wait(1.0)  # (longer only if a child of this process goes on printing)
 
     def _watch(self, ended: int) -> None:
         readable, _, _ = select.select([self.control.fileno(), ended], [], [])

@@ -45,7 +45,8 @@ class Cluster(Calling):
     message starts again, without its state. (Tensors on GPUs of their own go through NCCL in both cases.)
 
     `patience`: seconds after which ranks that all wait for each other are a `Deadlock` (None: never). A rank that
-    computes, sleeps or reads is never one, however long it takes. It can be changed between runs.
+    computes, sleeps or reads is never one, however long it takes; one that was stopped (SIGSTOP) is
+    one after half a second. It can be changed between runs.
 
     Ranks keep their state between runs, also when one fails or a run is interrupted. A rank that was lost is started
     again at the next run, and all end with the driver, however it ends. Use the cluster in a `with` block, or `close()`

@@ -26,7 +26,7 @@ from minipar.cluster.parcel import Parcel, pack_call
 from minipar.cluster.parcel import unpack as _unpack
 from minipar.cluster.processes import LOST_DRIVER, describe_status, ends, killed_for_memory
 from minipar.cluster.ranks import Call, Callback, check_ranks
-from minipar.cluster.watchdog import Watchdog
+from minipar.cluster.watchdog import STOPPED, Watchdog
 from minipar.cluster.worker import Setup
 from minipar.errors import PlanError, RankDied, RankError
 
@@ -53,6 +53,7 @@ class Member:
     alive: bool = True
     killed: int | None = field(default_factory=killed_for_memory)  # by the system, when it started
     cut_off: bool = False  # it lived when its socket had ended
+    cause: str = ""  # why it was ended, if the driver did that
 
 
 class Revived(NamedTuple):
@@ -164,6 +165,7 @@ class Members:
         except OSError as error:
             raise RankError(f"rank {rank} cannot be started: {error.strerror or error}") from error
         member = self.ranks[rank] = Member(rank, process, ours, wire.Inbox(ours), (printers[0], printers[1]), page)
+        wire.look_while_sending(ours)
         self.selector.register(ours, selectors.EVENT_READ, (member, None))
         for printer in printers:
             self.selector.register(printer.descriptor, selectors.EVENT_READ, (member, printer))
@@ -198,9 +200,21 @@ class Members:
     # Talking
 
     def send(self, rank: int, message: Any) -> None:
-        """Send one message to a rank. If the rank has died, `collect` notices that later."""
+        """Send one message to a rank. If the rank has died, `collect` notices that later; also that it was ended here,
+        since it was stopped and does not take a long message."""
+        member, since = self.ranks[rank], list[float]()
+
+        def look() -> None:
+            if not stacks.stopped(member.process.pid):
+                return since.clear()
+            since.append(time.monotonic())
+            if since[-1] - since[0] >= STOPPED:
+                member.cause = "was stopped (SIGSTOP) and did not take what it was sent, so that it was ended"
+                member.process.kill()
+                raise ConnectionError(member.cause)
+
         with contextlib.suppress(OSError):
-            wire.send(self.ranks[rank].control, message)
+            wire.send(member.control, message, look)
 
     def collect(self, heard: Round, watch: Watchdog | None = None, seconds: float | None = None) -> None:
         """Read output and reports until no rank is left in `heard.waiting`, until no more failures are expected, until
@@ -251,10 +265,11 @@ class Members:
         heard.callback = None
         heard.called_back = True
         gone = {rank for rank in heard.waiting if not self.ranks[rank].alive}  # (such as one that should be revived)
+        heard.doing = self.look(heard.waiting)
+        gone |= {rank for rank, process, _ in self.pages(heard.waiting) if stacks.stopped(process.pid)}
         heard.lost |= gone
         heard.waiting -= gone
         self.stop(gone)
-        heard.doing = self.look(heard.waiting)
         for rank in heard.waiting:
             self.ranks[rank].process.signal(signal.SIGINT)
         with self.interrupts:
@@ -267,9 +282,11 @@ class Members:
         found = {}
         pages = self.pages(ranks)
         frames = stacks.ask(pages)
-        for rank, _, page in pages:
+        for rank, process, page in pages:
             doing = page.read()
             what = f"waiting in {doing.operation}" if doing.since else "at work"
+            if stacks.stopped(process.pid):
+                what = "stopped (SIGSTOP)"
             what += f" ({doing.instruction})" if doing.instruction else ""
             place = stacks.text(frames[rank]) if frames.get(rank) else ""
             found[rank] = f"{what}:\n{place}" if place else what
@@ -386,7 +403,9 @@ class Members:
 def _death(member: Member) -> Failure:
     status, killed = member.process.wait(0), killed_for_memory()
     cause = describe_status(status, None if killed is None or member.killed is None else killed > member.killed)
-    if member.cut_off:
+    if member.cause:
+        cause = member.cause
+    elif member.cut_off:
         cause = describe_status(LOST_DRIVER)
     elif status is None and not member.process.has_parent:
         cause = "ended with the helper process that ranks are forked from, which has died"

@@ -28,7 +28,8 @@ _ESCAPED = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")
 _ENTRY = f'"{Path(__file__).with_name("worker.py")}"'
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _COMM = os.path.join(_PACKAGE, "comm", "")
-_HELPERS = re.compile(rf"{re.escape(_COMM)}helper\.py|{os.sep}tqdm{os.sep}_monitor\.py")
+_THREADS = re.escape(str(Path(__file__).with_name("threads.py")))
+_HELPERS = re.compile(rf"{re.escape(_COMM)}helper\.py|{os.sep}tqdm{os.sep}_monitor\.py|{_THREADS}")
 _LIBRARIES = (_PACKAGE, os.path.dirname(os.__file__) + os.sep)
 _TORCH = os.path.join("torch", "distributed", "")
 _FILES = os.path.join("torch", "distributed", "checkpoint", "")  # writes and reads files; it waits in the others' code
@@ -142,6 +143,12 @@ def cpu_and_state(pid: int) -> tuple[int, str]:
     except OSError:
         return 0, ""
     return int(fields[11]) + int(fields[12]), fields[0]
+
+
+def stopped(pid: int) -> bool:
+    """Whether a process of this machine was stopped (SIGSTOP): it does nothing until it is continued. False where that
+    is not known, and for one that a debugger holds."""
+    return cpu_and_state(pid)[1] == "T"
 
 
 def sleeps(pid: int) -> bool:

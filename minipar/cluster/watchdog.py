@@ -11,6 +11,9 @@ one waits for another in an operation of the communicator that this machine carr
 whenever we looked, and no rank has threads of the user, which may wait for a clock and then send. The making of a group
 is doubtful, since ranks then try again from time to time.
 
+A rank that was stopped (SIGSTOP) does not go on by itself. If all others wait, it is a deadlock after `STOPPED`
+seconds.
+
 A rank that waits for its GPU spins, and uses CPU time; its notes say that it waits (device_waits.py). Its GPU may wait
 for another rank, or compute. So it counts as waiting only after several times the patience, in one and the same call.
 """
@@ -25,10 +28,11 @@ from minipar.cluster import device_waits, stacks
 from minipar.cluster.notes import Page
 from minipar.cluster.stacks import Entry, Frame
 
-_STOPPED = "T"
 _TRIES = 5
-_SHORTEST, _LONGEST = 0.02, 0.5  # seconds between two checks
+_SHORTEST, _LONGEST = 0.02, 0.25  # seconds between two checks
 SURE = 3.0  # seconds until ranks that are provably blocked are a deadlock
+STOPPED = 0.5  # seconds until a process that was stopped counts as one that does not go on by itself
+_OFTEN = 0.1  # seconds between two checks while a rank is stopped
 _DOUBTFUL = "the making of a group"
 _TICKS = 10  # of CPU time in each second that waits of a rank may use, since some look again and again
 _A_WHILE = 0.5  # seconds; who has waited for so long is not just between two messages
@@ -53,7 +57,7 @@ class Watchdog:
         """`patience`: in seconds; None: it never finds a deadlock. `local`: whether all messages are carried by this
         machine's memory and sockets."""
         self.patience = math.inf if patience is None else patience
-        self.interval = min(max(self.patience / 5, _SHORTEST), _LONGEST)
+        self.interval = self._usual = min(max(self.patience / 5, _SHORTEST), _LONGEST)
         self._seen: dict[int, Seen] = {}
         self.same = 0.0  # seconds for which nothing has changed
         self._local = local and patience is not None
@@ -69,17 +73,21 @@ class Watchdog:
         """If it is a deadlock: what each of these (rank, process, page) waits for; else None. They are all ranks that
         have not ended, and the `others` those that have."""
         now = time.monotonic()
-        passed, self._looked = now - self._looked, now
+        passed, self._looked = min(now - self._looked, 2 * self.interval), now
         seen = {rank: _see(process.pid, page) for rank, process, page in ranks}
         if seen != self._seen:
             self._seen, self.same, self._still = seen, 0.0, 0.0
+            stopped = any(one.stopped for one in seen.values()) and self.patience < math.inf
+            self.interval = min(self._usual, _OFTEN) if stopped else self._usual
             return None
-        passed = min(passed, 2 * self.interval)
         self.same += passed
         self._note_stillness(passed, [*ranks, *(others or [])])
         if self._still >= SURE and not any(map(stacks.has_foreign_threads, [*ranks, *(others or [])])):
             return self._waits(ranks, seen)
-        if self.same < self.patience:
+        if any(one.stopped for one in seen.values()):
+            if self.same < min(self.patience, STOPPED):
+                return None
+        elif self.same < self.patience:
             return None
         on_devices = any(device_waits.is_one(one.operation) for one in seen.values() if one.since)
         if on_devices and self.same < self.patience * _FOR_DEVICES:
@@ -130,9 +138,9 @@ def _sleep(ranks: list[Entry]) -> bool:
 
 def _see(pid: int, page: Page) -> Seen:
     doing = page.read()
-    ticks, state = stacks.cpu_and_state(pid)
-    if state == _STOPPED:
+    if stacks.stopped(pid):
         return Seen(doing.last, doing.since, 0, True)
+    ticks, _ = stacks.cpu_and_state(pid)
     # A wait may use CPU time itself, since it checks whether something has arrived: so its ticks do not count.
     return Seen(doing.operation, doing.since, 0 if doing.since else ticks, False)
 

@@ -11,6 +11,7 @@ import io
 import pickle
 import socket
 import struct
+from collections.abc import Callable
 from typing import Any
 
 from minipar.cluster.parcel import MemoryFile
@@ -41,20 +42,40 @@ class _Unpickler(pickle.Unpickler):
         return self._segment
 
 
-def send(sock: socket.socket, message: Any) -> None:
-    """Write one message; blocks until the kernel has taken all of it. OSError when the other end is gone."""
+def look_while_sending(sock: socket.socket) -> None:
+    """Let `send` on this socket call its `look` when there is no room for a tenth of a second."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", 0, 100_000))
+
+
+def send(sock: socket.socket, message: Any, look: Callable[[], None] = lambda: None) -> None:
+    """Write one message; blocks until the kernel has taken all of it. OSError when the other end is gone. `look` is
+    called from time to time while it blocks, and may raise an error: then the socket is of no use any more."""
     with io.BytesIO() as file:
         pickler = _Pickler(file, protocol=5)
         pickler.dump(message)
         data = file.getvalue()
     header = _LENGTH.pack(len(data))
     if pickler.segment is not None:
-        header = header[socket.send_fds(sock, [header], [pickler.segment.descriptor]) :]
+        while True:
+            try:
+                header = header[socket.send_fds(sock, [header], [pickler.segment.descriptor]) :]
+                break
+            except BlockingIOError:
+                look()
     if len(data) < _SMALL:
-        sock.sendall(header + data)
+        _send_all(sock, header + data, look)
     else:
-        sock.sendall(header)
-        sock.sendall(data)
+        _send_all(sock, header, look)
+        _send_all(sock, data, look)
+
+
+def _send_all(sock: socket.socket, data: bytes, look: Callable[[], None]) -> None:
+    rest = memoryview(data)
+    while rest:
+        try:
+            rest = rest[sock.send(rest) :]
+        except BlockingIOError:
+            look()
 
 
 def receive(sock: socket.socket) -> Any:

@@ -13,20 +13,23 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from minipar.cluster import device_waits, failures, notes, stacks, wire
+from minipar.cluster import device_waits, failures, notes, stacks, threads, wire
 from minipar.cluster.parcel import Parcel, pack, unpack
 from minipar.cluster.processes import LOST_DRIVER, end, flush_native, tie_grandchildren
 from minipar.errors import PlanError, RankError
 
 _IMPORT = "<frozen importlib._bootstrap>"  # where Python imports modules
+_COMM = str(Path(__file__).parents[1] / "comm") + os.sep
 _SOON = 0.01  # seconds until an interrupt is tried again
 
 
@@ -101,6 +104,7 @@ class Seat:
         self.interruptible = False
         self.holding = False
         self.missed = False
+        self.cut_short = ""  # the call of a communicator in whose middle an interrupt came
 
     def send(self, message: tuple[Any, ...]) -> None:
         """Send one message to the driver. An interrupt waits until that is done: after half a message, the next ones
@@ -124,12 +128,18 @@ class Seat:
         if self.holding:
             self.missed = True
         elif self.interruptible and _imports(frame):
-            threading.Timer(_SOON, self._interrupt_again, (self.run,)).start()
+            try:
+                threads.start(partial(self._interrupt_again, self.run), "interrupts this rank after an import")
+            except RankError:  # no memory for a thread: the import is cut short
+                self.interruptible = False
+                raise KeyboardInterrupt from None
         elif self.interruptible:
             self.interruptible = False
+            self.cut_short = self.cut_short or _communicates(frame)
             raise KeyboardInterrupt
 
     def _interrupt_again(self, run: int) -> None:
+        time.sleep(_SOON)
         main = threading.main_thread().ident
         if self.interruptible and self.run == run and main is not None:
             signal.pthread_kill(main, signal.SIGINT)
@@ -144,7 +154,33 @@ def _imports(frame: FrameType | None) -> bool:
     return False
 
 
+def _communicates(frame: FrameType | None) -> str:
+    """The call of a communicator that what runs in a frame is in the middle of; "" if it is in none."""
+    found = ""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_COMM):
+            found = frame.f_code.co_name
+        frame = frame.f_back
+    return found
+
+
 _rank: Seat | None = None
+
+
+def check_whole() -> None:
+    """RankError if an interrupt has cut short a call of this rank's communicator, and the user's function has caught
+    it: half a message may be left, or one that nobody reads, and what is received next would be wrong."""
+    if _rank is not None and _rank.cut_short:
+        raise RankError(
+            f"an interrupt came in the middle of {_rank.cut_short}, after which this communicator is of no use; "
+            "let the function end: the next run makes a new one"
+        )
+
+
+def made_anew() -> None:
+    """This rank has another communicator than before."""
+    if _rank is not None:
+        _rank.cut_short = ""
 
 
 def on_interrupt(_: int, frame: FrameType | None) -> None:
@@ -303,6 +339,7 @@ def begin(rank: Seat, run: int, situation: Situation) -> None:
         if rank.outdated is not None:
             rank.outdated()
             rank.outdated = None
+        rank.cut_short = ""
         _forget_default_group()
     rank.run = run
     rank.context = Context(

@@ -150,6 +150,7 @@ class Communicator:
 
         Messages of two ranks that are under way together need different tags, and the same order on both sides.
         """
+        worker.check_whole()
         if not tensor.is_contiguous() or peer == self.rank or not 0 <= peer < self.size:
             self._check(peer, tensor)
         peer = self.members[peer]
@@ -169,6 +170,7 @@ class Communicator:
     def receive(self, tensor: torch.Tensor, peer: int, tag: int = 0, unless: int | None = None) -> bool:
         """`irecv`, and wait for it. Returns whether it arrived: False if a message of the tag `unless` arrived first;
         that one is then still to be received. This is possible only where waiting reads messages (not `posts`)."""
+        worker.check_whole()
         reader = self._world.reader
         if reader is None:
             self.irecv(tensor, peer, tag).wait()
@@ -186,6 +188,7 @@ class Communicator:
 
     def irecv(self, tensor: torch.Tensor, peer: int, tag: int = 0) -> Handle:
         """Start receiving into a contiguous tensor of the sent shape and dtype; it is filled when `wait` returns."""
+        worker.check_whole()
         self._check(peer, tensor)
         peer = self.members[peer]
         world = self._world
@@ -201,6 +204,7 @@ class Communicator:
     def readable(self, peers: Sequence[int], seconds: float) -> bool:
         """Whether one of these ranks has sent a message that is not received yet; waits up to so many seconds for one.
         RankError where receives have to be posted, since that is not known there."""
+        worker.check_whole()
         reader = self._world.reader
         if reader is None:
             raise RankError("ranks that decide as they run look for messages; possible are ranks on one machine")
@@ -475,6 +479,7 @@ def create() -> Communicator:
             local = bool(context.store)  # (else torchrun started this process)
             world = of_rank(context, _count) if local else under_torchrun(f"{context.generation}.{_count}")
             _current = Communicator(world)
+            worker.made_anew()
             worker.when_outdated(_current.close)
     elif _current is None or _current.closed:
         _count += 1

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from minipar.cluster import notes
+from minipar.cluster import notes, worker
 from minipar.comm.matching import Collective
 from minipar.comm.transport.interface import StreamWork
 
@@ -42,6 +42,7 @@ class Handle:
             self._release()
 
     def _await(self) -> None:
+        worker.check_whole()
         work, what = self._work, self._what
         if what is not None and work.is_completed():
             work.wait()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import _thread
 import threading
 import time
 from abc import ABC, abstractmethod
 from typing import Generic, TypeVar
 
-from minipar.errors import RankError
+from minipar.cluster import threads
 
 T = TypeVar("T")
 
@@ -36,14 +35,7 @@ class Helper(ABC, Generic[T]):
                 return
             self.waiting.add(one)
         if not self._started:
-            try:
-                # Not threading's own start: it waits for ever if there is no memory for the first lines of the thread.
-                _thread.start_new_thread(self._run, ())
-            except (RuntimeError, MemoryError) as error:
-                raise RankError(
-                    f"the thread that {self.name} cannot start: {error or 'out of memory'}; "
-                    "the limit of memory or threads of this process is reached"
-                ) from error
+            threads.start(self._run, self.name)
             self._started = True
         self._wake.set()
 

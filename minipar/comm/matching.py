@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from minipar.cluster import worker
 from minipar.comm.helper import Helper
 from minipar.comm.transport.arena import Arena, Exchange
 from minipar.comm.transport.board import fingerprint
@@ -188,6 +189,7 @@ class Matcher:
 
         What the backend refuses at once is raised here.
         """
+        worker.check_whole()
         hashed = _names.get(key or text)
         if hashed is None:
             if len(_names) > 4096:

@@ -16,11 +16,12 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from threading import Timer
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from minipar.cluster import threads
 from minipar.comm.communicator import Communicator
 from minipar.comm.handles import Handle
 from minipar.prediction.emulated import EmulatedCosts
@@ -242,10 +243,15 @@ class EmulatedDevice:
         self.wait(end, index)
 
 
+def _wait_and(seconds: float, call: Callable[[], None]) -> None:
+    time.sleep(seconds)
+    call()
+
+
 def stamp_later(moment: float, stamp: Callable[[], None]) -> None:
     """Call `stamp` at this moment, from another thread; at once if it is past."""
     left = moment - time.perf_counter()
     if left > 0:
-        Timer(left, stamp).start()
+        threads.start(partial(_wait_and, left, stamp), "waits for an emulated moment")
     else:
         stamp()

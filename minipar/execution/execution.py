@@ -50,7 +50,7 @@ from minipar.execution.saving.keeping import NOTHING, Share, Storing
 from minipar.execution.sliced import count_tokens, ranges_of
 from minipar.execution.updating import Optimizer, Scheduler, Update, forms_of
 from minipar.models import selective_checkpoint
-from minipar.models.losses import check_loss, scalar, try_loss
+from minipar.models.losses import check_loss, raise_unless_again, scalar, try_loss
 from minipar.models.mixture_gpt import Load, total
 from minipar.models.network import Network, edges_of
 from minipar.models.parameter_groups import shape_of
@@ -639,9 +639,14 @@ def _try_loss(job: Job, model: nn.Module, x: Any, precision: str, parts: int) ->
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     device = worker.context().device
     with torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []), torch.no_grad():
+
+        def tried() -> Any:
+            return model(map_tensors(take_rows(x, range(_TRIED)), lambda t: t.to(device, copy=True)))
+
         try:
-            output = model(map_tensors(take_rows(x, range(_TRIED)), lambda t: t.to(device, copy=True)))
-        except Exception:
+            output = tried()
+        except Exception as error:
+            raise_unless_again(error, tried)
             return None, ""  # (the profile then runs layer by layer, and its error names the layer)
         finally:
             for buffer, values in before:

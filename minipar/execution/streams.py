@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from minipar.cluster import threads
 from minipar.comm.handles import Handle
 
 Mark = Any  # a clock reading (float), or an event
@@ -160,7 +161,7 @@ class HostStreams:
 
     def __init__(self, device: torch.device | None = None) -> None:
         self.device = device or torch.device("cpu")
-        self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._threads: dict[str, threads.InTurn] = {}
         self.mark: Callable[[], Mark] = time.perf_counter
 
     def begin(self) -> None: ...
@@ -184,7 +185,7 @@ class HostStreams:
 
     def copy(self, source: Tensor, into: Tensor, line: str, after: Copy | None = None) -> Copy:
         if line not in self._threads:
-            self._threads[line] = ThreadPoolExecutor(1, line)
+            self._threads[line] = threads.InTurn(f"copies ({line})")
 
         def work() -> None:
             if after is not None:

@@ -172,7 +172,8 @@ def try_loss(loss: Any, output: Any, y: Any, parts: int) -> tuple[Any, str]:
         first, second = _between(output, total), _between(output, total)
         try:
             value, again = loss(first, y), loss(first, y)
-        except Exception:
+        except Exception as error:
+            raise_unless_again(error, lambda: loss(first, y))
             return None, ""  # the profile of the layers will raise this error
         if isinstance(value, tuple) and not callable(option(loss, "count", None)):
             other = loss(second, y)
@@ -192,6 +193,16 @@ def try_loss(loss: Any, output: Any, y: Any, parts: int) -> tuple[Any, str]:
         for sizes in sorted(cuts):
             _compare(given, loss, *(wide or (first, y)), sizes, 1e-9 if wide else 1e-4)
     return form, ""
+
+
+def raise_unless_again(error: Exception, call: Callable[[], Any]) -> None:
+    """Raise an error that a trial met, unless the same call meets one again: what comes after the trial, and would tell
+    of it, meets it only then."""
+    try:
+        call()
+    except Exception:
+        return
+    raise error
 
 
 def _compare(given: Any, loss: Any, output: Any, y: Any, sizes: Sequence[int], bound: float) -> None:
@@ -258,7 +269,8 @@ def _widened(loss: Any, output: Any, y: Any) -> tuple[Any, Any] | None:
     wide = [map_tensors(value, lambda t: t.double() if t.is_floating_point() else t) for value in (output, y)]
     try:
         _number(loss(*wide))
-    except Exception:
+    except Exception as error:
+        raise_unless_again(error, lambda: loss(*wide))
         return None
     return wide[0], wide[1]
 

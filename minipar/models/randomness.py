@@ -187,7 +187,8 @@ def _seen(model: nn.Module, x: Any) -> list[tuple[str, str]]:
     made: dict[int, Any] = {}
     layers = {name: layer for name, layer in model._modules.items() if layer is not None}
     inputs = wiring(edges_of(model), len(layers)).inputs
-    # A layer that cannot run is reported later, when it is measured.
+    # A layer that cannot run is reported later, when it is measured; not so an error that does not come again.
+    once: Exception | None = None
     with untouched(sources), torch.no_grad(), suppress(Exception):
         for number, (name, layer) in enumerate(layers.items()):
             holder = nn.Sequential(copy.deepcopy(layer))
@@ -196,11 +197,18 @@ def _seen(model: nn.Module, x: Any) -> list[tuple[str, str]]:
             given = map_tensors(read[0] if len(read) == 1 else tuple(read), lambda t: t.to(device, copy=True))
             states = [source.get_state() for source in sources]
             buffers = {key: t.clone() for key, t in holder.named_buffers()}
-            made[number] = holder[0](given)
+            try:
+                made[number] = holder[0](given)
+            except Exception as error:
+                holder[0](given)
+                once = error
+                break
             if any(not torch.equal(s.get_state(), state) for s, state in zip(sources, states, strict=True)):
                 found.append((name, "draws random numbers for a micro-batch; only nn.Dropout draws by row"))
             elif any(not torch.equal(t, buffers.get(key, t)) for key, t in holder.named_buffers()):
                 found.append((name, "each micro-batch changes its buffers"))
+    if once is not None:
+        raise once
     return found
 
 

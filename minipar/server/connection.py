@@ -12,10 +12,14 @@ from __future__ import annotations
 import hmac
 import os
 import socket
+import struct
+import time
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
 
+from minipar.cluster import stacks
+from minipar.cluster.watchdog import STOPPED
 from minipar.errors import RankError
 from minipar.server.framing import (
     HEADER,
@@ -31,12 +35,35 @@ from minipar.server.framing import (
 
 _PIECES = 16  # parts that wait to be written that go in one call
 _AT_ONCE = 64  # messages read from one connection before the others have their turn
+_LOOK = struct.pack("@ll", 0, 100_000)  # a timeval: after so long a waiting client looks what the server does
+
+
+def stopped(server: str, process: int) -> None:
+    """What a client does about a server that was stopped, unless it is told otherwise."""
+    raise RankError(
+        f"{server} (process {process}) was stopped (SIGSTOP) and has not answered for {STOPPED:g} s; continue it by "
+        f"kill -CONT {process}, or run again"
+    )
 
 
 class Connection:
-    """A client's connection: sends and receives wait until they are done. ConnectionError when the server is gone."""
+    """A client's connection: sends and receives wait until they are done. ConnectionError when the server is gone.
 
-    def __init__(self, address: str, token: bytes, seconds: float) -> None:
+    `on_stop(name, process)` is called when the server's process was stopped, if it is known, which it is over a Unix
+    socket. When it returns, that is a ConnectionError, too.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        token: bytes,
+        seconds: float,
+        name: str = "",
+        on_stop: Callable[[str, int], None] = stopped,
+    ) -> None:
+        self.name, self.on_stop = name or f"the server at {address}", on_stop
+        self._limit: float | None = seconds
+        self._stopped = 0.0  # since when its process is seen as stopped
         kind, _, rest = address.partition(":")
         if kind == "unix":
             self.socket, place = socket.socket(socket.AF_UNIX), rest
@@ -49,8 +76,12 @@ class Connection:
         try:
             self.socket.settimeout(seconds)
             self.socket.connect(place)
+            self.socket.settimeout(None)
+            for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):  # (Python's own timeout polls before every call)
+                self.socket.setsockopt(socket.SOL_SOCKET, option, _LOOK)
+            self.process = process_behind(self.socket)
             theirs, mine = bytes(self._exactly(NONCE)), os.urandom(NONCE)
-            self.socket.sendall(mine + proof(token, b"client", theirs, mine))
+            self._send_all(mine + proof(token, b"client", theirs, mine))
             if not hmac.compare_digest(self._exactly(PROOF), proof(token, b"server", mine, theirs)):
                 raise RankError(f"the server at {address} does not know the token; it is another one's")
         except BaseException:
@@ -59,26 +90,42 @@ class Connection:
         self.wait(None)
 
     def wait(self, seconds: float | None) -> None:
-        """Set how many seconds a send or receive may take; after that it is a ConnectionError. None: for ever.
-
-        (A blocking socket is a little faster than one with a timeout, which polls before every call.)
-        """
-        self.socket.settimeout(seconds)
+        """Set how many seconds a send or receive may wait for the server; after that it is a ConnectionError. None: for
+        ever, while its process is not stopped."""
+        self._limit = seconds
 
     def send(self, message: Message, data: memoryview | bytes = b"") -> None:
         header = HEADER.pack(*message[:6], len(data), *message[7:])
         try:
-            if not len(data):
-                self.socket.sendall(header)
-                return
-            done = self.socket.sendmsg([header, data])
-            if done < len(header):
-                self.socket.sendall(header[done:])
-                done = len(header)
-            if done < len(header) + len(data):
-                self.socket.sendall(memoryview(data)[done - len(header) :])
-        except TimeoutError as error:
-            raise ConnectionError("the server does not take what it is sent") from error
+            done = self.socket.sendmsg([header, data] if len(data) else [header])
+        except BlockingIOError:
+            done = 0
+        if done < len(header):
+            self._send_all(header[done:])
+            done = len(header)
+        if done < len(header) + len(data):
+            self._send_all(memoryview(data)[done - len(header) :])
+
+    def _send_all(self, data: memoryview | bytes) -> None:
+        rest, since = memoryview(data), 0.0
+        while rest:
+            try:
+                rest, since = rest[self.socket.send(rest) :], 0.0
+            except BlockingIOError:
+                since = self._look(since, "take what it is sent")
+
+    def _look(self, since: float, what: str) -> float:
+        """Nothing has moved for a while: ConnectionError if the server was stopped, or this has lasted too long `since`
+        then, which is returned."""
+        now = time.monotonic()
+        since = since or now
+        self._stopped = (self._stopped or now) if stacks.stopped(self.process) else 0.0
+        if self._stopped and now - self._stopped >= STOPPED:
+            self.on_stop(self.name, self.process)
+            raise ConnectionError(f"{self.name} (process {self.process}) was stopped (SIGSTOP)")
+        if self._limit is not None and now - since >= self._limit:
+            raise ConnectionError(f"{self.name} does not {what}")
+        return since
 
     def receive(self) -> Message:
         """The next header. Bytes of its message are read by `read` or `text`."""
@@ -103,13 +150,16 @@ class Connection:
         return into
 
     def _received(self, places: list[memoryview], flags: int = 0) -> int:
-        try:
-            got = self.socket.recvmsg_into(places, 0, flags)[0]
-        except TimeoutError as error:
-            raise ConnectionError("the server does not answer") from error
-        if got == 0:
-            raise ConnectionError("the server closed the connection")
-        return got
+        since = 0.0
+        while True:
+            try:
+                got = self.socket.recvmsg_into(places, 0, flags)[0]
+            except BlockingIOError:
+                since = self._look(since, "answer")
+                continue
+            if got == 0:
+                raise ConnectionError(f"{self.name} closed the connection")
+            return got
 
     def close(self) -> None:
         self.socket.close()

@@ -24,6 +24,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from minipar.cluster import stacks
+
 HEADER = struct.Struct("<iiiqqqqqq")
 _CREDENTIALS = struct.Struct("3i")  # of the process at the other end of a Unix socket: process, user, group
 NONCE = PROOF = 32
@@ -176,12 +178,7 @@ def process_behind(connection: socket.socket) -> int:
 
 def at_work(process: int) -> bool:
     """Whether a process of this machine exists and was not stopped: then it goes on, however long it computes."""
-    try:
-        with open(f"/proc/{process}/stat") as file:
-            state = file.read().rpartition(")")[2].split()[0]  # (its name, in brackets, may hold anything)
-    except OSError:
-        return False
-    return state not in ("T", "t", "Z", "X", "x")
+    return stacks.cpu_and_state(process)[1] not in ("", "T", "t", "Z", "X", "x")
 
 
 def proof(token: bytes, side: bytes, first: bytes, second: bytes) -> bytes:

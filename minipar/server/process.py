@@ -25,6 +25,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minipar.cluster import stacks
+from minipar.cluster.watchdog import STOPPED
 from minipar.errors import RankError
 from minipar.execution.emulation import Pace, Pacing
 from minipar.execution.updating import Form, Optimizer, Scheduler
@@ -68,8 +70,8 @@ class Settings:
     forms           the parameters that the optimizer is made of, in the model's order; (): the keys
     snapshot_every  updates between two snapshots; None: no snapshots, and the run ends when a server dies
     patience        seconds after which a worker that is gone or hangs is removed; None: never. Over a Unix socket a
-                    worker hangs if its process was stopped, and not while that computes; over TCP, where the server
-                    cannot see the process, it hangs if it sends nothing for so long
+                    worker hangs if its process was stopped, which is seen after half a second, and not while that
+                    computes; over TCP, where the server cannot see the process, if it sends nothing for so long
     on_death        "continue" without it, or "abort"
     together        whether no worker begins before all that are expected have asked for parameters
     pacing          of emulated devices; None: nothing is delayed
@@ -235,6 +237,7 @@ class Server:
         self.lives: dict[int, int] = {}
         self.arrivals = Arrivals(self.count)
         self.heard: dict[int, float] = {}
+        self.stopped: dict[int, float] = {}  # since when a worker's process is seen as stopped
         self.requests: dict[int, int] = {}
         self.saved: set[int] = set()  # servers that have the newest snapshot
         self.ending: set[int] | None = None  # servers that have come to the end
@@ -654,15 +657,20 @@ class Server:
         """Remove workers that are gone or hang. A worker that computes for a long time does not hang."""
         patience = float("inf") if self.settings.patience is None else self.settings.patience
         for worker in list(self.rule.members):
-            seconds = time.monotonic() - self.heard.setdefault(worker, time.monotonic())
-            if seconds < patience or worker in {*self.rule.asking, *self.rule.pushed, *self.arrivals.early}:
+            now, peer = time.monotonic(), self.workers.get(worker)
+            seconds = now - self.heard.setdefault(worker, now)
+            stopped = peer is not None and stacks.stopped(peer.process)
+            since = self.stopped.setdefault(worker, now) if stopped else self.stopped.pop(worker, now)
+            silent = seconds >= patience or (stopped and now - since >= min(patience, STOPPED))
+            if not silent or worker in {*self.rule.asking, *self.rule.pushed, *self.arrivals.early}:
                 continue
-            peer = self.workers.get(worker)
             if worker in self.rule.absent if peer is None else peer.process and at_work(peer.process):
                 continue  # (before a worker has connected for the first time, its cluster watches it)
             step = self.rule.clocks[worker] if self.rule.mode.each else self.rule.version
             if self.settings.on_death == "abort":
-                raise RankError(f"worker {worker} has said nothing for {seconds:.1f} s, in step {step}")
+                why = f" (process {peer.process}) was stopped (SIGSTOP), and" if peer is not None and stopped else ""
+                raise RankError(f"worker {worker}{why} has said nothing for {seconds:.1f} s, in step {step}")
+            self.stopped.pop(worker, None)
             self.served.silent.append((worker, step, seconds))
             self._tell_row(self.rule.leave(worker, removed=True))
             self.lives.pop(worker, None)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from minipar.errors import RankError, ServerClosed
 from minipar.models.tensors import dtype_name
-from minipar.server.connection import Connection
+from minipar.server.connection import Connection, stopped
 from minipar.server.framing import Message, What, bytes_of, nanoseconds, seconds
 from minipar.server.packing import Packer
 from minipar.server.rendezvous import RETRY, Introduction, Meeting, ServerHandle, read_handle
@@ -33,7 +33,8 @@ from minipar.strategies.shares import Piece
 from minipar.wording import several
 
 _LONGEST_RETRY = 0.1
-_NOT_THERE = (ConnectionError, FileNotFoundError, TimeoutError)  # a server has not started, or starts again
+# A server has not started, starts again, or is so busy that too many clients wait for it.
+_NOT_THERE = (ConnectionError, FileNotFoundError, TimeoutError, BlockingIOError)
 
 
 def connect(
@@ -42,6 +43,7 @@ def connect(
     patience: float = 30.0,
     reach: Callable[[str], None] = lambda point: None,
     compress: str = "none",
+    on_stop: Callable[[int, int], None] | None = None,
 ) -> Servers:
     """Connect to the servers of a folder, or of another meeting place, as the worker of this number; it replaces an
     earlier worker of that number.
@@ -49,20 +51,29 @@ def connect(
     patience   seconds to wait for servers that have not started, or start again
     reach      called at the points where a fault campaign ends processes: "push" and "pull"
     compress   what gradients are pushed as: bf16, fp16 or topk:R, as in a plan; the servers' `Settings` say the same
+    on_stop    called with the number and process of a server that was stopped (SIGSTOP); it must end it, so that it
+               starts again. Default: a RankError that names both
 
     Raises RankError if there are none, ServerClosed if they have ended.
     """
-    return Servers(read_handle(meeting), worker, patience, reach, compress)
+    return Servers(read_handle(meeting), worker, patience, reach, compress, on_stop)
 
 
 class Servers:
     """All servers together, as one worker sees them."""
 
     def __init__(
-        self, handle: ServerHandle, worker: int, patience: float, reach: Callable[[str], None], compress: str = "none"
+        self,
+        handle: ServerHandle,
+        worker: int,
+        patience: float,
+        reach: Callable[[str], None],
+        compress: str = "none",
+        on_stop: Callable[[int, int], None] | None = None,
     ) -> None:
         if worker < 0:
             raise RankError(f"worker {worker}: must be at least 0")
+        self._on_stop = on_stop
         self.handle, self.worker, self.patience, self.reach = handle, worker, patience, reach
         self.keys = handle.keys
         self._number = {key.name: k for k, key in enumerate(self.keys)}
@@ -133,7 +144,7 @@ class Servers:
         lead_last = range(len(self._pieces) - 1, -1, -1)  # so that all others know this worker when it joins
         connections: dict[int, Connection] = {}
         for server in lead_last:
-            connection = connections[server] = Connection(self.handle.address(server), self.handle.token, 2.0)
+            connection = connections[server] = self._connect(server)
             self.connections = list(connections.values())  # (to be closed, should the next one fail)
             connection.send(Message(What.HELLO), hello)
             connection.wait(2.0)
@@ -142,6 +153,21 @@ class Servers:
         self.connections = [connections[server] for server in range(len(self._pieces))]
         self.life = life
         return found.pop() if len(found) == 1 else 0
+
+    def _connect(self, server: int) -> Connection:
+        def stop(name: str, process: int) -> None:
+            if self._on_stop is None:
+                stopped(f"worker {self.worker}: {name}", process)
+            else:
+                self._on_stop(server, process)
+
+        address = self.handle.address(server)
+        try:
+            return Connection(address, self.handle.token, 2.0, f"server {server}", stop)
+        except FileNotFoundError as error:
+            raise ConnectionError(f"server {server} has not started") from error
+        except ConnectionRefusedError as error:
+            raise ConnectionError(f"server {server} has ended: nobody listens at {address}") from error
 
     def _rewound(self, incarnation: int) -> bool:
         """The servers went back, or this is the first connection: what this worker has done since then is void."""

@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -109,8 +110,8 @@ def execute_served(
     slow             delays of emulated devices, one for each worker
     pacing           of the servers, where links are emulated, too
     snapshot_every   updates between two snapshots of the servers; default with on_death="continue": 10
-    patience         seconds after which a worker that is gone or was stopped is removed; the servers wait for one that
-                     computes, however long it takes
+    patience         seconds after which a worker that is gone is removed, and one that was stopped after half a second;
+                     the servers wait for one that computes, however long it takes
 
     Raises RankDied where a rank dies again and again without doing a step in between.
     """
@@ -123,6 +124,7 @@ def execute_served(
     deaths: list[str] = []
     tries: Counter[int] = Counter()  # deaths of each rank since something was done
     warned: set[str] = set()
+    stopped: set[tuple[str, int, int]] = set()  # ranks of servers, and their processes
     progress, tell = Progress(program), Paced(watch, program.steps)
 
     def hear(rank: int, fact: Any) -> None:
@@ -150,6 +152,9 @@ def execute_served(
             report(fact)
         elif fact[0] == "silent":
             progress.gone(fact[1])
+            cluster.end_rank(fact[1])
+        elif fact[0] == "stopped" and fact not in stopped:  # (every worker may say so)
+            stopped.add(fact)
             cluster.end_rank(fact[1])
 
     try:
@@ -401,7 +406,7 @@ def _take_part(
             done.append(step)
 
     with contextlib.suppress(ServerClosed):  # (it was started again after the end)
-        _work(job, program, meeting, keep_gradients, slow[rank] if slow else None, tell)
+        _work(job, program, meeting, not dying, keep_gradients, slow[rank] if slow else None, tell)
     return done
 
 
@@ -410,10 +415,16 @@ def _only_silence(fact: object) -> None:
         worker.report(fact)
 
 
+def _say_stopped(workers: int, server: int, process: int) -> None:
+    """Tell the driver that a server was stopped: it is ended, and starts again."""
+    worker.report(("stopped", workers + server, process))
+
+
 def _work(
     job: Job,
     program: Program,
     meeting: Meeting,
+    abort: bool,
     keep_gradients: bool,
     delays: Delays | None,
     tell: Callable[[Step], None],
@@ -432,7 +443,8 @@ def _work(
     for index, ins in enumerate(program.ranks[rank]):
         blocks.setdefault(ins.step, []).append((index, ins))
     # At once, so that the servers see this worker's process.
-    ps = pushing.connect(meeting, rank, compress=program.compress)
+    on_stop = None if abort else partial(_say_stopped, program.workers)
+    ps = pushing.connect(meeting, rank, compress=program.compress, on_stop=on_stop)
     spare = copy.deepcopy(model)  # to warm up: first calls take longer, and should not count in the first step
     _run(_computing(program, rank, layers_of(spare), job), parameters_of(layers_of(spare)), blocks[0])
     del spare

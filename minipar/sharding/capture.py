@@ -11,6 +11,8 @@ their parameters' values are captured once.
 
 from __future__ import annotations
 
+import contextlib
+import linecache
 import operator
 import re
 from collections import Counter
@@ -261,6 +263,20 @@ def _plain(name: str, value: Any) -> object:
     return id(value)
 
 
+@contextlib.contextmanager
+def _without_sources() -> Iterator[None]:
+    """Forget the sources of the graphs that torch makes meanwhile. It keeps each of them for tracebacks, for ever: a
+    process that captures again and again would grow."""
+    loader = fx.graph_module._loader
+    before = set(loader.eval_cache)
+    try:
+        yield
+    finally:
+        for key in loader.eval_cache.keys() - before:
+            del loader.eval_cache[key]
+            linecache.cache.pop(key, None)
+
+
 # A layer --------------------------------------------------------------------------------------------------------------
 
 
@@ -276,7 +292,8 @@ def capture_layer(
     Errors: PlanError for code that torch.export cannot capture.
     """
     try:
-        program = torch.export.export(module, (example, *slice_of), strict=False)
+        with _without_sources():
+            program = torch.export.export(module, (example, *slice_of), strict=False)
     except Exception as error:  # whatever the user's code or torch raises
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise PlanError(

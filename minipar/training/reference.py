@@ -15,6 +15,7 @@ SGD, a recorded order of an asynchronous pipeline, and a recorded order of param
 
 from __future__ import annotations
 
+import _thread
 import copy
 import ctypes
 import gc
@@ -27,7 +28,6 @@ import signal
 import socket
 import struct
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -989,7 +989,7 @@ def main(descriptor: int) -> None:
                 pass
         os._exit(0)
 
-    threading.Thread(target=watch, daemon=True).start()
+    _thread.start_new_thread(watch, ())  # (threading's own start may wait for ever where memory is limited)
     sock = socket.socket(fileno=descriptor)
     gc.freeze()  # so that garbage collections after every job skip torch's own objects
     send(sock, ("ready",))

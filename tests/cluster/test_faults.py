@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ import pytest
 import torch
 
 from minipar import Cluster
-from minipar.cluster import failures, members, notes, stacks, worker
+from minipar.cluster import failures, members, notes, stacks, threads, worker
 from minipar.cluster.failures import Failure
 from minipar.cluster.interrupt import Interrupts
 from minipar.cluster.processes import describe_status
@@ -28,6 +29,8 @@ from minipar.cluster.watchdog import Watchdog
 from minipar.comm import communicator, helper
 from minipar.comm.transport import arena, board
 from minipar.errors import RankDied, RankError, StoreError
+from minipar.execution import emulation, streams
+from minipar.execution.memory import stores
 from tests.conftest import Clusters
 
 pytestmark = pytest.mark.ranks
@@ -234,7 +237,9 @@ def test_the_death_of_the_helper_is_the_cause() -> None:
             return None
 
     folder = members.launch.scratch_folder()
-    member: Any = SimpleNamespace(rank=3, process=Orphan(), killed=None, cut_off=False, page=notes.Page(folder))
+    member: Any = SimpleNamespace(
+        rank=3, process=Orphan(), killed=None, cut_off=False, cause="", page=notes.Page(folder)
+    )
     assert "rank 3 ended with the helper process that ranks are forked from" in members._death(member).line
     member.page.close()
 
@@ -341,3 +346,35 @@ def test_a_thread_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(_thread, "start_new_thread", refused)
     with pytest.raises(RankError, match="the thread that sends cannot start: can't start new thread; the limit"):
         Idle("sends").watch(1)
+
+
+def test_a_thread_that_ends_before_its_first_line_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under a limit of memory, where Python's own start waits for ever: copies, interrupts, emulated moments."""
+    monkeypatch.setattr(_thread, "start_new_thread", lambda *_: 0)
+    monkeypatch.setattr(threading, "_start_new_thread", lambda *_: 0)
+    monkeypatch.setattr(threads, "_LONGEST", 0.01)
+    told = "cannot start: it ended before its first line; the limit of memory or threads"
+    with pytest.raises(RankError, match=told):
+        streams.HostStreams().copy(torch.ones(1), torch.ones(1), "cpu")
+    with pytest.raises(RankError, match=told):
+        stores.HostStore().put("x", torch.ones(1))
+    with pytest.raises(RankError, match=told):
+        emulation.stamp_later(time.perf_counter() + 9, lambda: None)
+    seat = worker.Seat(lambda message: None, 0, 1, "cpu", "gloo", "local")
+    seat.interruptible = True
+    with pytest.raises(KeyboardInterrupt):
+        exec(compile("interrupt()", worker._IMPORT, "exec"), {"interrupt": lambda: seat.interrupt(sys._getframe())})
+
+
+def test_a_thread_runs_functions_in_turn_and_ends() -> None:
+    done: list[int] = []
+    line = threads.InTurn("copies")
+    last = [line.submit(lambda k=k: (time.sleep(0.01 * (2 - k)), done.append(k))) for k in range(3)][-1]
+    with pytest.raises(ZeroDivisionError):
+        line.submit(lambda: 1 // 0).result(10)
+    assert last.done()
+    line.shutdown()
+    line.shutdown()
+    assert done == [0, 1, 2]
+    with pytest.raises(RankError, match="the thread that copies has ended"):
+        line.submit(print)

@@ -344,7 +344,9 @@ def test_computing_and_sleeping_are_no_deadlock(cluster: Cluster) -> None:
 
 
 def test_a_stopped_rank_is_a_deadlock(cluster: Cluster) -> None:
+    """After half a second, whatever the patience is: it does not go on by itself."""
     pids = cluster.run(os.getpid)
+    patience, cluster.patience = cluster.patience, 30.0
 
     def f() -> None:
         comm = communicator.create()
@@ -358,12 +360,21 @@ def test_a_stopped_rank_is_a_deadlock(cluster: Cluster) -> None:
         Deadlock, match=r"\nrank 1: stopped \(SIGSTOP\) for at least .* s, last seen after barrier"
     ) as caught:
         cluster.run(f)
-    assert time.monotonic() - started < PATIENCE + 5
+    cluster.patience = patience
+    assert time.monotonic() - started < 5
     assert "rank 0: barrier over 0,1,2, since " in str(caught.value)
     assert "rank 1 did not come back in time and was killed: the state there is lost" in str(caught.value)
     after = cluster.run(os.getpid)
     assert [a == b for a, b in zip(after, pids, strict=True)] == [True, False, True]
     assert cluster.run(sums) == [[3.0]] * 3
+
+
+def test_a_long_message_to_a_stopped_rank_ends_it(cluster: Cluster) -> None:
+    """The driver does not wait for ever until the rank takes it."""
+    os.kill(cluster.run(os.getpid)[1], signal.SIGSTOP)
+    with pytest.raises(RankDied, match=r"rank 1 was stopped \(SIGSTOP\) and did not take what it was sent"):
+        cluster.run(len, "x" * (8 << 20))
+    assert cluster.run(len, "x" * (8 << 20)) == [8 << 20] * 3
 
 
 def test_torchs_own_collectives_are_found_by_their_stack(cluster: Cluster) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ import pytest
 import torch
 
 from minipar.cluster import Cluster, worker
-from minipar.comm import communicator, values
+from minipar.comm import communicator, matching, values
 from minipar.comm.communicator import Communicator
+from minipar.comm.transport import sockets
 from minipar.errors import RankError
 
 # Ranks cannot import this file by name; its functions travel as those of a notebook do.
@@ -347,6 +350,40 @@ def test_after_a_failure_there_is_a_new_one_whatever_was_under_way(cluster: Clus
     assert cluster.run(lambda: create().allreduce([1])) == [[3]] * 3
     assert time.monotonic() - started < 3
     assert cluster.run(os.getpid) == pids  # every rank had answered, so every rank kept its state
+
+
+@pytest.mark.parametrize("call", ["recv", "allreduce"])
+def test_after_an_interrupt_in_the_middle_of_a_call_that_was_caught_it_gives_nothing_wrong(
+    cluster: Cluster, call: str
+) -> None:
+    """A part of a message was read, and the function goes on: it is told, and does not get the rest of it."""
+
+    def once(owner: type, name: str) -> None:
+        original = getattr(owner, name)
+
+        def then_interrupted(self: Any, *given: Any) -> Any:
+            found = original(self, *given)
+            setattr(owner, name, original)
+            signal.raise_signal(signal.SIGINT)
+            return found
+
+        setattr(owner, name, then_interrupted)
+
+    def f() -> Any:
+        comm = create()
+        if call == "recv" and comm.rank == 0:
+            comm.send([1] * values.FORM, 1)
+            comm.send([2] * values.FORM, 1)
+        if comm.rank == 1:
+            once(*((sockets._Incoming, "read_into") if call == "recv" else (matching.Matcher, "progress")))
+            again = partial(comm.recv, 0) if call == "recv" else partial(comm.allreduce, 1)
+            with contextlib.suppress(KeyboardInterrupt):
+                again()
+            return again()
+
+    with pytest.raises(RankError, match=f"an interrupt came in the middle of {call}, after which this communicator"):
+        cluster.run(f)
+    assert cluster.run(lambda: create().allreduce(1)) == [3, 3, 3]
 
 
 def test_some_ranks_alone_cannot_make_it() -> None:

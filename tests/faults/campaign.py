@@ -5,28 +5,32 @@ A case is a training on real ranks by some strategy, and one fault at a random m
     signal     the driver sends SIGKILL, SIGTERM, SIGSEGV, SIGABRT or SIGSTOP to a rank
     inside     a rank, in a forward, in the loss or in the optimizer: raises, calls sys.exit or os._exit, reaches a
                limit of memory, or finds its descriptors closed
-    save       a rank is killed while the run is being saved, or the disk is full
+    kind       all of these, as a rank begins an instruction of some kind: F, B, SEND, RECV, ALL_REDUCE, STEP, ...
+    save       one of the signals while the run is being saved, or the disk is full
     button     SIGINT reaches the driver, once or twice
     start      a rank is killed while another one is started again
+    close      one of the signals, or SIGINT, while the cluster is closed
     driver     the driver itself is killed, or a notebook's kernel
 
 Of each it is noted whether the error was *explained* (a class of ours or the rank's own exception, the rank by its
 number, and the cause), how long it took to arrive, whether the next training on the same cluster gives the losses of an
 undisturbed one (*healed*), and what was *left behind*: processes, descriptors, files. A save that was disturbed must be
-whole, or not be there. `make soak` runs up to 1,000 faults in 30 minutes, and writes
+whole, or not be there. `make soak` runs up to 1,000 faults in 30 minutes, on two clusters side by side, and writes
 docs/reliability.md; a test runs a few.
+
+A cluster is kept, and healed after each fault; a driver that is to be killed is forked, and not started anew.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import multiprocessing
 import os
 import random
 import resource
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -35,7 +39,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,9 +49,10 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from minipar import Cluster, train
-from minipar.cluster import worker
+from minipar.cluster import notes, worker
 from minipar.errors import MiniparError
-from tests.fuzz import parsers
+from minipar.program import Program
+from minipar.training.training import Run
 
 ROOT = Path(__file__).parents[2]
 RANKS = 4
@@ -113,6 +118,8 @@ class Trip:
 
 
 def _do(what: str) -> None:
+    if what in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[what])
     if what == "raise":
         raise Broken("this was asked for")
     if what == "sys.exit":
@@ -128,6 +135,27 @@ def _do(what: str) -> None:
             resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     if what == "descriptors":
         os.closerange(3, 1024)
+
+
+_note = notes.note
+
+
+def follow(trip: Trip) -> None:
+    """Let a trip hear of every instruction that this rank begins, if it waits for one."""
+
+    run = worker._rank.run if worker._rank is not None else 0
+
+    def note(label: bytes) -> None:
+        _note(label)
+        if worker._rank is not None and worker._rank.run == run:  # (a later run may find this optimizer as it was left)
+            trip(kind_of(label.decode()))
+
+    notes.note = note if trip.where and trip.where not in PLACES else _note
+
+
+def kind_of(instruction: str) -> str:
+    """The first word of an instruction's text, such as ALL_REDUCE."""
+    return instruction.split(" ", 1)[0].rstrip("\0")
 
 
 class Layer(nn.Linear):
@@ -161,6 +189,7 @@ class Descent(torch.optim.SGD):
     def __init__(self, parameters: Any, trip: Trip) -> None:
         super().__init__(parameters, lr=0.1)
         self.trip = trip
+        follow(trip)
 
     def step(self, closure: Any = None) -> Any:
         self.trip("optimizer")
@@ -169,11 +198,16 @@ class Descent(torch.optim.SGD):
 
 def training(cluster: Cluster, plan: str, trip: Trip | None = None, more: int = 0, **given: Any) -> list[float]:
     """Train a few steps, and some more; the losses."""
+    return [float(each) for each in trained(cluster, plan, trip, more, **given).losses]
+
+
+def trained(cluster: Cluster, plan: str, trip: Trip | None = None, more: int = 0, **given: Any) -> Run:
+    """Train a few steps, and some more."""
     trip = trip or Trip()
     generator = torch.Generator().manual_seed(0)
     x, y = torch.randn(ROWS, 16, generator=generator), torch.randint(0, 16, (ROWS,), generator=generator)
     captured = "tp=" in plan
-    run = train(
+    return train(
         partial(build, None if captured else trip),
         (x, y),
         plan,
@@ -185,7 +219,6 @@ def training(cluster: Cluster, plan: str, trip: Trip | None = None, more: int = 
         progress=False,
         **given,
     )
-    return [float(each) for each in run.losses]
 
 
 def _within_ranks(error: BaseException) -> bool:
@@ -202,8 +235,8 @@ def _await_end(pid: int, seconds: float) -> None:
 # What a case left behind ----------------------------------------------------------------------------------------------
 
 
-def processes() -> set[int]:
-    """All descendants of this process that live."""
+def processes(of: int = 0) -> set[int]:
+    """All descendants of a process, or this one, that live."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -213,7 +246,7 @@ def processes() -> set[int]:
                 continue
             if fields[0] != "Z":
                 parents[int(entry.name)] = int(fields[1])
-    found, more = set[int](), {os.getpid()}
+    found, more = set[int](), {of or os.getpid()}
     while more:
         more = {pid for pid, parent in parents.items() if parent in more} - found
         found |= more
@@ -287,11 +320,15 @@ class Campaign:
         self.tallies: dict[str, Tally] = {}
         self.right: dict[str, list[float]] = {}
         self.times: dict[str, float] = {}
+        self.saving: dict[str, float] = {}  # seconds of a training that is saved after every step
+        self.programs: dict[str, Program] = {}
+        self.kinds: dict[str, list[int]] = {}  # faults at each kind of instruction: tried, explained
         self.cluster = Cluster(RANKS, device="cpu", patience=PATIENCE)
         for plan in STRATEGIES:
             training(self.cluster, plan)
             began = time.monotonic()
-            self.right[plan] = training(self.cluster, plan)
+            run = trained(self.cluster, plan)
+            self.right[plan], self.programs[plan] = [float(each) for each in run.losses], run.program
             self.times[plan] = time.monotonic() - began
         gc.collect()
         self.processes, self.descriptors = processes(), descriptors()
@@ -301,11 +338,28 @@ class Campaign:
 
     def one(self) -> None:
         """One random fault."""
-        plan = self.random.choice(STRATEGIES)
-        if self.random.random() < 0.5:
+        plan, dice = self.random.choice(STRATEGIES), self.random.random()
+        if dice < 0.35:
             self._signal(plan, self.random.choice(tuple(SIGNALS)))
+        elif dice < 0.65 or "sync=ps" in plan:  # (workers of servers do not note what they begin)
+            where = "optimizer" if "tp=" in plan else self.random.choice(PLACES)
+            self._inside(
+                plan, self.random.choice(INSIDE), self.random.randrange(RANKS), where, self.random.randrange(1, STEPS)
+            )
         else:
-            self._inside(plan, self.random.choice(INSIDE))
+            self._at_instruction(plan)
+
+    def _at_instruction(self, plan: str) -> None:
+        """A fault as a rank begins an instruction: of a kind that was not tried often yet."""
+        rank, program = self.random.randrange(RANKS), self.programs[plan]
+        texts = [kind_of(str(ins)) for ins in program.ranks[rank]]
+        kind = min(sorted(set(texts)), key=lambda one: (self.kinds.get(one, [0])[0], self.random.random()))
+        times = texts.count(kind) * (STEPS // program.steps)
+        what = self.random.choice((*INSIDE, *SIGNALS))
+        good = self._inside(plan, what, rank, kind, self.random.randint(1, times))
+        if good is not None:
+            tried, told = self.kinds.get(kind, [0, 0])
+            self.kinds[kind] = [tried + 1, told + good]
 
     def _signal(self, plan: str, name: str) -> None:
         rank, after = self.random.randrange(RANKS), self.random.uniform(0, self.times[plan])
@@ -324,19 +378,18 @@ class Campaign:
                 error = self._disturbed(plan, None, None, sent)
         self._judge(plan, name, rank, error, sent)
 
-    def _inside(self, plan: str, what: str) -> None:
-        rank = self.random.randrange(RANKS)
-        where = "optimizer" if "tp=" in plan else self.random.choice(PLACES)
+    def _inside(self, plan: str, what: str, rank: int, where: str, count: int) -> bool | None:
+        """A fault inside a rank. Returns whether it was explained; None if that place was not reached."""
         with tempfile.NamedTemporaryFile() as stamp:
-            trip = Trip(what, where, rank, self.random.randrange(1, STEPS), stamp=stamp.name)
+            trip = Trip(what, where, rank, count, stamp=stamp.name)
             error = self._disturbed(plan, trip, None, [])
             moment = Path(stamp.name).read_text()
         if not moment:  # (a rank without the last layer reaches no loss)
-            return
+            return None
         if error is None:
             self.tally(what).tried += 1
-            self.tally(what).problems.append(f"{what} of rank {rank}, {plan}: nothing was said")
-        self._judge(plan, what, rank, error, [float(moment)])
+            self.tally(what).problems.append(f"{what} of rank {rank} at {where} {count}, {plan}: nothing was said")
+        return self._judge(plan, what, rank, error, [float(moment)])
 
     def start(self) -> None:
         """A rank is killed while another one starts again: both are there in the next run."""
@@ -388,8 +441,8 @@ class Campaign:
 
     def _judge(
         self, plan: str, fault: str, rank: int, found: tuple[BaseException, float] | None, sent: list[float]
-    ) -> None:
-        tally = self.tally(fault)
+    ) -> bool:
+        tally, good = self.tally(fault), False
         if found is not None:
             error, when = found
             tally.tried += 1
@@ -402,6 +455,7 @@ class Campaign:
                 tally.problems.append(f"{fault} of rank {rank}, {plan}: {type(error).__name__}: {str(error)[:300]}")
             del error, found
         self._heal(plan, fault, tally)
+        return good
 
     def _heal(self, plan: str, fault: str, tally: Tally) -> None:
         """The next training must be as if nothing had happened, and nothing must be left behind."""
@@ -453,14 +507,7 @@ class Campaign:
             training(self.cluster, plan)
         except KeyboardInterrupt as stopped:
             error, when = stopped, time.monotonic()
-        while True:  # the second one may arrive at any moment, until its thread has ended
-            try:
-                while not finished.is_set():  # (`join` takes a thread for ended when it is interrupted)
-                    time.sleep(0.01)
-                time.sleep(0.02)
-                break
-            except KeyboardInterrupt:
-                continue
+        _let_interrupts_come(finished)  # the second one may arrive at any moment, until its thread has ended
         if error is not None:
             tally.tried += 1
             tally.explained += "the ranks were interrupted" in str(error) or not _within_ranks(error)
@@ -471,34 +518,40 @@ class Campaign:
     # saves ------------------------------------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """A rank is killed while the run is being saved: what is in the folder can be resumed, or is refused."""
-        tally = self.tally("SIGKILL during a save")
+        """A rank is killed while the run is being saved, or gets another signal: what is in the folder can be resumed,
+        or is refused."""
+        name = "SIGKILL" if self.random.random() < 0.8 else self.random.choice(tuple(SIGNALS))
+        tally = self.tally(f"{name} during a save")
         plan = self.random.choice(
             ("dp=4 zero=3", "pp=4 schedule=1f1b microbatches=4", "dp=2 pp=2 zero=1 microbatches=4")
         )
         with tempfile.TemporaryDirectory() as folder:
             rank = self.random.randrange(RANKS)
             pid = self.cluster.run(os.getpid)[rank]
-            began = time.monotonic()
-            training(self.cluster, plan, save=os.path.join(folder, "measured"), save_every=1)
-            length = time.monotonic() - began
+            if plan not in self.saving:
+                began = time.monotonic()
+                training(self.cluster, plan, save=os.path.join(folder, "measured"), save_every=1)
+                self.saving[plan] = time.monotonic() - began
             sent: list[float] = []
 
             def kill() -> None:
                 sent.append(time.monotonic())
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, SIGNALS[name])
 
-            timer = threading.Timer(self.random.uniform(0.2, 1) * length, kill)
+            timer = threading.Timer(self.random.uniform(0.2, 1) * self.saving[plan], kill)
             timer.start()
             try:
                 training(self.cluster, plan, save=os.path.join(folder, "run"), save_every=1)
             except MiniparError as error:
                 tally.tried += 1
                 tally.seconds.append(time.monotonic() - sent[0])
-                tally.explained += explained(error, "SIGKILL", rank)
+                good = explained(error, name, rank)
+                tally.explained += good
+                if not good:
+                    tally.problems.append(f"{name} of rank {rank} during a save, {plan}: {error!r:.300}")
                 del error
             timer.join()
-            time.sleep(0.1)  # until it is dead, if it was killed at the very end
+            _await_end(pid, 0.1)  # if it was killed at the very end
             saved = os.path.join(folder, "run")
             if os.path.exists(saved):
                 try:
@@ -536,6 +589,45 @@ class Campaign:
                 tally.problems.append(f"after a full disk, {plan}: {str(error)[:300]}")
         self._heal(plan, tally.name, tally)
 
+    # closing ----------------------------------------------------------------------------------------------------------
+
+    def closing(self) -> None:
+        """A rank gets a signal, or the driver SIGINT, while a cluster is closed: its ranks and files go."""
+        name = self.random.choice((*SIGNALS, "stop button"))
+        tally, cluster = self.tally(f"{name} during close"), Cluster(RANKS, device="cpu")
+        pids, folder = cluster.run(os.getpid), cluster._folder
+        pid, after, finished = self.random.choice(pids), self.random.uniform(0, 0.02), threading.Event()
+
+        def disturb() -> None:
+            time.sleep(after)
+            if name == "stop button":
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+            elif _lives(pid):
+                os.kill(pid, SIGNALS[name])
+            finished.set()
+
+        thread, began = threading.Thread(target=disturb), time.monotonic()
+        thread.start()
+        try:
+            cluster.close()
+        except KeyboardInterrupt:
+            pass
+        except Exception as error:
+            tally.problems.append(f"{name} during close: {type(error).__name__}: {error}")
+            tally.wrong += 1
+        tally.seconds.append(time.monotonic() - began)
+        _let_interrupts_come(finished)
+        cluster.close()
+        tally.tried += 1
+        tally.explained += 1  # (whoever closes it has nothing to be told)
+        left = [one for one in pids if _lives(one)]
+        tally.healed += not left
+        if left or os.path.exists(folder):
+            tally.problems.append(f"after {name} during close: {len(left)} processes, {os.path.exists(folder)}")
+        del cluster
+        self._heal(self.random.choice(STRATEGIES), tally.name, tally)
+        tally.healed -= 1  # (that of the other cluster, which says that nothing was left)
+
     # drivers ----------------------------------------------------------------------------------------------------------
 
     def driver(self) -> None:
@@ -543,16 +635,22 @@ class Campaign:
         tally = self.tally("SIGKILL of the driver")
         plan = self.random.choice(STRATEGIES)
         with tempfile.TemporaryDirectory() as folder:
-            code = f"from tests.faults.campaign import drive; drive({plan!r}, {folder!r})"
-            child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
-            assert child.stdout is not None
-            child.stdout.readline()
+            outlet, inlet = os.pipe()
+            child = os.fork()
+            if not child:
+                try:
+                    drive(plan, folder, lambda: os.write(inlet, b"ready"))
+                finally:
+                    os._exit(1)
+            os.close(inlet)
+            os.read(outlet, 5)
             time.sleep(self.random.uniform(0, 2 * self.times[plan]))
-            self._end_driver(tally, child.pid, lambda: (child.kill(), child.wait()), plan, folder)
-            child.stdout.close()
+            kill = partial(os.kill, child, signal.SIGKILL)
+            self._end_driver(tally, child, lambda: (kill(), os.waitpid(child, 0)), plan, folder)
+            os.close(outlet)
 
     def _end_driver(self, tally: Tally, pid: int, kill: Callable[[], Any], plan: str, folder: str) -> None:
-        below = _below(pid)
+        below = processes(pid)
         began = time.monotonic()
         kill()
         while time.monotonic() < began + 5 and any(_lives(one) for one in below):
@@ -588,55 +686,58 @@ class Campaign:
                 manager.shutdown_kernel(now=True)
                 self.descriptors = max(descriptors(), self.descriptors)  # (the client keeps some)
 
-    # long use ---------------------------------------------------------------------------------------------------------
-
-    def long_use(self, runs: int, trainings: int, seconds: float) -> str:
-        """Warm runs and trainings, for so many seconds at most: a line that says what has grown."""
-        end = time.monotonic() + seconds
-        done = [0, 0]
-        with Cluster(RANKS, device="cpu") as cluster:
-            for _ in range(20):
-                cluster.run(_nothing)
-            for plan in STRATEGIES:
-                training(cluster, plan)
-            before, mine, below = cluster.run(_holds), _holds(), len(processes())
-            while done[1] < trainings and time.monotonic() < end:
-                training(cluster, STRATEGIES[done[1] % len(STRATEGIES)])
-                done[1] += 1
-            while done[0] < runs and time.monotonic() < end + 60:
-                cluster.run(_nothing)
-                done[0] += 1
-            after, now = cluster.run(_holds), _holds()
-            more = len(processes()) - below
-        grown = [max(0, b - a) for a, b in zip(mine, now, strict=True)]
-        inside = [max(max(0, b[k] - a[k]) for a, b in zip(before, after, strict=True)) for k in range(3)]
-        return (
-            f"{done[0]:,} warm runs and {done[1]} trainings: {max(0, more)} processes more; the driver grew by "
-            f"{grown[0]} descriptors, {grown[1]} threads and {grown[2] / 2**20:.1f} MiB; a rank at most by "
-            f"{inside[0]} descriptors, {inside[1]} threads and {inside[2] / 2**20:.1f} MiB."
-        )
-
     def close(self) -> None:
         self.cluster.close()
 
 
-def drive(plan: str, folder: str) -> None:
-    """A driver that trains until it is killed; its files are in `folder`. It says a line when it has begun."""
+def long_use(runs: int, trainings: int, seconds: float) -> str:
+    """Warm runs and trainings, for so many seconds at most: a line that says what has grown. Every strategy has trained
+    twice before: the second time a rank still takes memory from the system, which it keeps and uses again."""
+    end = time.monotonic() + seconds
+    done = [0, 0]
+    with Cluster(RANKS, device="cpu") as cluster:
+        for _ in range(20):
+            cluster.run(_nothing)
+        for plan in 2 * STRATEGIES:
+            training(cluster, plan)
+        before, mine, below = cluster.run(_holds), _holds(), len(processes())
+        while done[1] < trainings and time.monotonic() < end:
+            training(cluster, STRATEGIES[done[1] % len(STRATEGIES)])
+            done[1] += 1
+        while done[0] < runs and time.monotonic() < end + 60:
+            cluster.run(_nothing)
+            done[0] += 1
+        after, now = cluster.run(_holds), _holds()
+        more = len(processes()) - below
+    grown = [max(0, b - a) for a, b in zip(mine, now, strict=True)]
+    inside = [max(max(0, b[k] - a[k]) for a, b in zip(before, after, strict=True)) for k in range(3)]
+    return (
+        f"{done[0]:,} warm runs and {done[1]} trainings: {max(0, more)} processes more; the driver grew by "
+        f"{grown[0]} descriptors, {grown[1]} threads and {grown[2] / 2**20:.1f} MiB; a rank at most by "
+        f"{inside[0]} descriptors, {inside[1]} threads and {inside[2] / 2**20:.1f} MiB."
+    )
+
+
+def drive(plan: str, folder: str, ready: Callable[[], object] = partial(print, "ready", flush=True)) -> None:
+    """A driver that trains until it is killed; its files are in `folder`. It calls `ready` when it has begun."""
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     with Cluster(RANKS, device="cpu") as cluster:
         training(cluster, plan)
-        print("ready", flush=True)
+        ready()
         while True:
             training(cluster, plan)
 
 
-def _below(pid: int) -> list[int]:
-    found, more = list[int](), [pid]
-    while more:
-        told = subprocess.run(["ps", "-o", "pid=", "--ppid", ",".join(map(str, more))], capture_output=True, text=True)
-        more = [int(word) for word in told.stdout.split()]
-        found += more
-    return found
+def _let_interrupts_come(finished: threading.Event) -> None:
+    """Wait until the thread that interrupts this one has finished, whatever arrives meanwhile."""
+    while True:
+        try:
+            while not finished.is_set():  # (`join` takes a thread for ended when it is interrupted)
+                time.sleep(0.01)
+            time.sleep(0.02)
+            return
+        except KeyboardInterrupt:
+            continue
 
 
 def _lives(pid: int) -> bool:
@@ -667,33 +768,88 @@ def _holds() -> tuple[int, int, int]:
     return descriptors(), threading.active_count(), int(fields[1]) * resource.getpagesize()
 
 
-def run(count: int, seed: int = 0, seconds: float = 1e9, show: bool = True, inputs: int = 0) -> tuple[str, list[str]]:
-    """A campaign of `count` random faults, of the others in proportion, and of so many `inputs` of parsers: the page,
-    and the problems. Of the seconds faults have three fifths, long use and inputs a fifth each."""
-    end = time.monotonic() + 0.6 * seconds
+@dataclass
+class Found:
+    """What a part of the campaign has found."""
+
+    tallies: list[Tally]
+    kinds: dict[str, list[int]]
+
+
+def _cases(count: int) -> list[tuple[str, tuple[Any, ...]]]:
+    """So many random faults, and the others in proportion: methods of a campaign and their arguments."""
+    numbers = {"one": count, "start": count // 20, "closing": count // 20, "save": count // 4, "full_disk": count // 20}
+    numbers |= {"driver": count // 10, "kernel": count // 100}
+    cases: list[tuple[str, tuple[Any, ...]]] = [(name, ()) for name, number in numbers.items() for _ in range(number)]
+    return cases + [("button", (double,)) for double in (False, True) for _ in range(count // 10)]
+
+
+def _part(cases: list[tuple[str, tuple[Any, ...]]], seed: int, end: float, show: bool) -> Found:
+    """Run these cases one after another, until the time is over."""
     campaign = Campaign(seed)
-    plan: list[Callable[[], None]] = [campaign.one] * count
-    plan += [partial(campaign.button, False), partial(campaign.button, True)] * (count // 10)
-    plan += [campaign.start] * (count // 20)
-    plan += [campaign.save] * (count // 5) + [campaign.full_disk] * (count // 20)
-    plan += [campaign.driver] * (count // 10) + [campaign.kernel] * (count // 100)
-    campaign.random.shuffle(plan)
-    for case in tqdm(plan, disable=not show, desc="faults"):
+    for name, given in tqdm(cases, disable=not show, desc="faults"):
         if time.monotonic() > end:
             break
-        case()
+        getattr(campaign, name)(*given)
     campaign.close()
-    tallies = list(campaign.tallies.values())
-    total = Tally(
-        "all", *(sum(getattr(one, k) for one in tallies) for k in ("tried", "explained", "healed", "left", "wrong"))
-    )
-    total.seconds = [second for one in tallies for second in one.seconds]
-    parts = ["\n".join([HEAD, *(one.row() for one in sorted(tallies, key=lambda one: one.name)), total.row()])]
-    problems = [problem for one in tallies for problem in one.problems]
+    return Found(list(campaign.tallies.values()), campaign.kinds)
+
+
+def _beside(run: Callable[[], Any]) -> Callable[[], Any]:
+    """Run a function in a process of its own, forked now; what is returned waits for its result."""
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(False)
+    process = context.Process(target=lambda: theirs.send(run()))
+    process.start()
+    theirs.close()
+
+    def result() -> Any:
+        found = ours.recv()
+        process.join()
+        return found
+
+    return result
+
+
+def merged(parts: list[Found]) -> Found:
+    """Parts of a campaign as one."""
+    tallies: dict[str, Tally] = {}
+    kinds: dict[str, list[int]] = {}
+    for part in parts:
+        for one in part.tallies:
+            into = tallies.setdefault(one.name, Tally(one.name))
+            for name in ("tried", "explained", "healed", "left", "wrong", "seconds", "problems"):
+                setattr(into, name, getattr(into, name) + getattr(one, name))
+            into.said.update(one.said)
+        for kind, (tried, told) in part.kinds.items():
+            before = kinds.get(kind, [0, 0])
+            kinds[kind] = [before[0] + tried, before[1] + told]
+    return Found(sorted(tallies.values(), key=lambda one: one.name), dict(sorted(kinds.items())))
+
+
+def run(
+    count: int, seed: int = 0, seconds: float = 1e9, show: bool = True, inputs: int = 0, jobs: int = 1
+) -> tuple[str, list[str]]:
+    """A campaign of `count` random faults, of the others in proportion, and of so many `inputs` of parsers: the page,
+    and the problems. `jobs`: campaigns side by side, which share the faults. Of the seconds faults have seven tenths,
+    long use and the inputs, side by side, the rest."""
+    end = time.monotonic() + 0.7 * seconds
+    cases = _cases(count)
+    random.Random(seed).shuffle(cases)
+    shares = [partial(_part, cases[k::jobs], seed + k, end, show and not k) for k in range(jobs)]
+    found = merged([shares[0]()] if jobs == 1 else [result() for result in [_beside(share) for share in shares]])
+    total = merged([Found([replace(one, name="all") for one in found.tallies], {})]).tallies
+    parts = ["\n".join([HEAD, *(one.row() for one in (*found.tallies, *total))])]
+    if found.kinds:
+        told = ", ".join(f"{kind} {good} of {tried}" for kind, (tried, good) in found.kinds.items())
+        parts.append(f"Explained of the faults as a rank began an instruction of this kind: {told}.")
+    problems = [problem for one in found.tallies for problem in one.problems]
     if inputs:
-        parts.append(campaign.long_use(2 * count, count // 5, 0.2 * seconds))
-        rows, more = parsers.campaign(inputs, 0.2 * seconds)
-        parts.append(parsers.table(rows, more))
+        from tests.fuzz import parsers  # (not above: a rank imports this file, too)
+
+        used = _beside(partial(long_use, 2 * count, count // 5, 0.25 * seconds))
+        rows, more = parsers.campaign(inputs, 0.3 * seconds)
+        parts += [used(), parsers.table(rows, more)]
         problems += more
     return "\n\n".join(parts) + "\n", problems
 
@@ -705,11 +861,12 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--inputs", type=int, default=20000, help="inputs of parsers")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="campaigns side by side")
     parser.add_argument("--seconds", type=float, default=1500, help="stop after so many seconds, about")
     parser.add_argument("--write", help="a file for the table, such as docs/reliability.md")
     options = parser.parse_args()
     began = time.monotonic()
-    page, problems = run(options.count, options.seed, options.seconds, inputs=options.inputs)
+    page, problems = run(options.count, options.seed, options.seconds, inputs=options.inputs, jobs=options.jobs)
     print(page)
     for problem in problems:
         print(problem)

@@ -139,3 +139,18 @@ def test_an_output_may_hold_what_has_no_rows():
     assert try_loss(scaled, output, y, 3) == (None, "")
     with pytest.raises(PlanError, match="seems to be a sum"):
         try_loss(lambda given, y: summed(given[0] * given[1], y), output, y, 3)
+
+
+@pytest.mark.parametrize("number", [1, 2, 3])
+def test_an_error_in_a_trial_that_does_not_come_again_is_told(number):
+    """The run would not meet it again: the first and second call, and that in float64."""
+    calls = []
+
+    def loss(output, y):
+        calls.append(1)
+        if len(calls) == number:
+            raise ValueError("only once")
+        return F.mse_loss(output, y)
+
+    with pytest.raises(ValueError, match="only once"):
+        try_loss(loss, torch.randn(8, 3), torch.randn(8, 3), 4)

@@ -6,6 +6,8 @@ import ctypes
 import json
 import os
 import signal
+import sys
+import time
 from contextlib import ExitStack
 from functools import lru_cache, partial
 from itertools import product
@@ -16,7 +18,7 @@ import torch
 from minipar import Cluster, DeviceSpec, Plan, models, simulate, train, verify
 from minipar.cli import main
 from minipar.cluster import worker
-from minipar.errors import PlanError, RankDied
+from minipar.errors import PlanError, RankDied, RankError
 from minipar.execution.execution import Job
 from minipar.models.parameter_groups import shape_of
 from minipar.models.selective_checkpoint import Recomputed
@@ -292,6 +294,43 @@ def test_a_forward_that_takes_longer_than_the_patience(clusters, on_death):
     done, service = execute_served(program, job, clusters(3), on_death=on_death, patience=0.3)
     assert len(done.losses) == 1
     assert service.silent == service.deaths == []
+
+
+class StopsOnce(torch.optim.SGD):
+    """Stops the process that makes its second update, as SIGSTOP does, once."""
+
+    def __init__(self, parameters, marker):
+        super().__init__(parameters, lr=0.1)
+        self.marker, self.made = marker, 0
+
+    def step(self, closure=None):
+        self.made += 1
+        if self.made == 2 and worker.context().rank == 2 and not os.path.exists(self.marker):
+            with open(self.marker, "w") as file:
+                file.write(repr(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("on_death", ["abort", "continue"])
+def test_a_server_that_was_stopped_is_named_or_started_again(clusters, tmp_path, on_death):
+    """In a second, and not after its patience of 30."""
+    layers, marker = [torch.nn.Linear(6, 6)], tmp_path / "marker"
+    program = Plan.parse("dp=2 sync=ps").compile(shape_of(layers), steps=3)
+    optimizer = partial(StopsOnce, marker=str(marker))
+    job = Job(lambda: torch.nn.Sequential(*layers), rows(8), 8, mse, optimizer, 0, torch.float64)
+    if on_death == "continue":
+        done, service = execute_served(program, job, clusters(3), on_death=on_death)
+        assert len(done.losses) == 3
+        assert len(service.deaths) == 1
+        assert "rank 2 was killed" in service.deaths[0]
+        return
+    with pytest.raises(RankError, match=r"worker \d: server 0 \(process \d+\) was stopped \(SIGSTOP\)") as caught:
+        execute_served(program, job, clusters(3), on_death=on_death)
+    assert time.monotonic() - float(marker.read_text()) < 2.0
+    said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ()), str(caught.value.__cause__ or "")])
+    if sys.version_info >= (3, 11):
+        assert "meanwhile rank 2 was stopped (SIGSTOP)" in said
 
 
 class KillsAlways(KillsOnce):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import linecache
 import time
 from collections import Counter
 from dataclasses import replace
@@ -410,3 +411,12 @@ def test_many_equal_layers_take_no_longer_than_two():
         if many < 2 * one:
             break
     assert many < 2 * one
+
+
+def test_a_process_that_captures_again_and_again_does_not_grow():
+    """torch keeps the source of each graph for tracebacks."""
+    layer, x = nn.Linear(2, 2), torch.ones(3, 2)
+    capture_layer(layer, x)
+    before = len(linecache.cache), len(torch.fx.graph_module._loader.eval_cache)
+    capture_layer(layer, x)
+    assert (len(linecache.cache), len(torch.fx.graph_module._loader.eval_cache)) == before

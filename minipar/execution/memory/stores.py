@@ -14,13 +14,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from minipar.cluster import threads
 from minipar.errors import StoreError
 from minipar.execution.streams import Copy, StreamCopy, Streams
 from minipar.program import Op
@@ -77,8 +78,8 @@ class Tier(ABC):
 
     def __init__(self, capacity: int | None = None) -> None:
         self._ledger = Ledger(self.tier, capacity)
-        self._thread = ThreadPoolExecutor(1, f"copies to {self.tier}")
-        self._reader = ThreadPoolExecutor(1, f"copies from {self.tier}")
+        self._thread = threads.InTurn(f"copies to {self.tier}")
+        self._reader = threads.InTurn(f"copies from {self.tier}")
         self._written: dict[Hashable, Future[None]] = {}
         self._back: dict[Hashable, Future[Tensor]] = {}
 

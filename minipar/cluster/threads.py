@@ -1,0 +1,91 @@
+"""Threads that begin, or an error that says why not.
+
+Under a limit of memory Python's own `Thread.start` may wait for ever: for a thread that ended before its first line,
+since there was no memory for it. `ThreadPoolExecutor` and `Timer` start their threads in the same way.
+"""
+
+from __future__ import annotations
+
+import _thread
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from minipar.errors import RankError
+
+_LONGEST = 10.0  # seconds that a thread may take until its first line
+
+
+def start(run: Callable[[], None], what: str) -> threading.Event:
+    """Run a function in a thread of its own, "the thread that `what`", which does not keep the process alive. The event
+    is set at its end. RankError if it does not begin."""
+    begun, ended = threading.Event(), threading.Event()
+    given_up: list[bool] = []
+
+    def whole() -> None:
+        begun.set()
+        try:
+            if not given_up:
+                run()
+        finally:
+            ended.set()
+
+    reason = "it ended before its first line"
+    try:
+        _thread.start_new_thread(whole, ())
+        if begun.wait(_LONGEST):
+            return ended
+        given_up.append(True)
+    except (RuntimeError, MemoryError) as error:
+        reason = str(error) or "out of memory"
+    raise RankError(
+        f"the thread that {what} cannot start: {reason}; the limit of memory or threads of this process is reached"
+    )
+
+
+class InTurn:
+    """A thread that runs one function after another. It starts when first needed."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._left: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
+        self._more = threading.Condition()
+        self._ended: threading.Event | None = None
+        self._closed = False
+
+    def submit(self, run: Callable[..., Any], *args: Any) -> Future[Any]:
+        """Run this after all others; its result. RankError if the thread does not begin, or was ended."""
+        if self._closed:
+            raise RankError(f"the thread that {self._what} has ended")
+        if self._ended is None:
+            self._ended = start(self._run, self._what)
+        found: Future[Any] = Future()
+        with self._more:
+            self._left.append((found, partial(run, *args)))
+            self._more.notify()
+        return found
+
+    def _run(self) -> None:
+        while True:
+            with self._more:
+                while not self._left and not self._closed:
+                    self._more.wait()
+                if not self._left:
+                    return
+                found, run = self._left.popleft()
+            try:
+                found.set_result(run())
+            except BaseException as error:
+                found.set_exception(error)
+            del found, run
+
+    def shutdown(self) -> None:
+        """End the thread, when it has run all that it was given."""
+        with self._more:
+            self._closed = True
+            self._more.notify()
+        if self._ended is not None:
+            self._ended.wait()
