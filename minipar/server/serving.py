@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from minipar.cluster import agreement, launch, worker
 from minipar.cluster.members import Revived
 from minipar.cluster.ranks import Ranks
 from minipar.comm import clocks, communicator
-from minipar.errors import PlanError, RankDied, RankError, ServerClosed
+from minipar.errors import PlanError, RankDied, RankError, SaveError, ServerClosed
 from minipar.execution.compute import Compute
 from minipar.execution.dtypes import check_narrow, narrow
 from minipar.execution.elementwise import check_update
@@ -37,12 +38,15 @@ from minipar.execution.execution import Execution, Job
 from minipar.execution.finite import Finite
 from minipar.execution.fitting import check_fit
 from minipar.execution.following import Observer, Paced, Warned, warn_once
-from minipar.execution.updating import Form, Update, forms_of
+from minipar.execution.saving.contents import collect_untrained, outline_of, restore_untrained
+from minipar.execution.saving.folder import Header
+from minipar.execution.saving.keeping import NOTHING, Share, Storing
+from minipar.execution.updating import Form, Update, class_name, forms_of
 from minipar.models import randomness, selective_checkpoint
 from minipar.models.losses import counted
 from minipar.models.network import edges_of
 from minipar.models.parameter_groups import parameters_of
-from minipar.models.tensors import layers_of, take_rows
+from minipar.models.tensors import count_bytes, dtype_name, layers_of, take_rows
 from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.service import Times, timed
 from minipar.prediction.service import key_of as place_of
@@ -50,11 +54,13 @@ from minipar.program import COMPUTE, Instruction, Op, Program, Value
 from minipar.program.rows import split_rows
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server import pushing, rendezvous, snapshot
-from minipar.server.process import Served, Settings, serve
+from minipar.server.process import Served, Server, Settings, serve
 from minipar.server.rendezvous import Meeting
+from minipar.server.saving import Part, Saving, Wrote
 from minipar.server.shard import ParameterKey, key_of, pieces_of, view
 from minipar.server.steps import Progress, Step, losses_of
 from minipar.strategies import served_order
+from minipar.strategies.passes.compress import keeps_residual
 from minipar.strategies.served_order import completed
 from minipar.strategies.shares import shares_of
 from minipar.trace import Trace
@@ -101,6 +107,7 @@ def execute_served(
     pacing: Pacing | None = None,
     snapshot_every: int | None = None,
     patience: float | None = 30.0,
+    storing: Storing = NOTHING,
 ) -> tuple[Execution, Service]:
     """Run all steps of a program with parameter servers. Returns the execution, and what the servers did.
 
@@ -111,8 +118,9 @@ def execute_served(
     snapshot_every   updates between two snapshots of the servers; default with on_death="continue": 10
     patience         seconds after which a worker that is gone or was stopped is removed; the servers wait for one that
                      computes, however long it takes
+    storing          go on from a saved run; save this one; bring its state back in `Execution.shares`
 
-    Raises RankDied where a rank dies again and again without doing a step in between.
+    Raises RankDied where a rank dies again and again without doing a step in between; SaveError.
     """
     assert program.serving is not None
     servers, workers = program.serving.servers, program.workers
@@ -144,6 +152,8 @@ def execute_served(
                 progress.heard(fact)
                 if progress.done < program.steps:  # (else the run is over soon, and its final losses are shown then)
                     tell(progress.done, lambda: progress.losses, lambda: progress.trace)
+        elif isinstance(fact, Wrote):
+            saving.heard(fact)
         elif isinstance(fact, Warned):
             warn_once(fact, warned)
         elif isinstance(fact, int):
@@ -152,23 +162,33 @@ def execute_served(
             progress.gone(fact[1])
             cluster.end_rank(fact[1])
 
+    if storing.folder and keeps_residual(program.compress):
+        raise SaveError(
+            f"plan {program.name!r}: what compress={program.compress} has left out of the gradients waits on every "
+            "worker, and is not saved; possible are compress=none, bf16, fp16"
+        )
     try:
-        ((keys, forms),) = cluster.run_on([0], _open, job, program.name, folder, servers)
+        ((keys, forms, header),) = cluster.run_on([0], _open, job, program, folder, storing)
+        saving = Saving(storing, header, servers + 1, on_death == "continue")
         settings = Settings(
             workers, program.steps, job.optimizer, mode, every, patience, on_death, True, pacing, job.scheduler, forms,
-            program.clip, program.compress,
+            program.clip, program.compress, storing.saved,
         )  # fmt: skip
         revivals = _REVIVALS if on_death == "continue" else 0
-        found = cluster.run_reviving(
-            revivals, hear, _take_part, job, program, folder, settings, keep_gradients, slow, watch is not None
-        )
+        with storing.around():
+            found = cluster.run_reviving(
+                revivals, hear, _take_part, job, program, folder, settings, keep_gradients, slow, watch is not None,
+                header, storing,
+            )  # fmt: skip
+            shares = [share for _, share in (*found[workers:], found[0])]
+            saving.finish(shares[0].header)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    steps |= {(one.worker, one.step): one for told in found[:workers] for one in told}
-    served: list[Served] = found[workers:]
-    result = _result(program, keys, steps, served, deaths, keep_gradients, job.batch)
-    tell(program.steps, lambda: result[0].losses, lambda: progress.trace)
-    return result
+    steps |= {(one.worker, one.step): one for told, _ in found[:workers] for one in told}
+    served: list[Served] = [one for one, _ in found[workers:]]
+    execution, service = _result(program, keys, steps, served, deaths, keep_gradients, job.batch)
+    tell(program.steps, lambda: execution.losses, lambda: progress.trace)
+    return replace(execution, shares=shares), service
 
 
 def pacing_of(costs: EmulatedCosts) -> Pacing:
@@ -327,19 +347,23 @@ def _trained(job: Job) -> tuple[nn.Module, list[nn.Module], list[list[nn.Paramet
     return model, layers, parameters_of(layers), {id(p): name for name, p in model.named_parameters()}
 
 
-def _keys(job: Job, name: str) -> tuple[tuple[ParameterKey, ...], tuple[Form, ...]]:
-    """The keys of the parameters, for servers and workers; and the parameters that the optimizer is made of."""
+def _open(
+    job: Job, program: Program, folder: str, storing: Storing
+) -> tuple[tuple[ParameterKey, ...], tuple[Form, ...], Header]:
+    """The keys of the parameters, of which the handle is written for servers and workers; the parameters that the
+    optimizer is made of; and the header of the run as it is saved at its end."""
     model, _, groups, names = _trained(job)
     forms = forms_of(model)
-    check_update(Update(job.optimizer, forms, job.scheduler), f"program {name!r} cuts parameters over servers")
-    return tuple(key_of(names[id(p)], p) for group in groups for p in group), forms
-
-
-def _open(job: Job, name: str, folder: str, servers: int) -> tuple[tuple[ParameterKey, ...], tuple[Form, ...]]:
-    """`_keys`, of which the handle is written for all."""
-    keys, forms = _keys(job, name)
-    rendezvous.open_folder(_meeting(folder), keys, servers)
-    return keys, forms
+    update = Update(job.optimizer, forms, job.scheduler)
+    check_update(update, f"program {program.name!r} cuts parameters over servers")
+    rows = outline_of(model).rows
+    if storing.saved is not None:
+        storing.saved.check_fits(rows, class_name(update.whole) if forms else "")
+    keys = tuple(key_of(names[id(p)], p) for group in groups for p in group)
+    assert program.serving is not None
+    rendezvous.open_folder(_meeting(folder), keys, program.serving.servers)
+    last = storing.first + program.steps
+    return keys, forms, Header(last, job.seed, job.batch, dtype_name(job.dtype), program.name, "", rows)
 
 
 def _meeting(folder: str) -> Meeting:
@@ -372,26 +396,43 @@ def _take_part(
     settings: Settings,
     keep_gradients: bool,
     slow: list[Delays] | None,
-    watched: bool = False,
-) -> Served | list[Step]:
-    """What every rank does: the first ones are workers, the last ones servers."""
+    watched: bool,
+    header: Header,
+    storing: Storing,
+) -> tuple[Any, Share]:
+    """What every rank does: the first ones are workers, the last ones servers. Returns the steps of a worker or what a
+    server brings back, and the rank's share of the state."""
     rank, meeting = worker.context().rank, _meeting(folder)
     clock = clocks.Reading(0.0, 0.0, 0.0)
     if meeting.address and settings.on_death == "abort":  # (otherwise all are on one machine)
         clock = clocks.read(communicator.create())
+    dying = settings.on_death == "continue"  # (then every step is reported at once, as this rank may die)
+    number = rank - program.workers
+    part = Part(storing, number if number >= 0 else len(program.ranks) - program.workers, program.steps, dying)
     if rank >= program.workers:
         _, _, groups, _ = _trained(job)
         values = [p.detach() for group in groups for p in group]
+        shares: list[Share] = []
+
+        def updated(server: Server) -> None:
+            own = server.shard
+            part.reached(server.rule.version, server.incarnation, own.saved, own.optimizer_name, own.saved_schedule)
+
+        def ended(server: Server) -> None:
+            own = server.shard
+            last = replace(header, schedule=own.saved_schedule())
+            here = max(1, own.nbytes) / max(1, sum(map(count_bytes, values)))
+            shares.append(part.end(last, own.saved, own.optimizer_name, here))
+
         try:
-            served = serve(meeting, rank - program.workers, settings, values, report=_only_silence)
+            served = serve(meeting, number, settings, values, _nothing, _only_silence, updated, ended)
             ahead = clock.seconds
             events = [e._replace(start=e.start + ahead, end=e.end + ahead) for e in served.events]
-            return replace(served, events=events, clock_error=clock.error)
+            return replace(served, events=events, clock_error=clock.error), shares[0]
         finally:
             if not worker.context().store:
                 _leave(folder, rank - program.workers)
     done: list[Step] = []
-    dying = settings.on_death == "continue"  # (then every step is reported at once, as this rank may die)
 
     def tell(step: Step) -> None:
         times = [(a + clock.seconds, b + clock.seconds) for a, b in step.times]
@@ -400,9 +441,30 @@ def _take_part(
         if not dying:
             done.append(step)
 
+    model = job.build()
+    outline, names = outline_of(model), {id(p): name for name, p in model.named_parameters()}
+    layers = _ready(model, job, program)
+    if storing.saved is not None:
+        from minipar.execution.saving.storage import Reading
+
+        restore_untrained(layers, names, outline, Reading(storing.saved))
+    rest = partial(collect_untrained, layers, names, outline)
+
+    def begins(version: int, incarnation: int) -> None:
+        if rank == 0:
+            part.reached(version, incarnation, rest)
+
     with contextlib.suppress(ServerClosed):  # (it was started again after the end)
-        _work(job, program, meeting, keep_gradients, slow[rank] if slow else None, tell)
-    return done
+        delays = slow[rank] if slow else None
+        _work(job, program, model, layers, meeting, keep_gradients, delays, tell, storing.first, begins)
+    if rank:
+        return done, Share(header)
+    share = part.end(header, rest)
+    unsaved = f"plan {program.name!r}: what compress={program.compress} has left out of the gradients is not saved"
+    return done, replace(share, reason=unsaved) if keeps_residual(program.compress) else share
+
+
+def _nothing(point: str) -> None: ...
 
 
 def _only_silence(fact: object) -> None:
@@ -410,38 +472,52 @@ def _only_silence(fact: object) -> None:
         worker.report(fact)
 
 
-def _work(
-    job: Job,
-    program: Program,
-    meeting: Meeting,
-    keep_gradients: bool,
-    delays: Delays | None,
-    tell: Callable[[Step], None],
-) -> None:
-    """Be a worker until the servers have done all their updates."""
-    rank = worker.context().rank
-    model, layers, groups, names = _trained(job)
+def _ready(model: nn.Module, job: Job, program: Program) -> list[nn.Module]:
+    """The layers of a worker, ready to run."""
     randomness.replace_dropout(model, job.seed)
-    layers = layers_of(model)
+    layers: list[nn.Module] = layers_of(model)
     check_fit(program, layers, edges_of(model))
     if program.precision == "bf16":  # (what is pulled is rounded, and servers are given their own type)
         check_narrow(model)
         narrow(nn.ModuleList(layers))
     selective_checkpoint.choose(layers, program.selective)
+    return layers
+
+
+def _work(
+    job: Job,
+    program: Program,
+    model: nn.Module,
+    layers: list[nn.Module],
+    meeting: Meeting,
+    keep_gradients: bool,
+    delays: Delays | None,
+    tell: Callable[[Step], None],
+    first: int,
+    begins: Callable[[int, int], None],
+) -> None:
+    """Be a worker until the servers have done all their updates.
+
+    first    the number of the program's first step
+    begins   called when the parameters of a step are here, with their version and the servers' incarnation
+    """
+    rank, groups = worker.context().rank, parameters_of(layers)
+    names = {id(p): name for name, p in model.named_parameters()}
     blocks: dict[int, list[tuple[int, Instruction]]] = {}
     for index, ins in enumerate(program.ranks[rank]):
         blocks.setdefault(ins.step, []).append((index, ins))
     # At once, so that the servers see this worker's process.
     ps = pushing.connect(meeting, rank, compress=program.compress)
     spare = copy.deepcopy(model)  # to warm up: first calls take longer, and should not count in the first step
-    _run(_computing(program, rank, layers_of(spare), job), parameters_of(layers_of(spare)), blocks[0])
+    _run(_computing(program, rank, layers_of(spare), job, first), parameters_of(layers_of(spare)), blocks[0])
     del spare
-    compute = _computing(program, rank, layers, job)
+    compute = _computing(program, rank, layers, job, first)
     compute.finite = None if job.on_nan == "ignore" else Finite(rank, job.on_nan, worker.report)
     device = EmulatedDevice(delays) if delays is not None else None
     types = {key.name: key.type for key in ps.keys}
     begin = time.perf_counter()
     while (step := ps.next_step()) is not None:
+        begins(ps.version, ps.incarnation)
         found: dict[str, Tensor] = {}
         part = compute.rows.part(step)
         weight, mine = part.weight, range(part.rows[0].start - part.start, part.rows[-1].stop - part.start)
@@ -478,9 +554,9 @@ def _whole(count: float) -> int:
     return int(count)
 
 
-def _computing(program: Program, rank: int, layers: list[nn.Module], job: Job) -> Compute:
+def _computing(program: Program, rank: int, layers: list[nn.Module], job: Job, first: int) -> Compute:
     compute = Compute(program, rank, torch.device(worker.context().device), layers, job.loss, job.seed)
-    compute.begin(job.batches, 0)
+    compute.begin(job.batches, first)
     return compute
 
 
