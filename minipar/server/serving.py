@@ -29,28 +29,23 @@ from minipar.cluster import agreement, launch, worker
 from minipar.cluster.members import Revived
 from minipar.cluster.ranks import Ranks
 from minipar.comm import clocks, communicator
-from minipar.errors import PlanError, RankDied, RankError, SaveError, ServerClosed
-from minipar.execution.compute import Compute
-from minipar.execution.dtypes import check_narrow, narrow
+from minipar.errors import PlanError, RankDied, SaveError, ServerClosed
 from minipar.execution.elementwise import check_update
-from minipar.execution.emulation import Delays, EmulatedDevice, Pacing
+from minipar.execution.emulation import Delays, Pacing
 from minipar.execution.execution import Execution, Job
 from minipar.execution.finite import Finite
-from minipar.execution.fitting import check_fit
 from minipar.execution.following import Observer, Paced, Warned, warn_once
 from minipar.execution.saving.contents import collect_untrained, outline_of, restore_untrained
 from minipar.execution.saving.folder import Header
 from minipar.execution.saving.keeping import NOTHING, Share, Storing
 from minipar.execution.updating import Form, Update, class_name, forms_of
-from minipar.models import randomness, selective_checkpoint
 from minipar.models.losses import counted
-from minipar.models.network import edges_of
 from minipar.models.parameter_groups import parameters_of
 from minipar.models.tensors import count_bytes, dtype_name, layers_of, take_rows
 from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.service import Times, timed
 from minipar.prediction.service import key_of as place_of
-from minipar.program import COMPUTE, Instruction, Op, Program, Value
+from minipar.program import Op, Program, Value
 from minipar.program.rows import split_rows
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server import pushing, rendezvous, snapshot
@@ -59,6 +54,7 @@ from minipar.server.rendezvous import Meeting
 from minipar.server.saving import Part, Saving, Wrote
 from minipar.server.shard import ParameterKey, key_of, pieces_of, view
 from minipar.server.steps import Progress, Step, losses_of
+from minipar.server.working import Worker
 from minipar.strategies import served_order
 from minipar.strategies.passes.compress import keeps_residual
 from minipar.strategies.served_order import completed
@@ -441,22 +437,23 @@ def _take_part(
         if not dying:
             done.append(step)
 
-    model = job.build()
-    outline, names = outline_of(model), {id(p): name for name, p in model.named_parameters()}
-    layers = _ready(model, job, program)
+    made = job.build()
+    outline = outline_of(made)
     if storing.saved is not None:
         from minipar.execution.saving.storage import Reading
 
-        restore_untrained(layers, names, outline, Reading(storing.saved))
-    rest = partial(collect_untrained, layers, names, outline)
+        names = {id(p): name for name, p in made.named_parameters()}
+        restore_untrained(layers_of(made), names, outline, Reading(storing.saved))
+    spare = copy.deepcopy(made)  # to warm up: first calls take longer, and should not count in the first step
+    one = Worker(program, rank, made, job, slow[rank] if slow else None)
+    rest = partial(collect_untrained, list(one.compute.layers.values()), one.names, outline)
 
     def begins(version: int, incarnation: int) -> None:
         if rank == 0:
             part.reached(version, incarnation, rest)
 
     with contextlib.suppress(ServerClosed):  # (it was started again after the end)
-        delays = slow[rank] if slow else None
-        _work(job, program, model, layers, meeting, keep_gradients, delays, tell, storing.first, begins)
+        _work(job, one, spare, meeting, keep_gradients, tell, storing.first, begins)
     if rank:
         return done, Share(header)
     share = part.end(header, rest)
@@ -472,77 +469,68 @@ def _only_silence(fact: object) -> None:
         worker.report(fact)
 
 
-def _ready(model: nn.Module, job: Job, program: Program) -> list[nn.Module]:
-    """The layers of a worker, ready to run."""
-    randomness.replace_dropout(model, job.seed)
-    layers: list[nn.Module] = layers_of(model)
-    check_fit(program, layers, edges_of(model))
-    if program.precision == "bf16":  # (what is pulled is rounded, and servers are given their own type)
-        check_narrow(model)
-        narrow(nn.ModuleList(layers))
-    selective_checkpoint.choose(layers, program.selective)
-    return layers
-
-
 def _work(
     job: Job,
-    program: Program,
-    model: nn.Module,
-    layers: list[nn.Module],
+    one: Worker,
+    spare: nn.Module,
     meeting: Meeting,
     keep_gradients: bool,
-    delays: Delays | None,
     tell: Callable[[Step], None],
     first: int,
     begins: Callable[[int, int], None],
 ) -> None:
     """Be a worker until the servers have done all their updates.
 
+    spare    a copy of the worker's model
     first    the number of the program's first step
     begins   called when the parameters of a step are here, with their version and the servers' incarnation
     """
-    rank, groups = worker.context().rank, parameters_of(layers)
-    names = {id(p): name for name, p in model.named_parameters()}
-    blocks: dict[int, list[tuple[int, Instruction]]] = {}
-    for index, ins in enumerate(program.ranks[rank]):
-        blocks.setdefault(ins.step, []).append((index, ins))
+    program, compute, rank, device = one.program, one.compute, one.comm.rank, one.device
     # At once, so that the servers see this worker's process.
     ps = pushing.connect(meeting, rank, compress=program.compress)
-    spare = copy.deepcopy(model)  # to warm up: first calls take longer, and should not count in the first step
-    _run(_computing(program, rank, layers_of(spare), job, first), parameters_of(layers_of(spare)), blocks[0])
-    del spare
-    compute = _computing(program, rank, layers, job, first)
+    Worker(program, rank, spare, job).run(job.batches, first)
     compute.finite = None if job.on_nan == "ignore" else Finite(rank, job.on_nan, worker.report)
-    device = EmulatedDevice(delays) if delays is not None else None
     types = {key.name: key.type for key in ps.keys}
+    transfers = {} if device is None or not device.delays.links else device.delays.transfer
+    pulls = sum(ins.op is Op.PULL for ins in one.instructions)
+    found: dict[str, Tensor] = {}
+    counts = 0, 0
+
+    def pulled() -> None:
+        nonlocal counts
+        part = compute.rows.part(0)
+        mine = range(part.rows[0].start - part.start, part.rows[-1].stop - part.start)
+        counts = _whole(counted(take_rows(part.y, mine), job.loss)), _whole(part.weight)
+        ps.weigh(*counts)
+        for p in (p for group in one.groups for p in group):
+            p.data.copy_(ps.pull(one.names[id(p)]))
+        if device is not None:
+            device.arrived(ps.arrived, 0)
+
+    def push(p: nn.Parameter, gradient: Tensor, peer: int) -> None:
+        name = one.names[id(p)]
+        gradient = gradient.to("cpu", types[name])  # (servers keep and update parameters on the CPU)
+        if keep_gradients:
+            found[name] = gradient
+        ps.push(name, gradient, peer - program.workers)
+
+    def pace(index: int) -> None:
+        if device is not None and device.delays.links:
+            occupied, delay = transfers.get(index, (0.0, 0.0))
+            ps.pace(device.now + delay, occupied)
+
+    one.pulled, one.push, one.pace = pulled, push, pace
     begin = time.perf_counter()
     while (step := ps.next_step()) is not None:
         begins(ps.version, ps.incarnation)
-        found: dict[str, Tensor] = {}
-        part = compute.rows.part(step)
-        weight, mine = part.weight, range(part.rows[0].start - part.start, part.rows[-1].stop - part.start)
-        rows, weight = (_whole(n) for n in (counted(take_rows(part.y, mine), job.loss), part.weight))
-        ps.weigh(rows, weight)
-        for p in (p for group in groups for p in group):
-            p.data.copy_(ps.pull(names[id(p)]))
-        if device is not None:
-            device.arrived(ps.arrived, blocks[step][0][0])
-
-        def push(p: nn.Parameter, gradient: Tensor, peer: int, found: dict[str, Tensor] = found) -> None:
-            gradient = gradient.to("cpu", types[names[id(p)]])  # (servers keep and update parameters on the CPU)
-            if keep_gradients:
-                found[names[id(p)]] = gradient
-            ps.push(names[id(p)], gradient, peer - program.workers)
-
-        times = _run(compute, groups, blocks[step], push, device, ps)
+        found = {}
+        record = one.run(job.batches, first + step)
         if device is not None and device.delays.links:
             ps.pace(device.now)
-        pulls = sum(ins.op is Op.PULL for _, ins in blocks[step])
+        times = list(zip(record.starts, record.ends, strict=True))
         times[:pulls] = [(begin, times[0][1])] * pulls
-        loss, data = float(compute.losses[step]), compute.data_bytes()
-        compute.rows.forget(step)
-        compute.losses[step] = 0.0
-        tell(Step(rank, step, loss, rows, weight, found, times, dict(compute.sizes), data))
+        sizes, data = dict(compute.sizes), compute.data_bytes()
+        tell(Step(rank, step, record.losses[0], *counts, found, times, sizes, data))
         begin = time.perf_counter()
 
 
@@ -552,53 +540,3 @@ def _whole(count: float) -> int:
             f"sync=ps: the loss counts {count:g}, and servers count whole numbers; possible is sync=allreduce"
         )
     return int(count)
-
-
-def _computing(program: Program, rank: int, layers: list[nn.Module], job: Job, first: int) -> Compute:
-    compute = Compute(program, rank, torch.device(worker.context().device), layers, job.loss, job.seed)
-    compute.begin(job.batches, first)
-    return compute
-
-
-def _run(
-    compute: Compute,
-    groups: list[list[nn.Parameter]],
-    block: list[tuple[int, Instruction]],
-    push: Callable[[nn.Parameter, Tensor, int], None] | None = None,
-    device: EmulatedDevice | None = None,
-    ps: pushing.Servers | None = None,
-) -> list[tuple[float, float]]:
-    """Walk a worker's instructions of one step. Returns when each of them ran. `push` takes a gradient for a server."""
-    live: dict[Value, Any] = {}
-    times = []
-    for index, ins in block:
-        start = time.perf_counter()
-        if ins.op in (Op.FORWARD, Op.RECOMPUTE):
-            compute.forward(ins, live)
-        elif ins.op is Op.BACKWARD:
-            compute.backward(ins, live)
-        elif ins.op is Op.BACKWARD_INPUT:
-            compute.backward_input(ins, live)
-        elif ins.op is Op.BACKWARD_WEIGHT:
-            compute.backward_weight(ins, live)
-        elif ins.op is Op.PUSH:
-            occupied, delay = (0.0, 0.0) if device is None else device.delays.transfer.get(index, (0.0, 0.0))
-            if device is not None and ps is not None and device.delays.links:
-                ps.pace(device.now + delay, occupied)
-            for p in (p for g in ins.layers for p in groups[g]):
-                if push is not None:
-                    push(p, torch.zeros_like(p) if p.grad is None else p.grad, ins.peer)
-            if device is not None and device.delays.links:
-                device.wait(device.now + occupied, index)
-        elif ins.op is not Op.PULL:
-            raise RankError(f"{ins}: no worker does {ins.op.name}")
-        if compute.device.type == "cuda" and ins.op in COMPUTE:
-            torch.cuda.synchronize(compute.device)  # the clock must see the device's work
-        if device is not None and ins.op in COMPUTE:
-            device.computed(index)
-        times.append((start, time.perf_counter()))
-        for value in ins.frees:
-            live.pop(value, None)
-            for p in groups[value.index] if value.kind == "grad" else ():
-                p.grad = None
-    return times
