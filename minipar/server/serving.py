@@ -35,6 +35,7 @@ from minipar.execution.emulation import Delays, Pacing
 from minipar.execution.execution import Execution, Job
 from minipar.execution.finite import Finite
 from minipar.execution.following import Observer, Paced, Warned, warn_once
+from minipar.execution.memory.watching import Watching
 from minipar.execution.saving.contents import collect_untrained, outline_of, restore_untrained
 from minipar.execution.saving.folder import Header
 from minipar.execution.saving.keeping import NOTHING, Share, Storing
@@ -60,6 +61,8 @@ from minipar.strategies.passes.compress import keeps_residual
 from minipar.strategies.served_order import completed
 from minipar.strategies.shares import shares_of
 from minipar.trace import Trace
+from minipar.trace.lifetimes import series_of
+from minipar.trace.memory_series import Series
 
 _REVIVALS = 100  # deaths of ranks in one run after which it goes on
 _TRIES = 3  # deaths of one rank, without a step in between, after which it is not started again
@@ -104,6 +107,7 @@ def execute_served(
     snapshot_every: int | None = None,
     patience: float | None = 30.0,
     storing: Storing = NOTHING,
+    memory: bool = False,
 ) -> tuple[Execution, Service]:
     """Run all steps of a program with parameter servers. Returns the execution, and what the servers did.
 
@@ -114,6 +118,8 @@ def execute_served(
     snapshot_every   updates between two snapshots of the servers; default with on_death="continue": 10
     patience         seconds after which a worker that is gone or was stopped is removed; the servers wait for one that
                      computes, however long it takes
+    memory           follow every storage of the workers: the trace then has `series`. What servers keep is on their
+                     hosts: their series are those of the values that the program names
     storing          go on from a saved run; save this one; bring its state back in `Execution.shares`
 
     Raises RankDied where a rank dies again and again without doing a step in between; SaveError.
@@ -174,7 +180,7 @@ def execute_served(
         with storing.around():
             found = cluster.run_reviving(
                 revivals, hear, _take_part, job, program, folder, settings, keep_gradients, slow, watch is not None,
-                header, storing,
+                header, storing, Watching(memory, None if cluster.emulates is None else cluster.emulates.memory),
             )  # fmt: skip
             shares = [share for _, share in (*found[workers:], found[0])]
             saving.finish(shares[0].header)
@@ -238,6 +244,8 @@ def _result(
     error = max([0.0, *(one.clock_error for one in taken), *(one.clock_error for one in served)])
     size = _size(program, taken, served, batch)
     trace = Trace(program, starts, ends, size, "measured", "bytes", data, clock_error=error)
+    if any(step.series is not None for step in taken):
+        trace = replace(trace, series=_series(trace, taken, zero))
     service = Service(
         order,
         deaths,
@@ -248,6 +256,21 @@ def _result(
     )
     execution = Execution(program, losses, [trace.time], trace, gradients if keep_gradients else [])
     return execution, service
+
+
+def _series(trace: Trace, taken: list[Step], zero: float) -> list[Series]:
+    """What happened to the memory of workers, in all their steps, and to the values of servers."""
+    program = trace.program
+    found = []
+    for w in range(program.workers):
+        first: dict[int, int] = {}
+        for k, ins in enumerate(program.ranks[w]):
+            first.setdefault(ins.step, k)
+        steps = {step.step: step.series for step in taken if step.worker == w and step.series is not None}
+        passes = [(first[s], steps[s]) for s in first if s in steps]
+        whole = Series.joined(passes) if passes else Series()
+        found.append(replace(whole, times=[max(0.0, t - zero) for t in whole.times]))
+    return [*found, *(series_of(trace, rank) for rank in range(program.workers, len(program.ranks)))]
 
 
 def _size(program: Program, taken: list[Step], served: list[Served], batch: int) -> Callable[[int, Value], int]:
@@ -395,6 +418,7 @@ def _take_part(
     watched: bool,
     header: Header,
     storing: Storing,
+    watching: Watching,
 ) -> tuple[Any, Share]:
     """What every rank does: the first ones are workers, the last ones servers. Returns the steps of a worker or what a
     server brings back, and the rank's share of the state."""
@@ -433,7 +457,10 @@ def _take_part(
     def tell(step: Step) -> None:
         times = [(a + clock.seconds, b + clock.seconds) for a, b in step.times]
         step = step._replace(times=times, clock_error=clock.error)
-        worker.report(step if dying else step._replace(gradients={}) if watched else rank)
+        if step.series is not None:
+            own = [t + clock.seconds for t in step.series.times]
+            step = step._replace(series=replace(step.series, times=own))
+        worker.report(step if dying else step._replace(gradients={}, series=None) if watched else rank)
         if not dying:
             done.append(step)
 
@@ -453,7 +480,7 @@ def _take_part(
             part.reached(version, incarnation, rest)
 
     with contextlib.suppress(ServerClosed):  # (it was started again after the end)
-        _work(job, one, spare, meeting, keep_gradients, tell, storing.first, begins)
+        _work(job, one, spare, meeting, keep_gradients, tell, storing.first, begins, watching)
     if rank:
         return done, Share(header)
     share = part.end(header, rest)
@@ -478,6 +505,7 @@ def _work(
     tell: Callable[[Step], None],
     first: int,
     begins: Callable[[int, int], None],
+    watching: Watching,
 ) -> None:
     """Be a worker until the servers have done all their updates.
 
@@ -520,17 +548,20 @@ def _work(
             ps.pace(device.now + delay, occupied)
 
     one.pulled, one.push, one.pace = pulled, push, pace
+    tracker = watching.start(one)
     begin = time.perf_counter()
     while (step := ps.next_step()) is not None:
         begins(ps.version, ps.incarnation)
         found = {}
-        record = one.run(job.batches, first + step)
+        with tracker:
+            record = one.run(job.batches, first + step)
         if device is not None and device.delays.links:
             ps.pace(device.now)
         times = list(zip(record.starts, record.ends, strict=True))
         times[:pulls] = [(begin, times[0][1])] * pulls
         sizes, data = dict(compute.sizes), compute.data_bytes()
-        tell(Step(rank, step, record.losses[0], *counts, found, times, sizes, data))
+        series = tracker.last if watching.series else None
+        tell(Step(rank, step, record.losses[0], *counts, found, times, sizes, data, series=series))
         begin = time.perf_counter()
 
 

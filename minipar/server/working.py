@@ -53,15 +53,14 @@ class Worker(Executor):
         self.pace(index)
         with self._aside():  # (what is sent is the host's)
             for p in (p for g in ins.layers for p in self.groups[g]):
-                gradient = torch.zeros_like(p) if p.grad is None else p.grad
-                if self.watch is not None:
-                    self.watch.given(gradient)
-                self.push(p, gradient, ins.peer)
+                self.push(p, torch.zeros_like(p) if p.grad is None else p.grad, ins.peer)
         device = self.device
         if device is not None and device.delays.links:
             device.wait(device.now + device.delays.transfer.get(index, (0.0, 0.0))[0], index)
         for value in ins.frees:
             for p in self.groups[value.index] if value.kind == "grad" else ():
+                if self.watch is not None and p.grad is not None:
+                    self.watch.given(p.grad)  # (the connections keep it until servers have it)
                 p.grad = None
 
 

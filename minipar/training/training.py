@@ -278,8 +278,6 @@ def train(
     if cluster is None and program is None and plan.place is None and plan.pp > FEW_STAGES:
         _check_stages(plan, model)
     if plan.sync == "ps":
-        if memory:
-            raise PlanError("memory=True: not together with sync=ps; possible is memory=False")
         if every and plan.mode.startswith(("async", "ssp")):
             raise PlanError(
                 f"save_every={every}: with mode={plan.mode} workers are at different steps; possible are save=, at the "
@@ -349,16 +347,20 @@ def train(
             made, rest = own_program.check(program, plan, shape, steps), None
             block = made.steps
         predicted = predict(made, facts.profile, job.batch, *times)
-        if served:
-            return _train_served(plan, made, job, ranks, predicted, reference, check, bar, watch, storing, saved)
         if facts.tapes is not None:
-            predicted = with_memory(predicted, facts.tapes, ProfiledCosts(made, facts.profile, job.batch))
+            sizes = ProfiledCosts(predicted.program, facts.profile, job.batch)
+            predicted = with_memory(predicted, facts.tapes, sizes)
 
         def measure(rows: tuple[int, ...]) -> Measured:
             (known,) = ranks.run_on([0], profile_job, job, rows, True, None, split)
             assert known.tapes is not None
             return known.shape, known.profile, known.tapes, known.data_bytes
 
+        if served:
+            with advising(plan, job.batch, measure):
+                return _train_served(
+                    plan, made, job, ranks, predicted, reference, check, bar, watch, storing, saved, memory
+                )
         with bar(total=steps, desc=str(plan)) as meter, advising(plan, job.batch, measure):
 
             def tell(k: int, loss: float) -> None:
@@ -439,6 +441,7 @@ def _train_served(
     watch: Observer | None,
     storing: keeping.Storing,
     saved: plainly.Saved,
+    memory: bool,
 ) -> Run:
     """The rest of `train` with parameter servers."""
     slow, pacing = None, None
@@ -450,6 +453,7 @@ def _train_served(
         done, service = execute_served(
             program, job, ranks, on_death=plan.on_death, keep_gradients=check, slow=slow, pacing=pacing,
             report=lambda k: meter.update(), watch=watch, storing=storing,
+            memory=memory,
         )  # fmt: skip
     plain: Reference | None = None
     plain_time: float | None = None

@@ -199,8 +199,6 @@ def test_a_worker_dies_and_all_end(clusters, tmp_path):
 
 
 def test_what_does_not_go_together(clusters):
-    with pytest.raises(PlanError, match="memory=True: not together with sync=ps"):
-        train(MODEL, rows(8), "dp=2 sync=ps", cluster=clusters(3), memory=True)
     with pytest.raises(PlanError, match="otherwise than the whole one|cannot update slices"):
         train(partial(toy, ("linear",)), rows(8), "dp=2 sync=ps", cluster=clusters(3), loss=mse, steps=1,
               optimizer=torch.optim.LBFGS, progress=False)  # fmt: skip
