@@ -50,16 +50,13 @@ def test_memory_is_as_predicted(clusters, words):
     assert len(str(run.memory).splitlines()) == len(run.program.ranks)
 
 
-def test_a_worker_is_limited_to_the_byte():
+def test_a_worker_is_limited_to_the_byte(clusters):
     """A limit of one byte less than what was needed; the ranks go on after it."""
     job = Job(GPT, tokens(16), optimizer=ADAM)
     program = Plan.parse(WORDS).compile(shape_of(list(GPT())), steps=2)
-    with Cluster(3, device=DeviceSpec(memory=1 << 30)) as cluster:
-        done, _ = execute_served(program, job, cluster, memory=True)
-        needed = max(series.highest for series in done.trace.series[:2])
-        cluster.emulates = DeviceSpec(memory=needed)
-        execute_served(program, job, cluster)
-        cluster.emulates = DeviceSpec(memory=needed - 1)
+    done, _ = execute_served(program, job, clusters(3), memory=True)
+    needed = max(series.highest for series in done.trace.series[:2])
+    with Cluster(3, device=DeviceSpec(memory=needed - 1)) as cluster:
         with pytest.raises(DeviceOutOfMemory) as caught:
             execute_served(program, job, cluster)
         assert (caught.value.needed, caught.value.capacity) == (needed, needed - 1)
