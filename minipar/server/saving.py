@@ -47,13 +47,18 @@ class Part:
     reviving: bool
     _done: tuple[int, int] = (0, 0)  # the last step that was written, and the incarnation of the servers then
 
+    def due(self, version: int, incarnation: int) -> int:
+        """The step to be saved now, where `version` updates are made; 0: none."""
+        every = self.storing.every
+        last = version // every * every if every else 0
+        return last if last < self.steps and self._done != (last, incarnation) else 0
+
     def reached(
         self, version: int, incarnation: int, pieces: Pieces, optimizer: str = "", schedule: Any = lambda: None
     ) -> None:
         """`version` updates are made: write the part of the last step that is to be saved, if it is not there yet."""
-        every = self.storing.every
-        due = version // every * every if every else 0
-        if not 0 < due < self.steps or self._done == (due, incarnation):
+        due = self.due(version, incarnation)
+        if not due:
             return
         self._done = due, incarnation
         step = self.storing.first + due

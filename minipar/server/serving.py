@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -476,14 +477,17 @@ def _take_part(
     rest = partial(collect_untrained, list(one.compute.layers.values()), one.names, outline)
 
     def begins(version: int, incarnation: int) -> None:
-        if rank == 0:
-            part.reached(version, incarnation, rest)
+        if rank == 0 and part.due(version, incarnation):
+            with one.offloading.all_here():
+                part.reached(version, incarnation, rest)
 
     with contextlib.suppress(ServerClosed):  # (it was started again after the end)
         _work(job, one, spare, meeting, keep_gradients, tell, storing.first, begins, watching)
     if rank:
+        one.offloading.close()
         return done, Share(header)
-    share = part.end(header, rest)
+    with closing(one.offloading), one.offloading.all_here():
+        share = part.end(header, rest)
     unsaved = f"plan {program.name!r}: what compress={program.compress} has left out of the gradients is not saved"
     return done, replace(share, reason=unsaved) if keeps_residual(program.compress) else share
 
@@ -516,7 +520,9 @@ def _work(
     program, compute, rank, device = one.program, one.compute, one.comm.rank, one.device
     # At once, so that the servers see this worker's process.
     ps = pushing.connect(meeting, rank, compress=program.compress)
-    Worker(program, rank, spare, job).run(job.batches, first)
+    warm = Worker(program, rank, spare, job)
+    with closing(warm.offloading):
+        warm.run(job.batches, first)
     compute.finite = None if job.on_nan == "ignore" else Finite(rank, job.on_nan, worker.report)
     types = {key.name: key.type for key in ps.keys}
     transfers = {} if device is None or not device.delays.links else device.delays.transfer
@@ -530,8 +536,13 @@ def _work(
         mine = range(part.rows[0].start - part.start, part.rows[-1].stop - part.start)
         counts = _whole(counted(take_rows(part.y, mine), job.loss)), _whole(part.weight)
         ps.weigh(*counts)
-        for p in (p for group in one.groups for p in group):
-            p.data.copy_(ps.pull(one.names[id(p)]))
+        for g, group in enumerate(one.groups):
+            values = [ps.pull(one.names[id(p)]) for p in group]
+            if one.offloading.keeps(g):
+                one.offloading.put_away(g, [v.to(p.dtype) for v, p in zip(values, group, strict=True)])
+            else:
+                for p, value in zip(group, values, strict=True):
+                    p.data.copy_(value)
         if device is not None:
             device.arrived(ps.arrived, 0)
 

@@ -18,7 +18,7 @@ from minipar.comm.communicator import Communicator
 from minipar.execution.emulation import Delays, EmulatedDevice
 from minipar.execution.execution import Job
 from minipar.execution.executor import Executor
-from minipar.program import Instruction, Op, Program, Synchronous
+from minipar.program import Instruction, Op, Program, Synchronous, home
 
 Push = Callable[[nn.Parameter, Tensor, int], None]  # parameter, gradient, rank of the server
 
@@ -58,7 +58,7 @@ class Worker(Executor):
         if device is not None and device.delays.links:
             device.wait(device.now + device.delays.transfer.get(index, (0.0, 0.0))[0], index)
         for value in ins.frees:
-            for p in self.groups[value.index] if value.kind == "grad" else ():
+            for p in self.groups[value.index] if home(value).kind == "grad" else ():
                 if self.watch is not None and p.grad is not None:
                     self.watch.given(p.grad)  # (the connections keep it until servers have it)
                 p.grad = None
@@ -69,6 +69,7 @@ class _Lasting(EmulatedDevice):
     """A device whose time goes on from one step to the next, since nothing separates them."""
 
     def begin(self) -> None:
+        self.links.clear()  # (of copies, which have all ended)
         self.overruns = []
 
 

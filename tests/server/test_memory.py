@@ -34,6 +34,8 @@ def go(cluster, words=WORDS, rows=16, **more):
         "dp=2 sync=ps servers=2 microbatches=2 mode=async checkpoint=1 compress=topk:0.1",
         "dp=2 sync=ps servers=2 precision=bf16",
         "dp=2 sync=ps microbatches=2 schedule=zb-h1 clip=0.1",
+        "dp=2 sync=ps microbatches=2 offload=parameters,activations",
+        "dp=2 sync=ps microbatches=2 host_layers=0",
     ],
 )
 def test_memory_is_as_predicted(clusters, words):
