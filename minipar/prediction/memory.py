@@ -209,7 +209,7 @@ class Walk:
                 self.change(storage.size, "activations", storage.layer)
                 storage.kind = "activations"
         there = bool(ins.writes) and all(tier(value) != "device" for value in ins.writes)
-        if there and not (ins.reads and home(ins.reads[0]).kind == "saved"):
+        if there and not (ins.op in COPIES and home(ins.reads[0]).kind == "saved"):
             pass  # it changes only the host's memory
         elif ins.op in (Op.FORWARD, Op.RECOMPUTE):
             if self.sizes.rows(self.rank, ins.microbatch):
