@@ -348,8 +348,8 @@ def train(
             block = made.steps
         predicted = predict(made, facts.profile, job.batch, *times)
         if facts.tapes is not None:
-            sizes = ProfiledCosts(predicted.program, facts.profile, job.batch)
-            predicted = with_memory(predicted, facts.tapes, sizes)
+            costs_there = ProfiledCosts(predicted.program, facts.profile, job.batch)
+            predicted = with_memory(predicted, facts.tapes, costs_there)
 
         def measure(rows: tuple[int, ...]) -> Measured:
             (known,) = ranks.run_on([0], profile_job, job, rows, True, None, split)
