@@ -129,6 +129,9 @@ class MemoryWatch(Protocol):
     def received(self, content: Any) -> None:
         """A message was received."""
 
+    def given(self, tensor: Tensor) -> None:
+        """A tensor is the host's from now on."""
+
     def aside(self) -> AbstractContextManager[None]:
         """While entered, new memory belongs to the host and does not count as the device's."""
 
@@ -293,7 +296,7 @@ class Executor:
             elif op is STEP:
                 self._step(ins)
             else:
-                raise RankError(f"{ins}: no executor for {op.name}")
+                self._serve(index, ins)
             if device is not None and op in COMPUTE:
                 device.computed(index)
             ends[index] = line.mark() if end is None else end
@@ -328,6 +331,10 @@ class Executor:
     def _order(self, index: int) -> Sequence[int]:
         """The instructions walked so far, the last of them `index`."""
         return range(index + 1) if self.dynamic is None else self.dynamic.executed
+
+    def _serve(self, index: int, ins: Instruction) -> None:
+        """Exchange something with a parameter server."""
+        raise RankError(f"{ins}: no executor for {ins.op.name}")
 
     # waiting ---------------------------------------------------------------------------------------------------------
 

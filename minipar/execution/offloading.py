@@ -216,6 +216,16 @@ class Offloading:
             return self.state.optimizer_tensors(value.index)
         return masters or self._device(value.index)
 
+    def keeps(self, g: int) -> bool:
+        """Whether a group's parameters are not on the device between steps."""
+        return g in self._away
+
+    def put_away(self, g: int, values: Sequence[Tensor]) -> None:
+        """Between steps: keep these as a group's parameters, where they are kept; frozen ones stay as they are."""
+        (kept,) = (value for value in self.held if value.index == g and home(value).kind == "param")
+        for k, tensor in enumerate(values):
+            self.stores[tier(kept)].put((kept, k), tensor).result()
+
     # the tensors of a value ------------------------------------------------------------------------------------------
 
     def _device(self, g: int) -> list[Tensor]:

@@ -265,7 +265,7 @@ def choose_owners(
             found.append((WideVersions if narrow else Versions)(g, params, group, holders))
         elif g in versioned and not narrow:
             found.append(Leading(g, params, group, holders))
-        elif narrow and g not in on_host:
+        elif narrow and g not in on_host and program.serving is None:  # (servers have the wide ones)
             found.append(Wide(g, params, group, holders))
         else:
             found.append(Owner(g, params, group, holders))

@@ -28,7 +28,7 @@ def peaks(program: Program, measured: Measured, batch: int) -> list[int]:
     _, profile, tapes, data_bytes = measured
     costs = ProfiledCosts(program, profile, batch)
     found = []
-    for rank, held in enumerate(program.placement):
+    for rank, held in enumerate(program.placement[: program.workers]):  # (servers keep everything on their hosts)
         share = costs.rows_of(rank) / batch
         data = (0 in held) * data_bytes[0] + (program.layers - 1 in held) * data_bytes[1]
         zeros = [0.0] * len(program.ranks[rank])

@@ -43,7 +43,7 @@ from minipar.program.comm_volume import changing
 from minipar.program.graph_cuts import pieces_of
 from minipar.strategies.passes.compress import row_bytes, top
 from minipar.trace import Trace
-from minipar.trace.lifetimes import KINDS
+from minipar.trace.lifetimes import KINDS, series_of
 from minipar.trace.memory_series import Series
 
 
@@ -85,8 +85,9 @@ def with_memory(trace: Trace, tapes: Tapes, sizes: Sizes) -> Trace:
         predict_memory(
             program, rank, pieces_of(program, rank), tapes, sizes, data[rank], trace.starts[rank], trace.ends[rank]
         )
-        for rank in range(len(program.ranks))
+        for rank in range(program.workers)
     ]
+    series += [series_of(trace, rank) for rank in range(program.workers, len(program.ranks))]
     return replace(trace, series=series)
 
 
@@ -131,6 +132,8 @@ class Walk:
         self.reached = dict.fromkeys(self.receives, 0)
         before = self.series.before
         for value in (value for value in self.state if tier(value) == "device"):
+            if program.serving is not None and value.kind == "residual":
+                continue  # (what is pushed is the host's, and so is what it leaves out)
             owner = KINDS[value.kind], -1 if value.kind == "grad" else self.layer_of(value.index)
             before[owner] = before.get(owner, 0) + sizes.size(rank, value)
         for value in self.state:
@@ -205,7 +208,8 @@ class Walk:
                 self.change(-storage.size, "buffers", storage.layer)
                 self.change(storage.size, "activations", storage.layer)
                 storage.kind = "activations"
-        if ins.writes and all(tier(value) != "device" for value in ins.writes) and home(ins.reads[0]).kind != "saved":
+        there = bool(ins.writes) and all(tier(value) != "device" for value in ins.writes)
+        if there and not (ins.op in COPIES and home(ins.reads[0]).kind == "saved"):
             pass  # it changes only the host's memory
         elif ins.op in (Op.FORWARD, Op.RECOMPUTE):
             if self.sizes.rows(self.rank, ins.microbatch):

@@ -1,6 +1,6 @@
 """simulate() of programs with parameter servers: workers and servers follow the rule, with predicted times.
 
-    worker   |PULL ..........|--- F, B ---|PUSH|PULL ...           a worker waits only for its PULL
+    worker   |PULL ..........|--- F, B ---|PUSH|PULL ...           a worker waits for its PULL, and for its copies
     server        |REPLY ->0|REPLY ->1|        |ACCEPT <-0|APPLY|REPLY ->0| ...      one thing after another
 
 A server is one thread, so receiving, sending and updating wait for each other. A message takes time on both its ranks.
@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 
 from minipar.costs.protocol import Costs
 from minipar.errors import ProgramError
-from minipar.program import Instruction, Op, Program
+from minipar.prediction.streams import Link
+from minipar.program import COPIES, Instruction, Op, Program, Value
 from minipar.program.event_loop import EventLoop
 from minipar.program.server_rule import Consistency, Kind, Mode, Row
 from minipar.strategies import served_order
@@ -90,6 +91,8 @@ class _Simulated:
                 self.blocks[w].setdefault(ins.step, []).append(ins)
         self.expected: dict[tuple[int, int], int] = {}  # (worker, step) -> number of accepts still to come
         self.early: set[int] = set()
+        self.lanes: dict[tuple[int, str], Link] = defaultdict(Link)  # for copies, by worker and direction
+        self.arrivals: dict[tuple[int, Value], float] = {}  # of copies that nobody has waited for
         self.pulling: dict[int, tuple[float, int]] = {}  # worker -> start of its pull, number of replies still to come
 
     # time
@@ -147,6 +150,15 @@ class _Simulated:
         block = self.blocks[worker][step]
         while index < len(block):
             ins = block[index]
+            ready = max((self.arrivals.pop((worker, value), 0.0) for value in ins.reads), default=0.0)
+            if ready > self.loop.now:
+                return self._later(ready - self.loop.now, self._then_run(worker, step, index))
+            if ins.op in COPIES:
+                times = self.lanes[worker, ins.stream].send(self.loop.now, *self.costs.transfer(worker, ins))
+                self.times[key_of(worker, ins, index)] = times
+                self.arrivals.update({(worker, value): times[1] for value in ins.writes})
+                index += 1
+                continue
             if ins.op is Op.PUSH:
                 return self._push(worker, ins, self._then_run(worker, step, index + 1))
             if ins.op is not Op.PULL:

@@ -11,5 +11,6 @@ What stands where, from the ground up: framing.py says what a message is, and ho
 token of the folder in which they meet (rendezvous.py). Servers use sockets of their own with a fixed header and raw
 bytes: connection.py has the two ends of one, switchboard.py all that a server has. shard.py is what a server keeps, and
 snapshot.py its copy on the disk. process.py is a server, pushing.py a worker's end. steps.py has what the workers
-report of their steps, and serving.py runs a program with all of them.
+report of their steps, saving.py writes a run to a folder from which it goes on, and serving.py runs a program with all
+of them.
 """

@@ -29,6 +29,7 @@ from minipar.cluster import stacks
 from minipar.cluster.watchdog import STOPPED
 from minipar.errors import RankError
 from minipar.execution.emulation import Pace, Pacing
+from minipar.execution.saving.folder import Saved
 from minipar.execution.updating import Form, Optimizer, Scheduler
 from minipar.program.server_rule import ANSWER, APPLY, DROP, JOIN, SYNC, TAKE, Kind, Mode, Row, again
 from minipar.server import snapshot
@@ -77,6 +78,7 @@ class Settings:
     pacing          of emulated devices; None: nothing is delayed
     compress        how workers push gradients: none, bf16, fp16, topk:R
     clip            the norm to which an update's gradient is scaled down, that of all parts together; None: it is not
+    saved           the saved run from which everything goes on
     """
 
     workers: int
@@ -92,6 +94,7 @@ class Settings:
     forms: tuple[Form, ...] = ()
     clip: float | None = None
     compress: str = "none"
+    saved: Saved | None = None
 
 
 class Clipping(NamedTuple):
@@ -189,10 +192,11 @@ class Server:
         values: Sequence[Tensor],
         reach: Callable[[str], None],
         report: Callable[[object], None],
+        updated: Callable[[Server], None],
     ) -> None:
         handle: ServerHandle = read_handle(meeting)
         self.folder, self.number, self.settings, self.handle = handle.folder, number, settings, handle
-        self.reach, self.report = reach, report
+        self.reach, self.report, self.updated = reach, report, updated
         self.count = handle.count
         self.values = [value.detach().clone() for value in values]
         self.shard = self._new_shard()
@@ -224,7 +228,14 @@ class Server:
     def _new_shard(self) -> Shard:
         keys = self.handle.keys
         mine, settings = pieces_of(keys, self.count)[self.number], self.settings
-        return Shard(keys, mine, self.values, settings.optimizer, settings.scheduler, settings.forms)
+        saved = settings.saved
+        schedule = None if saved is None else saved.header.schedule
+        shard = Shard(keys, mine, self.values, settings.optimizer, settings.scheduler, settings.forms, schedule)
+        if saved is not None:
+            from minipar.execution.saving.storage import Reading
+
+            shard.resume(Reading(saved))
+        return shard
 
     def _fresh(self) -> None:
         """Begin without connections, and without any knowledge of workers and servers."""
@@ -622,6 +633,7 @@ class Server:
             assert self.settings.pacing is not None
             known = self.settings.pacing.updates
             self.pace.work(end - start if known is None else known[self.number], note)
+        self.updated(self)
         every = self.settings.snapshot_every if self.number == 0 else None
         if every and self.rule.version % every == 0 and len(self.saved) in (0, self.count):
             self._save_all()  # (not before all servers have the last snapshot)
@@ -700,15 +712,20 @@ def serve(
     values: Sequence[Tensor],
     reach: Callable[[str], None] = lambda point: None,
     report: Callable[[object], None] = lambda fact: None,
+    updated: Callable[[Server], None] = lambda server: None,
+    ended: Callable[[Server], None] = lambda server: None,
 ) -> Served:
     """Be server `number` of those that `rendezvous.open_folder` wrote a handle for, until all workers are done.
 
     values   the initial parameters, in the order of the keys
     reach    called at the points where a fault campaign ends processes: "apply" and "snapshot"
     report   called with ("silent", worker) when a worker is removed, and with ("restored", number of the snapshot)
+    updated  called with the server after each of its updates, before anything else happens; `ended` at the end
 
     A server that is started again in the same folder goes on from a snapshot.
     """
-    server = Server(meeting, number, settings, values, reach, report)
+    server = Server(meeting, number, settings, values, reach, report, updated)
     with closing(server.board):
-        return server.run()
+        served = server.run()
+        ended(server)
+        return served

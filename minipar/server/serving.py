@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,36 +30,40 @@ from minipar.cluster import agreement, launch, worker
 from minipar.cluster.members import Revived
 from minipar.cluster.ranks import Ranks
 from minipar.comm import clocks, communicator
-from minipar.errors import PlanError, RankDied, RankError, ServerClosed
-from minipar.execution.compute import Compute
-from minipar.execution.dtypes import check_narrow, narrow
+from minipar.errors import PlanError, RankDied, SaveError, ServerClosed
 from minipar.execution.elementwise import check_update
-from minipar.execution.emulation import Delays, EmulatedDevice, Pacing
+from minipar.execution.emulation import Delays, Pacing
 from minipar.execution.execution import Execution, Job
 from minipar.execution.finite import Finite
-from minipar.execution.fitting import check_fit
 from minipar.execution.following import Observer, Paced, Warned, warn_once
-from minipar.execution.updating import Form, Update, forms_of
-from minipar.models import randomness, selective_checkpoint
+from minipar.execution.memory.watching import Watching
+from minipar.execution.saving.contents import collect_untrained, outline_of, restore_untrained
+from minipar.execution.saving.folder import Header
+from minipar.execution.saving.keeping import NOTHING, Share, Storing
+from minipar.execution.updating import Form, Update, class_name, forms_of
 from minipar.models.losses import counted
-from minipar.models.network import edges_of
 from minipar.models.parameter_groups import parameters_of
-from minipar.models.tensors import layers_of, take_rows
+from minipar.models.tensors import count_bytes, dtype_name, layers_of, take_rows
 from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.service import Times, timed
 from minipar.prediction.service import key_of as place_of
-from minipar.program import COMPUTE, Instruction, Op, Program, Value
+from minipar.program import Op, Program, Value
 from minipar.program.rows import split_rows
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server import pushing, rendezvous, snapshot
-from minipar.server.process import Served, Settings, serve
+from minipar.server.process import Served, Server, Settings, serve
 from minipar.server.rendezvous import Meeting
+from minipar.server.saving import Part, Saving, Wrote
 from minipar.server.shard import ParameterKey, key_of, pieces_of, view
 from minipar.server.steps import Progress, Step, losses_of
+from minipar.server.working import Worker
 from minipar.strategies import served_order
+from minipar.strategies.passes.compress import keeps_residual
 from minipar.strategies.served_order import completed
 from minipar.strategies.shares import shares_of
 from minipar.trace import Trace
+from minipar.trace.lifetimes import series_of
+from minipar.trace.memory_series import Series
 
 _REVIVALS = 100  # deaths of ranks in one run after which it goes on
 _TRIES = 3  # deaths of one rank, without a step in between, after which it is not started again
@@ -102,6 +107,8 @@ def execute_served(
     pacing: Pacing | None = None,
     snapshot_every: int | None = None,
     patience: float | None = 30.0,
+    storing: Storing = NOTHING,
+    memory: bool = False,
 ) -> tuple[Execution, Service]:
     """Run all steps of a program with parameter servers. Returns the execution, and what the servers did.
 
@@ -112,8 +119,11 @@ def execute_served(
     snapshot_every   updates between two snapshots of the servers; default with on_death="continue": 10
     patience         seconds after which a worker that is gone is removed, and one that was stopped after half a second;
                      the servers wait for one that computes, however long it takes
+    memory           follow every storage of the workers: the trace then has `series`. What servers keep is on their
+                     hosts: their series are those of the values that the program names
+    storing          go on from a saved run; save this one; bring its state back in `Execution.shares`
 
-    Raises RankDied where a rank dies again and again without doing a step in between.
+    Raises RankDied where a rank dies again and again without doing a step in between; SaveError.
     """
     assert program.serving is not None
     servers, workers = program.serving.servers, program.workers
@@ -146,6 +156,8 @@ def execute_served(
                 progress.heard(fact)
                 if progress.done < program.steps:  # (else the run is over soon, and its final losses are shown then)
                     tell(progress.done, lambda: progress.losses, lambda: progress.trace)
+        elif isinstance(fact, Wrote):
+            saving.heard(fact)
         elif isinstance(fact, Warned):
             warn_once(fact, warned)
         elif isinstance(fact, int):
@@ -157,23 +169,33 @@ def execute_served(
             stopped.add(fact)
             cluster.end_rank(fact[1])
 
+    if storing.folder and keeps_residual(program.compress):
+        raise SaveError(
+            f"plan {program.name!r}: what compress={program.compress} has left out of the gradients waits on every "
+            "worker, and is not saved; possible are compress=none, bf16, fp16"
+        )
     try:
-        ((keys, forms),) = cluster.run_on([0], _open, job, program.name, folder, servers)
+        ((keys, forms, header),) = cluster.run_on([0], _open, job, program, folder, storing)
+        saving = Saving(storing, header, servers + 1, on_death == "continue")
         settings = Settings(
             workers, program.steps, job.optimizer, mode, every, patience, on_death, True, pacing, job.scheduler, forms,
-            program.clip, program.compress,
+            program.clip, program.compress, storing.saved,
         )  # fmt: skip
         revivals = _REVIVALS if on_death == "continue" else 0
-        found = cluster.run_reviving(
-            revivals, hear, _take_part, job, program, folder, settings, keep_gradients, slow, watch is not None
-        )
+        with storing.around():
+            found = cluster.run_reviving(
+                revivals, hear, _take_part, job, program, folder, settings, keep_gradients, slow, watch is not None,
+                header, storing, Watching(memory, None if cluster.emulates is None else cluster.emulates.memory),
+            )  # fmt: skip
+            shares = [share for _, share in (*found[workers:], found[0])]
+            saving.finish(shares[0].header)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    steps |= {(one.worker, one.step): one for told in found[:workers] for one in told}
-    served: list[Served] = found[workers:]
-    result = _result(program, keys, steps, served, deaths, keep_gradients, job.batch)
-    tell(program.steps, lambda: result[0].losses, lambda: progress.trace)
-    return result
+    steps |= {(one.worker, one.step): one for told, _ in found[:workers] for one in told}
+    served: list[Served] = [one for one, _ in found[workers:]]
+    execution, service = _result(program, keys, steps, served, deaths, keep_gradients, job.batch)
+    tell(program.steps, lambda: execution.losses, lambda: progress.trace)
+    return replace(execution, shares=shares), service
 
 
 def pacing_of(costs: EmulatedCosts) -> Pacing:
@@ -227,6 +249,8 @@ def _result(
     error = max([0.0, *(one.clock_error for one in taken), *(one.clock_error for one in served)])
     size = _size(program, taken, served, batch)
     trace = Trace(program, starts, ends, size, "measured", "bytes", data, clock_error=error)
+    if any(step.series is not None for step in taken):
+        trace = replace(trace, series=_series(trace, taken, zero))
     service = Service(
         order,
         deaths,
@@ -237,6 +261,21 @@ def _result(
     )
     execution = Execution(program, losses, [trace.time], trace, gradients if keep_gradients else [])
     return execution, service
+
+
+def _series(trace: Trace, taken: list[Step], zero: float) -> list[Series]:
+    """What happened to the memory of workers, in all their steps, and to the values of servers."""
+    program = trace.program
+    found = []
+    for w in range(program.workers):
+        first: dict[int, int] = {}
+        for k, ins in enumerate(program.ranks[w]):
+            first.setdefault(ins.step, k)
+        steps = {step.step: step.series for step in taken if step.worker == w and step.series is not None}
+        passes = [(first[s], steps[s]) for s in first if s in steps]
+        whole = Series.joined(passes) if passes else Series()
+        found.append(replace(whole, times=[max(0.0, t - zero) for t in whole.times]))
+    return [*found, *(series_of(trace, rank) for rank in range(program.workers, len(program.ranks)))]
 
 
 def _size(program: Program, taken: list[Step], served: list[Served], batch: int) -> Callable[[int, Value], int]:
@@ -332,19 +371,23 @@ def _trained(job: Job) -> tuple[nn.Module, list[nn.Module], list[list[nn.Paramet
     return model, layers, parameters_of(layers), {id(p): name for name, p in model.named_parameters()}
 
 
-def _keys(job: Job, name: str) -> tuple[tuple[ParameterKey, ...], tuple[Form, ...]]:
-    """The keys of the parameters, for servers and workers; and the parameters that the optimizer is made of."""
+def _open(
+    job: Job, program: Program, folder: str, storing: Storing
+) -> tuple[tuple[ParameterKey, ...], tuple[Form, ...], Header]:
+    """The keys of the parameters, of which the handle is written for servers and workers; the parameters that the
+    optimizer is made of; and the header of the run as it is saved at its end."""
     model, _, groups, names = _trained(job)
     forms = forms_of(model)
-    check_update(Update(job.optimizer, forms, job.scheduler), f"program {name!r} cuts parameters over servers")
-    return tuple(key_of(names[id(p)], p) for group in groups for p in group), forms
-
-
-def _open(job: Job, name: str, folder: str, servers: int) -> tuple[tuple[ParameterKey, ...], tuple[Form, ...]]:
-    """`_keys`, of which the handle is written for all."""
-    keys, forms = _keys(job, name)
-    rendezvous.open_folder(_meeting(folder), keys, servers)
-    return keys, forms
+    update = Update(job.optimizer, forms, job.scheduler)
+    check_update(update, f"program {program.name!r} cuts parameters over servers")
+    rows = outline_of(model).rows
+    if storing.saved is not None:
+        storing.saved.check_fits(rows, class_name(update.whole) if forms else "")
+    keys = tuple(key_of(names[id(p)], p) for group in groups for p in group)
+    assert program.serving is not None
+    rendezvous.open_folder(_meeting(folder), keys, program.serving.servers)
+    last = storing.first + program.steps
+    return keys, forms, Header(last, job.seed, job.batch, dtype_name(job.dtype), program.name, "", rows)
 
 
 def _meeting(folder: str) -> Meeting:
@@ -377,37 +420,83 @@ def _take_part(
     settings: Settings,
     keep_gradients: bool,
     slow: list[Delays] | None,
-    watched: bool = False,
-) -> Served | list[Step]:
-    """What every rank does: the first ones are workers, the last ones servers."""
+    watched: bool,
+    header: Header,
+    storing: Storing,
+    watching: Watching,
+) -> tuple[Any, Share]:
+    """What every rank does: the first ones are workers, the last ones servers. Returns the steps of a worker or what a
+    server brings back, and the rank's share of the state."""
     rank, meeting = worker.context().rank, _meeting(folder)
     clock = clocks.Reading(0.0, 0.0, 0.0)
     if meeting.address and settings.on_death == "abort":  # (otherwise all are on one machine)
         clock = clocks.read(communicator.create())
+    dying = settings.on_death == "continue"  # (then every step is reported at once, as this rank may die)
+    number = rank - program.workers
+    part = Part(storing, number if number >= 0 else len(program.ranks) - program.workers, program.steps, dying)
     if rank >= program.workers:
         _, _, groups, _ = _trained(job)
         values = [p.detach() for group in groups for p in group]
+        shares: list[Share] = []
+
+        def updated(server: Server) -> None:
+            own = server.shard
+            part.reached(server.rule.version, server.incarnation, own.saved, own.optimizer_name, own.saved_schedule)
+
+        def ended(server: Server) -> None:
+            own = server.shard
+            last = replace(header, schedule=own.saved_schedule())
+            here = max(1, own.nbytes) / max(1, sum(map(count_bytes, values)))
+            shares.append(part.end(last, own.saved, own.optimizer_name, here))
+
         try:
-            served = serve(meeting, rank - program.workers, settings, values, report=_only_silence)
+            served = serve(meeting, number, settings, values, _nothing, _only_silence, updated, ended)
             ahead = clock.seconds
             events = [e._replace(start=e.start + ahead, end=e.end + ahead) for e in served.events]
-            return replace(served, events=events, clock_error=clock.error)
+            return replace(served, events=events, clock_error=clock.error), shares[0]
         finally:
             if not worker.context().store:
                 _leave(folder, rank - program.workers)
     done: list[Step] = []
-    dying = settings.on_death == "continue"  # (then every step is reported at once, as this rank may die)
 
     def tell(step: Step) -> None:
         times = [(a + clock.seconds, b + clock.seconds) for a, b in step.times]
         step = step._replace(times=times, clock_error=clock.error)
-        worker.report(step if dying else step._replace(gradients={}) if watched else rank)
+        if step.series is not None:
+            own = [t + clock.seconds for t in step.series.times]
+            step = step._replace(series=replace(step.series, times=own))
+        worker.report(step if dying else step._replace(gradients={}, series=None) if watched else rank)
         if not dying:
             done.append(step)
 
+    made = job.build()
+    outline = outline_of(made)
+    if storing.saved is not None:
+        from minipar.execution.saving.storage import Reading
+
+        names = {id(p): name for name, p in made.named_parameters()}
+        restore_untrained(layers_of(made), names, outline, Reading(storing.saved))
+    spare = copy.deepcopy(made)  # to warm up: first calls take longer, and should not count in the first step
+    one = Worker(program, rank, made, job, slow[rank] if slow else None)
+    rest = partial(collect_untrained, list(one.compute.layers.values()), one.names, outline)
+
+    def begins(version: int, incarnation: int) -> None:
+        if rank == 0 and part.due(version, incarnation):
+            with one.offloading.all_here():
+                part.reached(version, incarnation, rest)
+
     with contextlib.suppress(ServerClosed):  # (it was started again after the end)
-        _work(job, program, meeting, not dying, keep_gradients, slow[rank] if slow else None, tell)
-    return done
+        _work(job, one, spare, meeting, not dying, keep_gradients, tell, storing.first, begins, watching)
+    if rank:
+        one.offloading.close()
+        return done, Share(header)
+    with closing(one.offloading), one.offloading.all_here():
+        share = part.end(header, rest)
+    unsaved = f"plan {program.name!r}: what compress={program.compress} has left out of the gradients is not saved"
+    return done, replace(share, reason=unsaved) if keeps_residual(program.compress) else share
+
+
+def _nothing(point: str) -> None: ...
 
 
 def _only_silence(fact: object) -> None:
@@ -422,63 +511,79 @@ def _say_stopped(workers: int, server: int, process: int) -> None:
 
 def _work(
     job: Job,
-    program: Program,
+    one: Worker,
+    spare: nn.Module,
     meeting: Meeting,
     abort: bool,
     keep_gradients: bool,
-    delays: Delays | None,
     tell: Callable[[Step], None],
+    first: int,
+    begins: Callable[[int, int], None],
+    watching: Watching,
 ) -> None:
-    """Be a worker until the servers have done all their updates."""
-    rank = worker.context().rank
-    model, layers, groups, names = _trained(job)
-    randomness.replace_dropout(model, job.seed)
-    layers = layers_of(model)
-    check_fit(program, layers, edges_of(model))
-    if program.precision == "bf16":  # (what is pulled is rounded, and servers are given their own type)
-        check_narrow(model)
-        narrow(nn.ModuleList(layers))
-    selective_checkpoint.choose(layers, program.selective)
-    blocks: dict[int, list[tuple[int, Instruction]]] = {}
-    for index, ins in enumerate(program.ranks[rank]):
-        blocks.setdefault(ins.step, []).append((index, ins))
+    """Be a worker until the servers have done all their updates.
+
+    spare    a copy of the worker's model
+    first    the number of the program's first step
+    begins   called when the parameters of a step are here, with their version and the servers' incarnation
+    """
+    program, compute, rank, device = one.program, one.compute, one.comm.rank, one.device
     # At once, so that the servers see this worker's process.
     on_stop = None if abort else partial(_say_stopped, program.workers)
     ps = pushing.connect(meeting, rank, compress=program.compress, on_stop=on_stop)
-    spare = copy.deepcopy(model)  # to warm up: first calls take longer, and should not count in the first step
-    _run(_computing(program, rank, layers_of(spare), job), parameters_of(layers_of(spare)), blocks[0])
-    del spare
-    compute = _computing(program, rank, layers, job)
+    warm = Worker(program, rank, spare, job)
+    with closing(warm.offloading):
+        warm.run(job.batches, first)
     compute.finite = None if job.on_nan == "ignore" else Finite(rank, job.on_nan, worker.report)
-    device = EmulatedDevice(delays) if delays is not None else None
     types = {key.name: key.type for key in ps.keys}
+    transfers = {} if device is None or not device.delays.links else device.delays.transfer
+    pulls = sum(ins.op is Op.PULL for ins in one.instructions)
+    found: dict[str, Tensor] = {}
+    counts = 0, 0
+
+    def pulled() -> None:
+        nonlocal counts
+        part = compute.rows.part(0)
+        mine = range(part.rows[0].start - part.start, part.rows[-1].stop - part.start)
+        counts = _whole(counted(take_rows(part.y, mine), job.loss)), _whole(part.weight)
+        ps.weigh(*counts)
+        for g, group in enumerate(one.groups):
+            values = [ps.pull(one.names[id(p)]) for p in group]
+            if one.offloading.keeps(g):
+                one.offloading.put_away(g, [v.to(p.dtype) for v, p in zip(values, group, strict=True)])
+            else:
+                for p, value in zip(group, values, strict=True):
+                    p.data.copy_(value)
+        if device is not None:
+            device.arrived(ps.arrived, 0)
+
+    def push(p: nn.Parameter, gradient: Tensor, peer: int) -> None:
+        name = one.names[id(p)]
+        gradient = gradient.to("cpu", types[name])  # (servers keep and update parameters on the CPU)
+        if keep_gradients:
+            found[name] = gradient
+        ps.push(name, gradient, peer - program.workers)
+
+    def pace(index: int) -> None:
+        if device is not None and device.delays.links:
+            occupied, delay = transfers.get(index, (0.0, 0.0))
+            ps.pace(device.now + delay, occupied)
+
+    one.pulled, one.push, one.pace = pulled, push, pace
+    tracker = watching.start(one)
     begin = time.perf_counter()
     while (step := ps.next_step()) is not None:
-        found: dict[str, Tensor] = {}
-        part = compute.rows.part(step)
-        weight, mine = part.weight, range(part.rows[0].start - part.start, part.rows[-1].stop - part.start)
-        rows, weight = (_whole(n) for n in (counted(take_rows(part.y, mine), job.loss), part.weight))
-        ps.weigh(rows, weight)
-        for p in (p for group in groups for p in group):
-            p.data.copy_(ps.pull(names[id(p)]))
-        if device is not None:
-            device.arrived(ps.arrived, blocks[step][0][0])
-
-        def push(p: nn.Parameter, gradient: Tensor, peer: int, found: dict[str, Tensor] = found) -> None:
-            gradient = gradient.to("cpu", types[names[id(p)]])  # (servers keep and update parameters on the CPU)
-            if keep_gradients:
-                found[names[id(p)]] = gradient
-            ps.push(names[id(p)], gradient, peer - program.workers)
-
-        times = _run(compute, groups, blocks[step], push, device, ps)
+        begins(ps.version, ps.incarnation)
+        found = {}
+        with tracker:
+            record = one.run(job.batches, first + step)
         if device is not None and device.delays.links:
             ps.pace(device.now)
-        pulls = sum(ins.op is Op.PULL for _, ins in blocks[step])
+        times = list(zip(record.starts, record.ends, strict=True))
         times[:pulls] = [(begin, times[0][1])] * pulls
-        loss, data = float(compute.losses[step]), compute.data_bytes()
-        compute.rows.forget(step)
-        compute.losses[step] = 0.0
-        tell(Step(rank, step, loss, rows, weight, found, times, dict(compute.sizes), data))
+        sizes, data = dict(compute.sizes), compute.data_bytes()
+        series = tracker.last if watching.series else None
+        tell(Step(rank, step, record.losses[0], *counts, found, times, sizes, data, series=series))
         begin = time.perf_counter()
 
 
@@ -488,53 +593,3 @@ def _whole(count: float) -> int:
             f"sync=ps: the loss counts {count:g}, and servers count whole numbers; possible is sync=allreduce"
         )
     return int(count)
-
-
-def _computing(program: Program, rank: int, layers: list[nn.Module], job: Job) -> Compute:
-    compute = Compute(program, rank, torch.device(worker.context().device), layers, job.loss, job.seed)
-    compute.begin(job.batches, 0)
-    return compute
-
-
-def _run(
-    compute: Compute,
-    groups: list[list[nn.Parameter]],
-    block: list[tuple[int, Instruction]],
-    push: Callable[[nn.Parameter, Tensor, int], None] | None = None,
-    device: EmulatedDevice | None = None,
-    ps: pushing.Servers | None = None,
-) -> list[tuple[float, float]]:
-    """Walk a worker's instructions of one step. Returns when each of them ran. `push` takes a gradient for a server."""
-    live: dict[Value, Any] = {}
-    times = []
-    for index, ins in block:
-        start = time.perf_counter()
-        if ins.op in (Op.FORWARD, Op.RECOMPUTE):
-            compute.forward(ins, live)
-        elif ins.op is Op.BACKWARD:
-            compute.backward(ins, live)
-        elif ins.op is Op.BACKWARD_INPUT:
-            compute.backward_input(ins, live)
-        elif ins.op is Op.BACKWARD_WEIGHT:
-            compute.backward_weight(ins, live)
-        elif ins.op is Op.PUSH:
-            occupied, delay = (0.0, 0.0) if device is None else device.delays.transfer.get(index, (0.0, 0.0))
-            if device is not None and ps is not None and device.delays.links:
-                ps.pace(device.now + delay, occupied)
-            for p in (p for g in ins.layers for p in groups[g]):
-                if push is not None:
-                    push(p, torch.zeros_like(p) if p.grad is None else p.grad, ins.peer)
-            if device is not None and device.delays.links:
-                device.wait(device.now + occupied, index)
-        elif ins.op is not Op.PULL:
-            raise RankError(f"{ins}: no worker does {ins.op.name}")
-        if compute.device.type == "cuda" and ins.op in COMPUTE:
-            torch.cuda.synchronize(compute.device)  # the clock must see the device's work
-        if device is not None and ins.op in COMPUTE:
-            device.computed(index)
-        times.append((start, time.perf_counter()))
-        for value in ins.frees:
-            live.pop(value, None)
-            for p in groups[value.index] if value.kind == "grad" else ():
-                p.grad = None
-    return times

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from minipar.execution.saving.contents import (
+    SavedSlice,
+    SavedSource,
+    optimizer_class,
+    restore_slices,
+    states_of_slice,
+)
 from minipar.execution.updating import Elements, Form, Optimizer, Scheduler, Update, Updated
 from minipar.models.tensors import dtype_name, dtype_named
 from minipar.server.connection import Peer
@@ -90,7 +97,8 @@ class Pushed:
 
 
 class Shard:
-    """One server's part. `values` are the initial parameters, in the order of `keys`."""
+    """One server's part. `values` are the initial parameters, in the order of `keys`; `schedule` is the scheduler's
+    state in a saved run, from which it goes on."""
 
     def __init__(
         self,
@@ -100,8 +108,9 @@ class Shard:
         optimizer: Optimizer,
         scheduler: Scheduler | None = None,
         forms: Sequence[Form] = (),
+        schedule: dict[str, Any] | None = None,
     ) -> None:
-        self.keys, self.pieces = keys, pieces
+        self.keys, self.pieces, self.schedule = keys, pieces, schedule
         self.by_tensor = {piece.tensor: piece for piece in pieces}
         self.flat = torch.zeros(length(pieces), dtype=torch.uint8)
         self.bytes = bytes_of(self.flat)
@@ -112,9 +121,9 @@ class Shard:
             parameter.data.copy_(whole[piece.start // size : piece.stop // size])
         forms = forms or [Form(str(key.name), key.shape, key.type) for key in keys]
         self.scheduler = scheduler
-        self.update, self.updates = Update(optimizer, forms, scheduler), 0
-        updated = [_updated(keys[p.tensor], p, own) for p, own in zip(pieces, self.parameters, strict=True)]
-        self.part = self.update.part(updated)
+        self.update, self.updates = self._begun(optimizer, forms), 0
+        self.updated = [_updated(keys[p.tensor], p, own) for p, own in zip(pieces, self.parameters, strict=True)]
+        self.part = self.update.part(self.updated)
         # (a server may keep nothing, if there are more servers than elements)
         self.optimizer = self.part.optimizer if self.part.which else None
         self.readers: list[Peer] = []  # peers to which `flat` may still be on its way
@@ -128,6 +137,12 @@ class Shard:
                 self.runs[-1] = dtype, self.runs[-1][1], piece.place + piece.size
             else:
                 self.runs.append((dtype, piece.place, piece.place + piece.size))
+
+    def _begun(self, optimizer: Optimizer, forms: Sequence[Form]) -> Update:
+        update = Update(optimizer, forms, self.scheduler)
+        if update.schedule is not None:
+            update.schedule.load(self.schedule)
+        return update
 
     @property
     def nbytes(self) -> int:
@@ -267,13 +282,35 @@ class Shard:
             k, _, state = name.partition("/")
             states.setdefault(int(k), {})[state] = number
         if self.update.schedule is not None and facts["updates"] < self.updates:
-            self.update = Update(self.update.factory, self.update.forms, self.scheduler)
+            self.update = self._begun(self.update.factory, self.update.forms)
         self.updates = facts["updates"]
         # (torch counts parameters by group; those that are in no group have no state)
         place = {id(p): k for k, p in enumerate(p for group in self.optimizer.param_groups for p in group["params"])}
         numbered = {place[id(self.parameters[k])]: found for k, found in states.items()}
         groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": numbered, "param_groups": groups})
+
+    # saved runs
+
+    @property
+    def optimizer_name(self) -> str:
+        return "" if self.optimizer is None else optimizer_class(self.optimizer)
+
+    def saved(self) -> Iterator[SavedSlice]:
+        """What is saved of this part: parameters, and what the optimizer keeps of them. No copies are made."""
+        for piece in self.updated:
+            (run,) = piece.runs
+            yield SavedSlice(f"parameters/{run.name}", run.shape, run.begin, piece.parameter.detach())
+            kept = {} if self.optimizer is None else self.optimizer.state.get(piece.parameter, {})
+            yield from states_of_slice(piece, kept)
+
+    def saved_schedule(self) -> dict[str, Any] | None:
+        """The state of the scheduler now, if there is one."""
+        return None if self.update.schedule is None else self.update.schedule.saved(self.updates)
+
+    def resume(self, source: SavedSource) -> None:
+        """Go on with this part of a saved run."""
+        restore_slices(self.updated, self.optimizer, source)
 
 
 def _updated(key: ParameterKey, piece: Piece, own: nn.Parameter) -> Updated:

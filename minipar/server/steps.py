@@ -15,12 +15,14 @@ from torch import Tensor
 from minipar.execution.following import Span, window
 from minipar.program import Instruction, Program
 from minipar.trace import Trace
+from minipar.trace.memory_series import Series
 
 
 class Step(NamedTuple):
     """A step that a worker has done: its share of the mean loss, its `rows` of the `of` rows of the step, and gradients
     by parameter name (if kept). On real ranks also when each instruction ran, sizes as in `Compute`, bytes of input
-    rows, and by how much these times may be wrong against those of another host."""
+    rows, by how much these times may be wrong against those of another host, and what happened to the worker's memory,
+    if that was followed."""
 
     worker: int
     step: int
@@ -32,6 +34,7 @@ class Step(NamedTuple):
     sizes: Mapping[tuple[str, int, int], int] = MappingProxyType({})
     data: int = 0
     clock_error: float = 0.0
+    series: Series | None = None
 
 
 def losses_of(taken: Sequence[Step], count: int) -> list[float]:
@@ -71,7 +74,7 @@ class Progress:
         done = self._told.setdefault(step.step, [])
         if any(one.worker == step.worker for one in done):
             return  # (a worker that was started again did it once more)
-        done.append(step._replace(gradients={}, sizes={}))
+        done.append(step._replace(gradients={}, sizes={}, series=None))
         row = zip(self._blocks[step.worker][step.step], step.times, strict=True)
         self._rows.setdefault(step.worker, []).extend((ins, start, end) for ins, (start, end) in row)
         self._last[step.worker] = min(a for a, _ in step.times), max(b for _, b in step.times)

@@ -120,6 +120,9 @@ OFFLOADED_STATE = KeyValues(
     lambda plan: bool(set(plan.offload) - {"activations"}),
     "offload=none, offload=activations",
 )
+OFFLOADED_OPTIMIZER = KeyValues(
+    "offload", "offload=optimizer", lambda plan: "optimizer" in plan.offload, "offload=parameters, activations"
+)
 OFFLOADED_PARAMETERS = KeyValues(
     "offload", "offload=parameters", lambda plan: "parameters" in plan.offload, "offload=optimizer"
 )
@@ -220,10 +223,10 @@ EXCLUSIONS = (
     Exclusion(SERVERS, ZERO, "the servers hold the optimizer's state, and share it out", fundamental=True),
     Exclusion(
         SERVERS,
-        OFFLOAD,
-        "states are the servers', parameters come from them in every step, and a worker keeps the rest on its device",
+        OFFLOADED_OPTIMIZER,
+        "the servers keep its states, in the memory of their hosts, and no worker has any",
+        fundamental=True,
     ),
-    Exclusion(SERVERS, HOST_LAYERS, "a worker computes everything on its device"),
     Exclusion(SERVERS, INFERENCE, "nothing is updated", fundamental=True),
     Exclusion(
         SERVERS, LOW_RANK, "all ranks sum its factors together, and go on with what they have summed", fundamental=True

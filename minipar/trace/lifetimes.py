@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minipar.costs.unit import KEPT
 from minipar.program import Instruction, Op, Value, chunk, grad, tier, version_of
-from minipar.trace.memory_series import ALL_KINDS, CODES, Curve
+from minipar.trace.memory_series import ALL_KINDS, CODES, Curve, Series
 
 if TYPE_CHECKING:
     from minipar.trace import Trace
@@ -106,6 +106,24 @@ def _not_in_place(step: Instruction, live: dict[Value, int]) -> list[Value]:
         elif old[value.index] in live:
             live[value] = live.pop(old[value.index])
     return rest
+
+
+def series_of(trace: Trace, rank: int) -> Series:
+    """The same as a series, for a rank whose allocations nobody follows, such as a parameter server."""
+    series = Series()
+    live = set(trace.program.state[rank])
+    for value in live:
+        owner = KINDS[value.kind], value.index
+        series.before[owner] = series.before.get(owner, 0) + int(trace.size(rank, value))
+    for k, ins in enumerate(trace.program.ranks[rank]):
+        for value in ins.writes:
+            if value not in live:
+                live.add(value)
+                series.add(trace.starts[rank][k], k, int(trace.size(rank, value)), KINDS[value.kind], value.index)
+        for value in ins.frees:
+            live.discard(value)
+            series.add(trace.ends[rank][k], k, -int(trace.size(rank, value)), KINDS[value.kind], value.index)
+    return series
 
 
 def lifetimes(trace: Trace, rank: int) -> Curve:

@@ -10,6 +10,7 @@ The memory tracker and the prediction both write such a series. Curves, peaks an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -75,6 +76,19 @@ class Series:
         self.deltas.append(delta)
         self.kinds.append(CODES[kind])
         self.layers.append(layer)
+
+    @staticmethod
+    def joined(passes: Sequence[tuple[int, Series]]) -> Series:
+        """Passes one after another as one series. Each has the place of its first instruction in the whole."""
+        whole = Series(before=passes[0][1].before, highest=max(each.highest for _, each in passes))
+        for first, each in passes:
+            whole.times.extend(each.times)
+            whole.indices.extend(first + index for index in each.indices)
+            whole.deltas.extend(each.deltas)
+            whole.kinds.extend(each.kinds)
+            whole.layers.extend(each.layers)
+            whole.device.update({name: max(size, whole.device.get(name, 0)) for name, size in each.device.items()})
+        return whole
 
     def __len__(self) -> int:
         return len(self.times)

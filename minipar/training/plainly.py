@@ -109,14 +109,23 @@ def replay_service(
     microbatches: int,
     threads: int = 1,
     clip: float | None = None,
+    storing: Storing = NOTHING,
+    saved: Saved = None,
 ) -> Reference:
     """Run a job in plain torch by the recorded order of parameter servers: every gradient is computed with the
     parameters that its worker was given, and every update uses the gradients that the servers took."""
-    return ask(service_task(job, order, workers, steps, microbatches, clip), threads)
+    return ask(service_task(job, order, workers, steps, microbatches, clip, storing, saved), threads)
 
 
 def service_task(
-    job: Job, order: list[Row], workers: int, steps: int, microbatches: int, clip: float | None = None
+    job: Job,
+    order: list[Row],
+    workers: int,
+    steps: int,
+    microbatches: int,
+    clip: float | None = None,
+    storing: Storing = NOTHING,
+    saved: Saved = None,
 ) -> dict[str, Any]:
     """What `reference.run` needs for such a replay."""
     done = completed(order)
@@ -130,7 +139,7 @@ def service_task(
         elif row.kind is Kind.APPLY:
             events.append(("apply",))
     options = {"events": events, "steps": steps, "workers": workers, "microbatches": microbatches, "clip": clip}
-    return task_of(job, "service", options)
+    return task_of(job, "service", options | {"first": storing.first}, storing, saved)
 
 
 def task_of(

@@ -734,6 +734,8 @@ def replay_service(
     seed: int = 0,
     clip: float | None = None,
     how: How = PLAIN,
+    first: int = 0,
+    begin: Begin = lambda model, optimizer: None,
 ) -> Reference:
     """Train in the recorded order of the servers, one event after another:
 
@@ -746,13 +748,16 @@ def replay_service(
     masks, statistics = Masks(model, seed), statistics_of(model)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     update = Update(optimizer, how, named)
+    begin(model, update.optimizer)
     there: dict[tuple[int, int], _Done] = {}
     arrived: list[_Done] = []
     taking: list[_Done] = []
     for what, *rest in events:
         if what == "answer":
             worker, step = rest
-            there[worker, step] = _worker_step(model, batches, loss, named, masks, worker, step, workers, microbatches)
+            there[worker, step] = _worker_step(
+                model, batches, loss, named, masks, worker, first + step, workers, microbatches
+            )
         elif what == "arrive":
             worker, step, taken = rest
             arrived.append(there.pop((worker, step)))
@@ -770,7 +775,7 @@ def replay_service(
             taking = []
     losses = []
     for s in range(steps):
-        here = [done for done in arrived if done.step == s]
+        here = [done for done in arrived if done.step == first + s]
         weight, value = sum(done.weight for done in here), sum(done.loss for done in here)
         losses.append(value * (here[0].whole / weight) if weight and weight != here[0].whole else value)
     return _result(losses, [done.gradients for done in arrived], model, masks, statistics)
@@ -931,8 +936,8 @@ def run(task: Mapping[str, Any], report: Callable[[int], None] = lambda step: No
     options["how"] = How(task["by_name"], task["scheduler"], task["schedule"])
     if task["kind"] != "service":
         options["report"] = report
-        if task["saved"] is not None:
-            options["begin"] = partial(go_on, task["saved"])
+    if task["saved"] is not None:
+        options["begin"] = partial(go_on, task["saved"])
     if task["kind"] == "local" and callable(task["model"]) and not isinstance(task["model"], nn.Module):
         options["again"] = partial(build, task["model"], task["seed"], task["dtype"], task["evaluate"])
     if task["kind"] == "order":

@@ -278,9 +278,11 @@ def train(
     if cluster is None and program is None and plan.place is None and plan.pp > FEW_STAGES:
         _check_stages(plan, model)
     if plan.sync == "ps":
-        for key, value in {"memory": memory, "resume": resume, "save": save, "keep": keep}.items():
-            if value:
-                raise PlanError(f"{key}={value}: not together with sync=ps; possible is {key}=None")
+        if every and plan.mode.startswith(("async", "ssp")):
+            raise PlanError(
+                f"save_every={every}: with mode={plan.mode} workers are at different steps; possible are save=, at the "
+                "end, and mode=sync"
+            )
         if callback is not None:
             raise PlanError("callback: not together with sync=ps, whose workers are at different steps; use watch=")
     storing, steps = restarting.going_on(keeping.storing(resume, save, every, keep), steps)
@@ -345,16 +347,20 @@ def train(
             made, rest = own_program.check(program, plan, shape, steps), None
             block = made.steps
         predicted = predict(made, facts.profile, job.batch, *times)
-        if served:
-            return _train_served(plan, made, job, ranks, predicted, reference, check, bar, watch)
         if facts.tapes is not None:
-            predicted = with_memory(predicted, facts.tapes, ProfiledCosts(made, facts.profile, job.batch))
+            costs_there = ProfiledCosts(predicted.program, facts.profile, job.batch)
+            predicted = with_memory(predicted, facts.tapes, costs_there)
 
         def measure(rows: tuple[int, ...]) -> Measured:
             (known,) = ranks.run_on([0], profile_job, job, rows, True, None, split)
             assert known.tapes is not None
             return known.shape, known.profile, known.tapes, known.data_bytes
 
+        if served:
+            with advising(plan, job.batch, measure):
+                return _train_served(
+                    plan, made, job, ranks, predicted, reference, check, bar, watch, storing, saved, memory
+                )
         with bar(total=steps, desc=str(plan)) as meter, advising(plan, job.batch, measure):
 
             def tell(k: int, loss: float) -> None:
@@ -433,6 +439,9 @@ def _train_served(
     check: bool,
     bar: Callable[..., Any],
     watch: Observer | None,
+    storing: keeping.Storing,
+    saved: plainly.Saved,
+    memory: bool,
 ) -> Run:
     """The rest of `train` with parameter servers."""
     slow, pacing = None, None
@@ -443,19 +452,25 @@ def _train_served(
     with bar(total=program.steps * plan.dp, desc=str(plan)) as meter:
         done, service = execute_served(
             program, job, ranks, on_death=plan.on_death, keep_gradients=check, slow=slow, pacing=pacing,
-            report=lambda k: meter.update(), watch=watch,
+            report=lambda k: meter.update(), watch=watch, storing=storing,
+            memory=memory,
         )  # fmt: skip
     plain: Reference | None = None
     plain_time: float | None = None
     if (reference or check) and plan.mode == "sync" and not service.silent:
-        plain = plainly.train_reference(job, program.steps, clip=plan.clip, keep_gradients=check, threads=ranks.threads)
+        plain = plainly.train_reference(
+            job, program.steps, clip=plan.clip, keep_gradients=check, threads=ranks.threads, storing=storing,
+            saved=saved,
+        )  # fmt: skip
         plain_time = plain.seconds
     elif reference or check:
         order, parts = service.order, program.microbatches // program.slice_count
-        plain = plainly.replay_service(job, order, plan.dp, program.steps, parts, ranks.threads, plan.clip)
+        plain = plainly.replay_service(
+            job, order, plan.dp, program.steps, parts, ranks.threads, plan.clip, storing, saved
+        )
     return Run(
         plan, done.program, done.losses, done.trace, predicted, done.times, done.gradients, plain, plain_time,
-        service=service,
+        storing.first, done.shares, service,
     )  # fmt: skip
 
 

@@ -57,6 +57,9 @@ def run(clusters, words, data=None, model=MODEL, steps=4, optimizer=None, loss=m
         "dp=2 sync=ps microbatches=2 accumulate=2 checkpoint=2 overlap=none",
         "dp=2 sync=ps servers=2 clip=0.1 compress=topk:1",
         "dp=2 sync=ps schedule=zb-h1 microbatches=2 bucket=none checkpoint=1 clip=0.1",
+        "dp=2 sync=ps microbatches=3 offload=activations checkpoint=1",
+        "dp=2 sync=ps servers=2 microbatches=2 offload=parameters,activations offload_to=disk",
+        "sync=ps servers=3 microbatches=2 host_layers=0,8 offload=parameters",
     ],
 )
 def test_sync_equals_plain_torch(clusters, words):
@@ -201,8 +204,6 @@ def test_a_worker_dies_and_all_end(clusters, tmp_path):
 
 
 def test_what_does_not_go_together(clusters):
-    with pytest.raises(PlanError, match="memory=True: not together with sync=ps"):
-        train(MODEL, rows(8), "dp=2 sync=ps", cluster=clusters(3), memory=True)
     with pytest.raises(PlanError, match="otherwise than the whole one|cannot update slices"):
         train(partial(toy, ("linear",)), rows(8), "dp=2 sync=ps", cluster=clusters(3), loss=mse, steps=1,
               optimizer=torch.optim.LBFGS, progress=False)  # fmt: skip

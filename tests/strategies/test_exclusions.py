@@ -39,6 +39,7 @@ MADE = {
     "precision=bf16": "precision=bf16",
     "offload": "offload=optimizer",
     "offload=optimizer, parameters": "offload=parameters",
+    "offload=optimizer": "offload=optimizer",
     "offload=parameters": "offload=parameters",
     "offload=activations": "offload=activations",
     "host_layers": "host_layers=0",

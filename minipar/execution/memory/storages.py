@@ -76,6 +76,10 @@ class Storages(TorchDispatchMode):
         held = self.find(tensor.untyped_storage())
         return None if held is None or held.nbytes == _OUTSIDE else held
 
+    def leave(self, held: FollowedStorage) -> None:
+        """A storage belongs to somebody else from now on. (It is not counted, and its end is no news.)"""
+        held.nbytes = _OUTSIDE
+
     def everything(self) -> Iterator[FollowedStorage]:
         """All that is live and followed."""
         self.settle()

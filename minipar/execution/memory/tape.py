@@ -64,7 +64,7 @@ class _Recorder(Storages):
         """What happened since the last call."""
         self.settle()
         log, self.log = self.log, []
-        return tuple((delta, held.kind or "temporary") for delta, held in log)
+        return tuple((delta, held.kind or "temporary") for delta, held in log if held.kind != "sink")
 
 
 class _Source(torch.autograd.Function):
@@ -237,6 +237,7 @@ def _with_graph(
         more = [t for t in differentiable(_carried(run)) if t.requires_grad]
         last = [end] if end is not None else [_Sink.apply(lambda made: recorder.role(made, "grad_output"), *ends)]
         last += [_Sink.apply(lambda made: recorder.role(made, "grad_carried"), *more)] if more else []
+        recorder.role(last, "sink")  # (but the loss is the layer's, and has a role already)
         if isinstance(run, sliced.Alone):
             leaves, run.handed_on = differentiable(run.given), None
         recorder.take()

@@ -134,6 +134,15 @@ class Tracker(Storages):
                 self._open.append((now, held.nbytes, held, "activations"))
                 held.kind = "activations"
 
+    def given(self, tensor: torch.Tensor) -> None:
+        """A tensor is the host's from now on, and does not count."""
+        self.settle()
+        held = self.held_by(tensor)
+        if held is not None:
+            self.live -= held.nbytes
+            self._open.append((time.perf_counter(), -held.nbytes, held, held.kind))
+            self.leave(held)
+
     @contextmanager
     def aside(self) -> Iterator[None]:
         """While entered, new memory belongs to the host and does not count."""

@@ -50,6 +50,12 @@ class Followed:
         self.series.pop(self.passes - SERIES, None)
         self.passes += 1
 
+    @property
+    def last(self) -> Series:
+        """The series of the last pass."""
+        assert self.tracker is not None
+        return replace(self.series[self.passes - 1], highest=self.tracker.highest)
+
     def series_of_passes(self) -> dict[int, Series]:
         """The series that were kept, by pass. The `highest` of each is the most that any pass needed."""
         assert self.tracker is not None

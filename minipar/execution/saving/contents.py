@@ -89,7 +89,7 @@ def outline_of(model: nn.Module) -> Outline:
 
 def optimizer_name(executor: Executor) -> str:
     """What updates this rank's parameters; "" where nothing does."""
-    return next((_class_name(optimizer) for optimizer in executor.state.optimizers.values()), "")
+    return next((optimizer_class(optimizer) for optimizer in executor.state.optimizers.values()), "")
 
 
 def schedule_of(executor: Executor, updates: int) -> dict[str, Any] | None:
@@ -188,17 +188,30 @@ def _collect(executor: Executor, outline: Outline) -> Iterator[SavedSlice]:
             name, shape = executor.names[id(p)], tuple(p.shape)
             yield SavedSlice(f"parameters/{name}", shape, begin, _here(part, name)[place : place + end - begin])
         for piece in each.pieces:
-            for name, shape, begin, end, place in piece.runs:
-                for key, values, number in _states(name, kept.get(id(piece.parameter), {})):
-                    if values.shape == piece.parameter.shape and not number:
-                        yield SavedSlice(key, shape, begin, values[place : place + end - begin])
-                    elif begin == 0:
-                        yield SavedSlice(key, tuple(values.shape), 0, values.reshape(-1), number)
+            yield from states_of_slice(piece, kept.get(id(piece.parameter), {}))
     for l, layer in executor.compute.layers.items():
         # Replicas may differ in their buffers: the first one's are kept.
         if rank == _holders(executor, (l,), alike=False)[0]:
-            for name, values in _buffers(layer, outline.prefixes[l]):
-                yield SavedSlice(f"buffers/{name}", tuple(values.shape), 0, values.reshape(-1).clone())
+            yield from _buffers_of(layer, outline.prefixes[l])
+
+
+def states_of_slice(piece: Updated, kept: dict[str, Any]) -> Iterator[SavedSlice]:
+    """What an optimizer keeps of a slice, cut into the parameters that the slice has parts of."""
+    for name, shape, begin, end, place in piece.runs:
+        for key, values, number in _states(name, kept):
+            if values.shape == piece.parameter.shape and not number:
+                yield SavedSlice(key, shape, begin, values[place : place + end - begin])
+            elif begin == 0:
+                yield SavedSlice(key, tuple(values.shape), 0, values.reshape(-1), number)
+
+
+def collect_untrained(layers: Sequence[nn.Module], names: Mapping[int, str], outline: Outline) -> Iterator[SavedSlice]:
+    """What no server has of a model that is whole: frozen parameters, those without elements, and buffers."""
+    rest = {id(p): p for layer in layers for p in layer.parameters() if not (p.requires_grad and p.numel())}
+    for p in rest.values():
+        yield SavedSlice(f"parameters/{names[id(p)]}", tuple(p.shape), 0, p.detach().reshape(-1))
+    for layer, prefix in zip(layers, outline.prefixes, strict=True):
+        yield from _buffers_of(layer, prefix)
 
 
 def _states(name: str, values: dict[str, Any]) -> Iterator[tuple[str, Tensor, bool]]:
@@ -256,6 +269,11 @@ def _share(key: str, values: Tensor, rank: int, holders: list[int], number: bool
         yield SavedSlice(key, shape, k * size, flat[k * size : (k + 1) * size], number)
 
 
+def _buffers_of(layer: nn.Module, prefix: str) -> Iterator[SavedSlice]:
+    for name, values in _buffers(layer, prefix):
+        yield SavedSlice(f"buffers/{name}", tuple(values.shape), 0, values.reshape(-1).clone())
+
+
 def _buffers(layer: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """The buffers that belong to a layer's state, with their names in the model."""
     if isinstance(layer, Node):
@@ -267,7 +285,7 @@ def _buffers(layer: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
             yield f"{prefix}.{name}", values
 
 
-def _class_name(optimizer: torch.optim.Optimizer) -> str:
+def optimizer_class(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
@@ -308,10 +326,36 @@ def restore(executor: Executor, outline: Outline, source: SavedSource) -> None:
     for optimizer in state.optimizers.values():
         for own, settings in _parameters(optimizer):
             if id(own) in parts:
-                found = _states_of_slice(source, parts[id(own)], shapes)
+                found = _found_of_slice(source, parts[id(own)], shapes)
             else:
                 found = _states_of(source, names[id(own)])
             _give(optimizer, own, settings, found)
+
+
+def restore_untrained(
+    layers: Sequence[nn.Module], names: Mapping[int, str], outline: Outline, source: SavedSource
+) -> None:
+    """Give a model that is whole the frozen parameters and the buffers that were saved."""
+    for layer, prefix in zip(layers, outline.prefixes, strict=True):
+        for p in layer.parameters():
+            if not p.requires_grad:
+                _copy(source, f"parameters/{names[id(p)]}", p)
+        for name, values in _buffers(layer, prefix):
+            _copy(source, f"buffers/{name}", values)
+
+
+def restore_slices(pieces: Sequence[Updated], optimizer: torch.optim.Optimizer | None, source: SavedSource) -> None:
+    """Give slices on the CPU, and the optimizer that updates them, what was saved."""
+    source.fill({
+        (f"parameters/{name}", begin): piece.parameter.data[place : place + end - begin]
+        for piece in pieces for name, _, begin, end, place in piece.runs
+    })  # fmt: skip
+    shapes = {run.name: run.shape for piece in pieces for run in piece.runs}
+    parts = {id(piece.parameter): piece for piece in pieces}
+    if optimizer is None:
+        return
+    for own, settings in _parameters(optimizer):
+        _give(optimizer, own, settings, _found_of_slice(source, parts[id(own)], shapes))
 
 
 def read_whole(source: SavedSource) -> dict[str, dict[str, Any]]:
@@ -356,7 +400,7 @@ def _states_of(source: SavedSource, name: str) -> dict[str, Any]:
     return found
 
 
-def _states_of_slice(source: SavedSource, piece: Updated, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def _found_of_slice(source: SavedSource, piece: Updated, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """The states of a rank's slice: elements of its parameters' states, end to end, and common numbers.
 
     A parameter that nothing used yet has no states; in a slice its elements start from 0.

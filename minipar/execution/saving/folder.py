@@ -159,8 +159,9 @@ def write_fragment(path: str, part: int, optimizer: str, entries: dict[str, Save
     flush(path)
 
 
-def commit(folder: str, step: int, token: str, parts: int, header: Header) -> None:
-    """Make a step folder the one that the index names, once all its parts are written. Then remove the others."""
+def commit(folder: str, step: int, token: str, parts: int, header: Header, clean: bool = True) -> None:
+    """Make a step folder the one that the index names, once all its parts are written. Then remove the others, unless
+    another one may be written just now (`clean`)."""
     path = step_folder(folder, step, token)
     entries: dict[str, dict[str, Any]] = {}
     optimizer = ""
@@ -182,7 +183,8 @@ def commit(folder: str, step: int, token: str, parts: int, header: Header) -> No
     _write(_aside(folder, token), text.encode())
     os.replace(_aside(folder, token), os.path.join(folder, INDEX))
     flush(folder)
-    _clean(folder, os.path.basename(path))
+    if clean:
+        _clean(folder, os.path.basename(path))
 
 
 def _aside(folder: str, token: str) -> str:

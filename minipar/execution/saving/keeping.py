@@ -134,11 +134,14 @@ class Storing:
         except SaveError as error:  # no error yet, since it may not be needed; `run.save` raises it
             reason = error.reason
         total = int(executor.comm.allreduce(sum(count_bytes(piece.values) for piece in pieces)))
+        return Share(header, reason=reason) if reason else self.brought(header, pieces, total)
+
+    def brought(self, header: Header, pieces: Sequence[SavedSlice], total: int) -> Share:
+        """Pieces for the driver, if it wants the state of the run, which has `total` bytes."""
         if self.keep is not None and total > self.keep:
             kept = self.keep / 2**20
             reason = f"its state has {total / 2**20:.1f} MiB, of which up to {kept:.0f} are kept unasked; {_WAYS}"
-        if reason:
-            return Share(header, reason=reason)
+            return Share(header, reason=reason if self.keep else f"its state was not kept; {_WAYS}")
         return Share(header, tuple(piece._replace(values=_alone(piece.values)) for piece in pieces))
 
     @contextlib.contextmanager

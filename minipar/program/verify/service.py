@@ -18,6 +18,7 @@ from collections.abc import Iterable
 
 from minipar.errors import ProgramError
 from minipar.program import (
+    COPIES,
     Instruction,
     Op,
     Program,
@@ -25,6 +26,7 @@ from minipar.program import (
     Turn,
     Value,
     grad,
+    home,
     param,
     pushed,
     residual,
@@ -100,15 +102,15 @@ def _check_names(program: Program) -> None:
         applied = 0
         for index, ins in enumerate(row):
             works = rank < program.workers
-            if ins.op not in ((*_WORK, Op.PULL, Op.PUSH) if works else (Op.ACCEPT, Op.APPLY, Op.REPLY)):
+            if ins.op not in ((*_WORK, *COPIES, Op.PULL, Op.PUSH) if works else (Op.ACCEPT, Op.APPLY, Op.REPLY)):
                 who = "worker" if works else "server"
                 raise refuse(
                     program, rank, index, f"{at(program, rank, index)}: rank {rank} is a {who}, which does not"
                 )
-            if ins.stream == "host":
-                raise refuse(
-                    program, rank, index, f"{at(program, rank, index)}: workers and servers have no host stream"
-                )
+            if ins.stream == "host" and ins.op not in _WORK:
+                raise refuse(program, rank, index, f"{at(program, rank, index)}: only layers are computed on the host")
+            if ins.op in COPIES:
+                continue
             if ins.op in _WORK:
                 _check_work(program, rank, index, pulled, shares)
                 continue
@@ -146,7 +148,7 @@ def _check_work(
             if g in share and pulled.get(g, {}).get(server) != ins.step:
                 reason = f"{at(program, rank, index)} uses param({g}), which was not pulled from rank {server} for step"
                 raise refuse(program, rank, index, f"{reason} {ins.step}")
-        if ins.op in _GRADIENTS and grad(g) not in ins.writes:
+        if ins.op in _GRADIENTS and grad(g) not in map(home, ins.writes):
             raise refuse(program, rank, index, f"{at(program, rank, index)} makes grad({g}), but does not write it")
 
 
@@ -166,12 +168,12 @@ def _check_values(program: Program, rank: int, index: int, applied: int) -> None
     elif ins.op is Op.ACCEPT:
         right = ins.writes == tuple(pushed(g, ins.peer, ins.step) for g in groups) and not reads
     elif ins.op is Op.PULL:
-        right = writes == set(map(param, groups)) and not reads
+        right = set(map(home, writes)) == set(map(param, groups)) and not reads
     else:
         left_out = set(map(residual, groups)) if ins.op is Op.PUSH and program.compress.startswith("topk") else set()
         named = set(map(grad if ins.op is Op.PUSH else served, groups))
-        right = reads == named | left_out and writes == left_out
-        kept = [v for v in named - set(ins.frees) if not _parted(program, rank, index, v)]
+        right = set(map(home, reads)) == named | left_out and writes == left_out
+        kept = [v for v in reads - left_out - set(ins.frees) if not _parted(program, rank, index, v)]
         if ins.op is Op.PUSH and kept:  # (a gradient that stays would be pushed again in the next step)
             reason = f"{where} keeps {min(kept)}; possible is frees with all that is pushed"
             raise refuse(program, rank, index, reason)

@@ -17,6 +17,9 @@ makes the program as it happened from the order of updates and answers.
                   adds these up and tells the others, and until then nothing else happens
     compress      gradients are pushed as 16-bit numbers, or as the largest of them (`server/packing.py`); parameters
                   are pulled whole
+    offload       what autograd keeps is copied away as in any program; with offload=parameters what is pulled comes to
+                  the host (or the disk), and each layer's is fetched before it is used
+    host_layers   their parameters come to the host, and stay there
     precision     bf16: layers compute with what they have pulled, rounded; servers keep, add up and send wide numbers
 """
 
@@ -26,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from minipar.errors import PlanError
-from minipar.program import Group, Instruction, Op, grad, param, residual, served, served_state
+from minipar.program import Group, Instruction, Op, home, residual, served, served_state
 from minipar.program.server_rule import Mode
 from minipar.strategies import served_order
 from minipar.strategies.buckets import split_buckets
@@ -46,7 +49,7 @@ def push_and_pull(draft: Draft) -> Draft:
         servers = served_order.of_servers(known, shares, [{draft.step: worker}] * workers)
     # (a worker frees its gradients when they are pushed)
     kept = {value for ins in worker for value in ins.writes if value.kind == "residual"}
-    held = [frozenset(map(param, range(len(groups)))) | kept]
+    held = [frozenset(value for value in draft.state[0] if home(value).kind == "param") | kept]
     held += [frozenset(map(served, share)) | frozenset(map(served_state, share)) for share in shares]
     return replace(draft, ranks=(worker, *servers), update=(), state=tuple(held))
 
@@ -73,12 +76,14 @@ def _worker_step(draft: Draft, shares: Shares) -> list[Instruction]:
     Without overlap it pushes all buckets after the last backward.
     """
     (row,), step, workers = draft.ranks, draft.step, draft.layout.dp
+    own = {value.index: value for value in draft.state[0] if home(value).kind == "param"}  # (some on the host)
+    made = {value.index: value for ins in row for value in ins.writes if home(value).kind == "grad"}
     pulls = []
     for server, share in enumerate(shares):
         pull = message(Op.PULL, sorted(share), share, step, workers + server)
-        pulls.append(pull._replace(writes=tuple(map(param, pull.layers))))
+        pulls.append(pull._replace(writes=tuple(own[g] for g in pull.layers)))
     sent = pushed_shares(draft.layout.shape, len(shares), draft.plan.compress)
-    last = last_writes(row, "grad")
+    last = last_writes(row, "grad", "host grad")
     ready = sorted(last, key=lambda g: (last[g], g))  # groups as backward completes them
     after: dict[int, list[Instruction]] = {}
     for bucket in split_buckets(ready, draft.layout.shape.groups, draft.bucket):
@@ -86,9 +91,9 @@ def _worker_step(draft: Draft, shares: Shares) -> list[Instruction]:
         holders = {g: max(s for s, share in enumerate(shares) if g in share) for g in bucket}
         for server, smaller in enumerate(sent):
             push = message(Op.PUSH, bucket, smaller, step, workers + server)
-            frees = tuple(grad(g) for g in push.layers if holders[g] == server)
+            frees = tuple(made[g] for g in push.layers if holders[g] == server)
             kept = tuple(map(residual, push.layers)) if draft.plan.compress.startswith("topk") else ()
-            push = push._replace(reads=(*map(grad, push.layers), *kept), writes=kept, frees=frees)
+            push = push._replace(reads=(*(made[g] for g in push.layers), *kept), writes=kept, frees=frees)
             if push.layers:
                 after.setdefault(place, []).append(push)
     return pulls + insert(row, after=after)

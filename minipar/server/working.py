@@ -1,0 +1,95 @@
+"""A worker computes as any rank does, one step after another; its parameters come from servers, its gradients go there.
+
+PULL    parameters that have come are copied into the layers
+F, B    as in any program
+PUSH    gradients are handed to the connections, which send them from the host's memory
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, nn
+
+from minipar.cluster import worker
+from minipar.comm.communicator import Communicator
+from minipar.execution.emulation import Delays, EmulatedDevice
+from minipar.execution.execution import Job
+from minipar.execution.executor import Executor
+from minipar.program import Instruction, Op, Program, Synchronous, home
+
+Push = Callable[[nn.Parameter, Tensor, int], None]  # parameter, gradient, rank of the server
+
+
+def _nothing(*_: object) -> None: ...
+
+
+class Worker(Executor):
+    """One worker's layers, and its part of a step, which is the same in all steps.
+
+    pulled   called to bring the parameters of a step into the layers
+    push     called with a parameter, its gradient, and the server that is to get it
+    pace     called with the place of a PUSH before its first gradient
+    """
+
+    def __init__(self, program: Program, rank: int, model: nn.Module, job: Job, delays: Delays | None = None) -> None:
+        self.pulled: Callable[[], None] = _nothing
+        self.push: Push = _nothing
+        self.pace: Callable[[int], None] = _nothing
+        comm = _Apart(rank, len(program.ranks), torch.device(worker.context().device))
+        super().__init__(_one_step(program, rank), comm, model, job.loss, job.optimizer, job.seed, delays)
+
+    def follow(self, program: Program, delays: Delays | None = None) -> None:
+        super().follow(program, delays)
+        self.device = None if delays is None else _Lasting(delays)
+
+    def _serve(self, index: int, ins: Instruction) -> None:
+        if ins.op is Op.PULL:
+            if index == 0:
+                self.pulled()
+            return
+        self.pace(index)
+        with self._aside():  # (what is sent is the host's)
+            for p in (p for g in ins.layers for p in self.groups[g]):
+                self.push(p, torch.zeros_like(p) if p.grad is None else p.grad, ins.peer)
+        device = self.device
+        if device is not None and device.delays.links:
+            device.wait(device.now + device.delays.transfer.get(index, (0.0, 0.0))[0], index)
+        for value in ins.frees:
+            for p in self.groups[value.index] if home(value).kind == "grad" else ():
+                if self.watch is not None and p.grad is not None:
+                    self.watch.given(p.grad)  # (the connections keep it until servers have it)
+                p.grad = None
+
+
+@dataclass
+class _Lasting(EmulatedDevice):
+    """A device whose time goes on from one step to the next, since nothing separates them."""
+
+    def begin(self) -> None:
+        self.links.clear()  # (of copies, which have all ended)
+        self.overruns = []
+
+
+class _Apart(Communicator):
+    """A worker's place among the ranks. It has connections with servers only, and none with other ranks."""
+
+    def __init__(self, rank: int, size: int, device: torch.device) -> None:
+        self.rank, self.size, self.device = rank, size, device
+
+    @property
+    def posts(self) -> bool:
+        return False
+
+    def prepare(
+        self, members: Iterable[tuple[int, ...]], peers: Iterable[int] = (), algorithm: str | None = None
+    ) -> None: ...
+
+
+def _one_step(program: Program, rank: int) -> Program:
+    """A worker's first step, alone."""
+    row = tuple(ins for ins in program.ranks[rank] if ins.step == 0)
+    rows = tuple(row if r == rank else () for r in range(len(program.ranks)))
+    return replace(program, ranks=rows, steps=1, contract=Synchronous())
