@@ -293,10 +293,6 @@ EXCLUSIONS = (
     ),
     Exclusion(CHECKED, SERVERS, "what servers do is decided as they run, and checked by its exact replay"),
     Exclusion(CHECKED, ASYNCHRONOUS, "its ranks are at different steps, and nothing is the same on all of them"),
-    Exclusion(CHECKED, LOCAL, f"{_ALONE}, and parameters differ until they are averaged"),
-    Exclusion(CHECKED, PRIORITY, "parts of a gradient are summed while others are still used"),
-    Exclusion(CHECKED, OFFLOAD, "it looks at what is on the device"),
-    Exclusion(CHECKED, HOST_LAYERS, "it looks at what is on the device"),
 )
 
 SHARED = Need("ranks that share layers", lambda plan: plan.sharing > 1, "tp=2", "tp=2")
