@@ -320,6 +320,11 @@ class CheckedExecutor(Executor):
                 index = max(k for k, ins in enumerate(self.instructions)
                             if layer in ins.layers and ins.op in (Op.FORWARD, *BACKWARDS))  # fmt: skip
                 self._note(ALIKE, f"the buffers of layer {program.title(layer)}", index, twins, [found])
+        for g in (g for g in self._held() if g in self.holds and self._is_there(g)):
+            if self._parameters(g) != self.holds[g]:
+                both = ((k, v) for k, ins in enumerate(self.instructions) for v in (*ins.reads, *ins.writes))
+                index = max(k for k, v in both if home(v).kind == "param" and v.index == g)
+                self._fail(rank, index, f"param({g}) is not what the last update of it has left")
         broken = facts.first_broken(program, self._of_all())
         if broken is not None:
             self._fail(*broken)

@@ -54,6 +54,11 @@ class Exclusion:
         """What is possible in place of one of the two choices."""
         return f"{self.other.instead} or {self.one.instead}"
 
+    @property
+    def kind(self) -> str:
+        """Why it is refused: the two contradict each other, or nobody has built it."""
+        return "fundamental" if self.fundamental else "not built"
+
 
 @dataclass(frozen=True)
 class Need:
@@ -324,7 +329,7 @@ def check(plan: Plan, late: bool = False) -> None:
     for row in EXCLUSIONS:
         if (row.one.late or row.other.late) is late and row.one.made(plan) and row.other.made(plan):
             raise PlanError(
-                f"{row.one.told(plan)}: not together with {row.other.told(plan)} ({row.why}); "
+                f"{row.one.told(plan)}: not together with {row.other.told(plan)} ({row.why}; {row.kind}); "
                 f"possible is {row.possible}"
             )
 
@@ -359,6 +364,5 @@ def page() -> str:
         lines.append(f"| {n} | {one.words} | " + " | ".join(cells) + " |")
     lines += ["", "| choice | not together with | since | |", "|---|---|---|---|"]
     for row in EXCLUSIONS:
-        kind = "fundamental" if row.fundamental else "not built"
-        lines.append(f"| {row.one.words} | {row.other.words} | {row.why} | {kind} |")
+        lines.append(f"| {row.one.words} | {row.other.words} | {row.why} | {row.kind} |")
     return "\n".join(lines)
