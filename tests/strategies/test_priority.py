@@ -158,10 +158,10 @@ def test_a_backward_that_comes_after_a_piece_is_missed():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("clip=1", "and the norm needs all gradients); possible is clip=none"),
-        ("zero=1", "slices are sums of whole ones); possible is zero=0"),
+        ("clip=1", "and the norm needs all gradients; fundamental); possible is clip=none"),
+        ("zero=1", "slices are sums of whole ones; not built); possible is zero=0"),
         ("offload=parameters", "possible is offload=optimizer"),
-        ("bucket=flat", "or whole); possible is bucket=none, auto or a size"),
+        ("bucket=flat", "or whole; fundamental); possible is bucket=none, auto or a size"),
     ],
 )
 def test_what_needs_all_gradients_at_once_is_refused(words, says):
