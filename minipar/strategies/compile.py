@@ -189,7 +189,7 @@ def _guess(layout: Layout) -> Seconds:
     whole = sum(sum(group.tensors) for group in layout.shape.groups) or 1
 
     def seconds(ins: Instruction) -> float:
-        if ins.op is Op.ALL_REDUCE:
+        if ins.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
             return 3.0 * layout.shape.layers * sum(part.bytes for part in ins.parts) / whole
         return {Op.FORWARD: 1.0, Op.RECOMPUTE: 1.0, Op.BACKWARD: 2.0}.get(ins.op, 0.0) * len(ins.layers)
 

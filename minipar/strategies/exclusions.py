@@ -101,6 +101,11 @@ LATE_SUMS = KeyValues(
 )  # fmt: skip
 OVERLAPPED = KeyValues("overlap", "overlap=backward, priority", lambda plan: plan.overlap != "none", "overlap=none")
 PRIORITY = KeyValues("overlap", "overlap=priority", lambda plan: plan.overlap == "priority", "overlap=backward")
+PIECES = KeyValues(
+    "bucket", "bucket of a size or auto, with overlap=priority",
+    lambda plan: plan.overlap == "priority" and plan.bucket not in (None, "none"),
+    "bucket=none",
+)  # fmt: skip
 LOCAL = KeyValues("local_steps", "local_steps", lambda plan: plan.local_steps > 0, "local_steps=0")
 COMPRESSED = KeyValues("compress", "compress", lambda plan: plan.compress != "none", "compress=none")
 SPARSE = KeyValues(
@@ -212,7 +217,7 @@ EXCLUSIONS = (
     Exclusion(PLACE, IN_A_ROW, "it needs stages in a row"),
     Exclusion(OFFLOADED_PARAMETERS, ZERO_BELOW_3, "it keeps whole parameters on the device", fundamental=True),
     Exclusion(PRIORITY, CLIP, f"{_AT_ONCE}, and the norm needs all gradients", fundamental=True),
-    Exclusion(PRIORITY, ZERO, "pieces of whole gradients are sent, and slices are sums of whole ones"),
+    Exclusion(PIECES, ZERO, "a layer is one message, of which each rank gets its slice"),
     Exclusion(PRIORITY, OFFLOADED_PARAMETERS, f"{_AT_ONCE}, but its parameters come only for its forward"),
     Exclusion(PRIORITY, WHOLES, "gradients go in pieces of `bucket` MiB, or whole", fundamental=True),
     Exclusion(SPARSE, ZERO, f"{_SMALLER}; ZeRO sums slices of them"),

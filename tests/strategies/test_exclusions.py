@@ -24,6 +24,7 @@ MADE = {
     "chunks": "chunks=1",
     "place": "place=0,0,0,0,0,0,0,0",
     "bucket": "bucket=2",
+    "bucket of a size or auto, with overlap=priority": "overlap=priority bucket=auto",
     "bucket=flat, 4x or layers": "bucket=flat",
     "overlap=none, priority": "overlap=none",
     "overlap=backward, priority": "overlap=backward",
