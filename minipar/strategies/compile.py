@@ -109,7 +109,7 @@ def program_of(
     actions = [plan.actions(rank, together, len(mine)) for rank, mine in enumerate(layout.placement)]
     _check(plan, layout, actions)
     seconds = _seconds(plan, shape, layout, costs, costs_of)
-    moves = segments.schedules(plan.checkpoint, layout, actions, costs)
+    moves = segments.schedules(plan.checkpoint, layout, actions, costs, slices=plan.slice_count)
     passes = passes_of(plan)
     bucket = plan.messages
     if isinstance(bucket, tuple) and shape.nodes:  # a layer's gradient is complete with that of its first node

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from minipar.errors import PlanError
 from minipar.strategies.layout import looped
 from minipar.strategies.schedules.registry import find
-from minipar.strategies.segments import budget_of, text
+from minipar.strategies.segments import text
 
 if TYPE_CHECKING:
     from minipar.strategies.plan import Plan
@@ -113,9 +113,6 @@ SPARSE = KeyValues(
 )
 LOW_RANK = KeyValues(
     "compress", "compress=powersgd", lambda plan: plan.compress.startswith("powersgd"), "compress=topk:0.01"
-)
-BUDGET = KeyValues(
-    "checkpoint", "checkpoint of a budget", lambda plan: budget_of(plan.checkpoint) is not None, "checkpoint=sqrt"
 )
 ZERO = KeyValues("zero", "zero=1, 2, 3", lambda plan: plan.zero > 0, "zero=0")
 ZERO_ABOVE_1 = KeyValues("zero", "zero=2, 3", lambda plan: plan.zero > 1, "zero=1")
@@ -293,7 +290,6 @@ EXCLUSIONS = (
         Exclusion(parts, SPARSE, "gradients are sums over the ranks that share a layer, which it would make smaller")
         for parts in (SEQUENCE, CONTEXT, EXPERTS)
     ),
-    Exclusion(BUDGET, SLICED, "slices differ in size, and a budget takes micro-batches to be alike"),
     Exclusion(OFFLOADED_ACTIVATIONS, DYNAMIC, "copies stand in an order, which its ranks do not keep to"),
     Exclusion(
         ZERO_ABOVE_1,

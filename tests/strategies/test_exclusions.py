@@ -31,7 +31,6 @@ MADE = {
     "overlap=priority": "overlap=priority",
     "local_steps": "local_steps=2",
     "compress": "compress=bf16",
-    "checkpoint of a budget": "checkpoint=64MiB",
     "zero=1, 2, 3": "zero=1",
     "zero=1, 2": "zero=2",
     "zero=2, 3": "zero=2 dp=2",

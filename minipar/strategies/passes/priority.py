@@ -125,9 +125,7 @@ def _without_last_scatters(
 ) -> tuple[list[Instruction], dict[int, Instruction]]:
     """The row without the last REDUCE_SCATTER of each gradient over these ranks; and these, by their group. (Those of
     other ranks, which hold copies of a stage, keep an order that is the same on all of them.)"""
-    last = {
-        ins.layers[0]: k for k, ins in enumerate(row) if ins.op is Op.REDUCE_SCATTER and own.issuperset(ins.group)
-    }
+    last = {ins.layers[0]: k for k, ins in enumerate(row) if ins.op is Op.REDUCE_SCATTER and own.issuperset(ins.group)}
     kept = [ins for k, ins in enumerate(row) if last.get(ins.layers[0] if ins.layers else -1) != k]
     return kept, {g: row[k] for g, k in last.items()}
 
@@ -197,9 +195,7 @@ def update_late(draft: Draft) -> Draft:
 def _tail(row: Sequence[Instruction], copied: Container[int]) -> tuple[list[Instruction], dict[int, Instruction]]:
     """The row without the REDUCE_SCATTERs at its end, after which come only other sums; and these, by their group."""
     end = max((k + 1 for k, ins in enumerate(row) if ins.op not in (Op.REDUCE_SCATTER, Op.ALL_REDUCE)), default=0)
-    unsent = {
-        ins.layers[0]: ins for ins in row[end:] if ins.op is Op.REDUCE_SCATTER and ins.layers[0] not in copied
-    }
+    unsent = {ins.layers[0]: ins for ins in row[end:] if ins.op is Op.REDUCE_SCATTER and ins.layers[0] not in copied}
     return [ins for ins in row if not any(ins is other for other in unsent.values())], unsent
 
 
@@ -221,9 +217,7 @@ def _most_urgent_first(
     return result
 
 
-def _where_needed(
-    row: Sequence[Instruction], late: Sequence[Instruction], copied: Container[int]
-) -> list[Instruction]:
+def _where_needed(row: Sequence[Instruction], late: Sequence[Instruction], copied: Container[int]) -> list[Instruction]:
     """A step's instructions, with the update of the step before: of each group before the first use of its parameters,
     or where they are gathered then, before the first use of those of the group before it."""
     first = first_uses(row)
