@@ -22,11 +22,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from minipar.costs.measured import Profile
 from minipar.errors import PlanError
 from minipar.program import Op
+
+T = TypeVar("T", int, float)
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class LayerCosts:
     output              its output
     saved               what autograd keeps of it in addition to its input and its output
     gradient            the gradient of its output
+    carry               of every measured slice of a sequence, what each layer hands on to the next slice
     """
 
     forward: tuple[float, ...]
@@ -44,6 +47,7 @@ class LayerCosts:
     output: tuple[int, ...]
     saved: tuple[int, ...]
     gradient: tuple[int, ...]
+    carry: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         tables = (self.forward, self.backward, self.output, self.saved, self.gradient)
@@ -54,18 +58,23 @@ class LayerCosts:
 
     @staticmethod
     def of(profile: Profile, rows: int | None = None) -> LayerCosts:
-        """The costs in a profile, for micro-batches of `rows` rows. Default: the largest measured, which needs most
-        memory."""
+        """The costs in a profile, for micro-batches of `rows` rows. Default: of each layer the most that was measured,
+        over all numbers of rows and all slices of sequences."""
         measured = sorted(profile.forward)
-        rows = measured[-1] if rows is None else rows
-        if rows not in measured:
+        if rows is not None and rows not in measured:
             raise PlanError(f"rows={rows}: not in the profile, which has {', '.join(map(str, measured))}")
+
+        def most(table: dict[int, tuple[T, ...]]) -> tuple[T, ...]:
+            return tuple(map(max, zip(*table.values(), strict=True))) if rows is None else table[rows]
+
+        carried = tuple(row for _, row in sorted(profile.carry_bytes.items()))
         return LayerCosts(
-            profile.forward[rows],
-            profile.backward[rows],
-            profile.output_bytes[rows],
-            profile.saved_bytes[rows],
-            profile.grad_output_bytes[rows],
+            most(profile.forward),
+            most(profile.backward),
+            most(profile.output_bytes),
+            most(profile.saved_bytes),
+            most(profile.grad_output_bytes),
+            carried,
         )
 
     @staticmethod

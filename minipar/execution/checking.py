@@ -3,11 +3,12 @@
     here, at once               a value is read as it was written: activations, parameters and gradients in between
                                 every backward adds to a gradient once, beginning from nothing, in all micro-batches
                                 a STEP uses the gradients that were summed, and changes its parameters
+                                what was copied away comes back as it went
                                 nothing is infinite or no number
                                 a micro-batch's loss counts as much as its targets do
     over ranks, after a pass    messages arrive as they were sent; sums are the sums of what the ranks had
                                 what ranks have alike is alike: parameters, gradients, buffers, whole values of layers
-                                that ranks share; slices put together are the whole
+                                that ranks share; slices put together are the whole; an average is that of all
                                 the shares of all micro-batches in the mean loss add up to 1
 
 The first instruction where one of them breaks is named. A rank has this executor, or the plain one: without checks none
@@ -39,10 +40,11 @@ from minipar.execution.emulation import Delays
 from minipar.execution.executor import Executor, PassRecord
 from minipar.execution.facts import ALIKE, NEAR, ONE, SUM, Fact
 from minipar.execution.mean_loss import Target
+from minipar.execution.owners import Owner
 from minipar.execution.parameter_slices import SlicedGroup
 from minipar.models.losses import option, scalar
 from minipar.models.tensors import tensors
-from minipar.program import BACKWARDS, MOVED, Instruction, Op, Program, Value, piece_of, repartitions
+from minipar.program import BACKWARDS, MOVED, Instruction, Local, Op, Program, Value, home, piece_of, repartitions, tier
 from minipar.program.forms import PARTIAL, WHOLE, letters, shard_of
 from minipar.sharding.nodes import Cut
 
@@ -100,12 +102,29 @@ def weighed(tensor: Tensor, at: int = 0) -> float:
     return total
 
 
+def _weighed_together(found: Iterable[tuple[Tensor | None, int]]) -> tuple[float, float, float]:
+    """Of tensors end to end, given with their sizes: the product with the weights, the square of the norm, and the
+    tolerance."""
+    at, total, square, near = 0, 0.0, 0.0, 1e-9
+    for tensor, size in found:
+        if tensor is not None:
+            total, square = total + weighed(tensor, at), square + _norm(tensor) ** 2
+            near = max(near, _tolerance(tensor.dtype))
+        at += size
+    return total, square, near
+
+
 def _tolerance(dtype: torch.dtype) -> float:
     return _NEAR.get(dtype, 0.1)
 
 
 def _finite(tensor: Tensor) -> bool:
     return math.isfinite(_norm(tensor)) or bool(torch.isfinite(tensor).all())  # (a norm may overflow)
+
+
+def _averages(ins: Instruction) -> bool:
+    """Whether a collective averages parameters."""
+    return ins.op is Op.ALL_REDUCE and home(ins.reads[0]).kind == "param"
 
 
 class _Heard:
@@ -136,6 +155,8 @@ class CheckedExecutor(Executor):
     holds      checksums of the parameters of each group, as they were left
     grads      checksums of the gradients of each group, as they were left; a group without one has no gradient
     parts      the same of this rank's slices of them, once they were summed
+    updated    checksums of this rank's slices of parameters, as their STEP has left them
+    away       checksums of what was copied to a slower tier: saved values, parameters, optimizer states
     shares     of each step, how much of its mean loss this rank has computed
     """
 
@@ -144,6 +165,7 @@ class CheckedExecutor(Executor):
         self.first: dict[tuple[Any, ...], Any] = {}  # what the first run of something did, which later ones do too
         self.buffers_before: dict[int, int] = {}
         self._going: dict[int, list[tuple[str, list[float]]]] = {}  # collectives under way: what they began with
+        self._on_host_at = -1  # the instruction that the host computes
         super().__init__(*args, **kwargs)
         compute = self.compute
         for name in ("forward", "backward", "backward_input", "backward_weight"):
@@ -172,6 +194,9 @@ class CheckedExecutor(Executor):
         self.holds: dict[int, int] = {}
         self.grads: dict[int, int] = {}
         self.parts: dict[int, int] = {}
+        self.updated: dict[int, int] = {}
+        self.away: dict[Value, int] = {}
+        self._pieces: dict[int, tuple[float, float, float]] = {}  # of gradients that go in pieces: what they were
         self.shares: dict[int, float] = {}
         self._sends = (k for k, ins in enumerate(self.instructions) if ins.op is Op.SEND)
         with self._aside():
@@ -198,7 +223,11 @@ class CheckedExecutor(Executor):
         raise error
 
     def _here(self, ins: Instruction, why: str) -> None:
-        self._fail(self.comm.rank, self.index.get(id(ins), -1), why)
+        self._fail(self.comm.rank, self._at(ins), why)
+
+    def _at(self, ins: Instruction) -> int:
+        """The index of an instruction; of one that the host computes under other names, that of the one that it is."""
+        return self.index.get(id(ins), self._on_host_at)
 
     def _note(self, rule: str, what: str, index: int, ranks: Iterable[int], numbers: Sequence[float],
               tolerance: float = 0.0) -> None:  # fmt: skip
@@ -207,6 +236,13 @@ class CheckedExecutor(Executor):
     def _held(self) -> Iterator[int]:
         """The groups that this rank has parameters of."""
         return (g for g, params in enumerate(self.groups) if params)
+
+    def _alone(self) -> tuple[int, ...]:
+        """Where replicas train by themselves, the ranks of this one."""
+        program = self.program
+        if not isinstance(program.contract, Local):
+            return ()
+        return tuple(r for r in range(program.workers) if program.replica(r) == program.replica(self.comm.rank))
 
     def _twins(self, g: int) -> tuple[int, ...]:
         """The ranks that have the same parameters of a group as this one."""
@@ -219,16 +255,30 @@ class CheckedExecutor(Executor):
         )
 
     def _is_there(self, g: int) -> bool:
-        """Whether the parameters of a group are in memory: those of ZeRO-3 only while they are gathered."""
-        owner = self.state.owners[g]
-        gone = isinstance(owner, SlicedGroup) and owner.scattered and not owner.flat.untyped_storage().nbytes()
-        return bool(self.groups[g]) and not gone
+        """Whether the parameters of a group are in memory: those of ZeRO-3 only while they are gathered, and offloaded
+        ones while they are here."""
+        own = self.groups[g]
+        return bool(own) and all(p.untyped_storage().nbytes() for p in own if p.numel())
 
     def _parameters(self, g: int) -> int:
         return checksum([p.data for p in self.groups[g]])
 
+    def _left(self, owner: Owner) -> int:
+        """The checksum of a group's parameters as its optimizer has left them, perhaps in copies on the host."""
+        pairs = zip(self.groups[owner.number], owner.masters, strict=True) if owner.masters else ()
+        return checksum([m.data.to(p.dtype) for p, m in pairs]) if owner.masters else self._parameters(owner.number)
+
     def _gradients(self, g: int) -> int:
-        return checksum([p.grad for p in self.groups[g]])
+        """The checksum of a group's gradients, on the device or, where the optimizer works there, on the host."""
+        own, masters = self.groups[g], self.state.owners[g].masters
+        if not masters or g in self.state.slices:
+            return checksum([p.grad for p in own])
+        pairs = zip(own, masters, strict=True)
+        return checksum([m.grad if p.grad is None else p.grad.to(m.dtype) for p, m in pairs])
+
+    def _slice(self, owner: SlicedGroup) -> Tensor | None:
+        """This rank's slice of a summed gradient, on the device or on the host."""
+        return owner.summed[0].grad if owner.part.grad is None else owner.part.grad
 
     # a pass ----------------------------------------------------------------------------------------------------------
 
@@ -236,13 +286,17 @@ class CheckedExecutor(Executor):
         """What was there before: parameters and buffers are alike on all ranks that have them."""
         for g in self._held():
             owner = self.state.owners[g]
-            if not (isinstance(owner, SlicedGroup) and owner.scattered):
-                self.holds[g] = self._parameters(g)
+            if self._is_there(g) and not (isinstance(owner, SlicedGroup) and owner.scattered):
                 first = next((k for k, ins in enumerate(self.instructions)
-                              if any(v.kind == "param" and v.index == g for v in ins.reads)), -1)  # fmt: skip
-                self._note(ALIKE, f"param({g}) at the beginning", first, self._twins(g), [self.holds[g]])
+                              if any(home(v).kind == "param" and v.index == g for v in ins.reads)), -1)  # fmt: skip
+                self._first_seen(g, first)
         for layer, module in self.compute.layers.items():
             self.buffers_before.setdefault(layer, checksum(module.buffers()))
+
+    def _first_seen(self, g: int, index: int) -> None:
+        """A group's parameters are in memory for the first time: in between, replicas may be apart."""
+        self.holds[g] = self._parameters(g)
+        self._note(ALIKE, f"param({g}) at the beginning", index, self._twins(g), [self.holds[g]])
 
     def _end(self) -> None:
         """After the last instruction: the shares of the loss, buffers; then everything is compared."""
@@ -252,8 +306,9 @@ class CheckedExecutor(Executor):
         if program.shard(rank) == 0 or program.inputs:
             for step, index in last.items():
                 share = self.shares.get(step, 0.0)
-                self._note(ONE, f"the shares of micro-batches in the loss of step {self.base + step}", index, (),
-                           [share], _SHARE)  # fmt: skip
+                of_all = f"the shares of micro-batches in the loss of step {self.base + step}"
+                if self.compute.rows.share(step):  # (of replicas that train by themselves, each has a mean of its own)
+                    self._note(ONE, of_all, index, self._alone(), [share], _SHARE)
         for layer, module in self.compute.layers.items():
             found = checksum(module.buffers())
             if (
@@ -265,6 +320,11 @@ class CheckedExecutor(Executor):
                 index = max(k for k, ins in enumerate(self.instructions)
                             if layer in ins.layers and ins.op in (Op.FORWARD, *BACKWARDS))  # fmt: skip
                 self._note(ALIKE, f"the buffers of layer {program.title(layer)}", index, twins, [found])
+        for g in (g for g in self._held() if g in self.holds and self._is_there(g)):
+            if self._parameters(g) != self.holds[g]:
+                both = ((k, v) for k, ins in enumerate(self.instructions) for v in (*ins.reads, *ins.writes))
+                index = max(k for k, v in both if home(v).kind == "param" and v.index == g)
+                self._fail(rank, index, f"param({g}) is not what the last update of it has left")
         broken = facts.first_broken(program, self._of_all())
         if broken is not None:
             self._fail(*broken)
@@ -297,16 +357,20 @@ class CheckedExecutor(Executor):
     def _read(self, ins: Instruction, live: dict[Value, Any]) -> None:
         """What an instruction reads is as it was left."""
         for value in ins.reads:
-            if value in live and value in self.written and checksum(_several(live[value])) != self.written[value]:
+            left = None if value not in live or tier(value) == "disk" else self.written.get(home(value))
+            if left is not None and checksum(_several(live[value])) != left:
                 self._here(ins, f"{value} was changed between the instruction that wrote it and this one")
-            held = value.kind == "param" and value.index in self.holds and self.groups[value.index]
-            if held and self._parameters(value.index) != self.holds[value.index]:
+            if value.kind != "param" or not self._is_there(value.index):
+                continue
+            if value.index not in self.holds:
+                self._first_seen(value.index, self._at(ins))
+            elif self._parameters(value.index) != self.holds[value.index]:
                 self._here(ins, f"{value} is not what the last update of it has left")
 
     def _made(self, ins: Instruction, value: Value, content: Any) -> None:
         """A value is there: it is finite, and whole values are alike on the ranks that share the layer."""
         several = _several(content)
-        self.written[value] = checksum(several)
+        self.written[home(value)] = checksum(several)
         rank, program = self.comm.rank, self.program
         if not all(tensor is None or _finite(tensor) for tensor in several):
             self._here(ins, f"{value} has numbers that are infinite or no numbers")
@@ -316,7 +380,7 @@ class CheckedExecutor(Executor):
             if tensor is not None and letter == WHOLE and tensor.is_floating_point():
                 what = f"{value} ({k}) of step {value.step} after {ins.op.name}"
                 numbers, near = [weighed(tensor), _norm(tensor)], _tolerance(tensor.dtype)
-                self._note(NEAR, what, self.index[id(ins)], program.sharers(rank), numbers, near)
+                self._note(NEAR, what, self._at(ins), program.sharers(rank), numbers, near)
 
     # gradients -------------------------------------------------------------------------------------------------------
 
@@ -377,13 +441,7 @@ class CheckedExecutor(Executor):
 
     def _total(self, g: int) -> tuple[float, float, float]:
         """The gradient of a group: its product with the weights, the square of its norm, and the tolerance."""
-        at, total, square, near = 0, 0.0, 0.0, 1e-9
-        for p in self.groups[g]:
-            if p.grad is not None:
-                total, square = total + weighed(p.grad, at), square + _norm(p.grad) ** 2
-                near = max(near, _tolerance(p.grad.dtype))
-            at += p.numel()
-        return total, square, near
+        return _weighed_together((p.grad, p.numel()) for p in self.groups[g])
 
     # the loss --------------------------------------------------------------------------------------------------------
 
@@ -411,7 +469,7 @@ class CheckedExecutor(Executor):
         for value, content in zip(message, contents, strict=True):
             if content is not None:
                 found, what = checksum(_several(content)), f"{value} of step {value.step} from {source} to {target}"
-                if source == self.comm.rank and self.written.get(value, found) != found:
+                if source == self.comm.rank and self.written.get(home(value), found) != found:
                     self._fail(source, index, f"{value} was changed between the instruction that wrote it and this one")
                 self._note(ALIKE, what, index, (source, target), [found])
 
@@ -427,6 +485,24 @@ class CheckedExecutor(Executor):
                         self._made(ins, other, self.live[other])
             elif ins.group:
                 self._joined(index, ins)
+            elif ins.op is Op.FETCH:
+                self._came_back(ins)
+
+    def _copy(self, index: int, ins: Instruction) -> None:
+        if ins.op is Op.OFFLOAD:
+            with self._aside():
+                self.away[ins.reads[0]] = checksum(self.offloading.contents(ins.reads[0]))
+        super()._copy(index, ins)
+
+    def _came_back(self, ins: Instruction) -> None:
+        """A FETCH has brought what an OFFLOAD has taken away."""
+        (value,) = ins.writes
+        if self.away.get(value, found := checksum(self.offloading.contents(value))) != found:
+            self._here(ins, f"{value} is not what was copied to {ins.reads[0]}")
+
+    def _on_host(self, ins: Instruction) -> None:
+        self._on_host_at = self.index[id(ins)]
+        super()._on_host(ins)
 
     def _collective(self, index: int, ins: Instruction) -> Any:
         with self._aside():
@@ -451,9 +527,22 @@ class CheckedExecutor(Executor):
                     product = self._of_form(tensor, old, old, new, ins)
                     yield str(k), [product, _norm(tensor) ** 2, old == WHOLE, _tolerance(tensor.dtype)]
             return
-        if ins.op is Op.NORM or not ins.reads or ins.reads[0].kind == "param":
+        if ins.op in (Op.NORM, Op.ALL_GATHER) or not ins.reads:
             return
-        if ins.op is Op.ALL_GATHER:
+        if _averages(ins):
+            weight = self._weight(ins)
+            for g in ins.layers:
+                product, square, near = self._trained(g)
+                yield str(g), [product * weight, square * weight**2, False, near]
+            return
+        if piece_of(ins) is not None:  # what is summed is the same before the first piece and after the last
+            (g,) = ins.layers
+            if g not in self._pieces:
+                self._unchanged(ins, [g])
+                self._pieces[g] = self._total(g)
+            if ins.writes:
+                total, square, near = self._pieces.pop(g)
+                yield str(g), [total, square, False, near]
             return
         self._unchanged(ins, ins.layers)
         for g in ins.layers:
@@ -467,6 +556,10 @@ class CheckedExecutor(Executor):
                     total += weighed(before, ins.group.index(self.comm.rank) * owner.size)
                     square += _norm(before) ** 2
             yield str(g), [total, square, False, near]
+
+    def _trained(self, g: int) -> tuple[float, float, float]:
+        """The parameters of a group, as its optimizer has them: product, square, tolerance."""
+        return _weighed_together((p.data, p.numel()) for p in self.state.owners[g].trained)
 
     def _adds(self, ins: Instruction, g: int) -> bool:
         return any(value.kind == "grad_shard" and value.index == g for value in ins.reads)
@@ -497,6 +590,9 @@ class CheckedExecutor(Executor):
     def _joined(self, index: int, ins: Instruction) -> None:
         """A collective has ended: what came of it is what the ranks gave, and alike where it is whole."""
         began = dict(self._going.pop(index, ()))
+        if piece_of(ins) is not None:  # (all pieces before it have ended, too)
+            for k in [k for k in self._going if k < index and self.instructions[k].layers == ins.layers]:
+                del self._going[k]
         name = f"{ins} of step {ins.step}, micro-batch {ins.microbatch}"
         if repartitions(ins):
             (source,), (target,) = ins.reads, ins.writes
@@ -521,6 +617,12 @@ class CheckedExecutor(Executor):
             if not self.groups[g] or str(g) not in began:
                 continue
             product, square, _, near = began[str(g)]
+            if _averages(ins):
+                after, _, _ = self._trained(g)
+                self.holds[g] = self._left(self.state.owners[g])
+                self._note(SUM, f"{name}, group {g}", index, ins.group, [product, after, square, False, True], near)
+                self._note(ALIKE, f"{name}, the average of param({g})", index, ins.group, [self.holds[g]])
+                continue
             if ins.op is Op.REDUCE_SCATTER:
                 owner = self.state.slices[g]
                 assert owner.part.grad is not None
@@ -542,6 +644,8 @@ class CheckedExecutor(Executor):
             owner = self.state.slices[g]
             k = ins.group.index(self.comm.rank)
             mine = owner.flat[k * owner.size : (k + 1) * owner.size]
+            if self.updated.get(g, found := checksum([owner.part.data])) != found:
+                self._here(ins, f"slice {k} of param({g}) is not what the last update of it has left")
             if checksum([mine]) != checksum([owner.part.data.to(mine.dtype)]):
                 self._here(ins, f"param({g}) has something else where slice {k} of rank {self.comm.rank} belongs")
             self.holds[g] = self._parameters(g)
@@ -557,10 +661,10 @@ class CheckedExecutor(Executor):
                 if g in self.holds and self._is_there(g) and self._parameters(g) != self.holds[g]:
                     self._here(ins, f"param({g}) is not what the last update of it has left")
             for owner in owners:
-                if isinstance(owner, SlicedGroup) and owner.part.grad is not None:
-                    if not _finite(owner.part.grad):
+                if isinstance(owner, SlicedGroup) and (part := self._slice(owner)) is not None:
+                    if not _finite(part):
                         self._here(ins, f"grad_shard({owner.number}) has numbers that are infinite or no numbers")
-                    if self.parts.get(owner.number) != checksum([owner.part.grad]):
+                    if self.parts.get(owner.number) != checksum([part]):
                         self._here(ins, f"grad_shard({owner.number}) was changed since it was summed")
             before = {owner.number: [p.detach().clone() for p in owner.trained] for owner in owners}
             sizes = {owner.number: [0.0 if p.grad is None else float(p.grad.abs().max()) for p in owner.summed
@@ -584,11 +688,14 @@ class CheckedExecutor(Executor):
         self.grads.pop(g, None)
         self.parts.pop(g, None)
         if isinstance(owner, SlicedGroup):
+            self.updated[g] = checksum([p.data for p in owner.trained])
             if owner.scattered:
                 self.holds.pop(g, None)
             elif not owner.apart:
                 self.holds[g] = self._parameters(g)  # (the other slices are old until they are gathered)
             return
-        self.holds[g] = self._parameters(g)
+        self.holds[g] = self._left(owner)
         what = f"param({g}) after the STEP of step {ins.step}"
-        self._note(ALIKE, what, self.index[id(ins)], self._twins(g), [self.holds[g]])
+        alone = self._alone()
+        twins = tuple(rank for rank in self._twins(g) if not alone or rank in alone)
+        self._note(ALIKE, what, self.index[id(ins)], twins, [self.holds[g]])

@@ -602,6 +602,7 @@ def profile_job(
     if plan.sharing > 1:
         model = job.share(whole, 0, plan.sharing, plan.inputs, plan.cut)
     (x, y), of = job.sample(max(rows))
+    sizes = tuple(count_bytes(part) * of // max(1, count_rows(part)) for part in (x, y))  # (a rank keeps them as given)
     if plan.precision == "bf16":
         check_narrow(model)
         narrow(model)
@@ -629,7 +630,6 @@ def profile_job(
         copies = measure_copies(
             torch.device(worker.context().device), plan.offload_to == "disk", plan.offload_folder or None
         )
-    sizes = tuple(count_bytes(part) * of // max(1, count_rows(part)) for part in (x, y))
     sensitive = split_sensitive(whole, x)
     return Facts(shape, measured, (sizes[0], sizes[1]), sensitive, tapes, copies, update.scheduler, *tried)
 

@@ -381,13 +381,10 @@ class Executor:
 
     def _collective(self, index: int, ins: Instruction) -> Mark | None:
         """Start a collective. Returns when it ends, if the device knows that; else it is noted when it has ended."""
-        share = 1.0
-        if isinstance(self.program.contract, Local):
-            share = self.compute.rows.share(ins.step, ins.step % self.program.contract.steps + 1)
         handles = (
             repartition.start(ins, self.live, self.comm, self.compute.rows.number(ins), self.compute.weigh_form)
             if repartitions(ins)
-            else self.state.start(ins, share)
+            else self.state.start(ins, self._weight(ins))
         )
         ends, device, group = self.ends, self.device, ins.group
         joined = device.join(index, group, self.comm) if device is not None and device.delays.links else None
@@ -409,6 +406,12 @@ class Executor:
         if end is None and (joined is not None or handles):
             (handles[-1] if joined is None else joined.handle).when_done(done)
         return end
+
+    def _weight(self, ins: Instruction) -> float:
+        """Where an instruction averages parameters, how much those of this rank weigh."""
+        if not isinstance(self.program.contract, Local):
+            return 1.0
+        return self.compute.rows.share(ins.step, ins.step % self.program.contract.steps + 1)
 
     def _on_host(self, ins: Instruction) -> None:
         """Compute layers on the host, with the host's values in place of the device's."""

@@ -51,6 +51,7 @@ class SlicedGroup(Owner):
         flat = torch.zeros(self.size * n, dtype=params[0].dtype, device=device)
         torch.cat([p.data.reshape(-1) for p in params], out=flat[:count])
         part = flat[k * self.size : (k + 1) * self.size]
+        self.copies_are = "optimizer" if narrow and not scattered else "parameters"  # (float32 copies, as in `Wide`)
         self.apart = narrow  # whether the slice is in memory beside the layers' parameters, however these are kept
         self.part = nn.Parameter(part.clone() if narrow or scattered else part)
         self.flat = flat.to(torch.bfloat16) if narrow else flat

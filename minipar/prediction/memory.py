@@ -141,7 +141,7 @@ class Walk:
                 size, layer = sizes.size(rank, grad(value.index)), self.layer_of(value.index)
                 self.live[value] = Storage(size, layer, "parameters", {"live"})
         for g in self._passed_on():
-            owner = "parameters", self.layer_of(g)
+            owner = "optimizer", self.layer_of(g)
             before[owner] = before.get(owner, 0) + sizes.size(rank, param_shard(g))
         for layer in program.placement[rank]:
             before["parameters", layer] = before.get(("parameters", layer), 0) + tapes.buffers[layer]

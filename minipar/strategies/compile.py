@@ -109,7 +109,7 @@ def program_of(
     actions = [plan.actions(rank, together, len(mine)) for rank, mine in enumerate(layout.placement)]
     _check(plan, layout, actions)
     seconds = _seconds(plan, shape, layout, costs, costs_of)
-    moves = segments.schedules(plan.checkpoint, layout, actions, costs)
+    moves = segments.schedules(plan.checkpoint, layout, actions, costs, slices=plan.slice_count)
     passes = passes_of(plan)
     bucket = plan.messages
     if isinstance(bucket, tuple) and shape.nodes:  # a layer's gradient is complete with that of its first node
@@ -189,7 +189,7 @@ def _guess(layout: Layout) -> Seconds:
     whole = sum(sum(group.tensors) for group in layout.shape.groups) or 1
 
     def seconds(ins: Instruction) -> float:
-        if ins.op is Op.ALL_REDUCE:
+        if ins.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
             return 3.0 * layout.shape.layers * sum(part.bytes for part in ins.parts) / whole
         return {Op.FORWARD: 1.0, Op.RECOMPUTE: 1.0, Op.BACKWARD: 2.0}.get(ins.op, 0.0) * len(ins.layers)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from minipar.errors import PlanError
 from minipar.strategies.layout import looped
 from minipar.strategies.schedules.registry import find
-from minipar.strategies.segments import budget_of, text
+from minipar.strategies.segments import text
 
 if TYPE_CHECKING:
     from minipar.strategies.plan import Plan
@@ -53,6 +53,11 @@ class Exclusion:
     def possible(self) -> str:
         """What is possible in place of one of the two choices."""
         return f"{self.other.instead} or {self.one.instead}"
+
+    @property
+    def kind(self) -> str:
+        """Why it is refused: the two contradict each other, or nobody has built it."""
+        return "fundamental" if self.fundamental else "not built"
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,11 @@ LATE_SUMS = KeyValues(
 )  # fmt: skip
 OVERLAPPED = KeyValues("overlap", "overlap=backward, priority", lambda plan: plan.overlap != "none", "overlap=none")
 PRIORITY = KeyValues("overlap", "overlap=priority", lambda plan: plan.overlap == "priority", "overlap=backward")
+PIECES = KeyValues(
+    "bucket", "bucket of a size or auto, with overlap=priority",
+    lambda plan: plan.overlap == "priority" and plan.bucket not in (None, "none"),
+    "bucket=none",
+)  # fmt: skip
 LOCAL = KeyValues("local_steps", "local_steps", lambda plan: plan.local_steps > 0, "local_steps=0")
 COMPRESSED = KeyValues("compress", "compress", lambda plan: plan.compress != "none", "compress=none")
 SPARSE = KeyValues(
@@ -103,9 +113,6 @@ SPARSE = KeyValues(
 )
 LOW_RANK = KeyValues(
     "compress", "compress=powersgd", lambda plan: plan.compress.startswith("powersgd"), "compress=topk:0.01"
-)
-BUDGET = KeyValues(
-    "checkpoint", "checkpoint of a budget", lambda plan: budget_of(plan.checkpoint) is not None, "checkpoint=sqrt"
 )
 ZERO = KeyValues("zero", "zero=1, 2, 3", lambda plan: plan.zero > 0, "zero=0")
 ZERO_ABOVE_1 = KeyValues("zero", "zero=2, 3", lambda plan: plan.zero > 1, "zero=1")
@@ -210,7 +217,7 @@ EXCLUSIONS = (
     Exclusion(PLACE, IN_A_ROW, "it needs stages in a row"),
     Exclusion(OFFLOADED_PARAMETERS, ZERO_BELOW_3, "it keeps whole parameters on the device", fundamental=True),
     Exclusion(PRIORITY, CLIP, f"{_AT_ONCE}, and the norm needs all gradients", fundamental=True),
-    Exclusion(PRIORITY, ZERO, "pieces of whole gradients are sent, and slices are sums of whole ones"),
+    Exclusion(PIECES, ZERO, "a layer is one message, of which each rank gets its slice"),
     Exclusion(PRIORITY, OFFLOADED_PARAMETERS, f"{_AT_ONCE}, but its parameters come only for its forward"),
     Exclusion(PRIORITY, WHOLES, "gradients go in pieces of `bucket` MiB, or whole", fundamental=True),
     Exclusion(SPARSE, ZERO, f"{_SMALLER}; ZeRO sums slices of them"),
@@ -286,7 +293,6 @@ EXCLUSIONS = (
         Exclusion(parts, SPARSE, "gradients are sums over the ranks that share a layer, which it would make smaller")
         for parts in (SEQUENCE, CONTEXT, EXPERTS)
     ),
-    Exclusion(BUDGET, SLICED, "slices differ in size, and a budget takes micro-batches to be alike"),
     Exclusion(OFFLOADED_ACTIVATIONS, DYNAMIC, "copies stand in an order, which its ranks do not keep to"),
     Exclusion(
         ZERO_ABOVE_1,
@@ -296,10 +302,6 @@ EXCLUSIONS = (
     ),
     Exclusion(CHECKED, SERVERS, "what servers do is decided as they run, and checked by its exact replay"),
     Exclusion(CHECKED, ASYNCHRONOUS, "its ranks are at different steps, and nothing is the same on all of them"),
-    Exclusion(CHECKED, LOCAL, f"{_ALONE}, and parameters differ until they are averaged"),
-    Exclusion(CHECKED, PRIORITY, "parts of a gradient are summed while others are still used"),
-    Exclusion(CHECKED, OFFLOAD, "it looks at what is on the device"),
-    Exclusion(CHECKED, HOST_LAYERS, "it looks at what is on the device"),
 )
 
 SHARED = Need("ranks that share layers", lambda plan: plan.sharing > 1, "tp=2", "tp=2")
@@ -331,7 +333,7 @@ def check(plan: Plan, late: bool = False) -> None:
     for row in EXCLUSIONS:
         if (row.one.late or row.other.late) is late and row.one.made(plan) and row.other.made(plan):
             raise PlanError(
-                f"{row.one.told(plan)}: not together with {row.other.told(plan)} ({row.why}); "
+                f"{row.one.told(plan)}: not together with {row.other.told(plan)} ({row.why}; {row.kind}); "
                 f"possible is {row.possible}"
             )
 
@@ -366,6 +368,5 @@ def page() -> str:
         lines.append(f"| {n} | {one.words} | " + " | ".join(cells) + " |")
     lines += ["", "| choice | not together with | since | |", "|---|---|---|---|"]
     for row in EXCLUSIONS:
-        kind = "fundamental" if row.fundamental else "not built"
-        lines.append(f"| {row.one.words} | {row.other.words} | {row.why} | {kind} |")
+        lines.append(f"| {row.one.words} | {row.other.words} | {row.why} | {row.kind} |")
     return "\n".join(lines)

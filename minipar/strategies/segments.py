@@ -85,17 +85,20 @@ def schedules(
     actions: Sequence[Sequence[Action]],
     costs: LayerCosts | Profile | None = None,
     receives_ahead: int = 2,
+    slices: int = 1,
 ) -> list[tuple[Move, ...]]:
     """For each stage, the moves of one micro-batch through its trainable layers, which count from 0 in each stage.
 
     actions   the actions of each rank, which say how many micro-batches are in flight
     costs     the costs of each layer, which a budget needs; with them "sqrt" takes sizes into account
+    slices    of each sequence; each counts as one micro-batch
 
     A budget counts activations: outputs, their gradients, what is saved, and `receives_ahead` buffers for messages
     from each neighbour. It does not count the input rows, nor outputs that wait because a link is slow. Several stages
     of a rank share its budget: each gets the least that it needs, and of the rest a part that is in proportion to what
-    more it can use. What waits for the weight halves of backwards counts as all that their layers had saved. Errors:
-    PlanError for a choice that does not fit the model, and for a budget that is too small; it names the smallest one.
+    more it can use. Every micro-batch or slice counts as the largest one. What waits for the weight halves of backwards
+    counts as all that their layers had saved. Errors: PlanError for a choice that does not fit the model, and for a
+    budget that is too small; it names the smallest one.
     """
     if isinstance(costs, Profile):
         costs = LayerCosts.of(costs)
@@ -117,7 +120,7 @@ def schedules(
             for c, stage in enumerate(layout.placement[rank]):
                 mine = [action for action in chosen if action.chunk == c]
                 waiting[stage] = max(waiting[stage], between_halves(mine))
-        return _within(budget, layout, parts, flying, waiting, costs, receives_ahead)
+        return _within(budget, layout, parts, flying, waiting, costs, receives_ahead, slices)
     found = []
     for part, flight in zip(parts, flying, strict=True):
         segments: Iterable[range] = ()
@@ -199,13 +202,16 @@ def _within(
     waiting: list[int],
     costs: LayerCosts,
     receives_ahead: int,
+    slices: int,
 ) -> list[tuple[Move, ...]]:
     """The fastest schedule of each stage within the budget of its rank. Errors: PlanError, which names the smallest
     possible budget."""
     count = len(stages)
     chains = [_chain(costs, layout, part) if part else None for part in stages]
     around = [
-        _around(layout, stage, flying[stage], costs, receives_ahead) + waiting[stage] * _left(costs, stages[stage])
+        _around(layout, stage, flying[stage], costs, receives_ahead)
+        + waiting[stage] * _left(costs, stages[stage])
+        + _carried(costs, stages[stage], flying[stage], slices)
         for stage in range(count)
     ]
 
@@ -250,6 +256,15 @@ def _left(costs: LayerCosts, layers: range) -> int:
     """At most so many bytes are left of a micro-batch between the halves of its backward."""
     own = sum(costs.saved[layer] + costs.output[layer] + costs.gradient[layer] for layer in layers)
     return own + (costs.output[layers.start - 1] if layers and layers.start else 0)
+
+
+def _carried(costs: LayerCosts, layers: range, flying: int, slices: int) -> int:
+    """Bytes that slices in flight have handed on to the next ones, and at most one gradient of that in each layer."""
+    total = 0
+    for layer in layers if slices > 1 else ():
+        sizes = sorted((measured[layer] for measured in costs.carry[-slices:]), reverse=True)
+        total += flying // slices * sum(sizes) + sum(sizes[: flying % slices]) + max(sizes, default=0)
+    return total
 
 
 def _around(layout: Layout, stage: int, flying: int, costs: LayerCosts, receives_ahead: int) -> int:

@@ -19,8 +19,13 @@ from minipar.execution.compute import Compute
 from minipar.execution.execution import Job
 from minipar.execution.executor import Executor
 from minipar.execution.mean_loss import MeanLoss
+from minipar.execution.memory.stores import HostStore
+from minipar.execution.offloading import Offloading
 from minipar.execution.owners import Owner
 from minipar.execution.parameter_slices import SlicedGroup
+from minipar.execution.state import State
+from minipar.execution.streams import HostStreams
+from minipar.program import Op
 
 _planted = pytest.MonkeyPatch()
 
@@ -63,6 +68,17 @@ BUGS = {
     "slice in the wrong place": Bug("dp=2 zero=3", r"where slice \d of rank \d belongs", "ALL_GATHER"),
     "other initial values": Bug("dp=2 pp=2", r"param\(\d\) at the beginning is not the same", "F"),
     "other buffers": Bug("dp=4", "the buffers of layer 0 is not the same on rank 2", "B", 2),
+    "damaged while away": Bug("offload=activations microbatches=3", r"saved.* is not what was copied to host", "FETCH"),
+    "gradient damaged on its way": Bug("offload=optimizer", r"grad\(\d\) was changed since it was last", "STEP"),
+    "update not brought back": Bug(
+        "offload=optimizer", r"param\(\d\) is not what the last update of it has left", "FETCH"
+    ),
+    "layer on the host overwritten": Bug(
+        "host_layers=0 microbatches=2", r"output\(0\) mb\d was changed between the instruction that", "F"
+    ),
+    "piece left out": Bug("dp=2 overlap=priority bucket=0.0001", "is not what the ranks gave", "ALL_REDUCE"),
+    "average left out": Bug("dp=2 local_steps=2", "is not what the ranks gave", "ALL_REDUCE"),
+    "average of wrong weights": Bug("dp=2 local_steps=2", "is not what the ranks gave", "ALL_REDUCE"),
     "shares of the wrong batch": Bug("dp=2 microbatches=2", "add up to 2 instead of 1", "F"),
 }
 
@@ -262,6 +278,56 @@ def other_buffers(rank: int, put: Any) -> None:
         return model
 
     _around(Job, "build_for", other, put)
+
+
+def damaged_while_away(rank: int, put: Any) -> None:
+    def other(call: Any, self: HostStore, key: Any, into: torch.Tensor) -> None:
+        call(self, key, into)
+        into.view(-1)[:1] ^= 1 if into.dtype == torch.uint8 else into.view(-1)[:1] * 0 + 1
+
+    _around(HostStore, "_read_into", other, put)
+
+
+def gradient_damaged_on_its_way(rank: int, put: Any) -> None:
+    def half(call: Any, self: Offloading, g: int) -> Any:
+        copy = call(self, g)
+        for master in self.state.owners[g].masters:
+            master.grad.mul_(0.5)  # type: ignore[union-attr]
+        return copy
+
+    def at_once(call: Any, self: HostStreams, source: torch.Tensor, target: torch.Tensor, what: Any) -> Any:
+        target.copy_(source)
+        return call(self, source, target.clone(), what)
+
+    _around(HostStreams, "copy", at_once, put)
+    _around(Offloading, "_gradient", half, put)
+
+
+def update_not_brought_back(rank: int, put: Any) -> None:
+    _around(HostStreams, "copy", lambda call, self, source, target, what: call(
+        self, source, target.clone() if what == Op.FETCH.value else target, what), put)  # fmt: skip
+
+
+def layer_on_the_host_overwritten(rank: int, put: Any) -> None:
+    def spoilt(call: Any, self: Executor, index: int, ins: Any) -> None:
+        for value in ins.reads:
+            if value.kind == "host output":
+                self.live[value].data.mul_(2)
+        call(self, index, ins)
+
+    _around(Executor, "_copy", spoilt, put)
+
+
+def piece_left_out(rank: int, put: Any) -> None:
+    _around(Buckets, "all_reduce", lambda call, self, ins, comm: call(self, ins, comm) if ins.writes else [], put)
+
+
+def average_left_out(rank: int, put: Any) -> None:
+    put(State, "_average", lambda self, ins, share: [])
+
+
+def average_of_wrong_weights(rank: int, put: Any) -> None:
+    _around(State, "_average", lambda call, self, ins, share: call(self, ins, share / 2), put)
 
 
 def shares_of_the_wrong_batch(rank: int, put: Any) -> None:

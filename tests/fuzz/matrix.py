@@ -128,7 +128,7 @@ def _costs(plan: Plan) -> LayerCosts:
 def _kind(said: str) -> str:
     """Which kind of refusal a message is."""
     for row in EXCLUSIONS:
-        if f"({row.why}); possible is {row.possible}" in said:
+        if f"({row.why}; {row.kind}); possible is {row.possible}" in said:
             return FUNDAMENTAL if row.fundamental else NOT_BUILT
     return OTHER
 

@@ -187,7 +187,7 @@ def test_the_picture_says_where_branches_are() -> None:
         ("pp=2 place=branches schedule=looped-bfs chunks=3", "not together with chunks=3 .each says"),
         (
             "pp=2 place=branches schedule=interleaved",
-            "with schedule=interleaved .it needs stages in a row.; possible is",
+            "with schedule=interleaved .it needs stages in a row; not built.; possible is",
         ),
         ("pp=2 place=branches schedule=chimera", "with schedule=chimera .it needs stages in a row"),
         ("pp=2 place=branches schedule=pipedream", "with schedule=pipedream .it needs stages in a row"),

@@ -80,8 +80,8 @@ def test_what_breaks_the_promise_is_refused():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("zero=1", "zero=1 (every replica trains by itself, with whole states); possible is zero=0"),
-        ("overlap=priority", "and sends no gradients to others); possible is overlap=backward"),
+        ("zero=1", "zero=1 (every replica trains by itself, with whole states; fundamental); possible is zero=0"),
+        ("overlap=priority", "and sends no gradients to others; fundamental); possible is overlap=backward"),
     ],
 )
 def test_what_needs_all_replicas_in_every_step_is_refused(words, says):

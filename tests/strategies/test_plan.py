@@ -78,7 +78,6 @@ SIZES = "must be a size in MiB above 0, none (one message per parameter), flat (
         ("schedule=gpip", f"schedule=gpip: unknown; {NAMES}"),
         ({"schedule": None}, f"schedule=None: unknown; {NAMES}"),
         ({"schedule": ["gpipe"]}, f"schedule=['gpipe']: unknown; {NAMES}"),
-        ("pp=2 schedule=terapipe checkpoint=64MiB", "checkpoint=64MiB: not together with schedule=terapipe"),
         ("pp=2 split=3,2,1", "split=3,2,1: 3 stages, but pp=2"),
         ("pp=2 split=3,0", f"split=3,0: {SPLITS}"),
         ("pp=2 split=3,,1", f"split=3,,1: {SPLITS}"),

@@ -15,6 +15,7 @@ from minipar.errors import PlanError, ProgramError
 from minipar.program import Group, Op, grad
 from minipar.program.shape import Shape
 from minipar.strategies.passes.priority import in_order
+from tests.comparing import trained
 from tests.fuzz.verify_interpreter import judge
 from tests.interpreters import RandomCosts, brute_force, shape
 from tests.toys import rows, toy
@@ -158,10 +159,10 @@ def test_a_backward_that_comes_after_a_piece_is_missed():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("clip=1", "and the norm needs all gradients); possible is clip=none"),
-        ("zero=1", "slices are sums of whole ones); possible is zero=0"),
+        ("clip=1", "and the norm needs all gradients; fundamental); possible is clip=none"),
+        ("zero=1 bucket=4", "each rank gets its slice; not built); possible is zero=0 or bucket=none"),
         ("offload=parameters", "possible is offload=optimizer"),
-        ("bucket=flat", "or whole); possible is bucket=none, auto or a size"),
+        ("bucket=flat", "or whole; fundamental); possible is bucket=none, auto or a size"),
     ],
 )
 def test_what_needs_all_gradients_at_once_is_refused(words, says):
@@ -181,6 +182,30 @@ def test_as_many_steps_in_a_program_as_divide_what_is_saved():
     plan = Plan.parse(TEXT)
     assert [plan.block(20), plan.block(5), plan.block(20, 6), plan.block(20, 7), plan.block(20, 11)] == [8, 5, 6, 7, 1]
     assert Plan(dp=2).block(20) == 1
+
+
+def test_with_zero_a_layer_is_gathered_while_the_one_before_it_works():
+    costs = ByHand([1] * 3, [1] * 3, 1 / 16)
+    program = compiled("dp=2 overlap=priority zero=1", model(48, 48, 48), 2, costs)
+    verify(program)
+    words = {"REDUCE_SCATTER": "RS", "ALL_GATHER": "AG"}
+    named = [" ".join(words.get(word, word) for word in str(ins).split() if word not in ("over", "0,1", "mb0"))
+             for ins in program.ranks[0]]  # fmt: skip
+    assert named == [
+        "F 0:3", "B 2", "RS 2", "B 0:2", "RS 0", "RS 1", "STEP 0", "AG 0", "STEP 1", "AG 1", "F 0",
+        "STEP 2", "AG 2", "F 1:3", "B 2", "RS 2", "B 0:2", "RS 0", "RS 1", "STEP 0", "AG 0", "STEP 1", "AG 1",
+        "STEP 2", "AG 2",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_gain_with_zero_in_closed_form(level):
+    """Four layers of 2 + 2, sums and gathers of 4 each. In order: the forward waits for all gathers. By priority the
+    link rests only from the last gather until the first sum: the last two layers, which are one instruction, and a
+    backward."""
+    shape, costs = model(64, 64, 64, 64), ByHand([2] * 4, [2] * 4, 1 / 16)
+    assert a_step_more(f"dp=2 bucket=none zero={level}", shape, costs) == 8 + 2 + 4 * 8
+    assert a_step_more(f"dp=2 overlap=priority zero={level}", shape, costs) == 2 * 2 + 2 + 4 * 8
 
 
 # on ranks -------------------------------------------------------------------------------------------------------------
@@ -214,6 +239,27 @@ def test_steps_that_overlap_equal_those_of_one_device(clusters, text, optimizer)
     assert found.max_gradient_error() <= 1e-12
     assert found.losses == pytest.approx(found.reference.losses, rel=1e-12)
     assert len(found.losses) == len(found.step_times) == 11
+
+
+@pytest.mark.many(3)
+@pytest.mark.parametrize(
+    "text",
+    [
+        "dp=2 zero=1 microbatches=2",
+        "dp=2 pp=2 zero=2 microbatches=3 split=3,6",
+        "dp=4 zero=3 microbatches=2 prefetch=0 check=true",
+        "dp=2 pp=2 zero=1 microbatches=4 schedule=chimera",
+        "pp=4 zero=1 microbatches=8 schedule=dualpipe",
+        "dp=2 pp=2 zero=2 microbatches=4 schedule=interleaved chunks=2 reduce=step",
+        "dp=2 zero=2 microbatches=2 offload=optimizer offload_to=disk",
+        "dp=2 pp=2 zero=3 microbatches=2 offload=optimizer",
+        "dp=2 zero=1 host_layers=2 accumulate=2",
+        "dp=2 pp=2 zero=2 microbatches=4 schedule=zb-h1 checkpoint=2",
+    ],
+)
+def test_with_zero_gradients_equal_plain_torch(clusters, text):
+    found = trained(clusters, Plan.parse(f"{text} overlap=priority"), MODEL, rows(17), steps=3)
+    assert found.program.steps == 3
 
 
 def test_a_run_is_saved_between_programs_and_goes_on(clusters, tmp_path):

@@ -16,12 +16,18 @@ pieces: it writes what STEP reads.
 
 `bucket` is the size of a piece; gradients are never joined. "none" sends them whole, with a message for each tensor.
 "auto" is the size with which the next forward ends earliest. Gradients of layers on the host come last, one by one.
+
+    with zero=1, 2   B2 B1 B0       STEP0 STEP1 F0 STEP2 F1 F2             R: REDUCE_SCATTER, A: ALL_GATHER of a layer
+                       [R2][R0][R1]    [A0][R..][A1]  [A2]
+
+With ZeRO a layer is one message. What is not sent when the backward ends goes one layer ahead of the STEPs, and a STEP
+one layer ahead of the forward, so that the link has the gather of a layer to do while the layer before it works.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from minipar.program import Instruction, Op, Part, grad, home
@@ -87,15 +93,20 @@ def _with_pieces(
     """One rank's instructions with the collectives that sum its gradients, in the order of their urgency."""
     layout, step, seconds = draft.layout, draft.step, draft.seconds[rank]
     own = {layout.rank(r, rank) for r in range(layout.dp)}
+    row, slices = _without_last_scatters(row, own)
     end, clock = len(row) - 1, [0.0]
     for ins in row:
         clock.append(clock[-1] + seconds(ins))
-    place = dict.fromkeys(sharing, end) | last_writes(row, "grad")
+    place = dict.fromkeys([*sharing, *slices], end) | last_writes(row, "grad")
     urgency = first_uses(row)
 
     device = (g for g in sharing if own.issuperset(sharing[g]) and not layout.on_host(g))
-    within = sorted(device, key=lambda g: (place[g], -g))
-    queue = [ins for g in within for ins in pieces(g, layout, sharing[g], step, draft.bucket)]
+    within = sorted([*device, *slices], key=lambda g: (place[g], -g))
+    queue = [
+        ins
+        for g in within
+        for ins in ([slices[g]] if g in slices else pieces(g, layout, sharing[g], step, draft.bucket))
+    ]
     ready = [clock[place[ins.layers[0]] + 1] for ins in queue]
     urgent = [urgency.get(ins.layers[0], end) for ins in queue]
     after: dict[int, list[Instruction]] = {}
@@ -107,6 +118,16 @@ def _with_pieces(
         bucket = "none" if layout.on_host(g) else draft.bucket
         after.setdefault(end, []).append(all_reduce([g], layout, sharing[g], step, bucket))
     return insert(row, after=after)
+
+
+def _without_last_scatters(
+    row: Sequence[Instruction], own: set[int]
+) -> tuple[list[Instruction], dict[int, Instruction]]:
+    """The row without the last REDUCE_SCATTER of each gradient over these ranks; and these, by their group. (Those of
+    other ranks, which hold copies of a stage, keep an order that is the same on all of them.)"""
+    last = {ins.layers[0]: k for k, ins in enumerate(row) if ins.op is Op.REDUCE_SCATTER and own.issuperset(ins.group)}
+    kept = [ins for k, ins in enumerate(row) if last.get(ins.layers[0] if ins.layers else -1) != k]
+    return kept, {g: row[k] for g, k in last.items()}
 
 
 def in_order(ready: Sequence[float], seconds: Sequence[float], urgent: Sequence[float]) -> list[int]:
@@ -149,39 +170,67 @@ def pieces(g: int, layout: Layout, ranks: tuple[int, ...], step: int, bucket: Bu
 
 
 def first_uses(instructions: Sequence[Instruction]) -> dict[int, int]:
-    """For each parameter group the place of the first forward that needs it."""
+    """For each parameter group the place of the first forward that needs it, or of the gather for this forward."""
     found: dict[int, int] = {}
     for k, ins in enumerate(instructions):
-        for value in ins.reads if ins.op is Op.FORWARD else ():
-            if home(value).kind == "param":
+        for value in ins.reads if ins.op in (Op.FORWARD, Op.ALL_GATHER) else ():
+            if home(value).kind in ("param", "param_shard"):
                 found.setdefault(value.index, k)
     return found
 
 
 def update_late(draft: Draft) -> Draft:
     """Each group's STEP runs in the next step, before the first forward that needs its parameters."""
-    draft = draft.each_update(lambda rank, update: _most_urgent_first(update, draft.ranks[rank]))
-    last = draft.step == draft.steps - 1
+    copied = frozenset(g for g in range(len(draft.layout.shape.groups)) if draft.layout.copied(g))
+    rows, updates = [], []
+    for rank, row in enumerate(draft.ranks):
+        sent, unsent = _tail(row, copied)
+        updates.append(tuple(_most_urgent_first(draft.update[rank], row, unsent, copied)))
+        rows.append(_where_needed(sent, draft.late[rank], copied) if draft.late else sent)
+    if draft.step == draft.steps - 1:
+        rows = [[*row, *update] for row, update in zip(rows, updates, strict=True)]
+    return replace(draft, ranks=tuple(map(tuple, rows)), update=tuple(updates))
 
-    def rewrite(rank: int, row: Sequence[Instruction]) -> list[Instruction]:
-        late = _where_needed(row, draft.late[rank]) if draft.late else list(row)
-        return [*late, *draft.update[rank]] if last else late
 
-    return draft.each(rewrite)
+def _tail(row: Sequence[Instruction], copied: Container[int]) -> tuple[list[Instruction], dict[int, Instruction]]:
+    """The row without the REDUCE_SCATTERs at its end, after which come only other sums; and these, by their group."""
+    end = max((k + 1 for k, ins in enumerate(row) if ins.op not in (Op.REDUCE_SCATTER, Op.ALL_REDUCE)), default=0)
+    unsent = {ins.layers[0]: ins for ins in row[end:] if ins.op is Op.REDUCE_SCATTER and ins.layers[0] not in copied}
+    return [ins for ins in row if not any(ins is other for other in unsent.values())], unsent
 
 
-def _most_urgent_first(update: Sequence[Instruction], row: Sequence[Instruction]) -> list[Instruction]:
-    """The STEP of a rank as one STEP for each group, in the order in which forwards need their parameters."""
+def _most_urgent_first(
+    update: Sequence[Instruction], row: Sequence[Instruction], unsent: dict[int, Instruction], copied: Container[int]
+) -> list[Instruction]:
+    """The update of a rank, group by group, in the order in which forwards need their parameters; gradients that are
+    not sent yet are sent one group ahead. Copies of a stage come first, in the same order on all ranks."""
     first = first_uses(row)
-    return [
-        of_groups(ins, (g,)) for ins in update for g in sorted(ins.layers, key=lambda g: (first.get(g, len(first)), g))
-    ]
+    of_each: dict[int, list[Instruction]] = {}
+    for ins in update:
+        for g in ins.layers:
+            of_each.setdefault(g, []).append(of_groups(ins, (g,)) if len(ins.layers) > 1 else ins)
+    order = sorted(of_each, key=lambda g: (-1 if g in copied else first.get(g, len(row)), g))
+    result: list[Instruction] = []
+    for k, g in enumerate(order):
+        result += [unsent.pop(due) for due in order[: k + 2] if due in unsent]
+        result += of_each[g]
+    return result
 
 
-def _where_needed(row: Sequence[Instruction], late: Sequence[Instruction]) -> list[Instruction]:
-    """A step's instructions, with each STEP of the step before inserted before the first use of its parameters."""
+def _where_needed(row: Sequence[Instruction], late: Sequence[Instruction], copied: Container[int]) -> list[Instruction]:
+    """A step's instructions, with the update of the step before: of each group before the first use of its parameters,
+    or where they are gathered then, before the first use of those of the group before it."""
     first = first_uses(row)
+    gathered = {ins.layers[0] for ins in late if ins.op is Op.ALL_GATHER}
+    places: dict[int, int] = {}
+    earlier = 0
+    for g in dict.fromkeys(ins.layers[0] for ins in late if ins.op is not Op.REDUCE_SCATTER):
+        use = first.get(g, len(row))
+        places[g] = 0 if g in copied else min(earlier, use) if g in gathered else use
+        earlier = use
     before: dict[int, list[Instruction]] = {}
-    for ins in late:
-        before.setdefault(first.get(ins.layers[0], len(row)), []).append(ins)
+    place = len(row)
+    for ins in reversed(late):  # (a REDUCE_SCATTER stands where the instruction after it does)
+        place = place if ins.op is Op.REDUCE_SCATTER else places[ins.layers[0]]
+        before.setdefault(place, []).insert(0, ins)
     return insert(row, before) + before.get(len(row), [])

@@ -19,6 +19,8 @@ are under way, and the slices.
       [RS3][RS2 ][RS1][RS0]  [AG3][AG2 ][AG1][AG0]     zero=1 and 2 update bucket by bucket: a bucket's parameters are
                                                        gathered while the next bucket is updated
 
+overlap=priority sends each group by itself, in the order in which the next forward needs it (`priority.py`).
+
 overlap=none sums all buckets after the backward, and gathers all after one STEP. So does the gather where the optimizer
 works on the host, since parameters come from there before they are gathered.
 
@@ -79,7 +81,7 @@ def shard(draft: Draft) -> Draft:
         if level == 3:
             return [ins]
         if plan.overlap == "none" or "optimizer" in plan.offload:
-            found = split_buckets(sorted(sharded[rank]), layout.shape.groups, draft.bucket)
+            found = _together(sorted(sharded[rank]), draft)
             return [ins, *_gathers(found, ins, draft)]
         return _by_bucket(ins, buckets[rank], draft)
 
@@ -200,8 +202,15 @@ def _buckets(row: Sequence[Instruction], draft: Draft, rank: int, sharded: froze
 
     found: list[list[int]] = []
     for _, mine in groupby(sorted(sharded, key=order), key=stage_of.__getitem__):
-        found += split_buckets(list(mine), table, draft.bucket)
+        found += _together(list(mine), draft)
     return found
+
+
+def _together(groups: Sequence[int], draft: Draft) -> list[list[int]]:
+    """These groups in buckets. By priority each is sent by itself."""
+    if draft.plan.overlap == "priority":
+        return [[g] for g in groups]
+    return split_buckets(groups, draft.layout.shape.groups, draft.bucket)
 
 
 def _scatter_gradients(
@@ -217,7 +226,7 @@ def _scatter_gradients(
         ends, before = _ends(done, stage_of), 0
         for groups in buckets:
             place = ends[stage_of[groups[0]]] if i >= 0 else max(done.values())
-            if plan.overlap == "backward":
+            if plan.overlap != "none":
                 place = max(done.get(g, ends[stage_of[g]]) for g in groups)
             if draft.layout.copied(groups[0]):  # (in the order of buckets, which is the same on all ranks)
                 place = before = max(place, before)
@@ -225,12 +234,13 @@ def _scatter_gradients(
                 place += 1  # parameters are needed earlier than gradients
             after.setdefault(place, []).append((i, groups))
 
+    in_turn = plan.zero > 1 and plan.overlap != "priority"
     started: list[tuple[Value, ...]] = []
     scatters: dict[int, list[Instruction]] = {}
     for k, messages in sorted(after.items()):
         for i, groups in messages:
             part = tuple(map(grad_shard, groups))
-            waits = started[-IN_FLIGHT] if len(started) >= IN_FLIGHT and plan.zero > 1 else ()
+            waits = started[-IN_FLIGHT] if len(started) >= IN_FLIGHT and in_turn else ()
             scatters.setdefault(k, []).append(
                 _reduce_scatter(groups, draft.layout, draft.step, i, (part if part in started else ()) + waits)
             )
