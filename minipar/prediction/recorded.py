@@ -73,7 +73,8 @@ class Workspace(NamedTuple):
         whole, largest = sum(self.groups), max((*self.groups, *self.pairs.values()), default=0)
         if self.together > largest:
             return round(self.together * sum(mine) / whole) if whole else 0
-        return max((*mine, *(self.pairs.get(pair, 0) for pair in pairwise(groups))), default=0)
+        neighbours = pairwise(g for g in groups if self.groups[g])
+        return max((*mine, *(self.pairs.get(pair, 0) for pair in neighbours)), default=0)
 
 
 @dataclass(frozen=True)

@@ -317,10 +317,11 @@ def _workspace(groups: list[list[nn.Parameter]], layers: int, factory: Optimizer
         return highest
 
     tied = [g for g in range(layers, len(groups)) if groups[g]]
+    trained = [g for g in range(len(groups)) if groups[g]]
     pairs = {
         (g, h): most(groups[g] + groups[h])
-        for g in range(len(groups))
-        for h in {g + 1, *tied}
-        if g < h < len(groups) and groups[g] and groups[h]
+        for k, g in enumerate(trained)
+        for h in {*trained[k + 1 : k + 2], *tied}
+        if g < h
     }
     return Workspace(tuple(map(most, groups)), pairs, most([p for group in groups for p in group]))
