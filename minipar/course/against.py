@@ -254,7 +254,6 @@ def _in_group(function: Callable[..., OnRank], arguments: tuple[Any, ...]) -> On
     import torch.distributed as dist
 
     dist.init_process_group("gloo")
-    dist.barrier()  # (a function that raises at once would leave others while they connect, and gloo writes about that)
     try:
         dist.barrier()  # a rank that fails at once would end while others still connect, and these would print that
         return function(*arguments)
