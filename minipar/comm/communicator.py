@@ -10,11 +10,14 @@ In a function given to cluster.run, or in a process that torchrun started:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
+import os
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -452,6 +455,15 @@ def _give(result: Result, async_op: bool) -> Any:
     return result if async_op else result.wait()
 
 
+def _end(made: Communicator, store: str) -> None:
+    """Close a communicator of an earlier generation. Its store's file goes first: torch writes to it once more while it
+    is there, and ends the process where the disk is full."""
+    if store:
+        with contextlib.suppress(OSError):
+            os.unlink(store)
+    made.close()
+
+
 _current: Communicator | None = None
 _made_in = -1  # the generation of _current
 _count = 0  # communicators made in it, the same on all ranks
@@ -480,7 +492,7 @@ def create() -> Communicator:
             world = of_rank(context, _count) if local else under_torchrun(f"{context.generation}.{_count}")
             _current = Communicator(world)
             worker.made_anew()
-            worker.when_outdated(_current.close)
+            worker.when_outdated(partial(_end, _current, context.store))
     elif _current is None or _current.closed:
         _count += 1
         _current = Communicator(under_torchrun(_count))

@@ -386,6 +386,28 @@ def test_after_an_interrupt_in_the_middle_of_a_call_that_was_caught_it_gives_not
     assert cluster.run(lambda: create().allreduce(1)) == [3, 3, 3]
 
 
+def test_a_full_disk_does_not_end_a_rank_that_closes_an_old_one(cluster: Cluster) -> None:
+    """torch's store writes to its file once more as it goes, and ends the process if it cannot."""
+
+    def limit(size: int) -> int:
+        import resource
+
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        return os.getpid()
+
+    def fail() -> None:
+        create().barrier()
+        raise ValueError("so that the next run makes another one")
+
+    unlimited = -1
+    cluster.run(lambda: create().barrier())
+    pids = cluster.run(limit, 1)
+    with pytest.raises(ValueError, match="so that"):
+        cluster.run(fail)
+    assert cluster.run(limit, unlimited) == pids
+
+
 def test_some_ranks_alone_cannot_make_it() -> None:
     def ring() -> float:
         comm = create()

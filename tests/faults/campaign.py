@@ -24,6 +24,7 @@ A cluster is kept, and healed after each fault; a driver that is to be killed is
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -551,7 +552,10 @@ class Campaign:
                     tally.problems.append(f"{name} of rank {rank} during a save, {plan}: {error!r:.300}")
                 del error
             timer.join()
-            _await_end(pid, 0.1)  # if it was killed at the very end
+            _await_end(pid, 0.0 if name == "SIGSTOP" else 2.0)
+            with warnings.catch_warnings(), contextlib.suppress(MiniparError):
+                warnings.simplefilter("ignore")
+                self.cluster.run(_nothing)  # (what came after the training is told here)
             saved = os.path.join(folder, "run")
             if os.path.exists(saved):
                 try:
