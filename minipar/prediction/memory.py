@@ -68,7 +68,8 @@ def predict_memory(
     walk.spread(-1, now, now)
     for index, ins in enumerate(program.ranks[rank]):
         walk.instruction(ins)
-        begin, now = (starts[index], ends[index]) if ins.op in COMPUTE else (now, now)  # others run beside the walk
+        waits = ins.op in COMPUTE or ins.op is Op.PULL  # others run beside the walk
+        begin, now = (starts[index], ends[index]) if waits else (now, now)
         walk.spread(index, begin, now)
     return walk.series
 

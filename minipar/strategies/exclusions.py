@@ -226,7 +226,9 @@ EXCLUSIONS = (
     Exclusion(COMPRESSED, BF16, "gradients have 16 bits already, and what topk and powersgd leave out would need more"),
     Exclusion(LOCAL, ZERO, f"{_ALONE}, with whole states", fundamental=True),
     Exclusion(LOCAL, PRIORITY, f"{_ALONE}, and sends no gradients to others", fundamental=True),
-    Exclusion(SERVERS, STAGES, "a worker holds the whole model: servers answer it with all parameters of one version"),
+    Exclusion(
+        SERVERS, STAGES, "a worker is one rank; the ranks of a pipeline would have to be given one version together"
+    ),
     Exclusion(SERVERS, ZERO, "the servers hold the optimizer's state, and share it out", fundamental=True),
     Exclusion(
         SERVERS,
@@ -247,7 +249,8 @@ EXCLUSIONS = (
     Exclusion(
         SERVERS,
         PRIORITY,
-        "a worker's step begins when all its parameters have come, so that no gradient is more urgent than another",
+        "servers update all parameters of a step at once, and answer with one version; by priority each piece would be "
+        "updated and answered by itself",
     ),
     Exclusion(REPLICAS, DYNAMIC, _DECIDES_ALONE_REPLICAS, fundamental=True),
     Exclusion(

@@ -577,7 +577,8 @@ def predict(
     data = []
     for rank, held in enumerate(program.placement):  # (servers hold no rows)
         size = (0 in held) * data_bytes[0] + (program.layers - 1 in held) * data_bytes[1]
-        steps = program.steps if isinstance(program.contract, Staleness) else 1  # all are held until the run ends
+        lasting = isinstance(program.contract, Staleness) and program.serving is None
+        steps = program.steps if lasting else 1  # all are held until the run ends
         data.append(round(steps * of_rows.rows_of(rank) / batch * size) if held else 0)
     note = "predicted from a profile of one layer at a time on one device"
     if emulated is not None:

@@ -46,6 +46,7 @@ def test_memory_is_as_predicted(clusters, words):
         if rank < 2:
             assert predicted.totals()[0] == pytest.approx(predicted.totals()[-1])
             assert peak.by_kind["optimizer"] == 0
+            assert peak.by_kind["data"] == predicted.peak().by_kind["data"]
             assert peak.bytes <= measured.highest
         else:
             assert peak.by_kind["optimizer"] > 0

@@ -137,7 +137,7 @@ def test_refused_programs():
         ("servers=0", "servers=0: must be a whole number of at least 1"),
         ("servers=99", "servers=99: too many for parameters of 20 bytes"),
         ("on_death=pray", "on_death=pray: unknown; possible are abort, continue"),
-        ("pp=2", "sync=ps: not together with pp=2 .a worker holds the whole model.*possible is pp=1"),
+        ("pp=2", "sync=ps: not together with pp=2 .a worker is one rank.*possible is pp=1"),
         ("zero=2", "sync=ps: not together with zero=2 .the servers hold"),
         ("offload=optimizer", "no worker has any.*possible is offload=parameters"),
         ("compress=powersgd:1", "compress=powersgd:1 .all ranks sum its factors together"),
