@@ -27,7 +27,8 @@ one layer ahead of the forward, so that the link has the gather of a layer to do
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection, Container, Sequence
+from collections.abc import Container, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from minipar.program import Instruction, Op, Part, grad, home
@@ -121,7 +122,7 @@ def _with_pieces(
 
 
 def _without_last_scatters(
-    row: Sequence[Instruction], own: Collection[int]
+    row: Sequence[Instruction], own: AbstractSet[int]
 ) -> tuple[list[Instruction], dict[int, Instruction]]:
     """The row without the last REDUCE_SCATTER of each gradient over these ranks; and these, by their group. (Those of
     other ranks, which hold copies of a stage, keep an order that is the same on all of them.)"""
