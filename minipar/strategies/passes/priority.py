@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Container, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from minipar.program import Instruction, Op, Part, grad, home
@@ -122,7 +121,7 @@ def _with_pieces(
 
 
 def _without_last_scatters(
-    row: Sequence[Instruction], own: AbstractSet[int]
+    row: Sequence[Instruction], own: set[int]
 ) -> tuple[list[Instruction], dict[int, Instruction]]:
     """The row without the last REDUCE_SCATTER of each gradient over these ranks; and these, by their group. (Those of
     other ranks, which hold copies of a stage, keep an order that is the same on all of them.)"""
