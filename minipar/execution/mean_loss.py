@@ -82,7 +82,6 @@ class MeanLoss:
         share: Tensor = value * (counts / whole)
         return share
 
-
     def _read(self, output: Any, y: Any) -> list[Tensor]:
         """The tensors of an output that the loss depends on: no graph is entered that plain torch does not enter."""
         found = [t for t in differentiable(output) if t.requires_grad]
