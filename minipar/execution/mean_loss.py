@@ -66,7 +66,7 @@ class MeanLoss:
         """The share of one output of the last layer. Errors: RankError for a loss that is no mean, or that fails."""
         y, counts, whole = target
         if counts == 0:  # every target is ignored: torch's mean would be 0/0
-            return torch.stack([t.sum() for t in differentiable(output)]).sum() * 0.0
+            return torch.stack([t.sum() for t in self._read(output, y)]).sum() * 0.0
         try:
             value: Any = self.loss(map_tensors(output, single) if self.narrow else output, y)
         except MiniparError:
@@ -81,6 +81,26 @@ class MeanLoss:
             raise RankError(f"the loss has shape {tuple(value.shape)}; it must be a scalar, the mean over the rows")
         share: Tensor = value * (counts / whole)
         return share
+
+    def _read(self, output: Any, y: Any) -> list[Tensor]:
+        """The tensors of an output that the loss depends on: no graph is entered that plain torch does not enter."""
+        found = [t for t in differentiable(output) if t.requires_grad]
+        if len(found) < 2:
+            return found or differentiable(output)
+        leaves: list[Tensor] = []
+
+        def leaf(tensor: Tensor) -> Tensor:
+            alone = tensor.detach()
+            if tensor.requires_grad:
+                leaves.append(alone.requires_grad_())
+            return single(alone) if self.narrow else alone
+
+        value: Any = self.loss(map_tensors(output, leaf), y)
+        value = value[0] if isinstance(value, tuple) else value
+        if not value.requires_grad:
+            return found
+        grads = torch.autograd.grad(value, leaves, allow_unused=True)
+        return [tensor for tensor, grad in zip(found, grads, strict=True) if grad is not None] or found
 
 
 def _check_count(counts: float, count: float) -> None:

@@ -66,6 +66,33 @@ def test_frozen_layers(clusters, text, frozen):
     check(clusters, Plan.parse(text), partial(toy, ("tuples", "linear", "linear"), frozen=frozen), rows(9))
 
 
+class OnlyItsWeight(torch.nn.Module):
+    """What the loss reads leads to this layer's weight alone; the layers before it, which plain torch therefore never
+    enters, could not be: one relu_ writes into what the other has saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((6,), 0.5))
+
+    def forward(self, x):
+        return x.detach() * self.weight, x
+
+
+def twice_in_place():
+    torch.manual_seed(0)
+    relu = torch.nn.ReLU(inplace=True)
+    return torch.nn.Sequential(torch.nn.Linear(6, 6), relu, relu, OnlyItsWeight())
+
+
+def of_the_first(output, y):
+    return cross_entropy(output[0], y)
+
+
+@pytest.mark.parametrize("text", ["microbatches=8", "dp=2 microbatches=4"])
+def test_a_micro_batch_in_which_no_target_counts_enters_no_other_graph(clusters, text):
+    check(clusters, Plan.parse(text), twice_in_place, rows(16, classes=True, ignored=9), loss=of_the_first)
+
+
 @pytest.mark.parametrize("text", ["pp=4 microbatches=4", "dp=4", "pp=2 dp=2 microbatches=4"])
 @pytest.mark.parametrize("ignored", [0, 5, 9])
 def test_targets_that_do_not_count(clusters, text, ignored):

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tests.fuzz.models import Spec, build, loss_of
+from tests.fuzz.models import Spec, build, loss_of, whole_of
 
 GOLDEN, FIRST, SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 Batches = Callable[[int], tuple[Tensor, Tensor]]
@@ -288,7 +288,7 @@ def stale(
             if s == last:
                 share = (1 / every / replicas) if every is not None else weight(target) / weight(y)
                 share = share if weight(target) else 0.0
-                ends = [plain.loss(value, target) * share if share else sum(t.sum() for t in ends) * 0]
+                ends = [plain.loss(value, target) * share if share else whole_of(value).sum() * 0]
                 result.losses[i if every is not None else i // m] += ends[0].item() * (every or 1)
         graphs[r, i] = leaves, ends, own
         if s < last:

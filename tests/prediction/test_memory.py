@@ -160,6 +160,30 @@ def test_averages_and_compressed_sums(clusters, text):
         assert got.bytes == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("text", "bound"),
+    [
+        ("dp=2 overlap=priority bucket=none", 1e-3),
+        ("dp=2 overlap=priority offload=optimizer", 1e-2),
+        ("dp=2 overlap=priority zero=2", 1e-3),
+        ("dp=2 zero=1 precision=bf16", 1e-3),
+        ("dp=2 zero=1 precision=bf16 offload=optimizer", 1e-3),
+    ],
+)
+def test_updates_layer_by_layer_and_in_bfloat16(clusters, text, bound):
+    """A STEP of one layer among layers without parameters; rows as they were given; float32 slices are the
+    optimizer's."""
+    rows = tuple(torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(0)))
+    run = train(wide, rows, text, cluster=clusters(2), steps=4, batch=64, loss=torch.nn.functional.mse_loss,
+                optimizer=ADAM, memory=True, progress=False)  # fmt: skip
+    for rank, expected in enumerate(run.predicted.peak_memory()):
+        assert run.memory[rank].bytes == pytest.approx(expected, rel=bound)
+        if "bf16" in text:
+            mine, theirs = run.memory[rank].by_kind, run.predicted.peak_by_kind(rank)
+            for kind in ("parameters", "optimizer", "data"):
+                assert mine[kind] == pytest.approx(theirs[kind], rel=1e-3), kind
+
+
 def test_gradients_are_not_copied_where_only_parameters_are_averaged(clusters):
     """No buffer for sums that there are not: local_steps costs no more than one replica alone."""
     rows = tuple(torch.randn(2, 64, 256, generator=torch.Generator().manual_seed(0)))
