@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minipar.cluster import agreement, launch, worker
+from minipar.cluster.local import Cluster
 from minipar.cluster.members import Revived
 from minipar.cluster.ranks import Ranks
 from minipar.comm import clocks, communicator
@@ -158,10 +159,13 @@ def execute_served(
             cluster.end_rank(fact[1])
 
     try:
+        processes: tuple[int, ...] = ()
+        if isinstance(cluster, Cluster):  # (of this machine)
+            processes = tuple(cluster.run_on(range(len(program.ranks)), os.getpid))
         ((keys, forms),) = cluster.run_on([0], _open, job, program.name, folder, servers)
         settings = Settings(
             workers, program.steps, job.optimizer, mode, every, patience, on_death, True, pacing, job.scheduler, forms,
-            program.clip, program.compress,
+            program.clip, program.compress, processes,
         )  # fmt: skip
         revivals = _REVIVALS if on_death == "continue" else 0
         found = cluster.run_reviving(
@@ -406,7 +410,17 @@ def _take_part(
             done.append(step)
 
     with contextlib.suppress(ServerClosed):  # (it was started again after the end)
-        _work(job, program, meeting, not dying, keep_gradients, slow[rank] if slow else None, tell)
+        _work(
+            job,
+            program,
+            meeting,
+            not dying,
+            servers = settings.processes[program.workers :]
+            servers,
+            keep_gradients,
+            slow[rank] if slow else None,
+            tell,
+        )
     return done
 
 
@@ -425,6 +439,7 @@ def _work(
     program: Program,
     meeting: Meeting,
     abort: bool,
+    processes: tuple[int, ...],
     keep_gradients: bool,
     delays: Delays | None,
     tell: Callable[[Step], None],
@@ -444,7 +459,7 @@ def _work(
         blocks.setdefault(ins.step, []).append((index, ins))
     # At once, so that the servers see this worker's process.
     on_stop = None if abort else partial(_say_stopped, program.workers)
-    ps = pushing.connect(meeting, rank, compress=program.compress, on_stop=on_stop)
+    ps = pushing.connect(meeting, rank, compress=program.compress, on_stop=on_stop, processes=processes)
     spare = copy.deepcopy(model)  # to warm up: first calls take longer, and should not count in the first step
     _run(_computing(program, rank, layers_of(spare), job), parameters_of(layers_of(spare)), blocks[0])
     del spare
