@@ -415,8 +415,7 @@ def _take_part(
             program,
             meeting,
             not dying,
-            servers = settings.processes[program.workers :]
-            servers,
+            settings.processes[program.workers :],
             keep_gradients,
             slow[rank] if slow else None,
             tell,
