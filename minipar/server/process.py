@@ -77,6 +77,7 @@ class Settings:
     together        whether no worker begins before all that are expected have asked for parameters
     pacing          of emulated devices; None: nothing is delayed
     compress        how workers push gradients: none, bf16, fp16, topk:R
+    processes       of the workers, where they are on this machine: one that is stopped before it connects is noticed
     clip            the norm to which an update's gradient is scaled down, that of all parts together; None: it is not
     saved           the saved run from which everything goes on
     """
@@ -95,6 +96,7 @@ class Settings:
     clip: float | None = None
     compress: str = "none"
     saved: Saved | None = None
+    processes: tuple[int, ...] = ()
 
 
 class Clipping(NamedTuple):
@@ -671,16 +673,19 @@ class Server:
         for worker in list(self.rule.members):
             now, peer = time.monotonic(), self.workers.get(worker)
             seconds = now - self.heard.setdefault(worker, now)
-            stopped = peer is not None and stacks.stopped(peer.process)
+            expected = self.settings.processes[worker : worker + 1] if worker in self.rule.absent else ()
+            process = peer.process if peer is not None else sum(expected)
+            stopped = stacks.stopped(process)
             since = self.stopped.setdefault(worker, now) if stopped else self.stopped.pop(worker, now)
             silent = seconds >= patience or (stopped and now - since >= min(patience, STOPPED))
             if not silent or worker in {*self.rule.asking, *self.rule.pushed, *self.arrivals.early}:
                 continue
-            if worker in self.rule.absent if peer is None else peer.process and at_work(peer.process):
+            here = worker in self.rule.absent if peer is None else peer.process and at_work(peer.process)
+            if here and not stopped:
                 continue  # (before a worker has connected for the first time, its cluster watches it)
-            step = self.rule.clocks[worker] if self.rule.mode.each else self.rule.version
+            step = self.rule.clocks.get(worker, 0) if self.rule.mode.each else self.rule.version
             if self.settings.on_death == "abort":
-                why = f" (process {peer.process}) was stopped (SIGSTOP), and" if peer is not None and stopped else ""
+                why = f" (process {process}) was stopped (SIGSTOP), and" if stopped else ""
                 raise RankError(f"worker {worker}{why} has said nothing for {seconds:.1f} s, in step {step}")
             self.stopped.pop(worker, None)
             self.served.silent.append((worker, step, seconds))
@@ -688,7 +693,8 @@ class Server:
             self.lives.pop(worker, None)
             if peer is not None:
                 self.board.drop(self.workers.pop(worker))
-                self.report(("silent", worker))  # (a worker without a connection has ended, or is starting again)
+            if peer is not None or stopped:  # (else it has ended, or is starting again)
+                self.report(("silent", worker))
 
     def _end(self) -> None:
         """Server 0: all workers are done. Save the last state, and end when all servers have."""

@@ -18,10 +18,13 @@ import contextlib
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from minipar.cluster import stacks
+from minipar.cluster.watchdog import STOPPED
 from minipar.errors import RankError, ServerClosed
 from minipar.models.tensors import dtype_name
 from minipar.server.connection import Connection, stopped
@@ -44,6 +47,7 @@ def connect(
     reach: Callable[[str], None] = lambda point: None,
     compress: str = "none",
     on_stop: Callable[[int, int], None] | None = None,
+    processes: tuple[int, ...] = (),
 ) -> Servers:
     """Connect to the servers of a folder, or of another meeting place, as the worker of this number; it replaces an
     earlier worker of that number.
@@ -53,10 +57,11 @@ def connect(
     compress   what gradients are pushed as: bf16, fp16 or topk:R, as in a plan; the servers' `Settings` say the same
     on_stop    called with the number and process of a server that was stopped (SIGSTOP); it must end it, so that it
                starts again. Default: a RankError that names both
+    processes  of the servers, where they are on this machine: one that is stopped before it listens is noticed
 
     Raises RankError if there are none, ServerClosed if they have ended.
     """
-    return Servers(read_handle(meeting), worker, patience, reach, compress, on_stop)
+    return Servers(read_handle(meeting), worker, patience, reach, compress, on_stop, processes)
 
 
 class Servers:
@@ -70,10 +75,11 @@ class Servers:
         reach: Callable[[str], None],
         compress: str = "none",
         on_stop: Callable[[int, int], None] | None = None,
+        processes: tuple[int, ...] = (),
     ) -> None:
         if worker < 0:
             raise RankError(f"worker {worker}: must be at least 0")
-        self._on_stop = on_stop
+        self._on_stop, self._processes = on_stop, processes
         self.handle, self.worker, self.patience, self.reach = handle, worker, patience, reach
         self.keys = handle.keys
         self._number = {key.name: k for k, key in enumerate(self.keys)}
@@ -119,6 +125,7 @@ class Servers:
     def _again(self) -> bool:
         """Connect to all servers. Returns whether they still have what this worker pushed; if not, its step is void."""
         until, pause = time.monotonic() + self.patience, RETRY
+        since: dict[int, float] = {}  # when a server was first seen as stopped
         while True:
             self._let_go()
             if self.handle.closed:
@@ -129,6 +136,11 @@ class Servers:
                 if time.monotonic() > until:
                     reason = f"worker {self.worker}: no server at {self.handle.folder} for {self.patience:g} s"
                     raise RankError(f"{reason} ({error or type(error).__name__})") from error
+                for server, process in enumerate(self._processes):
+                    if not stacks.stopped(process):
+                        since.pop(server, None)
+                    elif time.monotonic() - since.setdefault(server, time.monotonic()) >= STOPPED:
+                        self._stop(server, f"server {server}", process)
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_RETRY)
                 continue
@@ -154,16 +166,17 @@ class Servers:
         self.life = life
         return found.pop() if len(found) == 1 else 0
 
-    def _connect(self, server: int) -> Connection:
-        def stop(name: str, process: int) -> None:
-            if self._on_stop is None:
-                stopped(f"worker {self.worker}: {name}", process)
-            else:
-                self._on_stop(server, process)
+    def _stop(self, server: int, name: str, process: int) -> None:
+        """A server was stopped."""
+        if self._on_stop is None:
+            stopped(f"worker {self.worker}: {name}", process)
+        else:
+            self._on_stop(server, process)
 
+    def _connect(self, server: int) -> Connection:
         address = self.handle.address(server)
         try:
-            return Connection(address, self.handle.token, 2.0, f"server {server}", stop)
+            return Connection(address, self.handle.token, 2.0, f"server {server}", partial(self._stop, server))
         except FileNotFoundError as error:
             raise ConnectionError(f"server {server} has not started") from error
         except ConnectionRefusedError as error:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from minipar.cluster import agreement, launch, worker
+from minipar.cluster.local import Cluster
 from minipar.cluster.members import Revived
 from minipar.cluster.ranks import Ranks
 from minipar.comm import clocks, communicator
@@ -175,11 +176,14 @@ def execute_served(
             "worker, and is not saved; possible are compress=none, bf16, fp16"
         )
     try:
+        processes: tuple[int, ...] = ()
+        if isinstance(cluster, Cluster):  # (of this machine)
+            processes = tuple(cluster.run_on(range(len(program.ranks)), os.getpid))
         ((keys, forms, header),) = cluster.run_on([0], _open, job, program, folder, storing)
         saving = Saving(storing, header, servers + 1, on_death == "continue")
         settings = Settings(
             workers, program.steps, job.optimizer, mode, every, patience, on_death, True, pacing, job.scheduler, forms,
-            program.clip, program.compress, storing.saved,
+            program.clip, program.compress, storing.saved, processes,
         )  # fmt: skip
         revivals = _REVIVALS if on_death == "continue" else 0
         with storing.around():
@@ -486,7 +490,8 @@ def _take_part(
                 part.reached(version, incarnation, rest)
 
     with contextlib.suppress(ServerClosed):  # (it was started again after the end)
-        _work(job, one, spare, meeting, not dying, keep_gradients, tell, storing.first, begins, watching)
+        servers = settings.processes[program.workers :]
+        _work(job, one, spare, meeting, not dying, servers, keep_gradients, tell, storing.first, begins, watching)
     if rank:
         one.offloading.close()
         return done, Share(header)
@@ -515,6 +520,7 @@ def _work(
     spare: nn.Module,
     meeting: Meeting,
     abort: bool,
+    processes: tuple[int, ...],
     keep_gradients: bool,
     tell: Callable[[Step], None],
     first: int,
@@ -530,7 +536,7 @@ def _work(
     program, compute, rank, device = one.program, one.compute, one.comm.rank, one.device
     # At once, so that the servers see this worker's process.
     on_stop = None if abort else partial(_say_stopped, program.workers)
-    ps = pushing.connect(meeting, rank, compress=program.compress, on_stop=on_stop)
+    ps = pushing.connect(meeting, rank, compress=program.compress, on_stop=on_stop, processes=processes)
     warm = Worker(program, rank, spare, job)
     with closing(warm.offloading):
         warm.run(job.batches, first)

@@ -24,7 +24,7 @@ from minipar import Cluster
 from minipar.cluster import failures, members, notes, stacks, threads, worker
 from minipar.cluster.failures import Failure
 from minipar.cluster.interrupt import Interrupts
-from minipar.cluster.processes import describe_status
+from minipar.cluster.processes import describe_status, ends
 from minipar.cluster.watchdog import Watchdog
 from minipar.comm import communicator, helper
 from minipar.comm.transport import arena, board
@@ -54,11 +54,11 @@ def test_a_death_while_another_rank_starts_is_told_and_healed(
         start(self, rank)
         if rank == 0:
             os.kill(pids[1], signal.SIGKILL)
-            time.sleep(0.1)
+            assert ends(pids[1], 10)
 
     monkeypatch.setattr(members.Members, "_start", while_it_starts)
     os.kill(pids[0], signal.SIGKILL)
-    time.sleep(0.1)
+    assert ends(pids[0], 10)
     with pytest.warns(RuntimeWarning, match="anew") as told:
         after = cluster.run(os.getpid)
     assert not set(after) & set(pids)

@@ -91,7 +91,12 @@ SIGNALS = {
 INSIDE = ("raise", "sys.exit", "os._exit", "memory", "descriptors")
 PLACES = ("forward", "loss", "optimizer")
 STEPS, ROWS = 4, 16
+LIMIT = 60  # seconds for a case
 PATIENCE = 3.0  # seconds; a stopped rank is only noticed by those who wait for it
+
+
+class TookTooLong(BaseException):
+    """A case did not end."""
 
 
 class Broken(Exception):
@@ -336,6 +341,27 @@ class Campaign:
 
     def tally(self, name: str) -> Tally:
         return self.tallies.setdefault(name, Tally(name))
+
+    def guarded(self, name: str, given: tuple[Any, ...]) -> None:
+        """One case, which is a problem if it does not end in a minute: the others go on, on a new cluster."""
+
+        def late(*_: object) -> None:
+            raise TookTooLong(f"no end within {LIMIT} s")
+
+        before = signal.signal(signal.SIGALRM, late)
+        signal.alarm(LIMIT)
+        try:
+            getattr(self, name)(*given)
+        except BaseException as error:
+            tally = self.tally(f"case that failed: {name}")
+            tally.tried += 1
+            tally.problems.append("".join(traceback.format_exception(error))[-2000:])
+            signal.alarm(LIMIT)
+            self.cluster.close()
+            self.cluster = Cluster(RANKS, device="cpu", patience=PATIENCE)
+        finally:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, before)
 
     def one(self) -> None:
         """One random fault."""
@@ -794,7 +820,7 @@ def _part(cases: list[tuple[str, tuple[Any, ...]]], seed: int, end: float, show:
     for name, given in tqdm(cases, disable=not show, desc="faults"):
         if time.monotonic() > end:
             break
-        getattr(campaign, name)(*given)
+        campaign.guarded(name, given)
     campaign.close()
     return Found(list(campaign.tallies.values()), campaign.kinds)
 

@@ -334,6 +334,23 @@ def test_a_server_that_was_stopped_is_named_or_started_again(clusters, tmp_path,
         assert "meanwhile rank 2 was stopped (SIGSTOP)" in said
 
 
+def stops_in(victim):
+    """A model whose making stops the process of one rank."""
+    if worker.context().rank == victim:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    return torch.nn.Sequential(torch.nn.Linear(6, 6))
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_a_rank_that_was_stopped_before_it_connects_or_listens_is_named(clusters, victim):
+    program = Plan.parse("dp=2 sync=ps").compile(shape_of([torch.nn.Linear(6, 6)]), steps=3)
+    job = Job(partial(stops_in, victim), rows(8), 8, mse, partial(torch.optim.SGD, lr=0.1), 0, torch.float64)
+    who, began = {1: "worker 1", 2: r"worker \d: server 0"}[victim], time.monotonic()
+    with pytest.raises(RankError, match=who + r" \(process \d+\) was stopped \(SIGSTOP\)"):
+        execute_served(program, job, clusters(3))
+    assert time.monotonic() - began < 10
+
+
 class KillsAlways(KillsOnce):
     """Rows that end the rank which asks for those of step 2, every time."""
 
