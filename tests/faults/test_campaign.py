@@ -6,6 +6,6 @@ from tests.faults.campaign import run
 
 
 def test_a_few_faults_are_explained_and_healed():
-    page, problems = run(10, seed=3, seconds=50, show=False)
+    page, problems = run(10, seed=3, seconds=150, show=False)
     assert not problems, "\n".join(problems)
     assert "| all |" in page
