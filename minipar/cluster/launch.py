@@ -237,7 +237,7 @@ def fork(control: int, out: int, err: int, keep_freed_memory: bool = True) -> Fo
 
 def spawn(control: int, out: int, err: int, keep_freed_memory: bool = True) -> Spawned:
     """A rank as a fresh interpreter that inherits the three descriptors."""
-    _tend(scratch_folder())
+    tend(scratch_folder())
     theirs, ours = os.pipe()
     tie = "1" if threading.current_thread() is threading.main_thread() else "0"
     command = interpreter("from minipar.cluster.spawned import main; main(sys.argv[1:])")
@@ -259,7 +259,7 @@ def spawn(control: int, out: int, err: int, keep_freed_memory: bool = True) -> S
     return Spawned(process, ours)
 
 
-def _tend(folder: str) -> None:
+def tend(folder: str) -> None:
     """Let a small process wait for the end of this one, however it ends, and then remove a folder. (A zygote does that
     itself.)"""
     if folder not in _tenders:

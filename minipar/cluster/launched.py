@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import cloudpickle
 
-from minipar.cluster import agreement, failures, light_torch, worker
+from minipar.cluster import agreement, failures, launch, light_torch, worker
 from minipar.cluster.far import LINGER, Driver, FarRank, accept, connect
 from minipar.cluster.members import unpack
 from minipar.cluster.parcel import Parcel, pack
@@ -80,6 +80,7 @@ class Launched(Calling):
         self._far: FarRank | None = None
         token = bytes.fromhex(agreed.token)
         if agreed.rank == 0:
+            launch.tend(launch.scratch_folder())  # torchrun may kill this process
             with socket.create_server((agreed.addresses[0], 0), backlog=agreed.size) as listener:
                 agreed.store.set("control", str(listener.getsockname()[1]))
                 controls = accept(listener, token, range(1, agreed.size), _PATIENCE)

@@ -61,7 +61,7 @@ class Launches:
         (folder / "mine.py").write_text(MODULE)
         same = "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=again"
         path = os.pathsep.join([str(folder), *filter(None, sys.path)])
-        self.failed = torchrun(2, "interrupted", folder, *same, "--max-restarts=1", PYTHONPATH=path)
+        self.failed = torchrun(2, "interrupted", folder, *same, "--max-restarts=1", PYTHONPATH=path, TMPDIR=str(folder))
         self.after = found(folder, "interrupted")
         self.done = torchrun(4, "interrupted", folder, *same, MINIPAR_HOST="a,a,b,b")
 
@@ -171,6 +171,7 @@ def test_a_launch_that_is_killed_and_fails_goes_on_and_at_last_on_other_ranks(
     assert failed.stderr.count('raise ValueError("the loss of rank 1")') == 1  # one traceback, on rank 0
     assert "raised on rank 1:" in failed.stderr
     assert not launches.after
+    assert not list(launches.folder.glob("minipar-*"))  # temporary folders of processes that were killed
 
     whole = under_torchrun.trained("dp=2", over_gloo, steps=12).losses
     begins = []
