@@ -95,8 +95,8 @@ def test_asynchronous_pipelines_tell_while_they_run(clusters: Clusters, schedule
     assert steps == sorted(steps)
     assert steps[-1] == 600
     assert len([k for k in set(steps) if 0 < k < 600]) >= 2  # not only at the end
-    told = [moment for moment, _ in moments[:-1]]  # (one late call shortens the gap after it)
-    assert len(told) - 1 <= (told[-1] - told[0]) / (EVERY * 0.9)
+    told = [moment for moment, _ in moments[:-1]]  # (the first may come late, on a busy machine)
+    assert len(told) - 2 <= (told[-1] - told[0]) / (EVERY * 0.9)
     each = len(run.losses) // 600
     for _, m in moments:
         assert m.losses == pytest.approx(run.losses[: each * m.step], rel=1e-12)
