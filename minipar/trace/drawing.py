@@ -72,8 +72,8 @@ def draw(
     """One trace, or two (predicted, measured) on one time axis, as a matplotlib figure. Both begin at 0.
 
     memory    the memory curves under the timeline
-    numbers   on the bars that are wide enough: micro-batches, or layers where there is one micro-batch; on collectives
-              their letters (AG, RS, AR, AA) and what they carry
+    numbers   on the bars that are wide enough: micro-batches, with the layers where ranks hold whole models or run
+              layers one by one; on collectives, or beside them, their letters (AG, RS, AR, AA) and what they carry
     width     inches
     window    only this part of the time axis, in the axis's own unit
     title     default: the program's name
@@ -98,7 +98,7 @@ def draw(
     if not 4 <= width <= 100:
         raise MiniparError(f"width={width}: must be from 4 to 100 inches")
     with matplotlib.style.context("default"), matplotlib.rc_context({"hatch.linewidth": 0.7}):
-        texts: dict[str, int] = {}
+        texts: dict[tuple[str, ...], int] = {}
         bars = [_bars(trace, clock.scale, span, texts) for trace in traces]
         name = title or traces[0].program.name or "a program made by hand"
         path = longest_chain(traces[-1]) if critical_path else []
@@ -145,19 +145,19 @@ def _folds(traces: Sequence[Trace], unfold: bool) -> bool:
 # the timeline ---------------------------------------------------------------------------------------------------------
 
 
-def _bars(trace: Trace, scale: float, span: Span, texts: dict[str, int]) -> Bars:
+def _bars(trace: Trace, scale: float, span: Span, texts: dict[tuple[str, ...], int]) -> Bars:
     """The bars of a trace that are inside `span`, without communication that takes no time. Kinds carry their shade;
     `texts` collects the words on bars, and a bar has the number of its words."""
     import numpy as np
 
-    program, shades = trace.program, Shades(trace.program)
+    program, shades, layers = trace.program, Shades(trace.program), labels.by_layers(trace.program)
     rows: dict[str, list[tuple[int, float, float, int]]] = {}
     for rank, row in enumerate(program.ranks):
         for ins, start, end in zip(row, trace.starts[rank], trace.ends[rank], strict=True):
             kind = labels.kind_of(ins)
             if shades.names and (shade := shades.of(rank, ins)):
                 kind = f"{kind} {shade}"
-            words = labels.label_of(program, ins)
+            words = labels.words_of(program, ins, layers)
             rows.setdefault(kind, []).append((rank, start, end, texts.setdefault(words, len(texts)) if words else -1))
     bars = {kind: np.array(found, dtype=float) for kind, found in rows.items()}
     if "receive" in bars:
@@ -189,7 +189,8 @@ def _draw_timeline(axes: Axes, layout: FigureLayout, span: Span, numbers: bool) 
             if numbers and (kind not in BENEATH or kind in COLLECTIVE):
                 ink = INK if outlined or kind in COLLECTIVE else LOOKS[kind].ink
                 height, middle = (bottom - top) * layout.lane * 72, y + (top + bottom) / 2
-                _draw_numbers(axes, found, middle, points, height, ink, layout.texts, hatched=kind in COLLECTIVE)
+                free = _free(found, bars, span) * points if kind in COLLECTIVE else None
+                _draw_numbers(axes, found, middle, points, height, ink, layout.texts, free)
     if layout.folded:
         _draw_differences(axes, layout, span)
     lanes = layout.ranks * layout.pitch
@@ -258,37 +259,45 @@ def _draw_bands(
 
 
 def _draw_numbers(
-    axes: Axes, bars: np.ndarray, y: np.ndarray, points: float, height: float, ink: str, texts: Sequence[str],
-    hatched: bool = False,
+    axes: Axes, bars: np.ndarray, y: np.ndarray, points: float, height: float, ink: str,
+    texts: Sequence[tuple[str, ...]], free: np.ndarray | None = None,
 ) -> None:  # fmt: skip
-    """The words on bars, in the largest size that fits most of them. A bar with less room gets smaller words, and of a
-    collective only the letters; where one digit of the least size has no room there is nothing. Where bars overlap, a
-    word that would stand on the one before it is left out."""
-    import numpy as np
-
-    bars, y = bars[bars[:, 3] >= 0], y[bars[:, 3] >= 0]
-    words = [texts[int(k)] for k in bars[:, 3]]
-    room = (bars[:, 2] - bars[:, 1]) * points - 1.0
-    sizes = [size for size in SIZES if size * 1.2 <= height]
-    if not words or not sizes or not (room > 0.62 * SIZES[-1]).any():
-        return
-    letters = np.array([len(word) for word in words])
-    usual = next((size for size in sizes if hatched or (letters * 0.62 * size <= room).mean() >= 0.7), sizes[-1])
+    """The words on bars that have room (`labels.fitted`). `free`: of collectives, the points to the right of each bar.
+    Where bars overlap, a word that would stand on the one before it is left out."""
     from matplotlib.patheffects import withStroke
 
-    shown, around = 0, [withStroke(linewidth=2.2, foreground=PAPER)] if hatched else None
+    sizes = [size for size in SIZES if size * 1.2 <= height]
+    there = bars[:, 3] >= 0
+    if not sizes or not there.any():
+        return
+    bars, y = bars[there], y[there]
+    rooms, beside = (bars[:, 2] - bars[:, 1]) * points - 1.0, () if free is None else (free[there] - 4.0).tolist()
+    found = labels.fitted([texts[int(k)] for k in bars[:, 3]], rooms.tolist(), sizes, 0.62, beside)
+    shown, around = 0, None if free is None else [withStroke(linewidth=2.2, foreground=PAPER)]
     ends: dict[float, float] = {}  # of the last word in each lane
-    for word, x, middle, wide in zip(words, (bars[:, 1] + bars[:, 2]) / 2, y, room, strict=True):
-        fitting = ((part, size) for part in dict.fromkeys((word, word.split()[0])) for size in (usual, *sizes)
-                   if size <= usual and 0.62 * size * len(part) <= wide)  # fmt: skip
-        part, size = next(fitting, ("", 0.0))
-        half = 0.31 * size * len(part) / points
-        if part and shown < MANY_NUMBERS and x - half >= ends.get(middle, x - half):
+    for one, start, end, middle in zip(found, bars[:, 1], bars[:, 2], y, strict=True):
+        half = 0.31 * one.size * len(one.text) / points
+        x = end + 2.5 / points + half if one.beside else (start + end) / 2
+        if one.text and shown < MANY_NUMBERS and x - half >= ends.get(middle, x - half):
             shown, ends[middle] = shown + 1, x + half
             axes.text(
-                x, middle, part, size=size, color=ink, ha="center", va="center_baseline", clip_on=True, zorder=4,
-                path_effects=around,
+                x, middle, one.text, size=one.size, color=ink, ha="center", va="center_baseline", clip_on=True,
+                zorder=4, path_effects=around,
             )  # fmt: skip
+
+
+def _free(found: np.ndarray, bars: Bars, span: Span) -> np.ndarray:
+    """For each collective, how long nothing else begins on its rank's thin lane after it."""
+    import numpy as np
+
+    others = [bars[kind] for kind in (*COLLECTIVE, "copy") if kind in bars]
+    result = np.zeros(len(found))
+    for rank in np.unique(found[:, 0]).tolist():
+        starts = np.sort(np.concatenate([other[other[:, 0] == rank, 1] for other in others]))
+        mine = np.flatnonzero(found[:, 0] == rank)
+        places = np.searchsorted(starts, found[mine, 1], "right")
+        result[mine] = np.append(starts, span[1])[places] - found[mine, 2]
+    return result
 
 
 def _draw_differences(axes: Axes, layout: FigureLayout, span: Span) -> None:

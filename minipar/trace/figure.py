@@ -119,8 +119,8 @@ class FigureLayout:
     """
 
     def __init__(
-        self, traces: Sequence[Trace], bars: list[Bars], texts: Sequence[str], width: float, title: str, memory: bool,
-        folded: bool = False, path: str = "",
+        self, traces: Sequence[Trace], bars: list[Bars], texts: Sequence[tuple[str, ...]], width: float, title: str,
+        memory: bool, folded: bool = False, path: str = "",
     ) -> None:  # fmt: skip
         self.traces, self.width, self.texts, self.folded = traces, width, texts, folded
         self.ranks, self.count = len(traces[0].program.ranks), len(traces)
@@ -262,7 +262,8 @@ class FigureLayout:
             return Patch(facecolor=dict(DIFFERENCES)[kind], label=words)
         if kind in LOOKS:
             look = LOOKS[kind]
-            return Patch(facecolor=look.face, edgecolor=look.edge, linewidth=0.6, hatch=look.hatch, label=kind)
+            words = labels.in_legend(kind)
+            return Patch(facecolor=look.face, edgecolor=look.edge, linewidth=0.6, hatch=look.hatch, label=words)
         if kind == self.names[0]:
             return Patch(facecolor="none", edgecolor=MUTED, linewidth=1.2, label=f"{kind} (outlined)")
         return Patch(facecolor=MUTED, edgecolor=MUTED, linewidth=1.2, label=f"{kind} (filled)")

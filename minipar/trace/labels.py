@@ -12,6 +12,7 @@ from typing import NamedTuple
 from minipar.errors import MiniparError
 from minipar.program import COLLECTIVES, MOVED, Instruction, Mesh, Op, Program, span
 from minipar.trace import Trace
+from minipar.trace.shades import Shades
 from minipar.wording import several
 
 _KINDS = {
@@ -35,6 +36,7 @@ _KINDS = {
     Op.ALL_GATHER: "all-gather",
     Op.ALL_TO_ALL: "all-to-all",
 }
+#: The letters of collectives. A bar that has room for one letter carries the last one.
 LETTERS = {"all-reduce": "AR", "reduce-scatter": "RS", "all-gather": "AG", "all-to-all": "AA", "collective": "C"}
 
 
@@ -54,8 +56,22 @@ def number_of(program: Program, ins: Instruction) -> int:
 
 
 def by_layers(program: Program) -> bool:
-    """Whether bars carry layers: every number would be 0, since there is one micro-batch."""
-    return program.microbatches * program.steps == 1 and not program.chunks and program.layers > 1
+    """Whether bars carry layers, since the micro-batch alone says too little: ranks hold whole models (as in data
+    parallel runs), or compute a micro-batch in parts that have the same number and no shades."""
+    if program.chunks or program.layers < 2:
+        return False
+    whole = all(len(program.placement[rank]) == program.layers for rank in range(program.workers))
+    return whole or (_in_parts(program) and not Shades(program).names)
+
+
+def _in_parts(program: Program) -> bool:
+    """Whether a rank runs several forwards of one micro-batch."""
+    FORWARD = Op.FORWARD
+    for ops, row in zip(program.ops, program.ranks, strict=True):
+        numbers = [(ins.step, ins.microbatch) for op, ins in zip(ops, row, strict=True) if op is FORWARD]
+        if len({*numbers}) < len(numbers):
+            return True
+    return False
 
 
 def carried(ins: Instruction) -> str:
@@ -65,15 +81,75 @@ def carried(ins: Instruction) -> str:
     return span(sorted(ins.layers or {value.index for value in ins.reads if value.kind in MOVED}))
 
 
-def label_of(program: Program, ins: Instruction) -> str:
-    """The words on a bar: of a collective its letters and what it carries, `AG 0:4`; of compute the number, or the
-    layers where all numbers are equal."""
-    if letters := LETTERS.get(kind_of(ins)):
-        return f"{letters} {carried(ins)}".rstrip()
-    if ins.stream == "compute" and by_layers(program):
-        return carried(ins)
-    number = number_of(program, ins)
-    return str(number) if number >= 0 else ""
+def words_of(program: Program, ins: Instruction, layers: bool, number: str = "") -> tuple[str, ...]:
+    """The words for a bar, the longest first; a picture takes the first that fits. No words: ().
+
+        collective      AG 0:4 · AG · G       the letters, and what it carries
+        compute         3                     the number
+          with layers   3 mb1 · 3             some of the layers: these are what differs from bar to bar
+                        0:8 mb1 · 1           all of them: here it is the micro-batch
+
+    layers   `by_layers(program)`
+    number   is written in the place of the number, if it is given
+    """
+    kind = kind_of(ins)
+    if letters := LETTERS.get(kind):
+        return tuple(dict.fromkeys((f"{letters} {carried(ins)}".rstrip(), letters, letters[-1])))
+    if (found := number_of(program, ins)) >= 0:
+        number = number or str(found)
+    else:
+        number = ""
+    if not layers or ins.stream != "compute" or not ins.layers:
+        return (number,) if number else ()
+    own = carried(ins)
+    if not number or program.microbatches * program.steps == 1:
+        return (own,)
+    return f"{own} mb{number}", number if len(ins.layers) == program.layers else own
+
+
+class Fitted(NamedTuple):
+    """Words on a bar and their size; `beside`: they stand to the right of it. "" where nothing has room."""
+
+    text: str = ""
+    size: float = 0.0
+    beside: bool = False
+
+
+def fitted(
+    words: Sequence[Sequence[str]], rooms: Sequence[float], sizes: Sequence[float], letter: float,
+    free: Sequence[float] = (),
+) -> list[Fitted]:  # fmt: skip
+    """The words for bars of one kind, each of which has a room inside of it.
+
+    sizes    possible ones, the largest first; `letter` is the width of a letter of size 1
+    free     of collectives: the room to the right of each bar, for words that have none inside
+
+    All bars get the longest words, in the largest size, that most have room for; one with less room gets shorter or
+    smaller ones. (js/lanes.js has the same rule. Collectives are few: each gets the longest that it has room for.)
+    """
+    last = max(map(len, words), default=1) - 1
+
+    def fits(k: int, version: int, size: float, room: float) -> bool:
+        return letter * size * len(words[k][min(version, len(words[k]) - 1)]) <= room
+
+    order = [*((version, sizes[0]) for version in range(last)), *((last, size) for size in sizes)]
+    most = 0.7 * len(words)
+    from_, usual = next(
+        (one for one in order if free or sum(fits(k, *one, room) for k, room in enumerate(rooms)) >= most), order[-1]
+    )
+    found = []
+    for k, own in enumerate(words):
+        tries = [(v, size) for v in range(from_, last + 1) for size in sizes if size <= usual]
+        inside = next((one for one in tries if fits(k, *one, rooms[k])), None)
+        beside = next((one for one in tries if not inside and free and fits(k, *one, free[k])), None)
+        one = inside or beside
+        found.append(Fitted(own[min(one[0], len(own) - 1)], one[1], beside is not None) if one else Fitted())
+    return found
+
+
+def in_legend(kind: str) -> str:
+    """A kind in a legend: a collective with its letters."""
+    return f"{kind} ({LETTERS[kind]})" if kind in LETTERS else kind
 
 
 def place(program: Program, rank: int) -> str:

@@ -228,7 +228,7 @@ def test_legend_has_only_what_occurs():
     predicted, measured = pair(pp=2, microbatches=4)
     assert legend(drawing.draw([predicted])) == with_messages
     assert legend(drawing.draw([predicted, measured]))[:-2] == with_messages
-    assert legend(drawing.draw([pair(dp=2)[0]])) == ["forward", "backward", "optimizer step", "all-reduce"]
+    assert legend(drawing.draw([pair(dp=2)[0]])) == ["forward", "backward", "optimizer step", "all-reduce (AR)"]
 
 
 def test_axes_name_their_units():
@@ -320,14 +320,56 @@ def test_numbers_go_on_from_step_to_step_and_fit_where_a_digit_does():
 def test_collectives_are_told_apart_and_labelled():
     trace = simulate(Plan.parse("dp=2 zero=3").compile(layers=4), Costs())
     figure = drawing.draw([trace])
-    assert legend(figure)[3:] == ["reduce-scatter", "all-gather"]
+    assert legend(figure)[3:] == ["reduce-scatter (RS)", "all-gather (AG)"]
     hatches = {collections(figure)[f"predicted-{kind}"].get_hatch() for kind in ("reduce-scatter", "all-gather")}
     assert len({look.hatch for look in LOOKS.values() if look.hatch}) == 6
     assert len(hatches) == 2
     words = texts(figure)
     assert {"AG 0", "AG 1", "AG 2", "AG 3", "RS 0:4"} <= {*words}
     assert {"0", "1", "2:4", "3", "0:4"} <= {*words}  # bars carry layers where every number would be 0
-    assert labels.label_of(trace.program, Instruction(Op.NORM, (0,), -1, 0, stream="group", group=(0, 1))) == "AR norm"
+    norm = Instruction(Op.NORM, (0,), -1, 0, stream="group", group=(0, 1))
+    assert labels.words_of(trace.program, norm, True) == ("AR norm", "AR", "R")
+
+
+@pytest.mark.parametrize(
+    ("plan", "shown"),
+    [
+        ("dp=2 zero=3 microbatches=2", {"0 mb0", "0 mb1", "3 mb1", "4:6 mb0"}),  # layers run one by one
+        ("dp=2 microbatches=4", {f"0:6 mb{k}" for k in range(4)}),  # whole models
+        ("pp=2 dp=2 zero=3 microbatches=2", {"0 mb0", "1:3 mb1", "3 mb1", "4:6 mb0"}),
+        ("pp=2 microbatches=2", {"0", "1"}),  # a stage is one bar
+        ("pp=2 schedule=interleaved chunks=2 microbatches=2", {"0", "1"}),  # shades tell chunks apart
+    ],
+)
+def test_bars_carry_layers_and_the_microbatch_where_a_number_says_too_little(plan, shown):
+    program = Plan.parse(plan).compile(layers=6)
+    layers = labels.by_layers(program)
+    forwards = [ins for row in program.ranks for ins in row if ins.op is Op.FORWARD]
+    assert shown <= {labels.words_of(program, ins, layers)[0] for ins in forwards}
+    wide = drawing.draw([simulate(program)], width=40)
+    assert shown <= {*texts(wide)}
+    narrow = {*texts(drawing.draw([simulate(program)], width=4.5, memory=False))}
+    shorter = {word for ins in forwards if len(word := labels.words_of(program, ins, layers)[-1]) == 1}
+    assert shorter <= narrow
+    assert not any("mb" in word for word in narrow)
+
+
+def test_narrow_collectives_have_letters_beside_them():
+    """Where nothing fits on a bar, the letters stand on the paper to its right, if nothing else begins there."""
+    program = Plan.parse("dp=2 zero=3").compile(layers=4)
+
+    class Quick(Costs):
+        def collective(self, ins):
+            return 1e-4
+
+    found = {*texts(drawing.draw([simulate(program, Quick())]))}
+    assert {"AG 0", "AG 3"} <= found
+    one, other = ("AG 0", "AG", "G"), ("RS 0:4", "RS", "S")
+    sizes = (9.0, 6.0)
+    assert labels.fitted([one, one, one, other], [30, 7, 4, 1], sizes, 0.6, [0, 0, 0, 50]) == [
+        ("AG 0", 9.0, False), ("G", 9.0, False), ("G", 6.0, False), ("RS 0:4", 9.0, True),
+    ]  # fmt: skip
+    assert labels.fitted([one], [1], sizes, 0.6, [1]) == [("", 0.0, False)]
 
 
 def test_workers_and_servers_are_called_so():

@@ -65,23 +65,22 @@ class Columns:
         return len(self.start)
 
     @cached_property
-    def named(self) -> tuple[np.ndarray, list[str], list[str]]:
+    def named(self) -> tuple[np.ndarray, list[str], list[tuple[str, ...]]]:
         """For each event the position of its text in a list of texts in which `#` stands for the micro-batch; and for
-        each text the words on the bar, "" where that is the number."""
+        each text the words for the bar, the longest first, in which `#` stands for the number."""
         names: dict[str, int] = {}
         keys: dict[Any, int] = {}
-        labelled: list[str] = []
+        labelled: list[tuple[str, ...]] = []
         found = np.zeros(len(self), np.uint32)
+        layers = [labels.by_layers(trace.program) for trace in self.traces]
         for lane in self.lanes:
             program = self.traces[lane.trace].program
-            row, layers = program.ranks[lane.rank], labels.by_layers(program)
+            row = program.ranks[lane.rank]
             here = slice(lane.first, lane.last)
             for place, k in enumerate(self.index[here].tolist(), lane.first):
                 found[place] = _name(row[k], keys, names)
                 if len(names) > len(labelled):  # (the first of its text)
-                    ins = row[k]
-                    own = ins.group or (layers and ins.stream == "compute")
-                    labelled.append(labels.label_of(program, ins) if own else "")
+                    labelled.append(labels.words_of(program, row[k], layers[lane.trace], "#"))
         return found, list(names), labelled
 
     def text(self, k: int) -> str:

@@ -32,7 +32,7 @@ def details(columns: Columns, memory: bool = True) -> tuple[Arrays, dict[str, An
     """Arrays and lists for the browser.
 
     name, names                 for each event its text, with `#` for the micro-batch
-    labels                      for each of these texts the words on the bar, "" where that is the number
+    labels                      for each of these texts the words for the bar, the longest first, `#` for the number
     before, before_of           the events whose results event k reads: before_of[before[k] : before[k + 1]]
     path, path_words            the events of each trace's critical path, and what the last one is made of
     idle_start, _length, _kind  idle times, those of lane k (see `idle`) from `idle[k][2]` to `idle[k][3]`

@@ -285,34 +285,38 @@ def _label(draw: _Pen, timeline: Timeline, placed: Sequence[Row], top: int, span
         if row.height < 11 or len(here) > 300:
             continue
         outlined = len(names) > 1 and not lane.trace
-        for k, text, size in _fitting(timeline, here, scale, min(11, row.height - 2)):
+        for k, one in _fitting(timeline, here, scale, min(11, row.height - 2)):
             kind = KINDS[found.kind[k]]
             group = kind in COLLECTIVE
             ink = "#1a1a1a" if group else look.ink if outlined else LOOKS[kind].ink
             x = LEFT + (found.start[k] + found.length[k] / 2) * scale
             middle = top + row.y + row.height / 2 - (2 * LOOKS[kind].bands if row.height >= 9 else 0)
-            draw.text((x, middle), text, ink, size, "mm", "#ffffff" if group else "")
+            if one.beside:
+                end = LEFT + (found.start[k] + found.length[k]) * scale
+                draw.text((end + 3, middle), one.text, look.ink, one.size, "lm")
+            else:
+                draw.text((x, middle), one.text, ink, one.size, "mm", "#ffffff" if group else "")
 
 
-def _fitting(timeline: Timeline, here: range, scale: float, most: float) -> list[tuple[int, str, float]]:
-    """The words of a lane's bars, each in the largest size in which it fits: of all kinds the size that most fit."""
+def _fitting(timeline: Timeline, here: range, scale: float, most: float) -> list[tuple[int, labels.Fitted]]:
+    """The words of a lane's bars that have room."""
     found = timeline.columns
     places, _, labelled = found.named if timeline.found else (None, [], [])
     words = {}
     for k in here:
-        own = labelled[places[k]] if places is not None else ""
-        if own or found.number[k] >= 0:
-            words[k] = own or str(found.number[k])
+        own = labelled[places[k]] if places is not None else ("#",) if found.number[k] >= 0 else ()
+        if own:
+            words[k] = [text.replace("#", str(found.number[k])) for text in own]
     shown = []
+    sizes = [size for size in (11, 9.5, 8, 7) if size <= most]
     for code in {int(found.kind[k]) for k in words}:
         mine = [k for k in words if found.kind[k] == code]
-        room = {k: found.length[k] * scale - 2 for k in mine}
-        sizes = [size for size in (11, 9.5, 8, 7) if size <= most]
-        usual = next((s for s in sizes if sum(0.64 * s * len(words[k]) <= room[k] for k in mine) >= 0.7 * len(mine)), 7)
-        for k in mine:
-            tries = ((part, s) for part in dict.fromkeys((words[k], words[k].split()[0])) for s in sizes if s <= usual)
-            if fits := next(((part, s) for part, s in tries if 0.64 * s * len(part) <= room[k]), None):
-                shown.append((k, *fits))
+        rooms = [found.length[k] * scale - 2 for k in mine]
+        nexts = [found.start[k + 1] if k + 1 in here else timeline.about["span"] for k in mine]
+        free = [(then - found.start[k] - found.length[k]) * scale - 6 for k, then in zip(mine, nexts, strict=True)]
+        group = KINDS[code] in COLLECTIVE
+        both = zip(mine, labels.fitted([words[k] for k in mine], rooms, sizes, 0.64, free if group else ()), strict=True)
+        shown += [(k, one) for k, one in both if one.text]
     return shown
 
 
@@ -335,7 +339,7 @@ def _legend(words: Sequence[str], top: int, names: Sequence[str]) -> tuple[list[
 
 
 def _said(word: str, names: Sequence[str]) -> str:
-    return f"as {names[0]}" if word == "alike" else word
+    return f"as {names[0]}" if word == "alike" else labels.in_legend(word)
 
 
 def _sample(draw: _Pen, word: str, x: int, y: int, about: dict[str, Any], look: Paper) -> None:

@@ -5,6 +5,22 @@ import { blit, cells, inks, peaks, runs, search } from "./lod.js";
 
 const SIZES = [11, 9.5, 8, 7]; // of the words on bars
 
+/**
+ * For each bar of a kind [text, size, whether it stands beside the bar], or null: the rule of labels.fitted in Python. A bar
+ * has its `texts`, the longest first, and `room` for them; `group`: they may also take the room that is `free` beside it.
+ */
+export function fitted(bars, sizes, group) {
+  const last = Math.max(...bars.map((bar) => bar.texts.length)) - 1, textOf = (bar, version) => bar.texts[Math.min(version, bar.texts.length - 1)];
+  const fits = (bar, [version, size], room) => 0.62 * size * textOf(bar, version).length <= room;
+  const versions = [...Array(last + 1).keys()], order = [...versions.slice(0, -1).map((version) => [version, sizes[0]]), ...sizes.map((size) => [last, size])];
+  const [from, usual] = order.find((one) => group || bars.filter((bar) => fits(bar, one, bar.room)).length >= 0.7 * bars.length) ?? order.at(-1);
+  const tries = versions.slice(from).flatMap((version) => sizes.filter((size) => size <= usual).map((size) => [version, size]));
+  return bars.map((bar) => {
+    const inside = tries.find((one) => fits(bar, one, bar.room)), one = inside ?? (group ? tries.find((one) => fits(bar, one, bar.free)) : null);
+    return one ? [textOf(bar, one[0]), one[1], !inside] : null;
+  });
+}
+
 /** Whether a kind is a collective. */
 export const collective = (kind) => LOOKS[kind]?.[4].length > 1 || kind === "collective";
 
@@ -105,39 +121,32 @@ export function lanePainter(about, begins, takes, sorts, numbers, levels) {
 
   const ends = (k, wide, t0, t1) => [begins[k], begins[k] + takes[k]].map((t) => LEFT + Math.max(0, Math.min(1, (t - t0) / (t1 - t0))) * wide);
 
-  /** What is written on a bar, the longest first: letter and micro-batch, the number, a collective with what it carries. */
+  /** The words for a bar, the longest first, as minipar/trace/labels.py gives them; a number gets a letter where it has room. */
   function wordsOf(k, more) {
-    const own = more?.labels[more.name[k]], kind = words[sorts[k]];
-    if (own) return collective(kind) ? [own, LOOKS[kind][4]] : [own];
-    return numbers[k] < 0 ? (collective(kind) ? [LOOKS[kind][4]] : []) : [LOOKS[kind][4] + numbers[k], `${numbers[k]}`];
+    const given = more?.labels[more.name[k]] ?? (numbers[k] < 0 ? [] : ["#"]), letter = LOOKS[words[sorts[k]]][4];
+    return given.flatMap((text) => (text === "#" ? [letter + text, text] : [text])).map((text) => text.replaceAll("#", numbers[k]));
   }
 
-  /** Words on bars: on all of a kind the longest ones, in the largest size, that most of them have room for; smaller where
-   *  there is less room; nothing where one digit has none. */
+  /** Words on bars, each in the largest size that has room. A collective's may stand on the paper to its right. */
   function labels(ctx, wide, look, plan, t0, t1, more) {
     let left = 4000;
     for (const lane of plan.rows) {
       if (lane.tall < 11) continue;
-      const kinds = new Map();
-      for (const k of visible(lane, t0, t1, wide / 5)) {
-        const texts = wordsOf(k, more), [a, b] = ends(k, wide, t0, t1);
-        if (texts.length && b - a > 0.6 * SIZES.at(-1)) kinds.set(sorts[k], [...(kinds.get(sorts[k]) ?? []), [k, a, b, texts]]);
-      }
-      for (const [sort, all] of kinds) {
-        const [, , own, , , bands] = LOOKS[words[sort]], group = collective(words[sort]), sizes = SIZES.filter((size) => size <= lane.tall - 1);
-        const fits = ([, a, b, texts], version, size) => 0.62 * size * texts[Math.min(version, texts.length - 1)].length + 2 <= b - a;
-        let [version, usual] = [1, sizes.at(-1)];
-        for (const [v, size] of [[0, sizes[0]], ...sizes.map((size) => [1, size])].reverse()) if (all.filter((one) => fits(one, v, size)).length >= 0.7 * all.length) [version, usual] = [v, size];
-        if (group) version = 0;
-        const middle = lane.y + lane.tall / 2 + 0.5 - 2 * (bands ?? 0), ink = group ? "#1a1a1a" : two && !lane.trace ? look.ink : own;
-        for (const one of all) {
-          const tries = [version, 1].flatMap((v) => sizes.filter((size) => size <= usual || group).map((size) => [v, size]));
-          const found = tries.find(([v, size]) => fits(one, v, size));
-          if (!found || left-- < 0) continue;
-          const text = one[3][Math.min(found[0], one[3].length - 1)], x = (one[1] + one[2]) / 2;
-          if (group) drawHalo(ctx, text, x, middle, found[1]);
-          drawText(ctx, text, x, middle, ink, "center", found[1]);
-        }
+      const kinds = new Map(), seen = visible(lane, t0, t1, wide / 5), all = seen.map((k) => ends(k, wide, t0, t1));
+      seen.forEach((k, n) => {
+        const texts = wordsOf(k, more), [a, b] = all[n], kind = kinds.get(sorts[k]) ?? [];
+        if (texts.length && (begins[k] + takes[k] >= t0 && begins[k] <= t1)) kinds.set(sorts[k], [...kind, { a, b, texts, room: b - a - 2, free: (all[n + 1]?.[0] ?? LEFT + wide) - b - 5 }]);
+      });
+      for (const [sort, bars] of kinds) {
+        const [, , own, , , bands] = LOOKS[words[sort]], group = collective(words[sort]), middle = lane.y + lane.tall / 2 + 0.5 - 2 * (bands ?? 0);
+        const found = fitted(bars, SIZES.filter((size) => size <= lane.tall - 1), group), ink = group ? "#1a1a1a" : two && !lane.trace ? look.ink : own;
+        bars.forEach(({ a, b }, n) => {
+          if (!found[n] || left-- < 0) return;
+          const [text, size, beside] = found[n];
+          if (beside) return drawText(ctx, text, Math.max(b, a + 1.5) + 2, middle, look.ink, "left", size);
+          if (group) drawHalo(ctx, text, (a + b) / 2, middle, size);
+          drawText(ctx, text, (a + b) / 2, middle, ink, "center", size);
+        });
       }
     }
   }
@@ -179,11 +188,14 @@ export function drawMemory(ctx, wide, look, plan, t0, t1, more, about, rank) {
   const at = peaks(time, total, mine[2], mine[3], t0, t1, wide), below = new Float64Array(wide);
   for (const kind of more.memory_kinds) {
     const column = more[`memory_${kind}`], colour = fill(ctx, MEMORY[kind][0], look.paper, MEMORY[kind][1]);
+    ctx.beginPath(); // (one path: parts that are filled one by one have seams on screens of 1.5 pixels a pixel)
     for (let x = 0, end = 0; x < wide; x = end) {
       const k = at[x], amount = k < 0 ? 0 : Math.max(0, column[k]), under = below[x];
       while (end < wide && at[end] === k) below[end++] += amount;
-      if (amount) drawRect(ctx, colour, LEFT + x, yOf(under + amount), end - x, yOf(under) - yOf(under + amount));
+      if (amount) ctx.rect(LEFT + x, yOf(under + amount), end - x, yOf(under) - yOf(under + amount));
     }
+    ctx.fillStyle = colour;
+    ctx.fill();
   }
   const line = (one, colour, thick, dash) => {
     const levelAt = (k) => yOf(total[k] ?? 0);

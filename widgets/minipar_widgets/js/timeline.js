@@ -172,7 +172,7 @@ function render({ model, el }) {
       drawText(ctx, said(word), x + 19, y + 8, look.ink);
     }
   }
-  const said = (word) => (word === "alike" ? `as ${traces[0]}` : word);
+  const said = (word) => (word === "alike" ? `as ${traces[0]}` : collective(word) ? `${word} (${LOOKS[word][4]})` : word);
   /** How many ranks compute, over the whole time. (Of long traces a sample of 16 ranks.) */
   function overview(ctx, full, look) {
     const wide = area(full), y = plan.overview, columns = Math.min(wide, 300);
