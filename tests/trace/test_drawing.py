@@ -893,5 +893,7 @@ def test_dollars_in_names_are_dollars(name):
 def test_a_word_that_would_stand_on_the_one_before_it_is_left_out():
     axes, lanes = Figure().subplots(), np.array([0.5, 0.5, 0.5, 1.5])
     bars = np.array([[0, 0, 10, 0], [0, 1, 11, 1], [0, 20, 30, 2], [1, 1, 11, 3]], dtype=float)
-    drawing._draw_numbers(axes, bars, lanes, 4.0, 12.0, "#201400", ["AR 6", "AR 5", "AR 4", "AR 3"], hatched=True)
+    drawing._draw_numbers(
+        axes, bars, lanes, 4.0, 12.0, "#201400", [("AR 6",), ("AR 5",), ("AR 4",), ("AR 3",)], np.zeros(4)
+    )
     assert [text.get_text() for text in axes.texts] == ["AR 6", "AR 4", "AR 3"]

@@ -315,7 +315,9 @@ def _fitting(timeline: Timeline, here: range, scale: float, most: float) -> list
         nexts = [found.start[k + 1] if k + 1 in here else timeline.about["span"] for k in mine]
         free = [(then - found.start[k] - found.length[k]) * scale - 6 for k, then in zip(mine, nexts, strict=True)]
         group = KINDS[code] in COLLECTIVE
-        both = zip(mine, labels.fitted([words[k] for k in mine], rooms, sizes, 0.64, free if group else ()), strict=True)
+        both = zip(
+            mine, labels.fitted([words[k] for k in mine], rooms, sizes, 0.64, free if group else ()), strict=True
+        )
         shown += [(k, one) for k, one in both if one.text]
     return shown
 
