@@ -27,7 +27,7 @@ import traitlets
 
 from minipar_widgets import words
 from minipar_widgets.inline import SOURCES, inline
-from minipar_widgets.naming import EXPLORER, Names
+from minipar_widgets.naming import EXPLORER, Names, page_head
 
 _VIEW = "application/vnd.jupyter.widget-view+json"
 
@@ -92,7 +92,7 @@ class Shown:
         """One self-contained page that works without network and kernel; or, if `path` is given, the path that it was
         written to."""
         line = escape(self._line())
-        head = "" if self.titled else f"<h1>{line}</h1>\n"
+        head = "" if self.titled else page_head(f"<h1>{line}</h1>", "head")
         text = _PAGE.format(title=line, body=head + self.section())
         if path is None:
             return text
@@ -187,9 +187,8 @@ class Explorer(Shown, ipywidgets.VBox):
         for name, html in self.parts().items():
             tag = "h1" if name == "line" else "div"
             head += f'<{tag} data-part="{place} {name}">{html}</{tag}>\n'
-        return (
-            head + self.controls_section(place) + "".join(v.section(f"{place}-{k}") for k, v in enumerate(self.views))
-        )
+        views = "".join(view.section(f"{place}-{k}") for k, view in enumerate(self.views))
+        return page_head(head, f"{place}-head") + self.controls_section(place) + views
 
     def controls_section(self, place: str) -> str:
         """Controls that work on a page without a kernel; none, unless a subclass has a table of results."""
@@ -275,8 +274,6 @@ _PAGE = """<!doctype html>
 :root {{ color-scheme: light dark; }}
 body {{ margin: 0 auto; max-width: 1200px; padding: 1rem; background: #fff; color: #1a1a1a;
   font: 15px/1.5 system-ui, sans-serif; }}
-h1 {{ font-size: 1rem; font-weight: normal; line-height: 1.5; }}
-dl {{ display: flex; flex-wrap: wrap; gap: .3rem 1.5rem; }} dt {{ opacity: .7; font-size: .85em; }} dd {{ margin: 0; }}
 @media (prefers-color-scheme: dark) {{ body {{ background: #161616; color: #ececec; }} }}
 </style>
 </head>

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable
 from html import escape
 from typing import Any
 
 import ipywidgets
+
+from minipar_widgets.words import FINE
 
 _PLOTLY = "application/vnd.plotly.v1+json"
 # The figure has no background; its text takes the page's colour, so that it can be read on a dark page. The height is
@@ -65,12 +68,15 @@ def layout(height: int, x: str, y: str = "") -> dict[str, Any]:
     }
 
 
-def picture(line: str, light: bytes, dark: bytes) -> str:
-    """HTML of a PNG, with another one for dark pages."""
-    images = [base64.b64encode(image).decode() for image in (light, dark)]
-    return (
-        f'<div style="overflow-x:auto" tabindex="0" role="region" aria-label="a picture">'
-        f'<picture><source media="(prefers-color-scheme: dark)" srcset="data:image/png;base64,{images[1]}">'
-        f'<img alt="{escape(line)}" style="max-width:100%; min-width:640px" src="data:image/png;base64,{images[0]}">'
-        "</picture></div>"
-    )
+WIDE, NARROW = 900, 360  # pixels of a picture on a page, and of one on a page that is narrower than 640
+
+
+def picture(line: str, draw: Callable[[bool, int], bytes]) -> str:
+    """HTML of a PNG, `draw(dark, width)`, with others for dark and for narrow pages. It is never wider than its page."""
+    sources = ""
+    for width, wide in ((NARROW, "(max-width: 640px) and "), (WIDE, "")):
+        for dark, theme in ((True, "(prefers-color-scheme: dark)"), (False, "(prefers-color-scheme: light)")):
+            image = base64.b64encode(draw(dark, width)).decode()
+            sources += f'<source media="{wide}{theme}" srcset="data:image/png;base64,{image} {FINE}x">'
+    last = f'<img alt="{escape(line)}" style="max-width:100%" src="data:image/png;base64,{image}">'
+    return f"<picture>{sources}{last}</picture>"

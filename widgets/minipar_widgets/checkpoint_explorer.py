@@ -324,7 +324,7 @@ class CheckpointExplorer(Explorer):
         if self.problem:
             return page
         line = f"peak memory over the length of segments, least at {best_length(self.layers)}"
-        return page + chart.picture(line, *(_curves(self.layers, self.runs, dark) for dark in (False, True)))
+        return page + chart.picture(line, lambda dark, width: _curves(self.layers, self.runs, dark, width))
 
     def rows(self) -> list[list[str]]:
         rows = [["segments of", "peak memory", "time, of that without", "measured memory", "measured time (ms)"]]
@@ -354,10 +354,10 @@ def _read(checkpoint: str, layers: int) -> tuple[str, int, int, str]:
     return "layers", k, 50, checkpoint
 
 
-def _curves(layers: Layers, runs: Sequence[MeasuredStep], dark: bool | None) -> bytes:
+def _curves(layers: Layers, runs: Sequence[MeasuredStep], dark: bool | None, width: int) -> bytes:
     """Peak memory over the segment length."""
     points, best = curve(layers), best_length(layers)
-    width, height, left, top = 900, 240, 90, 20
+    height, left, top = 240, 70, 20
     sketch = Sketch(width, height, dark)
     most = max(max(p.peak for p in points), *(r.peak for r in runs), 1)
     unit, word = (2**20, "MiB") if layers.rows else (1, "units")
@@ -370,7 +370,7 @@ def _curves(layers: Layers, runs: Sequence[MeasuredStep], dark: bool | None) -> 
         y = at(1, tick * unit)[1]
         sketch.line([(left, y), (width - 24, y)], sketch.look.rule)
         sketch.text(left - 6, y, f"{tick:g} {word}", sketch.look.muted, 11, "rm")
-    for length in range(1, layers.count + 1, max(1, layers.count // 16)):
+    for length in range(1, layers.count + 1, max(1, -(-layers.count * 22 // (width - left)))):
         sketch.text(at(length, 0)[0], height - 34, str(length), sketch.look.muted, 11, "mm")
     sketch.text(width / 2, height - 14, "layers in a segment; the diamond: sqrt(N)", sketch.look.muted, 11, "mm")
     sketch.line([at(p.length, p.peak) for p in points[1:]], "#0072B2", 2)

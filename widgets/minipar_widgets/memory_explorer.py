@@ -36,6 +36,7 @@ from minipar_widgets.memory_model import (
     table,
     why_not_run,
 )
+from minipar_widgets.naming import head
 from minipar_widgets.sketch import Sketch, ticks
 
 Peaks = Sequence[Mapping[str, int]]
@@ -94,7 +95,7 @@ class MemoryView(View):
 
     def picture(self, dark: bool | None = False) -> bytes:
         assert self.memory is not None
-        return _picture(self.memory, self.measured, dark)
+        return _picture(self.memory, self.measured, dark, chart.WIDE)
 
 
 def _data(memory: Memory, measured: Peaks) -> dict[str, Any]:
@@ -114,12 +115,12 @@ def _data(memory: Memory, measured: Peaks) -> dict[str, Any]:
     return {"groups": groups, "capacity": memory.choice.capacity, "device": device}
 
 
-def _picture(memory: Memory, measured: Peaks, dark: bool | None) -> bytes:
-    """The bars of all groups of ranks, and the formulas of the rank that needs most."""
-    shown = memory.groups[:MANY]
+def _picture(memory: Memory, measured: Peaks, dark: bool | None, width: int) -> bytes:
+    """The bars of all groups of ranks, and, where there is room, the formulas of the rank that needs most."""
+    shown, formulas = memory.groups[:MANY], width == chart.WIDE
     unit, word = scale_of(memory)
-    width, left, row = 900, 150, 22
-    sketch = Sketch(width, 64 + row * len(shown) + 26 + 34 * len(KINDS), dark)
+    left, row = 150, 22
+    sketch = Sketch(width, 64 + row * len(shown) + (26 + 34 * len(KINDS)) * formulas, dark)
     most = max(
         max(memory.details[ranks[0]].memory.total for ranks in shown), *(sum(m.values()) for m in measured or [{}])
     )
@@ -127,7 +128,7 @@ def _picture(memory: Memory, measured: Peaks, dark: bool | None) -> bytes:
     whole = max(most, memory.choice.capacity if near else 0) * 1.02
     scale = (width - left - 20) / whole
     bottom = 30 + row * len(shown)
-    for tick in ticks(whole / unit):
+    for tick in ticks(whole / unit, 6 if formulas else 3):
         x = left + tick * unit * scale
         sketch.line([(x, 28), (x, bottom)], sketch.look.rule)
         sketch.text(x, bottom + 10, f"{tick:g} {word}" if tick else "0", sketch.look.muted, 11, "mm")
@@ -148,7 +149,7 @@ def _picture(memory: Memory, measured: Peaks, dark: bool | None) -> bytes:
         sketch.line([(x, 26), (x, bottom + 2)], sketch.look.warn, 2, dashed=True)
         words = f"{memory.choice.device or 'capacity'} {size(memory.choice.capacity)}"
         sketch.text(x - 4 if x > width / 2 else x + 4, 14, words, sketch.look.warn, 11, "rm" if x > width / 2 else "lm")
-    for k, term in enumerate(memory.terms(memory.worst)):
+    for k, term in enumerate(memory.terms(memory.worst) if formulas else ()):
         y = bottom + 36 + 34 * k
         sketch.rect(left - 22, y - 7, 14, 14, FACES[term.kind], "#444444", HATCHES[term.kind])
         sketch.text(left - 28, y, term.kind, size=12, anchor="rm")
@@ -235,8 +236,8 @@ class MemoryExplorer(Explorer):
         self.verdict = ipywidgets.HTML()
         self._measured: tuple[str, Peaks] = ("", ())
         panel = ipywidgets.HBox(list(self.controls.values()), layout={"flex_flow": "row wrap"})
-        head = beside(self.run_button, self.note)
-        super().__init__([self.verdict, panel, head, self.chart, self.view])
+        ask = beside(self.run_button, self.note)
+        super().__init__([self.verdict, panel, ask, self.chart, self.view])
         for control in self.controls.values():
             control.observe(self._changed, "value")
         self.run_button.on_click(self.measure)
@@ -292,7 +293,7 @@ class MemoryExplorer(Explorer):
         self.run_button.disabled, self.run_button.tooltip = bool(reason), reason or "train two steps on this machine"
         note = "a real run: " + reason if reason else "" if self.view.measured else "two steps, on real ranks"
         self.note.value = "" if self.problem else escape(note)
-        self.verdict.value = self.parts()["verdict"] or verdict.impossible(self.problem)
+        self.verdict.value = head(self.parts()["verdict"] or verdict.impossible(self.problem))
         self.view.layout.display = "none" if self.problem else ""  # (the verdict says why)
         drawn = None
         if self.view.memory is not None:  # (the view below names the colours; in a narrow page a legend takes the room)
@@ -398,8 +399,11 @@ class MemoryExplorer(Explorer):
             other.close()
 
     def section(self, place: str = "widget") -> str:
-        """The view, and the figure of all ranks as pictures for light and dark: of the choice that is shown first."""
-        pictures = chart.picture(self._line(), self._png(False), self._png(True))
+        """The view, and the figure of all ranks as a picture: of the choice that is shown first."""
+        view, pictures = self.view, ""
+        if view.memory is not None:
+            memory = view.memory
+            pictures = chart.picture(self._line(), lambda dark, width: _picture(memory, view.measured, dark, width))
         return f'{super().section(place)}<div data-first="{place}">{pictures}</div>\n'
 
 

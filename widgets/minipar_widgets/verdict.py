@@ -23,10 +23,11 @@ KINDS = {
 _KEYS = {field.name: field.metadata["key"].help for field in fields(Plan) if "key" in field.metadata}
 _CHANGE = re.compile(r"\b([a-z_]+)=[\w,.]+")
 _STYLE = """<style>
-.mp-fit { border-left: 5px solid #009E73; padding: 6px 12px; margin: 2px 0 8px; font-size: 14px; line-height: 1.5; }
+.mp-fit { border-left: 5px solid #009E73; padding: 0 12px; }
 .mp-fit[data-fits="no"] { border-left-color: #c05000; }
-.mp-fit ul { display: flex; flex-wrap: wrap; gap: 2px 16px; margin: 4px 0 0; padding: 0; list-style: none;
-  font-size: 13px; }
+.mp-fit ul { margin: 0; padding: 0; list-style: none; }
+.mp-fit li { display: inline; margin-right: 12px; }
+.mp-fit li::after { content: " "; }
 .mp-term { position: relative; text-decoration: underline dotted; text-underline-offset: 3px; cursor: help; }
 .mp-term > [role="tooltip"] { display: none; position: absolute; left: 0; top: 1.6em; z-index: 3; width: max-content;
   max-width: min(300px, 70vw); padding: 4px 9px; border: 1px solid #777; border-radius: 4px;

@@ -27,6 +27,8 @@ export function placed(words, width, measure, gap) {
  *
  * open     the ranks of a folded comparison that show both traces; the others show the second one and the difference
  * kinds    of memory, and `extra` words of the legend
+ *
+ * The legend is above the lanes where one line has room for it; a longer one is under everything, before the memory's.
  */
 export function layout(about, width, { streams = true, memory = false, open = new Set(), kinds = [], extra = [], measure = (word) => 6.1 * word.length, key = [] } = {}) {
   const stride = Math.ceil(about.ranks / 640), folds = (rank) => !!about.folded && !open.has(rank);
@@ -43,7 +45,7 @@ export function layout(about, width, { streams = true, memory = false, open = ne
   if (about.folded) words.push(...LEVELS);
   if (about.traces.length > 1 && !closed) words.push(`${about.traces[0]} (outlined)`, `${about.traces[1]} (filled)`);
   const [legend, last] = placed([...words, ...extra], width, measure, 32);
-  const overview = last + 24, strip = tall >= 10 ? (about.folded ? 6 : 4) : 0;
+  const above = !last, overview = above ? 24 : 4, strip = tall >= 10 ? (about.folded ? 6 : 4) : 0;
   let y = overview + 22, before = shown[0]?.rank;
   for (const lane of shown) {
     if (!lane.main && !all) continue;
@@ -54,8 +56,11 @@ export function layout(about, width, { streams = true, memory = false, open = ne
     y += high + own + (strip ? 1 : 0);
   }
   const axis = y + 3, below = memory ? axis + 8 : 0, [names, lines] = memory ? placed([...key, ...kinds], width - 4, measure, 22) : [[], 0];
-  const end = memory ? below + CURVE + 18 + lines : axis;
-  return { legend, overview, rows, axis, memory: below, bottom: memory ? below + CURVE : axis, height: end + 20, open: [...open].join(), key: names.map(([word, x, line]) => [word, x + 4, line]) };
+  const bottom = memory ? below + CURVE : axis, under = above ? 0 : last + 26;
+  return {
+    legend: legend.map(([word, x, line]) => [word, x, line + (above ? 0 : bottom + 22)]), overview, rows, axis, memory: below, bottom, open: [...open].join(),
+    key: names.map(([word, x, line]) => [word, x + 4, line + under]), height: (memory ? bottom + 18 + lines : axis) + 20 + under,
+  };
 }
 
 const BENEATH = ["message", "receive", "collective", "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "copy"];

@@ -319,6 +319,20 @@ export function spoken(key) {
   return key.split(" ").map((part) => names[part] ?? part).join(" ");
 }
 
+/** Tools that the toolbar's one line has no room for wait behind its last button. */
+function oneLine(toolbar, more) {
+  const tools = [...toolbar.children].filter((one) => one !== more), open = more.getAttribute("aria-expanded") === "true";
+  const below = (one) => one.offsetTop >= toolbar.offsetTop + 20; // (a tool is 24 pixels high)
+  for (const one of tools) one.classList.remove("mp-beyond");
+  more.hidden = true;
+  more.hidden = !tools.some(below);
+  if (more.hidden || open) return;
+  for (const one of tools.reverse()) {
+    if (!below(more)) break;
+    one.classList.add("mp-beyond");
+  }
+}
+
 function download(content, type, name) {
   const url = URL.createObjectURL(content instanceof Blob ? content : new Blob([content], { type }));
   make("a", { href: url, download: name }).click();
@@ -330,7 +344,7 @@ function download(content, type, name) {
  *
  * It reads the traits `problem` (shown in the drawing's place), `label`, `caption` and `table` of the model, and follows
  * them. `canvas: false` gives an empty `stage` for other content. What comes back:
- * root, stage, canvas, toolbar, repaint() in the next frame, paint() at once, say(text) in the readout,
+ * root, stage, canvas, toolbar (one line: what has no room waits behind its last button), repaint() in the next frame, paint() at once, say(text) in the readout,
  * tip(x, y, text or null) beside the pointer, button(label, title, run), listen(target, event, run), dispose().
  */
 export function frame(model, el, { name, height, draw, keys = {}, canvas = true, hint = "", help = [] }) {
@@ -357,9 +371,12 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
     target.addEventListener(event, run, options);
     ends.push(() => target.removeEventListener(event, run, options));
   };
-  const button = (label, title, run, pressed) => {
+  const more = make("button", { type: "button", class: "mp-others", title: "more tools", "aria-label": "more tools", "aria-expanded": "false", hidden: true }, "⋯");
+  toolbar.append(more);
+  let general = more; // the first tool that all views have: those of this view stand before it
+  const button = (label, title, run, pressed, before = general) => {
     const made = make("button", { type: "button", title, "aria-label": title, "aria-pressed": pressed?.toString(), onclick: run }, label);
-    toolbar.append(made);
+    toolbar.insertBefore(made, before);
     return made;
   };
 
@@ -419,18 +436,31 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
       draw(ctx, wide, tall, look);
       copy.toBlob((blob) => download(blob, "image/png", `${name}.png`));
     };
-    button("PNG", "save PNG", () => picture("png"));
-    button("SVG", "save SVG", () => picture("svg"));
+    general = button("PNG", "save PNG", () => picture("png"));
+    button("SVG", "save SVG", () => picture("svg"), undefined, more);
   }
   const asTable = button("table", "show as table", () => {
     holder.hidden = !holder.hidden;
     asTable.setAttribute("aria-pressed", !holder.hidden);
     if (!holder.hidden) fillTable();
-  }, "false");
+  }, "false", more);
+  if (general === more) general = asTable;
   const asKeys = lines.length ? button("?", "show the keys (?)", () => {
     card.hidden = !card.hidden;
     asKeys.setAttribute("aria-pressed", !card.hidden);
-  }, "false") : null;
+  }, "false", more) : null;
+
+  let arranging = 0;
+  const arrange = () => { // (in the next frame: a size that changes while sizes are told is an error of the page)
+    cancelAnimationFrame(arranging);
+    arranging = requestAnimationFrame(() => oneLine(toolbar, more));
+  };
+  listen(more, "click", () => {
+    more.setAttribute("aria-expanded", more.getAttribute("aria-expanded") === "false");
+    oneLine(toolbar, more);
+  });
+  const tools = new MutationObserver(arrange);
+  tools.observe(toolbar, { childList: true, characterData: true, subtree: true });
 
   listen(root, "keydown", (event) => { // of sliders, lists and buttons, which a notebook would take for its commands
     if (event.target !== surface && !event.ctrlKey && !event.metaKey && !event.altKey && !(event.shiftKey && event.key === "Enter")) event.stopPropagation();
@@ -449,12 +479,16 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
     model.on(event, words);
     ends.push(() => model.off(event, words));
   }
-  const sizes = new ResizeObserver(() => look ? repaint() : restyle());
+  const sizes = new ResizeObserver(() => {
+    arrange();
+    if (look) repaint();
+    else restyle();
+  });
   sizes.observe(root);
   const themes = new MutationObserver(restyle);
   themes.observe(document.body, { attributes: true });
   listen(matchMedia("(prefers-color-scheme: dark)"), "change", restyle);
-  ends.push(() => sizes.disconnect(), () => themes.disconnect(), () => cancelAnimationFrame(waiting));
+  ends.push(() => sizes.disconnect(), () => themes.disconnect(), () => tools.disconnect(), () => cancelAnimationFrame(waiting), () => cancelAnimationFrame(arranging));
   restyle();
   words();
 

@@ -1,6 +1,6 @@
 // The timeline: lanes per rank and stream, one trace or a measured one under its prediction, the memory below.
 //
-//   legend      (of the critical path, too, while it is marked)
+//   legend     (of the critical path, too, while it is marked; at the bottom where it needs more than a line)
 //   overview   how many ranks compute, and which part is seen below
 //   rank 0     |F0|F1|..|B0|   compute; a strip under it says why it is idle; thin lanes for the other streams
 //   memory     of the chosen rank, stacked by kind; lines of the others
@@ -483,7 +483,7 @@ function render({ model, el }) {
     if (!playing) cursor = inside ? t : null;
     over = lane && inside ? hit(begins, takes, lane.first, lane.last, t, (3 * size) / area(board.clientWidth)) : -1;
     const idle = lane?.main && inside ? idleAt(lane, t) : -1;
-    view.tip(x, y, over >= 0 ? describe(over) : idle >= 0 ? why(idle, lane.rank) : lane && !inside && about.folded ? `${rankName(lane.rank)}: click for ${lane.folded ? "both traces" : "the difference"}` : inside && plan.memory && y > plan.memory ? held(t) : "");
+    view.tip(x, y, over >= 0 ? describe(over) : idle >= 0 ? why(idle, lane.rank) : lane && !inside && about.folded ? `${rankName(lane.rank)}: click for ${lane.folded ? "both traces" : "the difference"}` : inside && plan.memory && y > plan.memory && y < plan.bottom ? held(t) : "");
     redraw();
   });
   view.listen(board, "pointerleave", () => {
