@@ -317,6 +317,37 @@ def test_pictures_are_saved(opened: Any, tmp_path: Path) -> None:
     assert one.errors == []
 
 
+def test_bars_carry_layers_and_collectives_their_letters(opened: Any, tmp_path: Path) -> None:
+    """Of data parallel runs. Collectives that take no time have letters beside them; legend and pointer say the same."""
+    program = Plan.parse("dp=2 zero=3 microbatches=2").compile(layers=4)
+
+    def words(width: int) -> list[str]:
+        one = opened(Timeline(simulate(program)), width=width, dark=width < 500)
+        if width < 500:
+            one.page.get_by_role("button", name="more tools").click()
+        with one.page.expect_download() as got:
+            one.page.get_by_role("button", name="save SVG").click()
+        got.value.save_as(tmp_path / "SVG")
+        assert one.errors == []
+        root = ET.fromstring((tmp_path / "SVG").read_text())
+        return [element.text or "" for element in root.iter("{http://www.w3.org/2000/svg}text")]
+
+    wide, narrow = words(1280), words(400)
+    assert {"3 mb0", "3 mb1", "0:2 mb1", "2:4 mb0", "AG 0", "AG 3", "all-gather (AG)"} <= {*wide}
+    assert {"3", "2:4", "all-gather (AG)"} <= {*narrow}
+    assert {"AG", "G", "AG 0"} & {*narrow}
+    assert not {"F0", "B1"} & {*wide, *narrow}
+    one = opened(Timeline(simulate(program)), width=400)
+    canvas = one.page.locator("canvas")
+    canvas.focus()
+    box, tips = canvas.bounding_box(), set()
+    for x in range(74, 300, 2):  # along the lane of collectives
+        one.page.mouse.move(box["x"] + x, box["y"] + 62)
+        tips.add(one.page.locator(".mp-tip").text_content())
+    assert any("rank 0 · AG · ALL_GATHER" in tip for tip in tips), tips
+    assert one.errors == []
+
+
 def test_problems_are_words_in_the_widgets_place(opened: Any) -> None:
     one = opened(Timeline("nothing"))  # type: ignore[arg-type]
     assert "Timeline shows a Trace, not str" in one.page.locator(".mp-problem").inner_text()

@@ -187,7 +187,48 @@ def test_dark_and_narrow(browser: Any, pages: dict[str, Path], name: str) -> Non
     narrow = Seen(browser, pages[name], width=400)
     wider = narrow.page.evaluate("document.documentElement.scrollWidth - innerWidth")
     assert wider <= 0, f"{wider} pixels stick out"
+    parts = "[...document.querySelectorAll('body *')].filter((one) => one.scrollWidth > one.clientWidth + 1)"
+    scroll = f"{parts}.filter((one) => /auto|scroll/.test(getComputedStyle(one).overflowX)).map((one) => one.outerHTML)"
+    assert narrow.page.evaluate(scroll) == []
+    images = narrow.page.locator("picture img")
+    for k in range(images.count()):  # drawn for this width: its words are as large as they were meant
+        drawn, shown = images.nth(k).evaluate("(one) => [one.naturalWidth, one.clientWidth]")
+        assert drawn == shown
     narrow.close()
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+@pytest.mark.parametrize("name", [*EXPLORERS, *OTHERS])
+def test_heads_take_two_lines_and_tools_one(browser: Any, pages: dict[str, Path], name: str, width: int) -> None:
+    """What has no room waits behind a button, which the keyboard reaches."""
+    seen = Seen(browser, pages[name], width=width, colours="dark" if width == 400 else "light")
+    head, more = seen.page.locator(".mp-lines").first, seen.page.locator(".mp-more").first
+    line = float(head.evaluate("(el) => parseFloat(getComputedStyle(el).lineHeight)"))
+    seen.page.wait_for_function("document.querySelector('.mp-head').dataset.folded")
+    assert head.bounding_box()["height"] <= 2 * line + 2
+    whole = head.evaluate("(el) => el.scrollHeight")
+    assert more.is_visible() == (whole > 2 * line + 6)
+    assert more.is_visible() or width > 400
+    if more.is_visible():
+        assert more.get_attribute("aria-expanded") == "false"
+        more.press("Enter")
+        assert more.get_attribute("aria-expanded") == "true"
+        assert more.inner_text() == "less"
+        assert head.bounding_box()["height"] >= whole - 1 > 2 * line
+        more.press("Enter")
+        assert head.bounding_box()["height"] <= 2 * line + 2
+    bar, others = seen.page.locator(".mp-toolbar").first, seen.page.get_by_label("more tools").first
+    assert bar.bounding_box()["height"] <= 26
+    tools = bar.locator(":scope > *:not(.mp-others)")
+    hidden = [k for k in range(tools.count()) if not tools.nth(k).is_visible()]
+    assert bool(hidden) == others.is_visible()
+    assert not hidden or width == 400
+    if hidden:
+        others.press("Enter")
+        assert others.get_attribute("aria-expanded") == "true"
+        assert all(tools.nth(k).is_visible() for k in range(tools.count()))
+        assert bar.bounding_box()["height"] > 40
+    seen.close()
 
 
 @accessible
@@ -254,12 +295,15 @@ def test_sliders_of_a_page_show_what_the_engine_says(browser: Any, pages: dict[s
 def test_sliders_of_memory_judge_again(browser: Any, pages: dict[str, Path]) -> None:
     seen = Seen(browser, pages["memory"])
     other = MemoryExplorer()
+    seen.page.locator(".mp-more").click()  # stays open for the next verdict
     for name, value, place in (("dp", 2, 1), ("pp", 1, 0), ("ZeRO stage", 3, 3)):
         seen.page.get_by_label(name, exact=True).fill(str(place))
         other.controls["zero" if name == "ZeRO stage" else name].value = value
         seen.page.locator(".mp-fit", has_text=other.view.memory.verdict.partition(": ")[2]).wait_for()
         assert str(other.choice) in seen.page.locator("h1").inner_text()
         assert seen.readout().startswith(f"{other.view.data['groups'][0]['label']}: ")
+    assert seen.page.locator(".mp-more").get_attribute("aria-expanded") == "true"
+    seen.page.locator(".mp-more").click()
     term = seen.page.locator(".mp-term", has_text="optimizer").first
     for ask in (term.hover, term.focus):  # it explains itself to the pointer and to the keyboard
         ask()

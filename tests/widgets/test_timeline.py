@@ -19,6 +19,7 @@ from PIL import Image
 
 from minipar import Plan, PlanError, Trace, simulate
 from minipar.program import Instruction, Op, Program
+from minipar.trace import labels
 from minipar.trace.critical_path import messages
 from minipar.trace.idleness import idle_times
 from minipar.trace.lifetimes import lives
@@ -210,6 +211,40 @@ def test_browser_and_static_picture_follow_one_rule() -> None:
     assert wrong <= pixels // 1000  # (an event on the very edge of a pixel may round to either side)
 
 
+@pytest.mark.skipif(shutil.which("node") is None, reason="no node (18 or newer) on this machine")
+def test_browser_and_static_picture_choose_the_same_words() -> None:
+    random = np.random.default_rng(6)
+    kinds = [[("0:8 mb1", "1"), ("0:8 mb12", "12")], [("3 mb0", "3"), ("0:2",)], [("7",), ("11",)]]
+    collectives = [("AG 0", "AG", "G"), ("AR norm", "AR", "R")]
+    cases: list[dict[str, Any]] = []
+    for k in range(80):
+        group, n = k % 4 == 3, int(random.integers(1, 12))
+        drawn = collectives if group else kinds[k % 4]
+        words = [drawn[int(random.integers(len(drawn)))] for _ in range(n)]
+        rooms, free = (random.choice([3, 8, 16, 50, 90]) * random.random(n) for _ in range(2))
+        sizes = [11, 9.5, 8, 7][k % 3 :]
+        mine = labels.fitted(words, rooms.tolist(), sizes, 0.62, free.tolist() if group else ())
+        bars = [{"texts": t, "room": a, "free": b} for t, a, b in zip(words, rooms, free, strict=True)]
+        cases.append(
+            {"bars": bars, "sizes": sizes, "group": group, "mine": [one if one.text else None for one in mine]}
+        )
+    script = f"""
+      import assert from "node:assert/strict";
+      import {{ fitted }} from "{(SOURCES / "lanes.js").as_uri()}";
+      let text = ""; for await (const part of process.stdin) text += part;
+      for (const c of JSON.parse(text)) assert.deepEqual(fitted(c.bars, c.sizes, c.group), c.mine);"""
+    done = subprocess.run(
+        ["node", "--input-type=module", "-e", script],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    shown = [one for case in cases for one in case["mine"]]
+    assert {True, False, None} == {one.beside if one else None for one in shown}
+
+
 # the widget -----------------------------------------------------------------------------------------------------------
 
 
@@ -304,7 +339,7 @@ def test_shades_numbers_and_labels_reach_the_page() -> None:
     stepped = Timeline(_trace("pp=4 schedule=pipedream microbatches=6"))
     assert {int(k) for k in stepped.columns.number} == {-1, *range(12)}
     summed = Timeline(_trace("dp=2 zero=3"))
-    assert {"AG 0", "RS 0:8"} <= {*summed.more["labels"]}
+    assert {("AG 0", "AG", "G"), ("RS 0:8", "RS", "S")} <= {*summed.more["labels"]}
     assert {"all-gather", "reduce-scatter"} <= {*summed.about["shown"]}
     served = Timeline(simulate(Plan.parse("dp=2 sync=ps").compile(layers=2), latency=0.1))
     assert served.about["names"] == ["worker 0", "worker 1", "server 0 (rank 2)"]

@@ -72,7 +72,7 @@ WIDE, NARROW = 900, 360  # pixels of a picture on a page, and of one on a page t
 
 
 def picture(line: str, draw: Callable[[bool, int], bytes]) -> str:
-    """HTML of a PNG, `draw(dark, width)`, with others for dark and for narrow pages. It is never wider than its page."""
+    """HTML of a PNG, `draw(dark, width)`, with others for dark and for narrow pages. None is wider than its page."""
     sources = ""
     for width, wide in ((NARROW, "(max-width: 640px) and "), (WIDE, "")):
         for dark, theme in ((True, "(prefers-color-scheme: dark)"), (False, "(prefers-color-scheme: light)")):

@@ -1,5 +1,5 @@
-"""What every explorer has besides its views: names of slider handles for screen readers (in Jupyter's own sliders the name
-is only beside the handle), and words above the views that take two lines at most."""
+"""What every explorer has besides its views: names of slider handles for screen readers (in Jupyter's own sliders the
+name is only beside the handle), and words above the views that take two lines at most."""
 
 from __future__ import annotations
 

@@ -16,6 +16,18 @@ test("words of a legend go on in the next line where one has no room, and none m
   }
 });
 
+test("a legend of one line is above the lanes; a longer one is under everything, and meets nothing", () => {
+  const about = { lanes: [[0, 0, "compute", 0, 1, false]], ranks: 1, shown: ["forward", "backward", "optimizer step"], traces: ["predicted"], span: 1 };
+  for (const memory of [false, true]) {
+    const wide = layout(about, 1000, { memory, key: ["memory:"] }), narrow = layout(about, 300, { memory, key: ["memory:"] });
+    assert.ok(wide.legend.every(([, , y]) => y === 0) && wide.overview >= 17);
+    const lines = [...new Set(narrow.legend.map(([, , y]) => y))];
+    assert.ok(lines.length > 1 && narrow.overview < 17);
+    assert.ok(Math.min(...lines) >= narrow.bottom + 18 && Math.max(...lines) + 14 <= narrow.height);
+    for (const [, , y] of narrow.key) assert.ok(narrow.bottom + 22 + y >= Math.max(...lines) + 17 && narrow.bottom + 22 + y + 11 <= narrow.height);
+  }
+});
+
 test("an instruction is as long as its twin, or shorter or longer by more than 5 or 25 percent", () => {
   const takes = Float32Array.from([10, 10, 10, 10, 10, 0, 0, 7, 9, 10.2, 11, 13, 0, 1]);
   const twin = Int32Array.from([7, 8, 9, 10, 11, 12, 13, 0, 1, 2, 3, 4, 5, 6]);

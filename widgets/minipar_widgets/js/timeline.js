@@ -100,7 +100,8 @@ function render({ model, el }) {
 
   function describe(k) {
     const [trace, number, stream] = laneOf(k), arrival = kindOf(k) === "receive", other = twinOf(k), [one, both] = traces;
-    const lines = [`${rankName(number)} · ${nameOf(k)}${stream === "compute" ? "" : ` · ${stream}`}`];
+    const letters = collective(kindOf(k)) ? `${LOOKS[kindOf(k)][4]} · ` : "";
+    const lines = [`${rankName(number)} · ${letters}${nameOf(k)}${stream === "compute" ? "" : ` · ${stream}`}`];
     lines.push((both ? `${traces[trace]} ` : "") + (arrival ? `arrived at ${time(begins[k])}` : `${time(begins[k])} to ${time(endOf(k))}: ${time(takes[k])}`));
     if (other >= 0) {
       const [p, m] = trace ? [other, k] : [k, other], from = arrival ? begins : takes, more = from[m] - from[p];
