@@ -318,7 +318,7 @@ def test_pictures_are_saved(opened: Any, tmp_path: Path) -> None:
 
 
 def test_bars_carry_layers_and_collectives_their_letters(opened: Any, tmp_path: Path) -> None:
-    """Of data parallel runs. Collectives that take no time have letters beside them; legend and pointer say the same."""
+    """Of data parallel runs. Collectives that take no time have letters beside them; legend and pointer name them."""
     program = Plan.parse("dp=2 zero=3 microbatches=2").compile(layers=4)
 
     def words(width: int) -> list[str]:
