@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from minipar.errors import MiniparError
 from minipar.program import COLLECTIVES, MOVED, Instruction, Mesh, Op, Program, span
@@ -55,13 +55,17 @@ def number_of(program: Program, ins: Instruction) -> int:
     return ins.microbatch if ins.microbatch < 0 else ins.microbatch + max(0, ins.step) * program.microbatches
 
 
-def by_layers(program: Program) -> bool:
-    """Whether bars carry layers, since the micro-batch alone says too little: ranks hold whole models (as in data
-    parallel runs), or compute a micro-batch in parts that have the same number and no shades."""
+Layers = Literal["", "with room", "first"]
+
+
+def by_layers(program: Program) -> Layers:
+    """Whether bars carry layers, since the micro-batch alone says too little: before it where ranks hold whole models
+    (as in data parallel runs); where there is room in pipelines that compute a micro-batch in parts without shades."""
     if program.chunks or program.layers < 2:
-        return False
-    whole = all(len(program.placement[rank]) == program.layers for rank in range(program.workers))
-    return whole or (_in_parts(program) and not Shades(program).names)
+        return ""
+    if all(len(program.placement[rank]) == program.layers for rank in range(program.workers)):
+        return "first"
+    return "with room" if _in_parts(program) and not Shades(program).names else ""
 
 
 def _in_parts(program: Program) -> bool:
@@ -81,13 +85,13 @@ def carried(ins: Instruction) -> str:
     return span(sorted(ins.layers or {value.index for value in ins.reads if value.kind in MOVED}))
 
 
-def words_of(program: Program, ins: Instruction, layers: bool, number: str = "") -> tuple[str, ...]:
+def words_of(program: Program, ins: Instruction, layers: Layers, number: str = "") -> tuple[str, ...]:
     """The words for a bar, the longest first; a picture takes the first that fits. No words: ().
 
         collective      AG 0:4 · AG · G       the letters, and what it carries
-        compute         3                     the number
-          with layers   3 mb1 · 3             some of the layers: these are what differs from bar to bar
-                        0:8 mb1 · 1           all of them: here it is the micro-batch
+        compute         1                     the number
+          with layers   3 mb1 · 3             of a part of the whole model: the layers are what differs from bar to bar
+                        0:8 mb1 · 1           of the whole model, and in a pipeline, it is the micro-batch
 
     layers   `by_layers(program)`
     number   is written in the place of the number, if it is given
@@ -104,7 +108,7 @@ def words_of(program: Program, ins: Instruction, layers: bool, number: str = "")
     own = carried(ins)
     if not number or program.microbatches * program.steps == 1:
         return (own,)
-    return f"{own} mb{number}", number if len(ins.layers) == program.layers else own
+    return f"{own} mb{number}", own if layers == "first" and len(ins.layers) < program.layers else number
 
 
 class Fitted(NamedTuple):

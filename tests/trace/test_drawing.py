@@ -328,7 +328,7 @@ def test_collectives_are_told_apart_and_labelled():
     assert {"AG 0", "AG 1", "AG 2", "AG 3", "RS 0:4"} <= {*words}
     assert {"0", "1", "2:4", "3", "0:4"} <= {*words}  # bars carry layers where every number would be 0
     norm = Instruction(Op.NORM, (0,), -1, 0, stream="group", group=(0, 1))
-    assert labels.words_of(trace.program, norm, True) == ("AR norm", "AR", "R")
+    assert labels.words_of(trace.program, norm, "first") == ("AR norm", "AR", "R")
 
 
 @pytest.mark.parametrize(

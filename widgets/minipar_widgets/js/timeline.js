@@ -209,7 +209,7 @@ function render({ model, el }) {
       const where = (!lane.trace && lane.tall >= 20 && about.places?.[lane.rank]) || "";
       drawText(ctx, second ? `  ${traces[1]}` : fold + own, 4, y - (where ? 5 : 0), mine ? look.focus : look.ink, "left", 11, mine ? "bold " : "");
       if (where) drawText(ctx, where.length > 12 ? where.replaceAll(" ", "") : where, 4, y + 7, look.muted, "left", 9.5);
-      if (lane.folded && lane.tall >= 6) drawText(ctx, busier(lane), full - 2, y, look.muted, "right");
+      if (lane.folded && lane.tall >= 6) drawText(ctx, busier(lane), full - 2, y, look.muted, "right", 10);
       else if (lane.tall >= 6 && end > t0) drawText(ctx, `${Math.round(100 * Math.max(0, 1 - busy))}% idle`, full - 2, y, look.muted, "right");
       until = lane.y + Math.max(13, lane.tall);
     }
