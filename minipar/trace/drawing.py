@@ -282,7 +282,7 @@ def _draw_numbers(
             shown, ends[middle] = shown + 1, x + half
             axes.text(
                 x, middle, one.text, size=one.size, color=ink, ha="center", va="center_baseline", clip_on=True,
-                zorder=4, path_effects=around,
+                zorder=4, path_effects=None if one.beside else around,
             )  # fmt: skip
 
 

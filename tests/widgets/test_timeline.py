@@ -257,6 +257,15 @@ def test_picture_shows_the_bars() -> None:
     assert np.median(dark) < 40
 
 
+def test_what_takes_no_time_is_a_line_in_full_colour() -> None:
+    """Messages and collectives of a prediction without costs."""
+    program = Plan.parse("dp=2 pp=2 microbatches=2").compile(layers=2)
+    image = np.asarray(Image.open(io.BytesIO(Timeline(simulate(program)).picture())).convert("RGB")).astype(int)
+    lanes = image[130:, 2 * 74 : -2 * 66]  # (below the legend, without the words beside it)
+    rim = (abs(lanes - [0x8F, 0x3F, 0x6C]).sum(2) < 24).sum(0)
+    assert (rim >= 2 * 6).sum() >= 6  # columns of pixels, each at least as high as a lane
+
+
 def test_an_unknown_argument_is_named() -> None:
     with pytest.raises(PlanError, match="^capactiy=3: no argument of Timeline; possible are predicted, capacity"):
         Timeline(FOUR, capactiy=3)

@@ -236,11 +236,13 @@ def _paint(pixels: np.ndarray, timeline: Timeline, row: Row, top: int, span: flo
         for k, code in enumerate(there, 1):
             mask = masks[k] & (line >> 4 == code)[None]
             area[mask] = np.broadcast_to(inks, area.shape)[mask]
-    if row.height >= 9 and len(start) <= wide / (3 * FINE):
+    if row.height > 5 and len(start) <= wide / (3 * FINE):
         edges = np.array([_rgb(rim) for rim in rims])
         a, b = (np.round(t * wide / span).astype(int) for t in (start, start + length))
         for p, q, code in zip(a, np.minimum(b, wide), kind, strict=True):
-            if q - p >= 4 * FINE:
+            if q - p < 1.5 * FINE:  # what takes no time is a full line, as in js/lanes.js
+                area[:, p : p + 3 * FINE // 2] = edges[code]
+            elif q - p >= 4 * FINE and row.height >= 9:
                 area[:FINE, p:q] = area[-FINE:, p:q] = edges[code]
                 area[:, p : p + FINE] = area[:, q - FINE : q] = edges[code]
     if not row.strip:
