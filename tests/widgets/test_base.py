@@ -52,7 +52,7 @@ def test_live_view_comes_with_a_kernel_unless_static(monkeypatch: pytest.MonkeyP
 def test_page_is_whole_and_asks_for_nothing() -> None:
     page = _timeline().to_html()
     assert not re.search(r"(src|href)=|https?://(?!www\.w3\.org)|@import", page)
-    assert page.count("<script") == page.count("</script>") == 1
+    assert page.count("<script") == page.count("</script>") == 2  # of the head, and of the widget
     state = json.loads(re.search(r"const state = (.*), heard", page)[1])  # type: ignore[index]
     assert state["label"] == _timeline().summary()
     assert "_esm" not in state
@@ -81,7 +81,7 @@ def test_explorer_shows_its_views_and_settings() -> None:
             return {"stages": "<2>"}
 
     page = Both([_timeline(), _timeline()]).to_html()
-    assert page.count("<script") == 2
+    assert page.count("<script") == 3  # of the head, and of each view
     assert "widget-0" in page
     assert "widget-1" in page
     assert "<dt>stages</dt><dd>&lt;2&gt;</dd>" in page
