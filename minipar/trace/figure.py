@@ -258,11 +258,11 @@ class FigureLayout:
             look = self._shades[kind]
             return Patch(facecolor=look.face, edgecolor=look.edge, linewidth=0.6, label=kind)
         if kind in dict(DIFFERENCES):
-            words = f"as {self.names[0]}" if kind == "alike" else kind
+            words = labels.legend([], self.names).get(kind, kind)
             return Patch(facecolor=dict(DIFFERENCES)[kind], label=words)
         if kind in LOOKS:
             look = LOOKS[kind]
-            words = labels.in_legend(kind)
+            words = labels.legend([kind], self.names).get(kind, kind)
             return Patch(facecolor=look.face, edgecolor=look.edge, linewidth=0.6, hatch=look.hatch, label=words)
         if kind == self.names[0]:
             return Patch(facecolor="none", edgecolor=MUTED, linewidth=1.2, label=f"{kind} (outlined)")

@@ -6,7 +6,7 @@ A picture shows one trace, or two of the same ranks on one time axis: the predic
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from minipar.errors import MiniparError
@@ -151,9 +151,9 @@ def fitted(
     return found
 
 
-def in_legend(kind: str) -> str:
-    """A kind in a legend: a collective with its letters."""
-    return f"{kind} ({LETTERS[kind]})" if kind in LETTERS else kind
+def legend(kinds: Iterable[str], names: Sequence[str]) -> dict[str, str]:
+    """What a legend says for words that are not said as they are: a collective with its letters; a difference."""
+    return {kind: f"{kind} ({LETTERS[kind]})" for kind in kinds if kind in LETTERS} | {"alike": f"as {names[0]}"}
 
 
 def place(program: Program, rank: int) -> str:

@@ -343,7 +343,7 @@ def _legend(words: Sequence[str], top: int, names: Sequence[str]) -> tuple[list[
 
 
 def _said(word: str, names: Sequence[str]) -> str:
-    return f"as {names[0]}" if word == "alike" else labels.in_legend(word)
+    return labels.legend([word], names).get(word, word)
 
 
 def _sample(draw: _Pen, word: str, x: int, y: int, about: dict[str, Any], look: Paper) -> None:

@@ -133,6 +133,7 @@ class Timeline(View):
             "unit": clock.unit,
             "kinds": KINDS,
             "shown": [kind for kind in KINDS if kind in {plain(KINDS[k]) for k in np.flatnonzero(shown)}],
+            "said": labels.legend(KINDS, labels.names(self.traces)),
             "shades": self._shades(),
             "per": found.per_step,
             "traces": labels.names(self.traces),

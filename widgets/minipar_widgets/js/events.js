@@ -1,4 +1,5 @@
 // What a timeline knows of its events, without a document: where their lanes are, which event is whose cause or twin.
+import { DIFFERENCES } from "./shared.js";
 import { search } from "./lod.js";
 
 export const IDLE = ["fill", "wait", "overhead"];
@@ -40,9 +41,9 @@ export function layout(about, width, { streams = true, memory = false, open = ne
   const all = streams && tall >= 9;
   if (!all) tall = Math.max(1, height(620));
   const rows = [], closed = shown.every((lane) => lane.folded);
-  const words = [...(closed ? about.shown.filter((word) => !BENEATH.includes(word)) : about.shown), ...(about.shades ?? [])];
+  const words = [...(closed ? about.shown.filter((word) => !AROUND.test(word)) : about.shown), ...(about.shades ?? [])];
   if (!closed) words.push(...IDLE.map((word) => `idle: ${word}`));
-  if (about.folded) words.push(...LEVELS);
+  if (about.folded) words.push(...DIFFERENCES.map(([word]) => word));
   if (about.traces.length > 1 && !closed) words.push(`${about.traces[0]} (outlined)`, `${about.traces[1]} (filled)`);
   const [legend, last] = placed([...words, ...extra], width, measure, 32);
   const above = !last, overview = above ? 24 : 4, strip = tall >= 10 ? (about.folded ? 6 : 4) : 0;
@@ -63,10 +64,9 @@ export function layout(about, width, { streams = true, memory = false, open = ne
   };
 }
 
-const BENEATH = ["message", "receive", "collective", "all-reduce", "reduce-scatter", "all-gather", "all-to-all", "copy"];
-const LEVELS = ["much shorter", "shorter", "alike", "longer", "much longer"];
+export const AROUND = /^(message|receive|copy|collective|all-.*|reduce-scatter)$/; // what is no compute
 
-/** How long each event of a comparison took against its twin: a position in LEVELS, as in minipar/trace/comparison.py. */
+/** How long each event of a comparison took against its twin: a position in DIFFERENCES, as in minipar/trace/comparison.py. */
 export function graded(takes, twin) {
   const most = [0.75, 0.95, 1.05, 1.25], found = new Uint8Array(takes.length).fill(2);
   for (let k = 0; k < takes.length; k++) {

@@ -10,13 +10,13 @@ const SIZES = [11, 9.5, 8, 7]; // of the words on bars
  * has its `texts`, the longest first, and `room` for them; `group`: they may also take the room that is `free` beside it.
  */
 export function fitted(bars, sizes, group) {
-  const last = Math.max(...bars.map((bar) => bar.texts.length)) - 1, textOf = (bar, version) => bar.texts[Math.min(version, bar.texts.length - 1)];
-  const fits = (bar, [version, size], room) => 0.62 * size * textOf(bar, version).length <= room;
-  const versions = [...Array(last + 1).keys()], order = [...versions.slice(0, -1).map((version) => [version, sizes[0]]), ...sizes.map((size) => [last, size])];
-  const [from, usual] = order.find((one) => group || bars.filter((bar) => fits(bar, one, bar.room)).length >= 0.7 * bars.length) ?? order.at(-1);
-  const tries = versions.slice(from).flatMap((version) => sizes.filter((size) => size <= usual).map((size) => [version, size]));
+  const last = Math.max(...bars.map(({ texts }) => texts.length)) - 1, textOf = ({ texts }, k) => texts[k] ?? texts.at(-1);
+  const fits = (bar, [k, size], room) => 0.62 * size * textOf(bar, k).length <= room;
+  const pairs = [...Array(last + 1).keys()].flatMap((k) => sizes.map((size) => [k, size])), most = 0.7 * bars.length;
+  const [from, usual] = pairs.find((one) => (one[0] === last || one[1] === sizes[0]) && (group || bars.filter((bar) => fits(bar, one, bar.room)).length >= most)) ?? pairs.at(-1);
+  const tries = pairs.filter(([k, size]) => k >= from && size <= usual);
   return bars.map((bar) => {
-    const inside = tries.find((one) => fits(bar, one, bar.room)), one = inside ?? (group ? tries.find((one) => fits(bar, one, bar.free)) : null);
+    const inside = tries.find((one) => fits(bar, one, bar.room)), one = inside ?? (group && tries.find((one) => fits(bar, one, bar.free)));
     return one ? [textOf(bar, one[0]), one[1], !inside] : null;
   });
 }
@@ -124,7 +124,7 @@ export function lanePainter(about, begins, takes, sorts, numbers, levels) {
   /** The words for a bar, the longest first, as minipar/trace/labels.py gives them; a number gets a letter where it has room. */
   function wordsOf(k, more) {
     const given = more?.labels[more.name[k]] ?? (numbers[k] < 0 ? [] : ["#"]), letter = LOOKS[words[sorts[k]]][4];
-    return given.flatMap((text) => (text === "#" ? [letter + text, text] : [text])).map((text) => text.replaceAll("#", numbers[k]));
+    return given.flatMap((text) => (text === "#" ? [letter + text, text] : text)).map((text) => text.replaceAll("#", numbers[k]));
   }
 
   /** Words on bars, each in the largest size that has room. A collective's may stand on the paper to its right. */
@@ -135,30 +135,19 @@ export function lanePainter(about, begins, takes, sorts, numbers, levels) {
       const kinds = new Map(), seen = visible(lane, t0, t1, wide / 5), all = seen.map((k) => ends(k, wide, t0, t1));
       seen.forEach((k, n) => {
         const texts = wordsOf(k, more), [a, b] = all[n], kind = kinds.get(sorts[k]) ?? [];
-        if (texts.length && (begins[k] + takes[k] >= t0 && begins[k] <= t1)) kinds.set(sorts[k], [...kind, { a, b, texts, room: b - a - 2, free: (all[n + 1]?.[0] ?? LEFT + wide) - b - 5 }]);
+        if (texts.length && begins[k] + takes[k] >= t0) kinds.set(sorts[k], [...kind, { a, b, texts, room: b - a - 2, free: (all[n + 1]?.[0] ?? LEFT + wide) - b - 5 }]);
       });
       for (const [sort, bars] of kinds) {
-        const [, , own, , , bands] = LOOKS[words[sort]], group = collective(words[sort]), middle = lane.y + lane.tall / 2 + 0.5 - 2 * (bands ?? 0);
-        const found = fitted(bars, SIZES.filter((size) => size <= lane.tall - 1), group), ink = group ? "#1a1a1a" : two && !lane.trace ? look.ink : own;
-        bars.forEach(({ a, b }, n) => {
-          if (!found[n] || left-- < 0) return;
-          const [text, size, beside] = found[n];
-          if (beside) return drawText(ctx, text, Math.max(b, a + 1.5) + 2, middle, look.ink, "left", size);
-          if (group) drawHalo(ctx, text, (a + b) / 2, middle, size);
-          drawText(ctx, text, (a + b) / 2, middle, ink, "center", size);
+        const [, , own, , , bands] = LOOKS[words[sort]], group = collective(words[sort]), y = lane.y + lane.tall / 2 + 0.5 - 2 * (bands ?? 0);
+        const ink = group ? "#1a1a1a" : two && !lane.trace ? look.ink : own;
+        fitted(bars, SIZES.filter((size) => size < lane.tall), group).forEach((one, n) => {
+          if (!one || left-- < 0) return;
+          const { a, b } = bars[n], [text, size, beside] = one, x = (a + b) / 2;
+          if (beside) return drawText(ctx, text, b + 4, y, look.ink, "left", size);
+          drawText(ctx, text, x, y, ink, "center", size, "", group && "#ffffff");
         });
       }
     }
-  }
-  function drawHalo(ctx, text, x, y, size) {
-    if (!ctx.strokeText) return;
-    ctx.font = `${size}px ${FONT}`;
-    ctx.textAlign = "center";
-    ctx.textBaseline = "middle";
-    ctx.lineJoin = "round";
-    ctx.strokeStyle = "#ffffff";
-    ctx.lineWidth = 3;
-    ctx.strokeText(text, x, y);
   }
 
   function paint(ctx, wide, look, plan, t0, t1, more) {

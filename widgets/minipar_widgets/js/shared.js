@@ -24,6 +24,7 @@
 //
 // The functions without a document are pure, and tested by shared.test.mjs.
 
+const wire = (hatch, letter) => ["#CC79A7", "#8f3f6c", "#fefefe", hatch, letter];
 const PLAIN = {
   "forward": ["#0072B2", "#004a75", "#fefefe", "", "F"],
   "backward": ["#E69F00", "#7a5300", "#201400", "", "B"],
@@ -32,13 +33,13 @@ const PLAIN = {
   "recompute": ["#56B4E9", "#1f6d9c", "#201400", "", "R"],
   "optimizer step": ["#009E73", "#00664a", "#fefefe", "", "S"],
   "reduce": ["#009E73", "#00664a", "#fefefe", "", "+"],
-  "message": ["#CC79A7", "#8f3f6c", "#fefefe", "/", "M"],
+  "message": wire("/", "M"),
   "receive": ["#8f3f6d", "#8f3f6d", "#fefefe", "", "r"],
-  "collective": ["#CC79A7", "#8f3f6c", "#fefefe", "+", "C"],
-  "all-reduce": ["#CC79A7", "#8f3f6c", "#fefefe", "x", "AR"],
-  "reduce-scatter": ["#CC79A7", "#8f3f6c", "#fefefe", "\\", "RS"],
-  "all-gather": ["#CC79A7", "#8f3f6c", "#fefefe", "|", "AG"],
-  "all-to-all": ["#CC79A7", "#8f3f6c", "#fefefe", "-", "AA"],
+  "collective": wire("+", "C"),
+  "all-reduce": wire("x", "AR"),
+  "reduce-scatter": wire("\\", "RS"),
+  "all-gather": wire("|", "AG"),
+  "all-to-all": wire("-", "AA"),
   "copy": ["#9a9a9a", "#6a6a6a", "#fefefe", "", "c"],
 };
 
@@ -49,7 +50,7 @@ export function shaded([face, edge, ink, hatch, letter], shade) {
 }
 const mixed = (c) => Math.floor(c + (255 - c) * 0.55 + 0.5).toString(16).padStart(2, "0").toUpperCase();
 
-const CHUNKS = [1, 2, 3].flatMap((shade) => ["forward", "backward", "input gradient", "weight gradient", "recompute"].map((kind) => [`${kind} ${shade}`, shaded(PLAIN[kind], shade)]));
+const CHUNKS = [1, 2, 3].flatMap((shade) => Object.keys(PLAIN).slice(0, 5).map((kind) => [`${kind} ${shade}`, shaded(PLAIN[kind], shade)]));
 
 /**
  * Colours by kind, as in minipar/trace/figure.py: face, edge, ink on it, hatch, letter; of the kinds with a shade
@@ -145,12 +146,11 @@ export function svgContext(width, height, title = "") {
       Object.assign(ctx, last.pen);
       parts.push("</g>".repeat(open.pop()));
     },
-    translate(x, y) { group(`transform="translate(${n2(x)} ${n2(y)})"`); },
-    rotate(angle) { group(`transform="rotate(${n2((angle * 180) / Math.PI)})"`); },
     clip() {
       const id = `clip${++clips}-${width}x${height}`;
       parts.push(`<clipPath id="${id}"><path d="${path.join("")}"/></clipPath>`);
-      group(`clip-path="url(#${id})"`);
+      parts.push(`<g clip-path="url(#${id})">`);
+      open.push((open.pop() ?? 0) + 1);
     },
     beginPath() { path = []; },
     moveTo(x, y) { path.push(`M${n2(x)} ${n2(y)}`); },
@@ -197,11 +197,6 @@ export function svgContext(width, height, title = "") {
         `${parts.join("")}${"</g>".repeat(open.reduce((a, b) => a + b, 0))}</svg>`;
     },
   };
-  function group(attributes) {
-    parts.push(`<g ${attributes}>`);
-    if (open.length) open[open.length - 1]++;
-    else open.push(1);
-  }
   const alpha = () => (ctx.globalAlpha < 1 ? ` opacity="${n2(ctx.globalAlpha)}"` : "");
   const lines = () => ` stroke="${ctx.strokeStyle}" stroke-width="${n2(ctx.lineWidth)}"${dash ? ` stroke-dasharray="${dash}"` : ""}${alpha()}`;
   return ctx;
@@ -246,12 +241,18 @@ export function drawEdge(ctx, colour, x, y, width, height, thick = 1) {
   ctx.strokeRect(x + thick / 2, y + thick / 2, Math.max(0, width - thick), Math.max(0, height - thick));
 }
 
-/** Words at a point: `align` left, center or right of it, their middle at y; `weight` is "bold " or nothing. */
-export function drawText(ctx, words, x, y, colour, align = "left", size = 11, weight = "") {
+/** Words at a point: `align` left, center or right of it, their middle at y; `weight` is "bold " or nothing; `halo` a colour around them. */
+export function drawText(ctx, words, x, y, colour, align = "left", size = 11, weight = "", halo = "") {
   ctx.fillStyle = colour;
   ctx.font = `${weight}${size}px ${FONT}`;
   ctx.textAlign = align;
   ctx.textBaseline = "middle";
+  if (halo && ctx.strokeText) {
+    ctx.strokeStyle = halo;
+    ctx.lineJoin = "round";
+    ctx.lineWidth = 3;
+    ctx.strokeText(words, x, y);
+  }
   ctx.fillText(words, x, y);
 }
 
@@ -321,16 +322,12 @@ export function spoken(key) {
 
 /** Tools that the toolbar's one line has no room for wait behind its last button. */
 function oneLine(toolbar, more) {
-  const tools = [...toolbar.children].filter((one) => one !== more), open = more.getAttribute("aria-expanded") === "true";
-  const below = (one) => one.offsetTop >= toolbar.offsetTop + 20; // (a tool is 24 pixels high)
-  for (const one of tools) one.classList.remove("mp-beyond");
+  const tools = [...toolbar.children].slice(0, -1), below = (one) => one.offsetTop >= toolbar.offsetTop + 20; // (a tool is 24 pixels high)
+  for (const one of tools) one.style.display = "";
   more.hidden = true;
   more.hidden = !tools.some(below);
-  if (more.hidden || open) return;
-  for (const one of tools.reverse()) {
-    if (!below(more)) break;
-    one.classList.add("mp-beyond");
-  }
+  if (more.ariaExpanded === "true") return;
+  for (const one of tools.reverse()) if (below(more)) one.style.display = "none";
 }
 
 function download(content, type, name) {
@@ -371,14 +368,17 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
     target.addEventListener(event, run, options);
     ends.push(() => target.removeEventListener(event, run, options));
   };
-  const more = make("button", { type: "button", class: "mp-others", title: "more tools", "aria-label": "more tools", "aria-expanded": "false", hidden: true }, "⋯");
-  toolbar.append(more);
-  let general = more; // the first tool that all views have: those of this view stand before it
+  let general = null; // the first tool that all views have: those of this view stand before it
   const button = (label, title, run, pressed, before = general) => {
     const made = make("button", { type: "button", title, "aria-label": title, "aria-pressed": pressed?.toString(), onclick: run }, label);
     toolbar.insertBefore(made, before);
     return made;
   };
+  const more = button("⋯", "more tools", () => {
+    more.ariaExpanded = more.ariaExpanded === "false";
+    oneLine(toolbar, more);
+  });
+  more.ariaExpanded = false;
 
   let look = null, waiting = 0;
   const size = () => {
@@ -436,7 +436,7 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
       draw(ctx, wide, tall, look);
       copy.toBlob((blob) => download(blob, "image/png", `${name}.png`));
     };
-    general = button("PNG", "save PNG", () => picture("png"));
+    general = button("PNG", "save PNG", () => picture("png"), undefined, more);
     button("SVG", "save SVG", () => picture("svg"), undefined, more);
   }
   const asTable = button("table", "show as table", () => {
@@ -444,23 +444,15 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
     asTable.setAttribute("aria-pressed", !holder.hidden);
     if (!holder.hidden) fillTable();
   }, "false", more);
-  if (general === more) general = asTable;
+  general ??= asTable;
   const asKeys = lines.length ? button("?", "show the keys (?)", () => {
     card.hidden = !card.hidden;
     asKeys.setAttribute("aria-pressed", !card.hidden);
   }, "false", more) : null;
 
-  let arranging = 0;
-  const arrange = () => { // (in the next frame: a size that changes while sizes are told is an error of the page)
-    cancelAnimationFrame(arranging);
-    arranging = requestAnimationFrame(() => oneLine(toolbar, more));
-  };
-  listen(more, "click", () => {
-    more.setAttribute("aria-expanded", more.getAttribute("aria-expanded") === "false");
-    oneLine(toolbar, more);
-  });
-  const tools = new MutationObserver(arrange);
-  tools.observe(toolbar, { childList: true, characterData: true, subtree: true });
+  // in the next frame, since a size that changes while sizes are told is an error of the page
+  const arrange = () => requestAnimationFrame(() => oneLine(toolbar, more));
+  new MutationObserver(arrange).observe(toolbar, { childList: true, characterData: true, subtree: true });
 
   listen(root, "keydown", (event) => { // of sliders, lists and buttons, which a notebook would take for its commands
     if (event.target !== surface && !event.ctrlKey && !event.metaKey && !event.altKey && !(event.shiftKey && event.key === "Enter")) event.stopPropagation();
@@ -488,7 +480,7 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
   const themes = new MutationObserver(restyle);
   themes.observe(document.body, { attributes: true });
   listen(matchMedia("(prefers-color-scheme: dark)"), "change", restyle);
-  ends.push(() => sizes.disconnect(), () => themes.disconnect(), () => tools.disconnect(), () => cancelAnimationFrame(waiting), () => cancelAnimationFrame(arranging));
+  ends.push(() => sizes.disconnect(), () => themes.disconnect(), () => cancelAnimationFrame(waiting));
   restyle();
   words();
 

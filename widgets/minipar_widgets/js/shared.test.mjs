@@ -32,7 +32,6 @@ test("an SVG context draws what a canvas would, and is balanced", () => {
   ctx.beginPath();
   ctx.rect(0, 0, 50, 50);
   ctx.clip();
-  ctx.translate(5, 5);
   for (const kind of Object.keys(LOOKS)) bar(ctx, kind, 0, 0, 40, 12, "7");
   ctx.restore();
   ctx.font = "bold 12px sans-serif";

@@ -8,7 +8,7 @@
 // In a comparison of many ranks a rank has one lane, the second trace, and the strip shows how long each instruction took
 // against the first one. A click on the rank's name shows both.
 import { DIFFERENCES, drawBands, drawEdge, drawRect, drawText, fill, FONT, frame, LOOKS, sample, short, ticks, unpack } from "./shared.js";
-import { boundary, chain, graded, IDLE, inverse, layout, LEFT, RIGHT, twins } from "./events.js";
+import { AROUND, boundary, chain, graded, IDLE, inverse, layout, LEFT, RIGHT, twins } from "./events.js";
 import { collective, curveOf, drawMemory, lanePainter } from "./lanes.js";
 import { filled, hit, search, totals } from "./lod.js";
 
@@ -21,7 +21,6 @@ const KEYS = [
   ["Tab", "the next instruction; after the last one, out"], ["Escape", "let the instruction go; then Tab leaves"],
 ];
 const PATH = "critical path";
-const AROUND = /^(message|receive|copy|collective|all-.*|reduce-scatter)$/; // what is no compute
 
 function render({ model, el }) {
   let about, traces, strips, begins, takes, sorts, numbers, indices, lengths, firsts, painter, view, plan, placed;
@@ -173,7 +172,7 @@ function render({ model, el }) {
       drawText(ctx, said(word), x + 19, y + 8, look.ink);
     }
   }
-  const said = (word) => (word === "alike" ? `as ${traces[0]}` : collective(word) ? `${word} (${LOOKS[word][4]})` : word);
+  const said = (word) => about.said[word] ?? word;
   /** How many ranks compute, over the whole time. (Of long traces a sample of 16 ranks.) */
   function overview(ctx, full, look) {
     const wide = area(full), y = plan.overview, columns = Math.min(wide, 300);
@@ -429,18 +428,18 @@ function render({ model, el }) {
       return plan.height;
     },
     keys: {
-      "ArrowLeft": () => walk(-1), "ArrowRight": () => walk(1), "Shift+ArrowLeft": () => pan(-0.15), "Shift+ArrowRight": () => pan(0.15), "ArrowUp": () => turn(-1), "ArrowDown": () => turn(1),
-      "+": () => zoom(0.6), "-": () => zoom(1 / 0.6), "Home": whole,
-      "Tab": () => next(1), "Shift+Tab": () => next(-1),
-      "Enter": () => chosen >= 0 && show(begins[chosen] - takes[chosen], begins[chosen] + 2 * takes[chosen]),
-      "Escape"() {
+      ArrowLeft: () => walk(-1), ArrowRight: () => walk(1), "Shift+ArrowLeft": () => pan(-0.15), "Shift+ArrowRight": () => pan(0.15), ArrowUp: () => turn(-1), ArrowDown: () => turn(1),
+      "+": () => zoom(0.6), "-": () => zoom(1 / 0.6), Home: whole,
+      Tab: () => next(1), "Shift+Tab": () => next(-1),
+      Enter: () => chosen >= 0 && show(begins[chosen] - takes[chosen], begins[chosen] + 2 * takes[chosen]),
+      Escape() {
         leaving = true;
         brush = cursor = null;
         gap = -1;
         if (playing) play();
         choose(-1);
       },
-      " ": play, ".": () => step(1), ",": () => step(-1), "d": difference, "c": () => critical.click(), "m": () => all.click(), "i": idle, "f": () => fold(), "s": () => lanes.click(),
+      " ": play, ".": () => step(1), ",": () => step(-1), d: difference, c: () => critical.click(), m: () => all.click(), i: idle, f: () => fold(), s: () => lanes.click(),
     },
   });
   const toggle = (label, title, set, on) => {
