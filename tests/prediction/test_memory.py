@@ -160,6 +160,21 @@ def test_averages_and_compressed_sums(clusters, text):
         assert got.bytes == pytest.approx(expected, rel=0.01)
 
 
+def tall() -> torch.nn.Sequential:
+    sizes = [(256, 1024), (1024, 256)] * 3
+    return torch.nn.Sequential(*(layer for size in sizes for layer in (torch.nn.Linear(*size), torch.nn.ReLU())))
+
+
+@pytest.mark.parametrize("text", ["offload=optimizer", "dp=2 overlap=priority zero=1 offload=optimizer"])
+def test_gradients_are_there_until_the_program_waits_for_their_copies(clusters, text):
+    """Memory is the same whether the copies are fast or slow."""
+    rows = tuple(torch.randn(2, 16, 256, generator=torch.Generator().manual_seed(0)))
+    run = train(tall, rows, text, cluster=clusters(Plan.parse(text).ranks), steps=4, batch=16, memory=True,
+                loss=torch.nn.functional.mse_loss, optimizer=ADAM, progress=False)  # fmt: skip
+    for got, expected in zip(run.memory, run.predicted.peak_memory(), strict=True):
+        assert got.bytes == pytest.approx(expected, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("text", "bound"),
     [
