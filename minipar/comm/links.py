@@ -9,6 +9,8 @@ shorter. So a receiver must know shape and dtype beforehand:
                                                              of transport/); elsewhere an error
     several tensors in one value, or values in one SEND      one message, if they are short (packing.py)
     gradients                                                like the output that was sent, without a header
+    gradients where ranks share layers                       like outputs, with a header: they may cross a link in
+                                                             another form than the output (forms.py)
     a missing gradient, as before a detach                   a header that says so, as for a changed form; over gloo and
                                                              NCCL zeros
     a message of one tensor, sent before with this form      the tensor alone, without these decisions
@@ -39,7 +41,7 @@ from minipar.comm.communicator import Communicator, Handle
 from minipar.comm.packing import parts_of, places_for
 from minipar.errors import RankError
 from minipar.models.tensors import allocate, differentiable, has_tensors, spec
-from minipar.program import Op, Program, Value
+from minipar.program import Op, Program, Value, output
 
 HEADER_BYTES = 4096
 TENSORS = 64  # distance between the tags of two values: one tag for each tensor, and the two below
@@ -137,12 +139,12 @@ class Links:
         self.emulated = emulated
         self.ended = ended
         self.width = max(program.layers, len(program.edges))
-        self.forms: dict[Any, Any] = {}  # (direction, peer, layer, rows) -> form of the value
+        self.forms: dict[Any, Any] = {}  # (direction, peer, kind, index, rows) -> form of the value
         self.known: dict[tuple[int, Values], _Known] = {}  # by peer and message; two peers may get the same message
         self.changed = False  # whether some form has changed; until then, forms need not be checked again
         self.gradients: dict[Any, Any] = {}  # (peer, layer, rows) or an output's form -> the form of its gradients
-        self.first: dict[Any, Any] = {}  # (peer, layer, rows) -> the form that an output was first sent in
-        self.sent: dict[tuple[int, int, int, int], Any] = {}  # (peer, layer, micro-batch, step) -> form, once changed
+        self.first: dict[Any, Any] = {}  # (peer, kind, index, rows) -> the form that a value was first sent in
+        self.sent: dict[tuple[int, Value], Any] = {}  # by peer and value, once some form has changed
         self.here: dict[Values, Values] = {}  # message -> the values of it that travel in this pass
         self.done = acknowledgements(program, comm.rank)
         self.inboxes: dict[int, _Inbox] = {}
@@ -203,8 +205,8 @@ class Links:
         handles = []
         new: list[tuple[int, Any]] = []
         for k, value in enumerate(here):
-            if value.kind == "output":
-                key = ("out", peer, value.index, self.rows(value))
+            if self.announces(value):
+                key = ("out", peer, value.kind, value.index, self.rows(value))
                 form = spec(found[value])
                 before = self.forms.get(key)
                 if before is None:
@@ -215,7 +217,7 @@ class Links:
                     new.append((k, form))
                     self.forms[key] = form
                 if self.changed:
-                    self.sent[peer, value.index, value.microbatch, value.step] = form
+                    self.sent[peer, value] = form
             elif any(gradient is None for gradient in found[value]):
                 new.append((k, spec(found[value])))
         if new:
@@ -234,8 +236,12 @@ class Links:
             return None
         return torch.tensor([arrival], dtype=torch.float64), self.tag(message[0]) + _ARRIVAL
 
+    def announces(self, value: Value) -> bool:
+        """Whether the sender of a value announces its form; that of others follows from the output they belong to."""
+        return value.kind == "output" or bool(self.program.forms)
+
     def _change(self, value: Value, peer: int, before: Any, form: Any) -> None:
-        """An output has another form than before: from now on, every message is checked."""
+        """A value has another form than before: from now on, every message is checked."""
         if self.comm.posts:
             raise RankError(
                 f"{value} has another form than before, which rank {peer} does not expect: "
@@ -322,7 +328,7 @@ class _Inbox:
                 self.posted += 1
                 continue
             forms = self._forms(here)
-            if any(v.kind == "output" and not _known(form) for v, form in zip(here, forms, strict=True)):
+            if any(links.announces(v) and not _known(form) for v, form in zip(here, forms, strict=True)):
                 buffer = torch.empty(HEADER_BYTES, dtype=torch.uint8)
                 self.header = (buffer, comm.irecv(buffer, self.peer, links.tag(here[0]) + _HEADER))
                 return
@@ -409,8 +415,8 @@ class _Inbox:
         new = dict(_decode(buffer))
         forms = []
         for k, value in enumerate(here):
-            if k in new and value.kind == "output":
-                self.links.forms["in", self.peer, value.index, self.links.rows(value)] = new[k]
+            if k in new and self.links.announces(value):
+                self.links.forms["in", self.peer, value.kind, value.index, self.links.rows(value)] = new[k]
             forms.append(new[k] if k in new else self._form(value))
         return forms
 
@@ -420,12 +426,12 @@ class _Inbox:
     def _form(self, value: Value) -> Any:
         """The form of a value, if it is known; None: its sender announces it."""
         links, rows = self.links, self.links.rows(value)
-        if value.kind == "output":
-            return links.forms.get(("in", self.peer, value.index, rows))
+        if links.announces(value):
+            return links.forms.get(("in", self.peer, value.kind, value.index, rows))
         layer = links.program.source(value)
-        sent = links.first.get((self.peer, layer, rows))
+        sent = links.first.get((self.peer, "output", layer, rows))
         if links.changed:
-            sent = links.sent.get((self.peer, layer, value.microbatch, value.step), sent)
+            sent = links.sent.get((self.peer, output(layer, value.microbatch, value.step)), sent)
         if sent is None:
             return None
         # The gradient of an output: one tensor for each floating-point tensor in it.

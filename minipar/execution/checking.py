@@ -77,9 +77,11 @@ def checksum(found: Iterable[Tensor | None]) -> int:
 
 
 def _norm(tensor: Tensor) -> float:
+    """Its norm, with many digits whatever the tensor has: an exchange is judged by the squares of what it moved."""
     flat = tensor.detach().reshape(-1)
     wide = flat if flat.is_floating_point() or flat.is_complex() else flat.double()
-    return float(torch.linalg.vector_norm(wide)) if flat.numel() else 0.0
+    dtype = torch.complex128 if flat.is_complex() else torch.float64
+    return float(torch.linalg.vector_norm(wide, dtype=dtype)) if flat.numel() else 0.0
 
 
 @lru_cache(maxsize=8)

@@ -43,7 +43,7 @@ def _nothing() -> None:
 
 
 def _any_time(ins: Instruction) -> bool:
-    return ins.op is Op.FETCH or ins.reads[0].kind != "saved"
+    return ins.op is Op.FETCH or ins.reads[0].kind not in ("saved", "grad", "grad_shard")
 
 
 class TierCopy:
@@ -276,8 +276,8 @@ class Offloading:
     def settle(self) -> None:
         """Free what has been copied away, on the rank's own thread.
 
-        What autograd keeps is freed only when the program waits for its copy: the memory that a step needs should not
-        depend on the link's speed.
+        What autograd keeps, and gradients, are freed only when the program waits for their copy: the memory that a step
+        needs should not depend on the link's speed.
         """
         for entry in [
             entry for entry in self.under_way if entry[1].arrived and (entry[1].awaited or _any_time(entry[0]))
@@ -359,7 +359,7 @@ class Offloading:
                 pairs.append((p.grad, master.grad))
         self.state.forget_gradient(g)
         jobs = [self.streams.copy(*pair, Op.OFFLOAD.value) for pair in pairs]
-        return TierCopy(self.streams, jobs, _bytes(a for a, _ in pairs))
+        return TierCopy(self.streams, jobs, _bytes(a for a, _ in pairs), pairs.clear)  # (which hold the gradients)
 
     def _hand_over(self, ins: Instruction, live: dict[Value, Any]) -> TierCopy:
         """A checkpoint; or what layers on the host and layers on the device hand on to each other."""

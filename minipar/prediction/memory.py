@@ -121,7 +121,7 @@ class Walk:
         self.unpacked: dict[Value, int] = {}  # bytes needed to unpack the result of a compressed sum
         self.filled: set[int] = set()  # groups that have a gradient now
         self.brought: set[tuple[int, int, int]] = set()  # layers whose saved tensors were fetched: held to the end
-        self.leaving: dict[Value, int] = {}  # bytes that are freed when the rank waits for their copy
+        self.leaving: dict[Value, Storage] = {}  # what is freed when the rank waits for its copy
         self.state = program.state[rank] if program.state else frozenset()
         self.kept = {value.index for value in self.state if value.kind == "grad"}
         row = program.ranks[rank]
@@ -196,7 +196,7 @@ class Walk:
 
     def instruction(self, ins: Instruction) -> None:
         for value in ins.reads:
-            self.change(-self.leaving.pop(value, 0), "activations", value.index)
+            self.release(self.leaving.pop(value, None), "copy")
             unpacked = self.unpacked.pop(value, 0)
             self.change(unpacked, "temporary", -1)
             self.change(-unpacked, "temporary", -1)
@@ -230,7 +230,7 @@ class Walk:
         elif ins.op in COPIES and home(ins.reads[0]).kind == "saved":
             size = self.saved.get(home(ins.reads[0])[1:4], 0)
             if ins.op is Op.OFFLOAD:
-                self.leaving[ins.writes[0]] = size
+                self.leaving[ins.writes[0]] = Storage(size, ins.layers[0], holders={"copy"})
             else:
                 self.change(size, "activations", ins.layers[0])
                 self.brought.add(home(ins.reads[0])[1:4])
@@ -252,9 +252,26 @@ class Walk:
             self.compressed(ins)
         else:
             self.other(ins)
+        leaves = self._gradient_leaves(ins)
         self.free(ins)
+        if leaves is not None:
+            self.change(leaves.size, leaves.kind, leaves.layer)
+            self.leaving[ins.writes[0]] = leaves
         if ins.op is Op.STEP:
             self.filled -= set(ins.layers)
+
+    def _gradient_leaves(self, ins: Instruction) -> Storage | None:
+        """The gradient that an OFFLOAD copies away and then frees: it is there until the rank waits for the copy."""
+        if ins.op is not Op.OFFLOAD or ins.reads[0] not in ins.frees:
+            return None
+        value = ins.reads[0]
+        if value.kind == "grad_shard" and value in self.live:
+            size, kind = self.live[value].size, self.live[value].kind
+        elif value.kind == "grad" and value.index in self.filled - self.kept:
+            size, kind = self.sizes.size(self.rank, value), "gradients"
+        else:
+            return None
+        return Storage(size, self.layer_of(value.index), kind, {"copy"})
 
     def free(self, ins: Instruction) -> None:
         for value in ins.frees:

@@ -43,11 +43,13 @@ def frees(tape: Tape, what: str) -> bool:
 
 
 def keeps(tape: Tape, what: str) -> bool:
-    """Whether the graph holds a layer's input, output or carry. Then its backward frees it, but not as the first
-    thing."""
-    for k, (delta, kind) in enumerate(tape):
-        if delta < 0 and kind == what:
-            return any(before > 0 or other not in ("input", "output", "carry") for before, other in tape[:k])
+    """Whether the graph holds a layer's input, output or carry, or one of its tensors. Then its backward frees it, but
+    not as the first thing."""
+    begun = False
+    for delta, kind in tape:
+        begun = begun or delta > 0 or kind not in ("input", "output", "carry")
+        if begun and delta < 0 and kind == what:
+            return True
     return False
 
 

@@ -13,7 +13,6 @@ import textwrap
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import partial
 from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -443,10 +442,13 @@ class Plan:
         placement = self.placement()
         stages, layers = 1 + max(map(max, placement)), shape.own_layers
         microbatches = self.total_microbatches * self.slice_count
-        laid = partial(
-            Layout, shape, self.dp, self.pp, microbatches=microbatches, placement=placement, host=host,
-            shared=self.shared,
-        )  # fmt: skip
+
+        def laid(split: tuple[int, ...]) -> Layout:
+            """The layout with so many of the model's own layers in each stage."""
+            ends = [shape.firsts[end] for end in accumulate(split, initial=0)]
+            nodes = tuple(end - start for start, end in pairwise(ends))
+            return Layout(shape, self.dp, self.pp, nodes, microbatches, placement, host, self.shared)
+
         if self.split is None:
             even, more = divmod(layers, stages)
             split = tuple(even + (s < more) for s in range(stages))
@@ -458,9 +460,6 @@ class Plan:
                 raise PlanError(
                     f"split={','.join(map(str, split))}: sums to {sum(split)}, but the model has {layers} layers"
                 )
-        if shape.nodes:
-            ends = [shape.firsts[end] for end in accumulate(split, initial=0)]
-            split = tuple(end - start for start, end in pairwise(ends))
         return laid(split)
 
     def _best_split(

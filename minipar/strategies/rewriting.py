@@ -97,7 +97,7 @@ def also_free(row: Sequence[Instruction], values: Mapping[int, Iterable[Value]])
 
 
 def of_groups(ins: Instruction, groups: tuple[int, ...]) -> Instruction:
-    """The part of a STEP that updates these groups."""
+    """The part of a STEP, or of a sum, that is of these groups."""
     reads, writes, frees = (
         tuple(v for v in values if v.index in groups) for values in (ins.reads, ins.writes, ins.frees)
     )

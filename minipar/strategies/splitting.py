@@ -7,9 +7,10 @@
                  sends    its output, when the link is free: bytes / bandwidth, and the latency after it
 
 This is the rule of `simulate` for one pipeline (prediction/simulator.py). It goes by ranks, not by stages: a rank with
-several chunks takes the time of all of them. If there are few splits, all of them are tried. Otherwise the search
-begins with the equal split and with the dynamic program's (costs/partition.py), moves one layer from one stage to
-another, and keeps the best splits, until nothing gets better or `WORK` is used up.
+several chunks takes the time of all of them. Layers that ranks share stay whole, as `split=` counts them. If there are
+few splits, all of them are tried. Otherwise the search begins with the equal split and with the dynamic program's
+(costs/partition.py), moves one layer from one stage to another, and keeps the best splits, until nothing gets better or
+`WORK` is used up.
 
 A walk leaves out what runs beside or after the pipeline: sums over replicas, parameters that are gathered, copies to
 the host, cores that ranks share. Recomputation counts as a forward of all layers. Where the caller can predict a
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations, islice, pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -114,7 +115,7 @@ def best_split(
     """The number of layers of each stage.
 
     shape     the model's layers; `stages` is the number of stages
-    layout    the layout of a split
+    layout    the layout of a split, which counts the model's own layers
     actions   of each rank of a pipeline
     costs     of the layers. A profile is in seconds, so its messages count, too, and the optimizer's step. The times of
               LayerCosts may have any unit, for example operations; then messages are free
@@ -131,15 +132,15 @@ def best_split(
             "or layer counts such as 3,3,2, or even"
         )
     layers = LayerCosts.of(costs) if isinstance(costs, Profile) else costs
-    n = shape.layers
-    if len(layers.forward) != n:
-        raise PlanError(f"costs: of {several(len(layers.forward), 'layer')}, but the model has {n}")
+    n = shape.own_layers
+    if len(layers.forward) != shape.layers:
+        raise PlanError(f"costs: of {several(len(layers.forward), 'layer')}, but the model has {shape.layers}")
     equal = _equal(n, stages)
     first = layout(equal)
     lines = _lines(*known(first), first) if known and isinstance(costs, Profile) else {}
-    times = times_of(costs, layers, first, again, lines)
+    times = _of_own_layers(times_of(costs, layers, first, again, lines), shape)
     found = fastest(times, stages, actions, first.placement, first.microbatches)
-    if time_of is None or len(found) == 1 or n * first.microbatches * first.dp > LARGE:
+    if time_of is None or len(found) == 1 or shape.layers * first.microbatches * first.dp > LARGE:
         return found[0]
     usual = _by_chain(times, stages, first.microbatches)
     finalists = dict.fromkeys([*found[:FINALISTS], equal, usual])
@@ -200,6 +201,23 @@ def times_of(
         step[min(group.layers)] += costs.step_seconds * size / total if total else 0.0
     crossing = (_crossing(layers.output, shape.edges), _crossing(layers.gradient, shape.edges))
     return Times((layers.forward, whole, *halves), step, gradients, crossing, LINE, lines, first)
+
+
+def _of_own_layers(times: Times, shape: Shape) -> Times:
+    """The times of the model's own layers, each of which may consist of several nodes."""
+    if not shape.nodes:
+        return times
+    whole = list(pairwise(shape.firsts))
+
+    def summed(table: Sequence[float]) -> list[float]:
+        return [sum(table[first:end]) for first, end in whole]
+
+    forward, backward, inputs, weights = map(summed, times.work)
+    outputs, gradients = ([table[end - 1] for _, end in whole] for table in times.messages)
+    return replace(
+        times, work=(forward, backward, inputs, weights), step=summed(times.step), gradients=summed(times.gradients),
+        messages=(outputs, gradients), trained=shape.own_layer(times.trained),
+    )  # fmt: skip
 
 
 def _added(a: Sequence[float], b: Sequence[float]) -> list[float]:

@@ -11,7 +11,7 @@ import torch
 from minipar import Plan, PlanError
 from minipar.data import stdlib_text
 from minipar.errors import CheckFailed
-from minipar.execution import facts
+from minipar.execution import checking, facts
 from minipar.execution.execution import Execution, Job, execute
 from minipar.execution.facts import ALIKE, NEAR, ONE, SUM, Fact
 from minipar.models import gpt
@@ -72,6 +72,7 @@ RIGHT = [
     "dp=2 local_steps=2 offload=parameters,optimizer",
     "dp=2 local_steps=2 host_layers=2 precision=bf16",
     "tp=2 dp=2 local_steps=2",
+    "tp=2 dp=2 compress=topk:0.5 bucket=flat",
     "dp=2 pp=2 overlap=priority bucket=0.0001 microbatches=3",
     "dp=2 overlap=priority bucket=0.0001 compress=bf16 offload=optimizer",
     "dp=2 overlap=priority bucket=0.0001 precision=bf16 host_layers=2",
@@ -183,3 +184,10 @@ def test_facts_that_hold_and_the_first_that_does_not():
     found = first([late], [early])
     assert found is not None
     assert found.why.startswith("early")
+
+
+def test_squares_of_short_numbers_are_not_rounded_to_them():
+    """An exchange is judged by the squares of what it moved, before and after, on several ranks."""
+    numbers = torch.full((100_000,), 1.0, dtype=torch.bfloat16)
+    both = fact(SUM, checking._norm(numbers) ** 2, 100_000, 100_000, 0, 0, near=checking._tolerance(numbers.dtype))
+    assert first(both, both, both) is None

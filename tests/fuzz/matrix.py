@@ -238,8 +238,9 @@ def report(found: Sequence[Found], threes: Sequence[Found], covered: float) -> s
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.matrix", description=__doc__.split("\n")[0])
-    parser.add_argument("--every", type=int, default=1, help="try every so many-th pair")
+    parser.add_argument("--every", type=int, default=1, help="try every so many-th pair; 0: none")
     parser.add_argument("--threes", type=int, default=1000, help="plans of many keys, at most")
+    parser.add_argument("--seed", type=int, default=0, help="other plans of many keys")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--with", dest="key", default="", help="only pairs that have this key")
     parser.add_argument("--write", default="", metavar="PAGE", help="write the table and the outcomes to this page")
@@ -258,13 +259,13 @@ def main() -> int:
     covered = 0.0
     try:
         wanted = [pair for pair in pairs() if not chosen.key or chosen.key in (pair[0].key, pair[1].key)]
-        for pair in wanted[:: chosen.every]:
+        for pair in wanted[:: chosen.every] if chosen.every else ():
             if time.monotonic() - begin > chosen.seconds:
                 break
             found.append(note(tried(pair, ranks)))
         told = f"{len(found)} of {len(wanted)} pairs in {time.monotonic() - begin:.0f} s:"
         print(told, Counter(one.kind for one in found), flush=True)
-        for several, words, share in wide_plans(chosen.threes, choices()) if chosen.threes else ():
+        for several, words, share in wide_plans(chosen.threes, choices(), chosen.seed) if chosen.threes else ():
             if time.monotonic() - begin > chosen.seconds:
                 break
             threes.append(note(ran(several, words, trial(words, ranks))))

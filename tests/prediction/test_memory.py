@@ -20,6 +20,7 @@ from minipar.prediction.rank_memory import KINDS
 from minipar.prediction.recorded import Workspace
 from minipar.prediction.simulator import simulate
 from minipar.trace import Trace
+from tests.toys import toy
 
 pytestmark = pytest.mark.many(2)
 
@@ -160,6 +161,21 @@ def test_averages_and_compressed_sums(clusters, text):
         assert got.bytes == pytest.approx(expected, rel=0.01)
 
 
+def tall() -> torch.nn.Sequential:
+    sizes = [(256, 1024), (1024, 256)] * 3
+    return torch.nn.Sequential(*(layer for size in sizes for layer in (torch.nn.Linear(*size), torch.nn.ReLU())))
+
+
+@pytest.mark.parametrize("text", ["offload=optimizer", "dp=2 overlap=priority zero=1 offload=optimizer"])
+def test_gradients_are_there_until_the_program_waits_for_their_copies(clusters, text):
+    """Memory is the same whether the copies are fast or slow."""
+    rows = tuple(torch.randn(2, 16, 256, generator=torch.Generator().manual_seed(0)))
+    run = train(tall, rows, text, cluster=clusters(Plan.parse(text).ranks), steps=4, batch=16, memory=True,
+                loss=torch.nn.functional.mse_loss, optimizer=ADAM, progress=False)  # fmt: skip
+    for got, expected in zip(run.memory, run.predicted.peak_memory(), strict=True):
+        assert got.bytes == pytest.approx(expected, rel=1e-3)
+
+
 @pytest.mark.parametrize(
     ("text", "bound"),
     [
@@ -210,6 +226,17 @@ def test_what_weight_halves_hold_of_layers_before_them(clusters, text):
                 loss=torch.nn.functional.mse_loss, cluster=clusters(2), progress=False)  # fmt: skip
     for got, expected in zip(run.memory, run.predicted.peak_memory(), strict=True):
         assert got.bytes == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("text", ["microbatches=2", "pp=2 microbatches=4 split=6,4"])
+def test_of_several_tensors_a_graph_may_keep_one(clusters, text):
+    """(tensor, (skip, counter)): backward frees the counter as the first thing, and the tensor when it has used it."""
+    rows = tuple(torch.randn(2, 400, 16, generator=torch.Generator().manual_seed(0)))
+    run = train(partial(toy, ("linear", "tuples", "linear", "tuples"), 16), rows, text, steps=3, batch=400, memory=True,
+                loss=torch.nn.functional.mse_loss, optimizer=ADAM, progress=False,
+                cluster=clusters(Plan.parse(text).ranks))  # fmt: skip
+    for got, expected in zip(run.memory, run.predicted.peak_memory(), strict=True):
+        assert got.bytes == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,22 @@ class _Linear(Node):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
+class Halves(Whole):
+    """A linear layer of which each rank has a part of the inputs. The next layer reads shards of its partial sums."""
+
+    def shard(self, index: int, count: int, name: str, known: dict[str, nn.Parameter]) -> list[Node]:
+        return [_Columns(self.layer, index, count, f"{name}.layer", known)]
+
+
+class _Columns(Node):
+    def __init__(self, layer: nn.Linear, index: int, count: int, name: str, known: dict[str, nn.Parameter]) -> None:
+        super().__init__(Forms(reads="C2", writes="P", grad_writes="S2"))
+        self.hold("weight", layer.weight, Held(f"{name}.weight", Cut(1, index, count)), known)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight)
+
+
 def model(width: int = 8, blocks: int = 3) -> nn.Sequential:
     """A linear layer, blocks, and a linear layer."""
     torch.manual_seed(0)
@@ -120,3 +136,10 @@ def sequence_model(width: int = 8, blocks: int = 3) -> nn.Sequential:
     ends = [Whole(nn.Linear(width, width)), Whole(nn.Linear(width, width))]
     inner = [SequenceBlock(width, 4 * width, k == 0, k == blocks - 1) for k in range(blocks)]
     return nn.Sequential(ends[0], *inner, ends[1])
+
+
+def partial_model() -> nn.Sequential:
+    """A layer makes partial sums, of which the sequence-parallel block behind it reads shards."""
+    torch.manual_seed(0)
+    halves, block = Halves(nn.Linear(8, 8, bias=False)), SequenceBlock(8, 16, last=True)
+    return nn.Sequential(Whole(nn.Linear(8, 8)), halves, block, Whole(nn.Linear(8, 8)))

@@ -231,6 +231,14 @@ def test_copies_take_less_time_where_collectives_cost_some(words: str) -> None:
     assert together < apart
 
 
+def test_a_piece_ends_where_another_rank_must_give_something() -> None:
+    """Rank 1 starts the second micro-batch in its layer before it ends the first one, and rank 0 has both ends."""
+    places = "pp=2 place=0,1,0 schedule=gpipe", "pp=2 chunks=2 schedule=looped-bfs"
+    for words in places:
+        for more in ("", "sequence_parallel=true"):
+            Plan.parse(f"tp=2 microbatches=2 batch_copies=2 {words} {more}").compile(layers=3 + ("chunks" in words))
+
+
 def test_copies_without_effect_are_refused() -> None:
     with pytest.raises(PlanError, match="batch_copies=2: is of ranks that share layers, with several micro-batches"):
         Plan(tp=2, batch_copies=2)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from minipar import Cluster, Plan, PlanError, train
 from minipar.execution.execution import Execution, Job, execute
 from minipar.models.parameter_groups import shape_of
+from minipar.program import Op
 from minipar.sharding import capture_layer
 from tests.sharding import by_hand
 
@@ -24,7 +25,7 @@ MODELS: dict[str, Model] = {"megatron": by_hand.model, "sequence": by_hand.seque
 
 def batch(model: Model, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    tokens = (4,) if model is by_hand.sequence_model else ()
+    tokens = () if model is by_hand.model else (4,)
     x, y = (torch.randn(rows, *tokens, 8, generator=generator, dtype=torch.float64) for _ in range(2))
     return x, y
 
@@ -132,6 +133,16 @@ def test_bytes_and_memory_are_as_predicted(clusters, model: str, text: str) -> N
     found = trained(clusters, MODELS[model], text)
     assert found.max_gradient_error() < 1e-12
     assert found.max_parameter_error() < 1e-12
+    assert found.bytes_sent == found.predicted.bytes_sent()
+    assert found.trace.peak_memory() == found.predicted.peak_memory()
+
+
+def test_a_gradient_may_cross_a_link_in_another_form_than_its_output(clusters) -> None:
+    """Each rank sends its shard of a partial sum to the next stage, and gets the whole gradient back."""
+    found = trained(clusters, by_hand.partial_model, "tp=2 pp=2 split=2,2 microbatches=2")
+    sent = [[ins.reads[0].form for ins in found.program.ranks[rank] if ins.op is Op.SEND] for rank in (0, 2)]
+    assert sent == [["S1"] * 2, [""] * 2]
+    assert found.max_gradient_error() < 1e-12
     assert found.bytes_sent == found.predicted.bytes_sent()
     assert found.trace.peak_memory() == found.predicted.peak_memory()
 

@@ -60,6 +60,8 @@ def test_what_a_message_carries():
     assert parts("compress=powersgd:2") == [Part(Op.ALL_REDUCE, -1, left * 4), Part(Op.ALL_REDUCE, -1, right * 4)]
     assert len(parts("compress=powersgd:2 bucket=none")) == 2 + 2 + 1 + 1
     assert low_rank((4, 4), 2) is None  # not smaller
+    both = Plan.parse("dp=2 tp=2 compress=topk:0.1").compile(layers=2)  # (shards, and what ranks have whole)
+    assert [{both.groups[g].form for g in ins.layers} for ins in sums(both) if ins.group == (0, 2)] == [{"S"}, {""}]
     assert row_bytes(3, 4) == 24
     assert row_bytes(3, 8) == 40
     with pytest.raises(PlanError, match="needs the shapes of all tensors"):

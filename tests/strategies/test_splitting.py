@@ -103,6 +103,19 @@ def test_equal_to_brute_force_over_all_splits(text, data):
     assert every[auto(plan, costs, uniform(layers))] == pytest.approx(min(every.values()), rel=1e-9)
 
 
+@pytest.mark.parametrize("keys", ["tp=2", "tp=2 sequence_parallel=true", "context_parallel=2"])
+def test_layers_that_ranks_share_stay_whole(keys):
+    """The split counts the model's own layers, and is that of as many layers which take as long."""
+    plan, dice = Plan.parse(f"pp=2 schedule=interleaved microbatches=2 {keys}"), random.Random(5)
+    shape = plan._uniform(7)
+    times = tuple(dice.uniform(1, 9) for _ in range(shape.layers))
+    own = tuple(sum(times[first:end]) for first, end in itertools.pairwise(shape.firsts))
+    of_nodes, of_layers = (LayerCosts(each, each, *[(0,) * len(each)] * 3) for each in (times, own))
+    split = auto(Plan.parse("pp=2 schedule=interleaved microbatches=2"), of_layers, uniform(7))
+    ends = [shape.firsts[end] for end in itertools.accumulate(split, initial=0)]
+    assert auto(plan, of_nodes, shape) == tuple(b - a for a, b in itertools.pairwise(ends))
+
+
 @pytest.mark.parametrize("text", ["pp=2 schedule=interleaved chunks=2 microbatches=4", "pp=3 microbatches=4"])
 def test_frozen_layers_have_no_backward(text):
     plan, dice = Plan.parse(text), random.Random(5)

@@ -12,6 +12,8 @@ What topk and powersgd leave out is added to the next step's gradient (error fee
 `residual(g)`, which is as large as the gradient, and which the collective reads and writes. Over all ranks, the sum of
 what was sent and what is kept equals the sum of the gradients. In the program the sum is still an ALL_REDUCE; its parts
 say what is sent. Shorter numbers also travel where slices of gradients are summed (REDUCE_SCATTER), or pieces of them.
+Where ranks share layers, topk chooses among the elements of shards and among those of whole gradients in messages of
+their own: ranks have other shards, and must choose the same elements of what they have whole, or it drifts apart.
 With parameter servers (`parameter_server.py`) what workers push is smaller in the same way, each piece of a tensor by
 itself.
 """
@@ -25,12 +27,15 @@ from minipar.errors import PlanError
 from minipar.program import Instruction, Op, Part, home, piece_of, residual
 from minipar.program.shape import Shape
 from minipar.strategies.draft import Draft
+from minipar.strategies.rewriting import of_groups
 
 
 def compress(draft: Draft) -> Draft:
     """Sums of gradients carry less than the gradients; what is left out waits for the next step."""
     shape, choice = draft.layout.shape, draft.plan.compress
-    draft = draft.each(lambda rank, row: [_smaller(ins, shape, choice) for ins in row])
+    draft = draft.each(
+        lambda rank, row: [_smaller(each, shape, choice) for ins in row for each in _of_one_form(ins, shape, choice)]
+    )
     written = [{v for ins in row for v in ins.writes if v.kind == "residual"} for row in draft.ranks]
     return draft.each_state(lambda rank, held: held | written[rank])
 
@@ -58,6 +63,18 @@ def parse(value: object) -> str:
 def keeps_residual(choice: str) -> bool:
     """Whether a compression leaves something out, which is kept for the next step."""
     return choice.startswith(("topk", "powersgd"))
+
+
+def _of_one_form(ins: Instruction, shape: Shape, choice: str) -> list[Instruction]:
+    """A sum of gradients whose elements topk chooses among; as two sums, if some gradients are shards and others are
+    whole."""
+    if not choice.startswith("topk") or ins.op is not Op.ALL_REDUCE or home(ins.reads[0]).kind != "grad":
+        return [ins]
+    shards = tuple(g for g in ins.layers if shape.groups[g].form == "S")
+    wholes = tuple(g for g in ins.layers if g not in shards)
+    if not shards or not wholes:
+        return [ins]
+    return [of_groups(ins, shards), of_groups(ins, wholes)]
 
 
 def _smaller(ins: Instruction, shape: Shape, choice: str) -> Instruction:

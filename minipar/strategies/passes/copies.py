@@ -8,7 +8,8 @@
               |--------- is under way while F 0 mb1 ---|
 
 Source: MindSpore's MicroBatchInterleaved ("multi-copy parallelism"). Micro-batches that do the same one after the
-other on a rank go in step, piece by piece; a piece ends with a collective. What they do is a forward or a backward
+other on a rank go in step, piece by piece; a piece ends with a collective, or before what another rank must give. (That
+rank may wait for the same piece of the other micro-batch first.) What they do is a forward or a backward
 (gpipe), or without a pipeline both in turn (1F1B):
 
     F mb0 | B mb0 | F mb1 | B mb1        becomes        F mb0 | F mb1 | B mb0 | B mb1, piece by piece
@@ -20,11 +21,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import chain, groupby
+from typing import NamedTuple
 
-from minipar.program import BACKWARDS, Instruction, Op, Value, repartitions
+from minipar.program import BACKWARDS, MOVED, Instruction, Op, Value, repartitions
 from minipar.strategies.draft import Draft
 
-Line = list[Instruction]  # an instruction of a micro-batch, and the sums of gradients that come right after it
+
+class Line(NamedTuple):
+    """An instruction of a micro-batch, and the sums of gradients that come right after it.
+
+    waits   whether it reads what another rank gives
+    """
+
+    instructions: list[Instruction]
+    waits: bool
+
+
 Run = list[Line]  # the lines of one micro-batch through neighbouring layers, one way
 LONGEST = 3  # runs of a micro-batch that are taken in step with others: a forward, and the two halves of a backward
 
@@ -45,24 +57,25 @@ def interleave(row: Sequence[Instruction], copies: int, longest: int = LONGEST) 
     while start < len(runs):
         together = _together(runs[start:], copies, longest)
         for pieces in zip(*map(_pieces, together), strict=True):
-            result += [ins for piece in pieces for line in piece for ins in line]
+            result += [ins for piece in pieces for line in piece for ins in line.instructions]
         start += sum(map(len, together))
     return result
 
 
 def _lines(row: Sequence[Instruction]) -> list[Line]:
     found: list[Line] = []
+    made = {value for ins in row for value in ins.writes}
     for ins in row:
         if found and ins.op is Op.ALL_REDUCE and not repartitions(ins):
-            found[-1].append(ins)
+            found[-1].instructions.append(ins)
         else:
-            found.append([ins])
+            found.append(Line([ins], any(value.kind in MOVED and value not in made for value in ins.reads)))
     return found
 
 
 def _run_of(line: Line) -> tuple[int, int, bool]:
     """What the lines of a run have in common: the micro-batch, the step, and the direction."""
-    ins = line[0]
+    ins = line.instructions[0]
     value = ins.reads[0].kind if repartitions(ins) else ""
     return ins.microbatch, ins.step, ins.op in BACKWARDS or value == "grad_output"
 
@@ -85,13 +98,16 @@ def _together(runs: list[Run], copies: int, longest: int) -> list[list[Run]]:
 
 
 def _microbatches(block: list[Run]) -> set[tuple[int, int]]:
-    return {(run[0][0].microbatch, run[0][0].step) for run in block}
+    first = (run[0].instructions[0] for run in block)
+    return {(ins.microbatch, ins.step) for ins in first}
 
 
 def _alike(one: list[Run], other: list[Run]) -> bool:
-    """Whether two micro-batches do the same, all of it on layers."""
-    a, b = ([line[0] for line in chain(*block)] for block in (one, other))
+    """Whether two micro-batches do the same, all of it on layers, and wait for other ranks at the same places."""
+    a, b = ([line.instructions[0] for line in chain(*block)] for block in (one, other))
     if len(a) != len(b) or a[0].microbatch < 0:
+        return False
+    if [line.waits for line in chain(*one)] != [line.waits for line in chain(*other)]:
         return False
     return all(
         x.op is y.op and x.layers == y.layers and x.group == y.group and (bool(x.layers) or repartitions(x))
@@ -115,7 +131,7 @@ def _in_the_way(one: list[Run], other: list[Run]) -> bool:
 def _uses(piece: Run) -> Iterator[tuple[Value, str]]:
     """The values that belong to no micro-batch, each with what an instruction does to it: it reads it, changes it, or
     adds to it, which is possible in any order."""
-    for ins in chain(*piece):
+    for ins in chain.from_iterable(line.instructions for line in piece):
         for values, use in ((ins.reads, "reads"), (ins.writes, "changes"), (ins.frees, "changes")):
             for value in values:
                 if value.microbatch < 0:
@@ -123,12 +139,14 @@ def _uses(piece: Run) -> Iterator[tuple[Value, str]]:
 
 
 def _pieces(block: list[Run]) -> list[Run]:
-    """The pieces of some runs: each ends with a collective, or with its run."""
+    """The pieces of some runs: each ends with a collective, with its run, or before a line that waits."""
     found: list[Run] = []
     for run in block:
         found.append([])
         for line in run:
+            if line.waits and found[-1]:
+                found.append([])
             found[-1].append(line)
-            if repartitions(line[0]):
+            if repartitions(line.instructions[0]):
                 found.append([])
     return found

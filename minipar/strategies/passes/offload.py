@@ -13,7 +13,8 @@ Rajbhandari et al., "ZeRO-Infinity", SC 2021 (parameters, and the disk); Rhu et 
 With offload_to=disk an optimizer state and its copy of the parameters are fetched to the host for their group's STEP,
 and written back after it. Copies in one direction run in order. What autograd keeps is copied while one compute
 instruction runs. The compute instruction after that waits for the copy. So the memory is free at that point of the
-program, whether the link is fast or slow. Two gradients may be under way to the host while the next one is computed.
+program, whether the link is fast or slow. Two gradients may be under way to the host while the next one is computed;
+each is freed when the program waits for its copy.
 """
 
 from __future__ import annotations
