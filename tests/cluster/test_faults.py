@@ -65,6 +65,19 @@ def test_a_death_while_another_rank_starts_is_told_and_healed(
     assert {str(one.message).split()[1] for one in told} == {"0", "1"}
 
 
+def test_what_killed_ranks_left_where_they_met_goes(clusters: Clusters) -> None:
+    cluster = clusters(2)
+    assert cluster.run(lambda: communicator.create().allreduce(1)) == [2, 2]
+    met = str(cluster._members.generation)
+    for pid in cluster.run(os.getpid):
+        os.kill(pid, signal.SIGKILL)
+        assert ends(pid, 10)
+    assert [name for name in os.listdir(cluster._folder) if name.startswith(met)]  # (as they could not clean up)
+    with pytest.warns(RuntimeWarning, match="anew"):
+        assert cluster.run(lambda: communicator.create().allreduce(1)) == [2, 2]
+    assert not [name for name in os.listdir(cluster._folder) if name.split("-")[0] == met]
+
+
 def test_nobody_waits_is_no_deadlock() -> None:
     watch = Watchdog(0.01)
     assert watch.look([], []) is None
