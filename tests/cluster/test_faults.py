@@ -242,6 +242,25 @@ def test_a_rank_without_descriptors_says_so(clusters: Clusters) -> None:
             clusters(1).run(lose, seconds)
 
 
+def test_a_death_that_is_not_heard_yet_is_the_cause_of_a_lost_peer(clusters: Clusters) -> None:
+    """Another process holds the socket of the rank that dies, so that the driver does not hear its end."""
+
+    def f() -> None:
+        comm = communicator.create()
+        comm.barrier()
+        if comm.rank == 1:
+            seat = worker._rank
+            held = seat.deliver.args[0].fileno()  # type: ignore[union-attr,attr-defined]
+            subprocess.Popen(["sleep", "3"], pass_fds=(held,), start_new_session=True)
+            comm.send(1, 0)
+            os.kill(os.getpid(), signal.SIGTERM)
+        comm.recv(1)
+        comm.recv(1)
+
+    with pytest.raises(RankDied, match=r"^rank 1 was killed by signal 15 \(SIGTERM\)"):
+        clusters(2).run(f)
+
+
 def test_the_death_of_the_helper_is_the_cause() -> None:
     class Orphan:
         pid, has_parent = 1, False
