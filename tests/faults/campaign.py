@@ -97,7 +97,7 @@ PLACES = ("forward", "loss", "optimizer")
 SAVE = "save"  # before a file of a save is flushed to the disk
 SAVED = ("dp=4 zero=3", "pp=4 schedule=1f1b microbatches=4", "dp=2 pp=2 zero=1 microbatches=4")
 STEPS, ROWS = 4, 16
-READY = "ready"
+BEGUN, TRAINED = SIGNS = ("begun", "trained")  # files by which a driver says how far it is
 LIMIT = 60  # seconds for a case
 PATIENCE = 3.0  # seconds; a stopped rank is only noticed by those who wait for it
 
@@ -251,6 +251,11 @@ def _within_ranks(error: BaseException) -> bool:
 def _await_end(pid: int) -> None:
     """Wait until all threads of a process have ended: the first one may be gone while another still has its files."""
     assert ends(pid, LIMIT)
+
+
+def _await_file(folder: str, name: str) -> None:
+    while not os.path.exists(os.path.join(folder, name)):  # (a case has a limit)
+        time.sleep(0.005)
 
 
 # What a case left behind ----------------------------------------------------------------------------------------------
@@ -576,9 +581,9 @@ class Campaign:
 
     def save(self) -> None:
         """Something happens to a rank while the run is being saved. What is in the folder is whole, and goes on as the
-        run would have gone on, or there is nothing. Half of the signals come at any moment, all else before a file is
+        run would have gone on, or there is nothing. Some signals come at any moment, all else before a file is
         flushed."""
-        what = "SIGKILL" if self.random.random() < 0.6 else self.random.choice((*SIGNALS, *INSIDE))
+        what = "SIGKILL" if self.random.random() < 0.8 else self.random.choice((*SIGNALS, *INSIDE))
         tally, plan, rank = self.tally(f"{what} during a save"), self.random.choice(SAVED), self.random.randrange(RANKS)
         if plan not in self.saving:
             with tempfile.TemporaryDirectory() as folder:
@@ -589,13 +594,13 @@ class Campaign:
         with tempfile.TemporaryDirectory() as folder:
             saved, stamp, sent = os.path.join(folder, "run"), os.path.join(folder, "stamp"), list[float]()
             pid, trip, timer = self.cluster.run(os.getpid)[rank], None, None
-            if what in SIGNALS and self.random.random() < 0.5:
+            if what in SIGNALS and self.random.random() < 0.25:
 
                 def kill() -> None:
                     sent.append(time.monotonic())
                     os.kill(pid, SIGNALS[what])
 
-                timer = threading.Timer(self.random.uniform(0.2, 1) * self.saving[plan], kill)
+                timer = threading.Timer(self.random.uniform(0.1, 0.8) * self.saving[plan], kill)
             else:
                 trip = Trip(what, SAVE, rank, self.random.randint(1, 3 * STEPS), stamp=stamp)
             found = self._disturbed(plan, trip, timer, save=saved, save_every=1)
@@ -724,7 +729,6 @@ class Campaign:
             try:
                 client.load_connection_file()
                 client.start_channels()
-                client.wait_for_ready(timeout=LIMIT)
                 inside = os.path.join(folder, "inside")
                 os.mkdir(inside)
                 client.execute(f"from tests.faults.campaign import drive; drive({plan!r}, {inside!r})")
@@ -737,11 +741,11 @@ class Campaign:
                     manager.context.term()
 
     def _end_driver(self, tally: Tally, pid: int, plan: str, folder: str, manager: Any = None) -> None:
-        """Kill a driver, whose files are in a folder, between its start and its third training."""
+        """Kill a driver, whose files are in a folder, between its first line and its third training."""
+        _await_file(folder, BEGUN)
         if plan not in self.lives:
             began = time.monotonic()
-            while not os.path.exists(os.path.join(folder, READY)) and time.monotonic() < began + LIMIT:
-                time.sleep(0.01)
+            _await_file(folder, TRAINED)
             self.lives[plan] = time.monotonic() - began + self.times[plan]
         else:
             time.sleep(self.random.uniform(0, self.lives[plan]))
@@ -781,7 +785,7 @@ def long_use(runs: int, trainings: int, seconds: float) -> str:
         while done[1] < trainings and time.monotonic() < end:
             training(cluster, STRATEGIES[done[1] % len(STRATEGIES)])
             done[1] += 1
-        while done[0] < runs and time.monotonic() < end + 60:
+        while done[0] < runs and time.monotonic() < end + 0.1 * seconds:
             cluster.run(_nothing)
             done[0] += 1
         after, now = cluster.run(_holds), _holds()
@@ -796,23 +800,27 @@ def long_use(runs: int, trainings: int, seconds: float) -> str:
 
 
 def drive(plan: str, folder: str) -> None:
-    """A driver that trains until it is killed. Its files are in `folder`; one says that it has trained once."""
+    """A driver that trains until it is killed. Its files are in `folder`, and its signs, see `SIGNS`."""
     os.environ["TMPDIR"] = tempfile.tempdir = folder
+    Path(folder, BEGUN).touch()
     with Cluster(RANKS, device="cpu") as cluster:
         training(cluster, plan)
-        Path(folder, READY).touch()
+        Path(folder, TRAINED).touch()
         while True:
             training(cluster, plan)
 
 
 def _fork(run: Callable[[], None]) -> int:
-    """A child that runs this until it is killed, with this process at the latest."""
+    """A child that runs this silently until it is killed, with this process at the latest."""
     parent, child = os.getpid(), os.fork()
     if child:
         return child
     try:
         die_with_parent(parent)
         os.setsid()
+        silent = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(silent, stream)
         run()
     finally:
         os._exit(1)
@@ -848,9 +856,8 @@ def _lives(pid: int) -> bool:
 
 
 def _ours(folder: str) -> list[str]:
-    """What is in a folder, but for the sign that a driver has trained, and the cache that torch keeps for its
-    compiler."""
-    return [name for name in os.listdir(folder) if name != READY and not name.startswith("torchinductor_")]
+    """What is in a folder, but for the signs of a driver, and the cache that torch keeps for its compiler."""
+    return [name for name in os.listdir(folder) if name not in SIGNS and not name.startswith("torchinductor_")]
 
 
 def _nothing() -> None:
@@ -890,7 +897,7 @@ class Found:
 
 def _cases(count: int) -> list[tuple[str, tuple[Any, ...]]]:
     """So many random faults, and the others in proportion: methods of a campaign and their arguments."""
-    numbers = {"one": count, "start": count // 20, "closing": count // 20, "save": count // 5, "full_disk": count // 20}
+    numbers = {"one": count, "start": count // 20, "closing": count // 20, "save": count // 4, "full_disk": count // 20}
     numbers |= {"driver": count // 10}
     cases: list[tuple[str, tuple[Any, ...]]] = [(name, ()) for name, number in numbers.items() for _ in range(number)]
     cases += [("kernel", (k % 10 == 0,)) for k in range(count // 10)]
@@ -944,9 +951,10 @@ def run(
     count: int, seed: int = 0, seconds: float = 1e9, show: bool = True, inputs: int = 0, jobs: int = 1
 ) -> tuple[str, list[str]]:
     """A campaign of `count` random faults, of the others in proportion, and of so many `inputs` of parsers: the page,
-    and the problems. `jobs`: campaigns side by side, which share the faults. Of the seconds faults have seven tenths,
-    long use and the inputs, side by side, the rest."""
-    end = time.monotonic() + 0.7 * seconds
+    and the problems. `jobs`: campaigns side by side, which share the faults. Of the seconds faults have eight tenths at
+    most; long use and the inputs, side by side, have the rest."""
+    began = time.monotonic()
+    end = began + 0.8 * seconds
     cases = _cases(count)
     random.Random(seed).shuffle(cases)
     shares = [partial(_part, cases[k::jobs], seed + k, end, show and not k) for k in range(jobs)]
@@ -960,8 +968,9 @@ def run(
     if inputs:
         from tests.fuzz import parsers  # (not above: a rank imports this file, too)
 
-        used = _beside(partial(long_use, 2 * count, count // 5, 0.25 * seconds))
-        rows, more = parsers.campaign(inputs, 0.3 * seconds)
+        left = began + seconds - time.monotonic()
+        used = _beside(partial(long_use, 2 * count, count // 5, 0.9 * left))
+        rows, more = parsers.campaign(inputs, left)
         parts += [used(), parsers.table(rows, more)]
         problems += more
     return "\n\n".join(parts) + "\n", problems
