@@ -984,7 +984,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--inputs", type=int, default=20000, help="inputs of parsers")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="campaigns side by side")
-    parser.add_argument("--seconds", type=float, default=1500, help="stop after so many seconds, about")
+    parser.add_argument("--seconds", type=float, default=1700, help="stop after so many seconds, about")
     parser.add_argument("--write", help="a file for the table, such as docs/reliability.md")
     options = parser.parse_args()
     began = time.monotonic()
