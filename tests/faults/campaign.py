@@ -900,7 +900,7 @@ def _cases(count: int) -> list[tuple[str, tuple[Any, ...]]]:
     numbers = {"one": count, "start": count // 20, "closing": count // 20, "save": count // 4, "full_disk": count // 20}
     numbers |= {"driver": count // 10}
     cases: list[tuple[str, tuple[Any, ...]]] = [(name, ()) for name, number in numbers.items() for _ in range(number)]
-    cases += [("kernel", (k % 10 == 0,)) for k in range(count // 10)]
+    cases += [("kernel", (k % 10 == 9,)) for k in range(count // 10)]
     return cases + [("button", (double,)) for double in (False, True) for _ in range(count // 10)]
 
 
