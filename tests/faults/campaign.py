@@ -99,6 +99,7 @@ SAVED = ("dp=4 zero=3", "pp=4 schedule=1f1b microbatches=4", "dp=2 pp=2 zero=1 m
 STEPS, ROWS = 4, 16
 BEGUN, TRAINED = SIGNS = ("begun", "trained")  # files by which a driver says how far it is
 LIMIT = 60  # seconds for a case
+_TRIES = 4  # to meet a training, save, or place with a fault
 PATIENCE = 3.0  # seconds; a stopped rank is only noticed by those who wait for it
 
 
@@ -342,6 +343,8 @@ class Campaign:
     """Cases, one after another, on clusters that are kept until one does not heal."""
 
     def __init__(self, seed: int) -> None:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in its background like this
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         self.random = random.Random(seed)
         self.tallies: dict[str, Tally] = {}
         self.right: dict[str, list[float]] = {}
@@ -373,7 +376,9 @@ class Campaign:
         before = signal.signal(signal.SIGALRM, late)
         signal.alarm(LIMIT)
         try:
-            getattr(self, name)(*given)
+            for _ in range(_TRIES):
+                if getattr(self, name)(*given) is not False:  # (a fault that came too late was not tried)
+                    break
         except BaseException as error:
             tally = self.tally(f"case that failed: {name}")
             tally.tried += 1
@@ -385,20 +390,22 @@ class Campaign:
             signal.alarm(0)
             signal.signal(signal.SIGALRM, before)
 
-    def one(self) -> None:
-        """One random fault."""
+    def one(self) -> bool:
+        """One random fault. Returns whether it came in time."""
         plan, dice = self.random.choice(STRATEGIES), self.random.random()
         if dice < 0.35:
-            self._signal(plan, self.random.choice(tuple(SIGNALS)))
-        elif dice < 0.65 or "sync=ps" in plan:  # (workers of servers do not note what they begin)
+            return self._signal(plan, self.random.choice(tuple(SIGNALS)))
+        if dice < 0.65 or "sync=ps" in plan:  # (workers of servers do not note what they begin)
             where = "optimizer" if "tp=" in plan else self.random.choice(PLACES)
-            self._inside(
-                plan, self.random.choice(INSIDE), self.random.randrange(RANKS), where, self.random.randrange(1, STEPS)
+            what, rank, count = (
+                self.random.choice(INSIDE),
+                self.random.randrange(RANKS),
+                self.random.randrange(1, STEPS),
             )
-        else:
-            self._at_instruction(plan)
+            return self._inside(plan, what, rank, where, count) is not None
+        return self._at_instruction(plan)
 
-    def _at_instruction(self, plan: str) -> None:
+    def _at_instruction(self, plan: str) -> bool:
         """A fault as a rank begins an instruction: of a kind that was not tried often yet."""
         rank, program = self.random.randrange(RANKS), self.programs[plan]
         texts = [kind_of(str(ins)) for ins in program.ranks[rank]]
@@ -409,8 +416,9 @@ class Campaign:
         if good is not None:
             tried, told = self.kinds.get(kind, [0, 0])
             self.kinds[kind] = [tried + 1, told + good]
+        return good is not None
 
-    def _signal(self, plan: str, name: str) -> None:
+    def _signal(self, plan: str, name: str) -> bool:
         rank, after = self.random.randrange(RANKS), self.random.uniform(0, self.times[plan])
         pid = self.cluster.run(os.getpid)[rank]
         sent: list[float] = []
@@ -427,6 +435,7 @@ class Campaign:
             else:
                 _await_end(pid)
         self._judge(plan, name, rank, error, sent)
+        return error is not None
 
     def _inside(self, plan: str, what: str, rank: int, where: str, count: int) -> bool | None:
         """A fault inside a rank. Returns whether it was explained; None if that place was not reached."""
@@ -545,7 +554,7 @@ class Campaign:
 
     # the stop button --------------------------------------------------------------------------------------------------
 
-    def button(self, double: bool) -> None:
+    def button(self, double: bool) -> bool:
         """SIGINT to the driver, at a random moment of a training; once, or again after a moment."""
         plan = self.random.choice(STRATEGIES)
         tally = self.tally("stop button, twice" if double else "stop button")
@@ -576,10 +585,11 @@ class Campaign:
             tally.seconds.append(when - sent[0])
             error = error.with_traceback(None)
         self._heal(plan, tally.name, tally)
+        return error is not None
 
     # saves ------------------------------------------------------------------------------------------------------------
 
-    def save(self) -> None:
+    def save(self) -> bool:
         """Something happens to a rank while the run is being saved. What is in the folder is whole, and goes on as the
         run would have gone on, or there is nothing. Some signals come at any moment, all else before a file is
         flushed."""
@@ -617,11 +627,13 @@ class Campaign:
             elif trip is not None and sent:
                 tally.tried += 1
                 tally.problems.append(f"{tally.name}, rank {rank}, {plan}: nothing was said")
+            in_time = found is not None
             del found
             if os.path.exists(os.path.join(saved, INDEX)):
                 self._go_on(tally, plan, saved)
             else:
                 self._heal(plan, tally.name, tally)
+        return in_time
 
     def _go_on(self, tally: Tally, plan: str, saved: str) -> None:
         """What was saved is resumed: the steps that follow are those of a run that nobody disturbed."""
