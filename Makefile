@@ -57,7 +57,7 @@ bench: $(READY)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
 soak: $(READY)
-	timeout 1800 $(BIN)/python -m tests.faults.campaign --count 1000 --seconds 1500 --write docs/reliability.md
+	timeout 1800 $(BIN)/python -m tests.faults.campaign --count 1000 --seconds 1700 --write docs/reliability.md
 
 thorough: $(READY)
 	$(BIN)/python -m tests.faults.checking --write docs/reliability.md

@@ -69,6 +69,11 @@ class Failure:
         return f"raised {self.remote.name}: {self.remote.message}"
 
     @property
+    def lost_peer(self) -> bool:
+        """Whether another rank that is gone was the reason."""
+        return self.remote is not None and self.remote.lost_peer
+
+    @property
     def line(self) -> str:
         """One line that names the rank and the reason."""
         return f"rank {self.rank} {self.reason}"
@@ -146,7 +151,7 @@ def root_cause(failures: list[Failure]) -> Failure:
     def weight(failure: Failure) -> int:
         if failure.remote is None:
             return 0
-        return 2 if failure.remote.lost_peer else 1
+        return 2 if failure.lost_peer else 1
 
     return min(failures, key=weight)
 
@@ -165,7 +170,7 @@ def as_exception(failures: list[Failure], doing: dict[int, str], lost: Iterable[
         remote = failure.remote
         if failure is root:
             continue
-        if remote is not None and remote.lost_peer and not (root.remote is not None and root.remote.lost_peer):
+        if remote is not None and remote.lost_peer and not root.lost_peer:
             doing[failure.rank] = f"waiting for a peer, in vain:\n{place(remote)}"
         else:
             also[failure.rank] = failure.reason

@@ -426,7 +426,7 @@ class Driver:
 
     def _settle(self, heard: Round, ended: int = -1) -> bool:
         """After a failure: others may follow that explain it. Returns whether this process's own share has ended."""
-        lost_peer = all(one.remote is not None and one.remote.lost_peer for one in heard.failures)
+        lost_peer = all(one.lost_peer for one in heard.failures)
         deadline = time.monotonic() + (SETTLE_AFTER_LOST_PEER if lost_peer else SETTLE)
         while heard.waiting and (left := deadline - time.monotonic()) > 0:
             if self._listen(heard, left, ended):

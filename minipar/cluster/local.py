@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import socket
@@ -87,6 +88,7 @@ class Cluster(Calling):
         self._close = weakref.finalize(self, _end, self._members, folder)  # also at the end of the session
         self._busy = threading.Lock()
         self._run = 0
+        self._met = -1  # the generation whose ranks may have met
         try:
             self._members.heal()
         except BaseException:
@@ -188,9 +190,7 @@ class Cluster(Calling):
         for death in members.heal():
             warnings.warn(f"{death.line}; it starts anew, without its state", RuntimeWarning, stacklevel=5)
         self._run += 1
-        os.makedirs(self._folder, exist_ok=True)  # (a helper process removes it when it ends)
-        store = os.path.join(self._folder, str(members.generation))
-        situation = worker.Situation(members.generation, active, store, _free_port())
+        situation = worker.Situation(members.generation, active, self._meeting_place(), _free_port())
         message = (self._run, situation, tuple(sys.path), parcel)
         heard = Round(
             self._run, frozenset(active), call.callback, revivals=call.revivals, message=message, show=call.show
@@ -216,6 +216,17 @@ class Cluster(Calling):
         if heard.stuck is not None:
             raise as_deadlock(heard.stuck, heard.ranks, watch.same, watch.patience, heard.lost)
         return {rank: answer for rank, (_, answer) in heard.answers.items()}
+
+    def _meeting_place(self) -> str:
+        """The path where ranks of this generation meet. What those of earlier ones have left there goes: a rank that is
+        killed leaves its socket."""
+        os.makedirs(self._folder, exist_ok=True)  # (a helper process removes it when it ends)
+        if self._met != self._members.generation:
+            self._met = self._members.generation
+            for name in os.listdir(self._folder):
+                with contextlib.suppress(OSError):
+                    os.unlink(os.path.join(self._folder, name))
+        return os.path.join(self._folder, str(self._met))
 
     def _give_up(self, heard: Round, error: BaseException, watch: Watchdog) -> None:
         """Interrupt the ranks of a run, so that they keep their state where that is possible."""

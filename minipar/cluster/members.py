@@ -24,7 +24,7 @@ from minipar.cluster.notes import Page
 from minipar.cluster.output import USUAL, Output, Printer, Show
 from minipar.cluster.parcel import Parcel, pack_call
 from minipar.cluster.parcel import unpack as _unpack
-from minipar.cluster.processes import LOST_DRIVER, describe_status, ends, killed_for_memory
+from minipar.cluster.processes import LOST_DRIVER, describe_status, ending, ends, killed_for_memory
 from minipar.cluster.ranks import Call, Callback, check_ranks
 from minipar.cluster.watchdog import STOPPED, Watchdog
 from minipar.cluster.worker import Setup
@@ -34,6 +34,7 @@ from minipar.errors import PlanError, RankDied, RankError
 # the peer does.
 SETTLE = 0.05
 SETTLE_AFTER_LOST_PEER = 0.18
+_LONGEST_END = 2.0  # that a rank may take from the moment when the system begins to end it
 # Seconds that interrupted ranks have to answer before they are killed: after a failure, and else.
 GRACE_AFTER_FAILURE = 0.25
 GRACE = 0.5
@@ -250,10 +251,11 @@ class Members:
                         self.selector.unregister(printer.descriptor)
             self.output.show()
             for failure in heard.failures[told:]:
-                lost_peer = failure.remote is not None and failure.remote.lost_peer
-                until = time.monotonic() + (SETTLE_AFTER_LOST_PEER if lost_peer else SETTLE)
+                until = time.monotonic() + (SETTLE_AFTER_LOST_PEER if failure.lost_peer else SETTLE)
                 deadline = until if deadline is None else min(deadline, until)
             told = len(heard.failures)
+        if heard.failures and not heard.called_back and all(one.lost_peer for one in heard.failures):
+            self._await_dying(heard)
         for member in self.ranks.values():
             for printer in member.printers:
                 printer.finish()
@@ -305,18 +307,7 @@ class Members:
                 with self.interrupts.held():
                     message = member.inbox.read()
             except EOFError:
-                self._lost(member)
-                if rank in heard.ranks:
-                    if heard.called_back:
-                        heard.lost.add(rank)
-                    elif heard.revivals > len(heard.deaths) and rank in heard.waiting:
-                        return self._revive(member, heard)
-                    else:
-                        heard.failures.append(_death(member))
-                    heard.waiting.discard(rank)
-                else:
-                    self.unheard.append(_death(member))
-                return
+                return self._note_death(member, heard)
             if message is None:
                 return
             kind, run, value = message
@@ -334,6 +325,29 @@ class Members:
             else:
                 heard.answers[rank] = (kind, value)
             heard.waiting.discard(rank)
+
+    def _note_death(self, member: Member, heard: Round) -> None:
+        rank = member.rank
+        self._lost(member)
+        if rank not in heard.ranks:
+            self.unheard.append(_death(member))
+        elif heard.called_back:
+            heard.lost.add(rank)
+        elif heard.revivals > len(heard.deaths) and rank in heard.waiting:
+            return self._revive(member, heard)
+        else:
+            heard.failures.append(_death(member))
+        heard.waiting.discard(rank)
+
+    def _await_dying(self, heard: Round) -> None:
+        """All that has failed has lost a peer, whose own end was not heard of. A rank that is about to end is it: on a
+        busy machine, or where a process that it has started holds its socket, its connections do not end at once."""
+        for rank in sorted(heard.waiting):
+            member = self.ranks[rank]
+            if member.alive and ending(member.process.pid) and ends(member.process.pid, _LONGEST_END):
+                self._listen(member, heard)
+                if member.alive and rank in heard.waiting:
+                    self._note_death(member, heard)
 
     def _revive(self, member: Member, heard: Round) -> None:
         """Start a rank that died during a run again, and send it the same message."""

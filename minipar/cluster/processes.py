@@ -11,8 +11,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_PF_EXITING = 4  # among the flags of a process in /proc
 _LINUX = sys.platform == "linux"
 _libc = ctypes.CDLL(None)
 
@@ -121,6 +123,15 @@ def ends(pid: int, seconds: float) -> bool:
             return True
         time.sleep(0.001)
     return False
+
+
+def ending(pid: int) -> bool:
+    """Whether a process has ended, or is about to: the system takes away what it has."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ends(pid, 0)
+    return fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
 
 
 def yield_to_others() -> None:

@@ -104,7 +104,6 @@ class Seat:
         self.interruptible = False
         self.holding = False
         self.missed = False
-        self.cut_short = ""  # the call of a communicator in whose middle an interrupt came
 
     def send(self, message: tuple[Any, ...]) -> None:
         """Send one message to the driver. An interrupt waits until that is done: after half a message, the next ones
@@ -135,7 +134,7 @@ class Seat:
                 raise KeyboardInterrupt from None
         elif self.interruptible:
             self.interruptible = False
-            self.cut_short = self.cut_short or _communicates(frame)
+            _note_cut(frame)
             raise KeyboardInterrupt
 
     def _interrupt_again(self, run: int) -> None:
@@ -165,22 +164,43 @@ def _communicates(frame: FrameType | None) -> str:
 
 
 _rank: Seat | None = None
+_cut_short = ""  # the call of this process's communicator in whose middle an interrupt came
+
+
+def _note_cut(frame: FrameType | None) -> None:
+    global _cut_short
+    _cut_short = _cut_short or _communicates(frame)
 
 
 def check_whole() -> None:
-    """RankError if an interrupt has cut short a call of this rank's communicator, and the user's function has caught
-    it: half a message may be left, or one that nobody reads, and what is received next would be wrong."""
-    if _rank is not None and _rank.cut_short:
+    """RankError if an interrupt has cut short a call of this rank's communicator, and the user's code has caught it:
+    half a message may be left, or one that nobody reads, and what is received next would be wrong."""
+    if _cut_short:
+        way_out = "let the function end: the next run makes a new one"
+        if _rank is None:
+            way_out = "close() it on all ranks, and communicator.create() makes a new one"
         raise RankError(
-            f"an interrupt came in the middle of {_rank.cut_short}, after which this communicator is of no use; "
-            "let the function end: the next run makes a new one"
+            f"an interrupt came in the middle of {_cut_short}, after which this communicator is of no use; {way_out}"
         )
 
 
 def made_anew() -> None:
-    """This rank has another communicator than before."""
-    if _rank is not None:
-        _rank.cut_short = ""
+    """This process has another communicator than before."""
+    global _cut_short
+    _cut_short = ""
+
+
+def note_interrupts() -> None:
+    """In a script of torchrun, which is a rank as a whole: an interrupt in the middle of a call of its communicator is
+    remembered from now on. It raises KeyboardInterrupt as before; a handler of the user's own stays."""
+    main = threading.current_thread() is threading.main_thread()
+    if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _on_interrupt_of_script)
+
+
+def _on_interrupt_of_script(number: int, frame: FrameType | None) -> None:
+    _note_cut(frame)
+    signal.default_int_handler(number, frame)
 
 
 def on_interrupt(_: int, frame: FrameType | None) -> None:
@@ -339,7 +359,7 @@ def begin(rank: Seat, run: int, situation: Situation) -> None:
         if rank.outdated is not None:
             rank.outdated()
             rank.outdated = None
-        rank.cut_short = ""
+        made_anew()
         _forget_default_group()
     rank.run = run
     rank.context = Context(

@@ -455,6 +455,15 @@ def _give(result: Result, async_op: bool) -> Any:
     return result if async_op else result.wait()
 
 
+def _forget_if_closed() -> None:
+    """What an interrupt may have cut short is closed with it. (One that is cut short in the making may be whole on
+    other ranks, so that there is no other before the next run.)"""
+    global _current
+    if _current is not None and _current.closed:
+        _current = None
+        worker.made_anew()
+
+
 def _end(made: Communicator, store: str) -> None:
     """Close a communicator of an earlier generation. Its store's file goes first: torch writes to it once more while it
     is there, and ends the process where the disk is full."""
@@ -481,7 +490,8 @@ def create() -> Communicator:
             if _current is not None:
                 _current.close()
             _current, _made_in, _count = None, context.generation, 0
-        if _current is None or _current.closed:
+        _forget_if_closed()
+        if _current is None:
             if len(context.active) < context.size:
                 raise RankError(
                     "communicator.create() is made by all ranks together: "
@@ -491,9 +501,11 @@ def create() -> Communicator:
             local = bool(context.store)  # (else torchrun started this process)
             world = of_rank(context, _count) if local else under_torchrun(f"{context.generation}.{_count}")
             _current = Communicator(world)
-            worker.made_anew()
             worker.when_outdated(partial(_end, _current, context.store))
-    elif _current is None or _current.closed:
+        return _current
+    _forget_if_closed()
+    if _current is None:
+        worker.note_interrupts()
         _count += 1
         _current = Communicator(under_torchrun(_count))
     return _current

@@ -65,6 +65,19 @@ def test_a_death_while_another_rank_starts_is_told_and_healed(
     assert {str(one.message).split()[1] for one in told} == {"0", "1"}
 
 
+def test_what_killed_ranks_left_where_they_met_goes(clusters: Clusters) -> None:
+    cluster = clusters(2)
+    assert cluster.run(lambda: communicator.create().allreduce(1)) == [2, 2]
+    met = str(cluster._members.generation)
+    for pid in cluster.run(os.getpid):
+        os.kill(pid, signal.SIGKILL)
+        assert ends(pid, 10)
+    assert [name for name in os.listdir(cluster._folder) if name.startswith(met)]  # (as they could not clean up)
+    with pytest.warns(RuntimeWarning, match="anew"):
+        assert cluster.run(lambda: communicator.create().allreduce(1)) == [2, 2]
+    assert not [name for name in os.listdir(cluster._folder) if name.split("-")[0] == met]
+
+
 def test_nobody_waits_is_no_deadlock() -> None:
     watch = Watchdog(0.01)
     assert watch.look([], []) is None
@@ -227,6 +240,25 @@ def test_a_rank_without_descriptors_says_so(clusters: Clusters) -> None:
     for seconds in (0, 60):
         with pytest.raises(RankDied, match="^rank 0 lost its connection to the driver; were its descriptors closed"):
             clusters(1).run(lose, seconds)
+
+
+def test_a_death_that_is_not_heard_yet_is_the_cause_of_a_lost_peer(clusters: Clusters) -> None:
+    """Another process holds the socket of the rank that dies, so that the driver does not hear its end."""
+
+    def f() -> None:
+        comm = communicator.create()
+        comm.barrier()
+        if comm.rank == 1:
+            seat = worker._rank
+            held = seat.deliver.args[0].fileno()  # type: ignore[union-attr,attr-defined]
+            subprocess.Popen(["sleep", "3"], pass_fds=(held,), start_new_session=True)
+            comm.send(1, 0)
+            os.kill(os.getpid(), signal.SIGTERM)
+        comm.recv(1)
+        comm.recv(1)
+
+    with pytest.raises(RankDied, match=r"^rank 1 was killed by signal 15 \(SIGTERM\)"):
+        clusters(2).run(f)
 
 
 def test_the_death_of_the_helper_is_the_cause() -> None:

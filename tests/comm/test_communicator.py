@@ -352,22 +352,24 @@ def test_after_a_failure_there_is_a_new_one_whatever_was_under_way(cluster: Clus
     assert cluster.run(os.getpid) == pids  # every rank had answered, so every rank kept its state
 
 
+def once(owner: type, name: str) -> None:
+    """An interrupt comes at the end of the next call of this method."""
+    original = getattr(owner, name)
+
+    def then_interrupted(self: Any, *given: Any) -> Any:
+        found = original(self, *given)
+        setattr(owner, name, original)
+        signal.raise_signal(signal.SIGINT)
+        return found
+
+    setattr(owner, name, then_interrupted)
+
+
 @pytest.mark.parametrize("call", ["recv", "allreduce"])
 def test_after_an_interrupt_in_the_middle_of_a_call_that_was_caught_it_gives_nothing_wrong(
     cluster: Cluster, call: str
 ) -> None:
     """A part of a message was read, and the function goes on: it is told, and does not get the rest of it."""
-
-    def once(owner: type, name: str) -> None:
-        original = getattr(owner, name)
-
-        def then_interrupted(self: Any, *given: Any) -> Any:
-            found = original(self, *given)
-            setattr(owner, name, original)
-            signal.raise_signal(signal.SIGINT)
-            return found
-
-        setattr(owner, name, then_interrupted)
 
     def f() -> Any:
         comm = create()
@@ -475,9 +477,28 @@ def test_outside_a_rank_it_says_where_to_call_it(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_it_works_in_processes_that_torchrun_started(hosts: int) -> None:
-    """Which host a process is on it says itself; torchrun's LOCAL_WORLD_SIZE need not be there."""
+    """Which host a process is on it says itself; torchrun's LOCAL_WORLD_SIZE need not be there. An interrupt that the
+    script catches in the middle of a call makes a communicator useless there, too."""
 
-    def f() -> tuple[int, int, str, list[int], float]:
+    def again_after_an_interrupt(comm: Communicator) -> str:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            comm.close()
+            comm = create()
+            if comm.rank == 0:
+                comm.isend(torch.ones(1), 1).wait()
+                return ""
+            once(sockets._Incoming, "read_into")
+            with contextlib.suppress(KeyboardInterrupt):
+                comm.irecv(torch.zeros(1), 0).wait()
+            comm.irecv(torch.zeros(1), 0).wait()
+        except RankError as error:
+            return str(error)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        return "nothing was said"
+
+    def f() -> tuple[int, int, str, list[int], float, str]:
         worker._rank = None  # all that is left are the variables that torchrun would have set
         comm = create()
         first, how = comm.allreduce([comm.rank, 1]), comm.transport
@@ -485,8 +506,9 @@ def test_it_works_in_processes_that_torchrun_started(hosts: int) -> None:
             comm.send(120, 1)
         else:
             first.append(comm.recv(0))
-        comm.close()
-        return comm.rank, comm.size, how, first, create().allreduce(2.0, max)
+        said = again_after_an_interrupt(comm)
+        create().close()
+        return comm.rank, comm.size, how, first, create().allreduce(2.0, max), said
 
     with Cluster(2, device="cpu") as two:
 
@@ -501,7 +523,11 @@ def test_it_works_in_processes_that_torchrun_started(hosts: int) -> None:
                 worker._rank = rank
 
         how = "shared memory" if hosts == 1 else "gloo (ranks are on 2 hosts)"
-        assert two.run(g) == [(0, 2, how, [1, 2], 2.0), (1, 2, how, [1, 2, 120], 2.0)]
+        cut = "an interrupt came in the middle of wait, after which this communicator is of no use; close() it on all"
+        first, second = two.run(g)
+        assert first == (0, 2, how, [1, 2], 2.0, "")
+        assert second[:-1] == (1, 2, how, [1, 2, 120], 2.0)
+        assert second[-1].startswith(cut)
 
 
 def test_one_rank_alone_works() -> None:

@@ -6,11 +6,11 @@ A case is a training on real ranks by some strategy, and one fault at a random m
     inside     a rank, in a forward, in the loss or in the optimizer: raises, calls sys.exit or os._exit, reaches a
                limit of memory, or finds its descriptors closed
     kind       all of these, as a rank begins an instruction of some kind: F, B, SEND, RECV, ALL_REDUCE, STEP, ...
-    save       one of the signals while the run is being saved, or the disk is full
+    save       all of these while the run is being saved, or the disk is full
     button     SIGINT reaches the driver, once or twice
     start      a rank is killed while another one is started again
-    close      one of the signals, or SIGINT, while the cluster is closed
-    driver     the driver itself is killed, or a notebook's kernel
+    close      all of these, or SIGINT, while the cluster is closed
+    driver     the driver itself is killed, or a notebook's kernel: as it starts or trains
 
 Of each it is noted whether the error was *explained* (a class of ours or the rank's own exception, the rank by its
 number, and the cause), how long it took to arrive, whether the next training on the same cluster gives the losses of an
@@ -18,7 +18,9 @@ undisturbed one (*healed*), and what was *left behind*: processes, descriptors, 
 whole, or not be there. `make soak` runs up to 1,000 faults in 30 minutes, on two clusters side by side, and writes
 docs/reliability.md; a test runs a few.
 
-A cluster is kept, and healed after each fault; a driver that is to be killed is forked, and not started anew.
+A cluster is kept, and healed after each fault. A driver that is to be killed is forked, and not started anew, and so is
+a kernel, but for one in ten, which jupyter_client starts: a process spends seconds with imports. Both are killed at a
+random moment of their lives, from the first line on.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ from tqdm.auto import tqdm
 
 from minipar import Cluster, train
 from minipar.cluster import notes, worker
+from minipar.cluster.processes import die_with_parent, ends
 from minipar.errors import MiniparError
+from minipar.execution.saving.folder import INDEX, open_folder
 from minipar.program import Program
 from minipar.training.training import Run
 
@@ -90,8 +94,12 @@ SIGNALS = {
 }
 INSIDE = ("raise", "sys.exit", "os._exit", "memory", "descriptors")
 PLACES = ("forward", "loss", "optimizer")
+SAVE = "save"  # before a file of a save is flushed to the disk
+SAVED = ("dp=4 zero=3", "pp=4 schedule=1f1b microbatches=4", "dp=2 pp=2 zero=1 microbatches=4")
 STEPS, ROWS = 4, 16
+BEGUN, TRAINED = SIGNS = ("begun", "trained")  # files by which a driver says how far it is
 LIMIT = 60  # seconds for a case
+_TRIES = 4  # to meet a training, save, or place with a fault
 PATIENCE = 3.0  # seconds; a stopped rank is only noticed by those who wait for it
 
 
@@ -143,20 +151,29 @@ def _do(what: str) -> None:
         os.closerange(3, 1024)
 
 
-_note = notes.note
+_note, _fsync = notes.note, os.fsync
 
 
 def follow(trip: Trip) -> None:
-    """Let a trip hear of every instruction that this rank begins, if it waits for one."""
+    """Let a trip hear of every instruction that this rank begins, or of every file that it saves, if it waits
+    for one."""
 
     run = worker._rank.run if worker._rank is not None else 0
 
+    def reached(where: str) -> None:
+        if worker._rank is not None and worker._rank.run == run:  # (a later run may find this optimizer as it was left)
+            trip(where)
+
     def note(label: bytes) -> None:
         _note(label)
-        if worker._rank is not None and worker._rank.run == run:  # (a later run may find this optimizer as it was left)
-            trip(kind_of(label.decode()))
+        reached(kind_of(label.decode()))
 
-    notes.note = note if trip.where and trip.where not in PLACES else _note
+    def fsync(descriptor: int) -> None:
+        reached(SAVE)
+        _fsync(descriptor)
+
+    notes.note = note if trip.where and trip.where not in (*PLACES, SAVE) else _note
+    os.fsync = fsync if trip.where == SAVE else _fsync
 
 
 def kind_of(instruction: str) -> str:
@@ -232,9 +249,13 @@ def _within_ranks(error: BaseException) -> bool:
     return any("_exchange" in frame.name for frame in traceback.extract_tb(error.__traceback__))
 
 
-def _await_end(pid: int, seconds: float) -> None:
-    until = time.monotonic() + seconds
-    while _lives(pid) and time.monotonic() < until:
+def _await_end(pid: int) -> None:
+    """Wait until all threads of a process have ended: the first one may be gone while another still has its files."""
+    assert ends(pid, LIMIT)
+
+
+def _await_file(folder: str, name: str) -> None:
+    while not os.path.exists(os.path.join(folder, name)):  # (a case has a limit)
         time.sleep(0.005)
 
 
@@ -322,11 +343,15 @@ class Campaign:
     """Cases, one after another, on clusters that are kept until one does not heal."""
 
     def __init__(self, seed: int) -> None:
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in its background like this
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         self.random = random.Random(seed)
         self.tallies: dict[str, Tally] = {}
         self.right: dict[str, list[float]] = {}
         self.times: dict[str, float] = {}
         self.saving: dict[str, float] = {}  # seconds of a training that is saved after every step
+        self.lives: dict[str, float] = {}  # seconds from the start of a driver to the end of its second training
+        self.longer: dict[str, list[float]] = {}  # losses of a training of twice as many steps
         self.programs: dict[str, Program] = {}
         self.kinds: dict[str, list[int]] = {}  # faults at each kind of instruction: tried, explained
         self.cluster = Cluster(RANKS, device="cpu", patience=PATIENCE)
@@ -351,7 +376,9 @@ class Campaign:
         before = signal.signal(signal.SIGALRM, late)
         signal.alarm(LIMIT)
         try:
-            getattr(self, name)(*given)
+            for _ in range(_TRIES):
+                if getattr(self, name)(*given) is not False:  # (a fault that came too late was not tried)
+                    break
         except BaseException as error:
             tally = self.tally(f"case that failed: {name}")
             tally.tried += 1
@@ -363,20 +390,22 @@ class Campaign:
             signal.alarm(0)
             signal.signal(signal.SIGALRM, before)
 
-    def one(self) -> None:
-        """One random fault."""
+    def one(self) -> bool:
+        """One random fault. Returns whether it came in time."""
         plan, dice = self.random.choice(STRATEGIES), self.random.random()
         if dice < 0.35:
-            self._signal(plan, self.random.choice(tuple(SIGNALS)))
-        elif dice < 0.65 or "sync=ps" in plan:  # (workers of servers do not note what they begin)
+            return self._signal(plan, self.random.choice(tuple(SIGNALS)))
+        if dice < 0.65 or "sync=ps" in plan:  # (workers of servers do not note what they begin)
             where = "optimizer" if "tp=" in plan else self.random.choice(PLACES)
-            self._inside(
-                plan, self.random.choice(INSIDE), self.random.randrange(RANKS), where, self.random.randrange(1, STEPS)
+            what, rank, count = (
+                self.random.choice(INSIDE),
+                self.random.randrange(RANKS),
+                self.random.randrange(1, STEPS),
             )
-        else:
-            self._at_instruction(plan)
+            return self._inside(plan, what, rank, where, count) is not None
+        return self._at_instruction(plan)
 
-    def _at_instruction(self, plan: str) -> None:
+    def _at_instruction(self, plan: str) -> bool:
         """A fault as a rank begins an instruction: of a kind that was not tried often yet."""
         rank, program = self.random.randrange(RANKS), self.programs[plan]
         texts = [kind_of(str(ins)) for ins in program.ranks[rank]]
@@ -387,8 +416,9 @@ class Campaign:
         if good is not None:
             tried, told = self.kinds.get(kind, [0, 0])
             self.kinds[kind] = [tried + 1, told + good]
+        return good is not None
 
-    def _signal(self, plan: str, name: str) -> None:
+    def _signal(self, plan: str, name: str) -> bool:
         rank, after = self.random.randrange(RANKS), self.random.uniform(0, self.times[plan])
         pid = self.cluster.run(os.getpid)[rank]
         sent: list[float] = []
@@ -398,18 +428,20 @@ class Campaign:
             os.kill(pid, SIGNALS[name])
 
         timer = threading.Timer(after, send)
-        error = self._disturbed(plan, None, timer, sent)
+        error = self._disturbed(plan, None, timer)
         if error is None:  # it came when the training was over: who calls next is told, or finds the rank replaced
-            _await_end(pid, 0.0 if name == "SIGSTOP" else 2.0)
             if name == "SIGSTOP":
-                error = self._disturbed(plan, None, None, sent)
+                error = self._disturbed(plan, None, None)
+            else:
+                _await_end(pid)
         self._judge(plan, name, rank, error, sent)
+        return error is not None
 
     def _inside(self, plan: str, what: str, rank: int, where: str, count: int) -> bool | None:
         """A fault inside a rank. Returns whether it was explained; None if that place was not reached."""
         with tempfile.NamedTemporaryFile() as stamp:
             trip = Trip(what, where, rank, count, stamp=stamp.name)
-            error = self._disturbed(plan, trip, None, [])
+            error = self._disturbed(plan, trip, None)
             moment = Path(stamp.name).read_text()
         if not moment:  # (a rank without the last layer reaches no loss)
             return None
@@ -424,7 +456,7 @@ class Campaign:
         pids = self.cluster.run(os.getpid)
         one, other = self.random.sample(range(RANKS), 2)
         os.kill(pids[one], signal.SIGKILL)
-        _await_end(pids[one], 2.0)
+        _await_end(pids[one])
         sent: list[float] = []
 
         def kill() -> None:
@@ -443,7 +475,7 @@ class Campaign:
             else:
                 told_of = any(f"rank {other} " in str(each.message) for each in told)
             timer.join()
-            _await_end(pids[other], 2.0)
+            _await_end(pids[other])
             if not told_of:  # it came after the run
                 self.cluster.run(_nothing)
                 told_of = any(f"rank {other} " in str(each.message) for each in told)
@@ -452,13 +484,13 @@ class Campaign:
         self._heal(self.random.choice(STRATEGIES), tally.name, tally)
 
     def _disturbed(
-        self, plan: str, trip: Trip | None, timer: threading.Timer | None, sent: list[float]
+        self, plan: str, trip: Trip | None, timer: threading.Timer | None, **given: Any
     ) -> tuple[BaseException, float] | None:
         """Train; what was raised, and when. None if the fault came too late, or was not reached."""
         if timer is not None:
             timer.start()
         try:
-            training(self.cluster, plan, trip)
+            training(self.cluster, plan, trip, **given)
         except BaseException as error:
             return error, time.monotonic()
         finally:
@@ -471,34 +503,46 @@ class Campaign:
     ) -> bool:
         tally, good = self.tally(fault), False
         if found is not None:
-            error, when = found
-            tally.tried += 1
-            tally.seconds.append(when - sent[0])
-            good = explained(error, fault, rank)
-            tally.explained += good
-            first = str(error).splitlines()[0] if str(error) else repr(error)
-            tally.said[f"{type(error).__name__}: {first[:100]}"] += 1
-            if not good:
-                tally.problems.append(f"{fault} of rank {rank}, {plan}: {type(error).__name__}: {str(error)[:300]}")
-            del error, found
+            good = self._note_error(tally, plan, fault, rank, found, sent[0])
+            del found
         self._heal(plan, fault, tally)
         return good
 
-    def _heal(self, plan: str, fault: str, tally: Tally) -> None:
-        """The next training must be as if nothing had happened, and nothing must be left behind."""
+    def _note_error(
+        self, tally: Tally, plan: str, fault: str, rank: int, found: tuple[BaseException, float], sent: float
+    ) -> bool:
+        """Count what was raised, and when; whether it was explained."""
+        error, when = found
+        tally.tried += 1
+        tally.seconds.append(when - sent)
+        good = explained(error, fault, rank)
+        tally.explained += good
+        first = str(error).splitlines()[0] if str(error) else repr(error)
+        tally.said[f"{type(error).__name__}: {first[:100]}"] += 1
+        if not good:
+            tally.problems.append(f"{tally.name}, rank {rank}, {plan}: {type(error).__name__}: {str(error)[:300]}")
+        return good
+
+    def _heal(
+        self, plan: str, fault: str, tally: Tally, right: list[float] | None = None, resume: str | None = None
+    ) -> None:
+        """The next training must be as if nothing had happened, and nothing must be left behind. `right`: its losses,
+        if it resumes a saved run."""
+        right = right or self.right[plan]
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                losses = training(self.cluster, plan)
+                losses = training(self.cluster, plan, resume=resume)
         except BaseException as error:
             tally.problems.append(f"after {fault}, {plan}: not healed: {type(error).__name__}: {str(error)[:300]}")
             self.cluster.close()
             self.cluster = Cluster(RANKS, device="cpu", patience=PATIENCE)
             return
         tally.healed += 1
-        if plan not in ANY_ORDER and losses != self.right[plan]:
+        if plan not in ANY_ORDER and losses != right:
             tally.wrong += 1
-            tally.problems.append(f"after {fault}, {plan}: {losses} in place of {self.right[plan]}")
+            again = "resumed, " if resume else ""
+            tally.problems.append(f"after {fault}, {again}{plan}: {losses} in place of {right}")
         gc.collect()
         if descriptors() > self.descriptors or len(processes()) > len(self.processes):
             tally.left += 1
@@ -510,7 +554,7 @@ class Campaign:
 
     # the stop button --------------------------------------------------------------------------------------------------
 
-    def button(self, double: bool) -> None:
+    def button(self, double: bool) -> bool:
         """SIGINT to the driver, at a random moment of a training; once, or again after a moment."""
         plan = self.random.choice(STRATEGIES)
         tally = self.tally("stop button, twice" if double else "stop button")
@@ -541,61 +585,71 @@ class Campaign:
             tally.seconds.append(when - sent[0])
             error = error.with_traceback(None)
         self._heal(plan, tally.name, tally)
+        return error is not None
 
     # saves ------------------------------------------------------------------------------------------------------------
 
-    def save(self) -> None:
-        """A rank is killed while the run is being saved, or gets another signal: what is in the folder can be resumed,
-        or is refused."""
-        name = "SIGKILL" if self.random.random() < 0.8 else self.random.choice(tuple(SIGNALS))
-        tally = self.tally(f"{name} during a save")
-        plan = self.random.choice(
-            ("dp=4 zero=3", "pp=4 schedule=1f1b microbatches=4", "dp=2 pp=2 zero=1 microbatches=4")
-        )
-        with tempfile.TemporaryDirectory() as folder:
-            rank = self.random.randrange(RANKS)
-            pid = self.cluster.run(os.getpid)[rank]
-            if plan not in self.saving:
+    def save(self) -> bool:
+        """Something happens to a rank while the run is being saved. What is in the folder is whole, and goes on as the
+        run would have gone on, or there is nothing. Some signals come at any moment, all else before a file is
+        flushed."""
+        what = "SIGKILL" if self.random.random() < 0.8 else self.random.choice((*SIGNALS, *INSIDE))
+        tally, plan, rank = self.tally(f"{what} during a save"), self.random.choice(SAVED), self.random.randrange(RANKS)
+        if plan not in self.saving:
+            with tempfile.TemporaryDirectory() as folder:
                 began = time.monotonic()
-                training(self.cluster, plan, save=os.path.join(folder, "measured"), save_every=1)
-                self.saving[plan] = time.monotonic() - began
-            sent: list[float] = []
-
-            def kill() -> None:
-                sent.append(time.monotonic())
-                os.kill(pid, SIGNALS[name])
-
-            timer = threading.Timer(self.random.uniform(0.2, 1) * self.saving[plan], kill)
-            timer.start()
-            try:
                 training(self.cluster, plan, save=os.path.join(folder, "run"), save_every=1)
-            except MiniparError as error:
+                self.saving[plan] = time.monotonic() - began
+            self.longer[plan] = training(self.cluster, plan, more=STEPS)
+        with tempfile.TemporaryDirectory() as folder:
+            saved, stamp, sent = os.path.join(folder, "run"), os.path.join(folder, "stamp"), list[float]()
+            pid, trip, timer = self.cluster.run(os.getpid)[rank], None, None
+            if what in SIGNALS and self.random.random() < 0.25:
+
+                def kill() -> None:
+                    sent.append(time.monotonic())
+                    os.kill(pid, SIGNALS[what])
+
+                timer = threading.Timer(self.random.uniform(0.1, 0.8) * self.saving[plan], kill)
+            else:
+                trip = Trip(what, SAVE, rank, self.random.randint(1, 3 * STEPS), stamp=stamp)
+            found = self._disturbed(plan, trip, timer, save=saved, save_every=1)
+            if timer is not None and found is None:  # it came after the training: the next run is told, or heals it
+                if what != "SIGSTOP":
+                    _await_end(pid)
+                with warnings.catch_warnings(), contextlib.suppress(MiniparError):
+                    warnings.simplefilter("ignore")
+                    self.cluster.run(_nothing)
+            if trip is not None and os.path.exists(stamp):
+                sent.append(float(Path(stamp).read_text()))
+            if found is not None:
+                self._note_error(tally, plan, what, rank, found, sent[0])
+            elif trip is not None and sent:
                 tally.tried += 1
-                tally.seconds.append(time.monotonic() - sent[0])
-                good = explained(error, name, rank)
-                tally.explained += good
-                if not good:
-                    tally.problems.append(f"{name} of rank {rank} during a save, {plan}: {error!r:.300}")
-                del error
-            timer.join()
-            _await_end(pid, 0.0 if name == "SIGSTOP" else 2.0)
-            with warnings.catch_warnings(), contextlib.suppress(MiniparError):
-                warnings.simplefilter("ignore")
-                self.cluster.run(_nothing)  # (what came after the training is told here)
-            saved = os.path.join(folder, "run")
-            if os.path.exists(saved):
-                try:
-                    training(self.cluster, plan, resume=saved)
-                except MiniparError as error:
-                    if "no saved" not in str(error) and "does not exist" not in str(error):
-                        tally.wrong += 1
-                        tally.problems.append(f"a save that cannot be resumed, {plan}: {str(error)[:300]}")
-        self._heal(plan, tally.name, tally)
+                tally.problems.append(f"{tally.name}, rank {rank}, {plan}: nothing was said")
+            in_time = found is not None
+            del found
+            if os.path.exists(os.path.join(saved, INDEX)):
+                self._go_on(tally, plan, saved)
+            else:
+                self._heal(plan, tally.name, tally)
+        return in_time
+
+    def _go_on(self, tally: Tally, plan: str, saved: str) -> None:
+        """What was saved is resumed: the steps that follow are those of a run that nobody disturbed."""
+        try:
+            step = open_folder(saved).header.step
+        except MiniparError as error:
+            tally.wrong += 1
+            tally.problems.append(f"after {tally.name}, {plan}: a save that cannot be resumed: {str(error)[:300]}")
+            return self._heal(plan, tally.name, tally)
+        right = self.longer[plan][step : step + STEPS]
+        self._heal(plan, tally.name, tally, right, resume=saved)
 
     def full_disk(self) -> None:
         """The disk is full in the middle of a save: that is told, and what was saved before still counts."""
         tally = self.tally("full disk during a save")
-        plan = self.random.choice(("dp=4 zero=3", "pp=4 schedule=1f1b microbatches=4"))
+        plan = self.random.choice(SAVED[:2])
         with tempfile.TemporaryDirectory() as folder:
             saved = os.path.join(folder, "run")
             training(self.cluster, plan, save=saved)
@@ -622,18 +676,20 @@ class Campaign:
     # closing ----------------------------------------------------------------------------------------------------------
 
     def closing(self) -> None:
-        """A rank gets a signal, or the driver SIGINT, while a cluster is closed: its ranks and files go."""
-        name = self.random.choice((*SIGNALS, "stop button"))
+        """Something happens to a rank, or the driver gets SIGINT, while a cluster is closed: its ranks and files go."""
+        name = self.random.choice((*SIGNALS, *INSIDE, "stop button"))
         tally, cluster = self.tally(f"{name} during close"), Cluster(RANKS, device="cpu")
         pids, folder = cluster.run(os.getpid), cluster._folder
-        pid, after, finished = self.random.choice(pids), self.random.uniform(0, 0.02), threading.Event()
+        rank, after, finished = self.random.randrange(RANKS), self.random.uniform(0, 0.02), threading.Event()
+        if name in INSIDE:
+            cluster.run_on([rank], _do_later, name, after)
 
         def disturb() -> None:
             time.sleep(after)
             if name == "stop button":
                 signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-            elif _lives(pid):
-                os.kill(pid, SIGNALS[name])
+            elif name in SIGNALS and _lives(pids[rank]):
+                os.kill(pids[rank], SIGNALS[name])
             finished.set()
 
         thread, began = threading.Thread(target=disturb), time.monotonic()
@@ -662,27 +718,54 @@ class Campaign:
 
     def driver(self) -> None:
         """The driver is killed: its ranks and their files go, too."""
-        tally = self.tally("SIGKILL of the driver")
         plan = self.random.choice(STRATEGIES)
         with tempfile.TemporaryDirectory() as folder:
-            outlet, inlet = os.pipe()
-            child = os.fork()
-            if not child:
-                try:
-                    drive(plan, folder, lambda: os.write(inlet, b"ready"))
-                finally:
-                    os._exit(1)
-            os.close(inlet)
-            os.read(outlet, 5)
-            time.sleep(self.random.uniform(0, 2 * self.times[plan]))
-            kill = partial(os.kill, child, signal.SIGKILL)
-            self._end_driver(tally, child, lambda: (kill(), os.waitpid(child, 0)), plan, folder)
-            os.close(outlet)
+            child = _fork(partial(drive, plan, folder))
+            self._end_driver(self.tally("SIGKILL of the driver"), child, plan, folder)
 
-    def _end_driver(self, tally: Tally, pid: int, kill: Callable[[], Any], plan: str, folder: str) -> None:
+    def kernel(self, fresh: bool) -> None:
+        """The same of a notebook's kernel; a fresh one is started by jupyter_client, and not forked."""
+        from jupyter_client import BlockingKernelClient, KernelManager, connect
+
+        plan = self.random.choice(STRATEGIES)
+        with tempfile.TemporaryDirectory() as folder:
+            file = os.path.join(folder, "connection.json")
+            manager = KernelManager(connection_file=file) if fresh else None
+            if manager is not None:
+                manager.start_kernel(cwd=str(ROOT))
+                pid = manager.provisioner.pid
+            else:
+                connect.write_connection_file(file)
+                pid = _fork(partial(_be_kernel, file))
+            client = BlockingKernelClient(connection_file=file)
+            try:
+                client.load_connection_file()
+                client.start_channels()
+                inside = os.path.join(folder, "inside")
+                os.mkdir(inside)
+                client.execute(f"from tests.faults.campaign import drive; drive({plan!r}, {inside!r})")
+                self._end_driver(self.tally("SIGKILL of a kernel"), pid, plan, inside, manager)
+            finally:
+                client.stop_channels()
+                client.context.term()
+                if manager is not None:
+                    manager.shutdown_kernel(now=True)
+                    manager.context.term()
+
+    def _end_driver(self, tally: Tally, pid: int, plan: str, folder: str, manager: Any = None) -> None:
+        """Kill a driver, whose files are in a folder, between its first line and its third training."""
+        _await_file(folder, BEGUN)
+        if plan not in self.lives:
+            began = time.monotonic()
+            _await_file(folder, TRAINED)
+            self.lives[plan] = time.monotonic() - began + self.times[plan]
+        else:
+            time.sleep(self.random.uniform(0, self.lives[plan]))
         below = processes(pid)
         began = time.monotonic()
-        kill()
+        os.kill(pid, signal.SIGKILL)
+        if manager is None:
+            os.waitpid(pid, 0)
         while time.monotonic() < began + 5 and any(_lives(one) for one in below):
             time.sleep(0.01)
         tally.tried += 1
@@ -695,26 +778,6 @@ class Campaign:
             tally.left += 1
             tally.problems.append(f"after {tally.name}, {plan}: {len(left)} processes, {_ours(folder)}")
         tally.healed += not left
-
-    def kernel(self) -> None:
-        """The same of a notebook's kernel."""
-        from jupyter_client.manager import start_new_kernel
-
-        tally = self.tally("SIGKILL of a kernel")
-        plan = self.random.choice(STRATEGIES)
-        with tempfile.TemporaryDirectory() as folder:
-            manager, client = start_new_kernel(cwd=str(ROOT))
-            try:
-                client.execute(f"from tests.faults.campaign import drive; drive({plan!r}, {folder!r})")
-                while "ready" not in str(client.get_iopub_msg(timeout=120)["content"].get("text", "")):
-                    pass
-                time.sleep(self.random.uniform(0, 2 * self.times[plan]))
-                pid = manager.provisioner.pid
-                self._end_driver(tally, pid, lambda: os.kill(pid, signal.SIGKILL), plan, folder)
-            finally:
-                client.stop_channels()
-                manager.shutdown_kernel(now=True)
-                self.descriptors = max(descriptors(), self.descriptors)  # (the client keeps some)
 
     def close(self) -> None:
         self.cluster.close()
@@ -734,7 +797,7 @@ def long_use(runs: int, trainings: int, seconds: float) -> str:
         while done[1] < trainings and time.monotonic() < end:
             training(cluster, STRATEGIES[done[1] % len(STRATEGIES)])
             done[1] += 1
-        while done[0] < runs and time.monotonic() < end + 60:
+        while done[0] < runs and time.monotonic() < end + 0.1 * seconds:
             cluster.run(_nothing)
             done[0] += 1
         after, now = cluster.run(_holds), _holds()
@@ -748,14 +811,41 @@ def long_use(runs: int, trainings: int, seconds: float) -> str:
     )
 
 
-def drive(plan: str, folder: str, ready: Callable[[], object] = partial(print, "ready", flush=True)) -> None:
-    """A driver that trains until it is killed; its files are in `folder`. It calls `ready` when it has begun."""
+def drive(plan: str, folder: str) -> None:
+    """A driver that trains until it is killed. Its files are in `folder`, and its signs, see `SIGNS`."""
     os.environ["TMPDIR"] = tempfile.tempdir = folder
+    Path(folder, BEGUN).touch()
     with Cluster(RANKS, device="cpu") as cluster:
         training(cluster, plan)
-        ready()
+        Path(folder, TRAINED).touch()
         while True:
             training(cluster, plan)
+
+
+def _fork(run: Callable[[], None]) -> int:
+    """A child that runs this silently until it is killed, with this process at the latest."""
+    parent, child = os.getpid(), os.fork()
+    if child:
+        return child
+    try:
+        die_with_parent(parent)
+        os.setsid()
+        silent = os.open(os.devnull, os.O_WRONLY)
+        for stream in (1, 2):
+            os.dup2(silent, stream)
+        run()
+    finally:
+        os._exit(1)
+
+
+def _be_kernel(file: str) -> None:
+    """What `python -m ipykernel_launcher -f FILE` does, in a process that has imported what it needs."""
+    import asyncio
+
+    from ipykernel.kernelapp import IPKernelApp
+
+    asyncio.set_event_loop(asyncio.new_event_loop())
+    IPKernelApp.launch_instance(argv=["-f", file])
 
 
 def _let_interrupts_come(finished: threading.Event) -> None:
@@ -778,12 +868,23 @@ def _lives(pid: int) -> bool:
 
 
 def _ours(folder: str) -> list[str]:
-    """What is in a folder, but for the cache that torch keeps for its compiler."""
-    return [name for name in os.listdir(folder) if not name.startswith("torchinductor_")]
+    """What is in a folder, but for the signs of a driver, and the cache that torch keeps for its compiler."""
+    return [name for name in os.listdir(folder) if name not in SIGNS and not name.startswith("torchinductor_")]
 
 
 def _nothing() -> None:
     pass
+
+
+def _do_later(what: str, after: float) -> None:
+    """In a rank: do something bad soon, in a thread, while the rank waits for what comes next."""
+
+    def do() -> None:
+        time.sleep(after)
+        with contextlib.suppress(Exception):  # (there is nobody to whom a thread could raise it)
+            _do(what)
+
+    threading.Thread(target=do, daemon=True).start()
 
 
 def _limit_files(size: int) -> None:
@@ -809,8 +910,9 @@ class Found:
 def _cases(count: int) -> list[tuple[str, tuple[Any, ...]]]:
     """So many random faults, and the others in proportion: methods of a campaign and their arguments."""
     numbers = {"one": count, "start": count // 20, "closing": count // 20, "save": count // 4, "full_disk": count // 20}
-    numbers |= {"driver": count // 10, "kernel": count // 100}
+    numbers |= {"driver": count // 10}
     cases: list[tuple[str, tuple[Any, ...]]] = [(name, ()) for name, number in numbers.items() for _ in range(number)]
+    cases += [("kernel", (k % 10 == 9,)) for k in range(count // 10)]
     return cases + [("button", (double,)) for double in (False, True) for _ in range(count // 10)]
 
 
@@ -861,9 +963,10 @@ def run(
     count: int, seed: int = 0, seconds: float = 1e9, show: bool = True, inputs: int = 0, jobs: int = 1
 ) -> tuple[str, list[str]]:
     """A campaign of `count` random faults, of the others in proportion, and of so many `inputs` of parsers: the page,
-    and the problems. `jobs`: campaigns side by side, which share the faults. Of the seconds faults have seven tenths,
-    long use and the inputs, side by side, the rest."""
-    end = time.monotonic() + 0.7 * seconds
+    and the problems. `jobs`: campaigns side by side, which share the faults. Of the seconds faults have eight tenths at
+    most; long use and the inputs, side by side, have the rest."""
+    began = time.monotonic()
+    end = began + 0.8 * seconds
     cases = _cases(count)
     random.Random(seed).shuffle(cases)
     shares = [partial(_part, cases[k::jobs], seed + k, end, show and not k) for k in range(jobs)]
@@ -877,8 +980,9 @@ def run(
     if inputs:
         from tests.fuzz import parsers  # (not above: a rank imports this file, too)
 
-        used = _beside(partial(long_use, 2 * count, count // 5, 0.25 * seconds))
-        rows, more = parsers.campaign(inputs, 0.3 * seconds)
+        left = began + seconds - time.monotonic()
+        used = _beside(partial(long_use, 2 * count, count // 5, 0.9 * left))
+        rows, more = parsers.campaign(inputs, left)
         parts += [used(), parsers.table(rows, more)]
         problems += more
     return "\n\n".join(parts) + "\n", problems
@@ -892,7 +996,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--inputs", type=int, default=20000, help="inputs of parsers")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="campaigns side by side")
-    parser.add_argument("--seconds", type=float, default=1500, help="stop after so many seconds, about")
+    parser.add_argument("--seconds", type=float, default=1700, help="stop after so many seconds, about")
     parser.add_argument("--write", help="a file for the table, such as docs/reliability.md")
     options = parser.parse_args()
     began = time.monotonic()

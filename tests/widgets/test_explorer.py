@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import _thread
 import base64
 import json
 import re
+import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from minipar import Plan, schedule, simulate, strategies
+from minipar.cluster import threads
 from minipar.program import Backward, Forward
 from minipar_widgets import ScheduleExplorer, exploring
 from minipar_widgets.exploring import Settings, explore
@@ -226,6 +229,18 @@ def test_a_run_is_cancelled() -> None:
     assert not explorer.start.disabled
     assert explorer.progress.value == 0
     assert 0 < max(steps) < 10  # it did not go on to its end in the background
+
+
+def test_a_run_whose_thread_does_not_begin_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under a limit of memory, where Python's own start waits for ever."""
+    monkeypatch.setattr(_thread, "start_new_thread", lambda *_: 0)
+    monkeypatch.setattr(threading, "_start_new_thread", lambda *_: 0)
+    monkeypatch.setattr(threads, "_LONGEST", 0.01)
+    explorer = ScheduleExplorer(schedule="gpipe", stages=2, microbatches=2)
+    explorer.begin()
+    explorer.wait(10)
+    assert "cannot start: it ended before its first line; the limit of memory or threads" in explorer.report.value
+    assert not explorer.start.disabled
 
 
 def test_schedules_that_cut_sequences_run_too() -> None:

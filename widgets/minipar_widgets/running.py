@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from minipar.cluster import threads
 from minipar.costs.device import DeviceSpec
 from minipar.costs.unit import UnitCosts
 from minipar.errors import MiniparError
@@ -61,10 +62,19 @@ class Attempt:
         self._cluster: Cluster | None = None
         self._lock = threading.Lock()
         self.cancelled = False
-        self.thread = threading.Thread(target=self._work, name="minipar run", daemon=True)
+        self._over = threading.Event()
 
     def start(self) -> None:
-        self.thread.start()
+        """Begin in a thread of its own. If none can begin, `done` is called at once, with the reason."""
+        try:
+            self._over = threads.start(self._work, "trains for a widget")
+        except MiniparError as error:
+            self._over.set()
+            self._done(None, str(error))
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait until it is over."""
+        self._over.wait(timeout)
 
     def cancel(self) -> None:
         """End the ranks, whatever they are doing. `done` is called soon afterwards."""

@@ -255,7 +255,7 @@ class ScheduleExplorer(Explorer):
     def wait(self, timeout: float | None = None) -> None:
         """Wait until the present run has ended."""
         if self._attempt is not None:
-            self._attempt.thread.join(timeout)
+            self._attempt.wait(timeout)
 
     def _told(self, done: int, steps: int, what: str) -> None:
         self.progress.value = done
