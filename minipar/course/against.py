@@ -66,6 +66,7 @@ class OnRank:
     sent     bytes that it sent
     calls    how often it called what: "send", "all_reduce", ...
     early    calls of a collective or of send that were made inside a backward: only these can overlap with it
+    ahead    calls of send that were made before the first backward
     peak     the most bytes of tensors that lived at one time: the model, its gradients, activations, and its own;
              from the first time that a loss was computed until the last backward ended
     """
@@ -75,6 +76,7 @@ class OnRank:
     sent: int
     calls: Counter[str]
     early: int
+    ahead: int
     peak: int
 
     @property
@@ -284,6 +286,7 @@ class Count(Storages):
     def __init__(self) -> None:
         super().__init__()
         self.sent, self.early, self.backwards = 0.0, 0, 0
+        self.ahead: int | None = None  # until the first backward begins
         self.calls: Counter[str] = Counter()
         self.begun = False
         self.highest = self.peak = 0  # so far, and at the end of the last backward
@@ -297,8 +300,15 @@ class Count(Storages):
     def changed(self, held: FollowedStorage, delta: int) -> None:
         self.highest = max(self.highest, self.live)
 
+    def backward_begins(self) -> None:
+        """From here on, a collective or a send that is called may overlap with a backward."""
+        self.backwards += 1
+        if self.ahead is None:
+            self.ahead = self.calls["send"]
+
     def backward_ended(self) -> None:
         """Everything until here counts; what is gathered at the end, to be compared, does not."""
+        self.backwards -= 1
         self.settle()
         self.peak = self.highest
 
@@ -323,7 +333,8 @@ class Count(Storages):
 
     def on_rank(self, result: Any, state: dict[str, Tensor]) -> OnRank:
         """What was counted, with what the function returned and its parameters."""
-        return OnRank(result, state, round(self.sent), self.calls, self.early, self.peak)
+        ahead = self.calls["send"] if self.ahead is None else self.ahead
+        return OnRank(result, state, round(self.sent), self.calls, self.early, ahead, self.peak)
 
 
 @contextmanager
@@ -332,11 +343,10 @@ def counted(held: Iterable[Tensor] = ()) -> Iterator[Count]:
     count, backward = Count(), torch.autograd.backward
 
     def noticed(*arguments: Any, **options: Any) -> Any:
-        count.backwards += 1
+        count.backward_begins()
         try:
             return backward(*arguments, **options)
         finally:
-            count.backwards -= 1
             count.backward_ended()
 
     for tensor in held:
