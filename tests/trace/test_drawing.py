@@ -330,6 +330,19 @@ def test_collectives_are_told_apart_and_labelled():
     assert labels.label_of(trace.program, Instruction(Op.NORM, (0,), -1, 0, stream="group", group=(0, 1))) == "AR norm"
 
 
+def test_words_with_a_halo_do_not_run_together():
+    """Hatched bars that lie close, of many widths: of two words beside each other, the halos do not meet."""
+    figure = Figure(figsize=(6, 1), dpi=72)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, 432), ylim=(0, 1))  # so that a unit is a point
+    ends = np.cumsum([9.0 + k / 4 for k in range(26)])
+    bars = np.array([[0, end - 9.0 - k / 4, end, k] for k, end in enumerate(ends)])
+    drawing._draw_numbers(axes, bars, np.full(26, 0.5), 1.0, 14.0, "black", ["AR 5"] * 26, hatched=True)
+    words = sorted((text.get_position()[0], 0.31 * text.get_size() * len(text.get_text())) for text in axes.texts)
+    assert len(words) > 20
+    assert min(b - b_half - a - a_half for (a, a_half), (b, b_half) in pairwise(words)) > 2.2
+
+
 def test_workers_and_servers_are_called_so():
     served = Plan.parse("dp=2 sync=ps").compile(layers=2)
     figure = simulate(served, latency=0.1).plot()
