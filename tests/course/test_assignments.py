@@ -13,6 +13,7 @@ import pytest
 
 from minipar.course import assignments
 from minipar.course.assignments import INSTALL, STUB, exercises, source, stripped, with_exercises, with_install
+from minipar.course.exercises.kinds.built import Exchanged, Trained
 from minipar.errors import PlanError
 from minipar.strategies.schedules import registry
 from tests.notebooks.refresh import solutions_of
@@ -140,6 +141,21 @@ def test_every_exercise_has_hints_in_three_levels(solved: Path) -> None:
         code = hints[2][2].removeprefix("```python\n").removesuffix("\n```")
         assert code == assignments.solved(source(answer))
         compile(code, "hint", "exec")
+
+
+def test_there_are_exercises_enough_also_on_real_ranks() -> None:
+    """At least 65, and of those called "build it" at least 16 are tried on real ranks."""
+    titles, on_ranks = [], 0
+    for path in WITH_SOLUTIONS:
+        space: dict[str, Any] = {}
+        for cell in load(path)["cells"]:
+            titles += re.findall(r"^### Exercise .+", source(cell), re.MULTILINE)
+            for line in re.findall(r"^(?:import|from) .+", source(cell), re.MULTILINE):
+                exec(line, space)
+            for task in re.findall(r"^verdict = exercise\.check\(.+, (\w+\.\w+)\)$", source(cell), re.MULTILINE):
+                on_ranks += "build it" in titles[-1] and isinstance(eval(task, space), Trained | Exchanged)
+    assert len(titles) >= 65
+    assert on_ranks >= 16
 
 
 def test_a_third_hint_is_the_lessons_and_not_an_assignments() -> None:
