@@ -261,9 +261,9 @@ def _draw_numbers(
     axes: Axes, bars: np.ndarray, y: np.ndarray, points: float, height: float, ink: str, texts: Sequence[str],
     hatched: bool = False,
 ) -> None:  # fmt: skip
-    """The words on bars, in the largest size that fits most of them. A bar with less room gets smaller words, and of a
-    collective only the letters; where one digit of the least size has no room there is nothing. Where bars overlap, a
-    word that would stand on the one before it is left out."""
+    """The words on bars, in the largest size that fits most of those with room for words. A bar with less room gets
+    smaller words, and of a collective only the letters; where one digit of the least size has no room there is nothing.
+    Where bars overlap, a word that would stand on the one before it is left out."""
     import numpy as np
 
     bars, y = bars[bars[:, 3] >= 0], y[bars[:, 3] >= 0]
@@ -274,7 +274,9 @@ def _draw_numbers(
     if not words or not sizes or not (room > 0.62 * SIZES[-1]).any():
         return
     letters = np.array([len(word) for word in words])
-    usual = next((size for size in sizes if hatched or (letters * 0.62 * size <= room).mean() >= 0.7), sizes[-1])
+    whole = letters * 0.62 * sizes[-1] <= room  # the others have no room for their words in any size
+    fits = (letters * 0.62 / room.clip(1e-9))[whole]
+    usual = next((size for size in sizes if hatched or (size * fits <= 1.0).mean() >= 0.7), sizes[-1])
     from matplotlib.patheffects import withStroke
 
     shown, around = 0, [withStroke(linewidth=2.2, foreground=PAPER)] if hatched else None
