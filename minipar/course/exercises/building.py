@@ -410,7 +410,7 @@ def _sends(times: float) -> Callable[[Comparison], tuple[str, str] | None]:
         if psi <= times + 1 / _STEPS + 0.01:
             return None
         return (
-            f"a rank sends {psi:.1f} Ψ (N-1)/N bytes in a step; {times:.0f} are enough",
+            f"a rank sends {psi:.1f} Ψ (N-1)/N numbers in a step; {times:.0f} are enough",
             "an all_reduce brings each rank the sums that only the owner needs: use reduce_scatter, then all_gather",
         )
 

@@ -333,7 +333,7 @@ def own_chunk_only(model, batches, loss, lr):
         (tasks.ZERO_1, with_momentum(), "a rank holds up to", "only its part of momentum"),
         (tasks.ZERO_2, "my_zero1", "a rank holds up to", "only its part of gradients and momentum"),
         (tasks.ZERO_3, "my_zero2", "a rank holds up to", "only its part of parameters"),
-        (tasks.ZERO_1, "my_zero3", "a rank sends 3.3 Ψ (N-1)/N bytes in a step; 2 are enough", "reduce_scatter"),
+        (tasks.ZERO_1, "my_zero3", "a rank sends 3.3 Ψ (N-1)/N numbers in a step; 2 are enough", "reduce_scatter"),
     ],
     ids=["own chunk", "no momentum", "sum", "data parallel", "1 for 2", "2 for 3", "3 for 1"],
 )
