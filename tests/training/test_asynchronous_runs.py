@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
