@@ -66,6 +66,7 @@ class OnRank:
     sent     bytes that it sent
     calls    how often it called what: "send", "all_reduce", ...
     early    calls of a collective or of send that were made inside a backward: only these can overlap with it
+    waited   waits for a collective or a message inside a backward, which computes nothing meanwhile
     ahead    calls of send that were made before the first backward
     peak     the most bytes of tensors that lived at one time: the model, its gradients, activations, and its own;
              from the first time that a loss was computed until the last backward ended
@@ -76,6 +77,7 @@ class OnRank:
     sent: int
     calls: Counter[str]
     early: int
+    waited: int
     ahead: int
     peak: int
 
@@ -285,7 +287,7 @@ class Count(Storages):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sent, self.early, self.backwards = 0.0, 0, 0
+        self.sent, self.early, self.waited, self.backwards = 0.0, 0, 0, 0
         self.ahead: int | None = None  # until the first backward begins
         self.calls: Counter[str] = Counter()
         self.begun = False
@@ -334,13 +336,19 @@ class Count(Storages):
     def on_rank(self, result: Any, state: dict[str, Tensor]) -> OnRank:
         """What was counted, with what the function returned and its parameters."""
         ahead = self.calls["send"] if self.ahead is None else self.ahead
-        return OnRank(result, state, round(self.sent), self.calls, self.early, ahead, self.peak)
+        return OnRank(result, state, round(self.sent), self.calls, self.early, self.waited, ahead, self.peak)
 
 
 @contextmanager
 def counted(held: Iterable[Tensor] = ()) -> Iterator[Count]:
     """Count what a block of code sends, and holds beside the tensors `held`, which are counted in."""
     count, backward = Count(), torch.autograd.backward
+    work: Any = torch.distributed.Work
+    wait = work.wait
+
+    def waits(*arguments: Any, **options: Any) -> Any:
+        count.waited += count.backwards > 0
+        return wait(*arguments, **options)
 
     def noticed(*arguments: Any, **options: Any) -> Any:
         count.backward_begins()
@@ -351,12 +359,12 @@ def counted(held: Iterable[Tensor] = ()) -> Iterator[Count]:
 
     for tensor in held:
         count.register(tensor.detach())
-    torch.autograd.backward = noticed
+    torch.autograd.backward, work.wait = noticed, waits
     try:
         with count:
             yield count
     finally:
-        torch.autograd.backward = backward
+        torch.autograd.backward, work.wait = backward, wait
 
 
 def _ranks_of(args: tuple[Any, ...]) -> int:

@@ -204,11 +204,12 @@ _sends_gradients_once = _sends_once(
 
 
 def _overlaps(found: Comparison) -> tuple[str, str] | None:
-    early = min(rank.early for rank in found.ranks)
-    if early >= _STEPS * 2:
+    early, waited = (min(rank.early for rank in found.ranks), max(rank.waited for rank in found.ranks))
+    if early - waited >= _STEPS * 2:
         return None
+    began = f"{several(early, 'sum')} of {_STEPS} steps began inside a backward"
     return (
-        f"{several(early, 'sum')} of {_STEPS} steps began inside a backward: nothing can overlap",
+        f"{began}, which waited for {waited}: nothing overlaps" if waited else f"{began}: nothing can overlap",
         "start a bucket's all_reduce(async_op=True) in the hook of its last gradient; wait for all after the backward",
     )
 

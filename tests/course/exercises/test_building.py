@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -187,19 +188,19 @@ def ddp(begin: bool = True, divide: bool = True, zero: bool = True, every_step: 
     return train
 
 
-def one_sum_each(model, batches, loss, lr):
-    """Overlaps, but with a message for each tensor."""
+def one_sum_each(model, batches, loss, lr, overlap=True):
+    """Overlaps, but with a message for each tensor; or waits for each of them inside the backward."""
     for parameter in model.parameters():
         dist.broadcast(parameter.data, 0)
     under_way = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(
-            lambda one: under_way.append(dist.all_reduce(one.grad, async_op=True))
+            lambda one: under_way.append(dist.all_reduce(one.grad, async_op=overlap))
         )
     for x, y in batches:
         model.zero_grad()
         loss(model(x), y).backward()
-        for work in under_way:
+        for work in filter(None, under_way):
             work.wait()
         under_way.clear()
         for parameter in model.parameters():
@@ -224,6 +225,12 @@ def test_wrong_loops(answer, reason, hint, clusters):
 
 def test_a_right_loop_may_be_wasteful(clusters):
     is_told(tasks.BUCKET_DDP.judge(ddp(), clusters), "0 sums of 3 steps began inside a backward", "async_op=True")
+    waiting = partial(one_sum_each, overlap=False)
+    is_told(
+        tasks.BUCKET_DDP.judge(waiting, clusters),
+        "36 sums of 3 steps began inside a backward, which waited for 36",
+        "wait for all after the backward",
+    )
     is_told(tasks.BUCKET_DDP.judge(one_sum_each, clusters), "12 sums in a step, for 12 tensors", "one buffer")
 
 
@@ -516,7 +523,7 @@ def by_both_interfaces(rows):
     x, group = torch.ones(rows, dtype=torch.float64), dist.new_group([0, 1])
     once, twice = torch.empty(rows // 2, dtype=torch.float64), torch.empty(2 * rows, dtype=torch.float64)
     if dist.get_rank() > 1:
-        return [OnRank(None, {}, 0, {}, 0, 0, 0)] * 2
+        return [OnRank(None, {}, 0, {}, 0, 0, 0, 0)] * 2
     with counted() as usual:
         dist.all_reduce(x.clone(), group=group)
         dist.all_gather_into_tensor(twice, x, group=group)
