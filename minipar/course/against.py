@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ Train = Callable[[nn.Module, list[Batch], Loss, float], object]
 Part = Callable[[nn.Module, int, int], nn.Module]
 # Of a batch, a rank and the number of ranks: what this rank gets of it.
 Share = Callable[[Batch, int, int], Batch]
+
+# Seconds that a rank waits for a message: where ranks wait for each other, torch.distributed raises an error then.
+LONGEST_WAIT = 20.0
 
 # How the names of torch's operators begin -> how we call them. (Functional collectives, as DTensor's, have names of
 # their own.)
@@ -156,7 +160,7 @@ def against_plain_torch(
     alike     False: only rank 0 begins with the model's parameters, the others with some of their own
     cluster   ranks that are there already (as many as `ranks`); else some are started for this call
 
-    What `train` raises on a rank is raised here.
+    What `train` raises on a rank is raised here; so is a message that does not come within LONGEST_WAIT.
     """
     share, part = share or rows_of_rank, part or whole_model
     torch.manual_seed(0)
@@ -246,18 +250,18 @@ def on_ranks(
 ) -> list[OnRank]:
     """Call `function(*arguments)` on real ranks, between `init_process_group` and `destroy_process_group`."""
     if cluster is not None:
-        return cluster.run(_in_group, function, arguments)
+        return cluster.run(_in_group, function, arguments, LONGEST_WAIT)
     with Cluster(ranks, device="cpu") as started:
-        return started.run(_in_group, function, arguments)
+        return started.run(_in_group, function, arguments, LONGEST_WAIT)
 
 
 # On a rank ------------------------------------------------------------------------------------------------------------
 
 
-def _in_group(function: Callable[..., OnRank], arguments: tuple[Any, ...]) -> OnRank:
+def _in_group(function: Callable[..., OnRank], arguments: tuple[Any, ...], seconds: float) -> OnRank:
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     try:
         dist.barrier()  # a rank that fails at once would end while others still connect, and these would print that
         return function(*arguments)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from minipar.course import against
 from minipar.course.against import Comparison, OnRank, against_plain_torch, counted, on_ranks, plain_sgd
 from minipar.course.assignments import source
 from minipar.course.exercises import building as tasks
@@ -487,6 +488,20 @@ def gpipe(microbatches: int = 16, scale: bool = True, whole: bool = True, wanted
 )
 def test_wrong_pipelines(task, answer, reason, hint, clusters):
     is_told(task.judge(answer, clusters), reason, hint)
+
+
+def all_receive_first(stage, batches, loss, lr):
+    rank, p = dist.get_rank(), dist.get_world_size()
+    for x, _ in batches:
+        dist.recv(torch.empty_like(x), (rank + 1) % p)
+        dist.send(x, (rank - 1) % p)
+
+
+def test_ranks_that_wait_for_each_other_are_told_so(monkeypatch):
+    """torch.distributed waits in C++, where no watchdog looks: it has a limit of its own."""
+    monkeypatch.setattr(against, "LONGEST_WAIT", 2.0)
+    verdict = tasks.GPIPE.judge(all_receive_first)
+    is_told(verdict, "on 2 ranks your function does not end", "Each recv needs its send")
 
 
 def test_the_solutions_pass(clusters):

@@ -241,9 +241,14 @@ def _ranks(ranks: int, clusters: Callable[[int], Cluster] | None) -> Iterator[Cl
 def _failed(error: Exception, ranks: int) -> Verdict:
     """A verdict on an answer that raised an exception on a rank."""
     where = f"on {several(ranks, 'rank')} your function"
-    if isinstance(error, Deadlock):
+    said = str(error).splitlines()[0] if isinstance(error, Deadlock) else ""
+    if "Timed out waiting" in str(error):  # (words of gloo)
+        said = f"a rank waited {against.LONGEST_WAIT:g} seconds for a message"
+    elif "Connection closed by peer" in str(error):
+        said = "a rank waits for another one, which has ended"
+    if said:
         hint = "who waits for whom? Each recv needs its send, and all ranks call a collective in the same order"
-        return Verdict(False, f"{where} does not end: {str(error).splitlines()[0]}", hint)
+        return Verdict(False, f"{where} does not end: {said}", hint)
     return raised(error, where)
 
 
