@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ Train = Callable[[nn.Module, list[Batch], Loss, float], object]
 Part = Callable[[nn.Module, int, int], nn.Module]
 # Of a batch, a rank and the number of ranks: what this rank gets of it.
 Share = Callable[[Batch, int, int], Batch]
+
+# Seconds that a rank waits for a message: where ranks wait for each other, torch.distributed raises an error then.
+LONGEST_WAIT = 20.0
 
 # How the names of torch's operators begin -> how we call them. (Functional collectives, as DTensor's, have names of
 # their own.)
@@ -66,6 +70,8 @@ class OnRank:
     sent     bytes that it sent
     calls    how often it called what: "send", "all_reduce", ...
     early    calls of a collective or of send that were made inside a backward: only these can overlap with it
+    waited   waits for a collective or a message inside a backward, which computes nothing meanwhile
+    ahead    calls of send that were made before the first backward
     peak     the most bytes of tensors that lived at one time: the model, its gradients, activations, and its own;
              from the first time that a loss was computed until the last backward ended
     """
@@ -75,6 +81,8 @@ class OnRank:
     sent: int
     calls: Counter[str]
     early: int
+    waited: int
+    ahead: int
     peak: int
 
     @property
@@ -152,7 +160,7 @@ def against_plain_torch(
     alike     False: only rank 0 begins with the model's parameters, the others with some of their own
     cluster   ranks that are there already (as many as `ranks`); else some are started for this call
 
-    What `train` raises on a rank is raised here.
+    What `train` raises on a rank is raised here; so is a message that does not come within LONGEST_WAIT.
     """
     share, part = share or rows_of_rank, part or whole_model
     torch.manual_seed(0)
@@ -242,18 +250,18 @@ def on_ranks(
 ) -> list[OnRank]:
     """Call `function(*arguments)` on real ranks, between `init_process_group` and `destroy_process_group`."""
     if cluster is not None:
-        return cluster.run(_in_group, function, arguments)
+        return cluster.run(_in_group, function, arguments, LONGEST_WAIT)
     with Cluster(ranks, device="cpu") as started:
-        return started.run(_in_group, function, arguments)
+        return started.run(_in_group, function, arguments, LONGEST_WAIT)
 
 
 # On a rank ------------------------------------------------------------------------------------------------------------
 
 
-def _in_group(function: Callable[..., OnRank], arguments: tuple[Any, ...]) -> OnRank:
+def _in_group(function: Callable[..., OnRank], arguments: tuple[Any, ...], seconds: float) -> OnRank:
     import torch.distributed as dist
 
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=seconds))
     try:
         dist.barrier()  # a rank that fails at once would end while others still connect, and these would print that
         return function(*arguments)
@@ -283,7 +291,8 @@ class Count(Storages):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sent, self.early, self.backwards = 0.0, 0, 0
+        self.sent, self.early, self.waited, self.backwards = 0.0, 0, 0, 0
+        self.ahead: int | None = None  # until the first backward begins
         self.calls: Counter[str] = Counter()
         self.begun = False
         self.highest = self.peak = 0  # so far, and at the end of the last backward
@@ -297,8 +306,15 @@ class Count(Storages):
     def changed(self, held: FollowedStorage, delta: int) -> None:
         self.highest = max(self.highest, self.live)
 
+    def backward_begins(self) -> None:
+        """From here on, a collective or a send that is called may overlap with a backward."""
+        self.backwards += 1
+        if self.ahead is None:
+            self.ahead = self.calls["send"]
+
     def backward_ended(self) -> None:
         """Everything until here counts; what is gathered at the end, to be compared, does not."""
+        self.backwards -= 1
         self.settle()
         self.peak = self.highest
 
@@ -323,30 +339,36 @@ class Count(Storages):
 
     def on_rank(self, result: Any, state: dict[str, Tensor]) -> OnRank:
         """What was counted, with what the function returned and its parameters."""
-        return OnRank(result, state, round(self.sent), self.calls, self.early, self.peak)
+        ahead = self.calls["send"] if self.ahead is None else self.ahead
+        return OnRank(result, state, round(self.sent), self.calls, self.early, self.waited, ahead, self.peak)
 
 
 @contextmanager
 def counted(held: Iterable[Tensor] = ()) -> Iterator[Count]:
     """Count what a block of code sends, and holds beside the tensors `held`, which are counted in."""
     count, backward = Count(), torch.autograd.backward
+    work: Any = torch.distributed.Work
+    wait = work.wait
+
+    def waits(*arguments: Any, **options: Any) -> Any:
+        count.waited += count.backwards > 0
+        return wait(*arguments, **options)
 
     def noticed(*arguments: Any, **options: Any) -> Any:
-        count.backwards += 1
+        count.backward_begins()
         try:
             return backward(*arguments, **options)
         finally:
-            count.backwards -= 1
             count.backward_ended()
 
     for tensor in held:
         count.register(tensor.detach())
-    torch.autograd.backward = noticed
+    torch.autograd.backward, work.wait = noticed, waits
     try:
         with count:
             yield count
     finally:
-        torch.autograd.backward = backward
+        torch.autograd.backward, work.wait = backward, wait
 
 
 def _ranks_of(args: tuple[Any, ...]) -> int:

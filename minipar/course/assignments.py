@@ -11,8 +11,8 @@
 A stub is the function with `raise NotImplementedError` in the place of its solution. Here a notebook is the JSON of its
 file (nbformat 4.5). Cells tagged `solution`, such as a remark on the answer, are left out of both.
 
-An exercise has hints in three levels: a nudge, the formula, the code. The third is the solution itself, unless the text
-has one of its own; so it is always right, and an assignment for a class does not have it.
+An exercise has hints in three levels: a nudge, the formula, the code. The third is the solution itself, which is always
+right; an assignment for a class does not have it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ INSTALL = """import importlib.util
 # Where minipar is missing, as on Google Colab, install it from the checkout this is in.
 if importlib.util.find_spec("minipar") is None:
     %pip install --quiet anywidget .."""
-HINT, THIRD = "<details><summary>Hint ", "Hint 3"
+HINT = "<details><summary>Hint "
 _MARK = re.compile(r"(\s*)### (BEGIN|END) (SOLUTION|HIDDEN TESTS)\s*")
 _CHECK = re.compile(r"^verdict = (exercise\.check\(.*\))$", re.MULTILINE)
 _PART = re.compile(r"## (\d+ )?Exercises\b")
@@ -71,10 +71,10 @@ def solved(text: str) -> str:
 
 
 def with_code(text: str, answer: str) -> str:
-    """An exercise's text with its third hint, the code of the answer; as it is if it has one."""
-    if THIRD in text or HINT not in text:
+    """An exercise's text with its third hint, the code of the answer; as it is if it has no hints."""
+    if HINT not in text:
         return text
-    return f"{text}\n\n<details><summary>{THIRD}: the code</summary>\n\n```python\n{answer}\n```\n\n</details>"
+    return f"{text}\n\n{HINT}3: the code</summary>\n\n```python\n{answer}\n```\n\n</details>"
 
 
 def assignment(solutions: Notebook) -> Notebook:
@@ -133,19 +133,17 @@ def with_exercises(lesson: Notebook, solutions: Notebook) -> Notebook:
 
 def with_install(lesson: Notebook) -> Notebook:
     """A lesson with a cell after the title that installs minipar if it is missing, and else does nothing."""
-    metadata = {"jupyter": {"source_hidden": True}, "tags": ["remove-cell"]}  # (the tag is for the book)
-    cell: dict[str, Any] = {
-        "cell_type": "code",
-        "id": "install",
-        "metadata": metadata,
-        "execution_count": None,
-        "outputs": [],
-    }
     title, *others = lesson["cells"]
-    others = [one for one in others if one["id"] != "install"]
-    had: dict[str, Any] = next((one for one in lesson["cells"] if one["id"] == "install"), {})
-    found = {"execution_count": had["execution_count"]} if had else {}
-    return {**lesson, "cells": [title, {**cell, "source": INSTALL.splitlines(keepends=True), **found}, *others]}
+    had: dict[str, Any] = next((one for one in others if one["id"] == "install"), {})
+    cell = {  # its keys in the order of a notebook that was run
+        "cell_type": "code",
+        "execution_count": had.get("execution_count"),
+        "id": "install",
+        "metadata": {"jupyter": {"source_hidden": True}, "tags": ["remove-cell"]},  # (the tag is for the book)
+        "outputs": [],
+        "source": INSTALL.splitlines(keepends=True),
+    }
+    return {**lesson, "cells": [title, cell, *(one for one in others if one["id"] != "install")]}
 
 
 def part(lesson: Notebook) -> tuple[int, int]:

@@ -172,6 +172,7 @@ def bands(found: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
         least, largest = [min(step) for step in steps], [max(step) for step in steps]
         axes.fill_between(range(len(steps)), least, largest, color=colour, alpha=0.18)
     axes.set(xlabel="step", ylabel="mean loss of the step", title="Late gradients: means and bands of several seeds")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     figure.legend(loc="outside right upper", frameon=False)
     ends = {name: [curve[-1] for curve in curves] for name, curves in found.items()}
     figure.alt = "; ".join(f"{name}: at the end {min(end):.2f} to {max(end):.2f}" for name, end in ends.items())

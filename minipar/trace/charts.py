@@ -89,7 +89,9 @@ def expert_load(load: Load, *, title: str = "", width: float = 8.0) -> Figure:
         kept = [n - lost for n, lost in zip(tokens, dropped, strict=True)]
         places = range(len(tokens))
         axes.bar(places, kept, color=COLOURS[0], label="taken")
-        axes.bar(places, dropped, bottom=kept, color=COLOURS[1], hatch="////", edgecolor="white", label="dropped")
+        if any(map(sum, load.dropped)):
+            look: Any = {"color": COLOURS[1], "hatch": "////", "edgecolor": "white", "linewidth": 0}
+            axes.bar(places, dropped, bottom=kept, label="dropped", **look)
         if load.room is not None:
             axes.axhline(load.room, color=INK, linestyle="--", linewidth=0.8, label="room")
         axes.set_ylabel(f"layer {layer}")

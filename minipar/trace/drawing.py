@@ -271,13 +271,14 @@ def _draw_numbers(
     if not sizes or not there.any():
         return
     bars, y = bars[there], y[there]
-    rooms, beside = (bars[:, 2] - bars[:, 1]) * points - 1.0, () if free is None else (free[there] - 4.0).tolist()
+    gap = 1.0 if free is None else 3.0  # points between two words: on hatched bars they have a halo of 1.1
+    rooms, beside = (bars[:, 2] - bars[:, 1]) * points - gap, () if free is None else (free[there] - 4.0).tolist()
     found = labels.fitted([texts[int(k)] for k in bars[:, 3]], rooms.tolist(), sizes, 0.62, beside)
     shown, around = 0, None if free is None else [withStroke(linewidth=2.2, foreground=PAPER)]
     ends: dict[float, float] = {}  # of the last word in each lane
     for one, start, end, middle in zip(found, bars[:, 1], bars[:, 2], y, strict=True):
-        half = 0.31 * one.size * len(one.text) / points
-        x = end + 2.5 / points + half if one.beside else (start + end) / 2
+        half = (0.31 * one.size * len(one.text) + gap / 2) / points
+        x = end + 1.0 / points + half if one.beside else (start + end) / 2
         if one.text and shown < MANY_NUMBERS and x - half >= ends.get(middle, x - half):
             shown, ends[middle] = shown + 1, x + half
             axes.text(

@@ -128,8 +128,9 @@ def fitted(
     sizes    possible ones, the largest first; `letter` is the width of a letter of size 1
     free     of collectives: the room to the right of each bar, for words that have none inside
 
-    All bars get the longest words, in the largest size, that most have room for; one with less room gets shorter or
-    smaller ones. (js/lanes.js has the same rule. Collectives are few: each gets the longest that it has room for.)
+    All bars get the longest words, in the largest size, that most of those with room for any words have room for; one
+    with less room gets shorter or smaller ones. (js/lanes.js has the same rule. Collectives are few: each gets the
+    longest that it has room for.)
     """
     last = max(map(len, words), default=1) - 1
 
@@ -137,10 +138,8 @@ def fitted(
         return letter * size * len(words[k][min(version, len(words[k]) - 1)]) <= room
 
     order = [*((version, sizes[0]) for version in range(last)), *((last, size) for size in sizes)]
-    most = 0.7 * len(words)
-    from_, usual = next(
-        (one for one in order if free or sum(fits(k, *one, room) for k, room in enumerate(rooms)) >= most), order[-1]
-    )
+    able = [k for k, room in enumerate(rooms) if fits(k, last, sizes[-1], room)]
+    from_, usual = next(one for one in order if free or sum(fits(k, *one, rooms[k]) for k in able) >= 0.7 * len(able))
     found = []
     for k, own in enumerate(words):
         tries = [(v, size) for v in range(from_, last + 1) for size in sizes if size <= usual]

@@ -13,6 +13,7 @@ import pytest
 
 from minipar.course import assignments
 from minipar.course.assignments import INSTALL, STUB, exercises, source, stripped, with_exercises, with_install
+from minipar.course.exercises.kinds.built import Exchanged, Trained
 from minipar.errors import PlanError
 from minipar.strategies.schedules import registry
 from tests.notebooks.refresh import solutions_of
@@ -130,21 +131,31 @@ def test_the_form_of_the_solutions(solved: Path) -> None:
 
 
 def test_every_exercise_has_hints_in_three_levels(solved: Path) -> None:
-    """A nudge, the formula, the code. Code that was not written by hand is the solution, which other tests run."""
-    given = load(solved)["cells"]
-    for k, cell in enumerate(given):
-        if not cell["metadata"].get("nbgrader", {}).get("solution"):
-            continue
-        text, answer = source(given[k - 1]), assignments.solved(source(cell))
-        hints = re.findall(r"<details><summary>Hint (\d): [^<]+</summary>\n\n(.+?)\n\n</details>", text, re.DOTALL)
-        assert [number for number, _ in hints] in (["1", "2"], ["1", "2", "3"]), text.splitlines()[0]
-        if len(hints) == 2:
-            made = assignments.with_code(text, answer)
-            assert made.endswith(f"Hint 3: the code</summary>\n\n```python\n{answer}\n```\n\n</details>")
-            compile(answer, "hint", "exec")
-        else:  # pieces of it: what they call is called in the solution, too
-            called = {name for piece in re.findall(r"`([^`]+)`", hints[2][1]) for name in re.findall(r"(\w+)\(", piece)}
-            assert called - {"zero_grad", "f"} <= set(re.findall(r"\w+", answer)), text.splitlines()[0]
+    """A nudge and the formula in the text; the third, the code, is the solution, which other tests run."""
+    answers = iter(cell for cell in load(solved)["cells"] if cell["metadata"].get("nbgrader", {}).get("solution"))
+    texts = [source(cell) for cell in exercises(load(solved)) if source(cell).startswith("### Exercise ")]
+    for text, answer in zip(texts, answers, strict=True):
+        hints = re.findall(r"<details><summary>Hint (\d): ([^<]+)</summary>\n\n(.+?)\n\n</details>", text, re.DOTALL)
+        titles = [("1", "a nudge"), ("2", "the formula"), ("3", "the code")]
+        assert [hint[:2] for hint in hints] == titles, text.splitlines()[0]
+        code = hints[2][2].removeprefix("```python\n").removesuffix("\n```")
+        assert code == assignments.solved(source(answer))
+        compile(code, "hint", "exec")
+
+
+def test_there_are_exercises_enough_also_on_real_ranks() -> None:
+    """At least 65, and of those called "build it" at least 16 are tried on real ranks."""
+    titles, on_ranks = [], 0
+    for path in WITH_SOLUTIONS:
+        space: dict[str, Any] = {}
+        for cell in load(path)["cells"]:
+            titles += re.findall(r"^### Exercise .+", source(cell), re.MULTILINE)
+            for line in re.findall(r"^(?:import|from) .+", source(cell), re.MULTILINE):
+                exec(line, space)
+            for task in re.findall(r"^verdict = exercise\.check\(.+, (\w+\.\w+)\)$", source(cell), re.MULTILINE):
+                on_ranks += "build it" in titles[-1] and isinstance(eval(task, space), Trained | Exchanged)
+    assert len(titles) >= 65
+    assert on_ranks >= 16
 
 
 def test_a_third_hint_is_the_lessons_and_not_an_assignments() -> None:

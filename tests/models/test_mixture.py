@@ -125,7 +125,9 @@ def test_load_counts_choices_and_dropped_tokens() -> None:
     assert "50.0% dropped" in text
     figure: Any = expert_load(load)
     assert figure.alt == text
-    assert [bar.get_height() for bar in figure.axes[0].containers[1]] == list(load.dropped[0])
+    dropped = figure.axes[0].containers[1]
+    assert [bar.get_height() for bar in dropped] == list(load.dropped[0])
+    assert {bar.get_linewidth() for bar in dropped} == {0}  # where nothing was dropped, an edge would be a line
     assert figure._repr_mimebundle_()[0]["text/plain"] == text
 
 
@@ -140,6 +142,7 @@ def test_without_a_capacity_nothing_is_dropped() -> None:
     assert "takes all of them" in str(load)
     figure: Any = expert_load(load)
     assert not figure.axes[0].lines
+    assert len(figure.axes[0].containers) == 1
 
 
 def test_operators_without_a_capacity_by_hand() -> None:

@@ -374,6 +374,29 @@ def test_narrow_collectives_have_letters_beside_them():
     assert labels.fitted([one], [1], sizes, 0.6, [1]) == [("", 0.0, False)]
 
 
+def test_words_with_a_halo_do_not_run_together():
+    """Hatched bars that lie close, of many widths: of two words beside each other, the halos do not meet."""
+    figure = Figure(figsize=(6, 1), dpi=72)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, 432), ylim=(0, 1))  # so that a unit is a point
+    ends = np.cumsum([9.0 + k / 4 for k in range(26)])
+    bars = np.array([[0, end - 9.0 - k / 4, end, k] for k, end in enumerate(ends)])
+    drawing._draw_numbers(axes, bars, np.full(26, 0.5), 1.0, 14.0, "black", [("AR 5", "AR")] * 26, np.zeros(26))
+    words = sorted((text.get_position()[0], 0.31 * text.get_size() * len(text.get_text())) for text in axes.texts)
+    assert len(words) > 20
+    assert min(b - b_half - a - a_half for (a, a_half), (b, b_half) in pairwise(words)) > 2.2
+
+
+def test_bars_without_room_do_not_make_the_words_of_others_small():
+    figure = Figure(figsize=(6, 1), dpi=72)
+    axes = figure.add_axes((0, 0, 1, 1))
+    axes.set(xlim=(0, 432), ylim=(0, 1))
+    spans = [(0, 100), (110, 130), (130, 132), (134, 136), (140, 142), (150, 250)]
+    bars = np.array([[0, *span, k] for k, span in enumerate(spans)], float)
+    drawing._draw_numbers(axes, bars, np.full(6, 0.5), 1.0, 14.0, "black", [("0:4",)] * 6)
+    assert [text.get_size() for text in axes.texts] == [drawing.SIZES[0]] * 3
+
+
 def test_workers_and_servers_are_called_so():
     served = Plan.parse("dp=2 sync=ps").compile(layers=2)
     figure = simulate(served, latency=0.1).plot()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -293,7 +293,10 @@ def test_loss_curves_of_all_methods_in_one_picture(clusters):
     for name, (first_seed, second_seed) in alone.items():
         assert first_seed == pytest.approx(found[name], rel=1e-3)
         assert second_seed != first_seed
-    assert "PipeDream: at the end " in cast(Any, convergence.bands(alone)).alt
+    bands: Any = convergence.bands(alone)
+    assert "PipeDream: at the end " in bands.alt
+    bands.draw_without_rendering()
+    assert all(tick == int(tick) for tick in bands.axes[0].get_xticks())  # steps are counted
     figure: Any = convergence.plot(found)
     assert len(figure.axes[0].lines) == len(found)
     shown, _ = figure._repr_mimebundle_()

@@ -1,14 +1,15 @@
-"""Build it: mechanisms of lessons 05 to 10, written with `torch.distributed` and run on real ranks (gloo)."""
+"""Build it: mechanisms of lessons 03 to 10, written with `torch.distributed` and run on real ranks (gloo)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from minipar.course.against import Batch, Comparison, plain_sgd, rows_of_rank, stage_of_rank, whole_batch
+from minipar.course.against import Batch, Comparison, descend, plain_sgd, rows_of_rank, stage_of_rank, whole_batch
 from minipar.course.exercises.kinds.built import Exchanged, Saving, Trained, Trial
 from minipar.wording import several
 
@@ -57,6 +58,21 @@ def _total(given: list[Tensor], rank: int) -> Tensor:
     return torch.stack(given).sum(0)
 
 
+def _halved_only(given: list[Tensor], rank: int) -> Tensor:
+    """The way there of halving-doubling, without the way back."""
+    held = [each.clone() for each in given]
+    parts, distance = [(0, len(given[0]))] * len(given), len(given) // 2
+    while distance:
+        before = [each.clone() for each in held]
+        for r, (first, last) in enumerate(parts):
+            middle = (first + last) // 2
+            mine = (middle, last) if r & distance else (first, middle)
+            held[r][slice(*mine)] += before[r ^ distance][slice(*mine)]
+            parts[r] = mine
+        distance //= 2
+    return held[rank]
+
+
 RING = Exchanged(
     "my_allreduce(x)",
     ((2, 8), (4, 12), (3, 7), (4, 2)),
@@ -78,6 +94,30 @@ RING = Exchanged(
         (lambda given, rank: given[rank] + given[rank - 1], "a chunk must travel p - 1 steps to meet all ranks"),
     ),
     hint="first p - 1 steps that add what arrives, then p - 1 steps that copy it; which chunk is complete where?",
+)
+
+HALVING = Exchanged(
+    "my_halving_doubling(x)",
+    ((2, 8), (4, 12), (4, 6)),
+    truth=_total,
+    # Halves of an odd number of numbers are not equal: in each of the rounds one number more may travel, both ways.
+    sent=lambda ranks, nbytes: 2 * (ranks - 1) * nbytes / ranks + 16 * (ranks.bit_length() - 1),
+    messages=lambda ranks: 2 * (ranks.bit_length() - 1),
+    allowed=frozenset({"send", "recv"}),
+    praise="as few bytes as a ring, in 2 log2 p messages",
+    wasteful="exchange a half with the rank at distance p/2, a quarter at distance p/4, ..., and the same way back",
+    mistakes=(
+        (
+            lambda given, rank: given[rank],
+            "that is what the rank began with: do you return the tensor that you changed?",
+        ),
+        (
+            lambda given, rank: _total(given, rank) / len(given),
+            "that is the mean; an all-reduce sums, and whoever wants a mean divides afterwards",
+        ),
+        (_halved_only, "each rank has the sum of its own part: on the way back these parts are collected"),
+    ),
+    hint="on the way there a rank sends one half of its part and keeps the other; on the way back it gets it, summed",
 )
 
 # Lesson 06: data parallel --------------------------------------------------------------------------------------------
@@ -145,24 +185,31 @@ def _gradient_bytes() -> int:
     return sum(8 * parameter.numel() for parameter in small_model().parameters())
 
 
-def _sends_gradients_once(found: Comparison) -> tuple[str, str] | None:
-    ranks = len(found.ranks)
-    # The weights once, and 2 (p - 1)/p of the gradients in each step.
-    enough = (1 + 2 * _STEPS) * _gradient_bytes() * (ranks - 1) / ranks
-    if found.sent <= 1.05 * enough:
-        return None
-    return (
-        f"a rank sends {found.sent / enough:.1f} times the bytes that are needed",
-        "once all weights; then in each step one sum of each gradient, by all_reduce",
-    )
+def _sends_once(weights: bool, hint: str) -> Callable[[Comparison], tuple[str, str] | None]:
+    """A demand: 2 (p - 1)/p of the gradients in each step, and all `weights` once."""
+
+    def demand(found: Comparison) -> tuple[str, str] | None:
+        ranks = len(found.ranks)
+        enough = (weights + 2 * _STEPS) * _gradient_bytes() * (ranks - 1) / ranks
+        if found.sent <= 1.05 * enough:
+            return None
+        return f"a rank sends {found.sent / enough:.1f} times the bytes that are needed", hint
+
+    return demand
+
+
+_sends_gradients_once = _sends_once(
+    weights=True, hint="once all weights; then in each step one sum of each gradient, by all_reduce"
+)
 
 
 def _overlaps(found: Comparison) -> tuple[str, str] | None:
-    early = min(rank.early for rank in found.ranks)
-    if early >= _STEPS * 2:
+    early, waited = (min(rank.early for rank in found.ranks), max(rank.waited for rank in found.ranks))
+    if early - waited >= _STEPS * 2:
         return None
+    began = f"{several(early, 'sum')} of {_STEPS} steps began inside a backward"
     return (
-        f"{several(early, 'sum')} of {_STEPS} steps began inside a backward: nothing can overlap",
+        f"{began}, which waited for {waited}: nothing overlaps" if waited else f"{began}: nothing can overlap",
         "start a bucket's all_reduce(async_op=True) in the hook of its last gradient; wait for all after the backward",
     )
 
@@ -199,6 +246,69 @@ BUCKET_DDP = Trained(
     mistakes=_MISTAKES,
     cheap=(_sends_gradients_once, _overlaps, _few_messages),
     hint=_HINT,
+)
+
+# Lesson 04: micro-batches on several ranks ----------------------------------------------------------------------------
+
+PARTS = 4
+
+
+def _in_parts(weight: Callable[[int, int], float]) -> Callable[[Trial], nn.Module]:
+    """Accumulation on all ranks. `weight`: of the rows of a part and of the rank, what the loss is multiplied by."""
+
+    def train(trial: Trial) -> nn.Module:
+        model = trial.first
+        for batch in trial.batches:
+            model.zero_grad()
+            for rank in range(trial.ranks):
+                x, y = rows_of_rank(batch, rank, trial.ranks)
+                for rows, target in zip(x.chunk(PARTS), y.chunk(PARTS), strict=True):
+                    (weight(len(rows), len(x)) / trial.ranks * trial.loss(model(rows), target)).backward()
+            descend(model.parameters(), trial.lr)
+        return model
+
+    return train
+
+
+def _one_part_at_a_time(found: Comparison) -> tuple[str, str] | None:
+    rows = -(-_MANY_ROWS // len(found.ranks) // PARTS)
+    # Parameters, gradients, a copy of these to be sent; of a part what each layer hands on, and three tensors more.
+    enough = 3 * _gradient_bytes() + (LAYERS + 3) * rows * WIDTH * 8
+    if found.peak <= enough:
+        return None
+    return (
+        f"a rank holds up to {found.peak:,} bytes; {enough:,} are enough",
+        f"x.chunk({PARTS}): forward and backward of one part, before the next one begins",
+    )
+
+
+_MANY_ROWS = 724  # on 2 and on 4 ranks they make parts of unequal size
+ACCUMULATED = Trained(
+    "my_accumulated(model, batches, loss, lr)",
+    small_model,
+    batches(_MANY_ROWS),
+    ranks=(2, 4),
+    praise="the activations of one part, and the messages of one batch",
+    mistakes=(
+        (_alone, "each rank has trained on its own rows: sum the gradients over the ranks"),
+        (
+            _in_parts(lambda part, rows: 1 / PARTS),
+            "every part counts the same here; but one with more rows counts more",
+        ),
+        (
+            _in_parts(lambda part, rows: 1.0),
+            "these are sums of the parts' gradients: a mean over all rows was asked for",
+        ),
+        (_summed, "the loss is a mean over rows: the sum of p such gradients is p times too large"),
+        (_added_up, "`backward` adds to what is in `.grad`: set the gradients to zero once a step"),
+    ),
+    cheap=(
+        _sends_once(
+            weights=False, hint="gradients add up on each rank first: sum them over the ranks after the last part"
+        ),
+        _one_part_at_a_time,
+    ),
+    hint="a part's loss times its rows over the rank's rows; after the last part one sum over the ranks, divided by p",
 )
 
 # Lesson 07: a server ------------------------------------------------------------------------------------------------
@@ -266,7 +376,25 @@ def _without_momentum(trial: Trial) -> nn.Module:
     return plain_sgd(trial.first, trial.batches, trial.loss, trial.lr)
 
 
+def _own_chunk_only(trial: Trial) -> nn.Module:
+    """Each rank updates its own chunk of each parameter, and nobody collects the others."""
+    models = [deepcopy(trial.first) for _ in range(trial.ranks)]
+    velocity: dict[nn.Parameter, Tensor] = {}
+    for batch in trial.batches:
+        for rank, model in enumerate(models):
+            x, y = rows_of_rank(batch, rank, trial.ranks)
+            model.zero_grad()
+            trial.loss(model(x), y).backward()
+        for same in zip(*(model.parameters() for model in models), strict=True):
+            gradient = torch.stack([one.grad for one in same if one.grad is not None]).mean(0)
+            for rank, one in enumerate(same):
+                velocity[one] = trial.momentum * velocity.get(one, 0.0) + gradient
+                one.data.chunk(trial.ranks)[rank].sub_(trial.lr * velocity[one].chunk(trial.ranks)[rank])
+    return models[trial.rank]
+
+
 _ZERO_MISTAKES = (
+    (_own_chunk_only, "each rank has updated its own chunks; all_gather brings it those of the others"),
     (_averaged_models, "each rank has trained on its own rows: nothing was exchanged"),
     (_summed, "the loss is a mean over rows: the sum of p such gradients is p times too large"),
     (_without_momentum, f"v = {MOMENTUM} v + gradient; parameter -= lr v: the momentum is missing"),
@@ -283,7 +411,7 @@ def _sends(times: float) -> Callable[[Comparison], tuple[str, str] | None]:
         if psi <= times + 1 / _STEPS + 0.01:
             return None
         return (
-            f"a rank sends {psi:.1f} Ψ (N-1)/N bytes in a step; {times:.0f} are enough",
+            f"a rank sends {psi:.1f} Ψ (N-1)/N numbers in a step; {times:.0f} are enough",
             "an all_reduce brings each rank the sums that only the owner needs: use reduce_scatter, then all_gather",
         )
 
@@ -370,6 +498,19 @@ def _micro_batches(found: Comparison) -> tuple[str, str] | None:
     )
 
 
+def _runs_ahead(count: Callable[[int], int], hint: str) -> Callable[[Comparison], tuple[str, str] | None]:
+    """A demand on the first stage: it sends `count(ranks)` micro-batches before its first backward."""
+
+    def demand(found: Comparison) -> tuple[str, str] | None:
+        ahead, enough = found.ranks[0].ahead, count(len(found.ranks))
+        if ahead >= enough:
+            return None
+        reason = f"the first stage sends {several(ahead, 'micro-batch')} before its first backward, and not {enough}"
+        return f"{reason}: the stages behind it have nothing to do meanwhile", hint
+
+    return demand
+
+
 def _only_to_neighbours(found: Comparison) -> tuple[str, str] | None:
     size = ROWS * WIDTH * 8  # bytes between two stages, of a step and a direction
     if found.sent <= 2 * 2 * size * 1.05:
@@ -408,7 +549,13 @@ GPIPE = Trained(
     share=whole_batch,
     part=stage_of_rank,
     mistakes=_PIPELINE_MISTAKES,
-    cheap=(_micro_batches, _only_to_neighbours),
+    cheap=(
+        _micro_batches,
+        _runs_ahead(
+            lambda ranks: MICROBATCHES, "first all forwards, each sent as soon as it is done; then all backwards"
+        ),
+        _only_to_neighbours,
+    ),
     hint="the stage before needs the gradient of what it sent: recv, requires_grad_(), and after backward .grad",
 )
 ONE_F_ONE_B = Trained(
@@ -420,6 +567,11 @@ ONE_F_ONE_B = Trained(
     share=whole_batch,
     part=stage_of_rank,
     mistakes=_PIPELINE_MISTAKES,
-    cheap=(_micro_batches, _only_to_neighbours, _few_activations),
+    cheap=(
+        _micro_batches,
+        _runs_ahead(lambda ranks: ranks, "stage r does p - r forwards before its first backward"),
+        _only_to_neighbours,
+        _few_activations,
+    ),
     hint="first make it right as GPipe does; then change the order of forwards and backwards",
 )

@@ -38,7 +38,13 @@ SHARES = Function(
     "shares(rows, parts)",
     ((16, 4), (10, 4), (7, 2), (3, 5), (1, 1), (100, 7)),
     problem=_even,
-    mistakes=((lambda rows, parts: [rows // parts] * parts, "what happens to the rows that are left over?"),),
+    mistakes=(
+        (lambda rows, parts: [rows // parts] * parts, "what happens to the rows that are left over?"),
+        (
+            lambda rows, parts: [*[rows // parts] * (parts - 1), rows // parts + rows % parts],
+            "the last part has all that was left over: give one row of it to each of the first parts",
+        ),
+    ),
     hint="divmod(rows, parts) gives how many everyone has, and how many have one more",
 )
 

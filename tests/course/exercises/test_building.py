@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from minipar.course import against
 from minipar.course.against import Comparison, OnRank, against_plain_torch, counted, on_ranks, plain_sgd
 from minipar.course.assignments import source
 from minipar.course.exercises import building as tasks
@@ -88,6 +90,82 @@ def test_wrong_rings(answer, reason, hint, clusters):
     is_told(tasks.RING.judge(answer, clusters), reason, hint)
 
 
+# halving and doubling ------------------------------------------------------------------------------------------------
+
+
+def halved_only(x):
+    """Halving without doubling: each rank has the sum of its own part."""
+    rank, distance = dist.get_rank(), dist.get_world_size() // 2
+    part = x
+    while distance:
+        low, high = part[: len(part) // 2], part[len(part) // 2 :]
+        mine, theirs = (high, low) if rank & distance else (low, high)
+        arrived = torch.empty_like(mine)
+        sending = dist.isend(theirs, rank ^ distance)
+        dist.recv(arrived, rank ^ distance)
+        sending.wait()
+        mine += arrived
+        part, distance = mine, distance // 2
+    return x
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "hint"),
+    [
+        (lambda x: solution("my_allreduce")(x), "but a rank sends 6 messages; 4 are enough", "distance p/2"),
+        (halved_only, "rank 0 has", "on the way back"),
+        (mean_of_all, "rank 0 has", "that is the mean"),
+        (lambda x: x, "rank 0 has", "what the rank began with"),
+    ],
+    ids=["ring", "half of it", "mean", "nothing"],
+)
+def test_wrong_halvings(answer, reason, hint, clusters):
+    is_told(tasks.HALVING.judge(answer, clusters), reason, hint)
+
+
+# micro-batches on several ranks --------------------------------------------------------------------------------------
+
+
+def accumulated(weight: str = "rows", each: bool = False, parts: int = 4, divide: bool = True) -> Callable[..., None]:
+    """Accumulation, or one with a mistake. `each`: the ranks' gradients are summed after every part."""
+
+    def train(model, batches, loss, lr):
+        p = dist.get_world_size()
+        for x, y in batches:
+            total = [torch.zeros_like(parameter) for parameter in model.parameters()]
+            for rows, target in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                model.zero_grad()
+                (
+                    loss(model(rows), target) * {"rows": len(rows) / len(x), "parts": 1 / parts, "no": 1}[weight]
+                ).backward()
+                for so_far, parameter in zip(total, model.parameters(), strict=True):
+                    if each:
+                        dist.all_reduce(parameter.grad)
+                    so_far += parameter.grad
+            for so_far, parameter in zip(total, model.parameters(), strict=True):
+                if not each:
+                    dist.all_reduce(so_far)
+                parameter.data -= lr * so_far / (p if divide else 1)
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("answer", "reason", "hint"),
+    [
+        (accumulated(weight="parts"), "not plain torch's", "with more rows counts more"),
+        (accumulated(weight="no"), "not plain torch's", "a mean over all rows was asked for"),
+        (accumulated(divide=False), "not plain torch's", "p times too large"),
+        (accumulated(each=True), "a rank sends 4.0 times the bytes", "after the last part"),
+        (accumulated(parts=1), "a rank holds up to", "forward and backward of one part"),
+        (stub, "nothing is written here yet", "raise"),
+    ],
+    ids=["equal parts", "sums", "not divided", "a sum each", "one part", "stub"],
+)
+def test_wrong_accumulations(answer, reason, hint, clusters):
+    is_told(tasks.ACCUMULATED.judge(answer, clusters), reason, hint)
+
+
 # data parallel -------------------------------------------------------------------------------------------------------
 
 
@@ -111,19 +189,19 @@ def ddp(begin: bool = True, divide: bool = True, zero: bool = True, every_step: 
     return train
 
 
-def one_sum_each(model, batches, loss, lr):
-    """Overlaps, but with a message for each tensor."""
+def one_sum_each(model, batches, loss, lr, overlap=True):
+    """Overlaps, but with a message for each tensor; or waits for each of them inside the backward."""
     for parameter in model.parameters():
         dist.broadcast(parameter.data, 0)
     under_way = []
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(
-            lambda one: under_way.append(dist.all_reduce(one.grad, async_op=True))
+            lambda one: under_way.append(dist.all_reduce(one.grad, async_op=overlap))
         )
     for x, y in batches:
         model.zero_grad()
         loss(model(x), y).backward()
-        for work in under_way:
+        for work in filter(None, under_way):
             work.wait()
         under_way.clear()
         for parameter in model.parameters():
@@ -148,6 +226,12 @@ def test_wrong_loops(answer, reason, hint, clusters):
 
 def test_a_right_loop_may_be_wasteful(clusters):
     is_told(tasks.BUCKET_DDP.judge(ddp(), clusters), "0 sums of 3 steps began inside a backward", "async_op=True")
+    waiting = partial(one_sum_each, overlap=False)
+    is_told(
+        tasks.BUCKET_DDP.judge(waiting, clusters),
+        "36 sums of 3 steps began inside a backward, which waited for 36",
+        "wait for all after the backward",
+    )
     is_told(tasks.BUCKET_DDP.judge(one_sum_each, clusters), "12 sums in a step, for 12 tensors", "one buffer")
 
 
@@ -233,17 +317,33 @@ def with_momentum(factor: float = 0.9, divide: bool = True) -> Callable[..., Non
     return train
 
 
+def own_chunk_only(model, batches, loss, lr):
+    """ZeRO-1 without its all-gather."""
+    rank, p = dist.get_rank(), dist.get_world_size()
+    momentum: dict[Any, Any] = {}
+    for x, y in batches:
+        model.zero_grad()
+        loss(model(x), y).backward()
+        for parameter in model.parameters():
+            mine = parameter.data.chunk(p)[rank]
+            gradient = torch.empty_like(mine)
+            dist.reduce_scatter(gradient, list(parameter.grad.chunk(p)))
+            momentum[parameter] = 0.9 * momentum.get(parameter, 0) + gradient / p
+            mine -= lr * momentum[parameter]
+
+
 @pytest.mark.parametrize(
     ("task", "answer", "reason", "hint"),
     [
+        (tasks.ZERO_1, own_chunk_only, "not plain torch's", "all_gather brings it those of the others"),
         (tasks.ZERO_1, with_momentum(factor=0.0), "not plain torch's", "the momentum is missing"),
         (tasks.ZERO_1, with_momentum(divide=False), "not plain torch's", "p times too large"),
         (tasks.ZERO_1, with_momentum(), "a rank holds up to", "only its part of momentum"),
         (tasks.ZERO_2, "my_zero1", "a rank holds up to", "only its part of gradients and momentum"),
         (tasks.ZERO_3, "my_zero2", "a rank holds up to", "only its part of parameters"),
-        (tasks.ZERO_1, "my_zero3", "a rank sends 3.3 Ψ (N-1)/N bytes in a step; 2 are enough", "reduce_scatter"),
+        (tasks.ZERO_1, "my_zero3", "a rank sends 3.3 Ψ (N-1)/N numbers in a step; 2 are enough", "reduce_scatter"),
     ],
-    ids=["no momentum", "sum", "data parallel", "1 for 2", "2 for 3", "3 for 1"],
+    ids=["own chunk", "no momentum", "sum", "data parallel", "1 for 2", "2 for 3", "3 for 1"],
 )
 def test_wrong_shares(task, answer, reason, hint, clusters):
     is_told(task.judge(solution(answer) if isinstance(answer, str) else answer, clusters), reason, hint)
@@ -315,8 +415,30 @@ def test_wrong_graphs(task, answer, reason, hint):
 # pipelines -----------------------------------------------------------------------------------------------------------
 
 
-def gpipe(microbatches: int = 16, scale: bool = True, whole: bool = True) -> Callable[..., None]:
-    """GPipe, or one with a mistake. `whole`: gradients are set to zero once a step."""
+def one_by_one(stage, batches, loss, lr):
+    """Right, but each micro-batch goes forward and backward before the next one begins."""
+    rank, p = dist.get_rank(), dist.get_world_size()
+    for x, y in batches:
+        stage.zero_grad()
+        for rows, target in zip(x.chunk(16), y.chunk(16), strict=True):
+            value = torch.empty_like(rows) if rank else rows
+            if rank:
+                dist.recv(value, rank - 1)
+                value.requires_grad_()
+            output, gradient = stage(value), None
+            if rank < p - 1:
+                dist.send(output.detach(), rank + 1)
+                gradient = torch.empty_like(output)
+                dist.recv(gradient, rank + 1)
+            (output if rank < p - 1 else loss(output, target) / 16).backward(gradient)
+            if rank:
+                dist.send(value.grad, rank - 1)
+        for parameter in stage.parameters():
+            parameter.data -= lr * parameter.grad
+
+
+def gpipe(microbatches: int = 16, scale: bool = True, whole: bool = True, wanted: bool = True) -> Callable[..., None]:
+    """GPipe, or one with a mistake. `whole`: gradients are set to zero once a step. `wanted`: of the inputs, too."""
 
     def train(stage, batches, loss, lr):
         rank, p = dist.get_rank(), dist.get_world_size()
@@ -327,7 +449,7 @@ def gpipe(microbatches: int = 16, scale: bool = True, whole: bool = True) -> Cal
                 value = torch.empty_like(rows) if rank else rows
                 if rank:
                     dist.recv(value, rank - 1)
-                    value.requires_grad_()
+                    value.requires_grad_(wanted)
                 output = stage(value)
                 if rank < p - 1:
                     under_way.append(dist.isend(output.detach(), rank + 1))
@@ -357,12 +479,29 @@ def gpipe(microbatches: int = 16, scale: bool = True, whole: bool = True) -> Cal
         (tasks.GPIPE, gpipe(scale=False), "not plain torch's", "divide it by the number of micro-batches"),
         (tasks.GPIPE, gpipe(whole=False), "not plain torch's", "only the last micro-batch counts"),
         (tasks.GPIPE, gpipe(microbatches=1), "sends 2 messages in 2 steps", "send each one as soon as it is done"),
+        (tasks.GPIPE, gpipe(wanted=False), "raised TypeError", "something is None there"),
+        (tasks.GPIPE, one_by_one, "sends 1 micro-batch before its first backward, and not 16", "then all backwards"),
+        (tasks.ONE_F_ONE_B, one_by_one, "sends 1 micro-batch before its first backward, and not 2", "p - r forwards"),
         (tasks.ONE_F_ONE_B, gpipe(), "the first stage holds up to", "one backward after each forward"),
     ],
-    ids=["scale", "zero", "naive", "gpipe"],
+    ids=["scale", "zero", "naive", "no gradient", "one by one", "one by one for 1f1b", "gpipe"],
 )
 def test_wrong_pipelines(task, answer, reason, hint, clusters):
     is_told(task.judge(answer, clusters), reason, hint)
+
+
+def all_receive_first(stage, batches, loss, lr):
+    rank, p = dist.get_rank(), dist.get_world_size()
+    for x, _ in batches:
+        dist.recv(torch.empty_like(x), (rank + 1) % p)
+        dist.send(x, (rank - 1) % p)
+
+
+def test_ranks_that_wait_for_each_other_are_told_so(monkeypatch):
+    """torch.distributed waits in C++, where no watchdog looks: it has a limit of its own."""
+    monkeypatch.setattr(against, "LONGEST_WAIT", 2.0)
+    verdict = tasks.GPIPE.judge(all_receive_first)
+    is_told(verdict, "on 2 ranks your function does not end", "Each recv needs its send")
 
 
 def test_the_solutions_pass(clusters):
@@ -399,7 +538,7 @@ def by_both_interfaces(rows):
     x, group = torch.ones(rows, dtype=torch.float64), dist.new_group([0, 1])
     once, twice = torch.empty(rows // 2, dtype=torch.float64), torch.empty(2 * rows, dtype=torch.float64)
     if dist.get_rank() > 1:
-        return [OnRank(None, {}, 0, {}, 0, 0)] * 2
+        return [OnRank(None, {}, 0, {}, 0, 0, 0, 0)] * 2
     with counted() as usual:
         dist.all_reduce(x.clone(), group=group)
         dist.all_gather_into_tensor(twice, x, group=group)

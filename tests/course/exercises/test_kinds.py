@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import re
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minipar.course.exercise import Function, Rewrite, check
+from minipar.course.assignments import source
+from minipar.course.exercise import Formula, Function, Rewrite, check
 from minipar.course.exercises.kinds.function import same
 from minipar.program import Op, Program
 from minipar.trace import Trace
+
+SOLUTIONS = Path(__file__).parents[3] / "lessons" / "solutions"
 
 # a function
 
@@ -177,3 +184,33 @@ def test_doubled_work_is_seen() -> None:
         return program.with_rank(0, [row[0], *row])
 
     assert "rank 0 does too much: F of layer 0 mb0" in check(twice, Rewrite(PLANS)).reason
+
+
+# the functions of all lessons
+
+
+def functions() -> Iterator[Formula | Function]:
+    """The formulas and functions that the lessons ask for, as their checks name them."""
+    for path in sorted(SOLUTIONS.glob("*.ipynb")):
+        text = "\n".join(map(source, json.loads(path.read_text())["cells"]))
+        modules = re.findall(r"^from minipar\.course\.exercises import (\w+)(?: as (\w+))?$", text, re.MULTILINE)
+        known = {short or name: import_module(f"minipar.course.exercises.{name}") for name, short in modules}
+        for module, name in re.findall(r"^verdict = exercise\.check\(.+, (\w+)\.(\w+)\)$", text, re.MULTILINE):
+            task = getattr(known[module], name)
+            if isinstance(task, Formula | Function):
+                yield task
+
+
+FUNCTIONS = list(functions())
+
+
+def test_functions_know_mistakes() -> None:
+    assert len(FUNCTIONS) > 30
+    assert all(len(task.mistakes) >= 2 for task in FUNCTIONS)
+
+
+@pytest.mark.many(4)
+@pytest.mark.parametrize("task", FUNCTIONS)
+def test_each_mistake_is_told_by_its_own_hint(task: Formula | Function) -> None:
+    for mistake, hint in task.mistakes:
+        assert check(mistake, task).hint == hint

@@ -49,7 +49,7 @@ def test_a_stub_is_told_that_nothing_is_written(task: Any) -> None:
             lambda rows, parts: [rows // parts] * (parts - 1) + [rows - rows // parts * (parts - 1)],
             SHARES,
             "may differ by one row",
-            "divmod",
+            "give one row of it",
         ),
         (lambda rows, parts: fair(rows, parts)[::-1], SHARES, "lets the first ones have the row more", "divmod"),
         (lambda rows, parts: rows / parts, SHARES, "not a list of whole numbers", "divmod"),

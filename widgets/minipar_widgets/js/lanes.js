@@ -12,9 +12,9 @@ const SIZES = [11, 9.5, 8, 7]; // of the words on bars
 export function fitted(bars, sizes, group) {
   const last = Math.max(...bars.map(({ texts }) => texts.length)) - 1, textOf = ({ texts }, k) => texts[k] ?? texts.at(-1);
   const fits = (bar, [k, size], room) => 0.62 * size * textOf(bar, k).length <= room;
-  const pairs = [...Array(last + 1).keys()].flatMap((k) => sizes.map((size) => [k, size])), most = 0.7 * bars.length;
-  const [from, usual] = pairs.find((one) => (one[0] === last || one[1] === sizes[0]) && (group || bars.filter((bar) => fits(bar, one, bar.room)).length >= most)) ?? pairs.at(-1);
-  const tries = pairs.filter(([k, size]) => k >= from && size <= usual);
+  const ways = [...Array(last + 1).keys()].flatMap((k) => sizes.map((size) => [k, size])), able = (one) => bars.filter((bar) => fits(bar, one, bar.room)).length;
+  const [from, usual] = ways.find((one) => (one[0] === last || one[1] === sizes[0]) && (group || able(one) >= 0.7 * able(ways.at(-1))));
+  const tries = ways.filter(([k, size]) => k >= from && size <= usual);
   return bars.map((bar) => {
     const inside = tries.find((one) => fits(bar, one, bar.room)), one = inside ?? (group && tries.find((one) => fits(bar, one, bar.free)));
     return one ? [textOf(bar, one[0]), one[1], !inside] : null;

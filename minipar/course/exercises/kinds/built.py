@@ -149,6 +149,7 @@ class Exchanged:
     cases      (ranks, numbers): tensors of so many numbers
     truth      of the tensors of all ranks and a rank: what this rank must return
     sent       of ranks and the bytes of a tensor: how many bytes a rank may send
+    messages   of ranks: in how many messages, where it matters
     allowed    the calls of torch.distributed that may be used, such as {"send", "recv"}
     mistakes   (truth of a frequent mistake, the hint that its author needs)
     """
@@ -162,6 +163,7 @@ class Exchanged:
     wasteful: str
     mistakes: tuple[tuple[Callable[[list[Tensor], int], Tensor], str], ...] = ()
     hint: str = ""
+    messages: Callable[[int], int] | None = None
 
     def judge(self, answer: Any, clusters: Callable[[int], Cluster] | None = None) -> Verdict:
         """Run it on ranks. `clusters`: gives ranks that are there already, so many as it is asked for."""
@@ -189,6 +191,12 @@ class Exchanged:
             limit = self.sent(ranks, numbers * 8)
             if most.sent > limit:
                 reason = f"right {where.rstrip(',')}, but a rank sends {most.sent} bytes; {limit:.0f} are enough"
+                return Verdict(False, reason, self.wasteful)
+            count = max(one.messages for one in found)
+            if self.messages is not None and count > self.messages(ranks):
+                reason = (
+                    f"right {where.rstrip(',')}, but a rank sends {count} messages; {self.messages(ranks)} are enough"
+                )
                 return Verdict(False, reason, self.wasteful)
         return Verdict(True, f"{name} is right in all {several(len(self.cases), 'case')}; {self.praise}")
 
@@ -233,9 +241,14 @@ def _ranks(ranks: int, clusters: Callable[[int], Cluster] | None) -> Iterator[Cl
 def _failed(error: Exception, ranks: int) -> Verdict:
     """A verdict on an answer that raised an exception on a rank."""
     where = f"on {several(ranks, 'rank')} your function"
-    if isinstance(error, Deadlock):
+    said = str(error).splitlines()[0] if isinstance(error, Deadlock) else ""
+    if "Timed out waiting" in str(error):  # (words of gloo)
+        said = f"a rank waited {against.LONGEST_WAIT:g} seconds for a message"
+    elif "Connection closed by peer" in str(error):
+        said = "a rank waits for another one, which has ended"
+    if said:
         hint = "who waits for whom? Each recv needs its send, and all ranks call a collective in the same order"
-        return Verdict(False, f"{where} does not end: {str(error).splitlines()[0]}", hint)
+        return Verdict(False, f"{where} does not end: {said}", hint)
     return raised(error, where)
 
 

@@ -54,5 +54,10 @@ def raised(error: Exception, what: str) -> Verdict:
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OURS)]
     line = f"line {frames[-1].lineno}: {frames[-1].line}" if frames and frames[-1].line else ""
     hint = "check its arguments" if isinstance(error, TypeError) and not frames else "mend that line first"
+    if "NoneType" in str(error):
+        hint = (
+            "something is None there: a `.grad` is, until a backward has reached it, and for a tensor without "
+            "requires_grad; so is what a function without `return` gives"
+        )
     reason = str(getattr(error, "reason", error))
     return Verdict(False, f"{what} raised {type(error).__name__}: {reason}", hint, line)
