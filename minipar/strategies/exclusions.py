@@ -146,6 +146,15 @@ SEQUENCE = KeyValues(
     "sequence_parallel", "sequence_parallel", lambda plan: plan.sequence_parallel, "sequence_parallel=false"
 )
 SERVERS = KeyValues("sync", "sync=ps", lambda plan: plan.sync == "ps", "sync=allreduce")
+ARRIVING = KeyValues(
+    "mode",
+    "mode=async, ssp, k-of-n",
+    lambda plan: plan.sync == "ps" and str(plan.mode).partition(":")[0] != "sync",
+    "mode=sync",
+)
+CONTINUED = KeyValues(
+    "on_death", "on_death=continue", lambda plan: plan.sync == "ps" and plan.on_death == "continue", "on_death=abort"
+)
 ALGORITHM = KeyValues("algorithm", "algorithm", lambda plan: plan.algorithm != "default", "algorithm=default")
 ASYNCHRONOUS = KeyValues(
     "schedule", "schedule without flushes", lambda plan: plan.asynchronous, "a synchronous schedule such as 1f1b"
@@ -226,9 +235,15 @@ EXCLUSIONS = (
     Exclusion(COMPRESSED, BF16, "gradients have 16 bits already, and what topk and powersgd leave out would need more"),
     Exclusion(LOCAL, ZERO, f"{_ALONE}, with whole states", fundamental=True),
     Exclusion(LOCAL, PRIORITY, f"{_ALONE}, and sends no gradients to others", fundamental=True),
+    Exclusion(ARRIVING, STAGES, "the ranks of a pipeline would have to be given one version together"),
+    Exclusion(CONTINUED, STAGES, "the other ranks of its pipeline wait for messages that are lost with a rank"),
+    Exclusion(ARRIVING, PRIORITY, "the layers of a step would be of different versions"),
     Exclusion(
-        SERVERS, STAGES, "a worker is one rank; the ranks of a pipeline would have to be given one version together"
+        CONTINUED,
+        PRIORITY,
+        "a worker that begins its step again needs parameters from before it, of which some are updated already",
     ),
+    Exclusion(PIECES, SERVERS, "a layer is one message to each server, which updates it by itself"),
     Exclusion(SERVERS, ZERO, "the servers hold the optimizer's state, and share it out", fundamental=True),
     Exclusion(
         SERVERS,
@@ -245,12 +260,6 @@ EXCLUSIONS = (
         LOCAL,
         "updates are made of gradients, and workers that train alone could push differences of parameters only",
         fundamental=True,
-    ),
-    Exclusion(
-        SERVERS,
-        PRIORITY,
-        "servers update all parameters of a step at once, and answer with one version; by priority each piece would be "
-        "updated and answered by itself",
     ),
     Exclusion(REPLICAS, DYNAMIC, _DECIDES_ALONE_REPLICAS, fundamental=True),
     Exclusion(

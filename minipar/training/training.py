@@ -447,9 +447,9 @@ def _train_served(
     slow, pacing = None, None
     if ranks.emulates is not None and ranks.emulates.emulates:
         costs = emulated_costs(program, ranks.emulates, job, ranks)
-        slow = [delays(costs, rank) for rank in range(plan.dp)]
+        slow = [delays(costs, rank) for rank in range(program.workers)]
         pacing = pacing_of(costs) if costs.links else None
-    with bar(total=program.steps * plan.dp, desc=str(plan)) as meter:
+    with bar(total=program.steps * program.workers, desc=str(plan)) as meter:
         done, service = execute_served(
             program, job, ranks, on_death=plan.on_death, keep_gradients=check, slow=slow, pacing=pacing,
             report=lambda k: meter.update(), watch=watch, storing=storing,

@@ -394,7 +394,7 @@ def test_answers_on_their_way_keep_their_version():
         pushed = shard.pushing(0, 1, step, 1, 1)
         pushed.room.flat.view(torch.float64).fill_(1.0)
         pushed.missing.clear()
-        shard.apply([pushed])
+        shard.apply([pushed], shard.combine([pushed]))
         assert torch.equal(before, kept)
     assert not torch.equal(shard.flat, kept)
 
