@@ -491,7 +491,7 @@ class Server:
         self._decide_first()
 
     def _decide_first(self) -> None:
-        """Server 0, emulated: decide at the emulated time of one event, before the next event counts."""
+        """Server 0: decide before the next event counts, as with emulated times."""
         if self.number == 0 and self.ready and not self.broken and not self.over:
             self._decide()
 
@@ -627,6 +627,8 @@ class Server:
                 self.rule.ask(worker)  # (it does not ask for what is sent to it anyway)
             if self.arrivals.awaited(worker):
                 self.rule.ask(worker)
+            if self.each is not None:  # (before the same worker's next gradient is whole, since it need not wait)
+                self._decide_first()
 
     def _acknowledge(self, worker: int, step: int) -> None:
         """A step's gradient is at all servers: say so to the worker, if it waits for that."""
