@@ -259,7 +259,8 @@ class Servers:
         while True:
             try:
                 self.request += 1
-                self.connections[0].send(Message(What.PULL, step=self.step, number=self.request, moment=self._timing[0]))
+                ask = Message(What.PULL, step=self.step, number=self.request, moment=self._timing[0])
+                self.connections[0].send(ask)
                 self._timing, self.arrived = (0, 0), 0.0
                 self.reach("pull")
                 for server, connection in enumerate(self.connections):
