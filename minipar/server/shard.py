@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from minipar.comm.missing import is_missing
 from minipar.execution.saving.contents import (
     SavedSlice,
     SavedSource,
@@ -249,7 +250,7 @@ class Shard:
 
     def combine(self, taken: Sequence[Pushed], tensors: Collection[int] | None = None) -> Gradients:
         """Sum gradients, in this order, into the gradient of the mean over their rows, in the memory of the first one
-        that has a tensor.
+        that has a tensor. What no worker has used gets none.
 
         tensors   only these, of workers which have all rows together; default: all
         """
@@ -260,7 +261,7 @@ class Shard:
         if tensors is None and all(len(p.held) == len(self.pieces) for p in taken):
             if len(taken) > 1 or scale != 1:
                 self._add(taken, scale)
-            return dict(taken[0].room.of)
+            return {k: total for k, total in taken[0].room.of.items() if not is_missing(total)}
         found = {}
         for piece in self.pieces:
             here = [p for p in taken if piece.tensor in p.held]
@@ -270,7 +271,8 @@ class Shard:
                     total += other.room.of[piece.tensor]
                 if scale != 1:
                     total *= scale
-                found[piece.tensor] = total
+                if not is_missing(total):
+                    found[piece.tensor] = total
         return found
 
     def apply(self, taken: Sequence[Pushed], gradients: Gradients) -> None:

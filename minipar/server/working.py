@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.cluster import worker
-from minipar.comm import communicator
+from minipar.comm import communicator, missing
 from minipar.comm.communicator import Communicator
 from minipar.data.batches import Batch, BatchPart
 from minipar.execution.emulation import Delays, EmulatedDevice
@@ -59,14 +59,14 @@ class Worker(Executor):
 
     def _serve(self, index: int, ins: Instruction) -> None:
         if ins.op is Op.PULL:
-            if missing := [g for g in ins.layers if g not in self.here]:
-                self.bring(index, missing)
-                self.here.update(missing)
+            if wanted := [g for g in ins.layers if g not in self.here]:
+                self.bring(index, wanted)
+                self.here.update(wanted)
             return
         self.pace(index)
         with self._aside():  # (what is sent is the host's)
             for p in (p for g in ins.layers for p in self.groups[g]):
-                self.push(p, torch.zeros_like(p) if p.grad is None else p.grad, ins.peer)
+                self.push(p, missing.like(p) if p.grad is None else p.grad, ins.peer)
         device = self.device
         if device is not None and device.delays.links:
             device.wait(device.now + device.delays.transfer.get(index, (0.0, 0.0))[0], index)
