@@ -1374,7 +1374,7 @@ class _Service(_Machine):
             if memory.keys() != program.state[rank]:
                 raise Wrong(f"rank {rank} ends with other values than it began with")
         made = {self.versions[server, g] for server, share in enumerate(self.shares) for g in share}
-        if len(made) > 1 and self.known or (self.stale is None and made != {program.steps}):
+        if (len(made) > 1 and self.known) or (self.stale is None and made != {program.steps}):
             raise Wrong("servers that make other numbers of updates")
 
 

@@ -22,9 +22,11 @@ def compiled(words="", steps=4, layers=5, **more):
 
 
 @pytest.mark.parametrize("words", ["", "servers=2", "microbatches=3 accumulate=2 servers=3", "checkpoint=2",
-                                   "bucket=0.000005 servers=2", "overlap=none bucket=none", "overlap=priority servers=2",
-                                   "pp=2 microbatches=2", "pp=4 servers=2 overlap=priority schedule=gpipe",
-                                   "pp=2 schedule=chimera microbatches=4", "pp=2 chunks=2 schedule=interleaved microbatches=2",
+                                   "bucket=0.000005 servers=2", "overlap=none bucket=none",
+                                   "overlap=priority servers=2", "pp=2 microbatches=2",
+                                   "pp=4 servers=2 overlap=priority schedule=gpipe",
+                                   "pp=2 schedule=chimera microbatches=4",
+                                   "pp=2 chunks=2 schedule=interleaved microbatches=2",
                                    "pp=2 schedule=zb-h1 microbatches=4 overlap=priority servers=3"])  # fmt: skip
 def test_sync_is_known_beforehand(words):
     program = compiled(words)
