@@ -421,6 +421,15 @@ def test_emulated_links_reach_the_servers(emulated, mode, servers):
             assert all(mine >= 0.99 * other for mine, other in pairs), "nothing ends before the device would end it"
 
 
+@pytest.mark.parametrize("words", ["dp=2 sync=ps servers=2 overlap=priority", "pp=2 sync=ps microbatches=2"])
+def test_emulated_links_of_layers_one_by_one_and_of_pipelines(emulated, words):
+    both = tuple(torch.randn(2, 12, 40, generator=torch.Generator().manual_seed(0)))
+    found = shortest(lambda: train(four_layers, both, words, cluster=emulated(Plan.parse(words).ranks), steps=3,
+                                   batch=12, loss=mse, progress=False, check=True))  # fmt: skip
+    assert found.max_gradient_error() <= 1e-5
+    assert found.trace.time == pytest.approx(found.predicted.time, rel=0.05)
+
+
 LINKS = DeviceSpec.parse("forward=60ms backward=120ms bandwidth=1MB/s latency=20ms")
 
 
