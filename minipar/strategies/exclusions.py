@@ -303,7 +303,7 @@ EXCLUSIONS = (
         Exclusion(shared, other, why, fundamental)
         for shared in (OPERATORS, CONTEXT, EXPERTS)
         for other, why, fundamental in (
-            (SERVERS, "a worker is one rank, and the servers know no parts of parameters", False),
+            (SERVERS, "servers know parameters by their names, and no parts of them", False),
             (DYNAMIC, _DECIDES_ALONE, True),
         )
     ),
@@ -321,7 +321,7 @@ EXCLUSIONS = (
         "the copies of a stage work at different times, and would wait for each other's slices",
         fundamental=True,
     ),
-    Exclusion(CHECKED, SERVERS, "what servers do is decided as they run, and checked by its exact replay"),
+    Exclusion(CHECKED, SERVERS, "ranks compare what they have by messages of all ranks, in which servers take no part"),
     Exclusion(CHECKED, ASYNCHRONOUS, "its ranks are at different steps, and nothing is the same on all of them"),
 )
 
