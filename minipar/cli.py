@@ -440,8 +440,7 @@ def _run(options: argparse.Namespace) -> dict[str, Any]:
         result["max_gradient_error"] = run.max_gradient_error()
         with suppress(MiniparError):  # (the state of a large model is not returned, so it cannot be compared)
             result["max_parameter_error"] = run.max_parameter_error()
-            if run.service is None:
-                result["max_buffer_error"] = run.max_buffer_error()
+            result["max_buffer_error"] = run.max_buffer_error()
     return result
 
 

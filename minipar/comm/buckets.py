@@ -5,7 +5,7 @@
     in pieces        [ 1st piece | 2nd piece | last ]                          messages of their own, in any order
 
 The gradients of a step's first backward are copied in, so that the buffer need not be cleared. Later backwards add to
-the views in place.
+the views in place. Where there is none, the sum says whether any rank has one (missing.py).
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from minipar.comm import missing
 from minipar.comm.communicator import Communicator
 from minipar.comm.compression import Compressor
 from minipar.comm.handles import Handle
@@ -41,6 +42,7 @@ class Buckets:
         self.buffers: dict[tuple[int, ...], list[Tensor]] = {}
         self.views: dict[int, list[Tensor]] = {}
         self.filled: set[int] = set()
+        self.missing: dict[int, list[int]] = {}  # of each group, the parameters that had no gradient here to begin with
         self.under_way: dict[tuple[int, ...], list[Handle]] = {}  # pieces that are being summed
         self.sizes = sizes  # of the groups, in bytes as the program knows them
         for ins in instructions:
@@ -75,9 +77,10 @@ class Buckets:
             return
         self.filled.add(group)
         grads, places = [], []
+        self._note_missing(group)
         for p, view in zip(self.groups[group], self.views[group], strict=True):
             if p.grad is None:
-                view.zero_()
+                missing.fill(view)
             else:
                 grads.append(p.grad)
                 places.append(view)
@@ -85,10 +88,13 @@ class Buckets:
         if grads:
             torch._foreach_copy_(places, grads)
 
+    def _note_missing(self, group: int) -> None:
+        self.missing[group] = [k for k, p in enumerate(self.groups[group]) if p.grad is None]
+
     def all_reduce(self, ins: Instruction, comm: Communicator) -> list[Handle]:
         """Start summing the gradients of an ALL_REDUCE over its group of ranks."""
         for g in ins.layers:
-            self.fill(g)  # a rank whose micro-batches had no rows contributes zeros
+            self.fill(g)  # a rank whose micro-batches had no rows has none
         piece = piece_of(ins)
         if piece:
             handles = []
@@ -102,9 +108,10 @@ class Buckets:
                 return handles
             return self.under_way.pop(ins.layers, []) + handles  # waiting for the last piece waits for all
         if self.compressor is not None:
-            for g in ins.layers:
+            for g in ins.layers if ins.layers not in self.buffers else ():
+                self._note_missing(g)
                 for p in self.groups[g]:
-                    p.grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+                    p.grad = missing.like(p) if p.grad is None else p.grad.contiguous()
             return [
                 handle
                 for key, flat, shapes in self._messages(ins)
@@ -115,9 +122,10 @@ class Buckets:
             return [comm.iallreduce(buffer, ins.group, str(ins), self.algorithm) for buffer in buffers]
         handles = []
         for g in ins.layers:
+            self._note_missing(g)
             for p in self.groups[g]:
                 if p.grad is None:
-                    p.grad = torch.zeros_like(p)
+                    p.grad = missing.like(p)
                 elif not p.grad.is_contiguous():
                     p.grad = p.grad.contiguous()
                 handles.append(comm.iallreduce(p.grad, ins.group, str(ins), self.algorithm))

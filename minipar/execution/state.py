@@ -3,7 +3,8 @@
 Each parameter group has an `Owner`, which is chosen when the rank is built and knows in which form the rank has it.
 What works on several groups at once is here: collectives, the norm of all gradients, a STEP.
 
-A parameter that nothing uses gets a gradient of zero, as soon as gradients are sent (weight decay then acts on it).
+A parameter that nothing uses has no gradient, as in plain torch (`comm/missing.py`). But where it is in a slice with
+others (ZeRO), or where what is sent is the largest part of a sum (compress=topk, powersgd), it has one of zeros.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from minipar.comm.buckets import Buckets
 from minipar.comm.communicator import Communicator
 from minipar.comm.compression import NARROW, narrowed
 from minipar.comm.handles import Handle, Then
+from minipar.comm.missing import is_missing
 from minipar.execution.correction import ByStaleness
 from minipar.execution.owners import Owner, Slice, Wide
 from minipar.execution.parameter_slices import SlicedGroup, pack_gradients
@@ -163,6 +165,10 @@ class State:
         """Before a STEP: give the optimizer its gradients, and clip them if the STEP reads their norm."""
         for g in ins.layers:
             self.owners[g].take_gradients(ins)
+            for k in self.buckets.missing.pop(g, ()) if g not in self.slices else ():
+                own = self.owners[g].trained[k]
+                if own.grad is not None and is_missing(own.grad):
+                    own.grad = None
         if self.measured is not None:
             place = torch.device("cpu") if ins.stream == "host" else self.comm.device
             total = torch.zeros(1, dtype=torch.float64, device=place)

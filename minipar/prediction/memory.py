@@ -14,6 +14,7 @@ storage of z, and holds that of x, too. A collective that gives z another form m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -126,9 +127,12 @@ class Walk:
         self.kept = {value.index for value in self.state if value.kind == "grad"}
         row = program.ranks[rank]
         self.receives: dict[int, list[tuple[Value, ...]]] = {}
+        self.of_step: dict[int, Counter[int]] = {}  # peer -> how many of the receives are of each step
         for ins in row:
             if ins.op is Op.RECV:
                 self.receives.setdefault(ins.peer, []).append(ins.writes)
+                self.of_step.setdefault(ins.peer, Counter())[ins.step] += 1
+        self.step = 0
         self.posted = dict.fromkeys(self.receives, 0)
         self.reached = dict.fromkeys(self.receives, 0)
         before = self.series.before
@@ -195,6 +199,9 @@ class Walk:
     # instructions ----------------------------------------------------------------------------------------------------
 
     def instruction(self, ins: Instruction) -> None:
+        if self.program.serving is not None and ins.step > self.step:
+            self.step = ins.step
+            self.post(self.program.receives_ahead)
         for value in ins.reads:
             self.release(self.leaving.pop(value, None), "copy")
             unpacked = self.unpacked.pop(value, 0)
@@ -435,9 +442,12 @@ class Walk:
                 self.live[value] = self.make(self.sizes.size(self.rank, value), value.index, "live", kind)
 
     def post(self, ahead: int, *peers: int) -> None:
-        """Allocate the buffers of receives that are posted now."""
+        """Allocate the buffers of receives that are posted now. (A worker of parameter servers runs every step by
+        itself, and posts nothing for the next one.)"""
         for peer in peers or self.receives:
             due = min(self.reached[peer] + ahead, len(self.receives[peer]))
+            if self.program.serving is not None:
+                due = min(due, sum(count for step, count in self.of_step[peer].items() if step <= self.step))
             while self.posted[peer] < due:
                 values = self.receives[peer][self.posted[peer]]
                 self.posted[peer] += 1

@@ -4,36 +4,36 @@
     server        |REPLY ->0|REPLY ->1|        |ACCEPT <-0|APPLY|REPLY ->0| ...      one thing after another
 
 A server is one thread, so receiving, sending and updating wait for each other. A message takes time on both its ranks.
-With fewer cores than ranks, all ranks that work share the cores equally.
+With fewer cores than ranks, all ranks that work share the cores equally. Where layers are served one by one, servers
+follow their program, and not the rule: an update comes when all workers have pushed a layer, and its answers at once.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from minipar.costs.protocol import Costs
 from minipar.errors import ProgramError
 from minipar.prediction.streams import Link
-from minipar.program import COPIES, Instruction, Op, Program, Value
+from minipar.program import COPIES, SERVICE, Instruction, Op, Program, Value
 from minipar.program.event_loop import EventLoop
 from minipar.program.server_rule import Consistency, Kind, Mode, Row
 from minipar.strategies import served_order
 from minipar.strategies.shares import shares_of
 
-InstructionKey = tuple[int, Op, int, int, tuple[int, ...]]  # rank, what, peer, step, groups
+InstructionKey = tuple[int, Op, int, int, tuple[int, ...]]  # rank, what, peer or place in its step, step, groups
 Times = dict[InstructionKey, tuple[float, float]]
 
 
 def key_of(rank: int, ins: Instruction, count: int = -1) -> InstructionKey:
-    """A key for an instruction whose place in the final program is not known yet. For compute it has `count`, the place
-    in its step."""
-    if ins.op is Op.APPLY:
-        return rank, ins.op, -1, ins.step, ()
-    if ins.op in (Op.PULL, Op.REPLY):
-        return rank, ins.op, ins.peer, ins.step, ()
-    return rank, ins.op, ins.peer if ins.peer >= 0 else count, ins.step, ins.layers if ins.peer >= 0 else ()
+    """A key for an instruction whose place in the final program is not known yet. For what has nothing to do with
+    servers it has `count`, the place in its step."""
+    if ins.op not in SERVICE:
+        return rank, ins.op, count, ins.step, ()
+    return rank, ins.op, ins.peer, ins.step, ins.layers
 
 
 def timed(program: Program, times: Times) -> tuple[list[list[float]], list[list[float]]]:
@@ -73,7 +73,7 @@ class _Simulated:
     cores: float
     times: Times = field(default_factory=dict)
     order: list[Row] = field(default_factory=list)
-    queues: dict[int, deque[tuple[float, InstructionKey, Callable[[], None]]]] = field(
+    queues: dict[int, deque[tuple[float, Sequence[InstructionKey], Callable[[], None]]]] = field(
         default_factory=lambda: defaultdict(deque)
     )
 
@@ -84,22 +84,30 @@ class _Simulated:
         self.workers = program.workers
         self.servers = range(self.workers, len(program.ranks))
         self.shares = shares_of(program.groups, serving.servers)
-        self.rule = Consistency(Mode.parse(serving.mode, self.workers), self.workers, program.steps)
+        mode = Mode.parse(serving.mode, program.replicas)
+        self.rule = Consistency(mode, self.workers, program.steps)
         self.blocks: list[dict[int, list[Instruction]]] = [{} for _ in range(self.workers)]
         for w in range(self.workers):
             for ins in program.ranks[w]:
                 self.blocks[w].setdefault(ins.step, []).append(ins)
         self.expected: dict[tuple[int, int], int] = {}  # (worker, step) -> number of accepts still to come
         self.early: set[int] = set()
+        self.links: dict[tuple[int, int], Link] = defaultdict(Link)  # between workers, by sender and receiver
         self.lanes: dict[tuple[int, str], Link] = defaultdict(Link)  # for copies, by worker and direction
-        self.arrivals: dict[tuple[int, Value], float] = {}  # of copies that nobody has waited for
-        self.pulling: dict[int, tuple[float, int]] = {}  # worker -> start of its pull, number of replies still to come
+        self.coming: dict[tuple[int, Value], tuple[Link, int, InstructionKey]] = {}  # what nobody has waited for
+        self.place: dict[int, tuple[int, int]] = {}  # worker -> its step, and its place there; none: between two steps
+        self.begun = [0.0] * self.workers  # when each worker's step began
+        self.since: dict[int, float] = {}  # worker -> since when it has waited for a pull
+        self.replied: set[InstructionKey] = set()  # pulls that were answered, and not begun yet
+        self.layers = _Layers(self) if served_order.is_by_layer(program) else None
 
     # time
 
     def go(self) -> None:
         for w in range(self.workers):
             self._ask(w)
+        if self.layers is not None:
+            self.layers.answer()
         self._decide()
         self.loop.run()
         if self.rule.members:
@@ -111,19 +119,19 @@ class _Simulated:
     def _later(self, delay: float, then: Callable[[], None]) -> None:
         self.loop.at(self.loop.now + delay, then)
 
-    def _work(self, rank: int, seconds: float, key: InstructionKey, then: Callable[[], None]) -> None:
-        """Let a rank do some work after all work that it got before."""
-        self.queues[rank].append((seconds, key, then))
+    def work(self, rank: int, seconds: float, keys: Sequence[InstructionKey], then: Callable[[], None]) -> None:
+        """Let a rank do some work after all work that it got before; it is the work of these instructions."""
+        self.queues[rank].append((seconds, keys, then))
         self._next_of_queue(rank)
 
     def _next_of_queue(self, rank: int) -> None:
         if self.loop.is_working(rank) or not self.queues[rank]:
             return
-        seconds, key, then = self.queues[rank].popleft()
+        seconds, keys, then = self.queues[rank].popleft()
         begin = self.loop.now
 
         def finish() -> None:
-            self.times[key] = begin, self.loop.now
+            self.times |= dict.fromkeys(keys, (begin, self.loop.now))
             then()
             self._next_of_queue(rank)
 
@@ -132,70 +140,119 @@ class _Simulated:
     # workers
 
     def _ask(self, worker: int) -> None:
-        self.pulling[worker] = self.loop.now, len(self.servers)
+        self.since[worker] = self.loop.now
         if any(w == worker for w, _ in self.expected):
             self.early.add(worker)  # its last push is still under way
         else:
             self.rule.ask(worker)
 
-    def _answered(self, worker: int, step: int) -> None:
-        since, left = self.pulling[worker]
-        self.pulling[worker] = since, left - 1
-        if left == 1:  # (the worker then copies all parameters into its layers)
-            pulls = [ins for ins in self.blocks[worker][step] if ins.op is Op.PULL]
-            seconds = sum(self.costs.transfer(worker, ins)[0] for ins in pulls)
-            self._work(worker, seconds, (worker, Op.PULL, -1, step, ()), self._then_begin(worker, step))
+    def answered(self, worker: int, pull: Instruction) -> None:
+        """A server's reply has arrived."""
+        self.replied.add(key_of(worker, pull))
+        if worker not in self.place and worker in self.since:  # (it waits between two steps)
+            self._begin(worker, pull.step)
+        elif worker in self.since:
+            self._run_on(worker)
 
-    def _run_on(self, worker: int, step: int, index: int) -> None:
+    def _begin(self, worker: int, step: int) -> None:
+        self.place[worker] = step, 0
+        self.begun[worker] = self.loop.now
+        self._run_on(worker)
+
+    def _run_on(self, worker: int) -> None:
+        """Walk a worker until it works or waits."""
+        step, index = self.place[worker]
         block = self.blocks[worker][step]
         while index < len(block):
             ins = block[index]
-            ready = max((self.arrivals.pop((worker, value), 0.0) for value in ins.reads), default=0.0)
-            if ready > self.loop.now:
-                return self._later(ready - self.loop.now, self._then_run(worker, step, index))
-            if ins.op in COPIES:
-                times = self.lanes[worker, ins.stream].send(self.loop.now, *self.costs.transfer(worker, ins))
-                self.times[key_of(worker, ins, index)] = times
-                self.arrivals.update({(worker, value): times[1] for value in ins.writes})
-                index += 1
-                continue
-            if ins.op is Op.PUSH:
-                return self._push(worker, ins, self._then_run(worker, step, index + 1))
-            if ins.op is not Op.PULL:
-                seconds = self.costs.compute(worker, ins)
-                self._work(worker, seconds, key_of(worker, ins, index), self._then_run(worker, step, index + 1))
+            self.place[worker] = step, index
+            if ins.op is Op.PULL:
+                return self._pull(worker, step, index)
+            if not all(self._arrived(worker, value) for value in ins.reads):
                 return
+            key, now = key_of(worker, ins, index), self.loop.now
             index += 1
+            self.place[worker] = step, index
+            if ins.op in COPIES:
+                lane = self.lanes[worker, ins.stream]
+                self.times[key] = lane.send(now, *self.costs.transfer(worker, ins))
+                self.coming[worker, ins.writes[0]] = lane, len(lane) - 1, key
+            elif ins.op is Op.SEND:
+                link = self.links[worker, ins.peer]
+                self.times[key] = link.send(now, *self.costs.transfer(worker, ins))
+                for waiter in link.waiters:
+                    self.loop.at(now, self._then_run(waiter))
+                link.waiters = []
+            elif ins.op is Op.RECV:
+                link = self.links[ins.peer, worker]
+                k, posted = link.reach(now, self.program.receives_ahead)
+                self.times[key] = (max(posted, self.begun[worker]),) * 2
+                self.coming |= {(worker, value): (link, k, key) for value in ins.writes}
+            elif ins.op is Op.PUSH:
+                return self._push(worker, ins)
+            else:
+                return self.work(worker, self.costs.compute(worker, ins), [key], self._then_run(worker))
+        del self.place[worker]
+        if self.layers is not None and step + 1 < self.program.steps:
+            return self._begin(worker, step + 1)
         self._ask(worker)
         self._decide()
 
-    def _then_begin(self, worker: int, step: int) -> Callable[[], None]:
-        def begin() -> None:
-            since = self.pulling[worker][0]
-            for server in self.servers:
-                self.times[worker, Op.PULL, server, step, ()] = since, self.loop.now
-            self._run_on(worker, step, 0)
+    def _pull(self, worker: int, step: int, index: int) -> None:
+        """Wait for all pulls that follow each other here; then the worker copies their parameters into its layers."""
+        pulls = list(takewhile(lambda ins: ins.op is Op.PULL, self.blocks[worker][step][index:]))
+        keys = [key_of(worker, pull) for pull in pulls]
+        since = self.since.setdefault(worker, self.loop.now)
+        if not self.replied.issuperset(keys):
+            return
+        del self.since[worker]
+        self.replied.difference_update(keys)
+        self.place[worker] = step, index + len(pulls)
 
-        return begin
+        def done() -> None:
+            self.times |= dict.fromkeys(keys, (since, self.loop.now))
+            self._run_on(worker)
 
-    def _then_run(self, worker: int, step: int, index: int) -> Callable[[], None]:
-        return lambda: self._run_on(worker, step, index)
+        self.work(worker, sum(self.costs.transfer(worker, pull)[0] for pull in pulls), [], done)
 
-    def _push(self, worker: int, ins: Instruction, then: Callable[[], None]) -> None:
+    def _arrived(self, worker: int, value: Value) -> bool:
+        """Whether a value has arrived. If not, the worker goes on when it does."""
+        if (worker, value) not in self.coming:
+            return True
+        link, k, key = self.coming[worker, value]
+        if len(link) <= k:
+            link.waiters.append(worker)
+        elif link[k] > self.loop.now:
+            self.loop.at(link[k], self._then_run(worker))
+        else:
+            del self.coming[worker, value]
+            self.times[key] = self.times[key][0], max(self.times[key][0], link[k])
+            return True
+        return False
+
+    def _then_run(self, worker: int) -> Callable[[], None]:
+        return lambda: self._run_on(worker)
+
+    def _push(self, worker: int, ins: Instruction) -> None:
         occupied, delay = self.costs.transfer(worker, ins)
-        self._work(worker, occupied, key_of(worker, ins), then)
+        self.work(worker, occupied, [key_of(worker, ins)], self._then_run(worker))
         pushes = sum(other.op is Op.PUSH for other in self.blocks[worker][ins.step])
         self.expected.setdefault((worker, ins.step), pushes)
-        key = (ins.peer, Op.ACCEPT, worker, ins.step, ins.layers)
-        self._later(delay, lambda: self._work(ins.peer, occupied, key, lambda: self._accepted(worker, ins.step)))
+        accept = served_order.accept(ins, worker)
+        key = key_of(ins.peer, accept)
+        self._later(delay, lambda: self.work(ins.peer, occupied, [key], lambda: self._accepted(worker, ins)))
 
     # servers
 
-    def _accepted(self, worker: int, step: int) -> None:
-        self.expected[worker, step] -= 1
-        if not self.expected[worker, step]:
-            del self.expected[worker, step]
-            self.rule.push(worker, step)
+    def _accepted(self, worker: int, ins: Instruction) -> None:
+        if self.layers is not None:
+            self.layers.accepted(worker, ins)
+        self.expected[worker, ins.step] -= 1
+        if not self.expected[worker, ins.step]:
+            del self.expected[worker, ins.step]
+            self.rule.push(worker, ins.step)
+            if self.layers is not None and ins.step + 1 < self.program.steps:
+                self.rule.ask(worker)  # (nobody asks for what is sent anyway)
             if worker in self.early:
                 self.early.discard(worker)
                 self.rule.ask(worker)
@@ -205,24 +262,83 @@ class _Simulated:
         while rows := self.rule.decide():
             self.order += rows
             for row in rows:
-                if row.kind is Kind.APPLY:
-                    self._apply(row, [take for take in rows if take.kind is Kind.TAKE])
-                elif row.kind is Kind.ANSWER and row.step >= self.program.steps:
+                if row.kind is Kind.ANSWER and row.step >= self.program.steps:
                     self.order.append(self.rule.leave(row.worker))
+                elif self.layers is not None:
+                    pass  # (it is done already)
+                elif row.kind is Kind.APPLY:
+                    self._apply(row, [take for take in rows if take.kind is Kind.TAKE])
                 elif row.kind is Kind.ANSWER:
-                    self._reply(row)
+                    for pull in self.pulls(row.worker, row.step):
+                        self.reply(row.worker, pull)
+
+    def pulls(self, worker: int, step: int) -> list[Instruction]:
+        return [ins for ins in self.blocks[worker][step] if ins.op is Op.PULL]
+
+    def pushes(self, worker: int, step: int) -> list[Instruction]:
+        return [ins for ins in self.blocks[worker][step] if ins.op is Op.PUSH]
 
     def _apply(self, row: Row, taken: Sequence[Row]) -> None:
         for server, share in zip(self.servers, self.shares, strict=True):
-            ins = served_order.update(share, row, taken)
-            self._work(server, self.costs.compute(server, ins), key_of(server, ins), lambda: None)
+            pushes = ((take.worker, ins) for take in taken for ins in self.pushes(take.worker, take.step))
+            accepts = [served_order.accept(ins, worker) for worker, ins in pushes if ins.peer == server]
+            self.update(server, served_order.update(share, row.version, accepts), lambda: None)
 
-    def _reply(self, row: Row) -> None:
-        for server, pull in zip(self.servers, self.blocks[row.worker][row.step], strict=False):
-            reply = pull._replace(op=Op.REPLY, peer=row.worker, writes=())
-            occupied, delay = self.costs.transfer(server, reply)
-            answered = self._then_answer(row.worker, row.step, delay)
-            self._work(server, occupied, key_of(server, reply), answered)
+    def update(self, server: int, ins: Instruction, then: Callable[[], None]) -> None:
+        self.work(server, self.costs.compute(server, ins), [key_of(server, ins)], then)
 
-    def _then_answer(self, worker: int, step: int, delay: float) -> Callable[[], None]:
-        return lambda: self._later(delay, lambda: self._answered(worker, step))
+    def reply(self, worker: int, pull: Instruction) -> None:
+        """A server sends what a worker pulls."""
+        server, reply = pull.peer, served_order.reply(pull, worker)
+        occupied, delay = self.costs.transfer(server, reply)
+
+        def sent() -> None:
+            self._later(delay, lambda: self.answered(worker, pull))
+
+        self.work(server, occupied, [key_of(server, reply)], sent)
+
+
+class _Layers:
+    """Servers that serve layers one by one, as their program says.
+
+    left      (server, step, groups) -> accepts still to come before these are updated
+    updates   (server, group) -> the updates of a group so far
+    sent      (server, worker) -> the answers so far
+    """
+
+    def __init__(self, run: _Simulated) -> None:
+        self.run, self.steps = run, run.program.steps
+        every = [(worker, step, ins) for worker in range(run.workers) for step in run.blocks[worker]
+                 for ins in run.pushes(worker, step)]  # fmt: skip
+        self.left = Counter((ins.peer, step, ins.layers) for _, step, ins in every)
+        self.taken: dict[tuple[int, int, tuple[int, ...]], list[Instruction]] = defaultdict(list)
+        self.updates: Counter[tuple[int, int]] = Counter()
+        self.wanted = {
+            (server, worker): deque(
+                pull for step in range(self.steps) for pull in run.pulls(worker, step) if pull.peer == server
+            )
+            for server in run.servers
+            for worker in range(run.workers)
+        }
+
+    def accepted(self, worker: int, push: Instruction) -> None:
+        """A server has what a worker pushed; if it is the last one's, the layer is updated."""
+        key = server, step, groups = push.peer, push.step, push.layers
+        self.left[key] -= 1
+        self.taken[key].append(served_order.accept(push, worker))
+        if self.left[key]:
+            return
+        share = self.run.shares[server - self.run.workers]
+        ins = served_order.update({g: share[g] for g in groups}, step, sorted(self.taken.pop(key)))
+
+        def then() -> None:
+            self.updates.update((server, g) for g in groups)
+            self.answer()
+
+        self.run.update(server, ins, then)
+
+    def answer(self) -> None:
+        """Send what is there to all workers, to each in the order in which it pulls."""
+        for (server, worker), wanted in self.wanted.items():
+            while wanted and all(self.updates[server, g] >= wanted[0].step for g in wanted[0].layers):
+                self.run.reply(worker, wanted.popleft())

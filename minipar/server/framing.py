@@ -50,6 +50,7 @@ class What(IntEnum):
     SAVED = 13  # other server to server 0: the snapshot is on the disk
     RESTORE = 14  # server 0 to the others: go back to a snapshot
     FORGET = 15  # server 0 to the others: a worker began anew; its earlier gradients count only if they are whole
+    PART = 17  # a server's parameters of one group, where each is served by itself
     NORM = 16  # other server to server 0: the squares of its part of an update's gradient; and the answer: of all parts
 
 

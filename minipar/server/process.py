@@ -10,6 +10,10 @@ these arrive at each server. Server 0 keeps that order, from which a run can be 
 When a server dies, all servers go back to the newest snapshot that all of them have; workers connect again and go on
 there. What was pushed and acknowledged before that snapshot is in it. A gradient has a name (worker, step, key), and
 counts once, however often it is sent.
+
+Where every group is served by itself (overlap=priority), a server updates a group as soon as all workers have pushed
+it, and sends it at once, to each worker in the order in which that pulls. Nobody decides this, since in mode sync it
+changes no number; server 0 only keeps the order of whole updates.
 """
 
 from __future__ import annotations
@@ -17,9 +21,11 @@ from __future__ import annotations
 import os
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
@@ -50,7 +56,7 @@ from minipar.server.framing import (
 )
 from minipar.server.packing import unpack
 from minipar.server.rendezvous import Introduction, Meeting, ServerHandle, present, read_handle
-from minipar.server.shard import Pushed, Shard, digest, pieces_of
+from minipar.server.shard import Division, Gradients, Pushed, Shard, digest, pieces_of, runs_of, squares
 from minipar.server.switchboard import Done, Switchboard
 from minipar.strategies.passes.compress import pushed_bytes
 from minipar.strategies.shares import Piece
@@ -78,6 +84,7 @@ class Settings:
     pacing          of emulated devices; None: nothing is delayed
     compress        how workers push gradients: none, bf16, fp16, topk:R
     processes       of the workers, where they are on this machine: one that is stopped before it connects is noticed
+    division        which workers have which keys, in mode sync; None: each pulls all of them at once
     clip            the norm to which an update's gradient is scaled down, that of all parts together; None: it is not
     saved           the saved run from which everything goes on
     """
@@ -97,6 +104,7 @@ class Settings:
     compress: str = "none"
     saved: Saved | None = None
     processes: tuple[int, ...] = ()
+    division: Division | None = None
 
 
 class Clipping(NamedTuple):
@@ -104,13 +112,14 @@ class Clipping(NamedTuple):
 
     row: Row
     taken: list[Pushed]
+    gradients: Gradients
     start: float
     squares: dict[int, float]  # by server
 
 
 class ServerEvent(NamedTuple):
     """What a server did, and when (time.perf_counter). `kind` 0: it received a piece of tensor `which`; otherwise as
-    in Row, and `which` is the version."""
+    in Row, and `which` is the version. `group`: of an update or answer of one group."""
 
     kind: int
     worker: int
@@ -119,6 +128,7 @@ class ServerEvent(NamedTuple):
     start: float
     end: float
     bytes: int = 0
+    group: int = -1
 
 
 @dataclass
@@ -142,10 +152,13 @@ def rows_of(table: Tensor) -> list[Row]:
 
 
 class Arrivals:
-    """At server 0: which servers have a gradient whole, and which workers pull before all servers have theirs."""
+    """At server 0: which servers have a gradient whole, and which workers pull before all servers have theirs.
 
-    def __init__(self, servers: int) -> None:
-        self.servers = servers
+    counts   for workers that do not push to all servers, to how many
+    """
+
+    def __init__(self, servers: int, counts: Mapping[int, int] = MappingProxyType({})) -> None:
+        self.servers, self.counts = servers, counts
         self.at: dict[tuple[int, int, int], set[int]] = {}  # worker, step, life
         self.early: set[int] = set()
 
@@ -155,19 +168,21 @@ class Arrivals:
 
     def whole(self, worker: int, step: int, life: int, server: int) -> bool:
         """A gradient is whole at a server. Returns whether it is whole at all of them now."""
-        if self.servers == 1:
+        count = self.counts.get(worker, self.servers)
+        if count == 1:
             self.at.pop((worker, step, life), None)
             return True
         found = self.at.setdefault((worker, step, life), set())
         found.add(server)
-        if len(found) < self.servers:
+        if len(found) < count:
             return False
         del self.at[worker, step, life]
         return True
 
-    def wait(self, worker: int) -> bool:
-        """A worker pulls. Returns whether it must wait, since a gradient that it pushed is not at all servers yet."""
-        if self.at and any(key[0] == worker for key in self.at):
+    def wait(self, worker: int, late: bool = False) -> bool:
+        """A worker pulls. Returns whether it must wait, since a gradient that it pushed is not at all servers yet.
+        late: it is known to be under way, to other servers than this one."""
+        if late or any(key[0] == worker for key in self.at):
             self.early.add(worker)
         return worker in self.early
 
@@ -181,6 +196,60 @@ class Arrivals:
         """A worker began anew, in this life: forget its earlier ones."""
         self.early.discard(worker)
         self.at = {key: found for key, found in self.at.items() if key[0] != worker or key[2] == life}
+
+
+class Gathering:
+    """At a server: which groups all workers have pushed, and what each worker gets next, where groups are served one by
+    one.
+
+    counts    (group, step) -> pieces of its gradient that have arrived
+    updates   the updates of each group
+    next_of   worker -> step and place of what it gets next
+    """
+
+    def __init__(self, division: Division, shard: Shard) -> None:
+        self.division, self.shard = division, shard
+        here = [sum(k in shard.by_tensor for k in keys) for keys in division.keys]
+        self.group_of = {k: g for g, keys in enumerate(division.keys) for k in keys}
+        self.wanted = [len(division.holders(g)) * here[g] for g in range(len(here))]
+        self.mine = [g for g, count in enumerate(self.wanted) if count]
+        self.orders = [[g for g in held if here[g]] for held in division.held]
+        self.counts: Counter[tuple[int, int]] = Counter()
+        self.updates: Counter[int] = Counter()
+        self.next_of: dict[int, tuple[int, int]] = {}
+
+    def next(self, key: int, step: int) -> int:
+        """A piece of a gradient has arrived. The group of which all workers' gradients are there now; -1: none."""
+        group = self.group_of[key]
+        self.counts[group, step] += 1
+        if self.counts[group, step] < self.wanted[group]:
+            return -1
+        del self.counts[group, step]
+        return group
+
+    def taken(self, group: int, step: int) -> list[Pushed]:
+        """The gradients of a group's workers, in their order."""
+        holders = self.division.holders(group)
+        found = [p for p in self.shard.pushed.values() if p.worker in holders and p.step == step]
+        return sorted(found, key=lambda p: p.worker)
+
+    def applied(self, group: int) -> bool:
+        """A group is updated. Whether this was the last one of an update."""
+        self.updates[group] += 1
+        return all(self.updates[g] == self.updates[group] for g in self.mine)
+
+    def begins(self, worker: int) -> None:
+        """A worker has asked for its first step."""
+        self.next_of.setdefault(worker, (0, 0))
+
+    def ready(self, steps: int) -> Iterator[tuple[int, int, int]]:
+        """Worker, step and group of all that can be sent now."""
+        for worker, (step, k) in list(self.next_of.items()):
+            order = self.orders[worker]
+            while order and step < steps and self.updates[order[k]] >= step:
+                yield worker, step, order[k]
+                step, k = (step, k + 1) if k + 1 < len(order) else (step + 1, 0)
+            self.next_of[worker] = step, k
 
 
 class Server:
@@ -201,7 +270,11 @@ class Server:
         self.reach, self.report, self.updated = reach, report, updated
         self.count = handle.count
         self.values = [value.detach().clone() for value in values]
+        self.all_pieces = pieces_of(handle.keys, self.count)
         self.shard = self._new_shard()
+        division = settings.division
+        self.held = [] if division is None else [division.of(worker) for worker in range(settings.workers)]
+        self.each = division if division is not None and division.each else None
         self.digest = digest(handle.keys, self.count)
         self.served = Served(self.shard.flat)
         os.makedirs(self.folder, mode=0o700, exist_ok=True)  # (on another host than the one that opened it)
@@ -229,7 +302,7 @@ class Server:
 
     def _new_shard(self) -> Shard:
         keys = self.handle.keys
-        mine, settings = pieces_of(keys, self.count)[self.number], self.settings
+        mine, settings = self.all_pieces[self.number], self.settings
         saved = settings.saved
         schedule = None if saved is None else saved.header.schedule
         shard = Shard(keys, mine, self.values, settings.optimizer, settings.scheduler, settings.forms, schedule)
@@ -248,7 +321,10 @@ class Server:
         self.others: dict[int, Peer] = {}  # the other servers, at server 0; server 0, at the others
         self.lists: dict[int, list[int]] = {}  # snapshots of the other servers
         self.lives: dict[int, int] = {}
-        self.arrivals = Arrivals(self.count)
+        places = [{piece.tensor for piece in pieces} for pieces in self.all_pieces]
+        self.arrivals = Arrivals(self.count, {w: sum(map(bool, map(held.intersection, places)))
+                                              for w, held in enumerate(self.held)})  # fmt: skip
+        self.gathering = None if self.each is None else Gathering(self.each, self.shard)
         self.heard: dict[int, float] = {}
         self.stopped: dict[int, float] = {}  # since when a worker's process is seen as stopped
         self.requests: dict[int, int] = {}
@@ -284,6 +360,11 @@ class Server:
             self.pace.go_on()
         self.served.values, self.served.states = self.shard.flat, self.shard.state_bytes()
         return self.served
+
+    @property
+    def version(self) -> int:
+        """The number of updates that are made here."""
+        return self.rule.version if self.each is None else self.shard.updates
 
     def _gone(self, peer: Peer) -> None:
         """A connection has ended. Without another server nothing can go on; without a worker, all the others can."""
@@ -380,14 +461,15 @@ class Server:
     def _room(self, peer: Peer, message: Message) -> memoryview:
         """Memory for a piece of a gradient."""
         key, size, step = message.key, message.size, message.step
-        piece = self.shard.by_tensor.get(key)
+        held = self.held[peer.worker] if self.held else None
+        piece = self.shard.by_tensor.get(key) if held is None or key in held else None
         wanted = -1 if piece is None else self._pushed_size(piece)
         if wanted != size or not 0 <= message.version <= message.number:
             known = "another" if piece is None else f"one of {wanted} bytes"
             raise Refused(f"key {key}: {size} bytes were pushed, but server {self.number} keeps {known}")
         peer.since = time.perf_counter()
         if not self.rule.known(peer.worker, step):
-            pushed = self.shard.pushing(peer.worker, peer.life, step, message.version, message.number)
+            pushed = self.shard.pushing(peer.worker, peer.life, step, message.version, message.number, held)
             if key in pushed.missing and self.settings.compress == "none":
                 return pushed.room.bytes[key]
         peer.packed = memoryview(bytearray(size))  # (or this piece was received before, and does not count twice)
@@ -409,13 +491,14 @@ class Server:
         self._decide_first()
 
     def _decide_first(self) -> None:
-        """Server 0, emulated: decide at the emulated time of one event, before the next event counts."""
+        """Server 0: decide before the next event counts, as with emulated times."""
         if self.number == 0 and self.ready and not self.broken and not self.over:
             self._decide()
 
     def _pull(self, peer: Peer, message: Message) -> None:
         self.requests[peer.worker] = message.number
-        if not self.arrivals.wait(peer.worker):
+        late = bool(self.held) and message.step >= 0 and not self.rule.known(peer.worker, message.step)
+        if not self.arrivals.wait(peer.worker, late):
             self.rule.ask(peer.worker)
 
     def _ask(self, peer: Peer, message: Message) -> None:
@@ -519,7 +602,10 @@ class Server:
         pushed.missing.discard(key)
         self.served.received += message.size
         self.served.events.append(ServerEvent(0, worker, step, key, start, end, message.size))
-        if pushed.missing:
+        whole = not pushed.missing
+        if self.gathering is not None:
+            self._gathered(self.gathering.next(key, step), step)
+        if not whole:
             return
         if self.number == 0:
             self._whole(worker, step, peer.life, 0)
@@ -537,8 +623,12 @@ class Server:
         if self.arrivals.whole(worker, step, life, server):
             self.rule.push(worker, step)
             self._acknowledge(worker, step)
+            if self.each is not None and step + 1 < self.settings.steps:
+                self.rule.ask(worker)  # (it does not ask for what is sent to it anyway)
             if self.arrivals.awaited(worker):
                 self.rule.ask(worker)
+            if self.each is not None:  # (before the same worker's next gradient is whole, since it need not wait)
+                self._decide_first()
 
     def _acknowledge(self, worker: int, step: int) -> None:
         """A step's gradient is at all servers: say so to the worker, if it waits for that."""
@@ -583,15 +673,18 @@ class Server:
 
     def _update(self, row: Row, start: float) -> None:
         """Make an update; with `clip` when all servers know the norm of its gradient, and nothing else before that."""
+        if self.each is not None:  # (its groups are updated already)
+            self.taking.clear()
+            return
         found = [self.shard.find(take.worker, take.step) for take in self.taking]
         taken = [pushed for pushed in found if pushed is not None]
         self.taking.clear()
         self.reach("apply")
-        self.shard.combine(taken)
+        gradients = self.shard.combine(taken)
         if self.settings.clip is None:
-            return self._apply(row, taken, start)
-        mine = self.shard.squares(taken)
-        self.clipping = Clipping(row, taken, start, {self.number: mine})
+            return self._apply(row, taken, gradients, start)
+        mine = squares(gradients)
+        self.clipping = Clipping(row, taken, gradients, start, {self.number: mine})
         if self.number:
             self.board.tell(self.others.get(0), Message(What.NORM, number=bits_of(mine), moment=self._moment()))
         else:
@@ -614,57 +707,109 @@ class Server:
             self.board.tell(peer, Message(What.NORM, number=bits_of(whole), moment=self._moment()))
         self._clipped(whole)
 
-    def _clipped(self, squares: float) -> None:
+    def _clipped(self, whole: float) -> None:
         assert self.clipping is not None
         assert self.settings.clip is not None
-        (row, taken, start, _), self.clipping = self.clipping, None
-        self.shard.scale(taken, min(1.0, self.settings.clip / (squares**0.5 + 1e-6)))
-        self._apply(row, taken, start)
+        (row, taken, gradients, start, _), self.clipping = self.clipping, None
+        factor = self.settings.clip / (whole**0.5 + 1e-6)
+        for one in gradients.values() if factor < 1 else ():
+            one.mul_(factor)
+        self._apply(row, taken, gradients, start)
 
-    def _apply(self, row: Row, taken: list[Pushed], start: float) -> None:
-        self.shard.apply(taken)
+    def _apply(self, row: Row, taken: list[Pushed], gradients: Gradients, start: float) -> None:
+        self.shard.apply(taken, gradients)
         self.reach("apply")
         end = time.perf_counter()
 
-        def note(start: float, end: float) -> None:
-            self.served.events.append(ServerEvent(row.kind, *row[1:], start, end))
-
-        if self.pace is None:
-            note(start, end)
-        else:
-            assert self.settings.pacing is not None
-            known = self.settings.pacing.updates
-            self.pace.work(end - start if known is None else known[self.number], note)
+        self._note(start, end, row)
         self.updated(self)
         every = self.settings.snapshot_every if self.number == 0 else None
         if every and self.rule.version % every == 0 and len(self.saved) in (0, self.count):
             self._save_all()  # (not before all servers have the last snapshot)
 
+    def _note(self, start: float, end: float, row: Row, group: int = -1) -> None:
+        """An update was made: on emulated devices it takes their time."""
+
+        def note(start: float, end: float) -> None:
+            self.served.events.append(ServerEvent(row.kind, *row[1:], start, end, group=group))
+
+        if self.pace is None:
+            return note(start, end)
+        assert self.settings.pacing is not None
+        known = self.settings.pacing.updates
+        self.pace.work(end - start if known is None else known[self.number][group], note)
+
+    # groups one by one ------------------------------------------------------------------------------------------------
+
+    def _gathered(self, group: int, step: int) -> None:
+        """If a gradient is there of all workers: update its group, and send what can be sent."""
+        if group < 0:
+            return
+        assert self.gathering is not None
+        start = time.perf_counter()
+        taken = self.gathering.taken(group, step)
+        keys = self.gathering.division.keys[group]
+        self.reach("apply")
+        self.shard.step(self.shard.combine(taken, keys))
+        self.reach("apply")
+        self._note(start, time.perf_counter(), Row(APPLY, -1, -1, step), group)
+        if self.gathering.applied(group):
+            self.shard.end([p for p in self.shard.pushed.values() if p.step == step])
+            self.updated(self)
+        self._send_groups()
+
+    def _send_groups(self) -> None:
+        """Send every worker the groups that come next for it, as far as they are updated."""
+        assert self.gathering is not None
+        for worker, step, group in self.gathering.ready(self.settings.steps):
+            peer = self.workers.get(worker)
+            if peer is not None:
+                message = Message(What.PART, group, worker, step, step)
+                self._send(peer, message, self._bytes_for(worker, self.gathering.division.keys[group]), group)
+
     # answers ---------------------------------------------------------------------------------------------------------
 
     def _answer(self, row: Row, number: int) -> None:
         _, worker, step, version = row
-        peer, flat, start = self.workers.get(worker), self.shard.flat, time.perf_counter()
+        peer = self.workers.get(worker)
         if peer is None:
             return
         self.heard[worker] = time.monotonic()
-        data = self.shard.bytes if step < self.settings.steps else _NOTHING  # (after the last step nothing is needed)
+        here = step < self.settings.steps  # (after the last step nothing is needed)
+        message = Message(What.ANSWER, self.settings.steps, worker, step, version, number)
+        if self.gathering is None:
+            self._send(peer, message, self._bytes_for(worker, None) if here else _NOTHING)
+        elif step == 0 or not here:  # (what is sent in between, a worker does not ask for)
+            self._send(peer, message, _NOTHING)
+            self.gathering.begins(worker)
+            self._send_groups()
+
+    def _bytes_for(self, worker: int, keys: Sequence[int] | None) -> memoryview:
+        """What a worker gets: of its own keys, or of these."""
+        if not self.held:
+            return self.shard.bytes
+        held = self.held[worker]
+        runs = runs_of(self.shard.pieces, held, held if keys is None else keys)
+        return memoryview(b"".join(self.shard.bytes[run.start : run.stop] for run in runs))
+
+    def _send(self, peer: Peer, message: Message, data: memoryview, group: int = -1) -> None:
+        worker, step, version = message.worker, message.step, message.version
+        flat, start = self.shard.flat, time.perf_counter()
 
         def note(start: float, end: float) -> None:
-            self.served.events.append(ServerEvent(ANSWER, worker, step, version, start, end, len(data)))
+            self.served.events.append(ServerEvent(ANSWER, worker, step, version, start, end, len(data), group))
 
         def written(flat: Tensor = flat) -> None:  # (the default keeps the tensor alive until then)
             self.served.sent += len(data)
             if self.pace is None or not len(data):
                 note(start, time.perf_counter())
 
-        moment = 0
         if self.pace is not None and len(data):
             assert self.settings.pacing is not None
-            occupied, delay = self.settings.pacing.replies[self.number][worker, step]
-            moment = nanoseconds(self.pace.work(occupied, note) + delay)
-        self.shard.readers.append(peer)
-        message = Message(What.ANSWER, self.settings.steps, worker, step, version, number, 0, moment)
+            occupied, delay = self.settings.pacing.replies[self.number][worker, step, group]
+            message = message._replace(moment=nanoseconds(self.pace.work(occupied, note) + delay))
+        if not self.held:  # (else these bytes are a copy)
+            self.shard.readers.append(peer)
         self.board.tell(peer, message, data, written)
 
     def _look_for_silent(self) -> None:

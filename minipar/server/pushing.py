@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -31,7 +31,7 @@ from minipar.server.connection import Connection, stopped
 from minipar.server.framing import Message, What, bytes_of, nanoseconds, seconds
 from minipar.server.packing import Packer
 from minipar.server.rendezvous import RETRY, Introduction, Meeting, ServerHandle, read_handle
-from minipar.server.shard import digest, length, pieces_of
+from minipar.server.shard import Division, digest, kept_by, length, pieces_of, runs_of
 from minipar.strategies.shares import Piece
 from minipar.wording import several
 
@@ -48,6 +48,7 @@ def connect(
     compress: str = "none",
     on_stop: Callable[[int, int], None] | None = None,
     processes: tuple[int, ...] = (),
+    division: Division | None = None,
 ) -> Servers:
     """Connect to the servers of a folder, or of another meeting place, as the worker of this number; it replaces an
     earlier worker of that number.
@@ -58,10 +59,11 @@ def connect(
     on_stop    called with the number and process of a server that was stopped (SIGSTOP); it must end it, so that it
                starts again. Default: a RankError that names both
     processes  of the servers, where they are on this machine: one that is stopped before it listens is noticed
+    division   which workers have which keys, as the servers' `Settings` say it; None: all have all
 
     Raises RankError if there are none, ServerClosed if they have ended.
     """
-    return Servers(read_handle(meeting), worker, patience, reach, compress, on_stop, processes)
+    return Servers(read_handle(meeting), worker, patience, reach, compress, on_stop, processes, division)
 
 
 class Servers:
@@ -76,6 +78,7 @@ class Servers:
         compress: str = "none",
         on_stop: Callable[[int, int], None] | None = None,
         processes: tuple[int, ...] = (),
+        division: Division | None = None,
     ) -> None:
         if worker < 0:
             raise RankError(f"worker {worker}: must be at least 0")
@@ -83,7 +86,14 @@ class Servers:
         self.handle, self.worker, self.patience, self.reach = handle, worker, patience, reach
         self.keys = handle.keys
         self._number = {key.name: k for k, key in enumerate(self.keys)}
-        self._pieces = pieces_of(self.keys, handle.count)
+        self._at_servers = pieces_of(self.keys, handle.count)
+        held = frozenset(range(len(self.keys))) if division is None else division.of(worker)
+        self._pieces = [kept_by(pieces, held) for pieces in self._at_servers]
+        self._runs = [runs_of(pieces, held, held) for pieces in self._at_servers]
+        self._each = division if division is not None and division.each else None
+        self._group_of = {k: g for g, keys in enumerate(self._each.keys) for k in keys} if self._each else {}
+        self._parts_here: dict[tuple[int, int], float] = {}  # (server, group) -> when this step's part has arrived
+        self._whole: set[int] = set()  # groups that are here for this step
         self._homes = [
             [(server, piece) for server, pieces in enumerate(self._pieces) for piece in pieces if piece.tensor == k]
             for k in range(len(self.keys))
@@ -94,7 +104,7 @@ class Servers:
         # Copies of what the servers keep, one run of bytes for each server; a key that is cut has memory of its own.
         self._flats = [torch.zeros(length(pieces), dtype=torch.uint8) for pieces in self._pieces]
         self._bytes = [bytes_of(flat) for flat in self._flats]
-        self._size = sum(len(one) for one in self._bytes)
+        self._size = sum(run.stop - run.start for runs in self._runs for run in runs)
         self._values = [self._home_of(k) for k in range(len(self.keys))]
         self._kinds = [(value.shape, value.dtype) for value in self._values]
         self.connections: list[Connection] = []
@@ -115,6 +125,8 @@ class Servers:
 
     def _home_of(self, k: int) -> Tensor:
         key, homes = self.keys[k], self._homes[k]
+        if not homes:
+            return torch.empty(0, dtype=key.type)  # (another worker's)
         if len(homes) == 1:
             server, piece = homes[0]
             return self._flats[server][piece.place : piece.place + piece.size].view(key.type).view(key.shape)
@@ -216,6 +228,8 @@ class Servers:
                 raise ServerClosed(f"worker {self.worker}: the servers of {self.handle.folder} have ended")
             if message.what == What.ANSWER:  # to an earlier request
                 connection.read(memoryview(bytearray(message.size)))
+            elif message.what == What.PART:
+                self._take_part(connection, message)
 
     # steps -----------------------------------------------------------------------------------------------------------
 
@@ -224,7 +238,10 @@ class Servers:
         None at the end."""
         while True:
             try:
-                self._pull()
+                if self._each is not None and 0 <= self.step < self._steps - 1:
+                    self._begin(self.step + 1, self.version + 1)  # (its parameters come without being asked for)
+                else:
+                    self._pull()
                 if self.step < self._steps:
                     return self.step
                 self.connections[0].send(Message(What.LEAVE))
@@ -238,20 +255,20 @@ class Servers:
                 self._again()
 
     def _pull(self) -> None:
-        if self.missing and not self.void:
-            missing = self.keys[min(self.missing)[0]].name
-            raise RankError(f"worker {self.worker}: step {self.step} is not done, key {missing!r} was not pushed")
+        self._check_done()
         while True:
             try:
                 self.request += 1
-                self.connections[0].send(Message(What.PULL, number=self.request, moment=self._timing[0]))
+                ask = Message(What.PULL, step=self.step, number=self.request, moment=self._timing[0])
+                self.connections[0].send(ask)
                 self._timing, self.arrived = (0, 0), 0.0
                 self.reach("pull")
                 for server, connection in enumerate(self.connections):
                     into = self._bytes[server]
                     while True:
                         answer = self._take(connection, What.ANSWER)
-                        connection.read(into[: answer.size])
+                        for start, stop, place in self._runs[server] if answer.size else ():
+                            connection.read(into[place : place + stop - start])
                         self.arrived = max(self.arrived, seconds(answer.moment))
                         if answer.number == self.request:
                             break
@@ -259,20 +276,58 @@ class Servers:
             except ConnectionError:
                 if self._again():
                     self._resend()
+        self._steps = answer.key
+        if self._each is None and answer.step < self._steps:
+            self.received += self._size
+        self._begin(answer.step, answer.version)
+        if self._each is None:
+            self._join(self._cut)
+
+    def _check_done(self) -> None:
+        if self.missing and not self.void:
+            missing = self.keys[min(self.missing)[0]].name
+            raise RankError(f"worker {self.worker}: step {self.step} is not done, key {missing!r} was not pushed")
+
+    def _begin(self, step: int, version: int) -> None:
+        """A step begins, since its parameters are here, or come one by one."""
+        self._check_done()
         if self.packer is not None:
             self.packer.step_is_over()
-        self.void, self.step, self.version = False, answer.step, answer.version
-        self._steps = answer.key
-        if answer.size:
-            self.received += self._size
+        self.void, self.step, self.version = False, step, version
         self.pushed.clear()
         self.unacknowledged = -1  # (no worker gets an answer before that)
         self.missing = set(self._places)
-        for k in self._cut:
+        self._whole.clear()
+
+    def _join(self, keys: Iterable[int]) -> None:
+        """Put keys together that are cut."""
+        for k in keys:
             whole = bytes_of(self._values[k])
             for server, piece in self._homes[k]:
                 part = bytes_of(self._flats[server])
                 whole[piece.start : piece.stop] = part[piece.place : piece.place + piece.size]
+
+    def _bring(self, group: int) -> None:
+        """Wait for the parameters of a group, where each comes by itself. Those of others may come before them."""
+        assert self._each is not None
+        keys = self._each.keys[group]
+        servers = sorted({server for k in keys for server, _ in self._homes[k]})
+        for server in servers:
+            while (server, group) not in self._parts_here:
+                self._take_part(self.connections[server], self._take(self.connections[server], What.PART))
+        self.arrived = max(self._parts_here.pop((server, group)) for server in servers)
+        self._whole.add(group)
+        self._join(k for k in keys if len(self._homes[k]) > 1)
+
+    def _take_part(self, connection: Connection, message: Message) -> None:
+        """The parameters of a group have come from a server."""
+        assert self._each is not None
+        server = self.connections.index(connection)
+        held = self._each.of(self.worker)
+        for start, stop, place in runs_of(self._at_servers[server], held, self._each.keys[message.key]):
+            connection.read(self._bytes[server][place : place + stop - start])
+        self.received += message.size
+        self._parts_here[server, message.key] = seconds(message.moment)
 
     def pull(self, index: str | int) -> Tensor:
         """The parameter of a key, as it was when this step began. The tensor is the worker's copy: it changes when the
@@ -280,6 +335,8 @@ class Servers:
         k = self._find(index, "pull")
         if not self.missing and self.next_step() is None:
             raise ServerClosed(f"worker {self.worker}: pull({index!r}) after the last step")
+        if self._each is not None and self._group_of[k] not in self._whole:
+            self._bring(self._group_of[k])
         return self._values[k]
 
     def push(self, index: str | int, gradient: Tensor, server: int | None = None) -> None:

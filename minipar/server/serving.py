@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby, islice
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ from minipar.server import pushing, rendezvous, snapshot
 from minipar.server.process import Served, Server, Settings, serve
 from minipar.server.rendezvous import Meeting
 from minipar.server.saving import Part, Saving, Wrote
-from minipar.server.shard import ParameterKey, key_of, pieces_of, view
+from minipar.server.shard import Division, ParameterKey, key_of, pieces_of, view
 from minipar.server.steps import Progress, Step, losses_of
 from minipar.server.working import Worker
 from minipar.strategies import served_order
@@ -128,7 +129,8 @@ def execute_served(
     """
     assert program.serving is not None
     servers, workers = program.serving.servers, program.workers
-    mode = Mode.parse(program.serving.mode, workers)
+    stages = workers // program.replicas
+    mode = Mode.parse(program.serving.mode, program.replicas)
     every = snapshot_every or (10 if on_death == "continue" else None)
     folder = tempfile.mkdtemp(prefix="servers-", dir=launch.scratch_folder())
     steps: dict[tuple[int, int], Step] = {}
@@ -180,10 +182,10 @@ def execute_served(
         if isinstance(cluster, Cluster):  # (of this machine)
             processes = tuple(cluster.run_on(range(len(program.ranks)), os.getpid))
         ((keys, forms, header),) = cluster.run_on([0], _open, job, program, folder, storing)
-        saving = Saving(storing, header, servers + 1, on_death == "continue")
+        saving = Saving(storing, header, servers + stages, on_death == "continue")
         settings = Settings(
             workers, program.steps, job.optimizer, mode, every, patience, on_death, True, pacing, job.scheduler, forms,
-            program.clip, program.compress, storing.saved, processes,
+            program.clip, program.compress, storing.saved, processes, division_of(program),
         )  # fmt: skip
         revivals = _REVIVALS if on_death == "continue" else 0
         with storing.around():
@@ -191,7 +193,7 @@ def execute_served(
                 revivals, hear, _take_part, job, program, folder, settings, keep_gradients, slow, watch is not None,
                 header, storing, Watching(memory, None if cluster.emulates is None else cluster.emulates.memory),
             )  # fmt: skip
-            shares = [share for _, share in (*found[workers:], found[0])]
+            shares = [share for _, share in (*found[workers:], *found[:stages])]
             saving.finish(shares[0].header)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -204,11 +206,11 @@ def execute_served(
 
 def pacing_of(costs: EmulatedCosts) -> Pacing:
     """The part of a program's costs that emulated servers need."""
-    program = costs.program
+    program, each = costs.program, served_order.is_by_layer(costs.program)
     servers = range(program.workers, len(program.ranks))
     replies = tuple(
         {
-            (worker, ins.step): costs.transfer(server, ins._replace(op=Op.REPLY, peer=worker, writes=()))
+            (worker, ins.step, ins.layers[0] if each else -1): costs.transfer(server, served_order.reply(ins, worker))
             for worker in range(program.workers)
             for ins in program.ranks[worker]
             if ins.op is Op.PULL and ins.peer == server
@@ -216,15 +218,34 @@ def pacing_of(costs: EmulatedCosts) -> Pacing:
         for server in servers
     )
     assert program.serving is not None
-    taken = [Row(Kind.TAKE, worker, 0, 0) for worker in range(program.workers)]
-    updates = [
-        served_order.update(share, Row(Kind.APPLY, -1, -1, 0), taken)
-        for share in shares_of(program.groups, program.serving.servers)
-    ]
-    known = all(costs.delays(ins) for ins in updates)
-    return Pacing(
-        replies, tuple(costs.compute(s, ins) for s, ins in zip(servers, updates, strict=True)) if known else None
+    shares = shares_of(program.groups, program.serving.servers)
+    first = [ins for row in program.ranks[: program.workers] for ins in row if ins.op is Op.PUSH and ins.step == 0]
+    updates: list[dict[int, float]] = []
+    for server, share in zip(servers, shares, strict=True):
+        parts = {g: {g: share[g]} for g in share} if each else {-1: share}
+        accepts = [served_order.accept(push, 0) for push in first if push.peer == server]
+        made = {
+            g: served_order.update(part, 0, [ins for ins in accepts if not part.keys().isdisjoint(ins.layers)])
+            for g, part in parts.items()
+        }
+        if not all(map(costs.delays, made.values())):
+            return Pacing(replies, None)
+        updates.append({g: costs.compute(server, ins) for g, ins in made.items()})
+    return Pacing(replies, tuple(updates))
+
+
+def division_of(program: Program) -> Division | None:
+    """Which workers have which keys, where they do not all pull everything at once."""
+    each = served_order.is_by_layer(program)
+    if not each and program.workers == program.replicas:
+        return None
+    numbers = iter(range(sum(len(group.tensors) for group in program.groups)))
+    keys = tuple(tuple(islice(numbers, len(group.tensors))) for group in program.groups)
+    held = tuple(
+        tuple(dict.fromkeys(g for ins in row for g in (ins.layers if ins.op is Op.PULL else ())))
+        for row in program.ranks[: program.workers]
     )
+    return Division(keys, held, each)
 
 
 def _result(
@@ -287,7 +308,7 @@ def _size(program: Program, taken: list[Step], served: list[Served], batch: int)
     servers = program.serving.servers if program.serving else 1
     shares = shares_of(program.groups, servers)
     slices = program.slice_count
-    rows = [len(r) for r in split_rows(batch, program.workers * program.microbatches // slices)]
+    rows = [len(r) for r in split_rows(batch, program.replicas * program.microbatches // slices)]
     sizes: dict[tuple[str, int, int], int] = {}
     for step in taken:
         sizes |= step.sizes
@@ -305,7 +326,7 @@ def _size(program: Program, taken: list[Step], served: list[Served], batch: int)
         if value.kind == "served_state":
             return states.get((server, g), 0)
         if value.microbatch >= 0:
-            i, piece = divmod(rank * program.microbatches + value.microbatch, slices)
+            i, piece = divmod(program.replica(rank) * program.microbatches + value.microbatch, slices)
             return sizes.get((value.kind, g, rows[i] * slices + piece), 0)  # (as `BatchRows.count` says)
         whole = sum(program.groups[g].tensors) + (program.groups[g].frozen if value.kind == "param" else 0)
         return whole // 2 if program.precision == "bf16" else whole
@@ -338,19 +359,22 @@ def _times(program: Program, taken: list[Step], served: list[Served], keys: tupl
     group_of = [g for g, group in enumerate(program.groups) for _ in group.tensors]
     for rank, one in enumerate(served, program.workers):
         pieces: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
+        done: dict[tuple[Op, int, int, int], tuple[float, float]] = {}  # op, peer, step, group (-1: all)
         for event in one.events:
             span = event.start, event.end
             if event.kind == 0:
                 pieces.setdefault((event.worker, event.step, group_of[event.which]), []).append(span)
             elif event.kind == Kind.APPLY:
-                times[rank, Op.APPLY, -1, event.which, ()] = span
+                done[Op.APPLY, -1, event.which, event.group] = span
             elif event.kind == Kind.ANSWER:
-                times[rank, Op.REPLY, event.worker, event.step, ()] = span
+                done[Op.REPLY, event.worker, event.step, event.group] = span
         for ins in program.ranks[rank]:
+            both = ((ins.op, ins.peer, ins.step, g) for g in (-1, *ins.layers[:1]))
+            here = [done[key] for key in both if key in done]
             if ins.op is Op.ACCEPT:
                 here = [span for g in ins.layers for span in pieces.get((ins.peer, ins.step, g), [])]
-                if here:
-                    times[place_of(rank, ins)] = min(a for a, _ in here), max(b for _, b in here)
+            if here:
+                times[place_of(rank, ins)] = min(a for a, _ in here), max(b for _, b in here)
     return times
 
 
@@ -432,12 +456,16 @@ def _take_part(
     """What every rank does: the first ones are workers, the last ones servers. Returns the steps of a worker or what a
     server brings back, and the rank's share of the state."""
     rank, meeting = worker.context().rank, _meeting(folder)
+    stages = program.workers // program.replicas
     clock = clocks.Reading(0.0, 0.0, 0.0)
     if meeting.address and settings.on_death == "abort":  # (otherwise all are on one machine)
         clock = clocks.read(communicator.create())
+    elif stages > 1:
+        communicator.create()  # (all ranks make it together)
     dying = settings.on_death == "continue"  # (then every step is reported at once, as this rank may die)
     number = rank - program.workers
-    part = Part(storing, number if number >= 0 else len(program.ranks) - program.workers, program.steps, dying)
+    servers = len(program.ranks) - program.workers
+    part = Part(storing, number if number >= 0 else servers + rank, program.steps, dying)
     if rank >= program.workers:
         _, _, groups, _ = _trained(job)
         values = [p.detach() for group in groups for p in group]
@@ -445,7 +473,7 @@ def _take_part(
 
         def updated(server: Server) -> None:
             own = server.shard
-            part.reached(server.rule.version, server.incarnation, own.saved, own.optimizer_name, own.saved_schedule)
+            part.reached(server.version, server.incarnation, own.saved, own.optimizer_name, own.saved_schedule)
 
         def ended(server: Server) -> None:
             own = server.shard
@@ -482,17 +510,16 @@ def _take_part(
         restore_untrained(layers_of(made), names, outline, Reading(storing.saved))
     spare = copy.deepcopy(made)  # to warm up: first calls take longer, and should not count in the first step
     one = Worker(program, rank, made, job, slow[rank] if slow else None)
-    rest = partial(collect_untrained, list(one.compute.layers.values()), one.names, outline)
+    rest = partial(collect_untrained, one, outline)
 
     def begins(version: int, incarnation: int) -> None:
-        if rank == 0 and part.due(version, incarnation):
+        if rank < stages and part.due(version, incarnation):
             with one.offloading.all_here():
                 part.reached(version, incarnation, rest)
 
     with contextlib.suppress(ServerClosed):  # (it was started again after the end)
-        servers = settings.processes[program.workers :]
-        _work(job, one, spare, meeting, not dying, servers, keep_gradients, tell, storing.first, begins, watching)
-    if rank:
+        _work(job, one, spare, meeting, settings, keep_gradients, tell, storing.first, begins, watching)
+    if rank >= stages:
         one.offloading.close()
         return done, Share(header)
     with closing(one.offloading), one.offloading.all_here():
@@ -519,8 +546,7 @@ def _work(
     one: Worker,
     spare: nn.Module,
     meeting: Meeting,
-    abort: bool,
-    processes: tuple[int, ...],
+    settings: Settings,
     keep_gradients: bool,
     tell: Callable[[Step], None],
     first: int,
@@ -535,33 +561,39 @@ def _work(
     """
     program, compute, rank, device = one.program, one.compute, one.comm.rank, one.device
     # At once, so that the servers see this worker's process.
-    on_stop = None if abort else partial(_say_stopped, program.workers)
-    ps = pushing.connect(meeting, rank, compress=program.compress, on_stop=on_stop, processes=processes)
+    on_stop = None if settings.on_death == "abort" else partial(_say_stopped, program.workers)
+    processes = settings.processes[program.workers :]
+    ps = pushing.connect(
+        meeting, rank, compress=program.compress, on_stop=on_stop, processes=processes, division=settings.division
+    )
     warm = Worker(program, rank, spare, job)
     with closing(warm.offloading):
         warm.run(job.batches, first)
     compute.finite = None if job.on_nan == "ignore" else Finite(rank, job.on_nan, worker.report)
     types = {key.name: key.type for key in ps.keys}
     transfers = {} if device is None or not device.delays.links else device.delays.transfer
-    pulls = sum(ins.op is Op.PULL for ins in one.instructions)
     found: dict[str, Tensor] = {}
     counts = 0, 0
+    counting = program.replica(rank) != program.replica(rank - 1) if rank else True  # (one rank of each replica)
 
-    def pulled() -> None:
+    def bring(index: int, groups: list[int]) -> None:
         nonlocal counts
-        part = compute.rows.part(0)
-        mine = range(part.rows[0].start - part.start, part.rows[-1].stop - part.start)
-        counts = _whole(counted(take_rows(part.y, mine), job.loss)), _whole(part.weight)
-        ps.weigh(*counts)
-        for g, group in enumerate(one.groups):
+        if not one.here:
+            part = compute.rows.part(0)
+            mine = range(part.rows[0].start - part.start, part.rows[-1].stop - part.start)
+            counted_here = _whole(counted(take_rows(part.y, mine), job.loss))
+            counts = counted_here if counting else 0, _whole(part.weight)
+            ps.weigh(*counts)
+        for g in groups:
+            group = one.groups[g]
             values = [ps.pull(one.names[id(p)]) for p in group]
             if one.offloading.keeps(g):
                 one.offloading.put_away(g, [v.to(p.dtype) for v, p in zip(values, group, strict=True)])
             else:
                 for p, value in zip(group, values, strict=True):
                     p.data.copy_(value)
-        if device is not None:
-            device.arrived(ps.arrived, 0)
+            if device is not None:
+                device.arrived(ps.arrived, index)
 
     def push(p: nn.Parameter, gradient: Tensor, peer: int) -> None:
         name = one.names[id(p)]
@@ -575,7 +607,13 @@ def _work(
             occupied, delay = transfers.get(index, (0.0, 0.0))
             ps.pace(device.now + delay, occupied)
 
-    one.pulled, one.push, one.pace = pulled, push, pace
+    together: list[slice[int, int, None]] = []
+    place = 0
+    for op, some in groupby(one.instructions, key=lambda ins: ins.op):
+        count = len(list(some))
+        together += [slice(place, place + count)] if op is Op.PULL else []
+        place += count
+    one.bring, one.push, one.pace = bring, push, pace
     tracker = watching.start(one)
     begin = time.perf_counter()
     while (step := ps.next_step()) is not None:
@@ -586,7 +624,9 @@ def _work(
         if device is not None and device.delays.links:
             ps.pace(device.now)
         times = list(zip(record.starts, record.ends, strict=True))
-        times[:pulls] = [(begin, times[0][1])] * pulls
+        for run in together:  # (all pulls that follow each other are awaited together)
+            since = times[run.start][0] if run.start else begin
+            times[run] = [(since, times[run.stop - 1][1])] * (run.stop - run.start)
         sizes, data = dict(compute.sizes), compute.data_bytes()
         series = tracker.last if watching.series else None
         tell(Step(rank, step, record.losses[0], *counts, found, times, sizes, data, series=series))

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from minipar.comm.missing import is_missing
 from minipar.execution.saving.contents import (
     SavedSlice,
     SavedSource,
@@ -26,7 +27,7 @@ from minipar.execution.updating import Elements, Form, Optimizer, Scheduler, Upd
 from minipar.models.tensors import dtype_name, dtype_named
 from minipar.server.connection import Peer
 from minipar.server.framing import bytes_of
-from minipar.strategies.shares import Piece, cut
+from minipar.strategies.shares import GRAIN, Piece, cut
 
 
 class ParameterKey(NamedTuple):
@@ -71,6 +72,65 @@ def length(pieces: Sequence[Piece]) -> int:
     return pieces[-1].place + pieces[-1].size if pieces else 0
 
 
+class Run(NamedTuple):
+    """Bytes `start` to `stop` of what a server keeps, which a worker keeps from byte `place` on."""
+
+    start: int
+    stop: int
+    place: int
+
+
+def kept_by(pieces: Sequence[Piece], held: Collection[int]) -> list[Piece]:
+    """What a worker with these tensors keeps of a server's pieces: with smaller places, but aligned as there."""
+    found: list[Piece] = []
+    end, shift, before = 0, 0, -2
+    for k, piece in enumerate(pieces):
+        if piece.tensor in held:
+            if k > before + 1:  # (pieces that follow each other at the server do so here: they travel as one run)
+                shift = end + (piece.place - end) % GRAIN - piece.place
+            found.append(piece._replace(place=piece.place + shift))
+            end, before = piece.place + shift + piece.size, k
+    return found
+
+
+def runs_of(pieces: Sequence[Piece], held: Collection[int], wanted: Collection[int]) -> list[Run]:
+    """What a server sends of some tensors to a worker that keeps `held` of its pieces, as few runs of bytes."""
+    places = {piece.tensor: piece.place for piece in kept_by(pieces, held)}
+    found: list[Run] = []
+    before = -2
+    for k, piece in enumerate(pieces):
+        if piece.tensor in wanted:
+            stop = piece.place + piece.size
+            if k == before + 1:
+                found[-1] = found[-1]._replace(stop=stop)
+            else:
+                found.append(Run(piece.place, stop, places[piece.tensor]))
+            before = k
+    return found
+
+
+@dataclass(frozen=True)
+class Division:
+    """Which workers have what, where not every worker pulls everything at once.
+
+    keys    for each parameter group, its keys by number
+    held    for each worker its groups, in the order in which it pulls them
+    each    whether every group is updated and sent by itself, as soon as all have pushed its gradient
+    """
+
+    keys: tuple[tuple[int, ...], ...]
+    held: tuple[tuple[int, ...], ...]
+    each: bool
+
+    def of(self, worker: int) -> frozenset[int]:
+        """The keys that a worker has."""
+        return frozenset(k for g in self.held[worker] for k in self.keys[g])
+
+    def holders(self, group: int) -> list[int]:
+        """The workers that have a group."""
+        return [worker for worker, held in enumerate(self.held) if group in held]
+
+
 class Room:
     """Memory for one gradient, and the pieces in it: made once and used again for the next gradients."""
 
@@ -80,6 +140,14 @@ class Room:
         self.bytes = {p.tensor: whole[p.place : p.place + p.size] for p in pieces}
         self.views = [view(flat, keys[p.tensor], p) for p in pieces]
         self.of = dict(zip(self.bytes, self.views, strict=True))  # by tensor
+
+
+Gradients = dict[int, Tensor]  # by tensor
+
+
+def squares(gradients: Gradients) -> float:
+    """The sum of the squares of some gradients."""
+    return sum(torch.linalg.vector_norm(one).item() ** 2 for one in gradients.values())
 
 
 @dataclass
@@ -94,6 +162,7 @@ class Pushed:
     of: int
     room: Room
     missing: set[int] = field(default_factory=set)  # tensors of which the piece is not here yet
+    held: frozenset[int] = frozenset()  # tensors that the worker has
 
 
 class Shard:
@@ -150,14 +219,18 @@ class Shard:
 
     # gradients
 
-    def pushing(self, worker: int, life: int, step: int, rows: int, of: int) -> Pushed:
-        """The place for a worker's gradient of a step: the one that has begun to arrive, or a new one."""
+    def pushing(
+        self, worker: int, life: int, step: int, rows: int, of: int, held: Collection[int] | None = None
+    ) -> Pushed:
+        """The place for a worker's gradient of a step: the one that has begun to arrive, or a new one. `held`: the
+        tensors that the worker has; default: all."""
         found = self.pushed.get((worker, life))
         if found is None or found.step != step:
             if found is not None:
                 self.let_go(found)
             room = self.spare.pop() if self.spare else self._room(torch.empty(self.nbytes, dtype=torch.uint8))
-            found = Pushed(worker, life, step, rows, of, room, set(self.by_tensor))
+            mine = frozenset(self.by_tensor if held is None else self.by_tensor.keys() & held)
+            found = Pushed(worker, life, step, rows, of, room, set(mine), mine)
             self.pushed[worker, life] = found
         return found
 
@@ -175,45 +248,63 @@ class Shard:
         del self.pushed[pushed.worker, pushed.life]
         self.spare.append(pushed.room)
 
-    def combine(self, taken: Sequence[Pushed]) -> None:
-        """Sum gradients, in this order, into the gradient of the mean over their rows, in the memory of the first."""
-        if taken and self.optimizer is not None:
-            first, rows = taken[0], sum([p.rows for p in taken])
-            if len(taken) > 1 or 0 < rows != first.of:
-                self._add(taken, first.of / rows if rows else 1.0)
+    def combine(self, taken: Sequence[Pushed], tensors: Collection[int] | None = None) -> Gradients:
+        """Sum gradients, in this order, into the gradient of the mean over their rows, in the memory of the first one
+        that has a tensor. What no worker has used gets none.
 
-    def squares(self, taken: Sequence[Pushed]) -> float:
-        """The sum of the squares of this server's part of a gradient that was combined."""
-        views = taken[0].room.views if taken and self.optimizer is not None else ()
-        return sum(torch.linalg.vector_norm(one).item() ** 2 for one in views)
+        tensors   only these, of workers which have all rows together; default: all
+        """
+        if not taken or self.optimizer is None:
+            return {}
+        rows = sum([p.rows for p in taken])
+        scale = taken[0].of / rows if 0 < rows != taken[0].of and tensors is None else 1.0
+        if tensors is None and all(len(p.held) == len(self.pieces) for p in taken):
+            if len(taken) > 1 or scale != 1:
+                self._add(taken, scale)
+            return {k: total for k, total in taken[0].room.of.items() if not is_missing(total)}
+        found = {}
+        for piece in self.pieces:
+            here = [p for p in taken if piece.tensor in p.held]
+            if here and (tensors is None or piece.tensor in tensors):
+                total = here[0].room.of[piece.tensor]
+                for other in here[1:]:
+                    total += other.room.of[piece.tensor]
+                if scale != 1:
+                    total *= scale
+                if not is_missing(total):
+                    found[piece.tensor] = total
+        return found
 
-    def scale(self, taken: Sequence[Pushed], factor: float) -> None:
-        """Scale a gradient that was combined."""
-        for one in taken[0].room.views if taken and factor < 1 else ():
-            one.mul_(factor)
+    def apply(self, taken: Sequence[Pushed], gradients: Gradients) -> None:
+        """Update with what was combined; free the gradients."""
+        if taken:
+            self.step(gradients)
+            self.end(taken)
 
-    def apply(self, taken: Sequence[Pushed]) -> None:
-        """Update with a gradient that was combined; free the gradients."""
-        if not taken:
+    def step(self, gradients: Gradients) -> None:
+        """Update the tensors of these gradients."""
+        if self.optimizer is None or not gradients:
             return
-        if self.optimizer is not None:
-            first = taken[0]
-            if self.readers:
-                self._spare_readers()
-            for gradient, parameter in zip(first.room.views, self.parameters, strict=True):
-                parameter.grad = gradient
-            if self.update.schedule is not None:
-                self.part.follow(self.update.schedule.at(self.updates))
-                self.update.schedule.forget(self.updates)
-            self.optimizer.step()
-            for parameter in self.parameters:
-                parameter.grad = None
+        if self.readers:
+            self._spare_readers()
+        for piece, parameter in zip(self.pieces, self.parameters, strict=True):
+            parameter.grad = gradients.get(piece.tensor)
+        if self.update.schedule is not None:
+            self.part.follow(self.update.schedule.at(self.updates))
+        self.optimizer.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def end(self, taken: Sequence[Pushed]) -> None:
+        """All tensors of an update are there: the next one begins, and its gradients are free."""
+        if self.update.schedule is not None:
+            self.update.schedule.forget(self.updates)
         self.updates += 1
         for pushed in taken:
             self.let_go(pushed)
 
     def _add(self, taken: Sequence[Pushed], scale: float) -> None:
-        """Sum gradients and scale the sum, in the memory of the first."""
+        """Sum whole gradients and scale the sum, in the memory of the first."""
         for dtype, start, stop in self.runs:
             sums = taken[0].room.flat[start:stop].view(dtype)
             for other in taken[1:]:
@@ -259,7 +350,7 @@ class Shard:
         whole = [p for p in self.pushed.values() if not p.missing]
         for k, pushed in enumerate(whole):
             tensors[f"pushed/{k}"] = pushed.room.flat
-        facts = [[p.worker, p.life, p.step, p.rows, p.of] for p in whole]
+        facts = [[p.worker, p.life, p.step, p.rows, p.of, sorted(p.held)] for p in whole]
         return tensors, {"numbers": numbers, "pushed": facts, "updates": self.updates}
 
     def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
@@ -267,8 +358,10 @@ class Shard:
         self._take(tensors["parameters"].clone())
         self.readers = []
         self.pushed = {
-            (worker, life): Pushed(worker, life, step, rows, of, self._room(tensors[f"pushed/{k}"].clone()))
-            for k, (worker, life, step, rows, of) in enumerate(facts["pushed"])
+            (worker, life): Pushed(
+                worker, life, step, rows, of, self._room(tensors[f"pushed/{k}"].clone()), set(), frozenset(held)
+            )
+            for k, (worker, life, step, rows, of, held) in enumerate(facts["pushed"])
         }
         if self.optimizer is None:
             return

@@ -1,6 +1,6 @@
 """A worker computes as any rank does, one step after another; its parameters come from servers, its gradients go there.
 
-PULL    parameters that have come are copied into the layers
+PULL    parameters that have come are copied into the layers, when the first server's part of them is pulled
 F, B    as in any program
 PUSH    gradients are handed to the connections, which send them from the host's memory
 """
@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from minipar.cluster import worker
+from minipar.comm import communicator, missing
 from minipar.comm.communicator import Communicator
+from minipar.data.batches import Batch, BatchPart
 from minipar.execution.emulation import Delays, EmulatedDevice
 from minipar.execution.execution import Job
-from minipar.execution.executor import Executor
+from minipar.execution.executor import Executor, PassRecord
 from minipar.program import Instruction, Op, Program, Synchronous, home
 
 Push = Callable[[nn.Parameter, Tensor, int], None]  # parameter, gradient, rank of the server
@@ -29,17 +31,27 @@ def _nothing(*_: object) -> None: ...
 class Worker(Executor):
     """One worker's layers, and its part of a step, which is the same in all steps.
 
-    pulled   called to bring the parameters of a step into the layers
+    bring    called with the place of a PULL and groups, to bring their parameters into the layers
     push     called with a parameter, its gradient, and the server that is to get it
     pace     called with the place of a PUSH before its first gradient
     """
 
     def __init__(self, program: Program, rank: int, model: nn.Module, job: Job, delays: Delays | None = None) -> None:
-        self.pulled: Callable[[], None] = _nothing
+        self.bring: Callable[[int, list[int]], None] = _nothing
         self.push: Push = _nothing
         self.pace: Callable[[int], None] = _nothing
-        comm = _Apart(rank, len(program.ranks), torch.device(worker.context().device))
-        super().__init__(_one_step(program, rank), comm, model, job.loss, job.optimizer, job.seed, delays)
+        self.here: set[int] = set()  # groups whose parameters are here for this step
+        alone = not any(ins.op is Op.SEND for row in program.ranks for ins in row)
+        comm = (
+            _Apart(rank, len(program.ranks), torch.device(worker.context().device)) if alone else communicator.create()
+        )
+        super().__init__(_one_step(program), comm, model, job.loss, job.optimizer, job.seed, delays)
+
+    def run(
+        self, batches: Callable[[int], Batch | BatchPart], base: int = 0, keep_gradients: bool = False
+    ) -> PassRecord:
+        self.here.clear()
+        return super().run(batches, base, keep_gradients)
 
     def follow(self, program: Program, delays: Delays | None = None) -> None:
         super().follow(program, delays)
@@ -47,13 +59,14 @@ class Worker(Executor):
 
     def _serve(self, index: int, ins: Instruction) -> None:
         if ins.op is Op.PULL:
-            if index == 0:
-                self.pulled()
+            if wanted := [g for g in ins.layers if g not in self.here]:
+                self.bring(index, wanted)
+                self.here.update(wanted)
             return
         self.pace(index)
         with self._aside():  # (what is sent is the host's)
             for p in (p for g in ins.layers for p in self.groups[g]):
-                self.push(p, torch.zeros_like(p) if p.grad is None else p.grad, ins.peer)
+                self.push(p, missing.like(p) if p.grad is None else p.grad, ins.peer)
         device = self.device
         if device is not None and device.delays.links:
             device.wait(device.now + device.delays.transfer.get(index, (0.0, 0.0))[0], index)
@@ -74,7 +87,7 @@ class _Lasting(EmulatedDevice):
 
 
 class _Apart(Communicator):
-    """A worker's place among the ranks. It has connections with servers only, and none with other ranks."""
+    """The place among the ranks of a worker that has the whole model. It has connections with servers only."""
 
     def __init__(self, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size, self.device = rank, size, device
@@ -88,8 +101,8 @@ class _Apart(Communicator):
     ) -> None: ...
 
 
-def _one_step(program: Program, rank: int) -> Program:
-    """A worker's first step, alone."""
-    row = tuple(ins for ins in program.ranks[rank] if ins.step == 0)
-    rows = tuple(row if r == rank else () for r in range(len(program.ranks)))
-    return replace(program, ranks=rows, steps=1, contract=Synchronous())
+def _one_step(program: Program) -> Program:
+    """The first step of the workers, alone."""
+    rows = [tuple(ins for ins in row if ins.step == 0) for row in program.ranks[: program.workers]]
+    servers = [()] * (len(program.ranks) - program.workers)
+    return replace(program, ranks=(*rows, *servers), steps=1, contract=Synchronous())

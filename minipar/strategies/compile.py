@@ -17,6 +17,7 @@ from minipar.costs.protocol import Costs
 from minipar.costs.recomputation import LayerCosts
 from minipar.errors import PlanError
 from minipar.program import (
+    SERVICE,
     Action,
     Contract,
     Forward,
@@ -178,7 +179,12 @@ def _seconds(
     known = costs_of(program_of(replace(plan, bucket="none", overlap="backward"), shape, layout, 1, costs))
 
     def of(rank: int) -> Seconds:
-        return lambda ins: known.collective(ins) if ins.group else known.compute(rank, ins)
+        def seconds(ins: Instruction) -> float:
+            if ins.op in SERVICE:
+                return known.transfer(rank, ins)[0]
+            return known.collective(ins) if ins.group else known.compute(rank, ins)
+
+        return seconds
 
     return [of(rank) for rank in range(plan.pp)]
 
@@ -189,7 +195,7 @@ def _guess(layout: Layout) -> Seconds:
     whole = sum(sum(group.tensors) for group in layout.shape.groups) or 1
 
     def seconds(ins: Instruction) -> float:
-        if ins.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER):
+        if ins.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.PUSH):
             return 3.0 * layout.shape.layers * sum(part.bytes for part in ins.parts) / whole
         return {Op.FORWARD: 1.0, Op.RECOMPUTE: 1.0, Op.BACKWARD: 2.0}.get(ins.op, 0.0) * len(ins.layers)
 

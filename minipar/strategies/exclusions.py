@@ -106,6 +106,13 @@ PIECES = KeyValues(
     lambda plan: plan.overlap == "priority" and plan.bucket not in (None, "none"),
     "bucket=none",
 )  # fmt: skip
+SIZED = KeyValues(
+    "bucket", "bucket of a size or auto", lambda plan: plan.bucket not in (None, "none"), "bucket=none"
+)  # fmt: skip
+SERVED_BY_PRIORITY = KeyValues(
+    "overlap", "overlap=priority, with sync=ps", lambda plan: plan.sync == "ps" and plan.overlap == "priority",
+    "overlap=backward",
+)  # fmt: skip
 LOCAL = KeyValues("local_steps", "local_steps", lambda plan: plan.local_steps > 0, "local_steps=0")
 COMPRESSED = KeyValues("compress", "compress", lambda plan: plan.compress != "none", "compress=none")
 SPARSE = KeyValues(
@@ -146,6 +153,15 @@ SEQUENCE = KeyValues(
     "sequence_parallel", "sequence_parallel", lambda plan: plan.sequence_parallel, "sequence_parallel=false"
 )
 SERVERS = KeyValues("sync", "sync=ps", lambda plan: plan.sync == "ps", "sync=allreduce")
+ARRIVING = KeyValues(
+    "mode",
+    "mode=async, ssp, k-of-n",
+    lambda plan: plan.sync == "ps" and str(plan.mode).partition(":")[0] != "sync",
+    "mode=sync",
+)
+CONTINUED = KeyValues(
+    "on_death", "on_death=continue", lambda plan: plan.sync == "ps" and plan.on_death == "continue", "on_death=abort"
+)
 ALGORITHM = KeyValues("algorithm", "algorithm", lambda plan: plan.algorithm != "default", "algorithm=default")
 ASYNCHRONOUS = KeyValues(
     "schedule", "schedule without flushes", lambda plan: plan.asynchronous, "a synchronous schedule such as 1f1b"
@@ -226,8 +242,16 @@ EXCLUSIONS = (
     Exclusion(COMPRESSED, BF16, "gradients have 16 bits already, and what topk and powersgd leave out would need more"),
     Exclusion(LOCAL, ZERO, f"{_ALONE}, with whole states", fundamental=True),
     Exclusion(LOCAL, PRIORITY, f"{_ALONE}, and sends no gradients to others", fundamental=True),
+    Exclusion(ARRIVING, STAGES, "the ranks of a pipeline would have to be given one version together"),
+    Exclusion(CONTINUED, STAGES, "the other ranks of its pipeline wait for messages that are lost with a rank"),
+    Exclusion(ARRIVING, PRIORITY, "the layers of a step would be of different versions"),
     Exclusion(
-        SERVERS, STAGES, "a worker is one rank; the ranks of a pipeline would have to be given one version together"
+        CONTINUED,
+        PRIORITY,
+        "a worker that begins its step again needs parameters from before it, of which some are updated already",
+    ),
+    Exclusion(
+        SERVED_BY_PRIORITY, SIZED, "with sync=ps a layer is one message to each server, which updates it by itself"
     ),
     Exclusion(SERVERS, ZERO, "the servers hold the optimizer's state, and share it out", fundamental=True),
     Exclusion(
@@ -245,12 +269,6 @@ EXCLUSIONS = (
         LOCAL,
         "updates are made of gradients, and workers that train alone could push differences of parameters only",
         fundamental=True,
-    ),
-    Exclusion(
-        SERVERS,
-        PRIORITY,
-        "servers update all parameters of a step at once, and answer with one version; by priority each piece would be "
-        "updated and answered by itself",
     ),
     Exclusion(REPLICAS, DYNAMIC, _DECIDES_ALONE_REPLICAS, fundamental=True),
     Exclusion(
@@ -285,7 +303,7 @@ EXCLUSIONS = (
         Exclusion(shared, other, why, fundamental)
         for shared in (OPERATORS, CONTEXT, EXPERTS)
         for other, why, fundamental in (
-            (SERVERS, "a worker is one rank, and the servers know no parts of parameters", False),
+            (SERVERS, "servers know parameters by their names, and no parts of them", False),
             (DYNAMIC, _DECIDES_ALONE, True),
         )
     ),
@@ -303,7 +321,7 @@ EXCLUSIONS = (
         "the copies of a stage work at different times, and would wait for each other's slices",
         fundamental=True,
     ),
-    Exclusion(CHECKED, SERVERS, "what servers do is decided as they run, and checked by its exact replay"),
+    Exclusion(CHECKED, SERVERS, "ranks compare what they have by messages of all ranks, in which servers take no part"),
     Exclusion(CHECKED, ASYNCHRONOUS, "its ranks are at different steps, and nothing is the same on all of them"),
 )
 

@@ -3,17 +3,20 @@
     order      ANSWER w0 | ANSWER w1 | TAKE w1 step 0, APPLY | ANSWER w1 | TAKE w0 step 0, APPLY ...
     server     REPLY ->0 | REPLY ->1 | ACCEPT <-1, APPLY     | REPLY ->1 | ACCEPT <-0, APPLY     ...
 
-In mode sync the order, and so the program, is known before the run.
+In mode sync the order, and so the program, is known before the run. Where layers are served by priority, each of them
+is applied and answered by itself:
+
+    server     REPLY 0, 1, 2 ->all | ACCEPT 2 <-all, APPLY 2, REPLY 2 ->all | ACCEPT 0 <-all, APPLY 0, REPLY 0 ->all ...
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from minipar.program import Instruction, Op, Part, Program, pushed, served, served_state
 from minipar.program.server_rule import Kind, Row
-from minipar.strategies.shares import message
 
 Blocks = Mapping[int, Sequence[Instruction]]
 
@@ -77,34 +80,99 @@ def _server(
     used: set[int],
     blocks: Sequence[Blocks],
 ) -> list[Instruction]:
-    workers = len(blocks)
-    state = tuple(served(g) for g in sorted(share))
+    rank = len(blocks) + server
     result: list[Instruction] = []
-    taken: list[Row] = []
+    taken: list[Instruction] = []
     for k, row in enumerate(order):
         if row.kind is Kind.ANSWER and id(row) in used:
-            reply = message(Op.REPLY, sorted(share), share, row.step, row.worker)
-            result.append(reply._replace(reads=state))
+            result += [reply(pull, row.worker) for pull in _with(rank, Op.PULL, blocks[row.worker][row.step])]
         elif k in done:
-            for ins in blocks[row.worker][row.step]:
-                if ins.op is Op.PUSH and ins.peer == workers + server:
-                    values = tuple(pushed(g, row.worker, row.step) for g in ins.layers)
-                    accept = message(Op.ACCEPT, ins.layers, share, row.step, row.worker)
-                    accept = accept._replace(parts=tuple(part._replace(op=Op.ACCEPT) for part in ins.parts))
-                    late = values if row.kind is Kind.DROP else ()  # a dropped gradient is freed at once
-                    result.append(accept._replace(writes=values, frees=late))
+            accepts = [accept(push, row.worker) for push in _with(rank, Op.PUSH, blocks[row.worker][row.step])]
             if row.kind is Kind.TAKE:
-                taken.append(row)
+                taken += accepts
+            else:  # a dropped gradient is freed at once
+                accepts = [ins._replace(frees=ins.writes) for ins in accepts]
+            result += accepts
         elif row.kind is Kind.APPLY:
-            result.append(update(share, row, taken))
+            result.append(update(share, row.version, taken))
             taken = []
     return result
 
 
-def update(share: dict[int, int], row: Row, taken: Sequence[Row]) -> Instruction:
-    """The APPLY of a server with this share. It uses the gradients of the rows in `taken`."""
+def is_by_layer(program: Program) -> bool:
+    """Whether a server answers a worker's step in several messages, each with some layers."""
+    pulls = Counter(
+        (rank, ins.peer, ins.step)
+        for rank in range(program.workers)
+        for op, ins in zip(program.ops[rank], program.ranks[rank], strict=True)
+        if op is Op.PULL
+    )
+    return max(pulls.values(), default=0) > 1
+
+
+def by_layer(
+    step: int, last: bool, shares: Sequence[dict[int, int]], blocks: Sequence[Sequence[Instruction]]
+) -> list[tuple[Instruction, ...]]:
+    """The instructions of each server in a step in which every gradient is applied by itself, as soon as all workers
+    have pushed it, and answered at once with the parameters of the next step.
+
+    blocks   for each worker its instructions of this step, those of the next one being the same
+    """
+    return [tuple(_server_by_layer(step, last, server, share, blocks)) for server, share in enumerate(shares)]
+
+
+def _server_by_layer(
+    step: int, last: bool, server: int, share: dict[int, int], blocks: Sequence[Sequence[Instruction]]
+) -> list[Instruction]:
+    rank = len(blocks) + server
+    pulls = [_with(rank, Op.PULL, block) for block in blocks]
+    pushes = [_with(rank, Op.PUSH, block) for block in blocks]
+    result = [reply(pull, worker) for worker, mine in enumerate(pulls) for pull in mine] if step == 0 else []
+    new: set[int] = set()
+    for group in _merged({tuple(push.layers for push in mine): 0 for mine in pushes}):
+        taken = [accept(push, worker) for worker, mine in enumerate(pushes) for push in mine if push.layers == group]
+        result += [*taken, update({g: share[g] for g in group}, step, taken)]
+        new.update(group)
+        for worker, mine in enumerate(pulls if not last else ()):
+            while mine and new.issuperset(mine[0].layers):
+                result.append(reply(mine.pop(0)._replace(step=step + 1), worker))
+    return result
+
+
+def _merged(lists: dict[tuple[tuple[int, ...], ...], int]) -> Iterable[tuple[int, ...]]:
+    """All that stands in some lists, each once and in an order that agrees with every list. `lists`: list -> 0."""
+    while lists := {found: k for found, k in lists.items() if k < len(found)}:
+        heads = {found[k]: k for found, k in sorted(lists.items(), key=lambda one: -one[1])}
+        free = [head for head in heads if not any(head in found[k + 1 :] for found, k in lists.items())]
+        group = min(free or heads, key=heads.__getitem__)  # (where no order agrees, verify says so)
+        yield group
+        lists = {found: k + (found[k] == group) for found, k in lists.items()}
+
+
+def _with(rank: int, op: Op, block: Sequence[Instruction]) -> list[Instruction]:
+    """A worker's instructions of one kind that have to do with a server."""
+    return [ins for ins in block if ins.op is op and ins.peer == rank]
+
+
+def accept(push: Instruction, worker: int) -> Instruction:
+    """A server's ACCEPT of what a worker pushes."""
+    return _answer(push, Op.ACCEPT, worker)._replace(writes=tuple(pushed(g, worker, push.step) for g in push.layers))
+
+
+def reply(pull: Instruction, worker: int) -> Instruction:
+    """A server's REPLY to a worker that pulls."""
+    return _answer(pull, Op.REPLY, worker)._replace(reads=tuple(map(served, pull.layers)))
+
+
+def _answer(ins: Instruction, op: Op, worker: int) -> Instruction:
+    parts = tuple(part._replace(op=op) for part in ins.parts)
+    return Instruction(op, ins.layers, -1, ins.step, stream=f"{op.value.lower()} {worker}", peer=worker, parts=parts)
+
+
+def update(share: dict[int, int], version: int, taken: Iterable[Instruction]) -> Instruction:
+    """The APPLY of a server with this share, of the gradients that these instructions accept."""
     groups = tuple(sorted(share))
     state = tuple(served(g) for g in groups) + tuple(served_state(g) for g in groups)
-    values = tuple(pushed(g, take.worker, take.step) for take in taken for g in groups)
+    values = tuple(value for ins in taken for value in ins.writes)
     parts = tuple(Part(Op.APPLY, g, share[g]) for g in groups)
-    return Instruction(Op.APPLY, groups, -1, row.version, values + state, state, values, parts=parts)
+    return Instruction(Op.APPLY, groups, -1, version, values + state, state, values, parts=parts)

@@ -710,8 +710,7 @@ class _Ordered:
         while len(self.gradients) < version:
             self.gradients.append({})
         for name, p in rank.named.items():
-            # (where replicas send gradients, a parameter that nothing has used gets one of zero)
-            p.grad = rank.sums.get(name, torch.zeros_like(p) if self.order.replicas > 1 else None)
+            p.grad = rank.sums.get(name)
             self.gradients[version - 1][name] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
         if rank.update is not None:
             rank.update.step()
@@ -752,9 +751,13 @@ def replay_service(
     there: dict[tuple[int, int], _Done] = {}
     arrived: list[_Done] = []
     taking: list[_Done] = []
+    buffers: dict[int, dict[str, Tensor]] = {}  # of each worker, which has its own
+    began, current = _buffers(model), 0
     for what, *rest in events:
         if what == "answer":
             worker, step = rest
+            buffers[current], current = _buffers(model), worker
+            _set_buffers(model, buffers.get(worker, began))
             there[worker, step] = _worker_step(
                 model, batches, loss, named, masks, worker, first + step, workers, microbatches
             )
@@ -766,19 +769,32 @@ def replay_service(
         else:
             weight, whole = sum(done.weight for done in taking), taking[0].whole
             for name, p in named.items():
-                p.grad = torch.stack([done.gradients[name] for done in taking]).sum(0)
-                if 0 < weight != whole:  # the mean is over the rows whose gradients came
+                p.grad = None
+                if any(name in done.used for done in taking):
+                    p.grad = torch.stack([done.gradients[name] for done in taking]).sum(0)
+                if p.grad is not None and 0 < weight != whole:  # the mean is over the rows whose gradients came
                     p.grad *= whole / weight
             if clip is not None:
                 torch.nn.utils.clip_grad_norm_(named.values(), clip)
             update.step()
             taking = []
+    buffers[current] = _buffers(model)
+    _set_buffers(model, buffers[0])
     losses = []
     for s in range(steps):
         here = [done for done in arrived if done.step == first + s]
         weight, value = sum(done.weight for done in here), sum(done.loss for done in here)
         losses.append(value * (here[0].whole / weight) if weight and weight != here[0].whole else value)
     return _result(losses, [done.gradients for done in arrived], model, masks, statistics)
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: b.detach().clone() for name, b in model.named_buffers()}
+
+
+def _set_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    for name, b in model.named_buffers():
+        b.data.copy_(values[name])
 
 
 class _Done(NamedTuple):
@@ -789,6 +805,7 @@ class _Done(NamedTuple):
     weight: float
     whole: float
     gradients: dict[str, Tensor]
+    used: frozenset[str] = frozenset()  # the parameters that have a gradient
 
 
 def _worker_step(
@@ -813,8 +830,8 @@ def _worker_step(
     value = mean_of(loss(model(rows_in(x, mine)), target)) * (weight / whole)
     found = torch.autograd.grad(value, list(named.values()), allow_unused=True) if value.requires_grad else ()
     gradients = {name: torch.zeros_like(p) for name, p in named.items()}
-    gradients |= {name: g for name, g in zip(named, found, strict=False) if g is not None}
-    return _Done(step, value.item(), weight, whole, gradients)
+    there = {name: g for name, g in zip(named, found, strict=False) if g is not None}
+    return _Done(step, value.item(), weight, whole, gradients | there, frozenset(there))
 
 
 # a saved run ----------------------------------------------------------------------------------------------------------

@@ -155,14 +155,16 @@ class Run:
 
     def max_buffer_error(self) -> float:
         """The same for the buffers that are saved with the model. If the batch was split, running statistics of norms
-        are left out (`reference.statistics`): those of a part cannot equal the whole batch's."""
+        are left out (`reference.statistics`): those of a part cannot equal the whole batch's. With parameter servers
+        every worker has buffers of its own; those of the first one are saved."""
         return self._error_of("buffers", "max_buffer_error")
 
     def _error_of(self, kind: str, what: str) -> float:
         if self.reference is None:
             raise MiniparError(f"{what}: needs train(..., check=True), which also trains the reference")
         plain: dict[str, Tensor] = getattr(self.reference, kind)
-        found = keeping.model_of(self.shares, what) if self.service is None else self.service.parameters
+        served = self.service is not None and kind == "parameters"
+        found = self.service.parameters if served and self.service else keeping.model_of(self.shares, what)
         parts = self.plan.dp * self.plan.total_microbatches
         skipped = set(self.reference.statistics) if parts > 1 else set()
         names = (found.keys() & plain.keys()) - skipped
@@ -447,9 +449,9 @@ def _train_served(
     slow, pacing = None, None
     if ranks.emulates is not None and ranks.emulates.emulates:
         costs = emulated_costs(program, ranks.emulates, job, ranks)
-        slow = [delays(costs, rank) for rank in range(plan.dp)]
+        slow = [delays(costs, rank) for rank in range(program.workers)]
         pacing = pacing_of(costs) if costs.links else None
-    with bar(total=program.steps * plan.dp, desc=str(plan)) as meter:
+    with bar(total=program.steps * program.workers, desc=str(plan)) as meter:
         done, service = execute_served(
             program, job, ranks, on_death=plan.on_death, keep_gradients=check, slow=slow, pacing=pacing,
             report=lambda k: meter.update(), watch=watch, storing=storing,

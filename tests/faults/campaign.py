@@ -69,6 +69,7 @@ STRATEGIES = (
     "dp=4 zero=3",
     "dp=4 compress=bf16",
     "dp=3 sync=ps",
+    "pp=3 sync=ps overlap=priority microbatches=4",
     "dp=4 accumulate=2",
     "pp=4 schedule=gpipe microbatches=4",
     "pp=4 schedule=1f1b microbatches=4",
@@ -395,7 +396,7 @@ class Campaign:
         plan, dice = self.random.choice(STRATEGIES), self.random.random()
         if dice < 0.35:
             return self._signal(plan, self.random.choice(tuple(SIGNALS)))
-        if dice < 0.65 or "sync=ps" in plan:  # (workers of servers do not note what they begin)
+        if dice < 0.65:
             where = "optimizer" if "tp=" in plan else self.random.choice(PLACES)
             what, rank, count = (
                 self.random.choice(INSIDE),
@@ -407,7 +408,8 @@ class Campaign:
 
     def _at_instruction(self, plan: str) -> bool:
         """A fault as a rank begins an instruction: of a kind that was not tried often yet."""
-        rank, program = self.random.randrange(RANKS), self.programs[plan]
+        program = self.programs[plan]
+        rank = self.random.randrange(program.workers)  # (servers do what comes: they begin no instruction of a list)
         texts = [kind_of(str(ins)) for ins in program.ranks[rank]]
         kind = min(sorted(set(texts)), key=lambda one: (self.kinds.get(one, [0])[0], self.random.random()))
         times = texts.count(kind) * (STEPS // program.steps)

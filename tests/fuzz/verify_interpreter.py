@@ -1211,8 +1211,8 @@ class _Service(_Machine):
         self.taken: Counter[tuple[Op, int, int]] = Counter()
         self.pushes: dict[tuple[int, int, int, int], Counter[int]] = {}  # worker, step, server, group
         self.pulls: dict[tuple[int, int, int, int], Any] = {}
-        self.versions = [0] * servers
-        self.applied: set[tuple[int, int, int]] = set()  # server, worker, step
+        self.versions: Counter[tuple[int, int]] = Counter()  # server, group
+        self.applied: set[tuple[int, int, int, int]] = set()  # server, group, worker, step
 
     def run(self) -> None:
         program = self.program
@@ -1303,13 +1303,21 @@ class _Service(_Machine):
 
     def apply(self, rank: int, ins: Instruction, content: Any) -> None:
         server = rank - self.workers
-        share, version = self.shares[server], self.versions[server]
+        share = self.shares[server]
+        if self.stale is None:  # layers may be updated one by one
+            if not set(ins.layers) <= share:
+                raise Wrong(f"rank {rank} `{ins}` updates what it does not serve")
+            share = set(ins.layers)
+        versions = {self.versions[server, g] for g in share}
+        version = min(versions, default=-1)
         found: dict[int, set[tuple[int, int]]] = {
             g: {(v.microbatch, v.step) for v in ins.reads if v.kind == "pushed" and v.index == g} for g in share
         }
         state = {Value(kind, g) for g in share for kind in ("served", "served_state")}
         named = {v for v in ins.reads if v.kind == "pushed"}
-        if set(ins.layers) != share or len(ins.layers) != len(share) or ins.step != version or set(ins.writes) != state:
+        if set(ins.layers) != share or len(ins.layers) != len(share) or versions != {ins.step}:
+            raise Wrong(f"rank {rank} `{ins}` updates other groups than it serves, or another version of them")
+        if set(ins.writes) != state:
             raise Wrong(f"rank {rank} `{ins}` updates other groups than it serves")
         if not state <= set(ins.reads) or not named <= set(ins.frees):
             raise Wrong(f"rank {rank} `{ins}` does not read what it updates")
@@ -1318,20 +1326,24 @@ class _Service(_Machine):
             raise Wrong(f"rank {rank} `{ins}` takes other gradients of one group than of the rest")
         bound = 0 if self.stale is None else self.stale.bound
         for worker, step in taken:
-            if (server, worker, step) in self.applied:
+            mine = {(server, g, worker, step) for g in share}
+            if mine & self.applied:
                 raise Wrong(f"rank {rank} `{ins}` takes a gradient twice")
-            self.applied.add((server, worker, step))
+            self.applied |= mine
             late = version - min(v for (w, s, _, _), v in self.pulls.items() if (w, s) == (worker, step))
             if bound is not None and late > bound:
                 raise Wrong(f"rank {rank} `{ins}` takes a gradient that is {late} updates old")
         if self.stale is None and taken != {(worker, version) for worker in range(self.workers)}:
             raise Wrong(f"rank {rank} `{ins}` does not take the gradients of all workers")
-        self.versions[server] += 1
+        self.versions.update((server, g) for g in share)
 
     def reply(self, rank: int, ins: Instruction, content: Any) -> None:
         if set(ins.reads) != {Value("served", g) for g in ins.layers} or ins.writes:
             raise Wrong(f"rank {rank} `{ins}` does not read what it hands out")
-        self.messages[Op.REPLY, rank, ins.peer].append((ins.layers, ins.step, self.versions[rank - self.workers]))
+        versions = {self.versions[rank - self.workers, g] for g in ins.layers}
+        if len(versions) > 1:
+            raise Wrong(f"rank {rank} `{ins}` hands out several versions")
+        self.messages[Op.REPLY, rank, ins.peer].append((ins.layers, ins.step, min(versions)))
 
     def check_service(self) -> None:
         program = self.program
@@ -1361,7 +1373,8 @@ class _Service(_Machine):
         for rank, memory in enumerate(self.memory):
             if memory.keys() != program.state[rank]:
                 raise Wrong(f"rank {rank} ends with other values than it began with")
-        if len(set(self.versions)) > 1 or (self.stale is None and set(self.versions) != {program.steps}):
+        made = {self.versions[server, g] for server, share in enumerate(self.shares) for g in share}
+        if (len(made) > 1 and self.known) or (self.stale is None and made != {program.steps}):
             raise Wrong("servers that make other numbers of updates")
 
 

@@ -42,6 +42,7 @@ def go_on(clusters, folder, words, steps, model=MODEL, **more):
         ("dp=2 sync=ps servers=2 mode=k-of-n:2/2", "dp=3 sync=ps clip=0.1"),
         ("dp=3 sync=ps", "pp=2 dp=2 zero=1 microbatches=2"),
         ("pp=2 dp=2 zero=1 microbatches=2", "sync=ps servers=3"),
+        ("pp=2 dp=2 sync=ps servers=2 overlap=priority", "dp=2 sync=ps overlap=priority"),
     ],
 )  # fmt: skip
 def test_a_run_goes_on_as_if_it_had_not_stopped(clusters, tmp_path, before, after):
@@ -109,6 +110,31 @@ def test_buffers_are_those_of_the_first_worker(clusters, tmp_path):
     rest.save(tmp_path)
     assert model_in(tmp_path)["1.num_batches_tracked"] == 3
     assert alone.max_gradient_error() <= 1e-12
+    assert alone.max_buffer_error() <= 1e-12
+
+
+class Counting(torch.nn.Linear):
+    """Knows how often it was called."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return super().forward(x)
+
+
+def counting():
+    return torch.nn.Sequential(Counting(), Counting())
+
+
+@pytest.mark.parametrize("words", ["dp=2 sync=ps", "dp=2 sync=ps mode=async", "pp=2 sync=ps"])
+def test_buffers_are_compared(clusters, words):
+    run = go(clusters, words, 3, counting)
+    assert run.max_buffer_error() == 0
+    run.reference.buffers["1.calls"].add_(1)
+    assert run.max_buffer_error() > 0
 
 
 def with_statistics(width):

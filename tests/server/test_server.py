@@ -101,7 +101,7 @@ def test_a_gradient_that_waits_for_the_norm_of_its_update_is_kept_though_its_wor
     let_go, server = [], object.__new__(process.Server)
     server.shard = SimpleNamespace(pushed={(1, 7): taken, (1, 8): part}, let_go=let_go.append)
     server.arrivals = SimpleNamespace(forget=lambda worker, life: None)
-    server.clipping = process.Clipping(None, [taken], 0.0, {})
+    server.clipping = process.Clipping(None, [taken], {}, 0.0, {})
     server._forget(1, 9)
     assert let_go == [part]
 
@@ -394,7 +394,7 @@ def test_answers_on_their_way_keep_their_version():
         pushed = shard.pushing(0, 1, step, 1, 1)
         pushed.room.flat.view(torch.float64).fill_(1.0)
         pushed.missing.clear()
-        shard.apply([pushed])
+        shard.apply([pushed], shard.combine([pushed]))
         assert torch.equal(before, kept)
     assert not torch.equal(shard.flat, kept)
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from minipar import Plan, Program, simulate, verify
+from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError, ProgramError
 from minipar.program import Group, Op, Staleness
 from minipar.program.server_rule import Consistency, Kind, Mode, Row, again
@@ -21,19 +22,25 @@ def compiled(words="", steps=4, layers=5, **more):
 
 
 @pytest.mark.parametrize("words", ["", "servers=2", "microbatches=3 accumulate=2 servers=3", "checkpoint=2",
-                                   "bucket=0.000005 servers=2", "overlap=none bucket=none"])  # fmt: skip
+                                   "bucket=0.000005 servers=2", "overlap=none bucket=none",
+                                   "overlap=priority servers=2", "pp=2 microbatches=2",
+                                   "pp=4 servers=2 overlap=priority schedule=gpipe",
+                                   "pp=2 schedule=chimera microbatches=4",
+                                   "pp=2 chunks=2 schedule=interleaved microbatches=2",
+                                   "pp=2 schedule=zb-h1 microbatches=4 overlap=priority servers=3"])  # fmt: skip
 def test_sync_is_known_beforehand(words):
     program = compiled(words)
     trace = simulate(program, latency=0.1)
     assert trace.program is program, "simulated word for word"
     assert trace.staleness() == [0] * len(program.ranks)
     plan = Plan.parse(f"dp=3 sync=ps {words}")
-    assert len(program.ranks) == plan.ranks == 3 + plan.servers
+    assert len(program.ranks) == plan.ranks == 3 * plan.pp + plan.servers
     assert Program.from_json(program.to_json()) == program
     # 2 n D bytes go through the servers in a step: n times in, n times out.
     moved = [sum(p.bytes for ins in row if ins.op in (Op.ACCEPT, Op.REPLY) for p in ins.parts)
-             for row in program.ranks[3:]]  # fmt: skip
-    assert sum(moved) == 4 * 2 * 3 * 5 * 4
+             for row in program.ranks[3 * plan.pp :]]  # fmt: skip
+    copies = 2 if plan.copies else 1
+    assert sum(moved) == copies * 4 * 2 * 3 * 5 * 4
     assert max(moved) - min(moved) <= 4 * 2 * 3 * 4
 
 
@@ -58,6 +65,65 @@ def test_what_is_pushed_is_smaller(choice, sent, servers):
 def test_a_gradient_is_pushed_after_its_weight_half():
     row = compiled("schedule=zb-h1 microbatches=2 bucket=none", steps=1, layers=2).ranks[0]
     assert [str(ins) for ins in row][-4:] == ["W 1 mb1", "PUSH 1 -> 3", "W 0 mb1", "PUSH 0 -> 3"]
+
+
+class ByBytes(UnitCosts):
+    """A layer's forward takes 1 and its backward 1; a byte to or from a server takes 1."""
+
+    def transfer(self, rank, ins):
+        return float(sum(part.bytes for part in ins.parts)) if ins.op is not Op.PULL else 0.0, 0.0
+
+
+def by_priority(words="", sizes=(8, 8, 16), steps=2):
+    shape = Shape(len(sizes), tuple(Group((k,), (size,)) for k, size in enumerate(sizes)))
+    plan = Plan.parse(f"sync=ps overlap=priority {words}")
+    return plan.compile(shape, steps=steps, costs_of=lambda program: ByBytes(program, len(sizes), len(sizes)))
+
+
+def test_what_the_next_forward_needs_first_is_pushed_and_pulled_first():
+    """The last layer's gradient is ready first, and its message is long: meanwhile those of the others become ready."""
+    program = by_priority()
+    worker, server = ([str(ins) for ins in row] for row in program.ranks)
+    assert worker[-10:] == [
+        "PULL 2 <- 1", "PULL 0 <- 1", "F 0 mb0", "PULL 1 <- 1", "F 1:3 mb0", "B 2 mb0", "PUSH 2 -> 1", "B 0:2 mb0",
+        "PUSH 0 -> 1", "PUSH 1 -> 1",
+    ]  # fmt: skip
+    assert server[3:12] == [
+        "ACCEPT 2 <- 0", "APPLY 2", "REPLY 2 -> 0", "ACCEPT 0 <- 0", "APPLY 0", "REPLY 0 -> 0", "ACCEPT 1 <- 0",
+        "APPLY 1", "REPLY 1 -> 0",
+    ]  # fmt: skip
+    trace = simulate(program, ByBytes(program, 3, 3))
+    place = {str(ins): k for k, ins in enumerate(program.ranks[0]) if ins.step == 1}
+    sent = [k for k, ins in enumerate(program.ranks[1]) if str(ins) == "REPLY 0 -> 0"][1]
+    assert trace.starts[0][place["F 0 mb0"]] == trace.ends[1][sent], "a forward waits for its own layer alone"
+    assert trace.starts[0][place["F 1:3 mb0"]] > trace.ends[0][place["F 0 mb0"]]
+
+
+def test_layers_served_one_by_one_are_faster():
+    """The last answer of a step is that of one layer, and not of all."""
+    times = {}
+    for overlap in ("backward", "priority"):
+        shape = Shape(4, tuple(Group((k,), (8,)) for k in range(4)))
+        program = Plan.parse(f"sync=ps bucket=none overlap={overlap}").compile(shape, steps=4)
+        times[overlap] = simulate(program, ByBytes(program, 40, 40)).time
+    assert times["priority"] < 0.9 * times["backward"]
+
+
+def test_refused_orders_of_layers():
+    """A layer that is used before its parameters are there, left out, updated twice or of another version."""
+    program = by_priority("dp=2")
+    worker, server = list(program.ranks[0]), list(program.ranks[2])
+    first = next(k for k, ins in enumerate(worker) if str(ins) == "PULL 1 <- 2")
+    with pytest.raises(ProgramError, match=r"uses param\(1\), which was not pulled"):
+        verify(program.with_rank(0, [*worker[:first], worker[first + 1], worker[first], *worker[first + 2 :]]))
+    with pytest.raises(ProgramError, match="uses param|without"):
+        verify(program.with_rank(0, [*worker[:first], *worker[first + 1 :]]))
+    applied = next(k for k, ins in enumerate(server) if ins.op is Op.APPLY)
+    with pytest.raises(ProgramError, match="is update 1 of group 2"):
+        verify(program.with_rank(2, [*server[: applied + 1], *server[applied:]]))
+    late = [*server[:applied], server[applied + 1], server[applied], *server[applied + 2 :]]
+    with pytest.raises(ProgramError, match="brings .* version|after 0 updates; a synchronous program promises 1"):
+        verify(program.with_rank(2, late))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -137,7 +203,14 @@ def test_refused_programs():
         ("servers=0", "servers=0: must be a whole number of at least 1"),
         ("servers=99", "servers=99: too many for parameters of 20 bytes"),
         ("on_death=pray", "on_death=pray: unknown; possible are abort, continue"),
-        ("pp=2", "sync=ps: not together with pp=2 .a worker is one rank.*possible is pp=1"),
+        ("pp=2 mode=async", "mode=async: not together with pp=2 .the ranks of a pipeline.*not built.*possible is"),
+        ("pp=2 on_death=continue", "on_death=continue: not together with pp=2 .*lost with a rank"),
+        ("overlap=priority mode=ssp:1", "mode=ssp:1: not together with overlap=priority .*of different versions"),
+        ("overlap=priority on_death=continue", "needs parameters from before it"),
+        (
+            "overlap=priority bucket=1",
+            "overlap=priority: not together with bucket=1.* .with sync=ps a layer is one message",
+        ),
         ("zero=2", "sync=ps: not together with zero=2 .the servers hold"),
         ("offload=optimizer", "no worker has any.*possible is offload=parameters"),
         ("compress=powersgd:1", "compress=powersgd:1 .all ranks sum its factors together"),
@@ -147,6 +220,12 @@ def test_refused_programs():
 def test_refused_plans(words, text):
     with pytest.raises(PlanError, match=text.replace("(", r"\(")):
         compiled(words)
+
+
+def test_a_stage_that_trains_nothing_is_refused():
+    shape = Shape(2, (Group((0,), (), 8), Group((1,), (8,))))
+    with pytest.raises(PlanError, match="stage 0 has no parameters that are trained, and every rank works with the"):
+        Plan.parse("pp=2 sync=ps").compile(shape)
 
 
 def test_keys_of_servers_need_servers():

@@ -189,9 +189,13 @@ def _collect(executor: Executor, outline: Outline) -> Iterator[SavedSlice]:
             yield SavedSlice(f"parameters/{name}", shape, begin, _here(part, name)[place : place + end - begin])
         for piece in each.pieces:
             yield from states_of_slice(piece, kept.get(id(piece.parameter), {}))
+    yield from _own_buffers(executor, outline)
+
+
+def _own_buffers(executor: Executor, outline: Outline) -> Iterator[SavedSlice]:
+    """The buffers of the layers of which this is the first rank: replicas may differ in them."""
     for l, layer in executor.compute.layers.items():
-        # Replicas may differ in their buffers: the first one's are kept.
-        if rank == _holders(executor, (l,), alike=False)[0]:
+        if executor.comm.rank == _holders(executor, (l,), alike=False)[0]:
             yield from _buffers_of(layer, outline.prefixes[l])
 
 
@@ -205,13 +209,16 @@ def states_of_slice(piece: Updated, kept: dict[str, Any]) -> Iterator[SavedSlice
                 yield SavedSlice(key, tuple(values.shape), 0, values.reshape(-1), number)
 
 
-def collect_untrained(layers: Sequence[nn.Module], names: Mapping[int, str], outline: Outline) -> Iterator[SavedSlice]:
-    """What no server has of a model that is whole: frozen parameters, those without elements, and buffers."""
+def collect_untrained(executor: Executor, outline: Outline) -> Iterator[SavedSlice]:
+    """What no server has of a worker's layers: frozen parameters, those without elements, and buffers. Of several
+    workers with the same layers the first one has it."""
+    layers = executor.compute.layers.values()
     rest = {id(p): p for layer in layers for p in layer.parameters() if not (p.requires_grad and p.numel())}
     for p in rest.values():
-        yield SavedSlice(f"parameters/{names[id(p)]}", tuple(p.shape), 0, p.detach().reshape(-1))
-    for layer, prefix in zip(layers, outline.prefixes, strict=True):
-        yield from _buffers_of(layer, prefix)
+        name = executor.names[id(p)]
+        if executor.comm.rank == _holders(executor, outline.layers_of[name], alike=False)[0]:
+            yield SavedSlice(f"parameters/{name}", tuple(p.shape), 0, p.detach().reshape(-1))
+    yield from _own_buffers(executor, outline)
 
 
 def _states(name: str, values: dict[str, Any]) -> Iterator[tuple[str, Tensor, bool]]:

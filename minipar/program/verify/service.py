@@ -13,7 +13,7 @@ only the first question is checked.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
 from minipar.errors import ProgramError
@@ -41,49 +41,80 @@ from minipar.wording import several
 def check_workers(program: Program) -> None:
     """Check the first question. Errors: ProgramError."""
     _check_names(program)
-    wanted = program.microbatches
+    every = not isinstance(program.contract, Staleness) or not any(program.ranks[program.workers :])
+    replicas: dict[int, list[int]] = defaultdict(list)
     for rank in range(program.workers):
+        replicas[program.replica(rank)].append(rank)
+    for ranks in replicas.values():
         done: dict[tuple[str, int, int], set[int]] = defaultdict(set)
-        pushed: dict[tuple[int, int], set[int]] = defaultdict(set)
-        for index, ins in enumerate(program.ranks[rank]):
-            what = "forward" if ins.op is Op.FORWARD else "backward" if ins.op in _GRADIENTS else ""
-            for layer in ins.layers if what else ():
-                if ins.microbatch in done[what, layer, ins.step]:
-                    reason = f"micro-batch {ins.microbatch} is doubled: {at(program, rank, index)} is not the first"
-                    raise refuse(program, rank, index, reason)
-                done[what, layer, ins.step].add(ins.microbatch)
-            for g in ins.layers if ins.op is Op.PUSH else ():
-                if ins.peer in pushed[g, ins.step]:
-                    reason = f"{at(program, rank, index)} pushes grad({g}) of step {ins.step} again"
-                    raise refuse(program, rank, index, reason)
-                pushed[g, ins.step].add(ins.peer)
-                for layer in program.groups[g].layers:
-                    there = done["backward", layer, ins.step]
-                    if len(there) < wanted:
-                        i = min(set(range(wanted)) - there)
-                        reason = f"{at(program, rank, index)} pushes before the gradient is complete: grad({g}) lacks"
-                        raise refuse(program, rank, index, f"{reason} micro-batch {i} (layer {layer})")
-        steps = {ins.step for ins in program.ranks[rank] if ins.op is Op.PULL}
-        every = not isinstance(program.contract, Staleness) or not any(program.ranks[program.workers :])
-        if lost := set(range(program.steps)) - steps if every else ():
-            raise ProgramError(f"rank {rank} leaves step {min(lost)} out: it pulls no parameters for it")
-        if more := steps - set(range(program.steps)):
-            raise ProgramError(
-                f"rank {rank} pulls parameters for step {min(more)}; steps count from 0 to {program.steps - 1}"
-            )
-        for step in sorted(steps):
-            for layer in range(program.layers):
-                if len(done["forward", layer, step]) < wanted:
-                    i = min(set(range(wanted)) - done["forward", layer, step])
-                    reason = f"micro-batch {i} is missing: rank {rank} does not run the forward of layer {layer}"
-                    raise ProgramError(f"{reason} on it (step {step})")
-            for g, group in enumerate(program.groups):
-                if group.trainable and not pushed[g, step]:
-                    raise ProgramError(f"rank {rank} never pushes grad({g}) of step {step}")
+        for rank in ranks:
+            _check_steps(program, rank, every)
+            _check_worker(program, rank, done)
+        for step in sorted({ins.step for ins in program.ranks[ranks[0]] if ins.op is Op.PULL}):
+            _check_whole(program, ranks, step, done)
+
+
+def _check_steps(program: Program, rank: int, every: bool) -> None:
+    """A worker pulls parameters for its steps; if `every`, for all of them."""
+    steps = {ins.step for ins in program.ranks[rank] if ins.op is Op.PULL}
+    if lost := set(range(program.steps)) - steps if every else ():
+        raise ProgramError(f"rank {rank} leaves step {min(lost)} out: it pulls no parameters for it")
+    if more := steps - set(range(program.steps)):
+        raise ProgramError(
+            f"rank {rank} pulls parameters for step {min(more)}; steps count from 0 to {program.steps - 1}"
+        )
+
+
+def _check_worker(program: Program, rank: int, done: dict[tuple[str, int, int], set[int]]) -> None:
+    """A rank does nothing twice, and pushes what is complete. `done`: by what, layer and step, the micro-batches of
+    which the ranks of its replica have done it so far."""
+    wanted: dict[tuple[int, int], set[int]] = defaultdict(set)  # (layer, step) -> micro-batches that it runs forward
+    for ins in program.ranks[rank]:
+        for layer in ins.layers if ins.op is Op.FORWARD else ():
+            wanted[layer, ins.step].add(ins.microbatch)
+    back: dict[tuple[int, int], set[int]] = defaultdict(set)
+    pushed: dict[tuple[int, int], set[int]] = defaultdict(set)
+    for index, ins in enumerate(program.ranks[rank]):
+        what = "forward" if ins.op is Op.FORWARD else "backward" if ins.op in _GRADIENTS else ""
+        for layer in ins.layers if what else ():
+            if ins.microbatch in done[what, layer, ins.step]:
+                reason = f"micro-batch {ins.microbatch} is doubled: {at(program, rank, index)} is not the first"
+                raise refuse(program, rank, index, reason)
+            done[what, layer, ins.step].add(ins.microbatch)
+            if what == "backward":
+                back[layer, ins.step].add(ins.microbatch)
+        for g in ins.layers if ins.op is Op.PUSH else ():
+            if ins.peer in pushed[g, ins.step]:
+                reason = f"{at(program, rank, index)} pushes grad({g}) of step {ins.step} again"
+                raise refuse(program, rank, index, reason)
+            pushed[g, ins.step].add(ins.peer)
+            for layer in program.groups[g].layers:
+                if lost := wanted.get((layer, ins.step), set()) - back.get((layer, ins.step), set()):
+                    reason = f"{at(program, rank, index)} pushes before the gradient is complete: grad({g}) lacks"
+                    raise refuse(program, rank, index, f"{reason} micro-batch {min(lost)} (layer {layer})")
+    held = {g for layer, _ in back for g in program.groups_of_layer[layer] if program.groups[g].trainable}
+    for step in sorted({step for _, step in wanted}):
+        for g in sorted(held):
+            if not pushed[g, step]:
+                raise ProgramError(f"rank {rank} never pushes grad({g}) of step {step}")
+
+
+def _check_whole(program: Program, ranks: list[int], step: int, done: dict[tuple[str, int, int], set[int]]) -> None:
+    """The ranks of a replica run the forward of every layer on every micro-batch, and the backward of all that is
+    trained."""
+    who, runs = f"rank {ranks[0]} does not", "run"
+    if len(ranks) > 1:
+        who, runs = f"none of the ranks {', '.join(map(str, ranks))}", "runs"
+    for layer in range(program.layers):
+        for what in ("forward", "backward") if layer >= program.first_trainable else ("forward",):
+            if lost := set(range(program.microbatches)) - done[what, layer, step]:
+                reason = f"micro-batch {min(lost)} is missing: {who} {runs} the {what} of layer {layer} on it"
+                raise ProgramError(f"{reason} (step {step})")
 
 
 _GRADIENTS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
 _WORK = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD_INPUT, *_GRADIENTS)
+_MOVES = (Op.SEND, Op.RECV, *COPIES)
 
 
 def _check_names(program: Program) -> None:
@@ -99,17 +130,17 @@ def _check_names(program: Program) -> None:
     shares = {rank: {v.index for v in program.state[rank] if v.kind == "served"} for rank in servers}
     for rank, row in enumerate(program.ranks):
         pulled: dict[int, dict[int, int]] = {}  # group -> server -> step
-        applied = 0
+        applied: Counter[int] = Counter()  # updates of each group
         for index, ins in enumerate(row):
             works = rank < program.workers
-            if ins.op not in ((*_WORK, *COPIES, Op.PULL, Op.PUSH) if works else (Op.ACCEPT, Op.APPLY, Op.REPLY)):
+            if ins.op not in ((*_WORK, *_MOVES, Op.PULL, Op.PUSH) if works else (Op.ACCEPT, Op.APPLY, Op.REPLY)):
                 who = "worker" if works else "server"
                 raise refuse(
                     program, rank, index, f"{at(program, rank, index)}: rank {rank} is a {who}, which does not"
                 )
             if ins.stream == "host" and ins.op not in _WORK:
                 raise refuse(program, rank, index, f"{at(program, rank, index)}: only layers are computed on the host")
-            if ins.op in COPIES:
+            if ins.op in _MOVES:
                 continue
             if ins.op in _WORK:
                 _check_work(program, rank, index, pulled, shares)
@@ -118,7 +149,8 @@ def _check_names(program: Program) -> None:
             partners = servers if works else range(program.workers)
             if ins.op is not Op.APPLY and ins.peer not in partners:
                 raise refuse(program, rank, index, f"{at(program, rank, index)}: rank {ins.peer} is no partner for it")
-            whole = shares[server] if ins.op is Op.APPLY else set(ins.layers)
+            some = ins.op is not Op.APPLY or program.serving.mode == "sync"  # (then layers can be updated one by one)
+            whole = set(ins.layers) if some else shares[server]
             if (
                 not ins.layers
                 or len(set(ins.layers)) < len(ins.layers)
@@ -130,7 +162,7 @@ def _check_names(program: Program) -> None:
                 )
                 raise refuse(program, rank, index, reason)
             _check_values(program, rank, index, applied)
-            applied += ins.op is Op.APPLY
+            applied.update(ins.layers if ins.op is Op.APPLY else ())
             for g in ins.layers if ins.op is Op.PULL else ():
                 if pulled.get(g, {}).get(server) == ins.step:
                     reason = f"{at(program, rank, index)} pulls param({g}) of step {ins.step} again; possible is once"
@@ -152,7 +184,7 @@ def _check_work(
             raise refuse(program, rank, index, f"{at(program, rank, index)} makes grad({g}), but does not write it")
 
 
-def _check_values(program: Program, rank: int, index: int, applied: int) -> None:
+def _check_values(program: Program, rank: int, index: int, applied: Counter[int]) -> None:
     """A message names the values of its groups. An update names all values that it changes."""
     ins, where = program.ranks[rank][index], at(program, rank, index)
     groups = ins.layers
@@ -161,10 +193,10 @@ def _check_values(program: Program, rank: int, index: int, applied: int) -> None
         state = {kind(g) for g in groups for kind in (served, served_state)}
         gradients = {v for v in reads if v.kind == "pushed"}
         right = writes == state <= reads and gradients <= set(ins.frees)
-        if ins.step != applied:
-            raise refuse(
-                program, rank, index, f"{where} is update {applied} of its server, but is called step {ins.step}"
-            )
+        for g in groups:
+            if ins.step != applied[g]:
+                reason = f"{where} is update {applied[g]} of group {g} at its server, but is called step {ins.step}"
+                raise refuse(program, rank, index, reason)
     elif ins.op is Op.ACCEPT:
         right = ins.writes == tuple(pushed(g, ins.peer, ins.step) for g in groups) and not reads
     elif ins.op is Op.PULL:
@@ -190,7 +222,7 @@ def check_service(program: Program, turns: Iterable[Turn]) -> None:
         if ins.op is Op.PULL:
             versions.pull(rank, index, ins, versions.replied[waited[0].source])
         elif ins.op is Op.REPLY:
-            versions.replied[rank, index] = versions.version[rank]
+            versions.reply(rank, index, ins)
         elif ins.op is Op.APPLY:
             versions.apply(rank, index, ins)
 
@@ -198,7 +230,8 @@ def check_service(program: Program, turns: Iterable[Turn]) -> None:
 class _Versions:
     """The versions of the parameters while a program is walked.
 
-    version   for each server, the number of its updates
+    version   for each server and group, the number of its updates
+    holders   for each group, the workers that hold it
     replied   for each REPLY, the version that it sent
     used      for each worker and step, the version from which its gradients are computed
     applied   (server, group, worker, step) of each gradient that went into an update
@@ -206,17 +239,30 @@ class _Versions:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.version = [0] * len(program.ranks)
+        self.synchronous = not isinstance(program.contract, Staleness)
+        self.version: Counter[tuple[int, int]] = Counter()
+        self.holders: dict[int, set[int]] = defaultdict(set)
+        for worker in range(program.workers):
+            for ins in program.ranks[worker]:
+                for g in ins.layers if ins.op is Op.PUSH else ():
+                    self.holders[g].add(worker)
         self.replied: dict[Place, int] = {}
         self.used: dict[tuple[int, int], int] = {}
         self.applied: set[tuple[int, int, int, int]] = set()
 
+    def reply(self, rank: int, index: int, ins: Instruction) -> None:
+        found = {self.version[rank, g] for g in ins.layers}
+        if len(found) > 1:
+            reason = f"{at(self.program, rank, index)} sends groups after {min(found)} and after {max(found)} updates"
+            raise refuse(self.program, rank, index, f"{reason}; possible is one version")
+        self.replied[rank, index] = max(found)
+
     def pull(self, rank: int, index: int, ins: Instruction, version: int) -> None:
-        where, synchronous = at(self.program, rank, index), not isinstance(self.program.contract, Staleness)
+        where = at(self.program, rank, index)
         if self.used.setdefault((rank, ins.step), version) != version:
-            reason = f"{where} brings version {version}, but another server's parameters of this step are of"
+            reason = f"{where} brings version {version}, but other parameters of this step are of"
             raise refuse(self.program, rank, index, f"{reason} version {self.used[rank, ins.step]}")
-        if synchronous and version != ins.step:
+        if self.synchronous and version != ins.step:
             reason = (
                 f"{where} brings parameters after {several(version, 'update')}; a synchronous program "
                 f"promises {ins.step}"
@@ -224,33 +270,30 @@ class _Versions:
             raise refuse(self.program, rank, index, reason)
 
     def apply(self, rank: int, index: int, ins: Instruction) -> None:
-        program, where, update = self.program, at(self.program, rank, index), self.version[rank]
+        program, where = self.program, at(self.program, rank, index)
         found: dict[int, set[tuple[int, int]]] = defaultdict(set)
         for value in ins.reads:
             if value.kind == "pushed":
                 found[value.index].add((value.microbatch, value.step))
+        bound = program.contract.bound if isinstance(program.contract, Staleness) else 0
         for g in ins.layers:
-            if found[g] != found[ins.layers[0]] or not found[g]:
+            update = self.version[rank, g]
+            if not found[g] or not (self.synchronous or found[g] == found[ins.layers[0]]):
                 raise refuse(program, rank, index, f"{where} takes other gradients of grad({g}) than of the rest")
-            for worker, step in found[g]:
+            for worker, step in sorted(found[g]):
                 if (rank, g, worker, step) in self.applied:
                     reason = f"{where} takes what rank {worker} pushed of grad({g}) in step {step} twice"
                     raise refuse(program, rank, index, reason)
                 self.applied.add((rank, g, worker, step))
-        contract = program.contract
-        for worker, step in found[ins.layers[0]] if ins.layers else ():
-            late = update - self.used[worker, step]
-            bound = contract.bound if isinstance(contract, Staleness) else 0
-            if bound is not None and late > bound:
-                reason = f"{where} takes a gradient of rank {worker} that is {several(late, 'update')} old"
-                raise refuse(program, rank, index, f"{reason}; its contract allows {bound}")
-        if not isinstance(contract, Staleness):
-            missing = {(worker, update) for worker in range(program.workers)} - found[ins.layers[0]]
+                late = update - self.used[worker, step]
+                if bound is not None and late > bound:
+                    reason = f"{where} takes a gradient of rank {worker} that is {several(late, 'update')} old"
+                    raise refuse(program, rank, index, f"{reason}; its contract allows {bound}")
+            missing = {(worker, update) for worker in self.holders[g]} - found[g] if self.synchronous else ()
             if missing:
-                worker = min(missing)[0]
-                reason = f"{where} comes before all gradients are there: rank {worker}'s of step {update} is not read"
-                raise refuse(program, rank, index, reason)
-        self.version[rank] += 1
+                reason = f"{where} comes before all gradients are there: rank {min(missing)[0]}'s of step {update}"
+                raise refuse(program, rank, index, f"{reason} is not read")
+            self.version[rank, g] += 1
 
 
 def staleness(program: Program) -> list[int]:
@@ -264,17 +307,18 @@ def staleness(program: Program) -> list[int]:
 
 def ages(program: Program) -> list[tuple[int, int, int, int]]:
     """For every gradient in an update: its worker, its step, the update, and its age in updates."""
-    used: dict[tuple[int, int], int] = {}
-    found = []
-    version = 0
-    for ins in program.ranks[program.workers] if program.serving else ():
-        if ins.op is Op.REPLY:
-            used[ins.peer, ins.step] = version
-        elif ins.op is Op.APPLY:
-            taken = dict.fromkeys((v.microbatch, v.step) for v in ins.reads if v.kind == "pushed")
-            found += [(worker, step, version, version - used[worker, step]) for worker, step in taken]
-            version += 1
-    return found
+    found: dict[tuple[int, int, int, int], None] = {}
+    for row in program.ranks[program.workers :] if program.serving else ():
+        used: dict[tuple[int, int], int] = {}
+        version = 0
+        for ins in row:
+            if ins.op is Op.REPLY:
+                used[ins.peer, ins.step] = version
+            elif ins.op is Op.APPLY:
+                taken = dict.fromkeys((v.microbatch, v.step) for v in ins.reads if v.kind == "pushed")
+                found |= {(worker, step, ins.step, ins.step - used[worker, step]): None for worker, step in taken}
+                version = ins.step + 1
+    return list(found)
 
 
 def _parted(program: Program, rank: int, index: int, value: Value) -> bool:
