@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING
 from minipar.errors import PlanError
 from minipar.program import Action, Forward
 from minipar.program import edges as graphs
-from minipar.strategies import segments
 from minipar.wording import several
 
 if TYPE_CHECKING:
@@ -81,9 +80,6 @@ def check_shape(plan: Plan, shape: Shape) -> None:
         raise PlanError(
             f"schedule={plan.schedule}: is for chains, not {why}; possible is one of rows that flushes, such as 1f1b"
         )
-    if segments.budget_of(plan.checkpoint) is not None:
-        told = segments.text(plan.checkpoint)
-        raise PlanError(f"checkpoint={told}: budgets are of chains, not {why}; possible are none, selective, sqrt, K")
 
 
 def _told(plan: Plan) -> str:

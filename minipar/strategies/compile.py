@@ -116,6 +116,7 @@ def program_of(
     if isinstance(bucket, tuple) and shape.nodes:  # a layer's gradient is complete with that of its first node
         bucket = tuple(shape.firsts[layer] for layer in bucket)
     draft = Draft(plan, layout, -1, (), steps=steps, actions=actions, moves=moves, bucket=bucket, seconds=seconds)
+    draft = replace(draft, costs=LayerCosts.of(costs) if isinstance(costs, Profile) else costs)
     rows: list[list[Instruction]] = [[] for _ in range(plan.ranks - layout.mesh.size + plan.pp)]
     for _ in range(0, steps, together):
         draft = draft.following()

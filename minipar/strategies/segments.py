@@ -114,6 +114,8 @@ def schedules(
         for c, stage in enumerate(layout.placement[rank]):
             flying[stage] = max(flying[stage], in_flight(action for action in chosen if action.chunk == c))
     budget = budget_of(choice)
+    if budget is not None and layout.shape.edges:
+        return [()] * count  # (the pass itself finds them: `branch_budget.py`)
     if budget is not None and costs is not None:
         waiting = [0] * count
         for rank, chosen in enumerate(actions):
@@ -245,11 +247,14 @@ def _within(
         where = f" on rank {rank}, with {several(len(held), 'stage')}"
         if len(held) == 1:
             where = f" on stage {held[0]}, with {flying[held[0]]} in flight"
-        raise PlanError(
-            f"checkpoint: a budget of {_size(budget)} is too small; the least is {_size(needs[rank], up=True)}"
-            f"{where if layout.pp > 1 else ''}"
-        ) from None
+        raise too_small(budget, needs[rank], where if layout.pp > 1 else "") from None
     return found
+
+
+def too_small(budget: int, least: int, where: str) -> PlanError:
+    """The error for a budget below what a rank needs at least; `where` it does."""
+    told = f"checkpoint: a budget of {_size(budget)} is too small; the least is {_size(least, up=True)}"
+    return PlanError(f"{told}{where}")
 
 
 def _left(costs: LayerCosts, layers: range) -> int:
