@@ -218,10 +218,10 @@ def test_the_loaders_of_a_rank_end_with_it() -> None:
 
 def settings_of_glibc(start: str) -> tuple[str, str | None, bool]:
     """What the process of this rank was started with, what the user's code sees of that, and what it does: whether a
-    tensor of 20 MB is in the heap, and not in pages of its own, which are given back with it."""
+    tensor of 40 MB is in the heap, and not in pages of its own, which are given back with it."""
     with open(f"/proc/{os.getppid() if start == 'fork' else os.getpid()}/environ") as file:
         found = [line for line in file.read().split("\0") if line.startswith("GLIBC_TUNABLES=")]
-    tensor = torch.empty(5 << 20)
+    tensor = torch.empty(10 << 20)
     heap = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("[heap]")]
     ends = [[int(end, 16) for end in part.split("-")] for part in heap]
     told = "".join(found).removeprefix("GLIBC_TUNABLES=")
@@ -241,7 +241,7 @@ def test_ranks_keep_freed_memory_or_are_plain(start: str, keep: bool) -> None:
 def test_a_user_s_settings_of_glibc_come_last_and_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=7")
     found = child_environment()["GLIBC_TUNABLES"]
-    assert found.startswith("glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:")
+    assert found.startswith("glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:")
     assert found.endswith("tcache_count=0:glibc.malloc.tcache_count=7")
     assert child_environment(False)["GLIBC_TUNABLES"] == "glibc.malloc.tcache_count=7"
 
