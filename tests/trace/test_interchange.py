@@ -317,7 +317,7 @@ def test_kernels_of_a_gpu():
     assert trace.busy == pytest.approx([10e-6, 10e-6, 37e-6])
     assert [ins.stream for ins in trace.program.ranks[0]] == ["compute", "send 2"]
     assert "0 = 0 of the job, 1 = 2 of the job, 2 = 3 of the job" in trace.note
-    assert {"forward", "copy", "collective", "message"} <= {
+    assert {"forward", "copy", "collective (C)", "message"} <= {
         text.get_text() for legend in trace.plot().legends for text in legend.get_texts()
     }
     assert Trace.from_kineto(json.loads(trace.to_perfetto())).program.ranks == trace.program.ranks
