@@ -125,7 +125,7 @@ class Servers:
 
     def _home_of(self, k: int) -> Tensor:
         key, homes = self.keys[k], self._homes[k]
-        if not homes:
+        if not homes and key.nbytes:
             return torch.empty(0, dtype=key.type)  # (another worker's)
         if len(homes) == 1:
             server, piece = homes[0]

@@ -14,7 +14,7 @@ from minipar.costs.device import DeviceSpec
 from minipar.errors import PlanError, ProgramError
 from minipar.program import Group, Op, grad
 from minipar.program.shape import Shape
-from minipar.strategies.passes.priority import in_order
+from minipar.strategies.urgency import in_order
 from tests.comparing import trained
 from tests.fuzz.verify_interpreter import judge
 from tests.interpreters import RandomCosts, brute_force, shape

@@ -146,4 +146,4 @@ def test_every_way_of_showing() -> None:
     assert len(explorer.picture()) < 25_000
     assert len(explorer.rows()) == 1 + 17
     assert len(explorer.view.rows()) == 1 + len(explorer.view.tape["moves"])
-    assert explorer.to_html().count("<script") == 1
+    assert explorer.to_html().count("<script") == 2  # the head, and the view

@@ -197,7 +197,7 @@ def test_every_way_of_showing() -> None:
     assert repr(explorer) == repr(MemoryExplorer()) == explorer.summary()
     assert len(explorer.picture()) < 30_000
     page = explorer.to_html()
-    assert page.count("<script") == 2  # the view, and the controls with their table
+    assert page.count("<script") == 3  # the head, the view, and the controls with their table
     assert 'prefers-color-scheme: dark)" srcset' in page
     assert len(page) < 350_000
 

@@ -14,7 +14,7 @@ mode sync this is known before the run. In the other modes `simulate` and `train
 makes the program as it happened from the order of updates and answers.
 
 With overlap=priority (Jayarajan et al., P3) each layer is pushed, applied and answered by itself, those that the next
-forward needs first before the others (`passes/priority.py`). A forward waits for its own layer alone:
+forward needs first before the others (`urgency.py`). A forward waits for its own layer alone:
 
     worker    ... B 2 | PUSH 2 | B 1 | B 0 | PUSH 0 | PUSH 1          PULL 2 | PULL 0 | F 0 | PULL 1 | F 1 | F 2 ...
     server                   APPLY 2, REPLY 2   APPLY 0, REPLY 0   APPLY 1, REPLY 1
@@ -44,9 +44,9 @@ from minipar.program.server_rule import Mode
 from minipar.strategies import served_order
 from minipar.strategies.buckets import split_buckets
 from minipar.strategies.draft import Draft
-from minipar.strategies.passes.priority import first_uses, in_order
 from minipar.strategies.rewriting import insert, last_writes
 from minipar.strategies.shares import Shares, message, pushed_shares, shares_of
+from minipar.strategies.urgency import first_uses, in_order
 
 
 def push_and_pull(draft: Draft) -> Draft:

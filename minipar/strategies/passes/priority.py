@@ -26,15 +26,15 @@ one layer ahead of the forward, so that the link has the gather of a layer to do
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Container, Sequence
 from dataclasses import replace
 
-from minipar.program import Instruction, Op, Part, grad, home
+from minipar.program import Instruction, Op, Part, grad
 from minipar.strategies.buckets import Bucket, MiB
 from minipar.strategies.draft import Draft, Seconds
 from minipar.strategies.layout import Layout
 from minipar.strategies.rewriting import all_reduce, insert, keep_gradients, last_writes, of_groups, summed
+from minipar.strategies.urgency import first_uses, in_order
 
 HALVINGS, SMALLEST = 7, 4096  # bucket=auto tries the largest gradient, half of it, and so on; not below so many bytes
 
@@ -130,29 +130,6 @@ def _without_last_scatters(
     return kept, {g: row[k] for g, k in last.items()}
 
 
-def in_order(ready: Sequence[float], seconds: Sequence[float], urgent: Sequence[float]) -> list[int]:
-    """The order of messages on one link: whenever it is free, the most urgent message that is ready comes next.
-
-    ready     for each message, the time when it is ready
-    seconds   for each message, how long it occupies the link
-    urgent    for each message, its urgency: the smallest number comes first; equally urgent ones keep their order
-    """
-    coming = sorted(range(len(ready)), key=lambda k: (ready[k], k), reverse=True)
-    waiting: list[tuple[float, int]] = []
-    order: list[int] = []
-    now = 0.0
-    while coming or waiting:
-        if not waiting:
-            now = max(now, ready[coming[-1]])
-        while coming and ready[coming[-1]] <= now:
-            k = coming.pop()
-            heapq.heappush(waiting, (urgent[k], k))
-        _, k = heapq.heappop(waiting)
-        now += seconds[k]
-        order.append(k)
-    return order
-
-
 def pieces(g: int, layout: Layout, ranks: tuple[int, ...], step: int, bucket: Bucket) -> list[Instruction]:
     """The messages that sum one gradient: about equal pieces of at most `bucket` MiB, cut at multiples of 8 bytes."""
     whole = all_reduce([g], layout, ranks, step, bucket)
@@ -166,16 +143,6 @@ def pieces(g: int, layout: Layout, ranks: tuple[int, ...], step: int, bucket: Bu
     for k in range(count):
         part = Part(Op.ALL_REDUCE, -1, cuts[k + 1] - cuts[k], cuts[k])
         found.append(whole._replace(writes=(grad(g),) if k == count - 1 else (), parts=(part,)))
-    return found
-
-
-def first_uses(instructions: Sequence[Instruction]) -> dict[int, int]:
-    """For each parameter group the place of the first forward that needs it, or of the gather for this forward."""
-    found: dict[int, int] = {}
-    for k, ins in enumerate(instructions):
-        for value in ins.reads if ins.op in (Op.FORWARD, Op.ALL_GATHER) else ():
-            if home(value).kind in ("param", "param_shard"):
-                found.setdefault(value.index, k)
     return found
 
 
