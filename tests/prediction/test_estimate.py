@@ -7,7 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
+from time import process_time
 from typing import Any
 
 import pytest
@@ -249,10 +249,10 @@ def test_it_is_much_faster_than_a_millisecond() -> None:
     closed_form(plans[0], model, machine)
 
     def one_pass() -> float:
-        start = perf_counter()
+        start = process_time()
         for plan in plans:
             closed_form(plan, model, machine)
-        return (perf_counter() - start) / len(plans)
+        return (process_time() - start) / len(plans)
 
     assert min(one_pass() for _ in range(5)) < 1e-3
 
