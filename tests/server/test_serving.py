@@ -53,6 +53,7 @@ def run(clusters, words, data=None, model=MODEL, steps=4, optimizer=None, loss=m
     return found
 
 
+@pytest.mark.many(2)
 @pytest.mark.parametrize(
     "words",
     [
