@@ -211,16 +211,20 @@ def report(found: Sequence[Found], threes: Sequence[Found], covered: float) -> s
     sign = {RUN: "r", FUNDAMENTAL: "x", NOT_BUILT: "o", OTHER: "-", FAILED: "F"}
     counts = Counter(one.kind for one in found)
     wide = Counter(one.kind for one in threes)
+    many = (
+        f" Of {len(threes)} plans of up to nine keys, with {covered:.0%} of all possible threes of values,",
+        f"{wide[RUN]} run, {wide[FAILED]} fail, and a model or its size refuses the others.",
+    )
     told = (
         f"{len(found)} of {sum(1 for _ in pairs())} pairs of values of two keys were tried, each on 2 to 4 ranks",
         "beside plain torch in float64, within 1e-10 (bfloat16 and compressed sums within their own precision):",
         f"{counts[RUN]} run, {counts[FUNDAMENTAL]} are refused for a fundamental reason, {counts[NOT_BUILT]} because",
         f"nobody has built them, {counts[OTHER]} have nothing to act upon together or do not fit, and {counts[FAILED]}",
-        f"fail. Of {len(threes)} plans of up to nine keys, with {covered:.0%} of all possible threes of values,",
-        f"{wide[RUN]} run, {wide[FAILED]} fail, and a model or its size refuses the others.",
+        "fail." + ("\n".join(many) if threes else ""),
         "",
         "`r` some values run, `x` some are refused for a fundamental reason, `o` some are not built, `-` none has",
-        "anything to act upon. Written by `python -m tests.fuzz.matrix --write docs/combinations.md`.",
+        "anything to act upon; nothing: not tried.",
+        "Written by `python -m tests.fuzz.matrix --write docs/combinations.md`.",
         "",
     )
     lines = ["# What was run", "", *told]
