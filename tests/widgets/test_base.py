@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from minipar import Plan, simulate
@@ -16,6 +17,7 @@ from minipar.trace import labels
 from minipar.trace.figure import DIFFERENCES, LOOKS, MEMORY
 from minipar_widgets import Explorer, Timeline, base
 from minipar_widgets.inline import SOURCES
+from minipar_widgets.packing import pack
 
 
 def _timeline() -> Timeline:
@@ -56,6 +58,16 @@ def test_page_is_whole_and_asks_for_nothing() -> None:
     state = json.loads(re.search(r"const state = (.*), heard", page)[1])  # type: ignore[index]
     assert state["label"] == _timeline().summary()
     assert "_esm" not in state
+
+
+def test_whole_numbers_travel_in_the_narrowest_type() -> None:
+    arrays = {"few": [0, 255], "more": [0, 256], "most": [0, 2**32 - 1], "signed": [-1, 3], "none": []}
+    packed = {name: np.array(values, "i4" if name == "signed" else "u4") for name, values in arrays.items()}
+    data, layout = pack(packed | {"exact": np.array([0.5, 2.0])})
+    codes = {"few": "u1", "more": "u2", "most": "u4", "signed": "i4", "none": "u4", "exact": "f8"}
+    assert {name: code for name, (code, _, _) in layout.items()} == codes
+    for name, (code, at, count) in layout.items():
+        assert np.frombuffer(data, np.dtype(f"<{code}"), count, at).tolist() == [*arrays.get(name, (0.5, 2.0))]
 
 
 HOSTILE = "<!--<script> PLACE STATE </script> <\\/ ]]>"

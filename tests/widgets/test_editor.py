@@ -74,7 +74,7 @@ def test_picture_line_and_table_without_kernel() -> None:
 def test_a_page_without_kernel_can_be_played_but_not_changed() -> None:
     editor = ScheduleEditor("gpipe", stages=2, microbatches=2, schedule="test-editor")
     assert editor.editable
-    assert '"editable": false' in editor.to_html()
+    assert '"editable":false' in editor.to_html()
 
 
 def test_a_program_changed_by_hand_is_taken_as_it_is() -> None:

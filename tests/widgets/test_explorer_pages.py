@@ -411,7 +411,7 @@ def test_forms_are_fixed_by_clicks_and_keys(browser: Any, tmp_path: Path) -> Non
     view.update(view.found.layer, explorer.mesh, (), explorer.links)
     text = explorer.to_html()
     answer = 'save_changes() { toKernel(state.asked).then((data) => model.set("data", data)); }'
-    for before, after in (('"editable": false', '"editable": true'), ("save_changes() {}", answer)):
+    for before, after in (('"editable":false', '"editable":true'), ("save_changes() {}", answer)):
         assert text.count(before) == 1
         text = text.replace(before, after)
     (tmp_path / "page.html").write_text(text, encoding="utf-8")
@@ -507,7 +507,7 @@ def test_a_click_pins_and_a_slider_asks_python(browser: Any, tmp_path: Path) -> 
       };
       function hear(traits) { for (const [key, value] of Object.entries(traits)) model.set(key, value); }
       ({"""
-    for old, new in (('"alive": false', '"alive": true'), ("save_changes() {}, send() {},", answers)):
+    for old, new in (('"alive":false', '"alive":true'), ("save_changes() {}, send() {},", answers)):
         assert text.count(old) == 1
         text = text.replace(old, new)
     assert text.count("\n};\nconst el = ") == 1

@@ -133,7 +133,8 @@ class View(Shown, anywidget.AnyWidget):
 
     def section(self, place: str = "widget") -> str:
         plain = {key: _plain(value) for key, value in self.state().items()}
-        data = json.dumps(plain).replace("<", "\\u003c")  # (also <!--, after which </script> would not end the script)
+        text = json.dumps(plain, separators=(",", ":"))
+        data = text.replace("<", "\\u003c")  # (also <!--, after which </script> would not end the script)
         module = self._esm.replace("export default {", "const widget = {").replace("</script", "<\\/script")
         script = module + _MODEL.replace("PLACE", place).replace("STATE", data)
         words = f"<noscript><p>{escape(self._line())}</p></noscript>"

@@ -24,7 +24,7 @@ import numpy as np
 from minipar_widgets.inline import SOURCES, inline
 
 Chosen = Mapping[str, Any]
-_WIDTH = {"f8": np.float64, "f4": np.float32, "u4": np.uint32, "i4": np.int32, "u1": np.uint8}
+_WIDTH = {"f8": np.float64, "f4": np.float32, "u4": np.uint32, "u2": np.uint16, "i4": np.int32, "u1": np.uint8}
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def panel(place: str, title: str, controls: Sequence[Control], find: Callable[[C
     }  # fmt: skip
     script = inline(SOURCES / "offline.js").replace("export default {", "const page = {")
     style = (SOURCES / "offline.css").read_text(encoding="utf-8")
-    text = json.dumps(data).replace("<", "\\u003c")
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     words = "controls of this page; every result was computed when it was made"
     return (
         f"<style>{style}</style>\n"
@@ -106,10 +106,10 @@ def parcel(points: Sequence[Point]) -> bytes:
                 traits[trait] = None
                 for name, (code, at, count) in traits[about].get("layout", {}).items():
                     array = np.frombuffer(raw, np.dtype(_WIDTH[code]), count, at)
-                    columns.setdefault(f"{trait} {about} {name}", []).append(array)
+                    columns.setdefault(f"{trait} {about} {name} {code}", []).append(array)
         plain.append({"traits": traits, "parts": dict(point.parts), "title": point.title})
     joined = {name: np.concatenate(parts) for name, parts in columns.items()}
-    heads = [[*name.split(" "), array.dtype.str[1:], len(array)] for name, array in joined.items()]
+    heads = [[*name.split(" "), len(array)] for name, array in joined.items()]
     text = json.dumps({"points": plain, "columns": heads}, separators=(",", ":")).encode()
     planes = [array.view(np.uint8).reshape(-1, array.dtype.itemsize).T.tobytes() for array in joined.values()]
     return zlib.compress(b"".join([len(text).to_bytes(4, "little"), text, *planes]), 9)

@@ -1,5 +1,5 @@
 // Controls on a page without a kernel: a table of results, as offline.py writes it, and what a choice shows.
-import { make, WIDTHS } from "./shared.js";
+import { ARRAYS, make } from "./shared.js";
 
 /** The results of a parcel, which has been decompressed: the views' traits, with arrays in place, and the page's parts. */
 export function opened(buffer) {
@@ -8,17 +8,17 @@ export function opened(buffer) {
   const all = new Uint8Array(buffer);
   let at = 4 + size;
   const found = new Map(columns.map(([trait, about, name, type, count]) => {
-    const wide = WIDTHS[type], bytes = new Uint8Array(count * wide);
+    const wide = ARRAYS[type].BYTES_PER_ELEMENT, bytes = new Uint8Array(count * wide);
     for (let byte = 0; byte < wide; byte++) for (let k = 0; k < count; k++) bytes[k * wide + byte] = all[at++];
-    return [`${trait} ${about} ${name}`, { bytes, wide, next: 0 }];
+    return [`${trait} ${about} ${name} ${type}`, { bytes, wide, next: 0 }];
   }));
   for (const { traits } of points) {
     for (const [trait, about] of [["data", "about"], ["details", "more"]]) {
       if (traits[trait] !== null) continue;
       const layout = Object.entries(traits[about].layout ?? {});
-      const whole = new Uint8Array(Math.max(0, ...layout.map(([, [type, from, count]]) => from + count * WIDTHS[type])));
-      for (const [name, [, from, count]] of layout) {
-        const column = found.get(`${trait} ${about} ${name}`), size = count * column.wide;
+      const whole = new Uint8Array(Math.max(0, ...layout.map(([, [type, from, count]]) => from + count * ARRAYS[type].BYTES_PER_ELEMENT)));
+      for (const [name, [type, from, count]] of layout) {
+        const column = found.get(`${trait} ${about} ${name} ${type}`), size = count * column.wide;
         whole.set(column.bytes.subarray(column.next, (column.next += size)), from);
       }
       traits[trait] = new DataView(whole.buffer);

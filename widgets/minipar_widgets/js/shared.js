@@ -498,16 +498,13 @@ export function frame(model, el, { name, height, draw, keys = {}, canvas = true,
   };
 }
 
-/** Bytes of a number, by the type's name in a layout. */
-export const WIDTHS = { f8: 8, f4: 4, u4: 4, i4: 4, u1: 1 };
-
-const ARRAYS = { f8: Float64Array, f4: Float32Array, u4: Uint32Array, i4: Int32Array, u1: Uint8Array };
+/** The arrays of packing.py, by the name of their numbers' type in a layout. */
+export const ARRAYS = { f8: Float64Array, f4: Float32Array, u4: Uint32Array, u2: Uint16Array, i4: Int32Array, u1: Uint8Array };
 
 /** The arrays that packing.py put into one binary trait; without a copy, unless the bytes are not aligned. */
 export function unpack(view, layout) {
-  const aligned = view.byteOffset % 8 === 0;
-  const buffer = aligned ? view.buffer : new Uint8Array(view.buffer, view.byteOffset, view.byteLength).slice().buffer;
+  const { buffer, byteOffset } = view.byteOffset % 8 ? new Uint8Array(view.buffer, view.byteOffset, view.byteLength).slice() : view;
   const found = {};
-  for (const [name, [type, at, count]] of Object.entries(layout)) found[name] = new ARRAYS[type](buffer, (aligned ? view.byteOffset : 0) + at, count);
+  for (const [name, [type, at, count]] of Object.entries(layout)) found[name] = new ARRAYS[type](buffer, byteOffset + at, count);
   return found;
 }
