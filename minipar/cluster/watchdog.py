@@ -29,10 +29,10 @@ from minipar.cluster.notes import Page
 from minipar.cluster.stacks import Entry, Frame
 
 _TRIES = 5
-_SHORTEST, _LONGEST = 0.02, 0.25  # seconds between two checks
+_SHORTEST, _LONGEST = 0.02, 0.15  # seconds between two checks
 SURE = 3.0  # seconds until ranks that are provably blocked are a deadlock
 STOPPED = 0.5  # seconds until a process that was stopped counts as one that does not go on by itself
-_OFTEN = 0.1  # seconds between two checks while a rank is stopped
+_OFTEN = 0.05  # seconds between two checks while a rank is stopped
 _DOUBTFUL = "the making of a group"
 _TICKS = 10  # of CPU time in each second that waits of a rank may use, since some look again and again
 _A_WHILE = 0.5  # seconds; who has waited for so long is not just between two messages

@@ -15,8 +15,11 @@ A case is a training on real ranks by some strategy, and one fault at a random m
 Of each it is noted whether the error was *explained* (a class of ours or the rank's own exception, the rank by its
 number, and the cause), how long it took to arrive, whether the next training on the same cluster gives the losses of an
 undisturbed one (*healed*), and what was *left behind*: processes, descriptors, files. A save that was disturbed must be
-whole, or not be there. `make soak` runs up to 1,000 faults in 30 minutes, on two clusters side by side, and writes
-docs/reliability.md; a test runs a few.
+whole, or not be there. `make soak` runs 1,000 faults in 30 minutes and writes docs/reliability.md; a test runs a few.
+
+Faults of trainings and stop buttons come first, on one cluster with the machine to itself: how long it takes until they
+are told is a figure of this page. What is slow and asks for no time (saves, drivers, kernels) comes after them, on two
+clusters side by side. Long use and the inputs of parsers come last, beside each other.
 
 A cluster is kept, and healed after each fault. A driver that is to be killed is forked, and not started anew, and so is
 a kernel, but for one in ten, which jupyter_client starts: a process spends seconds with imports. Both are killed at a
@@ -100,6 +103,7 @@ SAVED = ("dp=4 zero=3", "pp=4 schedule=1f1b microbatches=4", "dp=2 pp=2 zero=1 m
 STEPS, ROWS = 4, 16
 BEGUN, TRAINED = SIGNS = ("begun", "trained")  # files by which a driver says how far it is
 LIMIT = 60  # seconds for a case
+SLOW = 1.2  # seconds; what is told later is printed at once
 _TRIES = 4  # to meet a training, save, or place with a fault
 PATIENCE = 3.0  # seconds; a stopped rank is only noticed by those who wait for it
 
@@ -517,6 +521,8 @@ class Campaign:
         error, when = found
         tally.tried += 1
         tally.seconds.append(when - sent)
+        if when - sent > SLOW:
+            tqdm.write(f"{tally.name} of rank {rank}, {plan}: told after {when - sent:.1f} s: {str(error)[:600]}")
         good = explained(error, fault, rank)
         tally.explained += good
         first = str(error).splitlines()[0] if str(error) else repr(error)
@@ -614,7 +620,8 @@ class Campaign:
 
                 timer = threading.Timer(self.random.uniform(0.1, 0.8) * self.saving[plan], kill)
             else:
-                trip = Trip(what, SAVE, rank, self.random.randint(1, 3 * STEPS), stamp=stamp)
+                # (a rank flushes a file in each save, so that each of these moments comes)
+                trip = Trip(what, SAVE, rank, self.random.randint(1, STEPS), stamp=stamp)
             found = self._disturbed(plan, trip, timer, save=saved, save_every=1)
             if timer is not None and found is None:  # it came after the training: the next run is told, or heals it
                 if what != "SIGSTOP":
@@ -909,16 +916,21 @@ class Found:
     kinds: dict[str, list[int]]
 
 
-def _cases(count: int) -> list[tuple[str, tuple[Any, ...]]]:
-    """So many random faults, and the others in proportion: methods of a campaign and their arguments."""
-    numbers = {"one": count, "start": count // 20, "closing": count // 20, "save": count // 4, "full_disk": count // 20}
-    numbers |= {"driver": count // 10}
-    cases: list[tuple[str, tuple[Any, ...]]] = [(name, ()) for name, number in numbers.items() for _ in range(number)]
-    cases += [("kernel", (k % 10 == 9,)) for k in range(count // 10)]
-    return cases + [("button", (double,)) for double in (False, True) for _ in range(count // 10)]
+Case = tuple[str, tuple[Any, ...]]  # a method of a campaign, and its arguments
 
 
-def _part(cases: list[tuple[str, tuple[Any, ...]]], seed: int, end: float, show: bool) -> Found:
+def _cases(count: int) -> tuple[list[Case], list[Case]]:
+    """So many random faults, and the others in proportion: those that are timed, and those that run side by side."""
+    timed: list[Case] = [("button", (double,)) for double in (False, True) for _ in range(count // 10)]
+    for name, number in {"one": count, "start": count // 20, "closing": count // 20}.items():
+        timed += [(name, ())] * number
+    others: list[Case] = [("kernel", (k % 10 == 9,)) for k in range(count // 10)]
+    for name, number in {"save": count // 4, "full_disk": count // 20, "driver": count // 10}.items():
+        others += [(name, ())] * number
+    return timed, others
+
+
+def _part(cases: list[Case], seed: int, end: float, show: bool) -> Found:
     """Run these cases one after another, until the time is over."""
     campaign = Campaign(seed)
     for name, given in tqdm(cases, disable=not show, desc="faults"):
@@ -965,19 +977,26 @@ def run(
     count: int, seed: int = 0, seconds: float = 1e9, show: bool = True, inputs: int = 0, jobs: int = 1
 ) -> tuple[str, list[str]]:
     """A campaign of `count` random faults, of the others in proportion, and of so many `inputs` of parsers: the page,
-    and the problems. `jobs`: campaigns side by side, which share the faults. Of the seconds faults have eight tenths at
-    most; long use and the inputs, side by side, have the rest."""
+    and the problems. `jobs`: campaigns side by side, which share what is not timed. Of the seconds what is timed has
+    half at most, the other faults a third; long use and the inputs, side by side, have the rest."""
     began = time.monotonic()
-    end = began + 0.8 * seconds
-    cases = _cases(count)
-    random.Random(seed).shuffle(cases)
-    shares = [partial(_part, cases[k::jobs], seed + k, end, show and not k) for k in range(jobs)]
-    found = merged([shares[0]()] if jobs == 1 else [result() for result in [_beside(share) for share in shares]])
+    timed, others = _cases(count)
+    dice = random.Random(seed)
+    dice.shuffle(timed)
+    dice.shuffle(others)
+    if jobs == 1:
+        parts = [_part([*timed, *others], seed, began + 0.8 * seconds, show)]
+    else:
+        parts = [_beside(partial(_part, timed, seed, began + 0.5 * seconds, show))()]
+        end = time.monotonic() + seconds / 3
+        shares = [partial(_part, others[k::jobs], seed + 1 + k, end, show and not k) for k in range(jobs)]
+        parts += [result() for result in [_beside(share) for share in shares]]
+    found = merged(parts)
     total = merged([Found([replace(one, name="all") for one in found.tallies], {})]).tallies
-    parts = ["\n".join([HEAD, *(one.row() for one in (*found.tallies, *total))])]
+    lines = ["\n".join([HEAD, *(one.row() for one in (*found.tallies, *total))])]
     if found.kinds:
         told = ", ".join(f"{kind} {good} of {tried}" for kind, (tried, good) in found.kinds.items())
-        parts.append(f"Explained of the faults as a rank began an instruction of this kind: {told}.")
+        lines.append(f"Explained of the faults as a rank began an instruction of this kind: {told}.")
     problems = [problem for one in found.tallies for problem in one.problems]
     if inputs:
         from tests.fuzz import parsers  # (not above: a rank imports this file, too)
@@ -985,9 +1004,9 @@ def run(
         left = began + seconds - time.monotonic()
         used = _beside(partial(long_use, 2 * count, count // 5, 0.9 * left))
         rows, more = parsers.campaign(inputs, left)
-        parts += [used(), parsers.table(rows, more)]
+        lines += [used(), parsers.table(rows, more)]
         problems += more
-    return "\n\n".join(parts) + "\n", problems
+    return "\n\n".join(lines) + "\n", problems
 
 
 def main() -> int:
@@ -997,20 +1016,20 @@ def main() -> int:
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--inputs", type=int, default=20000, help="inputs of parsers")
-    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="campaigns side by side")
+    parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="clusters side by side")
     parser.add_argument("--seconds", type=float, default=1700, help="stop after so many seconds, about")
     parser.add_argument("--write", help="a file for the table, such as docs/reliability.md")
     options = parser.parse_args()
-    began = time.monotonic()
+    began, load = time.monotonic(), os.getloadavg()[0]
     page, problems = run(options.count, options.seed, options.seconds, inputs=options.inputs, jobs=options.jobs)
     print(page)
     for problem in problems:
         print(problem)
     if options.write:
-        used, load = (time.monotonic() - began) / 60, os.getloadavg()[1]
+        used = (time.monotonic() - began) / 60
         text = (
             f"Asked for were {options.count:,} random faults and {options.inputs:,} inputs, in {options.seconds:.0f} "
-            f"seconds at most; it took {used:.0f} minutes on {os.cpu_count()} cores, whose load was {load:.0f}.\n"
+            f"seconds at most; it took {used:.0f} minutes on {os.cpu_count()} cores, load {load:.1f} before.\n"
         )
         write_between(Path(options.write), "campaign", f"{text}\n{page}")
     return bool(problems)
