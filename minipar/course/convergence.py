@@ -138,7 +138,7 @@ def by_step(losses: Sequence[float], steps: int) -> list[float]:
 
 def plot(found: Mapping[str, Sequence[float]]) -> Figure:
     """The loss curves in one picture."""
-    from minipar.trace.figure import picture
+    from minipar.trace.figure import RULE, picture, ruled
 
     figure: Any = picture()(figsize=(9, 4.2), layout="constrained")
     axes = figure.subplots()
@@ -150,17 +150,17 @@ def plot(found: Mapping[str, Sequence[float]]) -> Figure:
         every = max(1, len(losses) // 8)
         line = "--" if name != base else "-"
         axes.plot(losses, label=name, color=colour, linestyle=line, marker=marker, markevery=every, markersize=5)
-    axes.set_xlabel("step")
-    axes.set_ylabel("mean loss of the step")
-    axes.set_title("Late gradients: same model, rows and learning rate")
-    figure.legend(loc="outside right upper", frameon=False)
+    axes.set(xlabel="step", ylabel="mean loss of the step")
+    ruled(axes, "Late gradients: same model, rows and learning rate")
+    axes.grid(color=RULE, linewidth=0.6)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     figure.alt = "; ".join(f"{name}: {losses[0]:.2f} to {losses[-1]:.2f}" for name, losses in found.items())
     return figure
 
 
 def bands(found: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
     """For each method the mean of its curves, and a band from the least to the largest."""
-    from minipar.trace.figure import picture
+    from minipar.trace.figure import RULE, picture, ruled
 
     figure: Any = picture()(figsize=(9, 4.2), layout="constrained")
     axes = figure.subplots()
@@ -171,9 +171,11 @@ def bands(found: Mapping[str, Sequence[Sequence[float]]]) -> Figure:
         axes.plot([sum(step) / len(step) for step in steps], label=name, color=colour, linestyle=line)
         least, largest = [min(step) for step in steps], [max(step) for step in steps]
         axes.fill_between(range(len(steps)), least, largest, color=colour, alpha=0.18)
-    axes.set(xlabel="step", ylabel="mean loss of the step", title="Late gradients: means and bands of several seeds")
+    axes.set(xlabel="step", ylabel="mean loss of the step")
+    ruled(axes, "Late gradients: means and bands of several seeds")
+    axes.grid(color=RULE, linewidth=0.6)
     axes.xaxis.get_major_locator().set_params(integer=True)
-    figure.legend(loc="outside right upper", frameon=False)
+    figure.legend(loc="outside right upper", frameon=False, fontsize=8)
     ends = {name: [curve[-1] for curve in curves] for name, curves in found.items()}
     figure.alt = "; ".join(f"{name}: at the end {min(end):.2f} to {max(end):.2f}" for name, end in ends.items())
     return figure

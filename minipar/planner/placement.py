@@ -124,7 +124,7 @@ class SearchComparison:
 
     def plot(self, width: float = 10) -> Figure:
         """The best time so far over calls of the simulator, for each search; the dynamic program as a line."""
-        from minipar.trace.figure import MUTED, picture
+        from minipar.trace.figure import MUTED, RULE, picture, ruled
 
         looks = {
             "learned policy": ("#CC79A7", "s"),
@@ -146,10 +146,12 @@ class SearchComparison:
         axes.set_xlabel("calls of the simulator")
         axes.set_ylabel("step time of the best placement so far")
         nodes = len(self.graph.costs)
-        axes.set_title(
+        title = (
             f"{several(nodes, 'node')} on {several(self.ranks, 'rank')}, {several(self.microbatches, 'micro-batch')}"
         )
-        figure.legend(loc="outside right upper", frameon=False)
+        ruled(axes, title)
+        axes.grid(color=RULE, linewidth=0.6)
+        figure.legend(loc="outside right upper", frameon=False, fontsize=8)
         figure.alt = "; ".join(f"{f.method} {f.time:.1f}" for f in self.found)
         return figure
 

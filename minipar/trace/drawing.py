@@ -173,13 +173,19 @@ def _bars(trace: Trace, scale: float, span: Span, texts: dict[tuple[str, ...], i
     seen = {kind: found[(found[:, 2] >= span[0]) & (found[:, 1] <= span[1])] for kind, found in bars.items()}
     for found in seen.values():
         found[:, 1:3] = found[:, 1:3].clip(*span)
-    return {kind: found for kind, found in seen.items() if len(found)}
+    seen = {kind: found for kind, found in seen.items() if len(found)}
+    # Collectives that overlap share a lane: short ones are drawn after long ones, so that both are seen.
+    lengths = {kind: float((found[:, 2] - found[:, 1]).mean()) for kind, found in seen.items() if kind in COLLECTIVE}
+    return {kind: seen[kind] for kind in sorted(seen, key=lambda kind: -lengths.get(kind, 1e300))}
 
 
 def _draw_timeline(axes: Axes, layout: FigureLayout, span: Span, numbers: bool) -> None:
+    import numpy as np
+
     points = layout.points(span)
     for t, bars in enumerate(layout.bars):
         outlined = layout.count == 2 and t == 0
+        seen = _uncovered(bars) if numbers else {}
         for kind, found in bars.items():
             top, bottom = layout.zone(kind, t)
             y = found[:, 0] * layout.pitch
@@ -189,8 +195,10 @@ def _draw_timeline(axes: Axes, layout: FigureLayout, span: Span, numbers: bool) 
             if numbers and (kind not in BENEATH or kind in COLLECTIVE):
                 ink = INK if outlined or kind in COLLECTIVE else LOOKS[kind].ink
                 height, middle = (bottom - top) * layout.lane * 72, y + (top + bottom) / 2
-                free = _free(found, bars, span) * points if kind in COLLECTIVE else None
-                _draw_numbers(axes, found, middle, points, height, ink, layout.texts, free)
+                own, free = seen.get(kind, found), None
+                if kind in COLLECTIVE:  # (no word stands beside a bar whose end is covered)
+                    free = np.where(own[:, 2] < found[:, 2], 0.0, _free(found, bars, span) * points)
+                _draw_numbers(axes, own, middle, points, height, ink, layout.texts, free)
     if layout.folded:
         _draw_differences(axes, layout, span)
     lanes = layout.ranks * layout.pitch
@@ -262,7 +270,8 @@ def _draw_numbers(
     axes: Axes, bars: np.ndarray, y: np.ndarray, points: float, height: float, ink: str,
     texts: Sequence[tuple[str, ...]], free: np.ndarray | None = None,
 ) -> None:  # fmt: skip
-    """The words on bars that have room (`labels.fitted`). `free`: of collectives, the points to the right of each bar.
+    """The words on bars that have room (`labels.fitted`). `free`: of collectives, the points to the right of each bar;
+    of these a bar is the part that is seen.
     Where bars overlap, a word that would stand on the one before it is left out."""
     from matplotlib.patheffects import withStroke
 
@@ -285,6 +294,30 @@ def _draw_numbers(
                 x, middle, one.text, size=one.size, color=ink, ha="center", va="center_baseline", clip_on=True,
                 zorder=4, path_effects=None if one.beside else around,
             )  # fmt: skip
+
+
+def _uncovered(bars: Bars) -> Bars:
+    """The bars of the thin lane, each with the part of it that is not covered by those drawn after it: collectives may
+    overlap in time, and a word stands where its bar is seen."""
+    import numpy as np
+
+    thin = {kind: found for kind, found in bars.items() if kind in BENEATH and kind != "receive"}
+    every = np.concatenate([*thin.values(), np.zeros((0, 4))])
+    if len(every) > MANY_BARS:
+        return thin
+    part = every.copy()
+    for rank in np.unique(every[:, 0]):
+        mine = np.flatnonzero(every[:, 0] == rank)
+        start, end = every[mine, 1], every[mine, 2]
+        for n, k in enumerate(mine.tolist()):
+            low, high = every[k, 1:3].tolist()
+            later = np.flatnonzero((start[n + 1 :] < high) & (end[n + 1 :] > low)) + n + 1
+            for from_, to in sorted(zip(start[later].tolist(), end[later].tolist(), strict=True)):
+                if from_ < high and to > low:  # the longer one of the parts before and after it
+                    low, high = (low, max(low, from_)) if from_ - low >= high - to else (to, max(high, to))
+            part[k, 1:3] = low, high
+    ends = np.cumsum([len(found) for found in thin.values()])
+    return dict(zip(thin, np.split(part, ends[:-1]), strict=True)) if thin else {}
 
 
 def _free(found: np.ndarray, bars: Bars, span: Span) -> np.ndarray:

@@ -23,7 +23,7 @@ from minipar.program import Program
 from minipar.program.shape import Shape
 from minipar.strategies.buckets import Bucket, sizes
 from minipar.strategies.plan import Plan
-from minipar.trace.figure import picture
+from minipar.trace.figure import RULE, picture, ruled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,8 +79,9 @@ class BucketCurve:
         axes.set_ylim(0, 1.08 * max((*predicted, *measured)))
         axes.set_ylabel("step (ms)")
         axes.set_xlabel("bucket")
-        axes.set_title(f"{self.plan}: best is {self._names()[self.buckets.index(self.best)]}", fontsize=9)
-        axes.legend(loc="lower left", frameon=False)
+        ruled(axes, f"{self.plan}: best is {self._names()[self.buckets.index(self.best)]}")
+        axes.grid(color=RULE, linewidth=0.6)
+        axes.legend(loc="lower left", frameon=False, fontsize=8)
         figure.alt = f"Time of a step over the size of its buckets.\n{self}"  # type: ignore[attr-defined]
         return figure
 

@@ -387,6 +387,21 @@ def test_words_with_a_halo_do_not_run_together():
     assert min(b - b_half - a - a_half for (a, a_half), (b, b_half) in pairwise(words)) > 2.2
 
 
+def test_words_of_collectives_stand_where_their_bars_are_seen():
+    """Bars of the thin lane overlap in time. A later one covers an earlier one, and those of other kinds."""
+    gathers = [[0, 0, 40, 0], [0, 50, 60, 0], [0, 100, 160, 0], [1, 0, 40, 0]]
+    scatters = [[0, 20, 80, 0], [0, 120, 130, 0]]
+    bars = {"all-gather": np.array(gathers, float), "reduce-scatter": np.array(scatters, float)}
+    bars["forward"] = np.array([[0, 0, 200, 0]], float)
+    seen = drawing._uncovered(bars)
+    assert set(seen) == {"all-gather", "reduce-scatter"}
+    assert seen["reduce-scatter"].tolist() == scatters
+    spans = seen["all-gather"][:, 1:3].tolist()
+    assert spans[0] == [0, 20]  # its left half
+    assert spans[1][0] == spans[1][1]  # nothing of it
+    assert spans[2:] == [[130, 160], [0, 40]]  # the longer side; and all of it on another rank
+
+
 def test_bars_without_room_do_not_make_the_words_of_others_small():
     figure = Figure(figsize=(6, 1), dpi=72)
     axes = figure.add_axes((0, 0, 1, 1))
