@@ -187,16 +187,14 @@ class Cluster(Calling):
         if not self._close.alive:
             raise RankError("this Cluster is closed; make a new one")
         members = self._members
-        for death in members.heal():
-            warnings.warn(f"{death.line}; it starts anew, without its state", RuntimeWarning, stacklevel=5)
         self._run += 1
-        situation = worker.Situation(members.generation, active, self._meeting_place(), _free_port())
-        message = (self._run, situation, tuple(sys.path), parcel)
-        heard = Round(
-            self._run, frozenset(active), call.callback, revivals=call.revivals, message=message, show=call.show
-        )
+        heard = Round(self._run, frozenset(active), call.callback, revivals=call.revivals, show=call.show)
         watch = Watchdog(self._patience, local=self.carrier == "local")
         try:
+            for death in members.heal():
+                warnings.warn(f"{death.line}; it starts anew, without its state", RuntimeWarning, stacklevel=5)
+            situation = worker.Situation(members.generation, active, self._meeting_place(), _free_port())
+            heard.message = message = (self._run, situation, tuple(sys.path), parcel)
             for rank in active:
                 heard.waiting.add(rank)
                 members.send(rank, message)

@@ -174,6 +174,15 @@ def test_an_interrupt_waits_for_the_end_of_an_import(
     del sys.modules["slow_to_import"]
 
 
+def test_an_interrupt_before_the_ranks_begin_is_told_as_any_other(clusters: Clusters, monkeypatch: Any) -> None:
+    cluster = clusters(2)
+    with monkeypatch.context() as patch:
+        patch.setattr("minipar.cluster.local._free_port", lambda: _thread.interrupt_main() or time.sleep(1) or 0)
+        with pytest.raises(KeyboardInterrupt, match="^the ranks were interrupted$"):
+            cluster.run(os.getpid)
+    assert len(set(cluster.run(os.getpid))) == 2
+
+
 def test_an_interrupt_inside_a_context_of_torch_leaves_its_modes_as_they_were(clusters: Clusters) -> None:
     def entered() -> None:
         torch.no_grad().__enter__()

@@ -100,6 +100,9 @@ INSIDE = ("raise", "sys.exit", "os._exit", "memory", "descriptors")
 PLACES = ("forward", "loss", "optimizer")
 SAVE = "save"  # before a file of a save is flushed to the disk
 SAVED = ("dp=4 zero=3", "pp=4 schedule=1f1b microbatches=4", "dp=2 pp=2 zero=1 microbatches=4")
+# The parts of a campaign, with their shares of the time: faults and stop buttons, of which it is measured when they are
+# told; saves, drivers and kernels; long use, and inputs of parsers.
+SHARES = {"timed": 0.5, "others": 0.35, "inputs": 0.15}
 STEPS, ROWS = 4, 16
 BEGUN, TRAINED = SIGNS = ("begun", "trained")  # files by which a driver says how far it is
 LIMIT = 60  # seconds for a case
@@ -589,8 +592,11 @@ class Campaign:
         _let_interrupts_come(finished)  # the second one may arrive at any moment, until its thread has ended
         if error is not None:
             tally.tried += 1
-            tally.explained += "the ranks were interrupted" in str(error) or not _within_ranks(error)
+            good = "the ranks were interrupted" in str(error) or not _within_ranks(error)
+            tally.explained += good
             tally.seconds.append(when - sent[0])
+            if not good:
+                tally.problems.append(f"{tally.name}, {plan}: {''.join(traceback.format_exception(error))[-1500:]}")
             error = error.with_traceback(None)
         self._heal(plan, tally.name, tally)
         return error is not None
@@ -842,6 +848,7 @@ def _fork(run: Callable[[], None]) -> int:
         silent = os.open(os.devnull, os.O_WRONLY)
         for stream in (1, 2):
             os.dup2(silent, stream)
+        tqdm.set_lock(threading.RLock())  # (the one of the parent may be held by a driver that was killed)
         run()
     finally:
         os._exit(1)
@@ -919,7 +926,7 @@ class Found:
 Case = tuple[str, tuple[Any, ...]]  # a method of a campaign, and its arguments
 
 
-def _cases(count: int) -> tuple[list[Case], list[Case]]:
+def cases(count: int) -> tuple[list[Case], list[Case]]:
     """So many random faults, and the others in proportion: those that are timed, and those that run side by side."""
     timed: list[Case] = [("button", (double,)) for double in (False, True) for _ in range(count // 10)]
     for name, number in {"one": count, "start": count // 20, "closing": count // 20}.items():
@@ -930,10 +937,10 @@ def _cases(count: int) -> tuple[list[Case], list[Case]]:
     return timed, others
 
 
-def _part(cases: list[Case], seed: int, end: float, show: bool) -> Found:
+def part(todo: list[Case], seed: int, end: float, show: bool) -> Found:
     """Run these cases one after another, until the time is over."""
     campaign = Campaign(seed)
-    for name, given in tqdm(cases, disable=not show, desc="faults"):
+    for name, given in tqdm(todo, disable=not show, desc="faults"):
         if time.monotonic() > end:
             break
         campaign.guarded(name, given)
@@ -973,40 +980,32 @@ def merged(parts: list[Found]) -> Found:
     return Found(sorted(tallies.values(), key=lambda one: one.name), dict(sorted(kinds.items())))
 
 
-def run(
-    count: int, seed: int = 0, seconds: float = 1e9, show: bool = True, inputs: int = 0, jobs: int = 1
-) -> tuple[str, list[str]]:
-    """A campaign of `count` random faults, of the others in proportion, and of so many `inputs` of parsers: the page,
-    and the problems. `jobs`: campaigns side by side, which share what is not timed. Of the seconds what is timed has
-    half at most, the other faults a third; long use and the inputs, side by side, have the rest."""
-    began = time.monotonic()
-    timed, others = _cases(count)
-    dice = random.Random(seed)
-    dice.shuffle(timed)
-    dice.shuffle(others)
-    if jobs == 1:
-        parts = [_part([*timed, *others], seed, began + 0.8 * seconds, show)]
-    else:
-        parts = [_beside(partial(_part, timed, seed, began + 0.5 * seconds, show))()]
-        end = time.monotonic() + seconds / 3
-        shares = [partial(_part, others[k::jobs], seed + 1 + k, end, show and not k) for k in range(jobs)]
-        parts += [result() for result in [_beside(share) for share in shares]]
-    found = merged(parts)
+def table(found: Found) -> str:
+    """The rows of a part of a campaign, and all of them together."""
     total = merged([Found([replace(one, name="all") for one in found.tallies], {})]).tallies
-    lines = ["\n".join([HEAD, *(one.row() for one in (*found.tallies, *total))])]
+    text = "\n".join([HEAD, *(one.row() for one in (*found.tallies, *total))])
     if found.kinds:
         told = ", ".join(f"{kind} {good} of {tried}" for kind, (tried, good) in found.kinds.items())
-        lines.append(f"Explained of the faults as a rank began an instruction of this kind: {told}.")
-    problems = [problem for one in found.tallies for problem in one.problems]
-    if inputs:
+        text += f"\n\nExplained of the faults as a rank began an instruction of this kind: {told}."
+    return text
+
+
+def run(name: str, count: int, inputs: int, seed: int, seconds: float, jobs: int, show: bool) -> tuple[str, list[str]]:
+    """A part of a campaign of `count` random faults, the others in proportion, and so many `inputs` of parsers: its
+    section of the page, and the problems. `jobs`: clusters side by side, which share what is not timed."""
+    if name == "inputs":
         from tests.fuzz import parsers  # (not above: a rank imports this file, too)
 
-        left = began + seconds - time.monotonic()
-        used = _beside(partial(long_use, 2 * count, count // 5, 0.9 * left))
-        rows, more = parsers.campaign(inputs, left)
-        lines += [used(), parsers.table(rows, more)]
-        problems += more
-    return "\n\n".join(lines) + "\n", problems
+        used = _beside(partial(long_use, 2 * count, count // 5, 0.9 * seconds))
+        rows, problems = parsers.campaign(inputs, seconds)
+        return f"{used()}\n\n{parsers.table(rows, problems)}", problems
+    timed, others = cases(count)
+    todo, jobs = (timed, 1) if name == "timed" else (others, jobs)
+    random.Random(seed).shuffle(todo)
+    end = time.monotonic() + seconds
+    shares = [partial(part, todo[k::jobs], seed + k, end, show and not k) for k in range(jobs)]
+    found = merged([result() for result in [_beside(share) for share in shares]])
+    return table(found), [problem for one in found.tallies for problem in one.problems]
 
 
 def main() -> int:
@@ -1018,21 +1017,24 @@ def main() -> int:
     parser.add_argument("--inputs", type=int, default=20000, help="inputs of parsers")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="clusters side by side")
     parser.add_argument("--seconds", type=float, default=1700, help="stop after so many seconds, about")
-    parser.add_argument("--write", help="a file for the table, such as docs/reliability.md")
+    parser.add_argument("--only", choices=SHARES, help="only this part, in all of these seconds")
+    parser.add_argument("--write", help="a file for the tables, such as docs/reliability.md")
     options = parser.parse_args()
-    began, load = time.monotonic(), os.getloadavg()[0]
-    page, problems = run(options.count, options.seed, options.seconds, inputs=options.inputs, jobs=options.jobs)
-    print(page)
-    for problem in problems:
-        print(problem)
-    if options.write:
+    trouble = False
+    for name, share in SHARES.items() if options.only is None else {options.only: 1.0}.items():
+        began, load, seconds = time.monotonic(), os.getloadavg()[0], share * options.seconds
+        page, problems = run(name, options.count, options.inputs, options.seed, seconds, options.jobs, show=True)
+        trouble = trouble or bool(problems)
         used = (time.monotonic() - began) / 60
-        text = (
-            f"Asked for were {options.count:,} random faults and {options.inputs:,} inputs, in {options.seconds:.0f} "
-            f"seconds at most; it took {used:.0f} minutes on {os.cpu_count()} cores, load {load:.1f} before.\n"
+        asked = f"{options.inputs:,} inputs" if name == "inputs" else f"{options.count:,} random faults"
+        page = (
+            f"Of a campaign of {asked}, in {seconds / 60:.0f} minutes at most: it took {used:.0f} minutes on "
+            f"{os.cpu_count()} cores; their load was {load:.1f} before.\n\n{page}\n"
         )
-        write_between(Path(options.write), "campaign", f"{text}\n{page}")
-    return bool(problems)
+        print("\n".join([page, *problems]))
+        if options.write:
+            write_between(Path(options.write), name, page)
+    return trouble
 
 
 def write_between(path: Path, name: str, page: str) -> None:
