@@ -387,6 +387,13 @@ class Servers:
         flat = gradient.view(-1)[piece.start // item : piece.stop // item]
         return bytes_of(self.packer.pack((k, home), flat))
 
+    def part(self, index: str | int, whole: Tensor, server: int) -> Tensor | None:
+        """The part of a key's whole tensor that a server keeps; None if it keeps nothing of it."""
+        k = self._find(index, "part")
+        item = self.keys[k].type.itemsize
+        flat = whole.detach().to("cpu", self.keys[k].type).reshape(-1)
+        return next((flat[p.start // item : p.stop // item] for home, p in self._homes[k] if home == server), None)
+
     def _resend(self) -> None:
         """Send everything that was not acknowledged once more; servers that have some of it take only the rest."""
         for k in list(self.pushed):

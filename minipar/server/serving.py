@@ -53,6 +53,7 @@ from minipar.program import Op, Program, Value
 from minipar.program.rows import split_rows
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server import pushing, rendezvous, snapshot
+from minipar.server.checking import CheckedShard, CheckedWorker, Comparison, Noted
 from minipar.server.process import Served, Server, Settings, serve
 from minipar.server.rendezvous import Meeting
 from minipar.server.saving import Part, Saving, Wrote
@@ -139,6 +140,7 @@ def execute_served(
     warned: set[str] = set()
     stopped: set[tuple[str, int, int]] = set()  # ranks of servers, and their processes
     progress, tell = Progress(program), Paced(watch, program.steps)
+    comparison = Comparison(program, storing.first)
 
     def hear(rank: int, fact: Any) -> None:
         if isinstance(fact, Revived):
@@ -159,6 +161,8 @@ def execute_served(
                 progress.heard(fact)
                 if progress.done < program.steps:  # (else the run is over soon, and its final losses are shown then)
                     tell(progress.done, lambda: progress.losses, lambda: progress.trace)
+        elif isinstance(fact, Noted):
+            comparison.heard(fact)
         elif isinstance(fact, Wrote):
             saving.heard(fact)
         elif isinstance(fact, Warned):
@@ -186,6 +190,7 @@ def execute_served(
         settings = Settings(
             workers, program.steps, job.optimizer, mode, every, patience, on_death, True, pacing, job.scheduler, forms,
             program.clip, program.compress, storing.saved, processes, division_of(program),
+            _keys_of_groups(program) if program.checked else (),
         )  # fmt: skip
         revivals = _REVIVALS if on_death == "continue" else 0
         with storing.around():
@@ -200,6 +205,7 @@ def execute_served(
     steps |= {(one.worker, one.step): one for told, _ in found[:workers] for one in told}
     served: list[Served] = [one for one, _ in found[workers:]]
     execution, service = _result(program, keys, steps, served, deaths, keep_gradients, job.batch)
+    comparison.finish(execution.trace.program, service.order)
     tell(program.steps, lambda: execution.losses, lambda: progress.trace)
     return replace(execution, shares=shares), service
 
@@ -239,13 +245,17 @@ def division_of(program: Program) -> Division | None:
     each = served_order.is_by_layer(program)
     if not each and program.workers == program.replicas:
         return None
-    numbers = iter(range(sum(len(group.tensors) for group in program.groups)))
-    keys = tuple(tuple(islice(numbers, len(group.tensors))) for group in program.groups)
     held = tuple(
         tuple(dict.fromkeys(g for ins in row for g in (ins.layers if ins.op is Op.PULL else ())))
         for row in program.ranks[: program.workers]
     )
-    return Division(keys, held, each)
+    return Division(_keys_of_groups(program), held, each)
+
+
+def _keys_of_groups(program: Program) -> tuple[tuple[int, ...], ...]:
+    """The keys of each parameter group, by number."""
+    numbers = iter(range(sum(len(group.tensors) for group in program.groups)))
+    return tuple(tuple(islice(numbers, len(group.tensors))) for group in program.groups)
 
 
 def _result(
@@ -473,6 +483,8 @@ def _take_part(
 
         def updated(server: Server) -> None:
             own = server.shard
+            if isinstance(own, CheckedShard):
+                worker.report(own.noted())
             part.reached(server.version, server.incarnation, own.saved, own.optimizer_name, own.saved_schedule)
 
         def ended(server: Server) -> None:
@@ -509,7 +521,8 @@ def _take_part(
         names = {id(p): name for name, p in made.named_parameters()}
         restore_untrained(layers_of(made), names, outline, Reading(storing.saved))
     spare = copy.deepcopy(made)  # to warm up: first calls take longer, and should not count in the first step
-    one = Worker(program, rank, made, job, slow[rank] if slow else None)
+    kind = CheckedWorker if program.checked else Worker
+    one = kind(program, rank, made, job, slow[rank] if slow else None)
     rest = partial(collect_untrained, one, outline)
 
     def begins(version: int, incarnation: int) -> None:
@@ -614,6 +627,8 @@ def _work(
         together += [slice(place, place + count)] if op is Op.PULL else []
         place += count
     one.bring, one.push, one.pace = bring, push, pace
+    if isinstance(one, CheckedWorker):
+        one.serve(ps, program, first)
     tracker = watching.start(one)
     begin = time.perf_counter()
     while (step := ps.next_step()) is not None:
@@ -621,6 +636,8 @@ def _work(
         found = {}
         with tracker:
             record = one.run(job.batches, first + step)
+        if isinstance(one, CheckedWorker):
+            worker.report(one.noted())
         if device is not None and device.delays.links:
             ps.pace(device.now)
         times = list(zip(record.starts, record.ends, strict=True))

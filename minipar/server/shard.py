@@ -275,6 +275,14 @@ class Shard:
                     found[piece.tensor] = total
         return found
 
+    def clip(self, gradients: Gradients, whole: float, most: float) -> float:
+        """Scale what was combined down, where the norm of all parts together is larger than `most`; `whole` is the
+        square of that norm. Returns the factor."""
+        factor = min(1.0, most / (whole**0.5 + 1e-6))
+        for one in gradients.values() if factor < 1 else ():
+            one.mul_(factor)
+        return factor
+
     def apply(self, taken: Sequence[Pushed], gradients: Gradients) -> None:
         """Update with what was combined; free the gradients."""
         if taken:
