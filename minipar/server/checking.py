@@ -10,6 +10,9 @@ In mode sync each step is compared as soon as it is over. In the other modes ser
 whole order says which instruction came first: all steps are compared at the end. A gradient that came too late for an
 update counts nowhere, and neither do the facts of its step; what workers have alike is compared in steps that all of
 them have done. What is pushed in fewer bytes (compress=) is checked as it was unpacked, and not on its way.
+
+With on_death=continue what a rank has noted may die with it, and steps are done again. So all is compared at the end: of
+a step that was done again what was noted last, and only facts that all of their ranks have noted.
 """
 
 from __future__ import annotations
@@ -217,6 +220,10 @@ class CheckedShard(Shard):
             self._wrong(at, f"grad({g}) from {pushed.worker} has numbers that are infinite or no numbers")
         return self._weighed(g, found)
 
+    def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        super().restore(tensors, facts)
+        self.left, self.sums, self._facts, self._places = {}, {}, [], []
+
     def clip(self, gradients: Gradients, whole: float, most: float) -> float:
         before = {g: self._weighed(g, gradients) for g in self._groups(gradients)}
         factor = super().clip(gradients, whole, most)
@@ -264,20 +271,34 @@ class CheckedShard(Shard):
 class Comparison:
     """In the driver: what all ranks have noted of a program's steps. Raises CheckFailed.
 
-    first   the number of the program's first step
+    first      the number of the program's first step
+    reviving   whether ranks that die start again
     """
 
-    def __init__(self, program: Program, first: int) -> None:
+    def __init__(self, program: Program, first: int, reviving: bool) -> None:
         assert program.serving is not None
-        self.program, self.first = program, first
-        self.sync = Mode.parse(program.serving.mode, program.replicas).kind == "sync"
+        self.program, self.first, self.reviving = program, first, reviving
+        self.early = Mode.parse(program.serving.mode, program.replicas).kind == "sync" and not reviving
+        self._noted: dict[tuple[int, int], Noted] = {}  # by rank and step, what is to be compared at the end
         self._facts: dict[int, dict[int, list[Fact]]] = defaultdict(lambda: defaultdict(list))
         self._places: dict[tuple[int, int], list[At]] = defaultdict(list)  # of servers' facts, by step and rank
         self._done = dict.fromkeys(range(len(program.ranks)), -1)
         self._next = 0  # step to be compared
 
     def heard(self, noted: Noted) -> None:
-        """A rank has noted something. A step that is over on all ranks is compared, if servers do not decide."""
+        """A rank has noted something. A step that is over on all ranks is compared, unless that must wait."""
+        if not self.early:
+            self._noted.pop((noted.rank, noted.step), None)  # (so that what was noted last comes last)
+            self._noted[noted.rank, noted.step] = noted
+            return
+        self._file(noted)
+        self._done[noted.rank] = noted.step
+        while self._next <= min(self._done.values()):
+            self._compare(self.program, [self._next])
+            self._next += 1
+
+    def _file(self, noted: Noted) -> None:
+        """Put facts to those of the same step."""
         for fact in noted.facts:
             step, at = noted.step, fact.at
             if noted.places:
@@ -286,19 +307,18 @@ class Comparison:
                 at = len(mine)
                 mine.append(place)
             self._facts[step][noted.rank].append(fact._replace(at=at))
-        self._done[noted.rank] = noted.step
-        while self.sync and self._next <= min(self._done.values()):
-            self._compare(self.program, [self._next])
-            self._next += 1
 
     def finish(self, program: Program, order: Sequence[Row]) -> None:
         """The run is over: compare what was not compared yet, with the program as it happened."""
-        if self.sync:
-            return
+        for noted in self._noted.values():
+            self._file(noted)
         taken = {(row.worker, row.step) for row in order if row.kind is Kind.TAKE}
         for step, of_ranks in self._facts.items():
             for rank, some in of_ranks.items():
                 some[:] = [fact for fact in some if self._counts(rank, step, fact, taken)]
+            noted_by = {(rank, fact.rule, fact.what) for rank, some in of_ranks.items() for fact in some}
+            for some in of_ranks.values() if self.reviving else ():
+                some[:] = [f for f in some if all((rank, f.rule, f.what) in noted_by for rank in self._ranks(f))]
         self._compare(program, sorted(self._facts))
 
     def _counts(self, rank: int, step: int, fact: Fact, taken: Collection[tuple[int, int]]) -> bool:
@@ -306,9 +326,12 @@ class Comparison:
         if rank >= self.program.workers:
             at = self._places[step, rank][fact.at]
             return at.op is Op.APPLY or (at.peer, step) in taken
-        workers = range(self.program.workers)
-        others = workers if fact.rule == ONE else [other for other in fact.ranks if other in workers]
+        others = [other for other in self._ranks(fact) if other < self.program.workers]
         return all((other, step) in taken for other in {rank, *others})
+
+    def _ranks(self, fact: Fact) -> Sequence[int]:
+        """The ranks that a fact is about, where workers are no pipelines."""
+        return range(self.program.workers) if fact.rule == ONE else fact.ranks
 
     def _compare(self, program: Program, steps: Sequence[int]) -> None:
         found: list[Broken] = []

@@ -140,7 +140,7 @@ def execute_served(
     warned: set[str] = set()
     stopped: set[tuple[str, int, int]] = set()  # ranks of servers, and their processes
     progress, tell = Progress(program), Paced(watch, program.steps)
-    comparison = Comparison(program, storing.first)
+    comparison = Comparison(program, storing.first, on_death == "continue")
 
     def hear(rank: int, fact: Any) -> None:
         if isinstance(fact, Revived):

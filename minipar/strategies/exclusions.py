@@ -321,7 +321,6 @@ EXCLUSIONS = (
         "the copies of a stage work at different times, and would wait for each other's slices",
         fundamental=True,
     ),
-    Exclusion(CHECKED, CONTINUED, "what a rank has noted dies with it, and steps that are done again are noted twice"),
     Exclusion(CHECKED, ASYNCHRONOUS, "its ranks are at different steps, and nothing is the same on all of them"),
 )
 

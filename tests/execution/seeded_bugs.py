@@ -86,7 +86,9 @@ BUGS = {
     "push left out of an update": Bug("dp=2 sync=ps", "is not what the ranks gave", "APPLY", 2),
     "push counted twice": Bug("dp=2 sync=ps overlap=priority", "is not what the ranks gave", "APPLY", 2),
     "push damaged on its way": Bug("dp=2 sync=ps", r"of step 0 from 1 to 2 is not the same on rank 2", "ACCEPT", 2),
-    "stale push": Bug("dp=2 sync=ps mode=async", r"of step 1 from 1 to 2 is not the same on rank 2", "ACCEPT", 2),
+    "stale push": Bug(
+        "dp=2 sync=ps mode=async on_death=continue", r"of step 1 from 1 to 2 is not the same on rank 2", "ACCEPT", 2
+    ),
     "stale pull": Bug("dp=2 sync=ps", r"of step 1 from 2 to 1 is not the same on rank 1", "PULL", 1),
     "pull not used": Bug("dp=2 sync=ps mode=ssp:1", r"param\(\d\) is not what was pulled", "PULL", 1),
     "update of a server left out": Bug("dp=2 sync=ps", "was not changed, though its gradient is not zero", "APPLY", 2),

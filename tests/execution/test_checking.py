@@ -46,7 +46,7 @@ def run(clusters, text: str, model=HARD, passes: int = 2) -> Execution:
         shape = shape_of(list(job.build()))
     if plan.sync == "ps":
         program = plan.compile(shape, steps=passes)
-        return execute_served(program, job, clusters(plan.ranks), keep_gradients=True)[0]
+        return execute_served(program, job, clusters(plan.ranks), on_death=plan.on_death, keep_gradients=True)[0]
     return execute(plan.compile(shape), job, cluster=clusters(plan.ranks), passes=passes, check=False)
 
 
@@ -147,7 +147,7 @@ def test_a_run_after_a_failed_check_is_right(clusters):
 
 @pytest.mark.parametrize(
     "words",
-    ["sync=ps dp=2 on_death=continue", "pp=2 schedule=ampnet", "pp=2 schedule=pipedream"],
+    ["pp=2 schedule=ampnet", "pp=2 schedule=pipedream"],
 )
 def test_what_cannot_be_checked_is_refused(words):
     with pytest.raises(PlanError, match=r"^check=true: not together with .+ \(.+\); possible is .+ or check=false$"):

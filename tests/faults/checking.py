@@ -54,7 +54,7 @@ def run(
         job = Job(EASY, rows(16), loss=torch.nn.functional.mse_loss, optimizer=optimizer, dtype=torch.float64)
         shape = shape_of(list(job.build()))
     if plan.sync == "ps":
-        return execute_served(plan.compile(shape, steps=passes), job, cluster)[0]
+        return execute_served(plan.compile(shape, steps=passes), job, cluster, on_death=plan.on_death)[0]
     return execute(plan.compile(shape), job, cluster=cluster, passes=passes, check=False, report=report)
 
 

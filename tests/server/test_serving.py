@@ -204,8 +204,9 @@ class KillsOnce:
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_worker_dies_and_comes_back(clusters, tmp_path, mode):
     data = KillsOnce(str(tmp_path / "killed"), 1)
-    found = train(partial(toy, ("linear",)), data, f"dp=3 sync=ps mode={mode} on_death=continue", cluster=clusters(4),
-                  steps=4, batch=9, loss=mse, dtype=torch.float64, check=True, progress=False)  # fmt: skip
+    found = train(partial(toy, ("linear",)), data, f"dp=3 sync=ps mode={mode} on_death=continue check=true",
+                  cluster=clusters(4), steps=4, batch=9, loss=mse, dtype=torch.float64, check=True,
+                  progress=False)  # fmt: skip
     assert os.path.exists(data.marker)
     (death,) = found.service.deaths
     assert "rank 1" in death
@@ -333,11 +334,11 @@ class StopsOnce(torch.optim.SGD):
 def test_a_server_that_was_stopped_is_named_or_started_again(clusters, tmp_path, on_death):
     """In a second, and not after its patience of 30."""
     layers, marker = [torch.nn.Linear(6, 6)], tmp_path / "marker"
-    program = Plan.parse("dp=2 sync=ps").compile(shape_of(layers), steps=3)
+    program = Plan.parse("dp=2 sync=ps check=true").compile(shape_of(layers), steps=3)
     optimizer = partial(StopsOnce, marker=str(marker))
     job = Job(lambda: torch.nn.Sequential(*layers), rows(8), 8, mse, optimizer, 0, torch.float64)
     if on_death == "continue":
-        done, service = execute_served(program, job, clusters(3), on_death=on_death)
+        done, service = execute_served(program, job, clusters(3), on_death=on_death, snapshot_every=1)
         assert len(done.losses) == 3
         assert len(service.deaths) == 1
         assert "rank 2 was killed" in service.deaths[0]
