@@ -11,8 +11,8 @@ whole order says which instruction came first: all steps are compared at the end
 update counts nowhere, and neither do the facts of its step; what workers have alike is compared in steps that all of
 them have done. What is pushed in fewer bytes (compress=) is checked as it was unpacked, and not on its way.
 
-With on_death=continue what a rank has noted may die with it, and steps are done again. So all is compared at the end: of
-a step that was done again what was noted last, and only facts that all of their ranks have noted.
+With on_death=continue what a rank has noted may die with it, and steps are done again. So all is compared at the end:
+of a step that was done again what was noted last, and only facts that all of their ranks have noted.
 """
 
 from __future__ import annotations
