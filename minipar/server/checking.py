@@ -67,9 +67,13 @@ def _taken(g: int, step: int, worker: int, server: int) -> str:
 class CheckedWorker(CheckedExecutor, Worker):
     """A worker that checks what it computes, and notes what it pulls and pushes."""
 
-    def serve(self, servers: Servers, whole: Program, first: int) -> None:
-        """Work with these servers from now on, on a whole program whose first step has this number."""
-        self.servers, self.whole, self.first_step = servers, whole, first
+    def __init__(self, program: Program, *given: Any) -> None:
+        self.whole = program  # (an executor has one step of it)
+        super().__init__(program, *given)
+
+    def serve(self, servers: Servers, first: int) -> None:
+        """Work with these servers from now on. The program's first step has this number."""
+        self.servers, self.first_step = servers, first
 
     def noted(self) -> Noted:
         """What was noted in the last step."""

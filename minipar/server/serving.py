@@ -628,7 +628,7 @@ def _work(
         place += count
     one.bring, one.push, one.pace = bring, push, pace
     if isinstance(one, CheckedWorker):
-        one.serve(ps, program, first)
+        one.serve(ps, first)
     tracker = watching.start(one)
     begin = time.perf_counter()
     while (step := ps.next_step()) is not None:

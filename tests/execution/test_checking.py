@@ -83,7 +83,8 @@ RIGHT = [
     "dp=2 sync=ps servers=2 microbatches=3 bucket=0.0001 clip=0.1",
     "dp=2 sync=ps overlap=priority servers=2 host_layers=2 checkpoint=2",
     "pp=2 sync=ps servers=2 microbatches=2 offload=parameters",
-    "sync=ps precision=bf16 compress=bf16",
+    "sync=ps precision=bf16 servers=2",
+    "dp=2 sync=ps compress=topk:0.5",
 ]
 
 
