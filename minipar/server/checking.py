@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from minipar.comm import missing
 from minipar.execution import facts
 from minipar.execution.checking import CheckedExecutor, checksum, failure, is_finite, left_alone, weighed_together
 from minipar.execution.facts import ALIKE, ONE, SUM, WRONG, Broken, Fact
@@ -96,7 +95,7 @@ class CheckedWorker(CheckedExecutor, Worker):
             with self._aside():
                 self._unchanged(ins, ins.layers)
                 for g in ins.layers if self.program.compress == "none" else ():
-                    gradients = [missing.like(p) if p.grad is None else p.grad for p in self.groups[g]]
+                    gradients = [self._pushed(g, p) for p in self.groups[g]]
                     what = _taken(g, self._now, self.comm.rank, ins.peer)
                     self._note(ALIKE, what, index, (self.comm.rank, ins.peer), [self._part(g, gradients, ins.peer)])
         super()._serve(index, ins)
@@ -142,7 +141,7 @@ class CheckedShard(Shard):
 
     tensors   those that it keeps something of, by parameter group
     updating  those that its optimizer updates
-    left      checksums of its part of each group, as the last update has left it
+    left      checksums of all that it keeps of a group, as the last update has left it
     sums      checksums of gradients, as they were summed or clipped
     """
 
@@ -266,7 +265,8 @@ class CheckedShard(Shard):
         for g in self._groups(keys):
             at = At(Op.REPLY, worker, step, g)
             self._unchanged(g, at)
-            self._note(at, ALIKE, _pulled(g, step, self._rank, worker), (self._rank, worker), [self.left[g]])
+            mine = checksum([self.own[k].data for k in self.tensors[g] if k in keys])
+            self._note(at, ALIKE, _pulled(g, step, self._rank, worker), (self._rank, worker), [mine])
 
 
 # the driver -----------------------------------------------------------------------------------------------------------

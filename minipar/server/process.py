@@ -212,9 +212,10 @@ class Gathering:
 
     def __init__(self, division: Division, shard: Shard) -> None:
         self.division, self.shard = division, shard
-        here = [sum(k in shard.by_tensor for k in keys) for keys in division.keys]
+        here = [frozenset(k for k in keys if k in shard.by_tensor) for keys in division.keys]
         self.group_of = {k: g for g, keys in enumerate(division.keys) for k in keys}
-        self.wanted = [len(division.holders(g)) * here[g] for g in range(len(here))]
+        of = [division.of(worker) for worker in range(len(division.held))]
+        self.wanted = [sum(len(here[g] & of[worker]) for worker in division.holders(g)) for g in range(len(here))]
         self.mine = [g for g, count in enumerate(self.wanted) if count]
         self.orders = [[g for g in held if here[g]] for held in division.held]
         self.counts: Counter[tuple[int, int]] = Counter()
@@ -795,14 +796,14 @@ class Server:
         if not self.held:
             return self.shard.bytes
         held = self.held[worker]
-        runs = runs_of(self.shard.pieces, held, held if keys is None else keys)
+        runs = runs_of(self.shard.pieces, held, held if keys is None else held.intersection(keys))
         return memoryview(b"".join(self.shard.bytes[run.start : run.stop] for run in runs))
 
     def _send(self, peer: Peer, message: Message, data: memoryview, group: int = -1) -> None:
         worker, step, version = message.worker, message.step, message.version
         if isinstance(self.shard, CheckedShard) and len(data):
-            keys = range(len(self.handle.keys)) if not self.held else self.held[worker]
-            self.shard.sent(worker, step, keys if self.each is None else self.each.keys[group])
+            keys = self.held[worker] if self.held else frozenset(range(len(self.handle.keys)))
+            self.shard.sent(worker, step, keys if self.each is None else keys.intersection(self.each.keys[group]))
         flat, start = self.shard.flat, time.perf_counter()
 
         def note(start: float, end: float) -> None:

@@ -85,9 +85,9 @@ class Servers:
         self._on_stop, self._processes = on_stop, processes
         self.handle, self.worker, self.patience, self.reach = handle, worker, patience, reach
         self.keys = handle.keys
-        self._number = {key.name: k for k, key in enumerate(self.keys)}
         self._at_servers = pieces_of(self.keys, handle.count)
         held = frozenset(range(len(self.keys))) if division is None else division.of(worker)
+        self._number = {key.name: k for k, key in enumerate(self.keys) if key.cut is None or k in held}
         self._pieces = [kept_by(pieces, held) for pieces in self._at_servers]
         self._runs = [runs_of(pieces, held, held) for pieces in self._at_servers]
         self._each = division if division is not None and division.each else None
@@ -324,7 +324,8 @@ class Servers:
         assert self._each is not None
         server = self.connections.index(connection)
         held = self._each.of(self.worker)
-        for start, stop, place in runs_of(self._at_servers[server], held, self._each.keys[message.key]):
+        wanted = held.intersection(self._each.keys[message.key])
+        for start, stop, place in runs_of(self._at_servers[server], held, wanted):
             connection.read(self._bytes[server][place : place + stop - start])
         self.received += message.size
         self._parts_here[server, message.key] = seconds(message.moment)

@@ -303,7 +303,8 @@ EXCLUSIONS = (
         Exclusion(shared, other, why, fundamental)
         for shared in (OPERATORS, CONTEXT, EXPERTS)
         for other, why, fundamental in (
-            (SERVERS, "servers know parameters by their names, and no parts of them", False),
+            (ARRIVING, "the ranks that share layers would have to be given one version together", False),
+            (CONTINUED, "the ranks that share its layers wait for collectives that a rank has left", False),
             (DYNAMIC, _DECIDES_ALONE, True),
         )
     ),

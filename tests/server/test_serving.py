@@ -42,7 +42,7 @@ def run(clusters, words, data=None, model=MODEL, steps=4, optimizer=None, loss=m
                   dtype=torch.float64, check=True, progress=False, **more)  # fmt: skip
     verify(found.program)
     assert found.trace.program == found.program
-    job, stages = Job(model, data, 32, loss, optimizer, 0, torch.float64), plan.pp
+    job, stages = Job(model, data, 32, loss, optimizer, 0, torch.float64), (plan.ranks - plan.servers) // plan.dp
     order = [row._replace(worker=row.worker // stages) for row in found.service.order if row.worker % stages == 0
              or row.worker < 0]  # fmt: skip
     again = replay_service(job, order, plan.dp, steps, plan.total_microbatches, clip=plan.clip)
@@ -83,6 +83,44 @@ def test_sync_equals_plain_torch(clusters, words):
     assert found.max_gradient_error() <= near
     for mine, plain in zip(found.losses, found.reference.losses, strict=True):
         assert abs(mine - plain) <= near * max(1.0, abs(plain))
+
+
+def text(count):
+    tokens = torch.randint(16, (count, 8), generator=torch.Generator().manual_seed(0))
+    return tokens, tokens.roll(-1, 1)
+
+
+SMALL = {"width": 8, "heads": 2, "context": 8, "vocab": 16}
+
+
+def partly_frozen():
+    model = models.gpt(layers=2, tied=True, fused=False, **SMALL)
+    for name, p in model.named_parameters():
+        p.requires_grad_(not name.startswith("1."))
+    return model
+
+
+@pytest.mark.many(2)
+@pytest.mark.parametrize(
+    "words",
+    [
+        "tp=2 sync=ps servers=2 microbatches=2",
+        "dp=2 tp=2 sync=ps microbatches=2 clip=0.1 check=true",
+        "tp=2 sequence_parallel=true sync=ps overlap=priority servers=2 check=true",
+        "dp=2 context_parallel=2 sync=ps microbatches=2 bucket=none",
+        "pp=2 tp=2 sync=ps microbatches=2 offload=parameters",
+        "ep=2 dp=2 sync=ps clip=0.1 check=true",
+    ],
+)
+def test_ranks_that_share_layers_pull_and_push_what_they_have(clusters, words):
+    model, loss, count = partly_frozen, torch.nn.functional.cross_entropy, 7
+    if "ep=2" in words:  # (whose ranks share out the rows)
+        model, loss, count = partial(models.mixture, layers=2, experts=2, capacity=None, **SMALL), models.mixture_loss, 8
+    found = run(clusters, words, text(count), model, 3, partial(torch.optim.SGD, lr=0.5, momentum=0.9), loss)
+    assert found.max_gradient_error() <= 1e-12
+    assert found.max_parameter_error() <= 1e-12
+    for mine, plain in zip(found.losses, found.reference.losses, strict=True):
+        assert abs(mine - plain) <= 1e-12 * max(1.0, abs(plain))
 
 
 def test_sync_equals_allreduce(clusters):
