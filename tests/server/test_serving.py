@@ -113,10 +113,12 @@ def partly_frozen():
     ],
 )
 def test_ranks_that_share_layers_pull_and_push_what_they_have(clusters, words):
-    model, loss, count = partly_frozen, torch.nn.functional.cross_entropy, 7
-    if "ep=2" in words:  # (whose ranks share out the rows)
-        model, loss, count = partial(models.mixture, layers=2, experts=2, capacity=None, **SMALL), models.mixture_loss, 8
-    found = run(clusters, words, text(count), model, 3, partial(torch.optim.SGD, lr=0.5, momentum=0.9), loss)
+    optimizer = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
+    if "ep=2" in words:
+        model = partial(models.mixture, layers=2, experts=2, capacity=None, **SMALL)
+        found = run(clusters, words, text(8), model, 3, optimizer, models.mixture_loss)
+    else:
+        found = run(clusters, words, text(7), partly_frozen, 3, optimizer, torch.nn.functional.cross_entropy)
     assert found.max_gradient_error() <= 1e-12
     assert found.max_parameter_error() <= 1e-12
     for mine, plain in zip(found.losses, found.reference.losses, strict=True):
