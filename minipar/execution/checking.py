@@ -10,6 +10,7 @@
                                 what ranks have alike is alike: parameters, gradients, buffers, whole values of layers
                                 that ranks share; slices put together are the whole; an average is that of all
                                 the shares of all micro-batches in the mean loss add up to 1
+                                (what workers and parameter servers compare: `server/checking.py`)
 
 The first instruction where one of them breaks is named. A rank has this executor, or the plain one: without checks none
 of this is there. Results do not change; a step takes longer, since every value is read a second time.
@@ -38,7 +39,7 @@ from minipar.errors import CheckFailed
 from minipar.execution import facts
 from minipar.execution.emulation import Delays
 from minipar.execution.executor import Executor, PassRecord
-from minipar.execution.facts import ALIKE, NEAR, ONE, SUM, Fact
+from minipar.execution.facts import ALIKE, NEAR, ONE, SUM, Broken, Fact
 from minipar.execution.mean_loss import Target
 from minipar.execution.owners import Owner
 from minipar.execution.parameter_slices import SlicedGroup
@@ -104,7 +105,7 @@ def weighed(tensor: Tensor, at: int = 0) -> float:
     return total
 
 
-def _weighed_together(found: Iterable[tuple[Tensor | None, int]]) -> tuple[float, float, float]:
+def weighed_together(found: Iterable[tuple[Tensor | None, int]]) -> tuple[float, float, float]:
     """Of tensors end to end, given with their sizes: the product with the weights, the square of the norm, and the
     tolerance."""
     at, total, square, near = 0, 0.0, 0.0, 1e-9
@@ -120,8 +121,32 @@ def _tolerance(dtype: torch.dtype) -> float:
     return _NEAR.get(dtype, 0.1)
 
 
-def _finite(tensor: Tensor) -> bool:
+def is_finite(tensor: Tensor) -> bool:
     return math.isfinite(_norm(tensor)) or bool(torch.isfinite(tensor).all())  # (a norm may overflow)
+
+
+def left_alone(before: Sequence[Tensor], after: Sequence[Tensor], gradient: float, rate: float) -> bool:
+    """Whether an update has changed nothing, though it should have. gradient: the largest element of its gradient."""
+    largest = max([float(p.abs().max()) for p in before if p.numel()], default=0.0)
+    due = min(rate, rate * gradient) > 1e-5 * largest and gradient > 0
+    return due and all(torch.equal(p, old) for p, old in zip(after, before, strict=True))
+
+
+def failure(program: Program, broken: Broken, base: int) -> CheckFailed:
+    """The error that names an instruction where something is wrong. base: the number of the program's first step."""
+    rank, index, why = broken
+    row = program.ranks[rank]
+    ins = row[index] if 0 <= index < len(row) else None
+    step = base + (max(ins.step, 0) if ins is not None else 0)
+    said = str(ins) if ins is not None else "before the first instruction"
+    layers = tuple(ins.layers or [v.index for v in (*ins.reads, *ins.writes)][:1]) if ins is not None else ()
+    named = f", layer {program.title(layers[0])}" if layers else ""
+    error = CheckFailed(
+        f"check: {why}; first at rank {rank}, step {step}, instruction {index}: {said}{named}",
+        "Everything before it was as it should be. `print(run.program.text(rank))` shows the program around it.",
+    )
+    error.rank, error.step, error.index, error.instruction, error.layers = rank, step, index, said, layers
+    return error
 
 
 def _averages(ins: Instruction) -> bool:
@@ -211,18 +236,7 @@ class CheckedExecutor(Executor):
     # where and what --------------------------------------------------------------------------------------------------
 
     def _fail(self, rank: int, index: int, why: str) -> None:
-        row = self.program.ranks[rank]
-        ins = row[index] if 0 <= index < len(row) else None
-        step = self.base + (max(ins.step, 0) if ins is not None else 0)
-        said = str(ins) if ins is not None else "before the first instruction"
-        layers = tuple(ins.layers or [v.index for v in (*ins.reads, *ins.writes)][:1]) if ins is not None else ()
-        named = f", layer {self.program.title(layers[0])}" if layers else ""
-        error = CheckFailed(
-            f"check: {why}; first at rank {rank}, step {step}, instruction {index}: {said}{named}",
-            "Everything before it was as it should be. `print(run.program.text(rank))` shows the program around it.",
-        )
-        error.rank, error.step, error.index, error.instruction, error.layers = rank, step, index, said, layers
-        raise error
+        raise failure(self.program, Broken(rank, index, why), self.base)
 
     def _here(self, ins: Instruction, why: str) -> None:
         self._fail(self.comm.rank, self._at(ins), why)
@@ -327,7 +341,11 @@ class CheckedExecutor(Executor):
                 both = ((k, v) for k, ins in enumerate(self.instructions) for v in (*ins.reads, *ins.writes))
                 index = max(k for k, v in both if home(v).kind == "param" and v.index == g)
                 self._fail(rank, index, f"param({g}) is not what the last update of it has left")
-        broken = facts.first_broken(program, self._of_all())
+        self._compare()
+
+    def _compare(self) -> None:
+        """Compare what all ranks have noted."""
+        broken = facts.first_broken(self.program, self._of_all())
         if broken is not None:
             self._fail(*broken)
 
@@ -374,7 +392,7 @@ class CheckedExecutor(Executor):
         several = _several(content)
         self.written[home(value)] = checksum(several)
         rank, program = self.comm.rank, self.program
-        if not all(tensor is None or _finite(tensor) for tensor in several):
+        if not all(tensor is None or is_finite(tensor) for tensor in several):
             self._here(ins, f"{value} has numbers that are infinite or no numbers")
         if program.sharing == 1 or value.kind not in MOVED:
             return
@@ -438,12 +456,12 @@ class CheckedExecutor(Executor):
             own = self.groups[g]
             if own and g in self.grads and self._gradients(g) != self.grads[g]:
                 self._here(ins, f"grad({g}) was changed since it was last written")
-            if not all(p.grad is None or _finite(p.grad) for p in own):
+            if not all(p.grad is None or is_finite(p.grad) for p in own):
                 self._here(ins, f"grad({g}) has numbers that are infinite or no numbers")
 
     def _total(self, g: int) -> tuple[float, float, float]:
         """The gradient of a group: its product with the weights, the square of its norm, and the tolerance."""
-        return _weighed_together((p.grad, p.numel()) for p in self.groups[g])
+        return weighed_together((p.grad, p.numel()) for p in self.groups[g])
 
     # the loss --------------------------------------------------------------------------------------------------------
 
@@ -561,7 +579,7 @@ class CheckedExecutor(Executor):
 
     def _trained(self, g: int) -> tuple[float, float, float]:
         """The parameters of a group, as its optimizer has them: product, square, tolerance."""
-        return _weighed_together((p.data, p.numel()) for p in self.state.owners[g].trained)
+        return weighed_together((p.data, p.numel()) for p in self.state.owners[g].trained)
 
     def _adds(self, ins: Instruction, g: int) -> bool:
         return any(value.kind == "grad_shard" and value.index == g for value in ins.reads)
@@ -664,7 +682,7 @@ class CheckedExecutor(Executor):
                     self._here(ins, f"param({g}) is not what the last update of it has left")
             for owner in owners:
                 if isinstance(owner, SlicedGroup) and (part := self._slice(owner)) is not None:
-                    if not _finite(part):
+                    if not is_finite(part):
                         self._here(ins, f"grad_shard({owner.number}) has numbers that are infinite or no numbers")
                     if self.parts.get(owner.number) != checksum([part]):
                         self._here(ins, f"grad_shard({owner.number}) was changed since it was summed")
@@ -680,12 +698,9 @@ class CheckedExecutor(Executor):
     def _stepped(self, ins: Instruction, owner: Any, before: list[Tensor], gradient: float, rate: float) -> None:
         """A STEP has changed parameters that had a gradient, to finite numbers, and is over with the gradient."""
         g = owner.number
-        if not all(_finite(p) for p in owner.trained):
+        if not all(is_finite(p) for p in owner.trained):
             self._here(ins, f"param({g}) has numbers that are infinite or no numbers")
-        largest = max([float(p.abs().max()) for p in before if p.numel()], default=0.0)
-        due = min(rate, rate * gradient) > 1e-5 * largest and gradient > 0
-        clipped = self.program.clip is not None
-        if due and not clipped and all(torch.equal(p, old) for p, old in zip(owner.trained, before, strict=True)):
+        if self.program.clip is None and left_alone(before, owner.trained, gradient, rate):
             self._here(ins, f"param({g}) was not changed, though its gradient is not zero")
         self.grads.pop(g, None)
         self.parts.pop(g, None)

@@ -4,6 +4,7 @@
     NEAR    every rank has the same numbers, but for rounding: what ranks that share a layer compute alike
     SUM     what the ranks had before a collective is, all together, what they have after it
     ONE     the shares of all ranks add up to 1: those of micro-batches in the mean loss
+    WRONG   the rank has found by itself that something is wrong, and says what
 
 A fact is a few numbers, so that comparing costs little: a checksum, or a tensor's product with fixed random weights.
 """
@@ -19,16 +20,16 @@ from typing import NamedTuple
 from minipar.program import Program, order
 from minipar.wording import several
 
-ALIKE, NEAR, SUM, ONE = "alike", "near", "sum", "one"
+ALIKE, NEAR, SUM, ONE, WRONG = "alike", "near", "sum", "one", "wrong"
 
 
 class Fact(NamedTuple):
     """What one rank has found.
 
-    rule       ALIKE, NEAR, SUM or ONE
+    rule       ALIKE, NEAR, SUM, ONE or WRONG
     what       what is compared, in the same words on all ranks
     at         the index of the rank's instruction that made it; -1: it was there before the first one
-    ranks      those that must have this fact
+    ranks      those that must have this fact; of a message, first the rank that sends it
     numbers    ALIKE: a checksum. NEAR: the product with the weights, the norm. ONE: a share. SUM: the product before
                and after, the square of the norm before, and whether the value is whole on each rank, before and after
     tolerance  of the difference, as a part of the norm
@@ -63,11 +64,24 @@ def unpack(data: bytes) -> list[Fact]:
 
 def first_broken(program: Program, of_ranks: Sequence[Sequence[Fact]]) -> Broken | None:
     """The first instruction, in an order in which the program can run, where some fact of all ranks does not hold."""
+    return first_of(program, all_broken(of_ranks))
+
+
+def all_broken(of_ranks: Sequence[Sequence[Fact]]) -> list[Broken]:
+    """Every fact of all ranks that does not hold."""
+    found: list[Broken] = []
     together: dict[tuple[str, str, tuple[int, ...]], dict[int, Fact]] = {}
     for rank, facts in enumerate(of_ranks):
         for fact in facts:
-            together.setdefault((fact.rule, fact.what, fact.ranks), {})[rank] = fact
-    found = [broken for some in together.values() if (broken := _compare(some)) is not None]
+            if fact.rule == WRONG:
+                found.append(Broken(rank, fact.at, fact.what))
+            else:
+                together.setdefault((fact.rule, fact.what, fact.ranks), {})[rank] = fact
+    return found + [broken for some in together.values() if (broken := _compare(some)) is not None]
+
+
+def first_of(program: Program, found: Sequence[Broken]) -> Broken | None:
+    """The one of them whose instruction comes first, in an order in which the program can run."""
     if not found:
         return None
     place = {(rank, index): k for k, (rank, index, *_) in enumerate(order(program))}
@@ -95,7 +109,8 @@ def _alike(some: Mapping[int, Fact]) -> Broken | None:
     if len(counts) == 1:
         return None
     ((usual, most), (_, next_most), *_) = counts.most_common()
-    others = [rank for rank, fact in some.items() if fact.numbers != usual] if most > next_most else [max(some)]
+    least = next(rank for rank in reversed(next(iter(some.values())).ranks) if rank in some)  # (of two, who received)
+    others = [rank for rank, fact in some.items() if fact.numbers != usual] if most > next_most else [least]
     odd = others[0]
     like = next(rank for rank, fact in some.items() if fact.numbers != some[odd].numbers)
     return Broken(odd, some[odd].at, f"{some[odd].what} is not the same on rank {odd} as on rank {like}")
@@ -123,6 +138,6 @@ def _sum(some: Mapping[int, Fact]) -> Broken | None:
         total = some[wrong[0]].numbers[1] if wrong else expected
     if not wrong:
         return None
-    who = f"all {several(len(ranks), 'rank')}" if len(wrong) == len(ranks) else f"rank {wrong[0]}"
+    who = f"all {several(len(ranks), 'rank')}" if len(wrong) == len(ranks) > 1 else f"rank {wrong[0]}"
     told = f"{some[wrong[0]].what}: on {who} it is not what the ranks gave"
     return Broken(wrong[0], some[wrong[0]].at, f"{told} (weighed sum {total:.6g} instead of {expected:.6g})")

@@ -102,10 +102,9 @@ class ProfiledCosts:
             part = sum(self.size(rank, v) for v in ins.reads if home(v).kind in ("grad", "grad_shard"))
             return self.profile.step_seconds * part / whole if whole else 0.0
         if ins.op is Op.APPLY:  # (a server sums the gradients, and updates its part)
-            whole, pushes = sum(self.profile.gradient_bytes), sum(value.kind == "pushed" for value in ins.reads)
-            part = sum(piece.bytes for piece in ins.parts)
-            extra = max(0, pushes // max(1, len(ins.layers)) - 1)
-            summing = extra * part * self.copies.to_host.per_byte
+            whole, part = sum(self.profile.gradient_bytes), sum(piece.bytes for piece in ins.parts)
+            taken = sum(self.size(rank, value) for value in ins.reads if value.kind == "pushed")
+            summing = max(0, taken - part) * self.copies.to_host.per_byte
             return (self.profile.step_seconds * part / whole if whole else 0.0) + summing
         rows = self.rows(rank, ins.microbatch)
         if rows == 0:
@@ -229,6 +228,8 @@ class ProfiledCosts:
             self._shares.extend(shares_of(self.program.groups, self.program.serving.servers))
         g = value.index
         part = self._shares[rank - self.program.workers].get(g, 0)
+        if value.kind != "pushed" and self.program.groups[g].form == "S":
+            part *= self.program.sharing
         whole = max(1, self.profile.gradient_bytes[g])
         return self.profile.optimizer_bytes[g] * part // whole if value.kind == "served_state" else part
 

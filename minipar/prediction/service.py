@@ -22,7 +22,7 @@ from minipar.program import COPIES, SERVICE, Instruction, Op, Program, Value
 from minipar.program.event_loop import EventLoop
 from minipar.program.server_rule import Consistency, Kind, Mode, Row
 from minipar.strategies import served_order
-from minipar.strategies.shares import shares_of
+from minipar.strategies.shares import kept_shares, shares_of
 
 InstructionKey = tuple[int, Op, int, int, tuple[int, ...]]  # rank, what, peer or place in its step, step, groups
 Times = dict[InstructionKey, tuple[float, float]]
@@ -83,7 +83,7 @@ class _Simulated:
         self.loop = EventLoop(self._speeds)
         self.workers = program.workers
         self.servers = range(self.workers, len(program.ranks))
-        self.shares = shares_of(program.groups, serving.servers)
+        self.shares = kept_shares(shares_of(program.groups, serving.servers), program.groups, program.sharing)
         mode = Mode.parse(serving.mode, program.replicas)
         self.rule = Consistency(mode, self.workers, program.steps)
         self.blocks: list[dict[int, list[Instruction]]] = [{} for _ in range(self.workers)]
@@ -93,6 +93,9 @@ class _Simulated:
         self.expected: dict[tuple[int, int], int] = {}  # (worker, step) -> number of accepts still to come
         self.early: set[int] = set()
         self.links: dict[tuple[int, int], Link] = defaultdict(Link)  # between workers, by sender and receiver
+        self.groups: dict[tuple[int, ...], Link] = defaultdict(Link)  # of workers that share layers
+        self.joined: Counter[tuple[int, tuple[int, ...]]] = Counter()  # the collectives of a worker, by group
+        self.joining: dict[tuple[tuple[int, ...], int], list[InstructionKey]] = defaultdict(list)  # not all are there
         self.lanes: dict[tuple[int, str], Link] = defaultdict(Link)  # for copies, by worker and direction
         self.coming: dict[tuple[int, Value], tuple[Link, int, InstructionKey]] = {}  # what nobody has waited for
         self.place: dict[int, tuple[int, int]] = {}  # worker -> its step, and its place there; none: between two steps
@@ -188,6 +191,8 @@ class _Simulated:
                 k, posted = link.reach(now, self.program.receives_ahead)
                 self.times[key] = (max(posted, self.begun[worker]),) * 2
                 self.coming |= {(worker, value): (link, k, key) for value in ins.writes}
+            elif ins.group:
+                self._join(worker, ins, key)
             elif ins.op is Op.PUSH:
                 return self._push(worker, ins)
             else:
@@ -214,6 +219,23 @@ class _Simulated:
             self._run_on(worker)
 
         self.work(worker, sum(self.costs.transfer(worker, pull)[0] for pull in pulls), [], done)
+
+    def _join(self, worker: int, ins: Instruction, key: InstructionKey) -> None:
+        """Join a collective, which begins when the last rank of its group has joined it."""
+        stream, now = self.groups[ins.group], self.loop.now
+        k = self.joined[worker, ins.group]
+        self.joined[worker, ins.group] += 1
+        self.times[key] = now, now
+        self.coming |= {(worker, value): (stream, k, key) for value in ins.writes if value not in ins.frees}
+        members = self.joining[ins.group, k]
+        members.append(key)
+        if len(members) == len(ins.group):
+            before = stream.free
+            _, end = stream.send(now, self.costs.collective(ins), 0.0)
+            self.times |= {each: (max(self.times[each][0], before), end) for each in self.joining.pop((ins.group, k))}
+            for waiter in stream.waiters:
+                self.loop.at(now, self._then_run(waiter))
+            stream.waiters = []
 
     def _arrived(self, worker: int, value: Value) -> bool:
         """Whether a value has arrived. If not, the worker goes on when it does."""

@@ -39,6 +39,7 @@ from minipar.execution.saving.folder import Saved
 from minipar.execution.updating import Form, Optimizer, Scheduler
 from minipar.program.server_rule import ANSWER, APPLY, DROP, JOIN, SYNC, TAKE, Kind, Mode, Row, again
 from minipar.server import snapshot
+from minipar.server.checking import CheckedShard, Place
 from minipar.server.connection import Peer, Refused
 from minipar.server.framing import (
     BETWEEN_SERVERS,
@@ -85,6 +86,7 @@ class Settings:
     compress        how workers push gradients: none, bf16, fp16, topk:R
     processes       of the workers, where they are on this machine: one that is stopped before it connects is noticed
     division        which workers have which keys, in mode sync; None: each pulls all of them at once
+    checked         the keys of each parameter group, where what is done is noted to be compared; (): it is not
     clip            the norm to which an update's gradient is scaled down, that of all parts together; None: it is not
     saved           the saved run from which everything goes on
     """
@@ -105,6 +107,7 @@ class Settings:
     saved: Saved | None = None
     processes: tuple[int, ...] = ()
     division: Division | None = None
+    checked: tuple[tuple[int, ...], ...] = ()
 
 
 class Clipping(NamedTuple):
@@ -209,9 +212,10 @@ class Gathering:
 
     def __init__(self, division: Division, shard: Shard) -> None:
         self.division, self.shard = division, shard
-        here = [sum(k in shard.by_tensor for k in keys) for keys in division.keys]
+        here = [frozenset(k for k in keys if k in shard.by_tensor) for keys in division.keys]
         self.group_of = {k: g for g, keys in enumerate(division.keys) for k in keys}
-        self.wanted = [len(division.holders(g)) * here[g] for g in range(len(here))]
+        of = [division.of(worker) for worker in range(len(division.held))]
+        self.wanted = [sum(len(here[g] & of[worker]) for worker in division.holders(g)) for g in range(len(here))]
         self.mine = [g for g, count in enumerate(self.wanted) if count]
         self.orders = [[g for g in held if here[g]] for held in division.held]
         self.counts: Counter[tuple[int, int]] = Counter()
@@ -305,7 +309,12 @@ class Server:
         mine, settings = self.all_pieces[self.number], self.settings
         saved = settings.saved
         schedule = None if saved is None else saved.header.schedule
-        shard = Shard(keys, mine, self.values, settings.optimizer, settings.scheduler, settings.forms, schedule)
+        given = keys, mine, self.values, settings.optimizer, settings.scheduler, settings.forms, schedule
+        if settings.checked:
+            place = Place(self.number, self.count, settings.workers, settings.checked)
+            shard: Shard = CheckedShard(place, settings.compress, settings.clip is not None, *given)
+        else:
+            shard = Shard(*given)
         if saved is not None:
             from minipar.execution.saving.storage import Reading
 
@@ -711,9 +720,7 @@ class Server:
         assert self.clipping is not None
         assert self.settings.clip is not None
         (row, taken, gradients, start, _), self.clipping = self.clipping, None
-        factor = self.settings.clip / (whole**0.5 + 1e-6)
-        for one in gradients.values() if factor < 1 else ():
-            one.mul_(factor)
+        self.shard.clip(gradients, whole, self.settings.clip)
         self._apply(row, taken, gradients, start)
 
     def _apply(self, row: Row, taken: list[Pushed], gradients: Gradients, start: float) -> None:
@@ -789,11 +796,14 @@ class Server:
         if not self.held:
             return self.shard.bytes
         held = self.held[worker]
-        runs = runs_of(self.shard.pieces, held, held if keys is None else keys)
+        runs = runs_of(self.shard.pieces, held, held if keys is None else held.intersection(keys))
         return memoryview(b"".join(self.shard.bytes[run.start : run.stop] for run in runs))
 
     def _send(self, peer: Peer, message: Message, data: memoryview, group: int = -1) -> None:
         worker, step, version = message.worker, message.step, message.version
+        if isinstance(self.shard, CheckedShard) and len(data):
+            keys = self.held[worker] if self.held else frozenset(range(len(self.handle.keys)))
+            self.shard.sent(worker, step, keys if self.each is None else keys.intersection(self.each.keys[group]))
         flat, start = self.shard.flat, time.perf_counter()
 
         def note(start: float, end: float) -> None:

@@ -85,9 +85,9 @@ class Servers:
         self._on_stop, self._processes = on_stop, processes
         self.handle, self.worker, self.patience, self.reach = handle, worker, patience, reach
         self.keys = handle.keys
-        self._number = {key.name: k for k, key in enumerate(self.keys)}
         self._at_servers = pieces_of(self.keys, handle.count)
         held = frozenset(range(len(self.keys))) if division is None else division.of(worker)
+        self._number = {key.name: k for k, key in enumerate(self.keys) if key.cut is None or k in held}
         self._pieces = [kept_by(pieces, held) for pieces in self._at_servers]
         self._runs = [runs_of(pieces, held, held) for pieces in self._at_servers]
         self._each = division if division is not None and division.each else None
@@ -324,7 +324,8 @@ class Servers:
         assert self._each is not None
         server = self.connections.index(connection)
         held = self._each.of(self.worker)
-        for start, stop, place in runs_of(self._at_servers[server], held, self._each.keys[message.key]):
+        wanted = held.intersection(self._each.keys[message.key])
+        for start, stop, place in runs_of(self._at_servers[server], held, wanted):
             connection.read(self._bytes[server][place : place + stop - start])
         self.received += message.size
         self._parts_here[server, message.key] = seconds(message.moment)
@@ -386,6 +387,13 @@ class Servers:
         item = gradient.element_size()
         flat = gradient.view(-1)[piece.start // item : piece.stop // item]
         return bytes_of(self.packer.pack((k, home), flat))
+
+    def part(self, index: str | int, whole: Tensor, server: int) -> Tensor | None:
+        """The part of a key's whole tensor that a server keeps; None if it keeps nothing of it."""
+        k = self._find(index, "part")
+        item = self.keys[k].type.itemsize
+        flat = whole.detach().to("cpu", self.keys[k].type).reshape(-1)
+        return next((flat[p.start // item : p.stop // item] for home, p in self._homes[k] if home == server), None)
 
     def _resend(self) -> None:
         """Send everything that was not acknowledged once more; servers that have some of it take only the rest."""

@@ -122,7 +122,9 @@ def read_handle(meeting: str | Meeting) -> ServerHandle:
     if text is None:
         raise RankError(f"{place.folder}: no parameter server has its handle there")
     data = json.loads(text)
-    keys = tuple(ParameterKey(name, tuple(shape), dtype) for name, shape, dtype in data["keys"])
+    keys = tuple(
+        ParameterKey(name, tuple(shape), dtype, cut and tuple(cut)) for name, shape, dtype, cut in data["keys"]
+    )
     return ServerHandle(place, data["servers"], data["tcp"], bytes.fromhex(data["token"]), keys)
 
 

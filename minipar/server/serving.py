@@ -16,9 +16,9 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from functools import partial
 from itertools import groupby, islice
 from typing import Any
@@ -53,16 +53,18 @@ from minipar.program import Op, Program, Value
 from minipar.program.rows import split_rows
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server import pushing, rendezvous, snapshot
+from minipar.server.checking import CheckedShard, CheckedWorker, Comparison, Noted
 from minipar.server.process import Served, Server, Settings, serve
 from minipar.server.rendezvous import Meeting
 from minipar.server.saving import Part, Saving, Wrote
 from minipar.server.shard import Division, ParameterKey, key_of, pieces_of, view
 from minipar.server.steps import Progress, Step, losses_of
 from minipar.server.working import Worker
+from minipar.sharding.nodes import Cut
 from minipar.strategies import served_order
 from minipar.strategies.passes.compress import keeps_residual
 from minipar.strategies.served_order import completed
-from minipar.strategies.shares import shares_of
+from minipar.strategies.shares import Shares, kept_shares, shares_of
 from minipar.trace import Trace
 from minipar.trace.lifetimes import series_of
 from minipar.trace.memory_series import Series
@@ -139,6 +141,7 @@ def execute_served(
     warned: set[str] = set()
     stopped: set[tuple[str, int, int]] = set()  # ranks of servers, and their processes
     progress, tell = Progress(program), Paced(watch, program.steps)
+    comparison = Comparison(program, storing.first, on_death == "continue")
 
     def hear(rank: int, fact: Any) -> None:
         if isinstance(fact, Revived):
@@ -159,6 +162,8 @@ def execute_served(
                 progress.heard(fact)
                 if progress.done < program.steps:  # (else the run is over soon, and its final losses are shown then)
                     tell(progress.done, lambda: progress.losses, lambda: progress.trace)
+        elif isinstance(fact, Noted):
+            comparison.heard(fact)
         elif isinstance(fact, Wrote):
             saving.heard(fact)
         elif isinstance(fact, Warned):
@@ -186,6 +191,7 @@ def execute_served(
         settings = Settings(
             workers, program.steps, job.optimizer, mode, every, patience, on_death, True, pacing, job.scheduler, forms,
             program.clip, program.compress, storing.saved, processes, division_of(program),
+            _keys_of_groups(program) if program.checked else (),
         )  # fmt: skip
         revivals = _REVIVALS if on_death == "continue" else 0
         with storing.around():
@@ -200,6 +206,7 @@ def execute_served(
     steps |= {(one.worker, one.step): one for told, _ in found[:workers] for one in told}
     served: list[Served] = [one for one, _ in found[workers:]]
     execution, service = _result(program, keys, steps, served, deaths, keep_gradients, job.batch)
+    comparison.finish(execution.trace.program, service.order)
     tell(program.steps, lambda: execution.losses, lambda: progress.trace)
     return replace(execution, shares=shares), service
 
@@ -218,7 +225,7 @@ def pacing_of(costs: EmulatedCosts) -> Pacing:
         for server in servers
     )
     assert program.serving is not None
-    shares = shares_of(program.groups, program.serving.servers)
+    shares = _kept(program)
     first = [ins for row in program.ranks[: program.workers] for ins in row if ins.op is Op.PUSH and ins.step == 0]
     updates: list[dict[int, float]] = []
     for server, share in zip(servers, shares, strict=True):
@@ -239,13 +246,32 @@ def division_of(program: Program) -> Division | None:
     each = served_order.is_by_layer(program)
     if not each and program.workers == program.replicas:
         return None
-    numbers = iter(range(sum(len(group.tensors) for group in program.groups)))
-    keys = tuple(tuple(islice(numbers, len(group.tensors))) for group in program.groups)
     held = tuple(
         tuple(dict.fromkeys(g for ins in row for g in (ins.layers if ins.op is Op.PULL else ())))
         for row in program.ranks[: program.workers]
     )
-    return Division(keys, held, each)
+    keys = _keys_of_groups(program)
+    cut = (mine for mine, group in zip(keys, program.groups, strict=True) if group.form == "S")
+    shards = {k: place % program.sharing for mine in cut for place, k in enumerate(mine)}
+    return Division(keys, held, each, shards, tuple(map(program.shard, range(program.workers))))
+
+
+def _keys_of_groups(program: Program) -> tuple[tuple[int, ...], ...]:
+    """The keys of each parameter group, by number, as `_keys` makes them."""
+    counts = [len(group.tensors) * (program.sharing if group.form == "S" else 1) for group in program.groups]
+    numbers = iter(range(sum(counts)))
+    return tuple(tuple(islice(numbers, count)) for count in counts)
+
+
+def _group_of(program: Program) -> dict[int, int]:
+    """The parameter group of each key."""
+    return {k: g for g, keys in enumerate(_keys_of_groups(program)) for k in keys}
+
+
+def _kept(program: Program) -> Shares:
+    """How many bytes of which groups each server keeps."""
+    assert program.serving is not None
+    return kept_shares(shares_of(program.groups, program.serving.servers), program.groups, program.sharing)
 
 
 def _result(
@@ -265,7 +291,7 @@ def _result(
     if program.serving.mode == "sync":  # (the program was known before; another order of arrivals does not change it)
         gradients = [_summed([t for t in taken if t.step == s], program.clip) for s in range(program.steps)]
     else:
-        program = served_order.as_it_happened(program, order, shares_of(program.groups, program.serving.servers))
+        program = served_order.as_it_happened(program, order, _kept(program))
         gradients = [t.gradients for t in taken]
     starts, ends = timed(program, _times(program, taken, served, keys))
     data = [max((t.data for t in taken if t.worker == rank), default=0) for rank in range(len(program.ranks))]
@@ -305,14 +331,14 @@ def _series(trace: Trace, taken: list[Step], zero: float) -> list[Series]:
 
 def _size(program: Program, taken: list[Step], served: list[Served], batch: int) -> Callable[[int, Value], int]:
     """Bytes of a value, as they were measured."""
-    servers = program.serving.servers if program.serving else 1
-    shares = shares_of(program.groups, servers)
+    assert program.serving is not None
+    shares, whole_shares = shares_of(program.groups, program.serving.servers), _kept(program)
     slices = program.slice_count
     rows = [len(r) for r in split_rows(batch, program.replicas * program.microbatches // slices)]
-    sizes: dict[tuple[str, int, int], int] = {}
+    sizes: dict[tuple[str | int, ...], int] = {}
     for step in taken:
         sizes |= step.sizes
-    group_of = [g for g, group in enumerate(program.groups) for _ in group.tensors]
+    group_of = _group_of(program)
     states: dict[tuple[int, int], int] = {}
     for number, one in enumerate(served):
         for tensor, kept in one.states.items():
@@ -322,12 +348,14 @@ def _size(program: Program, taken: list[Step], served: list[Served], batch: int)
     def size(rank: int, value: Value) -> int:
         g, server = value.index, rank - program.workers
         if value.kind in ("served", "pushed"):
-            return shares[server].get(g, 0)
+            return (whole_shares if value.kind == "served" else shares)[server].get(g, 0)
         if value.kind == "served_state":
             return states.get((server, g), 0)
         if value.microbatch >= 0:
             i, piece = divmod(program.replica(rank) * program.microbatches + value.microbatch, slices)
-            return sizes.get((value.kind, g, rows[i] * slices + piece), 0)  # (as `BatchRows.count` says)
+            count = rows[i] * slices + piece  # (as `BatchRows.count` says)
+            found = sizes.get((value.kind, g, count, value.form))
+            return sizes.get((value.kind, program.source(value), count), 0) if found is None else found
         whole = sum(program.groups[g].tensors) + (program.groups[g].frozen if value.kind == "param" else 0)
         return whole // 2 if program.precision == "bf16" else whole
 
@@ -356,7 +384,7 @@ def _times(program: Program, taken: list[Step], served: list[Served], keys: tupl
     for t in taken:
         for k, (ins, span) in enumerate(zip(blocks[t.worker][t.step], t.times, strict=True)):
             times[place_of(t.worker, ins, k)] = span
-    group_of = [g for g, group in enumerate(program.groups) for _ in group.tensors]
+    group_of = _group_of(program)
     for rank, one in enumerate(served, program.workers):
         pieces: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
         done: dict[tuple[Op, int, int, int], tuple[float, float]] = {}  # op, peer, step, group (-1: all)
@@ -386,17 +414,36 @@ def _assembled(keys: tuple[ParameterKey, ...], served: list[Served]) -> dict[str
             key = keys[piece.tensor]
             size = key.type.itemsize
             found[key][piece.start // size : piece.stop // size] = view(one.values, key, piece)
-    return {str(key.name): values.view(key.shape) for key, values in found.items()}
+    parts: dict[str, list[tuple[ParameterKey, Tensor]]] = {}
+    for key, values in found.items():
+        parts.setdefault(str(key.name), []).append((key, values.view(key.shape)))
+    return {
+        name: some[0][1] if some[0][0].cut is None else Cut(*some[0][0].cut).joined([values for _, values in some])
+        for name, some in parts.items()
+    }
 
 
 # in the ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _trained(job: Job) -> tuple[nn.Module, list[nn.Module], list[list[nn.Parameter]], dict[int, str]]:
-    """The model, its layers, trainable parameters by group, and their names by id."""
-    model = job.build()
-    layers: list[nn.Module] = layers_of(model)
-    return model, layers, parameters_of(layers), {id(p): name for name, p in model.named_parameters()}
+def _keys(job: Job, program: Program) -> Iterator[ParameterKey]:
+    """The keys of the trainable parameters, group by group: of one of which ranks have shards, a key for each shard."""
+    model = job.build_for(program, 0)
+    names = {id(p): name for name, p in model.named_parameters()}
+    cuts: Mapping[str, Cut] = getattr(model, "cuts", {})
+    for p in (p for group in parameters_of(layers_of(model)) for p in group):
+        name, key = names[id(p)], key_of(names[id(p)], p)
+        if name in cuts:
+            yield from (key._replace(cut=astuple(replace(cuts[name], index=k))) for k in range(cuts[name].count))
+        else:
+            yield key
+
+
+def _values(job: Job, keys: Sequence[ParameterKey]) -> list[Tensor]:
+    """The initial values of the keys."""
+    whole = dict(job.build().named_parameters())
+    found = ((key.cut, whole[str(key.name)].detach()) for key in keys)
+    return [values if cut is None else Cut(*cut).of(values) for cut, values in found]
 
 
 def _open(
@@ -404,14 +451,14 @@ def _open(
 ) -> tuple[tuple[ParameterKey, ...], tuple[Form, ...], Header]:
     """The keys of the parameters, of which the handle is written for servers and workers; the parameters that the
     optimizer is made of; and the header of the run as it is saved at its end."""
-    model, _, groups, names = _trained(job)
+    model = job.build()
     forms = forms_of(model)
     update = Update(job.optimizer, forms, job.scheduler)
     check_update(update, f"program {program.name!r} cuts parameters over servers")
     rows = outline_of(model).rows
     if storing.saved is not None:
         storing.saved.check_fits(rows, class_name(update.whole) if forms else "")
-    keys = tuple(key_of(names[id(p)], p) for group in groups for p in group)
+    keys = tuple(_keys(job, program))
     assert program.serving is not None
     rendezvous.open_folder(_meeting(folder), keys, program.serving.servers)
     last = storing.first + program.steps
@@ -467,12 +514,13 @@ def _take_part(
     servers = len(program.ranks) - program.workers
     part = Part(storing, number if number >= 0 else servers + rank, program.steps, dying)
     if rank >= program.workers:
-        _, _, groups, _ = _trained(job)
-        values = [p.detach() for group in groups for p in group]
+        values = _values(job, rendezvous.read_handle(meeting).keys)
         shares: list[Share] = []
 
         def updated(server: Server) -> None:
             own = server.shard
+            if isinstance(own, CheckedShard):
+                worker.report(own.noted())
             part.reached(server.version, server.incarnation, own.saved, own.optimizer_name, own.saved_schedule)
 
         def ended(server: Server) -> None:
@@ -508,8 +556,13 @@ def _take_part(
 
         names = {id(p): name for name, p in made.named_parameters()}
         restore_untrained(layers_of(made), names, outline, Reading(storing.saved))
-    spare = copy.deepcopy(made)  # to warm up: first calls take longer, and should not count in the first step
-    one = Worker(program, rank, made, job, slow[rank] if slow else None)
+    if program.sharing > 1:
+        made = job.share(made, program.shard(rank), program.sharing, program.inputs, program.slices)
+        outline = outline_of(made)
+    # To warm up: first calls take longer, and should not count in the first step. (A copy of a parameter has no form.)
+    spare = copy.deepcopy(made) if program.sharing == 1 else job.build_for(program, rank)
+    kind = CheckedWorker if program.checked else Worker
+    one = kind(program, rank, made, job, slow[rank] if slow else None)
     rest = partial(collect_untrained, one, outline)
 
     def begins(version: int, incarnation: int) -> None:
@@ -599,7 +652,7 @@ def _work(
         name = one.names[id(p)]
         gradient = gradient.to("cpu", types[name])  # (servers keep and update parameters on the CPU)
         if keep_gradients:
-            found[name] = gradient
+            found[name] = gradient if name not in one.cuts else _alone(gradient, one.cuts[name])
         ps.push(name, gradient, peer - program.workers)
 
     def pace(index: int) -> None:
@@ -614,6 +667,8 @@ def _work(
         together += [slice(place, place + count)] if op is Op.PULL else []
         place += count
     one.bring, one.push, one.pace = bring, push, pace
+    if isinstance(one, CheckedWorker):
+        one.serve(ps, first)
     tracker = watching.start(one)
     begin = time.perf_counter()
     while (step := ps.next_step()) is not None:
@@ -621,16 +676,23 @@ def _work(
         found = {}
         with tracker:
             record = one.run(job.batches, first + step)
+        if isinstance(one, CheckedWorker):
+            worker.report(one.noted())
         if device is not None and device.delays.links:
             ps.pace(device.now)
         times = list(zip(record.starts, record.ends, strict=True))
         for run in together:  # (all pulls that follow each other are awaited together)
             since = times[run.start][0] if run.start else begin
             times[run] = [(since, times[run.stop - 1][1])] * (run.stop - run.start)
-        sizes, data = dict(compute.sizes), compute.data_bytes()
+        sizes: dict[tuple[str | int, ...], int] = {**compute.sizes, **compute.form_sizes}
         series = tracker.last if watching.series else None
-        tell(Step(rank, step, record.losses[0], *counts, found, times, sizes, data, series=series))
+        tell(Step(rank, step, record.losses[0], *counts, found, times, sizes, compute.data_bytes(), series=series))
         begin = time.perf_counter()
+
+
+def _alone(gradient: Tensor, cut: Cut) -> Tensor:
+    """A shard of a gradient in its place, among zeros: a sum over all shards is the whole."""
+    return cut.joined([gradient if k == cut.index else torch.zeros_like(gradient) for k in range(cut.count)])
 
 
 def _whole(count: float) -> int:

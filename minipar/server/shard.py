@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from minipar.comm.missing import is_missing
 from minipar.execution.saving.contents import (
     SavedSlice,
     SavedSource,
+    of_whole,
     optimizer_class,
     restore_slices,
     states_of_slice,
@@ -27,15 +28,18 @@ from minipar.execution.updating import Elements, Form, Optimizer, Scheduler, Upd
 from minipar.models.tensors import dtype_name, dtype_named
 from minipar.server.connection import Peer
 from minipar.server.framing import bytes_of
+from minipar.sharding.nodes import Cut
 from minipar.strategies.shares import GRAIN, Piece, cut
 
 
 class ParameterKey(NamedTuple):
-    """A parameter as servers and workers name it: any text or number, shape, dtype ("float32")."""
+    """A parameter as servers and workers name it: any text or number, shape, dtype ("float32"). Of a parameter of which
+    ranks have shards, each is a key; `cut` says which one it is (dim, index, count and pieces of a `Cut`)."""
 
     name: str | int
     shape: tuple[int, ...]
     dtype: str
+    cut: tuple[int, int, int, int] | None = None
 
     @property
     def type(self) -> torch.dtype:
@@ -54,8 +58,10 @@ def key_of(name: str | int, tensor: Tensor) -> ParameterKey:
 
 
 def pieces_of(keys: Sequence[ParameterKey], servers: int) -> list[list[Piece]]:
-    """What each server keeps."""
-    return cut([key.nbytes for key in keys], servers, [key.type.itemsize for key in keys])
+    """What each server keeps: of all shards of a parameter the same part."""
+    first = [key for key in keys if key.cut is None or key.cut[1] == 0]
+    copies = [1 if key.cut is None else key.cut[2] for key in first]
+    return cut([key.nbytes for key in first], servers, [key.type.itemsize for key in first], copies)
 
 
 def digest(keys: Sequence[ParameterKey], servers: int) -> str:
@@ -116,15 +122,20 @@ class Division:
     keys    for each parameter group, its keys by number
     held    for each worker its groups, in the order in which it pulls them
     each    whether every group is updated and sent by itself, as soon as all have pushed its gradient
+    shards  of keys that are shards, which one of its parameter each is
+    own     for each worker, which shards it has
     """
 
     keys: tuple[tuple[int, ...], ...]
     held: tuple[tuple[int, ...], ...]
     each: bool
+    shards: Mapping[int, int]
+    own: tuple[int, ...]
 
     def of(self, worker: int) -> frozenset[int]:
         """The keys that a worker has."""
-        return frozenset(k for g in self.held[worker] for k in self.keys[g])
+        mine = self.own[worker]
+        return frozenset(k for g in self.held[worker] for k in self.keys[g] if self.shards.get(k, mine) == mine)
 
     def holders(self, group: int) -> list[int]:
         """The workers that have a group."""
@@ -275,6 +286,14 @@ class Shard:
                     found[piece.tensor] = total
         return found
 
+    def clip(self, gradients: Gradients, whole: float, most: float) -> float:
+        """Scale what was combined down, where the norm of all parts together is larger than `most`; `whole` is the
+        square of that norm. Returns the factor."""
+        factor = min(1.0, most / (whole**0.5 + 1e-6))
+        for one in gradients.values() if factor < 1 else ():
+            one.mul_(factor)
+        return factor
+
     def apply(self, taken: Sequence[Pushed], gradients: Gradients) -> None:
         """Update with what was combined; free the gradients."""
         if taken:
@@ -391,11 +410,15 @@ class Shard:
 
     def saved(self) -> Iterator[SavedSlice]:
         """What is saved of this part: parameters, and what the optimizer keeps of them. No copies are made."""
-        for piece in self.updated:
+        for piece, key in zip(self.updated, self._kept_keys(), strict=True):
             (run,) = piece.runs
-            yield SavedSlice(f"parameters/{run.name}", run.shape, run.begin, piece.parameter.detach())
             kept = {} if self.optimizer is None else self.optimizer.state.get(piece.parameter, {})
-            yield from states_of_slice(piece, kept)
+            values = SavedSlice(f"parameters/{run.name}", run.shape, run.begin, piece.parameter.detach())
+            for found in (values, *states_of_slice(piece, kept)):
+                yield from of_whole(found, _cut_of(key))
+
+    def _kept_keys(self) -> list[ParameterKey]:
+        return [self.keys[piece.tensor] for piece in self.pieces]
 
     def saved_schedule(self) -> dict[str, Any] | None:
         """The state of the scheduler now, if there is one."""
@@ -403,7 +426,12 @@ class Shard:
 
     def resume(self, source: SavedSource) -> None:
         """Go on with this part of a saved run."""
-        restore_slices(self.updated, self.optimizer, source)
+        cuts = [_cut_of(key) for key in self._kept_keys()]
+        restore_slices(self.updated, self.optimizer, source, cuts)
+
+
+def _cut_of(key: ParameterKey) -> Cut | None:
+    return None if key.cut is None else Cut(*key.cut)
 
 
 def _updated(key: ParameterKey, piece: Piece, own: nn.Parameter) -> Updated:

@@ -31,7 +31,7 @@ class Step(NamedTuple):
     of: int
     gradients: dict[str, Tensor]
     times: Sequence[tuple[float, float]] = ()
-    sizes: Mapping[tuple[str, int, int], int] = MappingProxyType({})
+    sizes: Mapping[tuple[str | int, ...], int] = MappingProxyType({})
     data: int = 0
     clock_error: float = 0.0
     series: Series | None = None

@@ -41,7 +41,7 @@ class Worker(Executor):
         self.push: Push = _nothing
         self.pace: Callable[[int], None] = _nothing
         self.here: set[int] = set()  # groups whose parameters are here for this step
-        alone = not any(ins.op is Op.SEND for row in program.ranks for ins in row)
+        alone = program.workers == program.replicas
         comm = (
             _Apart(rank, len(program.ranks), torch.device(worker.context().device)) if alone else communicator.create()
         )
@@ -65,8 +65,9 @@ class Worker(Executor):
             return
         self.pace(index)
         with self._aside():  # (what is sent is the host's)
-            for p in (p for g in ins.layers for p in self.groups[g]):
-                self.push(p, missing.like(p) if p.grad is None else p.grad, ins.peer)
+            for g in ins.layers:
+                for p in self.groups[g]:
+                    self.push(p, self._pushed(g, p), ins.peer)
         device = self.device
         if device is not None and device.delays.links:
             device.wait(device.now + device.delays.transfer.get(index, (0.0, 0.0))[0], index)
@@ -76,13 +77,20 @@ class Worker(Executor):
                     self.watch.given(p.grad)  # (the connections keep it until servers have it)
                 p.grad = None
 
+    def _pushed(self, g: int, p: nn.Parameter) -> Tensor:
+        """What is pushed of a parameter's gradient. Of one that all ranks have whole that share a layer, only the first
+        of them pushes something."""
+        again = self.program.groups[g].form == "" and self.program.shard(self.comm.rank) > 0
+        return missing.like(p) if p.grad is None or again else p.grad
+
 
 @dataclass
 class _Lasting(EmulatedDevice):
     """A device whose time goes on from one step to the next, since nothing separates them."""
 
     def begin(self) -> None:
-        self.links.clear()  # (of copies, which have all ended)
+        self.links.clear()  # (of copies, which have all ended, as collectives have)
+        self.collectives.clear()
         self.overruns = []
 
 

@@ -303,7 +303,8 @@ EXCLUSIONS = (
         Exclusion(shared, other, why, fundamental)
         for shared in (OPERATORS, CONTEXT, EXPERTS)
         for other, why, fundamental in (
-            (SERVERS, "servers know parameters by their names, and no parts of them", False),
+            (ARRIVING, "the ranks that share layers would have to be given one version together", False),
+            (CONTINUED, "the ranks that share its layers wait for collectives that a rank has left", False),
             (DYNAMIC, _DECIDES_ALONE, True),
         )
     ),
@@ -321,7 +322,6 @@ EXCLUSIONS = (
         "the copies of a stage work at different times, and would wait for each other's slices",
         fundamental=True,
     ),
-    Exclusion(CHECKED, SERVERS, "ranks compare what they have by messages of all ranks, in which servers take no part"),
     Exclusion(CHECKED, ASYNCHRONOUS, "its ranks are at different steps, and nothing is the same on all of them"),
 )
 

@@ -3,12 +3,16 @@
     tensors    |----- 0 -----|- 1 -|--------------------- 2 ---------------------|
     servers    |---------- 0 -----------|---------- 1 -----------|------- 2 ------|      tensor 2 is cut
 
+Where ranks have shards of a tensor, all of its shards are cut at the same place. So every server has as much of each,
+and ranks that share layers send and receive the same.
+
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import product
 from typing import NamedTuple
 
 from minipar.program import Group, Instruction, Op, Part
@@ -31,27 +35,30 @@ class Piece(NamedTuple):
         return self.stop - self.start
 
 
-def cut(sizes: Sequence[int], servers: int, alignment: Sequence[int] = ()) -> list[list[Piece]]:
+def cut(
+    sizes: Sequence[int], servers: int, alignment: Sequence[int] = (), copies: Sequence[int] = ()
+) -> list[list[Piece]]:
     """For each server, its pieces of tensors with these sizes in bytes, in order.
 
     alignment   for each tensor, what its `place` is a multiple of, if tensors of several types are stored together;
                 default: 1 for all
+    copies      how many tensors of each size there are, one after another, which are cut alike; default: 1 of each
     """
-    total = sum(sizes)
+    total, number = sum(sizes), 0
     found: list[list[Piece]] = [[] for _ in range(servers)]
     before = 0
     place = [0] * servers
     for tensor, size in enumerate(sizes):
         ideal = [total * k // servers - before for k in range(1, servers)]
         edges = [0, *(size if at >= size else max(at, 0) // GRAIN * GRAIN for at in ideal), size]
-        align = alignment[tensor] if alignment else 1
-        for server in range(servers):
+        align, count = alignment[tensor] if alignment else 1, copies[tensor] if copies else 1
+        for server, copy in product(range(servers), range(count)):
             start, stop = edges[server], edges[server + 1]
             if stop > start:
                 at = -(-place[server] // align) * align
-                found[server].append(Piece(tensor, start, stop, at))
+                found[server].append(Piece(number + copy, start, stop, at))
                 place[server] = at + stop - start
-        before += size
+        before, number = before + size, number + count
     return found
 
 
@@ -78,6 +85,11 @@ def shares_of(groups: Sequence[Group], servers: int, sent: Callable[[int], int] 
             g = owner[piece.tensor][0]
             found[server][g] = found[server].get(g, 0) + sent(piece.size)
     return found
+
+
+def kept_shares(shares: Shares, groups: Sequence[Group], sharing: int) -> Shares:
+    """What servers keep, from what each rank has of it: of a group of which the ranks have shards, all shards."""
+    return [{g: size * (sharing if groups[g].form == "S" else 1) for g, size in share.items()} for share in shares]
 
 
 def pushed_shares(shape: Shape, servers: int, choice: str) -> Shares:

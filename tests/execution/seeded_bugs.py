@@ -26,6 +26,9 @@ from minipar.execution.parameter_slices import SlicedGroup
 from minipar.execution.state import State
 from minipar.execution.streams import HostStreams
 from minipar.program import Op
+from minipar.server.pushing import Servers
+from minipar.server.shard import Shard
+from minipar.server.working import Worker
 
 _planted = pytest.MonkeyPatch()
 
@@ -80,6 +83,16 @@ BUGS = {
     "average left out": Bug("dp=2 local_steps=2", "is not what the ranks gave", "ALL_REDUCE"),
     "average of wrong weights": Bug("dp=2 local_steps=2", "is not what the ranks gave", "ALL_REDUCE"),
     "shares of the wrong batch": Bug("dp=2 microbatches=2", "add up to 2 instead of 1", "F"),
+    "push left out of an update": Bug("dp=2 sync=ps", "is not what the ranks gave", "APPLY", 2),
+    "push counted twice": Bug("dp=2 sync=ps overlap=priority", "is not what the ranks gave", "APPLY", 2),
+    "push damaged on its way": Bug("dp=2 sync=ps", r"of step 0 from 1 to 2 is not the same on rank 2", "ACCEPT", 2),
+    "stale push": Bug(
+        "dp=2 sync=ps mode=async on_death=continue", r"of step 1 from 1 to 2 is not the same on rank 2", "ACCEPT", 2
+    ),
+    "stale pull": Bug("dp=2 sync=ps", r"of step 1 from 2 to 1 is not the same on rank 1", "PULL", 1),
+    "pull not used": Bug("dp=2 sync=ps mode=ssp:1", r"param\(\d\) is not what was pulled", "PULL", 1),
+    "update of a server left out": Bug("dp=2 sync=ps", "was not changed, though its gradient is not zero", "APPLY", 2),
+    "servers clip to two norms": Bug("sync=ps servers=2 clip=0.01", "the norm of update 0 is not the same", "APPLY", 2),
 }
 
 
@@ -336,6 +349,59 @@ def shares_of_the_wrong_batch(rank: int, put: Any) -> None:
         return part._replace(weight=part.weight / 2)
 
     _around(BatchRows, "part", half, put)
+
+
+def push_left_out_of_an_update(rank: int, put: Any) -> None:
+    _around(Shard, "combine", lambda call, self, taken, *rest: call(self, taken[:1], *rest), put)
+
+
+def push_counted_twice(rank: int, put: Any) -> None:
+    _around(Shard, "combine", lambda call, self, taken, *rest: call(self, [*taken, taken[-1]], *rest), put)
+
+
+def push_damaged_on_its_way(rank: int, put: Any) -> None:
+    if rank == 1:
+        _around(Servers, "push", lambda call, self, key, gradient, *rest: call(self, key, gradient * 2, *rest), put)
+
+
+def stale_push(rank: int, put: Any) -> None:
+    first: dict[Any, torch.Tensor] = {}
+
+    def old(call: Any, self: Servers, key: Any, gradient: torch.Tensor, *rest: Any) -> None:
+        call(self, key, first.setdefault(key, gradient.clone()), *rest)
+
+    if rank == 1:
+        _around(Servers, "push", old, put)
+
+
+def stale_pull(rank: int, put: Any) -> None:
+    first: dict[Any, torch.Tensor] = {}
+
+    def old(call: Any, self: Servers, key: Any) -> torch.Tensor:
+        return first.setdefault(key, call(self, key).clone())
+
+    if rank == 1:
+        _around(Servers, "pull", old, put)
+
+
+def pull_not_used(rank: int, put: Any) -> None:
+    def skipped(call: Any, self: Worker, index: int, ins: Any) -> None:
+        if ins.op is Op.PULL and self.compute.rows.base > 0:
+            self.here.update(ins.layers)
+        call(self, index, ins)
+
+    if rank == 1:
+        _around(Worker, "_serve", skipped, put)
+
+
+def update_of_a_server_left_out(rank: int, put: Any) -> None:
+    if rank == 2:
+        put(torch.optim.SGD, "step", lambda self, *_: None)
+
+
+def servers_clip_to_two_norms(rank: int, put: Any) -> None:
+    if rank == 2:
+        _around(Shard, "clip", lambda call, self, gradients, whole, most: call(self, gradients, 4 * whole, most), put)
 
 
 PLANTERS = {name: globals()[name.replace("-", "_").replace(" ", "_")] for name in BUGS}

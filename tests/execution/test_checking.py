@@ -16,6 +16,7 @@ from minipar.execution.execution import Execution, Job, execute
 from minipar.execution.facts import ALIKE, NEAR, ONE, SUM, Fact
 from minipar.models import gpt
 from minipar.models.parameter_groups import shape_of
+from minipar.server.serving import execute_served
 from minipar.training.training import annotations_of
 from tests.execution import seeded_bugs
 from tests.execution.seeded_bugs import BUGS
@@ -43,6 +44,9 @@ def run(clusters, text: str, model=HARD, passes: int = 2) -> Execution:
             dtype=dtype,
         )
         shape = shape_of(list(job.build()))
+    if plan.sync == "ps":
+        program = plan.compile(shape, steps=passes)
+        return execute_served(program, job, clusters(plan.ranks), on_death=plan.on_death, keep_gradients=True)[0]
     return execute(plan.compile(shape), job, cluster=clusters(plan.ranks), passes=passes, check=False)
 
 
@@ -76,6 +80,11 @@ RIGHT = [
     "dp=2 pp=2 overlap=priority bucket=0.0001 microbatches=3",
     "dp=2 overlap=priority bucket=0.0001 compress=bf16 offload=optimizer",
     "dp=2 overlap=priority bucket=0.0001 precision=bf16 host_layers=2",
+    "dp=2 sync=ps servers=2 microbatches=3 bucket=0.0001 clip=0.1",
+    "dp=2 sync=ps overlap=priority servers=2 host_layers=2 checkpoint=2",
+    "pp=2 sync=ps servers=2 microbatches=2 offload=parameters",
+    "sync=ps precision=bf16 servers=2",
+    "dp=2 sync=ps compress=topk:0.5",
 ]
 
 
@@ -87,6 +96,11 @@ def test_what_is_right_passes_and_gives_the_same_numbers(clusters, text):
     for mine, theirs in zip(checked.gradients, plain.gradients, strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+@pytest.mark.parametrize("mode", ["async", "ssp:1", "k-of-n:2/3"])
+def test_what_is_right_passes_where_servers_decide(clusters, mode):
+    assert len(run(clusters, f"dp=3 sync=ps mode={mode} servers=1 check=true", passes=5).losses) == 5
 
 
 def test_parameters_of_which_a_rank_has_only_its_slice_are_not_read(clusters):
@@ -134,7 +148,7 @@ def test_a_run_after_a_failed_check_is_right(clusters):
 
 @pytest.mark.parametrize(
     "words",
-    ["sync=ps dp=2", "pp=2 schedule=ampnet", "pp=2 schedule=pipedream"],
+    ["pp=2 schedule=ampnet", "pp=2 schedule=pipedream"],
 )
 def test_what_cannot_be_checked_is_refused(words):
     with pytest.raises(PlanError, match=r"^check=true: not together with .+ \(.+\); possible is .+ or check=false$"):

@@ -22,6 +22,7 @@ from minipar.errors import CheckFailed
 from minipar.execution.execution import Execution, Job, execute
 from minipar.models import gpt
 from minipar.models.parameter_groups import shape_of
+from minipar.server.serving import execute_served
 from minipar.training.training import annotations_of
 from tests.execution import seeded_bugs
 from tests.execution.seeded_bugs import BUGS
@@ -52,6 +53,8 @@ def run(
     else:
         job = Job(EASY, rows(16), loss=torch.nn.functional.mse_loss, optimizer=optimizer, dtype=torch.float64)
         shape = shape_of(list(job.build()))
+    if plan.sync == "ps":
+        return execute_served(plan.compile(shape, steps=passes), job, cluster, on_death=plan.on_death)[0]
     return execute(plan.compile(shape), job, cluster=cluster, passes=passes, check=False, report=report)
 
 
@@ -104,7 +107,7 @@ def main() -> int:
     parser.add_argument("--cost-only", action="store_true", help="print the second table only")
     parser.add_argument("--write", help="a file for the tables, such as docs/reliability.md")
     options = parser.parse_args()
-    clusters = {n: Cluster(n, device="cpu") for n in (1, 2, 4)}
+    clusters = {n: Cluster(n, device="cpu") for n in (1, 2, 3, 4)}
     try:
         if options.cost_only:
             print(cost(clusters, options.repeats))

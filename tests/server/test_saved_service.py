@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 
-from minipar import SaveError, resume, train
+from minipar import SaveError, models, resume, train
 from minipar.cluster import worker
 from minipar.errors import PlanError
 from minipar.execution.saving.keeping import model_in
@@ -57,6 +57,21 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(clusters, tmp_path, before, afte
     assert rest.max_parameter_error() <= 1e-12
     if clip is None:
         assert begun.losses + rest.losses == pytest.approx(whole.losses, rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("tp=2 sync=ps servers=2", "dp=2 microbatches=2"), ("dp=2 zero=1", "dp=2 tp=2 sync=ps sequence_parallel=true")],
+)
+def test_shards_are_saved_as_parts_of_whole_parameters(clusters, tmp_path, before, after):
+    tokens = torch.randint(16, (6, 8), generator=torch.Generator().manual_seed(0))
+    options = OPTIONS | {"loss": torch.nn.functional.cross_entropy}
+    both, model = (tokens, tokens.roll(-1, 1)), partial(models.gpt, layers=1, width=8, heads=2, context=8, vocab=16)
+    train(model, both, before, cluster=clusters(Plan.parse(before).ranks), steps=2, save=tmp_path, **options)
+    rest = resume(tmp_path, model, both, after, cluster=clusters(Plan.parse(after).ranks), steps=2, **options)
+    assert rest.first_step == 2
+    assert rest.max_gradient_error() <= 1e-12
+    assert rest.max_parameter_error() <= 1e-12
 
 
 @pytest.mark.parametrize("mode", ["async", "ssp:1"])

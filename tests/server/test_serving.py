@@ -42,7 +42,7 @@ def run(clusters, words, data=None, model=MODEL, steps=4, optimizer=None, loss=m
                   dtype=torch.float64, check=True, progress=False, **more)  # fmt: skip
     verify(found.program)
     assert found.trace.program == found.program
-    job, stages = Job(model, data, 32, loss, optimizer, 0, torch.float64), plan.pp
+    job, stages = Job(model, data, 32, loss, optimizer, 0, torch.float64), (plan.ranks - plan.servers) // plan.dp
     order = [row._replace(worker=row.worker // stages) for row in found.service.order if row.worker % stages == 0
              or row.worker < 0]  # fmt: skip
     again = replay_service(job, order, plan.dp, steps, plan.total_microbatches, clip=plan.clip)
@@ -83,6 +83,46 @@ def test_sync_equals_plain_torch(clusters, words):
     assert found.max_gradient_error() <= near
     for mine, plain in zip(found.losses, found.reference.losses, strict=True):
         assert abs(mine - plain) <= near * max(1.0, abs(plain))
+
+
+def text(count):
+    tokens = torch.randint(16, (count, 8), generator=torch.Generator().manual_seed(0))
+    return tokens, tokens.roll(-1, 1)
+
+
+SMALL = {"width": 8, "heads": 2, "context": 8, "vocab": 16}
+
+
+def partly_frozen():
+    model = models.gpt(layers=2, tied=True, fused=False, **SMALL)
+    for name, p in model.named_parameters():
+        p.requires_grad_(not name.startswith("1."))
+    return model
+
+
+@pytest.mark.many(2)
+@pytest.mark.parametrize(
+    "words",
+    [
+        "tp=2 sync=ps servers=2 microbatches=2",
+        "dp=2 tp=2 sync=ps microbatches=2 clip=0.1 check=true",
+        "tp=2 sequence_parallel=true sync=ps overlap=priority servers=2 check=true",
+        "dp=2 context_parallel=2 sync=ps microbatches=2 bucket=none",
+        "pp=2 tp=2 sync=ps microbatches=2 offload=parameters",
+        "ep=2 dp=2 sync=ps clip=0.1 check=true",
+    ],
+)
+def test_ranks_that_share_layers_pull_and_push_what_they_have(clusters, words):
+    optimizer = partial(torch.optim.SGD, lr=0.5, momentum=0.9)
+    if "ep=2" in words:
+        model = partial(models.mixture, layers=2, experts=2, capacity=None, **SMALL)
+        found = run(clusters, words, text(8), model, 3, optimizer, models.mixture_loss)
+    else:
+        found = run(clusters, words, text(7), partly_frozen, 3, optimizer, torch.nn.functional.cross_entropy)
+    assert found.max_gradient_error() <= 1e-12
+    assert found.max_parameter_error() <= 1e-12
+    for mine, plain in zip(found.losses, found.reference.losses, strict=True):
+        assert abs(mine - plain) <= 1e-12 * max(1.0, abs(plain))
 
 
 def test_sync_equals_allreduce(clusters):
@@ -204,8 +244,9 @@ class KillsOnce:
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_a_worker_dies_and_comes_back(clusters, tmp_path, mode):
     data = KillsOnce(str(tmp_path / "killed"), 1)
-    found = train(partial(toy, ("linear",)), data, f"dp=3 sync=ps mode={mode} on_death=continue", cluster=clusters(4),
-                  steps=4, batch=9, loss=mse, dtype=torch.float64, check=True, progress=False)  # fmt: skip
+    found = train(partial(toy, ("linear",)), data, f"dp=3 sync=ps mode={mode} on_death=continue check=true",
+                  cluster=clusters(4), steps=4, batch=9, loss=mse, dtype=torch.float64, check=True,
+                  progress=False)  # fmt: skip
     assert os.path.exists(data.marker)
     (death,) = found.service.deaths
     assert "rank 1" in death
@@ -333,11 +374,11 @@ class StopsOnce(torch.optim.SGD):
 def test_a_server_that_was_stopped_is_named_or_started_again(clusters, tmp_path, on_death):
     """In a second, and not after its patience of 30."""
     layers, marker = [torch.nn.Linear(6, 6)], tmp_path / "marker"
-    program = Plan.parse("dp=2 sync=ps").compile(shape_of(layers), steps=3)
+    program = Plan.parse("dp=2 sync=ps check=true").compile(shape_of(layers), steps=3)
     optimizer = partial(StopsOnce, marker=str(marker))
     job = Job(lambda: torch.nn.Sequential(*layers), rows(8), 8, mse, optimizer, 0, torch.float64)
     if on_death == "continue":
-        done, service = execute_served(program, job, clusters(3), on_death=on_death)
+        done, service = execute_served(program, job, clusters(3), on_death=on_death, snapshot_every=1)
         assert len(done.losses) == 3
         assert len(service.deaths) == 1
         assert "rank 2 was killed" in service.deaths[0]
@@ -427,6 +468,16 @@ def test_emulated_links_of_layers_one_by_one_and_of_pipelines(emulated, words):
     both = tuple(torch.randn(2, 12, 40, generator=torch.Generator().manual_seed(0)))
     found = shortest(lambda: train(four_layers, both, words, cluster=emulated(Plan.parse(words).ranks), steps=3,
                                    batch=12, loss=mse, progress=False, check=True))  # fmt: skip
+    assert found.max_gradient_error() <= 1e-5
+    assert found.trace.time == pytest.approx(found.predicted.time, rel=0.05)
+
+
+def test_emulated_links_of_ranks_that_share_layers():
+    """Their collectives take the time of links, and so do messages with servers."""
+    words, model = "tp=2 sync=ps servers=2 microbatches=2", partial(models.gpt, layers=2, **SMALL)
+    with Cluster(4, device=DeviceSpec(flops=1e7, bandwidth=1e6, latency=0.01)) as cluster:
+        found = shortest(lambda: train(model, text(8), words, cluster=cluster, steps=2, progress=False, check=True,
+                                       loss=torch.nn.functional.cross_entropy))  # fmt: skip
     assert found.max_gradient_error() <= 1e-5
     assert found.trace.time == pytest.approx(found.predicted.time, rel=0.05)
 

@@ -101,17 +101,20 @@ def schedule_of(executor: Executor, updates: int) -> dict[str, Any] | None:
 def collect(executor: Executor, outline: Outline) -> Iterator[SavedSlice]:
     """This rank's share of what must be saved: all ranks together bring each element once. No copies are made."""
     for piece in _collect(executor, outline):
-        name = _parameter_of(piece.key)
-        local = tuple(piece.shape)
-        cut = executor.cuts.get(name)
-        if cut is None or len(local) <= cut.dim:
-            if cut is None or cut.index == 0:  # (a state that is one number is the same for all parts)
-                yield piece
-            continue
-        whole = cut.whole_shape(local)
-        for place, start, count in cut.runs(whole, piece.start, piece.start + piece.values.numel()):
-            values = piece.values[start - piece.start :][:count]
-            yield SavedSlice(piece.key, whole, place, values, piece.number)
+        yield from of_whole(piece, executor.cuts.get(_parameter_of(piece.key)))
+
+
+def of_whole(piece: SavedSlice, cut: Cut | None) -> Iterator[SavedSlice]:
+    """A slice of a rank's part of a tensor, as slices of the whole tensor. `cut` says which part; None: it is whole."""
+    local = tuple(piece.shape)
+    if cut is None or len(local) <= cut.dim:
+        if cut is None or cut.index == 0:  # (a state that is one number is the same for all parts)
+            yield piece
+        return
+    whole = cut.whole_shape(local)
+    for place, start, count in cut.runs(whole, piece.start, piece.start + piece.values.numel()):
+        values = piece.values[start - piece.start :][:count]
+        yield SavedSlice(piece.key, whole, place, values, piece.number)
 
 
 def _parameter_of(key: str) -> str:
@@ -216,8 +219,9 @@ def collect_untrained(executor: Executor, outline: Outline) -> Iterator[SavedSli
     rest = {id(p): p for layer in layers for p in layer.parameters() if not (p.requires_grad and p.numel())}
     for p in rest.values():
         name = executor.names[id(p)]
-        if executor.comm.rank == _holders(executor, outline.layers_of[name], alike=False)[0]:
-            yield SavedSlice(f"parameters/{name}", tuple(p.shape), 0, p.detach().reshape(-1))
+        if executor.comm.rank == _holders(executor, outline.layers_of[name], alike=name in executor.cuts)[0]:
+            found = SavedSlice(f"parameters/{name}", tuple(p.shape), 0, p.detach().reshape(-1))
+            yield from of_whole(found, executor.cuts.get(name))
     yield from _own_buffers(executor, outline)
 
 
@@ -351,18 +355,29 @@ def restore_untrained(
             _copy(source, f"buffers/{name}", values)
 
 
-def restore_slices(pieces: Sequence[Updated], optimizer: torch.optim.Optimizer | None, source: SavedSource) -> None:
-    """Give slices on the CPU, and the optimizer that updates them, what was saved."""
-    source.fill({
-        (f"parameters/{name}", begin): piece.parameter.data[place : place + end - begin]
-        for piece in pieces for name, _, begin, end, place in piece.runs
-    })  # fmt: skip
+def restore_slices(
+    pieces: Sequence[Updated],
+    optimizer: torch.optim.Optimizer | None,
+    source: SavedSource,
+    cuts: Sequence[Cut | None],
+) -> None:
+    """Give slices on the CPU, and the optimizer that updates them, what was saved. `cuts`: of which parts of tensors
+    they are slices; None: of whole ones."""
     shapes = {run.name: run.shape for piece in pieces for run in piece.runs}
-    parts = {id(piece.parameter): piece for piece in pieces}
-    if optimizer is None:
-        return
-    for own, settings in _parameters(optimizer):
-        _give(optimizer, own, settings, _found_of_slice(source, parts[id(own)], shapes))
+    parts: dict[int, tuple[Updated, SavedSource]] = {}
+    for cut in dict.fromkeys(cuts):
+        some = [piece for piece, own in zip(pieces, cuts, strict=True) if own == cut]
+        names = [run.name for piece in some for run in piece.runs]
+        here = source if cut is None else _Local(source, dict.fromkeys(names, cut))
+        here.fill({
+            (f"parameters/{name}", begin): piece.parameter.data[place : place + end - begin]
+            for piece in some for name, _, begin, end, place in piece.runs
+        })  # fmt: skip
+        parts |= {id(piece.parameter): (piece, here) for piece in some}
+    for own, settings in _parameters(optimizer) if optimizer is not None else ():
+        assert optimizer is not None
+        piece, here = parts[id(own)]
+        _give(optimizer, own, settings, _found_of_slice(here, piece, shapes))
 
 
 def read_whole(source: SavedSource) -> dict[str, dict[str, Any]]:

@@ -29,6 +29,7 @@ from minipar.program import (
     home,
     param,
     pushed,
+    repartitions,
     residual,
     served,
     served_state,
@@ -42,9 +43,9 @@ def check_workers(program: Program) -> None:
     """Check the first question. Errors: ProgramError."""
     _check_names(program)
     every = not isinstance(program.contract, Staleness) or not any(program.ranks[program.workers :])
-    replicas: dict[int, list[int]] = defaultdict(list)
+    replicas: dict[tuple[int, int], list[int]] = defaultdict(list)  # by replica, and shard of its layers
     for rank in range(program.workers):
-        replicas[program.replica(rank)].append(rank)
+        replicas[program.replica(rank), program.shard(rank)].append(rank)
     for ranks in replicas.values():
         done: dict[tuple[str, int, int], set[int]] = defaultdict(set)
         for rank in ranks:
@@ -133,14 +134,16 @@ def _check_names(program: Program) -> None:
         applied: Counter[int] = Counter()  # updates of each group
         for index, ins in enumerate(row):
             works = rank < program.workers
-            if ins.op not in ((*_WORK, *_MOVES, Op.PULL, Op.PUSH) if works else (Op.ACCEPT, Op.APPLY, Op.REPLY)):
+            changes = works and repartitions(ins)  # (of ranks that share layers)
+            known = (*_WORK, *_MOVES, Op.PULL, Op.PUSH) if works else (Op.ACCEPT, Op.APPLY, Op.REPLY)
+            if ins.op not in known and not changes:
                 who = "worker" if works else "server"
                 raise refuse(
                     program, rank, index, f"{at(program, rank, index)}: rank {rank} is a {who}, which does not"
                 )
             if ins.stream == "host" and ins.op not in _WORK:
                 raise refuse(program, rank, index, f"{at(program, rank, index)}: only layers are computed on the host")
-            if ins.op in _MOVES:
+            if ins.op in _MOVES or changes:
                 continue
             if ins.op in _WORK:
                 _check_work(program, rank, index, pulled, shares)

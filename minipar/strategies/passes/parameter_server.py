@@ -22,6 +22,11 @@ forward needs first before the others (`urgency.py`). A forward waits for its ow
 In a pipeline every rank is a worker of its own: it pulls what its layers need, and pushes their gradients. Servers add
 up a tied set of several stages.
 
+Ranks that share layers are workers, too. Each pulls what it has: shards, of which servers keep every one by itself,
+and whole parameters. It pushes the gradients of its shards, and its parts of gradients that are sums over these ranks,
+since servers add up anyway. A gradient that all of them have whole counts once: one pushes it, and the others push the
+-0.0 of a gradient that is missing, so that all do the same.
+
     clip          an update is scaled down to a norm: each server sums the squares of its part of the gradient, server 0
                   adds these up and tells the others, and until then nothing else happens
     compress      gradients are pushed as 16-bit numbers, or as the largest of them (`server/packing.py`); parameters
@@ -45,7 +50,7 @@ from minipar.strategies import served_order
 from minipar.strategies.buckets import split_buckets
 from minipar.strategies.draft import Draft
 from minipar.strategies.rewriting import insert, last_writes
-from minipar.strategies.shares import Shares, message, pushed_shares, shares_of
+from minipar.strategies.shares import Shares, kept_shares, message, pushed_shares, shares_of
 from minipar.strategies.urgency import first_uses, in_order
 
 
@@ -57,11 +62,12 @@ def push_and_pull(draft: Draft) -> Draft:
     rows = [_worker_step(draft, rank, shares, late) for rank in range(draft.layout.pp)]
     workers = [rows[mesh.coordinates(rank)["pp"]] for rank in range(mesh.size)]
     servers: Sequence[tuple[Instruction, ...]] = [()] * plan.servers
+    whole = kept_shares(shares, draft.layout.shape.groups, plan.sharing)
     if late:
-        servers = served_order.by_layer(draft.step, draft.step == draft.steps - 1, shares, workers)
+        servers = served_order.by_layer(draft.step, draft.step == draft.steps - 1, whole, workers)
     elif Mode.parse(plan.mode, plan.dp).kind == "sync":  # in the other modes servers decide as they run
         known = served_order.in_step(len(workers), draft.step)
-        servers = served_order.of_servers(known, shares, [{draft.step: row} for row in workers])
+        servers = served_order.of_servers(known, whole, [{draft.step: row} for row in workers])
     held = [_held(row, state) for row, state in zip(rows, draft.state, strict=True)]
     held += [frozenset(map(served, share)) | frozenset(map(served_state, share)) for share in shares]
     return replace(draft, ranks=(*map(tuple, rows), *servers), update=(), state=tuple(held))
