@@ -322,7 +322,6 @@ EXCLUSIONS = (
         fundamental=True,
     ),
     Exclusion(CHECKED, SERVERS, "ranks compare what they have by messages of all ranks, in which servers take no part"),
-    Exclusion(CHECKED, ASYNCHRONOUS, "its ranks are at different steps, and nothing is the same on all of them"),
 )
 
 SHARED = Need("ranks that share layers", lambda plan: plan.sharing > 1, "tp=2", "tp=2")

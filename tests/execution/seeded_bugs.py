@@ -23,9 +23,10 @@ from minipar.execution.memory.stores import HostStore
 from minipar.execution.offloading import Offloading
 from minipar.execution.owners import Owner
 from minipar.execution.parameter_slices import SlicedGroup
+from minipar.execution.parameter_versions import Alive
 from minipar.execution.state import State
 from minipar.execution.streams import HostStreams
-from minipar.program import Op
+from minipar.program import Op, Value
 
 _planted = pytest.MonkeyPatch()
 
@@ -80,6 +81,15 @@ BUGS = {
     "average left out": Bug("dp=2 local_steps=2", "is not what the ranks gave", "ALL_REDUCE"),
     "average of wrong weights": Bug("dp=2 local_steps=2", "is not what the ranks gave", "ALL_REDUCE"),
     "shares of the wrong batch": Bug("dp=2 microbatches=2", "add up to 2 instead of 1", "F"),
+    "version overwritten": Bug(
+        "pp=2 schedule=pipedream microbatches=4", r"param\(\d\) v0 is not what the last update of it has left", "B", 0
+    ),
+    "newest version in every backward": Bug(
+        "pp=2 schedule=pipedream microbatches=4", r"param\(\d\) v0 is not what the last update of it has left", "B", 0
+    ),
+    "sum of an update left out": Bug(
+        "dp=2 pp=2 schedule=pipedream microbatches=2", "is not what the ranks gave", "ALL_REDUCE"
+    ),
 }
 
 
@@ -337,5 +347,23 @@ def shares_of_the_wrong_batch(rank: int, put: Any) -> None:
 
     _around(BatchRows, "part", half, put)
 
+
+def version_overwritten(rank: int, put: Any) -> None:
+    def shared(call: Any, self: Alive, tensors: Any) -> Any:
+        newest = self.newest
+        call(self, tensors)
+        return newest
+
+    _around(Alive, "add", shared, put)
+
+
+def newest_version_in_every_backward(rank: int, put: Any) -> None:
+    def newest(call: Any, self: Alive, value: Value) -> None:
+        call(self, value._replace(step=max(self.alive)) if value.kind == "param" else value)
+
+    _around(Alive, "show", newest, put)
+
+
+sum_of_an_update_left_out = dropped_all_reduce
 
 PLANTERS = {name: globals()[name.replace("-", "_").replace(" ", "_")] for name in BUGS}

@@ -24,11 +24,13 @@ from tests.toys import rows, toy
 EASY = partial(toy, ("linear", "linear"))
 GPT = partial(gpt, layers=2)
 HARD = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), tied=True, frozen=(1,))
+UNTIED = partial(HARD, tied=False)  # (stages that update at different times share no parameters)
 
 
 def run(clusters, text: str, model=HARD, passes: int = 2) -> Execution:
     """Run a plan, without profile and prediction."""
     plan, optimizer = Plan.parse(text), partial(torch.optim.SGD, lr=0.5, momentum=0.9)
+    model = UNTIED if model is HARD and plan.asynchronous else model
     if plan.sharing > 1 or model is GPT:
         job = Job(GPT, stdlib_text(), 8, optimizer=optimizer, annotations=annotations_of(plan))
         made = job.build()
@@ -37,7 +39,7 @@ def run(clusters, text: str, model=HARD, passes: int = 2) -> Execution:
         dtype = torch.float32 if plan.precision == "bf16" else torch.float64
         job = Job(
             model,
-            rows(17 if model is HARD else 16),
+            rows(16 if model is EASY else 17),
             loss=torch.nn.functional.mse_loss,
             optimizer=optimizer,
             dtype=dtype,
@@ -76,6 +78,12 @@ RIGHT = [
     "dp=2 pp=2 overlap=priority bucket=0.0001 microbatches=3",
     "dp=2 overlap=priority bucket=0.0001 compress=bf16 offload=optimizer",
     "dp=2 overlap=priority bucket=0.0001 precision=bf16 host_layers=2",
+    "pp=2 schedule=pipedream microbatches=5",
+    "pp=2 dp=2 schedule=pipedream microbatches=10 zero=1 checkpoint=2",  # (of 10 micro-batches 1 has no rows)
+    "pp=2 dp=2 schedule=pipedream-2bw microbatches=2 compress=topk:0.5 bucket=flat",
+    "dp=2 schedule=pipedream microbatches=2 precision=bf16 offload=activations",
+    "pp=2 schedule=pipedream-vertical microbatches=4 precision=bf16",
+    "pp=2 schedule=ampnet microbatches=4 in_flight=1 update_every=3",  # (of which the order is known)
 ]
 
 
@@ -92,6 +100,11 @@ def test_what_is_right_passes_and_gives_the_same_numbers(clusters, text):
 def test_parameters_of_which_a_rank_has_only_its_slice_are_not_read(clusters):
     """The memory of the whole was given back: to read it would end the process."""
     run(clusters, "dp=2 zero=3 check=true", GPT)
+
+
+def test_ranks_that_decide_as_they_run_pass_in_any_order(clusters):
+    losses = run(clusters, "pp=4 schedule=ampnet microbatches=6 in_flight=4 check=true").losses
+    assert len(losses) == 12
 
 
 @pytest.mark.parametrize("name", BUGS)
@@ -113,13 +126,43 @@ def test_every_seeded_bug_is_found(clusters, name):
     assert re.search(r"first at rank \d+, step \d+, instruction \d+: \w", error.reason)
 
 
+@pytest.mark.many(3)
+@pytest.mark.parametrize(
+    ("name", "plan", "rank"),
+    [
+        ("swapped message", "pp=2 schedule=pipedream microbatches=4", 1),
+        ("swapped message", "pp=2 schedule=ampnet microbatches=4", 1),
+        ("missing backward", "pp=2 schedule=pipedream microbatches=3", 1),
+        ("counted twice", "pp=2 schedule=pipedream-2bw microbatches=2", None),
+        ("doubled loss", "pp=2 schedule=pipedream-2bw microbatches=2", 1),
+        ("summed twice", "dp=2 schedule=pipedream microbatches=2", None),
+        ("update left out", "dp=2 schedule=pipedream microbatches=2", 1),
+        ("update left out", "pp=2 schedule=ampnet microbatches=4", 1),
+        ("slice not gathered", "dp=2 schedule=pipedream microbatches=2 zero=1", None),
+        ("wrong group", "dp=4 schedule=pipedream microbatches=2", None),
+    ],
+)
+def test_it_is_found_without_flushes_too(clusters, name, plan, rank):
+    bug, cluster = BUGS[name], clusters(Plan.parse(plan).ranks)
+    cluster.run(seeded_bugs.plant, name)
+    try:
+        with pytest.raises(CheckFailed) as raised:
+            run(clusters, f"{plan} check=true", EASY, passes=1)
+        error = raised.value
+    finally:
+        cluster.run(seeded_bugs.mend)
+    assert error.instruction.split()[0] == bug.op, error.reason
+    assert rank in (None, error.rank), error.reason
+
+
 @pytest.mark.many(6)
 @pytest.mark.parametrize("name", [name for name in BUGS if name != "not a number"])
 def test_without_the_check_nobody_notices(clusters, name):
     cluster = clusters(Plan.parse(BUGS[name].plan).ranks)
     cluster.run(seeded_bugs.plant, name)
     try:
-        assert len(run(clusters, BUGS[name].plan, EASY).losses) == 2
+        done = run(clusters, BUGS[name].plan, EASY)
+        assert len(done.losses) == 2 * done.program.losses
     finally:
         cluster.run(seeded_bugs.mend)
 
@@ -134,7 +177,7 @@ def test_a_run_after_a_failed_check_is_right(clusters):
 
 @pytest.mark.parametrize(
     "words",
-    ["sync=ps dp=2", "pp=2 schedule=ampnet", "pp=2 schedule=pipedream"],
+    ["sync=ps dp=2"],
 )
 def test_what_cannot_be_checked_is_refused(words):
     with pytest.raises(PlanError, match=r"^check=true: not together with .+ \(.+\); possible is .+ or check=false$"):
