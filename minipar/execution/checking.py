@@ -674,14 +674,14 @@ class CheckedExecutor(Executor):
                 owner = self.state.slices[g]
                 assert owner.part.grad is not None
                 after = weighed(owner.part.grad, ins.group.index(self.comm.rank) * owner.size)
-                if self.program.compress == "none":
+                if not self.program.compresses(ins):
                     numbers = [product, after, square, False, False]
                     self._note(SUM, f"{name}, group {g}", index, ins.group, numbers, near)
                 self.parts[g] = checksum([owner.part.grad])
                 continue
             after, _, _ = self._total(g)
             self.grads[g] = self._gradients(g)
-            if self.program.compress == "none":
+            if not self.program.compresses(ins):
                 self._note(SUM, f"{name}, group {g}", index, ins.group, [product, after, square, False, True], near)
             self._note(ALIKE, f"{name}, the sum of grad({g})", index, ins.group, [self.grads[g]])
 

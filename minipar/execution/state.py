@@ -69,7 +69,8 @@ class State:
         self.sums: dict[tuple[int, ...], Tensor] = {}  # of the gradients of a bucket, this rank's slices
         self.squares = torch.zeros(1, dtype=torch.float64, device=comm.device)
         sizes = [sum(group.tensors) for group in program.groups]
-        self.buckets = Buckets(instructions, groups, sizes, comm, program.compress, program.algorithm or None)
+        exact = {ins.group for ins in instructions if ins.group and not program.compresses(ins)}
+        self.buckets = Buckets(instructions, groups, sizes, comm, program.compress, program.algorithm or None, exact)
         steps = dict.fromkeys(ins.layers for ins in instructions if ins.op is Op.STEP)
         for g in dict.fromkeys(g for layers in steps for g in layers):
             self.owners[g].make_pieces(names, update.group_of)

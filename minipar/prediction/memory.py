@@ -153,7 +153,7 @@ class Walk:
         if data:
             before["data", -1] = data
         if program.compress.startswith("powersgd"):  # the right factors: the next step begins with them
-            before["temporary", -1] = sum(self._factors(ins)[1] for ins in row if ins.op is Op.ALL_REDUCE)
+            before["temporary", -1] = sum(self._factors(ins)[1] for ins in row if self._compresses(ins))
 
     def _passed_on(self) -> list[int]:
         """Groups whose bfloat16 parameters are whole, but whose float32 slice waits on the host or the disk."""
@@ -254,7 +254,7 @@ class Walk:
         elif ins.op is Op.ALL_REDUCE and ins.reads[0].kind == "param":
             size = sum(self.sizes.size(self.rank, grad(g)) for g in ins.layers)
             self._sent(ins, self.make(size, -1, "message", "buffers"))  # (parameters are averaged in a copy)
-        elif ins.op is Op.ALL_REDUCE and self.program.compress != "none":
+        elif self._compresses(ins):
             self.other(ins)
             self.compressed(ins)
         else:
@@ -362,6 +362,10 @@ class Walk:
         """The messages of a sum stay until an instruction reads the sum."""
         for value in ins.writes:
             self.messages[value] = list(messages)
+
+    def _compresses(self, ins: Instruction) -> bool:
+        """Whether this is a compressed sum of whole gradients."""
+        return ins.op is Op.ALL_REDUCE and home(ins.reads[0]).kind == "grad" and self.program.compresses(ins)
 
     def compressed(self, ins: Instruction) -> None:
         """A compressed sum of gradients, as `comm.compression` computes it."""

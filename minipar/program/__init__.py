@@ -299,6 +299,11 @@ class Program:
                 found.update(dict.fromkeys(ranks, ranks))
         return tuple(found[rank] for rank in range(mesh.size))
 
+    def compresses(self, ins: Instruction) -> bool:
+        """Whether a sum of gradients is a compressed one. The sum over the ranks that share a layer is not: it comes
+        before that over the replicas, and makes the gradient that is compressed."""
+        return self.compress != "none" and not (self.sharing > 1 and ins.group in self._sharers)
+
     def form_of(self, value: Value, layers: Sequence[int], *, written: bool) -> str:
         """The form in which an instruction on these layers reads or writes an output, or the gradient of one."""
         if not self.forms:

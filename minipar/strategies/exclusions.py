@@ -149,9 +149,6 @@ CONTEXT = KeyValues(
     "context_parallel", "context_parallel of 2 or more", lambda plan: plan.context_parallel > 1, "context_parallel=1"
 )
 EXPERTS = KeyValues("ep", "ep of 2 or more", lambda plan: plan.ep > 1, "ep=1")
-SEQUENCE = KeyValues(
-    "sequence_parallel", "sequence_parallel", lambda plan: plan.sequence_parallel, "sequence_parallel=false"
-)
 SERVERS = KeyValues("sync", "sync=ps", lambda plan: plan.sync == "ps", "sync=allreduce")
 ARRIVING = KeyValues(
     "mode",
@@ -310,10 +307,6 @@ EXCLUSIONS = (
     Exclusion(CONTEXT, SLICED, "a rank's part of the tokens and a slice of them are two cuts of one dimension"),
     Exclusion(EXPERTS, SLICED, "layers with experts take whole sequences"),
     Exclusion(IN_STEP, ASYNCHRONOUS, "a micro-batch waits for the update of the one before it"),
-    *(
-        Exclusion(parts, SPARSE, "gradients are sums over the ranks that share a layer, which it would make smaller")
-        for parts in (SEQUENCE, CONTEXT, EXPERTS)
-    ),
     Exclusion(OFFLOADED_ACTIVATIONS, DYNAMIC, "copies stand in an order, which its ranks do not keep to"),
     Exclusion(
         ZERO_ABOVE_1,

@@ -960,7 +960,8 @@ class _Machine:
         there = _tier(ins.reads[0])
         names = {g: Value(f"{there} grad".strip(), g) for g in ins.layers}
         rest = {Value(f"{there} residual".strip(), g) for g in ins.layers}
-        kept = self.program.compress.startswith(("topk", "powersgd"))
+        inside = len({r - self.shard[r] for r in ins.group}) == 1  # (the ranks share their layers)
+        kept = self.program.compress.startswith(("topk", "powersgd")) and not inside
         piece = len(ins.parts) == 1 and ins.parts[0].start >= 0
         if not set(names.values()) <= set(ins.reads) <= {*names.values(), *rest}:
             raise Wrong(f"rank {rank} `{ins}` does not read what it sums")

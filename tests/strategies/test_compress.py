@@ -62,6 +62,16 @@ def test_what_a_message_carries():
     assert low_rank((4, 4), 2) is None  # not smaller
     both = Plan.parse("dp=2 tp=2 compress=topk:0.1").compile(layers=2)  # (shards, and what ranks have whole)
     assert [{both.groups[g].form for g in ins.layers} for ins in sums(both) if ins.group == (0, 2)] == [{"S"}, {""}]
+    first = Plan.parse("dp=2 tp=2 sequence_parallel=true compress=topk:0.1").compile(layers=2)
+    inside = [ins for ins in sums(first) if ins.reads[0].kind == "grad" and ins.group == (0, 1)]
+    assert all(first.groups[g].form == "P" for ins in inside for g in ins.layers)
+    assert {part for ins in inside for part in ins.parts} == {
+        Part(Op.ALL_REDUCE, g, size)
+        for g, group in enumerate(first.groups)
+        if group.form == "P"
+        for size in group.tensors
+    }  # (whole, and before the sum over replicas)
+    assert judge(first) == ""
     assert row_bytes(3, 4) == 24
     assert row_bytes(3, 8) == 40
     with pytest.raises(PlanError, match="needs the shapes of all tensors"):

@@ -50,7 +50,6 @@ MADE = {
     "algorithm": "algorithm=ring",
     "check": "check=true",
     "tp of 2 or more": "tp=2",
-    "sequence_parallel": "tp=2 sequence_parallel=true",
     "context_parallel of 2 or more": "context_parallel=2",
     "ep of 2 or more": "ep=2",
     "batch_copies of 2 or more": "tp=2 microbatches=2 batch_copies=2",

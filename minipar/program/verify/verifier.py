@@ -446,7 +446,8 @@ def _check_sum(
     else:
         raise refuse(program, rank, index, f"{where} sums gradients, but reads none")
     read, written = (frozenset(value[:2] for value in values) for values in (ins.reads, ins.writes))
-    needed = summed | rest if program.compress.startswith(("topk", "powersgd")) else summed
+    leaves_out = program.compress.startswith(("topk", "powersgd")) and program.compresses(ins)
+    needed = summed | rest if leaves_out else summed
     piece = piece_of(ins)
     for does, found, wanted in (("read", read, needed), ("write", written, needed if piece is None else frozenset())):
         if wanted - found:
