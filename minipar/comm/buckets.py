@@ -53,7 +53,7 @@ class Buckets:
             flat = summed and any(part.layer < 0 for part in ins.parts)
             if flat and ins.layers not in self.buffers:
                 self.buffers[ins.layers] = self._allocate(ins.layers, comm.device)
-        self.compressor = None if compress == "none" else Compressor(comm, compress)
+        self.compressor = None if compress == "none" else Compressor(comm, compress, algorithm)
         if self.compressor is not None:
             for each in (ins for ins in instructions if ins.op is Op.ALL_REDUCE and ins.group not in exact):
                 for key, whole, _ in self._messages(each):

@@ -236,7 +236,7 @@ class State:
         if value.kind == "norm":
             return count_bytes(self.squares)
         if value.kind == "residual":
-            return count_bytes(self.groups[value.index])
+            return count_bytes(self.groups[value.index]) * (2 if self.program.precision == "bf16" else 1)
         states = self._states(value.index) if value.kind in ("optimizer_state", "optimizer_shard") else []
         return sum(count_bytes(list(state.values())) for state in states) + self.owners[value.index].nbytes(value.kind)
 

@@ -382,9 +382,14 @@ class Walk:
             self._sent(ins, self.make(sum(part.bytes for part in ins.parts), -1, "message", "buffers"))
 
     def _summed(self, ins: Instruction) -> list[int]:
-        """Bytes of the gradients in each message of a sum."""
+        """Bytes of the gradients in each message of a sum, as they would be in the residual's precision."""
         sizes = [size for g in ins.layers for size in self.program.groups[g].tensors]
         return [sum(sizes)] if ins.parts[0].layer < 0 else sizes
+
+    @property
+    def _wider(self) -> int:
+        """How many times as large as a gradient its residual is."""
+        return 2 if self.program.precision == "bf16" else 1
 
     def _factors(self, ins: Instruction) -> tuple[int, int]:
         """Bytes of the left factors of a sum's gradients, including gradients that are sent whole, and of the right
@@ -392,25 +397,29 @@ class Walk:
         first = second = 0
         parts = iter(ins.parts)
         for size in self._summed(ins):
-            left = next(parts).bytes
+            left = next(parts).bytes // self._wider
             first += left
-            second += next(parts).bytes if left < size else 0  # (factors are smaller than their gradient)
+            if left < size:  # (factors are smaller than their gradient)
+                second += next(parts).bytes // self._wider
         return first, second
 
     def _largest(self, ins: Instruction) -> None:
         """For each message: the absolute values, the largest ones with their places, and the rows of all ranks."""
         messages: list[Storage] = []
         for size, part in zip(self._summed(ins), ins.parts, strict=True):
-            rows = part.bytes
+            rows, wider = part.bytes // self._wider, self._wider
             row = rows // len(ins.group)
             count = next(
-                count for item in (4, 8, 2) if row_bytes(count := top(size // item, self.program.compress), item) == row
+                count
+                for item in (4, 8, 2)
+                if row_bytes(count := top(size // item, self.program.compress), item // wider) == row
             )
             values, places = row - 4 * count, 8 * count
-            for change in (size, values + places, -size - values):
+            for change in (size, values * wider + places, -size - values * wider):
                 self.change(change, "temporary", -1)
             mine = self.make(row, -1, "walk", "buffers")
-            for change in (values, -values):
+            both = values if wider == 1 else values * wider + values  # (and rounded)
+            for change in (both, -both):
                 self.change(change, "temporary", -1)
             messages.append(self.make(rows, -1, "message", "buffers"))
             self.change(-places, "temporary", -1)

@@ -239,8 +239,8 @@ class ProfiledCosts:
         """
         if value.kind == "norm":
             return 8
-        if value.kind == "residual":
-            return self.profile.gradient_bytes[value.index]
+        if value.kind == "residual":  # (with precision=bf16 it is float32)
+            return self.profile.gradient_bytes[value.index] * (2 if self.program.precision == "bf16" else 1)
         g = value.index
         n = max(1, self.program.holders[g] // self.program.sharing)
         whole = self.profile.gradient_bytes[g]

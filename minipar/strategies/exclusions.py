@@ -118,6 +118,12 @@ COMPRESSED = KeyValues("compress", "compress", lambda plan: plan.compress != "no
 SPARSE = KeyValues(
     "compress", "compress=topk, powersgd", lambda plan: plan.compress.startswith(("topk", "powersgd")), "compress=bf16"
 )
+SHORTER = KeyValues(
+    "compress", "compress=bf16, fp16", lambda plan: plan.compress in ("bf16", "fp16"), "compress=topk:0.01, powersgd:1"
+)
+LARGEST = KeyValues(
+    "compress", "compress=topk", lambda plan: plan.compress.startswith("topk"), "compress=bf16, powersgd:1"
+)
 LOW_RANK = KeyValues(
     "compress", "compress=powersgd", lambda plan: plan.compress.startswith("powersgd"), "compress=topk:0.01"
 )
@@ -213,7 +219,6 @@ _ALONE = "every replica trains by itself"
 _SMALLER = "whole gradients are made smaller, once a step"
 _ONE_FORM = "values have one form on the ranks that share a layer"
 _NO_SUMS = "one replica sums no gradients"
-_WHOLE_SUMS = "it sums whole gradients"
 _DECIDES_ALONE = (
     "each rank decides by what has come to it, and ranks that share a layer must decide alike: by a message at each "
     "decision, which it exists to avoid"
@@ -234,9 +239,9 @@ EXCLUSIONS = (
     Exclusion(PRIORITY, OFFLOADED_PARAMETERS, f"{_AT_ONCE}, but its parameters come only for its forward"),
     Exclusion(PRIORITY, WHOLES, "gradients go in pieces of `bucket` MiB, or whole", fundamental=True),
     Exclusion(SPARSE, ZERO, f"{_SMALLER}; ZeRO sums slices of them"),
-    Exclusion(SPARSE, PRIORITY, f"{_SMALLER}; by priority pieces of them are sent"),
+    Exclusion(SPARSE, PIECES, f"{_SMALLER}, and not a piece of them"),
     Exclusion(COMPRESSED, LOCAL, "replicas send each other no gradients that could be made smaller", fundamental=True),
-    Exclusion(COMPRESSED, BF16, "gradients have 16 bits already, and what topk and powersgd leave out would need more"),
+    Exclusion(SHORTER, BF16, "gradients have 16 bits already", fundamental=True),
     Exclusion(LOCAL, ZERO, f"{_ALONE}, with whole states", fundamental=True),
     Exclusion(LOCAL, PRIORITY, f"{_ALONE}, and sends no gradients to others", fundamental=True),
     Exclusion(ARRIVING, STAGES, "the ranks of a pipeline would have to be given one version together"),
@@ -288,10 +293,9 @@ EXCLUSIONS = (
     Exclusion(MESSAGES, UNSUMMED, _NO_SUMS, fundamental=True),
     Exclusion(ALGORITHM, UNSUMMED, _NO_SUMS, fundamental=True),
     Exclusion(ALGORITHM, OVERLAPPED, "its messages are the rank's own work"),
-    Exclusion(ALGORITHM, ZERO, _WHOLE_SUMS),
-    Exclusion(ALGORITHM, COMPRESSED, _WHOLE_SUMS),
+    Exclusion(ALGORITHM, ZERO, "it sums whole gradients"),
+    Exclusion(ALGORITHM, LARGEST, "the largest numbers of all ranks are gathered, and not summed", fundamental=True),
     Exclusion(ALGORITHM, LOCAL, "replicas do not sum their gradients", fundamental=True),
-    Exclusion(ALGORITHM, HOST_LAYERS, _WHOLE_SUMS),
     Exclusion(ALGORITHM, SERVERS, "servers sum the gradients", fundamental=True),
     Exclusion(OPERATORS, EXPERTS, _ONE_FORM),
     Exclusion(EXPERTS, CONTEXT, _ONE_FORM),

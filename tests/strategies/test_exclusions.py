@@ -55,6 +55,8 @@ MADE = {
     "batch_copies of 2 or more": "tp=2 microbatches=2 batch_copies=2",
     "compress=topk, powersgd": "compress=topk:0.5",
     "compress=powersgd": "compress=powersgd:1",
+    "compress=bf16, fp16": "compress=fp16",
+    "compress=topk": "compress=topk:0.5",
     "schedule without flushes": "schedule=pipedream",
     "schedule without flushes, of one replica": "schedule=pipedream",
     "schedule that decides as it runs": "schedule=ampnet",
