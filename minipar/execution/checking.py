@@ -283,6 +283,12 @@ class CheckedExecutor(Executor):
         found = (home(v) for v in values if home(v).kind == "param" and v.index == g)
         return next(found, param(g)) if self.program.in_flight is None else param(g)
 
+    def _of_update(self, ins: Instruction, g: int, made: bool) -> Value:
+        """The parameters that a STEP begins with, or those that it has `made`; on the host they have no number."""
+        value = self._version(ins.writes if made else ins.reads, g)
+        unnamed = isinstance(self.state.owners[g], Versioned) and value.step < 0
+        return param(g, ins.step + made) if unnamed else value
+
     def _is_there(self, value: Value) -> bool:
         """Whether parameters are in memory: those of ZeRO-3 only while they are gathered, offloaded ones while they are
         here, and versions until they are freed."""
@@ -705,7 +711,7 @@ class CheckedExecutor(Executor):
         with self._aside():
             self._unchanged(ins, ins.layers)
             owners = [self.state.owners[g] for g in ins.layers if self.groups[g]]
-            for value in (self._version(ins.reads, g) for g in ins.layers):
+            for value in (self._of_update(ins, g, made=False) for g in ins.layers):
                 if value in self.holds and self._is_there(value) and self._parameters(value) != self.holds[value]:
                     self._here(ins, f"{value} is not what the last update of it has left")
             for owner in owners:
@@ -735,12 +741,12 @@ class CheckedExecutor(Executor):
             self._here(ins, f"param({g}) was not changed, though its gradient is not zero")
         self.grads.pop(g, None)
         self.parts.pop(g, None)
-        made = self._version(ins.writes, g)
+        made = self._of_update(ins, g, made=True)
         if isinstance(owner, SlicedGroup):
             self.updated[g] = checksum([p.data for p in owner.trained])
             if owner.scattered:
                 self.holds.pop(made, None)
-            elif not owner.apart:
+            elif not owner.apart and self._is_there(made):
                 self.holds[made] = self._parameters(made)  # (the other slices are old until they are gathered)
             return
         self.holds[made] = self._left(owner, made)

@@ -23,7 +23,14 @@ from minipar.comm.missing import is_missing
 from minipar.execution.correction import ByStaleness
 from minipar.execution.owners import Owner, Slice, Wide
 from minipar.execution.parameter_slices import SlicedGroup, pack_gradients
-from minipar.execution.parameter_versions import Leading, SlicedVersions, Versioned, Versions, WideVersions
+from minipar.execution.parameter_versions import (
+    FetchedVersions,
+    Leading,
+    SlicedVersions,
+    Versioned,
+    Versions,
+    WideVersions,
+)
 from minipar.execution.updating import Count, OptimizerPart, Update
 from minipar.models.tensors import count_bytes
 from minipar.program import (
@@ -268,6 +275,8 @@ def choose_owners(
                 else SlicedGroup(g, params, group, *place, narrow, g in program.scattered)
             )
             found[g].holders = 1 if group.form == "S" else program.sharing
+        elif g in versioned and g in on_host:
+            found.append(FetchedVersions(g, params, group, holders, narrow))
         elif g in versioned and program.in_flight is None:
             found.append((WideVersions if narrow else Versions)(g, params, group, holders))
         elif g in versioned and not narrow:
@@ -276,7 +285,7 @@ def choose_owners(
             found.append(Wide(g, params, group, holders))
         else:
             found.append(Owner(g, params, group, holders))
-        if g in on_host:
+        if g in on_host and not found[g].masters:
             found[g].work_on_host()
         for p in params if narrow and g not in sliced else ():
             p.data = p.data.to(torch.bfloat16)

@@ -241,6 +241,8 @@ class Walk:
             else:
                 self.change(size, "activations", ins.layers[0])
                 self.brought.add(home(ins.reads[0])[1:4])
+        elif ins.op is Op.FETCH and version_of(ins.writes[0]) >= 0:
+            self.versions(ins)
         elif ins.op is Op.STEP:
             self.versions(ins)
             need = self._workspace(ins.layers)

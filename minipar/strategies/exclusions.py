@@ -134,20 +134,11 @@ INFERENCE = KeyValues("inference", "inference", lambda plan: plan.inference, "in
 CLIP = KeyValues("clip", "clip", lambda plan: plan.clip is not None, "clip=none")
 BF16 = KeyValues("precision", "precision=bf16", lambda plan: plan.precision == "bf16", "precision=float32")
 OFFLOAD = KeyValues("offload", "offload", lambda plan: bool(plan.offload), "offload=none")
-OFFLOADED_STATE = KeyValues(
-    "offload",
-    "offload=optimizer, parameters",
-    lambda plan: bool(set(plan.offload) - {"activations"}),
-    "offload=none, offload=activations",
-)
 OFFLOADED_OPTIMIZER = KeyValues(
     "offload", "offload=optimizer", lambda plan: "optimizer" in plan.offload, "offload=parameters, activations"
 )
 OFFLOADED_PARAMETERS = KeyValues(
     "offload", "offload=parameters", lambda plan: "parameters" in plan.offload, "offload=optimizer"
-)
-OFFLOADED_ACTIVATIONS = KeyValues(
-    "offload", "offload=activations", lambda plan: "activations" in plan.offload, "checkpoint="
 )
 HOST_LAYERS = KeyValues("host_layers", "host_layers", lambda plan: bool(plan.host_layers), "host_layers=none")
 OPERATORS = KeyValues("tp", "tp of 2 or more", lambda plan: plan.tp > 1, "tp=1")
@@ -281,7 +272,7 @@ EXCLUSIONS = (
     ),
     Exclusion(ZERO, UNSUMMED, "it has no replicas", fundamental=True),
     Exclusion(ZERO_ABOVE_1, ASYNCHRONOUS, "versions of parameters stay whole, and so does what makes the next one"),
-    Exclusion(OFFLOADED_STATE, ASYNCHRONOUS, f"{_ON_DEVICE}, and so does what updates them"),
+    Exclusion(OFFLOADED_PARAMETERS, ASYNCHRONOUS, _ON_DEVICE),
     Exclusion(HOST_LAYERS, ASYNCHRONOUS, _ON_DEVICE),
     Exclusion(CLIP, ASYNCHRONOUS, "the norm of all gradients is known only after a flush", fundamental=True),
     Exclusion(INFERENCE, ASYNCHRONOUS, "nothing is updated", fundamental=True),
@@ -311,7 +302,7 @@ EXCLUSIONS = (
     Exclusion(CONTEXT, SLICED, "a rank's part of the tokens and a slice of them are two cuts of one dimension"),
     Exclusion(EXPERTS, SLICED, "layers with experts take whole sequences"),
     Exclusion(IN_STEP, ASYNCHRONOUS, "a micro-batch waits for the update of the one before it"),
-    Exclusion(OFFLOADED_ACTIVATIONS, DYNAMIC, "copies stand in an order, which its ranks do not keep to"),
+    Exclusion(OFFLOAD, DYNAMIC, "copies stand in an order, which its ranks do not keep to"),
     Exclusion(
         ZERO_ABOVE_1,
         COPIES,
