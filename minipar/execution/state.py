@@ -116,7 +116,8 @@ class State:
         if ins.op is Op.REDUCE_SCATTER:
             return [self._reduce_scatter(ins)]
         if ins.op is Op.ALL_GATHER:
-            return [handle for g in ins.layers for handle in self.slices[g].gather(self.comm, ins.group)]
+            by = self.program.algorithm or None
+            return [handle for g in ins.layers for handle in self.slices[g].gather(self.comm, ins.group, by)]
         if ins.op is Op.NORM:
             return [self._norm(ins)]
         return self.buckets.all_reduce(ins, self.comm)
@@ -150,15 +151,15 @@ class State:
             for each, place in zip(slices, sums.split(sizes), strict=True):
                 each.part.grad = place
             self.sums[ins.layers] = sums
-        sums = self.sums[ins.layers]
+        sums, by = self.sums[ins.layers], self.program.algorithm or None
         if self.program.compress not in NARROW:
-            return self.comm.ireduce_scatter(packed, sums, ins.group, add)
+            return self.comm.ireduce_scatter(packed, sums, ins.group, add, by)
         found = torch.empty(len(sums), dtype=packed.dtype, device=packed.device)
 
         def widen() -> None:
             sums.add_(found) if add else sums.copy_(found)
 
-        return Then(self.comm.ireduce_scatter(packed, found, ins.group, False), widen)
+        return Then(self.comm.ireduce_scatter(packed, found, ins.group, False, by), widen)
 
     def _norm(self, ins: Instruction) -> Handle:
         """Sum the squares of all gradients, each counted once: a slice here, or the part of this one of its holders."""

@@ -284,7 +284,6 @@ EXCLUSIONS = (
     Exclusion(MESSAGES, UNSUMMED, _NO_SUMS, fundamental=True),
     Exclusion(ALGORITHM, UNSUMMED, _NO_SUMS, fundamental=True),
     Exclusion(ALGORITHM, OVERLAPPED, "its messages are the rank's own work"),
-    Exclusion(ALGORITHM, ZERO, "it sums whole gradients"),
     Exclusion(ALGORITHM, LARGEST, "the largest numbers of all ranks are gathered, and not summed", fundamental=True),
     Exclusion(ALGORITHM, LOCAL, "replicas do not sum their gradients", fundamental=True),
     Exclusion(ALGORITHM, SERVERS, "servers sum the gradients", fundamental=True),
