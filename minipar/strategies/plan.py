@@ -184,7 +184,7 @@ class Plan:
     algorithm: str = key(
         keys.ALGORITHM,
         keys.SUM,
-        "by which gradients are summed over the replicas; default: in shared memory, or the backend's own",
+        "by which gradients of replicas are summed, and slices gathered; default: shared memory, or the backend's own",
     )
     extra_passes: tuple[str, ...] | str = key((), keys.PASSES, "passes of your own, by the names of @minipar.pass_")
     check: bool = key(
