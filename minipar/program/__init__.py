@@ -181,7 +181,7 @@ class Program:
     compress         how gradients are compressed before they are summed: "none", "bf16", "fp16", "topk:R", "powersgd:R"
     precision        "bf16": layers compute in bfloat16, STEP in float32; "float32": everything has the model's own type
     folder           the folder for values on the disk; "": the system's temporary folder
-    algorithm        by which gradients are summed over the replicas, and slices gathered; "": shared memory or the backend's
+    algorithm        by which gradients are summed over the replicas, and slices gathered; "": the backend's own
     room             bytes that a rank may keep in the slower tier; None: no limit but the tier's own size
     chunks           only for a collective, which has no layers: the sizes in bytes of the chunks of its tensor
     final            only for a collective: the values that each rank holds at the end; (): the values of `state`

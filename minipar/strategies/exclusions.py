@@ -190,14 +190,13 @@ COPIES = KeyValues(
 def _needs_a_row(plan: Plan) -> bool:
     schedule = find(plan.schedule)
     others = set(schedule.options) - {"chunks"}
-    return (
-        schedule.placement is not looped
-        or schedule.asynchronous is not None
-        or bool(others)
-        or plan.schedule == "interleaved"
-    )
+    return schedule.asynchronous is not None or bool(others) or plan.schedule == "interleaved"
 
 
+PLACING = KeyValues(
+    "schedule", "schedule that places stages", lambda plan: find(plan.schedule).placement is not looped,
+    "naive, gpipe, 1f1b, looped-bfs, zb-h1",
+)  # fmt: skip
 IN_A_ROW = KeyValues(
     "schedule", "schedule of stages in another order", _needs_a_row, "naive, gpipe, 1f1b, looped-bfs, zb-h1"
 )  # fmt: skip
@@ -205,6 +204,7 @@ IN_A_ROW = KeyValues(
 
 # the table ------------------------------------------------------------------------------------------------------------
 
+_PLACES = "each says which rank has which layers"
 _AT_ONCE = "a layer is updated as soon as its gradient is there"
 _ALONE = "every replica trains by itself"
 _SMALLER = "whole gradients are made smaller, once a step"
@@ -221,8 +221,9 @@ _DECIDES_ALONE_REPLICAS = (
 _ON_DEVICE = "versions of parameters stay on the device"
 
 EXCLUSIONS = (
-    Exclusion(PLACE, SPLIT, "each says which rank has which layers", fundamental=True),
-    Exclusion(PLACE, CHUNKS, "each says which rank has which layers", fundamental=True),
+    Exclusion(PLACE, SPLIT, _PLACES, fundamental=True),
+    Exclusion(PLACE, CHUNKS, _PLACES, fundamental=True),
+    Exclusion(PLACE, PLACING, _PLACES, fundamental=True),
     Exclusion(PLACE, IN_A_ROW, "it needs stages in a row"),
     Exclusion(OFFLOADED_PARAMETERS, ZERO_BELOW_3, "it keeps whole parameters on the device", fundamental=True),
     Exclusion(PRIORITY, CLIP, f"{_AT_ONCE}, and the norm needs all gradients", fundamental=True),

@@ -61,7 +61,8 @@ MADE = {
     "schedule that decides as it runs": "schedule=ampnet",
     "schedule of slices of sequences": "schedule=terapipe slices=2",
     "schedule with copies of a stage": "schedule=chimera pp=2 microbatches=4",
-    "schedule of stages in another order": "schedule=zb-v microbatches=4",
+    "schedule that places stages": "schedule=zb-v microbatches=4",
+    "schedule of stages in another order": "schedule=interleaved microbatches=4",
 }
 
 
