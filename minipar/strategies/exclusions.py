@@ -228,7 +228,6 @@ EXCLUSIONS = (
     Exclusion(OFFLOADED_PARAMETERS, ZERO_BELOW_3, "it keeps whole parameters on the device", fundamental=True),
     Exclusion(PRIORITY, CLIP, f"{_AT_ONCE}, and the norm needs all gradients", fundamental=True),
     Exclusion(PIECES, ZERO, "a layer is one message, of which each rank gets its slice"),
-    Exclusion(PRIORITY, OFFLOADED_PARAMETERS, f"{_AT_ONCE}, but its parameters come only for its forward"),
     Exclusion(PRIORITY, WHOLES, "gradients go in pieces of `bucket` MiB, or whole", fundamental=True),
     Exclusion(SPARSE, ZERO, f"{_SMALLER}; ZeRO sums slices of them"),
     Exclusion(SPARSE, PIECES, f"{_SMALLER}, and not a piece of them"),
