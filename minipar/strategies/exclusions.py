@@ -246,6 +246,9 @@ EXCLUSIONS = (
     Exclusion(
         SERVED_BY_PRIORITY, SIZED, "with sync=ps a layer is one message to each server, which updates it by itself"
     ),
+    Exclusion(
+        SERVED_BY_PRIORITY, OFFLOADED_PARAMETERS, "with sync=ps the next forward's parameters come while they are away"
+    ),
     Exclusion(SERVERS, ZERO, "the servers hold the optimizer's state, and share it out", fundamental=True),
     Exclusion(
         SERVERS,

@@ -258,13 +258,14 @@ def swapped_slices(rank: int, put: Any) -> None:
 
 
 def slice_not_gathered(rank: int, put: Any) -> None:
-    put(SlicedGroup, "gather", lambda self, comm, ranks: [])
+    put(SlicedGroup, "gather", lambda self, comm, ranks, by: [])
 
 
 def slice_in_the_wrong_place(rank: int, put: Any) -> None:
-    def swapped(call: Any, self: Communicator, part: Any, into: Any, ranks: Any) -> Any:
-        for handle in call(self, part, into, ranks):
+    def swapped(call: Any, self: Communicator, *given: Any) -> Any:
+        for handle in call(self, *given):
             handle.wait()
+        into = given[1]
         into.copy_(into.roll(len(into) // 2))
         return []
 

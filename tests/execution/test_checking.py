@@ -29,7 +29,9 @@ UNTIED = partial(HARD, tied=False)  # (stages that update at different times sha
 
 def run(clusters, text: str, model=HARD, passes: int = 2) -> Execution:
     """Run a plan, without profile and prediction."""
-    plan, optimizer = Plan.parse(text), partial(torch.optim.SGD, lr=0.5, momentum=0.9)
+    plan = Plan.parse(text)
+    rate = 0.02 if plan.asynchronous else 0.5  # (which updates more often)
+    optimizer = partial(torch.optim.SGD, lr=rate, momentum=0.9)
     model = UNTIED if model is HARD and plan.asynchronous else model
     if plan.sharing > 1 or model is GPT:
         job = Job(GPT, stdlib_text(), 8, optimizer=optimizer, annotations=annotations_of(plan))
