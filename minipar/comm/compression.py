@@ -71,19 +71,21 @@ class Compressor:
         residual += flat
         places = residual.abs().topk(count, sorted=False).indices
         row = torch.zeros(row_bytes(count, size), dtype=torch.uint8, device=flat.device)
-        row[: count * size] = residual[places].to(flat.dtype).view(torch.uint8)
-        row[count * size :][: count * 4] = places.to(torch.int32).view(torch.uint8)
+        # The larger of both come first, so that each begins at a multiple of its size.
+        at, where_at = (0, count * size) if size >= 4 else (count * 4, 0)
+        row[at:][: count * size] = residual[places].to(flat.dtype).view(torch.uint8)
+        row[where_at:][: count * 4] = places.to(torch.int32).view(torch.uint8)
         if residual.dtype == flat.dtype:
             residual[places] = 0
         else:  # (what rounding has left out is not sent either)
-            residual[places] -= row[: count * size].view(flat.dtype)
+            residual[places] -= row[at:][: count * size].view(flat.dtype)
         rows = torch.empty(len(ranks) * len(row), dtype=torch.uint8, device=flat.device)
 
         def add() -> None:
             flat.zero_()
             for each in rows.view(len(ranks), -1):  # in the order of ranks: the same bits on all
-                where = each[count * size :][: count * 4].view(torch.int32).long()
-                flat.index_add_(0, where, each[: count * size].view(flat.dtype))
+                where = each[where_at:][: count * 4].view(torch.int32).long()
+                flat.index_add_(0, where, each[at:][: count * size].view(flat.dtype))
 
         handles = self.comm.iall_gather(row, rows, ranks)
         return [*handles[:-1], Then(handles[-1] if handles else Handle(None, None, set()), add)]

@@ -384,9 +384,16 @@ class Walk:
             self._sent(ins, self.make(sum(part.bytes for part in ins.parts), -1, "message", "buffers"))
 
     def _summed(self, ins: Instruction) -> list[int]:
-        """Bytes of the gradients in each message of a sum, as they would be in the residual's precision."""
-        sizes = [size for g in ins.layers for size in self.program.groups[g].tensors]
+        """Bytes of what each message of a sum leaves out, if it leaves out everything: of its part of the residual."""
+        sizes = [size * self._wider // self._unit(ins) for g in ins.layers for size in self.program.groups[g].tensors]
         return [sum(sizes)] if ins.parts[0].layer < 0 else sizes
+
+    def _unit(self, ins: Instruction) -> int:
+        """How many times as large as they are the program says that the gradients of a sum, and its parts, are: with
+        precision=bf16 it may have the sizes of float32."""
+        real = sum(self.sizes.size(self.rank, grad(g)) for g in ins.layers)
+        said = sum(sum(self.program.groups[g].tensors) for g in ins.layers)
+        return max(1, round(said / real)) if real else 1
 
     @property
     def _wider(self) -> int:
@@ -399,17 +406,17 @@ class Walk:
         first = second = 0
         parts = iter(ins.parts)
         for size in self._summed(ins):
-            left = next(parts).bytes // self._wider
+            left = next(parts).bytes // self._unit(ins)
             first += left
             if left < size:  # (factors are smaller than their gradient)
-                second += next(parts).bytes // self._wider
+                second += next(parts).bytes // self._unit(ins)
         return first, second
 
     def _largest(self, ins: Instruction) -> None:
         """For each message: the absolute values, the largest ones with their places, and the rows of all ranks."""
         messages: list[Storage] = []
         for size, part in zip(self._summed(ins), ins.parts, strict=True):
-            rows, wider = part.bytes // self._wider, self._wider
+            rows, wider = part.bytes // self._unit(ins), self._wider
             row = rows // len(ins.group)
             count = next(
                 count
