@@ -332,7 +332,9 @@ class FakeComm:
 
         return self._join("all_reduce", tensor, ranks, finish)
 
-    def ireduce_scatter(self, tensor: Tensor, into: Tensor, ranks: tuple[int, ...], add: bool = False) -> FakeHandle:
+    def ireduce_scatter(
+        self, tensor: Tensor, into: Tensor, ranks: tuple[int, ...], add: bool = False, algorithm: Any = None
+    ) -> FakeHandle:
         k, target = ranks.index(self.rank), into.detach().view(-1)
 
         def finish(parts: list[Tensor]) -> None:
@@ -341,7 +343,9 @@ class FakeComm:
 
         return self._join("reduce_scatter", tensor, ranks, finish)
 
-    def iall_gather(self, part: Tensor, into: Tensor, ranks: tuple[int, ...]) -> list[FakeHandle]:
+    def iall_gather(
+        self, part: Tensor, into: Tensor, ranks: tuple[int, ...], algorithm: Any = None
+    ) -> list[FakeHandle]:
         whole = into.detach().view(-1)
 
         def finish(parts: list[Tensor]) -> None:

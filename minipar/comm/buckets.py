@@ -10,7 +10,7 @@ the views in place. Where there is none, the sum says whether any rank has one (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ class Buckets:
     """The gradient buffers of one rank, one for each ALL_REDUCE of its program (and dtype).
 
     groups[g] are the trainable parameters of group g on this rank.
+
+    exact   the ranks whose sums are not compressed, whatever `compress` says
     """
 
     def __init__(
@@ -37,8 +39,9 @@ class Buckets:
         comm: Communicator,
         compress: str = "none",
         algorithm: str | None = None,
+        exact: Collection[tuple[int, ...]] = (),
     ) -> None:
-        self.groups, self.algorithm = groups, algorithm
+        self.groups, self.algorithm, self.exact = groups, algorithm, exact
         self.buffers: dict[tuple[int, ...], list[Tensor]] = {}
         self.views: dict[int, list[Tensor]] = {}
         self.filled: set[int] = set()
@@ -50,9 +53,9 @@ class Buckets:
             flat = summed and any(part.layer < 0 for part in ins.parts)
             if flat and ins.layers not in self.buffers:
                 self.buffers[ins.layers] = self._allocate(ins.layers, comm.device)
-        self.compressor = None if compress == "none" else Compressor(comm, compress)
+        self.compressor = None if compress == "none" else Compressor(comm, compress, algorithm)
         if self.compressor is not None:
-            for each in (ins for ins in instructions if ins.op is Op.ALL_REDUCE):
+            for each in (ins for ins in instructions if ins.op is Op.ALL_REDUCE and ins.group not in exact):
                 for key, whole, _ in self._messages(each):
                     self.compressor.prepare(key, whole)
 
@@ -95,19 +98,19 @@ class Buckets:
         """Start summing the gradients of an ALL_REDUCE over its group of ranks."""
         for g in ins.layers:
             self.fill(g)  # a rank whose micro-batches had no rows has none
-        piece = piece_of(ins)
+        piece, compressor = piece_of(ins), None if ins.group in self.exact else self.compressor
         if piece:
             handles = []
             for part in self._cut(ins, piece):
-                if self.compressor is None:
+                if compressor is None:
                     handles.append(comm.iallreduce(part, ins.group, str(ins)))
                 else:
-                    handles += self.compressor.all_reduce((), part, (), ins.group, str(ins))
+                    handles += compressor.all_reduce((), part, (), ins.group, str(ins))
             if not ins.writes:
                 self.under_way.setdefault(ins.layers, []).extend(handles)
                 return handles
             return self.under_way.pop(ins.layers, []) + handles  # waiting for the last piece waits for all
-        if self.compressor is not None:
+        if compressor is not None:
             for g in ins.layers if ins.layers not in self.buffers else ():
                 self._note_missing(g)
                 for p in self.groups[g]:
@@ -115,7 +118,7 @@ class Buckets:
             return [
                 handle
                 for key, flat, shapes in self._messages(ins)
-                for handle in self.compressor.all_reduce(key, flat, shapes, ins.group, str(ins))
+                for handle in compressor.all_reduce(key, flat, shapes, ins.group, str(ins))
             ]
         if ins.layers in self.buffers:
             buffers = self.buffers[ins.layers]

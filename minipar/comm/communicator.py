@@ -270,18 +270,25 @@ class Communicator:
         return Handle(work, tensor, self.pending)
 
     def ireduce_scatter(
-        self, tensor: torch.Tensor, into: torch.Tensor, ranks: tuple[int, ...], add: bool = False
+        self,
+        tensor: torch.Tensor,
+        into: torch.Tensor,
+        ranks: tuple[int, ...],
+        add: bool = False,
+        algorithm: str | None = None,
     ) -> Handle:
         """Start summing a contiguous tensor over `ranks` (sorted, this rank among them), each keeping its own part.
 
         The tensor is len(ranks) parts of the size of `into`; `into` becomes the sum of the parts at this rank's place,
-        or is added to (`add`), until `wait` returns.
+        or is added to (`add`), until `wait` returns. `algorithm`: as in `iallreduce`, one that knows "reduce_scatter".
         """
         if len(ranks) == 1 and ranks[0] == self.rank:
             (into.add_ if add else into.copy_)(tensor)
             return Handle(None, None, self.pending)
         if not tensor.is_contiguous() or tensor.numel() != into.numel() * len(ranks):
             raise RankError(f"{tensor.numel()} elements cannot be cut into {len(ranks)} parts of {into.numel()}")
+        if algorithm is not None:
+            return Handle(operations.played_scatter(self, tensor, into, ranks, add, algorithm), tensor, self.pending)
         what = f"reduce_scatter of {values.form(tensor)}"
         group, given = self._for(tensor, ranks)
         sizes, shared = [into.numel()] * len(ranks), self.shares(group) and not tensor.is_cuda
@@ -296,10 +303,12 @@ class Communicator:
         work = group.submit(what, REDUCE_SCATTER, shared, given, into, sizes, "sum", add, small=small)
         return Handle(work, given, self.pending)
 
-    def iall_gather(self, part: torch.Tensor, into: torch.Tensor, ranks: tuple[int, ...]) -> list[Handle]:
+    def iall_gather(
+        self, part: torch.Tensor, into: torch.Tensor, ranks: tuple[int, ...], algorithm: str | None = None
+    ) -> list[Handle]:
         """Start collecting the parts of `ranks` (sorted, this rank among them) end to end in a contiguous tensor.
 
-        `part` may already be this rank's place in `into`.
+        `part` may already be this rank's place in `into`. `algorithm`: as in `iallreduce`, one that knows "all_gather".
         """
         size = part.numel()
         if not into.is_contiguous() or into.numel() != size * len(ranks):
@@ -309,6 +318,8 @@ class Communicator:
             mine.copy_(part)
         if len(ranks) == 1:
             return []
+        if algorithm is not None:
+            return [Handle(operations.played_gather(self, into, ranks, algorithm), into, self.pending)]
         what = f"all_gather of {values.form(into)}"
         group, given = self._for(into, ranks)
         shared, small = self.shares(group), None

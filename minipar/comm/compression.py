@@ -29,10 +29,13 @@ def narrowed(numbers: Tensor, choice: str) -> Tensor:
 
 
 class Compressor:
-    """One rank's compressed sums, and what they have left out so far, by the name of the message."""
+    """One rank's compressed sums, and what they have left out so far, by the name of the message.
 
-    def __init__(self, comm: Communicator, choice: str) -> None:
-        self.comm, self.choice = comm, choice
+    algorithm   sums what is sent; None: the backend's own, or shared memory
+    """
+
+    def __init__(self, comm: Communicator, choice: str, algorithm: str | None = None) -> None:
+        self.comm, self.choice, self.algorithm = comm, choice, algorithm
         self.kind, _, self.number = choice.partition(":")
         self.residuals: dict[tuple[int, ...], Tensor] = {}
         self.factors: dict[tuple[int, ...], Tensor] = {}  # Q of the last step, from which the next one starts
@@ -40,7 +43,8 @@ class Compressor:
     def prepare(self, key: tuple[int, ...], like: Tensor) -> None:
         """Make room for the part that a message leaves out."""
         if keeps_residual(self.choice):
-            self.residuals[key] = torch.zeros_like(like.view(-1))
+            wide = torch.float32 if like.dtype is torch.bfloat16 else like.dtype
+            self.residuals[key] = torch.zeros(like.numel(), dtype=wide, device=like.device)
 
     def all_reduce(
         self, key: tuple[int, ...], flat: Tensor, shapes: Sequence[torch.Size], ranks: tuple[int, ...], name: str
@@ -54,7 +58,7 @@ class Compressor:
             def widen() -> None:
                 flat.copy_(low)
 
-            return [Then(self.comm.iallreduce(low, ranks, name), widen)]
+            return [Then(self.comm.iallreduce(low, ranks, name, self.algorithm), widen)]
         residual = self.residuals[key]
         if self.kind == "topk":
             return self._largest(flat.view(-1), residual, ranks)
@@ -67,16 +71,21 @@ class Compressor:
         residual += flat
         places = residual.abs().topk(count, sorted=False).indices
         row = torch.zeros(row_bytes(count, size), dtype=torch.uint8, device=flat.device)
-        row[: count * size] = residual[places].view(torch.uint8)
-        row[count * size :][: count * 4] = places.to(torch.int32).view(torch.uint8)
-        residual[places] = 0
+        # The larger of both come first, so that each begins at a multiple of its size.
+        at, where_at = (0, count * size) if size >= 4 else (count * 4, 0)
+        row[at:][: count * size] = residual[places].to(flat.dtype).view(torch.uint8)
+        row[where_at:][: count * 4] = places.to(torch.int32).view(torch.uint8)
+        if residual.dtype == flat.dtype:
+            residual[places] = 0
+        else:  # (what rounding has left out is not sent either)
+            residual[places] -= row[at:][: count * size].view(flat.dtype)
         rows = torch.empty(len(ranks) * len(row), dtype=torch.uint8, device=flat.device)
 
         def add() -> None:
             flat.zero_()
             for each in rows.view(len(ranks), -1):  # in the order of ranks: the same bits on all
-                where = each[count * size :][: count * 4].view(torch.int32).long()
-                flat.index_add_(0, where, each[: count * size].view(flat.dtype))
+                where = each[where_at:][: count * 4].view(torch.int32).long()
+                flat.index_add_(0, where, each[at:][: count * size].view(flat.dtype))
 
         handles = self.comm.iall_gather(row, rows, ranks)
         return [*handles[:-1], Then(handles[-1] if handles else Handle(None, None, set()), add)]
@@ -106,7 +115,7 @@ class Compressor:
         if known is None:
             generator = torch.Generator().manual_seed(0)  # the same on all ranks
             count = sum(source.shape[1] * width for (source, _), width in zip(matrices, widths, strict=True))
-            known = torch.randn(count, generator=generator, dtype=flat.dtype).to(flat.device)
+            known = torch.randn(count, generator=generator, dtype=residual.dtype).to(flat.device)
         right = _cut(known, [source.shape[1] for source, _ in matrices], widths)
         left = [source @ q for (source, _), q in zip(matrices, right, strict=True)]
         first = torch.cat([*(p.reshape(-1) for p in left), *(source for source, _ in plain)])
@@ -122,14 +131,17 @@ class Compressor:
             if not matrices:
                 return
             again = torch.cat([(s.T @ p).reshape(-1) for (s, _), p in zip(matrices, bases, strict=True)])
-            self.comm.iallreduce(again, ranks, f"{name}, second").wait()
+            self.comm.iallreduce(again, ranks, f"{name}, second", self.algorithm).wait()
             self.factors[key] = again
             right = _cut(again, [source.shape[1] for source, _ in matrices], widths)
             for (source, target), p, q in zip(matrices, bases, right, strict=True):
-                torch.mm(p, q.T, out=target)
+                if source.dtype == target.dtype:
+                    torch.mm(p, q.T, out=target)
+                else:
+                    target.copy_(p @ q.T)
                 source.sub_(target, alpha=1 / len(ranks))
 
-        return Then(self.comm.iallreduce(first, ranks, name), second)
+        return Then(self.comm.iallreduce(first, ranks, name, self.algorithm), second)
 
 
 def _cut(flat: Tensor, rows: Sequence[int], widths: Sequence[int]) -> list[Tensor]:

@@ -323,6 +323,27 @@ def played_sum(comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], algor
     return playing.Played(lambda: playing.play(program, comm, tensor.detach().view(-1), ranks, number=number))
 
 
+def played_scatter(
+    comm: Communicator, tensor: Tensor, into: Tensor, ranks: tuple[int, ...], add: bool, algorithm: str
+) -> playing.Played:
+    """The same where each rank keeps its own part of the sum."""
+    size, number = tensor.element_size(), comm.count_played(ranks)
+    program = collectives.program("reduce_scatter", algorithm, len(ranks), tensor.numel() * size, item=size)
+
+    def play() -> Tensor:
+        mine = playing.play(program, comm, tensor.detach().view(-1), ranks, number=number)
+        return (into.add_ if add else into.copy_)(mine.view(into.shape))
+
+    return playing.Played(play)
+
+
+def played_gather(comm: Communicator, into: Tensor, ranks: tuple[int, ...], algorithm: str) -> playing.Played:
+    """Parts of all ranks, end to end in a tensor that has this rank's, by an algorithm's program, run in `wait`."""
+    size, number = into.element_size(), comm.count_played(ranks)
+    program = collectives.program("all_gather", algorithm, len(ranks), into.numel() * size, item=size)
+    return playing.Played(lambda: playing.play(program, comm, into.detach().view(-1), ranks, number=number))
+
+
 def _move(
     comm: Communicator,
     call: str,

@@ -12,6 +12,10 @@
                                 the shares of all micro-batches in the mean loss add up to 1
                                 (what workers and parameter servers compare: `server/checking.py`)
 
+Without flushes a version of the parameters is what the update that made it has left, whichever instruction reads it: so
+a backward uses the version of its forward wherever the program says so (weight stashing). Such a run is one pass, and
+what ranks compare is compared at its end.
+
 The first instruction where one of them breaks is named. A rank has this executor, or the plain one: without checks none
 of this is there. Results do not change; a step takes longer, since every value is read a second time.
 
@@ -43,9 +47,23 @@ from minipar.execution.facts import ALIKE, NEAR, ONE, SUM, Broken, Fact
 from minipar.execution.mean_loss import Target
 from minipar.execution.owners import Owner
 from minipar.execution.parameter_slices import SlicedGroup
+from minipar.execution.parameter_versions import Versioned
 from minipar.models.losses import option, scalar
 from minipar.models.tensors import tensors
-from minipar.program import BACKWARDS, MOVED, Instruction, Local, Op, Program, Value, home, piece_of, repartitions, tier
+from minipar.program import (
+    BACKWARDS,
+    MOVED,
+    Instruction,
+    Local,
+    Op,
+    Program,
+    Value,
+    home,
+    param,
+    piece_of,
+    repartitions,
+    tier,
+)
 from minipar.program.forms import PARTIAL, WHOLE, letters, shard_of
 from minipar.sharding.nodes import Cut
 
@@ -179,12 +197,13 @@ class CheckedExecutor(Executor):
     """An executor that checks what it runs. Raises CheckFailed, which names the first instruction that is wrong.
 
     written    checksums of activations and their gradients, as they were written or as they arrived
-    holds      checksums of the parameters of each group, as they were left
+    holds      checksums of the parameters of each group, or of each of their versions, as they were left
     grads      checksums of the gradients of each group, as they were left; a group without one has no gradient
     parts      the same of this rank's slices of them, once they were summed
     updated    checksums of this rank's slices of parameters, as their STEP has left them
     away       checksums of what was copied to a slower tier: saved values, parameters, optimizer states
     shares     of each step, how much of its mean loss this rank has computed
+    forwards   of each step, in how many micro-batches with rows
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -204,11 +223,12 @@ class CheckedExecutor(Executor):
     def follow(self, program: Program, delays: Delays | None = None) -> None:
         super().follow(program, delays)
         self.index = {id(ins): k for k, ins in enumerate(self.instructions)}
+        places = {(ins.reads, ins.peer): k for k, ins in enumerate(self.instructions) if ins.op is Op.SEND}
         send = self.links.send
 
         def sent(message: tuple[Value, ...], contents: list[Any], peer: int, arrival: float = 0.0) -> None:
             with self._aside():
-                self._moved(message, contents, self.comm.rank, peer, next(self._sends))
+                self._moved(message, contents, self.comm.rank, peer, places[message, peer])
             send(message, contents, peer, arrival)
 
         self.links.send = sent  # type: ignore[method-assign]
@@ -218,15 +238,16 @@ class CheckedExecutor(Executor):
     ) -> PassRecord:
         self.base, self.facts, self._going = base, [], {}
         self.written: dict[Value, int] = {}
-        self.holds: dict[int, int] = {}
+        self.holds: dict[Value, int] = {}
         self.grads: dict[int, int] = {}
         self.parts: dict[int, int] = {}
         self.updated: dict[int, int] = {}
         self.away: dict[Value, int] = {}
         self._pieces: dict[int, tuple[float, float, float]] = {}  # of gradients that go in pieces: what they were
         self.shares: dict[int, float] = {}
-        self._sends = (k for k, ins in enumerate(self.instructions) if ins.op is Op.SEND)
+        self.forwards: dict[int, int] = {}
         with self._aside():
+            self.state.begin()  # (the newest version is the first one of this pass)
             self._begin()
         record = super().run(batches, base, keep_gradients)
         with self._aside():
@@ -270,19 +291,39 @@ class CheckedExecutor(Executor):
             if not used.isdisjoint(held) and (program.groups[g].form != "S" or program.shard(rank) == program.shard(me))
         )
 
-    def _is_there(self, g: int) -> bool:
-        """Whether the parameters of a group are in memory: those of ZeRO-3 only while they are gathered, and offloaded
-        ones while they are here."""
-        own = self.groups[g]
+    def _version(self, values: Iterable[Value], g: int) -> Value:
+        """The parameters of a group among some values. (A rank that decides as it runs has only the newest version, and
+        its number is known afterwards.)"""
+        found = (home(v) for v in values if home(v).kind == "param" and v.index == g)
+        return next(found, param(g)) if self.program.in_flight is None else param(g)
+
+    def _of_update(self, ins: Instruction, g: int, made: bool) -> Value:
+        """The parameters that a STEP begins with, or those that it has `made`; on the host they have no number."""
+        value = self._version(ins.writes if made else ins.reads, g)
+        unnamed = isinstance(self.state.owners[g], Versioned) and value.step < 0
+        return param(g, ins.step + made) if unnamed else value
+
+    def _is_there(self, value: Value) -> bool:
+        """Whether parameters are in memory: those of ZeRO-3 only while they are gathered, offloaded ones while they are
+        here, and versions until they are freed."""
+        own, owner = self.groups[value.index], self.state.owners[value.index]
+        if isinstance(owner, Versioned) and value.step not in owner.versions.alive:
+            return False
         return bool(own) and all(p.untyped_storage().nbytes() for p in own if p.numel())
 
-    def _parameters(self, g: int) -> int:
+    def _seen(self, g: int) -> int:
+        """The checksum of a group's parameters as its layers see them."""
         return checksum([p.data for p in self.groups[g]])
 
-    def _left(self, owner: Owner) -> int:
+    def _parameters(self, value: Value) -> int:
+        """The checksum of parameters; of a version also while layers see another one."""
+        owner = self.state.owners[value.index]
+        return checksum(owner.versions.alive[value.step]) if isinstance(owner, Versioned) else self._seen(value.index)
+
+    def _left(self, owner: Owner, value: Value) -> int:
         """The checksum of a group's parameters as its optimizer has left them, perhaps in copies on the host."""
         pairs = zip(self.groups[owner.number], owner.masters, strict=True) if owner.masters else ()
-        return checksum([m.data.to(p.dtype) for p, m in pairs]) if owner.masters else self._parameters(owner.number)
+        return checksum([m.data.to(p.dtype) for p, m in pairs]) if owner.masters else self._parameters(value)
 
     def _gradients(self, g: int) -> int:
         """The checksum of a group's gradients, on the device or, where the optimizer works there, on the host."""
@@ -302,17 +343,19 @@ class CheckedExecutor(Executor):
         """What was there before: parameters and buffers are alike on all ranks that have them."""
         for g in self._held():
             owner = self.state.owners[g]
-            if self._is_there(g) and not (isinstance(owner, SlicedGroup) and owner.scattered):
-                first = next((k for k, ins in enumerate(self.instructions)
-                              if any(home(v).kind == "param" and v.index == g for v in ins.reads)), -1)  # fmt: skip
-                self._first_seen(g, first)
+            first = next((k for k, ins in enumerate(self.instructions)
+                          if any(home(v).kind == "param" and v.index == g for v in ins.reads)), -1)  # fmt: skip
+            value = self._version(self.instructions[first].reads, g)
+            if self._is_there(value) and not (isinstance(owner, SlicedGroup) and owner.scattered):
+                self._first_seen(value, first)
         for layer, module in self.compute.layers.items():
             self.buffers_before.setdefault(layer, checksum(module.buffers()))
 
-    def _first_seen(self, g: int, index: int) -> None:
+    def _first_seen(self, value: Value, index: int) -> None:
         """A group's parameters are in memory for the first time: in between, replicas may be apart."""
-        self.holds[g] = self._parameters(g)
-        self._note(ALIKE, f"param({g}) at the beginning", index, self._twins(g), [self.holds[g]])
+        self.holds[value] = self._parameters(value)
+        what = f"param({value.index}) at the beginning"
+        self._note(ALIKE, what, index, self._twins(value.index), [self.holds[value]])
 
     def _end(self) -> None:
         """After the last instruction: the shares of the loss, buffers; then everything is compared."""
@@ -323,7 +366,11 @@ class CheckedExecutor(Executor):
             for step, index in last.items():
                 share = self.shares.get(step, 0.0)
                 of_all = f"the shares of micro-batches in the loss of step {self.base + step}"
-                if self.compute.rows.share(step):  # (of replicas that train by themselves, each has a mean of its own)
+                if self.compute.loss.every is not None:  # each micro-batch of a replica has a mean of its own
+                    forwards = self.forwards.get(step, 0)
+                    if forwards:
+                        self._note(ONE, of_all, index, [rank], [share * self.compute.loss.means / forwards], _SHARE)
+                elif self.compute.rows.share(step):  # (replicas that train by themselves have means of their own)
                     self._note(ONE, of_all, index, self._alone(), [share], _SHARE)
         for layer, module in self.compute.layers.items():
             found = checksum(module.buffers())
@@ -336,11 +383,11 @@ class CheckedExecutor(Executor):
                 index = max(k for k, ins in enumerate(self.instructions)
                             if layer in ins.layers and ins.op in (Op.FORWARD, *BACKWARDS))  # fmt: skip
                 self._note(ALIKE, f"the buffers of layer {program.title(layer)}", index, twins, [found])
-        for g in (g for g in self._held() if g in self.holds and self._is_there(g)):
-            if self._parameters(g) != self.holds[g]:
+        for value in filter(self._is_there, self.holds):
+            if self._parameters(value) != self.holds[value]:
                 both = ((k, v) for k, ins in enumerate(self.instructions) for v in (*ins.reads, *ins.writes))
-                index = max(k for k, v in both if home(v).kind == "param" and v.index == g)
-                self._fail(rank, index, f"param({g}) is not what the last update of it has left")
+                index = max(k for k, v in both if home(v).kind == "param" and v.index == value.index)
+                self._fail(rank, index, f"{value} is not what the last update of it has left")
         self._compare()
 
     def _compare(self) -> None:
@@ -367,6 +414,8 @@ class CheckedExecutor(Executor):
         with self._aside():
             self._read(ins, live)
             counted = self._counts(ins)
+            if ins.op is Op.FORWARD and self.compute.rows.count(ins):
+                self.forwards[ins.step] = self.forwards.get(ins.step, 0) + (ins.layers[-1] == self.program.layers - 1)
         run(ins, live)
         with self._aside():
             self._added(ins, counted)
@@ -380,11 +429,11 @@ class CheckedExecutor(Executor):
             left = None if value not in live or tier(value) == "disk" else self.written.get(home(value))
             if left is not None and checksum(_several(live[value])) != left:
                 self._here(ins, f"{value} was changed between the instruction that wrote it and this one")
-            if value.kind != "param" or not self._is_there(value.index):
+            if value.kind != "param" or not self._is_there(held := self._version([value], value.index)):
                 continue
-            if value.index not in self.holds:
-                self._first_seen(value.index, self._at(ins))
-            elif self._parameters(value.index) != self.holds[value.index]:
+            if held not in self.holds:
+                self._first_seen(held, self._at(ins))
+            elif self._seen(value.index) != self.holds[held]:
                 self._here(ins, f"{value} is not what the last update of it has left")
 
     def _made(self, ins: Instruction, value: Value, content: Any) -> None:
@@ -480,7 +529,9 @@ class CheckedExecutor(Executor):
         if due and abs(value - mean * due) > near * abs(mean * due):
             part = value / mean if mean else float("inf")
             self._here(ins, f"its loss counts {part:.6g} of the step's mean, and its targets {due:.6g}")
-        self.shares[ins.step] = self.shares.get(ins.step, 0.0) + due
+        mean_of_nothing = self.compute.loss.every is not None and not self._due.counts
+        share = 1 / self.compute.loss.means if mean_of_nothing else due
+        self.shares[ins.step] = self.shares.get(ins.step, 0.0) + share
         note(loss, ins, rows)
 
     # messages and collectives ----------------------------------------------------------------------------------------
@@ -639,22 +690,22 @@ class CheckedExecutor(Executor):
             product, square, _, near = began[str(g)]
             if _averages(ins):
                 after, _, _ = self._trained(g)
-                self.holds[g] = self._left(self.state.owners[g])
+                left = self.holds[param(g)] = self._left(self.state.owners[g], param(g))
                 self._note(SUM, f"{name}, group {g}", index, ins.group, [product, after, square, False, True], near)
-                self._note(ALIKE, f"{name}, the average of param({g})", index, ins.group, [self.holds[g]])
+                self._note(ALIKE, f"{name}, the average of param({g})", index, ins.group, [left])
                 continue
             if ins.op is Op.REDUCE_SCATTER:
                 owner = self.state.slices[g]
                 assert owner.part.grad is not None
                 after = weighed(owner.part.grad, ins.group.index(self.comm.rank) * owner.size)
-                if self.program.compress == "none":
+                if not self.program.compresses(ins):
                     numbers = [product, after, square, False, False]
                     self._note(SUM, f"{name}, group {g}", index, ins.group, numbers, near)
                 self.parts[g] = checksum([owner.part.grad])
                 continue
             after, _, _ = self._total(g)
             self.grads[g] = self._gradients(g)
-            if self.program.compress == "none":
+            if not self.program.compresses(ins):
                 self._note(SUM, f"{name}, group {g}", index, ins.group, [product, after, square, False, True], near)
             self._note(ALIKE, f"{name}, the sum of grad({g})", index, ins.group, [self.grads[g]])
 
@@ -668,8 +719,9 @@ class CheckedExecutor(Executor):
                 self._here(ins, f"slice {k} of param({g}) is not what the last update of it has left")
             if checksum([mine]) != checksum([owner.part.data.to(mine.dtype)]):
                 self._here(ins, f"param({g}) has something else where slice {k} of rank {self.comm.rank} belongs")
-            self.holds[g] = self._parameters(g)
-            self._note(ALIKE, f"{name}, param({g})", index, ins.group, [self.holds[g]])
+            whole = self._version(ins.writes, g)
+            self.holds[whole] = self._parameters(whole)
+            self._note(ALIKE, f"{name}, {whole}", index, ins.group, [self.holds[whole]])
 
     # the step --------------------------------------------------------------------------------------------------------
 
@@ -677,9 +729,9 @@ class CheckedExecutor(Executor):
         with self._aside():
             self._unchanged(ins, ins.layers)
             owners = [self.state.owners[g] for g in ins.layers if self.groups[g]]
-            for g in ins.layers:
-                if g in self.holds and self._is_there(g) and self._parameters(g) != self.holds[g]:
-                    self._here(ins, f"param({g}) is not what the last update of it has left")
+            for value in (self._of_update(ins, g, made=False) for g in ins.layers):
+                if value in self.holds and self._is_there(value) and self._parameters(value) != self.holds[value]:
+                    self._here(ins, f"{value} is not what the last update of it has left")
             for owner in owners:
                 if isinstance(owner, SlicedGroup) and (part := self._slice(owner)) is not None:
                     if not is_finite(part):
@@ -704,15 +756,16 @@ class CheckedExecutor(Executor):
             self._here(ins, f"param({g}) was not changed, though its gradient is not zero")
         self.grads.pop(g, None)
         self.parts.pop(g, None)
+        made = self._of_update(ins, g, made=True)
         if isinstance(owner, SlicedGroup):
             self.updated[g] = checksum([p.data for p in owner.trained])
             if owner.scattered:
-                self.holds.pop(g, None)
-            elif not owner.apart:
-                self.holds[g] = self._parameters(g)  # (the other slices are old until they are gathered)
+                self.holds.pop(made, None)
+            elif not owner.apart and self._is_there(made):
+                self.holds[made] = self._parameters(made)  # (the other slices are old until they are gathered)
             return
-        self.holds[g] = self._left(owner)
+        self.holds[made] = self._left(owner, made)
         what = f"param({g}) after the STEP of step {ins.step}"
         alone = self._alone()
         twins = tuple(rank for rank in self._twins(g) if not alone or rank in alone)
-        self._note(ALIKE, what, self.index[id(ins)], twins, [self.holds[g]])
+        self._note(ALIKE, what, self.index[id(ins)], twins, [self.holds[made]])

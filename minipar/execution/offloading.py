@@ -35,7 +35,7 @@ from minipar.execution.saved_tensors import SavedTensors
 from minipar.execution.state import State
 from minipar.execution.streams import Copy, Mark, StreamCopy, Streams, on_host
 from minipar.models.tensors import count_bytes, map_tensors, tensors
-from minipar.program import COPIES, Instruction, LayerRun, Op, Program, Value, home, host, tier
+from minipar.program import COPIES, Instruction, LayerRun, Op, Program, Value, home, host, param, tier, version_of
 
 
 def _nothing() -> None:
@@ -161,7 +161,8 @@ class Offloading:
 
     def _is_away(self, value: Value) -> bool:
         """Whether a group's parameters are not on the device between steps."""
-        return value.kind in ("param", "param_shard") and value not in self.held
+        plain = param(value.index, 0) if version_of(value) >= 0 else value  # (the version that a pass begins with)
+        return value.kind in ("param", "param_shard") and plain not in self.held
 
     def _begin(self) -> None:
         """Move everything to where it is kept between steps."""
@@ -264,7 +265,7 @@ class Offloading:
             elif ins.op is Op.OFFLOAD:
                 copy = self._put(source, target)
             else:
-                copy = self._fetch(source, target)
+                copy = self._fetch(ins)
         except StoreError as error:
             copy = TierCopy(self.streams, failed=error)
         self.under_way.append((ins, copy))
@@ -403,8 +404,11 @@ class Offloading:
         jobs = [store.put((target, k), tensor) for k, tensor in enumerate(found)]
         return TierCopy(self.streams, jobs, _bytes(found), lambda: _resize(found, False))
 
-    def _fetch(self, source: Value, target: Value) -> TierCopy:
+    def _fetch(self, ins: Instruction) -> TierCopy:
+        source, target = ins.reads[0], ins.writes[0]
         found, masters = self._tensors(target), self._masters(source.index)
+        if version_of(target) >= 0:
+            found = list(self.state.owners[target.index].room(ins))
         if target in self._stays:
             return TierCopy(self.streams)
         if tier(target) == "host" or target.index in self._away:  # (others may be part of a larger storage)

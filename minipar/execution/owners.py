@@ -96,6 +96,10 @@ class Owner:
         for p in (*self.params, *self.owned):
             p.grad = None
 
+    def room(self, ins: Instruction) -> Sequence[Tensor]:
+        """Where a FETCH of the group's parameters brings what the device holds between steps."""
+        return [p.data for p in self.owned]
+
     # a step ----------------------------------------------------------------------------------------------------------
 
     def take_gradients(self, ins: Instruction) -> None:

@@ -156,6 +156,24 @@ class WideVersions(Versioned, Wide):
             tensor.copy_(own.data)
 
 
+class FetchedVersions(Versioned, Owner):
+    """The optimizer works on the host, on one copy, of which each version is fetched."""
+
+    def __init__(
+        self, number: int, params: list[nn.Parameter], group: Group, holders: int = 1, narrow: bool = False
+    ) -> None:
+        super().__init__(number, params, group, holders)
+        self.work_on_host()
+        for p in params if narrow else ():
+            p.data = p.data.to(torch.bfloat16)
+        self.versions = Alive(params)
+
+    def room(self, ins: Instruction) -> list[Tensor]:
+        if self.versions.in_place(self.number, ins):
+            return self.versions.newest
+        return self.versions.add([torch.empty_like(tensor) for tensor in self.versions.newest])
+
+
 class SlicedVersions(Versioned, SlicedGroup):
     """With zero=1 this rank updates its slice of the next version; the others come from the other replicas."""
 
@@ -166,6 +184,15 @@ class SlicedVersions(Versioned, SlicedGroup):
         self.versions = Alive(params)
 
     def take_gradients(self, ins: Instruction) -> None:
+        if not self.masters:  # (from which the slice of the next version will be fetched)
+            self._make_room(ins)
+        super().take_gradients(ins)
+
+    def room(self, ins: Instruction) -> list[Tensor]:
+        self._make_room(ins)
+        return [self.part.data]
+
+    def _make_room(self, ins: Instruction) -> None:
         if not self.versions.in_place(self.number, ins):
             self.flat = self.flat.clone()
             sizes = [p.numel() for p in self.params]
@@ -173,4 +200,3 @@ class SlicedVersions(Versioned, SlicedGroup):
             self.versions.add([part.view(p.shape) for part, p in zip(parts, self.params, strict=True)])
             if not self.apart:
                 self.part.data = self.flat[self.k * self.size : (self.k + 1) * self.size]
-        super().take_gradients(ins)

@@ -23,7 +23,14 @@ from minipar.comm.missing import is_missing
 from minipar.execution.correction import ByStaleness
 from minipar.execution.owners import Owner, Slice, Wide
 from minipar.execution.parameter_slices import SlicedGroup, pack_gradients
-from minipar.execution.parameter_versions import Leading, SlicedVersions, Versioned, Versions, WideVersions
+from minipar.execution.parameter_versions import (
+    FetchedVersions,
+    Leading,
+    SlicedVersions,
+    Versioned,
+    Versions,
+    WideVersions,
+)
 from minipar.execution.updating import Count, OptimizerPart, Update
 from minipar.models.tensors import count_bytes
 from minipar.program import (
@@ -69,7 +76,8 @@ class State:
         self.sums: dict[tuple[int, ...], Tensor] = {}  # of the gradients of a bucket, this rank's slices
         self.squares = torch.zeros(1, dtype=torch.float64, device=comm.device)
         sizes = [sum(group.tensors) for group in program.groups]
-        self.buckets = Buckets(instructions, groups, sizes, comm, program.compress, program.algorithm or None)
+        exact = {ins.group for ins in instructions if ins.group and not program.compresses(ins)}
+        self.buckets = Buckets(instructions, groups, sizes, comm, program.compress, program.algorithm or None, exact)
         steps = dict.fromkeys(ins.layers for ins in instructions if ins.op is Op.STEP)
         for g in dict.fromkeys(g for layers in steps for g in layers):
             self.owners[g].make_pieces(names, update.group_of)
@@ -108,7 +116,8 @@ class State:
         if ins.op is Op.REDUCE_SCATTER:
             return [self._reduce_scatter(ins)]
         if ins.op is Op.ALL_GATHER:
-            return [handle for g in ins.layers for handle in self.slices[g].gather(self.comm, ins.group)]
+            by = self.program.algorithm or None
+            return [handle for g in ins.layers for handle in self.slices[g].gather(self.comm, ins.group, by)]
         if ins.op is Op.NORM:
             return [self._norm(ins)]
         return self.buckets.all_reduce(ins, self.comm)
@@ -142,15 +151,15 @@ class State:
             for each, place in zip(slices, sums.split(sizes), strict=True):
                 each.part.grad = place
             self.sums[ins.layers] = sums
-        sums = self.sums[ins.layers]
+        sums, by = self.sums[ins.layers], self.program.algorithm or None
         if self.program.compress not in NARROW:
-            return self.comm.ireduce_scatter(packed, sums, ins.group, add)
+            return self.comm.ireduce_scatter(packed, sums, ins.group, add, by)
         found = torch.empty(len(sums), dtype=packed.dtype, device=packed.device)
 
         def widen() -> None:
             sums.add_(found) if add else sums.copy_(found)
 
-        return Then(self.comm.ireduce_scatter(packed, found, ins.group, False), widen)
+        return Then(self.comm.ireduce_scatter(packed, found, ins.group, False, by), widen)
 
     def _norm(self, ins: Instruction) -> Handle:
         """Sum the squares of all gradients, each counted once: a slice here, or the part of this one of its holders."""
@@ -235,7 +244,7 @@ class State:
         if value.kind == "norm":
             return count_bytes(self.squares)
         if value.kind == "residual":
-            return count_bytes(self.groups[value.index])
+            return count_bytes(self.groups[value.index]) * (2 if self.program.precision == "bf16" else 1)
         states = self._states(value.index) if value.kind in ("optimizer_state", "optimizer_shard") else []
         return sum(count_bytes(list(state.values())) for state in states) + self.owners[value.index].nbytes(value.kind)
 
@@ -267,6 +276,8 @@ def choose_owners(
                 else SlicedGroup(g, params, group, *place, narrow, g in program.scattered)
             )
             found[g].holders = 1 if group.form == "S" else program.sharing
+        elif g in versioned and g in on_host:
+            found.append(FetchedVersions(g, params, group, holders, narrow))
         elif g in versioned and program.in_flight is None:
             found.append((WideVersions if narrow else Versions)(g, params, group, holders))
         elif g in versioned and not narrow:
@@ -275,7 +286,7 @@ def choose_owners(
             found.append(Wide(g, params, group, holders))
         else:
             found.append(Owner(g, params, group, holders))
-        if g in on_host:
+        if g in on_host and not found[g].masters:
             found[g].work_on_host()
         for p in params if narrow and g not in sliced else ():
             p.data = p.data.to(torch.bfloat16)

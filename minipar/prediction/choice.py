@@ -79,9 +79,9 @@ def seconds(
     return simulate(program, CalibratedCosts(program, rates)).time if ranks > 1 else 0.0
 
 
-def by_links(algorithm: str, ranks: int, nbytes: int, latency: float, beta: float) -> float:
-    """Seconds of an allreduce by one algorithm, on links of this latency and of `beta` seconds for each byte."""
-    program = collectives.program("allreduce", algorithm, ranks, nbytes)
+def by_links(collective: str, algorithm: str, ranks: int, nbytes: int, latency: float, beta: float) -> float:
+    """Seconds of a collective by one algorithm, on links of this latency and of `beta` seconds for each byte."""
+    program = collectives.program(collective, algorithm, ranks, nbytes)
     return simulate(program, AlphaBeta(program, latency, beta)).time if ranks > 1 else 0.0
 
 

@@ -22,7 +22,7 @@ from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError
 from minipar.prediction.profiled import ProfiledCosts
 from minipar.program import COPIES, Instruction, Op, Program, Value, repartitions
-from minipar.program.comm_volume import hops, of_collective, of_message
+from minipar.program.comm_volume import NAMES, by_algorithm, hops, of_collective, of_message
 
 
 def as_emulated(profile: Profile, spec: DeviceSpec | None) -> Profile:
@@ -129,12 +129,12 @@ class EmulatedCosts:
             size = of_collective(self.program, self._own("the size of a message").size, ins.group[0], ins)
         else:
             size = of_collective(self.program, self._gradient, ins.group[0], ins)
-        if self.program.algorithm and ins.op is Op.ALL_REDUCE and not repartitions(ins):
+        if by_algorithm(self.program, ins):
             from minipar.prediction import choice  # (choice imports the simulator)
 
             beta = 1 / self.spec.bandwidth if self.spec.bandwidth else 0.0
             each, name = round(size / max(1, len(ins.parts))), self.program.algorithm
-            return len(ins.parts) * choice.by_links(name, n, each, self.spec.latency or 0.0, beta)
+            return len(ins.parts) * choice.by_links(NAMES[ins.op], name, n, each, self.spec.latency or 0.0, beta)
         return hops(ins) * self._line.ring(n, size, max(1, len(ins.parts)))
 
     @property

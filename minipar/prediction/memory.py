@@ -153,7 +153,7 @@ class Walk:
         if data:
             before["data", -1] = data
         if program.compress.startswith("powersgd"):  # the right factors: the next step begins with them
-            before["temporary", -1] = sum(self._factors(ins)[1] for ins in row if ins.op is Op.ALL_REDUCE)
+            before["temporary", -1] = sum(self._factors(ins)[1] for ins in row if self._compresses(ins))
 
     def _passed_on(self) -> list[int]:
         """Groups whose bfloat16 parameters are whole, but whose float32 slice waits on the host or the disk."""
@@ -241,6 +241,8 @@ class Walk:
             else:
                 self.change(size, "activations", ins.layers[0])
                 self.brought.add(home(ins.reads[0])[1:4])
+        elif ins.op is Op.FETCH and version_of(ins.writes[0]) >= 0:
+            self.versions(ins)
         elif ins.op is Op.STEP:
             self.versions(ins)
             need = self._workspace(ins.layers)
@@ -254,7 +256,7 @@ class Walk:
         elif ins.op is Op.ALL_REDUCE and ins.reads[0].kind == "param":
             size = sum(self.sizes.size(self.rank, grad(g)) for g in ins.layers)
             self._sent(ins, self.make(size, -1, "message", "buffers"))  # (parameters are averaged in a copy)
-        elif ins.op is Op.ALL_REDUCE and self.program.compress != "none":
+        elif self._compresses(ins):
             self.other(ins)
             self.compressed(ins)
         else:
@@ -363,6 +365,10 @@ class Walk:
         for value in ins.writes:
             self.messages[value] = list(messages)
 
+    def _compresses(self, ins: Instruction) -> bool:
+        """Whether this is a compressed sum of whole gradients."""
+        return ins.op is Op.ALL_REDUCE and home(ins.reads[0]).kind == "grad" and self.program.compresses(ins)
+
     def compressed(self, ins: Instruction) -> None:
         """A compressed sum of gradients, as `comm.compression` computes it."""
         kind, _, _ = self.program.compress.partition(":")
@@ -378,9 +384,21 @@ class Walk:
             self._sent(ins, self.make(sum(part.bytes for part in ins.parts), -1, "message", "buffers"))
 
     def _summed(self, ins: Instruction) -> list[int]:
-        """Bytes of the gradients in each message of a sum."""
-        sizes = [size for g in ins.layers for size in self.program.groups[g].tensors]
+        """Bytes of what each message of a sum leaves out, if it leaves out everything: of its part of the residual."""
+        sizes = [size * self._wider // self._unit(ins) for g in ins.layers for size in self.program.groups[g].tensors]
         return [sum(sizes)] if ins.parts[0].layer < 0 else sizes
+
+    def _unit(self, ins: Instruction) -> int:
+        """How many times as large as they are the program says that the gradients of a sum, and its parts, are: with
+        precision=bf16 it may have the sizes of float32."""
+        real = sum(self.sizes.size(self.rank, grad(g)) for g in ins.layers)
+        said = sum(sum(self.program.groups[g].tensors) for g in ins.layers)
+        return max(1, round(said / real)) if real else 1
+
+    @property
+    def _wider(self) -> int:
+        """How many times as large as a gradient its residual is."""
+        return 2 if self.program.precision == "bf16" else 1
 
     def _factors(self, ins: Instruction) -> tuple[int, int]:
         """Bytes of the left factors of a sum's gradients, including gradients that are sent whole, and of the right
@@ -388,25 +406,29 @@ class Walk:
         first = second = 0
         parts = iter(ins.parts)
         for size in self._summed(ins):
-            left = next(parts).bytes
+            left = next(parts).bytes // self._unit(ins)
             first += left
-            second += next(parts).bytes if left < size else 0  # (factors are smaller than their gradient)
+            if left < size:  # (factors are smaller than their gradient)
+                second += next(parts).bytes // self._unit(ins)
         return first, second
 
     def _largest(self, ins: Instruction) -> None:
         """For each message: the absolute values, the largest ones with their places, and the rows of all ranks."""
         messages: list[Storage] = []
         for size, part in zip(self._summed(ins), ins.parts, strict=True):
-            rows = part.bytes
+            rows, wider = part.bytes // self._unit(ins), self._wider
             row = rows // len(ins.group)
             count = next(
-                count for item in (4, 8, 2) if row_bytes(count := top(size // item, self.program.compress), item) == row
+                count
+                for item in (4, 8, 2)
+                if row_bytes(count := top(size // item, self.program.compress), item // wider) == row
             )
             values, places = row - 4 * count, 8 * count
-            for change in (size, values + places, -size - values):
+            for change in (size, values * wider + places, -size - values * wider):
                 self.change(change, "temporary", -1)
             mine = self.make(row, -1, "walk", "buffers")
-            for change in (values, -values):
+            both = values if wider == 1 else values * wider + values  # (and rounded)
+            for change in (both, -both):
                 self.change(change, "temporary", -1)
             messages.append(self.make(rows, -1, "message", "buffers"))
             self.change(-places, "temporary", -1)

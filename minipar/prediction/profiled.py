@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from minipar.costs.links import Line
 from minipar.costs.measured import Profile
 from minipar.costs.rates import ORDINARY, Calibration, Copies
-from minipar.program import COMPUTE, COPIES, SERVICE, Instruction, Op, Program, Value, home, output, repartitions, tier
-from minipar.program.comm_volume import changes, hops, of_collective, of_message
+from minipar.program import COMPUTE, COPIES, SERVICE, Instruction, Op, Program, Value, home, output, tier
+from minipar.program.comm_volume import NAMES, by_algorithm, changes, hops, of_collective, of_message
 from minipar.program.forms import COUNTS
 from minipar.program.rows import split_rows
 from minipar.strategies.shares import shares_of
@@ -141,8 +141,8 @@ class ProfiledCosts:
     def collective(self, ins: Instruction) -> float:
         n = len(ins.group)
         size, messages = of_collective(self.program, self.size, ins.group[0], ins), max(1, len(ins.parts))
-        if self.program.algorithm and ins.op is Op.ALL_REDUCE and not repartitions(ins):
-            return messages * self._by_algorithm(n, round(size / messages))
+        if by_algorithm(self.program, ins):
+            return messages * self._by_algorithm(NAMES[ins.op], n, round(size / messages))
         if self.calibration is not None:
             kind = {Op.REDUCE_SCATTER: "reduce_scatter", Op.ALL_GATHER: "all_gather"}.get(ins.op, "allreduce")
             across = self.calibration.collective(kind, ins.group, size / messages)
@@ -172,13 +172,13 @@ class ProfiledCosts:
         here, there = found.hosts[rank], found.hosts[ins.peer]
         return ((here, "out"), (there, "in")), found.filling * self.transfer(rank, ins)[0]
 
-    def _by_algorithm(self, ranks: int, nbytes: int) -> float:
-        """Seconds of a sum by the program's own algorithm."""
+    def _by_algorithm(self, collective: str, ranks: int, nbytes: int) -> float:
+        """Seconds of a collective by the program's own algorithm."""
         from minipar.prediction import choice  # (choice imports the simulator)
 
         if self.calibration is not None:
-            return choice.seconds("allreduce", self.program.algorithm, ranks, nbytes, self.calibration)
-        return choice.by_links(self.program.algorithm, ranks, nbytes, self.latency, 1 / self.bandwidth)
+            return choice.seconds(collective, self.program.algorithm, ranks, nbytes, self.calibration)
+        return choice.by_links(collective, self.program.algorithm, ranks, nbytes, self.latency, 1 / self.bandwidth)
 
     def size(self, rank: int, value: Value) -> int:
         value = home(value)
@@ -240,8 +240,8 @@ class ProfiledCosts:
         """
         if value.kind == "norm":
             return 8
-        if value.kind == "residual":
-            return self.profile.gradient_bytes[value.index]
+        if value.kind == "residual":  # (with precision=bf16 it is float32)
+            return self.profile.gradient_bytes[value.index] * (2 if self.program.precision == "bf16" else 1)
         g = value.index
         n = max(1, self.program.holders[g] // self.program.sharing)
         whole = self.profile.gradient_bytes[g]

@@ -181,7 +181,7 @@ class Program:
     compress         how gradients are compressed before they are summed: "none", "bf16", "fp16", "topk:R", "powersgd:R"
     precision        "bf16": layers compute in bfloat16, STEP in float32; "float32": everything has the model's own type
     folder           the folder for values on the disk; "": the system's temporary folder
-    algorithm        the algorithm that sums gradients over the replicas; "": the backend's own, or shared memory
+    algorithm        by which gradients are summed over the replicas, and slices gathered; "": the backend's own
     room             bytes that a rank may keep in the slower tier; None: no limit but the tier's own size
     chunks           only for a collective, which has no layers: the sizes in bytes of the chunks of its tensor
     final            only for a collective: the values that each rank holds at the end; (): the values of `state`
@@ -298,6 +298,11 @@ class Program:
                 ranks = mesh.group(rank, *mesh.sharing)
                 found.update(dict.fromkeys(ranks, ranks))
         return tuple(found[rank] for rank in range(mesh.size))
+
+    def compresses(self, ins: Instruction) -> bool:
+        """Whether a sum of gradients is a compressed one. The sum over the ranks that share a layer is not: it comes
+        before that over the replicas, and makes the gradient that is compressed."""
+        return self.compress != "none" and not (self.sharing > 1 and ins.group in self._sharers)
 
     def form_of(self, value: Value, layers: Sequence[int], *, written: bool) -> str:
         """The form in which an instruction on these layers reads or writes an output, or the gradient of one."""

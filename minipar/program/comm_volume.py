@@ -24,7 +24,7 @@ from minipar.program import (
 
 Size = Callable[[int, Value], float]
 Receiver = int | tuple[int, ...]  # a rank, or the group that a collective of the backend's own is among
-_NAMES = {
+NAMES = {
     Op.ALL_REDUCE: "allreduce",
     Op.REDUCE_SCATTER: "reduce_scatter",
     Op.ALL_GATHER: "all_gather",
@@ -63,6 +63,11 @@ def carried(ins: Instruction, program: Program) -> float:
     whole = sum(sum(program.groups[g].tensors) for g in ins.layers)
     sent = sum(part.bytes / (2 if part.op is Op.ALL_GATHER else 1) for part in ins.parts)
     return sent / whole if whole else 1.0
+
+
+def by_algorithm(program: Program, ins: Instruction) -> bool:
+    """Whether the program's own algorithm moves the bytes of a collective: of gradients and parameters it does."""
+    return bool(program.algorithm) and ins.op is not Op.NORM and not repartitions(ins)
 
 
 def hops(ins: Instruction) -> int:
@@ -117,7 +122,7 @@ def by_link(program: Program, size: Size, algorithm: str = "backend") -> dict[tu
 def _by_algorithm(program: Program, size: Size, rank: int, ins: Instruction, algorithm: str) -> dict[Receiver, int]:
     """What a rank sends to each other one in a collective by an algorithm."""
     whole = round(of_collective(program, size, rank, ins))
-    moves = collectives.program(_NAMES[ins.op], algorithm, len(ins.group), whole)
+    moves = collectives.program(NAMES[ins.op], algorithm, len(ins.group), whole)
     found: dict[Receiver, int] = {}
     for move in moves.ranks[ins.group.index(rank)]:
         if move.op is Op.SEND:

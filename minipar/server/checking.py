@@ -26,7 +26,7 @@ from torch import Tensor
 from minipar.execution import facts
 from minipar.execution.checking import CheckedExecutor, checksum, failure, is_finite, left_alone, weighed_together
 from minipar.execution.facts import ALIKE, ONE, SUM, WRONG, Broken, Fact
-from minipar.program import Instruction, Op, Program
+from minipar.program import Instruction, Op, Program, param
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server.pushing import Servers
 from minipar.server.shard import Gradients, Pushed, Shard
@@ -112,8 +112,8 @@ class CheckedWorker(CheckedExecutor, Worker):
             values = [self.servers.pull(self.names[id(p)]) for p in own]
             what = _pulled(g, self._now, ins.peer, self.comm.rank)
             self._note(ALIKE, what, index, (ins.peer, self.comm.rank), [self._part(g, values, ins.peer)])
-            self.holds[g] = checksum([value.to(p.dtype) for value, p in zip(values, own, strict=True)])
-            if not self.offloading.keeps(g) and self._parameters(g) != self.holds[g]:
+            self.holds[param(g)] = checksum([value.to(p.dtype) for value, p in zip(values, own, strict=True)])
+            if not self.offloading.keeps(g) and self._parameters(param(g)) != self.holds[param(g)]:
                 self._here(ins, f"param({g}) is not what was pulled")
 
     def _part(self, g: int, values: Sequence[Tensor], peer: int) -> int:

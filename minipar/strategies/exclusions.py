@@ -118,6 +118,12 @@ COMPRESSED = KeyValues("compress", "compress", lambda plan: plan.compress != "no
 SPARSE = KeyValues(
     "compress", "compress=topk, powersgd", lambda plan: plan.compress.startswith(("topk", "powersgd")), "compress=bf16"
 )
+SHORTER = KeyValues(
+    "compress", "compress=bf16, fp16", lambda plan: plan.compress in ("bf16", "fp16"), "compress=topk:0.01, powersgd:1"
+)
+LARGEST = KeyValues(
+    "compress", "compress=topk", lambda plan: plan.compress.startswith("topk"), "compress=bf16, powersgd:1"
+)
 LOW_RANK = KeyValues(
     "compress", "compress=powersgd", lambda plan: plan.compress.startswith("powersgd"), "compress=topk:0.01"
 )
@@ -128,20 +134,11 @@ INFERENCE = KeyValues("inference", "inference", lambda plan: plan.inference, "in
 CLIP = KeyValues("clip", "clip", lambda plan: plan.clip is not None, "clip=none")
 BF16 = KeyValues("precision", "precision=bf16", lambda plan: plan.precision == "bf16", "precision=float32")
 OFFLOAD = KeyValues("offload", "offload", lambda plan: bool(plan.offload), "offload=none")
-OFFLOADED_STATE = KeyValues(
-    "offload",
-    "offload=optimizer, parameters",
-    lambda plan: bool(set(plan.offload) - {"activations"}),
-    "offload=none, offload=activations",
-)
 OFFLOADED_OPTIMIZER = KeyValues(
     "offload", "offload=optimizer", lambda plan: "optimizer" in plan.offload, "offload=parameters, activations"
 )
 OFFLOADED_PARAMETERS = KeyValues(
     "offload", "offload=parameters", lambda plan: "parameters" in plan.offload, "offload=optimizer"
-)
-OFFLOADED_ACTIVATIONS = KeyValues(
-    "offload", "offload=activations", lambda plan: "activations" in plan.offload, "checkpoint="
 )
 HOST_LAYERS = KeyValues("host_layers", "host_layers", lambda plan: bool(plan.host_layers), "host_layers=none")
 OPERATORS = KeyValues("tp", "tp of 2 or more", lambda plan: plan.tp > 1, "tp=1")
@@ -149,9 +146,6 @@ CONTEXT = KeyValues(
     "context_parallel", "context_parallel of 2 or more", lambda plan: plan.context_parallel > 1, "context_parallel=1"
 )
 EXPERTS = KeyValues("ep", "ep of 2 or more", lambda plan: plan.ep > 1, "ep=1")
-SEQUENCE = KeyValues(
-    "sequence_parallel", "sequence_parallel", lambda plan: plan.sequence_parallel, "sequence_parallel=false"
-)
 SERVERS = KeyValues("sync", "sync=ps", lambda plan: plan.sync == "ps", "sync=allreduce")
 ARRIVING = KeyValues(
     "mode",
@@ -185,7 +179,6 @@ HALVES = KeyValues(
     "schedule", "schedule of backwards in halves", lambda plan: plan.splits,
     "a schedule of whole backwards such as 1f1b", late=True,
 )  # fmt: skip
-CHECKED = KeyValues("check", "check", lambda plan: plan.check, "check=false")
 IN_STEP = KeyValues("batch_copies", "batch_copies of 2 or more", lambda plan: plan.batch_copies > 1, "batch_copies=1")
 COPIES = KeyValues(
     "schedule", "schedule with copies of a stage", lambda plan: plan.copies,
@@ -196,14 +189,13 @@ COPIES = KeyValues(
 def _needs_a_row(plan: Plan) -> bool:
     schedule = find(plan.schedule)
     others = set(schedule.options) - {"chunks"}
-    return (
-        schedule.placement is not looped
-        or schedule.asynchronous is not None
-        or bool(others)
-        or plan.schedule == "interleaved"
-    )
+    return schedule.asynchronous is not None or bool(others) or plan.schedule == "interleaved"
 
 
+PLACING = KeyValues(
+    "schedule", "schedule that places stages", lambda plan: find(plan.schedule).placement is not looped,
+    "naive, gpipe, 1f1b, looped-bfs, zb-h1",
+)  # fmt: skip
 IN_A_ROW = KeyValues(
     "schedule", "schedule of stages in another order", _needs_a_row, "naive, gpipe, 1f1b, looped-bfs, zb-h1"
 )  # fmt: skip
@@ -211,12 +203,12 @@ IN_A_ROW = KeyValues(
 
 # the table ------------------------------------------------------------------------------------------------------------
 
+_PLACES = "each says which rank has which layers"
 _AT_ONCE = "a layer is updated as soon as its gradient is there"
 _ALONE = "every replica trains by itself"
 _SMALLER = "whole gradients are made smaller, once a step"
 _ONE_FORM = "values have one form on the ranks that share a layer"
 _NO_SUMS = "one replica sums no gradients"
-_WHOLE_SUMS = "it sums whole gradients"
 _DECIDES_ALONE = (
     "each rank decides by what has come to it, and ranks that share a layer must decide alike: by a message at each "
     "decision, which it exists to avoid"
@@ -228,18 +220,18 @@ _DECIDES_ALONE_REPLICAS = (
 _ON_DEVICE = "versions of parameters stay on the device"
 
 EXCLUSIONS = (
-    Exclusion(PLACE, SPLIT, "each says which rank has which layers", fundamental=True),
-    Exclusion(PLACE, CHUNKS, "each says which rank has which layers", fundamental=True),
+    Exclusion(PLACE, SPLIT, _PLACES, fundamental=True),
+    Exclusion(PLACE, CHUNKS, _PLACES, fundamental=True),
+    Exclusion(PLACE, PLACING, _PLACES, fundamental=True),
     Exclusion(PLACE, IN_A_ROW, "it needs stages in a row"),
     Exclusion(OFFLOADED_PARAMETERS, ZERO_BELOW_3, "it keeps whole parameters on the device", fundamental=True),
     Exclusion(PRIORITY, CLIP, f"{_AT_ONCE}, and the norm needs all gradients", fundamental=True),
     Exclusion(PIECES, ZERO, "a layer is one message, of which each rank gets its slice"),
-    Exclusion(PRIORITY, OFFLOADED_PARAMETERS, f"{_AT_ONCE}, but its parameters come only for its forward"),
     Exclusion(PRIORITY, WHOLES, "gradients go in pieces of `bucket` MiB, or whole", fundamental=True),
     Exclusion(SPARSE, ZERO, f"{_SMALLER}; ZeRO sums slices of them"),
-    Exclusion(SPARSE, PRIORITY, f"{_SMALLER}; by priority pieces of them are sent"),
+    Exclusion(SPARSE, PIECES, f"{_SMALLER}, and not a piece of them"),
     Exclusion(COMPRESSED, LOCAL, "replicas send each other no gradients that could be made smaller", fundamental=True),
-    Exclusion(COMPRESSED, BF16, "gradients have 16 bits already, and what topk and powersgd leave out would need more"),
+    Exclusion(SHORTER, BF16, "gradients have 16 bits already", fundamental=True),
     Exclusion(LOCAL, ZERO, f"{_ALONE}, with whole states", fundamental=True),
     Exclusion(LOCAL, PRIORITY, f"{_ALONE}, and sends no gradients to others", fundamental=True),
     Exclusion(ARRIVING, STAGES, "the ranks of a pipeline would have to be given one version together"),
@@ -252,6 +244,9 @@ EXCLUSIONS = (
     ),
     Exclusion(
         SERVED_BY_PRIORITY, SIZED, "with sync=ps a layer is one message to each server, which updates it by itself"
+    ),
+    Exclusion(
+        SERVED_BY_PRIORITY, OFFLOADED_PARAMETERS, "with sync=ps the next forward's parameters come while they are away"
     ),
     Exclusion(SERVERS, ZERO, "the servers hold the optimizer's state, and share it out", fundamental=True),
     Exclusion(
@@ -279,7 +274,7 @@ EXCLUSIONS = (
     ),
     Exclusion(ZERO, UNSUMMED, "it has no replicas", fundamental=True),
     Exclusion(ZERO_ABOVE_1, ASYNCHRONOUS, "versions of parameters stay whole, and so does what makes the next one"),
-    Exclusion(OFFLOADED_STATE, ASYNCHRONOUS, f"{_ON_DEVICE}, and so does what updates them"),
+    Exclusion(OFFLOADED_PARAMETERS, ASYNCHRONOUS, _ON_DEVICE),
     Exclusion(HOST_LAYERS, ASYNCHRONOUS, _ON_DEVICE),
     Exclusion(CLIP, ASYNCHRONOUS, "the norm of all gradients is known only after a flush", fundamental=True),
     Exclusion(INFERENCE, ASYNCHRONOUS, "nothing is updated", fundamental=True),
@@ -291,10 +286,8 @@ EXCLUSIONS = (
     Exclusion(MESSAGES, UNSUMMED, _NO_SUMS, fundamental=True),
     Exclusion(ALGORITHM, UNSUMMED, _NO_SUMS, fundamental=True),
     Exclusion(ALGORITHM, OVERLAPPED, "its messages are the rank's own work"),
-    Exclusion(ALGORITHM, ZERO, _WHOLE_SUMS),
-    Exclusion(ALGORITHM, COMPRESSED, _WHOLE_SUMS),
+    Exclusion(ALGORITHM, LARGEST, "the largest numbers of all ranks are gathered, and not summed", fundamental=True),
     Exclusion(ALGORITHM, LOCAL, "replicas do not sum their gradients", fundamental=True),
-    Exclusion(ALGORITHM, HOST_LAYERS, _WHOLE_SUMS),
     Exclusion(ALGORITHM, SERVERS, "servers sum the gradients", fundamental=True),
     Exclusion(OPERATORS, EXPERTS, _ONE_FORM),
     Exclusion(EXPERTS, CONTEXT, _ONE_FORM),
@@ -311,18 +304,13 @@ EXCLUSIONS = (
     Exclusion(CONTEXT, SLICED, "a rank's part of the tokens and a slice of them are two cuts of one dimension"),
     Exclusion(EXPERTS, SLICED, "layers with experts take whole sequences"),
     Exclusion(IN_STEP, ASYNCHRONOUS, "a micro-batch waits for the update of the one before it"),
-    *(
-        Exclusion(parts, SPARSE, "gradients are sums over the ranks that share a layer, which it would make smaller")
-        for parts in (SEQUENCE, CONTEXT, EXPERTS)
-    ),
-    Exclusion(OFFLOADED_ACTIVATIONS, DYNAMIC, "copies stand in an order, which its ranks do not keep to"),
+    Exclusion(OFFLOAD, DYNAMIC, "copies stand in an order, which its ranks do not keep to"),
     Exclusion(
         ZERO_ABOVE_1,
         COPIES,
         "the copies of a stage work at different times, and would wait for each other's slices",
         fundamental=True,
     ),
-    Exclusion(CHECKED, ASYNCHRONOUS, "its ranks are at different steps, and nothing is the same on all of them"),
 )
 
 SHARED = Need("ranks that share layers", lambda plan: plan.sharing > 1, "tp=2", "tp=2")

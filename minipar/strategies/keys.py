@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from minipar.costs.quantities import quantity
 from minipar.errors import PlanError
-from minipar.program import Op, Program, collectives, repartitions
+from minipar.program import Program, collectives, comm_volume
 from minipar.strategies import draft, segments
 from minipar.strategies.exclusions import Need
 from minipar.strategies.passes import compress
@@ -271,11 +271,19 @@ def bucket(value: object) -> float | str | tuple[int, ...] | None:
 
 def check_one_group(plan: Plan, program: Program) -> None:
     """Refuse plans in which an algorithm sums gradients over more than one group of ranks on a rank: ranks that wait
-    for their groups in different orders would wait for ever."""
+    for their groups in different orders would wait for ever. And those that need a collective which it does not know.
+    """
     if plan.algorithm == ALGORITHM:
         return
     for rank in sorted(set(program.representatives)):
-        groups = {ins.group for ins in program.ranks[rank] if ins.op is Op.ALL_REDUCE and not repartitions(ins)}
+        moving = [ins for ins in program.ranks[rank] if ins.group and comm_volume.by_algorithm(program, ins)]
+        for name in dict.fromkeys(comm_volume.NAMES[ins.op] for ins in moving):
+            if plan.algorithm not in (possible := collectives.names(name)):
+                raise PlanError(
+                    f"algorithm={plan.algorithm}: knows no {name}, which zero={plan.zero} needs; possible are "
+                    f"{', '.join(possible)}, or zero=0"
+                )
+        groups = {ins.group for ins in moving}
         if len(groups) > 1:
             told = " and over ranks ".join(",".join(map(str, group)) for group in sorted(groups))
             raise PlanError(

@@ -31,6 +31,7 @@ from minipar.strategies.draft import Pass
 from minipar.strategies.keys import key, one_of, perhaps, whole
 from minipar.strategies.layout import Layout, place
 from minipar.strategies.passes import host_layers
+from minipar.strategies.passes.compress import keeps_residual
 from minipar.strategies.schedules.registry import OPTIONS
 from minipar.wording import several
 
@@ -183,7 +184,7 @@ class Plan:
     algorithm: str = key(
         keys.ALGORITHM,
         keys.SUM,
-        "by which gradients are summed over the replicas; default: in shared memory, or the backend's own",
+        "by which gradients of replicas are summed, and slices gathered; default: shared memory, or the backend's own",
     )
     extra_passes: tuple[str, ...] | str = key((), keys.PASSES, "passes of your own, by the names of @minipar.pass_")
     check: bool = key(
@@ -339,8 +340,9 @@ class Plan:
 
     @property
     def messages(self) -> float | str | tuple[int, ...]:
-        """`bucket`, or its default, which depends on `zero`."""
-        return (8 if self.zero == 3 else 25) if self.bucket is None else self.bucket
+        """`bucket`, or its default, which depends on `zero`. What leaves some of a gradient out has it whole."""
+        whole = self.overlap == "priority" and keeps_residual(self.compress)
+        return ("none" if whole else 8 if self.zero == 3 else 25) if self.bucket is None else self.bucket
 
     @property
     def cut(self) -> int | tuple[int, ...]:

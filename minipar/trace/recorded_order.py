@@ -87,8 +87,7 @@ def _of_rank(program: Program, rank: int) -> tuple[Entry, ...]:
     for ins in program.ranks[rank]:
         i = ins.step * program.microbatches + ins.microbatch
         if ins.op is Op.STEP:
-            version = max(map(version_of, ins.writes))
-            entries[UPDATE, version] = Entry(UPDATE, -1, version)
+            entries[UPDATE, ins.step + 1] = Entry(UPDATE, -1, ins.step + 1)
         elif ins.op is Op.FORWARD or ins.op in BACKWARDS:
             what = FORWARD if ins.op is Op.FORWARD else BACKWARD
             # A backward may consist of several instructions, and some of these read no parameters.

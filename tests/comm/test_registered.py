@@ -104,6 +104,10 @@ def test_a_rank_that_does_not_know_a_name_says_what_to_do(clusters):
         "dp=4 algorithm=ring overlap=none bucket=none microbatches=2 clip=0.1",
         "dp=2 pp=2 microbatches=3 algorithm=to-and-fro overlap=none bucket=0.0001",
         "pp=2 schedule=chimera microbatches=4 algorithm=to-and-fro overlap=none",
+        "dp=4 algorithm=ring overlap=none host_layers=0,2 bucket=none",
+        "dp=2 algorithm=to-and-fro overlap=none compress=powersgd:6",  # (no factors would be smaller: all is sent)
+        "dp=2 pp=2 algorithm=ring overlap=none zero=2 microbatches=3",
+        "dp=4 algorithm=halving-doubling overlap=none zero=3 bucket=none",
     ],
 )
 def test_plans_sum_gradients_by_it(clusters, text):
@@ -114,7 +118,7 @@ def test_plans_sum_gradients_by_it(clusters, text):
     assert run.program.algorithm == plan.algorithm
     assert Program.from_json(run.program.to_json()) == run.program
     row = run.program.ranks[0]
-    sums = [k for k, ins in enumerate(row) if ins.op is Op.ALL_REDUCE]
+    sums = [k for k, ins in enumerate(row) if ins.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER)]
     assert sums
     assert all(run.predicted.ends[0][k] > run.predicted.starts[0][k] for k in sums)
 
@@ -123,9 +127,11 @@ def test_what_it_does_not_go_together_with():
     minipar.collective("mine")(to_and_fro)
     with pytest.raises(PlanError, match="algorithm=other: unknown; possible are default, ring, .*mine"):
         Plan(algorithm="other")
-    for text in ("", "overlap=none zero=1", "overlap=none compress=bf16", "overlap=none local_steps=2"):
+    for text in ("", "overlap=none compress=topk:0.5", "overlap=none local_steps=2"):
         with pytest.raises(PlanError, match="algorithm=mine: not together with"):
             Plan.parse(f"dp=2 algorithm=mine {text}")
+    with pytest.raises(PlanError, match=r"algorithm=mine: knows no reduce_scatter.* possible are ring, .*, or zero=0"):
+        Plan.parse("dp=2 algorithm=mine overlap=none zero=1").compile(layers=2)
     from minipar.models.parameter_groups import shape_of
 
     shape = shape_of(list(toy(("linear", "linear"), tied=True)))

@@ -23,9 +23,10 @@ from minipar.execution.memory.stores import HostStore
 from minipar.execution.offloading import Offloading
 from minipar.execution.owners import Owner
 from minipar.execution.parameter_slices import SlicedGroup
+from minipar.execution.parameter_versions import Alive
 from minipar.execution.state import State
 from minipar.execution.streams import HostStreams
-from minipar.program import Op
+from minipar.program import Op, Value
 from minipar.server.pushing import Servers
 from minipar.server.shard import Shard
 from minipar.server.working import Worker
@@ -93,6 +94,15 @@ BUGS = {
     "pull not used": Bug("dp=2 sync=ps mode=ssp:1", r"param\(\d\) is not what was pulled", "PULL", 1),
     "update of a server left out": Bug("dp=2 sync=ps", "was not changed, though its gradient is not zero", "APPLY", 2),
     "servers clip to two norms": Bug("sync=ps servers=2 clip=0.01", "the norm of update 0 is not the same", "APPLY", 2),
+    "version overwritten": Bug(
+        "pp=2 schedule=pipedream microbatches=4", r"param\(\d\) v0 is not what the last update of it has left", "B", 0
+    ),
+    "newest version in every backward": Bug(
+        "pp=2 schedule=pipedream microbatches=4", r"param\(\d\) v0 is not what the last update of it has left", "B", 0
+    ),
+    "sum of an update left out": Bug(
+        "dp=2 pp=2 schedule=pipedream microbatches=2", "is not what the ranks gave", "ALL_REDUCE"
+    ),
 }
 
 
@@ -261,13 +271,14 @@ def swapped_slices(rank: int, put: Any) -> None:
 
 
 def slice_not_gathered(rank: int, put: Any) -> None:
-    put(SlicedGroup, "gather", lambda self, comm, ranks: [])
+    put(SlicedGroup, "gather", lambda self, comm, ranks, by: [])
 
 
 def slice_in_the_wrong_place(rank: int, put: Any) -> None:
-    def swapped(call: Any, self: Communicator, part: Any, into: Any, ranks: Any) -> Any:
-        for handle in call(self, part, into, ranks):
+    def swapped(call: Any, self: Communicator, *given: Any) -> Any:
+        for handle in call(self, *given):
             handle.wait()
+        into = given[1]
         into.copy_(into.roll(len(into) // 2))
         return []
 
@@ -403,5 +414,23 @@ def servers_clip_to_two_norms(rank: int, put: Any) -> None:
     if rank == 2:
         _around(Shard, "clip", lambda call, self, gradients, whole, most: call(self, gradients, 4 * whole, most), put)
 
+
+def version_overwritten(rank: int, put: Any) -> None:
+    def shared(call: Any, self: Alive, tensors: Any) -> Any:
+        newest = self.newest
+        call(self, tensors)
+        return newest
+
+    _around(Alive, "add", shared, put)
+
+
+def newest_version_in_every_backward(rank: int, put: Any) -> None:
+    def newest(call: Any, self: Alive, value: Value) -> None:
+        call(self, value._replace(step=max(self.alive)) if value.kind == "param" else value)
+
+    _around(Alive, "show", newest, put)
+
+
+sum_of_an_update_left_out = dropped_all_reduce
 
 PLANTERS = {name: globals()[name.replace("-", "_").replace(" ", "_")] for name in BUGS}

@@ -155,7 +155,9 @@ def _stale(dice: random.Random, facts: Facts, schedule: str, dp: int) -> Words:
     if facts.narrow and "compress" not in words and dice.random() < 0.15:
         words["precision"] = "bf16"
     if schedule != "ampnet" and dice.random() < 0.25:
-        words["offload"] = "activations"
+        words["offload"] = dice.choice(["activations", "optimizer", "activations,optimizer"])
+    if dice.random() < 0.15:
+        words["check"] = "true"
     return words
 
 

@@ -29,6 +29,12 @@ PLANS = [  # each has what once was refused, or what is easy to get wrong
     # by priority
     "dp=2 pp=2 microbatches=2 overlap=priority offload=optimizer,activations bucket=auto",
     "dp=2 pp=2 microbatches=2 overlap=priority host_layers=0,5 offload=optimizer offload_to=disk",
+    "dp=2 pp=2 microbatches=2 overlap=priority offload=parameters bucket=0.0001",
+    "dp=2 microbatches=2 overlap=priority offload=optimizer,parameters prefetch=2 host_layers=1",
+    "dp=2 pp=2 overlap=priority compress=topk:1 microbatches=2",
+    # an algorithm of one's choice
+    "dp=2 pp=2 microbatches=2 overlap=none algorithm=ring zero=1 clip=0.1",
+    "dp=4 overlap=none algorithm=halving-doubling zero=3 host_layers=1 bucket=none",
     # activations that are away, or run again
     "pp=2 schedule=zb-h1 microbatches=4 offload=activations",
     "pp=2 schedule=dualpipe-v microbatches=4 offload=activations,parameters checkpoint=1",

@@ -770,7 +770,8 @@ class _Machine:
             gradient = Value("grad_shard" if sliced else "grad", g)
             state = Value("optimizer_shard" if sliced else "optimizer_state", g)
             version = self.newest(rank, g)
-            held = Value("param_shard" if apart else "param", g, -1, version if self.stale else -1)
+            versions = self.stale is not None and not host  # (on the host there is the newest one alone)
+            held = Value("param_shard" if apart else "param", g, -1, version if versions else -1)
             content = self.take(rank, ins, held)
             name, _, updates, *owner = content
             if name != "param" or (self.stale and updates != version) or updates != ins.step:
@@ -787,7 +788,7 @@ class _Machine:
                 after.append(self.replica[rank])
             if sliced and not apart:
                 after[0] = "my slice"
-            target = held._replace(step=version + 1) if self.stale else held
+            target = held._replace(step=version + 1) if versions else held
             inside[target], inside[state] = tuple(after), (state.kind, g, updates + 1, ins.layers)
             for needed in (target, state):
                 if self.there(ins, needed) not in ins.writes:
@@ -816,7 +817,8 @@ class _Machine:
         if most is None or self.orders is not None:
             return
         for g in ins.layers:
-            alive = [v for v in self.memory[rank] if v.kind == "param" and v.index == g and v not in ins.frees]
+            mine = {*self.memory[rank], *self.underway[rank]} - {*ins.frees}
+            alive = [v for v in mine if v.kind == "param" and v.index == g]
             if len(alive) > most:
                 raise Wrong(f"rank {rank} `{ins}` leaves {len(alive)} versions of param({g}) alive")
 
@@ -960,7 +962,8 @@ class _Machine:
         there = _tier(ins.reads[0])
         names = {g: Value(f"{there} grad".strip(), g) for g in ins.layers}
         rest = {Value(f"{there} residual".strip(), g) for g in ins.layers}
-        kept = self.program.compress.startswith(("topk", "powersgd"))
+        inside = len({r - self.shard[r] for r in ins.group}) == 1  # (the ranks share their layers)
+        kept = self.program.compress.startswith(("topk", "powersgd")) and not inside
         piece = len(ins.parts) == 1 and ins.parts[0].start >= 0
         if not set(names.values()) <= set(ins.reads) <= {*names.values(), *rest}:
             raise Wrong(f"rank {rank} `{ins}` does not read what it sums")
@@ -1065,8 +1068,10 @@ class _Machine:
         memory = self.memory[rank]
         source, (target,) = ins.reads[0], ins.writes
         down = RANKS[_tier(target)] - RANKS[_tier(source)]
-        same = _home(source) == _home(target)
-        part = _home(source).kind == "param_shard" and target == Value("param", source.index)
+        version = target.step if target.kind == "param" and self.stale is not None else -1
+        plain = target._replace(step=-1) if version >= 0 else target
+        same = _home(source) == _home(plain)
+        part = _home(source).kind == "param_shard" and plain == Value("param", source.index)
         if not (same or part) or (down <= 0 if ins.op is Op.OFFLOAD else down >= 0):
             raise Wrong(f"rank {rank} `{ins}` is no copy")
         if ins.layers != (source.index,) or _home(source).kind not in (*COPIED, "optimizer_shard"):
@@ -1082,6 +1087,8 @@ class _Machine:
             ]
             if ins.op is not Op.OFFLOAD or not steps or any(other.stream != "host" for other in steps):
                 raise Wrong(f"rank {rank} `{ins}`: no STEP on the host takes this gradient")
+        if version >= 0 and content[2] != version:
+            raise Wrong(f"rank {rank} `{ins}` fetches another version")
         if part and isinstance(content, tuple):
             content = ("my slice", *content[1:])
         memory.pop(target, None)
@@ -1091,6 +1098,8 @@ class _Machine:
             memory[source] = Counter() if _home(source).kind in ("grad", "grad_shard") else "gone"
         elif source not in ins.frees:
             self.copying[rank][source] = target
+        if version >= 0:
+            self.check_alive(rank, ins)
 
     # the end
 

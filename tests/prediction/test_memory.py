@@ -148,6 +148,8 @@ def wide() -> torch.nn.Sequential:
         "dp=2 compress=topk:0.5",
         "dp=2 compress=topk:0.2 bucket=0.3",
         "dp=2 compress=powersgd:64",
+        "dp=2 compress=topk:0.2 precision=bf16 overlap=priority",
+        "dp=2 compress=powersgd:64 precision=bf16",
         "dp=2 compress=bf16 bucket=none overlap=none",
         "dp=2 compress=bf16 zero=2",
     ],

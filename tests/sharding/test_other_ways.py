@@ -65,6 +65,29 @@ def test_experts(clusters: Any, words: str) -> None:
     right(trained(clusters, MIXTURE, words, loss=models.mixture_loss), 1e-10)
 
 
+@pytest.mark.parametrize(
+    ("words", "choice"),
+    [
+        ("dp=2 tp=2 sequence_parallel=true microbatches=2", "topk"),
+        ("dp=2 context_parallel=2 bucket=none overlap=none", "topk"),
+        ("dp=2 ep=2 bucket=flat", "topk"),
+        ("dp=2 tp=2 sequence_parallel=true", "powersgd"),
+    ],
+)
+def test_what_is_made_smaller_is_the_sum_over_replicas_alone(clusters: Any, words: str, choice: str) -> None:
+    """With all numbers sent it is exact; with some of them left out the ranks that share layers stay alike."""
+    model, options = (MIXTURE, {"loss": models.mixture_loss}) if "ep" in words else (partial(gpt, tied=True), {})
+    if choice == "topk":
+        whole = trained(clusters, model, f"{words} compress=topk:1", **options)
+        assert whole.max_gradient_error() < 1e-10
+    some = f"{words} compress={'topk:0.1' if choice == 'topk' else 'powersgd:1'} check=true"
+    found = trained(clusters, model, some, check=False, **options)
+    for ins in found.program.ranks[0]:
+        if ins.op is Op.ALL_REDUCE and ins.reads[0].kind == "grad":
+            kept = any(value.kind == "residual" for value in ins.reads)
+            assert kept == (ins.group == (0, 2)) == found.program.compresses(ins)
+
+
 def test_dropout_inside_a_core_that_runs_again(clusters: Any) -> None:
     given = numbers(8), numbers(4)
     right(run(clusters, lambda: nn.Sequential(Dropping(8)), given, "tp=2 checkpoint=selective", **DROPPING))

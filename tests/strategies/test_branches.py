@@ -189,7 +189,7 @@ def test_the_picture_says_where_branches_are() -> None:
             "pp=2 place=branches schedule=interleaved",
             "with schedule=interleaved .it needs stages in a row; not built.; possible is",
         ),
-        ("pp=2 place=branches schedule=chimera", "with schedule=chimera .it needs stages in a row"),
+        ("pp=2 place=branches schedule=chimera", "with schedule=chimera .each says which rank has which layers"),
         ("pp=2 place=branches schedule=pipedream", "with schedule=pipedream .it needs stages in a row"),
         ("pp=2 place=branches schedule=terapipe", "with schedule=terapipe .it needs stages in a row"),
         ("pp=2 schedule=pipedream", "schedule=pipedream: is for chains, not of a model with branches"),

@@ -62,6 +62,16 @@ def test_what_a_message_carries():
     assert low_rank((4, 4), 2) is None  # not smaller
     both = Plan.parse("dp=2 tp=2 compress=topk:0.1").compile(layers=2)  # (shards, and what ranks have whole)
     assert [{both.groups[g].form for g in ins.layers} for ins in sums(both) if ins.group == (0, 2)] == [{"S"}, {""}]
+    first = Plan.parse("dp=2 tp=2 sequence_parallel=true compress=topk:0.1").compile(layers=2)
+    inside = [ins for ins in sums(first) if ins.reads[0].kind == "grad" and ins.group == (0, 1)]
+    assert all(first.groups[g].form == "P" for ins in inside for g in ins.layers)
+    assert {part for ins in inside for part in ins.parts} == {
+        Part(Op.ALL_REDUCE, g, size)
+        for g, group in enumerate(first.groups)
+        if group.form == "P"
+        for size in group.tensors
+    }  # (whole, and before the sum over replicas)
+    assert judge(first) == ""
     assert row_bytes(3, 4) == 24
     assert row_bytes(3, 8) == 40
     with pytest.raises(PlanError, match="needs the shapes of all tensors"):
@@ -78,7 +88,7 @@ def test_what_is_no_compression_is_refused(word):
     ("words", "says"),
     [
         ("local_steps=2", "possible is local_steps=0"),
-        ("precision=bf16", "possible is precision=float32 or compress=none"),
+        ("precision=bf16", "possible is precision=float32 or compress=topk:0.01, powersgd:1"),
     ],
 )
 def test_what_does_not_go_together_is_refused(words, says):
@@ -87,7 +97,7 @@ def test_what_does_not_go_together_is_refused(words, says):
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("words", ["zero=2", "overlap=priority"])
+@pytest.mark.parametrize("words", ["zero=2", "overlap=priority bucket=1"])
 def test_what_is_made_of_whole_gradients_is_not_made_of_parts(words):
     with pytest.raises(PlanError, match=r"compress=topk:0.1: not together with .* possible is .* or compress=bf16"):
         Plan.parse(f"dp=2 compress=topk:0.1 {words}")
@@ -114,7 +124,7 @@ def run(plan, cluster, steps=3, model=MODEL, data=None, **options):
     "words",
     [
         "dp=2 bucket=none", "dp=2 pp=2 microbatches=3 bucket=0.0001", "dp=4 bucket=flat", "dp=2 host_layers=1,3",
-        "dp=2 offload=optimizer,parameters",
+        "dp=2 offload=optimizer,parameters", "dp=2 pp=2 microbatches=2 overlap=priority",
     ],
 )  # fmt: skip
 def test_all_numbers_sent_are_no_compression(clusters, words):
@@ -150,6 +160,44 @@ def test_16_bits_are_those_of_plain_torch(clusters, words):
         halves.append({name: p.grad.to(torch.bfloat16) for name, p in model.named_parameters()})
     for name, gradient in done.gradients[0].items():
         assert torch.equal(gradient, (halves[0][name] + halves[1][name]).float())
+
+
+@pytest.mark.parametrize("words", ["", "bucket=none", "pp=2", "zero=0 clip=0.5"])
+def test_all_gradients_in_16_bits_are_those_without_compression(clusters, words):
+    """What topk sends of them are these 16 bits, and it leaves nothing out."""
+    torch.manual_seed(1)
+    data, plans = (torch.randn(8, 24), torch.randn(8, 16)), []
+    for more in ("", "compress=topk:1"):
+        plan = Plan.parse(f"dp=2 precision=bf16 {words} {more}")
+        program = plan.compile(shape_of(list(wide())))
+        assert judge(program) == ""
+        job = Job(wide, data, loss=nn.functional.mse_loss)
+        plans.append(execute(program, job, cluster=clusters(plan.ranks), passes=3).gradients)
+    for mine, theirs in zip(*plans, strict=True):
+        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def _rounded(choice):
+    """In a rank, alone: what is summed of gradients in 16 bits, and what waits."""
+    comm = communicator.create()
+    compressor, shapes = Compressor(comm, choice), [torch.Size((12, 20)), torch.Size((20,))]
+    flat, given_, sent = torch.empty(260, dtype=torch.bfloat16), torch.zeros(260), torch.zeros(260)
+    compressor.prepare((0,), flat)
+    for step in range(6):
+        flat.copy_(torch.randn(260, generator=torch.Generator().manual_seed(step)))
+        given_ += flat
+        for handle in compressor.all_reduce((0,), flat, shapes, (comm.rank,), "test"):
+            handle.wait()
+        sent += flat
+    return given_, sent, compressor.residuals[0,]
+
+
+@pytest.mark.parametrize("choice", ["topk:0.3", "powersgd:2"])
+def test_what_rounding_takes_away_waits_too(clusters, choice):
+    given_, sent, waiting = clusters(2).run(_rounded, choice)[0]
+    assert waiting.dtype == torch.float32
+    assert torch.allclose(sent + waiting, given_, atol=1e-4)
+    assert waiting.norm() > 0.1
 
 
 def _two_steps(choice, shapes, steps):
@@ -226,12 +274,19 @@ def test_at_least_one_number_is_sent_and_at_most_all(count, part):
 
 
 def test_bytes_and_memory_are_predicted_and_measured(clusters):
-    for choice in ("none", "bf16", "topk:0.05", "powersgd:1"):
+    for choice in ("none", "bf16", "topk:0.05", "powersgd:1", "topk:0.05 precision=bf16", "powersgd:1 precision=bf16"):
         found = run(
             f"dp=2 compress={choice}", clusters(2), 3, wide, (torch.randn(8, 24), torch.randn(8, 16)), memory=True,
             dtype=torch.float32, check=False,
         )  # fmt: skip
-        bytes_ = {"none": 5312, "bf16": 2656, "topk:0.05": 67 * 8, "powersgd:1": 4 * (32 + 32 + 16 + 16 + 24 + 32)}
+        exact = "precision" not in choice
+        choice, _, _ = choice.partition(" ")
+        bytes_ = {
+            "none": 5312,
+            "bf16": 2656,
+            "topk:0.05": 67 * 8 if exact else 408,
+            "powersgd:1": 4 * (32 + 32 + 16 + 16 + 24 + 32),
+        }
         assert found.bytes_sent == found.predicted.bytes_sent() == [bytes_[choice]] * 2
         kinds = [trace.peak_by_kind(0)["buffers"] for trace in (found.predicted, found.trace)]
         assert kinds[0] == (5312 if ":" in choice else 0)

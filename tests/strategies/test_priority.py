@@ -161,7 +161,6 @@ def test_a_backward_that_comes_after_a_piece_is_missed():
     [
         ("clip=1", "and the norm needs all gradients; fundamental); possible is clip=none"),
         ("zero=1 bucket=4", "each rank gets its slice; not built); possible is zero=0 or bucket=none"),
-        ("offload=parameters", "possible is offload=optimizer"),
         ("bucket=flat", "or whole; fundamental); possible is bucket=none, auto or a size"),
     ],
 )

@@ -50,6 +50,8 @@ PLANS = [
     "pp=2 schedule=ampnet microbatches=4 in_flight=1 update_every=4",
     "pp=2 schedule=pipedream microbatches=4 offload=activations",
     "pp=2 schedule=pipedream-2bw microbatches=3 checkpoint=2 offload=activations offload_to=disk",
+    "pp=2 schedule=pipedream microbatches=4 offload=optimizer",
+    "pp=4 schedule=pipedream-2bw microbatches=3 checkpoint=1 offload=optimizer,activations offload_to=disk",
     # with replicas
     "dp=2 pp=2 schedule=pipedream microbatches=3",
     "dp=2 pp=2 schedule=pipedream-2bw microbatches=2 bucket=none checkpoint=1",
@@ -59,6 +61,8 @@ PLANS = [
     "dp=2 pp=2 schedule=pipedream microbatches=3 zero=1",
     "dp=2 pp=2 schedule=pipedream-2bw microbatches=2 zero=1 bucket=none checkpoint=1",
     "dp=2 pp=2 schedule=pipedream-vertical microbatches=2 zero=1 overlap=none offload=activations",
+    "dp=2 pp=2 schedule=pipedream-vertical microbatches=3 bucket=0.0001 offload=optimizer",
+    "dp=2 pp=2 schedule=pipedream microbatches=2 zero=1 offload=optimizer",
 ]
 
 
@@ -201,7 +205,7 @@ def test_slices_are_saved_and_brought_together(clusters, tmp_path):
     assert again.max_gradient_error() <= 1e-12
 
 
-@pytest.mark.parametrize("more", ["", "dp=2 zero=1", "precision=bf16"])
+@pytest.mark.parametrize("more", ["", "dp=2 zero=1", "precision=bf16", "offload=optimizer"])
 def test_memory_of_stashed_versions_is_predicted(clusters, more):
     model = partial(toy, ("linear", "linear"), width=200)
     plan = Plan.parse(f"pp=2 schedule=pipedream-vertical microbatches=4 {more}")

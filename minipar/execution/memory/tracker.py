@@ -33,7 +33,7 @@ from minipar.execution.executor import Executor
 from minipar.execution.memory.capacity import out_of_memory
 from minipar.execution.memory.storages import FollowedStorage, Storages
 from minipar.models.tensors import differentiable, tensors
-from minipar.program import BACKWARDS, Op
+from minipar.program import BACKWARDS, Op, version_of
 from minipar.trace.memory_series import Series
 
 # The method before `noting_hooks` replaces it: a split backward notes the hooks that layers register, and does not
@@ -192,6 +192,8 @@ class Tracker(Storages):
         ins = executor.instructions[self.index] if self.index >= 0 else None
         if ins is not None and ins.op is Op.STEP:
             self._find_states()
+            self._find_versions()
+        elif ins is not None and ins.op is Op.FETCH and version_of(ins.writes[0]) >= 0:
             self._find_versions()
         elif ins is not None and ins.op is not Op.FORWARD:
             self._find_gradients(value.index for value in ins.writes if value.kind in ("grad", "grad_shard"))

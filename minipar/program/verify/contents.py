@@ -40,6 +40,7 @@ from minipar.program import (
     piece_of,
     repartitions,
     tier,
+    version_of,
 )  # fmt: skip
 from minipar.program.diagnostics import at, refuse
 from minipar.program.rule import Place
@@ -157,9 +158,10 @@ class Contents:
                 newest[value.index] = max(newest.get(value.index, 0), updates)
         for value in sorted(self.program.state[rank]) if newest else ():
             copied = home(value).kind != "residual" and (tier(value) != "device" or "param" in value.kind)
-            if copied and value.index in newest and known.get(value, 0) != newest[value.index]:
+            found = known.get(param(value.index) if version_of(value) >= 0 else value, 0)
+            if copied and value.index in newest and found != newest[value.index]:
                 raise ProgramError(
-                    f"rank {rank} ends with {value} after {several(known.get(value, 0), 'update')}, but with another"
+                    f"rank {rank} ends with {value} after {several(found, 'update')}, but with another"
                     f" copy after {newest[value.index]}: it was not copied after the last STEP"
                 )
 

@@ -32,6 +32,7 @@ from minipar.program.diagnostics import at, refuse
 from minipar.program.verify.contents import Contents
 from minipar.wording import several
 
+_MAKES = (Op.STEP, Op.FETCH)  # what makes a version on the device
 Versions = tuple[int | None, int | None]
 StepMicrobatch = tuple[int, int]  # step, micro-batch
 
@@ -40,6 +41,10 @@ def versions_of(row: Iterable[Instruction]) -> Iterator[Versions]:
     """For each instruction of a rank, the version of the parameters that it used, and the version that it made."""
     updates = 0
     for ins in row:
+        if ins.op is Op.STEP and ins.stream == "host":  # (what it updates there has no versions)
+            updates = ins.step + 1
+            yield ins.step, updates
+            continue
         named = max(map(version_of, ins.reads), default=-1)
         used = None if ins.op not in COMPUTE else named if named >= 0 else updates
         if ins.op is not Op.STEP:
@@ -72,13 +77,13 @@ def alive(row: Sequence[Instruction]) -> int:
     count: dict[int, int] = {}
     most = 1
     for ins in row:
-        for value in ins.writes if ins.op is Op.STEP else ():  # (with zero=1 it is gathered after that)
+        for value in ins.writes if ins.op in _MAKES else ():  # (with zero=1 it is gathered after that)
             if version_of(value) >= 0:
                 count[value.index] = count.get(value.index, 1) + 1
         for value in ins.frees:
             if version_of(value) >= 0:
                 count[value.index] -= 1
-        if ins.op is Op.STEP and count:
+        if ins.op in _MAKES and count:
             most = max(most, *count.values())
     return most
 
@@ -138,7 +143,27 @@ class StaleContents(Contents):
             self._contribute(rank, ins, self._bit(rank, ins))
         self._free(rank, ins.frees)
 
+    def _copy(self, rank: int, index: int, ins: Instruction) -> None:
+        """On the host there is one copy of parameters, the newest one; what is fetched from it is a version."""
+        (target,) = ins.writes
+        if target.kind != "param":
+            return super()._copy(rank, index, ins)
+        g, known = target.index, self.known[rank]
+        super()._copy(rank, index, ins._replace(writes=(param(g),)))
+        found = known.get(param_shard(g) if ins.reads[0].kind.endswith("param_shard") else param(g), 0)
+        if target.step != found:
+            raise self._refuse(rank, index, f"makes {target} of parameters after {several(found, 'update')}")
+        self.alive[rank][g] += 1
+        self._free(rank, ins.frees)
+        self._check_alive(rank, index, [g])
+
+    def _check_complete(self, rank: int, index: int, gradient: Value, found: int) -> None:
+        """What a STEP on the host takes."""
+        self._check_update(rank, index, gradient.index, self.program.ranks[rank][index].step, found)
+
     def _check_step(self, rank: int, index: int, ins: Instruction) -> None:
+        if ins.stream == "host":
+            return self._check_step_on_host(rank, index, ins)
         known = self.known[rank]
         for g in ins.layers:
             sliced = grad_shard(g) in ins.reads
@@ -161,8 +186,11 @@ class StaleContents(Contents):
             known[updated] = newest + 1
             self.alive[rank][g] = self.alive[rank].get(g, 0) + 1
         self._free(rank, ins.frees)
+        self._check_alive(rank, index, ins.layers)
+
+    def _check_alive(self, rank: int, index: int, groups: Iterable[int]) -> None:
         most = self.contract.versions
-        for g in ins.layers:
+        for g in groups:
             if most is not None and self.alive[rank][g] > most:
                 what = (
                     f"leaves {several(self.alive[rank][g], 'version')} of param({g}) alive; the program promises {most}"

@@ -47,6 +47,7 @@ from minipar.program import (
     piece_of,
     repartitions,
     tier,
+    version_of,
 )
 from minipar.program.collector import paused
 from minipar.program.diagnostics import at, refuse
@@ -348,12 +349,13 @@ def _check_copy(program: Program, rank: int, index: int, own: _State) -> None:
         raise refuse(program, rank, index, f"{where}: {ins.op.value} copies one value")
     source, target = ins.reads[0], ins.writes[0]
     down = TIERS.index(tier(target)) - TIERS.index(tier(source))
-    slice_of_it = home(source).kind == "param_shard" and target == param(source.index)
-    if not (home(source) == home(target) or slice_of_it) or (down <= 0 if ins.op is Op.OFFLOAD else down >= 0):
+    plain = target._replace(step=-1) if version_of(target) >= 0 else target  # (other tiers have the newest one alone)
+    slice_of_it = home(source).kind == "param_shard" and plain == param(source.index)
+    if not (home(source) == home(plain) or slice_of_it) or (down <= 0 if ins.op is Op.OFFLOAD else down >= 0):
         raise refuse(program, rank, index, f"{where} cannot make {target} of {source}")
     if source.microbatch >= 0 and (source.microbatch, source.step) != (ins.microbatch, ins.step):
         raise _mislabelled(program, rank, index, source)
-    if (target.microbatch, target.step) != (source.microbatch, source.step):
+    if (plain.microbatch, plain.step) != (source.microbatch, source.step):
         raise _mislabelled(program, rank, index, target)
     if ins.layers != (source.index,):
         raise refuse(program, rank, index, f"{where} copies {source}; possible is layers=({source.index},)")
@@ -446,7 +448,8 @@ def _check_sum(
     else:
         raise refuse(program, rank, index, f"{where} sums gradients, but reads none")
     read, written = (frozenset(value[:2] for value in values) for values in (ins.reads, ins.writes))
-    needed = summed | rest if program.compress.startswith(("topk", "powersgd")) else summed
+    leaves_out = program.compress.startswith(("topk", "powersgd")) and program.compresses(ins)
+    needed = summed | rest if leaves_out else summed
     piece = piece_of(ins)
     for does, found, wanted in (("read", read, needed), ("write", written, needed if piece is None else frozenset())):
         if wanted - found:

@@ -12,8 +12,13 @@ What topk and powersgd leave out is added to the next step's gradient (error fee
 `residual(g)`, which is as large as the gradient, and which the collective reads and writes. Over all ranks, the sum of
 what was sent and what is kept equals the sum of the gradients. In the program the sum is still an ALL_REDUCE; its parts
 say what is sent. Shorter numbers also travel where slices of gradients are summed (REDUCE_SCATTER), or pieces of them.
-Where ranks share layers, topk chooses among the elements of shards and among those of whole gradients in messages of
-their own: ranks have other shards, and must choose the same elements of what they have whole, or it drifts apart.
+Where ranks share layers, shards and whole gradients go in messages of their own: ranks have other shards, and must send
+the same of what they have whole, or it drifts apart. Of a gradient of which each of them makes a part, the parts are
+summed first, exactly (`forms.py`); what is made smaller is the sum over the replicas:
+
+    tp=2 dp=2      ALL_REDUCE over 0,1 [ whole gradient ]     ALL_REDUCE over 0,2 [ the largest 1 % ]
+With precision=bf16 gradients have 16 bits, and what is left out of them 32: so what rounding takes away is sent later,
+too. The numbers that topk sends have 16 bits, the factors of powersgd 32.
 With parameter servers (`parameter_server.py`) what workers push is smaller in the same way, each piece of a tensor by
 itself.
 """
@@ -32,9 +37,11 @@ from minipar.strategies.rewriting import of_groups
 
 def compress(draft: Draft) -> Draft:
     """Sums of gradients carry less than the gradients; what is left out waits for the next step."""
-    shape, choice = draft.layout.shape, draft.plan.compress
+    shape, choice, narrow = draft.layout.shape, draft.plan.compress, draft.plan.precision == "bf16"
     draft = draft.each(
-        lambda rank, row: [_smaller(each, shape, choice) for ins in row for each in _of_one_form(ins, shape, choice)]
+        lambda rank, row: [
+            _smaller(each, shape, choice, narrow) for ins in row for each in _of_one_form(ins, shape, choice)
+        ]
     )
     written = [{v for ins in row for v in ins.writes if v.kind == "residual"} for row in draft.ranks]
     return draft.each_state(lambda rank, held: held | written[rank])
@@ -66,9 +73,9 @@ def keeps_residual(choice: str) -> bool:
 
 
 def _of_one_form(ins: Instruction, shape: Shape, choice: str) -> list[Instruction]:
-    """A sum of gradients whose elements topk chooses among; as two sums, if some gradients are shards and others are
-    whole."""
-    if not choice.startswith("topk") or ins.op is not Op.ALL_REDUCE or home(ins.reads[0]).kind != "grad":
+    """A sum of gradients of which topk and powersgd leave something out; as two sums, if some gradients are shards and
+    others are whole."""
+    if not keeps_residual(choice) or ins.op is not Op.ALL_REDUCE or home(ins.reads[0]).kind != "grad":
         return [ins]
     shards = tuple(g for g in ins.layers if shape.groups[g].form == "S")
     wholes = tuple(g for g in ins.layers if g not in shards)
@@ -77,7 +84,7 @@ def _of_one_form(ins: Instruction, shape: Shape, choice: str) -> list[Instructio
     return [of_groups(ins, shards), of_groups(ins, wholes)]
 
 
-def _smaller(ins: Instruction, shape: Shape, choice: str) -> Instruction:
+def _smaller(ins: Instruction, shape: Shape, choice: str, narrow: bool) -> Instruction:
     """A sum of gradients with smaller messages; any other instruction unchanged."""
     if ins.op is Op.REDUCE_SCATTER or piece_of(ins):
         part = ins.parts[0]
@@ -87,7 +94,7 @@ def _smaller(ins: Instruction, shape: Shape, choice: str) -> Instruction:
         return ins
     tensors = [(g, t) for g in ins.layers for t in range(len(shape.groups[g].tensors))]
     messages = [tensors] if ins.parts[0].layer < 0 else [[one] for one in tensors]
-    parts = [part for one in messages for part in _carried(one, shape, choice, len(ins.group))]
+    parts = [part for one in messages for part in _carried(one, shape, choice, len(ins.group), narrow)]
     kept = tuple(map(residual, ins.layers)) if keeps_residual(choice) else ()
     return ins._replace(reads=ins.reads + kept, writes=ins.writes + kept, parts=tuple(parts))
 
@@ -96,15 +103,18 @@ def _in_16_bits(size: int, shape: Shape) -> int:
     return 2 * size // shape.itemsize
 
 
-def _carried(tensors: Sequence[tuple[int, int]], shape: Shape, choice: str, ranks: int) -> list[Part]:
-    """The parts that are sent in place of one message of these tensors, given as (parameter group, place in it)."""
+def _carried(tensors: Sequence[tuple[int, int]], shape: Shape, choice: str, ranks: int, narrow: bool) -> list[Part]:
+    """The parts that are sent in place of one message of these tensors, given as (parameter group, place in it). Their
+    bytes are to those of the shape's tensors as what is sent is to the gradients, which with `narrow` have 16 bits."""
     layer = -1 if len(tensors) > 1 else tensors[0][0]
     sizes = [shape.groups[g].tensors[t] // shape.itemsize for g, t in tensors]
     kind, _, number = choice.partition(":")
     if kind in ("bf16", "fp16"):
         return [Part(Op.ALL_REDUCE, layer, 2 * sum(sizes))]
+    item, wide = (2, 4) if narrow else (shape.itemsize, shape.itemsize)  # of a gradient, and of what is left out
     if kind == "topk":
-        return [Part(Op.ALL_GATHER, layer, ranks * row_bytes(top(sum(sizes), choice), shape.itemsize))]
+        row = row_bytes(top(sum(sizes), choice), item)
+        return [Part(Op.ALL_GATHER, layer, ranks * row * shape.itemsize // item)]
     if not shape.dims:
         raise PlanError(f"compress={choice}: needs the shapes of all tensors; compile for shape_of(model)")
     first = second = 0
@@ -112,7 +122,8 @@ def _carried(tensors: Sequence[tuple[int, int]], shape: Shape, choice: str, rank
         factors = low_rank(shape.dims[g][t], int(number))
         first += size if factors is None else factors[0] * factors[2]
         second += 0 if factors is None else factors[1] * factors[2]
-    return [Part(Op.ALL_REDUCE, layer, count * shape.itemsize) for count in (first, second) if count]
+    scale = wide * shape.itemsize // item
+    return [Part(Op.ALL_REDUCE, layer, count * scale) for count in (first, second) if count]
 
 
 def top(count: int, choice: str) -> int:

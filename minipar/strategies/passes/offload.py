@@ -10,6 +10,10 @@
 Sources: Ren et al., "ZeRO-Offload", ATC 2021 (gradients go to the host, parameters come back: 2 P bytes each way);
 Rajbhandari et al., "ZeRO-Infinity", SC 2021 (parameters, and the disk); Rhu et al., "vDNN", MICRO 2016 (activations).
 
+Without flushes a rank has several versions of its parameters, and the optimizer's copy on the host is the newest one:
+
+    B1 mb0 | OFFLOAD grad(1) | B0 mb0 | OFFLOAD grad(0) | STEP 0 on the host | FETCH param(0) v1 | STEP 1 ... | F0 mb2
+
 With offload_to=disk an optimizer state and its copy of the parameters are fetched to the host for their group's STEP,
 and written back after it. Copies in one direction run in order. What autograd keeps is copied while one compute
 instruction runs. The compute instruction after that waits for the copy. So the memory is free at that point of the
@@ -34,9 +38,10 @@ from minipar.program import (
     optimizer_state,
     param,
     param_shard,
+    version_of,
 )
 from minipar.strategies.draft import Draft
-from minipar.strategies.rewriting import also_free, copy_of, insert, of_groups, renamed, uses
+from minipar.strategies.rewriting import also_free, by_update, copy_of, insert, of_groups, renamed, uses
 
 BESIDE = 1  # compute instructions that run while a saved value is copied away
 IN_FLIGHT = 2  # gradients that are copied away at the same time; a third one waits for the first
@@ -51,24 +56,19 @@ class Away:
     to           host or disk
     prefetch     how many layers ahead parameters are fetched
     sharded      groups of which the rank has a slice of the optimizer's state
-    scattered    groups of which it has only a slice of the parameters, too
     """
 
     what: tuple[str, ...]
     to: str
     prefetch: int
     sharded: frozenset[int]
-    scattered: frozenset[int]
 
     @staticmethod
     def of(draft: Draft, rank: int) -> Away:
         """The rules of a rank, from the plan and from what the rank holds."""
         plan, held = draft.plan, draft.state[rank]
-        sharded, scattered = (
-            frozenset(value.index for value in held if value.kind == kind)
-            for kind in ("optimizer_shard", "param_shard")
-        )
-        return Away(tuple(plan.offload), plan.offload_to, plan.prefetch, sharded, scattered)
+        sharded = frozenset(value.index for value in held if value.kind == "optimizer_shard")
+        return Away(tuple(plan.offload), plan.offload_to, plan.prefetch, sharded)
 
     @property
     def far(self) -> Callable[[Value], Value]:
@@ -78,10 +78,6 @@ class Away:
     def updated(self, group: int) -> Value:
         """The parameters that a STEP on the host updates."""
         return param_shard(group) if group in self.sharded else param(group)
-
-    def held(self, group: int) -> Value:
-        """The parameters that the device has between steps."""
-        return param_shard(group) if group in self.scattered else param(group)
 
 
 def offload(draft: Draft) -> Draft:
@@ -95,8 +91,8 @@ def offload(draft: Draft) -> Draft:
         if "activations" in rule.what:
             row = _offload_activations(row, rule)
         if "optimizer" in rule.what:
-            row = _offload_gradients(row, held, draft.step)
-        return row
+            row = by_update(row, draft.step, lambda step, part: _offload_gradients(part, held, step))
+        return [each for ins in row for each in (_update([ins], rule) if ins.op is Op.STEP else [ins])]
 
     moved = draft.each(rewrite).each_update(lambda rank, row: _update(row, rules[rank]))
     return moved.each_state(lambda rank, held: _state(held, rules[rank]))
@@ -149,8 +145,9 @@ def _step(
     parameters to the device; the copies after that."""
     step = own.step
     averages = [] if average is None else [average]
+    # The parameters that the device has before and after it; without flushes these are two versions.
+    old, here = (next(v for v in values if v.kind in ("param", "param_shard")) for values in (own.reads, own.writes))
     if "optimizer" not in rule.what:
-        here = rule.held(g)
         there = rule.far(here)
         before, after = [copy_of(Op.FETCH, there, here, step)], [copy_of(Op.OFFLOAD, here, there, step, (here,))]
         return before, [own, *averages], after
@@ -160,12 +157,12 @@ def _step(
     steps = [own._replace(reads=(*gradients, *master), writes=tuple(master), frees=gradients, stream="host")]
     steps += [renamed(each, host) for each in averages]
     if "parameters" not in rule.what:
-        steps.append(copy_of(Op.FETCH, master[0], rule.held(g), step))
+        steps.append(copy_of(Op.FETCH, master[0], here, step, tuple(v for v in own.frees if v == old)))
     if rule.to != "disk":
         return [], steps, []
     before = [copy_of(Op.FETCH, disk(v), host(v), step) for v in (rule.updated(g), state)]
     # (the host's copy must stay until the device has been given the new parameters)
-    waits = () if "parameters" in rule.what else (rule.held(g),)
+    waits = () if "parameters" in rule.what else (here,)
     after = [copy_of(Op.OFFLOAD, host(v), disk(v), step, (host(v),), waits) for v in (rule.updated(g), state)]
     return before, steps, after
 
@@ -213,7 +210,8 @@ def offloaded(instructions: Iterable[Instruction]) -> frozenset[Value]:
 
 def _offload_gradients(row: Sequence[Instruction], held: Collection[Value], step: int) -> list[Instruction]:
     """`held` is what the rank holds between steps. Gradients in it are in a buffer that stays, so they are not
-    freed."""
+    freed. Without flushes a gradient goes to the host after the version that its update replaces has come."""
+    versions = {v.index: param(v.index, step) for v in held if version_of(v) >= 0}
     last: dict[int, tuple[int, Value]] = {}  # group -> place where its gradient is complete, and the gradient's value
     used: dict[Value, int] = {}  # where each value is read last (a sum may wait for the one before it)
     for k, ins in enumerate(row):
@@ -233,6 +231,7 @@ def _offload_gradients(row: Sequence[Instruction], held: Collection[Value], step
     for k, values in sorted(after.items()):
         for value in values:
             waits = tuple(out[-IN_FLIGHT:][:1]) if len(out) >= IN_FLIGHT else ()
+            waits += (versions[value.index],) if value.index in versions else ()
             frees = () if value in held else (value,)
             out.append(host(value))
             copies.setdefault(k, []).append(copy_of(Op.OFFLOAD, value, out[-1], step, frees, waits))
