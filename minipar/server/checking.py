@@ -26,7 +26,7 @@ from torch import Tensor
 from minipar.execution import facts
 from minipar.execution.checking import CheckedExecutor, checksum, failure, is_finite, left_alone, weighed_together
 from minipar.execution.facts import ALIKE, ONE, SUM, WRONG, Broken, Fact
-from minipar.program import Instruction, Op, Program, param
+from minipar.program import Instruction, Op, Program, Value, param
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server.pushing import Servers
 from minipar.server.shard import Gradients, Pushed, Shard
@@ -88,7 +88,7 @@ class CheckedWorker(CheckedExecutor, Worker):
 
     def _compare(self) -> None: ...  # (the driver does)
 
-    def _first_seen(self, g: int, index: int) -> None: ...  # (parameters come by PULLs)
+    def _first_seen(self, value: Value, index: int) -> None: ...  # (parameters come by PULLs)
 
     def _serve(self, index: int, ins: Instruction) -> None:
         if ins.op is Op.PUSH:
