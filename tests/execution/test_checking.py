@@ -180,7 +180,8 @@ def test_without_the_check_nobody_notices(clusters, name):
     cluster.run(seeded_bugs.plant, name)
     try:
         done = run(clusters, BUGS[name].plan, EASY)
-        assert len(done.losses) == 2 * done.program.losses
+        each = 1 if done.program.serving is not None else done.program.losses
+        assert len(done.losses) == 2 * each
     finally:
         cluster.run(seeded_bugs.mend)
 

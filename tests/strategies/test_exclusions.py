@@ -47,7 +47,6 @@ MADE = {
     "mode=async, ssp, k-of-n": "sync=ps mode=async",
     "on_death=continue": "sync=ps on_death=continue",
     "algorithm": "algorithm=ring",
-    "check": "check=true",
     "tp of 2 or more": "tp=2",
     "context_parallel of 2 or more": "context_parallel=2",
     "ep of 2 or more": "ep=2",
