@@ -684,7 +684,7 @@ def _work(
         for run in together:  # (all pulls that follow each other are awaited together)
             since = times[run.start][0] if run.start else begin
             times[run] = [(since, times[run.stop - 1][1])] * (run.stop - run.start)
-        sizes: dict[tuple[str | int, ...], int] = {**compute.sizes, **compute.form_sizes}
+        sizes: dict[tuple[str | int, ...], int] = dict([*compute.sizes.items(), *compute.form_sizes.items()])
         series = tracker.last if watching.series else None
         tell(Step(rank, step, record.losses[0], *counts, found, times, sizes, compute.data_bytes(), series=series))
         begin = time.perf_counter()
