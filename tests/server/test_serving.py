@@ -474,8 +474,8 @@ def test_emulated_links_of_layers_one_by_one_and_of_pipelines(emulated, words):
 
 def test_emulated_links_of_ranks_that_share_layers():
     """Their collectives take the time of links, and so do messages with servers."""
-    words, model = "tp=2 sync=ps servers=2 microbatches=2", partial(models.gpt, layers=2, **SMALL)
-    with Cluster(4, device=DeviceSpec(flops=1e7, bandwidth=1e6, latency=0.01)) as cluster:
+    words, model = "tp=2 sync=ps servers=2", partial(models.gpt, layers=1, **SMALL)
+    with Cluster(4, device=DeviceSpec(flops=1e7, bandwidth=1e6, latency=0.03)) as cluster:
         found = shortest(lambda: train(model, text(8), words, cluster=cluster, steps=2, progress=False, check=True,
                                        loss=torch.nn.functional.cross_entropy))  # fmt: skip
     assert found.max_gradient_error() <= 1e-5

@@ -11,8 +11,10 @@ from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError, ProgramError
 from minipar.program import Group, Op, Staleness
 from minipar.program.server_rule import Consistency, Kind, Mode, Row, again
-from minipar.program.shape import Shape
+from minipar.program.shape import Shape, divided, uniform
 from minipar.program.verify.service import ages
+from minipar.server.shard import ParameterKey, pieces_of
+from minipar.strategies.shares import shares_of
 
 MODES = ("sync", "async", "ssp:0", "ssp:2", "k-of-n:2/3")
 
@@ -107,6 +109,39 @@ def test_layers_served_one_by_one_are_faster():
         program = Plan.parse(f"sync=ps bucket=none overlap={overlap}").compile(shape, steps=4)
         times[overlap] = simulate(program, ByBytes(program, 40, 40)).time
     assert times["priority"] < 0.9 * times["backward"]
+
+
+@pytest.mark.parametrize("words", ["tp=2", "tp=2 sequence_parallel=true microbatches=2 overlap=priority"])
+def test_ranks_that_share_layers_are_workers_of_their_own(words):
+    shape = divided(uniform(2), 2, "sequence" in words)
+    groups = tuple(group._replace(tensors=tuple(8 * size for size in group.tensors)) for group in shape.groups)
+    program = Plan.parse(f"dp=3 sync=ps servers=2 {words}").compile(replace(shape, groups=groups), steps=2)
+    trace = simulate(program, latency=0.1)
+    assert trace.program is program
+    assert trace.staleness() == [0] * len(program.ranks)
+    assert Program.from_json(program.to_json()) == program
+    moved = [sum(p.bytes for ins in row if ins.op is Op.PUSH for p in ins.parts) for row in program.ranks[:6]]
+    assert set(moved) == {2 * sum(sum(group.tensors) for group in program.groups)}
+    updated = [p for row in program.ranks[6:] for ins in row if ins.op is Op.APPLY and ins.step == 0 for p in ins.parts]
+    for g, group in enumerate(program.groups):  # (servers have every shard)
+        count = 2 if group.form == "S" else 1
+        assert sum(part.bytes for part in updated if part.layer == g) == count * sum(group.tensors)
+    rank, first = program.ranks[1], next(ins for ins in program.ranks[1] if ins.group)
+    with pytest.raises(ProgramError, match="rank 1 never pushes"):
+        verify(program.with_rank(1, [ins for ins in rank if ins.op is not Op.PUSH or ins.step]))
+    with pytest.raises(ProgramError):
+        verify(program.with_rank(1, [ins for ins in rank if ins is not first]))
+    with pytest.raises(ProgramError, match="again"):
+        verify(program.with_rank(1, [ins for ins in rank for _ in range(1 + (ins.op is Op.PUSH and not ins.step))]))
+
+
+def test_shards_are_cut_alike_over_servers():
+    keys = [ParameterKey("a", (5, 4), "float32", (0, k, 2, 1)) for k in (0, 1)] + [ParameterKey("b", (7,), "float64")]
+    found = pieces_of(keys, 2)
+    assert [[(p.tensor, p.start, p.stop) for p in pieces] for pieces in found] == [
+        [(0, 0, 64), (1, 0, 64)], [(0, 64, 80), (1, 64, 80), (2, 0, 56)]
+    ]  # fmt: skip
+    assert shares_of([Group((0,), (80,), form="S"), Group((1,), (56,))], 2) == [{0: 64}, {0: 16, 1: 56}]
 
 
 def test_refused_orders_of_layers():
