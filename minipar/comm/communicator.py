@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from minipar.cluster import worker
-from minipar.comm import operations, packing, values
+from minipar.comm import operations, packing, playing, values
 from minipar.comm.handles import Handle, Result, StagedHandle, to_host
 from minipar.comm.operations import ALL_GATHER, ALL_TO_ALL, ALLREDUCE, REDUCE_SCATTER
 from minipar.comm.transport.interface import DONE, Transport
@@ -238,6 +238,8 @@ class Communicator:
                 made = self.group(group, self.gpus)
                 if not self.shares(made, algorithm if algorithm == "backend" else None):
                     made.backend  # noqa: B018  (this makes it)
+        if algorithm in collectives.names("allreduce"):
+            playing.make_room(self, self.device)
         world = self._world
         carrier = world.messages if self.gpus is None else self.gpus.messages
         carrier.warm_up(sorted(self.members[peer] for peer in set(peers)))

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from minipar.trace import Trace
 
 PIECE = 1 << 20  # bytes of a message, at most
+_BUFFERS = 2  # one is added while the next piece comes into the other
 _TAGS, _NUMBERS = 1 << 19, 1 << 10  # messages to one rank in one collective, and collectives under way at once
 _FIRST_TAG = 1 << 30  # beyond those of pipelines (comm/links.py); gloo's tags have 31 bits
 
@@ -93,6 +94,13 @@ def measured(program: Program, records: Sequence[Timed]) -> Trace:
 def _pool(comm: Communicator) -> list[Tensor]:
     """Receive buffers of a communicator that are free now: to make new ones would take longer than the receive."""
     return _pools.setdefault(comm, [])
+
+
+def make_room(comm: Communicator, device: torch.device) -> None:
+    """Make the receive buffers now: they belong to the way messages go, and not to what a program holds."""
+    pool = _pool(comm)
+    while sum(buffer.device == device for buffer in pool) < _BUFFERS:
+        pool.append(torch.empty(PIECE, dtype=torch.uint8, device=device))
 
 
 _pools: WeakKeyDictionary[Communicator, list[Tensor]] = WeakKeyDictionary()
@@ -257,11 +265,11 @@ class _Player:
             for handle in self.sending.pop(c, ()):
                 handle.wait()
         add, pieces, pool = _ADD[self.op], list(self._stretches(ins.layers)), _pool(self.comm)
-        buffers = [self._buffer(pool) for _ in range(min(2, len(pieces)))]
+        buffers = [self._buffer(pool) for _ in range(min(_BUFFERS, len(pieces)))]
         begin = 0.0
 
         def post(k: int) -> tuple[Tensor, Handle]:
-            into = buffers[k % 2].view(self.flat.dtype)[: pieces[k].numel()]
+            into = buffers[k % _BUFFERS].view(self.flat.dtype)[: pieces[k].numel()]
             return into, self.comm.irecv(into, peer, tags[k])
 
         following = post(0) if pieces else None

@@ -364,7 +364,7 @@ def _done(row: Sequence[Any], microbatches: int) -> list[tuple[str, int, int]]:
         i = ins.step * microbatches + ins.microbatch
         used = [v.step for v in ins.reads if v.kind == "param"]
         if ins.op.name == "STEP":
-            version = max(v.step for v in ins.writes if v.kind == "param")
+            version = ins.step + 1
             found["U", version] = version
         elif ins.op.name in ("FORWARD", "BACKWARD"):
             key = ins.op.name[0], i
