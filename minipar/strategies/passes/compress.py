@@ -12,9 +12,10 @@ What topk and powersgd leave out is added to the next step's gradient (error fee
 `residual(g)`, which is as large as the gradient, and which the collective reads and writes. Over all ranks, the sum of
 what was sent and what is kept equals the sum of the gradients. In the program the sum is still an ALL_REDUCE; its parts
 say what is sent. Shorter numbers also travel where slices of gradients are summed (REDUCE_SCATTER), or pieces of them.
-Where ranks share layers, shards and whole gradients go in messages of their own: ranks have other shards, and must send
-the same of what they have whole, or it drifts apart. Of a gradient of which each of them makes a part, the parts are
-summed first, exactly (`forms.py`); what is made smaller is the sum over the replicas:
+Where ranks share layers, topk chooses among the elements of shards and among those of whole gradients in messages of
+their own: ranks have other shards, and must choose the same elements of what they have whole, or it drifts apart. Of a
+gradient of which each of them makes a part, the parts are summed first, exactly (`forms.py`); what is made smaller is
+the sum over the replicas:
 
     tp=2 dp=2      ALL_REDUCE over 0,1 [ whole gradient ]     ALL_REDUCE over 0,2 [ the largest 1 % ]
 With precision=bf16 gradients have 16 bits, and what is left out of them 32: so what rounding takes away is sent later,
@@ -73,9 +74,9 @@ def keeps_residual(choice: str) -> bool:
 
 
 def _of_one_form(ins: Instruction, shape: Shape, choice: str) -> list[Instruction]:
-    """A sum of gradients of which topk and powersgd leave something out; as two sums, if some gradients are shards and
-    others are whole."""
-    if not keeps_residual(choice) or ins.op is not Op.ALL_REDUCE or home(ins.reads[0]).kind != "grad":
+    """A sum of gradients whose elements topk chooses among; as two sums, if some gradients are shards and others are
+    whole."""
+    if not choice.startswith("topk") or ins.op is not Op.ALL_REDUCE or home(ins.reads[0]).kind != "grad":
         return [ins]
     shards = tuple(g for g in ins.layers if shape.groups[g].form == "S")
     wholes = tuple(g for g in ins.layers if g not in shards)
