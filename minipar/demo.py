@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     print(speed_report(fast))
     write_page(drawn, fast, what, options.out)
     if options.picture:
-        drawn.trace.compare(drawn.predicted).plot().savefig(options.picture, dpi=110)
+        drawn.trace.compare(drawn.predicted).plot().savefig(options.picture, dpi=192)
     print(f"{options.out} has the timeline and the memory; {time.perf_counter() - begin:.0f} s in all")
     return 0 if first_error(drawn) <= 1e-5 and loss_error(fast) <= 1e-2 else 1
 
