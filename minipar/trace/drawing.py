@@ -174,7 +174,9 @@ def _bars(trace: Trace, scale: float, span: Span, texts: dict[tuple[str, ...], i
     for found in seen.values():
         found[:, 1:3] = found[:, 1:3].clip(*span)
     seen = {kind: found for kind, found in seen.items() if len(found)}
-    # Collectives that overlap share a lane: short ones are drawn after long ones, so that both are seen.
+    # Collectives that overlap share a lane. One that ends earlier is drawn over one that ends later and has waited for
+    # it, and a kind that takes little time over one that takes more: so each is seen.
+    seen |= {kind: found[np.argsort(-found[:, 2], kind="stable")] for kind, found in seen.items() if kind in COLLECTIVE}
     lengths = {kind: float((found[:, 2] - found[:, 1]).mean()) for kind, found in seen.items() if kind in COLLECTIVE}
     return {kind: seen[kind] for kind in sorted(seen, key=lambda kind: -lengths.get(kind, 1e300))}
 
@@ -273,11 +275,13 @@ def _draw_numbers(
     """The words on bars that have room (`labels.fitted`). `free`: of collectives, the points to the right of each bar;
     of these a bar is the part that is seen.
     Where bars overlap, a word that would stand on the one before it is left out."""
+    import numpy as np
     from matplotlib.patheffects import withStroke
 
     sizes = [size for size in SIZES if size * 1.2 <= height]
-    there = bars[:, 3] >= 0
-    if not sizes or not there.any():
+    there = np.argsort(bars[:, 1], kind="stable")
+    there = there[bars[there, 3] >= 0]
+    if not sizes or not len(there):
         return
     bars, y = bars[there], y[there]
     gap = 1.0 if free is None else 3.0  # points between two words: on hatched bars they have a halo of 1.1

@@ -402,6 +402,22 @@ def test_words_of_collectives_stand_where_their_bars_are_seen():
     assert spans[2:] == [[130, 160], [0, 40]]  # the longer side; and all of it on another rank
 
 
+def test_collectives_that_wait_for_each_other_are_seen_one_after_another():
+    """All are started at once, and end one by one: a word stands between the end before it and its own."""
+    program = Plan.parse("dp=2 bucket=none overlap=none").compile(layers=4)
+    trace = simulate(program, Costs())
+    sums = [k for k, ins in enumerate(program.ranks[0]) if ins.op is Op.ALL_REDUCE]
+    starts, ends = [list(row) for row in trace.starts], [list(row) for row in trace.ends]
+    for rank in range(2):
+        for n, k in enumerate(sums):
+            starts[rank][k], ends[rank][k] = 20.0, 24.0 + 4 * n
+    figure = drawing.draw([replace(trace, starts=starts, ends=ends)], memory=False)
+    words = [text for text in figure.axes[0].texts if text.get_text().startswith("AR")]
+    words = [text for text in words if text.get_position()[1] < 1]  # of rank 0
+    assert [text.get_text() for text in words] == ["AR 3", "AR 2", "AR 1", "AR 0"]
+    assert np.allclose([text.get_position()[0] for text in words], [22_000, 26_000, 30_000, 34_000])  # in ms
+
+
 def test_bars_without_room_do_not_make_the_words_of_others_small():
     figure = Figure(figsize=(6, 1), dpi=72)
     axes = figure.add_axes((0, 0, 1, 1))
