@@ -325,16 +325,19 @@ def _uncovered(bars: Bars) -> Bars:
 
 
 def _free(found: np.ndarray, bars: Bars, span: Span) -> np.ndarray:
-    """For each collective, how long nothing else begins on its rank's thin lane after it."""
+    """For each collective, how long its rank's thin lane is empty after it; 0 where another bar is there at its end."""
     import numpy as np
 
-    others = [bars[kind] for kind in (*COLLECTIVE, "copy") if kind in bars]
+    every = np.concatenate([bars[kind] for kind in (*COLLECTIVE, "copy") if kind in bars])
     result = np.zeros(len(found))
     for rank in np.unique(found[:, 0]).tolist():
-        starts = np.sort(np.concatenate([other[other[:, 0] == rank, 1] for other in others]))
+        lane = every[every[:, 0] == rank]
+        lane = lane[np.argsort(lane[:, 1], kind="stable")]
         mine = np.flatnonzero(found[:, 0] == rank)
-        places = np.searchsorted(starts, found[mine, 1], "right")
-        result[mine] = np.append(starts, span[1])[places] - found[mine, 2]
+        end = found[mine, 2]
+        places = np.searchsorted(lane[:, 1], end, "right")  # of the first bar that begins later
+        empty = np.append(lane[:, 1], span[1])[places] - end
+        result[mine] = np.where(np.maximum.accumulate(lane[:, 2])[places - 1] > end, 0.0, empty)
     return result
 
 
