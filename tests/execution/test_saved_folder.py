@@ -199,6 +199,9 @@ def test_an_index_cannot_name_files_outside_of_its_folder(tmp_path):
     forged(tmp_path, tensors=index["tensors"], format=2)
     with pytest.raises(SaveError, match="of format 2, but this version of minipar reads format 1"):
         open_folder(tmp_path)
+    forged(tmp_path, tensors=index["tensors"], format="\n" + 100 * "1")
+    with pytest.raises(SaveError, match=r"^[^\n]{1,200}reads format 1$"):
+        open_folder(tmp_path)
 
 
 def test_an_index_has_every_element_once_and_its_files_are_files(tmp_path):

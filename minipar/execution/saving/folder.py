@@ -265,7 +265,9 @@ def open_folder(folder: str | os.PathLike[str]) -> Saved:
         raise SaveError(damaged)
     try:
         if body["format"] != FORMAT:
-            raise SaveError(f"{index}: of format {body['format']}, but this version of minipar reads format {FORMAT}")
+            raise SaveError(
+                f"{index}: of format {body['format']!r:.40}, but this version of minipar reads format {FORMAT}"
+            )
         return _saved(path, index, body)
     except _STUMBLES as error:
         raise SaveError(f"{index}: damaged: {type(error).__name__}: {str(error)[:200]}") from None
