@@ -307,7 +307,7 @@ def _uncovered(bars: Bars) -> Bars:
 
     thin = {kind: found for kind, found in bars.items() if kind in BENEATH and kind != "receive"}
     every = np.concatenate([*thin.values(), np.zeros((0, 4))])
-    if len(every) > MANY_BARS:
+    if len(every) > MANY_NUMBERS:  # (they have no words, or few of them)
         return thin
     part = every.copy()
     for rank in np.unique(every[:, 0]):

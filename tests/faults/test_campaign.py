@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 
-from tests.faults.campaign import cases, part
+from tests.faults.campaign import cases, part, table
 
 
 def test_a_few_faults_are_explained_and_healed():
@@ -15,4 +15,6 @@ def test_a_few_faults_are_explained_and_healed():
     found = part(todo, seed=3, end=time.monotonic() + 120, show=False)
     problems = [problem for one in found.tallies for problem in one.problems]
     assert not problems, "\n".join(problems)
-    assert sum(one.tried for one in found.tallies) >= 3
+    tried = sum(one.tried for one in found.tallies)
+    assert tried >= 3
+    assert f"| all | {tried} | 100.0 % |" in table(found)
