@@ -21,6 +21,7 @@ import cloudpickle
 from minipar.cluster import stacks
 from minipar.errors import Deadlock, MiniparError, RankDied, RankError
 
+AT_WORK = "at work"  # what a rank does that waits for nobody
 _CAUSE = "The above exception was the direct cause of the following exception:"
 _CONTEXT = "During handling of the above exception, another exception occurred:"
 # Words by which gloo, NCCL and the stores report the loss of a peer, in RuntimeErrors.
@@ -206,8 +207,9 @@ def _is_of_engine(remote: Remote) -> bool:
 def as_deadlock(
     stuck: dict[int, str], ranks: Iterable[int], seconds: float, patience: float, lost: Iterable[int]
 ) -> Deadlock:
-    """The error for ranks that wait for each other; `stuck`: what each one waits for, of the `ranks` of this run.
-    Nothing has changed for so many `seconds`, as long as the driver's `patience` or less, if it is sure."""
+    """The error for ranks that wait for each other, or were stopped; `stuck`: what each one waits for, of the
+    `ranks` of this run. Nothing has changed for so many `seconds`, as long as the driver's `patience` or less, if it
+    is sure."""
     wait, *lines = who_waits(stuck, ranks)
     why = (
         f"{patience:g} s (cluster.patience)" if seconds >= patience else f"{seconds:.0f} s, and none of them can go on"
@@ -218,11 +220,14 @@ def as_deadlock(
 def who_waits(stuck: dict[int, str], ranks: Iterable[int]) -> list[str]:
     """A line that names the ranks that are `stuck`, and what each of the `ranks` of a run waits for; no line if none
     is."""
-    if not stuck:
+    waiting = [rank for rank, text in stuck.items() if text != AT_WORK]
+    if not waiting:
         return []
-    wait = "waits" if len(stuck) == 1 else "wait"
     lines = [f"rank {rank}: {stuck.get(rank, 'finished')}" for rank in sorted(ranks)]
-    return [f"{_name(list(stuck))} {wait} for what does not come", *lines]
+    if len(waiting) < len(stuck):
+        return [f"{_name(waiting)} cannot go on without help", *lines]
+    wait = "waits" if len(waiting) == 1 else "wait"
+    return [f"{_name(waiting)} {wait} for what does not come", *lines]
 
 
 def note_of(error: BaseException) -> str | None:

@@ -44,9 +44,10 @@ class Process(Protocol):
 
 
 class Zygote:
-    """The helper process of this driver; see zygote.py. Threads may share it."""
+    """The helper process of this driver; see zygote.py. Threads may share it. `settings`: of glibc (`settings_of_glibc`);
+    default: the usual ones."""
 
-    def __init__(self, keep_freed_memory: bool = True) -> None:
+    def __init__(self, settings: str | None = None) -> None:
         self.folder = scratch_folder()
         self._exits: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -65,7 +66,7 @@ class Zygote:
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # the notebook's stop button signals the kernel's whole group
             # Without this, asking whether there is a GPU would make CUDA unusable in every process forked later.
-            env={**child_environment(keep_freed_memory), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+            env={**_with_settings(settings), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         )
         theirs.close()
         spare.close()
@@ -224,10 +225,10 @@ class Spawned:
         return status
 
 
-def fork(control: int, out: int, err: int, keep_freed_memory: bool = True) -> Forked:
+def fork(control: int, out: int, err: int, settings: str | None = None) -> Forked:
     """A rank from this process's zygote. RankError when the zygote cannot run."""
     for _ in range(2):  # (only a request shows that a zygote was killed)
-        helper = zygote(keep_freed_memory)
+        helper = zygote(settings)
         try:
             return Forked(helper, helper.fork(control, out, err))
         except ConnectionError:
@@ -235,7 +236,7 @@ def fork(control: int, out: int, err: int, keep_freed_memory: bool = True) -> Fo
     raise RankError("the helper process that ranks are forked from ends at once; start='spawn' does without it")
 
 
-def spawn(control: int, out: int, err: int, keep_freed_memory: bool = True) -> Spawned:
+def spawn(control: int, out: int, err: int, settings: str | None = None) -> Spawned:
     """A rank as a fresh interpreter that inherits the three descriptors."""
     tend(scratch_folder())
     theirs, ours = os.pipe()
@@ -249,7 +250,7 @@ def spawn(control: int, out: int, err: int, keep_freed_memory: bool = True) -> S
             stdout=out,
             stderr=err,
             start_new_session=True,
-            env=child_environment(keep_freed_memory),
+            env=_with_settings(settings),
         )
     except BaseException:
         os.close(ours)
@@ -315,6 +316,21 @@ def child_environment(keep_freed_memory: bool = True) -> dict[str, str]:
     return found
 
 
+def settings_of_glibc(keep_freed_memory: bool) -> str:
+    """The settings of glibc for ranks that are started now. A rank that is started in another one's place gets those of
+    its cluster, whatever the environment says by then."""
+    return child_environment(keep_freed_memory).get("GLIBC_TUNABLES", "")
+
+
+def _with_settings(settings: str | None) -> dict[str, str]:
+    found = child_environment(settings is None)
+    if settings:
+        found["GLIBC_TUNABLES"] = settings
+    elif settings is not None:
+        found.pop("GLIBC_TUNABLES", None)
+    return found
+
+
 # The keys have the pid, since a process that the driver forked must neither use nor close the driver's helpers, and
 # glibc's settings, which a process reads when it starts.
 _zygotes: dict[tuple[int, str], Zygote] = {}
@@ -325,18 +341,18 @@ _LONGEST, _BELOW = 103, len("/minipar-12345678/cluster-12345678/1000-10.1023")
 _lock = threading.Lock()
 
 
-def zygote(keep_freed_memory: bool = True) -> Zygote:
+def zygote(settings: str | None = None) -> Zygote:
     """This process's zygote; started at the first call (seconds, while it imports torch), then kept. There is one for
     ranks that keep freed memory, one for ranks that do not, and others if the user's GLIBC_TUNABLES change: glibc reads
     its settings when a process starts."""
-    key = os.getpid(), child_environment(keep_freed_memory).get("GLIBC_TUNABLES", "")
+    key = os.getpid(), settings_of_glibc(True) if settings is None else settings
     with _lock:
         found = _zygotes.get(key)
         if found is not None and not found.alive:
             found.close()
             found = None
         if found is None:
-            found = _zygotes[key] = Zygote(keep_freed_memory)
+            found = _zygotes[key] = Zygote(key[1])
         return found
 
 

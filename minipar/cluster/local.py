@@ -84,7 +84,7 @@ class Cluster(Calling):
         folder = tempfile.mkdtemp(prefix="cluster-", dir=launch.scratch_folder())
         self._folder = folder  # where the ranks of a generation meet
         where = device if isinstance(device, str) and spec is None else "cpu"
-        self._members = Members(n, where, start, threads, keep_freed_memory, transport)
+        self._members = Members(n, where, start, threads, launch.settings_of_glibc(keep_freed_memory), transport)
         self._close = weakref.finalize(self, _end, self._members, folder)  # also at the end of the session
         self._busy = threading.Lock()
         self._run = 0
@@ -212,7 +212,7 @@ class Cluster(Calling):
         if heard.failures:
             raise as_exception(heard.failures, heard.doing, heard.lost)
         if heard.stuck is not None:
-            raise as_deadlock(heard.stuck, heard.ranks, watch.same, watch.patience, heard.lost)
+            raise as_deadlock(heard.stuck, heard.ranks, watch.lasted, watch.patience, heard.lost)
         return {rank: answer for rank, (_, answer) in heard.answers.items()}
 
     def _meeting_place(self) -> str:

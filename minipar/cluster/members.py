@@ -97,7 +97,7 @@ class Members:
     device: str
     start: str  # "fork" or "spawn"
     threads: int
-    keep_freed_memory: bool
+    settings: str  # of glibc in the ranks (`launch.settings_of_glibc`)
     transport: str
     owner: int = field(default_factory=os.getpid)
     generation: int = 0
@@ -124,7 +124,7 @@ class Members:
             self.generation += 1
             try:
                 if self.start == "fork":
-                    launch.zygote(self.keep_freed_memory)
+                    launch.zygote(self.settings)
                 for rank in missing:
                     with self.interrupts.shielded():  # else descriptors of a rank that nobody knows would stay open
                         self._start(rank)
@@ -161,7 +161,7 @@ class Members:
                         printers.append(Printer(rank, outlet, self.output))
                         ends.append(inlet)
                     start = launch.fork if self.start == "fork" else launch.spawn
-                    process: launch.Process = start(theirs.fileno(), ends[0], ends[1], self.keep_freed_memory)
+                    process: launch.Process = start(theirs.fileno(), ends[0], ends[1], self.settings)
                 undo.pop_all()
         except OSError as error:
             raise RankError(f"rank {rank} cannot be started: {error.strerror or error}") from error

@@ -11,8 +11,8 @@ one waits for another in an operation of the communicator that this machine carr
 whenever we looked, and no rank has threads of the user, which may wait for a clock and then send. The making of a group
 is doubtful, since ranks then try again from time to time.
 
-A rank that was stopped (SIGSTOP) does not go on by itself. If all others wait, it is a deadlock after `STOPPED`
-seconds.
+A rank that was stopped (SIGSTOP) does not go on by itself. After `STOPPED` seconds it is a deadlock, even where the
+others are at work: sooner or later they would wait for it.
 
 A rank that waits for its GPU spins, and uses CPU time; its notes say that it waits (device_waits.py). Its GPU may wait
 for another rank, or compute. So it counts as waiting only after several times the patience, in one and the same call.
@@ -25,6 +25,7 @@ import time
 from dataclasses import dataclass
 
 from minipar.cluster import device_waits, stacks
+from minipar.cluster.failures import AT_WORK
 from minipar.cluster.notes import Page
 from minipar.cluster.stacks import Entry, Frame
 
@@ -60,6 +61,8 @@ class Watchdog:
         self.interval = self._usual = min(max(self.patience / 5, _SHORTEST), _LONGEST)
         self._seen: dict[int, Seen] = {}
         self.same = 0.0  # seconds for which nothing has changed
+        self.lasted = 0.0  # seconds for which what `look` found has been so
+        self._stopped: dict[int, float] = {}  # for how many seconds each rank has been stopped, of those that are
         self._local = local and patience is not None
         self._still = 0.0  # seconds for which all have slept, too
         self._used: dict[int, int] = {}  # CPU time of each rank when that began
@@ -70,24 +73,28 @@ class Watchdog:
         return time.monotonic() - self._looked >= self.interval
 
     def look(self, ranks: list[Entry], others: list[Entry] | None = None) -> dict[int, str] | None:
-        """If it is a deadlock: what each of these (rank, process, page) waits for; else None. They are all ranks that
-        have not ended, and the `others` those that have."""
+        """If it is a deadlock: what each of these (rank, process, page) waits for, or does; else None. They are all
+        ranks that have not ended, and the `others` those that have."""
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, 2 * self.interval), now
         seen = {rank: _see(process.pid, page) for rank, process, page in ranks}
+        before = self._stopped
+        self._stopped = {rank: before[rank] + passed if rank in before else 0.0 for rank in seen if seen[rank].stopped}
+        longest = max(self._stopped.values(), default=0.0)
+        if longest >= min(self.patience, STOPPED) and self._stopped and self.patience < math.inf:
+            self.lasted = longest
+            return self._doings(ranks, seen)
         if seen != self._seen:
             self._seen, self.same, self._still = seen, 0.0, 0.0
             stopped = any(one.stopped for one in seen.values()) and self.patience < math.inf
             self.interval = min(self._usual, _OFTEN) if stopped else self._usual
             return None
         self.same += passed
+        self.lasted = self.same
         self._note_stillness(passed, [*ranks, *(others or [])])
         if self._still >= SURE and not any(map(stacks.has_foreign_threads, [*ranks, *(others or [])])):
             return self._waits(ranks, seen)
-        if any(one.stopped for one in seen.values()):
-            if self.same < min(self.patience, STOPPED):
-                return None
-        elif self.same < self.patience:
+        if self.same < self.patience:
             return None
         on_devices = any(device_waits.is_one(one.operation) for one in seen.values() if one.since)
         if on_devices and self.same < self.patience * _FOR_DEVICES:
@@ -106,10 +113,16 @@ class Watchdog:
         return self._waits(ranks, seen) if min(since) >= _A_WHILE else None
 
     def _waits(self, ranks: list[Entry], seen: dict[int, Seen]) -> dict[int, str] | None:
+        """What each rank waits for; None unless all of them wait."""
+        found = self._doings(ranks, seen)
+        return None if not found or AT_WORK in found.values() else found
+
+    def _doings(self, ranks: list[Entry], seen: dict[int, Seen]) -> dict[int, str]:
+        """What each rank waits for, or that it is at work."""
         now = time.monotonic()
         frames = stacks.ask(entry for entry in ranks if not seen[entry[0]].stopped)
-        texts = {rank: _describe(seen[rank], frames.get(rank, []), now, self.same) for rank in seen}
-        return {rank: text or "" for rank, text in texts.items()} if texts and all(texts.values()) else None
+        same = {rank: self._stopped.get(rank, self.same) for rank in seen}
+        return {rank: _describe(seen[rank], frames.get(rank, []), now, same[rank]) or AT_WORK for rank in seen}
 
     def _note_stillness(self, passed: float, ranks: list[Entry]) -> None:
         """Count for how long all ranks have slept, if all that have not ended wait for another one."""

@@ -21,6 +21,7 @@ import torch
 from minipar.cluster import Cluster, worker
 from minipar.cluster.launch import child_environment, interpreter
 from minipar.comm import communicator
+from minipar.errors import RankDied
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -244,6 +245,23 @@ def test_a_user_s_settings_of_glibc_come_last_and_count(monkeypatch: pytest.Monk
     assert found.startswith("glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:")
     assert found.endswith("tcache_count=0:glibc.malloc.tcache_count=7")
     assert child_environment(False)["GLIBC_TUNABLES"] == "glibc.malloc.tcache_count=7"
+
+
+def poisoned() -> bool:
+    torch.ones(1000, dtype=torch.float64)
+    return bool((torch.empty(1000, dtype=torch.float64) > 1e300).all())
+
+
+def test_a_rank_in_another_one_s_place_has_the_settings_of_its_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Cluster(2, device="cpu") as one:
+        assert one.run(poisoned) == [False, False]
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.perturb=128")
+    with Cluster(2, device="cpu") as one:
+        monkeypatch.delenv("GLIBC_TUNABLES")
+        os.kill(one.run(os.getpid)[0], signal.SIGKILL)
+        with pytest.raises(RankDied):
+            one.run(poisoned)
+        assert one.run(poisoned) == [True, True]
 
 
 DRIVER = """

@@ -369,6 +369,30 @@ def test_a_stopped_rank_is_a_deadlock(cluster: Cluster) -> None:
     assert cluster.run(sums) == [[3.0]] * 3
 
 
+def test_a_stopped_rank_is_told_while_the_others_work(cluster: Cluster) -> None:
+    """Nobody waits for it yet, as when another rank captures a model: it is told all the same, after half a second."""
+    pids = cluster.run(os.getpid)
+    patience, cluster.patience = cluster.patience, 30.0
+
+    def f() -> None:
+        rank = communicator.create().rank
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        until = time.monotonic() + 20
+        while rank != 1 and time.monotonic() < until:
+            sum(range(1000))
+
+    started = time.monotonic()
+    with pytest.raises(Deadlock, match="^rank 1 cannot go on without help: no progress for 1 s") as caught:
+        cluster.run(f)
+    cluster.patience = patience
+    assert time.monotonic() - started < 5
+    assert "\nrank 0: at work\nrank 1: stopped (SIGSTOP) for at least 0." in str(caught.value)
+    after = cluster.run(os.getpid)
+    assert [a == b for a, b in zip(after, pids, strict=True)] == [True, False, True]
+    assert cluster.run(sums) == [[3.0]] * 3
+
+
 def test_a_long_message_to_a_stopped_rank_ends_it(cluster: Cluster) -> None:
     """The driver does not wait for ever until the rank takes it."""
     os.kill(cluster.run(os.getpid)[1], signal.SIGSTOP)
