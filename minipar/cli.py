@@ -350,7 +350,7 @@ def _nodes(name: str, plan: Plan) -> Shape:
 
     x, _ = data.for_model(name).batch(0, 1)
     slices = token_ranges(plan.cut, count_tokens([x])) if plan.slice_count > 1 else ()
-    return shape_of(local_model(models.build(name), 0, plan.sharing, x, annotations_of(plan), plan.inputs, slices))
+    return shape_of(local_model(models.build(name), 0, Mesh(plan.shared), x, annotations_of(plan), plan.inputs, slices))
 
 
 def _show_simulate(result: dict[str, Any]) -> str:

@@ -15,6 +15,7 @@ from minipar.cluster.ranks import Ranks
 from minipar.execution.execution import Execution, Job, PickledGraphs, captured_once, execute
 from minipar.models.parameter_groups import shape_of
 from minipar.program import Synchronous
+from minipar.program.mesh import Mesh
 from minipar.training.plainly import task_of
 from minipar.training.reference import Reference, gradient_error, run
 from minipar.training.training import Run, annotations_of
@@ -39,7 +40,7 @@ def check(
     ranks, built = clusters(plan.ranks), job.build()
     if plan.sharing > 1:
         job = captured(replace(job, annotations=annotations_of(plan)), plan.sharing, plan.cut, ranks)
-        shape = shape_of(job.share(built, 0, plan.sharing, plan.inputs, plan.cut))
+        shape = shape_of(job.share(built, 0, Mesh(plan.shared), plan.inputs, plan.cut))
     else:
         shape = replace(shape_of(built), names=tuple(built._modules))
     program = plan.compile(shape)

@@ -44,8 +44,8 @@ class Process(Protocol):
 
 
 class Zygote:
-    """The helper process of this driver; see zygote.py. Threads may share it. `settings`: of glibc (`settings_of_glibc`);
-    default: the usual ones."""
+    """The helper process of this driver; see zygote.py. Threads may share it. `settings`: of glibc; default: the usual
+    ones (`settings_of_glibc`)."""
 
     def __init__(self, settings: str | None = None) -> None:
         self.folder = scratch_folder()

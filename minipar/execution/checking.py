@@ -48,6 +48,7 @@ from minipar.execution.mean_loss import Target
 from minipar.execution.owners import Owner
 from minipar.execution.parameter_slices import SlicedGroup
 from minipar.execution.parameter_versions import Versioned
+from minipar.execution.repartition import rows_between
 from minipar.models.losses import option, scalar
 from minipar.models.tensors import tensors
 from minipar.program import (
@@ -64,7 +65,7 @@ from minipar.program import (
     repartitions,
     tier,
 )
-from minipar.program.forms import PARTIAL, WHOLE, letters, shard_of
+from minipar.program.forms import PARTIAL, WHOLE, along, changed_axis, letters, shard_of
 from minipar.sharding.nodes import Cut
 
 _PERIOD = 65_537  # of the weights; a prime, so that no size of a tensor is a multiple of it by chance
@@ -288,7 +289,7 @@ class CheckedExecutor(Executor):
         return tuple(
             rank
             for rank, held in enumerate(program.placement)
-            if not used.isdisjoint(held) and (program.groups[g].form != "S" or program.shard(rank) == program.shard(me))
+            if not used.isdisjoint(held) and program.part(rank, g, "S") == program.part(me, g, "S")
         )
 
     def _version(self, values: Iterable[Value], g: int) -> Value:
@@ -362,7 +363,7 @@ class CheckedExecutor(Executor):
         program, rank = self.program, self.comm.rank
         last = {ins.step: k for k, ins in enumerate(self.instructions)
                 if ins.op is Op.FORWARD and ins.layers[-1] == program.layers - 1}  # fmt: skip
-        if program.shard(rank) == 0 or program.inputs:
+        if self.compute.is_first("S0", "S1"):
             for step, index in last.items():
                 share = self.shares.get(step, 0.0)
                 of_all = f"the shares of micro-batches in the loss of step {self.base + step}"
@@ -445,11 +446,14 @@ class CheckedExecutor(Executor):
             self._here(ins, f"{value} has numbers that are infinite or no numbers")
         if program.sharing == 1 or value.kind not in MOVED:
             return
-        for k, (tensor, letter) in enumerate(zip(several, letters(value.form, len(several)), strict=True)):
-            if tensor is not None and letter == WHOLE and tensor.is_floating_point():
-                what = f"{value} ({k}) of step {value.step} after {ins.op.name}"
-                numbers, near = [weighed(tensor), _norm(tensor)], _tolerance(tensor.dtype)
-                self._note(NEAR, what, self._at(ins), program.sharers(rank), numbers, near)
+        for number, axis in enumerate(program.sharing_axes):
+            for k, (tensor, letter) in enumerate(
+                zip(several, letters(along(value.form, number), len(several)), strict=True)
+            ):
+                if tensor is not None and letter == WHOLE and tensor.is_floating_point():
+                    what = f"{value} ({k}) of step {value.step} after {ins.op.name}" + f" along {axis}" * (number > 0)
+                    numbers, near = [weighed(tensor), _norm(tensor)], _tolerance(tensor.dtype)
+                    self._note(NEAR, what, self._at(ins), program.sharers(rank, (axis,)), numbers, near)
 
     # gradients -------------------------------------------------------------------------------------------------------
 
@@ -593,9 +597,9 @@ class CheckedExecutor(Executor):
         if repartitions(ins):
             self._read(ins, self.live)
             (source,), (target,) = ins.reads, ins.writes
-            for k, (tensor, old, new) in enumerate(self._changing(ins, self.live.get(source), source, target)):
+            for k, (tensor, old, new, rows) in enumerate(self._changing(ins, self.live.get(source), source, target)):
                 if tensor is not None:
-                    product = self._of_form(tensor, old, old, new, ins)
+                    product = self._of_form(tensor, old, old, new, ins, rows)
                     yield str(k), [product, _norm(tensor) ** 2, old == WHOLE, _tolerance(tensor.dtype)]
             return
         if ins.op in (Op.NORM, Op.ALL_GATHER) or not ins.reads:
@@ -637,20 +641,25 @@ class CheckedExecutor(Executor):
 
     def _changing(
         self, ins: Instruction, content: Any, source: Value, target: Value
-    ) -> Iterator[tuple[Tensor | None, str, str]]:
-        """The tensors of a value that change their form, with the letters before and after."""
+    ) -> Iterator[tuple[Tensor | None, str, str, int]]:
+        """The tensors of a value that change their form along an axis, with the letters before and after, and the rows
+        that are left to this axis."""
         several = _several(content)
-        olds, news = letters(source.form, len(several)), letters(target.form, len(several))
-        for tensor, old, new in zip(several, olds, news, strict=True):
-            yield (tensor if old != new and tensor is not None and tensor.is_floating_point() else None), old, new
+        axis = changed_axis(source.form, target.form) or 0
+        olds, news = (letters(along(value.form, axis), len(several)) for value in (source, target))
+        counts = [count for _, count in self.compute.places]
+        rows = rows_between(source.form, target.form, counts, self.compute.rows.number(ins), len(several))
+        for tensor, old, new, left in zip(several, olds, news, rows, strict=True):
+            changes = old != new and tensor is not None and tensor.is_floating_point()
+            yield (tensor if changes else None), old, new, left
 
-    def _of_form(self, tensor: Tensor, letter: str, old: str, new: str, ins: Instruction) -> float:
+    def _of_form(self, tensor: Tensor, letter: str, old: str, new: str, ins: Instruction, rows: int) -> float:
         """A rank's part of a value's product with the weights; of forms that weights do not fit, its squares."""
         if not all(each in (WHOLE, PARTIAL) or each[0] == "S" for each in (old, new)):
             return _norm(tensor) ** 2
         if letter in (WHOLE, PARTIAL):
             return weighed(tensor)
-        dim, pieces = shard_of(letter, self.compute.rows.number(ins))
+        dim, pieces = shard_of(letter, rows)
         cut = Cut(dim, ins.group.index(self.comm.rank), len(ins.group), pieces)
         shape = cut.whole_shape(tensor.shape)
         dtype = torch.float64 if tensor.dtype == torch.float64 else torch.float32
@@ -669,12 +678,11 @@ class CheckedExecutor(Executor):
             (source,), (target,) = ins.reads, ins.writes
             if target not in self.live:
                 return
-            several = _several(self.live[target])
-            for k, tensor in enumerate(several):
+            changes = self._changing(ins, self.live[target], source, target)
+            for k, (tensor, old, new, rows) in enumerate(changes):
                 if str(k) in began and tensor is not None:
                     product, square, whole, near = began[str(k)]
-                    old, new = letters(source.form, len(several))[k], letters(target.form, len(several))[k]
-                    after = self._of_form(tensor, new, old, new, ins)
+                    after = self._of_form(tensor, new, old, new, ins, rows)
                     numbers = [product, after, square, whole, new == WHOLE]
                     if "M" not in (old, new):
                         self._note(SUM, f"{name} ({k})", index, ins.group, numbers, near)

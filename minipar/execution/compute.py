@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial, reduce
+from math import prod
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from minipar.models import randomness
 from minipar.models.mixture_gpt import LoadCount
 from minipar.models.tensors import count_bytes, detach, differentiable, map_tensors, take_rows
 from minipar.program import COPIES, Instruction, LayerRun, Op, Program, Value, grad_output, home, output
+from minipar.program.forms import parts_of
 from minipar.program.graph_cuts import pieces_of
 from minipar.strategies.passes import host_layers, offload
 
@@ -86,7 +88,8 @@ class Compute:
         self.posts = posts  # whether gradients that are sent must have the form of the output
         self.seed, self.generators = seed, randomness.generators(device)
         self.rank, self.device = rank, device
-        self.place = program.shard(rank), program.sharing
+        self.places = program.places(rank) if program.sharing > 1 else ()
+        self.inputs = parts_of(program.inputs, len(self.places)) if self.places else []
         self.on_host, _ = host_layers.computed(program.ranks[rank])
         self.layers = {layer: row_major(layers[layer]).to(self.place_of(layer)) for layer in held}
         self.remembered = {layer: Remembered(layers[layer]) for layer in held}
@@ -151,7 +154,7 @@ class Compute:
         dropouts = randomness.row_dropouts(module)
         if dropouts:
             run = layer_calls.by_row(run, dropouts)
-        if self.place[0] == 0 or self.program.inputs == "S0":  # of ranks that route the same rows, the first
+        if self.is_first("S0"):  # of ranks that route the same rows
             run = layer_calls.counting(run, layer, self.experts)
         return layer_calls.seeded(run, layer, self.seed, self.generators)
 
@@ -190,7 +193,7 @@ class Compute:
         for piece in self.pieces[ins.layers, ins.microbatch]:
             if self.program.forms:
                 reads = self.program.forms[piece[0]].reads
-                value = repartition.own_shard(value, reads, *self.place, self.rows.number(ins))
+                value = repartition.own_shard(value, reads, self.places, self.rows.number(ins))
             trains, handed_on = piece[0] in trained, self._output(piece[-1], ins, written=True)
             # (`data` has a version of its own: writing into it would not spoil what other graphs have saved.)
             given = detach(map_tensors(value, lambda t: t.data), requires_grad=piece[0] > self.program.first_trainable)
@@ -228,7 +231,12 @@ class Compute:
 
     def _part(self, value: Any) -> Any:
         """What this rank has of rows or targets that the ranks which share layers have in parts."""
-        return repartition.part_of_batch(value, self.program.inputs, *self.place)
+        return repartition.part_of_batch(value, self.program.inputs, self.places)
+
+    def is_first(self, *different: str) -> bool:
+        """Whether this rank is the first of those that share its layers and have the same of the batch: ranks have
+        `different` parts of it along some axes."""
+        return all(k == 0 or part in different for (k, _), part in zip(self.places, self.inputs, strict=True))
 
     def _output(self, layer: int, ins: Instruction, written: bool = False) -> Value:
         """The output of a layer, in the form in which an instruction reads or writes it."""
@@ -245,7 +253,8 @@ class Compute:
     def _target(self, ins: Instruction, part: BatchPart, rows: range) -> Target:
         """What the output of the last layer is compared with. (It is counted on the host, where it comes from.)"""
         y, last = take_rows(part.y, rows), self.program.layers - 1
-        share = self.sequence.share(y, ins) / (self.place[1] if self.program.inputs == "S1" else 1)
+        tokens = prod(count for (_, count), part in zip(self.places, self.inputs, strict=True) if part == "S1")
+        share = self.sequence.share(y, ins) / tokens
         target = self.loss.target(y, self._part(self.sequence.cut(y, ins)), share, part.weight)
         return target._replace(y=map_tensors(target.y, lambda t: self._placed(last, t, t.dtype)))
 
@@ -272,8 +281,8 @@ class Compute:
         if self.finite is not None:
             check = partial(self.finite, step=self.rows.base + ins.step, microbatch=ins.microbatch, rows=rows)
             self.later.check(loss, check)
-        if self.program.shard(self.rank) and not self.program.inputs:
-            return  # every rank that shares the last layer has the same loss, which counts once
+        if not self.is_first("S0", "S1"):
+            return  # ranks that share the last layer and have the same rows have the same loss, which counts once
         part = every or self.rows.share(ins.step)
         self.losses[k] = self.losses[k] + (loss if part == 1 else loss * part)
 
@@ -367,7 +376,7 @@ class Compute:
         if received is None or not self.program.forms:
             return received
         form = self.program.forms[piece[-1]].grad_reads
-        taken: list[Tensor | None] = repartition.own_shard(received, form, *self.place, self.rows.number(ins))
+        taken: list[Tensor | None] = repartition.own_shard(received, form, self.places, self.rows.number(ins))
         return repartition.without_counts(taken, form)
 
     def _with_counts(

@@ -156,16 +156,18 @@ class Job:
         model = self.build()
         if program.sharing == 1:
             return model
-        return self.share(model, program.shard(rank), program.sharing, program.inputs, program.slices)
+        return self.share(model, program.shard(rank), program.sharing_mesh, program.inputs, program.slices)
 
     def share(
-        self, model: nn.Module, index: int, count: int, inputs: str = "", slices: int | tuple[int, ...] = 1
+        self, model: nn.Module, index: int, sharers: int | Mesh, inputs: str = "", slices: int | tuple[int, ...] = 1
     ) -> ShardedModel:
-        """The nodes that rank `index` of `count` sharing ranks has of a model; `inputs` and `slices`: see `Program`."""
+        """The nodes that one of the ranks which share layers has of a model. `sharers`: how many there are, or along
+        which axes; `inputs` and `slices`: see `Program`."""
+        count = sharers if isinstance(sharers, int) else sharers.size
         known = self.graphs is not None and self.graphs[:2] == (count, slices)
         graphs = unpickled(self.graphs.data) if known and self.graphs is not None else None
         x, cut = self._example(slices)
-        return local_model(model, index, count, x, self.annotations, inputs, cut, graphs)
+        return local_model(model, index, sharers, x, self.annotations, inputs, cut, graphs)
 
     def capture(self, count: int, slices: int | tuple[int, ...]) -> PickledGraphs | None:
         """In one rank: the model as graphs, for all ranks that share it. None where graphs cannot be sent."""
@@ -600,7 +602,7 @@ def profile_job(
     model = built.to(worker.context().device)
     whole = model
     if plan.sharing > 1:
-        model = job.share(whole, 0, plan.sharing, plan.inputs, plan.cut)
+        model = job.share(whole, 0, Mesh(plan.shared), plan.inputs, plan.cut)
     (x, y), of = job.sample(max(rows))
     sizes = tuple(count_bytes(part) * of // max(1, count_rows(part)) for part in (x, y))  # (a rank keeps them as given)
     if plan.precision == "bf16":

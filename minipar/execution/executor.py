@@ -382,7 +382,14 @@ class Executor:
     def _collective(self, index: int, ins: Instruction) -> Mark | None:
         """Start a collective. Returns when it ends, if the device knows that; else it is noted when it has ended."""
         handles = (
-            repartition.start(ins, self.live, self.comm, self.compute.rows.number(ins), self.compute.weigh_form)
+            repartition.start(
+                ins,
+                self.live,
+                self.comm,
+                self.compute.rows.number(ins),
+                self.compute.weigh_form,
+                [count for _, count in self.compute.places],
+            )
             if repartitions(ins)
             else self.state.start(ins, self._weight(ins))
         )
@@ -459,19 +466,19 @@ class Executor:
                     for p, grad in self.state.gradients([g]):
                         name = self.names[id(p)]
                         own = grad * share if isinstance(grad, Tensor) and share != 1 else grad
-                        if self._has_another(g, name in self.cuts):
+                        if self._has_another(g):
                             continue
                         kept[name] = Shard(self.cuts[name], own) if name in self.cuts else own
         self.state.step(ins)
 
-    def _has_another(self, group: int, cut: bool) -> bool:
+    def _has_another(self, group: int) -> bool:
         """Whether an earlier rank of the same replica brings the same gradient, where those of replicas that train
-        alone are added. cut: each rank that shares the layer has a part of it."""
+        alone are added."""
         program, rank = self.program, self.comm.rank
         if not isinstance(program.contract, Local):
             return False
         before = range(program.replica(rank) * (program.workers // program.replicas), rank)
-        alike = [r for r in before if not cut or program.shard(r) == program.shard(rank)]
+        alike = [r for r in before if program.part(r, group, "S") == program.part(rank, group, "S")]
         return any(home(v).kind == "param" and v.index == group for r in alike for v in program.state[r])
 
     def size(self, value: Value) -> int:

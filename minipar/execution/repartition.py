@@ -25,7 +25,19 @@ from minipar.errors import RankError
 from minipar.models.tensors import differentiable, map_tensors, tensors
 from minipar.program import Instruction, Op, Value
 from minipar.program.comm_volume import changing
-from minipar.program.forms import COUNTS, letters, shard_of
+from minipar.program.forms import (
+    COUNTS,
+    WHOLE,
+    along,
+    axes_in,
+    changed_axis,
+    letter_of,
+    letters,
+    needed,
+    parts_of,
+    rows_left,
+    shard_of,
+)
 from minipar.sharding import unequal
 from minipar.sharding.nodes import Cut
 
@@ -33,22 +45,30 @@ Finish = Callable[[], Tensor]  # the tensor in its new form, once the messages a
 
 
 def start(
-    ins: Instruction, live: dict[Value, Any], comm: Communicator, rows: int, weigh: Callable[[Value, Any], None]
+    ins: Instruction,
+    live: dict[Value, Any],
+    comm: Communicator,
+    rows: int,
+    weigh: Callable[[Value, Any], None],
+    counts: Sequence[int] = (),
 ) -> list[Handle]:
     """Start a collective; the value is there in its new form when all handles were waited for.
 
     rows    of the micro-batch
     weigh   notes how large the value is in its new form, and what of it changes
+    counts  how many ranks there are along each axis
     """
     (source,), (target,) = ins.reads, ins.writes
     content = live[source]
     several = content if isinstance(content, list) else tensors(content)  # (gradients are a list, None among them)
     handles: list[Handle] = []
     changed: list[Finish | None] = []
-    before, after = letters(source.form, len(several)), letters(target.form, len(several))
+    axis = changed_axis(source.form, target.form) or 0
+    before, after = (letters(along(value.form, axis), len(several)) for value in (source, target))
     table: unequal.Table = []
     moving: list[Tensor | None] = []
-    for tensor, old, new in zip(several, before, after, strict=True):
+    left = rows_between(source.form, target.form, counts, rows, len(several))
+    for tensor, old, new, own_rows in zip(several, before, after, left, strict=True):
         if old == COUNTS and any(letter[0] == "U" for letter in before):
             table = unequal.table_of(tensor, len(ins.group))
         if old != new:
@@ -60,7 +80,7 @@ def start(
             handle, finish = _exchange(tensor.detach(), int(old[1]), table, ins, comm)
             moving[-1] = _like_equal_parts(tensor, int(old[1]), table, ins.group.index(comm.rank))
         else:
-            handle, finish = _change(tensor.detach(), old, new, ins, comm, rows)
+            handle, finish = _change(tensor.detach(), old, new, ins, comm, own_rows)
         handles.append(handle)
         changed.append(finish)
 
@@ -74,6 +94,16 @@ def start(
         put()
         return []
     return [*handles[:-1], Then(handles[-1], put)]
+
+
+def rows_between(
+    before: str, after: str, counts: Sequence[int], rows: int, tensors_of_it: int, axis: int | None = None
+) -> list[int]:
+    """For each tensor of a value that changes its form along an axis, how many of the micro-batch's rows are left to
+    that axis by those that cut before it. `axis`: by default the only one on which the forms differ."""
+    axis = changed_axis(before, after) or 0 if axis is None else axis
+    both = zip(letters(before, tensors_of_it), letters(after, tensors_of_it), strict=True)
+    return [rows_left(old if "r" in old else new, axis, counts, rows) for old, new in both]
 
 
 def _rebuilt(content: Any, made: Iterator[Any]) -> Any:
@@ -129,7 +159,7 @@ def in_gradient(given: Any, reads: str) -> list[Tensor]:
     if COUNTS not in reads:
         return differentiable(given)
     found = zip(tensors(given), letters(reads), strict=True)
-    return [tensor for tensor, letter in found if letter == COUNTS or differentiable(tensor)]
+    return [tensor for tensor, letter in found if COUNTS in letter or differentiable(tensor)]
 
 
 def with_counts(gradients: Sequence[Tensor | None], given: Any, reads: str) -> list[Tensor | None]:
@@ -144,27 +174,43 @@ def without_counts(gradients: list[Tensor | None], form: str) -> list[Tensor | N
     """The gradients alone, as autograd takes them."""
     if COUNTS not in form:
         return gradients
-    return [gradient for gradient, letter in zip(gradients, letters(form), strict=True) if letter != COUNTS]
+    return [gradient for gradient, letter in zip(gradients, letters(form), strict=True) if COUNTS not in letter]
 
 
-def own_shard(content: Any, form: str, index: int, count: int, rows: int) -> Any:
-    """What rank `index` of `count` reads of a value: of tensors with the letter C its shard, the others as they are."""
+Places = Sequence[tuple[int, int]]  # along each axis the place of a rank, and how many ranks there are
+
+
+def own_shard(content: Any, form: str, places: Places, rows: int) -> Any:
+    """What a rank reads of a value: of tensors with the letter C its shard, the others as they are."""
     if "C" not in form:
         return content
     several = content if isinstance(content, list) else tensors(content)
-    made = [
-        _parts(tensor, letter, count, rows)[index].contiguous() if letter[0] == "C" and tensor is not None else tensor
-        for tensor, letter in zip(several, letters(form), strict=True)
-    ]
+
+    def own(tensor: Tensor | None, letter: str) -> Tensor | None:
+        parts, counts = parts_of(letter, len(places)), [count for _, count in places]
+        for axis in range(len(places)):
+            if parts[axis][0] == "C" and tensor is not None:
+                own = letter_of(["S" + part[1:] if part[0] == "C" else part for part in parts])
+                left = rows_left(own, axis, counts, rows)
+                tensor = _parts(tensor, parts[axis], counts[axis], left)[places[axis][0]].contiguous()
+        return tensor
+
+    made = [own(tensor, letter) for tensor, letter in zip(several, letters(form), strict=True)]
     return made if isinstance(content, list) else _rebuilt(content, iter(made))
 
 
-def part_of_batch(content: Any, form: str, index: int, count: int) -> Any:
-    """What rank `index` of `count` has of rows, of which each of these ranks has a part: `form` of "S0" rows, of "S1"
-    tokens. Tensors without such a dimension are the same for all. Errors: RankError for parts that are not equal."""
+def part_of_batch(content: Any, form: str, places: Places) -> Any:
+    """What a rank has of rows, of which ranks have parts along some axes: `form` of "S0" rows, of "S1" tokens. Tensors
+    without such a dimension are the same for all. Errors: RankError for parts that are not equal."""
     if not form:
         return content
-    dim = int(form[1:])
+    for (index, count), part in zip(places, parts_of(form, len(places)), strict=True):
+        if part != WHOLE:
+            content = _part_along(content, int(part[1:]), index, count)
+    return content
+
+
+def _part_along(content: Any, dim: int, index: int, count: int) -> Any:
 
     def part(tensor: Tensor) -> Tensor:
         if tensor.dim() <= dim:
@@ -180,17 +226,19 @@ def part_of_batch(content: Any, form: str, index: int, count: int) -> Any:
     return map_tensors(content, part)
 
 
-def alone(content: Any, before: str, after: str, count: int, rows: int) -> Any:
+def alone(content: Any, before: str, after: str, counts: Sequence[int], rows: int) -> Any:
     """A value of the shapes that it would have in another form, made by one rank alone: for measuring, since its
-    numbers are not those of the other ranks. Unequal shards are as large as if all columns of the counts were alike."""
+    numbers are not those of the other ranks. Unequal shards are as large as if all columns of the counts were alike.
+
+    counts   how many ranks there are along each axis
+    """
     found = tensors(content)
-    changed = iter(
-        [
-            _shaped(tensor, old, new, count, rows)
-            for tensor, old, new in zip(found, letters(before, len(found)), letters(after, len(found)), strict=True)
-        ]
-    )
-    return _rebuilt(content, changed)
+    for axis in reversed(range(axes_in(before, after))):
+        olds, news = (letters(along(form, axis), len(found)) for form in (before, after))
+        left = rows_between(before, needed(after), counts, rows, len(found), axis)
+        both = zip(found, olds, news, left, strict=True)
+        found = [_shaped(tensor, old, new, counts[axis], of) for tensor, old, new, of in both]
+    return _rebuilt(content, iter(found))
 
 
 def _shaped(tensor: Tensor, old: str, new: str, count: int, rows: int) -> Tensor:

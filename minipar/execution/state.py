@@ -264,7 +264,8 @@ def choose_owners(
     found: list[Owner] = []
     for g, params in enumerate(groups):
         group = program.groups[g]
-        holders = max(1, program.holders[g] // (program.sharing if group.form == "S" else 1))
+        shards = program.part(comm.rank, g, "S")[1]
+        holders = max(1, program.holders[g] // shards)
         if isinstance(program.contract, Local):
             holders = max(1, holders // program.replicas)
         if g in sliced:
@@ -275,7 +276,7 @@ def choose_owners(
                 if g in versioned
                 else SlicedGroup(g, params, group, *place, narrow, g in program.scattered)
             )
-            found[g].holders = 1 if group.form == "S" else program.sharing
+            found[g].holders = program.sharing // shards
         elif g in versioned and g in on_host:
             found.append(FetchedVersions(g, params, group, holders, narrow))
         elif g in versioned and program.in_flight is None:

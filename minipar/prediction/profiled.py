@@ -228,8 +228,8 @@ class ProfiledCosts:
             self._shares.extend(shares_of(self.program.groups, self.program.serving.servers))
         g = value.index
         part = self._shares[rank - self.program.workers].get(g, 0)
-        if value.kind != "pushed" and self.program.groups[g].form == "S":
-            part *= self.program.sharing
+        if value.kind != "pushed":
+            part *= self.program.groups[g].shards(self.program.sharing_mesh)
         whole = max(1, self.profile.gradient_bytes[g])
         return self.profile.optimizer_bytes[g] * part // whole if value.kind == "served_state" else part
 

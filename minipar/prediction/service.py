@@ -83,7 +83,7 @@ class _Simulated:
         self.loop = EventLoop(self._speeds)
         self.workers = program.workers
         self.servers = range(self.workers, len(program.ranks))
-        self.shares = kept_shares(shares_of(program.groups, serving.servers), program.groups, program.sharing)
+        self.shares = kept_shares(shares_of(program.groups, serving.servers), program.groups, program.sharing_mesh)
         mode = Mode.parse(serving.mode, program.replicas)
         self.rule = Consistency(mode, self.workers, program.steps)
         self.blocks: list[dict[int, list[Instruction]]] = [{} for _ in range(self.workers)]

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 from minipar.program import edges as graphs
@@ -153,6 +154,9 @@ class Group(NamedTuple):
     ""    every rank has all of them, and its backward makes their whole gradient
     "S"   every rank has a shard, and makes the gradient of that; sizes are those of the shards
     "P"   every rank has all of them, and makes a part of the gradient, which is the sum of the parts
+
+    Where ranks share layers along several axes, there is a part for each of them, as in the letters of `forms.py`:
+    "P/S" is a part of the gradient along the first axis, and a shard along the second.
     """
 
     layers: tuple[int, ...]
@@ -163,6 +167,15 @@ class Group(NamedTuple):
     @property
     def trainable(self) -> bool:
         return bool(self.tensors)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks that share its layers have shards of it."""
+        return "S" in self.form
+
+    def shards(self, sharing: Mesh) -> int:
+        """How many shards there are of it, on the axes along which ranks share its layers."""
+        return math.prod(size for (_, size), part in zip(sharing, self.form.split("/"), strict=False) if part == "S")
 
 
 @dataclass(frozen=True)
@@ -197,7 +210,8 @@ class Program:
     forms            with tensor parallelism, for each layer the forms in which it reads and writes values. The layers
                      are then the nodes into which the model's own layers are cut; (): every value is whole
     inputs           the form in which the ranks that share layers have the rows of a micro-batch and their targets: "":
-                     each has all of them; "S0": a part of the rows; "S1": of the tokens of every row
+                     each has all of them; "S0": a part of the rows; "S1": of the tokens of every row; "S0/S1": of the
+                     rows along the first axis, and of their tokens along the second
     names            the names of the layers, for messages; (): they are not known
     checked          True: the ranks check what they compute and send while they run
     """
@@ -286,23 +300,67 @@ class Program:
         """The place of a rank among those that share its layers. A parameter server shares none: 0."""
         return self.sharers(rank).index(rank) if self.sharing > 1 and rank < self.workers else 0
 
-    def sharers(self, rank: int) -> tuple[int, ...]:
-        """The ranks that share a rank's layers with it, itself included."""
-        return self._sharers[rank] if self.sharing > 1 else (rank,)
+    def sharers(self, rank: int, axes: tuple[str, ...] | None = None) -> tuple[int, ...]:
+        """The ranks that share a rank's layers with it, itself included; those along some of the axes alone."""
+        if self.sharing == 1:
+            return (rank,)
+        return self._sharers(self.sharing_axes if axes is None else axes)[rank]
 
     @cached_property
-    def _sharers(self) -> tuple[tuple[int, ...], ...]:
-        mesh, found = Mesh(self.mesh), {}
-        for rank in range(mesh.size):
-            if rank not in found:
-                ranks = mesh.group(rank, *mesh.sharing)
-                found.update(dict.fromkeys(ranks, ranks))
-        return tuple(found[rank] for rank in range(mesh.size))
+    def sharing_axes(self) -> tuple[str, ...]:
+        """The axes of the mesh along which ranks share layers, in the order of the letters of forms."""
+        return Mesh(self.mesh).sharing
+
+    @property
+    def sharing_mesh(self) -> Mesh:
+        """These axes with their sizes."""
+        return Mesh((axis, Mesh(self.mesh).length(axis)) for axis in self.sharing_axes)
+
+    def _sharers(self, axes: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        if axes not in self._known_sharers:
+            mesh, found = Mesh(self.mesh), {}
+            for rank in range(mesh.size):
+                if rank not in found:
+                    ranks = mesh.group(rank, *axes)
+                    found.update(dict.fromkeys(ranks, ranks))
+            self._known_sharers[axes] = tuple(found[rank] for rank in range(mesh.size))
+        return self._known_sharers[axes]
+
+    @cached_property
+    def _known_sharers(self) -> dict[tuple[str, ...], tuple[tuple[int, ...], ...]]:
+        return {}
+
+    def places(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Of each axis along which a rank shares layers, its place on it, and how many ranks there are."""
+        mesh = Mesh(self.mesh)
+        own = mesh.coordinates(rank)
+        return tuple((own[axis], mesh.length(axis)) for axis in self.sharing_axes)
+
+    def spread(self, group: int, letter: str) -> tuple[str, ...]:
+        """The axes along which ranks have shards of a parameter group ("S"), or make parts of its gradient ("P")."""
+        form = self.groups[group].form
+        return tuple(axis for axis, part in zip(self.sharing_axes, form.split("/"), strict=False) if part == letter)
+
+    def part(self, rank: int, group: int, letter: str) -> tuple[int, int]:
+        """The place of a rank among those that have different shards ("S") of a group, or make different parts ("P") of
+        its gradient, and how many there are; (0, 1) if there are none."""
+        if self.sharing == 1 or rank >= self.workers or letter not in self.groups[group].form:
+            return 0, 1
+        found = self.sharers(rank, self.spread(group, letter))
+        return found.index(rank), len(found)
+
+    def is_first(self, rank: int, form: str, *letters: str) -> bool:
+        """Whether a rank is the first along all axes that share its layers, but for those on which this form of a
+        parameter group has one of these letters."""
+        if self.sharing == 1:
+            return True
+        both = zip_longest(self.places(rank), form.split("/"), fillvalue="")
+        return all(not place or place[0] == 0 or part in letters for place, part in both)
 
     def compresses(self, ins: Instruction) -> bool:
         """Whether a sum of gradients is a compressed one. The sum over the ranks that share a layer is not: it comes
         before that over the replicas, and makes the gradient that is compressed."""
-        return self.compress != "none" and not (self.sharing > 1 and ins.group in self._sharers)
+        return self.compress != "none" and not (self.sharing > 1 and set(ins.group) <= set(self.sharers(ins.group[0])))
 
     def form_of(self, value: Value, layers: Sequence[int], *, written: bool) -> str:
         """The form in which an instruction on these layers reads or writes an output, or the gradient of one."""

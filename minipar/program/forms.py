@@ -26,6 +26,11 @@ rank gets a SEND and a RECV:
     written P, read S1   REDUCE_SCATTER           written U0, read U1   ALL_TO_ALL, of parts of different sizes
     written S0, read N   ALL_GATHER
 
+Ranks may share layers along several axes of the mesh, such as tp and context_parallel. A letter then has a part for
+each axis, in the order of `mesh.SHARING`: "S1/P" is a shard of dimension 1 along the first axis, and a partial sum
+along the second. What is left out at the end is R. A collective changes one axis. Where several axes cut one dimension,
+the first one cuts first, and each axis behind it cuts what that has left: so the last axis is gathered first.
+
 Which sizes unequal shards have only the data tell, as with the tokens of experts. So ranks first gather the counts,
 then exchange the entries. A gradient of unequal shards has the counts in front of it, too: it goes back as they came.
 
@@ -34,6 +39,7 @@ Source: the letters are those of GSPMD (Xu et al., 2021) and of torch's DTensor:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from minipar.program.instructions import Op
@@ -67,6 +73,54 @@ def text_of(found: tuple[str, ...]) -> str:
     return "" if all(letter == WHOLE for letter in found) else ",".join(found)
 
 
+def parts_of(letter: str, count: int = 0) -> list[str]:
+    """A letter's part on each axis, at least `count` of them."""
+    found = letter.split("/")
+    return found + [WHOLE] * (count - len(found))
+
+
+def letter_of(parts: Sequence[str], whole: str = WHOLE) -> str:
+    """The letter with these parts, one for each axis. What is `whole` at the end is left out."""
+    last = max((k for k, part in enumerate(parts) if part != whole), default=0)
+    return "/".join(parts[: last + 1])
+
+
+def axes_in(*forms: str) -> int:
+    """On how many axes some values do not lie whole, those in front of the last one included; at least 1."""
+    return 1 + max(letter.count("/") for form in forms for letter in letters(form, 1))
+
+
+def along(form: str, axis: int) -> str:
+    """The form on one axis alone, by its number."""
+    if axis == 0 and "/" not in form:
+        return form
+    return text_of(tuple(parts_of(letter, axis + 1)[axis] for letter in letters(form)))
+
+
+def on_axes(forms: Sequence[str]) -> str:
+    """The form of a value that has these forms along the axes, the first one first."""
+    if len(forms) == 1:
+        return forms[0]
+    count = max(len(letters(form)) for form in forms)
+    return text_of(tuple(map(letter_of, zip(*(letters(form, count) for form in forms), strict=True))))
+
+
+def rows_left(letter: str, axis: int, counts: Sequence[int], rows: int) -> int:
+    """Of the rows of a micro-batch those that are left to an axis, where axes before it cut the same dimension by rows.
+    `counts`: how many ranks there are along each axis."""
+    parts = parts_of(letter, len(counts))
+    for before in range(min(axis, len(counts))):
+        if parts[before][0] == "S" and ":" in parts[axis] and parts[before][1:] == parts[axis][1:].split(":")[0]:
+            rows //= counts[before]
+    return rows
+
+
+def changed_axis(before: str, after: str) -> int | None:
+    """The only axis on which two forms differ; None if there are several, or none."""
+    found = [k for k in range(axes_in(before, after)) if along(before, k) != along(after, k)]
+    return found[0] if len(found) == 1 else None
+
+
 def pairs(before: str, after: str) -> list[tuple[str, str]]:
     """For each tensor of a value its letter before and after."""
     count = max(len(letters(before)), len(letters(after)))
@@ -76,7 +130,8 @@ def pairs(before: str, after: str) -> list[tuple[str, str]]:
 def is_form(form: str, read: bool = False) -> bool:
     """Whether this text is a form of a value; or one that a node may read."""
     words = (WHOLE, PARTIAL, MOST, COUNTS, "U0", "U1")
-    return all(letter in words or _is_shard(letter, "SC" if read else "S") for letter in letters(form))
+    every = (part for letter in letters(form) for part in letter.split("/"))
+    return all(part in words or _is_shard(part, "SC" if read else "S") for part in every)
 
 
 def _is_shard(letter: str, first: str) -> bool:
@@ -96,11 +151,13 @@ def needed(form: str) -> str:
     """The form that a value must have where a node reads it so."""
     if "C" not in form:
         return form
-    return text_of(tuple(WHOLE if letter[0] == "C" else letter for letter in letters(form)))
+    every = ([WHOLE if part[0] == "C" else part for part in letter.split("/")] for letter in letters(form))
+    return text_of(tuple(map(letter_of, every)))
 
 
 def collective_of(before: str, after: str) -> Op | None:
-    """The collective that makes a tensor of the one letter into one of the other; None: there is no single one."""
+    """The collective that makes a tensor of the one letter into one of the other; None: there is no single one. Both
+    letters are those on one axis."""
     if after == WHOLE and before in (PARTIAL, MOST):
         return Op.ALL_REDUCE
     if after in (WHOLE, COUNTS) and before[0] == "S":
@@ -113,8 +170,21 @@ def collective_of(before: str, after: str) -> Op | None:
 def steps(written: str, read: str) -> list[tuple[Op | None, str]]:
     """The collectives that make the value of the one form into one of the other, each with the form behind it.
 
-    Tensors that need the same collective go together. (None, form): no collective makes that of it.
+    One axis goes after the other, the last one first, and on each those tensors together that need the same collective.
+    (None, form): no collective makes that of it.
     """
+    count = axes_in(written, read)
+    now = [along(written, axis) for axis in range(count)]
+    found: list[tuple[Op | None, str]] = []
+    for axis in reversed(range(count)):
+        for op, form in _steps_along(now[axis], along(read, axis)):
+            now[axis] = form
+            found.append((op, on_axes(now)))
+    return found
+
+
+def _steps_along(written: str, read: str) -> list[tuple[Op | None, str]]:
+    """The same on one axis."""
     now = [before for before, _ in pairs(written, read)]
     wanted = [after for _, after in pairs(written, read)]
     found: list[tuple[Op | None, str]] = []
@@ -144,5 +214,9 @@ _WORDS |= {f"U{dim}": f"an unequal shard by dimension {dim} of its counts" for d
 
 def in_words(form: str) -> str:
     """A form as a reader says it: "whole", "a partial sum", "a shard of dimension 1"."""
-    told = [_WORDS.get(letter) or f"a shard of dimension {letter[1:]}" for letter in letters(form, 1)]
+    told = [" by ".join(map(_in_words, letter.split("/"))) for letter in letters(form, 1)]
     return told[0] if len(told) == 1 else "(" + ", ".join(told) + ")"
+
+
+def _in_words(part: str) -> str:
+    return _WORDS.get(part) or f"a shard of dimension {part[1:]}"

@@ -5,9 +5,9 @@
                      dp 1    | 3  4  5                 group along "pp": ranks 3 4 5; along "dp": ranks 1 4
 
 The last axis counts fastest, so the ranks of one pipeline are neighbours. Plans have their axes in the order of `AXES`:
-where ranks are numbered host by host, those that share layers and exchange most are on one host first (tp), then those
-of a pipeline (pp), and replicas (dp) are what goes between hosts. No other code in minipar computes a rank from
-coordinates.
+where ranks are numbered host by host, those that share layers and exchange most are on one host first (tp, then cp,
+then ep), then those of a pipeline (pp), and replicas (dp) are what goes between hosts. No other code in minipar
+computes a rank from coordinates.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import product
 
 from minipar.errors import PlanError
 
-SHARING = ("tp", "cp", "ep")  # axes whose ranks share layers: operators, the tokens of a sequence, experts
+SHARING = ("ep", "cp", "tp")  # axes whose ranks share layers: experts, the tokens of a sequence, operators
 AXES = ("dp", "pp", *SHARING)  # the axes that plans have
 
 

@@ -100,7 +100,9 @@ class Repeated(Sequence[Row]):
                 return ins
             # Sums over replicas are of equal shards, and a NORM is of all of them; what ranks of one replica do
             # together stays inside of it.
-            further = 0 if _inside(ins) or ins.op is Op.NORM else shard
+            further = 0 if ins.op is Op.NORM else shard
+            if _inside(ins):  # along the axes on which the group's ranks differ, the rank's place is one of theirs
+                further = self.mesh.rank(**{axis: place[axis] for axis in self._across(ins.group)})
             further += first if self._within(ins.group) else 0
             if not further:
                 return ins
@@ -113,6 +115,16 @@ class Repeated(Sequence[Row]):
     def _width(self) -> int:
         """How many ranks share each layer."""
         return math.prod(self.mesh.length(axis) for axis in self.mesh.sharing)
+
+    def _along(self, group: tuple[int, ...]) -> tuple[str, ...]:
+        """Of the axes along which ranks share layers, those on which the ranks of a group differ."""
+        places = [self.mesh.coordinates(rank) for rank in group]
+        return tuple(axis for axis in self.mesh.sharing if len({place[axis] for place in places}) > 1)
+
+    def _across(self, group: tuple[int, ...]) -> tuple[str, ...]:
+        """The others of these axes."""
+        along = self._along(group)
+        return tuple(axis for axis in self.mesh.sharing if axis not in along)
 
     def _within(self, group: tuple[int, ...]) -> bool:
         """Whether a group has ranks of the first replica alone, where there are several."""
@@ -144,7 +156,8 @@ class Repeated(Sequence[Row]):
         """The group that a collective must have, so that all replicas, or all shards, do the same in it."""
         mesh = self.mesh
         if _inside(ins):
-            return mesh.group(mesh.rank(pp=stage), *mesh.sharing)
+            known = all(0 <= rank < mesh.size for rank in ins.group)
+            return mesh.group(mesh.rank(pp=stage), *(self._along(ins.group) if known else mesh.sharing))
         stages = {mesh.coordinates(rank)["pp"] for rank in ins.group if 0 <= rank < mesh.size}
         axes = ((*mesh.sharing,) if ins.op is Op.NORM else ()) + (() if self._within(ins.group) else ("dp",))
         return tuple(sorted(rank for stage in stages for rank in mesh.group(mesh.rank(pp=stage), *axes)))

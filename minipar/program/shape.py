@@ -14,7 +14,7 @@ from itertools import accumulate
 from minipar.errors import PlanError
 from minipar.program import Group
 from minipar.program.edges import Edges
-from minipar.program.forms import PARTIAL, Forms
+from minipar.program.forms import PARTIAL, WHOLE, Forms, letter_of, on_axes, parts_of
 from minipar.wording import several
 
 
@@ -114,12 +114,15 @@ def divided(shape: Shape, ranks: int, sequence: bool = False) -> Shape:
     )  # fmt: skip
 
 
-def in_parts(shape: Shape, inputs: str) -> Shape:
+def in_parts(shape: Shape, inputs: str, axes: int) -> Shape:
     """A uniform shape of which every rank computes all layers, each on a part of the rows or tokens: gradients are sums
-    over the ranks."""
-    groups = tuple(group._replace(form="P") for group in shape.groups)
-    nodes = (1,) * shape.layers
-    forms = (Forms(),) * shape.layers
+    over the ranks. `inputs` says along which of the `axes`; along the last one layers may be divided (`divided`)."""
+    parts = [PARTIAL if part != WHOLE else "" for part in parts_of(inputs, axes)]
+    before = [""] * (axes - 1)
+    groups = tuple(group._replace(form=letter_of([*parts[:-1], group.form or parts[-1]], "")) for group in shape.groups)
+    nodes = shape.nodes or (1,) * shape.layers
+    plain = shape.forms or (Forms(),) * shape.layers
+    forms = tuple(Forms(*(on_axes([*before, form]) for form in own)) for own in plain)
     return replace(shape, groups=groups, forms=forms, nodes=nodes, inputs=inputs, carries=(), dims=())
 
 

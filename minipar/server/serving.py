@@ -251,14 +251,15 @@ def division_of(program: Program) -> Division | None:
         for row in program.ranks[: program.workers]
     )
     keys = _keys_of_groups(program)
-    cut = (mine for mine, group in zip(keys, program.groups, strict=True) if group.form == "S")
-    shards = {k: place % program.sharing for mine in cut for place, k in enumerate(mine)}
-    return Division(keys, held, each, shards, tuple(map(program.shard, range(program.workers))))
+    counts = [program.part(0, g, "S")[1] for g in range(len(program.groups))]
+    shards = {k: place % n for mine, n in zip(keys, counts, strict=True) if n > 1 for place, k in enumerate(mine)}
+    own = tuple({g: program.part(worker, g, "S")[0] for g in groups} for worker, groups in enumerate(held))
+    return Division(keys, held, each, shards, own)
 
 
 def _keys_of_groups(program: Program) -> tuple[tuple[int, ...], ...]:
     """The keys of each parameter group, by number, as `_keys` makes them."""
-    counts = [len(group.tensors) * (program.sharing if group.form == "S" else 1) for group in program.groups]
+    counts = [len(group.tensors) * program.part(0, g, "S")[1] for g, group in enumerate(program.groups)]
     numbers = iter(range(sum(counts)))
     return tuple(tuple(islice(numbers, count)) for count in counts)
 
@@ -271,7 +272,7 @@ def _group_of(program: Program) -> dict[int, int]:
 def _kept(program: Program) -> Shares:
     """How many bytes of which groups each server keeps."""
     assert program.serving is not None
-    return kept_shares(shares_of(program.groups, program.serving.servers), program.groups, program.sharing)
+    return kept_shares(shares_of(program.groups, program.serving.servers), program.groups, program.sharing_mesh)
 
 
 def _result(
@@ -557,7 +558,7 @@ def _take_part(
         names = {id(p): name for name, p in made.named_parameters()}
         restore_untrained(layers_of(made), names, outline, Reading(storing.saved))
     if program.sharing > 1:
-        made = job.share(made, program.shard(rank), program.sharing, program.inputs, program.slices)
+        made = job.share(made, program.shard(rank), program.sharing_mesh, program.inputs, program.slices)
         outline = outline_of(made)
     # To warm up: first calls take longer, and should not count in the first step. (A copy of a parameter has no form.)
     spare = copy.deepcopy(made) if program.sharing == 1 else job.build_for(program, rank)

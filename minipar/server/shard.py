@@ -123,19 +123,19 @@ class Division:
     held    for each worker its groups, in the order in which it pulls them
     each    whether every group is updated and sent by itself, as soon as all have pushed its gradient
     shards  of keys that are shards, which one of its parameter each is
-    own     for each worker, which shards it has
+    own     for each worker, which shard it has of each of its groups
     """
 
     keys: tuple[tuple[int, ...], ...]
     held: tuple[tuple[int, ...], ...]
     each: bool
     shards: Mapping[int, int]
-    own: tuple[int, ...]
+    own: tuple[Mapping[int, int], ...]
 
     def of(self, worker: int) -> frozenset[int]:
         """The keys that a worker has."""
         mine = self.own[worker]
-        return frozenset(k for g in self.held[worker] for k in self.keys[g] if self.shards.get(k, mine) == mine)
+        return frozenset(k for g in self.held[worker] for k in self.keys[g] if self.shards.get(k, mine[g]) == mine[g])
 
     def holders(self, group: int) -> list[int]:
         """The workers that have a group."""

@@ -80,8 +80,8 @@ class Worker(Executor):
     def _pushed(self, g: int, p: nn.Parameter) -> Tensor:
         """What is pushed of a parameter's gradient. Of one that all ranks have whole that share a layer, only the first
         of them pushes something."""
-        again = self.program.groups[g].form == "" and self.program.shard(self.comm.rank) > 0
-        return missing.like(p) if p.grad is None or again else p.grad
+        first = self.program.is_first(self.comm.rank, self.program.groups[g].form, "S", "P")
+        return missing.like(p) if p.grad is None or not first else p.grad
 
 
 @dataclass

@@ -9,6 +9,7 @@ goes from node to node is a value, or a tuple of several: the residual goes alon
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -23,14 +24,15 @@ from minipar.errors import PlanError
 from minipar.models.randomness import RowDropout
 from minipar.models.selective_checkpoint import Recomputed
 from minipar.models.tensors import tensors
-from minipar.program.forms import COUNTS, PARTIAL, WHOLE, Forms, text_of
+from minipar.program.forms import COUNTS, PARTIAL, WHOLE, Forms, letter_of, text_of
 from minipar.sharding import local
-from minipar.sharding.forms import Placement, cut
+from minipar.sharding.forms import Form, I, Placement, cut
 from minipar.sharding.graph import Graph, Layer, Operator, Slot
 from minipar.sharding.nodes import Cut, Held, Node
 from minipar.sharding.propagation import Divided, Sharding
 
 AXIS = "tp"
+Lies = tuple[Placement, ...]  # how a tensor lies on each axis along which ranks share layers, in the order of `SHARING`
 ROWS = (17, 19)  # of the two captures that tell what depends on the rows of a batch: primes, which are seen in sizes
 # of the two captures that tell what depends on the rows of a batch; a prime, so that it is seen in sizes
 
@@ -39,17 +41,32 @@ ROWS = (17, 19)  # of the two captures that tell what depends on the rows of a b
 class Part:
     """A tensor that goes from node to node: as it was written, and as it is read behind the first border.
 
+    ranks    along each axis
     rows     of the micro-batch with which the layer was captured
-    counts   whether it counts unequal parts of others
+    counts   for each axis, whether it counts unequal parts of others along it
     """
 
     name: str
-    written: Placement
-    read: Placement
+    written: Lies
+    read: Lies
     differentiable: bool
     floating: bool
+    ranks: tuple[int, ...]
     rows: int
-    counts: bool
+    counts: tuple[bool, ...]
+
+
+def _lies(form: Form, axes: Sequence[str]) -> Lies:
+    return tuple(form.on(axis) for axis in axes)
+
+
+def _text(lies: Lies) -> str:
+    return "/".join(map(str, lies))
+
+
+def _unequal(lies: Lies) -> bool:
+    """Whether ranks have parts of sizes that only the data tell."""
+    return any(p.unequal for p in lies)
 
 
 def _shard(placement: Placement, rows: int) -> str:
@@ -58,6 +75,17 @@ def _shard(placement: Placement, rows: int) -> str:
     if placement.pieces % rows:
         return str(placement)
     return f"S{placement.dim}:{placement.pieces // rows}r"
+
+
+def _rows_left(lies: Lies, axis: int, ranks: Sequence[int], rows: int) -> int:
+    """Of so many rows those that are left to an axis, where the axes that cut before it have cut the same dimension by
+    rows: pieces of it that depend on the rows are then those of a part."""
+    own = lies[axis]
+    for before in range(axis):
+        p = lies[before]
+        if own.kind == p.kind == "S" and p.dim == own.dim and p.pieces == 1 and own.pieces > 1:
+            rows //= ranks[before]
+    return rows
 
 
 def _at_rows(placement: Placement, captured: int, rows: int) -> Placement:
@@ -80,21 +108,28 @@ def _backward(placement: Placement, rows: int) -> str:
 def _letters(part: Part) -> tuple[str, str, str, str]:
     """The letters of a border: what the writer gives, what the reader takes, and backward what the reader gives, and
     what the writer takes."""
-    writes, reads = _forward(part.written, part.rows), _forward(part.read, part.rows)
-    grad_writes, grad_reads = _backward(part.read, part.rows), _backward(part.written, part.rows)
+    every = [_letters_on(part, axis) for axis in range(len(part.ranks))]
+    writes, reads, grad_writes, grad_reads = (letter_of(parts) for parts in zip(*every, strict=True))
+    return writes, reads, grad_writes, grad_reads
+
+
+def _letters_on(part: Part, axis: int) -> tuple[str, str, str, str]:
+    """The same on one axis, by its number."""
+    written, read, counts = part.written[axis], part.read[axis], part.counts[axis]
+    before, after = (_rows_left(lies, axis, part.ranks, part.rows) for lies in (part.written, part.read))
+    writes, reads = _forward(written, before), _forward(read, after)
+    grad_writes, grad_reads = _backward(read, after), _backward(written, before)
     if writes == WHOLE and reads[0] == "S":
         reads = f"C{reads[1:]}"
     if grad_writes == WHOLE and grad_reads[0] == "S":
         grad_reads = f"C{grad_reads[1:]}"
-    if part.counts:  # where they are whole, they go in front of what they count, and with its gradient, too
+    if counts:  # where they are whole, they go in front of what they count, and with its gradient, too
         writes, reads = (COUNTS if letter == WHOLE else letter for letter in (writes, reads))
         return writes, reads, COUNTS, COUNTS
     if not part.differentiable:  # its gradient, if its reader makes one, stays where it is
-        grad_writes = grad_reads = _backward(part.written, part.rows) if part.written.kind == "S" else WHOLE
+        grad_writes = grad_reads = _backward(written, before) if written.kind == "S" else WHOLE
     if (writes, reads) == (WHOLE, PARTIAL) or (part.differentiable and (grad_writes, grad_reads) == (WHOLE, PARTIAL)):
-        raise PlanError(
-            f"{part.name}: is written as {part.written} and read as {part.read}; nothing makes a partial sum of it"
-        )
+        raise PlanError(f"{part.name}: is written as {written} and read as {read}; nothing makes a partial sum of it")
     return writes, reads, grad_writes, grad_reads
 
 
@@ -122,26 +157,32 @@ class Piece:
 
 def pieces_of(sharding: Sharding, rows: int) -> list[Piece]:
     """The nodes of a layer: operators by how many borders lie in front of them."""
-    graph = sharding.graph
-    written = {name: form.on(AXIS) for name, form in sharding.forms.items()}
+    graph, axes = sharding.graph, axes_of(sharding)
+    ranks = tuple(sharding.mesh.length(axis) for axis in axes)
+    written = {name: _lies(form, axes) for name, form in sharding.forms.items()}
     # Of each value, the level of its writer. What comes from the slice before has none: only one node may read it.
     level: dict[str, int] = dict.fromkeys((*graph.inputs, *graph.before), 0)
     stored = {name for name, tensor in graph.tensors.items() if tensor.kind in ("parameter", "buffer")}
-    counting = {one.operator.counts for one in sharding.operators if any(form.on(AXIS).unequal for form in one.outs)}
+    counting = {(o.operator.counts, axis) for o in sharding.operators for form in o.outs
+                for axis in axes if form.on(axis).unequal}  # fmt: skip
     parts: dict[tuple[str, str], Part] = {}
     uses: dict[tuple[str, str], int] = {}  # of each part, the last level that reads it
     levels: list[tuple[int, Divided]] = []
 
-    def part_of(name: str, read: Placement) -> Part:
+    def lying(name: str, read: Lies) -> Part:
         tensor = graph.tensors[name]
-        found = Part(name, written[name], read, tensor.differentiable, tensor.floating, rows, name in counting)
-        if (read.kind == "P" and written[name].whole) or not _changes(found):
-            found = replace(found, read=found.written)
-        return parts.setdefault((name, str(found.read)), found)
+        counts = tuple((name, axis) in counting for axis in axes)
+        return Part(name, written[name], read, tensor.differentiable, tensor.floating, ranks, rows, counts)
+
+    def part_of(name: str, read: Lies) -> Part:
+        found = lying(name, read)
+        found = replace(found, read=tuple(_needed(found, axis) for axis in range(len(axes))))
+        _check_order(found, axes)
+        return parts.setdefault((name, _text(found.read)), found)
 
     def reads_of(one: Divided) -> list[Part]:
         forms = zip(one.operator.inputs, one.ins, strict=True)
-        return [part_of(name, form.on(AXIS)) for name, form in forms if name not in stored]
+        return [part_of(name, _lies(form, axes)) for name, form in forms if name not in stored]
 
     for one in sharding.operators:
         reads = reads_of(one)
@@ -154,16 +195,15 @@ def pieces_of(sharding: Sharding, rows: int) -> list[Piece]:
         _sink(levels, level, reads_of)
     for own, one in levels:
         for part in reads_of(one):
-            key = part.name, str(part.read)
+            key = part.name, _text(part.read)
             uses[key] = max(uses.get(key, 0), own)
 
     def as_written(name: str) -> Part:
-        tensor = graph.tensors[name]
-        return Part(name, written[name], written[name], tensor.differentiable, tensor.floating, rows, name in counting)
+        return lying(name, written[name])
 
     ends = [as_written(name) for name in graph.outputs]
     for part in ends:
-        key = part.name, str(part.read)
+        key = part.name, _text(part.read)
         parts.setdefault(key, part)
         uses[key] = last + 1
     found = [Piece([one for own, one in levels if own == k], [], []) for k in range(last + 1)]
@@ -171,7 +211,7 @@ def pieces_of(sharding: Sharding, rows: int) -> list[Piece]:
     for k in range(last):
         across = [part for key, part in parts.items() if level[part.name] <= k < uses.get(key, -1)]
         across = [part for part in across if part.name not in graph.before]
-        across.sort(key=lambda part: not part.counts)  # counts go first: what they count is exchanged by them
+        across.sort(key=lambda part: not any(part.counts))  # counts go first: what they count is exchanged by them
         found[k].gives = found[k + 1].takes = across
     found[last].gives = ends
     # What is already in its new form when it comes to a border has changed at the border before.
@@ -183,6 +223,33 @@ def pieces_of(sharding: Sharding, rows: int) -> list[Piece]:
             node.before.append(as_written(read))
             _check_carry(read, name, level[name], levels, [part for part in parts.values() if part.name == read])
     return found
+
+
+def axes_of(sharding: Sharding) -> tuple[str, ...]:
+    """The axes along which ranks share layers, in the order of the letters of forms: the first one cuts first."""
+    return tuple(name for name, _ in sharding.mesh)
+
+
+def _needed(part: Part, axis: int) -> Placement:
+    """How a part must lie on one axis in front of a reader: as it was written, where nothing changes, and where the
+    reader makes a part of a sum of what is whole."""
+    written, read = part.written[axis], part.read[axis]
+    writes, reads, grad_writes, grad_reads = _letters_on(part, axis)
+    changes = writes != reads or (part.differentiable and grad_writes != grad_reads)
+    return written if (read.kind == "P" and written.whole) or not changes else read
+
+
+def _check_order(part: Part, axes: Sequence[str]) -> None:
+    """Errors: PlanError for a part of which an axis changes what a later axis cuts further."""
+    for k, (p, own) in enumerate(zip(part.written, part.read, strict=True)):
+        for first in range(k):
+            before, after = part.written[first], part.read[first]
+            cuts = {q.dim for q in (before, after) if q.kind == "S"}
+            if before != after and p == own and p.kind == "S" and p.dim in cuts:
+                raise PlanError(
+                    f"{part.name}: lies as {p} on {axes[k]}, and changes from {before} to {after} on {axes[first]}, "
+                    f"which cuts dimension {p.dim} first; possible are annotations by which only one of the two cuts it"
+                )
 
 
 def _sink(levels: list[tuple[int, Divided]], level: dict[str, int], reads_of: Callable[[Divided], list[Part]]) -> None:
@@ -212,7 +279,7 @@ def _check_carry(
     others = [one.operator for own, one in levels if read in one.operator.inputs and own != level]
     changed = [part for part in parts if _changes(part)]
     if others or changed:
-        forms = [f"read as {part.read} and written as {part.written}" for part in changed]
+        forms = [f"read as {_text(part.read)} and written as {_text(part.written)}" for part in changed]
         told = f"read by {others[0].name}" if others else forms[0]
         raise PlanError(
             f"{read}: is carried from slice to slice, but {told}, and a collective would come between it and {name}, "
@@ -230,8 +297,8 @@ def forms_of(pieces: Sequence[Piece], graph: Graph, sharding: Sharding) -> list[
     for k, piece in enumerate(pieces):
         takes = [_at_border(part, level[part.name] == k - 1) for part in piece.takes]
         gives = [_at_border(part, level[part.name] == k and k < len(pieces) - 1) for part in piece.gives]
-        smooth_in = [own for part, own in zip(piece.takes, takes, strict=True) if part.floating or COUNTS in own[:2]]
-        smooth_out = [own for part, own in zip(piece.gives, gives, strict=True) if part.floating or COUNTS in own[:2]]
+        smooth_in = [own for part, own in zip(piece.takes, takes, strict=True) if part.floating or _counts(own)]
+        smooth_out = [own for part, own in zip(piece.gives, gives, strict=True) if part.floating or _counts(own)]
         found.append(
             Forms(
                 reads=text_of(tuple(letters[1] for letters in takes)),
@@ -241,6 +308,11 @@ def forms_of(pieces: Sequence[Piece], graph: Graph, sharding: Sharding) -> list[
             )
         )
     return found
+
+
+def _counts(border: tuple[str, str, str, str]) -> bool:
+    """Whether counts of unequal parts are whole at a border, on one side of it at least."""
+    return any(COUNTS in letter for letter in border[:2])
 
 
 def _at_border(part: Part, first: bool) -> tuple[str, str, str, str]:
@@ -301,32 +373,37 @@ class Stored:
 
 
 Line = tuple[Divided, Operator, tuple[tuple[int, ...], ...]]  # an operator as it runs, and its outputs' local shapes
-Find = Callable[[str, Placement], Tensor]  # a tensor by its name, and how it is read
+Find = Callable[[str, Lies], Tensor]  # a tensor by its name, and how it is read
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a node computes, without parameters; equal for all ranks but for `place`.
+    """What a node computes, without parameters; equal for all ranks but for `places`.
 
     shapes, options   of all tensors and operators of the layer; `Size` stands for rows
+    places            which rank this is along each axis, in the order of the letters of forms
     captured          the rows with which the layer was captured
     """
 
     piece: Piece
     shapes: Mapping[str, tuple[Any, ...]]
     options: Mapping[str, Any]
-    place: local.Place
+    places: Mapping[str, local.Place]
     captured: int
+
+    @cached_property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(self.places)
 
     def __deepcopy__(self, memo: object) -> Recipe:
         return self  # nothing of it changes, and torch's operators cannot be copied
 
     @cached_property
-    def written(self) -> dict[str, Placement]:
+    def written(self) -> dict[str, Lies]:
         """How each value lies on the ranks that the node takes or makes."""
         found = {part.name: part.written for part in (*self.piece.takes, *self.piece.before)}
         for one in self.piece.operators:
-            found |= {n: form.on(AXIS) for n, form in zip(one.operator.outputs, one.outs, strict=True)}
+            found |= {n: _lies(form, self.axes) for n, form in zip(one.operator.outputs, one.outs, strict=True)}
         return found
 
     def prepared(self, rows: int) -> list[Line]:
@@ -337,17 +414,33 @@ class Recipe:
                 operator = one.operator
                 options = {name: with_rows(value, rows) for name, value in self.options[operator.name].items()}
                 outputs = tuple(
-                    self._local_shape(name, form.on(AXIS), rows)
+                    self._local_shape(name, _lies(form, self.axes), rows)
                     for name, form in zip(operator.outputs, one.outs, strict=True)
                 )
                 found.append((one, replace(operator, options=options), outputs))
             self._known[rows] = found
         return self._known[rows]
 
-    def _local_shape(self, name: str, placement: Placement, rows: int) -> tuple[int, ...]:
+    def _local_shape(self, name: str, lies: Lies, rows: int) -> tuple[int, ...]:
         """What this rank has of a tensor for a micro-batch of so many rows."""
-        shape = with_rows(self.shapes[name], rows)
-        return cut(shape, _at_rows(placement, self.captured, rows), self.place.ranks, AXIS, name)
+        shape: tuple[int, ...] = with_rows(self.shapes[name], rows)
+        for axis, placement in self._cutting(lies, rows):
+            shape = cut(shape, placement, self.places[axis].ranks, axis, name)
+        return shape
+
+    def _cutting(self, lies: Lies, rows: int) -> list[tuple[str, Placement]]:
+        """How a tensor lies on each axis, for a micro-batch of so many rows."""
+        ranks = [place.ranks for place in self.places.values()]
+        left = [[_rows_left(lies, k, ranks, of) for of in (self.captured, rows)] for k in range(len(lies))]
+        return [(axis, _at_rows(p, *left[k])) for k, (axis, p) in enumerate(zip(self.axes, lies, strict=True))]
+
+    def own(self, whole: Tensor, lies: Lies, rows: int = 0) -> Tensor:
+        """This rank's part of a tensor that is whole. `rows`: of the micro-batch, if it has some."""
+        for axis, p in self._cutting(lies, rows):
+            if p.kind == "S":
+                place = self.places[axis]
+                whole = Cut(p.dim, place.index, place.ranks, p.pieces).of(whole)
+        return whole
 
     @cached_property
     def _known(self) -> dict[int, list[Line]]:
@@ -358,7 +451,7 @@ class Recipe:
         if rows not in self._checked:
             self._checked[rows] = [self._local_shape(part.name, part.read, rows) for part in self.piece.takes]
         for part, value, shape in zip(self.piece.takes, values, self._checked[rows], strict=True):
-            known = int(part.read.unequal)  # the first dimension of an unequal part has any size
+            known = int(_unequal(part.read))  # the first dimension of an unequal part has any size
             if value.shape[known:] != shape[known:]:
                 raise PlanError(
                     f"node {title}: {part.name} has the shape {tuple(value.shape)}, and {shape} in the first batch; "
@@ -369,14 +462,15 @@ class Recipe:
     def _checked(self) -> dict[int, list[tuple[int, ...]]]:
         return {}
 
-    def rows(self, takes: Iterable[tuple[str, Placement]], values: Sequence[Tensor]) -> int:
+    def rows(self, takes: Iterable[tuple[str, Lies]], values: Sequence[Tensor]) -> int:
         """How many rows the micro-batch has: from the first dimension of these values that depends on it."""
         for (name, read), value in zip(takes, values, strict=True):
-            if read.unequal:
+            if _unequal(read):
                 continue
             for dim, size in enumerate(self.shapes[name]):
                 if isinstance(size, Size):
-                    shards = self.place.ranks if read.kind == "S" and read.dim == dim else 1
+                    both = zip(self.places.values(), read, strict=True)
+                    shards = math.prod(place.ranks for place, p in both if p.kind == "S" and p.dim == dim)
                     return value.shape[dim] * shards // size.each
         return 0
 
@@ -399,12 +493,13 @@ class Recipe:
         every = self.prepared(rows)
         for k in lines:
             one, operator, outputs = every[k]
-            inputs = [find(name, form.on(AXIS)) for name, form in zip(operator.inputs, one.ins, strict=True)]
+            inputs = [find(n, _lies(form, self.axes)) for n, form in zip(operator.inputs, one.ins, strict=True)]
             if operator.name in dropouts:
                 module = dropouts[operator.name]
-                made[operator.outputs[0]] = self._dropped(module, operator, one.outs[0].on(AXIS), inputs[0], rows)
+                lies = _lies(one.outs[0], self.axes)
+                made[operator.outputs[0]] = self._dropped(module, operator, lies, inputs[0], rows)
             else:
-                running = local.run(operator, one.choices, {AXIS: self.place}, inputs, outputs)
+                running = local.run(operator, one.choices, self.places, inputs, outputs)
                 made.update(zip(operator.outputs, _finished(running, operator), strict=True))
             del inputs
             self.forget(k, made)
@@ -414,22 +509,19 @@ class Recipe:
         for name in self.unread[line]:
             made.pop(name, None)
 
-    def _dropped(self, module: nn.Module, operator: Operator, written: Placement, given: Tensor, rows: int) -> Tensor:
+    def _dropped(self, module: nn.Module, operator: Operator, written: Lies, given: Tensor, rows: int) -> Tensor:
         """Dropout of this rank's part, by the mask of the whole tensor."""
         if not isinstance(module, RowDropout):  # the one of torch, where nothing but time is measured
             made: Tensor = module(given)
             return made
-        lies = _at_rows(written, self.captured, rows)
         whole = with_rows(self.shapes[operator.outputs[0]], rows)
-        if lies.kind != "S":
-            return module.of_part(given, whole, lambda kept: kept)
-        return module.of_part(given, whole, Cut(lies.dim, self.place.index, self.place.ranks, lies.pieces).of)
+        return module.of_part(given, whole, lambda kept: self.own(kept, written, rows))
 
-    def as_read(self, name: str, read: Placement, found: Tensor, stored: bool = False) -> Tensor:
-        """A tensor that is whole as it is read: as it is, or as a part of a sum."""
-        if read.kind == "P" and (stored or self.written[name].whole):
-            part: Tensor = _AsPart.apply(found, self.place.index)
-            return part
+    def as_read(self, name: str, read: Lies, found: Tensor, stored: bool = False) -> Tensor:
+        """A tensor that is whole on some axis as it is read: as it is, or as a part of a sum."""
+        for k, (place, p) in enumerate(zip(self.places.values(), read, strict=True)):
+            if p.kind == "P" and (stored or self.written[name][k].whole):
+                found = _AsPart.apply(found, place.index)
         return found
 
 
@@ -448,8 +540,8 @@ class _Core(Recomputed):
         later = [name for one in every[lines.stop :] for name in one.operator.inputs]
         later += [*(part.name for part in recipe.piece.gives), *recipe.piece.after]
         reads = [pair for one in own for pair in zip(one.operator.inputs, one.ins, strict=True)]
-        found = {(name, str(form.on(AXIS))): (name, form.on(AXIS)) for name, form in reads if name not in made}
-        self.takes = tuple(found.values())
+        lies = [(name, _lies(form, recipe.axes)) for name, form in reads if name not in made]
+        self.takes = tuple({(name, _text(read)): (name, read) for name, read in lies}.values())
         self.gives = tuple(name for name in dict.fromkeys(later) if name in made)
         self.dropouts: dict[str, str] = {}
         for one in own:
@@ -458,11 +550,11 @@ class _Core(Recomputed):
                 self.add_module(self.dropouts[one.operator.name], dropouts[one.operator.name])
 
     def compute(self, *inputs: Tensor) -> Any:
-        taken = {(name, str(read)): value for (name, read), value in zip(self.takes, inputs, strict=True)}
+        taken = {(name, _text(read)): value for (name, read), value in zip(self.takes, inputs, strict=True)}
         made: dict[str, Tensor] = {}
 
-        def find(name: str, read: Placement) -> Tensor:
-            return self.recipe.as_read(name, read, made[name]) if name in made else taken[name, str(read)]
+        def find(name: str, read: Lies) -> Tensor:
+            return self.recipe.as_read(name, read, made[name]) if name in made else taken[name, _text(read)]
 
         rows = self.recipe.rows(self.takes, inputs)
         self.recipe.run(self.lines, rows, find, {name: getattr(self, own) for name, own in self.dropouts.items()}, made)
@@ -491,12 +583,12 @@ class CapturedNode(Node):
         ]
         there = {part.name: value for part, value in zip(self.recipe.piece.takes, values, strict=True)}
         there |= {part.name: value for part, value in zip(self.recipe.piece.before, tensors(carry), strict=True)}
-        keyed = {(part.name, str(part.read)): v for part, v in zip(self.recipe.piece.takes, values, strict=True)}
+        keyed = {(part.name, _text(part.read)): v for part, v in zip(self.recipe.piece.takes, values, strict=True)}
         made: dict[str, Tensor] = {}
         rows = self.recipe.rows([(part.name, part.read) for part in self.recipe.piece.takes], values)
         self.recipe.check(values, rows, self.title)
 
-        def find(name: str, read: Placement) -> Tensor:
+        def find(name: str, read: Lies) -> Tensor:
             return self._input(name, read, made, keyed, there)
 
         done, end = 0, len(self.recipe.piece.operators)
@@ -509,7 +601,7 @@ class CapturedNode(Node):
             done = core.lines.stop
         self.recipe.run(range(done, end), rows, find, dropouts, made)
         found = tuple(
-            made[part.name] if part.name in made else keyed.get((part.name, str(part.read)), there.get(part.name))
+            made[part.name] if part.name in made else keyed.get((part.name, _text(part.read)), there.get(part.name))
             for part in self.recipe.piece.gives
         )
         after = tuple(made[name] if name in made else there[name] for name in self.recipe.piece.after)
@@ -518,7 +610,7 @@ class CapturedNode(Node):
     def _input(
         self,
         name: str,
-        read: Placement,
+        read: Lies,
         made: Mapping[str, Tensor],
         keyed: Mapping[tuple[str, str], Tensor],
         there: Mapping[str, Tensor],
@@ -526,12 +618,14 @@ class CapturedNode(Node):
         if name in self.own:
             found: Tensor = getattr(self, self.own[name])
             held = self.held.get(self.own[name])
-            if read.kind == "S" and (held is None or held.cut is None):  # it is whole here, and read as a shard
-                return Cut(read.dim, self.recipe.place.index, self.recipe.place.ranks, read.pieces).of(found)
+            cut_on = held.form.split("/") if held is not None else ()
+            lies = tuple(I if k < len(cut_on) and cut_on[k] == "S" else p for k, p in enumerate(read))
+            if any(p.kind == "S" for p in lies):  # it is whole here on this axis, and read as a shard
+                found = self.recipe.own(found, lies)
         elif name in made:
             found = made[name]
         else:
-            found = keyed[name, str(read)] if (name, str(read)) in keyed else there[name]
+            found = keyed[name, _text(read)] if (name, _text(read)) in keyed else there[name]
         return self.recipe.as_read(name, read, found, name in self.own)
 
 
@@ -566,14 +660,14 @@ class Nodes:
     forms: tuple[Forms, ...]
 
 
-def planned(sharding: Sharding, templates: Templates, place: local.Place, rows: int) -> Nodes:
+def planned(sharding: Sharding, templates: Templates, places: Mapping[str, local.Place], rows: int) -> Nodes:
     """The nodes of all layers that have these forms.
 
     templates   shapes of all tensors and arguments of all operators, in which `Size` stands for rows
     rows        of the capture
     """
     pieces = pieces_of(sharding, rows)
-    recipes = tuple(Recipe(piece, *templates, place, rows) for piece in pieces)
+    recipes = tuple(Recipe(piece, *templates, places, rows) for piece in pieces)
     return Nodes(recipes, tuple(forms_of(pieces, sharding.graph, sharding)))
 
 
@@ -583,7 +677,7 @@ def nodes_of(
     shared: Nodes,
     stored: Mapping[str, Stored],
     title: str,
-    place: local.Place,
+    places: Mapping[str, local.Place],
     known: dict[str, nn.Parameter],
     dropouts: Mapping[str, nn.Dropout],
     cores: Mapping[str, str] = MappingProxyType({}),
@@ -597,7 +691,7 @@ def nodes_of(
     cores       for each operator of a part that checkpoint=selective runs again, the name of that part
     """
     pieces = [recipe.piece for recipe in shared.recipes]
-    held = _held(sharding, stored, place, known)
+    held = _held(sharding, stored, places, known)
     nodes: list[Node] = []
     for k, (recipe, own) in enumerate(zip(shared.recipes, shared.forms, strict=True)):
         node = CapturedNode(recipe, own, f"{title}.{k}")
@@ -646,7 +740,7 @@ def _check_changed(layer: Layer, pieces: Sequence[Piece], stored: Mapping[str, S
             slot = one.operator.options.get(argument.name)
             if argument.alias_info is None or not argument.alias_info.is_write or not isinstance(slot, Slot):
                 continue
-            name, read = one.operator.inputs[slot.index], one.ins[slot.index].on(AXIS)
+            name, read = one.operator.inputs[slot.index], one.ins[slot.index]
             if name in buffers:
                 buffers.update(dict.fromkeys(one.operator.outputs, buffers[name]))
             if name in buffers and name in {part.name for part in piece.takes}:
@@ -655,7 +749,7 @@ def _check_changed(layer: Layer, pieces: Sequence[Piece], stored: Mapping[str, S
                     "collective comes between it and the operator that changed it before; possible is one change, "
                     "such as buffer.copy_(...)"
                 )
-            if name in buffers and not read.whole:
+            if name in buffers and not all(p.whole for p in read.placements):
                 raise PlanError(
                     f"{layer.own(one.operator.name)} ({one.operator.op}): changes {layer.own(buffers[name])}, of which "
                     f"each rank would have a part ({read}); possible is the annotation R of this operator"
@@ -667,34 +761,49 @@ def _read(sharding: Sharding) -> set[str]:
 
 
 def _held(
-    sharding: Sharding, stored: Mapping[str, Stored], place: local.Place, known: Mapping[str, nn.Parameter]
+    sharding: Sharding,
+    stored: Mapping[str, Stored],
+    places: Mapping[str, local.Place],
+    known: Mapping[str, nn.Parameter],
 ) -> dict[str, Held]:
     """Which part of each parameter this rank has. Where operators disagree, it has all, and each takes its own part."""
-    reads: dict[str, list[Placement]] = {}
+    reads: dict[str, list[Lies]] = {}
     for one in sharding.operators:
         for name, form in zip(one.operator.inputs, one.ins, strict=True):
             if name in stored and isinstance(stored[name].value, nn.Parameter):
-                reads.setdefault(name, []).append(form.on(AXIS))
+                reads.setdefault(name, []).append(_lies(form, tuple(places)))
     found: dict[str, Held] = {}
-    for name, placements in reads.items():
-        whole = stored[name].name
-        kinds = set(map(str, placements))
-        first = placements[0]
-        if len(kinds) == 1 and first.kind == "S":
-            found[name] = Held(whole, Cut(first.dim, place.index, place.ranks, first.pieces))
-        else:
-            alike, differing = kinds & {"I", "P"}, kinds - {"I", "P"}
-            if alike and differing:
-                raise PlanError(
-                    f"{whole}: is read as {' and as '.join(sorted(kinds))}; one gradient would be whole, the other a "
-                    "part of a sum; possible is one of the two"
-                )
-            found[name] = Held(whole, None, partial=bool(differing))
+    for name, every in reads.items():
+        whole, cuts, letters = stored[name].name, [], []
+        for place, placements in zip(places.values(), zip(*every, strict=True), strict=True):
+            part = _held_on(whole, place, placements)
+            cuts += [part] if isinstance(part, Cut) else []
+            letters.append("S" if isinstance(part, Cut) else part)
+        if len(cuts) > 1:
+            raise PlanError(
+                f"{whole}: would be cut along {' and '.join(places)}; possible are annotations by which one of them "
+                "has all of it"
+            )
+        found[name] = Held(whole, cuts[0] if cuts else None, letter_of(letters, ""))
         before = getattr(known.get(whole), "minipar_held", None)
         if before is not None and before != found[name]:
             forms = f"{before.form or 'whole'} and as {found[name].form or 'whole'}"
             raise PlanError(f"{whole}: layers that share it read it as {forms}; possible is one form for all")
     return found
+
+
+def _held_on(whole: str, place: local.Place, placements: Sequence[Placement]) -> Cut | str:
+    """Along one axis: the rank's part of a parameter, or "P" if it has all of it, and makes a part of the gradient."""
+    kinds, first = set(map(str, placements)), placements[0]
+    if len(kinds) == 1 and first.kind == "S":
+        return Cut(first.dim, place.index, place.ranks, first.pieces)
+    alike, differing = kinds & {"I", "P"}, kinds - {"I", "P"}
+    if alike and differing:
+        raise PlanError(
+            f"{whole}: is read as {' and as '.join(sorted(kinds))}; one gradient would be whole, the other a part of a "
+            "sum; possible is one of the two"
+        )
+    return "P" if differing else ""
 
 
 def templates_of(small: Graph, large: Graph, rows: tuple[int, int]) -> Templates:

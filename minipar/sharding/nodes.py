@@ -73,17 +73,18 @@ _ALL_WHOLE = Forms()
 class Held:
     """A parameter of a node: its name in the whole model, and which part of it this rank has (None: all of it).
 
-    partial   the rank has all of it, but its backward makes only a part of the gradient
+    letters   the form of its parameter group (`program.Group`), such as "P" where the rank has all of it, and its
+              backward makes a part of the gradient; "": nothing but the cut
     """
 
     name: str
     cut: Cut | None = None
-    partial: bool = False
+    letters: str = ""
 
     @property
     def form(self) -> str:
         """The form of its parameter group (`program.Group`)."""
-        return "P" if self.partial else "S" if self.cut is not None else ""
+        return self.letters or ("S" if self.cut is not None else "")
 
 
 class Node(nn.Module):
@@ -145,13 +146,13 @@ class ShardedModel(nn.Sequential):
     forms   of each node
     nodes   of each of the model's own layers, into how many nodes it is cut
     cuts    which part of each parameter, by its name, this rank has; of those that it has whole nothing
-    count   how many ranks share them
+    counts  how many ranks share them along each axis
     inputs  the form in which they have rows and targets (`Program.inputs`)
     """
 
-    def __init__(self, layers: Sequence[Sequence[Node]], count: int, inputs: str = "") -> None:
+    def __init__(self, layers: Sequence[Sequence[Node]], counts: Sequence[int], inputs: str = "") -> None:
         super().__init__(*(node for nodes in layers for node in nodes))
-        self.nodes, self.count, self.inputs = tuple(map(len, layers)), count, inputs
+        self.nodes, self.counts, self.inputs = tuple(map(len, layers)), tuple(counts), inputs
         found: list[Node] = [node for nodes in layers for node in nodes]
         self.forms = tuple(node.forms for node in found)
         self.titles = tuple(

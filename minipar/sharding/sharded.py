@@ -17,7 +17,7 @@ from minipar.models.network import edges_of
 from minipar.models.selective_checkpoint import Recomputed
 from minipar.models.sliced import describe
 from minipar.models.tensors import count_rows, layers_of, map_tensors, take_tokens
-from minipar.program.forms import PARTIAL, WHOLE, Forms, in_words, letters, text_of
+from minipar.program.forms import PARTIAL, WHOLE, Forms, along, in_words, letters, on_axes, parts_of, text_of
 from minipar.program.mesh import Mesh
 from minipar.sharding import automatic, local
 from minipar.sharding.capture import Captured, capture_model, within
@@ -97,18 +97,20 @@ def _constants(program: torch.export.ExportedProgram, layer: nn.Module) -> Mappi
 def local_model(
     model: nn.Module,
     index: int,
-    count: int,
+    sharers: int | Mesh,
     example: Any,
     annotations: Mapping[str, str] | None = None,
     inputs: str = "",
     slices: Sequence[range] = (),
     graphs: Graphs | None = None,
 ) -> ShardedModel:
-    """The nodes that rank `index` of `count` sharing ranks has of a model, an nn.Sequential of layers.
+    """The nodes that rank `index` of some ranks that share layers has of a model, an nn.Sequential of layers.
 
+    sharers       how many ranks share them, or along which axes of the mesh, such as Mesh(tp=2, cp=2)
     example       rows that the model is given
     annotations   forms by name (`propagation.py`); default: Megatron's, or those of `automatic.py`
-    inputs        the form in which sharing ranks have rows and targets: "", "S0" or "S1"
+    inputs        the form in which sharing ranks have rows and targets: "", "S0" or "S1", or a letter with a part for
+                  each axis
     slices        the tokens of each slice of a sequence, if the model is given one slice after the other. Every slice
                   is captured, since its operators have sizes of their own; the forms are those of the first one
     graphs        what `capture_graphs` gave for this model, so many ranks and these slices; default: made here
@@ -118,19 +120,30 @@ def local_model(
 
     Errors: PlanError for a layer that cannot be captured or divided, with its operator and tensor.
     """
+    mesh = Mesh({AXIS: sharers}) if isinstance(sharers, int) else sharers
+    mesh = Mesh({AXIS: mesh.size}) if len(mesh) == 1 else mesh
+    count, own = mesh.size, mesh.coordinates(index)
     graphs = graphs or capture_graphs(model, count, example, slices)
     if graphs is None:
+        if len(mesh) > 1:
+            raise PlanError(
+                f"{mesh}: the model's layers say themselves how they are cut, by a method `shard`, along one axis; "
+                "possible is one of these axes"
+            )
         return _by_hand(model, index, count)
     rows = ROWS[0] * count, ROWS[1] * count
-    chosen = _on_axis(automatic.default(graphs.layers[0][0], count) if annotations is None else annotations)
+    chosen = _chosen(annotations, graphs.layers[0][0], mesh)
     if EXPERTS in chosen and isinstance(chosen, Preset):
-        check_experts(model, count)
+        check_experts(model, mesh.length("ep") if len(mesh) > 1 else count)
     known: dict[str, nn.Parameter] = {}
-    place, found, made = local.Place(index, count), None, []
+    places = {axis: local.Place(own[axis], size) for axis, size in mesh}
+    both = zip(parts_of(inputs, len(mesh)), mesh, strict=True)
+    given = ", ".join(f"{_placed(part)} on {axis}" for part, (axis, _) in both)
+    found, made = None, []
     for j, ((small, large), constants) in enumerate(zip(graphs.layers, graphs.constants, strict=True)):
         try:
-            found = propagate_model(small, chosen, Mesh(tp=count), f"{inputs or 'I'} on {AXIS}", before=found)
-            made.append(_nodes(model, small, large, constants, rows, found, place, known))
+            found = propagate_model(small, chosen, mesh, given, before=found)
+            made.append(_nodes(model, small, large, constants, rows, found, places, known))
         except PlanError as error:
             if not slices:
                 raise
@@ -139,13 +152,17 @@ def local_model(
             told.operator = error.operator
             raise told from error
     for layers in made:
-        if inputs and not (written := layers[-1][-1].forms.writes).startswith("S"):
-            raise PlanError(
-                f"{list(model._modules)[-1]}: its output is {in_words(written)}, but each of {count} ranks has a part "
-                "of the targets; possible are models whose output has a number for each token"
-            )
-        _add_end(layers[-1], inputs)
-    return ShardedModel(_one_behind_the_other(model, made, slices) if slices else made[0], count, inputs)
+        written = layers[-1][-1].forms.writes
+        for k, part in enumerate(parts_of(inputs, len(mesh))):
+            if inputs and part != WHOLE and not along(written, k).startswith("S"):
+                raise PlanError(
+                    f"{list(model._modules)[-1]}: its output is {in_words(along(written, k))}, but each of "
+                    f"{mesh[k][1]} ranks has a part of the targets; possible are models whose output has a number for "
+                    "each token"
+                )
+        _add_end(layers[-1], inputs, len(mesh))
+    nodes = _one_behind_the_other(model, made, slices) if slices else made[0]
+    return ShardedModel(nodes, [size for _, size in mesh], inputs)
 
 
 def _capture(model: nn.Module, example: Any, slices: Sequence[range]) -> list[Captured]:
@@ -192,7 +209,7 @@ def _nodes(
     constants: Sequence[Mapping[str, Any]],
     captured: tuple[int, int],
     found: ModelSharding,
-    place: local.Place,
+    places: Mapping[str, local.Place],
     known: dict[str, nn.Parameter],
 ) -> list[list[Node]]:
     """The nodes of each layer of a model.
@@ -212,10 +229,10 @@ def _nodes(
         sharding = found.shardings[number]
         if id(sharding) not in shared:
             templates = templates_of(graph, large[number].graph, captured)
-            shared[id(sharding)] = planned(sharding, templates, place, captured[0])
+            shared[id(sharding)] = planned(sharding, templates, places, captured[0])
         stored = _stored(graph, constants[number], first, layer, names)
         nodes = nodes_of(
-            small[number], sharding, shared[id(sharding)], stored, key, place, known,
+            small[number], sharding, shared[id(sharding)], stored, key, places, known,
             _dropouts(small[number], first, layer, titles), _cores(small[number], first),
         )  # fmt: skip
         nodes[0].state = {
@@ -225,6 +242,21 @@ def _nodes(
         }
         layers.append(nodes)
     return layers
+
+
+def _placed(letter: str) -> str:
+    """How rows and targets lie on an axis: in parts, or alike on all ranks."""
+    return "I" if letter in ("", WHOLE) else letter
+
+
+def _chosen(annotations: Mapping[str, str] | None, layers: Sequence[Layer], mesh: Mesh) -> Mapping[str, str]:
+    """The annotations of a model; those that a preset leaves to the model's own names and operators are found."""
+    if len(mesh) == 1:
+        return _on_axis(automatic.default(layers, mesh.size) if annotations is None else annotations)
+    found = {} if annotations is None else annotations
+    if mesh.length("tp") > 1 and not any(re.search(r"\bon tp\b", text) for text in found.values()):
+        return Preset({**automatic.default(layers, mesh.length("tp")), **found})
+    return found
 
 
 def _on_axis(annotations: Mapping[str, str]) -> Mapping[str, str]:
@@ -322,7 +354,7 @@ def _by_hand(model: nn.Module, index: int, count: int) -> ShardedModel:
         if not hasattr(layer, "shard"):
             raise PlanError(f"tp={count}: layer {number} ({name}) has no method `shard`, as others have")
         layers.append(layer.shard(index, count, name, known))  # type: ignore[operator, union-attr]
-    return ShardedModel(layers, count)
+    return ShardedModel(layers, [count])
 
 
 class _End(Node):
@@ -332,20 +364,25 @@ class _End(Node):
         return map_tensors(given, lambda tensor: tensor.view_as(tensor))
 
 
-def _add_end(nodes: list[Node], inputs: str) -> None:
+def _add_end(nodes: list[Node], inputs: str, axes: int) -> None:
     """A last node, where the loss does not take the model's output, or gives its gradient, as the last layer does.
 
-    Where ranks have whole targets, the loss takes the whole output. Every rank computes it alike; of its gradient,
-    which is whole, each takes the shard that it wrote. Where each has a part of the targets, its loss takes its shard
-    of the output; what is no shard, such as a number for a whole row of which it has some tokens, gets a part of its
-    gradient.
+    Along an axis whose ranks have whole targets, the loss takes the whole output. Every rank computes it alike; of its
+    gradient, which is whole, each takes the shard that it wrote. Where each has a part of the targets, its loss takes
+    its shard of the output; what is no shard, such as a number for a whole row of which it has some tokens, gets a part
+    of its gradient.
     """
     last = nodes[-1]
-    if not inputs and last.forms.writes:
-        last.forms = last.forms._replace(grad_reads=last.forms.grad_reads.replace("S", "C"))
-        nodes.append(_End(Forms(), "output"))
-    elif inputs:
-        taken = text_of(tuple(WHOLE if letter == PARTIAL else letter for letter in letters(last.forms.writes)))
-        given = text_of(tuple(PARTIAL if letter == WHOLE else letter for letter in letters(last.forms.grad_reads)))
-        if (taken, given) != (last.forms.writes, last.forms.grad_reads):
-            nodes.append(_End(Forms(taken, taken, given, given), "output"))
+    found = []
+    for k, part in enumerate(parts_of(inputs, axes)):
+        writes, grad_reads = along(last.forms.writes, k), along(last.forms.grad_reads, k)
+        if part in ("", WHOLE):
+            found.append(("", "", grad_reads.replace("S", "C")) if writes else (writes, grad_reads, grad_reads))
+        else:
+            taken = text_of(tuple(WHOLE if letter == PARTIAL else letter for letter in letters(writes)))
+            given = text_of(tuple(PARTIAL if letter == WHOLE else letter for letter in letters(grad_reads)))
+            found.append((taken, given, grad_reads))
+    taken, given, reads = (on_axes(forms) for forms in zip(*found, strict=True))
+    if (taken, given) != (last.forms.writes, reads) or reads != last.forms.grad_reads:
+        last.forms = last.forms._replace(grad_reads=reads)
+        nodes.append(_End(Forms(taken, taken, given, given), "output"))

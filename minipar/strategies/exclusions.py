@@ -207,7 +207,6 @@ _PLACES = "each says which rank has which layers"
 _AT_ONCE = "a layer is updated as soon as its gradient is there"
 _ALONE = "every replica trains by itself"
 _SMALLER = "whole gradients are made smaller, once a step"
-_ONE_FORM = "values have one form on the ranks that share a layer"
 _NO_SUMS = "one replica sums no gradients"
 _DECIDES_ALONE = (
     "each rank decides by what has come to it, and ranks that share a layer must decide alike: by a message at each "
@@ -289,9 +288,6 @@ EXCLUSIONS = (
     Exclusion(ALGORITHM, LARGEST, "the largest numbers of all ranks are gathered, and not summed", fundamental=True),
     Exclusion(ALGORITHM, LOCAL, "replicas do not sum their gradients", fundamental=True),
     Exclusion(ALGORITHM, SERVERS, "servers sum the gradients", fundamental=True),
-    Exclusion(OPERATORS, EXPERTS, _ONE_FORM),
-    Exclusion(EXPERTS, CONTEXT, _ONE_FORM),
-    Exclusion(OPERATORS, CONTEXT, _ONE_FORM),
     *(
         Exclusion(shared, other, why, fundamental)
         for shared in (OPERATORS, CONTEXT, EXPERTS)

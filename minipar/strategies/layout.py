@@ -105,9 +105,10 @@ class Layout:
         """The ranks of the program in the first replica, which come first."""
         return range(self.mesh.size // self.dp)
 
-    def sharers(self, rank: int) -> tuple[int, ...]:
-        """The ranks of the program that share the layers of a rank of the first replica's pipeline."""
-        return self.mesh.group(self.rank(0, rank), *self.mesh.sharing)
+    def sharers(self, rank: int, axes: Sequence[str] | None = None) -> tuple[int, ...]:
+        """The ranks of the program that share the layers of a rank of the first replica's pipeline; those along some
+        axes alone."""
+        return self.mesh.group(self.rank(0, rank), *(self.mesh.sharing if axes is None else axes))
 
     @property
     def width(self) -> int:

@@ -23,6 +23,8 @@ from minipar.costs.recomputation import LayerCosts
 from minipar.errors import MiniparError, PlanError, ProgramError
 from minipar.program import Action, BackwardWeight, Program
 from minipar.program.collector import paused
+from minipar.program.forms import WHOLE, letter_of
+from minipar.program.mesh import SHARING
 from minipar.program.server_rule import Mode
 from minipar.program.shape import Shape, divided, frozen, in_parts, uniform
 from minipar.program.verify.verifier import verify
@@ -290,13 +292,15 @@ class Plan:
     @property
     def inputs(self) -> str:
         """The form in which these ranks have rows and targets: see `Program.inputs`."""
-        return "S1" if self.context_parallel > 1 else "S0" if self.ep > 1 else ""
+        parts = {"cp": "S1", "ep": "S0"}
+        found = letter_of([parts.get(axis, WHOLE) for axis, _ in self.shared] or [WHOLE])
+        return "" if found == WHOLE else found
 
     @property
     def shared(self) -> tuple[tuple[str, int], ...]:
         """The axes of the mesh whose ranks share layers, with their sizes."""
-        axes = (("tp", self.tp), ("cp", self.context_parallel), ("ep", self.ep))
-        return tuple((name, size) for name, size in axes if size > 1)
+        sizes = {"tp": self.tp, "cp": self.context_parallel, "ep": self.ep}
+        return tuple((name, sizes[name]) for name in SHARING if sizes[name] > 1)
 
     @property
     def asynchronous(self) -> bool:
@@ -591,7 +595,8 @@ class Plan:
                 f"annotations={exclusions.shown(self.annotations)}: equal layers have no names; possible is "
                 "train(...), which captures the model, or no annotations="
             )
-        return divided(shape, self.tp, self.sequence_parallel) if self.tp > 1 else in_parts(shape, self.inputs)
+        shape = divided(shape, self.tp, self.sequence_parallel) if self.tp > 1 else shape
+        return in_parts(shape, self.inputs, len(self.shared)) if self.inputs else shape
 
     def _verify(self, program: Program, layout: Layout, steps: int) -> None:
         """Verify the program. The error names the action of the schedule that is wrong, if there is one, and the user's

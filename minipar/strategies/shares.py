@@ -16,6 +16,7 @@ from itertools import product
 from typing import NamedTuple
 
 from minipar.program import Group, Instruction, Op, Part
+from minipar.program.mesh import Mesh
 from minipar.program.shape import Shape
 from minipar.strategies.passes.compress import pushed_bytes
 
@@ -87,9 +88,10 @@ def shares_of(groups: Sequence[Group], servers: int, sent: Callable[[int], int] 
     return found
 
 
-def kept_shares(shares: Shares, groups: Sequence[Group], sharing: int) -> Shares:
-    """What servers keep, from what each rank has of it: of a group of which the ranks have shards, all shards."""
-    return [{g: size * (sharing if groups[g].form == "S" else 1) for g, size in share.items()} for share in shares]
+def kept_shares(shares: Shares, groups: Sequence[Group], sharing: Mesh) -> Shares:
+    """What servers keep, from what each rank has of it: of a group of which the ranks have shards, all shards.
+    `sharing`: the axes along which ranks share layers."""
+    return [{g: size * groups[g].shards(sharing) for g, size in share.items()} for share in shares]
 
 
 def pushed_shares(shape: Shape, servers: int, choice: str) -> Shares:

@@ -43,7 +43,7 @@ from minipar.prediction.simulator import simulate
 from minipar.program import Program, Staleness
 from minipar.program.shape import Shape
 from minipar.server.serving import Service, execute_served, pacing_of
-from minipar.sharding.propagation import experts, sequence_parallel
+from minipar.sharding.propagation import Preset, experts, sequence_parallel
 from minipar.strategies.keys import at_least_1, form_pairs
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
@@ -516,11 +516,10 @@ def costs_for(
 
 def annotations_of(plan: Plan) -> Mapping[str, str] | None:
     """The forms that a plan's keys stand for; those of all others follow. None: the model's names say it."""
-    if plan.ep > 1:
-        return experts("ep")
-    if plan.context_parallel > 1:
-        return {}
-    return sequence_parallel() if plan.sequence_parallel else None
+    if plan.sharing == plan.tp and not plan.sequence_parallel:
+        return None
+    found = experts("ep") if plan.ep > 1 else Preset()
+    return Preset({**found, **sequence_parallel()}) if plan.sequence_parallel else found
 
 
 def _check_stages(plan: Plan, model: Model) -> None:

@@ -16,6 +16,7 @@ from minipar.execution.execution import Execution, Job, execute
 from minipar.execution.facts import ALIKE, NEAR, ONE, SUM, Fact
 from minipar.models import gpt
 from minipar.models.parameter_groups import shape_of
+from minipar.program.mesh import Mesh
 from minipar.server.serving import execute_served
 from minipar.training.training import annotations_of
 from tests.execution import seeded_bugs
@@ -37,7 +38,8 @@ def run(clusters, text: str, model=HARD, passes: int = 2) -> Execution:
     if plan.sharing > 1 or model is GPT:
         job = Job(GPT, stdlib_text(), 8, optimizer=optimizer, annotations=annotations_of(plan))
         made = job.build()
-        shape = shape_of(job.share(made, 0, plan.sharing, plan.inputs, plan.cut) if plan.sharing > 1 else list(made))
+        alone = plan.sharing == 1
+        shape = shape_of(list(made) if alone else job.share(made, 0, Mesh(plan.shared), plan.inputs, plan.cut))
     else:
         dtype = torch.float32 if plan.precision == "bf16" else torch.float64
         job = Job(

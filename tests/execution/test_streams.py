@@ -21,6 +21,7 @@ from minipar.execution.streams import HostStreams, Later, PinnedPool
 from minipar.models.parameter_groups import shape_of
 from minipar.models.tensors import Unchanged
 from minipar.program import COLLECTIVES, COMPUTE, Op
+from minipar.program.mesh import Mesh
 from tests.fake_streams import FakeComm, FakeStreams, HostBlocked, resolve, run_ranks, timed
 from tests.toys import rows, toy
 
@@ -162,7 +163,7 @@ def test_ranks_that_share_layers():
         Plan.parse(text),
         Job(partial(models.build, "gpt-demo"), data.for_model("gpt-demo"), 4, dtype=torch.float64),
     )
-    program = plan.compile(shape_of(job.share(job.build(), 0, plan.sharing, plan.inputs, plan.cut)))
+    program = plan.compile(shape_of(job.share(job.build(), 0, Mesh(plan.shared), plan.inputs, plan.cut)))
     own = [job.build_for(program, k) for k in range(plan.ranks)]
 
     def rank(world, k):

@@ -22,6 +22,7 @@ from minipar.errors import CheckFailed
 from minipar.execution.execution import Execution, Job, execute
 from minipar.models import gpt
 from minipar.models.parameter_groups import shape_of
+from minipar.program.mesh import Mesh
 from minipar.server.serving import execute_served
 from minipar.training.training import annotations_of
 from tests.execution import seeded_bugs
@@ -48,7 +49,7 @@ def run(
     if plan.sharing > 1 or big:
         job = Job(SMALL, stdlib_text(), 16, optimizer=optimizer, annotations=annotations_of(plan))
         model = job.build()
-        shared = job.share(model, 0, plan.sharing, plan.inputs, plan.cut) if plan.sharing > 1 else list(model)
+        shared = job.share(model, 0, Mesh(plan.shared), plan.inputs, plan.cut) if plan.sharing > 1 else list(model)
         shape = shape_of(shared)
     else:
         job = Job(EASY, rows(16), loss=torch.nn.functional.mse_loss, optimizer=optimizer, dtype=torch.float64)

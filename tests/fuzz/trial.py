@@ -26,6 +26,7 @@ from minipar.execution.execution import Execution, Job, execute
 from minipar.models.network import edges_of
 from minipar.models.parameter_groups import shape_of
 from minipar.program import Program
+from minipar.program.mesh import Mesh
 from minipar.server.serving import execute_served
 from minipar.trace.recorded_order import order_of
 from minipar.training import plainly
@@ -99,7 +100,7 @@ def _compiled(
     built = job.build()
     if plan.sharing > 1:
         job = captured(replace(job, annotations=annotations_of(plan)), plan.sharing, plan.cut, ranks(plan.ranks))
-        shape = shape_of(job.share(built, 0, plan.sharing, plan.inputs, plan.cut))
+        shape = shape_of(job.share(built, 0, Mesh(plan.shared), plan.inputs, plan.cut))
     else:
         shape = replace(shape_of(built), names=tuple(built._modules), edges=edges_of(built))
     unit = (1.0,) * shape.layers

@@ -9,7 +9,23 @@ import pytest
 
 from minipar import Plan, ProgramError, verify
 from minipar.program import Forms, Group, Op, Program, grad_output, output
-from minipar.program.forms import collective_of, in_words, is_form, letters, needed, pairs, shard_of, steps, text_of
+from minipar.program.forms import (
+    along,
+    changed_axis,
+    collective_of,
+    in_words,
+    is_form,
+    letter_of,
+    letters,
+    needed,
+    on_axes,
+    pairs,
+    parts_of,
+    rows_left,
+    shard_of,
+    steps,
+    text_of,
+)
 from minipar.program.shape import Shape
 
 
@@ -63,6 +79,37 @@ def test_what_a_node_reads_a_shard_of_is_whole() -> None:
     assert needed("R,C1") == ""
     assert needed("C0,S1") == "R,S1"
     assert needed("R,P") == "R,P"
+
+
+def test_a_letter_has_a_part_for_each_axis() -> None:
+    assert parts_of("S0/P", 3) == ["S0", "P", "R"]
+    assert letter_of(["S0", "R", "R"]) == "S0"
+    assert letter_of(["R", "R"]) == "R"
+    assert along("S0/P,R/S1,R", 1) == "P,S1,R"
+    assert along("S0,R", 1) == ""
+    assert on_axes(["", "P,R"]) == "R/P,R"
+    assert on_axes([along("S0/P,R/S1", k) for k in range(2)]) == "S0/P,R/S1"
+    assert is_form("S0/P,R/S1:2r")
+    assert not is_form("S0/C1")
+    assert is_form("S0/C1", read=True)
+    assert needed("S1/C1,R/C1") == "S1,R"
+    assert in_words("S0/P") == "a shard of dimension 0 by a partial sum"
+
+
+def test_axes_change_one_after_the_other_the_last_one_first() -> None:
+    assert steps("S1/S1", "") == [(Op.ALL_GATHER, "S1"), (Op.ALL_GATHER, "")]
+    assert steps("S1/P", "S2/R") == [(Op.ALL_REDUCE, "S1"), (Op.ALL_TO_ALL, "S2")]
+    assert steps("S1/S2,R/P", "S1/R,R/R") == [(Op.ALL_GATHER, "S1,R/P"), (Op.ALL_REDUCE, "S1,R")]
+    assert changed_axis("S1/P", "S1") == 1
+    assert changed_axis("S1/P", "R/R") is None
+    assert changed_axis("S1/P", "S1/P") is None
+
+
+def test_rows_that_are_left_to_an_axis() -> None:
+    assert rows_left("S0/S0:1r", 1, (2, 2), 12) == 6  # the first axis has half of the rows
+    assert rows_left("S1/S0:1r", 1, (2, 2), 12) == 12
+    assert rows_left("S0/S0", 1, (2, 2), 12) == 12
+    assert rows_left("S0:1r", 0, (2, 2), 12) == 12
 
 
 def test_words() -> None:

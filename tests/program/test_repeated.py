@@ -45,6 +45,8 @@ PLANS = (
     "dp=3 context_parallel=2 pp=2 microbatches=2",
     "dp=2 context_parallel=3 microbatches=2 zero=2 overlap=none",
     "dp=2 ep=2 pp=2 microbatches=2",
+    "dp=2 ep=2 context_parallel=2 tp=2 pp=2 microbatches=2 sequence_parallel=true clip=1",
+    "dp=2 context_parallel=2 tp=3 microbatches=2 zero=2",
     "tp=2 pp=2 microbatches=2 schedule=pipedream",
 )
 

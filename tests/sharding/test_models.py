@@ -318,7 +318,7 @@ def test_nodes_leave_nothing_to_the_garbage_collector(name):
     try:
         for k, node in enumerate(nodes):
             read = needed(node.forms.reads)
-            given = alone(value, nodes.forms[k - 1].writes, read, 2, 4) if k else value
+            given = alone(value, nodes.forms[k - 1].writes, read, [2], 4) if k else value
             given = map_tensors(given, lambda t: t.detach().requires_grad_(t.is_floating_point()))
             made = node(given)
             ends = [t for t in tensors(made) if t.grad_fn is not None]

@@ -251,7 +251,6 @@ def test_branches_are_refused() -> None:
         ("context_parallel=2 pp=2 schedule=terapipe", "two cuts of one dimension"),
         ("ep=2 pp=2 schedule=terapipe", "layers with experts take whole sequences"),
         ("tp=2 pp=2 schedule=ampnet", "ranks that share a layer must decide alike"),
-        ("tp=2 ep=2", "one form on the ranks that share a layer"),
     ],
 )
 def test_what_nobody_has_built_is_refused_with_its_reason(words: str, says: str) -> None:

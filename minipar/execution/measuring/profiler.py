@@ -89,7 +89,7 @@ def profile(
 
     Errors: `PlanError` for rows that the batch cannot give, or less than 1 repeat.
     """
-    between = Between(getattr(model, "forms", ()), getattr(model, "count", 1), getattr(model, "inputs", ""))
+    between = Between(getattr(model, "forms", ()), getattr(model, "counts", ()), getattr(model, "inputs", ""))
     layers, names = list(model), naming_layers.names_of(model)
     if repeats < 1:
         raise PlanError(f"repeats={repeats}: must be at least 1")
@@ -185,13 +185,13 @@ def slice_times(
 class Between:
     """What lies between the nodes of a sharded model: collectives, of which one rank alone knows only the sizes."""
 
-    def __init__(self, forms: Sequence[Forms], count: int, inputs: str) -> None:
-        self.forms, self.count, self.inputs = forms, count, inputs
+    def __init__(self, forms: Sequence[Forms], counts: Sequence[int], inputs: str) -> None:
+        self.forms, self.counts, self.inputs = forms, counts, inputs
         self.found: dict[int, list[tuple[int, int, int, int, int]]] = {}
 
     def part(self, values: Any) -> Any:
         """What one rank has of rows or targets."""
-        return repartition.part_of_batch(values, self.inputs, 0, self.count)
+        return repartition.part_of_batch(values, self.inputs, [(0, count) for count in self.counts])
 
     def anew(self, key: int, rows: int) -> Callable[[int, Any], Any]:
         """A new pass through all nodes, with other rows. Gives a function of a node and what was written for it."""
@@ -201,7 +201,7 @@ class Between:
             if not self.forms:
                 return written
             before, after = self.forms[node - 1], self.forms[node]
-            read = repartition.alone(written, before.writes, after.reads, self.count, rows)
+            read = repartition.alone(written, before.writes, after.reads, self.counts, rows)
             gradients = repartition.in_gradient(read, after.reads)
             sizes.append(
                 (
@@ -232,7 +232,7 @@ def _changed(found: Sequence[Tensor], before: str, after: str, counts: bool = Fa
     if before == needed(after):
         return 0
     changes = zip(found, pairs(before, needed(after)), strict=True)
-    return count_bytes([t for t, (old, new) in changes if old != new and (new == COUNTS) is counts])
+    return count_bytes([t for t, (old, new) in changes if old != new and (COUNTS in new) is counts])
 
 
 # one layer ------------------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def record(
     Arguments and the keys of slices are as for `minipar.profile`; `split`: also record backwards in halves; `edges`: of
     a model with branches. Every layer runs on a copy, and is given what its edges bring.
     """
-    between = Between(getattr(model, "forms", ()), getattr(model, "count", 1), getattr(model, "inputs", ""))
+    between = Between(getattr(model, "forms", ()), getattr(model, "counts", ()), getattr(model, "inputs", ""))
     layers = list(model)
     copies = copy.deepcopy(nn.Sequential(*layers))
     randomness.replace_dropout(copies, 0)

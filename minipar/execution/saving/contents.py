@@ -23,7 +23,7 @@ from minipar.execution.executor import Executor
 from minipar.execution.saving.folder import SavedParameter
 from minipar.execution.updating import Updated
 from minipar.models.tensors import dtype_name, layers_of
-from minipar.program import Local
+from minipar.program import Local, Program
 from minipar.sharding.nodes import Cut, Node
 from minipar.strategies.passes.compress import keeps_residual
 
@@ -176,12 +176,12 @@ def _collect(executor: Executor, outline: Outline) -> Iterator[SavedSlice]:
                 continue
             seen.add(id(p))
             name, own = executor.names[id(p)], trained.get(id(p), p)
-            holders = _holders(executor, outline.layers_of[name], alike=name in executor.cuts)
+            holders = _holders(executor, outline.layers_of[name], _form(p))
             yield from _share(f"parameters/{name}", _here(own, name), rank, holders)
             for key, values, number in _states(name, kept.get(id(own), {})):
                 yield from _share(key, values, rank, holders, number)
     for each in state.slices.values():
-        if executor.program.shard(rank) and each.group.form != "S":
+        if not executor.program.is_first(rank, each.group.form, "S"):
             continue  # ranks that share layers have the same slices of what they have whole
         (part,) = each.trained
         for p in each.params:
@@ -198,7 +198,7 @@ def _collect(executor: Executor, outline: Outline) -> Iterator[SavedSlice]:
 def _own_buffers(executor: Executor, outline: Outline) -> Iterator[SavedSlice]:
     """The buffers of the layers of which this is the first rank: replicas may differ in them."""
     for l, layer in executor.compute.layers.items():
-        if executor.comm.rank == _holders(executor, (l,), alike=False)[0]:
+        if executor.comm.rank == _holders(executor, (l,))[0]:
             yield from _buffers_of(layer, outline.prefixes[l])
 
 
@@ -219,7 +219,7 @@ def collect_untrained(executor: Executor, outline: Outline) -> Iterator[SavedSli
     rest = {id(p): p for layer in layers for p in layer.parameters() if not (p.requires_grad and p.numel())}
     for p in rest.values():
         name = executor.names[id(p)]
-        if executor.comm.rank == _holders(executor, outline.layers_of[name], alike=name in executor.cuts)[0]:
+        if executor.comm.rank == _holders(executor, outline.layers_of[name], _form(p))[0]:
             found = SavedSlice(f"parameters/{name}", tuple(p.shape), 0, p.detach().reshape(-1))
             yield from of_whole(found, executor.cuts.get(name))
     yield from _own_buffers(executor, outline)
@@ -260,12 +260,24 @@ def _away(values: Tensor) -> bool:
     return values.numel() > 0 and values.untyped_storage().nbytes() == 0
 
 
-def _holders(executor: Executor, layers: Sequence[int], alike: bool) -> list[int]:
-    """The ranks that hold any of these layers; `alike`: those that have the same part of them as this one."""
+def _form(parameter: nn.Parameter) -> str:
+    """The form of a parameter's group."""
+    found: str = getattr(parameter, "minipar_form", "")
+    return found
+
+
+def _shard(program: Program, rank: int, form: str) -> tuple[int, ...]:
+    """Which part of a parameter of this form a rank has: its places along the axes that cut it."""
+    both = zip(program.places(rank), form.split("/"), strict=False) if "S" in form else ()
+    return tuple(place for (place, _), part in both if part == "S")
+
+
+def _holders(executor: Executor, layers: Sequence[int], form: str = "") -> list[int]:
+    """The ranks that hold any of these layers, and have the same part as this one of a parameter of this form."""
     program = executor.program
-    found = [rank for rank, held in enumerate(program.placement) if not set(layers).isdisjoint(held)]
-    own = program.shard(executor.comm.rank)
-    return [rank for rank in found if program.shard(rank) == own] if alike else found
+    own = _shard(program, executor.comm.rank, form)
+    found = (rank for rank, held in enumerate(program.placement) if not set(layers).isdisjoint(held))
+    return [rank for rank in found if _shard(program, rank, form) == own]
 
 
 def _share(key: str, values: Tensor, rank: int, holders: list[int], number: bool = False) -> Iterator[SavedSlice]:

@@ -75,7 +75,7 @@ class Contents:
         self.alone: list[dict[int, int]] = [{} for _ in range(len(program.ranks))]
         self.own = self._microbatches()
         self.first_bit = [program.replica(rank) * self.own for rank in range(len(program.ranks))]
-        self.parts = [program.sharing if group.form == "P" else 1 for group in program.groups]
+        self.parts = [program.part(0, g, "P")[1] for g in range(len(program.groups))]
         self.bits = [self._slots(g) for g in range(len(program.groups))]
 
     def _microbatches(self) -> int:
@@ -212,7 +212,7 @@ class Contents:
                 slots, parts = self.bits[value.index], self.parts[value.index]
                 for layer in ins.layers:
                     if layer in slots:
-                        own = bit if parts == 1 else bit * parts + self.program.shard(rank)
+                        own = bit if parts == 1 else bit * parts + self.program.part(rank, value.index, "P")[0]
                         known[value] = known.get(value, 0) | 1 << (slots[layer] + own)
 
     # collectives
@@ -251,7 +251,7 @@ class Contents:
         count = self.own * parts
         size = program.replicas * count * len(program.groups[group].layers)
         mask = _turned(mask, program.replicas, count, program.replica(rank), size)
-        return _turned(mask, parts, 1, program.shard(rank), size) if parts > 1 else mask
+        return _turned(mask, parts, 1, program.part(rank, group, "P")[0], size) if parts > 1 else mask
 
     def _collect(self, rank: int, index: int, ins: Instruction, brought: dict[int, dict[int, int]]) -> None:
         """All ranks have joined a collective: set what they know now. `brought` has what each rank added, by group."""
@@ -442,9 +442,10 @@ class Contents:
         for bit in (k for k in range(missing.bit_length()) if missing >> k & 1):
             rest, part = divmod(bit, self.parts[g])
             replica = rest % (program.replicas * program.microbatches) // program.microbatches
-            own = bit - part + program.shard(rank)  # (what this rank makes itself of the same micro-batch)
-            if part != program.shard(rank) and not missing >> own & 1 and self.parts[g] > 1:
-                ranks = ",".join(map(str, program.sharers(rank)))
+            mine = program.part(rank, g, "P")[0]
+            own = bit - part + mine  # (what this rank makes itself of the same micro-batch)
+            if part != mine and not missing >> own & 1 and self.parts[g] > 1:
+                ranks = ",".join(map(str, program.sharers(rank, program.spread(g, "P"))))
                 return f"; ALL_REDUCE of grad({g}) over {ranks}, the ranks that share its layer, is missing"
             if replica != program.replica(rank):
                 return f"; ALL_REDUCE of grad({g}) over replicas is missing"

@@ -105,7 +105,7 @@ _OWN: dict[str, Rule] = {
     "carries": (lambda value: _wholes(value, 0), "a tuple of layers"),
     "edges": (lambda value: type(value) is tuple, "a tuple of pairs of layers"),
     "forms": (lambda value: _tuple_of(_is_forms, value), "a tuple of Forms for each layer"),
-    "inputs": (lambda value: value in ("", "S0", "S1"), '"", "S0" or "S1"'),
+    "inputs": (lambda value: _is_inputs(value), '"", "S0", "S1", or one of these for each axis, such as "S0/S1"'),
     "names": (lambda value: _tuple_of(lambda name: type(name) is str, value), "a tuple of texts"),
     "checked": _FLAG,
 }  # fmt: skip
@@ -113,7 +113,15 @@ _OWN: dict[str, Rule] = {
 
 def _is_group(value: object) -> bool:
     wholes = type(value) is Group and _wholes(value.layers, 0) and _wholes(value.tensors, 0)
-    return wholes and _whole(value.frozen, 0) and value.form in ("", "S", "P")  # type: ignore[attr-defined]
+    return wholes and _whole(value.frozen, 0) and _is_group_form(value.form)  # type: ignore[attr-defined]
+
+
+def _is_group_form(value: object) -> bool:
+    return type(value) is str and all(part in ("", "S", "P") for part in value.split("/"))
+
+
+def _is_inputs(value: object) -> bool:
+    return type(value) is str and (not value or all(part in ("R", "S0", "S1") for part in value.split("/")))
 
 
 def _is_forms(value: object) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from minipar.program import MOVED, Op, Program, Value
 from minipar.program.diagnostics import at, refuse
-from minipar.program.forms import COUNTS, collective_of, in_words, lacking, letters, pairs
+from minipar.program.forms import COUNTS, along, changed_axis, collective_of, in_words, lacking, letters, pairs
 
 
 def check_forms(program: Program, rank: int, index: int) -> None:
@@ -42,19 +42,28 @@ def check_repartition(program: Program, rank: int, index: int) -> None:
         raise refuse(program, rank, index, f"{where} cannot make {target} of {source}")
     if (source.microbatch, source.step) != (ins.microbatch, ins.step):
         raise refuse(program, rank, index, f"{where} is of micro-batch {ins.microbatch}, but names {source}")
-    if ins.group != program.sharers(rank) or len(ins.group) < 2:
-        ranks = ",".join(map(str, program.sharers(rank)))
+    axis = changed_axis(source.form, target.form)
+    sharers = program.sharers(rank, program.sharing_axes[axis or 0 :][:1])
+    if ins.group != sharers or len(ins.group) < 2:
+        ranks = ",".join(map(str, sharers))
         told = f"the ranks that share layer {program.title(program.source(source))}; possible are {ranks}"
         raise refuse(program, rank, index, f"{where}: its group is not that of {told}")
-    changed = [(before, after) for before, after in pairs(source.form, target.form) if before != after]
+    if axis is None and source.form != target.form:
+        raise refuse(
+            program, rank, index,
+            f"{where} cannot make {source} of {in_words(source.form)} into {in_words(target.form)}: its ranks lie "
+            "along one axis; possible is a collective for each axis",
+        )  # fmt: skip
+    old, new = along(source.form, axis or 0), along(target.form, axis or 0)
+    changed = [(before, after) for before, after in pairs(old, new) if before != after]
     if not changed:
         raise refuse(
             program, rank, index,
             f"{where} is superfluous: {source} is {in_words(source.form)} before, and after it",
         )  # fmt: skip
-    there = letters(source.form)
+    there = letters(old)
     for k, letter in enumerate(there):
-        if letter[0] == "U" and letter != letters(target.form)[k] and COUNTS not in there[:k]:
+        if letter[0] == "U" and letter != letters(new)[k] and COUNTS not in there[:k]:
             raise refuse(
                 program, rank, index,
                 f"{where} cannot exchange unequal shards of {source}, whose counts are not whole; "
@@ -82,11 +91,10 @@ def in_another_form(program: Program, rank: int, index: int, value: Value, since
 def check_shards(program: Program, rank: int, index: int) -> None:
     """A sum of what ranks have a shard of is over ranks that have the same shard."""
     ins = program.ranks[rank][index]
-    if len({program.shard(r) for r in ins.group}) < 2:
-        return
     for g in ins.layers:
-        if program.groups[g].form == "S":
-            own = [r for r in ins.group if program.shard(r) == program.shard(rank)]
+        shards = [program.part(r, g, "S") for r in ins.group] if program.groups[g].is_cut else []
+        if len(set(shards)) > 1:
+            own = [r for r, shard in zip(ins.group, shards, strict=True) if shard == program.part(rank, g, "S")]
             told = f"{ins.op.value} of {ins.reads[0].kind}({g}) over {','.join(map(str, ins.group))} is superfluous"
             possible = f"; possible is over {','.join(map(str, own))}" if len(own) > 1 else ""
             reason = f"{at(program, rank, index)} adds different shards of layer"

@@ -201,7 +201,7 @@ class StaleContents(Contents):
         """The gradient of an update has whole micro-batches, the same ones of all replicas, as many as the contract
         says, and none is too stale. `made` are its contributions."""
         program = self.program
-        own = program.replica(rank), program.shard(rank) if self.parts[g] > 1 else 0
+        own = program.replica(rank), program.part(rank, g, "P")[0]
         found = {
             (replica, part): [self._places(g, made >> slot, replica, part) for slot in self.bits[g].values()]
             for replica in range(program.replicas)
@@ -219,7 +219,7 @@ class StaleContents(Contents):
                 if replica != own[0]:
                     what += f" micro-batch {i} of step {step} of replica {replica}; ALL_REDUCE of grad({g})"
                     raise self._refuse(rank, index, f"{what} over replicas is missing")
-                ranks = ",".join(map(str, program.sharers(rank)))
+                ranks = ",".join(map(str, program.sharers(rank, program.spread(g, "P"))))
                 what += f" part {part} of micro-batch {i} of step {step}; ALL_REDUCE of grad({g}) over {ranks}"
                 raise self._refuse(rank, index, f"{what}, the ranks that share its layer, is missing")
         if not places:

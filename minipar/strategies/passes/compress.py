@@ -78,7 +78,7 @@ def _of_one_form(ins: Instruction, shape: Shape, choice: str) -> list[Instructio
     whole."""
     if not choice.startswith("topk") or ins.op is not Op.ALL_REDUCE or home(ins.reads[0]).kind != "grad":
         return [ins]
-    shards = tuple(g for g in ins.layers if shape.groups[g].form == "S")
+    shards = tuple(g for g in ins.layers if shape.groups[g].is_cut)
     wholes = tuple(g for g in ins.layers if g not in shards)
     if not shards or not wholes:
         return [ins]

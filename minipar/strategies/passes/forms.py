@@ -14,11 +14,11 @@ The gradient of a parameter that every rank has whole, and of which each makes a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from minipar.errors import PlanError
 from minipar.program import MOVED, Instruction, Op, Value, grad
-from minipar.program.forms import Forms, in_words, needed, steps
+from minipar.program.forms import Forms, changed_axis, in_words, needed, steps
 from minipar.strategies.buckets import Bucket, split_buckets
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
@@ -27,11 +27,19 @@ from minipar.strategies.rewriting import all_reduce, insert, keep_gradients, las
 
 def change_forms(draft: Draft) -> Draft:
     """A value that is read in another form than it was written in gets a collective."""
-    forms = draft.layout.shape.forms
-    return draft.each(lambda rank, row: _with_collectives(row, forms, draft.layout.sharers(rank)))
+    layout = draft.layout
+    forms, axes = layout.shape.forms, layout.mesh.sharing
+
+    def ranks(rank: int) -> list[tuple[int, ...]]:
+        return [layout.sharers(rank, (axis,)) for axis in axes]
+
+    return draft.each(lambda rank, row: _with_collectives(row, forms, ranks(rank)))
 
 
-def _with_collectives(row: Sequence[Instruction], forms: Sequence[Forms], ranks: tuple[int, ...]) -> list[Instruction]:
+def _with_collectives(
+    row: Sequence[Instruction], forms: Sequence[Forms], ranks: Sequence[tuple[int, ...]]
+) -> list[Instruction]:
+    """A row with its collectives. `ranks`: along each axis, those that share the layers with this one."""
     last = len(forms) - 1
 
     def named(value: Value, layers: Sequence[int], written: bool) -> Value:
@@ -65,15 +73,17 @@ def _with_collectives(row: Sequence[Instruction], forms: Sequence[Forms], ranks:
     return result
 
 
-def repartition(value: Value, form: str, ranks: tuple[int, ...]) -> list[Instruction]:
-    """The collectives that give a value another form, one after another. PlanError if there are none that can."""
+def repartition(value: Value, form: str, ranks: Sequence[tuple[int, ...]]) -> list[Instruction]:
+    """The collectives that give a value another form, one after another. `ranks`: along each axis, those that share its
+    layer. PlanError if there are none that can."""
     found = []
     for op, after in steps(value.form, form):
-        if op is None:
+        axis = changed_axis(value.form, after)
+        if op is None or axis is None:
             raise PlanError(f"{value}: is {in_words(value.form)}, and no collective makes it {in_words(form)}")
-        target = value._replace(form=after)
+        target, group = value._replace(form=after), ranks[axis]
         moved = (value,), (target,), (value,)
-        found.append(Instruction(op, (), value.microbatch, value.step, *moved, _stream(ranks), -1, ranks))
+        found.append(Instruction(op, (), value.microbatch, value.step, *moved, _stream(group), -1, group))
         value = target
     return found
 
@@ -86,7 +96,8 @@ def sum_parts(draft: Draft) -> Draft:
     STEP in the rows (`versions.py`).
     """
     layout, plan = draft.layout, draft.plan
-    partial = frozenset(g for g, group in enumerate(layout.shape.groups) if group.form == "P")
+    axes = {g: _partial(group.form, layout) for g, group in enumerate(layout.shape.groups) if "P" in group.form}
+    partial = frozenset(axes)
     bucketed: list[frozenset[int]] = [frozenset()] * layout.pp
     if draft.bucket != "none" and not plan.asynchronous:
         used = [{v.index for ins in row if ins.group for v in ins.reads if v.kind == "grad"} for row in draft.ranks]
@@ -94,27 +105,36 @@ def sum_parts(draft: Draft) -> Draft:
         bucketed = [partial & made[rank] - used[rank] for rank in range(layout.pp)]
 
     def rewrite(rank: int, row: Sequence[Instruction]) -> list[Instruction]:
-        ranks = layout.sharers(rank)
+        ranks = {g: layout.sharers(rank, found) for g, found in axes.items()}
         result = _in_buckets(row, bucketed[rank], draft, ranks)
         return _one_by_one(result, partial - bucketed[rank], layout, ranks)
 
     return keep_gradients(draft.each(rewrite), bucketed)
 
 
+def _partial(form: str, layout: Layout) -> tuple[str, ...]:
+    """The axes along which each rank makes a part of a gradient."""
+    return tuple(axis for axis, part in zip(layout.mesh.sharing, form.split("/"), strict=False) if part == "P")
+
+
 def _in_buckets(
-    row: Sequence[Instruction], chosen: frozenset[int], draft: Draft, ranks: tuple[int, ...]
+    row: Sequence[Instruction], chosen: frozenset[int], draft: Draft, ranks: Mapping[int, tuple[int, ...]]
 ) -> list[Instruction]:
+    """A row with sums of buckets. `ranks`: of each group, those that make parts of its gradient; a bucket has groups of
+    the same ranks."""
     last = {g: k for g, k in last_writes(row, "grad").items() if g in chosen}
     after: dict[int, list[Instruction]] = {}
     ready = sorted(last, key=lambda g: (last[g], -g))  # in the order in which backward completes them
-    for groups in split_buckets(ready, draft.layout.shape.groups, draft.bucket):
-        place = len(row) - 1 if draft.plan.overlap == "none" else max(last[g] for g in groups)
-        after.setdefault(place, []).append(_sum(groups, draft.layout, ranks, draft.step, draft.bucket))
+    for own in dict.fromkeys(ranks[g] for g in ready):
+        alike = [g for g in ready if ranks[g] == own]
+        for groups in split_buckets(alike, draft.layout.shape.groups, draft.bucket):
+            place = len(row) - 1 if draft.plan.overlap == "none" else max(last[g] for g in groups)
+            after.setdefault(place, []).append(_sum(groups, draft.layout, own, draft.step, draft.bucket))
     return insert(row, after=after)
 
 
 def _one_by_one(
-    row: Sequence[Instruction], partial: frozenset[int], layout: Layout, ranks: tuple[int, ...]
+    row: Sequence[Instruction], partial: frozenset[int], layout: Layout, ranks: Mapping[int, tuple[int, ...]]
 ) -> list[Instruction]:
     wanted = {grad(g) for g in partial}
     open_: dict[Value, int] = {}  # where each of them was last added to
@@ -130,9 +150,12 @@ def _one_by_one(
         else:
             open_.update({value: k for value in ins.writes if value in wanted})
     close(list(open_))
-    return insert(
-        row, after={k: [_sum(sorted(found), layout, ranks, row[k].step, "none")] for k, found in places.items()}
-    )
+    after: dict[int, list[Instruction]] = {}
+    for k, found in places.items():
+        for own in dict.fromkeys(ranks[g] for g in sorted(found)):
+            alike = sorted(g for g in found if ranks[g] == own)
+            after.setdefault(k, []).append(_sum(alike, layout, own, row[k].step, "none"))
+    return insert(row, after=after)
 
 
 def _sum(groups: Sequence[int], layout: Layout, ranks: tuple[int, ...], step: int, bucket: Bucket) -> Instruction:

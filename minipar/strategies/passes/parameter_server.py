@@ -45,6 +45,7 @@ from itertools import accumulate
 
 from minipar.errors import PlanError
 from minipar.program import Group, Instruction, Op, Value, home, residual, served, served_state
+from minipar.program.mesh import Mesh
 from minipar.program.server_rule import Mode
 from minipar.strategies import served_order
 from minipar.strategies.buckets import split_buckets
@@ -62,7 +63,7 @@ def push_and_pull(draft: Draft) -> Draft:
     rows = [_worker_step(draft, rank, shares, late) for rank in range(draft.layout.pp)]
     workers = [rows[mesh.coordinates(rank)["pp"]] for rank in range(mesh.size)]
     servers: Sequence[tuple[Instruction, ...]] = [()] * plan.servers
-    whole = kept_shares(shares, draft.layout.shape.groups, plan.sharing)
+    whole = kept_shares(shares, draft.layout.shape.groups, Mesh(plan.shared))
     if late:
         servers = served_order.by_layer(draft.step, draft.step == draft.steps - 1, whole, workers)
     elif Mode.parse(plan.mode, plan.dp).kind == "sync":  # in the other modes servers decide as they run
