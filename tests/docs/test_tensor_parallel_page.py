@@ -12,4 +12,7 @@ def test_every_block_runs(capsys):
     assert "R,S1 -> S1" in out
     assert "S1,S0 -> P" in out
     assert "all_reduce 3:input 128 forward" in out
+    assert "('cp', 'tp') (0, 1) (0, 2)" in out
+    assert "P/S" in out
     assert out.rstrip().endswith("True")
+    assert out.count("True") == 3
