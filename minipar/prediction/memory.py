@@ -10,6 +10,7 @@ that read it have all released it. This module follows these holders as the exec
 
 Of layers that ranks share, a node may hand on a part of what it was given: (x, y) -> (x, z). Then the new value has the
 storage of z, and holds that of x, too. A collective that gives z another form makes a new storage and leaves x alone.
+The tapes say where each tensor of an output lies: several may be parts of one storage, as queries and keys are.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from minipar.program import (
     version_of,
 )
 from minipar.program.comm_volume import changing
+from minipar.program.forms import letters
 from minipar.program.graph_cuts import pieces_of
 from minipar.strategies.passes.compress import row_bytes, top
 from minipar.trace import Trace
@@ -110,11 +112,12 @@ class Walk:
         self.changes: list[tuple[int, str, int]] = []
         self.live: dict[Value, Storage] = {}
         self.handed_on: dict[Value, list[Storage]] = {}  # storages of other values that a value holds, too
+        self.lies: dict[Value, list[Storage | None]] = {}  # of an output: the storage of each of its tensors
         self.joined: dict[Value, int] = {}  # bytes of a value that is put together when it is first read
         self.read: dict[
             tuple[int, int, int], list[Storage]
         ] = {}  # (layer, micro-batch, step) -> inputs that the layer's graph holds
-        self.made: dict[tuple[int, int, int], Storage] = {}  # the same -> its own output, if its graph holds that
+        self.made: dict[tuple[int, int, int], list[Storage]] = {}  # the same -> those of its output that it holds, too
         self.saved: dict[tuple[int, int, int], int] = {}
         self.carried: dict[tuple[int, int, int], Storage] = {}  # carries that a layer's graph holds
         self.left: dict[tuple[int, int, int], Storage] = {}  # gradients that wait for a weight half
@@ -209,6 +212,8 @@ class Walk:
             self.change(-unpacked, "temporary", -1)
             if value in self.joined:
                 self.live[value] = self.make(self.joined.pop(value), value.index, "live", "buffers")
+                if value in self.lies:
+                    self.lies[value] = [self.live[value] if own is None else own for own in self.lies[value]]
             for message in self.messages.pop(value, ()):
                 self.release(message, "message")
             storage = self.live.get(value)
@@ -289,6 +294,7 @@ class Walk:
                     self.change(-self.sizes.size(self.rank, value), "gradients", self.layer_of(value.index))
                 self.filled.discard(value.index)
             else:
+                self.lies.pop(value, None)
                 storage = self.live.pop(value, None)
                 self.release(storage, "live")
                 self.release(storage, f"live {value}")
@@ -328,9 +334,14 @@ class Walk:
         changed = self.sizes.size(self.rank, changing(ins))
         stays = max(0, self.sizes.size(self.rank, source) - changed)
         made = max(0, self.sizes.size(self.rank, target) - stays)
-        kept = _within(there, stays)
+        stay, new = self._parts(source, target)
+        kept = _within(there, stays) if stay is None else [storage for storage in there if storage in stay]
         messages = [storage for storage in there if storage not in kept]
-        rest = min(stays - sum(one.size for one in kept), sum(one.size for one in messages) - changed)
+        rest = (
+            0
+            if stay is not None
+            else min(stays - sum(one.size for one in kept), sum(one.size for one in messages) - changed)
+        )
         if rest > 0 and messages and messages[0].size > rest:  # it has tensors of both
             messages[0].size -= rest
             kept.append(Storage(rest, messages[0].layer, messages[0].kind))
@@ -343,11 +354,24 @@ class Walk:
             if ins.op is Op.REDUCE_SCATTER:  # all parts, behind each other
                 messages.append(self.make(changed, -1, "message", "buffers"))
             self.live[target] = self.make(made, target.index, "live", "buffers")
+            new = [self.live[target] if own is None else own for own in new]
         else:  # the parts of all ranks; of an exchange also what is given for them
             copies = len(ins.group) if ins.op is Op.ALL_GATHER else 2
             messages.append(self.make(copies * changed, -1, "message", "buffers"))
             self.joined[target] = made
         self.messages[target] = messages
+        if stay is not None:
+            self.lies[target] = new
+
+    def _parts(self, source: Value, target: Value) -> tuple[list[Storage] | None, list[Storage | None]]:
+        """The storages of tensors whose form stays; and that of each tensor, None for those that get a new one. (None,
+        []) where it is not known which tensor lies where."""
+        lies = self.lies.get(source)
+        if lies is None or None in lies:
+            return None, []
+        before, after = letters(source.form, len(lies)), letters(target.form, len(lies))
+        new = [own if old == now else None for own, old, now in zip(lies, before, after, strict=True)]
+        return [own for own in new if own is not None], new
 
     def storages_of(self, value: Value) -> list[Storage]:
         """The storages that a live value holds."""
@@ -485,8 +509,10 @@ class Walk:
     def forward(self, ins: Instruction) -> None:
         i, step = ins.microbatch, ins.step
         saves = {value.index for value in ins.writes if value.kind == "saved"}
-        inputs = (self.named(output(a, i, step), ins.reads) for a in self.program.wiring.inputs[ins.layers[0]])
+        inputs = [self.named(output(a, i, step), ins.reads) for a in self.program.wiring.inputs[ins.layers[0]]]
         given = [storage for value in inputs for storage in self.storages_of(value)]
+        known = all(value in self.lies for value in inputs)
+        lies = [own for value in inputs for own in self.lies[value]] if known else []
         borrowed: list[Storage] = []  # inputs of pieces: the executor holds them until the instruction ends
         for piece in self.pieces[ins.layers, i]:
             trains = piece[0] in saves
@@ -500,13 +526,18 @@ class Walk:
                         self.hold(value, f"read by {key}")
                         self.read.setdefault(key, []).append(value)
                 made = self._play_forward(tape.forward if trains else tape.plain, layer)
+                own, lies = _own(made, tape, lies)
                 if trains:
                     self.saved[key] = sum(size for size, what in tape.forward if what == "saved")
-                    if keeps(tape.backward, "output"):
-                        self.hold(made, f"made by {key}")
-                        self.made[key] = made
+                    numbers = {-1 - lie.storage for lie in tape.lies if lie.kept and lie.storage < 0}
+                    if lies or keeps(tape.backward, "output"):
+                        self.made[key] = [storage for k, storage in enumerate(own) if not lies or k in numbers]
+                        for storage in self.made[key]:
+                            self.hold(storage, f"made by {key}")
                 self._carry_on(ins, key, tape)
                 passed = self._handed_on(output(layer, i, step), made, given)
+                if lies:
+                    made, passed = own[0], [one for one in dict.fromkeys(lies) if one not in (None, own[0])]
                 if layer == piece[0]:
                     borrowed += given
                 for value in given:
@@ -521,6 +552,8 @@ class Walk:
                 for storage in passed:
                     self.hold(storage, f"live {handed_on}")
                 self.handed_on[handed_on] = passed
+                if lies:
+                    self.lies[handed_on] = lies
         for storage in (*borrowed, *given):
             self.release(storage, "walk")
 
@@ -590,7 +623,7 @@ class Walk:
                     left += delta
                     self.change(delta, "activations", layer)
             elif what == "output":
-                self.release(self.made.pop(key, None), f"made by {key}")
+                self.let_go_of_output(key)
             elif what == "input":
                 if not last:
                     self.let_go_of_inputs(key)
@@ -614,7 +647,7 @@ class Walk:
             self.live[grad_carry(layer, i - 1, step)] = Storage(carried, layer, holders={"live"})
         made += self.given_to_each(layer, i, step, made)
         self.change(-left, "activations", layer)
-        self.release(self.made.pop(key, None), f"made by {key}")
+        self.let_go_of_output(key)
         copied += self.fill(layer, groups, fresh)
         if not made and received is not None and layer > self.program.first_trainable:
             return received  # the layer returns the gradient that it received
@@ -625,6 +658,11 @@ class Walk:
         """The graph of a layer releases its inputs."""
         for storage in self.read.pop(key, ()):
             self.release(storage, f"read by {key}")
+
+    def let_go_of_output(self, key: tuple[int, int, int]) -> None:
+        """The graph of a layer releases what it holds of its output."""
+        for storage in self.made.pop(key, ()):
+            self.release(storage, f"made by {key}")
 
     # branches: an output gets a gradient from each of its readers, and a layer may have several inputs
 
@@ -700,6 +738,24 @@ class Walk:
                 if g in self.kept:
                     copied.append(g)
         return copied
+
+
+def _own(made: Storage, tape: LayerTape, given: Sequence[Storage | None]) -> tuple[list[Storage], list[Storage | None]]:
+    """The storages that a layer has made for its output, and that of each tensor of the output; [] if that is not
+    known: then the output is one storage.
+
+    made    all that it has made for its output; it becomes the first of these storages
+    given   of each tensor that the layer was given, its storage
+    """
+    sizes = {lie.storage: lie.bytes for lie in tape.lies if lie.storage < 0}
+    if sum(sizes.values()) != made.size or any(lie.storage >= len(given) for lie in tape.lies):
+        return [made], []
+    if not sizes:
+        return [made], [given[lie.storage] for lie in tape.lies]
+    rest = [Storage(size, made.layer, made.kind, set(made.holders)) for size in list(sizes.values())[1:]]
+    made.size = next(iter(sizes.values()))
+    own = dict(zip(sizes, [made, *rest], strict=True))
+    return [made, *rest], [own[lie.storage] if lie.storage < 0 else given[lie.storage] for lie in tape.lies]
 
 
 def _within(storages: Sequence[Storage], size: int) -> list[Storage]:

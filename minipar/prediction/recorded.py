@@ -17,6 +17,15 @@ Tape = tuple[tuple[int, str], ...]
 GraphPiece = tuple[int, ...]
 
 
+class Lie(NamedTuple):
+    """Where a tensor of a layer's output lies: in the storage of a tensor that the layer was given, by its number, or
+    in one that the layer has made (-1, -2, ...), of so many bytes. `kept`: whether the graph holds that storage."""
+
+    storage: int
+    bytes: int
+    kept: bool
+
+
 class LayerTape(NamedTuple):
     """The tapes of one layer, for one number of rows.
 
@@ -26,6 +35,7 @@ class LayerTape(NamedTuple):
     later      a later backward, which adds to the gradients
     input_half, weight_half, weight_later   the same backwards in halves; "left" is what the input half makes for the
                weight half, in addition to what was saved
+    lies       of each tensor of its output, where it lies; (): the output is one storage, which nobody gave it
     """
 
     plain: Tape
@@ -35,6 +45,7 @@ class LayerTape(NamedTuple):
     input_half: Tape = ()
     weight_half: Tape = ()
     weight_later: Tape = ()
+    lies: tuple[Lie, ...] = ()
 
 
 def frees(tape: Tape, what: str) -> bool:

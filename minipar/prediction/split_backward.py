@@ -80,7 +80,7 @@ def _let_go(walk: Walk, key: LayerRun, *, inputs: bool) -> None:
     if inputs and not frees(later, "input"):
         walk.let_go_of_inputs(key)
     if not frees(later, "output"):
-        walk.release(walk.made.pop(key, None), f"made by {key}")
+        walk.let_go_of_output(key)
 
 
 def weight_half(walk: Walk, ins: Instruction) -> None:
@@ -98,7 +98,7 @@ def weight_half(walk: Walk, ins: Instruction) -> None:
             elif what == "input":
                 walk.let_go_of_inputs(key)
             elif what == "output":
-                walk.release(walk.made.pop(key, None), f"made by {key}")
+                walk.let_go_of_output(key)
             elif what == "grad_output" and delta < 0:
                 walk.release(walk.left.pop(key, None), f"left of {key}")
             elif what == "gradient":
@@ -107,7 +107,7 @@ def weight_half(walk: Walk, ins: Instruction) -> None:
                 walk.change(delta, "temporary", layer)
         walk.change(-left, "activations", layer)
         walk.let_go_of_inputs(key)
-        walk.release(walk.made.pop(key, None), f"made by {key}")
+        walk.let_go_of_output(key)
         walk.release(walk.left.pop(key, None), f"left of {key}")
         copied += walk.fill(layer, groups, fresh)
     for g in copied:  # they have been copied into their buckets

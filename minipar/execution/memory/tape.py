@@ -31,7 +31,7 @@ from minipar.models.tensors import (
     take_tokens,
     tensors,
 )
-from minipar.prediction.recorded import LayerTape, Tape, Tapes, Workspace
+from minipar.prediction.recorded import LayerTape, Lie, Tape, Tapes, Workspace
 from minipar.program.edges import Edges, wiring
 
 Loss = Callable[[Any, Any], Tensor]
@@ -185,13 +185,35 @@ def _one_layer(
     if l < first:
         return result, carried, LayerTape(plain)
     found: list[Tape] = []
+    lies: tuple[Lie, ...] = ()
     for halves in (False, True) if split else (False,):
-        forward, backward, half = _with_graph(layer, value, final, l, first, halves, here)
-        _, later, _ = _with_graph(layer, value, final, l, first, halves, here)
+        forward, backward, half, lies = _with_graph(layer, value, final, l, first, halves, here)
+        _, later, *_ = _with_graph(layer, value, final, l, first, halves, here)
         found += [half, backward, later] if halves else [forward, backward, later]
         for p in layer.parameters():
             p.grad = None
-    return result, carried, LayerTape(plain, *found)
+    return result, carried, LayerTape(plain, *found)._replace(lies=lies)  # type: ignore[arg-type]
+
+
+class _Lying:
+    """Finds out where the tensors of an output lie."""
+
+    def __init__(self, recorder: _Recorder, given: Any, output: Any) -> None:
+        numbers = {id(recorder.held_by(tensor)): k for k, tensor in reversed(list(enumerate(tensors(given))))}
+        self.found = [recorder.held_by(tensor) for tensor in tensors(output)]
+        own = dict.fromkeys(id(held) for held in self.found if id(held) not in numbers)
+        self.numbers = numbers | {key: -1 - k for k, key in enumerate(own)}
+        self.bytes = [0 if held is None else held.nbytes for held in self.found]
+
+    def lies(self) -> tuple[Lie, ...]:
+        """To be asked when nobody but the graph holds the output; () where a tensor is not followed."""
+        if None in self.found:
+            return ()
+        return tuple(
+            Lie(self.numbers[id(held)], size, held() is not None)
+            for held, size in zip(self.found, self.bytes, strict=True)
+            if held is not None
+        )
 
 
 def _runner(layer: nn.Module, here: _Here | None, recorder: _Recorder, trains: bool) -> Any:
@@ -218,8 +240,8 @@ def _with_graph(
     first: int,
     halves: bool = False,
     here: _Here | None = None,
-) -> tuple[Tape, Tape, Tape]:
-    """Tapes of a forward and its backward; of a backward in halves, of both."""
+) -> tuple[Tape, Tape, Tape, tuple[Lie, ...]]:
+    """Tapes of a forward and its backward, or of a backward in halves; and where the tensors of the output lie."""
     root = torch.zeros((), requires_grad=True)
     arrived: list[Tensor] = []
     fresh = [p for p in layer.parameters() if p.grad is None]
@@ -233,6 +255,7 @@ def _with_graph(
         recorder.role(_carried(run), "carry")
         recorder.name_the_rest("saved")
         forward = recorder.take()
+        lying = _Lying(recorder, given, output)
         ends = [t for t in differentiable(output) if t.requires_grad] if end is None else []
         more = [t for t in differentiable(_carried(run)) if t.requires_grad]
         last = [end] if end is not None else [_Sink.apply(lambda made: recorder.role(made, "grad_output"), *ends)]
@@ -243,6 +266,7 @@ def _with_graph(
         recorder.take()
         del output, ends, given, end, more
         before = recorder.take()  # what is freed now was not held by the graph
+        lies = lying.lies()
         edges = [get_gradient_edge(one) for one in last if one.requires_grad]
         del last
         input_tape: Tape = ()
@@ -263,7 +287,7 @@ def _with_graph(
             recorder.role([leaf.grad for leaf in leaves], "grad_carry")
         recorder.role([p.grad for p in fresh if p.grad is not None], "gradient")
         backward = recorder.take()
-    return forward, before + backward, input_tape
+    return forward, before + backward, input_tape, lies
 
 
 def _given(layer: nn.Module, value: Any, l: int, source: Any) -> tuple[_Recorder, Any]:
