@@ -16,10 +16,10 @@ The tapes say where each tensor of an output lies: several may be parts of one s
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from minipar.prediction.recorded import GraphPiece, LayerTape, Sizes, Storage, Tape, Tapes, keeps
+from minipar.prediction.recorded import Back, GraphPiece, LayerTape, Sizes, Storage, Tape, Tapes, keeps
 from minipar.prediction.split_backward import input_half, weight_half
 from minipar.program import (
     COLLECTIVES,
@@ -112,7 +112,9 @@ class Walk:
         self.changes: list[tuple[int, str, int]] = []
         self.live: dict[Value, Storage] = {}
         self.handed_on: dict[Value, list[Storage]] = {}  # storages of other values that a value holds, too
-        self.lies: dict[Value, list[Storage | None]] = {}  # of an output: the storage of each of its tensors
+        self.lies: dict[Value, list[Storage | None]] = {}  # of a value: the storage of each of its tensors
+        self.outside: list[Storage] = []  # those that come to a piece: the executor holds them until it is done
+        self.arriving: list[Storage] = []  # those of the gradients that come to a layer; []: it is not known
         self.joined: dict[Value, int] = {}  # bytes of a value that is put together when it is first read
         self.read: dict[
             tuple[int, int, int], list[Storage]
@@ -366,10 +368,12 @@ class Walk:
     def _parts(self, source: Value, target: Value) -> tuple[list[Storage] | None, list[Storage | None]]:
         """The storages of tensors whose form stays; and that of each tensor, None for those that get a new one. (None,
         []) where it is not known which tensor lies where."""
-        lies = self.lies.get(source)
-        if lies is None or None in lies:
+        lies = self.lies_of(source)
+        if not lies or None in lies:
             return None, []
         before, after = letters(source.form, len(lies)), letters(target.form, len(lies))
+        if len(before) != len(lies) or len(after) != len(lies):
+            return None, []  # (counts go with the gradients of unequal shards)
         new = [own if old == now else None for own, old, now in zip(lies, before, after, strict=True)]
         return [own for own in new if own is not None], new
 
@@ -377,6 +381,14 @@ class Walk:
         """The storages that a live value holds."""
         own = self.live.get(value)
         return [*([own] if own is not None else []), *self.handed_on.get(value, ())]
+
+    def lies_of(self, value: Value) -> list[Storage | None]:
+        """The storage of each tensor of a value; [] if it is not known. What another rank has sent is one storage."""
+        storage = self.live.get(value)
+        if value in self.lies or storage is None or self.handed_on.get(value) or self.program.edges:
+            return self.lies.get(value, [])
+        tape = self.tape(value.index, value.microbatch)
+        return [storage] * (len(tape.lies) if value.kind == "output" else tape.back.given if tape.back else 0)
 
     def named(self, plain: Value, among: Sequence[Value]) -> Value:
         """A value as an instruction names it: with its form."""
@@ -511,8 +523,8 @@ class Walk:
         saves = {value.index for value in ins.writes if value.kind == "saved"}
         inputs = [self.named(output(a, i, step), ins.reads) for a in self.program.wiring.inputs[ins.layers[0]]]
         given = [storage for value in inputs for storage in self.storages_of(value)]
-        known = all(value in self.lies for value in inputs)
-        lies = [own for value in inputs for own in self.lies[value]] if known else []
+        each = [self.lies_of(value) for value in inputs]
+        lies = [own for found in each for own in found] if all(each) else []
         borrowed: list[Storage] = []  # inputs of pieces: the executor holds them until the instruction ends
         for piece in self.pieces[ins.layers, i]:
             trains = piece[0] in saves
@@ -591,29 +603,45 @@ class Walk:
 
     def backward(self, ins: Instruction) -> None:
         i, step = ins.microbatch, ins.step
-        above = self.sum_of_gradients(ins)
+        summed = self.sum_of_gradients(ins)
+        above = [summed] if summed is not None else []
+        read = [value for value in ins.reads if value.kind == "grad_output"]
+        lies = self.lies_of(read[0]) if len(read) == 1 else []
+        self.arriving = [storage for storage in lies if storage is not None] if None not in lies else []
         copied: list[int] = []
         pieces = self.pieces[ins.layers, i]
         for piece in reversed(pieces):
-            given = above  # the gradient that this piece got from the piece after it
-            inner: Storage | None = None  # the gradient between two layers of the piece
+            given = above  # the gradients that this piece got from the piece after it
+            inner: list[Storage] = []  # the gradients between two layers of the piece
+            self.outside = list(self.arriving)
             for layer in reversed(piece):
                 inner = self._play_backward(layer, i, step, inner, copied, layer == piece[0])
             key = piece[0], i, step
             self.let_go_of_inputs(key)
-            self.release(given, "walk")
+            for storage in given:
+                if storage not in inner:
+                    self.release(storage, "walk")
             above = inner
         self.hand_back(ins, above)
         for g in copied:  # they have been copied into their buckets
             self.change(-self.sizes.size(self.rank, Value("grad", g)), "temporary", self.layer_of(g))
 
     def _play_backward(
-        self, layer: int, i: int, step: int, received: Storage | None, copied: list[int], last: bool
-    ) -> Storage | None:
-        """Play the backward of one layer. Returns the gradient of its input. With `last` the executor holds the layer's
-        input until the piece is done."""
+        self, layer: int, i: int, step: int, received: list[Storage], copied: list[int], last: bool
+    ) -> list[Storage]:
+        """Play the backward of one layer. Returns the storages of the gradients of its input, which the walk holds.
+        With `last` the executor holds the layer's input until the piece is done."""
         key = layer, i, step
         tape = self.tape(layer, i)
+        arriving, self.arriving = self.arriving, []
+        back = tape.back if tape.back is not None and len(arriving) == tape.back.given else None
+        freed = iter(back.freed if back is not None else ())
+        if back is not None:
+            for k, storage in enumerate(arriving):
+                self.hold(storage, f"arriving {k}")
+            for storage in received:
+                self.release(storage, "walk")
+        leaves = self._leaves(back, arriving, layer) if back is not None and last else {}
         groups, fresh = self.groups(layer)
         left = self.saved.pop(key, 0)
         made = carried = 0
@@ -628,8 +656,12 @@ class Walk:
                 if not last:
                     self.let_go_of_inputs(key)
             elif what == "grad_output":
-                if delta < 0:
-                    self.release(received, "walk")
+                k = next(freed, -1) if delta < 0 else -1
+                if k >= 0:
+                    self.release(arriving[k], f"arriving {k}")
+                elif delta < 0 and back is None:
+                    for storage in received:
+                        self.release(storage, "walk")
             elif what == "grad_input":
                 made += delta
                 self.change(delta, "activations", layer - 1)
@@ -645,14 +677,58 @@ class Walk:
         self.release(self.carried.pop(key, None), f"made by {key}")
         if carried:
             self.live[grad_carry(layer, i - 1, step)] = Storage(carried, layer, holders={"live"})
-        made += self.given_to_each(layer, i, step, made)
+        apart = self.given_to_each(layer, i, step, made)
         self.change(-left, "activations", layer)
         self.let_go_of_output(key)
         copied += self.fill(layer, groups, fresh)
-        if not made and received is not None and layer > self.program.first_trainable:
+        if back is not None:
+            return self._handed_back(back, arriving, leaves, made, layer, apart)
+        made += apart
+        if not made and received and layer > self.program.first_trainable:
             return received  # the layer returns the gradient that it received
-        self.release(received, "walk")
-        return Storage(made, layer - 1, holders={"walk"}) if made else None
+        for storage in received:
+            self.release(storage, "walk")
+        return [Storage(made, layer - 1, holders={"walk"})] if made else []
+
+    def _leaves(self, back: Back, arriving: Sequence[Storage], layer: int) -> dict[int, Storage]:
+        """The gradients of a piece's inputs that are copies, by number. Autograd gives a leaf the gradient that the
+        piece was given itself, or a copy if somebody else has it, too: the next leaf, or the executor."""
+        taken: list[Storage] = list(self.outside)
+        copies: dict[int, Storage] = {}
+        for k, lie in enumerate(back.lies):
+            if lie.storage >= 0 and arriving[lie.storage] in taken:
+                copies[k] = self.make(lie.bytes, layer - 1, "walk")
+            elif lie.storage >= 0:
+                taken.append(arriving[lie.storage])
+        return copies
+
+    def _handed_back(
+        self,
+        back: Back,
+        arriving: Sequence[Storage],
+        leaves: Mapping[int, Storage],
+        made: int,
+        layer: int,
+        apart: int,
+    ) -> list[Storage]:
+        """The storages of the gradients of a layer's input: those that it has made, of so many bytes together, and
+        those of gradients that it was given, or of copies of them for `leaves`. `apart`: bytes of copies for several
+        inputs."""
+        sizes = {lie.storage: lie.bytes for lie in back.lies if lie.storage < 0}
+        if sum(sizes.values()) == made and not apart:
+            own = {k: Storage(size, layer - 1, holders={"walk"}) for k, size in sizes.items()}
+            own |= dict(enumerate(arriving))
+            self.arriving = [leaves.get(k) or own[lie.storage] for k, lie in enumerate(back.lies)]
+            found = list(dict.fromkeys(self.arriving))
+        else:
+            found = [Storage(made + apart, layer - 1, holders={"walk"})] if made + apart else []
+            for storage in leaves.values():
+                self.release(storage, "walk")
+        for storage in found:
+            self.hold(storage, "walk")
+        for k, storage in enumerate(arriving):
+            self.release(storage, f"arriving {k}")
+        return found
 
     def let_go_of_inputs(self, key: tuple[int, int, int]) -> None:
         """The graph of a layer releases its inputs."""
@@ -692,19 +768,24 @@ class Walk:
         self.change(more, "activations", layer - 1)
         return more
 
-    def hand_back(self, ins: Instruction, found: Storage | None) -> None:
-        """Pass the gradient of an instruction's inputs, which the walk holds, to the layers that made these inputs."""
+    def hand_back(self, ins: Instruction, made: list[Storage]) -> None:
+        """Pass the gradients of an instruction's inputs, which the walk holds, to the layers that made these inputs."""
+        found = made[0] if made else None
         first, layer = self.program.first_trainable, ins.layers[0]
         into, inputs = self.program.wiring.into[layer], self.program.wiring.inputs[layer]
         apart = len(into) > 1 and ins.op is Op.BACKWARD
         if apart:
-            self.release(found, "walk")
+            self.arriving = []
+            for storage in made:
+                self.release(storage, "walk")
         given = [storage for value in ins.reads if value.kind == "grad_output" for storage in self.storages_of(value)]
         for e, source in zip(into, inputs, strict=True):
             value = self.named(grad_output(e, ins.microbatch, ins.step), ins.writes)
             if source < first:
                 continue
-            self.handed_on[value] = self._handed_on(value, found, given)
+            self.handed_on[value] = made[1:] if self.arriving else self._handed_on(value, found, given)
+            if self.arriving:
+                self.lies[value] = list(self.arriving)
             for storage in self.handed_on[value]:
                 self.hold(storage, f"live {value}")
             if apart:
@@ -712,7 +793,8 @@ class Walk:
             elif found is not None:
                 self.hold(found, f"live {value}")  # an input half gives parts of one tensor
                 self.live[value] = found
-        self.release(found, "walk")
+        for storage in made:
+            self.release(storage, "walk")
 
     # gradients -------------------------------------------------------------------------------------------------------
 

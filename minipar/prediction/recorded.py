@@ -23,7 +23,16 @@ class Lie(NamedTuple):
 
     storage: int
     bytes: int
-    kept: bool
+    kept: bool = False
+
+
+class Back(NamedTuple):
+    """Where the gradients of a layer's input lie: as `Lie`, where what the layer was given are the gradients of its
+    output. `given`: how many these are; `freed`: their numbers, in the order in which the backward lets them go."""
+
+    lies: tuple[Lie, ...]
+    given: int
+    freed: tuple[int, ...]
 
 
 class LayerTape(NamedTuple):
@@ -36,6 +45,7 @@ class LayerTape(NamedTuple):
     input_half, weight_half, weight_later   the same backwards in halves; "left" is what the input half makes for the
                weight half, in addition to what was saved
     lies       of each tensor of its output, where it lies; (): the output is one storage, which nobody gave it
+    back       the same of the gradients of its input; None: it is one storage
     """
 
     plain: Tape
@@ -46,6 +56,7 @@ class LayerTape(NamedTuple):
     weight_half: Tape = ()
     weight_later: Tape = ()
     lies: tuple[Lie, ...] = ()
+    back: Back | None = None
 
 
 def frees(tape: Tape, what: str) -> bool:

@@ -41,7 +41,8 @@ def input_half(walk: Walk, ins: Instruction) -> None:
         if held and received is not given:
             walk.release(given, "walk")
         above, held = received, True
-    walk.hand_back(ins, above)
+    walk.arriving = []
+    walk.hand_back(ins, [above] if above is not None else [])
 
 
 def _play(walk: Walk, key: LayerRun, received: Storage | None, freed: list[tuple[int, int]]) -> Storage | None:
