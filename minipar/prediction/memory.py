@@ -516,7 +516,9 @@ class Walk:
     # computing -------------------------------------------------------------------------------------------------------
 
     def tape(self, layer: int, microbatch: int) -> LayerTape:
-        return self.tapes.layers[self.sizes.rows(self.rank, microbatch)][layer]
+        found = self.tapes.layers[self.sizes.rows(self.rank, microbatch)][layer]
+        # (Where branches meet, gradients are summed and copied otherwise: it is not followed which tensor lies where.)
+        return found._replace(lies=(), back=None) if self.program.edges else found
 
     def forward(self, ins: Instruction) -> None:
         i, step = ins.microbatch, ins.step
@@ -832,7 +834,7 @@ def _own(made: Storage, tape: LayerTape, given: Sequence[Storage | None]) -> tup
     sizes = {lie.storage: lie.bytes for lie in tape.lies if lie.storage < 0}
     if sum(sizes.values()) != made.size or any(lie.storage >= len(given) for lie in tape.lies):
         return [made], []
-    if not sizes:
+    if not sizes:  # it hands on what it was given, or nobody knows
         return [made], [given[lie.storage] for lie in tape.lies]
     rest = [Storage(size, made.layer, made.kind, set(made.holders)) for size in list(sizes.values())[1:]]
     made.size = next(iter(sizes.values()))
