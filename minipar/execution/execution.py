@@ -622,7 +622,6 @@ def profile_job(
     loss = mean if plan.precision == "float32" else partial(_single, mean)
     layers = [row_major(layer) for layer in layers_of(model)]
     check_parameters(layers)
-    tried = _try_loss(job, whole, x, plan, parts)
     if plan.checkpoint == "selective":
         selective_checkpoint.check(layers_of(whole))
         selective_checkpoint.check(layers)  # (a layer that says itself how it is cut may leave no such part)
@@ -632,6 +631,7 @@ def profile_job(
     else:
         shape = replace(shape_of(layers), names=tuple(model._modules), edges=edges_of(model))
     slices, threads = ranges_of(plan, shape, [x, y]), torch.get_num_threads()
+    tried = _try_loss(job, whole, x, plan, parts)
     again = plan.checkpoint not in ("none", "selective")
     layered = cast(nn.Sequential, model)
     measured = profile(layered, (x, y), loss, rows, 3, threads, optimizer, slices, again)
