@@ -440,14 +440,13 @@ class Plan:
         if isinstance(self.bucket, tuple) and self.bucket[0] >= shape.own_layers:
             words, layers = ",".join(map(str, self.bucket)), shape.own_layers
             raise PlanError(f"bucket={words}: the model has {layers} layers; possible are 0 to {layers - 1}")
-        host = host_layers.find(self.host_layers, shape)
+        host, microbatches = host_layers.find(self.host_layers, shape), self.total_microbatches * self.slice_count
         if self.place is not None:
             split, placement = branches.stages(branches.ranks_of(self.place, shape, self.pp), self.pp)
-            return Layout(shape, self.dp, self.pp, split, self.total_microbatches, placement, host, self.shared)
+            return Layout(shape, self.dp, self.pp, split, microbatches, placement, host, self.shared)
         self.check_stages(shape.own_layers)
         placement = self.placement()
         stages, layers = 1 + max(map(max, placement)), shape.own_layers
-        microbatches = self.total_microbatches * self.slice_count
 
         def laid(split: tuple[int, ...]) -> Layout:
             """The layout with so many of the model's own layers in each stage."""

@@ -113,8 +113,7 @@ def draw(dice: random.Random, facts: Facts) -> Words:
     if special == "compress":
         words["compress"] = dice.choice(["bf16", "fp16", "topk:0.5", "topk:0.01", "powersgd:1", "powersgd:2"])
     if special in ("", "bf16", "inference", "compress", "host", "local", "priority") or wild:
-        shared = special not in ("local", "priority") and words.get("compress", "bf16") in ("bf16", "fp16")
-        if shared and dice.random() < 0.45:
+        if special != "local" and dice.random() < 0.45:
             words["zero"] = "1" if both else dice.choice(["1", "2", "3", "3"])
             if not both and dice.random() < 0.4:
                 words["reduce"] = dice.choice(["microbatch", "step"])

@@ -51,7 +51,6 @@ MADE = {
     "context_parallel of 2 or more": "context_parallel=2",
     "ep of 2 or more": "ep=2",
     "batch_copies of 2 or more": "tp=2 microbatches=2 batch_copies=2",
-    "compress=topk, powersgd": "compress=topk:0.5",
     "compress=powersgd": "compress=powersgd:1",
     "compress=bf16, fp16": "compress=fp16",
     "compress=topk": "compress=topk:0.5",
@@ -61,7 +60,7 @@ MADE = {
     "schedule of slices of sequences": "schedule=terapipe slices=2",
     "schedule with copies of a stage": "schedule=chimera pp=2 microbatches=4",
     "schedule that places stages": "schedule=zb-v microbatches=4",
-    "schedule of stages in another order": "schedule=interleaved microbatches=4",
+    "schedule of groups of micro-batches": "schedule=interleaved microbatches=4",
 }
 
 
