@@ -103,7 +103,7 @@ class Buckets:
             handles = []
             for key, part, _ in self._messages(ins):
                 if compressor is None:
-                    handles.append(comm.iallreduce(part, ins.group, str(ins)))
+                    handles.append(comm.iallreduce(part, ins.group, str(ins), self.algorithm))
                 else:
                     handles += compressor.all_reduce(key, part, (), ins.group, str(ins))
             if not ins.writes:

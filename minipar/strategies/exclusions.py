@@ -99,7 +99,6 @@ WHOLES = KeyValues(
 LATE_SUMS = KeyValues(
     "overlap", "overlap=none, priority", lambda plan: plan.overlap != "backward", "overlap=backward"
 )  # fmt: skip
-OVERLAPPED = KeyValues("overlap", "overlap=backward, priority", lambda plan: plan.overlap != "none", "overlap=none")
 PRIORITY = KeyValues("overlap", "overlap=priority", lambda plan: plan.overlap == "priority", "overlap=backward")
 PIECES = KeyValues(
     "bucket", "bucket of a size or auto, with overlap=priority",
@@ -287,11 +286,6 @@ EXCLUSIONS = (
     Exclusion(LATE_SUMS, UNSUMMED, _NO_SUMS, fundamental=True),
     Exclusion(MESSAGES, UNSUMMED, _NO_SUMS, fundamental=True),
     Exclusion(ALGORITHM, UNSUMMED, _NO_SUMS, fundamental=True),
-    Exclusion(
-        ALGORITHM,
-        OVERLAPPED,
-        "a rank sends, receives and adds by itself, one after the other, and computes nothing meanwhile",
-    ),
     Exclusion(ALGORITHM, LARGEST, "the largest numbers of all ranks are gathered, and not summed", fundamental=True),
     Exclusion(ALGORITHM, LOCAL, "replicas do not sum their gradients", fundamental=True),
     Exclusion(ALGORITHM, SERVERS, "servers sum the gradients", fundamental=True),

@@ -547,7 +547,7 @@ class Plan:
             program = compile.program_of(self, shape, layout, steps, costs, costs_of)
             if check:
                 self._verify(program, layout, steps)
-            keys.check_one_group(self, program)
+            keys.check_algorithm(self, program)
         return program
 
     def sketch(self) -> Program:

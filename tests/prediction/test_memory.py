@@ -193,6 +193,7 @@ def test_gradients_are_there_until_the_program_waits_for_their_copies(clusters, 
         ("dp=2 overlap=priority zero=1 bucket=0.1", 1e-2),
         ("dp=2 zero=1 precision=bf16", 1e-3),
         ("dp=2 zero=1 overlap=none algorithm=ring", 1e-3),
+        ("dp=2 zero=2 algorithm=ring bucket=0.2", 1e-2),
         ("dp=2 zero=1 precision=bf16 offload=optimizer", 1e-3),
     ],
 )

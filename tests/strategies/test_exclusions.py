@@ -27,7 +27,6 @@ MADE = {
     "bucket of a size or auto, with overlap=priority": "overlap=priority bucket=auto",
     "bucket=flat, 4x or layers": "bucket=flat",
     "overlap=none, priority": "overlap=none",
-    "overlap=backward, priority": "overlap=backward",
     "overlap=priority": "overlap=priority",
     "overlap=priority, with sync=ps": "sync=ps overlap=priority",
     "bucket of a size or auto": "bucket=2",
@@ -67,8 +66,6 @@ MADE = {
 def words(*choices: KeyValues) -> str:
     """A plan that makes these choices, and no other that an exclusion before theirs would refuse."""
     table = dict(word.split("=") for choice in choices for word in MADE[choice.words].split())
-    if "algorithm" in table and "schedule" not in table:
-        table.setdefault("overlap", "none")
     return " ".join(f"{key}={value}" for key, value in table.items())
 
 
