@@ -24,11 +24,12 @@ _SLICE = 0.05  # seconds of a wait between two looks for an interrupt
 
 
 class Lane:
-    """A rank's thread for one group, and its messages; `rank` and all peers are numbers within the group."""
+    """A rank's thread for one group, and its messages; `rank` and all peers are numbers within the group. `label`: what
+    it plays."""
 
     def __init__(self, messages: OwnMessages, rank: int, label: str) -> None:
         self.messages, self.rank, self.label = messages, rank, label
-        self._turns = InTurn(f"plays collectives {label}")
+        self._turns = InTurn(f"plays {label}")
 
     def isend(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
         """Start sending a contiguous tensor."""

@@ -91,7 +91,7 @@ class World:
     def make_lane(self, members: tuple[int, ...]) -> None:
         """Let these ranks play collectives while they compute. All of them call this together."""
         if members not in self.lanes:
-            label = f"over {','.join(map(str, members))}"
+            label = f"a collective over {','.join(map(str, members))}"
             group = self.group(members, self.host)
             with _connecting(members):
                 line = self.host.line(members)
