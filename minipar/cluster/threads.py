@@ -82,10 +82,10 @@ class InTurn:
                 found.set_exception(error)
             del found, run
 
-    def shutdown(self) -> None:
-        """End the thread, when it has run all that it was given."""
+    def shutdown(self, patient: bool = True) -> None:
+        """End the thread, when it has run all that it was given. `patient`: wait for that."""
         with self._more:
             self._closed = True
             self._more.notify()
-        if self._ended is not None:
+        if self._ended is not None and patient:
             self._ended.wait()

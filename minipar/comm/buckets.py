@@ -101,11 +101,11 @@ class Buckets:
         piece, compressor = piece_of(ins), None if ins.group in self.exact else self.compressor
         if piece:
             handles = []
-            for part in self._cut(ins, piece):
+            for key, part, _ in self._messages(ins):
                 if compressor is None:
-                    handles.append(comm.iallreduce(part, ins.group, str(ins)))
+                    handles.append(comm.iallreduce(part, ins.group, str(ins), self.algorithm))
                 else:
-                    handles += compressor.all_reduce((), part, (), ins.group, str(ins))
+                    handles += compressor.all_reduce(key, part, (), ins.group, str(ins))
             if not ins.writes:
                 self.under_way.setdefault(ins.layers, []).extend(handles)
                 return handles
@@ -135,7 +135,11 @@ class Buckets:
         return handles
 
     def _messages(self, ins: Instruction) -> Iterator[tuple[tuple[int, ...], Tensor, list[torch.Size]]]:
-        """The messages of an ALL_REDUCE: a name, a flat tensor of gradients end to end, and their shapes."""
+        """The messages of an ALL_REDUCE: a name, a flat tensor of gradients end to end, and their shapes. (A piece has
+        no shape.)"""
+        if piece := piece_of(ins):
+            yield from (((*ins.layers, piece[0], k), part, []) for k, part in enumerate(self._cut(ins, piece)))
+            return
         if ins.layers in self.buffers:
             if len(self.buffers[ins.layers]) != 1:
                 raise RankError(f"{ins}: gradients of several dtypes are not compressed together; bucket=none can")
@@ -146,11 +150,9 @@ class Buckets:
                 yield (g, k), (p if p.grad is None else p.grad), [p.shape]
 
     def _cut(self, ins: Instruction, piece: tuple[int, int]) -> list[Tensor]:
-        """The parts of a bucket's buffers that make up a piece; the piece is in bytes as the program counts them: those
-        of gradients, or of the shorter numbers that are sent."""
+        """The parts of a bucket's buffers that make up a piece, which is in bytes as the program counts them."""
         buffers, size = self.buffers[ins.layers], sum(self.sizes[g] for g in ins.layers)
         count = sum(buffer.numel() for buffer in buffers)
-        size = size if self.compressor is None else 2 * count
         begin, end = (round(at * count / size) for at in piece)
         parts, start = [], 0
         for buffer in buffers:

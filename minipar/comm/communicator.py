@@ -25,6 +25,7 @@ import torch
 from minipar.cluster import worker
 from minipar.comm import operations, packing, playing, values
 from minipar.comm.handles import Handle, Result, StagedHandle, to_host
+from minipar.comm.lanes import Lane
 from minipar.comm.operations import ALL_GATHER, ALL_TO_ALL, ALLREDUCE, REDUCE_SCATTER
 from minipar.comm.transport.interface import DONE, Transport
 from minipar.comm.transport.shared import add_up, combine
@@ -244,6 +245,25 @@ class Communicator:
         carrier = world.messages if self.gpus is None else self.gpus.messages
         carrier.warm_up(sorted(self.members[peer] for peer in set(peers)))
 
+    def play_beside(self, groups: Iterable[tuple[int, ...]], algorithm: str) -> None:
+        """Let the collectives of these groups by an algorithm's program run while this rank computes. Every rank calls
+        this with the same groups, as in `prepare`. RankError on a GPU."""
+        if self.device.type != "cpu":
+            raise RankError(
+                f"algorithm={algorithm}: while a GPU computes, its host plays no program; possible are overlap=none, "
+                "where each rank sums over one group of ranks, and algorithm=default"
+            )
+        for group in sorted({tuple(sorted(one)) for one in groups if self.rank in one}):
+            if len(group) > 1:
+                self._world.make_lane(tuple(self.members[rank] for rank in group))
+                lane = self.lane(group)
+                assert lane is not None
+                playing.make_room(lane, self.device)
+
+    def lane(self, ranks: Sequence[int]) -> Lane | None:
+        """What plays the programs of these ranks while they compute; None: nobody, they run in `wait`."""
+        return self._world.lanes.get(tuple(self.members[rank] for rank in ranks))
+
     def iallreduce(
         self, tensor: torch.Tensor, ranks: tuple[int, ...], name: str = "", algorithm: str | None = None
     ) -> Handle:
@@ -251,8 +271,8 @@ class Communicator:
 
         `name`: what the sum is called, such as a bucket. Ranks that differ in it, or in shape or dtype, get a RankError
         from `wait`: only the names show that two sums of the same form are in another order. `algorithm`: "shared",
-        "backend", or one of collectives.names("allreduce"), whose program runs in `wait`; all ranks must then wait in
-        the same order, and what they sum is not compared.
+        "backend", or one of collectives.names("allreduce"), whose program runs in `wait`, or in a lane (`play_beside`);
+        all ranks must then wait in the same order, and what they sum is not compared.
         """
         if len(ranks) == 1 and ranks[0] == self.rank:
             return Handle(None, None, self.pending)

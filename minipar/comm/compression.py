@@ -84,8 +84,8 @@ class Compressor:
         def add() -> None:
             flat.zero_()
             for each in rows.view(len(ranks), -1):  # in the order of ranks: the same bits on all
-                where = each[where_at:][: count * 4].view(torch.int32).long()
-                flat.index_add_(0, where, each[at:][: count * size].view(flat.dtype))
+                where, numbers = each[where_at:][: count * 4].view(torch.int32), each[at:][: count * size]
+                flat.index_add_(0, where.long(), numbers.view(flat.dtype))  # (one at a time: they need room)
 
         handles = self.comm.iall_gather(row, rows, ranks)
         return [*handles[:-1], Then(handles[-1] if handles else Handle(None, None, set()), add)]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from minipar.cluster import notes, worker
+from minipar.comm.lanes import Playing
 from minipar.comm.matching import Collective
 from minipar.comm.transport.interface import StreamWork
 
@@ -66,7 +67,7 @@ class Handle:
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Call `call` when a collective is complete, from another thread; never, if the backend cannot do that."""
-        if isinstance(self._work, Collective):
+        if isinstance(self._work, (Collective, Playing)):
             self._work.when_done(call)
 
     def _release(self) -> None:

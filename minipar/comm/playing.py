@@ -9,8 +9,8 @@ it was made for: chunk c of C begins at element n c // C, and stretches without 
 
 A program has equal chunks, one for each rank. For the operations of a Communicator, where ranks may have more rows than
 others, or none, parts are filled up to the size of the largest before they are sent. A program runs in the `wait` of
-its handle: it is this rank's own work. The operations have the arguments of those in shared memory
-(transport/shared.py).
+its handle: it is this rank's own work, unless a lane does it while the rank computes (lanes.py). The operations have
+the arguments of those in shared memory (transport/shared.py).
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from minipar.comm.handles import Handle
 from minipar.errors import RankError
 from minipar.models.tensors import dtype_name
 from minipar.program import Instruction, Op, Program, Value
@@ -33,13 +32,27 @@ from minipar.program.collectives import OPERATIONS
 from minipar.program.collectives.moves import bounds
 
 if TYPE_CHECKING:
-    from minipar.comm.communicator import Communicator
     from minipar.trace import Trace
 
 PIECE = 1 << 20  # bytes of a message, at most
 _BUFFERS = 2  # one is added while the next piece comes into the other
 _TAGS, _NUMBERS = 1 << 19, 1 << 10  # messages to one rank in one collective, and collectives under way at once
 _FIRST_TAG = 1 << 30  # beyond those of pipelines (comm/links.py); gloo's tags have 31 bits
+
+
+class Waited(Protocol):
+    """A message under way."""
+
+    def wait(self) -> object: ...
+
+
+class Line(Protocol):
+    """What carries the messages of a program: a Communicator, or a lane."""
+
+    rank: int
+
+    def isend(self, tensor: Tensor, peer: int, tag: int = 0) -> Waited: ...
+    def irecv(self, tensor: Tensor, peer: int, tag: int = 0) -> Waited: ...
 
 
 @dataclass(frozen=True)
@@ -51,7 +64,7 @@ class Timed:
 
 
 def play(
-    program: Program, comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], op: str = "sum", *, number: int = 0
+    program: Program, comm: Line, tensor: Tensor, ranks: tuple[int, ...], op: str = "sum", *, number: int = 0
 ) -> Tensor:
     """Run this rank's instructions of a collective's program on a contiguous tensor. Every rank of `ranks` does it.
 
@@ -70,7 +83,7 @@ def play(
 
 
 def record(
-    program: Program, comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], op: str = "sum", *, number: int = 0
+    program: Program, comm: Line, tensor: Tensor, ranks: tuple[int, ...], op: str = "sum", *, number: int = 0
 ) -> tuple[Tensor, Timed]:
     """Like `play`, but also return when each instruction ran. `measured` makes a Trace of the records of all ranks."""
     size = len(program.ranks[ranks.index(comm.rank)])
@@ -91,19 +104,19 @@ def measured(program: Program, records: Sequence[Timed]) -> Trace:
 # on a rank ------------------------------------------------------------------------------------------------------------
 
 
-def _pool(comm: Communicator) -> list[Tensor]:
+def _pool(comm: Line) -> list[Tensor]:
     """Receive buffers of a communicator that are free now: to make new ones would take longer than the receive."""
     return _pools.setdefault(comm, [])
 
 
-def make_room(comm: Communicator, device: torch.device) -> None:
+def make_room(comm: Line, device: torch.device) -> None:
     """Make the receive buffers now: they belong to the way messages go, and not to what a program holds."""
     pool = _pool(comm)
     while sum(buffer.device == device for buffer in pool) < _BUFFERS:
         pool.append(torch.empty(PIECE, dtype=torch.uint8, device=device))
 
 
-_pools: WeakKeyDictionary[Communicator, list[Tensor]] = WeakKeyDictionary()
+_pools: WeakKeyDictionary[Line, list[Tensor]] = WeakKeyDictionary()
 _DTYPES = (
     torch.float32,
     torch.float64,
@@ -127,7 +140,7 @@ class _Player:
     """One run of one rank through a program."""
 
     def __init__(
-        self, program: Program, comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], op: str, number: int
+        self, program: Program, comm: Line, tensor: Tensor, ranks: tuple[int, ...], op: str, number: int
     ) -> None:
         self._check(program, comm, tensor, ranks, op)
         self.program, self.comm, self.ranks, self.op = program, comm, ranks, op
@@ -136,12 +149,12 @@ class _Player:
         self.tag = _FIRST_TAG + number % _NUMBERS * _TAGS
         self.sent: dict[int, int] = {}  # messages so far, by rank
         self.received: dict[int, int] = {}
-        self.sending: dict[int, list[Handle]] = {}  # by chunk
-        self.arriving: dict[Value, tuple[int, list[Handle]]] = {}  # index of the RECV
+        self.sending: dict[int, list[Waited]] = {}  # by chunk
+        self.arriving: dict[Value, tuple[int, list[Waited]]] = {}  # index of the RECV
         self.expected: dict[Value, tuple[int, list[int]]] = {}  # the same for chunks that will be added: their tags
         self.places = self._places()
 
-    def _check(self, program: Program, comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], op: str) -> None:
+    def _check(self, program: Program, comm: Line, tensor: Tensor, ranks: tuple[int, ...], op: str) -> None:
         if len(ranks) != len(program.ranks) or comm.rank not in ranks or len(set(ranks)) != len(ranks):
             raise RankError(
                 f"ranks {ranks}: {program.name} needs {len(program.ranks)} different ranks, {comm.rank} among them"
@@ -268,7 +281,7 @@ class _Player:
         buffers = [self._buffer(pool) for _ in range(min(_BUFFERS, len(pieces)))]
         begin = 0.0
 
-        def post(k: int) -> tuple[Tensor, Handle]:
+        def post(k: int) -> tuple[Tensor, Waited]:
             into = buffers[k % _BUFFERS].view(self.flat.dtype)[: pieces[k].numel()]
             return into, self.comm.irecv(into, peer, tags[k])
 

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from minipar.cluster import agreement, notes
 from minipar.cluster.worker import Context
 from minipar.comm.handles import Handle
+from minipar.comm.lanes import Lane
 from minipar.comm.matching import Collective, Matcher, Starter
 from minipar.comm.transport.arena import Arena, Exchange, Steps
 from minipar.comm.transport.gloo import Gloo
@@ -65,6 +66,7 @@ class World:
         self.pending: set[Handle] = set()
         self.starter = Starter("starts collectives")
         self.groups: dict[tuple[Transport, tuple[int, ...]], RankGroup] = {}
+        self.lanes: dict[tuple[int, ...], Lane] = {}  # of groups that play collectives while they compute
         self.host = host
         self.group(self.everyone, host)
         self.messages: Messages = host.messages
@@ -86,18 +88,30 @@ class World:
             found = self.groups[transport, members] = RankGroup(self, transport, members)
         return found
 
+    def make_lane(self, members: tuple[int, ...]) -> None:
+        """Let these ranks play collectives while they compute. All of them call this together."""
+        if members not in self.lanes:
+            label = f"a collective over {','.join(map(str, members))}"
+            group = self.group(members, self.host)
+            with _connecting(members):
+                line = self.host.line(members)
+            self.lanes[members] = Lane(line, members.index(self.rank), label)
+            group.meet()  # (nobody sends anything before all have theirs)
+
     def close(self) -> None:
         """Close all groups. Later use raises RankError."""
         if self.closed:
             return
         self.closed = True
         self.starter.close()
+        for lane in self.lanes.values():
+            lane.close()
         transports = [one for one in (self.host, self.gpus) if one is not None]
         for one in transports:
             one.close(bool(self.pending))
         if self.pending and any(one.native for one in transports):
             _abandoned.append((self.groups, transports, self.pending))
-        self.groups, self.pending = {}, set()
+        self.groups, self.lanes, self.pending = {}, {}, set()
         closed: Any = _Closed()
         self.host = self.gpus = self.messages = self.reader = closed
 
@@ -113,10 +127,10 @@ class RankGroup:
         with _connecting(members):
             board = transport.board(transport.name, members)
         self.matcher = Matcher(members, board, transport.own_thread, world.starter, lambda: transport.lost(members))
-        self._meet()
+        self.meet()
         board.unlink()
         if len(members) > 1:
-            self.arena = self.matcher.arena = transport.memory(members, self._meet)
+            self.arena = self.matcher.arena = transport.memory(members, self.meet)
         if transport.at_once(members):
             with _connecting(members):
                 self.made = transport.process_group(members)
@@ -125,7 +139,7 @@ class RankGroup:
     def backend(self) -> Any:
         """Its gloo or NCCL group; the first use waits for all members, and this wait cannot be interrupted."""
         if self.made is None:
-            self._meet()
+            self.meet()
             with _connecting(self.members):
                 self.made = self.transport.process_group(self.members)
         return self.made
@@ -162,7 +176,7 @@ class RankGroup:
             text, lambda _: way.backend(self.backend, self.index, *args), key, False, small, alone, exchange
         )
 
-    def _meet(self, row: list[int] | None = None) -> list[list[int]]:
+    def meet(self, row: list[int] | None = None) -> list[list[int]]:
         """Wait until all members are here; returns the numbers that each has brought."""
         found: list[list[int]] = []
         mine = torch.tensor(row or [], dtype=torch.int64)

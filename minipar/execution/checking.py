@@ -583,7 +583,7 @@ class CheckedExecutor(Executor):
         with self._aside():
             self._going[index] = list(self._start(ins))
         end = super()._collective(index, ins)
-        if ins.op is Op.REDUCE_SCATTER:  # (it has taken the whole gradients, which begin again from nothing)
+        if ins.op is Op.REDUCE_SCATTER and ins.writes:  # (it has taken the whole gradients, which begin from nothing)
             for g in ins.layers:
                 self.grads.pop(g, None)
         if not any(self.pending.get(value, (None,))[0] == index for value in ins.writes):
@@ -614,23 +614,28 @@ class CheckedExecutor(Executor):
             (g,) = ins.layers
             if g not in self._pieces:
                 self._unchanged(ins, [g])
-                self._pieces[g] = self._total(g)
+                self._pieces[g] = self._brought(ins, g)
             if ins.writes:
                 total, square, near = self._pieces.pop(g)
                 yield str(g), [total, square, False, near]
             return
         self._unchanged(ins, ins.layers)
         for g in ins.layers:
-            total, square, near = self._total(g)
-            if ins.op is Op.REDUCE_SCATTER:
-                owner = self.state.slices[g]
-                before = owner.part.grad
-                if before is not None and self._adds(ins, g):
-                    if g in self.parts and self.parts[g] != checksum([before]):
-                        self._here(ins, f"grad_shard({g}) was changed between two sums")
-                    total += weighed(before, ins.group.index(self.comm.rank) * owner.size)
-                    square += _norm(before) ** 2
+            total, square, near = self._brought(ins, g)
             yield str(g), [total, square, False, near]
+
+    def _brought(self, ins: Instruction, g: int) -> tuple[float, float, float]:
+        """What this rank brings to a sum of a gradient, with the slice that it adds the sum to."""
+        total, square, near = self._total(g)
+        if ins.op is Op.REDUCE_SCATTER:
+            owner = self.state.slices[g]
+            before = owner.part.grad
+            if before is not None and self._adds(ins, g):
+                if g in self.parts and self.parts[g] != checksum([before]):
+                    self._here(ins, f"grad_shard({g}) was changed between two sums")
+                total += weighed(before, ins.group.index(self.comm.rank) * owner.size)
+                square += _norm(before) ** 2
+        return total, square, near
 
     def _trained(self, g: int) -> tuple[float, float, float]:
         """The parameters of a group, as its optimizer has them: product, square, tolerance."""

@@ -12,7 +12,7 @@ up in float32.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -145,36 +145,72 @@ class SlicedGroup(Owner):
         }[kind]
 
 
-def pack_gradients(slices: Sequence[SlicedGroup], device: torch.device) -> Tensor:
-    """Whole gradients of some groups in one message: first what goes to the first rank, and so on; they are freed.
+def pack_gradients(slices: Sequence[SlicedGroup], device: torch.device, part: tuple[int, int] | None = None) -> Tensor:
+    """Whole gradients of some groups in one message: first what goes to the first rank, and so on.
 
-    A parameter may lie across the border of two slices.
+    A parameter may lie across the border of two slices. `part`: of what goes to each rank only these elements.
     """
-    n, total = slices[0].n, sum(each.size for each in slices)
-    packed = torch.empty(n * total, dtype=slices[0].params[0].dtype, device=device)
-    rows = packed.view(n, total)
+    first, last = part or (0, sum(each.size for each in slices))
+    n = slices[0].n
+    packed = torch.empty(n * (last - first), dtype=slices[0].params[0].dtype, device=device)
+    rows = packed.view(n, last - first)
     grads: list[Tensor] = []
     places: list[Tensor] = []
     column = 0
     for each in slices:
-        start = 0
-        for p in each.params:
-            grad = None if p.grad is None else p.grad.reshape(-1)
-            for begin, end, k, place in _runs(start, p.numel(), each.size):
-                target = rows[k, column + place :][: end - begin]
-                if grad is None:  # a parameter that nothing used, or micro-batches without rows
-                    target.zero_()
-                else:
-                    grads.append(grad[begin:end])
-                    places.append(target)
-            p.grad = None
-            start += p.numel()
-        for begin, end, k, place in _runs(start, n * each.size - start, each.size):
-            rows[k, column + place :][: end - begin].zero_()
+        for grad, begin, end, k, place in _packed(each):
+            low, high = max(first, column + place), min(last, column + place + end - begin)
+            if low >= high:
+                continue
+            target = rows[k, low - first : high - first]
+            if grad is None:
+                target.zero_()
+            else:
+                begin -= column + place
+                grads.append(grad[begin + low : begin + high])
+                places.append(target)
         column += each.size
     if grads:
         torch._foreach_copy_(places, grads)
     return packed
+
+
+def _packed(group: SlicedGroup) -> Iterator[tuple[Tensor | None, int, int, int, int]]:
+    """What the slices of a group's gradient consist of: elements begin to end of a flat gradient, the slice, and the
+    place in it. None: zeros, for a parameter that nothing used, micro-batches without rows, and behind the end."""
+    start = 0
+    for p in group.params:
+        grad = None if p.grad is None else p.grad.reshape(-1)
+        yield from ((grad, *run) for run in _runs(start, p.numel(), group.size))
+        start += p.numel()
+    yield from ((None, *run) for run in _runs(start, group.n * group.size - start, group.size))
+
+
+def join_gradients(slices: Sequence[SlicedGroup], device: torch.device, part: tuple[int, int] | None = None) -> Tensor:
+    """Whole gradients of some groups, end to end; `part`: only these elements."""
+    params = [p for each in slices for p in each.params]
+    first, last = part or (0, sum(p.numel() for p in params))
+    joined = torch.empty(last - first, dtype=params[0].dtype, device=device)
+    start = 0
+    for p in params:
+        low, high = max(first, start), min(last, start + p.numel())
+        if low < high and p.grad is None:
+            joined[low - first : high - first].zero_()
+        elif low < high and p.grad is not None:
+            joined[low - first : high - first].copy_(p.grad.reshape(-1)[low - start : high - start])
+        start += p.numel()
+    return joined
+
+
+def cut_slices(slices: Sequence[SlicedGroup], joined: Tensor, first: int, sums: Tensor) -> None:
+    """Add to `sums` this rank's slices of gradients that lie end to end, from their element `first` on."""
+    start = place = 0
+    for each in slices:
+        count, begin = sum(p.numel() for p in each.params), start + each.k * each.size
+        low, high = max(first, begin), min(first + len(joined), begin + each.size, start + count)
+        if low < high:
+            sums[place + low - begin : place + high - begin] += joined[low - first : high - first]
+        start, place = start + count, place + each.size
 
 
 def _runs(start: int, count: int, size: int) -> list[tuple[int, int, int, int]]:

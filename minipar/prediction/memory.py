@@ -29,14 +29,17 @@ from minipar.program import (
     Op,
     Program,
     Value,
+    buffer,
     carry,
     grad,
     grad_carry,
     grad_output,
+    grad_shard,
     home,
     output,
     param,
     param_shard,
+    piece_of,
     repartitions,
     tier,
     version_of,
@@ -124,7 +127,8 @@ class Walk:
         self.carried: dict[tuple[int, int, int], Storage] = {}  # carries that a layer's graph holds
         self.left: dict[tuple[int, int, int], Storage] = {}  # gradients that wait for a weight half
         self.messages: dict[Value, list[Storage]] = {}  # buffers of a collective, held until its result is read
-        self.unpacked: dict[Value, int] = {}  # bytes needed to unpack the result of a compressed sum
+        self.unpacked: dict[Value, list[int]] = {}  # bytes needed, once, to unpack the result of a compressed sum
+        self.under_way: dict[tuple[int, ...], list[Storage]] = {}  # buffers of the pieces of a sum so far
         self.filled: set[int] = set()  # groups that have a gradient now
         self.brought: set[tuple[int, int, int]] = set()  # layers whose saved tensors were fetched: held to the end
         self.leaving: dict[Value, Storage] = {}  # what is freed when the rank waits for its copy
@@ -158,7 +162,8 @@ class Walk:
         if data:
             before["data", -1] = data
         if program.compress.startswith("powersgd"):  # the right factors: the next step begins with them
-            before["temporary", -1] = sum(self._factors(ins)[1] for ins in row if self._compresses(ins))
+            sums = {ins.layers: ins for ins in row if self._compresses(ins)}
+            before["temporary", -1] = sum(self._factors(ins)[1] for ins in sums.values())
 
     def _passed_on(self) -> list[int]:
         """Groups whose bfloat16 parameters are whole, but whose float32 slice waits on the host or the disk."""
@@ -209,9 +214,9 @@ class Walk:
             self.post(self.program.receives_ahead)
         for value in ins.reads:
             self.release(self.leaving.pop(value, None), "copy")
-            unpacked = self.unpacked.pop(value, 0)
-            self.change(unpacked, "temporary", -1)
-            self.change(-unpacked, "temporary", -1)
+            if unpacked := self.unpacked.pop(value, []):
+                self.change(unpacked[0], "temporary", -1)
+                self.change(-unpacked.pop(), "temporary", -1)
             if value in self.joined:
                 self.live[value] = self.make(self.joined.pop(value), value.index, "live", "buffers")
                 if value in self.lies:
@@ -315,18 +320,22 @@ class Walk:
     def reduce_scatter(self, ins: Instruction) -> None:
         """Gradients are packed into a message, which stays until it is summed with the messages of other ranks. These
         are read in memory that the ranks share, without a copy."""
-        buffers = [value for value in ins.writes if value.kind == "buffer"]
-        size = sum(self.sizes.size(self.rank, value) for value in buffers)
+        size, piece = sum(self.sizes.size(self.rank, buffer(g)) for g in ins.layers), piece_of(ins)
+        if piece is not None:
+            size = size * (piece[1] - piece[0]) // sum(self.program.groups[ins.layers[0]].tensors)
         message = self.make(size, -1, "message", "buffers")
         self.free(ins)
+        sums = ins._replace(writes=tuple(map(grad_shard, ins.layers)))  # (the first piece makes room for all)
+        if self._compresses(ins):  # (made of whole gradients, which lie in the message)
+            self.other(sums)
+            self.under_way.setdefault(ins.layers, []).append(message)
+            return self.compressed(ins)
         if self.program.compress != "none":  # in shorter numbers, which the sum comes in, too
             short = sum(part.bytes for part in ins.parts)
             self.release(message, "message")
             message = self.make(short + short // len(ins.group), -1, "message", "buffers")
-        self.other(ins._replace(writes=tuple(value for value in ins.writes if value.kind != "buffer")))
-        for value in ins.writes:
-            if value.kind != "buffer":
-                self.messages[value] = [message]
+        self.other(sums)
+        self._sent(ins, message)
 
     def repartition(self, ins: Instruction) -> None:
         """A collective that gives an output, or the gradient of one, another form, as `execution/repartition.py` runs
@@ -397,12 +406,21 @@ class Walk:
         return next((one for one in among if one._replace(form="") == plain), plain)
 
     def _sent(self, ins: Instruction, *messages: Storage) -> None:
-        """The messages of a sum stay until an instruction reads the sum."""
-        for value in ins.writes:
-            self.messages[value] = list(messages)
+        """The messages of a sum, and those of its pieces before this one, stay until an instruction reads the sum."""
+        found = self.under_way.setdefault(ins.layers, [])
+        found += messages
+        if ins.writes:
+            self.messages |= dict.fromkeys(ins.writes, self.under_way.pop(ins.layers))
+
+    def _unpacked_later(self, ins: Instruction, size: int) -> None:
+        """What a sum writes is unpacked when the first of it is read."""
+        once = [size]
+        self.unpacked.update((value, once) for value in ins.writes)
 
     def _compresses(self, ins: Instruction) -> bool:
-        """Whether this is a compressed sum of whole gradients."""
+        """Whether this is a compressed sum of whole gradients, or of a piece of one."""
+        if ins.op is Op.REDUCE_SCATTER:
+            return any(value.kind == "residual" for value in ins.reads)
         return ins.op is Op.ALL_REDUCE and home(ins.reads[0]).kind == "grad" and self.program.compresses(ins)
 
     def compressed(self, ins: Instruction) -> None:
@@ -415,13 +433,16 @@ class Walk:
             self.change(first, "temporary", -1)  # single factors, which are then packed into one message
             self._sent(ins, self.make(first, -1, "message", "buffers"))
             self.change(-first, "temporary", -1)
-            self.unpacked[ins.writes[0]] = first + second
+            self._unpacked_later(ins, first + 2 * second)  # (single factors are packed here, too)
         else:
             self._sent(ins, self.make(sum(part.bytes for part in ins.parts), -1, "message", "buffers"))
 
     def _summed(self, ins: Instruction) -> list[int]:
         """Bytes of what each message of a sum leaves out, if it leaves out everything: of its part of the residual."""
-        sizes = [size * self._wider // self._unit(ins) for g in ins.layers for size in self.program.groups[g].tensors]
+        sizes = [size for g in ins.layers for size in self.program.groups[g].tensors]
+        if (piece := piece_of(ins)) is not None:
+            sizes = [piece[1] - piece[0]]
+        sizes = [size * self._wider // self._unit(ins) for size in sizes]
         return [sum(sizes)] if ins.parts[0].layer < 0 else sizes
 
     def _unit(self, ins: Instruction) -> int:
@@ -469,7 +490,7 @@ class Walk:
             messages.append(self.make(rows, -1, "message", "buffers"))
             self.change(-places, "temporary", -1)
             self.release(mine, "walk")
-            self.unpacked[ins.writes[0]] = places
+            self._unpacked_later(ins, places)
         self._sent(ins, *messages)
 
     def _workspace(self, groups: Sequence[int]) -> int:

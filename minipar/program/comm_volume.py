@@ -55,14 +55,18 @@ def changes(value: Value) -> str:
 def carried(ins: Instruction, program: Program) -> float:
     """The fraction of the gradients of its groups that the messages of an ALL_REDUCE carry.
 
-    It is 1, or less if the ALL_REDUCE sums only a piece or compresses. Parts that are gathered instead of summed count
-    half, because their bytes travel once and not twice.
+    It is 1, or less if the ALL_REDUCE sums only a piece or compresses.
     """
     if program.compress == "none" and not piece_of(ins):
         return 1.0
     whole = sum(sum(program.groups[g].tensors) for g in ins.layers)
-    sent = sum(part.bytes / (2 if part.op is Op.ALL_GATHER else 1) for part in ins.parts)
-    return sent / whole if whole else 1.0
+    return _sent_once(ins) / whole if whole else 1.0
+
+
+def _sent_once(ins: Instruction) -> float:
+    """Bytes of the parts of a collective. A part that travels in another way than the collective says counts as many
+    bytes as would travel as often."""
+    return sum(part.bytes * _travels(part.op) for part in ins.parts) / hops(ins)
 
 
 def by_algorithm(program: Program, ins: Instruction) -> bool:
@@ -72,7 +76,11 @@ def by_algorithm(program: Program, ins: Instruction) -> bool:
 
 def hops(ins: Instruction) -> int:
     """How often the bytes of a collective travel: twice where every rank gets the whole sum, otherwise once."""
-    return 2 if ins.op is Op.ALL_REDUCE or ins.op is Op.NORM else 1
+    return _travels(ins.op)
+
+
+def _travels(op: Op) -> int:
+    return 2 if op is Op.ALL_REDUCE or op is Op.NORM else 1
 
 
 def of_collective(program: Program, size: Size, rank: int, ins: Instruction) -> float:
@@ -81,7 +89,7 @@ def of_collective(program: Program, size: Size, rank: int, ins: Instruction) -> 
         return size(rank, changing(ins)) * (len(ins.group) if ins.op is Op.ALL_GATHER else 1)
     if ins.op is Op.ALL_REDUCE:
         return sum(size(rank, value) for value in summed(ins)) * carried(ins, program)
-    return sum(part.bytes for part in ins.parts)
+    return _sent_once(ins)
 
 
 def of_message(size: Size, rank: int, ins: Instruction) -> float:

@@ -53,15 +53,16 @@ SERVICE = (Op.PUSH, Op.PULL, Op.ACCEPT, Op.APPLY, Op.REPLY)
 
 
 class Part(NamedTuple):
-    """One part of a fused instruction: a layer's compute, or one message of a collective.
+    """One part of a fused instruction: a layer's compute, or one message of a collective, which sends so many `bytes`.
 
-    `start` is the byte at which the part begins, if the message carries only a piece of a gradient; otherwise -1.
+    `start` and `end`, if the message is for a piece of a gradient only: the bytes of the gradient; otherwise -1.
     """
 
     op: Op
     layer: int = -1
     bytes: int = 0
     start: int = -1
+    end: int = -1
 
 
 class Instruction(NamedTuple):
@@ -119,10 +120,11 @@ def repartitions(ins: Instruction) -> bool:
 
 
 def piece_of(ins: Instruction) -> tuple[int, int] | None:
-    """First byte and end of the piece of a gradient that an ALL_REDUCE sums; None if it sums all of it."""
-    if ins.op is not Op.ALL_REDUCE or len(ins.parts) != 1 or ins.parts[0].start < 0:
+    """First byte and end of the piece of a gradient that an ALL_REDUCE or a REDUCE_SCATTER sums; None if it sums all of
+    it. With a REDUCE_SCATTER these are bytes of all slices together: it sums as much of each of them."""
+    if ins.op not in (Op.ALL_REDUCE, Op.REDUCE_SCATTER) or len(ins.parts) != 1 or ins.parts[0].start < 0:
         return None
-    return ins.parts[0].start, ins.parts[0].start + ins.parts[0].bytes
+    return ins.parts[0].start, ins.parts[0].end
 
 
 def _moved(values: Sequence[Value]) -> str:

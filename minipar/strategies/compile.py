@@ -70,11 +70,12 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
     alone = plan.local_steps > 0 and plan.pp == 1  # nothing is summed
     table = (
         ("layers", layers.expand_layers, True),
-        ("bucket", priority.choose_piece if late else data_parallel.choose_size, trains and plan.messages == "auto"),
+        ("bucket", data_parallel.choose_size, trains and plan.messages == "auto" and not late),
         ("checkpoint", checkpoint.recompute_segments, trains and plan.checkpoint not in ("none", "selective")),
         ("slices", slices.add_carries, plan.slice_count > 1),
         ("versions", versions.keep_versions, plan.asynchronous),
         ("zero", zero.shard, updates and plan.zero > 0 and (plan.dp > 1 or (plan.pp > 1 and plan.copies))),
+        ("piece", priority.choose_piece, flushed and several and late and plan.messages == "auto"),
         ("priority", priority.sum_by_priority, flushed and several and late),
         ("data_parallel", data_parallel.sum_gradients, updates and several and not late and not alone),
         ("compress", compress.compress, updates and plan.compress != "none"),

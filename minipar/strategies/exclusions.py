@@ -99,7 +99,6 @@ WHOLES = KeyValues(
 LATE_SUMS = KeyValues(
     "overlap", "overlap=none, priority", lambda plan: plan.overlap != "backward", "overlap=backward"
 )  # fmt: skip
-OVERLAPPED = KeyValues("overlap", "overlap=backward, priority", lambda plan: plan.overlap != "none", "overlap=none")
 PRIORITY = KeyValues("overlap", "overlap=priority", lambda plan: plan.overlap == "priority", "overlap=backward")
 PIECES = KeyValues(
     "bucket", "bucket of a size or auto, with overlap=priority",
@@ -115,9 +114,6 @@ SERVED_BY_PRIORITY = KeyValues(
 )  # fmt: skip
 LOCAL = KeyValues("local_steps", "local_steps", lambda plan: plan.local_steps > 0, "local_steps=0")
 COMPRESSED = KeyValues("compress", "compress", lambda plan: plan.compress != "none", "compress=none")
-SPARSE = KeyValues(
-    "compress", "compress=topk, powersgd", lambda plan: plan.compress.startswith(("topk", "powersgd")), "compress=bf16"
-)
 SHORTER = KeyValues(
     "compress", "compress=bf16, fp16", lambda plan: plan.compress in ("bf16", "fp16"), "compress=topk:0.01, powersgd:1"
 )
@@ -186,18 +182,13 @@ COPIES = KeyValues(
 )  # fmt: skip
 
 
-def _needs_a_row(plan: Plan) -> bool:
-    schedule = find(plan.schedule)
-    others = set(schedule.options) - {"chunks"}
-    return schedule.asynchronous is not None or bool(others) or plan.schedule == "interleaved"
-
-
 PLACING = KeyValues(
     "schedule", "schedule that places stages", lambda plan: find(plan.schedule).placement is not looped,
     "naive, gpipe, 1f1b, looped-bfs, zb-h1",
 )  # fmt: skip
-IN_A_ROW = KeyValues(
-    "schedule", "schedule of stages in another order", _needs_a_row, "naive, gpipe, 1f1b, looped-bfs, zb-h1"
+AROUND = KeyValues(
+    "schedule", "schedule of groups of micro-batches", lambda plan: "group" in find(plan.schedule).options,
+    "naive, gpipe, 1f1b, looped-bfs, zb-h1",
 )  # fmt: skip
 
 
@@ -206,7 +197,6 @@ IN_A_ROW = KeyValues(
 _PLACES = "each says which rank has which layers"
 _AT_ONCE = "a layer is updated as soon as its gradient is there"
 _ALONE = "every replica trains by itself"
-_SMALLER = "whole gradients are made smaller, once a step"
 _NO_SUMS = "one replica sums no gradients"
 _DECIDES_ALONE = (
     "each rank decides by what has come to it, and ranks that share a layer must decide alike: by a message at each "
@@ -222,13 +212,28 @@ EXCLUSIONS = (
     Exclusion(PLACE, SPLIT, _PLACES, fundamental=True),
     Exclusion(PLACE, CHUNKS, _PLACES, fundamental=True),
     Exclusion(PLACE, PLACING, _PLACES, fundamental=True),
-    Exclusion(PLACE, IN_A_ROW, "it needs stages in a row"),
+    Exclusion(
+        PLACE,
+        AROUND,
+        "its groups go around the ranks in turns; ranks whose stages lie in another order would wait for each other",
+        fundamental=True,
+    ),
+    Exclusion(
+        PLACE,
+        ASYNCHRONOUS,
+        "a rank is ahead by as many micro-batches as stages of a row are behind it; ranks with layers anywhere take "
+        "them one after the other",
+        fundamental=True,
+    ),
     Exclusion(OFFLOADED_PARAMETERS, ZERO_BELOW_3, "it keeps whole parameters on the device", fundamental=True),
     Exclusion(PRIORITY, CLIP, f"{_AT_ONCE}, and the norm needs all gradients", fundamental=True),
-    Exclusion(PIECES, ZERO, "a layer is one message, of which each rank gets its slice"),
     Exclusion(PRIORITY, WHOLES, "gradients go in pieces of `bucket` MiB, or whole", fundamental=True),
-    Exclusion(SPARSE, ZERO, f"{_SMALLER}; ZeRO sums slices of them"),
-    Exclusion(SPARSE, PIECES, f"{_SMALLER}, and not a piece of them"),
+    Exclusion(
+        LOW_RANK,
+        PIECES,
+        "a gradient is a product of narrow matrices as a whole, and a piece of its numbers is no matrix",
+        fundamental=True,
+    ),
     Exclusion(COMPRESSED, LOCAL, "replicas send each other no gradients that could be made smaller", fundamental=True),
     Exclusion(SHORTER, BF16, "gradients have 16 bits already", fundamental=True),
     Exclusion(LOCAL, ZERO, f"{_ALONE}, with whole states", fundamental=True),
@@ -243,9 +248,6 @@ EXCLUSIONS = (
     ),
     Exclusion(
         SERVED_BY_PRIORITY, SIZED, "with sync=ps a layer is one message to each server, which updates it by itself"
-    ),
-    Exclusion(
-        SERVED_BY_PRIORITY, OFFLOADED_PARAMETERS, "with sync=ps the next forward's parameters come while they are away"
     ),
     Exclusion(SERVERS, ZERO, "the servers hold the optimizer's state, and share it out", fundamental=True),
     Exclusion(
@@ -284,7 +286,6 @@ EXCLUSIONS = (
     Exclusion(LATE_SUMS, UNSUMMED, _NO_SUMS, fundamental=True),
     Exclusion(MESSAGES, UNSUMMED, _NO_SUMS, fundamental=True),
     Exclusion(ALGORITHM, UNSUMMED, _NO_SUMS, fundamental=True),
-    Exclusion(ALGORITHM, OVERLAPPED, "its messages are the rank's own work"),
     Exclusion(ALGORITHM, LARGEST, "the largest numbers of all ranks are gathered, and not summed", fundamental=True),
     Exclusion(ALGORITHM, LOCAL, "replicas do not sum their gradients", fundamental=True),
     Exclusion(ALGORITHM, SERVERS, "servers sum the gradients", fundamental=True),

@@ -269,10 +269,8 @@ def bucket(value: object) -> float | str | tuple[int, ...] | None:
     return int(size) if size == int(size) else size
 
 
-def check_one_group(plan: Plan, program: Program) -> None:
-    """Refuse plans in which an algorithm sums gradients over more than one group of ranks on a rank: ranks that wait
-    for their groups in different orders would wait for ever. And those that need a collective which it does not know.
-    """
+def check_algorithm(plan: Plan, program: Program) -> None:
+    """Refuse plans that need a collective which their algorithm does not know."""
     if plan.algorithm == ALGORITHM:
         return
     for rank in sorted(set(program.representatives)):
@@ -283,13 +281,6 @@ def check_one_group(plan: Plan, program: Program) -> None:
                     f"algorithm={plan.algorithm}: knows no {name}, which zero={plan.zero} needs; possible are "
                     f"{', '.join(possible)}, or zero=0"
                 )
-        groups = {ins.group for ins in moving}
-        if len(groups) > 1:
-            told = " and over ranks ".join(",".join(map(str, group)) for group in sorted(groups))
-            raise PlanError(
-                f"algorithm={plan.algorithm}: rank {rank} sums gradients over ranks {told}; possible are plans in "
-                f"which each rank has one group, such as ties within one stage, or algorithm={ALGORITHM}"
-            )
 
 
 def at_least_1(name: str, value: int) -> int:

@@ -440,14 +440,13 @@ class Plan:
         if isinstance(self.bucket, tuple) and self.bucket[0] >= shape.own_layers:
             words, layers = ",".join(map(str, self.bucket)), shape.own_layers
             raise PlanError(f"bucket={words}: the model has {layers} layers; possible are 0 to {layers - 1}")
-        host = host_layers.find(self.host_layers, shape)
+        host, microbatches = host_layers.find(self.host_layers, shape), self.total_microbatches * self.slice_count
         if self.place is not None:
             split, placement = branches.stages(branches.ranks_of(self.place, shape, self.pp), self.pp)
-            return Layout(shape, self.dp, self.pp, split, self.total_microbatches, placement, host, self.shared)
+            return Layout(shape, self.dp, self.pp, split, microbatches, placement, host, self.shared)
         self.check_stages(shape.own_layers)
         placement = self.placement()
         stages, layers = 1 + max(map(max, placement)), shape.own_layers
-        microbatches = self.total_microbatches * self.slice_count
 
         def laid(split: tuple[int, ...]) -> Layout:
             """The layout with so many of the model's own layers in each stage."""
@@ -548,7 +547,7 @@ class Plan:
             program = compile.program_of(self, shape, layout, steps, costs, costs_of)
             if check:
                 self._verify(program, layout, steps)
-            keys.check_one_group(self, program)
+            keys.check_algorithm(self, program)
         return program
 
     def sketch(self) -> Program:

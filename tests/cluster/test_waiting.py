@@ -192,6 +192,9 @@ def waits(comm: Any, where: str) -> None:
         comm.allreduce([1.0])
     elif where == "iallreduce":
         comm.iallreduce(torch.ones(3), (0, 1, 2)).wait()
+    elif where == "lane":
+        comm.play_beside([(0, 1, 2)], "ring")
+        comm.iallreduce(torch.ones(3), (0, 1, 2), algorithm="ring").wait()
     elif where == "barrier":
         comm.barrier()
     elif where == "recv":
@@ -202,7 +205,7 @@ def waits(comm: Any, where: str) -> None:
         comm.prepare([(0, 1), (0, 2), (1, 2)])
 
 
-@pytest.mark.parametrize("where", ["allreduce", "iallreduce", "barrier", "recv", "send", "group"])
+@pytest.mark.parametrize("where", ["allreduce", "iallreduce", "lane", "barrier", "recv", "send", "group"])
 def test_stop_reaches_a_waiting_rank_and_keeps_its_state(
     cluster: Cluster, state: Callable[[], list[Any]], where: str
 ) -> None:

@@ -50,6 +50,7 @@ OF_CHAINS = [
     "dp=2 bucket=none microbatches=3",
     "dp=4 bucket=0.0001 microbatches=2",
     "dp=4 bucket=flat overlap=none algorithm=ring microbatches=2",
+    "dp=2 pp=2 bucket=none algorithm=ring microbatches=2",
     "dp=4 bucket=0.0001 overlap=priority microbatches=3",
     "dp=2 bucket=auto accumulate=2 microbatches=2 clip=0.1",
     "dp=4 zero=1 bucket=none microbatches=2",

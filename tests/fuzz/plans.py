@@ -113,8 +113,7 @@ def draw(dice: random.Random, facts: Facts) -> Words:
     if special == "compress":
         words["compress"] = dice.choice(["bf16", "fp16", "topk:0.5", "topk:0.01", "powersgd:1", "powersgd:2"])
     if special in ("", "bf16", "inference", "compress", "host", "local", "priority") or wild:
-        shared = special not in ("local", "priority") and words.get("compress", "bf16") in ("bf16", "fp16")
-        if shared and dice.random() < 0.45:
+        if special != "local" and dice.random() < 0.45:
             words["zero"] = "1" if both else dice.choice(["1", "2", "3", "3"])
             if not both and dice.random() < 0.4:
                 words["reduce"] = dice.choice(["microbatch", "step"])
@@ -128,7 +127,7 @@ def draw(dice: random.Random, facts: Facts) -> Words:
         )
     if special == "" and dp > 1 and "zero" not in words and dice.random() < 0.1:
         algorithms = ["ring", "tree", "double-tree", "halving-doubling", "hierarchical", "direct"]
-        words |= {"algorithm": dice.choice(algorithms), "overlap": "none"}
+        words["algorithm"] = dice.choice(algorithms)
     if special in ("", "host", "bf16", "local") and dice.random() < 0.12:
         words["clip"] = dice.choice(["0.001", "0.1", "100"])
     unchecked = {"local_steps", "offload", "host_layers"} & words.keys() or words.get("overlap") == "priority"
@@ -151,7 +150,7 @@ def _stale(dice: random.Random, facts: Facts, schedule: str, dp: int) -> Words:
         if special == "compress":
             words["compress"] = dice.choice(["bf16", "topk:0.5", "powersgd:1"])
         if special == "algorithm":
-            words |= {"algorithm": dice.choice(["ring", "tree", "direct"]), "overlap": "none"}
+            words["algorithm"] = dice.choice(["ring", "tree", "direct"])
     if facts.narrow and "compress" not in words and dice.random() < 0.15:
         words["precision"] = "bf16"
     if schedule != "ampnet" and dice.random() < 0.25:

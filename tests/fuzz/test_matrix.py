@@ -26,15 +26,21 @@ PLANS = [  # each has what once was refused, or what is easy to get wrong
     "dp=2 zero=2 compress=fp16 microbatches=2",
     "dp=2 pp=2 microbatches=2 overlap=priority compress=bf16 host_layers=0 bucket=0.0001",
     "dp=2 compress=topk:0.5 offload=optimizer,parameters",
+    "dp=2 pp=2 zero=1 compress=topk:1 microbatches=4 schedule=chimera",
+    "dp=2 zero=3 compress=powersgd:2 microbatches=2 offload=optimizer,parameters",
     # by priority
     "dp=2 pp=2 microbatches=2 overlap=priority offload=optimizer,activations bucket=auto",
     "dp=2 pp=2 microbatches=2 overlap=priority host_layers=0,5 offload=optimizer offload_to=disk",
     "dp=2 pp=2 microbatches=2 overlap=priority offload=parameters bucket=0.0001",
     "dp=2 microbatches=2 overlap=priority offload=optimizer,parameters prefetch=2 host_layers=1",
     "dp=2 pp=2 overlap=priority compress=topk:1 microbatches=2",
+    "dp=2 tp=2 overlap=priority zero=2 bucket=0.0001 microbatches=2",
     # an algorithm of one's choice
     "dp=2 pp=2 microbatches=2 overlap=none algorithm=ring zero=1 clip=0.1",
     "dp=4 overlap=none algorithm=halving-doubling zero=3 host_layers=1 bucket=none",
+    "dp=4 algorithm=ring microbatches=2 bucket=0.0001",
+    "dp=4 algorithm=ring overlap=priority zero=2 bucket=0.0001 check=true",
+    "dp=2 pp=2 algorithm=tree schedule=pipedream microbatches=4",
     # activations that are away, or run again
     "pp=2 schedule=zb-h1 microbatches=4 offload=activations",
     "pp=2 schedule=dualpipe-v microbatches=4 offload=activations,parameters checkpoint=1",
@@ -45,6 +51,7 @@ PLANS = [  # each has what once was refused, or what is easy to get wrong
     "pp=4 schedule=seq1f1b slices=2 microbatches=4 checkpoint=1 offload=activations",
     "dp=2 pp=2 schedule=seq1f1b slices=4,3,1 microbatches=2 zero=3",
     "dp=2 pp=2 schedule=terapipe slices=3 host_layers=0,4,5 microbatches=2",
+    "dp=2 pp=2 schedule=seq1f1b slices=2 microbatches=2 place=0,1,1,0,1,0",
     # layers on the host
     "dp=2 pp=2 zero=3 host_layers=0,2,5 microbatches=2 clip=0.1",
 ]

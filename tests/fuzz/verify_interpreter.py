@@ -508,14 +508,14 @@ class _Machine:
                 raise Wrong(f"rank {rank} expects {message[0]}, but {values[0]} comes")
             return contents[message.index(value)]
         if source[0] == "pieces":
-            found = [self.total(rank, value, where, n, None) for where, n, _, _ in source[1]]
+            _, parts, before = source
+            found = [self.total(rank, value, where, n, before) for where, n, _, _ in parts]
             if None in found:
                 return None
-            covered = sorted((a, b) for _, _, a, b in source[1])
+            covered = sorted((a, b) for _, _, a, b in parts)
             ends = [0, *(b for _, b in covered)]
             size = sum(self.program.groups[value.index].tensors)
-            right = {size, size // 2, size // 4} if self.program.compress != "none" else {size}  # (in 16 bits)
-            if [a for a, _ in covered] != ends[:-1] or ends[-1] not in right:
+            if [a for a, _ in covered] != ends[:-1] or ends[-1] != size:
                 raise Wrong(f"{value} of rank {rank} is not summed byte by byte")
             if any(_frozen(other) != _frozen(found[0]) for other in found):
                 raise Wrong(f"pieces of {value} of rank {rank} hold different contributions")
@@ -962,16 +962,14 @@ class _Machine:
         there = _tier(ins.reads[0])
         names = {g: Value(f"{there} grad".strip(), g) for g in ins.layers}
         rest = {Value(f"{there} residual".strip(), g) for g in ins.layers}
-        inside = len({r - self.shard[r] for r in ins.group}) == 1  # (the ranks share their layers)
-        kept = self.program.compress.startswith(("topk", "powersgd")) and not inside
-        piece = len(ins.parts) == 1 and ins.parts[0].start >= 0
+        kept, piece = self.leaves_out(ins), self.is_piece(ins)
         if not set(names.values()) <= set(ins.reads) <= {*names.values(), *rest}:
             raise Wrong(f"rank {rank} `{ins}` does not read what it sums")
         if not set(ins.writes) <= {*names.values(), *rest} or (
             not piece and not set(names.values()) <= set(ins.writes)
         ):
             raise Wrong(f"rank {rank} `{ins}` does not write what it sums")
-        if kept and not rest <= set(ins.reads) & set(ins.writes):
+        if kept and not (rest <= set(ins.reads) and (rest <= set(ins.writes) or (piece and not ins.writes))):
             raise Wrong(f"rank {rank} `{ins}` leaves its residual out")
         flat = any(part.layer < 0 for part in ins.parts)
         what = (ins.layers, flat, ins.parts if piece else (), str(ins), there)
@@ -981,15 +979,27 @@ class _Machine:
                 del memory[value]
                 self.underway[rank][value] = ("group", ins.group, turn, None)
             return
-        (part,) = ins.parts
-        if not flat or len(ins.layers) > 1 or part.bytes < 0 or kept:
-            raise Wrong(f"rank {rank} `{ins}`: a piece of no buffer")
-        pieces = self.pieces.setdefault((rank, ins.layers[0]), [])
-        pieces.append((ins.group, turn, part.start, part.start + part.bytes))
+        pieces = self.add_piece(rank, ins, turn)
         if ins.writes:
             (value,) = names.values()
             del memory[value], self.pieces[rank, ins.layers[0]]
-            self.underway[rank][value] = ("pieces", pieces)
+            self.underway[rank][value] = ("pieces", pieces, None)
+
+    def leaves_out(self, ins: Instruction) -> bool:
+        inside = len({r - self.shard[r] for r in ins.group}) == 1  # (the ranks share their layers)
+        return self.program.compress.startswith(("topk", "powersgd")) and not inside
+
+    def is_piece(self, ins: Instruction) -> bool:
+        return len(ins.parts) == 1 and ins.parts[0].start >= 0
+
+    def add_piece(self, rank: int, ins: Instruction, turn: int) -> list[tuple[Any, ...]]:
+        (part,) = ins.parts
+        matrix = self.program.compress.startswith("powersgd")
+        if part.layer >= 0 or len(ins.layers) > 1 or part.end <= part.start or matrix:
+            raise Wrong(f"rank {rank} `{ins}`: a piece of no buffer")
+        pieces = self.pieces.setdefault((rank, ins.layers[0]), [])
+        pieces.append((ins.group, turn, part.start, part.end))
+        return pieces
 
     def average(self, rank: int, ins: Instruction) -> None:
         memory, names = self.memory[rank], [Value(ins.reads[0].kind, g) for g in ins.layers]
@@ -1016,19 +1026,32 @@ class _Machine:
         memory = self.memory[rank]
         self.check_slices(rank, ins)
         sources, made = ([Value(kind, g) for g in ins.layers] for kind in ("grad", "grad_shard"))
-        more = set(ins.reads) & set(made)
-        if not set(sources) <= set(ins.reads) or not set(made) <= set(ins.writes) or len(more) not in (0, len(made)):
+        more, rest = set(ins.reads) & set(made), set()
+        if self.leaves_out(ins):
+            rest = {Value("residual", g) for g in ins.layers}
+        begins = self.is_piece(ins) and not ins.writes and not ins.frees
+        if not {*sources, *rest} <= set(ins.reads) or len(more) not in (0, len(made)):
+            raise Wrong(f"rank {rank} `{ins}` does not read what it sums")
+        if not begins and not set(made) <= set(ins.writes):
             raise Wrong(f"rank {rank} `{ins}` does not name what it sums")
         if bool(more) != (ins.layers in self.summed[rank]):
             raise Wrong(f"rank {rank} `{ins}` adds to other slices than there are")
         if not more and any(memory.get(v) for v in made):
             raise Wrong(f"rank {rank} `{ins}` loses what its slices held")
-        if set(ins.writes) - set(made) != {Value("buffer", g) for g in ins.layers}:
+        if not begins and set(ins.writes) - set(made) != {*(Value("buffer", g) for g in ins.layers), *rest}:
             raise Wrong(f"rank {rank} `{ins}` names other values")
+        what = (ins.layers, ins.parts if self.is_piece(ins) else ())
+        turn = self.turn(rank, ins, what, {v.index: memory[v] for v in sources})
+        pieces = self.add_piece(rank, ins, turn) if self.is_piece(ins) else []
+        if begins:
+            return
         self.summed[rank].add(ins.layers)
-        turn = self.turn(rank, ins, (ins.layers,), {v.index: memory[v] for v in sources})
         for value in made:
-            self.underway[rank][value] = ("group", ins.group, turn, memory.pop(value, None))
+            before = memory.pop(value, None)
+            self.underway[rank][value] = ("group", ins.group, turn, before)
+            if pieces:
+                del self.pieces[rank, ins.layers[0]]
+                self.underway[rank][value] = ("pieces", pieces, before)
         memory.update({v: Counter() for v in sources})
         memory.update({v: None for v in ins.writes if v.kind == "buffer"})
 

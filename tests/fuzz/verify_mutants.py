@@ -65,7 +65,10 @@ PLANS: list[tuple[str, Shape, int]] = [  # words, model, steps
     ("checkpoint=selective", PLAIN, 2),
     (f"dp=2 overlap=priority bucket={8 / 2**20}", LARGE, 2),
     ("dp=2 overlap=priority bucket=none microbatches=2", PLAIN, 2),
+    (f"dp=2 overlap=priority zero=2 microbatches=2 bucket={8 / 2**20}", LARGE, 2),
+    (f"dp=2 overlap=priority compress=topk:0.5 bucket={8 / 2**20}", LARGE, 1),
     ("dp=2 compress=bf16", PLAIN, 2),
+    ("dp=2 zero=1 compress=topk:0.5", PLAIN, 2),
     ("dp=2 compress=topk:0.5 bucket=none", PLAIN, 2),
     ("dp=2 compress=powersgd:1", DIMS, 1),
     ("dp=2 local_steps=2 microbatches=2", PLAIN, 3),
@@ -205,11 +208,11 @@ class _Mutator:
 
         def parts(old: tuple[Part, ...], random: Random) -> tuple[Part, ...]:
             if not old or random.random() < 0.3:
-                return (*_other(old, random), *((Part(Op.ALL_REDUCE, -1, 8, 0),) if not old else ()))
+                return (*_other(old, random), *((Part(Op.ALL_REDUCE, -1, 8, 0, 8),) if not old else ()))
             k = random.randrange(len(old))
-            change = random.choice(
-                ({"layer": -1}, {"layer": 0}, {"bytes": -8}, {"bytes": 16}, {"start": 0}, {"start": 8})
-            )
+            some = (("layer", (-1, 0)), ("bytes", (-8, 16)), ("start", (0, 8)), ("end", (8, 16)))
+            name, values = random.choice(some)
+            change = {name: random.choice(values)}
             return (*old[:k], old[k]._replace(**change), *old[k + 1 :])
 
         streams = sorted({ins.stream for row in program.ranks for ins in row} | {"host", "compute", "disk", ""})

@@ -68,6 +68,8 @@ def run(clusters, words, data=None, model=MODEL, steps=4, optimizer=None, loss=m
         "dp=2 sync=ps overlap=priority microbatches=3",
         "dp=4 sync=ps servers=2 overlap=priority checkpoint=2",
         "dp=2 sync=ps servers=2 overlap=priority compress=bf16 host_layers=0,8",
+        "dp=2 sync=ps overlap=priority microbatches=2 offload=parameters prefetch=2",
+        "pp=2 sync=ps servers=2 overlap=priority microbatches=2 offload=parameters,activations offload_to=disk",
         "pp=2 dp=2 sync=ps microbatches=3",
         "pp=2 sync=ps servers=2 schedule=gpipe microbatches=2 clip=0.1 overlap=none",
         "pp=2 dp=2 sync=ps servers=2 overlap=priority microbatches=2",

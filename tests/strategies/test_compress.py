@@ -32,11 +32,15 @@ def wide():
 
 
 def sums(program, rank=0):
-    return [ins for ins in program.ranks[rank] if ins.op is Op.ALL_REDUCE]
+    return [ins for ins in program.ranks[rank] if ins.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER)]
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("words", ["dp=2 bucket=none", "dp=2 pp=2 microbatches=2", "dp=3 overlap=none clip=1"])
+@pytest.mark.parametrize(
+    "words",
+    ["dp=2 bucket=none", "dp=2 pp=2 microbatches=2", "dp=3 overlap=none clip=1", "dp=3 zero=1 overlap=priority",
+     "dp=2 pp=2 zero=2 microbatches=2", "dp=2 zero=3 accumulate=2"],
+)  # fmt: skip
 def test_programs_verify_and_mean_the_same(choice, words):
     model = shape_of(list(MODEL()))
     program = Plan.parse(f"{words} compress={choice}").compile(model, steps=2)
@@ -59,9 +63,13 @@ def test_what_a_message_carries():
     left, right = 32 * 2 + 32 + 16 * 2 + 16, 24 * 2 + 32 * 2  # two factors, and what has one dimension, whole
     assert parts("compress=powersgd:2") == [Part(Op.ALL_REDUCE, -1, left * 4), Part(Op.ALL_REDUCE, -1, right * 4)]
     assert len(parts("compress=powersgd:2 bucket=none")) == 2 + 2 + 1 + 1
+    for choice in ("topk:0.01", "powersgd:2"):  # with ZeRO all ranks get the same, and keep their slices
+        assert parts(f"zero=1 compress={choice}") == parts(f"compress={choice}")
     assert low_rank((4, 4), 2) is None  # not smaller
-    both = Plan.parse("dp=2 tp=2 compress=topk:0.1").compile(layers=2)  # (shards, and what ranks have whole)
-    assert [{both.groups[g].form for g in ins.layers} for ins in sums(both) if ins.group == (0, 2)] == [{"S"}, {""}]
+    for level in (0, 2):
+        both = Plan.parse(f"dp=2 tp=2 compress=topk:0.1 zero={level}").compile(layers=2)
+        forms = [{both.groups[g].form for g in ins.layers} for ins in sums(both) if ins.group == (0, 2)]
+        assert forms == [{"S"}, {""}]  # (shards, and what ranks have whole)
     first = Plan.parse("dp=2 tp=2 sequence_parallel=true compress=topk:0.1").compile(layers=2)
     inside = [ins for ins in sums(first) if ins.reads[0].kind == "grad" and ins.group == (0, 1)]
     assert all(first.groups[g].form == "P" for ins in inside for g in ins.layers)
@@ -97,10 +105,9 @@ def test_what_does_not_go_together_is_refused(words, says):
     assert says in str(caught.value)
 
 
-@pytest.mark.parametrize("words", ["zero=2", "overlap=priority bucket=1"])
-def test_what_is_made_of_whole_gradients_is_not_made_of_parts(words):
-    with pytest.raises(PlanError, match=r"compress=topk:0.1: not together with .* possible is .* or compress=bf16"):
-        Plan.parse(f"dp=2 compress=topk:0.1 {words}")
+def test_a_piece_of_a_gradient_is_no_matrix():
+    with pytest.raises(PlanError, match=r"powersgd:1: not together with .* possible is bucket=none or compress=topk"):
+        Plan.parse("dp=2 compress=powersgd:1 overlap=priority bucket=1")
 
 
 @pytest.mark.parametrize("choice", ["bf16", "fp16"])
@@ -125,6 +132,9 @@ def run(plan, cluster, steps=3, model=MODEL, data=None, **options):
     [
         "dp=2 bucket=none", "dp=2 pp=2 microbatches=3 bucket=0.0001", "dp=4 bucket=flat", "dp=2 host_layers=1,3",
         "dp=2 offload=optimizer,parameters", "dp=2 pp=2 microbatches=2 overlap=priority",
+        "dp=4 zero=1 bucket=none", "dp=2 pp=2 zero=2 microbatches=3 reduce=step",
+        "dp=2 overlap=priority bucket=0.00005 microbatches=2", "dp=2 zero=1 overlap=priority bucket=0.00005",
+        "dp=2 zero=3 microbatches=2 prefetch=0", "dp=2 zero=2 overlap=priority microbatches=2 offload=optimizer",
     ],
 )  # fmt: skip
 def test_all_numbers_sent_are_no_compression(clusters, words):
@@ -139,6 +149,19 @@ def test_a_gradient_of_low_rank_comes_through_low_rank_messages(clusters):
     assert found.max_gradient_error() <= 1e-10
     rough = run("dp=2 compress=powersgd:1", clusters(2), 1, wide, data)
     assert 1e-3 < rough.max_gradient_error() < 1
+
+
+@pytest.mark.parametrize("choice", ["topk:0.1", "powersgd:2"])
+@pytest.mark.parametrize("level", [1, 2, 3])
+def test_slices_are_of_the_sum_that_there_is_without_zero(clusters, level, choice):
+    """Also what is left out, and sent later; an uneven split, slices that are filled up, and ranks that are alike."""
+    data = torch.randn(7, 24, dtype=torch.float64), torch.randn(7, 16, dtype=torch.float64)
+    plan = f"dp=2 compress={choice} bucket=flat check=true"
+    plain, sliced = (run(f"{plan} zero={zero}", clusters(2), 4, wide, data) for zero in (0, level))
+    assert sliced.losses == pytest.approx(plain.losses, rel=1e-12)
+    for mine, whole in zip(sliced.gradients, plain.gradients, strict=True):
+        for name, gradient in whole.items():
+            assert torch.allclose(mine[name], gradient, rtol=0, atol=1e-12), name
 
 
 @pytest.mark.parametrize(

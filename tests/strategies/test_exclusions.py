@@ -27,7 +27,6 @@ MADE = {
     "bucket of a size or auto, with overlap=priority": "overlap=priority bucket=auto",
     "bucket=flat, 4x or layers": "bucket=flat",
     "overlap=none, priority": "overlap=none",
-    "overlap=backward, priority": "overlap=backward",
     "overlap=priority": "overlap=priority",
     "overlap=priority, with sync=ps": "sync=ps overlap=priority",
     "bucket of a size or auto": "bucket=2",
@@ -51,7 +50,6 @@ MADE = {
     "context_parallel of 2 or more": "context_parallel=2",
     "ep of 2 or more": "ep=2",
     "batch_copies of 2 or more": "tp=2 microbatches=2 batch_copies=2",
-    "compress=topk, powersgd": "compress=topk:0.5",
     "compress=powersgd": "compress=powersgd:1",
     "compress=bf16, fp16": "compress=fp16",
     "compress=topk": "compress=topk:0.5",
@@ -61,15 +59,13 @@ MADE = {
     "schedule of slices of sequences": "schedule=terapipe slices=2",
     "schedule with copies of a stage": "schedule=chimera pp=2 microbatches=4",
     "schedule that places stages": "schedule=zb-v microbatches=4",
-    "schedule of stages in another order": "schedule=interleaved microbatches=4",
+    "schedule of groups of micro-batches": "schedule=interleaved microbatches=4",
 }
 
 
 def words(*choices: KeyValues) -> str:
     """A plan that makes these choices, and no other that an exclusion before theirs would refuse."""
     table = dict(word.split("=") for choice in choices for word in MADE[choice.words].split())
-    if "algorithm" in table and "schedule" not in table:
-        table.setdefault("overlap", "none")
     return " ".join(f"{key}={value}" for key, value in table.items())
 
 

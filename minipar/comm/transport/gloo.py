@@ -19,7 +19,7 @@ from torch import Tensor
 
 from minipar.cluster.agreement import TIMEOUT
 from minipar.comm.transport.gloo_board import GlooBoard
-from minipar.comm.transport.interface import Messages, Transport, Work
+from minipar.comm.transport.interface import Messages, OwnMessages, Transport, Work
 
 
 class Gloo(Transport):
@@ -45,6 +45,9 @@ class Gloo(Transport):
         """Of gloo's own collectives the board is in the same process group, since all start them in one order."""
         index = members.index(self.rank)
         return GlooBoard(members, index, self._group(kind, members) if len(members) > 1 else None)
+
+    def line(self, members: tuple[int, ...]) -> OwnMessages:
+        return _Messages(self._group("line", members))
 
     def _group(self, kind: str, members: tuple[int, ...]) -> Any:
         found = self._groups.get((kind, members))
@@ -88,3 +91,6 @@ class _Messages:
 
     def warm_up(self, peers: Iterable[int]) -> None:
         """All are connected when the group is made."""
+
+    def close(self) -> None:
+        """The connections end when nothing refers to the group any more."""

@@ -89,6 +89,13 @@ class Messages(Protocol):
         """Connect with these ranks now. All ranks call it together, each with those that it exchanges messages with."""
 
 
+class OwnMessages(Messages, Protocol):
+    """Messages that end before the transport does."""
+
+    def close(self) -> None:
+        """End them. What was not delivered is lost, and what waits for a message fails."""
+
+
 class Receive(Work, Protocol):
     """A receive that reads what comes. `done`: whether its own message has come."""
 
@@ -141,6 +148,11 @@ class Transport(ABC):
     @abstractmethod
     def board(self, kind: str, members: tuple[int, ...]) -> Board:
         """Where these ranks announce the collectives of one kind of group. It is made by all of them together."""
+
+    @abstractmethod
+    def line(self, members: tuple[int, ...]) -> OwnMessages:
+        """Messages among these ranks alone, which have nothing to do with any others; made by all of them together. A
+        peer is a number within `members`."""
 
     def memory(self, members: tuple[int, ...], meet: Meet) -> Arena | None:
         """Memory that these ranks share. None: they have none, and the process group does all collectives."""

@@ -15,7 +15,7 @@ from minipar.comm.transport import arena, shared_memory
 from minipar.comm.transport.arena import Arena
 from minipar.comm.transport.board import Board, fingerprint
 from minipar.comm.transport.gloo import Gloo
-from minipar.comm.transport.interface import Meet, Messages, Reader, Transport
+from minipar.comm.transport.interface import Meet, Messages, OwnMessages, Reader, Transport
 from minipar.comm.transport.sockets import Sockets
 
 
@@ -47,6 +47,9 @@ class LocalTransport(Transport):
 
     def board(self, kind: str, members: tuple[int, ...]) -> Board:
         return Board(f"{self.path}-{kind}-{fingerprint(str(members)):x}", members, members.index(self.rank))
+
+    def line(self, members: tuple[int, ...]) -> OwnMessages:
+        return self.gloo.line(members) if self.sockets is None else self.sockets.among(members)
 
     def memory(self, members: tuple[int, ...], meet: Meet) -> Arena | None:
         """An arena that all members have mapped. If one of them cannot map it, all get None."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 from minipar.comm.transport.arena import Arena
-from minipar.comm.transport.interface import Board, Meet, Messages, Reader, Transport
+from minipar.comm.transport.interface import Board, Meet, Messages, OwnMessages, Reader, Transport
 from minipar.comm.transport.local import LocalTransport
 
 
@@ -51,6 +51,9 @@ class Mixed(Transport):
     def _next(self, members: tuple[int, ...]) -> int:
         """The member after this rank, in a ring: each watches its connection with the next one."""
         return members[(members.index(self.local.rank) + 1) % len(members)]
+
+    def line(self, members: tuple[int, ...]) -> OwnMessages:
+        return self.local.line(members)
 
     def lost(self, members: tuple[int, ...]) -> int | None:
         sockets, after = self.local.sockets, self._next(members)

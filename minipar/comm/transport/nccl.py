@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minipar.comm.transport.gloo import TIMEOUT
-from minipar.comm.transport.interface import Board, StreamWork, Transport, Work
+from minipar.comm.transport.interface import Board, OwnMessages, StreamWork, Transport, Work
 
 
 class Nccl(Transport):
@@ -31,6 +31,9 @@ class Nccl(Transport):
 
     def board(self, kind: str, members: tuple[int, ...]) -> Board:
         return self.host.board(kind, members)
+
+    def line(self, members: tuple[int, ...]) -> OwnMessages:
+        return self.host.line(members)
 
     def lost(self, members: tuple[int, ...]) -> int | None:
         return self.host.lost(members)

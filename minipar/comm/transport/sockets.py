@@ -28,6 +28,7 @@ import select
 import socket
 import struct
 import threading
+import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -90,6 +91,16 @@ class Sockets:
         self.flusher = Flusher("writes messages")
         self.outgoing: dict[int, Outgoing] = {}
         self.incoming: dict[int, _Incoming] = {}
+
+    def among(self, members: tuple[int, ...]) -> Sockets:
+        """Connections of their own among these ranks, which count from 0. All of them must have made theirs before the
+        first message."""
+        name = f"{zlib.crc32(str(members).encode()):x}"
+        far = None
+        if self.far is not None:
+            others = frozenset(k for k, rank in enumerate(members) if rank in self.far.ranks)
+            far = self.far._replace(ranks=others, store=dist.PrefixStore(name, self.far.store))
+        return Sockets(members.index(self.rank), f"{self.path}-{name}", far)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Start sending a contiguous CPU tensor; never blocks. All ranks must have made their `Sockets` before."""
@@ -232,11 +243,11 @@ class Sockets:
         self.flusher.close()
         for out in self.outgoing.values():
             out.close()
-        for link in self.incoming.values():
-            if link.connection is not None:
-                link.connection.close()
-        for listener in self.listeners:
-            listener.close()
+        incoming = [link.connection for link in self.incoming.values() if link.connection is not None]
+        for one in [*incoming, *self.listeners]:
+            with contextlib.suppress(OSError):  # (a thread that waits there learns of it)
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
         self.unlink()
 
     def unlink(self) -> None:

@@ -196,7 +196,8 @@ class Tracker(Storages):
         elif ins is not None and ins.op is Op.FETCH and version_of(ins.writes[0]) >= 0:
             self._find_versions()
         elif ins is not None and ins.op is not Op.FORWARD:
-            self._find_gradients(value.index for value in ins.writes if value.kind in ("grad", "grad_shard"))
+            moved = ins.reads + ins.writes  # (only the last piece of a gradient writes it)
+            self._find_gradients(value.index for value in moved if value.kind in ("grad", "grad_shard"))
         for held in self._fresh:
             if not held.kind:
                 if held() is None:

@@ -274,7 +274,7 @@ class Contents:
             total |= found
         if piece_of(ins):
             total = self._add_piece(rank, index, ins, total)
-            if grad(g) not in ins.writes:
+            if not ins.writes:
                 return
         for r in self._given(of_each):
             if ins.op is Op.ALL_REDUCE:
@@ -293,13 +293,11 @@ class Contents:
         if any(a < end and begin < b for a, b, _ in pieces):
             raise refuse(self.program, rank, index, f"{where} sums bytes of grad({g}) that were summed before")
         pieces.append((begin, end, total))
-        if grad(g) not in ins.writes:
+        if not ins.writes:
             return total
         del self.pieces[ins.group, g]
         size = sum(self.program.groups[g].tensors)
         summed, last = sum(b - a for a, b, _ in pieces), max(b for _, b, _ in pieces)
-        if self.program.compress != "none" and size in (last, 2 * last, 4 * last):
-            size = last  # (numbers of 2, 4 or 8 bytes are sent in 2)
         if summed != size or last > size:
             reason = f"{where} is the last piece of grad({g}), of which {summed} of {size} bytes were summed"
             raise refuse(self.program, rank, index, reason)

@@ -316,7 +316,7 @@ _FIELDS: dict[str, Rule] = {
     "stream": _TEXT,
     "peer": (_whole, "a whole number"),
     "group": (_wholes, "a tuple of ranks"),
-    "parts": (lambda value: _tuple_of(_is_part, value), "a tuple of Part(op, layer, bytes, start)"),
+    "parts": (lambda value: _tuple_of(_is_part, value), "a tuple of Part(op, layer, bytes, start, end)"),
     "name": _TEXT,
 }  # fmt: skip
 

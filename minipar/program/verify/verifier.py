@@ -409,6 +409,15 @@ def _check_state_work(
             raise refuse(program, rank, index, reason)
     else:
         _check_slices(program, rank, index, own)
+    if op is Op.REDUCE_SCATTER:
+        if _leaves_out(program, ins):
+            rest = frozenset(("residual", g) for g in groups)
+            needed, made = needed | rest, made | rest
+        _check_piece(program, rank, index)
+        if (
+            piece_of(ins) is not None and not ins.writes and not ins.frees
+        ):  # (the last piece writes what all have summed)
+            return needed, made
     written = {value[:2] for value in (_on_host(program, rank, index)[1] if ins.stream == "host" else ins.writes)}
     lacking = made - written - ({("norm", 0)} if op is Op.STEP else set())
     if lacking:
@@ -448,10 +457,11 @@ def _check_sum(
     else:
         raise refuse(program, rank, index, f"{where} sums gradients, but reads none")
     read, written = (frozenset(value[:2] for value in values) for values in (ins.reads, ins.writes))
-    leaves_out = program.compress.startswith(("topk", "powersgd")) and program.compresses(ins)
-    needed = summed | rest if leaves_out else summed
+    needed = summed | rest if _leaves_out(program, ins) else summed
     piece = piece_of(ins)
-    for does, found, wanted in (("read", read, needed), ("write", written, needed if piece is None else frozenset())):
+    _check_piece(program, rank, index)
+    nothing = piece is not None and not written  # (the last piece writes for all)
+    for does, found, wanted in (("read", read, needed), ("write", written, frozenset() if nothing else needed)):
         if wanted - found:
             kind, k = min(wanted - found)
             raise refuse(program, rank, index, f"{where} needs to {does} {kind}({k})")
@@ -461,10 +471,6 @@ def _check_sum(
     if ins.frees:
         raise refuse(program, rank, index, f"{where} frees {ins.frees[0]}, which it changes; possible is frees=()")
     flat = any(part.layer < 0 for part in ins.parts)
-    whole = program.compress in ("none", "bf16", "fp16")
-    if piece is not None and (len(ins.layers) > 1 or not flat or piece[1] <= piece[0] or not whole):
-        reason = f"{where}: a piece is of one gradient, with all its numbers, in a buffer (layer=-1), and has bytes"
-        raise refuse(program, rank, index, reason)
     for g in ins.layers if flat and rest else ():
         if (other := own.buffers.setdefault(g, ins.layers)) != ins.layers:
             told = ",".join(map(str, other))
@@ -473,6 +479,23 @@ def _check_sum(
     if " " in first:  # on the host
         summed = frozenset(home(Value(*pair, -1, -1))[:2] for pair in summed)
     return summed, made | summed
+
+
+def _leaves_out(program: Program, ins: Instruction) -> bool:
+    """Whether a sum of gradients leaves something out, which waits in a residual."""
+    return program.compress.startswith(("topk", "powersgd")) and program.compresses(ins)
+
+
+def _check_piece(program: Program, rank: int, index: int) -> None:
+    """A piece of a gradient has some of its bytes, and all numbers of these."""
+    ins = program.ranks[rank][index]
+    piece, matrix = piece_of(ins), program.compress.startswith("powersgd")
+    if piece is not None and (len(ins.layers) > 1 or ins.parts[0].layer >= 0 or piece[1] <= piece[0] or matrix):
+        raise refuse(
+            program, rank, index,
+            f"{at(program, rank, index)}: a piece is of one gradient, with all its numbers, in a buffer (layer=-1), "
+            "and has bytes",
+        )  # fmt: skip
 
 
 def _on_host(program: Program, rank: int, index: int) -> tuple[tuple[Value, ...], tuple[Value, ...]]:

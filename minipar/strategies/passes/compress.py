@@ -11,7 +11,10 @@ Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019 (low r
 What topk and powersgd leave out is added to the next step's gradient (error feedback). Until then it is kept in
 `residual(g)`, which is as large as the gradient, and which the collective reads and writes. Over all ranks, the sum of
 what was sent and what is kept equals the sum of the gradients. In the program the sum is still an ALL_REDUCE; its parts
-say what is sent. Shorter numbers also travel where slices of gradients are summed (REDUCE_SCATTER), or pieces of them.
+say what is sent. Shorter numbers, and the largest ones, can be those of a piece of a gradient, too.
+With ZeRO (REDUCE_SCATTER) shorter numbers travel as the gradients would. But what topk and powersgd send is made of
+whole gradients, and is small. So all ranks get all of it, as they do without ZeRO, and each keeps its slices of the
+sum; and all that it has left out, which is as large as its whole gradients.
 Where ranks share layers, topk chooses among the elements of shards and among those of whole gradients in messages of
 their own: ranks have other shards, and must choose the same elements of what they have whole, or it drifts apart. Of a
 gradient of which each of them makes a part, the parts are summed first, exactly (`forms.py`); what is made smaller is
@@ -76,28 +79,39 @@ def keeps_residual(choice: str) -> bool:
 def _of_one_form(ins: Instruction, shape: Shape, choice: str) -> list[Instruction]:
     """A sum of gradients whose elements topk chooses among; as two sums, if some gradients are shards and others are
     whole."""
-    if not choice.startswith("topk") or ins.op is not Op.ALL_REDUCE or home(ins.reads[0]).kind != "grad":
+    if not choice.startswith("topk") or not _sums(ins):
         return [ins]
     shards = tuple(g for g in ins.layers if shape.groups[g].is_cut)
     wholes = tuple(g for g in ins.layers if g not in shards)
     if not shards or not wholes:
         return [ins]
-    return [of_groups(ins, shards), of_groups(ins, wholes)]
+    waits = tuple(value for value in ins.reads if value.index not in ins.layers)
+    halves = (of_groups(ins, shards), of_groups(ins, wholes))
+    return [half._replace(reads=half.reads + waits) for half in halves]
+
+
+def _sums(ins: Instruction) -> bool:
+    """Whether an instruction sums gradients."""
+    return ins.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER) and home(ins.reads[0]).kind == "grad"
 
 
 def _smaller(ins: Instruction, shape: Shape, choice: str, narrow: bool) -> Instruction:
     """A sum of gradients with smaller messages; any other instruction unchanged."""
-    if ins.op is Op.REDUCE_SCATTER or piece_of(ins):
-        part = ins.parts[0]
-        begin = part.start if part.start < 0 else _in_16_bits(part.start, shape)
-        return ins._replace(parts=(part._replace(bytes=_in_16_bits(part.bytes, shape), start=begin),))
-    if ins.op is not Op.ALL_REDUCE or home(ins.reads[0]).kind != "grad":
+    if not _sums(ins):
         return ins
-    tensors = [(g, t) for g in ins.layers for t in range(len(shape.groups[g].tensors))]
-    messages = [tensors] if ins.parts[0].layer < 0 else [[one] for one in tensors]
-    parts = [part for one in messages for part in _carried(one, shape, choice, len(ins.group), narrow)]
+    piece, part = piece_of(ins), ins.parts[0]
+    if not keeps_residual(choice) and (piece or ins.op is Op.REDUCE_SCATTER):
+        return ins._replace(parts=(part._replace(bytes=_in_16_bits(part.bytes, shape)),))
+    if piece:
+        sent = _largest((piece[1] - piece[0]) // shape.itemsize, shape, choice, len(ins.group), narrow)
+        parts = [part._replace(op=Op.ALL_GATHER, bytes=sent)]
+    else:
+        tensors = [(g, t) for g in ins.layers for t in range(len(shape.groups[g].tensors))]
+        messages = [tensors] if part.layer < 0 else [[one] for one in tensors]
+        parts = [part for one in messages for part in _carried(one, shape, choice, len(ins.group), narrow)]
     kept = tuple(map(residual, ins.layers)) if keeps_residual(choice) else ()
-    return ins._replace(reads=ins.reads + kept, writes=ins.writes + kept, parts=tuple(parts))
+    writes = ins.writes + kept if ins.writes else ()  # (the last piece writes for all)
+    return ins._replace(reads=ins.reads + kept, writes=writes, parts=tuple(parts))
 
 
 def _in_16_bits(size: int, shape: Shape) -> int:
@@ -114,8 +128,7 @@ def _carried(tensors: Sequence[tuple[int, int]], shape: Shape, choice: str, rank
         return [Part(Op.ALL_REDUCE, layer, 2 * sum(sizes))]
     item, wide = (2, 4) if narrow else (shape.itemsize, shape.itemsize)  # of a gradient, and of what is left out
     if kind == "topk":
-        row = row_bytes(top(sum(sizes), choice), item)
-        return [Part(Op.ALL_GATHER, layer, ranks * row * shape.itemsize // item)]
+        return [Part(Op.ALL_GATHER, layer, _largest(sum(sizes), shape, choice, ranks, narrow))]
     if not shape.dims:
         raise PlanError(f"compress={choice}: needs the shapes of all tensors; compile for shape_of(model)")
     first = second = 0
@@ -125,6 +138,12 @@ def _carried(tensors: Sequence[tuple[int, int]], shape: Shape, choice: str, rank
         second += 0 if factors is None else factors[1] * factors[2]
     scale = wide * shape.itemsize // item
     return [Part(Op.ALL_REDUCE, layer, count * scale) for count in (first, second) if count]
+
+
+def _largest(count: int, shape: Shape, choice: str, ranks: int, narrow: bool) -> int:
+    """Bytes in which all ranks send the largest of so many numbers, to those of the shape's tensors as above."""
+    item = 2 if narrow else shape.itemsize
+    return ranks * row_bytes(top(count, choice), item) * shape.itemsize // item
 
 
 def top(count: int, choice: str) -> int:

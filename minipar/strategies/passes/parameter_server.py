@@ -44,7 +44,7 @@ from dataclasses import replace
 from itertools import accumulate
 
 from minipar.errors import PlanError
-from minipar.program import Group, Instruction, Op, Value, home, residual, served, served_state
+from minipar.program import COPIES, Group, Instruction, Op, Value, home, residual, served, served_state
 from minipar.program.mesh import Mesh
 from minipar.program.server_rule import Mode
 from minipar.strategies import served_order
@@ -167,8 +167,8 @@ def _by_priority(
     """
     row, layout, seconds = draft.ranks[rank], draft.layout, draft.seconds[rank]
     clock = [0.0]
-    for ins in row:
-        clock.append(clock[-1] + seconds(ins))
+    for ins in row:  # (copies run beside what is computed)
+        clock.append(clock[-1] + (0.0 if ins.op in COPIES else seconds(ins)))
     last, first = last_writes(row, "grad", "host grad"), first_uses(row)
     tied = [g for g in sorted(last) if sum(g in layout.groups(r) for r in range(layout.pp)) > 1]
     within = sorted(last.keys() - set(tied), key=lambda g: (last[g], -g))

@@ -20,8 +20,9 @@ pieces: it writes what STEP reads.
     with zero=1, 2   B2 B1 B0       STEP0 STEP1 F0 STEP2 F1 F2             R: REDUCE_SCATTER, A: ALL_GATHER of a layer
                        [R2][R0][R1]    [A0][R..][A1]  [A2]
 
-With ZeRO a layer is one message. What is not sent when the backward ends goes one layer ahead of the STEPs, and a STEP
-one layer ahead of the forward, so that the link has the gather of a layer to do while the layer before it works.
+With ZeRO a piece has as much of each slice. What is not sent when the backward ends goes one layer ahead of the STEPs,
+and a STEP one layer ahead of the forward, so that the link has the gather of a layer to do while the layer before it
+works. A gather is one message: nothing more urgent could overtake it.
 """
 
 from __future__ import annotations
@@ -29,10 +30,9 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from dataclasses import replace
 
-from minipar.program import Instruction, Op, Part, grad
+from minipar.program import Instruction, Op, Part, Value
 from minipar.strategies.buckets import Bucket, MiB
 from minipar.strategies.draft import Draft, Seconds
-from minipar.strategies.layout import Layout
 from minipar.strategies.rewriting import all_reduce, insert, keep_gradients, last_writes, of_groups, summed
 from minipar.strategies.urgency import first_uses, in_order
 
@@ -50,18 +50,21 @@ def sum_by_priority(draft: Draft) -> Draft:
 
 def choose_piece(draft: Draft) -> Draft:
     """bucket=auto is the size of pieces with which the next forward ends earliest; of equal ones the largest."""
+    if draft.bucket != "auto":
+        return draft  # (the first step has found it)
     layout = draft.layout
     sharing = [summed(draft, rank) for rank in range(layout.pp)]
-    largest = max((sum(layout.shape.groups[g].tensors) for found in sharing for g in found), default=0)
-    if draft.bucket != "auto" or not largest:
-        return draft if draft.bucket != "auto" else replace(draft, bucket=25.0)
+    sums = {g for found in sharing for g in found}
+    sums |= {g for row in draft.ranks for ins in row if ins.op is Op.REDUCE_SCATTER for g in ins.layers}
+    largest = max((sum(layout.shape.groups[g].tensors) for g in sums), default=0)
+    if not largest:
+        return replace(draft, bucket=25.0)
 
     def end(size: float) -> float:
-        tried = replace(draft, bucket=size)
-        return max(
-            _end_of_next_forward(_with_pieces(row, tried, rank, sharing[rank]), draft.seconds[rank])
-            for rank, row in enumerate(draft.ranks)
-        )
+        more = replace(draft, bucket=size, steps=draft.step + 2)  # (the last step would end with its own updates)
+        tried = update_late(more.each(lambda rank, row: _with_pieces(row, more, rank, sharing[rank])))
+        following = update_late(replace(more, late=tried.update))
+        return max(map(_end_of_next_forward, tried.ranks, following.ranks, draft.seconds))
 
     ends = {largest / 2**k / MiB: 0.0 for k in range(HALVINGS) if k == 0 or largest / 2**k >= SMALLEST}
     ends = {size: end(size) for size in ends}
@@ -69,21 +72,19 @@ def choose_piece(draft: Draft) -> Draft:
     return replace(draft, bucket=max(size for size, last in ends.items() if last <= shortest * (1 + 1e-12)))
 
 
-def _end_of_next_forward(row: Sequence[Instruction], seconds: Seconds) -> float:
-    """When the forwards of the step after this one end, if all of them follow its last backward, and each layer waits
-    for the messages of its gradients."""
+def _end_of_next_forward(row: Sequence[Instruction], following: Sequence[Instruction], seconds: Seconds) -> float:
+    """When the last forward of the `following` step ends on a rank that waits for no other stage."""
     clock = link = 0.0
-    summed_at: dict[int, float] = {}
-    for ins in row:
-        if ins.op is Op.ALL_REDUCE:
+    ready: dict[Value, float] = {}
+    last = max((k for k, ins in enumerate(following) if ins.op is Op.FORWARD), default=-1)
+    for ins in [*row, *following[: last + 1]]:
+        clock = max(clock, *(ready.get(value, 0.0) for value in ins.reads), 0.0)
+        if ins.group:
             link = max(clock, link) + seconds(ins)
-            summed_at.update(dict.fromkeys(ins.layers, link))
+            ready.update(dict.fromkeys(ins.writes, link))
         else:
             clock += seconds(ins)
-    for ins in row:
-        if ins.op is Op.FORWARD:
-            needed = (summed_at.get(value.index, 0.0) for value in ins.reads if value.kind == "param")
-            clock = max(clock, *needed, 0.0) + seconds(ins)
+            ready.update(dict.fromkeys(ins.writes, clock))
     return clock
 
 
@@ -105,7 +106,11 @@ def _with_pieces(
     queue = [
         ins
         for g in within
-        for ins in ([slices[g]] if g in slices else pieces(g, layout, sharing[g], step, draft.bucket))
+        for ins in pieces(
+            slices[g] if g in slices else all_reduce([g], layout, sharing[g], step, draft.bucket),
+            sum(layout.shape.groups[g].tensors),
+            draft.bucket,
+        )
     ]
     ready = [clock[place[ins.layers[0]] + 1] for ins in queue]
     urgent = [urgency.get(ins.layers[0], end) for ins in queue]
@@ -130,10 +135,9 @@ def _without_last_scatters(
     return kept, {g: row[k] for g, k in last.items()}
 
 
-def pieces(g: int, layout: Layout, ranks: tuple[int, ...], step: int, bucket: Bucket) -> list[Instruction]:
-    """The messages that sum one gradient: about equal pieces of at most `bucket` MiB, cut at multiples of 8 bytes."""
-    whole = all_reduce([g], layout, ranks, step, bucket)
-    size = sum(layout.shape.groups[g].tensors)
+def pieces(whole: Instruction, size: int, bucket: Bucket) -> list[Instruction]:
+    """The messages that sum one gradient of so many bytes: about equal pieces of at most `bucket` MiB, cut at multiples
+    of 8 bytes. The last one writes, and frees, what the `whole` sum does."""
     limit = max(8.0, bucket * MiB if isinstance(bucket, (int, float)) else float(size))
     count = int(-(-size // limit))
     if count < 2:
@@ -141,9 +145,9 @@ def pieces(g: int, layout: Layout, ranks: tuple[int, ...], step: int, bucket: Bu
     cuts = [k * size // count // 8 * 8 for k in range(count)] + [size]
     found = []
     for k in range(count):
-        part = Part(Op.ALL_REDUCE, -1, cuts[k + 1] - cuts[k], cuts[k])
-        found.append(whole._replace(writes=(grad(g),) if k == count - 1 else (), parts=(part,)))
-    return found
+        part = Part(whole.op, -1, cuts[k + 1] - cuts[k], cuts[k], cuts[k + 1])
+        found.append(whole._replace(writes=(), frees=(), parts=(part,)))
+    return [*found[:-1], found[-1]._replace(writes=whole.writes, frees=whole.frees)]
 
 
 def update_late(draft: Draft) -> Draft:
@@ -159,15 +163,23 @@ def update_late(draft: Draft) -> Draft:
     return replace(draft, ranks=tuple(map(tuple, rows)), update=tuple(updates))
 
 
-def _tail(row: Sequence[Instruction], copied: Container[int]) -> tuple[list[Instruction], dict[int, Instruction]]:
+Unsent = dict[int, list[Instruction]]
+
+
+def _tail(row: Sequence[Instruction], copied: Container[int]) -> tuple[list[Instruction], Unsent]:
     """The row without the REDUCE_SCATTERs at its end, after which come only other sums; and these, by their group."""
     end = max((k + 1 for k, ins in enumerate(row) if ins.op not in (Op.REDUCE_SCATTER, Op.ALL_REDUCE)), default=0)
-    unsent = {ins.layers[0]: ins for ins in row[end:] if ins.op is Op.REDUCE_SCATTER and ins.layers[0] not in copied}
-    return [ins for ins in row if not any(ins is other for other in unsent.values())], unsent
+    sent, unsent = list(row[:end]), Unsent()
+    for ins in row[end:]:
+        if ins.op is Op.REDUCE_SCATTER and ins.layers[0] not in copied:
+            unsent.setdefault(ins.layers[0], []).append(ins)
+        else:
+            sent.append(ins)
+    return sent, unsent
 
 
 def _most_urgent_first(
-    update: Sequence[Instruction], row: Sequence[Instruction], unsent: dict[int, Instruction], copied: Container[int]
+    update: Sequence[Instruction], row: Sequence[Instruction], unsent: Unsent, copied: Container[int]
 ) -> list[Instruction]:
     """The update of a rank, group by group, in the order in which forwards need their parameters; gradients that are
     not sent yet are sent one group ahead. Copies of a stage come first, in the same order on all ranks."""
@@ -179,7 +191,7 @@ def _most_urgent_first(
     order = sorted(of_each, key=lambda g: (-1 if g in copied else first.get(g, len(row)), g))
     result: list[Instruction] = []
     for k, g in enumerate(order):
-        result += [unsent.pop(due) for due in order[: k + 2] if due in unsent]
+        result += [ins for due in order[: k + 2] for ins in unsent.pop(due, ())]
         result += of_each[g]
     return result
 
