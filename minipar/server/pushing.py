@@ -417,8 +417,8 @@ class Servers:
 
     def weigh(self, rows: int, of: int) -> None:
         """Say that gradients pushed from now on are of `rows` of the `of` rows of a step, and scaled by rows / of. An
-        update is of the mean over the rows that it takes. Default: 1 of 1, so that gradients of an update are averaged.
-        """
+        update is of the mean over the rows that it takes. Workers of one replica all say the rows of it. Default: 1 of
+        1, so that gradients of an update are averaged."""
         if not 0 <= rows <= of:
             raise RankError(f"worker {self.worker}: {rows} of {several(of, 'row')}; must be from 0 to {of}")
         self.rows, self.of = rows, of

@@ -77,7 +77,7 @@ _TRIES = 3  # deaths of one rank, without a step in between, after which it is n
 class Service:
     """What parameter servers did in a run.
 
-    order        of updates and answers, the same at all servers
+    order        of updates and answers, the same at all servers; its workers are the replicas
     deaths       ranks that died and were started again, with the reason of each death
     silent       (worker, step, seconds) of workers that were removed
     received     bytes of gradients, per server
@@ -191,7 +191,7 @@ def execute_served(
         settings = Settings(
             workers, program.steps, job.optimizer, mode, every, patience, on_death, True, pacing, job.scheduler, forms,
             program.clip, program.compress, storing.saved, processes, division_of(program),
-            _keys_of_groups(program) if program.checked else (),
+            _keys_of_groups(program) if program.checked else (), program.ranks_of_replicas,
         )  # fmt: skip
         revivals = _REVIVALS if on_death == "continue" else 0
         with storing.around():
@@ -285,15 +285,16 @@ def _result(
     batch: int,
 ) -> tuple[Execution, Service]:
     order = [Row(*row) for row in served[0].order]
-    done = completed(order)
-    taken = [steps[order[k].worker, order[k].step] for k in done if (order[k].worker, order[k].step) in steps]
+    wanted = [[(rank, order[k].step) for rank in program.ranks_of_replicas[order[k].worker]] for k in completed(order)]
+    together = [[steps[each] for each in some] for some in wanted if all(each in steps for each in some)]
+    taken = [step for some in together for step in some]
     losses = losses_of(taken, program.steps)
     assert program.serving is not None
     if program.serving.mode == "sync":  # (the program was known before; another order of arrivals does not change it)
         gradients = [_summed([t for t in taken if t.step == s], program.clip) for s in range(program.steps)]
     else:
         program = served_order.as_it_happened(program, order, _kept(program))
-        gradients = [t.gradients for t in taken]
+        gradients = [_summed(some) for some in together]
     starts, ends = timed(program, _times(program, taken, served, keys))
     data = [max((t.data for t in taken if t.worker == rank), default=0) for rank in range(len(program.ranks))]
     zero = min((event.start for event in served[0].events if event.kind == Kind.ANSWER), default=0.0)
@@ -363,8 +364,8 @@ def _size(program: Program, taken: list[Step], served: list[Served], batch: int)
     return size
 
 
-def _summed(steps: list[Step], clip: float | None) -> dict[str, Tensor]:
-    """The gradient of a step: the sum of the workers' parts, clipped as the servers clip it."""
+def _summed(steps: list[Step], clip: float | None = None) -> dict[str, Tensor]:
+    """The gradient of a step, or of a replica's: the sum of the workers' parts, clipped as the servers clip it."""
     found: dict[str, Tensor] = {}
     for step in sorted(steps, key=lambda t: t.worker):
         for name, gradient in step.gradients.items():
@@ -635,9 +636,9 @@ def _work(
         if not one.here:
             part = compute.rows.part(0)
             mine = range(part.rows[0].start - part.start, part.rows[-1].stop - part.start)
-            counted_here = _whole(counted(take_rows(part.y, mine), job.loss))
-            counts = counted_here if counting else 0, _whole(part.weight)
-            ps.weigh(*counts)
+            of_replica, whole = _whole(counted(take_rows(part.y, mine), job.loss)), _whole(part.weight)
+            ps.weigh(of_replica, whole)
+            counts = of_replica if counting else 0, whole
         for g in groups:
             group = one.groups[g]
             values = [ps.pull(one.names[id(p)]) for p in group]

@@ -42,10 +42,8 @@ def run(clusters, words, data=None, model=MODEL, steps=4, optimizer=None, loss=m
                   dtype=torch.float64, check=True, progress=False, **more)  # fmt: skip
     verify(found.program)
     assert found.trace.program == found.program
-    job, stages = Job(model, data, 32, loss, optimizer, 0, torch.float64), (plan.ranks - plan.servers) // plan.dp
-    order = [row._replace(worker=row.worker // stages) for row in found.service.order if row.worker % stages == 0
-             or row.worker < 0]  # fmt: skip
-    again = replay_service(job, order, plan.dp, steps, plan.total_microbatches, clip=plan.clip)
+    job = Job(model, data, 32, loss, optimizer, 0, torch.float64)
+    again = replay_service(job, found.service.order, plan.dp, steps, plan.total_microbatches, clip=plan.clip)
     if "bf16" in words:
         return found
     for name, values in found.service.parameters.items():
@@ -123,6 +121,56 @@ def test_ranks_that_share_layers_pull_and_push_what_they_have(clusters, words):
     assert found.max_parameter_error() <= 1e-12
     for mine, plain in zip(found.losses, found.reference.losses, strict=True):
         assert abs(mine - plain) <= 1e-12 * max(1.0, abs(plain))
+
+
+class Late:
+    """Rows of uneven number, for which the first ranks wait."""
+
+    def __init__(self, ranks, made):
+        self.ranks, self.made = ranks, made
+
+    def batch(self, step, size):
+        if worker.in_rank() and worker.context().rank in self.ranks:
+            time.sleep(0.03)
+        return tuple(values.roll(step, 0) for values in self.made)
+
+
+@pytest.mark.many(3)
+@pytest.mark.parametrize(
+    "words",
+    [
+        "pp=2 dp=2 sync=ps mode=async microbatches=3 check=true",
+        "pp=2 dp=2 sync=ps servers=2 mode=k-of-n:1/2 microbatches=2 clip=0.1 check=true",
+        "pp=2 dp=2 sync=ps servers=2 mode=ssp:1 schedule=zb-h1 microbatches=3 overlap=none bucket=none",
+        "pp=2 dp=2 sync=ps mode=async schedule=chimera microbatches=4 compress=topk:1",
+        "pp=2 dp=2 sync=ps servers=2 mode=async schedule=interleaved chunks=2 microbatches=2 offload=parameters",
+        "dp=2 tp=2 sync=ps servers=2 mode=k-of-n:1/2 microbatches=2 check=true",
+        "dp=2 tp=2 sync=ps mode=async sequence_parallel=true clip=0.1 check=true",
+        "dp=2 context_parallel=2 sync=ps servers=2 mode=ssp:0 microbatches=2 bucket=none",
+        "ep=2 dp=2 sync=ps servers=2 mode=async check=true",
+    ],
+)
+def test_a_replica_of_several_ranks_replays_as_one_worker(clusters, words):
+    """Its ranks are given one version by every server, and an update takes all of their gradients. (`run` has compared
+    the parameters at the end, too.)"""
+    if "pp=2" in words:
+        found = run(clusters, words, Late((0, 1), rows(17)), steps=5)
+    elif "ep=2" in words:
+        model = partial(models.mixture, layers=2, experts=2, capacity=None, **SMALL)
+        found = run(clusters, words, Late((0, 1), text(8)), model, 4, loss=models.mixture_loss)
+    else:
+        loss = torch.nn.functional.cross_entropy
+        found = run(clusters, words, Late((0, 1), text(7)), partly_frozen, 4, loss=loss)
+    assert found.max_gradient_error() <= 1e-12
+    for mine, plain in zip(found.losses, found.reference.losses, strict=True):
+        assert abs(mine - plain) <= 1e-12 * max(1.0, abs(plain))
+    stale, bound = found.trace.staleness(), found.program.contract.bound
+    assert stale[0] == stale[1], "the two ranks of the late replica"
+    assert bound is None or max(stale) <= bound
+    if "async" in words:
+        assert stale[0] > 0
+    if "k-of-n" in words:
+        assert found.service.dropped > 0
 
 
 def test_sync_equals_allreduce(clusters):
@@ -463,7 +511,8 @@ def test_emulated_links_reach_the_servers(emulated, mode, servers):
             assert all(mine >= 0.99 * other for mine, other in pairs), "nothing ends before the device would end it"
 
 
-@pytest.mark.parametrize("words", ["dp=2 sync=ps servers=2 overlap=priority", "pp=2 sync=ps microbatches=2"])
+@pytest.mark.parametrize("words", ["dp=2 sync=ps servers=2 overlap=priority", "pp=2 sync=ps microbatches=2",
+                                   "pp=2 dp=2 sync=ps servers=2 mode=k-of-n:2/2 microbatches=2"])  # fmt: skip
 def test_emulated_links_of_layers_one_by_one_and_of_pipelines(emulated, words):
     both = tuple(torch.randn(2, 12, 40, generator=torch.Generator().manual_seed(0)))
     found = shortest(lambda: train(four_layers, both, words, cluster=emulated(Plan.parse(words).ranks), steps=3,

@@ -112,7 +112,7 @@ def served(trace: Trace, order: Sequence[Row] = ()) -> Served:
     program = trace.program
     if program.serving is None:
         raise MiniparError("the program has no parameter servers; possible are plans with sync=ps")
-    if not any(program.ranks[program.workers :]):
+    if program.undecided:
         raise MiniparError(
             f"mode={program.serving.mode}: what servers do is known when they have done it; possible is a trace of "
             "simulate(program) or train(...)"
@@ -135,7 +135,7 @@ def served(trace: Trace, order: Sequence[Row] = ()) -> Served:
         Worker(
             rank,
             steps,
-            _away(steps, returns.get(rank, []) if order else None, gap),
+            _away(steps, returns.get(program.replica(rank), []) if order else None, gap),
             middle[rank] / usual if usual else 1.0,
         )
         for rank, steps in enumerate(found)
