@@ -3,9 +3,10 @@
     worker   |PULL ..........|--- F, B ---|PUSH|PULL ...           a worker waits for its PULL, and for its copies
     server        |REPLY ->0|REPLY ->1|        |ACCEPT <-0|APPLY|REPLY ->0| ...      one thing after another
 
-A worker is here a rank that is no server; all those of a replica are one worker of the rule. A server is one thread, so receiving, sending and updating wait for each other. A message takes time on both its ranks.
-With fewer cores than ranks, all ranks that work share the cores equally. Where layers are served one by one, servers
-follow their program, and not the rule: an update comes when all workers have pushed a layer, and its answers at once.
+A worker is here a rank that is no server; all those of a replica are one worker of the rule. A server is one thread, so
+receiving, sending and updating wait for each other. A message takes time on both its ranks. With fewer cores than
+ranks, all ranks that work share the cores equally. Where layers are served one by one, servers follow their program,
+and not the rule: an update comes when all workers have pushed a layer, and its answers at once.
 """
 
 from __future__ import annotations

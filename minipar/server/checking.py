@@ -192,9 +192,7 @@ class CheckedShard(Shard):
     def _weighed(self, g: int, gradients: Gradients) -> tuple[float, float, float]:
         return weighed_together((gradients.get(k), self.own[k].numel()) for k in self.tensors[g])
 
-    def combine(
-        self, taken: Sequence[Pushed], tensors: Collection[int] | None = None, scale: float = 1.0
-    ) -> Gradients:
+    def combine(self, taken: Sequence[Pushed], tensors: Collection[int] | None = None, scale: float = 1.0) -> Gradients:
         self._version = self.updates if tensors is None or not taken else taken[0].step
         groups = list(self._groups(self.by_tensor if tensors is None else tensors))
         each = {pushed.worker: pushed for pushed in taken}

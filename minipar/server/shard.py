@@ -163,8 +163,8 @@ def squares(gradients: Gradients) -> float:
 
 @dataclass
 class Pushed:
-    """A worker's gradient of one step, as far as it has arrived. That of its whole replica is of `rows` of the `of` rows
-    of the step, and already scaled by rows / of."""
+    """A worker's gradient of one step, as far as it has arrived. That of its whole replica is of `rows` of the `of`
+    rows of the step, and already scaled by rows / of."""
 
     worker: int
     life: int
@@ -266,9 +266,7 @@ class Shard:
         del self.pushed[pushed.worker, pushed.life]
         self.spare.append(pushed.room)
 
-    def combine(
-        self, taken: Sequence[Pushed], tensors: Collection[int] | None = None, scale: float = 1.0
-    ) -> Gradients:
+    def combine(self, taken: Sequence[Pushed], tensors: Collection[int] | None = None, scale: float = 1.0) -> Gradients:
         """Sum gradients, in this order, and scale the sum, in the memory of the first one that has a tensor. What no
         worker has used gets none.
 

@@ -289,10 +289,10 @@ class _Versions:
             if not self.synchronous:
                 other, first = self.taken.setdefault(update, (rank, replicas))
                 if replicas != first:
-                    reason = f"{where} takes gradients of grad({g}) of other replicas or steps than update {update} does"
-                    raise refuse(program, rank, index, f"{reason} elsewhere (on rank {other})")
-                wanted = {(w, step) for r, step in replicas for w in program.ranks_of_replicas[r] if w in self.holders[g]}
-                if lost := wanted - found[g]:
+                    reason = f"{where} takes gradients of grad({g}) of other replicas or steps than update {update}"
+                    raise refuse(program, rank, index, f"{reason} does elsewhere (on rank {other})")
+                everyone = ((w, step) for r, step in replicas for w in program.ranks_of_replicas[r])
+                if lost := {(w, step) for w, step in everyone if w in self.holders[g]} - found[g]:
                     reason = f"{where} takes grad({g}) of a part of replica {program.replica(min(lost)[0])}"
                     raise refuse(program, rank, index, f"{reason}: that of rank {min(lost)[0]} is not read")
             if not found[g]:
