@@ -154,13 +154,13 @@ def test_a_replica_of_several_ranks_replays_as_one_worker(clusters, words):
     """Its ranks are given one version by every server, and an update takes all of their gradients. (`run` has compared
     the parameters at the end, too.)"""
     if "pp=2" in words:
-        found = run(clusters, words, Late((0, 1), rows(17)), steps=5)
+        found = run(clusters, words, Late((0, 1), rows(17)), steps=5, batch=17)
     elif "ep=2" in words:
         model = partial(models.mixture, layers=2, experts=2, capacity=None, **SMALL)
-        found = run(clusters, words, Late((0, 1), text(8)), model, 4, loss=models.mixture_loss)
+        found = run(clusters, words, Late((0, 1), text(8)), model, 4, loss=models.mixture_loss, batch=8)
     else:
         loss = torch.nn.functional.cross_entropy
-        found = run(clusters, words, Late((0, 1), text(7)), partly_frozen, 4, loss=loss)
+        found = run(clusters, words, Late((0, 1), text(7)), partly_frozen, 4, loss=loss, batch=7)
     assert found.max_gradient_error() <= 1e-12
     for mine, plain in zip(found.losses, found.reference.losses, strict=True):
         assert abs(mine - plain) <= 1e-12 * max(1.0, abs(plain))
