@@ -44,8 +44,8 @@ class Way(NamedTuple):
 
 
 class World:
-    """One rank's part of the communication among all. `host` carries tensors on the CPU. `hosts`: by rank, the name of
-    its host; default: all are on one."""
+    """One rank's part of the communication among all, or among `members`. `host` carries tensors on the CPU. `hosts`:
+    by rank, the name of its host; default: all are on one."""
 
     def __init__(
         self,
@@ -56,11 +56,12 @@ class World:
         backend: str,
         host: Transport,
         hosts: tuple[str, ...] = (),
+        members: tuple[int, ...] = (),
     ) -> None:
         self.rank, self.size = rank, size
         self.hosts = hosts or ("",) * size
         self.device, self.backend = device, backend
-        self.everyone = tuple(range(size))
+        self.everyone = members or tuple(range(size))
         self.closed = False
         self.pending: set[Handle] = set()
         self.starter = Starter("starts collectives")
@@ -196,8 +197,8 @@ class _Closed:
 _abandoned: list[tuple[Any, ...]] = []  # which may not end before what native code does with it has ended: never
 
 
-def of_rank(context: Context, count: int) -> World:
-    """The World of a rank of a Cluster, its `count`-th in this generation."""
+def of_rank(context: Context, count: int | str, members: tuple[int, ...] = ()) -> World:
+    """The World of a rank of a Cluster, its `count`-th in this generation; or one of some ranks, which has a name."""
     rank, size = context.rank, context.size
     os.close(os.open(context.store, os.O_CREAT | os.O_RDWR, 0o600))  # (the store itself would let others read it)
     store = dist.PrefixStore(str(count), dist.FileStore(context.store, size))
@@ -205,13 +206,13 @@ def of_rank(context: Context, count: int) -> World:
     device = torch.device(context.device)
     if context.transport == "gloo":
         gloo = Gloo(store, rank, size, agreement.LOOPBACK, "transport='gloo'")
-        return World(store, rank, size, device, context.backend, gloo)
+        return World(store, rank, size, device, context.backend, gloo, (), members)
     hosts = agreement.apart(size)
-    if rank == 0 and len(set(hosts)) > 1:
+    if rank == (*members, 0)[0] and len(set(hosts)) > 1:
         store.set("token", secrets.token_hex(32))
     token = bytes.fromhex(store.get("token").decode()) if len(set(hosts)) > 1 else b""
     host = _host(store, rank, hosts, agreement.LOOPBACK, token, path, path)
-    return World(store, rank, size, device, context.backend, host, hosts)
+    return World(store, rank, size, device, context.backend, host, hosts, members)
 
 
 def under_torchrun(count: int | str) -> World:

@@ -322,7 +322,7 @@ class Comparison:
                 some[:] = [fact for fact in some if self._counts(rank, step, fact, taken)]
             noted_by = {(rank, fact.rule, fact.what) for rank, some in of_ranks.items() for fact in some}
             for some in of_ranks.values() if self.reviving else ():
-                some[:] = [f for f in some if all((rank, f.rule, f.what) in noted_by for rank in self._ranks(f))]
+                some[:] = [f for f in some if self._is_whole(f, noted_by)]
         self._compare(program, sorted(self._facts))
 
     def _counts(self, rank: int, step: int, fact: Fact, taken: Collection[tuple[int, int]]) -> bool:
@@ -333,6 +333,11 @@ class Comparison:
             return at.op is Op.APPLY or (at.peer, step) in taken
         others = [other for other in self._ranks(fact) if other < self.program.workers]
         return all((other, step) in taken for other in {rank, *others})
+
+    def _is_whole(self, fact: Fact, noted_by: Collection[tuple[int, str, str]]) -> bool:
+        """Whether all ranks that a fact is about have noted it; of each replica one that knows its share."""
+        whom = self.program.ranks_of_replicas if fact.rule == ONE else [(rank,) for rank in fact.ranks]
+        return all(any((rank, fact.rule, fact.what) in noted_by for rank in some) for some in whom)
 
     def _ranks(self, fact: Fact) -> Sequence[int]:
         """The ranks that a fact is about: the shares of a mean loss, about all replicas."""

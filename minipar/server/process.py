@@ -642,6 +642,7 @@ class Server:
             replica = self.replicas.of(worker)
             if self.lives.get(worker) != life or replica not in self.rule.members:
                 self.lives[worker] = life
+                self.rule.asking.pop(replica, None)  # (until this one asks, too)
                 self.arrivals.pulling.forget(worker)
                 self.leaving.forget(worker)
                 if replica not in self.rule.pushed:
@@ -928,6 +929,8 @@ class Server:
         patience = float("inf") if self.settings.patience is None else self.settings.patience
         for worker in self._members():
             now, peer, replica = time.monotonic(), self.workers.get(worker), self.replicas.of(worker)
+            if replica not in self.rule.members:
+                continue  # (another one of its workers was removed just now)
             seconds = now - self.heard.setdefault(worker, now)
             expected = self.settings.processes[worker : worker + 1] if replica in self.rule.absent else ()
             process = peer.process if peer is not None else sum(expected)

@@ -49,6 +49,7 @@ def connect(
     on_stop: Callable[[int, int], None] | None = None,
     processes: tuple[int, ...] = (),
     division: Division | None = None,
+    on_rewind: Callable[[], None] = lambda: None,
 ) -> Servers:
     """Connect to the servers of a folder, or of another meeting place, as the worker of this number; it replaces an
     earlier worker of that number.
@@ -60,10 +61,11 @@ def connect(
                starts again. Default: a RankError that names both
     processes  of the servers, where they are on this machine: one that is stopped before it listens is noticed
     division   which workers have which keys, as the servers' `Settings` say it; None: all have all
+    on_rewind  called when the servers went back, so that the present step is void
 
     Raises RankError if there are none, ServerClosed if they have ended.
     """
-    return Servers(read_handle(meeting), worker, patience, reach, compress, on_stop, processes, division)
+    return Servers(read_handle(meeting), worker, patience, reach, compress, on_stop, processes, division, on_rewind)
 
 
 class Servers:
@@ -79,10 +81,11 @@ class Servers:
         on_stop: Callable[[int, int], None] | None = None,
         processes: tuple[int, ...] = (),
         division: Division | None = None,
+        on_rewind: Callable[[], None] = lambda: None,
     ) -> None:
         if worker < 0:
             raise RankError(f"worker {worker}: must be at least 0")
-        self._on_stop, self._processes = on_stop, processes
+        self._on_stop, self._processes, self._on_rewind = on_stop, processes, on_rewind
         self.handle, self.worker, self.patience, self.reach = handle, worker, patience, reach
         self.keys = handle.keys
         self._at_servers = pieces_of(self.keys, handle.count)
@@ -110,7 +113,7 @@ class Servers:
         self.connections: list[Connection] = []
         self.incarnation = 0
         self.life = 0
-        self.request = 0
+        self.request = secrets.randbelow(1 << 40)  # (no answer to an earlier life is one to it)
         self.step = self.version = -1  # that this worker is at
         self.void = True  # whether the servers went back before the beginning of this step: it must begin again
         self.rows, self.of = 1, 1
@@ -203,6 +206,8 @@ class Servers:
             self.packer.void()
         self.pushed.clear()
         self.unacknowledged = -1
+        if not first:
+            self._on_rewind()
         if not first:  # (a new life, since its next gradients may not be mixed with parts that servers still have)
             self.life = 0
             self._again()

@@ -32,6 +32,7 @@ from minipar.cluster.local import Cluster
 from minipar.cluster.members import Revived
 from minipar.cluster.ranks import Ranks
 from minipar.comm import clocks, communicator
+from minipar.comm.communicator import Communicator
 from minipar.errors import PlanError, RankDied, SaveError, ServerClosed
 from minipar.execution.elementwise import check_update
 from minipar.execution.emulation import Delays, Pacing
@@ -54,12 +55,13 @@ from minipar.program.rows import split_rows
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server import pushing, rendezvous, snapshot
 from minipar.server.checking import CheckedShard, CheckedWorker, Comparison, Noted
+from minipar.server.lives import Again, Life, Lives
 from minipar.server.process import Served, Server, Settings, serve
 from minipar.server.rendezvous import Meeting
 from minipar.server.saving import Part, Saving, Wrote
 from minipar.server.shard import Division, ParameterKey, key_of, pieces_of, view
 from minipar.server.steps import Progress, Step, losses_of
-from minipar.server.working import Worker
+from minipar.server.working import Apart, Worker
 from minipar.sharding.nodes import Cut
 from minipar.strategies import served_order
 from minipar.strategies.passes.compress import keeps_residual
@@ -142,11 +144,16 @@ def execute_served(
     stopped: set[tuple[str, int, int]] = set()  # ranks of servers, and their processes
     progress, tell = Progress(program), Paced(watch, program.steps)
     comparison = Comparison(program, storing.first, on_death == "continue")
+    lives = Lives(folder, program.ranks_of_replicas)
 
     def hear(rank: int, fact: Any) -> None:
-        if isinstance(fact, Revived):
-            deaths.append(fact.line)
+        if isinstance(fact, Again):
+            lives.willing.add(rank)
+        elif isinstance(fact, Revived):
             progress.gone(rank)
+            if not lives.died(rank):
+                return
+            deaths.append(fact.line)
             tries[rank] += 1
             if tries[rank] >= _TRIES:
                 what = "a step" if rank < workers else "a new step of any worker"
@@ -507,11 +514,11 @@ def _take_part(
     rank, meeting = worker.context().rank, _meeting(folder)
     stages = program.workers // program.replicas
     clock = clocks.Reading(0.0, 0.0, 0.0)
-    if meeting.address and settings.on_death == "abort":  # (otherwise all are on one machine)
-        clock = clocks.read(communicator.create())
-    elif stages > 1:
-        communicator.create()  # (all ranks make it together)
     dying = settings.on_death == "continue"  # (then every step is reported at once, as this rank may die)
+    if meeting.address and not dying:  # (otherwise all are on one machine)
+        clock = clocks.read(communicator.create())
+    elif stages > 1 and not dying:
+        communicator.create()  # (all ranks make it together)
     number = rank - program.workers
     servers = len(program.ranks) - program.workers
     part = Part(storing, number if number >= 0 else servers + rank, program.steps, dying)
@@ -564,16 +571,20 @@ def _take_part(
     # To warm up: first calls take longer, and should not count in the first step. (A copy of a parameter has no form.)
     spare = copy.deepcopy(made) if program.sharing == 1 else job.build_for(program, rank)
     kind = CheckedWorker if program.checked else Worker
-    one = kind(program, rank, made, job, slow[rank] if slow else None)
-    rest = partial(collect_untrained, one, outline)
+    with Life.of(folder, program, rank, dying) as life:
+        comm = _communicator(program, rank, life)
+        one = kind(program, comm, made, job, slow[rank] if slow else None)
+        rest = partial(collect_untrained, one, outline)
 
-    def begins(version: int, incarnation: int) -> None:
-        if rank < stages and part.due(version, incarnation):
-            with one.offloading.all_here():
-                part.reached(version, incarnation, rest)
+        def begins(version: int, incarnation: int) -> None:
+            if rank < stages and part.due(version, incarnation):
+                with one.offloading.all_here():
+                    part.reached(version, incarnation, rest)
 
-    with contextlib.suppress(ServerClosed):  # (it was started again after the end)
-        _work(job, one, spare, meeting, settings, keep_gradients, tell, storing.first, begins, watching)
+        with contextlib.suppress(ServerClosed):  # (it was started again after the end)
+            if not life.over:
+                _work(job, one, spare, meeting, settings, keep_gradients, tell, storing.first, begins, watching, life)
+        life.finish()
     if rank >= stages:
         one.offloading.close()
         return done, Share(header)
@@ -581,6 +592,15 @@ def _take_part(
         share = part.end(header, rest)
     unsaved = f"plan {program.name!r}: what compress={program.compress} has left out of the gradients is not saved"
     return done, replace(share, reason=unsaved) if keeps_residual(program.compress) else share
+
+
+def _communicator(program: Program, rank: int, life: Life) -> Communicator:
+    """How a worker communicates with the others of its replica."""
+    if program.workers == program.replicas or life.over:
+        return Apart(rank, len(program.ranks))
+    if not life.dying:
+        return communicator.create()
+    return life.meet(program.ranks_of_replicas[program.replica(rank)])
 
 
 def _nothing(point: str) -> None: ...
@@ -607,21 +627,24 @@ def _work(
     first: int,
     begins: Callable[[int, int], None],
     watching: Watching,
+    life: Life,
 ) -> None:
     """Be a worker until the servers have done all their updates.
 
     spare    a copy of the worker's model
     first    the number of the program's first step
     begins   called when the parameters of a step are here, with their version and the servers' incarnation
+    life     of the worker's replica
     """
     program, compute, rank, device = one.program, one.compute, one.comm.rank, one.device
     # At once, so that the servers see this worker's process.
     on_stop = None if settings.on_death == "abort" else partial(_say_stopped, program.workers)
     processes = settings.processes[program.workers :]
     ps = pushing.connect(
-        meeting, rank, compress=program.compress, on_stop=on_stop, processes=processes, division=settings.division
-    )
-    warm = Worker(program, rank, spare, job)
+        meeting, rank, compress=program.compress, on_stop=on_stop, processes=processes, division=settings.division,
+        on_rewind=life.void,
+    )  # fmt: skip
+    warm = Worker(program, one.comm, spare, job)
     with closing(warm.offloading):
         warm.run(job.batches, first)
     compute.finite = None if job.on_nan == "ignore" else Finite(rank, job.on_nan, worker.report)

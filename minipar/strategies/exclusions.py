@@ -233,7 +233,6 @@ EXCLUSIONS = (
     Exclusion(SHORTER, BF16, "gradients have 16 bits already", fundamental=True),
     Exclusion(LOCAL, ZERO, f"{_ALONE}, with whole states", fundamental=True),
     Exclusion(LOCAL, PRIORITY, f"{_ALONE}, and sends no gradients to others", fundamental=True),
-    Exclusion(CONTINUED, STAGES, "the other ranks of its pipeline wait for messages that are lost with a rank"),
     Exclusion(
         ARRIVING,
         PRIORITY,
@@ -296,10 +295,7 @@ EXCLUSIONS = (
     *(
         Exclusion(shared, other, why, fundamental)
         for shared in (OPERATORS, CONTEXT, EXPERTS)
-        for other, why, fundamental in (
-            (CONTINUED, "the ranks that share its layers wait for collectives that a rank has left", False),
-            (DYNAMIC, _DECIDES_ALONE, True),
-        )
+        for other, why, fundamental in ((DYNAMIC, _DECIDES_ALONE, True),)
     ),
     Exclusion(CONTEXT, SLICED, "a rank's part of the tokens and a slice of them are two cuts of one dimension"),
     Exclusion(EXPERTS, SLICED, "layers with experts take whole sequences"),

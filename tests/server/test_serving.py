@@ -302,6 +302,33 @@ def test_a_worker_dies_and_comes_back(clusters, tmp_path, mode):
     assert all(loss == loss for loss in found.losses)
 
 
+@pytest.mark.many(2)
+@pytest.mark.parametrize(
+    ("words", "victim"),
+    [
+        ("pp=2 dp=2 sync=ps mode=async microbatches=3 check=true", 1),
+        ("dp=2 tp=2 sync=ps servers=2 check=true", 2),
+        ("pp=2 dp=2 sync=ps microbatches=2 servers=2", 0),
+        ("dp=2 tp=2 sync=ps mode=k-of-n:2/2", 3),
+        ("pp=2 sync=ps mode=ssp:1 microbatches=2", 1),
+    ],
+)
+def test_a_rank_dies_and_its_replica_begins_again(clusters, tmp_path, words, victim):
+    """The ranks beside it wait for its messages; only its own death is told."""
+    data = KillsOnce(str(tmp_path / "killed"), victim)
+    plan = Plan.parse(f"{words} on_death=continue")
+    found = train(partial(toy, ("linear", "linear")), data, plan, cluster=clusters(plan.ranks), steps=4, batch=9,
+                  loss=mse, dtype=torch.float64, check=True, progress=False)  # fmt: skip
+    assert os.path.exists(data.marker)
+    (death,) = found.service.deaths
+    assert f"rank {victim}" in death
+    assert found.max_gradient_error() <= 1e-12
+    assert found.max_parameter_error() <= 1e-12
+    for mine, plain in zip(found.losses, found.reference.losses, strict=True):
+        assert abs(mine - plain) <= 1e-12 * max(1.0, abs(plain))
+    assert clusters(plan.ranks).run(lambda: 7) == [7] * plan.ranks
+
+
 def test_a_worker_dies_and_all_end(clusters, tmp_path):
     with pytest.raises(RankDied, match="rank 1"):
         train(partial(toy, ("linear",)), KillsOnce(str(tmp_path / "killed"), 1), "dp=3 sync=ps mode=async",

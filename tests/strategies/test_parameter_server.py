@@ -327,7 +327,6 @@ def test_refused_programs():
         ("servers=0", "servers=0: must be a whole number of at least 1"),
         ("servers=99", "servers=99: too many for parameters of 20 bytes"),
         ("on_death=pray", "on_death=pray: unknown; possible are abort, continue"),
-        ("pp=2 on_death=continue", "on_death=continue: not together with pp=2 .*lost with a rank"),
         ("overlap=priority mode=ssp:1", "mode=ssp:1: not together with overlap=priority .*one version.*fundamental"),
         ("overlap=priority on_death=continue", "needs parameters from before it"),
         (
