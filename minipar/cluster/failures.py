@@ -224,7 +224,7 @@ def who_waits(stuck: dict[int, str], ranks: Iterable[int]) -> list[str]:
     waiting = [rank for rank, text in stuck.items() if text != AT_WORK]
     if not waiting:
         return []
-    lines = [f"rank {rank}: {stuck.get(rank, 'finished')}" for rank in sorted(ranks)]
+    lines = [f"rank {rank}: {stuck.get(rank, 'finished')}" for rank in sorted({*ranks, *stuck})]
     if len(waiting) < len(stuck):
         return [f"{_name(waiting)} cannot go on without help", *lines]
     wait = "waits" if len(waiting) == 1 else "wait"

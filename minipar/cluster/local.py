@@ -229,9 +229,9 @@ class Cluster(Calling):
     def _give_up(self, heard: Round, error: BaseException, watch: Watchdog) -> None:
         """Interrupt the ranks of a run, so that they keep their state where that is possible."""
         stuck = None
-        if isinstance(error, KeyboardInterrupt) and not heard.called_back:
-            stuck = watch.waits(self._members.pages(heard.waiting))
         try:
+            if isinstance(error, KeyboardInterrupt) and not heard.called_back:
+                stuck = watch.waits(self._members.pages(heard.waiting))
             if heard.called_back or not isinstance(error, Exception | KeyboardInterrupt):
                 heard.lost |= heard.waiting
                 self._members.stop(heard.waiting)  # the button was pressed twice, or the driver ends

@@ -268,7 +268,8 @@ class Members:
         heard.called_back = True
         gone = {rank for rank in heard.waiting if not self.ranks[rank].alive}  # (such as one that should be revived)
         heard.doing = self.look(heard.waiting)
-        gone |= {rank for rank, process, _ in self.pages(heard.waiting) if stacks.stopped(process.pid)}
+        found = self.pages({*heard.waiting, *(heard.stuck or {})})
+        gone |= {rank for rank, process, _ in found if stacks.stopped(process.pid)}
         heard.lost |= gone
         heard.waiting -= gone
         self.stop(gone)

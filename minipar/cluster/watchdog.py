@@ -12,7 +12,7 @@ whenever we looked, and no rank has threads of the user, which may wait for a cl
 is doubtful, since ranks then try again from time to time.
 
 A rank that was stopped (SIGSTOP) does not go on by itself. After `STOPPED` seconds it is a deadlock, even where the
-others are at work: sooner or later they would wait for it.
+others are at work, or the rank has no part in what they do: sooner or later they would wait for it.
 
 A rank that waits for its GPU spins, and uses CPU time; its notes say that it waits (device_waits.py). Its GPU may wait
 for another rank, or compute. So it counts as waiting only after several times the patience, in one and the same call.
@@ -50,6 +50,9 @@ class Seen:
     stopped: bool
 
 
+_STOPPED = Seen("", 0.0, 0, True)
+
+
 class Watchdog:
     """Checks the ranks of one run from time to time. Pauses of the driver itself do not count: it may have been
     stopped, and the ranks with it."""
@@ -78,16 +81,11 @@ class Watchdog:
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, 2 * self.interval), now
         seen = {rank: _see(process.pid, page) for rank, process, page in ranks}
-        before = self._stopped
-        self._stopped = {rank: before[rank] + passed if rank in before else 0.0 for rank in seen if seen[rank].stopped}
-        longest = max(self._stopped.values(), default=0.0)
-        if longest >= min(self.patience, STOPPED) and self._stopped and self.patience < math.inf:
-            self.lasted = longest
-            return self._doings(ranks, seen)
+        idle = [entry for entry in others or [] if stacks.stopped(entry[1].pid)]
+        if found := self._never_go_on([*ranks, *idle], {**seen, **{rank: _STOPPED for rank, *_ in idle}}, passed):
+            return found
         if seen != self._seen:
             self._seen, self.same, self._still = seen, 0.0, 0.0
-            stopped = any(one.stopped for one in seen.values()) and self.patience < math.inf
-            self.interval = min(self._usual, _OFTEN) if stopped else self._usual
             return None
         self.same += passed
         self.lasted = self.same
@@ -103,6 +101,16 @@ class Watchdog:
         if found is None:
             self.same = 0.0  # one is busy without using CPU time: with a sleep, a file, a device
         return found
+
+    def _never_go_on(self, ranks: list[Entry], seen: dict[int, Seen], passed: float) -> dict[int, str] | None:
+        """What each rank does, if some of them have been stopped for too long."""
+        if self.patience == math.inf:
+            return None
+        before = self._stopped
+        self._stopped = {rank: before[rank] + passed if rank in before else 0.0 for rank in seen if seen[rank].stopped}
+        self.interval = min(self._usual, _OFTEN) if self._stopped else self._usual
+        self.lasted = max(self._stopped.values(), default=-1.0)
+        return self._doings(ranks, seen) if self.lasted >= min(self.patience, STOPPED) else None
 
     def waits(self, ranks: list[Entry]) -> dict[int, str] | None:
         """What each of these ranks waits for, if all of them have waited for a while; else None."""

@@ -18,13 +18,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import cloudpickle
 import pytest
 import torch
 
 from minipar.cluster import Cluster, device_waits, notes, worker
+from minipar.cluster.watchdog import Watchdog
 from minipar.comm import communicator
 from minipar.errors import Deadlock, PlanError, RankDied
 
@@ -390,6 +391,39 @@ def test_a_stopped_rank_is_told_while_the_others_work(cluster: Cluster) -> None:
     assert "\nrank 0: at work\nrank 1: stopped (SIGSTOP) for at least 0." in str(caught.value)
     after = cluster.run(os.getpid)
     assert [a == b for a, b in zip(after, pids, strict=True)] == [True, False, True]
+    assert cluster.run(sums) == [[3.0]] * 3
+
+
+def test_a_stopped_rank_is_told_while_others_do_without_it(cluster: Cluster) -> None:
+    """As when rank 0 measures the layers: the training that follows needs all of them."""
+    pids = cluster.run(os.getpid)
+    patience, cluster.patience = cluster.patience, 30.0
+    os.kill(pids[1], signal.SIGSTOP)
+
+    def f() -> None:
+        until = time.monotonic() + 20
+        while time.monotonic() < until:
+            sum(range(1000))
+
+    started = time.monotonic()
+    with pytest.raises(Deadlock, match="^rank 1 cannot go on without help: no progress for 1 s") as caught:
+        cluster.run_on([0], f)
+    cluster.patience = patience
+    assert time.monotonic() - started < 5
+    assert "\nrank 0: at work\nrank 1: stopped (SIGSTOP) for at least 0." in str(caught.value)
+    assert "rank 1 did not come back in time and was killed: the state there is lost" in str(caught.value)
+    after = cluster.run(os.getpid)
+    assert [a == b for a, b in zip(after, pids, strict=True)] == [True, False, True]
+
+
+def test_a_second_interrupt_is_told_however_early_it_comes(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def press(*_: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Watchdog, "waits", press)
+    error, _ = interrupted(cluster, lambda: time.sleep(60))
+    assert str(error).endswith("ranks 0, 1, 2 did not come back in time and were killed: the state there is lost")
+    monkeypatch.undo()
     assert cluster.run(sums) == [[3.0]] * 3
 
 

@@ -51,6 +51,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jupyter_core.utils import ensure_event_loop
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -363,6 +364,7 @@ class Campaign:
         self.programs: dict[str, Program] = {}
         self.kinds: dict[str, list[int]] = {}  # faults at each kind of instruction: tried, explained
         self.cluster = Cluster(RANKS, device="cpu", patience=PATIENCE)
+        ensure_event_loop()  # (the clients of kernels share one, which keeps three descriptors open)
         for plan in STRATEGIES:
             training(self.cluster, plan)
             began = time.monotonic()
