@@ -57,16 +57,17 @@ class Watchdog:
     """Checks the ranks of one run from time to time. Pauses of the driver itself do not count: it may have been
     stopped, and the ranks with it."""
 
-    def __init__(self, patience: float | None, local: bool = True) -> None:
+    def __init__(self, patience: float | None, local: bool = True, tended: bool = False) -> None:
         """`patience`: in seconds; None: it never finds a deadlock. `local`: whether all messages are carried by this
-        machine's memory and sockets."""
+        machine's memory and sockets. `tended`: whether the ranks notice by themselves if one is stopped, and what to do
+        then."""
         self.patience = math.inf if patience is None else patience
         self.interval = self._usual = min(max(self.patience / 5, _SHORTEST), _LONGEST)
         self._seen: dict[int, Seen] = {}
         self.same = 0.0  # seconds for which nothing has changed
         self.lasted = 0.0  # seconds for which what `look` found has been so
         self._stopped: dict[int, float] = {}  # for how many seconds each rank has been stopped, of those that are
-        self._local = local and patience is not None
+        self._local, self._tended = local and patience is not None, tended
         self._still = 0.0  # seconds for which all have slept, too
         self._used: dict[int, int] = {}  # CPU time of each rank when that began
         self._looked = time.monotonic()
@@ -104,7 +105,7 @@ class Watchdog:
 
     def _never_go_on(self, ranks: list[Entry], seen: dict[int, Seen], passed: float) -> dict[int, str] | None:
         """What each rank does, if some of them have been stopped for too long."""
-        if self.patience == math.inf:
+        if self.patience == math.inf or self._tended:
             return None
         before = self._stopped
         self._stopped = {rank: before[rank] + passed if rank in before else 0.0 for rank in seen if seen[rank].stopped}

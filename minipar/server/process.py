@@ -937,7 +937,7 @@ class Server:
             stopped = stacks.stopped(process)
             since = self.stopped.setdefault(worker, now) if stopped else self.stopped.pop(worker, now)
             silent = seconds >= patience or (stopped and now - since >= min(patience, STOPPED))
-            pulls = worker in self.arrivals.pulling.who.get(replica, ())
+            pulls = worker in self.arrivals.pulling.who.get(replica, ()) and not stopped
             if not silent or pulls or replica in {*self.rule.asking, *self.rule.pushed}:
                 continue
             here = replica in self.rule.absent if peer is None else peer.process and at_work(peer.process)

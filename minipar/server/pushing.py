@@ -111,6 +111,7 @@ class Servers:
         self._values = [self._home_of(k) for k in range(len(self.keys))]
         self._kinds = [(value.shape, value.dtype) for value in self._values]
         self.connections: list[Connection] = []
+        self._stopped: dict[int, float] = {}  # server -> since when it has been seen as stopped
         self.incarnation = 0
         self.life = 0
         self.request = secrets.randbelow(1 << 40)  # (no answer to an earlier life is one to it)
@@ -140,7 +141,6 @@ class Servers:
     def _again(self) -> bool:
         """Connect to all servers. Returns whether they still have what this worker pushed; if not, its step is void."""
         until, pause = time.monotonic() + self.patience, RETRY
-        since: dict[int, float] = {}  # when a server was first seen as stopped
         while True:
             self._let_go()
             if self.handle.closed:
@@ -151,11 +151,7 @@ class Servers:
                 if time.monotonic() > until:
                     reason = f"worker {self.worker}: no server at {self.handle.folder} for {self.patience:g} s"
                     raise RankError(f"{reason} ({error or type(error).__name__})") from error
-                for server, process in enumerate(self._processes):
-                    if not stacks.stopped(process):
-                        since.pop(server, None)
-                    elif time.monotonic() - since.setdefault(server, time.monotonic()) >= STOPPED:
-                        self._stop(server, f"server {server}", process)
+                self._look(dict(enumerate(self._processes)))
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_RETRY)
                 continue
@@ -181,6 +177,17 @@ class Servers:
         self.life = life
         return found.pop() if len(found) == 1 else 0
 
+    def _look(self, processes: dict[int, int] | None = None) -> None:
+        """Look whether a server was stopped: another one than that which this worker waits for may wait for it.
+        processes: by server; default: those of the connections."""
+        if processes is None:
+            processes = {server: connection.process for server, connection in enumerate(self.connections)}
+        for server, process in processes.items():
+            if not stacks.stopped(process):
+                self._stopped.pop(server, None)
+            elif time.monotonic() - self._stopped.setdefault(server, time.monotonic()) >= STOPPED:
+                self._stop(server, f"server {server}", process)
+
     def _stop(self, server: int, name: str, process: int) -> None:
         """A server was stopped."""
         if self._on_stop is None:
@@ -191,7 +198,8 @@ class Servers:
     def _connect(self, server: int) -> Connection:
         address = self.handle.address(server)
         try:
-            return Connection(address, self.handle.token, 2.0, f"server {server}", partial(self._stop, server))
+            stop = partial(self._stop, server)
+            return Connection(address, self.handle.token, 2.0, f"server {server}", stop, self._look)
         except FileNotFoundError as error:
             raise ConnectionError(f"server {server} has not started") from error
         except ConnectionRefusedError as error:

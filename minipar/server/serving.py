@@ -297,11 +297,11 @@ def _result(
     taken = [step for some in together for step in some]
     losses = losses_of(taken, program.steps)
     assert program.serving is not None
-    if program.serving.mode == "sync":  # (the program was known before; another order of arrivals does not change it)
-        gradients = [_summed([t for t in taken if t.step == s], program.clip) for s in range(program.steps)]
-    else:
+    gradients = [_summed(some) for some in together]
+    if program.serving.mode != "sync":  # (else it was known before; another order of arrivals does not change it)
         program = served_order.as_it_happened(program, order, _kept(program))
-        gradients = [_summed(some) for some in together]
+    elif not any(one.silent for one in served):
+        gradients = [_summed([t for t in taken if t.step == s], program.clip) for s in range(program.steps)]
     starts, ends = timed(program, _times(program, taken, served, keys))
     data = [max((t.data for t in taken if t.worker == rank), default=0) for rank in range(len(program.ranks))]
     zero = min((event.start for event in served[0].events if event.kind == Kind.ANSWER), default=0.0)

@@ -430,40 +430,56 @@ def test_a_forward_that_takes_longer_than_the_patience(clusters, on_death):
 
 
 class StopsOnce(torch.optim.SGD):
-    """Stops the process that makes its second update, as SIGSTOP does, once."""
+    """Stops the process of a server that makes its second update, as SIGSTOP does, once."""
 
-    def __init__(self, parameters, marker):
+    def __init__(self, parameters, marker, victim=2, how=signal.SIGSTOP):
         super().__init__(parameters, lr=0.1)
-        self.marker, self.made = marker, 0
+        self.marker, self.made, self.victim, self.how = marker, 0, victim, how
 
     def step(self, closure=None):
         self.made += 1
-        if self.made == 2 and worker.context().rank == 2 and not os.path.exists(self.marker):
+        here = self.made == 2 and worker.in_rank() and worker.context().rank == self.victim
+        if here and not os.path.exists(self.marker):
             with open(self.marker, "w") as file:
                 file.write(repr(time.monotonic()))
-            os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(os.getpid(), self.how)
         return super().step(closure)
 
 
-@pytest.mark.parametrize("on_death", ["abort", "continue"])
-def test_a_server_that_was_stopped_is_named_or_started_again(clusters, tmp_path, on_death):
-    """In a second, and not after its patience of 30."""
-    layers, marker = [torch.nn.Linear(6, 6)], tmp_path / "marker"
-    program = Plan.parse("dp=2 sync=ps check=true").compile(shape_of(layers), steps=3)
-    optimizer = partial(StopsOnce, marker=str(marker))
+@pytest.mark.parametrize(("on_death", "servers"), [("abort", 1), ("abort", 2), ("continue", 1), ("continue", 2)])
+def test_a_server_that_was_stopped_is_named_or_started_again(clusters, tmp_path, on_death, servers):
+    """In a second, and not after its patience of 30; also the last one, for which the first one waits."""
+    layers, marker, last = [torch.nn.Linear(6, 6)], tmp_path / "marker", 1 + servers
+    program = Plan.parse(f"dp=2 sync=ps servers={servers} check=true").compile(shape_of(layers), steps=3)
+    optimizer = partial(StopsOnce, marker=str(marker), victim=last)
     job = Job(lambda: torch.nn.Sequential(*layers), rows(8), 8, mse, optimizer, 0, torch.float64)
     if on_death == "continue":
-        done, service = execute_served(program, job, clusters(3), on_death=on_death, snapshot_every=1)
+        done, service = execute_served(program, job, clusters(last + 1), on_death=on_death, snapshot_every=1)
         assert len(done.losses) == 3
         assert len(service.deaths) == 1
-        assert "rank 2 was killed" in service.deaths[0]
+        assert f"rank {last} was killed" in service.deaths[0]
         return
-    with pytest.raises(RankError, match=r"worker \d: server 0 \(process \d+\) was stopped \(SIGSTOP\)") as caught:
-        execute_served(program, job, clusters(3), on_death=on_death)
+    name = rf"worker \d: server {servers - 1} \(process \d+\) was stopped \(SIGSTOP\)"
+    with pytest.raises(RankError, match=name) as caught:
+        execute_served(program, job, clusters(last + 1), on_death=on_death)
     assert time.monotonic() - float(marker.read_text()) < 2.0
     said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ()), str(caught.value.__cause__ or "")])
     if sys.version_info >= (3, 11):
-        assert "meanwhile rank 2 was stopped (SIGSTOP)" in said
+        assert f"meanwhile rank {last} was stopped (SIGSTOP)" in said
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_dies_and_replicas_of_several_ranks_begin_again(clusters, tmp_path, how):
+    """What they are at is void, also for a rank that waits for another one of its replica."""
+    optimizer = partial(StopsOnce, marker=str(tmp_path / "marker"), victim=5, how=how)
+    words = "dp=2 pp=2 sync=ps servers=2 microbatches=2 on_death=continue"
+    found = train(partial(toy, ("linear", "linear")), rows(9), words, cluster=clusters(6), steps=5, loss=mse,
+                  optimizer=optimizer, dtype=torch.float64, check=True, progress=False)  # fmt: skip
+    assert os.path.exists(tmp_path / "marker")
+    (death,) = found.service.deaths
+    assert "rank 5 was killed" in death
+    assert found.max_gradient_error() <= 1e-12
+    assert found.max_parameter_error() <= 1e-12
 
 
 def stops_in(victim):
