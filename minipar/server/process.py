@@ -11,8 +11,9 @@ Several workers can be one replica (`Settings.replicas`), and one worker of the 
 last of them is at all servers, and they are answered together when all of them have asked, with one version.
 
 When a server dies, all servers go back to the newest snapshot that all of them have; workers connect again and go on
-there. What was pushed and acknowledged before that snapshot is in it. A gradient has a name (worker, step, key), and
-counts once, however often it is sent.
+there. When a worker dies, its whole replica connects again, each of its workers as a new one (lives.py). What was
+pushed and acknowledged before that snapshot is in it. A gradient has a name (worker, step, key), and counts once,
+however often it is sent.
 
 Where every group is served by itself (overlap=priority), a server updates a group as soon as all workers have pushed
 it, and sends it at once, to each worker in the order in which that pulls. Nobody decides this, since in mode sync it
@@ -40,7 +41,7 @@ from minipar.errors import RankError
 from minipar.execution.emulation import Pace, Pacing
 from minipar.execution.saving.folder import Saved
 from minipar.execution.updating import Form, Optimizer, Scheduler
-from minipar.program.server_rule import ANSWER, APPLY, DROP, JOIN, SYNC, TAKE, Kind, Mode, Row, again
+from minipar.program.server_rule import ANSWER, APPLY, DROP, JOIN, LEAVE, SYNC, TAKE, Kind, Mode, Row, again
 from minipar.server import snapshot
 from minipar.server.checking import CheckedShard, Place
 from minipar.server.connection import Peer, Refused
@@ -504,6 +505,7 @@ class Server:
         if self.settings.together:
             here = {row.worker for row in order if row.kind is JOIN}
             self.rule.absent = set(range(self.settings.members)) - here
+        self.finished = any(row.kind is LEAVE for row in order)  # (if not, workers that were removed come back)
         for replica, step in facts["reported"] if number else ():
             self.rule.push(replica, step)
         self.served.events = [e for e in self.served.events if e.kind != APPLY or e.which < self.rule.version]
@@ -594,6 +596,7 @@ class Server:
     def _leave(self, peer: Peer, message: Message) -> None:
         replica = self.replicas.of(peer.worker)
         if self.leaving.done(peer.worker) and replica in self.rule.members:
+            self.finished = True
             self._tell_row(self.rule.leave(replica))
 
     def _row(self, peer: Peer, message: Message) -> None:
@@ -740,7 +743,7 @@ class Server:
         while self.clipping is None and (rows := self.rule.decide()):
             for row in rows:
                 self._tell_row(row)
-        if self.clipping is None and not self.rule.members:
+        if self.clipping is None and not self.rule.members and self.finished:
             self._end()
 
     def _tell_row(self, row: Row) -> None:

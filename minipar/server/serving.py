@@ -2,7 +2,7 @@
 
     rank 0, 1, ...   a worker: for each step it pulls, walks its instructions, pushes, and reports to the driver
     the last ranks   a server: follows the rule, and brings back the order of what it did
-    driver           waits; where on_death=continue it starts ranks that die again
+    driver           waits; where on_death=continue it starts ranks that die again, and all others of their replica
 
 The result can be replayed exactly: `reference.py` reads only the order (in plain torch, in a process of its own).
 """
@@ -80,7 +80,8 @@ class Service:
     """What parameter servers did in a run.
 
     order        of updates and answers, the same at all servers; its workers are the replicas
-    deaths       ranks that died and were started again, with the reason of each death
+    deaths       ranks that died and were started again, with the reason of each death; the others of their replicas,
+                 which begin again with them, are not told
     silent       (worker, step, seconds) of workers that were removed
     received     bytes of gradients, per server
     sent         bytes of parameters, per server

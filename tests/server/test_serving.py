@@ -273,16 +273,16 @@ def test_uneven_rows(clusters, count):
 
 
 class KillsOnce:
-    """Rows that end the rank which asks for those of step 2 first, once."""
+    """Rows that end the rank which asks for those of step 2 first, once; or stop it, as SIGSTOP does."""
 
-    def __init__(self, marker, victim):
-        self.marker, self.victim = marker, victim
+    def __init__(self, marker, victim, how=signal.SIGKILL):
+        self.marker, self.victim, self.how = marker, victim, how
 
     def batch(self, step, size):
         if step == 2 and worker.in_rank() and worker.context().rank == self.victim:
             try:
                 os.close(os.open(self.marker, os.O_CREAT | os.O_EXCL))
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), self.how)
             except FileExistsError:
                 pass
         made = torch.Generator().manual_seed(step)
@@ -302,20 +302,22 @@ def test_a_worker_dies_and_comes_back(clusters, tmp_path, mode):
     assert all(loss == loss for loss in found.losses)
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(3)
 @pytest.mark.parametrize(
-    ("words", "victim"),
+    ("words", "victim", "how"),
     [
-        ("pp=2 dp=2 sync=ps mode=async microbatches=3 check=true", 1),
-        ("dp=2 tp=2 sync=ps servers=2 check=true", 2),
-        ("pp=2 dp=2 sync=ps microbatches=2 servers=2", 0),
-        ("dp=2 tp=2 sync=ps mode=k-of-n:2/2", 3),
-        ("pp=2 sync=ps mode=ssp:1 microbatches=2", 1),
+        ("pp=2 dp=2 sync=ps mode=async microbatches=3 check=true", 1, signal.SIGKILL),
+        ("dp=2 tp=2 sync=ps servers=2 check=true", 2, signal.SIGKILL),
+        ("pp=2 sync=ps mode=ssp:1 microbatches=2", 1, signal.SIGSTOP),
+        ("pp=2 dp=2 sync=ps microbatches=2 servers=2", 0, signal.SIGKILL),
+        ("dp=2 tp=2 sync=ps mode=k-of-n:2/2", 3, signal.SIGKILL),
+        ("dp=2 tp=2 sync=ps servers=2", 1, signal.SIGSTOP),
     ],
 )
-def test_a_rank_dies_and_its_replica_begins_again(clusters, tmp_path, words, victim):
-    """The ranks beside it wait for its messages; only its own death is told."""
-    data = KillsOnce(str(tmp_path / "killed"), victim)
+def test_a_rank_dies_and_its_replica_begins_again(clusters, tmp_path, words, victim, how):
+    """The ranks beside it wait for its messages; only its own death is told. (A replica that was stopped is removed, so
+    that others go on; where it is the only one, servers wait for it.)"""
+    data = KillsOnce(str(tmp_path / "killed"), victim, how)
     plan = Plan.parse(f"{words} on_death=continue")
     found = train(partial(toy, ("linear", "linear")), data, plan, cluster=clusters(plan.ranks), steps=4, batch=9,
                   loss=mse, dtype=torch.float64, check=True, progress=False)  # fmt: skip
