@@ -85,7 +85,7 @@ class Servers:
     ) -> None:
         if worker < 0:
             raise RankError(f"worker {worker}: must be at least 0")
-        self._on_stop, self._processes, self._on_rewind = on_stop, processes, on_rewind
+        self._on_stop, self._processes, self._on_rewind = on_stop, dict(enumerate(processes)), on_rewind
         self.handle, self.worker, self.patience, self.reach = handle, worker, patience, reach
         self.keys = handle.keys
         self._at_servers = pieces_of(self.keys, handle.count)
@@ -151,7 +151,7 @@ class Servers:
                 if time.monotonic() > until:
                     reason = f"worker {self.worker}: no server at {self.handle.folder} for {self.patience:g} s"
                     raise RankError(f"{reason} ({error or type(error).__name__})") from error
-                self._look(dict(enumerate(self._processes)))
+                self._look()
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_RETRY)
                 continue
@@ -177,12 +177,9 @@ class Servers:
         self.life = life
         return found.pop() if len(found) == 1 else 0
 
-    def _look(self, processes: dict[int, int] | None = None) -> None:
-        """Look whether a server was stopped: another one than that which this worker waits for may wait for it.
-        processes: by server; default: those of the connections."""
-        if processes is None:
-            processes = {server: connection.process for server, connection in enumerate(self.connections)}
-        for server, process in processes.items():
+    def _look(self) -> None:
+        """Look whether a server was stopped: that which this worker waits for may wait for another one."""
+        for server, process in self._processes.items():
             if not stacks.stopped(process):
                 self._stopped.pop(server, None)
             elif time.monotonic() - self._stopped.setdefault(server, time.monotonic()) >= STOPPED:
@@ -199,7 +196,9 @@ class Servers:
         address = self.handle.address(server)
         try:
             stop = partial(self._stop, server)
-            return Connection(address, self.handle.token, 2.0, f"server {server}", stop, self._look)
+            made = Connection(address, self.handle.token, 2.0, f"server {server}", stop, self._look)
+            self._processes[server] = made.process
+            return made
         except FileNotFoundError as error:
             raise ConnectionError(f"server {server} has not started") from error
         except ConnectionRefusedError as error:

@@ -85,7 +85,6 @@ def shown(value: object) -> str:
 # choices --------------------------------------------------------------------------------------------------------------
 
 REPLICAS = KeyValues("dp", "dp of 2 or more", lambda plan: plan.dp > 1, "dp=1")
-STAGES = KeyValues("pp", "pp of 2 or more", lambda plan: plan.pp > 1, "pp=1")
 ROUNDS = KeyValues("accumulate", "accumulate of 2 or more", lambda plan: plan.accumulate > 1, "accumulate=1")
 SPLIT = KeyValues("split", "split", lambda plan: plan.split is not None, "no split=")
 CHUNKS = KeyValues("chunks", "chunks", lambda plan: plan.chunks is not None, "no chunks=")

@@ -119,7 +119,7 @@ def served(trace: Trace, order: Sequence[Row] = ()) -> Served:
         )
     zero = trace.span[0]
     acts = tuple(_acts(trace, rank, zero) for rank in range(program.workers, len(program.ranks)))
-    given = {(act.peer, act.step): act.version for act in acts[0] if act.what == "answers"}
+    given = {(act.peer, act.step): act.version for mine in acts for act in mine if act.what == "answers"}
     updates = [act.end for act in acts[0] if act.what == "updates"]
     into = _updates(trace)
     found = [_steps(trace, rank, zero, given, into, updates) for rank in range(program.workers)]
@@ -154,13 +154,10 @@ def _acts(trace: Trace, rank: int, zero: float) -> tuple[Act, ...]:
 
 def _updates(trace: Trace) -> dict[tuple[int, int], int]:
     """The update that each gradient went into, by worker and step."""
-    program, version, found = trace.program, 0, {}
-    for ins in program.ranks[program.workers]:
-        if ins.op is Op.APPLY:
-            for value in ins.reads:
-                if value.kind == "pushed":
-                    found[value.microbatch, value.step] = version
-            version += 1
+    program, found = trace.program, {}
+    for row in program.ranks[program.workers :]:  # (of a pipeline's ranks, some have nothing on some servers)
+        for version, ins in enumerate(ins for ins in row if ins.op is Op.APPLY):
+            found |= {(value.microbatch, value.step): version for value in ins.reads if value.kind == "pushed"}
     return found
 
 
