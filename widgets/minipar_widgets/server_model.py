@@ -154,7 +154,8 @@ def _acts(trace: Trace, rank: int, zero: float) -> tuple[Act, ...]:
 
 def _updates(trace: Trace) -> dict[tuple[int, int], int]:
     """The update that each gradient went into, by worker and step."""
-    program, found = trace.program, {}
+    program = trace.program
+    found: dict[tuple[int, int], int] = {}
     for row in program.ranks[program.workers :]:  # (of a pipeline's ranks, some have nothing on some servers)
         for version, ins in enumerate(ins for ins in row if ins.op is Op.APPLY):
             found |= {(value.microbatch, value.step): version for value in ins.reads if value.kind == "pushed"}
