@@ -33,6 +33,7 @@ _TRIES = 5
 _SHORTEST, _LONGEST = 0.02, 0.15  # seconds between two checks
 SURE = 3.0  # seconds until ranks that are provably blocked are a deadlock
 STOPPED = 0.5  # seconds until a process that was stopped counts as one that does not go on by itself
+_TENDED = 10.0  # the same, where other ranks are to notice it
 _OFTEN = 0.05  # seconds between two checks while a rank is stopped
 _DOUBTFUL = "the making of a group"
 _TICKS = 10  # of CPU time in each second that waits of a rank may use, since some look again and again
@@ -60,7 +61,7 @@ class Watchdog:
     def __init__(self, patience: float | None, local: bool = True, tended: bool = False) -> None:
         """`patience`: in seconds; None: it never finds a deadlock. `local`: whether all messages are carried by this
         machine's memory and sockets. `tended`: whether the ranks notice by themselves if one is stopped, and what to do
-        then."""
+        then; so they get more time for that."""
         self.patience = math.inf if patience is None else patience
         self.interval = self._usual = min(max(self.patience / 5, _SHORTEST), _LONGEST)
         self._seen: dict[int, Seen] = {}
@@ -105,13 +106,14 @@ class Watchdog:
 
     def _never_go_on(self, ranks: list[Entry], seen: dict[int, Seen], passed: float) -> dict[int, str] | None:
         """What each rank does, if some of them have been stopped for too long."""
-        if self.patience == math.inf or self._tended:
+        if self.patience == math.inf:
             return None
         before = self._stopped
         self._stopped = {rank: before[rank] + passed if rank in before else 0.0 for rank in seen if seen[rank].stopped}
         self.interval = min(self._usual, _OFTEN) if self._stopped else self._usual
         self.lasted = max(self._stopped.values(), default=-1.0)
-        return self._doings(ranks, seen) if self.lasted >= min(self.patience, STOPPED) else None
+        limit = _TENDED if self._tended else min(self.patience, STOPPED)
+        return self._doings(ranks, seen) if self.lasted >= limit else None
 
     def waits(self, ranks: list[Entry]) -> dict[int, str] | None:
         """What each of these ranks waits for, if all of them have waited for a while; else None."""
