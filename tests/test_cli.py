@@ -248,7 +248,7 @@ def test_shard_over_two_axes(capsys):
     ("--mesh tp=3", ["1.attention.qkv (linear)", "3 ranks of tp=3 cannot cut into equal blocks", "nearest choice is"]),
     ("--mesh dp=3", ["layer 0: x: form S0 on dp: dimension 0 has 16 elements", "S0 over 2 ranks"]),
     ("--mesh ep=2", ["ep=2: the model has no experts", "possible are dp=2 or a mixture"]),
-    ("--mesh tx=2", ["'tx' is no axis of a mesh; possible are dp, pp, tp, cp, ep"]),
+    ("--mesh tx=2", ["'tx' is no axis of a mesh; possible are dp, pp, ep, cp, tp"]),
     ("--mesh tp", ["write axes and their sizes, such as dp=2,tp=2"]),
     ("--mesh tp=2 --annotate *.mlp.0=S7", ["1.mlp.0 (linear_2): form S7: the tensor has 3 dimensions", "S0 to S2"]),
     ("--mesh tp=2 --annotate *.mlp.1=P", ["1.mlp.1 (aten::gelu) cannot write gelu as P on tp, which '*.mlp.1' fixes",

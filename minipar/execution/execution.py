@@ -10,7 +10,7 @@ import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any, NamedTuple, cast
@@ -50,12 +50,21 @@ from minipar.execution.saving.keeping import NOTHING, Share, Storing
 from minipar.execution.sliced import count_tokens, ranges_of
 from minipar.execution.updating import Optimizer, Scheduler, Update, forms_of
 from minipar.models import selective_checkpoint
-from minipar.models.losses import check_loss, raise_unless_again, scalar, try_loss
+from minipar.models.losses import check_loss, raise_unless_again, scalar, try_loss, try_tokens
 from minipar.models.mixture_gpt import Load, total
 from minipar.models.network import Network, edges_of
 from minipar.models.parameter_groups import shape_of
 from minipar.models.randomness import split_sensitive
-from minipar.models.tensors import count_bytes, count_rows, dtype_name, layers_of, map_tensors, single, take_rows
+from minipar.models.tensors import (
+    count_bytes,
+    count_rows,
+    dtype_name,
+    layers_of,
+    map_tensors,
+    single,
+    take_rows,
+    take_tokens,
+)
 from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.oversubscription import available_cores, best_way
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
@@ -613,7 +622,6 @@ def profile_job(
     loss = mean if plan.precision == "float32" else partial(_single, mean)
     layers = [row_major(layer) for layer in layers_of(model)]
     check_parameters(layers)
-    tried = _try_loss(job, whole, x, plan.precision, parts)
     if plan.checkpoint == "selective":
         selective_checkpoint.check(layers_of(whole))
         selective_checkpoint.check(layers)  # (a layer that says itself how it is cut may leave no such part)
@@ -623,6 +631,7 @@ def profile_job(
     else:
         shape = replace(shape_of(layers), names=tuple(model._modules), edges=edges_of(model))
     slices, threads = ranges_of(plan, shape, [x, y]), torch.get_num_threads()
+    tried = _try_loss(job, whole, x, plan, parts)
     again = plan.checkpoint not in ("none", "selective")
     layered = cast(nn.Sequential, model)
     measured = profile(layered, (x, y), loss, rows, 3, threads, optimizer, slices, again)
@@ -636,28 +645,48 @@ def profile_job(
     return Facts(shape, measured, (sizes[0], sizes[1]), sensitive, tapes, copies, update.scheduler, *tried)
 
 
-def _try_loss(job: Job, model: nn.Module, x: Any, precision: str, parts: int) -> tuple[Any, str]:
-    """What `losses.try_loss` says of a job's loss, on targets of its first batch and outputs near the model's."""
+def _try_loss(job: Job, model: nn.Module, x: Any, plan: Plan, parts: int) -> tuple[Any, str]:
+    """What `losses.try_loss` says of a job's loss, on targets of its first batch and outputs near the model's. It is
+    tried on parts of sequences, too, where the plan cuts them."""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     device = worker.context().device
     with torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []), torch.no_grad():
 
-        def tried() -> Any:
-            return model(map_tensors(take_rows(x, range(_TRIED)), lambda t: t.to(device, copy=True)))
+        def tried(tokens: range | None = None) -> Any:
+            given = take_rows(x, range(_TRIED)) if tokens is None else take_tokens(take_rows(x, range(_TRIED)), tokens)
+            return model(map_tensors(given, lambda t: t.to(device, copy=True)))
+
+        short, cut = None, _parts_of_sequences(plan, x)
 
         try:
             output = tried()
         except Exception as error:
             raise_unless_again(error, tried)
             return None, ""  # (the profile then runs layer by layer, and its error names the layer)
+        else:
+            with suppress(Exception):  # (a model may take sequences of one length only: then nothing is tried)
+                short = tried(cut[0]) if cut else None
         finally:
             for buffer, values in before:
                 buffer.copy_(values)
-    if precision == "bf16":
-        output = map_tensors(output, single)
+    if plan.precision == "bf16":
+        output, short = (None if value is None else map_tensors(value, single) for value in (output, short))
     rows = min(job.batch, _TRIED_TARGETS)
-    y = job.sample(rows)[0][1]
-    return try_loss(job.loss, output, map_tensors(y, lambda t: t.to(device)), parts)
+    y = map_tensors(job.sample(rows)[0][1], lambda t: t.to(device))
+    found = try_loss(job.loss, output, y, parts)
+    if short is not None:
+        try_tokens(job.loss, output, short, y, cut)
+    return found
+
+
+def _parts_of_sequences(plan: Plan, x: Any) -> Sequence[range]:
+    """The tokens of the parts into which a plan cuts sequences: slices, or what each rank has; [] if it cuts none."""
+    if plan.slice_count > 1:
+        return token_ranges(plan.cut, count_tokens([x]))
+    if plan.context_parallel > 1:
+        with suppress(PlanError):  # (inputs without tokens: the ranks say what they cannot divide)
+            return token_ranges(plan.context_parallel, count_tokens([x]))
+    return []
 
 
 def _mean(loss: Loss, output: Any, y: Any) -> Tensor:

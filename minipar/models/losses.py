@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from minipar.errors import PlanError
-from minipar.models.tensors import allocate, count_rows, map_tensors, spec, take_rows, tensors
+from minipar.models.tensors import allocate, count_rows, map_tensors, spec, take_rows, take_tokens, tensors
 from minipar.program.rows import split_rows
+from minipar.wording import several
 
 _SAMPLE = 1 << 22  # a loss is tried on outputs with at most so many numbers
 
@@ -193,6 +194,77 @@ def try_loss(loss: Any, output: Any, y: Any, parts: int) -> tuple[Any, str]:
         for sizes in sorted(cuts):
             _compare(given, loss, *(wide or (first, y)), sizes, 1e-9 if wide else 1e-4)
     return form, ""
+
+
+def try_tokens(loss: Any, output: Any, short: Any, y: Any, tokens: Sequence[range]) -> None:
+    """Test with one batch whether a loss of whole sequences is the weighted mean of the losses of their parts.
+
+    output   the model's output for some rows; `short`: the same for the first part of their tokens, by which one sees
+             which dimension the tokens are
+    y        targets of these rows
+    tokens   the parts into which sequences are cut
+
+    Errors: PlanError for a loss that looks at other tokens than those of a part, such as one that compares each output
+    with the next token.
+    """
+    pairs = list(zip(tensors(output), tensors(short), strict=True))
+    dims = [next((d for d, n in enumerate(t.shape) if s.dim() == t.dim() and n != s.shape[d]), -1) for t, s in pairs]
+    count = tokens[-1].stop
+    rows = min(count_rows(output), count_rows(y))
+    y = take_rows(y, range(rows))
+    sizes = {t.shape[d] for d, (t, _) in zip(dims, pairs, strict=True) if d >= 0}
+    if sizes != {count} or not rows:
+        return  # (it has nothing for each token of the input: nobody can say what a part of it is)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        output = _between(output, rows)
+        try:
+            value, again = loss(output, y), loss(output, y)
+        except Exception as error:
+            raise_unless_again(error, lambda: loss(output, y))
+            return  # the profile of the layers will raise this error
+        wide = _widened(loss, output, y)
+        output, y = wide or (output, y)
+        whole, found, scale = _number(loss(output, y)), 0.0, 0.0
+        if _number(value) != _number(again) or not math.isfinite(whole):
+            return
+        for part in tokens:
+            mine, own = _tokens_of(output, part, dims), take_tokens(y, part)
+            try:
+                value = loss(mine, own)
+            except Exception as error:
+                told = f"loss: cannot be computed of {len(part)} of {several(count, 'token')}: {error}"
+                raise PlanError(f"{told}; {_TOKENS}") from error
+            if isinstance(value, tuple):  # (sum, count)
+                share = float(value[1]) / (float(loss(output, y)[1]) or 1)
+            else:
+                by_count = counts_elements(y) or says_count(loss)
+                share = counted(own, loss) / (counted(y, loss) or 1) if by_count else len(part) / count
+            if share:
+                found, scale = found + _number(value) * share, scale + abs(_number(value) * share)
+    if not math.isfinite(found) or abs(found - whole) > (1e-9 if wide else 1e-4) * max(abs(whole), scale):
+        shown = " + ".join(str(len(part)) for part in tokens[:4]) + (" + ..." if len(tokens) > 4 else "")
+        raise PlanError(
+            f"loss: of sequences of {several(count, 'token')} it is {whole:.6g}, but their parts of {shown} tokens "
+            f"give {found:.6g}; {_TOKENS}"
+        )
+
+
+def _tokens_of(output: Any, part: range, dims: Sequence[int]) -> Any:
+    """The part of an output of whose tensors these dimensions are the tokens; -1: the tensor has none, and stays."""
+    every = iter(dims)
+
+    def of(t: Tensor) -> Tensor:
+        dim = next(every)
+        return t.narrow(dim, part.start, len(part)) if dim >= 0 else t
+
+    return map_tensors(output, of)
+
+
+_TOKENS = (
+    "so its sequences cannot be cut. Possible are a loss that compares each output with the target in its place, and "
+    "targets that are the next tokens already; or a plan without context_parallel= and slices="
+)
 
 
 def raise_unless_again(error: Exception, call: Callable[[], Any]) -> None:

@@ -10,15 +10,16 @@ that read it have all released it. This module follows these holders as the exec
 
 Of layers that ranks share, a node may hand on a part of what it was given: (x, y) -> (x, z). Then the new value has the
 storage of z, and holds that of x, too. A collective that gives z another form makes a new storage and leaves x alone.
+The tapes say where each tensor of an output lies: several may be parts of one storage, as queries and keys are.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from minipar.prediction.recorded import GraphPiece, LayerTape, Sizes, Storage, Tape, Tapes, keeps
+from minipar.prediction.recorded import Back, GraphPiece, LayerTape, Sizes, Storage, Tape, Tapes, keeps
 from minipar.prediction.split_backward import input_half, weight_half
 from minipar.program import (
     COLLECTIVES,
@@ -41,6 +42,7 @@ from minipar.program import (
     version_of,
 )
 from minipar.program.comm_volume import changing
+from minipar.program.forms import letters
 from minipar.program.graph_cuts import pieces_of
 from minipar.strategies.passes.compress import row_bytes, top
 from minipar.trace import Trace
@@ -110,11 +112,14 @@ class Walk:
         self.changes: list[tuple[int, str, int]] = []
         self.live: dict[Value, Storage] = {}
         self.handed_on: dict[Value, list[Storage]] = {}  # storages of other values that a value holds, too
+        self.lies: dict[Value, list[Storage | None]] = {}  # of a value: the storage of each of its tensors
+        self.outside: list[Storage] = []  # those that come to a piece: the executor holds them until it is done
+        self.arriving: list[Storage] = []  # those of the gradients that come to a layer; []: it is not known
         self.joined: dict[Value, int] = {}  # bytes of a value that is put together when it is first read
         self.read: dict[
             tuple[int, int, int], list[Storage]
         ] = {}  # (layer, micro-batch, step) -> inputs that the layer's graph holds
-        self.made: dict[tuple[int, int, int], Storage] = {}  # the same -> its own output, if its graph holds that
+        self.made: dict[tuple[int, int, int], list[Storage]] = {}  # the same -> those of its output that it holds, too
         self.saved: dict[tuple[int, int, int], int] = {}
         self.carried: dict[tuple[int, int, int], Storage] = {}  # carries that a layer's graph holds
         self.left: dict[tuple[int, int, int], Storage] = {}  # gradients that wait for a weight half
@@ -209,6 +214,8 @@ class Walk:
             self.change(-unpacked, "temporary", -1)
             if value in self.joined:
                 self.live[value] = self.make(self.joined.pop(value), value.index, "live", "buffers")
+                if value in self.lies:
+                    self.lies[value] = [self.live[value] if own is None else own for own in self.lies[value]]
             for message in self.messages.pop(value, ()):
                 self.release(message, "message")
             storage = self.live.get(value)
@@ -289,6 +296,7 @@ class Walk:
                     self.change(-self.sizes.size(self.rank, value), "gradients", self.layer_of(value.index))
                 self.filled.discard(value.index)
             else:
+                self.lies.pop(value, None)
                 storage = self.live.pop(value, None)
                 self.release(storage, "live")
                 self.release(storage, f"live {value}")
@@ -328,9 +336,14 @@ class Walk:
         changed = self.sizes.size(self.rank, changing(ins))
         stays = max(0, self.sizes.size(self.rank, source) - changed)
         made = max(0, self.sizes.size(self.rank, target) - stays)
-        kept = _within(there, stays)
+        stay, new = self._parts(source, target)
+        kept = _within(there, stays) if stay is None else [storage for storage in there if storage in stay]
         messages = [storage for storage in there if storage not in kept]
-        rest = min(stays - sum(one.size for one in kept), sum(one.size for one in messages) - changed)
+        rest = (
+            0
+            if stay is not None
+            else min(stays - sum(one.size for one in kept), sum(one.size for one in messages) - changed)
+        )
         if rest > 0 and messages and messages[0].size > rest:  # it has tensors of both
             messages[0].size -= rest
             kept.append(Storage(rest, messages[0].layer, messages[0].kind))
@@ -343,16 +356,39 @@ class Walk:
             if ins.op is Op.REDUCE_SCATTER:  # all parts, behind each other
                 messages.append(self.make(changed, -1, "message", "buffers"))
             self.live[target] = self.make(made, target.index, "live", "buffers")
+            new = [self.live[target] if own is None else own for own in new]
         else:  # the parts of all ranks; of an exchange also what is given for them
             copies = len(ins.group) if ins.op is Op.ALL_GATHER else 2
             messages.append(self.make(copies * changed, -1, "message", "buffers"))
             self.joined[target] = made
         self.messages[target] = messages
+        if stay is not None:
+            self.lies[target] = new
+
+    def _parts(self, source: Value, target: Value) -> tuple[list[Storage] | None, list[Storage | None]]:
+        """The storages of tensors whose form stays; and that of each tensor, None for those that get a new one. (None,
+        []) where it is not known which tensor lies where."""
+        lies = self.lies_of(source)
+        if not lies or None in lies:
+            return None, []
+        before, after = letters(source.form, len(lies)), letters(target.form, len(lies))
+        if len(before) != len(lies) or len(after) != len(lies):
+            return None, []  # (counts go with the gradients of unequal shards)
+        new = [own if old == now else None for own, old, now in zip(lies, before, after, strict=True)]
+        return [own for own in new if own is not None], new
 
     def storages_of(self, value: Value) -> list[Storage]:
         """The storages that a live value holds."""
         own = self.live.get(value)
         return [*([own] if own is not None else []), *self.handed_on.get(value, ())]
+
+    def lies_of(self, value: Value) -> list[Storage | None]:
+        """The storage of each tensor of a value; [] if it is not known. What another rank has sent is one storage."""
+        storage = self.live.get(value)
+        if value in self.lies or storage is None or self.handed_on.get(value) or self.program.edges:
+            return self.lies.get(value, [])
+        tape = self.tape(value.index, value.microbatch)
+        return [storage] * (len(tape.lies) if value.kind == "output" else tape.back.given if tape.back else 0)
 
     def named(self, plain: Value, among: Sequence[Value]) -> Value:
         """A value as an instruction names it: with its form."""
@@ -480,13 +516,17 @@ class Walk:
     # computing -------------------------------------------------------------------------------------------------------
 
     def tape(self, layer: int, microbatch: int) -> LayerTape:
-        return self.tapes.layers[self.sizes.rows(self.rank, microbatch)][layer]
+        found = self.tapes.layers[self.sizes.rows(self.rank, microbatch)][layer]
+        # (Where branches meet, gradients are summed and copied otherwise: it is not followed which tensor lies where.)
+        return found._replace(lies=(), back=None) if self.program.edges else found
 
     def forward(self, ins: Instruction) -> None:
         i, step = ins.microbatch, ins.step
         saves = {value.index for value in ins.writes if value.kind == "saved"}
-        inputs = (self.named(output(a, i, step), ins.reads) for a in self.program.wiring.inputs[ins.layers[0]])
+        inputs = [self.named(output(a, i, step), ins.reads) for a in self.program.wiring.inputs[ins.layers[0]]]
         given = [storage for value in inputs for storage in self.storages_of(value)]
+        each = [self.lies_of(value) for value in inputs]
+        lies = [own for found in each for own in found] if all(each) else []
         borrowed: list[Storage] = []  # inputs of pieces: the executor holds them until the instruction ends
         for piece in self.pieces[ins.layers, i]:
             trains = piece[0] in saves
@@ -500,13 +540,18 @@ class Walk:
                         self.hold(value, f"read by {key}")
                         self.read.setdefault(key, []).append(value)
                 made = self._play_forward(tape.forward if trains else tape.plain, layer)
+                own, lies = _own(made, tape, lies)
                 if trains:
                     self.saved[key] = sum(size for size, what in tape.forward if what == "saved")
-                    if keeps(tape.backward, "output"):
-                        self.hold(made, f"made by {key}")
-                        self.made[key] = made
+                    numbers = {-1 - lie.storage for lie in tape.lies if lie.kept and lie.storage < 0}
+                    if lies or keeps(tape.backward, "output"):
+                        self.made[key] = [storage for k, storage in enumerate(own) if not lies or k in numbers]
+                        for storage in self.made[key]:
+                            self.hold(storage, f"made by {key}")
                 self._carry_on(ins, key, tape)
                 passed = self._handed_on(output(layer, i, step), made, given)
+                if lies:
+                    made, passed = own[0], [one for one in dict.fromkeys(lies) if one not in (None, own[0])]
                 if layer == piece[0]:
                     borrowed += given
                 for value in given:
@@ -521,6 +566,8 @@ class Walk:
                 for storage in passed:
                     self.hold(storage, f"live {handed_on}")
                 self.handed_on[handed_on] = passed
+                if lies:
+                    self.lies[handed_on] = lies
         for storage in (*borrowed, *given):
             self.release(storage, "walk")
 
@@ -558,29 +605,45 @@ class Walk:
 
     def backward(self, ins: Instruction) -> None:
         i, step = ins.microbatch, ins.step
-        above = self.sum_of_gradients(ins)
+        summed = self.sum_of_gradients(ins)
+        above = [summed] if summed is not None else []
+        read = [value for value in ins.reads if value.kind == "grad_output"]
+        lies = self.lies_of(read[0]) if len(read) == 1 else []
+        self.arriving = [storage for storage in lies if storage is not None] if None not in lies else []
         copied: list[int] = []
         pieces = self.pieces[ins.layers, i]
         for piece in reversed(pieces):
-            given = above  # the gradient that this piece got from the piece after it
-            inner: Storage | None = None  # the gradient between two layers of the piece
+            given = above  # the gradients that this piece got from the piece after it
+            inner: list[Storage] = []  # the gradients between two layers of the piece
+            self.outside = list(self.arriving)
             for layer in reversed(piece):
                 inner = self._play_backward(layer, i, step, inner, copied, layer == piece[0])
             key = piece[0], i, step
             self.let_go_of_inputs(key)
-            self.release(given, "walk")
+            for storage in given:
+                if storage not in inner:
+                    self.release(storage, "walk")
             above = inner
         self.hand_back(ins, above)
         for g in copied:  # they have been copied into their buckets
             self.change(-self.sizes.size(self.rank, Value("grad", g)), "temporary", self.layer_of(g))
 
     def _play_backward(
-        self, layer: int, i: int, step: int, received: Storage | None, copied: list[int], last: bool
-    ) -> Storage | None:
-        """Play the backward of one layer. Returns the gradient of its input. With `last` the executor holds the layer's
-        input until the piece is done."""
+        self, layer: int, i: int, step: int, received: list[Storage], copied: list[int], last: bool
+    ) -> list[Storage]:
+        """Play the backward of one layer. Returns the storages of the gradients of its input, which the walk holds.
+        With `last` the executor holds the layer's input until the piece is done."""
         key = layer, i, step
         tape = self.tape(layer, i)
+        arriving, self.arriving = self.arriving, []
+        back = tape.back if tape.back is not None and len(arriving) == tape.back.given else None
+        freed = iter(back.freed if back is not None else ())
+        if back is not None:
+            for k, storage in enumerate(arriving):
+                self.hold(storage, f"arriving {k}")
+            for storage in received:
+                self.release(storage, "walk")
+        leaves = self._leaves(back, arriving, layer) if back is not None and last else {}
         groups, fresh = self.groups(layer)
         left = self.saved.pop(key, 0)
         made = carried = 0
@@ -590,13 +653,17 @@ class Walk:
                     left += delta
                     self.change(delta, "activations", layer)
             elif what == "output":
-                self.release(self.made.pop(key, None), f"made by {key}")
+                self.let_go_of_output(key)
             elif what == "input":
                 if not last:
                     self.let_go_of_inputs(key)
             elif what == "grad_output":
-                if delta < 0:
-                    self.release(received, "walk")
+                k = next(freed, -1) if delta < 0 else -1
+                if k >= 0:
+                    self.release(arriving[k], f"arriving {k}")
+                elif delta < 0 and back is None:
+                    for storage in received:
+                        self.release(storage, "walk")
             elif what == "grad_input":
                 made += delta
                 self.change(delta, "activations", layer - 1)
@@ -612,19 +679,68 @@ class Walk:
         self.release(self.carried.pop(key, None), f"made by {key}")
         if carried:
             self.live[grad_carry(layer, i - 1, step)] = Storage(carried, layer, holders={"live"})
-        made += self.given_to_each(layer, i, step, made)
+        apart = self.given_to_each(layer, i, step, made)
         self.change(-left, "activations", layer)
-        self.release(self.made.pop(key, None), f"made by {key}")
+        self.let_go_of_output(key)
         copied += self.fill(layer, groups, fresh)
-        if not made and received is not None and layer > self.program.first_trainable:
+        if back is not None:
+            return self._handed_back(back, arriving, leaves, made, layer, apart)
+        made += apart
+        if not made and received and layer > self.program.first_trainable:
             return received  # the layer returns the gradient that it received
-        self.release(received, "walk")
-        return Storage(made, layer - 1, holders={"walk"}) if made else None
+        for storage in received:
+            self.release(storage, "walk")
+        return [Storage(made, layer - 1, holders={"walk"})] if made else []
+
+    def _leaves(self, back: Back, arriving: Sequence[Storage], layer: int) -> dict[int, Storage]:
+        """The gradients of a piece's inputs that are copies, by number. Autograd gives a leaf the gradient that the
+        piece was given itself, or a copy if somebody else has it, too: the next leaf, or the executor."""
+        taken: list[Storage] = list(self.outside)
+        copies: dict[int, Storage] = {}
+        for k, lie in enumerate(back.lies):
+            if lie.storage >= 0 and arriving[lie.storage] in taken:
+                copies[k] = self.make(lie.bytes, layer - 1, "walk")
+            elif lie.storage >= 0:
+                taken.append(arriving[lie.storage])
+        return copies
+
+    def _handed_back(
+        self,
+        back: Back,
+        arriving: Sequence[Storage],
+        leaves: Mapping[int, Storage],
+        made: int,
+        layer: int,
+        apart: int,
+    ) -> list[Storage]:
+        """The storages of the gradients of a layer's input: those that it has made, of so many bytes together, and
+        those of gradients that it was given, or of copies of them for `leaves`. `apart`: bytes of copies for several
+        inputs."""
+        sizes = {lie.storage: lie.bytes for lie in back.lies if lie.storage < 0}
+        if sum(sizes.values()) == made and not apart:
+            own = {k: Storage(size, layer - 1, holders={"walk"}) for k, size in sizes.items()}
+            own |= dict(enumerate(arriving))
+            self.arriving = [leaves.get(k) or own[lie.storage] for k, lie in enumerate(back.lies)]
+            found = list(dict.fromkeys(self.arriving))
+        else:
+            found = [Storage(made + apart, layer - 1, holders={"walk"})] if made + apart else []
+            for storage in leaves.values():
+                self.release(storage, "walk")
+        for storage in found:
+            self.hold(storage, "walk")
+        for k, storage in enumerate(arriving):
+            self.release(storage, f"arriving {k}")
+        return found
 
     def let_go_of_inputs(self, key: tuple[int, int, int]) -> None:
         """The graph of a layer releases its inputs."""
         for storage in self.read.pop(key, ()):
             self.release(storage, f"read by {key}")
+
+    def let_go_of_output(self, key: tuple[int, int, int]) -> None:
+        """The graph of a layer releases what it holds of its output."""
+        for storage in self.made.pop(key, ()):
+            self.release(storage, f"made by {key}")
 
     # branches: an output gets a gradient from each of its readers, and a layer may have several inputs
 
@@ -654,19 +770,24 @@ class Walk:
         self.change(more, "activations", layer - 1)
         return more
 
-    def hand_back(self, ins: Instruction, found: Storage | None) -> None:
-        """Pass the gradient of an instruction's inputs, which the walk holds, to the layers that made these inputs."""
+    def hand_back(self, ins: Instruction, made: list[Storage]) -> None:
+        """Pass the gradients of an instruction's inputs, which the walk holds, to the layers that made these inputs."""
+        found = made[0] if made else None
         first, layer = self.program.first_trainable, ins.layers[0]
         into, inputs = self.program.wiring.into[layer], self.program.wiring.inputs[layer]
         apart = len(into) > 1 and ins.op is Op.BACKWARD
         if apart:
-            self.release(found, "walk")
+            self.arriving = []
+            for storage in made:
+                self.release(storage, "walk")
         given = [storage for value in ins.reads if value.kind == "grad_output" for storage in self.storages_of(value)]
         for e, source in zip(into, inputs, strict=True):
             value = self.named(grad_output(e, ins.microbatch, ins.step), ins.writes)
             if source < first:
                 continue
-            self.handed_on[value] = self._handed_on(value, found, given)
+            self.handed_on[value] = made[1:] if self.arriving else self._handed_on(value, found, given)
+            if self.arriving:
+                self.lies[value] = list(self.arriving)
             for storage in self.handed_on[value]:
                 self.hold(storage, f"live {value}")
             if apart:
@@ -674,7 +795,8 @@ class Walk:
             elif found is not None:
                 self.hold(found, f"live {value}")  # an input half gives parts of one tensor
                 self.live[value] = found
-        self.release(found, "walk")
+        for storage in made:
+            self.release(storage, "walk")
 
     # gradients -------------------------------------------------------------------------------------------------------
 
@@ -700,6 +822,24 @@ class Walk:
                 if g in self.kept:
                     copied.append(g)
         return copied
+
+
+def _own(made: Storage, tape: LayerTape, given: Sequence[Storage | None]) -> tuple[list[Storage], list[Storage | None]]:
+    """The storages that a layer has made for its output, and that of each tensor of the output; [] if that is not
+    known: then the output is one storage.
+
+    made    all that it has made for its output; it becomes the first of these storages
+    given   of each tensor that the layer was given, its storage
+    """
+    sizes = {lie.storage: lie.bytes for lie in tape.lies if lie.storage < 0}
+    if sum(sizes.values()) != made.size or any(lie.storage >= len(given) for lie in tape.lies):
+        return [made], []
+    if not sizes:  # it hands on what it was given, or nobody knows
+        return [made], [given[lie.storage] for lie in tape.lies]
+    rest = [Storage(size, made.layer, made.kind, set(made.holders)) for size in list(sizes.values())[1:]]
+    made.size = next(iter(sizes.values()))
+    own = dict(zip(sizes, [made, *rest], strict=True))
+    return [made, *rest], [own[lie.storage] if lie.storage < 0 else given[lie.storage] for lie in tape.lies]
 
 
 def _within(storages: Sequence[Storage], size: int) -> list[Storage]:

@@ -17,6 +17,24 @@ Tape = tuple[tuple[int, str], ...]
 GraphPiece = tuple[int, ...]
 
 
+class Lie(NamedTuple):
+    """Where a tensor of a layer's output lies: in the storage of a tensor that the layer was given, by its number, or
+    in one that the layer has made (-1, -2, ...), of so many bytes. `kept`: whether the graph holds that storage."""
+
+    storage: int
+    bytes: int
+    kept: bool = False
+
+
+class Back(NamedTuple):
+    """Where the gradients of a layer's input lie: as `Lie`, where what the layer was given are the gradients of its
+    output. `given`: how many these are; `freed`: their numbers, in the order in which the backward lets them go."""
+
+    lies: tuple[Lie, ...]
+    given: int
+    freed: tuple[int, ...]
+
+
 class LayerTape(NamedTuple):
     """The tapes of one layer, for one number of rows.
 
@@ -26,6 +44,8 @@ class LayerTape(NamedTuple):
     later      a later backward, which adds to the gradients
     input_half, weight_half, weight_later   the same backwards in halves; "left" is what the input half makes for the
                weight half, in addition to what was saved
+    lies       of each tensor of its output, where it lies; (): the output is one storage, which nobody gave it
+    back       the same of the gradients of its input; None: it is one storage
     """
 
     plain: Tape
@@ -35,6 +55,8 @@ class LayerTape(NamedTuple):
     input_half: Tape = ()
     weight_half: Tape = ()
     weight_later: Tape = ()
+    lies: tuple[Lie, ...] = ()
+    back: Back | None = None
 
 
 def frees(tape: Tape, what: str) -> bool:

@@ -41,7 +41,8 @@ def input_half(walk: Walk, ins: Instruction) -> None:
         if held and received is not given:
             walk.release(given, "walk")
         above, held = received, True
-    walk.hand_back(ins, above)
+    walk.arriving = []
+    walk.hand_back(ins, [above] if above is not None else [])
 
 
 def _play(walk: Walk, key: LayerRun, received: Storage | None, freed: list[tuple[int, int]]) -> Storage | None:
@@ -80,7 +81,7 @@ def _let_go(walk: Walk, key: LayerRun, *, inputs: bool) -> None:
     if inputs and not frees(later, "input"):
         walk.let_go_of_inputs(key)
     if not frees(later, "output"):
-        walk.release(walk.made.pop(key, None), f"made by {key}")
+        walk.let_go_of_output(key)
 
 
 def weight_half(walk: Walk, ins: Instruction) -> None:
@@ -98,7 +99,7 @@ def weight_half(walk: Walk, ins: Instruction) -> None:
             elif what == "input":
                 walk.let_go_of_inputs(key)
             elif what == "output":
-                walk.release(walk.made.pop(key, None), f"made by {key}")
+                walk.let_go_of_output(key)
             elif what == "grad_output" and delta < 0:
                 walk.release(walk.left.pop(key, None), f"left of {key}")
             elif what == "gradient":
@@ -107,7 +108,7 @@ def weight_half(walk: Walk, ins: Instruction) -> None:
                 walk.change(delta, "temporary", layer)
         walk.change(-left, "activations", layer)
         walk.let_go_of_inputs(key)
-        walk.release(walk.made.pop(key, None), f"made by {key}")
+        walk.let_go_of_output(key)
         walk.release(walk.left.pop(key, None), f"left of {key}")
         copied += walk.fill(layer, groups, fresh)
     for g in copied:  # they have been copied into their buckets

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from minipar import Plan, PlanError, train
-from minipar.models.losses import check_loss, counted, try_loss, weighted
+from minipar.models.losses import check_loss, counted, try_loss, try_tokens, weighted
 from tests.toys import rows, toy
 
 pytestmark = pytest.mark.many(2)
@@ -127,6 +127,58 @@ def test_ordinary_losses_are_let_through():
     trained = nn.Linear(2, 2)
     with pytest.raises(PlanError, match="its parameter weight would never be trained"):
         check_loss(trained)
+
+
+def by_place(output, y):
+    return nn.functional.cross_entropy(output, y)
+
+
+def by_next(output, y):
+    return nn.functional.cross_entropy(output[:, :, :-1], y[:, 1:])
+
+
+def by_next_counted(output, y):
+    return nn.functional.cross_entropy(output[:, :, :-1], y[:, 1:], reduction="sum"), y[:, 1:].numel()
+
+
+def by_rows(output, y):
+    return (output.mean((1, 2)) - y.float().mean(1)).abs().mean()
+
+
+@pytest.mark.parametrize("loss", [by_next, by_next_counted, by_rows])
+@pytest.mark.parametrize("sizes", [(3, 3), (1, 4, 1)])
+def test_a_loss_that_looks_at_other_tokens_than_its_own_is_refused(loss, sizes):
+    """Where each rank, or each slice, has some tokens of every sequence, it would silently be another loss."""
+    torch.manual_seed(0)
+    output, y = torch.randn(4, 5, 6), torch.randint(5, (4, 6))
+    starts = [sum(sizes[:k]) for k in range(len(sizes))]
+    parts = [range(a, a + n) for a, n in zip(starts, sizes, strict=True)]
+    with pytest.raises(PlanError, match=r"loss: (of sequences of 6 tokens it is|cannot be computed of) .*next tokens"):
+        try_tokens(loss, output, output[:, :, : sizes[0]], y, parts)
+    try_tokens(by_place, output, output[:, :, : sizes[0]], y, parts)
+    try_tokens(loss, output, output, y, parts)  # (an output that has nothing for each token is not cut)
+
+
+def test_ignored_targets_and_what_has_no_tokens():
+    y = torch.randint(5, (4, 6))
+    y[:, 4:] = -100
+    output = torch.randn(4, 6, 5), torch.rand(4)  # with a number for each row
+
+    def loss(given, y):
+        return nn.functional.cross_entropy(given[0].transpose(1, 2), y) + given[1].mean()
+
+    parts = [range(3), range(3, 6)]
+    try_tokens(loss, output, (output[0][:, :3], output[1]), y, parts)
+
+
+def test_a_loss_of_the_next_tokens_is_refused_where_ranks_have_parts_of_sequences(clusters):
+    from minipar import models
+
+    model = partial(models.gpt, layers=1, width=8, heads=2, context=6, vocab=11)
+    ids = torch.randint(11, (8, 6))
+    for plan in ("context_parallel=2", "pp=2 schedule=terapipe slices=2"):
+        with pytest.raises(PlanError, match="of sequences of 6 tokens it is .* parts of 3 \\+ 3 tokens give"):
+            train(model, (ids, ids), plan, cluster=clusters(2), loss=by_next, batch=8, progress=False)
 
 
 def test_an_output_may_hold_what_has_no_rows():

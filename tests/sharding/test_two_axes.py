@@ -23,13 +23,28 @@ from minipar.program.forms import along
 from minipar.program.mesh import Mesh
 from minipar.sharding.sharded import local_model
 from minipar.training.training import resume
-from tests.sharding.test_models import OWN, TRANSFORMERS, gpt, numbers, right, run, texts, trained
+from tests.sharding.test_models import OWN, ROWS, TRANSFORMERS, VOCAB, numbers, right, run
 
 pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("captured_for_all_tests")]
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
-MIXTURE = partial(models.build, "gpt-moe-tiny", layers=2, width=16, heads=4, context=6, experts=4, vocab=32)
+TOKENS = 8
+MIXTURE = partial(models.build, "gpt-moe-tiny", layers=2, width=16, heads=4, context=TOKENS, experts=4, vocab=VOCAB)
 GRID = "tp=2 context_parallel=2"
+gpt = partial(models.gpt, layers=2, width=32, heads=4, context=TOKENS, vocab=VOCAB)
+
+
+def texts() -> tuple[Tensor, Tensor]:
+    ids = torch.randint(VOCAB, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
+    return ids, ids
+
+
+def trained(clusters: Any, model: Any, words: str, **options: Any) -> Any:
+    return run(clusters, model, texts(), words, **options)
+
+
+def by_token(logits: Tensor, y: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.transpose(1, 2), y)
 
 
 # Gradients ------------------------------------------------------------------------------------------------------------
@@ -39,8 +54,10 @@ GRID = "tp=2 context_parallel=2"
 @pytest.mark.parametrize("name", [*OWN, *TRANSFORMERS])
 def test_operators_and_tokens(clusters: Any, name: str) -> None:
     """Of models that know nothing of it: tied weights, dropout, grouped keys, rotary positions."""
-    model = {**OWN, **TRANSFORMERS}[name]
-    right(trained(clusters, model, f"{GRID} microbatches=2"))
+    x, y = texts()
+    y = torch.cat([y[:, 1:], torch.full((ROWS, 1), -100)], 1)  # the next tokens: each part has its own targets
+    right(run(clusters, {**OWN, **TRANSFORMERS}[name], (x[:, :6], y[:, :6]), f"{GRID} microbatches=2",
+              loss=by_token if name in TRANSFORMERS else functional.cross_entropy))  # fmt: skip
 
 
 @pytest.mark.many(3)
@@ -54,14 +71,16 @@ def test_operators_and_tokens(clusters: Any, name: str) -> None:
         f"{GRID} checkpoint=selective batch_copies=2 microbatches=2",
         f"{GRID} offload=activations,optimizer",
         f"{GRID} host_layers=1 bucket=none",
-        f"dp=2 {GRID} algorithm=ring overlap=none bucket=flat",
-        f"dp=2 {GRID} local_steps=2 sequence_parallel=true",
         f"dp=2 {GRID} overlap=priority",
         f"{GRID} sequence_parallel=true microbatches=2 check=true",
     ],
 )
 def test_with_other_keys(clusters: Any, words: str) -> None:
     right(trained(clusters, partial(gpt, tied=True, fused=False), words, optimizer=ADAM), 1e-10)
+
+
+def test_replicas_that_train_alone(clusters: Any) -> None:
+    right(trained(clusters, gpt, f"dp=2 {GRID} local_steps=2 sequence_parallel=true", steps=3))
 
 
 @pytest.mark.many(2)
@@ -157,7 +176,7 @@ def test_a_run_is_saved_and_goes_on_under_another_mesh(clusters: Any, tmp_path: 
 def test_memory_and_messages_are_as_predicted(clusters: Any) -> None:
     found = trained(clusters, partial(gpt, layers=4), f"{GRID} sequence_parallel=true microbatches=2", memory=True,
                     check=False, steps=3)  # fmt: skip
-    assert found.predicted.peak_memory() == pytest.approx(found.trace.peak_memory(), rel=0.05)
+    assert found.predicted.peak_memory() == pytest.approx(found.trace.peak_memory(), rel=0.01)
     for rank, row in enumerate(found.program.ranks):
         for ins in row:
             if ins.group:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ from minipar.models.tensors import (
     take_tokens,
     tensors,
 )
-from minipar.prediction.recorded import LayerTape, Tape, Tapes, Workspace
+from minipar.prediction.recorded import Back, LayerTape, Lie, Tape, Tapes, Workspace
 from minipar.program.edges import Edges, wiring
 
 Loss = Callable[[Any, Any], Tensor]
@@ -185,13 +186,37 @@ def _one_layer(
     if l < first:
         return result, carried, LayerTape(plain)
     found: list[Tape] = []
-    for halves in (False, True) if split else (False,):
-        forward, backward, half = _with_graph(layer, value, final, l, first, halves, here)
-        _, later, _ = _with_graph(layer, value, final, l, first, halves, here)
+    lies, back = tuple[Lie, ...](), None
+    for halves in (True, False) if split else (False,):
+        forward, backward, half, lies, back = _with_graph(layer, value, final, l, first, halves, here)
+        _, later, *_ = _with_graph(layer, value, final, l, first, halves, here)
         found += [half, backward, later] if halves else [forward, backward, later]
         for p in layer.parameters():
             p.grad = None
-    return result, carried, LayerTape(plain, *found)
+    if split:
+        found = [*found[3:], *found[:3]]
+    return result, carried, LayerTape(plain, *found)._replace(lies=lies, back=back)  # type: ignore[arg-type]
+
+
+class _Lying:
+    """Finds out where some tensors lie: in storages that were given, or in others."""
+
+    def __init__(self, recorder: _Recorder, given: Sequence[FollowedStorage | None], made: Sequence[Tensor]) -> None:
+        numbers = {id(held): k for k, held in reversed(list(enumerate(given)))}
+        self.found = [recorder.held_by(tensor) for tensor in made]
+        own = dict.fromkeys(id(held) for held in self.found if id(held) not in numbers)
+        self.numbers = numbers | {key: -1 - k for k, key in enumerate(own)}
+        self.bytes = [0 if held is None else held.nbytes for held in self.found]
+
+    def lies(self) -> tuple[Lie, ...]:
+        """To be asked when nobody but the graph holds an output; () where a tensor is not followed."""
+        if None in self.found:
+            return ()
+        return tuple(
+            Lie(self.numbers[id(held)], size, held() is not None)
+            for held, size in zip(self.found, self.bytes, strict=True)
+            if held is not None
+        )
 
 
 def _runner(layer: nn.Module, here: _Here | None, recorder: _Recorder, trains: bool) -> Any:
@@ -218,12 +243,13 @@ def _with_graph(
     first: int,
     halves: bool = False,
     here: _Here | None = None,
-) -> tuple[Tape, Tape, Tape]:
-    """Tapes of a forward and its backward; of a backward in halves, of both."""
+) -> tuple[Tape, Tape, Tape, tuple[Lie, ...], Back | None]:
+    """Tapes of a forward and its backward, or of a backward in halves; and where the tensors of the output and the
+    gradients of the input lie."""
     root = torch.zeros((), requires_grad=True)
-    arrived: list[Tensor] = []
+    arrived: dict[int, Tensor] = {}
     fresh = [p for p in layer.parameters() if p.grad is None]
-    recorder, given = _given(layer, value, l, (root, arrived.append) if l > first else None)
+    recorder, given = _given(layer, value, l, (root, arrived.__setitem__) if l > first else None)
     run = _runner(layer, here, recorder, True)
     leaves: list[Tensor] = []
     with recorder:
@@ -233,9 +259,19 @@ def _with_graph(
         recorder.role(_carried(run), "carry")
         recorder.name_the_rest("saved")
         forward = recorder.take()
+        lying = _Lying(recorder, [recorder.held_by(tensor) for tensor in tensors(given)], tensors(output))
+        inputs = len(differentiable(value)) if l > first else 0
+        seeds: list[FollowedStorage | None] = []
+        smooth = len(differentiable(output)) if end is None else 0
+
+        def seeded(made: list[Tensor]) -> None:
+            recorder.role(made, "grad_output")
+            seeds.extend(map(recorder.held_by, made))
+
         ends = [t for t in differentiable(output) if t.requires_grad] if end is None else []
         more = [t for t in differentiable(_carried(run)) if t.requires_grad]
-        last = [end] if end is not None else [_Sink.apply(lambda made: recorder.role(made, "grad_output"), *ends)]
+        carries = bool(more)
+        last = [end] if end is not None else [_Sink.apply(seeded, *ends)]
         last += [_Sink.apply(lambda made: recorder.role(made, "grad_carried"), *more)] if more else []
         recorder.role(last, "sink")  # (but the loss is the layer's, and has a role already)
         if isinstance(run, sliced.Alone):
@@ -243,6 +279,7 @@ def _with_graph(
         recorder.take()
         del output, ends, given, end, more
         before = recorder.take()  # what is freed now was not held by the graph
+        lies = lying.lies()
         edges = [get_gradient_edge(one) for one in last if one.requires_grad]
         del last
         input_tape: Tape = ()
@@ -250,7 +287,7 @@ def _with_graph(
             parameters = [p for p in layer.parameters() if p.requires_grad]
             _, left = input_half(edges, [None] * len(edges), [root] if l > first else [], parameters)
             del edges
-            recorder.role(arrived, "grad_input")
+            recorder.role(list(arrived.values()), "grad_input")
             recorder.name_the_rest("left")
             input_tape, before = before + recorder.take(), ()
             weight_half(left)
@@ -259,11 +296,18 @@ def _with_graph(
             if edges:
                 torch.autograd.backward(edges, [None] * len(edges))
             del edges
-            recorder.role(arrived, "grad_input")
+            recorder.role(list(arrived.values()), "grad_input")
             recorder.role([leaf.grad for leaf in leaves], "grad_carry")
         recorder.role([p.grad for p in fresh if p.grad is not None], "gradient")
+        back = None
+        if not halves and not carries and len(seeds) == smooth and sorted(arrived) == list(range(inputs)):
+            found = _Lying(recorder, seeds, [arrived[k] for k in range(inputs)]).lies()
+            recorder.settle()
+            numbers = {id(held): k for k, held in enumerate(seeds)}
+            freed = tuple(numbers[id(held)] for delta, held in recorder.log if delta < 0 and id(held) in numbers)
+            back = Back(found, smooth, freed) if len(found) == inputs else None
         backward = recorder.take()
-    return forward, before + backward, input_tape
+    return forward, before + backward, input_tape, lies, back
 
 
 def _given(layer: nn.Module, value: Any, l: int, source: Any) -> tuple[_Recorder, Any]:
@@ -273,10 +317,13 @@ def _given(layer: nn.Module, value: Any, l: int, source: Any) -> tuple[_Recorder
     own = map_tensors(value, lambda t: t.detach().clone())
     for tensor in tensors(own):
         recorder.register(tensor, "input")
-    smooth = {id(t) for t in differentiable(own)}
+    smooth = {id(t): k for k, t in enumerate(differentiable(own))}
 
     def hand_on(tensor: Tensor) -> Tensor:
-        return _Source.apply(source[0], tensor, source[1]) if source and id(tensor) in smooth else tensor
+        if not source or id(tensor) not in smooth:
+            return tensor
+        made: Tensor = _Source.apply(source[0], tensor, partial(source[1], smooth[id(tensor)]))
+        return made
 
     recorder.take()
     return recorder, map_tensors(own, hand_on)
