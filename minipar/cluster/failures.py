@@ -92,10 +92,11 @@ def capture(error: BaseException, hide: str) -> Remote:
             pickled = cloudpickle.dumps(error)
     name = type(error).__name__
     of_system = isinstance(error, OSError | MemoryError | RuntimeError) and not isinstance(error, MiniparError)
-    return Remote(name, message, tuple(_segments(error, hide)), pickled, _lost_peer(error), of_system)
+    return Remote(name, message, tuple(_segments(error, hide)), pickled, lost_peer(error), of_system)
 
 
-def _lost_peer(error: BaseException) -> bool:
+def lost_peer(error: BaseException) -> bool:
+    """Whether an error says that another rank is gone."""
     if isinstance(error, RuntimeError):
         return _LOST_PEER.search(str(error)) is not None
     return isinstance(error, ConnectionError)

@@ -189,7 +189,7 @@ class Cluster(Calling):
         members = self._members
         self._run += 1
         heard = Round(self._run, frozenset(active), call.callback, revivals=call.revivals, show=call.show)
-        watch = Watchdog(self._patience, local=self.carrier == "local")
+        watch = Watchdog(self._patience, local=self.carrier == "local", tended=call.tended)
         try:
             for death in members.heal():
                 warnings.warn(f"{death.line}; it starts anew, without its state", RuntimeWarning, stacklevel=5)

@@ -33,6 +33,7 @@ _TRIES = 5
 _SHORTEST, _LONGEST = 0.02, 0.15  # seconds between two checks
 SURE = 3.0  # seconds until ranks that are provably blocked are a deadlock
 STOPPED = 0.5  # seconds until a process that was stopped counts as one that does not go on by itself
+_TENDED = 10.0  # the same, where other ranks are to notice it
 _OFTEN = 0.05  # seconds between two checks while a rank is stopped
 _DOUBTFUL = "the making of a group"
 _TICKS = 10  # of CPU time in each second that waits of a rank may use, since some look again and again
@@ -57,16 +58,17 @@ class Watchdog:
     """Checks the ranks of one run from time to time. Pauses of the driver itself do not count: it may have been
     stopped, and the ranks with it."""
 
-    def __init__(self, patience: float | None, local: bool = True) -> None:
+    def __init__(self, patience: float | None, local: bool = True, tended: bool = False) -> None:
         """`patience`: in seconds; None: it never finds a deadlock. `local`: whether all messages are carried by this
-        machine's memory and sockets."""
+        machine's memory and sockets. `tended`: whether the ranks notice by themselves if one is stopped, and what to do
+        then; so they get more time for that."""
         self.patience = math.inf if patience is None else patience
         self.interval = self._usual = min(max(self.patience / 5, _SHORTEST), _LONGEST)
         self._seen: dict[int, Seen] = {}
         self.same = 0.0  # seconds for which nothing has changed
         self.lasted = 0.0  # seconds for which what `look` found has been so
         self._stopped: dict[int, float] = {}  # for how many seconds each rank has been stopped, of those that are
-        self._local = local and patience is not None
+        self._local, self._tended = local and patience is not None, tended
         self._still = 0.0  # seconds for which all have slept, too
         self._used: dict[int, int] = {}  # CPU time of each rank when that began
         self._looked = time.monotonic()
@@ -110,7 +112,8 @@ class Watchdog:
         self._stopped = {rank: before[rank] + passed if rank in before else 0.0 for rank in seen if seen[rank].stopped}
         self.interval = min(self._usual, _OFTEN) if self._stopped else self._usual
         self.lasted = max(self._stopped.values(), default=-1.0)
-        return self._doings(ranks, seen) if self.lasted >= min(self.patience, STOPPED) else None
+        limit = _TENDED if self._tended else min(self.patience, STOPPED)
+        return self._doings(ranks, seen) if self.lasted >= limit else None
 
     def waits(self, ranks: list[Entry]) -> dict[int, str] | None:
         """What each of these ranks waits for, if all of them have waited for a while; else None."""

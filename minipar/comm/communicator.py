@@ -55,7 +55,7 @@ class Communicator:
 
     def __init__(self, world: World) -> None:
         self.rank, self.size = world.rank, world.size
-        self.members = world.everyone
+        self.members = tuple(range(world.size))
         self.hosts = world.hosts
         self.device, self.backend = world.device, world.backend
         self.gpus = world.gpus
@@ -418,7 +418,7 @@ class Communicator:
             raise RankError(CLOSED)
         carrier = world.host if transport is None else transport
         if ranks is None:
-            return world.group(self.members, carrier)
+            return world.group(self.members if self._parted else world.everyone, carrier)
         if self._parted:
             if not set(ranks) <= set(range(self.size)):
                 raise RankError(f"group {ranks}: must be ranks of 0 to {self.size - 1}")
@@ -470,6 +470,13 @@ class Communicator:
         """Close all groups, also those of communicators made by `split`; every rank does it. Later calls raise
         RankError; `create()` makes a new one."""
         self._world.close()
+
+
+def among(members: tuple[int, ...], name: str) -> Communicator:
+    """A Communicator for messages and groups among some ranks of a cluster, which keep their numbers. They make it
+    together, and close it; all others need not know of it. So a rank that was started again during a run can make one,
+    too. `name`: the same on all of them, and short; no other communicator of the run has it."""
+    return Communicator(of_rank(worker.context(), name, members))
 
 
 def _along_axis(axis: int | str, mesh: Mapping[str, int], size: int) -> list[int]:

@@ -45,8 +45,8 @@ class Way(NamedTuple):
 
 
 class World:
-    """One rank's part of the communication among all. `host` carries tensors on the CPU. `hosts`: by rank, the name of
-    its host; default: all are on one."""
+    """One rank's part of the communication among all, or among `members`. `host` carries tensors on the CPU. `hosts`:
+    by rank, the name of its host; default: all are on one."""
 
     def __init__(
         self,
@@ -57,11 +57,12 @@ class World:
         backend: str,
         host: Transport,
         hosts: tuple[str, ...] = (),
+        members: tuple[int, ...] = (),
     ) -> None:
         self.rank, self.size = rank, size
         self.hosts = hosts or ("",) * size
         self.device, self.backend = device, backend
-        self.everyone = tuple(range(size))
+        self.everyone = members or tuple(range(size))
         self.closed = False
         self.pending: set[Handle] = set()
         self.starter = Starter("starts collectives")
@@ -73,7 +74,7 @@ class World:
         self.reader: Reader | None = host.reader
         self.gpus: Transport | None = None  # what carries tensors on GPUs; None: they go through host memory
         if backend == "nccl" and size > 1:
-            self.gpus = Nccl(store, rank, size, device, host)
+            self.gpus = Nccl(store, rank, self.everyone, device, host)
 
     def group(self, members: tuple[int, ...], transport: Transport) -> RankGroup:
         """Those ranks, made at the first use, which waits for all of them."""
@@ -210,22 +211,23 @@ class _Closed:
 _abandoned: list[tuple[Any, ...]] = []  # which may not end before what native code does with it has ended: never
 
 
-def of_rank(context: Context, count: int) -> World:
-    """The World of a rank of a Cluster, its `count`-th in this generation."""
+def of_rank(context: Context, count: int | str, members: tuple[int, ...] = ()) -> World:
+    """The World of a rank of a Cluster, its `count`-th in this generation; or one of some ranks, which has a name."""
     rank, size = context.rank, context.size
+    everyone = members or tuple(range(size))
     os.close(os.open(context.store, os.O_CREAT | os.O_RDWR, 0o600))  # (the store itself would let others read it)
     store = dist.PrefixStore(str(count), dist.FileStore(context.store, size))
     path = f"{context.store}-{count}"
     device = torch.device(context.device)
     if context.transport == "gloo":
-        gloo = Gloo(store, rank, size, agreement.LOOPBACK, "transport='gloo'")
-        return World(store, rank, size, device, context.backend, gloo)
+        gloo = Gloo(store, rank, everyone, agreement.LOOPBACK, "transport='gloo'")
+        return World(store, rank, size, device, context.backend, gloo, (), members)
     hosts = agreement.apart(size)
-    if rank == 0 and len(set(hosts)) > 1:
+    if rank == everyone[0] and len(set(hosts)) > 1:
         store.set("token", secrets.token_hex(32))
     token = bytes.fromhex(store.get("token").decode()) if len(set(hosts)) > 1 else b""
-    host = _host(store, rank, hosts, agreement.LOOPBACK, token, path, path)
-    return World(store, rank, size, device, context.backend, host, hosts)
+    host = _host(store, rank, everyone, hosts, agreement.LOOPBACK, token, path, path)
+    return World(store, rank, size, device, context.backend, host, hosts, members)
 
 
 def under_torchrun(count: int | str) -> World:
@@ -246,17 +248,25 @@ def under_torchrun(count: int | str) -> World:
     # A name in the memory of Linux leaves nothing behind, however the process ends.
     sockets = f"\0{name}" if sys.platform == "linux" else path
     token = bytes.fromhex(agreed.token)
-    host = _host(store, agreed.rank, agreed.hosts, agreed.addresses[agreed.rank], token, path, sockets)
+    address, everyone = agreed.addresses[agreed.rank], tuple(range(agreed.size))
+    host = _host(store, agreed.rank, everyone, agreed.hosts, address, token, path, sockets)
     return World(store, agreed.rank, agreed.size, device, agreed.backend, host, agreed.hosts)
 
 
 def _host(
-    store: dist.Store, rank: int, hosts: tuple[str, ...], address: str, token: bytes, path: str, sockets: str
+    store: dist.Store,
+    rank: int,
+    everyone: tuple[int, ...],
+    hosts: tuple[str, ...],
+    address: str,
+    token: bytes,
+    path: str,
+    sockets: str,
 ) -> Transport:
-    """What carries tensors on the CPU among ranks of these hosts. The files of boards begin with `path`, the names of
-    sockets with `sockets`."""
+    """What carries tensors on the CPU among ranks of these hosts, or some of them. The files of boards begin with
+    `path`, the names of sockets with `sockets`."""
     far = frozenset(peer for peer, host in enumerate(hosts) if host != hosts[rank])
-    gloo = Gloo(store, rank, len(hosts), address, f"ranks are on {len(set(hosts))} hosts" if far else "")
+    gloo = Gloo(store, rank, everyone, address, f"ranks are on {len(set(hosts))} hosts" if far else "")
     local = LocalTransport(path, gloo, Sockets(rank, sockets, Far(far, address, store, token) if far else None))
     return Mixed(local, hosts) if far else local
 

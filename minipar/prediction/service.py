@@ -3,9 +3,10 @@
     worker   |PULL ..........|--- F, B ---|PUSH|PULL ...           a worker waits for its PULL, and for its copies
     server        |REPLY ->0|REPLY ->1|        |ACCEPT <-0|APPLY|REPLY ->0| ...      one thing after another
 
-A server is one thread, so receiving, sending and updating wait for each other. A message takes time on both its ranks.
-With fewer cores than ranks, all ranks that work share the cores equally. Where layers are served one by one, servers
-follow their program, and not the rule: an update comes when all workers have pushed a layer, and its answers at once.
+A worker is here a rank that is no server; all those of a replica are one worker of the rule. A server is one thread, so
+receiving, sending and updating wait for each other. A message takes time on both its ranks. With fewer cores than
+ranks, all ranks that work share the cores equally. Where layers are served one by one, servers follow their program,
+and not the rule: an update comes when all workers have pushed a layer, and its answers at once.
 """
 
 from __future__ import annotations
@@ -85,13 +86,13 @@ class _Simulated:
         self.servers = range(self.workers, len(program.ranks))
         self.shares = kept_shares(shares_of(program.groups, serving.servers), program.groups, program.sharing_mesh)
         mode = Mode.parse(serving.mode, program.replicas)
-        self.rule = Consistency(mode, self.workers, program.steps)
+        self.rule = Consistency(mode, program.replicas, program.steps)
         self.blocks: list[dict[int, list[Instruction]]] = [{} for _ in range(self.workers)]
         for w in range(self.workers):
             for ins in program.ranks[w]:
                 self.blocks[w].setdefault(ins.step, []).append(ins)
-        self.expected: dict[tuple[int, int], int] = {}  # (worker, step) -> number of accepts still to come
-        self.early: set[int] = set()
+        self.expected: dict[tuple[int, int], int] = {}  # (replica, step) -> number of accepts still to come
+        self.asking: dict[int, set[int]] = defaultdict(set)  # replica -> its workers that wait for an answer
         self.links: dict[tuple[int, int], Link] = defaultdict(Link)  # between workers, by sender and receiver
         self.groups: dict[tuple[int, ...], Link] = defaultdict(Link)  # of workers that share layers
         self.joined: Counter[tuple[int, tuple[int, ...]]] = Counter()  # the collectives of a worker, by group
@@ -143,11 +144,17 @@ class _Simulated:
     # workers
 
     def _ask(self, worker: int) -> None:
+        replica = self.program.replica(worker)
         self.since[worker] = self.loop.now
-        if any(w == worker for w, _ in self.expected):
-            self.early.add(worker)  # its last push is still under way
-        else:
-            self.rule.ask(worker)
+        self.asking[replica].add(worker)
+        self._ask_together(replica)
+
+    def _ask_together(self, replica: int) -> None:
+        """A replica asks when all its workers do, and none of its pushes is still under way."""
+        everyone = self.program.ranks_of_replicas[replica]
+        if len(self.asking[replica]) == len(everyone) and all(r != replica for r, _ in self.expected):
+            self.asking[replica].clear()
+            self.rule.ask(replica)
 
     def answered(self, worker: int, pull: Instruction) -> None:
         """A server's reply has arrived."""
@@ -258,8 +265,10 @@ class _Simulated:
     def _push(self, worker: int, ins: Instruction) -> None:
         occupied, delay = self.costs.transfer(worker, ins)
         self.work(worker, occupied, [key_of(worker, ins)], self._then_run(worker))
-        pushes = sum(other.op is Op.PUSH for other in self.blocks[worker][ins.step])
-        self.expected.setdefault((worker, ins.step), pushes)
+        replica = self.program.replica(worker)
+        if (replica, ins.step) not in self.expected:
+            everyone = self.program.ranks_of_replicas[replica]
+            self.expected[replica, ins.step] = sum(len(self.pushes(w, ins.step)) for w in everyone)
         accept = served_order.accept(ins, worker)
         key = key_of(ins.peer, accept)
         self._later(delay, lambda: self.work(ins.peer, occupied, [key], lambda: self._accepted(worker, ins)))
@@ -269,15 +278,14 @@ class _Simulated:
     def _accepted(self, worker: int, ins: Instruction) -> None:
         if self.layers is not None:
             self.layers.accepted(worker, ins)
-        self.expected[worker, ins.step] -= 1
-        if not self.expected[worker, ins.step]:
-            del self.expected[worker, ins.step]
-            self.rule.push(worker, ins.step)
+        replica = self.program.replica(worker)
+        self.expected[replica, ins.step] -= 1
+        if not self.expected[replica, ins.step]:
+            del self.expected[replica, ins.step]
+            self.rule.push(replica, ins.step)
             if self.layers is not None and ins.step + 1 < self.program.steps:
-                self.rule.ask(worker)  # (nobody asks for what is sent anyway)
-            if worker in self.early:
-                self.early.discard(worker)
-                self.rule.ask(worker)
+                self.rule.ask(replica)  # (nobody asks for what is sent anyway)
+            self._ask_together(replica)
             self._decide()
 
     def _decide(self) -> None:
@@ -291,8 +299,9 @@ class _Simulated:
                 elif row.kind is Kind.APPLY:
                     self._apply(row, [take for take in rows if take.kind is Kind.TAKE])
                 elif row.kind is Kind.ANSWER:
-                    for pull in self.pulls(row.worker, row.step):
-                        self.reply(row.worker, pull)
+                    for worker in self.program.ranks_of_replicas[row.worker]:
+                        for pull in self.pulls(worker, row.step):
+                            self.reply(worker, pull)
 
     def pulls(self, worker: int, step: int) -> list[Instruction]:
         return [ins for ins in self.blocks[worker][step] if ins.op is Op.PULL]
@@ -302,7 +311,8 @@ class _Simulated:
 
     def _apply(self, row: Row, taken: Sequence[Row]) -> None:
         for server, share in zip(self.servers, self.shares, strict=True):
-            pushes = ((take.worker, ins) for take in taken for ins in self.pushes(take.worker, take.step))
+            ranks = ((w, take.step) for take in taken for w in self.program.ranks_of_replicas[take.worker])
+            pushes = ((worker, ins) for worker, step in ranks for ins in self.pushes(worker, step))
             accepts = [served_order.accept(ins, worker) for worker, ins in pushes if ins.peer == server]
             self.update(server, served_order.update(share, row.version, accepts), lambda: None)
 

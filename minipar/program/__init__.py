@@ -271,10 +271,23 @@ class Program:
         own = tuple(mesh.coordinates(rank).get("dp", 0) for rank in workers)
         return own + tuple(range(self.replicas, self.replicas + servers))
 
+    @cached_property
+    def ranks_of_replicas(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each replica. With parameter servers they are one worker of the servers' rule."""
+        found: list[list[int]] = [[] for _ in range(self.replicas)]
+        for rank in range(self.workers):
+            found[self.replica(rank)].append(rank)
+        return tuple(map(tuple, found))
+
     @property
     def workers(self) -> int:
         """The ranks that hold layers: all but parameter servers."""
         return len(self.ranks) - (self.serving.servers if self.serving else 0)
+
+    @cached_property
+    def undecided(self) -> bool:
+        """Whether it has servers that decide as they run, and has not run: then they have no instructions."""
+        return self.serving is not None and not any(self.ranks[self.workers :])
 
     @property
     def slice_count(self) -> int:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 def check_links(program: Program, ranks: Collection[int]) -> None:
     """The receiver of each link receives what the sender sends, in the same order. This includes pushes and replies of
-    parameter servers. `ranks` are the ranks to look at, as in `order`. Errors: ProgramError."""
+    parameter servers, unless these have not decided yet. `ranks` are the ranks to look at, as in `order`. Errors:
+    ProgramError."""
     sides: dict[Op, dict[tuple[int, int], list[tuple[object, int]]]] = {
         op: {} for pair in PARTNERS.items() for op in pair
     }
@@ -35,6 +36,8 @@ def check_links(program: Program, ranks: Collection[int]) -> None:
             content = (ins.layers, ins.step) if op in SERVICE else message(ins)
             sides[op].setdefault(link, []).append((content, index))
     for giver, taker in PARTNERS.items():
+        if program.undecided and giver in SERVICE:
+            continue
         for source, target in sorted(sides[giver].keys() | sides[taker].keys()):
             given, taken = sides[giver].get((source, target), []), sides[taker].get((source, target), [])
             here, there = [content for content, _ in given], [content for content, _ in taken]

@@ -7,8 +7,9 @@
 
 A rank walks its list in order. It starts messages, copies and collectives when it reaches them. From then on the values
 that they write are under way, and the first instruction that reads such a value waits for it. A server's ACCEPT and a
-worker's PULL wait at once. All code that must know who waits for whom uses this module: the verifier, the check of
-collectives, the plain simulator. Only decisions that need a clock are made elsewhere (event_loop.py).
+worker's PULL wait at once; a PULL from servers that have not decided yet waits for nobody. All code that must know who
+waits for whom uses this module: the verifier, the check of collectives, the plain simulator. Only decisions that need a
+clock are made elsewhere (event_loop.py).
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def _walk(program: Program, ranks: Collection[int]) -> Iterator[Turn]:
     given: dict[Stream, list[Place]] = {}  # the instruction that sent each message or completed each collective
     taken: dict[tuple[Stream, int], int] = {}  # how many of them each rank has received or joined
     joining: dict[tuple[Stream, int], list[Place]] = {}  # collectives that some of their ranks have joined
-    SEND, RECV, nothing = Op.SEND, Op.RECV, ()
+    SEND, RECV, nothing, undecided = Op.SEND, Op.RECV, (), program.undecided
     moved = True
     while moved:
         moved = False
@@ -129,7 +130,7 @@ def _walk(program: Program, ranks: Collection[int]) -> Iterator[Turn]:
                     in_use[reads[0]] = writes[0]
                 elif op in PARTNERS:  # a PUSH or a REPLY
                     given.setdefault((rank, peer, op), []).append((rank, index))
-                elif op in _GIVER:  # an ACCEPT or a PULL, which waits at once
+                elif op in _GIVER and not undecided:  # an ACCEPT or a PULL, which waits at once
                     link = (peer, rank, _GIVER[op])
                     k = taken.get((link, rank), 0)
                     if len(given.get(link, ())) <= k:

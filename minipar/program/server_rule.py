@@ -1,6 +1,8 @@
 """When a parameter server applies gradients, and when it answers: the simulator and real servers follow this rule.
 
-A worker's clock is the number of its next step; the version is the number of updates so far.
+A worker is a replica, of one or more ranks: it has pushed when all its ranks have pushed to all servers, it asks when
+all its ranks ask, and they are answered together. Its clock is the number of its next step; the version is the number
+of updates so far.
 
     sync          update v takes the gradients of step v of all workers; a worker that has pushed waits for the update
     async         every gradient is an update of its own, at once; nobody waits

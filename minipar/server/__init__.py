@@ -7,8 +7,9 @@ alive is decided by its process, not by its silence. A dead worker is started ag
 (`Cluster.run_reviving`), and calls the same function. With `sync=ps` one program and one trace cover all steps; `time`
 and `bytes_sent` are per step.
 
-In mode sync a worker may be one rank of a pipeline, with some layers, and layers may be served one by one
-(overlap=priority); `shard.Division` says who has what.
+A worker may be one rank of a pipeline, with some layers, or share layers with others; `shard.Division` says who has
+what. For the rule all ranks of a replica are one worker, and they start again together (lives.py). In mode sync layers
+may be served one by one (overlap=priority).
 
 What stands where, from the ground up: framing.py says what a message is, and how both ends prove that they know the
 token of the folder in which they meet (rendezvous.py). Servers use sockets of their own with a fixed header and raw

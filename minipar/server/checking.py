@@ -192,14 +192,12 @@ class CheckedShard(Shard):
     def _weighed(self, g: int, gradients: Gradients) -> tuple[float, float, float]:
         return weighed_together((gradients.get(k), self.own[k].numel()) for k in self.tensors[g])
 
-    def combine(self, taken: Sequence[Pushed], tensors: Collection[int] | None = None) -> Gradients:
+    def combine(self, taken: Sequence[Pushed], tensors: Collection[int] | None = None, scale: float = 1.0) -> Gradients:
         self._version = self.updates if tensors is None or not taken else taken[0].step
         groups = list(self._groups(self.by_tensor if tensors is None else tensors))
         each = {pushed.worker: pushed for pushed in taken}
-        rows = sum(pushed.rows for pushed in each.values())
-        scale = taken[0].of / rows if rows and tensors is None else 1.0
         before = {g: [self._accepted(g, pushed) for pushed in each.values()] for g in groups}
-        gradients = super().combine(taken, tensors)
+        gradients = super().combine(taken, tensors, scale)
         for g in groups if taken and self.optimizer is not None else ():
             after, _, near = self._weighed(g, gradients)
             product, square = scale * sum(b[0] for b in before[g]), scale**2 * sum(b[1] for b in before[g])
@@ -316,25 +314,33 @@ class Comparison:
         """The run is over: compare what was not compared yet, with the program as it happened."""
         for noted in self._noted.values():
             self._file(noted)
-        taken = {(row.worker, row.step) for row in order if row.kind is Kind.TAKE}
+        taken = {
+            (rank, row.step) for row in order if row.kind is Kind.TAKE for rank in program.ranks_of_replicas[row.worker]
+        }
         for step, of_ranks in self._facts.items():
             for rank, some in of_ranks.items():
                 some[:] = [fact for fact in some if self._counts(rank, step, fact, taken)]
             noted_by = {(rank, fact.rule, fact.what) for rank, some in of_ranks.items() for fact in some}
             for some in of_ranks.values() if self.reviving else ():
-                some[:] = [f for f in some if all((rank, f.rule, f.what) in noted_by for rank in self._ranks(f))]
+                some[:] = [f for f in some if self._is_whole(f, noted_by)]
         self._compare(program, sorted(self._facts))
 
     def _counts(self, rank: int, step: int, fact: Fact, taken: Collection[tuple[int, int]]) -> bool:
-        """Whether a fact is of a gradient that an update has taken; one of several workers, of theirs."""
+        """Whether a fact is of a gradient that an update has taken; one of several workers, of theirs. `taken`: by
+        worker and step."""
         if rank >= self.program.workers:
             at = self._places[step, rank][fact.at]
             return at.op is Op.APPLY or (at.peer, step) in taken
         others = [other for other in self._ranks(fact) if other < self.program.workers]
         return all((other, step) in taken for other in {rank, *others})
 
+    def _is_whole(self, fact: Fact, noted_by: Collection[tuple[int, str, str]]) -> bool:
+        """Whether all ranks that a fact is about have noted it; of each replica one that knows its share."""
+        whom = self.program.ranks_of_replicas if fact.rule == ONE else [(rank,) for rank in fact.ranks]
+        return all(any((rank, fact.rule, fact.what) in noted_by for rank in some) for some in whom)
+
     def _ranks(self, fact: Fact) -> Sequence[int]:
-        """The ranks that a fact is about, where workers are no pipelines."""
+        """The ranks that a fact is about: the shares of a mean loss, about all replicas."""
         return range(self.program.workers) if fact.rule == ONE else fact.ranks
 
     def _compare(self, program: Program, steps: Sequence[int]) -> None:

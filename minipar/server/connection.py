@@ -50,7 +50,7 @@ class Connection:
     """A client's connection: sends and receives wait until they are done. ConnectionError when the server is gone.
 
     `on_stop(name, process)` is called when the server's process was stopped, if it is known, which it is over a Unix
-    socket. When it returns, that is a ConnectionError, too.
+    socket. When it returns, that is a ConnectionError, too. `looks` is called from time to time while it waits.
     """
 
     def __init__(
@@ -60,8 +60,9 @@ class Connection:
         seconds: float,
         name: str = "",
         on_stop: Callable[[str, int], None] = stopped,
+        looks: Callable[[], None] = lambda: None,
     ) -> None:
-        self.name, self.on_stop = name or f"the server at {address}", on_stop
+        self.name, self.on_stop, self.looks = name or f"the server at {address}", on_stop, looks
         self._limit: float | None = seconds
         self._stopped = 0.0  # since when its process is seen as stopped
         kind, _, rest = address.partition(":")
@@ -123,6 +124,7 @@ class Connection:
         if self._stopped and now - self._stopped >= STOPPED:
             self.on_stop(self.name, self.process)
             raise ConnectionError(f"{self.name} (process {self.process}) was stopped (SIGSTOP)")
+        self.looks()
         if self._limit is not None and now - since >= self._limit:
             raise ConnectionError(f"{self.name} does not {what}")
         return since

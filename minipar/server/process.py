@@ -7,9 +7,13 @@
 So there is one order of updates and answers for all servers: they always take the same gradients, in whatever order
 these arrive at each server. Server 0 keeps that order, from which a run can be replayed exactly.
 
+Several workers can be one replica (`Settings.replicas`), and one worker of the rule: their gradients count when the
+last of them is at all servers, and they are answered together when all of them have asked, with one version.
+
 When a server dies, all servers go back to the newest snapshot that all of them have; workers connect again and go on
-there. What was pushed and acknowledged before that snapshot is in it. A gradient has a name (worker, step, key), and
-counts once, however often it is sent.
+there. When a worker dies, its whole replica connects again, each of its workers as a new one (lives.py). What was
+pushed and acknowledged before that snapshot is in it. A gradient has a name (worker, step, key), and counts once,
+however often it is sent.
 
 Where every group is served by itself (overlap=priority), a server updates a group as soon as all workers have pushed
 it, and sends it at once, to each worker in the order in which that pulls. Nobody decides this, since in mode sync it
@@ -37,7 +41,7 @@ from minipar.errors import RankError
 from minipar.execution.emulation import Pace, Pacing
 from minipar.execution.saving.folder import Saved
 from minipar.execution.updating import Form, Optimizer, Scheduler
-from minipar.program.server_rule import ANSWER, APPLY, DROP, JOIN, SYNC, TAKE, Kind, Mode, Row, again
+from minipar.program.server_rule import ANSWER, APPLY, DROP, JOIN, LEAVE, SYNC, TAKE, Kind, Mode, Row, again
 from minipar.server import snapshot
 from minipar.server.checking import CheckedShard, Place
 from minipar.server.connection import Peer, Refused
@@ -57,7 +61,7 @@ from minipar.server.framing import (
 )
 from minipar.server.packing import unpack
 from minipar.server.rendezvous import Introduction, Meeting, ServerHandle, present, read_handle
-from minipar.server.shard import Division, Gradients, Pushed, Shard, digest, pieces_of, runs_of, squares
+from minipar.server.shard import Division, Gradients, Pushed, Shard, digest, pieces_of, runs_of, scale_of, squares
 from minipar.server.switchboard import Done, Switchboard
 from minipar.strategies.passes.compress import pushed_bytes
 from minipar.strategies.shares import Piece
@@ -85,7 +89,8 @@ class Settings:
     pacing          of emulated devices; None: nothing is delayed
     compress        how workers push gradients: none, bf16, fp16, topk:R
     processes       of the workers, where they are on this machine: one that is stopped before it connects is noticed
-    division        which workers have which keys, in mode sync; None: each pulls all of them at once
+    division        which workers have which keys; None: each pulls all of them at once
+    replicas        the workers of each replica; (): every worker is one by itself
     checked         the keys of each parameter group, where what is done is noted to be compared; (): it is not
     clip            the norm to which an update's gradient is scaled down, that of all parts together; None: it is not
     saved           the saved run from which everything goes on
@@ -108,6 +113,12 @@ class Settings:
     processes: tuple[int, ...] = ()
     division: Division | None = None
     checked: tuple[tuple[int, ...], ...] = ()
+    replicas: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def members(self) -> int:
+        """How many workers the rule has: the replicas that are expected from the start."""
+        return len(self.replicas) or self.workers
 
 
 class Clipping(NamedTuple):
@@ -154,15 +165,61 @@ def rows_of(table: Tensor) -> list[Row]:
     return [Row(Kind(row[0]), *row[1:]) for row in table.tolist()]
 
 
-class Arrivals:
-    """At server 0: which servers have a gradient whole, and which workers pull before all servers have theirs.
+class Replicas:
+    """Which workers are one replica, as `Settings` say it; one that they do not name is a replica by itself."""
 
-    counts   for workers that do not push to all servers, to how many
+    def __init__(self, replicas: Sequence[tuple[int, ...]] = ()) -> None:
+        self.workers = dict(enumerate(replicas))
+        self.number = {worker: r for r, workers in self.workers.items() for worker in workers}
+
+    def of(self, worker: int) -> int:
+        """The replica of a worker."""
+        return self.number.get(worker, worker)
+
+    def members(self, replica: int) -> tuple[int, ...]:
+        """The workers of a replica."""
+        return self.workers.get(replica, (replica,))
+
+
+ALONE = Replicas()
+
+
+class Together:
+    """What each of a replica's workers has done: it counts when all of them have."""
+
+    def __init__(self, replicas: Replicas = ALONE) -> None:
+        self.replicas = replicas
+        self.who: dict[int, set[int]] = {}  # replica -> its workers that have done it
+
+    def done(self, worker: int) -> bool:
+        """A worker has done it. Returns whether all of its replica have now."""
+        self.who.setdefault(self.replicas.of(worker), set()).add(worker)
+        return self.all(worker)
+
+    def all(self, worker: int) -> bool:
+        replica = self.replicas.of(worker)
+        return len(self.who.get(replica, ())) == len(self.replicas.members(replica))
+
+    def forget(self, *workers: int) -> None:
+        for worker in workers:
+            self.who.get(self.replicas.of(worker), set()).discard(worker)
+
+
+class Arrivals:
+    """At server 0: which servers have a gradient whole, and which workers pull.
+
+    counts    for workers that do not push to all servers, to how many
+    pulling   the workers that wait for an answer
+    early     replicas that pull before all servers have what they pushed
     """
 
-    def __init__(self, servers: int, counts: Mapping[int, int] = MappingProxyType({})) -> None:
-        self.servers, self.counts = servers, counts
+    def __init__(
+        self, servers: int, counts: Mapping[int, int] = MappingProxyType({}), replicas: Replicas = ALONE
+    ) -> None:
+        self.servers, self.counts, self.replicas = servers, counts, replicas
         self.at: dict[tuple[int, int, int], set[int]] = {}  # worker, step, life
+        self.pushed: dict[tuple[int, int], set[int]] = {}  # replica, step -> its workers whose gradient is everywhere
+        self.pulling = Together(replicas)
         self.early: set[int] = set()
 
     def coming(self, worker: int, step: int, life: int) -> None:
@@ -170,35 +227,45 @@ class Arrivals:
         self.at.setdefault((worker, step, life), set())
 
     def whole(self, worker: int, step: int, life: int, server: int) -> bool:
-        """A gradient is whole at a server. Returns whether it is whole at all of them now."""
-        count = self.counts.get(worker, self.servers)
-        if count == 1:
-            self.at.pop((worker, step, life), None)
-            return True
+        """A gradient is whole at a server. Returns whether that of its replica is whole at all of them now."""
         found = self.at.setdefault((worker, step, life), set())
         found.add(server)
-        if len(found) < count:
+        if len(found) < self.counts.get(worker, self.servers):
             return False
         del self.at[worker, step, life]
+        replica = self.replicas.of(worker)
+        pushed = self.pushed.setdefault((replica, step), set())
+        pushed.add(worker)
+        if len(pushed) < len(self.replicas.members(replica)):
+            return False
+        del self.pushed[replica, step]
         return True
 
     def wait(self, worker: int, late: bool = False) -> bool:
-        """A worker pulls. Returns whether it must wait, since a gradient that it pushed is not at all servers yet.
-        late: it is known to be under way, to other servers than this one."""
-        if late or any(key[0] == worker for key in self.at):
-            self.early.add(worker)
-        return worker in self.early
+        """A worker pulls. Returns whether its replica must wait: for another one of its workers to pull, or since a
+        gradient that it pushed is not at all servers yet. late: that is known to be under way, to other servers than
+        this one, or from another one of its workers."""
+        replica = self.replicas.of(worker)
+        members = self.replicas.members(replica)
+        if late or any(key[0] in members for key in self.at):
+            self.early.add(replica)
+        return not self.pulling.done(worker) or replica in self.early
 
     def awaited(self, worker: int) -> bool:
-        """Whether a worker had pulled before its gradient was at all servers; forgets it."""
-        there = worker in self.early
-        self.early.discard(worker)
-        return there
+        """Whether a worker's replica had pulled before its gradient was at all servers; forgets that it was early."""
+        replica = self.replicas.of(worker)
+        early = replica in self.early
+        self.early.discard(replica)
+        return early and self.pulling.all(worker)
 
     def forget(self, worker: int, life: int) -> None:
         """A worker began anew, in this life: forget its earlier ones."""
-        self.early.discard(worker)
+        replica = self.replicas.of(worker)
+        self.early.discard(replica)
         self.at = {key: found for key, found in self.at.items() if key[0] != worker or key[2] == life}
+        for (mine, _), pushed in self.pushed.items():
+            if mine == replica:
+                pushed.discard(worker)
 
 
 class Gathering:
@@ -278,6 +345,7 @@ class Server:
         self.shard = self._new_shard()
         division = settings.division
         self.held = [] if division is None else [division.of(worker) for worker in range(settings.workers)]
+        self.replicas = Replicas(settings.replicas)
         self.each = division if division is not None and division.each else None
         self.digest = digest(handle.keys, self.count)
         self.served = Served(self.shard.flat)
@@ -331,8 +399,9 @@ class Server:
         self.lists: dict[int, list[int]] = {}  # snapshots of the other servers
         self.lives: dict[int, int] = {}
         places = [{piece.tensor for piece in pieces} for pieces in self.all_pieces]
-        self.arrivals = Arrivals(self.count, {w: sum(map(bool, map(held.intersection, places)))
-                                              for w, held in enumerate(self.held)})  # fmt: skip
+        counts = {w: sum(map(bool, map(held.intersection, places))) for w, held in enumerate(self.held)}
+        self.arrivals = Arrivals(self.count, counts, self.replicas)
+        self.joining, self.leaving = Together(self.replicas), Together(self.replicas)
         self.gathering = None if self.each is None else Gathering(self.each, self.shard)
         self.heard: dict[int, float] = {}
         self.stopped: dict[int, float] = {}  # since when a worker's process is seen as stopped
@@ -399,8 +468,16 @@ class Server:
         self._restore(common, 1 + secrets.randbelow(1 << 62))
         for peer in self.others.values():
             self.board.tell(peer, Message(What.RESTORE, number=common, version=self.incarnation))
-        self.heard = dict.fromkeys(self.rule.members, time.monotonic())
+        self.heard = dict.fromkeys(self._members(), time.monotonic())
         self.ready = True
+
+    def _members(self) -> list[int]:
+        """The workers of all replicas that take part."""
+        return [worker for replica in self.rule.members for worker in self.replicas.members(replica)]
+
+    def _known(self, worker: int, step: int) -> bool:
+        """Whether the gradient of a worker's replica has arrived before."""
+        return self.rule.known(self.replicas.of(worker), step)
 
     def _follow(self, mine: list[int]) -> None:
         found = present(self.handle, Introduction(self.digest, server=self.number, snapshots=mine))
@@ -424,12 +501,13 @@ class Server:
             self.shard = self._new_shard()
         snapshot.remove_after(self.folder, self.number, number)
         self.served.order = order
-        self.rule = again(self.settings.mode, self.settings.workers, self.settings.steps, order)
+        self.rule = again(self.settings.mode, self.settings.members, self.settings.steps, order)
         if self.settings.together:
             here = {row.worker for row in order if row.kind is JOIN}
-            self.rule.absent = set(range(self.settings.workers)) - here
-        for worker, step in facts["reported"] if number else ():
-            self.rule.push(worker, step)
+            self.rule.absent = set(range(self.settings.members)) - here
+        self.finished = any(row.kind is LEAVE for row in order)  # (if not, workers that were removed come back)
+        for replica, step in facts["reported"] if number else ():
+            self.rule.push(replica, step)
         self.served.events = [e for e in self.served.events if e.kind != APPLY or e.which < self.rule.version]
         if self.incarnation or number:
             self.served.restored.append(self.rule.version)
@@ -477,7 +555,7 @@ class Server:
             known = "another" if piece is None else f"one of {wanted} bytes"
             raise Refused(f"key {key}: {size} bytes were pushed, but server {self.number} keeps {known}")
         peer.since = time.perf_counter()
-        if not self.rule.known(peer.worker, step):
+        if not self._known(peer.worker, step):
             pushed = self.shard.pushing(peer.worker, peer.life, step, message.version, message.number, held)
             if key in pushed.missing and self.settings.compress == "none":
                 return pushed.room.bytes[key]
@@ -506,23 +584,28 @@ class Server:
 
     def _pull(self, peer: Peer, message: Message) -> None:
         self.requests[peer.worker] = message.number
-        late = bool(self.held) and message.step >= 0 and not self.rule.known(peer.worker, message.step)
+        late = bool(self.held) and message.step >= 0 and not self._known(peer.worker, message.step)
         if not self.arrivals.wait(peer.worker, late):
-            self.rule.ask(peer.worker)
+            self.rule.ask(self.replicas.of(peer.worker))
 
     def _ask(self, peer: Peer, message: Message) -> None:
         self.questions[peer.worker] = message.step
-        if self.rule.known(peer.worker, message.step):
+        if self._known(peer.worker, message.step):
             self._acknowledge(peer.worker, message.step)
 
     def _leave(self, peer: Peer, message: Message) -> None:
-        if peer.worker in self.rule.members:
-            self._tell_row(self.rule.leave(peer.worker))
+        replica = self.replicas.of(peer.worker)
+        if self.leaving.done(peer.worker) and replica in self.rule.members:
+            self.finished = True
+            self._tell_row(self.rule.leave(replica))
 
     def _row(self, peer: Peer, message: Message) -> None:
         row = Row(Kind(message.key), message.worker, message.step, message.version)
-        self.rule.follow(row)
-        self._do(row, message.number)
+        if row.kind is not ANSWER:
+            self.rule.follow(row)
+            return self._do(row)
+        self.rule.follow(row._replace(worker=self.replicas.of(row.worker)))
+        self._answer(row, message.number)
 
     def _save_too(self, peer: Peer, message: Message) -> None:
         self._save(message.number)
@@ -559,13 +642,19 @@ class Server:
         self.board.tell(peer, Message(What.WELCOME, number=self.incarnation))
         if self.number == 0:
             self.heard[worker] = time.monotonic()
-            if self.lives.get(worker) != life or worker not in self.rule.members:
+            replica = self.replicas.of(worker)
+            if self.lives.get(worker) != life or replica not in self.rule.members:
                 self.lives[worker] = life
-                if worker not in self.rule.pushed:
+                self.rule.asking.pop(replica, None)  # (until this one asks, too)
+                self.arrivals.pulling.forget(worker)
+                self.leaving.forget(worker)
+                if replica not in self.rule.pushed:
                     self._forget(worker, life)
                     for other in self.others.values():
                         self.board.tell(other, Message(What.FORGET, worker=worker, number=life))
-                self._tell_row(self.rule.join(worker))
+                if self.joining.done(worker):
+                    self.joining.forget(*self.replicas.members(replica))
+                    self._tell_row(self.rule.join(replica))
 
     def _forget(self, worker: int, life: int) -> None:
         """A worker began anew: drop the parts of its earlier gradient, which may not be mixed with the new ones. (One
@@ -586,7 +675,7 @@ class Server:
         elif message.moment:
             pace, together, lasts = self.pace, [message], seconds(message.lasts)
             peer.coming = together
-            if not self.rule.known(peer.worker, message.step):
+            if not self._known(peer.worker, message.step):
                 self.arrivals.coming(peer.worker, message.step, peer.life)
 
             def arrive(start: float, end: float) -> None:
@@ -606,7 +695,7 @@ class Server:
         """Keep a piece of a gradient that has arrived. The last piece makes the gradient whole."""
         worker, step, key = peer.worker, message.step, message.key
         pushed = self.shard.pushed.get((worker, peer.life))
-        if pushed is None or key not in pushed.missing or self.rule.known(worker, step):
+        if pushed is None or key not in pushed.missing or self._known(worker, step):
             return
         pushed.missing.discard(key)
         self.served.received += message.size
@@ -628,14 +717,16 @@ class Server:
         return 0 if self.pace is None else nanoseconds(self.pace.now)
 
     def _whole(self, worker: int, step: int, life: int, server: int) -> None:
-        """Server 0: a gradient is whole at a server. If it is now whole at all of them, it counts."""
+        """Server 0: a gradient is whole at a server. If that of its replica is now whole at all of them, it counts."""
         if self.arrivals.whole(worker, step, life, server):
-            self.rule.push(worker, step)
-            self._acknowledge(worker, step)
+            replica = self.replicas.of(worker)
+            self.rule.push(replica, step)
+            for member in self.replicas.members(replica):
+                self._acknowledge(member, step)
             if self.each is not None and step + 1 < self.settings.steps:
-                self.rule.ask(worker)  # (it does not ask for what is sent to it anyway)
+                self.rule.ask(replica)  # (it does not ask for what is sent to it anyway)
             if self.arrivals.awaited(worker):
-                self.rule.ask(worker)
+                self.rule.ask(replica)
             if self.each is not None:  # (before the same worker's next gradient is whole, since it need not wait)
                 self._decide_first()
 
@@ -652,31 +743,45 @@ class Server:
         while self.clipping is None and (rows := self.rule.decide()):
             for row in rows:
                 self._tell_row(row)
-        if self.clipping is None and not self.rule.members:
+        if self.clipping is None and not self.rule.members and self.finished:
             self._end()
 
     def _tell_row(self, row: Row) -> None:
-        number, moment = self.requests.get(row.worker, 0) if row.kind is ANSWER else 0, self._moment()
+        """Let all servers do what a row says. Of an answer they hear for each worker of the replica."""
+        self.served.order.append(row)
+        if row.kind is not ANSWER:
+            self._tell_others(row, 0)
+            return self._do(row)
+        members = self.replicas.members(row.worker)
+        self.arrivals.pulling.forget(*members)
+        answers = [(row._replace(worker=member), self.requests.get(member, 0)) for member in members]
+        for answer in answers:
+            self._tell_others(*answer)
+        for answer in answers:
+            self._answer(*answer)
+
+    def _tell_others(self, row: Row, number: int) -> None:
+        moment = self._moment()
         for peer in self.others.values():
             self.board.tell(peer, Message(What.ROW, row.kind, row.worker, row.step, row.version, number, 0, moment))
-        self.served.order.append(row)
-        self._do(row, number)
 
-    def _do(self, row: Row, number: int) -> None:
+    def _do(self, row: Row) -> None:
         """Do what a row of the order says, on this server's part."""
         kind = row.kind
         if kind is TAKE:
             self.taking.append(row)
-        elif kind is ANSWER:
-            self._answer(row, number)
         else:
             start = time.perf_counter()
             if kind is APPLY:
                 return self._update(row, start)
-            late = self.shard.find(row.worker, row.step) if kind is DROP else None
-            if late is not None:
+            for late in self._found(row) if kind is DROP else ():
                 self.shard.let_go(late)
             self.served.events.append(ServerEvent(kind, *row[1:], start, time.perf_counter()))
+
+    def _found(self, row: Row) -> list[Pushed]:
+        """The gradients of a replica's step that are here."""
+        found = (self.shard.find(worker, row.step) for worker in self.replicas.members(row.worker))
+        return [pushed for pushed in found if pushed is not None]
 
     # updates ---------------------------------------------------------------------------------------------------------
 
@@ -685,11 +790,11 @@ class Server:
         if self.each is not None:  # (its groups are updated already)
             self.taking.clear()
             return
-        found = [self.shard.find(take.worker, take.step) for take in self.taking]
-        taken = [pushed for pushed in found if pushed is not None]
+        found = [self._found(take) for take in self.taking]
+        taken = [pushed for some in found for pushed in some]
         self.taking.clear()
         self.reach("apply")
-        gradients = self.shard.combine(taken)
+        gradients = self.shard.combine(taken, scale=scale_of(found))
         if self.settings.clip is None:
             return self._apply(row, taken, gradients, start)
         mine = squares(gradients)
@@ -823,28 +928,31 @@ class Server:
         self.board.tell(peer, message, data, written)
 
     def _look_for_silent(self) -> None:
-        """Remove workers that are gone or hang. A worker that computes for a long time does not hang."""
+        """Remove replicas of which a worker is gone or hangs. One that computes for a long time does not hang."""
         patience = float("inf") if self.settings.patience is None else self.settings.patience
-        for worker in list(self.rule.members):
-            now, peer = time.monotonic(), self.workers.get(worker)
+        for worker in self._members():
+            now, peer, replica = time.monotonic(), self.workers.get(worker), self.replicas.of(worker)
+            if replica not in self.rule.members:
+                continue  # (another one of its workers was removed just now)
             seconds = now - self.heard.setdefault(worker, now)
-            expected = self.settings.processes[worker : worker + 1] if worker in self.rule.absent else ()
+            expected = self.settings.processes[worker : worker + 1] if replica in self.rule.absent else ()
             process = peer.process if peer is not None else sum(expected)
             stopped = stacks.stopped(process)
             since = self.stopped.setdefault(worker, now) if stopped else self.stopped.pop(worker, now)
             silent = seconds >= patience or (stopped and now - since >= min(patience, STOPPED))
-            if not silent or worker in {*self.rule.asking, *self.rule.pushed, *self.arrivals.early}:
+            pulls = worker in self.arrivals.pulling.who.get(replica, ()) and not stopped
+            if not silent or pulls or replica in {*self.rule.asking, *self.rule.pushed}:
                 continue
-            here = worker in self.rule.absent if peer is None else peer.process and at_work(peer.process)
+            here = replica in self.rule.absent if peer is None else peer.process and at_work(peer.process)
             if here and not stopped:
                 continue  # (before a worker has connected for the first time, its cluster watches it)
-            step = self.rule.clocks.get(worker, 0) if self.rule.mode.each else self.rule.version
+            step = self.rule.clocks.get(replica, 0) if self.rule.mode.each else self.rule.version
             if self.settings.on_death == "abort":
                 why = f" (process {process}) was stopped (SIGSTOP), and" if stopped else ""
                 raise RankError(f"worker {worker}{why} has said nothing for {seconds:.1f} s, in step {step}")
             self.stopped.pop(worker, None)
             self.served.silent.append((worker, step, seconds))
-            self._tell_row(self.rule.leave(worker, removed=True))
+            self._tell_row(self.rule.leave(replica, removed=True))
             self.lives.pop(worker, None)
             if peer is not None:
                 self.board.drop(self.workers.pop(worker))

@@ -49,6 +49,7 @@ def connect(
     on_stop: Callable[[int, int], None] | None = None,
     processes: tuple[int, ...] = (),
     division: Division | None = None,
+    on_rewind: Callable[[], None] = lambda: None,
 ) -> Servers:
     """Connect to the servers of a folder, or of another meeting place, as the worker of this number; it replaces an
     earlier worker of that number.
@@ -60,10 +61,11 @@ def connect(
                starts again. Default: a RankError that names both
     processes  of the servers, where they are on this machine: one that is stopped before it listens is noticed
     division   which workers have which keys, as the servers' `Settings` say it; None: all have all
+    on_rewind  called when the servers went back, so that the present step is void
 
     Raises RankError if there are none, ServerClosed if they have ended.
     """
-    return Servers(read_handle(meeting), worker, patience, reach, compress, on_stop, processes, division)
+    return Servers(read_handle(meeting), worker, patience, reach, compress, on_stop, processes, division, on_rewind)
 
 
 class Servers:
@@ -79,10 +81,11 @@ class Servers:
         on_stop: Callable[[int, int], None] | None = None,
         processes: tuple[int, ...] = (),
         division: Division | None = None,
+        on_rewind: Callable[[], None] = lambda: None,
     ) -> None:
         if worker < 0:
             raise RankError(f"worker {worker}: must be at least 0")
-        self._on_stop, self._processes = on_stop, processes
+        self._on_stop, self._processes, self._on_rewind = on_stop, dict(enumerate(processes)), on_rewind
         self.handle, self.worker, self.patience, self.reach = handle, worker, patience, reach
         self.keys = handle.keys
         self._at_servers = pieces_of(self.keys, handle.count)
@@ -108,9 +111,10 @@ class Servers:
         self._values = [self._home_of(k) for k in range(len(self.keys))]
         self._kinds = [(value.shape, value.dtype) for value in self._values]
         self.connections: list[Connection] = []
+        self._stopped: dict[int, float] = {}  # server -> since when it has been seen as stopped
         self.incarnation = 0
         self.life = 0
-        self.request = 0
+        self.request = secrets.randbelow(1 << 40)  # (no answer to an earlier life is one to it)
         self.step = self.version = -1  # that this worker is at
         self.void = True  # whether the servers went back before the beginning of this step: it must begin again
         self.rows, self.of = 1, 1
@@ -137,7 +141,6 @@ class Servers:
     def _again(self) -> bool:
         """Connect to all servers. Returns whether they still have what this worker pushed; if not, its step is void."""
         until, pause = time.monotonic() + self.patience, RETRY
-        since: dict[int, float] = {}  # when a server was first seen as stopped
         while True:
             self._let_go()
             if self.handle.closed:
@@ -148,11 +151,7 @@ class Servers:
                 if time.monotonic() > until:
                     reason = f"worker {self.worker}: no server at {self.handle.folder} for {self.patience:g} s"
                     raise RankError(f"{reason} ({error or type(error).__name__})") from error
-                for server, process in enumerate(self._processes):
-                    if not stacks.stopped(process):
-                        since.pop(server, None)
-                    elif time.monotonic() - since.setdefault(server, time.monotonic()) >= STOPPED:
-                        self._stop(server, f"server {server}", process)
+                self._look()
                 time.sleep(pause)
                 pause = min(2 * pause, _LONGEST_RETRY)
                 continue
@@ -178,6 +177,14 @@ class Servers:
         self.life = life
         return found.pop() if len(found) == 1 else 0
 
+    def _look(self) -> None:
+        """Look whether a server was stopped: that which this worker waits for may wait for another one."""
+        for server, process in self._processes.items():
+            if not stacks.stopped(process):
+                self._stopped.pop(server, None)
+            elif time.monotonic() - self._stopped.setdefault(server, time.monotonic()) >= STOPPED:
+                self._stop(server, f"server {server}", process)
+
     def _stop(self, server: int, name: str, process: int) -> None:
         """A server was stopped."""
         if self._on_stop is None:
@@ -188,7 +195,10 @@ class Servers:
     def _connect(self, server: int) -> Connection:
         address = self.handle.address(server)
         try:
-            return Connection(address, self.handle.token, 2.0, f"server {server}", partial(self._stop, server))
+            stop = partial(self._stop, server)
+            made = Connection(address, self.handle.token, 2.0, f"server {server}", stop, self._look)
+            self._processes[server] = made.process
+            return made
         except FileNotFoundError as error:
             raise ConnectionError(f"server {server} has not started") from error
         except ConnectionRefusedError as error:
@@ -203,6 +213,8 @@ class Servers:
             self.packer.void()
         self.pushed.clear()
         self.unacknowledged = -1
+        if not first:
+            self._on_rewind()
         if not first:  # (a new life, since its next gradients may not be mixed with parts that servers still have)
             self.life = 0
             self._again()
@@ -417,8 +429,8 @@ class Servers:
 
     def weigh(self, rows: int, of: int) -> None:
         """Say that gradients pushed from now on are of `rows` of the `of` rows of a step, and scaled by rows / of. An
-        update is of the mean over the rows that it takes. Default: 1 of 1, so that gradients of an update are averaged.
-        """
+        update is of the mean over the rows that it takes. Workers of one replica all say the rows of it. Default: 1 of
+        1, so that gradients of an update are averaged."""
         if not 0 <= rows <= of:
             raise RankError(f"worker {self.worker}: {rows} of {several(of, 'row')}; must be from 0 to {of}")
         self.rows, self.of = rows, of

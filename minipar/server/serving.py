@@ -2,7 +2,7 @@
 
     rank 0, 1, ...   a worker: for each step it pulls, walks its instructions, pushes, and reports to the driver
     the last ranks   a server: follows the rule, and brings back the order of what it did
-    driver           waits; where on_death=continue it starts ranks that die again
+    driver           waits; where on_death=continue it starts ranks that die again, and all others of their replica
 
 The result can be replayed exactly: `reference.py` reads only the order (in plain torch, in a process of its own).
 """
@@ -32,6 +32,7 @@ from minipar.cluster.local import Cluster
 from minipar.cluster.members import Revived
 from minipar.cluster.ranks import Ranks
 from minipar.comm import clocks, communicator
+from minipar.comm.communicator import Communicator
 from minipar.errors import PlanError, RankDied, SaveError, ServerClosed
 from minipar.execution.elementwise import check_update
 from minipar.execution.emulation import Delays, Pacing
@@ -54,12 +55,13 @@ from minipar.program.rows import split_rows
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server import pushing, rendezvous, snapshot
 from minipar.server.checking import CheckedShard, CheckedWorker, Comparison, Noted
+from minipar.server.lives import Again, Life, Lives
 from minipar.server.process import Served, Server, Settings, serve
 from minipar.server.rendezvous import Meeting
 from minipar.server.saving import Part, Saving, Wrote
 from minipar.server.shard import Division, ParameterKey, key_of, pieces_of, view
 from minipar.server.steps import Progress, Step, losses_of
-from minipar.server.working import Worker
+from minipar.server.working import Apart, Worker
 from minipar.sharding.nodes import Cut
 from minipar.strategies import served_order
 from minipar.strategies.passes.compress import keeps_residual
@@ -77,8 +79,9 @@ _TRIES = 3  # deaths of one rank, without a step in between, after which it is n
 class Service:
     """What parameter servers did in a run.
 
-    order        of updates and answers, the same at all servers
-    deaths       ranks that died and were started again, with the reason of each death
+    order        of updates and answers, the same at all servers; its workers are the replicas
+    deaths       ranks that died and were started again, with the reason of each death; the others of their replicas,
+                 which begin again with them, are not told
     silent       (worker, step, seconds) of workers that were removed
     received     bytes of gradients, per server
     sent         bytes of parameters, per server
@@ -142,11 +145,16 @@ def execute_served(
     stopped: set[tuple[str, int, int]] = set()  # ranks of servers, and their processes
     progress, tell = Progress(program), Paced(watch, program.steps)
     comparison = Comparison(program, storing.first, on_death == "continue")
+    lives = Lives(folder, program.ranks_of_replicas)
 
     def hear(rank: int, fact: Any) -> None:
-        if isinstance(fact, Revived):
-            deaths.append(fact.line)
+        if isinstance(fact, Again):
+            lives.willing.add(rank)
+        elif isinstance(fact, Revived):
             progress.gone(rank)
+            if not lives.died(rank):
+                return
+            deaths.append(fact.line)
             tries[rank] += 1
             if tries[rank] >= _TRIES:
                 what = "a step" if rank < workers else "a new step of any worker"
@@ -191,7 +199,7 @@ def execute_served(
         settings = Settings(
             workers, program.steps, job.optimizer, mode, every, patience, on_death, True, pacing, job.scheduler, forms,
             program.clip, program.compress, storing.saved, processes, division_of(program),
-            _keys_of_groups(program) if program.checked else (),
+            _keys_of_groups(program) if program.checked else (), program.ranks_of_replicas,
         )  # fmt: skip
         revivals = _REVIVALS if on_death == "continue" else 0
         with storing.around():
@@ -285,15 +293,16 @@ def _result(
     batch: int,
 ) -> tuple[Execution, Service]:
     order = [Row(*row) for row in served[0].order]
-    done = completed(order)
-    taken = [steps[order[k].worker, order[k].step] for k in done if (order[k].worker, order[k].step) in steps]
+    wanted = [[(rank, order[k].step) for rank in program.ranks_of_replicas[order[k].worker]] for k in completed(order)]
+    together = [[steps[each] for each in some] for some in wanted if all(each in steps for each in some)]
+    taken = [step for some in together for step in some]
     losses = losses_of(taken, program.steps)
     assert program.serving is not None
-    if program.serving.mode == "sync":  # (the program was known before; another order of arrivals does not change it)
-        gradients = [_summed([t for t in taken if t.step == s], program.clip) for s in range(program.steps)]
-    else:
+    gradients = [_summed(some) for some in together]
+    if program.serving.mode != "sync":  # (else it was known before; another order of arrivals does not change it)
         program = served_order.as_it_happened(program, order, _kept(program))
-        gradients = [t.gradients for t in taken]
+    elif not any(one.silent for one in served):
+        gradients = [_summed([t for t in taken if t.step == s], program.clip) for s in range(program.steps)]
     starts, ends = timed(program, _times(program, taken, served, keys))
     data = [max((t.data for t in taken if t.worker == rank), default=0) for rank in range(len(program.ranks))]
     zero = min((event.start for event in served[0].events if event.kind == Kind.ANSWER), default=0.0)
@@ -363,8 +372,8 @@ def _size(program: Program, taken: list[Step], served: list[Served], batch: int)
     return size
 
 
-def _summed(steps: list[Step], clip: float | None) -> dict[str, Tensor]:
-    """The gradient of a step: the sum of the workers' parts, clipped as the servers clip it."""
+def _summed(steps: list[Step], clip: float | None = None) -> dict[str, Tensor]:
+    """The gradient of a step, or of a replica's: the sum of the workers' parts, clipped as the servers clip it."""
     found: dict[str, Tensor] = {}
     for step in sorted(steps, key=lambda t: t.worker):
         for name, gradient in step.gradients.items():
@@ -506,11 +515,11 @@ def _take_part(
     rank, meeting = worker.context().rank, _meeting(folder)
     stages = program.workers // program.replicas
     clock = clocks.Reading(0.0, 0.0, 0.0)
-    if meeting.address and settings.on_death == "abort":  # (otherwise all are on one machine)
-        clock = clocks.read(communicator.create())
-    elif stages > 1:
-        communicator.create()  # (all ranks make it together)
     dying = settings.on_death == "continue"  # (then every step is reported at once, as this rank may die)
+    if meeting.address and not dying:  # (otherwise all are on one machine)
+        clock = clocks.read(communicator.create())
+    elif stages > 1 and not dying:
+        communicator.create()  # (all ranks make it together)
     number = rank - program.workers
     servers = len(program.ranks) - program.workers
     part = Part(storing, number if number >= 0 else servers + rank, program.steps, dying)
@@ -563,16 +572,20 @@ def _take_part(
     # To warm up: first calls take longer, and should not count in the first step. (A copy of a parameter has no form.)
     spare = copy.deepcopy(made) if program.sharing == 1 else job.build_for(program, rank)
     kind = CheckedWorker if program.checked else Worker
-    one = kind(program, rank, made, job, slow[rank] if slow else None)
-    rest = partial(collect_untrained, one, outline)
+    with Life.of(folder, program, rank, dying) as life:
+        comm = _communicator(program, rank, life)
+        one = kind(program, comm, made, job, slow[rank] if slow else None)
+        rest = partial(collect_untrained, one, outline)
 
-    def begins(version: int, incarnation: int) -> None:
-        if rank < stages and part.due(version, incarnation):
-            with one.offloading.all_here():
-                part.reached(version, incarnation, rest)
+        def begins(version: int, incarnation: int) -> None:
+            if rank < stages and part.due(version, incarnation):
+                with one.offloading.all_here():
+                    part.reached(version, incarnation, rest)
 
-    with contextlib.suppress(ServerClosed):  # (it was started again after the end)
-        _work(job, one, spare, meeting, settings, keep_gradients, tell, storing.first, begins, watching)
+        with contextlib.suppress(ServerClosed):  # (it was started again after the end)
+            if not life.over:
+                _work(job, one, spare, meeting, settings, keep_gradients, tell, storing.first, begins, watching, life)
+        life.finish()
     if rank >= stages:
         one.offloading.close()
         return done, Share(header)
@@ -580,6 +593,15 @@ def _take_part(
         share = part.end(header, rest)
     unsaved = f"plan {program.name!r}: what compress={program.compress} has left out of the gradients is not saved"
     return done, replace(share, reason=unsaved) if keeps_residual(program.compress) else share
+
+
+def _communicator(program: Program, rank: int, life: Life) -> Communicator:
+    """How a worker communicates with the others of its replica."""
+    if program.workers == program.replicas or life.over:
+        return Apart(rank, len(program.ranks))
+    if not life.dying:
+        return communicator.create()
+    return life.meet(program.ranks_of_replicas[program.replica(rank)])
 
 
 def _nothing(point: str) -> None: ...
@@ -606,21 +628,24 @@ def _work(
     first: int,
     begins: Callable[[int, int], None],
     watching: Watching,
+    life: Life,
 ) -> None:
     """Be a worker until the servers have done all their updates.
 
     spare    a copy of the worker's model
     first    the number of the program's first step
     begins   called when the parameters of a step are here, with their version and the servers' incarnation
+    life     of the worker's replica
     """
     program, compute, rank, device = one.program, one.compute, one.comm.rank, one.device
     # At once, so that the servers see this worker's process.
     on_stop = None if settings.on_death == "abort" else partial(_say_stopped, program.workers)
     processes = settings.processes[program.workers :]
     ps = pushing.connect(
-        meeting, rank, compress=program.compress, on_stop=on_stop, processes=processes, division=settings.division
-    )
-    warm = Worker(program, rank, spare, job)
+        meeting, rank, compress=program.compress, on_stop=on_stop, processes=processes, division=settings.division,
+        on_rewind=life.void,
+    )  # fmt: skip
+    warm = Worker(program, one.comm, spare, job)
     with closing(warm.offloading):
         warm.run(job.batches, first)
     compute.finite = None if job.on_nan == "ignore" else Finite(rank, job.on_nan, worker.report)
@@ -635,9 +660,9 @@ def _work(
         if not one.here:
             part = compute.rows.part(0)
             mine = range(part.rows[0].start - part.start, part.rows[-1].stop - part.start)
-            counted_here = _whole(counted(take_rows(part.y, mine), job.loss))
-            counts = counted_here if counting else 0, _whole(part.weight)
-            ps.weigh(*counts)
+            of_replica, whole = _whole(counted(take_rows(part.y, mine), job.loss)), _whole(part.weight)
+            ps.weigh(of_replica, whole)
+            counts = of_replica if counting else 0, whole
         for g in groups:
             group = one.groups[g]
             values = [ps.pull(one.names[id(p)]) for p in group]

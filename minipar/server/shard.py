@@ -163,8 +163,8 @@ def squares(gradients: Gradients) -> float:
 
 @dataclass
 class Pushed:
-    """A worker's gradient of one step, as far as it has arrived. It is of `rows` of the `of` rows of the step, and
-    already scaled by rows / of."""
+    """A worker's gradient of one step, as far as it has arrived. That of its whole replica is of `rows` of the `of`
+    rows of the step, and already scaled by rows / of."""
 
     worker: int
     life: int
@@ -174,6 +174,13 @@ class Pushed:
     room: Room
     missing: set[int] = field(default_factory=set)  # tensors of which the piece is not here yet
     held: frozenset[int] = frozenset()  # tensors that the worker has
+
+
+def scale_of(replicas: Sequence[Sequence[Pushed]]) -> float:
+    """By what the sum of some replicas' gradients is scaled, so that it is the gradient of the mean over their rows."""
+    first = [pushed[0] for pushed in replicas if pushed]  # (all ranks of a replica say the same of its rows)
+    rows = sum([pushed.rows for pushed in first])
+    return first[0].of / rows if 0 < rows != first[0].of else 1.0
 
 
 class Shard:
@@ -259,16 +266,14 @@ class Shard:
         del self.pushed[pushed.worker, pushed.life]
         self.spare.append(pushed.room)
 
-    def combine(self, taken: Sequence[Pushed], tensors: Collection[int] | None = None) -> Gradients:
-        """Sum gradients, in this order, into the gradient of the mean over their rows, in the memory of the first one
-        that has a tensor. What no worker has used gets none.
+    def combine(self, taken: Sequence[Pushed], tensors: Collection[int] | None = None, scale: float = 1.0) -> Gradients:
+        """Sum gradients, in this order, and scale the sum, in the memory of the first one that has a tensor. What no
+        worker has used gets none.
 
-        tensors   only these, of workers which have all rows together; default: all
+        tensors   only these; default: all
         """
         if not taken or self.optimizer is None:
             return {}
-        rows = sum([p.rows for p in taken])
-        scale = taken[0].of / rows if 0 < rows != taken[0].of and tensors is None else 1.0
         if tensors is None and all(len(p.held) == len(self.pieces) for p in taken):
             if len(taken) > 1 or scale != 1:
                 self._add(taken, scale)

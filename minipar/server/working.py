@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.cluster import worker
-from minipar.comm import communicator, missing
+from minipar.comm import missing
 from minipar.comm.communicator import Communicator
 from minipar.data.batches import Batch, BatchPart
 from minipar.execution.emulation import Delays, EmulatedDevice
@@ -36,15 +36,13 @@ class Worker(Executor):
     pace     called with the place of a PUSH before its first gradient
     """
 
-    def __init__(self, program: Program, rank: int, model: nn.Module, job: Job, delays: Delays | None = None) -> None:
+    def __init__(
+        self, program: Program, comm: Communicator, model: nn.Module, job: Job, delays: Delays | None = None
+    ) -> None:
         self.bring: Callable[[int, list[int]], None] = _nothing
         self.push: Push = _nothing
         self.pace: Callable[[int], None] = _nothing
         self.here: set[int] = set()  # groups whose parameters are here for this step
-        alone = program.workers == program.replicas
-        comm = (
-            _Apart(rank, len(program.ranks), torch.device(worker.context().device)) if alone else communicator.create()
-        )
         super().__init__(_one_step(program), comm, model, job.loss, job.optimizer, job.seed, delays)
 
     def run(
@@ -94,11 +92,11 @@ class _Lasting(EmulatedDevice):
         self.overruns = []
 
 
-class _Apart(Communicator):
+class Apart(Communicator):
     """The place among the ranks of a worker that has the whole model. It has connections with servers only."""
 
-    def __init__(self, rank: int, size: int, device: torch.device) -> None:
-        self.rank, self.size, self.device = rank, size, device
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank, self.size, self.device = rank, size, torch.device(worker.context().device)
 
     @property
     def posts(self) -> bool:
@@ -107,6 +105,8 @@ class _Apart(Communicator):
     def prepare(
         self, members: Iterable[tuple[int, ...]], peers: Iterable[int] = (), algorithm: str | None = None
     ) -> None: ...
+
+    def close(self) -> None: ...
 
 
 def _one_step(program: Program) -> Program:

@@ -85,7 +85,6 @@ def shown(value: object) -> str:
 # choices --------------------------------------------------------------------------------------------------------------
 
 REPLICAS = KeyValues("dp", "dp of 2 or more", lambda plan: plan.dp > 1, "dp=1")
-STAGES = KeyValues("pp", "pp of 2 or more", lambda plan: plan.pp > 1, "pp=1")
 ROUNDS = KeyValues("accumulate", "accumulate of 2 or more", lambda plan: plan.accumulate > 1, "accumulate=1")
 SPLIT = KeyValues("split", "split", lambda plan: plan.split is not None, "no split=")
 CHUNKS = KeyValues("chunks", "chunks", lambda plan: plan.chunks is not None, "no chunks=")
@@ -238,9 +237,13 @@ EXCLUSIONS = (
     Exclusion(SHORTER, BF16, "gradients have 16 bits already", fundamental=True),
     Exclusion(LOCAL, ZERO, f"{_ALONE}, with whole states", fundamental=True),
     Exclusion(LOCAL, PRIORITY, f"{_ALONE}, and sends no gradients to others", fundamental=True),
-    Exclusion(ARRIVING, STAGES, "the ranks of a pipeline would have to be given one version together"),
-    Exclusion(CONTINUED, STAGES, "the other ranks of its pipeline wait for messages that are lost with a rank"),
-    Exclusion(ARRIVING, PRIORITY, "the layers of a step would be of different versions"),
+    Exclusion(
+        ARRIVING,
+        PRIORITY,
+        "an update is of whole gradients, and a step's parameters are of one version: that is known when a worker's "
+        "last layer is there, and priority answers the others before it",
+        fundamental=True,
+    ),
     Exclusion(
         CONTINUED,
         PRIORITY,
@@ -292,11 +295,7 @@ EXCLUSIONS = (
     *(
         Exclusion(shared, other, why, fundamental)
         for shared in (OPERATORS, CONTEXT, EXPERTS)
-        for other, why, fundamental in (
-            (ARRIVING, "the ranks that share layers would have to be given one version together", False),
-            (CONTINUED, "the ranks that share its layers wait for collectives that a rank has left", False),
-            (DYNAMIC, _DECIDES_ALONE, True),
-        )
+        for other, why, fundamental in ((DYNAMIC, _DECIDES_ALONE, True),)
     ),
     Exclusion(CONTEXT, SLICED, "a rank's part of the tokens and a slice of them are two cuts of one dimension"),
     Exclusion(EXPERTS, SLICED, "layers with experts take whole sequences"),

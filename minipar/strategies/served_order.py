@@ -3,6 +3,11 @@
     order      ANSWER w0 | ANSWER w1 | TAKE w1 step 0, APPLY | ANSWER w1 | TAKE w0 step 0, APPLY ...
     server     REPLY ->0 | REPLY ->1 | ACCEPT <-1, APPLY     | REPLY ->1 | ACCEPT <-0, APPLY     ...
 
+A worker of the order is a replica. Where it has several ranks, each of them is answered, and its gradient accepted:
+
+    order      ANSWER w0            | TAKE w0 step 0, APPLY              w0: ranks 0 and 1
+    server     REPLY ->0, REPLY ->1 | ACCEPT <-0, ACCEPT <-1, APPLY
+
 In mode sync the order, and so the program, is known before the run. Where layers are served by priority, each of them
 is applied and answered by itself:
 
@@ -21,10 +26,10 @@ from minipar.program.server_rule import Kind, Row
 Blocks = Mapping[int, Sequence[Instruction]]
 
 
-def in_step(workers: int, step: int) -> list[Row]:
+def in_step(replicas: int, step: int) -> list[Row]:
     """The log of a step in mode sync: an answer for every worker, then a gradient from every worker, then an update."""
-    order = [Row(Kind.ANSWER, w, step, step) for w in range(workers)]
-    order += [Row(Kind.TAKE, w, step, step) for w in range(workers)]
+    order = [Row(Kind.ANSWER, w, step, step) for w in range(replicas)]
+    order += [Row(Kind.TAKE, w, step, step) for w in range(replicas)]
     return [*order, Row(Kind.APPLY, -1, -1, step)]
 
 
@@ -49,27 +54,31 @@ def as_it_happened(template: Program, order: Sequence[Row], shares: Sequence[dic
     shares   what each server keeps, from `shares.shares_of`
     """
     workers = template.workers
-    steps: list[list[int]] = [[] for _ in range(workers)]
+    steps: list[list[int]] = [[] for _ in range(template.replicas)]
     for k in completed(order):
         steps[order[k].worker].append(order[k].step)
     blocks: list[dict[int, list[Instruction]]] = [{} for _ in range(workers)]
-    for w in range(workers):
-        for ins in template.ranks[w]:
-            blocks[w].setdefault(ins.step, []).append(ins)
-    ranks = [tuple(ins for s in steps[w] for ins in blocks[w][s]) for w in range(workers)]
-    return replace(template, ranks=(*ranks, *of_servers(order, shares, blocks)))
+    for rank in range(workers):
+        for ins in template.ranks[rank]:
+            blocks[rank].setdefault(ins.step, []).append(ins)
+    ranks = [tuple(ins for s in steps[template.replica(rank)] for ins in blocks[rank][s]) for rank in range(workers)]
+    return replace(template, ranks=(*ranks, *of_servers(order, shares, blocks, template.ranks_of_replicas)))
 
 
 def of_servers(
-    order: Sequence[Row], shares: Sequence[dict[int, int]], blocks: Sequence[Blocks]
+    order: Sequence[Row],
+    shares: Sequence[dict[int, int]],
+    blocks: Sequence[Blocks],
+    replicas: Sequence[Sequence[int]],
 ) -> list[tuple[Instruction, ...]]:
     """The instructions of each server, from the order of what they did.
 
-    blocks   for each worker: step -> its instructions
+    blocks     for each rank that is no server: step -> its instructions
+    replicas   for each worker of the order its ranks
     """
     done = completed(order)
     used = {id(answer) for answer in done.values()}
-    return [tuple(_server(server, share, order, done, used, blocks)) for server, share in enumerate(shares)]
+    return [tuple(_server(server, share, order, done, used, blocks, replicas)) for server, share in enumerate(shares)]
 
 
 def _server(
@@ -79,15 +88,20 @@ def _server(
     done: dict[int, Row],
     used: set[int],
     blocks: Sequence[Blocks],
+    replicas: Sequence[Sequence[int]],
 ) -> list[Instruction]:
     rank = len(blocks) + server
     result: list[Instruction] = []
     taken: list[Instruction] = []
     for k, row in enumerate(order):
         if row.kind is Kind.ANSWER and id(row) in used:
-            result += [reply(pull, row.worker) for pull in _with(rank, Op.PULL, blocks[row.worker][row.step])]
+            result += [
+                reply(pull, r) for r in replicas[row.worker] for pull in _with(rank, Op.PULL, blocks[r][row.step])
+            ]
         elif k in done:
-            accepts = [accept(push, row.worker) for push in _with(rank, Op.PUSH, blocks[row.worker][row.step])]
+            accepts = [
+                accept(push, r) for r in replicas[row.worker] for push in _with(rank, Op.PUSH, blocks[r][row.step])
+            ]
             if row.kind is Kind.TAKE:
                 taken += accepts
             else:  # a dropped gradient is freed at once

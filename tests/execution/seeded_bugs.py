@@ -363,11 +363,13 @@ def shares_of_the_wrong_batch(rank: int, put: Any) -> None:
 
 
 def push_left_out_of_an_update(rank: int, put: Any) -> None:
-    _around(Shard, "combine", lambda call, self, taken, *rest: call(self, taken[:1], *rest), put)
+    _around(Shard, "combine", lambda call, self, taken, *rest, **how: call(self, taken[:1], *rest, **how), put)
 
 
 def push_counted_twice(rank: int, put: Any) -> None:
-    _around(Shard, "combine", lambda call, self, taken, *rest: call(self, [*taken, taken[-1]], *rest), put)
+    _around(
+        Shard, "combine", lambda call, self, taken, *rest, **how: call(self, [*taken, taken[-1]], *rest, **how), put
+    )
 
 
 def push_damaged_on_its_way(rank: int, put: Any) -> None:

@@ -160,7 +160,7 @@ def test_the_end_of_a_collective_of_nccl_is_an_event(streams):
     """One rank suffices: its all-reduce waits for the kernel before it, and is not over when it is in the stream."""
     if not dist.is_nccl_available():
         pytest.skip("this torch has no NCCL")
-    nccl = Nccl(dist.HashStore(), 0, 1, streams.device, None)
+    nccl = Nccl(dist.HashStore(), 0, (0,), streams.device, None)
     tensor = torch.ones(1024, device="cuda")
     group = nccl.process_group((0,))
     torch.cuda._sleep(LONG)

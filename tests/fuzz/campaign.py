@@ -392,7 +392,7 @@ def _served(pair: Pair, found: Found) -> Outcome:
     batches = models.Rows(pair.spec).whole
     m = int(plan.get("microbatches", 1)) * int(plan.get("accumulate", 1))
     clip = float(plan["clip"]) if "clip" in plan else None
-    values = oracle.served(pair.spec, batches, found.order, 5, pair.lr, pair.momentum, int(plan["dp"]), m, clip)
+    values = oracle.served(pair.spec, batches, found.order, 5, pair.lr, pair.momentum, int(plan.get("dp", 1)), m, clip)
     mine = {k: v for k, v in (found.parameters or {}).items() if k in values}
     error, name = far(mine, values)
     return Outcome("equal") if error <= BOUND else Outcome("WRONG", f"{error:.1e} from the replay: {name}")

@@ -231,7 +231,7 @@ def served(
                 plain.model.zero_grad()
             for name, p in plain.named.items():
                 p.data.copy_(now[name])
-                p.grad = total[name] * (of / rows) if rows else total[name]
+                p.grad = total[name] * (of / rows) if rows else None  # (of no rows there is no gradient)
             if clip is not None and plain.named:
                 torch.nn.utils.clip_grad_norm_(plain.named.values(), clip)
             if plain.optimizer is not None:

@@ -1245,6 +1245,7 @@ class _Service(_Machine):
         self.pulls: dict[tuple[int, int, int, int], Any] = {}
         self.versions: Counter[tuple[int, int]] = Counter()  # server, group
         self.applied: set[tuple[int, int, int, int]] = set()  # server, group, worker, step
+        self.updates: dict[int, set[tuple[int, int]]] = {}  # version: worker, step
 
     def run(self) -> None:
         program = self.program
@@ -1356,6 +1357,8 @@ class _Service(_Machine):
         taken = next(iter(found.values()))
         if not taken or any(other != taken for other in found.values()):
             raise Wrong(f"rank {rank} `{ins}` takes other gradients of one group than of the rest")
+        if self.stale is not None and self.updates.setdefault(version, taken) != taken:
+            raise Wrong(f"rank {rank} `{ins}` takes the gradients of other workers than another server")
         bound = 0 if self.stale is None else self.stale.bound
         for worker, step in taken:
             mine = {(server, g, worker, step) for g in share}

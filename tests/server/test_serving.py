@@ -42,10 +42,8 @@ def run(clusters, words, data=None, model=MODEL, steps=4, optimizer=None, loss=m
                   dtype=torch.float64, check=True, progress=False, **more)  # fmt: skip
     verify(found.program)
     assert found.trace.program == found.program
-    job, stages = Job(model, data, 32, loss, optimizer, 0, torch.float64), (plan.ranks - plan.servers) // plan.dp
-    order = [row._replace(worker=row.worker // stages) for row in found.service.order if row.worker % stages == 0
-             or row.worker < 0]  # fmt: skip
-    again = replay_service(job, order, plan.dp, steps, plan.total_microbatches, clip=plan.clip)
+    job = Job(model, data, 32, loss, optimizer, 0, torch.float64)
+    again = replay_service(job, found.service.order, plan.dp, steps, plan.total_microbatches, clip=plan.clip)
     if "bf16" in words:
         return found
     for name, values in found.service.parameters.items():
@@ -125,6 +123,56 @@ def test_ranks_that_share_layers_pull_and_push_what_they_have(clusters, words):
     assert found.max_parameter_error() <= 1e-12
     for mine, plain in zip(found.losses, found.reference.losses, strict=True):
         assert abs(mine - plain) <= 1e-12 * max(1.0, abs(plain))
+
+
+class Late:
+    """Rows of uneven number, for which the first ranks wait."""
+
+    def __init__(self, ranks, made):
+        self.ranks, self.made = ranks, made
+
+    def batch(self, step, size):
+        if worker.in_rank() and worker.context().rank in self.ranks:
+            time.sleep(0.03)
+        return tuple(values.roll(step, 0) for values in self.made)
+
+
+@pytest.mark.many(3)
+@pytest.mark.parametrize(
+    "words",
+    [
+        "pp=2 dp=2 sync=ps mode=async microbatches=3 check=true",
+        "pp=2 dp=2 sync=ps servers=2 mode=k-of-n:1/2 microbatches=2 clip=0.1 check=true",
+        "pp=2 dp=2 sync=ps servers=2 mode=ssp:1 schedule=zb-h1 microbatches=3 overlap=none bucket=none",
+        "pp=2 dp=2 sync=ps mode=async schedule=chimera microbatches=4 compress=topk:1",
+        "pp=2 dp=2 sync=ps servers=2 mode=async schedule=interleaved chunks=2 microbatches=2 offload=parameters",
+        "dp=2 tp=2 sync=ps servers=2 mode=k-of-n:1/2 microbatches=2 check=true",
+        "dp=2 tp=2 sync=ps mode=async sequence_parallel=true clip=0.1 check=true",
+        "dp=2 context_parallel=2 sync=ps servers=2 mode=ssp:0 microbatches=2 bucket=none",
+        "ep=2 dp=2 sync=ps servers=2 mode=async check=true",
+    ],
+)
+def test_a_replica_of_several_ranks_replays_as_one_worker(clusters, words):
+    """Its ranks are given one version by every server, and an update takes all of their gradients. (`run` has compared
+    the parameters at the end, too.)"""
+    if "pp=2" in words:
+        found = run(clusters, words, Late((0, 1), rows(17)), steps=5, batch=17)
+    elif "ep=2" in words:
+        model = partial(models.mixture, layers=2, experts=2, capacity=None, **SMALL)
+        found = run(clusters, words, Late((0, 1), text(8)), model, 4, loss=models.mixture_loss, batch=8)
+    else:
+        loss = torch.nn.functional.cross_entropy
+        found = run(clusters, words, Late((0, 1), text(7)), partly_frozen, 4, loss=loss, batch=7)
+    assert found.max_gradient_error() <= 1e-12
+    for mine, plain in zip(found.losses, found.reference.losses, strict=True):
+        assert abs(mine - plain) <= 1e-12 * max(1.0, abs(plain))
+    stale, bound = found.trace.staleness(), found.program.contract.bound
+    assert stale[0] == stale[1], "the two ranks of the late replica"
+    assert bound is None or max(stale) <= bound
+    if "async" in words:
+        assert stale[0] > 0
+    if "k-of-n" in words:
+        assert found.service.dropped > 0
 
 
 def test_sync_equals_allreduce(clusters):
@@ -227,16 +275,16 @@ def test_uneven_rows(clusters, count):
 
 
 class KillsOnce:
-    """Rows that end the rank which asks for those of step 2 first, once."""
+    """Rows that end the rank which asks for those of step 2 first, once; or stop it, as SIGSTOP does."""
 
-    def __init__(self, marker, victim):
-        self.marker, self.victim = marker, victim
+    def __init__(self, marker, victim, how=signal.SIGKILL):
+        self.marker, self.victim, self.how = marker, victim, how
 
     def batch(self, step, size):
         if step == 2 and worker.in_rank() and worker.context().rank == self.victim:
             try:
                 os.close(os.open(self.marker, os.O_CREAT | os.O_EXCL))
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), self.how)
             except FileExistsError:
                 pass
         made = torch.Generator().manual_seed(step)
@@ -254,6 +302,35 @@ def test_a_worker_dies_and_comes_back(clusters, tmp_path, mode):
     assert "rank 1" in death
     assert found.max_gradient_error() <= 1e-12
     assert all(loss == loss for loss in found.losses)
+
+
+@pytest.mark.many(3)
+@pytest.mark.parametrize(
+    ("words", "victim", "how"),
+    [
+        ("pp=2 dp=2 sync=ps mode=async microbatches=3 check=true", 1, signal.SIGKILL),
+        ("dp=2 tp=2 sync=ps servers=2 check=true", 2, signal.SIGKILL),
+        ("pp=2 sync=ps mode=ssp:1 microbatches=2", 1, signal.SIGSTOP),
+        ("pp=2 dp=2 sync=ps microbatches=2 servers=2", 0, signal.SIGKILL),
+        ("dp=2 tp=2 sync=ps mode=k-of-n:2/2", 3, signal.SIGKILL),
+        ("dp=2 tp=2 sync=ps servers=2", 1, signal.SIGSTOP),
+    ],
+)
+def test_a_rank_dies_and_its_replica_begins_again(clusters, tmp_path, words, victim, how):
+    """The ranks beside it wait for its messages; only its own death is told. (A replica that was stopped is removed, so
+    that others go on; where it is the only one, servers wait for it.)"""
+    data = KillsOnce(str(tmp_path / "killed"), victim, how)
+    plan = Plan.parse(f"{words} on_death=continue")
+    found = train(partial(toy, ("linear", "linear")), data, plan, cluster=clusters(plan.ranks), steps=4, batch=9,
+                  loss=mse, dtype=torch.float64, check=True, progress=False)  # fmt: skip
+    assert os.path.exists(data.marker)
+    (death,) = found.service.deaths
+    assert f"rank {victim}" in death
+    assert found.max_gradient_error() <= 1e-12
+    assert found.max_parameter_error() <= 1e-12
+    for mine, plain in zip(found.losses, found.reference.losses, strict=True):
+        assert abs(mine - plain) <= 1e-12 * max(1.0, abs(plain))
+    assert clusters(plan.ranks).run(lambda: 7) == [7] * plan.ranks
 
 
 def test_a_worker_dies_and_all_end(clusters, tmp_path):
@@ -357,40 +434,56 @@ def test_a_forward_that_takes_longer_than_the_patience(clusters, on_death):
 
 
 class StopsOnce(torch.optim.SGD):
-    """Stops the process that makes its second update, as SIGSTOP does, once."""
+    """Stops the process of a server that makes its second update, as SIGSTOP does, once."""
 
-    def __init__(self, parameters, marker):
+    def __init__(self, parameters, marker, victim=2, how=signal.SIGSTOP):
         super().__init__(parameters, lr=0.1)
-        self.marker, self.made = marker, 0
+        self.marker, self.made, self.victim, self.how = marker, 0, victim, how
 
     def step(self, closure=None):
         self.made += 1
-        if self.made == 2 and worker.context().rank == 2 and not os.path.exists(self.marker):
+        here = self.made == 2 and worker.in_rank() and worker.context().rank == self.victim
+        if here and not os.path.exists(self.marker):
             with open(self.marker, "w") as file:
                 file.write(repr(time.monotonic()))
-            os.kill(os.getpid(), signal.SIGSTOP)
+            os.kill(os.getpid(), self.how)
         return super().step(closure)
 
 
-@pytest.mark.parametrize("on_death", ["abort", "continue"])
-def test_a_server_that_was_stopped_is_named_or_started_again(clusters, tmp_path, on_death):
-    """In a second, and not after its patience of 30."""
-    layers, marker = [torch.nn.Linear(6, 6)], tmp_path / "marker"
-    program = Plan.parse("dp=2 sync=ps check=true").compile(shape_of(layers), steps=3)
-    optimizer = partial(StopsOnce, marker=str(marker))
+@pytest.mark.parametrize(("on_death", "servers"), [("abort", 1), ("abort", 2), ("continue", 1), ("continue", 2)])
+def test_a_server_that_was_stopped_is_named_or_started_again(clusters, tmp_path, on_death, servers):
+    """In a second, and not after its patience of 30; also the last one, for which the first one waits."""
+    layers, marker, last = [torch.nn.Linear(6, 6)], tmp_path / "marker", 1 + servers
+    program = Plan.parse(f"dp=2 sync=ps servers={servers} check=true").compile(shape_of(layers), steps=3)
+    optimizer = partial(StopsOnce, marker=str(marker), victim=last)
     job = Job(lambda: torch.nn.Sequential(*layers), rows(8), 8, mse, optimizer, 0, torch.float64)
     if on_death == "continue":
-        done, service = execute_served(program, job, clusters(3), on_death=on_death, snapshot_every=1)
+        done, service = execute_served(program, job, clusters(last + 1), on_death=on_death, snapshot_every=1)
         assert len(done.losses) == 3
         assert len(service.deaths) == 1
-        assert "rank 2 was killed" in service.deaths[0]
+        assert f"rank {last} was killed" in service.deaths[0]
         return
-    with pytest.raises(RankError, match=r"worker \d: server 0 \(process \d+\) was stopped \(SIGSTOP\)") as caught:
-        execute_served(program, job, clusters(3), on_death=on_death)
+    name = rf"worker \d: server {servers - 1} \(process \d+\) was stopped \(SIGSTOP\)"
+    with pytest.raises(RankError, match=name) as caught:
+        execute_served(program, job, clusters(last + 1), on_death=on_death)
     assert time.monotonic() - float(marker.read_text()) < 2.0
     said = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ()), str(caught.value.__cause__ or "")])
     if sys.version_info >= (3, 11):
-        assert "meanwhile rank 2 was stopped (SIGSTOP)" in said
+        assert f"meanwhile rank {last} was stopped (SIGSTOP)" in said
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_server_dies_and_replicas_of_several_ranks_begin_again(clusters, tmp_path, how):
+    """What they are at is void, also for a rank that waits for another one of its replica."""
+    optimizer = partial(StopsOnce, marker=str(tmp_path / "marker"), victim=5, how=how)
+    words = "dp=2 pp=2 sync=ps servers=2 microbatches=2 on_death=continue"
+    found = train(partial(toy, ("linear", "linear")), rows(9), words, cluster=clusters(6), steps=5, loss=mse,
+                  optimizer=optimizer, dtype=torch.float64, check=True, progress=False)  # fmt: skip
+    assert os.path.exists(tmp_path / "marker")
+    (death,) = found.service.deaths
+    assert "rank 5 was killed" in death
+    assert found.max_gradient_error() <= 1e-12
+    assert found.max_parameter_error() <= 1e-12
 
 
 def stops_in(victim):
@@ -465,7 +558,8 @@ def test_emulated_links_reach_the_servers(emulated, mode, servers):
             assert all(mine >= 0.99 * other for mine, other in pairs), "nothing ends before the device would end it"
 
 
-@pytest.mark.parametrize("words", ["dp=2 sync=ps servers=2 overlap=priority", "pp=2 sync=ps microbatches=2"])
+@pytest.mark.parametrize("words", ["dp=2 sync=ps servers=2 overlap=priority", "pp=2 sync=ps microbatches=2",
+                                   "pp=2 dp=2 sync=ps servers=2 mode=k-of-n:2/2 microbatches=2"])  # fmt: skip
 def test_emulated_links_of_layers_one_by_one_and_of_pipelines(emulated, words):
     both = tuple(torch.randn(2, 12, 40, generator=torch.Generator().manual_seed(0)))
     found = shortest(lambda: train(four_layers, both, words, cluster=emulated(Plan.parse(words).ranks), steps=3,

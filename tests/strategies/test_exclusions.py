@@ -18,7 +18,6 @@ ROOT = Path(__file__).parents[2]
 # For every choice of the table, words of a plan that makes it.
 MADE = {
     "dp of 2 or more": "dp=2",
-    "pp of 2 or more": "pp=2",
     "accumulate of 2 or more": "accumulate=2",
     "split": "split=8",
     "chunks": "chunks=1",

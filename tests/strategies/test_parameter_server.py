@@ -179,6 +179,95 @@ def test_what_would_happen_keeps_its_contract(mode, servers):
         assert len({update for _, _, update, _ in found}) == (10 if mode in ("sync", "k-of-n:2/3") else 30)
 
 
+def in_order(program):
+    """For each rank and step the update that took its gradient, and its age."""
+    return {(w, s): (update, late) for w, s, update, late in ages(program)}
+
+
+def shared_by_two(words, steps=4):
+    shape = divided(uniform(2), 2)
+    groups = tuple(group._replace(tensors=tuple(8 * size for size in group.tensors)) for group in shape.groups)
+    return Plan.parse(f"dp=3 sync=ps {words}").compile(replace(shape, groups=groups), steps=steps)
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("words", ["pp=2 microbatches=3", "pp=2 schedule=chimera microbatches=2 servers=2",
+                                   "tp=2 servers=2"])  # fmt: skip
+def test_all_ranks_of_a_replica_are_one_worker(mode, words):
+    """They pull one version, and one update takes the gradients of all of them, on all servers; one is a straggler."""
+    program = (shared_by_two if "tp" in words else compiled)(f"mode={mode} {words}", 6)
+    verify(program)
+    found = simulate(program, stage_factors=[1.0, 5.0] + [1.0] * (len(program.ranks) - 2), latency=0.1).program
+    verify(found)
+    assert Program.from_json(found.to_json()) == found
+    taken = in_order(found)
+    assert all(taken[w, s] == taken[w ^ 1, s] for w, s in taken)
+    updates = [{ins.step for ins in row if ins.op is Op.APPLY} for row in found.ranks[6:]]
+    assert updates == [set(range(6 if "k-of-n" in mode else 18))] * len(updates)
+    assert max(late for _, late in taken.values()) >= (0 if "k-of-n" in mode else 2)
+
+
+def test_workers_whose_servers_have_not_decided_may_not_wait_for_each_other_for_ever():
+    program = compiled("mode=async pp=2 microbatches=2", steps=1)
+    row = list(program.ranks[0])
+    got = next(k for k, ins in enumerate(row) if ins.op is Op.RECV)
+    with pytest.raises(ProgramError, match="send without receive|no producer|does not read"):
+        verify(program.with_rank(0, [*row[:got], *row[got + 1 :]]))
+    both = shared_by_two("mode=async tp=2", 1)
+    row = list(both.ranks[0])
+    first, second = [k for k, ins in enumerate(row) if ins.group][:2]
+    row[first : second + 1] = [row[second], *row[first + 1 : second], row[first]]
+    with pytest.raises(ProgramError):
+        verify(both.with_rank(0, row))
+
+
+def test_parts_of_a_replica_are_refused():
+    found = simulate(shared_by_two("mode=async tp=2 servers=2"), stage_factors=[5.0] + [1.0] * 7).program
+    verify(found)
+    row = list(found.ranks[6])
+    applied = next(k for k, ins in enumerate(row) if ins.op is Op.APPLY)
+    mine = [v for v in row[applied].reads if v.kind == "pushed"]
+    rank = max(v.microbatch for v in mine)
+
+    def without(gone):
+        return row[applied]._replace(
+            reads=tuple(v for v in row[applied].reads if v not in gone),
+            frees=tuple(v for v in row[applied].frees if v not in gone),
+        )
+
+    lost = [v for v in mine if v.microbatch == rank]
+    free = next(k for k, ins in enumerate(row) if ins.op is Op.ACCEPT and set(ins.writes) & set(lost))
+    accepts = [ins._replace(frees=ins.writes) if set(ins.writes) & set(lost) else ins for ins in row]
+    assert free < applied
+    with pytest.raises(ProgramError, match=rf"of a part of replica .: that of rank {rank} is not read"):
+        verify(found.with_rank(6, [*accepts[:applied], without(lost), *accepts[applied + 1 :]]))
+    reply = next(k for k, ins in enumerate(row) if ins.op is Op.REPLY and k > applied)
+    answered = row[reply].peer
+    later = next(k for k, ins in enumerate(row) if ins.op is Op.APPLY and k > reply)
+    between = [ins for ins in row[reply + 1 : later + 1] if ins.peer != answered]
+    assert len(between) == later - reply, "nothing of this rank comes in between"
+    with pytest.raises(ProgramError, match="brings version ., but other parameters of this step are of version"):
+        verify(found.with_rank(6, [*row[:reply], *row[reply + 1 : later + 1], row[reply], *row[later + 1 :]]))
+
+
+def test_servers_take_the_same_replicas():
+    found = simulate(compiled("mode=k-of-n:1/3 servers=2", steps=3)).program
+    verify(found)
+    row = list(found.ranks[3])
+    applied = next(k for k, ins in enumerate(row) if ins.op is Op.APPLY)
+    taken = next(k for k, ins in enumerate(row) if ins.op is Op.ACCEPT)
+    dropped = next(k for k, ins in enumerate(row) if ins.op is Op.ACCEPT and k > applied and not ins.step)
+    other = row[dropped]._replace(frees=())
+    gone, come = set(row[taken].writes), other.writes
+    changed = row[applied]._replace(
+        reads=(*come, *(v for v in row[applied].reads if v not in gone)),
+        frees=(*come, *(v for v in row[applied].frees if v not in gone)),
+    )
+    row[taken] = row[taken]._replace(frees=row[taken].writes)
+    with pytest.raises(ProgramError, match="of other replicas or steps than update 0 does elsewhere .on rank"):
+        verify(found.with_rank(3, [*row[:applied], other, changed, *row[applied + 1 : dropped], *row[dropped + 1 :]]))
+
+
 def test_who_waits_for_a_straggler():
     """sync, ssp and async end with the straggler's last step; k-of-n without it. Its parameters are the oldest."""
     time, fast = {}, {}
@@ -238,9 +327,7 @@ def test_refused_programs():
         ("servers=0", "servers=0: must be a whole number of at least 1"),
         ("servers=99", "servers=99: too many for parameters of 20 bytes"),
         ("on_death=pray", "on_death=pray: unknown; possible are abort, continue"),
-        ("pp=2 mode=async", "mode=async: not together with pp=2 .the ranks of a pipeline.*not built.*possible is"),
-        ("pp=2 on_death=continue", "on_death=continue: not together with pp=2 .*lost with a rank"),
-        ("overlap=priority mode=ssp:1", "mode=ssp:1: not together with overlap=priority .*of different versions"),
+        ("overlap=priority mode=ssp:1", "mode=ssp:1: not together with overlap=priority .*one version.*fundamental"),
         ("overlap=priority on_death=continue", "needs parameters from before it"),
         (
             "overlap=priority bucket=1",

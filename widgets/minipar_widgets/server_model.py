@@ -112,14 +112,14 @@ def served(trace: Trace, order: Sequence[Row] = ()) -> Served:
     program = trace.program
     if program.serving is None:
         raise MiniparError("the program has no parameter servers; possible are plans with sync=ps")
-    if not any(program.ranks[program.workers :]):
+    if program.undecided:
         raise MiniparError(
             f"mode={program.serving.mode}: what servers do is known when they have done it; possible is a trace of "
             "simulate(program) or train(...)"
         )
     zero = trace.span[0]
     acts = tuple(_acts(trace, rank, zero) for rank in range(program.workers, len(program.ranks)))
-    given = {(act.peer, act.step): act.version for act in acts[0] if act.what == "answers"}
+    given = {(act.peer, act.step): act.version for mine in acts for act in mine if act.what == "answers"}
     updates = [act.end for act in acts[0] if act.what == "updates"]
     into = _updates(trace)
     found = [_steps(trace, rank, zero, given, into, updates) for rank in range(program.workers)]
@@ -135,7 +135,7 @@ def served(trace: Trace, order: Sequence[Row] = ()) -> Served:
         Worker(
             rank,
             steps,
-            _away(steps, returns.get(rank, []) if order else None, gap),
+            _away(steps, returns.get(program.replica(rank), []) if order else None, gap),
             middle[rank] / usual if usual else 1.0,
         )
         for rank, steps in enumerate(found)
@@ -154,13 +154,11 @@ def _acts(trace: Trace, rank: int, zero: float) -> tuple[Act, ...]:
 
 def _updates(trace: Trace) -> dict[tuple[int, int], int]:
     """The update that each gradient went into, by worker and step."""
-    program, version, found = trace.program, 0, {}
-    for ins in program.ranks[program.workers]:
-        if ins.op is Op.APPLY:
-            for value in ins.reads:
-                if value.kind == "pushed":
-                    found[value.microbatch, value.step] = version
-            version += 1
+    program = trace.program
+    found: dict[tuple[int, int], int] = {}
+    for row in program.ranks[program.workers :]:  # (of a pipeline's ranks, some have nothing on some servers)
+        for version, ins in enumerate(ins for ins in row if ins.op is Op.APPLY):
+            found |= {(value.microbatch, value.step): version for value in ins.reads if value.kind == "pushed"}
     return found
 
 

@@ -23,20 +23,20 @@ from minipar.comm.transport.interface import Messages, OwnMessages, Transport, W
 
 
 class Gloo(Transport):
-    """`address`: the IP address of this host at which ranks reach it. `without`: why there is no shared memory, in a
-    few words."""
+    """`everyone`: the ranks that messages go between. `address`: the IP address of this host at which ranks reach it.
+    `without`: why there is no shared memory, in a few words."""
 
     name = "gloo"
     own_thread = True
 
-    def __init__(self, store: dist.Store, rank: int, size: int, address: str, without: str) -> None:
-        self.store, self.rank, self.size = store, rank, size
+    def __init__(self, store: dist.Store, rank: int, everyone: tuple[int, ...], address: str, without: str) -> None:
+        self.store, self.rank, self.everyone = store, rank, everyone
         self.address, self.without = address, without
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}
 
     @cached_property
     def messages(self) -> Messages:
-        return _Messages(self.process_group(tuple(range(self.size))))
+        return _Messages(self.process_group(self.everyone), self.everyone)
 
     def process_group(self, members: tuple[int, ...]) -> Any:
         return self._group(self.name, members)
@@ -77,16 +77,16 @@ class Gloo(Transport):
 class _Messages:
     keeps_memory = False
 
-    def __init__(self, group: Any) -> None:
-        self.group = group
+    def __init__(self, group: Any, members: tuple[int, ...]) -> None:
+        self.group, self.place = group, {rank: k for k, rank in enumerate(members)}
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Start sending; complete when the peer has received."""
-        work: Work = self.group.send([tensor], peer, tag)
+        work: Work = self.group.send([tensor], self.place[peer], tag)
         return work
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        work: Work = self.group.recv([tensor], peer, tag)
+        work: Work = self.group.recv([tensor], self.place[peer], tag)
         return work
 
     def warm_up(self, peers: Iterable[int]) -> None:

@@ -14,16 +14,19 @@ from minipar.comm.transport.interface import Board, OwnMessages, StreamWork, Tra
 
 
 class Nccl(Transport):
-    """`host`: the transport of tensors on the CPU. NCCL's collectives are announced on its boards, too."""
+    """`everyone`: the ranks that messages go between. `host`: the transport of tensors on the CPU. NCCL's collectives
+    are announced on its boards, too."""
 
     name = "nccl"
     own_thread = False
     without = "tensors are on GPUs"
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device, host: Transport) -> None:
+    def __init__(
+        self, store: dist.Store, rank: int, everyone: tuple[int, ...], device: torch.device, host: Transport
+    ) -> None:
         self.store, self.rank, self.device, self.host = store, rank, device, host
         self._groups: dict[tuple[int, ...], Any] = {}
-        self._messages = _Messages(self, tuple(range(size)))
+        self._messages = _Messages(self, everyone)
 
     @property
     def messages(self) -> _Messages:
@@ -72,15 +75,16 @@ class _Messages:
 
     def __init__(self, transport: Nccl, everyone: tuple[int, ...]) -> None:
         self.rank, self.device = transport.rank, transport.device
+        self.place = {rank: k for k, rank in enumerate(everyone)}
         self.connected: set[int] = set()
         self.up = transport.make("up", everyone)
         self.down = transport.make("down", everyone)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return StreamWork((self.up if peer > self.rank else self.down).send([tensor], peer, tag))
+        return StreamWork((self.up if peer > self.rank else self.down).send([tensor], self.place[peer], tag))
 
     def receive(self, tensor: Tensor, peer: int, tag: int) -> Work:
-        return StreamWork((self.up if peer < self.rank else self.down).recv([tensor], peer, tag))
+        return StreamWork((self.up if peer < self.rank else self.down).recv([tensor], self.place[peer], tag))
 
     def warm_up(self, peers: Iterable[int]) -> None:
         """Send a number in both directions. All ranks take their pairs in one order, so no two wait for each other."""

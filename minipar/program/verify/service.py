@@ -3,12 +3,13 @@
   1. each worker   In every step it runs each micro-batch forward and backward exactly once, after it has pulled its
                    parameters and before it pushes its gradients, which are then complete.
   2. each link     A server accepts the pushes of a worker in order. A worker pulls what the server replies.
-  3. all together  Walking the lists ends. All parameters of a step have one version. An update takes each gradient
-                   once, and no gradient of parameters that are older than the contract allows. In mode sync an update
-                   takes all gradients of a step.
+  3. all together  Walking the lists ends. All parameters of a replica's step have one version, on all its ranks. An
+                   update takes the gradients of all ranks of a replica or none, on all servers those of the same
+                   replicas, each once, and none of parameters that are older than the contract allows. In mode sync
+                   an update takes all gradients of a step.
 
 In the other modes servers decide as they run. Their program has no instructions for servers before it has run; then
-only the first question is checked.
+the first question is checked, and that the workers do not wait for each other for ever.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from minipar.wording import several
 def check_workers(program: Program) -> None:
     """Check the first question. Errors: ProgramError."""
     _check_names(program)
-    every = not isinstance(program.contract, Staleness) or not any(program.ranks[program.workers :])
+    every = not isinstance(program.contract, Staleness) or program.undecided
     replicas: dict[tuple[int, int], list[int]] = defaultdict(list)  # by replica, and shard of its layers
     for rank in range(program.workers):
         replicas[program.replica(rank), program.shard(rank)].append(rank)
@@ -217,10 +218,11 @@ def _check_values(program: Program, rank: int, index: int, applied: Counter[int]
 
 
 def check_service(program: Program, turns: Iterable[Turn]) -> None:
-    """Check the third question, if servers have instructions. `turns` is `order(program)`. Errors: ProgramError."""
+    """Check the third question, as far as servers have instructions. `turns` is `order(program)`. Errors:
+    ProgramError."""
     versions = _Versions(program)
     for rank, index, ins, waited, _ in turns:
-        if ins is None:
+        if ins is None or program.undecided:
             continue
         if ins.op is Op.PULL:
             versions.pull(rank, index, ins, versions.replied[waited[0].source])
@@ -236,8 +238,9 @@ class _Versions:
     version   for each server and group, the number of its updates
     holders   for each group, the workers that hold it
     replied   for each REPLY, the version that it sent
-    used      for each worker and step, the version from which its gradients are computed
+    used      for each replica and step, the version from which its gradients are computed
     applied   (server, group, worker, step) of each gradient that went into an update
+    taken     for each update, what the first server to make it has taken: that server, and replicas with their steps
     """
 
     def __init__(self, program: Program) -> None:
@@ -252,6 +255,7 @@ class _Versions:
         self.replied: dict[Place, int] = {}
         self.used: dict[tuple[int, int], int] = {}
         self.applied: set[tuple[int, int, int, int]] = set()
+        self.taken: dict[int, tuple[int, set[tuple[int, int]]]] = {}
 
     def reply(self, rank: int, index: int, ins: Instruction) -> None:
         found = {self.version[rank, g] for g in ins.layers}
@@ -261,10 +265,10 @@ class _Versions:
         self.replied[rank, index] = max(found)
 
     def pull(self, rank: int, index: int, ins: Instruction, version: int) -> None:
-        where = at(self.program, rank, index)
-        if self.used.setdefault((rank, ins.step), version) != version:
+        where, step = at(self.program, rank, index), (self.program.replica(rank), ins.step)
+        if self.used.setdefault(step, version) != version:
             reason = f"{where} brings version {version}, but other parameters of this step are of"
-            raise refuse(self.program, rank, index, f"{reason} version {self.used[rank, ins.step]}")
+            raise refuse(self.program, rank, index, f"{reason} version {self.used[step]}")
         if self.synchronous and version != ins.step:
             reason = (
                 f"{where} brings parameters after {several(version, 'update')}; a synchronous program "
@@ -281,14 +285,24 @@ class _Versions:
         bound = program.contract.bound if isinstance(program.contract, Staleness) else 0
         for g in ins.layers:
             update = self.version[rank, g]
-            if not found[g] or not (self.synchronous or found[g] == found[ins.layers[0]]):
-                raise refuse(program, rank, index, f"{where} takes other gradients of grad({g}) than of the rest")
+            replicas = {(program.replica(worker), step) for worker, step in found[g]}
+            if not self.synchronous:
+                other, first = self.taken.setdefault(update, (rank, replicas))
+                if replicas != first:
+                    reason = f"{where} takes gradients of grad({g}) of other replicas or steps than update {update}"
+                    raise refuse(program, rank, index, f"{reason} does elsewhere (on rank {other})")
+                everyone = ((w, step) for r, step in replicas for w in program.ranks_of_replicas[r])
+                if lost := {(w, step) for w, step in everyone if w in self.holders[g]} - found[g]:
+                    reason = f"{where} takes grad({g}) of a part of replica {program.replica(min(lost)[0])}"
+                    raise refuse(program, rank, index, f"{reason}: that of rank {min(lost)[0]} is not read")
+            if not found[g]:
+                raise refuse(program, rank, index, f"{where} takes no gradient of grad({g})")
             for worker, step in sorted(found[g]):
                 if (rank, g, worker, step) in self.applied:
                     reason = f"{where} takes what rank {worker} pushed of grad({g}) in step {step} twice"
                     raise refuse(program, rank, index, reason)
                 self.applied.add((rank, g, worker, step))
-                late = update - self.used[worker, step]
+                late = update - self.used[program.replica(worker), step]
                 if bound is not None and late > bound:
                     reason = f"{where} takes a gradient of rank {worker} that is {several(late, 'update')} old"
                     raise refuse(program, rank, index, f"{reason}; its contract allows {bound}")

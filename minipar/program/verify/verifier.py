@@ -128,8 +128,7 @@ def _verify(program: Program, ranks: Collection[int]) -> None:
         pipelines = {mesh.group(rank, "pp") if mesh.length("pp") > 1 else (rank,) for rank in workers}
         for pipeline in sorted(pipelines) if program.serving is None else ():
             _check_microbatches(program, pipeline)
-    undecided = program.serving is not None and not any(program.ranks[program.workers :])  # (servers decide later)
-    turns = order(program, ranks) if not undecided else ()
+    turns = order(program, ranks)
     left = {rank: _check_rank(program, rank) for rank in ranks}
     stale = isinstance(program.contract, Staleness) and program.serving is None and not program.chunks
     if program.serving is not None:

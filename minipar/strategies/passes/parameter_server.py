@@ -19,13 +19,17 @@ forward needs first before the others (`urgency.py`). A forward waits for its ow
     worker    ... B 2 | PUSH 2 | B 1 | B 0 | PUSH 0 | PUSH 1          PULL 2 | PULL 0 | F 0 | PULL 1 | F 1 | F 2 ...
     server                   APPLY 2, REPLY 2   APPLY 0, REPLY 0   APPLY 1, REPLY 1
 
-In a pipeline every rank is a worker of its own: it pulls what its layers need, and pushes their gradients. Servers add
-up a tied set of several stages.
+In a pipeline every rank pulls what its layers need, and pushes their gradients. Servers add up a tied set of several
+stages.
 
-Ranks that share layers are workers, too. Each pulls what it has: shards, of which servers keep every one by itself,
-and whole parameters. It pushes the gradients of its shards, and its parts of gradients that are sums over these ranks,
-since servers add up anyway. A gradient that all of them have whole counts once: one pushes it, and the others push the
--0.0 of a gradient that is missing, so that all do the same.
+So does every one of the ranks that share layers. Each pulls what it has: shards, of which servers keep every one by
+itself, and whole parameters. It pushes the gradients of its shards, and its parts of gradients that are sums over these
+ranks, since servers add up anyway. A gradient that all of them have whole counts once: one pushes it, and the others
+push the -0.0 of a gradient that is missing, so that all do the same.
+
+For the rule, all ranks of a replica are one worker: what one of them pushes counts when all have pushed theirs, and
+they are answered together, so that a step has one version of all parameters. Where one of them dies and may come back
+(on_death=continue), all of them begin the step again.
 
     clip          an update is scaled down to a norm: each server sums the squares of its part of the gradient, server 0
                   adds these up and tells the others, and until then nothing else happens
@@ -67,8 +71,9 @@ def push_and_pull(draft: Draft) -> Draft:
     if late:
         servers = served_order.by_layer(draft.step, draft.step == draft.steps - 1, whole, workers)
     elif Mode.parse(plan.mode, plan.dp).kind == "sync":  # in the other modes servers decide as they run
-        known = served_order.in_step(len(workers), draft.step)
-        servers = served_order.of_servers(known, whole, [{draft.step: row} for row in workers])
+        known, inner = served_order.in_step(plan.dp, draft.step), [axis for axis, _ in mesh if axis != "dp"]
+        replicas = [mesh.group(rank, *inner) for rank in mesh.group(0, "dp")]
+        servers = served_order.of_servers(known, whole, [{draft.step: row} for row in workers], replicas)
     held = [_held(row, state) for row, state in zip(rows, draft.state, strict=True)]
     held += [frozenset(map(served, share)) | frozenset(map(served_state, share)) for share in shares]
     return replace(draft, ranks=(*map(tuple, rows), *servers), update=(), state=tuple(held))
