@@ -47,7 +47,7 @@ class Gloo(Transport):
         return GlooBoard(members, index, self._group(kind, members) if len(members) > 1 else None)
 
     def line(self, members: tuple[int, ...]) -> OwnMessages:
-        return _Messages(self._group("line", members))
+        return _Messages(self._group("line", members), tuple(range(len(members))))  # (peers are numbers in the group)
 
     def _group(self, kind: str, members: tuple[int, ...]) -> Any:
         found = self._groups.get((kind, members))
