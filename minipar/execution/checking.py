@@ -307,10 +307,10 @@ class CheckedExecutor(Executor):
     def _is_there(self, value: Value) -> bool:
         """Whether parameters are in memory: those of ZeRO-3 only while they are gathered, offloaded ones while they are
         here, and versions until they are freed."""
-        own, owner = self.groups[value.index], self.state.owners[value.index]
-        if isinstance(owner, Versioned) and value.step not in owner.versions.alive:
-            return False
-        return bool(own) and all(p.untyped_storage().nbytes() for p in own if p.numel())
+        own, owner = [p.data for p in self.groups[value.index]], self.state.owners[value.index]
+        if isinstance(owner, Versioned):
+            own = owner.versions.alive.get(value.step, [])
+        return bool(own) and all(tensor.untyped_storage().nbytes() for tensor in own if tensor.numel())
 
     def _seen(self, g: int) -> int:
         """The checksum of a group's parameters as its layers see them."""

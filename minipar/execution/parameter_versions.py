@@ -9,6 +9,9 @@ update goes to a copy. One that nothing needs any more is updated in place. The 
 own, whose storage is that of the newest version: its state exists once, and autograd does not take an update for a
 mistake (a backward that uses other weights than its forward is what AMPNet is about).
 
+With offload=parameters a version has no memory on the device but while it is used, and so does what autograd saved of it,
+which is a view. Its storage is resized, never replaced, until no tier has the version any more.
+
 With precision=bf16 the versions are bfloat16, and the optimizer has one float32 copy: a version is the copy rounded,
 as it was after so many updates. With zero=1 each replica's optimizer has a slice of the newest version:
 
@@ -24,7 +27,8 @@ from torch import Tensor, nn
 
 from minipar.execution.owners import Owner, Wide
 from minipar.execution.parameter_slices import SlicedGroup
-from minipar.program import Group, Instruction, Value, param
+from minipar.models.tensors import resize
+from minipar.program import Group, Instruction, Value, tier, version_of
 
 
 class Leading(Owner):
@@ -48,30 +52,39 @@ class Leading(Owner):
 class Alive:
     """The versions of some parameters that are still needed, and which of them the layers see.
 
-    alive   by number, which counts the updates of this pass
+    alive       by number, which counts the updates of this pass
+    elsewhere   those that a slower tier has, too
+    first       how many updates came before this pass
     """
 
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], away: bool = False) -> None:
         self.params = params
         self.alive: dict[int, list[Tensor]] = {0: [p.data for p in params]}
+        self.elsewhere = {0} if away else set[int]()
+        self.first = 0
         self._shown = 0
 
     @property
     def newest(self) -> list[Tensor]:
         return self.alive[max(self.alive)]
 
+    def through(self, value: Value) -> Value:
+        """A version by its number through all passes."""
+        return value._replace(step=self.first + value.step)
+
     def tensors(self) -> list[tuple[nn.Parameter, Tensor]]:
         return [pair for tensors in self.alive.values() for pair in zip(self.params, tensors, strict=True)]
 
     def begin(self) -> None:
         """A new pass: the newest version is its version 0."""
-        newest = self.newest
+        newest, last = self.newest, max([*self.alive, *self.elsewhere])
         self._point_to(newest)
-        self.alive, self._shown = {0: newest}, 0
+        self.alive, self._shown, self.first = {0: newest}, 0, self.first + last
+        self.elsewhere = {0} if self.elsewhere else set()
 
     def show(self, value: Value) -> None:
         """Let the layers see the version that an instruction reads."""
-        if value.kind == "param" and value.step >= 0 and self._shown != value.step:
+        if version_of(value) >= 0 and self._shown != value.step:
             self._point_to(self.alive[value.step])
             self._shown = value.step
 
@@ -82,7 +95,7 @@ class Alive:
     def in_place(self, number: int, ins: Instruction) -> bool:
         """Before a STEP of this group: whether the newest version is needed no more, and becomes the next one."""
         newest = max(self.alive)
-        if param(number, newest) not in ins.frees:
+        if all(value.index != number or version_of(value) != newest for value in ins.frees):
             return False
         self.alive[newest + 1] = self.alive.pop(newest)
         if self._shown == newest:
@@ -94,19 +107,39 @@ class Alive:
         self.alive[max(self.alive) + 1] = tensors
         return tensors
 
+    def bring(self, version: int) -> list[Tensor]:
+        """Room for a version that comes back."""
+        found = self.alive.setdefault(version, [])
+        found += [] if found else [torch.empty_like(p) for p in self.params]
+        resize(found, True)
+        return found
+
     def release(self, value: Value) -> None:
-        """Free a version, but the newest."""
-        if value.kind == "param" and value.step in self.alive and len(self.alive) > 1:
+        """Free a version, but the newest. Of one that is elsewhere, too, only the memory is freed."""
+        if value.step in self.elsewhere:
+            resize(self.alive[value.step], False)
+        elif version_of(value) in self.alive and len(self.alive) > 1:
             del self.alive[value.step]
             if self._shown == value.step:
                 self._point_to(self.newest)
                 self._shown = max(self.alive)
+
+    def leave(self, value: Value) -> None:
+        """A slower tier does not have this version any more."""
+        self.elsewhere.discard(value.step)
+        if not any(tensor.untyped_storage().nbytes() for tensor in self.alive.get(value.step, ())):
+            self.release(value)
 
 
 class Versioned(Owner):
     """Several versions, each kept as long as an instruction still reads it. The optimizer updates the newest one."""
 
     versions: Alive
+
+    @property
+    def updated(self) -> Alive:
+        """The versions that STEP makes."""
+        return self.versions
 
     def all_versions(self) -> list[tuple[nn.Parameter, Tensor]]:
         return self.versions.tensors()
@@ -120,13 +153,35 @@ class Versioned(Owner):
     def release(self, value: Value) -> None:
         self.versions.release(value)
 
+    def room(self, ins: Instruction) -> list[Tensor]:
+        return self.versions.bring(ins.writes[0].step)
+
+    def take_storages(self) -> None:
+        """The parameters have been given other storages before the first pass."""
+        self.versions.alive[0] = [p.data for p in self.params]
+
+    def tensors_of(self, value: Value) -> list[Tensor]:
+        """The tensors of a version on the device, or on the host."""
+        return self.versions.alive[value.step]
+
+    def leave(self, value: Value) -> None:
+        """A slower tier does not have this version any more."""
+        self.versions.leave(value)
+
 
 class Versions(Versioned, Leading):
     """The optimizer updates the newest version itself."""
 
-    def __init__(self, number: int, params: list[nn.Parameter], group: Group, holders: int = 1) -> None:
+    def __init__(
+        self, number: int, params: list[nn.Parameter], group: Group, holders: int = 1, away: bool = False
+    ) -> None:
         super().__init__(number, params, group, holders)
-        self.versions = Alive(params)
+        self.versions = Alive(params, away)
+
+    def take_storages(self) -> None:
+        super().take_storages()
+        for own, p in zip(self.trained, self.params, strict=True):
+            own.data = p.data
 
     def take_gradients(self, ins: Instruction) -> None:
         """Before a STEP: also make room for the next version."""
@@ -140,11 +195,13 @@ class Versions(Versioned, Leading):
 class WideVersions(Versioned, Wide):
     """With precision=bf16 the optimizer updates one float32 copy, of which the layers have versions in bfloat16."""
 
-    def __init__(self, number: int, params: list[nn.Parameter], group: Group, holders: int = 1) -> None:
+    def __init__(
+        self, number: int, params: list[nn.Parameter], group: Group, holders: int = 1, away: bool = False
+    ) -> None:
         super().__init__(number, params, group, holders)
         for p in params:
             p.data = p.data.to(torch.bfloat16)
-        self.versions = Alive(params)
+        self.versions = Alive(params, away)
 
     def take_gradients(self, ins: Instruction) -> None:
         super().take_gradients(ins)
@@ -157,7 +214,7 @@ class WideVersions(Versioned, Wide):
 
 
 class FetchedVersions(Versioned, Owner):
-    """The optimizer works on the host, on one copy, of which each version is fetched."""
+    """The optimizer works on the host, on one copy, of which each version is fetched when it is made."""
 
     def __init__(
         self, number: int, params: list[nn.Parameter], group: Group, holders: int = 1, narrow: bool = False
@@ -172,6 +229,50 @@ class FetchedVersions(Versioned, Owner):
         if self.versions.in_place(self.number, ins):
             return self.versions.newest
         return self.versions.add([torch.empty_like(tensor) for tensor in self.versions.newest])
+
+
+class HostVersions(FetchedVersions):
+    """The optimizer works on the host, where it makes the versions, and a version is fetched where it is used."""
+
+    def __init__(
+        self, number: int, params: list[nn.Parameter], group: Group, holders: int = 1, narrow: bool = False
+    ) -> None:
+        super().__init__(number, params, group, holders, narrow)
+        self.versions = Alive(params, away=True)
+        self.made = Alive(self.masters)
+
+    @property
+    def updated(self) -> Alive:
+        return self.made
+
+    def begin(self) -> None:
+        super().begin()
+        self.made.begin()
+
+    def room(self, ins: Instruction) -> list[Tensor]:
+        return self.versions.bring(ins.writes[0].step)
+
+    def tensors_of(self, value: Value) -> list[Tensor]:
+        return super().tensors_of(value) if tier(value) == "device" else self.made.alive[value.step]
+
+    def take_gradients(self, ins: Instruction) -> None:
+        super().take_gradients(ins)
+        if not self.made.in_place(self.number, ins):
+            made = self.made.add([tensor.clone() for tensor in self.made.newest])
+            for own, tensor in zip(self.masters, made, strict=True):
+                own.data = tensor
+        self.versions.elsewhere.add(max(self.made.alive))
+
+    def release(self, value: Value) -> None:
+        if tier(value) == "device":
+            super().release(value)
+        else:
+            self.leave(value)
+
+    def leave(self, value: Value) -> None:
+        super().leave(value)
+        if tier(value) == "host":
+            self.made.release(value)
 
 
 class SlicedVersions(Versioned, SlicedGroup):

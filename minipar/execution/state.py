@@ -25,6 +25,7 @@ from minipar.execution.owners import Owner, Slice, Wide
 from minipar.execution.parameter_slices import SlicedGroup, pack_gradients
 from minipar.execution.parameter_versions import (
     FetchedVersions,
+    HostVersions,
     Leading,
     SlicedVersions,
     Versioned,
@@ -43,6 +44,7 @@ from minipar.program import (
     home,
     norm,
     optimizer_shard,
+    tier,
     version_of,
 )
 from minipar.program.verify.staleness import delay
@@ -260,6 +262,7 @@ def choose_owners(
     held = program.state[comm.rank] if program.state else frozenset()
     sliced = {g for g in program.sharded if optimizer_shard(g) in set(map(home, held))}
     versioned = {value.index for value in held if version_of(value) >= 0}
+    away = {v.index for v in held if version_of(v) >= 0 and tier(v) != "device"} - at_home
     on_host = {g for ins in instructions if ins.op is Op.STEP and ins.stream == "host" for g in ins.layers} - at_home
     found: list[Owner] = []
     for g, params in enumerate(groups):
@@ -278,9 +281,9 @@ def choose_owners(
             )
             found[g].holders = program.sharing // shards
         elif g in versioned and g in on_host:
-            found.append(FetchedVersions(g, params, group, holders, narrow))
+            found.append((HostVersions if g in away else FetchedVersions)(g, params, group, holders, narrow))
         elif g in versioned and program.in_flight is None:
-            found.append((WideVersions if narrow else Versions)(g, params, group, holders))
+            found.append((WideVersions if narrow else Versions)(g, params, group, holders, g in away))
         elif g in versioned and not narrow:
             found.append(Leading(g, params, group, holders))
         elif narrow and g not in on_host and program.serving is None:  # (servers have the wide ones)

@@ -42,6 +42,7 @@ from minipar.program import (
 )
 from minipar.program.comm_volume import changing
 from minipar.program.graph_cuts import pieces_of
+from minipar.strategies.passes import host_layers
 from minipar.strategies.passes.compress import row_bytes, top
 from minipar.trace import Trace
 from minipar.trace.lifetimes import KINDS, series_of
@@ -141,10 +142,15 @@ class Walk:
                 continue  # (what is pushed is the host's, and so is what it leaves out)
             owner = KINDS[value.kind], -1 if value.kind == "grad" else self.layer_of(value.index)
             before[owner] = before.get(owner, 0) + sizes.size(rank, value)
+        _, at_home = host_layers.computed(row)
         for value in self.state:
-            if version_of(value) >= 0:
+            if version_of(value) >= 0 and tier(value) == "device":
                 size, layer = sizes.size(rank, grad(value.index)), self.layer_of(value.index)
                 self.live[value] = Storage(size, layer, "parameters", {"live"})
+            elif version_of(value) >= 0 and value.index not in at_home:  # (frozen ones have no versions, and stay)
+                owner = "parameters", self.layer_of(value.index)
+                frozen = sizes.size(rank, home(value)) - sizes.size(rank, grad(value.index))
+                before[owner] = before.get(owner, 0) + frozen
         for g in self._passed_on():
             owner = "optimizer", self.layer_of(g)
             before[owner] = before.get(owner, 0) + sizes.size(rank, param_shard(g))
@@ -298,7 +304,7 @@ class Walk:
     def versions(self, ins: Instruction) -> None:
         """Make the next version of parameters, in place of the newest one if nothing needs that any more."""
         for value in ins.writes:
-            if version_of(value) > 0:
+            if version_of(value) >= 0:
                 before = param(value.index, value.step - 1)
                 size = self.sizes.size(self.rank, grad(value.index))
                 in_place = self.live.pop(before, None) if before in ins.frees else None

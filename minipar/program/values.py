@@ -62,7 +62,7 @@ class Value(NamedTuple):
         text = f"{self.kind}({self.index})" + (f"[{self.form}]" if self.form else "")
         if self.microbatch >= 0:
             return f"{text} mb{self.microbatch}"
-        return f"{text} v{self.step}" if self.kind == "param" and self.step >= 0 else text
+        return f"{text} v{version_of(self)}" if version_of(self) >= 0 else text
 
 
 def output(layer: int, microbatch: int, step: int = 0) -> Value:
@@ -101,9 +101,12 @@ def param(group: int, version: int = -1) -> Value:
     return Value("param", group, -1, version)
 
 
+_PARAMETERS = frozenset(f"{where}param" for where in ("", "host ", "disk "))
+
+
 def version_of(value: Value) -> int:
     """How many updates came before these parameters; -1 for any other value, and where there is only one version."""
-    return value.step if value.kind == "param" else -1
+    return value.step if value.kind in _PARAMETERS else -1
 
 
 def grad(group: int) -> Value:

@@ -129,6 +129,7 @@ LOW_RANK = KeyValues(
 )
 ZERO = KeyValues("zero", "zero=1, 2, 3", lambda plan: plan.zero > 0, "zero=0")
 ZERO_ABOVE_1 = KeyValues("zero", "zero=2, 3", lambda plan: plan.zero > 1, "zero=1")
+ZERO_3 = KeyValues("zero", "zero=3", lambda plan: plan.zero == 3, "zero=2")
 ZERO_BELOW_3 = KeyValues("zero", "zero=1, 2", lambda plan: plan.zero in (1, 2), "zero=0 or zero=3")
 INFERENCE = KeyValues("inference", "inference", lambda plan: plan.inference, "inference=false")
 CLIP = KeyValues("clip", "clip", lambda plan: plan.clip is not None, "clip=none")
@@ -216,7 +217,7 @@ _DECIDES_ALONE_REPLICAS = (
     "each rank decides by what has come to it, so the updates of replicas have other micro-batches, and their sums "
     "would wait for each other"
 )
-_ON_DEVICE = "versions of parameters stay on the device"
+_ORDERED = "copies stand in an order, which its ranks do not keep to"
 
 EXCLUSIONS = (
     Exclusion(PLACE, SPLIT, _PLACES, fundamental=True),
@@ -272,9 +273,7 @@ EXCLUSIONS = (
         fundamental=True,
     ),
     Exclusion(ZERO, UNSUMMED, "it has no replicas", fundamental=True),
-    Exclusion(ZERO_ABOVE_1, ASYNCHRONOUS, "versions of parameters stay whole, and so does what makes the next one"),
-    Exclusion(OFFLOADED_PARAMETERS, ASYNCHRONOUS, _ON_DEVICE),
-    Exclusion(HOST_LAYERS, ASYNCHRONOUS, _ON_DEVICE),
+    Exclusion(ZERO_3, ASYNCHRONOUS, "versions of parameters stay whole"),
     Exclusion(CLIP, ASYNCHRONOUS, "the norm of all gradients is known only after a flush", fundamental=True),
     Exclusion(INFERENCE, ASYNCHRONOUS, "nothing is updated", fundamental=True),
     Exclusion(SERVERS, ASYNCHRONOUS, "its ranks are stages, and no replicas that push to servers"),
@@ -300,7 +299,8 @@ EXCLUSIONS = (
     Exclusion(CONTEXT, SLICED, "a rank's part of the tokens and a slice of them are two cuts of one dimension"),
     Exclusion(EXPERTS, SLICED, "layers with experts take whole sequences"),
     Exclusion(IN_STEP, ASYNCHRONOUS, "a micro-batch waits for the update of the one before it"),
-    Exclusion(OFFLOAD, DYNAMIC, "copies stand in an order, which its ranks do not keep to"),
+    Exclusion(OFFLOAD, DYNAMIC, _ORDERED),
+    Exclusion(HOST_LAYERS, DYNAMIC, _ORDERED),
     Exclusion(
         ZERO_ABOVE_1,
         COPIES,

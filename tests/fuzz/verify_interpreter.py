@@ -157,7 +157,7 @@ def _check_state(program: Program) -> None:
             kind = value.kind.rpartition(" ")[2]
             if program.serving is not None and kind in ("served", "served_state"):
                 continue
-            version = value.step == 0 and value.kind == "param" and isinstance(program.contract, Staleness)
+            version = value.step == 0 and _home(value).kind == "param" and isinstance(program.contract, Staleness)
             if kind not in STATE or value.microbatch != -1 or (value.step != -1 and not version):
                 raise Wrong(f"begins with {value}, which is no state")
             if not 0 <= value.index < len(program.groups):
@@ -770,7 +770,9 @@ class _Machine:
             gradient = Value("grad_shard" if sliced else "grad", g)
             state = Value("optimizer_shard" if sliced else "optimizer_state", g)
             version = self.newest(rank, g)
-            versions = self.stale is not None and not host  # (on the host there is the newest one alone)
+            kept = {Value(f"{where} param", g, -1, 0) for where in ("host", "disk")}
+            # (of versions that the device keeps, the host has the newest one alone)
+            versions = self.stale is not None and (not host or not kept.isdisjoint(self.program.state[rank]))
             held = Value("param_shard" if apart else "param", g, -1, version if versions else -1)
             content = self.take(rank, ins, held)
             name, _, updates, *owner = content
@@ -810,7 +812,7 @@ class _Machine:
         if self.orders is not None:
             return int(self.memory[rank][Value("param", g, -1, 0)][2])
         mine = [*self.memory[rank], *self.underway[rank]]
-        return max((v.step for v in mine if v.kind == "param" and v.index == g), default=-1)
+        return max((v.step for v in mine if _home(v).kind == "param" and v.index == g), default=-1)
 
     def check_alive(self, rank: int, ins: Instruction) -> None:
         most = self.stale.versions if self.stale else None
@@ -818,7 +820,7 @@ class _Machine:
             return
         for g in ins.layers:
             mine = {*self.memory[rank], *self.underway[rank]} - {*ins.frees}
-            alive = [v for v in mine if v.kind == "param" and v.index == g]
+            alive = {v.step for v in mine if _home(v).kind == "param" and v.index == g and v.step >= 0}
             if len(alive) > most:
                 raise Wrong(f"rank {rank} `{ins}` leaves {len(alive)} versions of param({g}) alive")
 
@@ -1068,8 +1070,8 @@ class _Machine:
         memory = self.memory[rank]
         source, (target,) = ins.reads[0], ins.writes
         down = RANKS[_tier(target)] - RANKS[_tier(source)]
-        version = target.step if target.kind == "param" and self.stale is not None else -1
-        plain = target._replace(step=-1) if version >= 0 else target
+        version = target.step if _home(target).kind == "param" and self.stale is not None else -1
+        plain = target._replace(step=-1) if version >= 0 and source.step < 0 else target
         same = _home(source) == _home(plain)
         part = _home(source).kind == "param_shard" and plain == Value("param", source.index)
         if not (same or part) or (down <= 0 if ins.op is Op.OFFLOAD else down >= 0):
@@ -1132,7 +1134,7 @@ class _Machine:
             updates = -(-program.steps * program.microbatches // every)
         named = {}
         for value, content in memory.items():
-            version = value.step >= 0 and value.kind == "param" and self.orders is None
+            version = value.step >= 0 and _home(value).kind == "param" and self.orders is None
             named[value._replace(step=0) if version and value.step == updates else value] = content
         if named.keys() != program.state[rank]:
             raise Wrong(f"rank {rank} ends with other values than it began with")

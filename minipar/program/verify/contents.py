@@ -158,7 +158,7 @@ class Contents:
                 newest[value.index] = max(newest.get(value.index, 0), updates)
         for value in sorted(self.program.state[rank]) if newest else ():
             copied = home(value).kind != "residual" and (tier(value) != "device" or "param" in value.kind)
-            found = known.get(param(value.index) if version_of(value) >= 0 else value, 0)
+            found = known.get(value._replace(step=-1) if version_of(value) >= 0 else value, 0)
             if copied and value.index in newest and found != newest[value.index]:
                 raise ProgramError(
                     f"rank {rank} ends with {value} after {several(found, 'update')}, but with another"

@@ -65,6 +65,9 @@ def _with_copies(instructions: Sequence[Instruction], layout: Layout) -> list[In
     result: list[Instruction] = []
     there: set[Value] = set()  # outputs and gradients that are on the host now
     for ins, values, wanted in zip(instructions, needed, read_later, strict=True):
+        if ins.op is Op.STEP:  # (of a schedule without flushes)
+            result += _in_two(ins, layout)
+            continue
         on_host = ins.op in COMPUTE and ins.op is not Op.STEP and layout.host.issuperset(ins.layers)
         for value in sorted(values):
             if on_host and value not in there:
