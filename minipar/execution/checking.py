@@ -309,7 +309,8 @@ class CheckedExecutor(Executor):
         here, and versions until they are freed."""
         own, owner = [p.data for p in self.groups[value.index]], self.state.owners[value.index]
         if isinstance(owner, Versioned):
-            own = owner.versions.alive.get(value.step, [])
+            found = owner.versions.alive.get(value.step)
+            own = owner.versions.views(found) if found else []
         return bool(own) and all(tensor.untyped_storage().nbytes() for tensor in own if tensor.numel())
 
     def _seen(self, g: int) -> int:
@@ -319,7 +320,9 @@ class CheckedExecutor(Executor):
     def _parameters(self, value: Value) -> int:
         """The checksum of parameters; of a version also while layers see another one."""
         owner = self.state.owners[value.index]
-        return checksum(owner.versions.alive[value.step]) if isinstance(owner, Versioned) else self._seen(value.index)
+        if not isinstance(owner, Versioned):
+            return self._seen(value.index)
+        return checksum(owner.versions.views(owner.versions.alive[value.step]))
 
     def _left(self, owner: Owner, value: Value) -> int:
         """The checksum of a group's parameters as its optimizer has left them, perhaps in copies on the host."""

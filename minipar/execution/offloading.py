@@ -36,7 +36,7 @@ from minipar.execution.saved_tensors import SavedTensors
 from minipar.execution.state import State
 from minipar.execution.streams import Copy, Mark, StreamCopy, Streams, on_host
 from minipar.models.tensors import count_bytes, map_tensors, resize, tensors
-from minipar.program import COPIES, Instruction, LayerRun, Op, Program, Value, home, host, param, tier, version_of
+from minipar.program import COPIES, Instruction, LayerRun, Op, Program, Value, home, host, tier, version_of
 
 
 def _nothing() -> None:
@@ -168,7 +168,7 @@ class Offloading:
 
     def _is_away(self, value: Value) -> bool:
         """Whether a group's parameters are not on the device between steps."""
-        plain = param(value.index, 0) if version_of(value) >= 0 else value  # (the version that a pass begins with)
+        plain = value._replace(step=0) if version_of(value) >= 0 else value  # (the version that a pass begins with)
         return value.kind in ("param", "param_shard") and plain not in self.held
 
     def _begin(self) -> None:

@@ -9,13 +9,15 @@ update goes to a copy. One that nothing needs any more is updated in place. The 
 own, whose storage is that of the newest version: its state exists once, and autograd does not take an update for a
 mistake (a backward that uses other weights than its forward is what AMPNet is about).
 
-With offload=parameters a version has no memory on the device but while it is used, and so does what autograd saved of it,
-which is a view. Its storage is resized, never replaced, until no tier has the version any more.
+With offload=parameters, and with zero=3, a version has whole parameters on the device while it is used only. What
+autograd saved of a layer is a view of these. So their storage is resized, never replaced, as long as the version is kept.
 
 With precision=bf16 the versions are bfloat16, and the optimizer has one float32 copy: a version is the copy rounded,
 as it was after so many updates. With zero=1 each replica's optimizer has a slice of the newest version:
 
     STEP of version 4      version 3  [ . . | . . ]  -->  [ . . | 4 4 ]  --ALL_GATHER-->  version 4  [ 4 4 | 4 4 ]
+
+With zero=3 the slices are what is kept of versions.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from minipar.comm.communicator import Communicator
+from minipar.comm.handles import Handle
 from minipar.execution.owners import Owner, Wide
 from minipar.execution.parameter_slices import SlicedGroup
 from minipar.models.tensors import resize
@@ -53,7 +57,7 @@ class Alive:
     """The versions of some parameters that are still needed, and which of them the layers see.
 
     alive       by number, which counts the updates of this pass
-    elsewhere   those that a slower tier has, too
+    elsewhere   those that a slower tier has, too, or of which there are slices
     first       how many updates came before this pass
     """
 
@@ -73,7 +77,8 @@ class Alive:
         return value._replace(step=self.first + value.step)
 
     def tensors(self) -> list[tuple[nn.Parameter, Tensor]]:
-        return [pair for tensors in self.alive.values() for pair in zip(self.params, tensors, strict=True)]
+        found = map(self.views, self.alive.values())
+        return [pair for tensors in found for pair in zip(self.params, tensors, strict=True)]
 
     def begin(self) -> None:
         """A new pass: the newest version is its version 0."""
@@ -89,8 +94,16 @@ class Alive:
             self._shown = value.step
 
     def _point_to(self, tensors: list[Tensor]) -> None:
-        for p, tensor in zip(self.params, tensors, strict=True):
+        for p, tensor in zip(self.params, self.views(tensors), strict=True):
             p.data = tensor
+
+    def views(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The parameters in the tensors of a version, as layers see them."""
+        return tensors
+
+    def empty(self) -> list[Tensor]:
+        """The tensors of a version."""
+        return [torch.empty_like(p) for p in self.params]
 
     def in_place(self, number: int, ins: Instruction) -> bool:
         """Before a STEP of this group: whether the newest version is needed no more, and becomes the next one."""
@@ -110,7 +123,7 @@ class Alive:
     def bring(self, version: int) -> list[Tensor]:
         """Room for a version that comes back."""
         found = self.alive.setdefault(version, [])
-        found += [] if found else [torch.empty_like(p) for p in self.params]
+        found += [] if found else self.empty()
         resize(found, True)
         return found
 
@@ -301,3 +314,77 @@ class SlicedVersions(Versioned, SlicedGroup):
             self.versions.add([part.view(p.shape) for part, p in zip(parts, self.params, strict=True)])
             if not self.apart:
                 self.part.data = self.flat[self.k * self.size : (self.k + 1) * self.size]
+
+
+class Flat(Alive):
+    """Versions of which each lies in one tensor, with zeros behind it."""
+
+    def __init__(self, params: Sequence[nn.Parameter], flat: Tensor) -> None:
+        super().__init__(params, away=True)
+        self.flat = flat
+        self.alive = {0: [flat]}
+        self.shapes = [p.shape for p in params]
+
+    def views(self, tensors: list[Tensor]) -> list[Tensor]:
+        sizes = [shape.numel() for shape in self.shapes]
+        parts = tensors[0][: sum(sizes)].split(sizes)
+        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+
+    def empty(self) -> list[Tensor]:
+        return [torch.empty_like(self.flat)]
+
+
+class ScatteredVersions(Versioned, SlicedGroup):
+    """With zero=3 this rank keeps its slice of each version, and updates that of the newest one. A version is gathered
+    where it is used.
+
+    slices   by the number of the version
+    """
+
+    def __init__(
+        self, number: int, params: list[nn.Parameter], group: Group, k: int, n: int, device: torch.device, narrow: bool
+    ) -> None:
+        super().__init__(number, params, group, k, n, device, narrow, scattered=True)
+        self.versions = Flat(params, self.flat)
+        self.slices: dict[int, Tensor] = {0: self.part.data}
+
+    def begin(self) -> None:
+        self.slices = {0: self.slices[max(self.slices)]}
+        super().begin()
+
+    def all_versions(self) -> list[tuple[nn.Parameter, Tensor]]:
+        return [*super().all_versions(), *((self.params[0], part) for part in self.slices.values())]
+
+    def gather(
+        self, comm: Communicator, ranks: tuple[int, ...], algorithm: str | None = None, version: int = -1
+    ) -> list[Handle]:
+        (self.flat,) = self.versions.bring(version)
+        return comm.iall_gather(self.slices[version], self.flat, ranks, algorithm)
+
+    def take_gradients(self, ins: Instruction) -> None:
+        if not self.masters:  # (from which the slice of the next version will be fetched)
+            self._make_room(ins)
+        super().take_gradients(ins)
+
+    def room(self, ins: Instruction) -> list[Tensor]:
+        self._make_room(ins)
+        return [self.part.data]
+
+    def _make_room(self, ins: Instruction) -> None:
+        newest = max(self.slices)
+        freed = any(value.index == self.number and version_of(value) == newest for value in ins.frees)
+        self.slices[newest + 1] = self.slices[newest] if freed else self.slices[newest].clone()
+        self.part.data = self.slices[newest + 1]
+        self.versions.elsewhere.add(newest + 1)
+        if freed:
+            self._forget(newest)
+
+    def release(self, value: Value) -> None:
+        if value.kind == "param":
+            self.versions.release(value)
+        elif value.step in self.slices and len(self.slices) > 1:
+            self._forget(value.step)
+
+    def _forget(self, version: int) -> None:
+        del self.slices[version]
+        self.versions.leave(Value("param", self.number, -1, version))

@@ -27,6 +27,7 @@ from minipar.execution.parameter_versions import (
     FetchedVersions,
     HostVersions,
     Leading,
+    ScatteredVersions,
     SlicedVersions,
     Versioned,
     Versions,
@@ -119,7 +120,8 @@ class State:
             return [self._reduce_scatter(ins)]
         if ins.op is Op.ALL_GATHER:
             by = self.program.algorithm or None
-            return [handle for g in ins.layers for handle in self.slices[g].gather(self.comm, ins.group, by)]
+            made = {value.index: version_of(value) for value in ins.writes}
+            return [handle for g in ins.layers for handle in self.slices[g].gather(self.comm, ins.group, by, made[g])]
         if ins.op is Op.NORM:
             return [self._norm(ins)]
         return self.buckets.all_reduce(ins, self.comm)
@@ -274,10 +276,11 @@ def choose_owners(
         if g in sliced:
             ranks = program.slicing(g, comm.rank)
             place = ranks.index(comm.rank), len(ranks), comm.device
+            scattered = g in program.scattered
             found.append(
-                SlicedVersions(g, params, group, *place, narrow)
+                (ScatteredVersions if scattered else SlicedVersions)(g, params, group, *place, narrow)
                 if g in versioned
-                else SlicedGroup(g, params, group, *place, narrow, g in program.scattered)
+                else SlicedGroup(g, params, group, *place, narrow, scattered)
             )
             found[g].holders = program.sharing // shards
         elif g in versioned and g in on_host:

@@ -32,6 +32,7 @@ from minipar.program import (
     grad,
     grad_carry,
     grad_output,
+    grad_shard,
     home,
     output,
     param,
@@ -145,11 +146,11 @@ class Walk:
         _, at_home = host_layers.computed(row)
         for value in self.state:
             if version_of(value) >= 0 and tier(value) == "device":
-                size, layer = sizes.size(rank, grad(value.index)), self.layer_of(value.index)
+                size, layer = self._size_of_version(value), self.layer_of(value.index)
                 self.live[value] = Storage(size, layer, "parameters", {"live"})
             elif version_of(value) >= 0 and value.index not in at_home:  # (frozen ones have no versions, and stay)
                 owner = "parameters", self.layer_of(value.index)
-                frozen = sizes.size(rank, home(value)) - sizes.size(rank, grad(value.index))
+                frozen = sizes.size(rank, home(value)) - self._size_of_version(value)
                 before[owner] = before.get(owner, 0) + frozen
         for g in self._passed_on():
             owner = "optimizer", self.layer_of(g)
@@ -301,12 +302,17 @@ class Walk:
                 for other in self.handed_on.pop(value, ()):
                     self.release(other, f"live {value}")
 
+    def _size_of_version(self, value: Value) -> int:
+        """Bytes of the trainable parameters, or of a slice of them."""
+        sliced = home(value).kind == "param_shard"
+        return self.sizes.size(self.rank, grad_shard(value.index) if sliced else grad(value.index))
+
     def versions(self, ins: Instruction) -> None:
         """Make the next version of parameters, in place of the newest one if nothing needs that any more."""
         for value in ins.writes:
             if version_of(value) >= 0:
-                before = param(value.index, value.step - 1)
-                size = self.sizes.size(self.rank, grad(value.index))
+                before = value._replace(step=value.step - 1)
+                size = self._size_of_version(value)
                 in_place = self.live.pop(before, None) if before in ins.frees else None
                 self.live[value] = in_place or self.make(size, self.layer_of(value.index), "live", "parameters")
 

@@ -8,7 +8,20 @@ from dataclasses import dataclass, field
 from minipar.costs.links import Line
 from minipar.costs.measured import Profile
 from minipar.costs.rates import ORDINARY, Calibration, Copies
-from minipar.program import COMPUTE, COPIES, SERVICE, Instruction, Op, Program, Value, grad, home, output, tier, version_of
+from minipar.program import (
+    COMPUTE,
+    COPIES,
+    SERVICE,
+    Instruction,
+    Op,
+    Program,
+    Value,
+    grad,
+    home,
+    output,
+    tier,
+    version_of,
+)
 from minipar.program.comm_volume import NAMES, by_algorithm, changes, hops, of_collective, of_message
 from minipar.program.forms import COUNTS
 from minipar.program.rows import split_rows

@@ -101,7 +101,7 @@ def param(group: int, version: int = -1) -> Value:
     return Value("param", group, -1, version)
 
 
-_PARAMETERS = frozenset(f"{where}param" for where in ("", "host ", "disk "))
+_PARAMETERS = frozenset(f"{where}{kind}" for where in ("", "host ", "disk ") for kind in ("param", "param_shard"))
 
 
 def version_of(value: Value) -> int:

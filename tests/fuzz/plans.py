@@ -147,8 +147,8 @@ def _stale(dice: random.Random, facts: Facts, schedule: str, dp: int) -> Words:
             words["overlap"] = "none"
         special = dice.choice(["", "", "zero", "zero", "compress", "algorithm"])
         if special == "zero":
-            words["zero"] = dice.choice(["1", "2"])
-            if words["zero"] == "2":
+            words["zero"] = dice.choice(["1", "2", "3"])
+            if words["zero"] > "1":
                 words["reduce"] = dice.choice(["microbatch", "step"])
         if special == "compress":
             words["compress"] = dice.choice(["bf16", "topk:0.5", "powersgd:1"])

@@ -26,6 +26,7 @@ JOINED = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL, Op.NOR
 MOVED = ("output", "grad_output")
 SHARING = ("tp", "cp", "ep")  # the innermost axes: their ranks share layers
 COPIED = ("saved", "grad", "grad_shard", "output", "grad_output", "param", "param_shard", "optimizer_state")
+PARAMS = ("param", "param_shard")
 STATE = ("param", "grad", "optimizer_state", "param_shard", "grad_shard", "optimizer_shard", "residual")
 RANKS = {"": 0, "host": 1, "disk": 2}  # tiers, from the fastest
 
@@ -157,7 +158,7 @@ def _check_state(program: Program) -> None:
             kind = value.kind.rpartition(" ")[2]
             if program.serving is not None and kind in ("served", "served_state"):
                 continue
-            version = value.step == 0 and _home(value).kind == "param" and isinstance(program.contract, Staleness)
+            version = value.step == 0 and _home(value).kind in PARAMS and isinstance(program.contract, Staleness)
             if kind not in STATE or value.microbatch != -1 or (value.step != -1 and not version):
                 raise Wrong(f"begins with {value}, which is no state")
             if not 0 <= value.index < len(program.groups):
@@ -765,8 +766,7 @@ class _Machine:
         host = ins.stream == "host"
         for g in ins.layers:
             sliced = Value("optimizer_shard", g) in self.homes[rank]
-            slices = Value("param_shard", g) in self.homes[rank]
-            apart = sliced if host else slices and Value("param", g) not in self.homes[rank]
+            apart = sliced if host else self.apart(rank, g)
             gradient = Value("grad_shard" if sliced else "grad", g)
             state = Value("optimizer_shard" if sliced else "optimizer_state", g)
             version = self.newest(rank, g)
@@ -812,7 +812,11 @@ class _Machine:
         if self.orders is not None:
             return int(self.memory[rank][Value("param", g, -1, 0)][2])
         mine = [*self.memory[rank], *self.underway[rank]]
-        return max((v.step for v in mine if _home(v).kind == "param" and v.index == g), default=-1)
+        return max((v.step for v in mine if _home(v).kind in PARAMS and v.index == g), default=-1)
+
+    def apart(self, rank: int, g: int) -> bool:
+        """Whether a rank keeps a slice of the parameters, and not all of them."""
+        return {v.kind for v in self.homes[rank] if v.index == g and v.kind in PARAMS} == {"param_shard"}
 
     def check_alive(self, rank: int, ins: Instruction) -> None:
         most = self.stale.versions if self.stale else None
@@ -820,7 +824,7 @@ class _Machine:
             return
         for g in ins.layers:
             mine = {*self.memory[rank], *self.underway[rank]} - {*ins.frees}
-            alive = {v.step for v in mine if _home(v).kind == "param" and v.index == g and v.step >= 0}
+            alive = {v.step for v in mine if _home(v).kind in PARAMS and v.index == g and v.step >= 0}
             if len(alive) > most:
                 raise Wrong(f"rank {rank} `{ins}` leaves {len(alive)} versions of param({g}) alive")
 
@@ -1040,8 +1044,11 @@ class _Machine:
         brought = {}
         made = {g: Value("param", g, -1, self.newest(rank, g) if self.stale else -1) for g in ins.layers}
         for g in ins.layers:
-            apart = Value("param_shard", g) in self.homes[rank] and Value("param", g) not in self.homes[rank]
-            brought[g] = self.take(rank, ins, Value("param_shard", g) if apart and not self.stale else made[g])
+            if self.apart(rank, g):  # (any version, and not the newest one alone)
+                made[g] = next((v for v in ins.writes if v[:2] == made[g][:2]), made[g])
+                brought[g] = self.take(rank, ins, made[g]._replace(kind="param_shard"))
+            else:
+                brought[g] = self.take(rank, ins, made[g])
         if set(ins.writes) != set(made.values()):
             raise Wrong(f"rank {rank} `{ins}` does not write what it gathers")
         brought = {g: ("param", *found[1:]) for g, found in brought.items()}
@@ -1070,7 +1077,7 @@ class _Machine:
         memory = self.memory[rank]
         source, (target,) = ins.reads[0], ins.writes
         down = RANKS[_tier(target)] - RANKS[_tier(source)]
-        version = target.step if _home(target).kind == "param" and self.stale is not None else -1
+        version = target.step if _home(target).kind in PARAMS and self.stale is not None else -1
         plain = target._replace(step=-1) if version >= 0 and source.step < 0 else target
         same = _home(source) == _home(plain)
         part = _home(source).kind == "param_shard" and plain == Value("param", source.index)
@@ -1134,7 +1141,7 @@ class _Machine:
             updates = -(-program.steps * program.microbatches // every)
         named = {}
         for value, content in memory.items():
-            version = value.step >= 0 and _home(value).kind == "param" and self.orders is None
+            version = value.step >= 0 and _home(value).kind in PARAMS and self.orders is None
             named[value._replace(step=0) if version and value.step == updates else value] = content
         if named.keys() != program.state[rank]:
             raise Wrong(f"rank {rank} ends with other values than it began with")

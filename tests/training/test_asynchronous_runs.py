@@ -52,6 +52,12 @@ PLANS = [
     "pp=2 schedule=pipedream-2bw microbatches=3 checkpoint=2 offload=activations offload_to=disk",
     "pp=2 schedule=pipedream microbatches=4 offload=optimizer",
     "pp=4 schedule=pipedream-2bw microbatches=3 checkpoint=1 offload=optimizer,activations offload_to=disk",
+    "pp=2 schedule=pipedream microbatches=4 offload=parameters",
+    "pp=2 schedule=pipedream-vertical microbatches=4 offload=parameters,optimizer",
+    "pp=4 schedule=pipedream microbatches=3 split=2,4,2,1 checkpoint=1 offload=parameters offload_to=disk prefetch=0",
+    "pp=2 schedule=pipedream microbatches=3 offload=parameters,optimizer offload_to=disk prefetch=3",
+    "pp=4 schedule=pipedream microbatches=5 host_layers=0,3",
+    "pp=2 schedule=pipedream-2bw microbatches=3 host_layers=4 offload=parameters,activations",
     # with replicas
     "dp=2 pp=2 schedule=pipedream microbatches=3",
     "dp=2 pp=2 schedule=pipedream-2bw microbatches=2 bucket=none checkpoint=1",
@@ -63,6 +69,11 @@ PLANS = [
     "dp=2 pp=2 schedule=pipedream-vertical microbatches=2 zero=1 overlap=none offload=activations",
     "dp=2 pp=2 schedule=pipedream-vertical microbatches=3 bucket=0.0001 offload=optimizer",
     "dp=2 pp=2 schedule=pipedream microbatches=2 zero=1 offload=optimizer",
+    "dp=2 pp=2 schedule=pipedream microbatches=3 zero=2 bucket=0.0001",
+    "dp=4 schedule=pipedream-2bw microbatches=2 zero=2 overlap=none offload=optimizer",
+    "dp=2 pp=2 schedule=pipedream-vertical microbatches=3 zero=3",
+    "dp=2 pp=2 schedule=pipedream-2bw microbatches=2 zero=3 reduce=step checkpoint=1 prefetch=0 offload=optimizer",
+    "dp=2 pp=2 schedule=pipedream microbatches=2 host_layers=2,6 offload=parameters,optimizer",
 ]
 
 
@@ -205,7 +216,7 @@ def test_slices_are_saved_and_brought_together(clusters, tmp_path):
     assert again.max_gradient_error() <= 1e-12
 
 
-@pytest.mark.parametrize("more", ["", "dp=2 zero=1", "precision=bf16", "offload=optimizer"])
+@pytest.mark.parametrize("more", ["", "dp=2 zero=1", "precision=bf16", "offload=optimizer", "dp=2 zero=2"])
 def test_memory_of_stashed_versions_is_predicted(clusters, more):
     model = partial(toy, ("linear", "linear"), width=200)
     plan = Plan.parse(f"pp=2 schedule=pipedream-vertical microbatches=4 {more}")

@@ -136,7 +136,7 @@ class StaleContents(Contents):
             g, version, newest = value.index, value.step, known.get(value._replace(step=-1), 0)
             if version < 0:
                 raise self._refuse(rank, index, f"uses {value} without saying which version")
-            if known.get(param_shard(g), 0) >= version > newest:
+            if known.get(param_shard(g), 0) >= version > newest and g not in self.program.scattered:
                 raise self._refuse(rank, index, f"uses {value}, of which its rank has made a slice only")
             key = g, ins.step, ins.microbatch
             own = used.setdefault(key, version) if ins.op is Op.FORWARD else used.get(key, version)
@@ -168,6 +168,18 @@ class StaleContents(Contents):
                 raise self._refuse(rank, index, f"makes {target} of parameters after {several(found, 'update')}")
         self._make(rank, index, ins)
 
+    def _bring(self, rank: int, ins: Instruction) -> dict[int, int]:
+        for value in ins.writes:
+            if version_of(value) >= 0:
+                self.alive[rank].setdefault(value.index, set()).add(value)
+        self._free(rank, ins.frees)
+        return super()._bring(rank, ins)
+
+    def _gathered(self, rank: int, group: int, updates: int) -> None:
+        """A version is whole. (It may be older than others that are.)"""
+        known = self.known[rank]
+        known[param(group)] = max(known.get(param(group), 0), updates)
+
     def _check_complete(self, rank: int, index: int, gradient: Value, found: int) -> None:
         """What a STEP on the host takes."""
         self._check_update(rank, index, gradient.index, self.program.ranks[rank][index].step, found)
@@ -181,6 +193,8 @@ class StaleContents(Contents):
             sliced = grad_shard(g) in ins.reads
             whole, gradient = (host(param(g)), host(grad(g))) if there else (param(g), grad(g))
             updated, gradient = (param_shard(g), grad_shard(g)) if sliced else (whole, gradient)
+            if g in self.program.scattered:
+                whole = updated
             newest = known.get(updated, 0)
             old, new = (whole._replace(step=newest + k) for k in (0, 1))
             if sliced and known.get(whole, 0) != newest:

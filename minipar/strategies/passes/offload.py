@@ -46,7 +46,7 @@ from minipar.program import (
     version_of,
 )
 from minipar.strategies.draft import Draft
-from minipar.strategies.rewriting import also_free, by_update, copy_of, insert, of_groups, renamed, uses
+from minipar.strategies.rewriting import also_free, by_update, copy_of, insert, of_groups, renamed, uses, without
 
 BESIDE = 1  # compute instructions that run while a saved value is copied away
 IN_FLIGHT = 2  # gradients that are copied away at the same time; a third one waits for the first
@@ -177,7 +177,10 @@ def _step(
     if rule.to != "disk":
         return [], steps, []
     freed = () if whole else tuple(map(disk, last))
-    before = [copy_of(Op.FETCH, disk(given), host(given), step, freed), copy_of(Op.FETCH, disk(state), host(state), step)]
+    before = [
+        copy_of(Op.FETCH, disk(given), host(given), step, freed),
+        copy_of(Op.FETCH, disk(state), host(state), step),
+    ]
     # (the host's copy must stay until the device has been given the new parameters)
     waits = (here,) if whole else ()
     after = [copy_of(Op.OFFLOAD, host(v), disk(v), step, (host(v),), waits) for v in (made, state)]
@@ -225,14 +228,12 @@ def offloaded(instructions: Iterable[Instruction]) -> frozenset[Value]:
 # gradients ----------------------------------------------------------------------------------------------------------
 
 
-def _offload_gradients(
-    row: Sequence[Instruction], rule: Away, held: Collection[Value], step: int
-) -> list[Instruction]:
+def _offload_gradients(row: Sequence[Instruction], rule: Away, held: Collection[Value], step: int) -> list[Instruction]:
     """`held` is what the rank would hold between steps. Gradients in it are in a buffer that stays, so they are not
     freed. Without flushes a gradient goes to the host after the version that its update replaces has come, if the
     device keeps versions."""
     here = () if "parameters" in rule.what else held
-    versions = {v.index: param(v.index, step) for v in here if version_of(v) >= 0 and tier(v) == "device"}
+    versions = {v.index: v._replace(step=step) for v in here if version_of(v) >= 0 and tier(v) == "device"}
     last: dict[int, tuple[int, Value]] = {}  # group -> place where its gradient is complete, and the gradient's value
     used: dict[Value, int] = {}  # where each value is read last (a sum may wait for the one before it)
     for k, ins in enumerate(row):
@@ -270,7 +271,7 @@ def _fetch_parameters(row: Sequence[Instruction], rule: Away, held: Collection[V
     updates = {ins.step: k for k, ins in enumerate(row) if ins.op is Op.STEP}
     own = {v.index for v in held if version_of(v) >= 0 and tier(v) == "device"}
     versions = {v for ins in row for v in ins.reads if version_of(v) >= 0 and v.index in own}
-    row = [ins if ins.op is Op.STEP else _without(ins, versions) for ins in row]
+    row = [ins if ins.op is Op.STEP else without(ins, versions) for ins in row]
     before: dict[int, list[Instruction]] = {}
     after: dict[int, list[Value]] = {}
     kept = {v for v in held if v.kind in ("param", "param_shard") and version_of(v) < 0}
@@ -301,8 +302,3 @@ def _fetch_parameters(row: Sequence[Instruction], rule: Away, held: Collection[V
             before.setdefault(fetched, []).append(copy_of(Op.FETCH, rule.far(value), value, row[end].step, last))
             after.setdefault(end, []).append(value)
     return insert(also_free(row, after), before)
-
-
-def _without(ins: Instruction, values: Collection[Value]) -> Instruction:
-    """The instruction that frees none of these values."""
-    return ins._replace(frees=tuple(v for v in ins.frees if v not in values))
