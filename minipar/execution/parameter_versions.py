@@ -9,8 +9,8 @@ update goes to a copy. One that nothing needs any more is updated in place. The 
 own, whose storage is that of the newest version: its state exists once, and autograd does not take an update for a
 mistake (a backward that uses other weights than its forward is what AMPNet is about).
 
-With offload=parameters, and with zero=3, a version has whole parameters on the device while it is used only. What
-autograd saved of a layer is a view of these. So their storage is resized, never replaced, as long as the version is kept.
+With offload=parameters, and with zero=3, a version is whole on the device only while it is used. What autograd saved of
+a layer is a view of it. So its storage is resized, never replaced, as long as the version is kept.
 
 With precision=bf16 the versions are bfloat16, and the optimizer has one float32 copy: a version is the copy rounded,
 as it was after so many updates. With zero=1 each replica's optimizer has a slice of the newest version:

@@ -224,8 +224,8 @@ class StaleContents(Contents):
             if version_of(value) >= 0:
                 alive.setdefault(value.index, set()).add(value)
         self._free(rank, ins.frees)
-        for value in ins.writes if most is not None else ():
-            if version_of(value) >= 0 and (found := _count(alive[value.index])) > most:
+        for value in ins.writes:
+            if version_of(value) >= 0 and most is not None and (found := _count(alive[value.index])) > most:
                 what = f"leaves {several(found, 'version')} of param({value.index}) alive; the program promises {most}"
                 raise self._refuse(rank, index, what)
 
