@@ -77,8 +77,7 @@ class Alive:
         return value._replace(step=self.first + value.step)
 
     def tensors(self) -> list[tuple[nn.Parameter, Tensor]]:
-        found = map(self.views, self.alive.values())
-        return [pair for tensors in found for pair in zip(self.params, tensors, strict=True)]
+        return [pair for tensors in self.alive.values() for pair in zip(self.params, tensors, strict=True)]
 
     def begin(self) -> None:
         """A new pass: the newest version is its version 0."""
@@ -94,16 +93,16 @@ class Alive:
             self._shown = value.step
 
     def _point_to(self, tensors: list[Tensor]) -> None:
-        for p, tensor in zip(self.params, self.views(tensors), strict=True):
+        for p, tensor in zip(self.params, tensors, strict=True):
             p.data = tensor
 
-    def views(self, tensors: list[Tensor]) -> list[Tensor]:
-        """The parameters in the tensors of a version, as layers see them."""
-        return tensors
-
-    def empty(self) -> list[Tensor]:
-        """The tensors of a version."""
+    def _new(self) -> list[Tensor]:
+        """The tensors of a version, with memory."""
         return [torch.empty_like(p) for p in self.params]
+
+    def _resize(self, tensors: list[Tensor], whole: bool) -> None:
+        """Give the tensors of a version their memory, or free it."""
+        resize(tensors, whole)
 
     def in_place(self, number: int, ins: Instruction) -> bool:
         """Before a STEP of this group: whether the newest version is needed no more, and becomes the next one."""
@@ -123,14 +122,14 @@ class Alive:
     def bring(self, version: int) -> list[Tensor]:
         """Room for a version that comes back."""
         found = self.alive.setdefault(version, [])
-        found += [] if found else self.empty()
-        resize(found, True)
+        found += [] if found else self._new()
+        self._resize(found, True)
         return found
 
     def release(self, value: Value) -> None:
         """Free a version, but the newest. Of one that is elsewhere, too, only the memory is freed."""
         if value.step in self.elsewhere:
-            resize(self.alive[value.step], False)
+            self._resize(self.alive[value.step], False)
         elif version_of(value) in self.alive and len(self.alive) > 1:
             del self.alive[value.step]
             if self._shown == value.step:
@@ -262,6 +261,10 @@ class HostVersions(FetchedVersions):
         super().begin()
         self.made.begin()
 
+    def show(self, value: Value) -> None:
+        if tier(value) == "device":
+            super().show(value)
+
     def room(self, ins: Instruction) -> list[Tensor]:
         return self.versions.bring(ins.writes[0].step)
 
@@ -317,21 +320,24 @@ class SlicedVersions(Versioned, SlicedGroup):
 
 
 class Flat(Alive):
-    """Versions of which each lies in one tensor, with zeros behind it."""
+    """Versions of which each lies in one storage: `flat` is that of the first, with zeros behind the parameters."""
 
     def __init__(self, params: Sequence[nn.Parameter], flat: Tensor) -> None:
         super().__init__(params, away=True)
-        self.flat = flat
-        self.alive = {0: [flat]}
-        self.shapes = [p.shape for p in params]
+        self.like = flat
 
-    def views(self, tensors: list[Tensor]) -> list[Tensor]:
-        sizes = [shape.numel() for shape in self.shapes]
-        parts = tensors[0][: sum(sizes)].split(sizes)
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
+    def flat(self, tensors: list[Tensor]) -> Tensor:
+        """All that lies in the storage of a version, which has its memory."""
+        return self.like.new_empty(0).set_(tensors[0].untyped_storage(), 0, self.like.shape)
 
-    def empty(self) -> list[Tensor]:
-        return [torch.empty_like(self.flat)]
+    def _new(self) -> list[Tensor]:
+        sizes = [p.numel() for p in self.params]
+        parts = self.like.new_empty(self.like.shape)[: sum(sizes)].split(sizes)
+        return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
+
+    def _resize(self, tensors: list[Tensor], whole: bool) -> None:
+        size = self.like.numel() * self.like.element_size()
+        tensors[0].untyped_storage().resize_(size if whole else 0)
 
 
 class ScatteredVersions(Versioned, SlicedGroup):
@@ -345,7 +351,7 @@ class ScatteredVersions(Versioned, SlicedGroup):
         self, number: int, params: list[nn.Parameter], group: Group, k: int, n: int, device: torch.device, narrow: bool
     ) -> None:
         super().__init__(number, params, group, k, n, device, narrow, scattered=True)
-        self.versions = Flat(params, self.flat)
+        self.versions: Flat = Flat(params, self.flat)
         self.slices: dict[int, Tensor] = {0: self.part.data}
 
     def begin(self) -> None:
@@ -355,10 +361,14 @@ class ScatteredVersions(Versioned, SlicedGroup):
     def all_versions(self) -> list[tuple[nn.Parameter, Tensor]]:
         return [*super().all_versions(), *((self.params[0], part) for part in self.slices.values())]
 
+    def show(self, value: Value) -> None:
+        if value.kind == "param":
+            super().show(value)
+
     def gather(
         self, comm: Communicator, ranks: tuple[int, ...], algorithm: str | None = None, version: int = -1
     ) -> list[Handle]:
-        (self.flat,) = self.versions.bring(version)
+        self.flat = self.versions.flat(self.versions.bring(version))
         return comm.iall_gather(self.slices[version], self.flat, ranks, algorithm)
 
     def take_gradients(self, ins: Instruction) -> None:
