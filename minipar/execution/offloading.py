@@ -44,7 +44,9 @@ def _nothing() -> None:
 
 
 def _any_time(ins: Instruction) -> bool:
-    return ins.op is Op.FETCH or ins.reads[0].kind not in ("saved", "grad", "grad_shard")
+    source = ins.reads[0]
+    version = version_of(source) >= 0 and tier(source) == "device"
+    return ins.op is Op.FETCH or not (version or source.kind in ("saved", "grad", "grad_shard"))
 
 
 class TierCopy:
@@ -296,8 +298,8 @@ class Offloading:
     def settle(self) -> None:
         """Free what has been copied away, on the rank's own thread.
 
-        What autograd keeps, and gradients, are freed only when the program waits for their copy: the memory that a step
-        needs should not depend on the link's speed.
+        What autograd keeps, gradients and versions of parameters are freed only when the program waits for their copy:
+        the memory that a step needs should not depend on the link's speed.
         """
         for entry in [
             entry for entry in self.under_way if entry[1].arrived and (entry[1].awaited or _any_time(entry[0]))

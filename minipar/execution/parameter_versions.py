@@ -57,6 +57,7 @@ class Alive:
     """The versions of some parameters that are still needed, and which of them the layers see.
 
     alive       by number, which counts the updates of this pass
+    away        whether the newest one has no memory here, but while it is used
     elsewhere   those that a slower tier has, too, or of which there are slices
     first       how many updates came before this pass
     """
@@ -64,6 +65,7 @@ class Alive:
     def __init__(self, params: Sequence[nn.Parameter], away: bool = False) -> None:
         self.params = params
         self.alive: dict[int, list[Tensor]] = {0: [p.data for p in params]}
+        self.away = away
         self.elsewhere = {0} if away else set[int]()
         self.first = 0
         self._shown = 0
@@ -84,7 +86,7 @@ class Alive:
         newest, last = self.newest, max([*self.alive, *self.elsewhere])
         self._point_to(newest)
         self.alive, self._shown, self.first = {0: newest}, 0, self.first + last
-        self.elsewhere = {0} if self.elsewhere else set()
+        self.elsewhere = {0} if self.away else set()
 
     def show(self, value: Value) -> None:
         """Let the layers see the version that an instruction reads."""
@@ -128,9 +130,9 @@ class Alive:
 
     def release(self, value: Value) -> None:
         """Free a version, but the newest. Of one that is elsewhere, too, only the memory is freed."""
-        if value.step in self.elsewhere:
+        if self.away and value.step in self.alive:
             self._resize(self.alive[value.step], False)
-        elif version_of(value) in self.alive and len(self.alive) > 1:
+        if value.step in self.alive and value.step not in self.elsewhere and len(self.alive) > 1:
             del self.alive[value.step]
             if self._shown == value.step:
                 self._point_to(self.newest)
@@ -244,12 +246,17 @@ class FetchedVersions(Versioned, Owner):
 
 
 class HostVersions(FetchedVersions):
-    """The optimizer works on the host, where it makes the versions, and a version is fetched where it is used."""
+    """The optimizer works on the host, where it makes the versions, and a version is fetched where it is used.
+
+    kept   the tier in which the versions are
+    made   those on the host: all of them, or the one that goes on to the disk
+    """
 
     def __init__(
-        self, number: int, params: list[nn.Parameter], group: Group, holders: int = 1, narrow: bool = False
+        self, number: int, params: list[nn.Parameter], group: Group, holders: int, narrow: bool, kept: str
     ) -> None:
         super().__init__(number, params, group, holders, narrow)
+        self.kept = kept
         self.versions = Alive(params, away=True)
         self.made = Alive(self.masters)
 
@@ -282,7 +289,7 @@ class HostVersions(FetchedVersions):
     def release(self, value: Value) -> None:
         if tier(value) == "device":
             super().release(value)
-        else:
+        elif tier(value) == self.kept:
             self.leave(value)
 
     def leave(self, value: Value) -> None:

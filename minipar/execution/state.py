@@ -264,7 +264,7 @@ def choose_owners(
     held = program.state[comm.rank] if program.state else frozenset()
     sliced = {g for g in program.sharded if optimizer_shard(g) in set(map(home, held))}
     versioned = {value.index for value in held if version_of(value) >= 0}
-    away = {v.index for v in held if version_of(v) >= 0 and tier(v) != "device"} - at_home
+    away = {v.index: tier(v) for v in held if version_of(v) >= 0 and tier(v) != "device" and v.index not in at_home}
     on_host = {g for ins in instructions if ins.op is Op.STEP and ins.stream == "host" for g in ins.layers} - at_home
     found: list[Owner] = []
     for g, params in enumerate(groups):
@@ -283,8 +283,10 @@ def choose_owners(
                 else SlicedGroup(g, params, group, *place, narrow, scattered)
             )
             found[g].holders = program.sharing // shards
+        elif g in away and g in on_host:
+            found.append(HostVersions(g, params, group, holders, narrow, away[g]))
         elif g in versioned and g in on_host:
-            found.append((HostVersions if g in away else FetchedVersions)(g, params, group, holders, narrow))
+            found.append(FetchedVersions(g, params, group, holders, narrow))
         elif g in versioned and program.in_flight is None:
             found.append((WideVersions if narrow else Versions)(g, params, group, holders, g in away))
         elif g in versioned and not narrow:

@@ -268,7 +268,7 @@ class Walk:
             self.compressed(ins)
         else:
             self.other(ins)
-        leaves = self._gradient_leaves(ins)
+        leaves = self._leaves(ins)
         self.free(ins)
         if leaves is not None:
             self.change(leaves.size, leaves.kind, leaves.layer)
@@ -276,12 +276,13 @@ class Walk:
         if ins.op is Op.STEP:
             self.filled -= set(ins.layers)
 
-    def _gradient_leaves(self, ins: Instruction) -> Storage | None:
-        """The gradient that an OFFLOAD copies away and then frees: it is there until the rank waits for the copy."""
+    def _leaves(self, ins: Instruction) -> Storage | None:
+        """The gradient, or the version of parameters, that an OFFLOAD copies away and then frees: it is there until the
+        rank waits for the copy."""
         if ins.op is not Op.OFFLOAD or ins.reads[0] not in ins.frees:
             return None
         value = ins.reads[0]
-        if value.kind == "grad_shard" and value in self.live:
+        if (value.kind == "grad_shard" or version_of(value) >= 0) and value in self.live:
             size, kind = self.live[value].size, self.live[value].kind
         elif value.kind == "grad" and value.index in self.filled - self.kept:
             size, kind = self.sizes.size(self.rank, value), "gradients"

@@ -216,8 +216,23 @@ def test_slices_are_saved_and_brought_together(clusters, tmp_path):
     assert again.max_gradient_error() <= 1e-12
 
 
-@pytest.mark.parametrize("more", ["", "dp=2 zero=1", "precision=bf16", "offload=optimizer", "dp=2 zero=2"])
-def test_memory_of_stashed_versions_is_predicted(clusters, more):
+@pytest.mark.many(4)
+@pytest.mark.parametrize(
+    ("more", "versions"),
+    [
+        ("", [2, 2]),
+        ("dp=2 zero=1", [2, 2]),
+        ("dp=2 zero=2 precision=bf16", [2, 2]),
+        ("dp=2 zero=3", [1, 1]),  # (slices of two)
+        ("precision=bf16", [2, 2]),
+        ("offload=optimizer", [2, 2]),
+        ("offload=parameters", [1.5, 1.5]),
+        ("offload=parameters precision=bf16", [1.5, 1.5]),
+        ("offload=parameters,optimizer offload_to=disk", [1, 1]),
+        ("host_layers=0 precision=bf16", [1, 2]),
+    ],
+)
+def test_memory_of_stashed_versions_is_predicted(clusters, more, versions):
     model = partial(toy, ("linear", "linear"), width=200)
     plan = Plan.parse(f"pp=2 schedule=pipedream-vertical microbatches=4 {more}")
     run = train(model, tuple(t.float() for t in rows(16, 200)), plan, cluster=clusters(plan.ranks), steps=2, loss=mse,
@@ -226,7 +241,9 @@ def test_memory_of_stashed_versions_is_predicted(clusters, more):
         assert measured == pytest.approx(predicted, rel=2e-2 if plan.precision == "bf16" else 2e-3)  # (rows: float32)
     assert all(run.trace.memory(rank).kinds["gradients"][-1] == 0 for rank in range(plan.ranks))
     own = 2 * (200 * 200 + 200) * (2 if plan.precision == "bf16" else 4)
-    assert [run.trace.peak_by_kind(rank)["parameters"] for rank in range(plan.ranks)] == [2 * own] * plan.ranks
+    parameters = [run.trace.peak_by_kind(rank)["parameters"] for rank in range(plan.ranks)]
+    assert parameters == [run.predicted.peak_by_kind(rank)["parameters"] for rank in range(plan.ranks)]
+    assert parameters == [n * own for n in versions] * plan.dp
 
 
 # bfloat16 -------------------------------------------------------------------------------------------------------------

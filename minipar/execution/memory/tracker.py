@@ -195,7 +195,7 @@ class Tracker(Storages):
         if ins is not None and ins.op is Op.STEP:
             self._find_states()
             self._find_versions()
-        elif ins is not None and ins.op is Op.FETCH and version_of(ins.writes[0]) >= 0:
+        elif ins is not None and ins.op in (Op.FETCH, Op.ALL_GATHER) and version_of(ins.writes[0]) >= 0:
             self._find_versions()
         elif ins is not None and ins.op is not Op.FORWARD:
             self._find_gradients(value.index for value in ins.writes if value.kind in ("grad", "grad_shard"))

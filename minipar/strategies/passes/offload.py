@@ -97,10 +97,25 @@ def offload(draft: Draft) -> Draft:
             row = _offload_activations(row, rule)
         if "optimizer" in rule.what:
             row = by_update(row, draft.step, lambda step, part: _offload_gradients(part, rule, held, step))
-        return [each for ins in row for each in (_update([ins], rule) if ins.op is Op.STEP else [ins])]
+        return _one_by_one([each for ins in row for each in (_update([ins], rule) if ins.op is Op.STEP else [ins])])
 
     moved = draft.each(rewrite).each_update(lambda rank, row: _update(row, rules[rank]))
     return moved.each_state(lambda rank, held: _state(held, rules[rank]))
+
+
+def _one_by_one(row: Sequence[Instruction]) -> list[Instruction]:
+    """A version is fetched after another one that was made and copied away is gone."""
+    result: list[Instruction] = []
+    leaving: list[Value] = []
+    for ins in row:
+        if ins.op is Op.OFFLOAD and version_of(ins.reads[0]) >= 0 and tier(ins.reads[0]) == "device":
+            leaving += ins.writes
+        elif ins.op is Op.FETCH and version_of(ins.writes[0]) >= 0 and leaving:
+            gone = ins.reads[0] if ins.reads[0] in leaving else leaving[0]
+            leaving.remove(gone)
+            ins = ins._replace(reads=tuple(dict.fromkeys((*ins.reads, gone))))
+        result.append(ins)
+    return result
 
 
 def _state(state: Iterable[Value], rule: Away) -> set[Value]:
