@@ -242,7 +242,7 @@ class CheckedExecutor(Executor):
         self.holds: dict[Value, int] = {}
         self.grads: dict[int, int] = {}
         self.parts: dict[int, int] = {}
-        self.updated: dict[int, int] = {}
+        self.updated: dict[Value, int] = {}
         self.away: dict[Value, int] = {}
         self._pieces: dict[int, tuple[float, float, float]] = {}  # of gradients that go in pieces: what they were
         self.shares: dict[int, float] = {}
@@ -724,12 +724,13 @@ class CheckedExecutor(Executor):
         for g in ins.layers:
             owner = self.state.slices[g]
             k = ins.group.index(self.comm.rank)
-            mine = owner.flat[k * owner.size : (k + 1) * owner.size]
-            if self.updated.get(g, found := checksum([owner.part.data])) != found:
-                self._here(ins, f"slice {k} of param({g}) is not what the last update of it has left")
-            if checksum([mine]) != checksum([owner.part.data.to(mine.dtype)]):
-                self._here(ins, f"param({g}) has something else where slice {k} of rank {self.comm.rank} belongs")
             whole = self._version(ins.writes, g)
+            part, flat = owner.gathered(whole)
+            mine = flat[k * owner.size : (k + 1) * owner.size]
+            if self.updated.get(whole, found := checksum([part])) != found:
+                self._here(ins, f"slice {k} of {whole} is not what the last update of it has left")
+            if checksum([mine]) != checksum([part.to(mine.dtype)]):
+                self._here(ins, f"{whole} has something else where slice {k} of rank {self.comm.rank} belongs")
             self.holds[whole] = self._parameters(whole)
             self._note(ALIKE, f"{name}, {whole}", index, ins.group, [self.holds[whole]])
 
@@ -768,7 +769,7 @@ class CheckedExecutor(Executor):
         self.parts.pop(g, None)
         made = self._of_update(ins, g, made=True)
         if isinstance(owner, SlicedGroup):
-            self.updated[g] = checksum([p.data for p in owner.trained])
+            self.updated[made] = checksum([p.data for p in owner.trained])
             if owner.scattered:
                 self.holds.pop(made, None)
             elif not owner.apart and self._is_there(made):

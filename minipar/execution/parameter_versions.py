@@ -375,8 +375,13 @@ class ScatteredVersions(Versioned, SlicedGroup):
     def gather(
         self, comm: Communicator, ranks: tuple[int, ...], algorithm: str | None = None, version: int = -1
     ) -> list[Handle]:
-        self.flat = self.versions.flat(self.versions.bring(version))
-        return comm.iall_gather(self.slices[version], self.flat, ranks, algorithm)
+        flat = self.versions.flat(self.versions.bring(version))
+        return comm.iall_gather(self.slices[version], flat, ranks, algorithm)
+
+    def gathered(self, value: Value) -> tuple[Tensor, Tensor]:
+        flat = self.versions.flat(self.versions.alive[value.step])
+        mine = flat[self.k * self.size : (self.k + 1) * self.size]  # (if this gather was the last that needed the slice)
+        return self.slices.get(value.step, mine), flat
 
     def take_gradients(self, ins: Instruction) -> None:
         if not self.masters:  # (from which the slice of the next version will be fetched)
