@@ -74,6 +74,7 @@ PLANS = [
     "dp=2 pp=2 schedule=pipedream-vertical microbatches=3 zero=3",
     "dp=2 pp=2 schedule=pipedream-2bw microbatches=2 zero=3 reduce=step checkpoint=1 prefetch=0 offload=optimizer",
     "dp=2 pp=2 schedule=pipedream microbatches=2 host_layers=2,6 offload=parameters,optimizer",
+    "dp=2 pp=2 schedule=pipedream microbatches=2 zero=1 host_layers=1,4 bucket=0.0001",
 ]
 
 

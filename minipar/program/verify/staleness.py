@@ -187,6 +187,9 @@ class StaleContents(Contents):
     def _check_step(self, rank: int, index: int, ins: Instruction) -> None:
         there = ins.stream == "host"
         if there and not any(version_of(value) >= 0 for value in ins.reads):
+            for value in ins.reads:
+                if "grad" in value.kind and value not in ins.frees:
+                    raise self._refuse(rank, index, f"keeps {value}, which would go into the next update, too")
             return self._check_step_on_host(rank, index, ins)
         known = self.known[rank]
         for g in ins.layers:
