@@ -423,10 +423,13 @@ class Offloading:
     def _put(self, source: Value, target: Value) -> TierCopy:
         store = self.stores[tier(target)]
         found = self._tensors(source)
-        if version_of(source) >= 0:
-            self._versions[source.index].versions.elsewhere.add(source.step)
+        let_go = partial(resize, found, False)
+        if version_of(source) >= 0 and tier(source) == "device":
+            versions = self._versions[source.index].versions
+            versions.elsewhere.add(source.step)
+            let_go = partial(versions.let_go, source.step)
         jobs = [store.put((self._key(target), k), tensor) for k, tensor in enumerate(found)]
-        return TierCopy(self.streams, jobs, _bytes(found), lambda: resize(found, False))
+        return TierCopy(self.streams, jobs, _bytes(found), let_go)
 
     def _fetch(self, ins: Instruction) -> TierCopy:
         source, target = ins.reads[0], ins.writes[0]

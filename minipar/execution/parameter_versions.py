@@ -59,6 +59,7 @@ class Alive:
     alive       by number, which counts the updates of this pass
     away        whether the newest one has no memory here, but while it is used
     elsewhere   those that a slower tier has, too, or of which there are slices
+    here        those that have memory here
     first       how many updates came before this pass
     """
 
@@ -66,7 +67,7 @@ class Alive:
         self.params = params
         self.alive: dict[int, list[Tensor]] = {0: [p.data for p in params]}
         self.away = away
-        self.elsewhere = {0} if away else set[int]()
+        self.elsewhere, self.here = ({0}, set[int]()) if away else (set[int](), {0})
         self.first = 0
         self._shown = 0
 
@@ -86,7 +87,7 @@ class Alive:
         newest, last = self.newest, max([*self.alive, *self.elsewhere])
         self._point_to(newest)
         self.alive, self._shown, self.first = {0: newest}, 0, self.first + last
-        self.elsewhere = {0} if self.away else set()
+        self.elsewhere, self.here = ({0}, set()) if self.away else (set(), {0})
 
     def show(self, value: Value) -> None:
         """Let the layers see the version that an instruction reads."""
@@ -112,13 +113,17 @@ class Alive:
         if all(value.index != number or version_of(value) != newest for value in ins.frees):
             return False
         self.alive[newest + 1] = self.alive.pop(newest)
+        self.here.discard(newest)
+        self.here.add(newest + 1)
         if self._shown == newest:
             self._shown = newest + 1
         return True
 
     def add(self, tensors: list[Tensor]) -> list[Tensor]:
         """The next version."""
-        self.alive[max(self.alive) + 1] = tensors
+        made = max(self.alive) + 1
+        self.alive[made] = tensors
+        self.here.add(made)
         return tensors
 
     def bring(self, version: int) -> list[Tensor]:
@@ -126,12 +131,19 @@ class Alive:
         found = self.alive.setdefault(version, [])
         found += [] if found else self._new()
         self._resize(found, True)
+        self.here.add(version)
         return found
+
+    def let_go(self, version: int) -> None:
+        """Free the memory of a version that is elsewhere."""
+        if version in self.here:
+            self._resize(self.alive[version], False)
+            self.here.discard(version)
 
     def release(self, value: Value) -> None:
         """Free a version, but the newest. Of one that is elsewhere, too, only the memory is freed."""
-        if self.away and value.step in self.alive:
-            self._resize(self.alive[value.step], False)
+        if self.away:
+            self.let_go(value.step)
         if value.step in self.alive and value.step not in self.elsewhere and len(self.alive) > 1:
             del self.alive[value.step]
             if self._shown == value.step:
@@ -141,7 +153,7 @@ class Alive:
     def leave(self, value: Value) -> None:
         """A slower tier does not have this version any more."""
         self.elsewhere.discard(value.step)
-        if not any(tensor.untyped_storage().nbytes() for tensor in self.alive.get(value.step, ())):
+        if value.step not in self.here:
             self.release(value)
 
 
