@@ -347,7 +347,7 @@ class Flat(Alive):
 
     def flat(self, tensors: list[Tensor]) -> Tensor:
         """All that lies in the storage of a version, which has its memory."""
-        return self.like.new_empty(0).set_(tensors[0].untyped_storage(), 0, self.like.shape)
+        return self.like.new_empty(0).set_(tensors[0].untyped_storage(), 0, self.like.shape, (1,))
 
     def _new(self) -> list[Tensor]:
         sizes = [p.numel() for p in self.params]
@@ -392,7 +392,8 @@ class ScatteredVersions(Versioned, SlicedGroup):
 
     def gathered(self, value: Value) -> tuple[Tensor, Tensor]:
         flat = self.versions.flat(self.versions.alive[value.step])
-        mine = flat[self.k * self.size : (self.k + 1) * self.size]  # (if this gather was the last that needed the slice)
+        begin = self.k * self.size
+        mine = flat[begin : begin + self.size]  # (the slice may be gone, if this gather was the last that needed it)
         return self.slices.get(value.step, mine), flat
 
     def take_gradients(self, ins: Instruction) -> None:

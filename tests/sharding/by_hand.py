@@ -77,7 +77,7 @@ class SequenceBlock(Block):
         added.forms = Forms(reads="S1,S1", writes="S1", grad_reads=grads, grad_writes="S1,S1")
         for node in (norm, added):  # every rank has these parameters whole, and makes the gradient of its tokens
             for own, held in node.held.items():
-                node.held[own] = replace(held, partial=True)
+                node.held[own] = replace(held, letters="P")
                 known[held.name].minipar_form = "P"  # type: ignore[attr-defined]
                 known[held.name].minipar_held = node.held[own]  # type: ignore[attr-defined]
         return [norm, middle, added]
