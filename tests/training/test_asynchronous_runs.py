@@ -207,10 +207,18 @@ def test_train_checks_against_the_replay_and_saves(clusters, tmp_path):
         train(MODEL, rows(12), "pp=2 schedule=ampnet", steps=1, memory=True, **options)
 
 
-def test_slices_are_saved_and_brought_together(clusters, tmp_path):
+@pytest.mark.many(2)
+@pytest.mark.parametrize(
+    "more",
+    [
+        "dp=2 zero=1", "dp=2 zero=3", "dp=2 zero=2 offload=optimizer host_layers=0", "offload=parameters",
+        "offload=parameters,optimizer", "offload=parameters,optimizer offload_to=disk",
+    ],
+)  # fmt: skip
+def test_the_newest_versions_are_saved_wherever_they_are(clusters, tmp_path, more):
     options = {"dtype": torch.float64, "loss": mse, "progress": False, "check": True, "optimizer": MOMENTUM}
-    text = "dp=2 pp=2 schedule=pipedream microbatches=2 zero=1"
-    first = train(MODEL, rows(12), text, steps=2, save=str(tmp_path), cluster=clusters(4), **options)
+    plan = Plan.parse(f"pp=2 schedule=pipedream microbatches=2 {more}")
+    first = train(MODEL, rows(12), plan, steps=2, save=str(tmp_path), cluster=clusters(plan.ranks), **options)
     assert first.max_gradient_error() <= 1e-12
     again = resume(tmp_path, MODEL, rows(12), "pp=2 schedule=pipedream-2bw microbatches=2", steps=2,
                    cluster=clusters(2), **options)  # fmt: skip
@@ -267,6 +275,9 @@ def narrow(clusters, text, dtype=torch.float32, model=NARROW) -> Execution:
         ("pp=2 schedule=ampnet in_flight=1", "pp=2"),
         ("dp=2 schedule=pipedream-vertical zero=1 bucket=none", "dp=2 zero=1"),
         ("dp=2 schedule=pipedream bucket=flat", "dp=2 bucket=none"),
+        ("dp=2 schedule=pipedream zero=3", "dp=2 zero=3"),
+        ("schedule=pipedream offload=parameters host_layers=0", "host_layers=0"),
+        ("schedule=pipedream offload=parameters,optimizer offload_to=disk", ""),
     ],
 )
 def test_without_staleness_bf16_is_that_of_flushed_schedules(clusters, text, flushed):
