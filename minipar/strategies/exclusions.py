@@ -229,7 +229,6 @@ _DECIDES_ALONE_REPLICAS = (
     "each rank decides by what has come to it, so the updates of replicas have other micro-batches, and their sums "
     "would wait for each other"
 )
-_ORDERED = "copies stand in an order, which its ranks do not keep to"
 
 EXCLUSIONS = (
     Exclusion(PLACE, SPLIT, _PLACES, fundamental=True),
@@ -313,8 +312,7 @@ EXCLUSIONS = (
     Exclusion(
         IN_STEP, ONE_BY_ONE, "a micro-batch begins with what the update of the one before it makes", fundamental=True
     ),
-    Exclusion(OFFLOAD, DYNAMIC, _ORDERED),
-    Exclusion(HOST_LAYERS, DYNAMIC, _ORDERED),
+    Exclusion(OFFLOAD, DYNAMIC, "copies stand in an order, which its ranks do not keep to"),
     Exclusion(
         ZERO_ABOVE_1,
         COPIES,

@@ -161,7 +161,7 @@ def _stale(dice: random.Random, facts: Facts, schedule: str, dp: int) -> Words:
         more = ["parameters", "parameters,activations", "parameters,optimizer"] if "zero" not in words else []
         words["offload"] = dice.choice([*whole, *more])
         words["offload_to"] = dice.choice(["host", "host", "disk"])
-    if schedule != "ampnet" and dice.random() < 0.15:
+    if dice.random() < 0.15:
         words["host_layers"] = str(dice.randrange(facts.layers))
     if dice.random() < 0.15:
         words["check"] = "true"

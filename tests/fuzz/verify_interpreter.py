@@ -196,11 +196,16 @@ def _decided(program: Program, seed: int) -> list[list[int]]:
         found: dict[tuple[bool, int], list[int]] = defaultdict(list)
         for k, ins in enumerate(row):
             if ins.op is not Op.STEP:
-                moved = (ins.reads or ins.writes)[0].kind if ins.op in (Op.SEND, Op.RECV) else ""
+                moves = ins.op in (Op.SEND, Op.RECV, Op.OFFLOAD, Op.FETCH)
+                moved = _home((ins.reads or ins.writes)[0]).kind if moves else ""
                 there = ins.op is Op.FORWARD or moved == "output"
                 found[there, ins.step * program.microbatches + ins.microbatch].append(k)
         blocks.append(found)
-        steps.append([k for k, ins in enumerate(row) if ins.op is Op.STEP])
+        updates: dict[int, list[int]] = defaultdict(list)  # of each update: on the device, and on the host
+        for k, ins in enumerate(row):
+            if ins.op is Op.STEP:
+                updates[ins.step].append(k)
+        steps.append(updates)
     done = [[0, 0] for _ in range(ranks)]  # backwards, forwards
     orders: list[list[int]] = [[] for _ in range(ranks)]
     assert program.in_flight is not None
@@ -220,7 +225,7 @@ def _decided(program: Program, seed: int) -> list[list[int]]:
         done[rank][there] += 1
         back = done[rank][0]
         if not there and steps[rank] and (back % (contract.every or 1) == 0 or back == total):
-            orders[rank].append(steps[rank][(back - 1) // (contract.every or 1)])
+            orders[rank] += steps[rank][(back - 1) // (contract.every or 1)]
     raise Wrong("ranks that decide would never end")
 
 
@@ -477,7 +482,7 @@ class _Machine:
 
     def name(self, value: Value) -> Value:
         """The name under which a memory has a value: one that decides has one version, whatever it is called."""
-        known = self.orders is not None and value.kind == "param" and value.step >= 0
+        known = self.orders is not None and _home(value).kind == "param" and value.step >= 0
         return value._replace(step=0) if known else value
 
     def await_reads(self, rank: int, ins: Instruction) -> bool:
@@ -567,7 +572,7 @@ class _Machine:
             raise Wrong(f"rank {rank} `{ins}`: no rank does this")
         kinds[ins.op](rank, ins)
         for value in ins.frees:
-            if self.orders is not None and value.kind == "param" and value.step >= 0:
+            if self.orders is not None and _home(value).kind == "param" and value.step >= 0:
                 continue
             if value not in memory:
                 raise Wrong(f"rank {rank} `{ins}` frees {value}, which is not there")
@@ -800,17 +805,18 @@ class _Machine:
                 raise Wrong(f"rank {rank} `{ins}` keeps {named}")
             self.memory[rank][named] = Counter()
             if self.orders is not None:
-                self.memory[rank][Value("param", g, -1, 0)] = tuple(after)
+                self.memory[rank][self.there(ins, Value("param", g, -1, 0))] = tuple(after)
         self.summed[rank] = {key for key in self.summed[rank] if key[0] not in ins.layers}
         if self.orders is None:
             self.put(rank, ins, inside)
         else:
-            self.memory[rank].update({v: c for v, c in inside.items() if v.kind != "param"})
+            self.memory[rank].update({self.there(ins, v): c for v, c in inside.items() if v.kind != "param"})
         self.check_alive(rank, ins)
 
     def newest(self, rank: int, g: int) -> int:
         if self.orders is not None:
-            return int(self.memory[rank][Value("param", g, -1, 0)][2])
+            kept = (Value(kind, g, -1, 0) for kind in ("param", "host param"))
+            return next(int(self.memory[rank][value][2]) for value in kept if value in self.memory[rank])
         mine = [*self.memory[rank], *self.underway[rank]]
         return max((v.step for v in mine if _home(v).kind in PARAMS and v.index == g), default=-1)
 

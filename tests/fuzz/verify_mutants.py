@@ -105,6 +105,7 @@ PLANS: list[tuple[str, Shape, int]] = [  # words, model, steps
     ("pp=2 schedule=pipedream-2bw microbatches=3", shape(4, tied=[(2, 3)]), 2),
     ("pp=2 schedule=ampnet microbatches=3", PLAIN, 1),
     ("pp=3 schedule=ampnet microbatches=2 in_flight=2 update_every=2", PLAIN, 2),
+    ("pp=2 schedule=ampnet microbatches=2 host_layers=0,3", PLAIN, 2),
     *[(f"dp=2 sync=ps servers={n}", PLAIN, 2) for n in (1, 2)],
     ("dp=3 sync=ps microbatches=2", FROZEN, 1),
     ("dp=2 sync=ps overlap=priority servers=2", PLAIN, 2),

@@ -155,7 +155,6 @@ def test_programs_survive_json():
             "dp=2 schedule=pipedream zero=3 offload=parameters",
             "offload=parameters: not together with zero=3.*zero=0 or offload=optimizer",
         ),
-        ("pp=2 schedule=ampnet host_layers=0", "host_layers=0: not together.*host_layers=none"),
         (
             "tp=2 schedule=pipedream microbatches=2 batch_copies=2",
             "batch_copies=2: not together.*pipedream-2bw, or pp=2 or batch_copies=1",

@@ -58,6 +58,7 @@ PLANS = [
     "pp=2 schedule=pipedream microbatches=3 offload=parameters,optimizer offload_to=disk prefetch=3",
     "pp=4 schedule=pipedream microbatches=5 host_layers=0,3",
     "pp=2 schedule=pipedream-2bw microbatches=3 host_layers=4 offload=parameters,activations",
+    "pp=4 schedule=ampnet microbatches=5 in_flight=5 update_every=2 host_layers=2,5",
     # with replicas
     "dp=2 pp=2 schedule=pipedream microbatches=3",
     "dp=2 pp=2 schedule=pipedream-2bw microbatches=2 bucket=none checkpoint=1",
