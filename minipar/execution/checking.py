@@ -727,9 +727,9 @@ class CheckedExecutor(Executor):
             whole = self._version(ins.writes, g)
             part, flat = owner.gathered(whole)
             mine = flat[k * owner.size : (k + 1) * owner.size]
-            if self.updated.get(whole, found := checksum([part])) != found:
+            if part is not None and self.updated.get(whole, found := checksum([part])) != found:
                 self._here(ins, f"slice {k} of {whole} is not what the last update of it has left")
-            if checksum([mine]) != checksum([part.to(mine.dtype)]):
+            if part is not None and checksum([mine]) != checksum([part.to(mine.dtype)]):
                 self._here(ins, f"{whole} has something else where slice {k} of rank {self.comm.rank} belongs")
             self.holds[whole] = self._parameters(whole)
             self._note(ALIKE, f"{name}, {whole}", index, ins.group, [self.holds[whole]])

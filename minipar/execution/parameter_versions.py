@@ -390,11 +390,11 @@ class ScatteredVersions(Versioned, SlicedGroup):
         flat = self.versions.flat(self.versions.bring(version))
         return comm.iall_gather(self.slices[version], flat, ranks, algorithm)
 
-    def gathered(self, value: Value) -> tuple[Tensor, Tensor]:
-        flat = self.versions.flat(self.versions.alive[value.step])
-        begin = self.k * self.size
-        mine = flat[begin : begin + self.size]  # (the slice may be gone, if this gather was the last that needed it)
-        return self.slices.get(value.step, mine), flat
+    def gathered(self, value: Value) -> tuple[Tensor | None, Tensor]:
+        return self.slices.get(value.step), self.versions.flat(self.versions.alive[value.step])
+
+    def tensors_of(self, value: Value) -> list[Tensor]:
+        return super().tensors_of(value) if value.kind == "param" else [self.slices[value.step]]
 
     def take_gradients(self, ins: Instruction) -> None:
         if not self.masters:  # (from which the slice of the next version will be fetched)

@@ -42,7 +42,6 @@ MADE = {
     "offload": "offload=activations",
     "offload=optimizer": "offload=optimizer",
     "offload=parameters": "offload=parameters",
-    "host_layers": "host_layers=0",
     "sync=ps": "sync=ps",
     "mode=async, ssp, k-of-n": "sync=ps mode=async",
     "on_death=continue": "sync=ps on_death=continue",
