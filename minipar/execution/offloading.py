@@ -11,7 +11,8 @@ Copies run on threads, one per tier and direction; those between a GPU and the h
 (streams.py), and the stream that computes waits where a thread would. The rank's own thread starts them, and frees what
 they have copied.
 When a store has no room, the tensors stay where they are, the step goes on with them, and the error is raised at its
-end: then parameters and optimizer are those after the step, and the run can go on.
+end: then parameters and optimizer are those after the step, and the run can go on. Where there is no room for a version
+of parameters, the run ends at once: an older one is needed in its place.
 """
 
 from __future__ import annotations
@@ -288,6 +289,8 @@ class Offloading:
             else:
                 copy = self._fetch(ins)
         except StoreError as error:
+            if version_of(source) >= 0:
+                raise
             copy = TierCopy(self.streams, failed=error)
         self.under_way.append((ins, copy))
         last = copy.copies[-1] if copy.copies else None
@@ -311,8 +314,8 @@ class Offloading:
                 copy.let_go()
                 if ins.op is Op.OFFLOAD:
                     self._stays.discard(ins.reads[0])
-            elif ins.op is Op.FETCH:
-                raise self.failed or error
+            elif ins.op is Op.FETCH or version_of(ins.reads[0]) >= 0:
+                raise error
             else:
                 self._stays.add(ins.reads[0])
                 self.failed = self.failed or copy.failed
@@ -461,12 +464,9 @@ class Offloading:
         for value in (*ins.frees, *ins.writes):
             if value._replace(step=0) not in self.held:
                 continue
-            try:
-                self.stores["host"].drop(self._key(value))
-                if value in ins.writes:
-                    self.stores["host"].hold(self._key(value), _bytes(self._masters(value.index)))
-            except StoreError as error:
-                self.failed = self.failed or error
+            self.stores["host"].drop(self._key(value))
+            if value in ins.writes:
+                self.stores["host"].hold(self._key(value), _bytes(self._masters(value.index)))
 
 
 def _close(streams: Streams, stores: list[Tier]) -> None:

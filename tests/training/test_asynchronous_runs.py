@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from minipar import Plan, PlanError, ProgramError, execute, resume, train, verify
+from minipar.errors import StoreError
 from minipar.execution.correction import ByStaleness
 from minipar.execution.execution import Execution, Job
 from minipar.models.parameter_groups import shape_of
@@ -254,6 +255,18 @@ def test_memory_of_stashed_versions_is_predicted(clusters, more, versions):
     parameters = [run.trace.peak_by_kind(rank)["parameters"] for rank in range(plan.ranks)]
     assert parameters == [run.predicted.peak_by_kind(rank)["parameters"] for rank in range(plan.ranks)]
     assert parameters == [n * own for n in versions] * plan.dp
+
+
+@pytest.mark.parametrize("what", ["parameters", "parameters,optimizer"])
+def test_a_version_without_room_ends_the_run_and_nothing_else(clusters, what):
+    text = f"pp=2 schedule=pipedream microbatches=4 offload={what}"
+    _, right = run(clusters, text)
+    groups = right.program.groups
+    one = max(sum(sum(groups[v.index].tensors) for v in held if v.kind == "host param")
+              for held in right.program.state)  # fmt: skip
+    with pytest.raises(StoreError, match=r"host: .*host param.* bytes, but"):
+        run(clusters, f"{text} offload_limit={one + 8}B")  # (of which rank 0 has two)
+    assert run(clusters, text)[1].losses == right.losses
 
 
 # bfloat16 -------------------------------------------------------------------------------------------------------------
