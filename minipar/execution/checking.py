@@ -242,7 +242,7 @@ class CheckedExecutor(Executor):
         self.holds: dict[Value, int] = {}
         self.grads: dict[int, int] = {}
         self.parts: dict[int, int] = {}
-        self.updated: dict[int, int] = {}
+        self.updated: dict[Value, int] = {}
         self.away: dict[Value, int] = {}
         self._pieces: dict[int, tuple[float, float, float]] = {}  # of gradients that go in pieces: what they were
         self.shares: dict[int, float] = {}
@@ -307,10 +307,10 @@ class CheckedExecutor(Executor):
     def _is_there(self, value: Value) -> bool:
         """Whether parameters are in memory: those of ZeRO-3 only while they are gathered, offloaded ones while they are
         here, and versions until they are freed."""
-        own, owner = self.groups[value.index], self.state.owners[value.index]
-        if isinstance(owner, Versioned) and value.step not in owner.versions.alive:
-            return False
-        return bool(own) and all(p.untyped_storage().nbytes() for p in own if p.numel())
+        own, owner = [p.data for p in self.groups[value.index]], self.state.owners[value.index]
+        if isinstance(owner, Versioned):
+            own = owner.versions.alive.get(value.step, [])
+        return bool(own) and all(tensor.untyped_storage().nbytes() for tensor in own if tensor.numel())
 
     def _seen(self, g: int) -> int:
         """The checksum of a group's parameters as its layers see them."""
@@ -319,7 +319,9 @@ class CheckedExecutor(Executor):
     def _parameters(self, value: Value) -> int:
         """The checksum of parameters; of a version also while layers see another one."""
         owner = self.state.owners[value.index]
-        return checksum(owner.versions.alive[value.step]) if isinstance(owner, Versioned) else self._seen(value.index)
+        if not isinstance(owner, Versioned):
+            return self._seen(value.index)
+        return checksum(owner.versions.alive[value.step])
 
     def _left(self, owner: Owner, value: Value) -> int:
         """The checksum of a group's parameters as its optimizer has left them, perhaps in copies on the host."""
@@ -727,12 +729,13 @@ class CheckedExecutor(Executor):
         for g in ins.layers:
             owner = self.state.slices[g]
             k = ins.group.index(self.comm.rank)
-            mine = owner.flat[k * owner.size : (k + 1) * owner.size]
-            if self.updated.get(g, found := checksum([owner.part.data])) != found:
-                self._here(ins, f"slice {k} of param({g}) is not what the last update of it has left")
-            if checksum([mine]) != checksum([owner.part.data.to(mine.dtype)]):
-                self._here(ins, f"param({g}) has something else where slice {k} of rank {self.comm.rank} belongs")
             whole = self._version(ins.writes, g)
+            part, flat = owner.gathered(whole)
+            mine = flat[k * owner.size : (k + 1) * owner.size]
+            if part is not None and self.updated.get(whole, found := checksum([part])) != found:
+                self._here(ins, f"slice {k} of {whole} is not what the last update of it has left")
+            if part is not None and checksum([mine]) != checksum([part.to(mine.dtype)]):
+                self._here(ins, f"{whole} has something else where slice {k} of rank {self.comm.rank} belongs")
             self.holds[whole] = self._parameters(whole)
             self._note(ALIKE, f"{name}, {whole}", index, ins.group, [self.holds[whole]])
 
@@ -771,7 +774,7 @@ class CheckedExecutor(Executor):
         self.parts.pop(g, None)
         made = self._of_update(ins, g, made=True)
         if isinstance(owner, SlicedGroup):
-            self.updated[g] = checksum([p.data for p in owner.trained])
+            self.updated[made] = checksum([p.data for p in owner.trained])
             if owner.scattered:
                 self.holds.pop(made, None)
             elif not owner.apart and self._is_there(made):

@@ -49,9 +49,11 @@ class DynamicSchedule:
         self.every = program.contract.every or program.microbatches
         self.total = program.steps * program.microbatches
         self.blocks: dict[BlockKey, list[int]] = {}
-        self.steps = [k for k, ins in enumerate(program.ranks[rank]) if ins.op is Op.STEP]
+        self.steps: dict[int, list[int]] = {}  # of each update: on the device, and on the host
         for k, ins in enumerate(program.ranks[rank]):
-            if ins.op is not Op.STEP:
+            if ins.op is Op.STEP:
+                self.steps.setdefault(ins.step, []).append(k)
+            else:
                 self.blocks.setdefault(place_of(ins), []).append(k)
         held = program.placement[rank]
         self.before, self.after = held[0] - 1, held[-1]  # the layers whose outputs and gradients arrive
@@ -83,7 +85,7 @@ class DynamicSchedule:
             todo = list(self.blocks[there, i, step])
             forwards, backwards = forwards + there, backwards + (not there)
             if not there and self.steps and (backwards % self.every == 0 or backwards == self.total):
-                todo.append(self.steps[(backwards - 1) // self.every])
+                todo += self.steps[(backwards - 1) // self.every]
             self.order.append(action)
             for index in todo:
                 self.executed.append(index)

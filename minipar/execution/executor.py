@@ -58,6 +58,7 @@ from minipar.program import (
     home,
     repartitions,
     tier,
+    version_of,
 )
 from minipar.program.comm_volume import by_algorithm
 from minipar.sharding.nodes import Cut
@@ -114,7 +115,7 @@ def _lines(instructions: Sequence[Instruction], streams: Streams) -> list[_Prepa
             tuple([value for value in ins.reads if value in moved]),
             tuple([value.index for value in ins.writes if value.kind == "grad"]),
             tuple([value for value in ins.frees if value.kind not in _ELSEWHERE]),
-            tuple([value for value in ins.frees if value.kind in ("param", "param_shard")]),
+            tuple([v for v in ins.frees if v.kind in ("param", "param_shard") or version_of(v) >= 0]),
             ins.stream == "host",
             time.perf_counter if ins.stream == "host" else streams.mark,
         )
@@ -455,6 +456,9 @@ class Executor:
     def _copy(self, index: int, ins: Instruction) -> None:
         with self._aside() if tier(ins.writes[0]) == "host" else nullcontext():
             copy = self.offloading.start(ins, self.live)
+        for value in self.lines[index].released if ins.op is Op.OFFLOAD else ():
+            if value != ins.reads[0]:  # (that is freed when it is copied)
+                self.state.release(value)
         copy.end = self.device.copied(ins, copy.nbytes) if self.device is not None else None
         self.pending[ins.writes[0]] = (index, copy)
         if copy.on_stream:
@@ -474,7 +478,8 @@ class Executor:
     def _step(self, ins: Instruction) -> None:
         if ins.stream == "host":
             with self._aside():
-                return self._update(ins)
+                self._update(ins)
+                return self.offloading.updated(ins)
         return self._update(ins)
 
     def _update(self, ins: Instruction) -> None:

@@ -100,10 +100,17 @@ class SlicedGroup(Owner):
         if self.scattered:
             self.flat.untyped_storage().resize_(0)
 
-    def gather(self, comm: Communicator, ranks: tuple[int, ...], algorithm: str | None = None) -> list[Handle]:
-        """Start to gather the parameters of the layers from the slices of all ranks."""
+    def gather(
+        self, comm: Communicator, ranks: tuple[int, ...], algorithm: str | None = None, version: int = -1
+    ) -> list[Handle]:
+        """Start to gather the parameters of the layers from the slices of all ranks, perhaps those of a version."""
         self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
         return comm.iall_gather(self.part.data, self.flat, ranks, algorithm)
+
+    def gathered(self, value: Value) -> tuple[Tensor | None, Tensor]:
+        """This rank's slice of parameters that are gathered, if this was not the last that needed it; and all of
+        them."""
+        return self.part.data, self.flat
 
     def take_gradients(self, ins: Instruction) -> None:
         (whole,) = self.trained

@@ -9,10 +9,15 @@ update goes to a copy. One that nothing needs any more is updated in place. The 
 own, whose storage is that of the newest version: its state exists once, and autograd does not take an update for a
 mistake (a backward that uses other weights than its forward is what AMPNet is about).
 
+With offload=parameters, and with zero=3, a version is whole on the device only while it is used. What autograd saved of
+a layer is a view of it. So its storage is resized, never replaced, as long as the version is kept.
+
 With precision=bf16 the versions are bfloat16, and the optimizer has one float32 copy: a version is the copy rounded,
 as it was after so many updates. With zero=1 each replica's optimizer has a slice of the newest version:
 
     STEP of version 4      version 3  [ . . | . . ]  -->  [ . . | 4 4 ]  --ALL_GATHER-->  version 4  [ 4 4 | 4 4 ]
+
+With zero=3 the slices are what is kept of versions.
 """
 
 from __future__ import annotations
@@ -22,9 +27,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from minipar.comm.communicator import Communicator
+from minipar.comm.handles import Handle
 from minipar.execution.owners import Owner, Wide
 from minipar.execution.parameter_slices import SlicedGroup
-from minipar.program import Group, Instruction, Value, param
+from minipar.models.tensors import resize
+from minipar.program import Group, Instruction, Value, tier, version_of
 
 
 class Leading(Owner):
@@ -48,30 +56,42 @@ class Leading(Owner):
 class Alive:
     """The versions of some parameters that are still needed, and which of them the layers see.
 
-    alive   by number, which counts the updates of this pass
+    alive       by number, which counts the updates of this pass
+    away        whether the newest one has no memory here, but while it is used
+    elsewhere   those that a slower tier has, too, or of which there are slices
+    here        those that have memory here
+    first       how many updates came before this pass
     """
 
-    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], away: bool = False) -> None:
         self.params = params
         self.alive: dict[int, list[Tensor]] = {0: [p.data for p in params]}
+        self.away = away
+        self.elsewhere, self.here = ({0}, set[int]()) if away else (set[int](), {0})
+        self.first = 0
         self._shown = 0
 
     @property
     def newest(self) -> list[Tensor]:
         return self.alive[max(self.alive)]
 
+    def through(self, value: Value) -> Value:
+        """A version by its number through all passes."""
+        return value._replace(step=self.first + value.step)
+
     def tensors(self) -> list[tuple[nn.Parameter, Tensor]]:
         return [pair for tensors in self.alive.values() for pair in zip(self.params, tensors, strict=True)]
 
     def begin(self) -> None:
         """A new pass: the newest version is its version 0."""
-        newest = self.newest
+        newest, last = self.newest, max([*self.alive, *self.elsewhere])
         self._point_to(newest)
-        self.alive, self._shown = {0: newest}, 0
+        self.alive, self._shown, self.first = {0: newest}, 0, self.first + last
+        self.elsewhere, self.here = ({0}, set()) if self.away else (set(), {0})
 
     def show(self, value: Value) -> None:
         """Let the layers see the version that an instruction reads."""
-        if value.kind == "param" and value.step >= 0 and self._shown != value.step:
+        if version_of(value) >= 0 and self._shown != value.step:
             self._point_to(self.alive[value.step])
             self._shown = value.step
 
@@ -79,34 +99,73 @@ class Alive:
         for p, tensor in zip(self.params, tensors, strict=True):
             p.data = tensor
 
+    def _new(self) -> list[Tensor]:
+        """The tensors of a version, with memory."""
+        return [torch.empty_like(p) for p in self.params]
+
+    def _resize(self, tensors: list[Tensor], whole: bool) -> None:
+        """Give the tensors of a version their memory, or free it."""
+        resize(tensors, whole)
+
     def in_place(self, number: int, ins: Instruction) -> bool:
         """Before a STEP of this group: whether the newest version is needed no more, and becomes the next one."""
         newest = max(self.alive)
-        if param(number, newest) not in ins.frees:
+        if all(value.index != number or version_of(value) != newest for value in ins.frees):
             return False
         self.alive[newest + 1] = self.alive.pop(newest)
+        self.here.discard(newest)
+        self.here.add(newest + 1)
         if self._shown == newest:
             self._shown = newest + 1
         return True
 
     def add(self, tensors: list[Tensor]) -> list[Tensor]:
         """The next version."""
-        self.alive[max(self.alive) + 1] = tensors
+        made = max(self.alive) + 1
+        self.alive[made] = tensors
+        self.here.add(made)
         return tensors
 
+    def bring(self, version: int) -> list[Tensor]:
+        """Room for a version that comes back."""
+        found = self.alive.setdefault(version, [])
+        found += [] if found else self._new()
+        self._resize(found, True)
+        self.here.add(version)
+        return found
+
+    def let_go(self, version: int) -> None:
+        """Free the memory of a version that is elsewhere."""
+        if version in self.here:
+            self._resize(self.alive[version], False)
+            self.here.discard(version)
+
     def release(self, value: Value) -> None:
-        """Free a version, but the newest."""
-        if value.kind == "param" and value.step in self.alive and len(self.alive) > 1:
+        """Free a version, but the newest. Of one that is elsewhere, too, only the memory is freed."""
+        if self.away:
+            self.let_go(value.step)
+        if value.step in self.alive and value.step not in self.elsewhere and len(self.alive) > 1:
             del self.alive[value.step]
             if self._shown == value.step:
                 self._point_to(self.newest)
                 self._shown = max(self.alive)
+
+    def leave(self, value: Value) -> None:
+        """A slower tier does not have this version any more."""
+        self.elsewhere.discard(value.step)
+        if value.step not in self.here:
+            self.release(value)
 
 
 class Versioned(Owner):
     """Several versions, each kept as long as an instruction still reads it. The optimizer updates the newest one."""
 
     versions: Alive
+
+    @property
+    def updated(self) -> Alive:
+        """The versions that STEP makes."""
+        return self.versions
 
     def all_versions(self) -> list[tuple[nn.Parameter, Tensor]]:
         return self.versions.tensors()
@@ -120,13 +179,35 @@ class Versioned(Owner):
     def release(self, value: Value) -> None:
         self.versions.release(value)
 
+    def room(self, ins: Instruction) -> list[Tensor]:
+        return self.versions.bring(ins.writes[0].step)
+
+    def take_storages(self) -> None:
+        """The parameters have been given other storages before the first pass."""
+        self.versions.alive[0] = [p.data for p in self.params]
+
+    def tensors_of(self, value: Value) -> list[Tensor]:
+        """The tensors of a version on the device, or on the host."""
+        return self.versions.alive[value.step]
+
+    def leave(self, value: Value) -> None:
+        """A slower tier does not have this version any more."""
+        self.versions.leave(value)
+
 
 class Versions(Versioned, Leading):
     """The optimizer updates the newest version itself."""
 
-    def __init__(self, number: int, params: list[nn.Parameter], group: Group, holders: int = 1) -> None:
+    def __init__(
+        self, number: int, params: list[nn.Parameter], group: Group, holders: int = 1, away: bool = False
+    ) -> None:
         super().__init__(number, params, group, holders)
-        self.versions = Alive(params)
+        self.versions = Alive(params, away)
+
+    def take_storages(self) -> None:
+        super().take_storages()
+        for own, p in zip(self.trained, self.params, strict=True):
+            own.data = p.data
 
     def take_gradients(self, ins: Instruction) -> None:
         """Before a STEP: also make room for the next version."""
@@ -140,11 +221,13 @@ class Versions(Versioned, Leading):
 class WideVersions(Versioned, Wide):
     """With precision=bf16 the optimizer updates one float32 copy, of which the layers have versions in bfloat16."""
 
-    def __init__(self, number: int, params: list[nn.Parameter], group: Group, holders: int = 1) -> None:
+    def __init__(
+        self, number: int, params: list[nn.Parameter], group: Group, holders: int = 1, away: bool = False
+    ) -> None:
         super().__init__(number, params, group, holders)
         for p in params:
             p.data = p.data.to(torch.bfloat16)
-        self.versions = Alive(params)
+        self.versions = Alive(params, away)
 
     def take_gradients(self, ins: Instruction) -> None:
         super().take_gradients(ins)
@@ -157,7 +240,7 @@ class WideVersions(Versioned, Wide):
 
 
 class FetchedVersions(Versioned, Owner):
-    """The optimizer works on the host, on one copy, of which each version is fetched."""
+    """The optimizer works on the host, on one copy, of which each version is fetched when it is made."""
 
     def __init__(
         self, number: int, params: list[nn.Parameter], group: Group, holders: int = 1, narrow: bool = False
@@ -172,6 +255,59 @@ class FetchedVersions(Versioned, Owner):
         if self.versions.in_place(self.number, ins):
             return self.versions.newest
         return self.versions.add([torch.empty_like(tensor) for tensor in self.versions.newest])
+
+
+class HostVersions(FetchedVersions):
+    """The optimizer works on the host, where it makes the versions, and a version is fetched where it is used.
+
+    kept   the tier in which the versions are
+    made   those on the host: all of them, or the one that goes on to the disk
+    """
+
+    def __init__(
+        self, number: int, params: list[nn.Parameter], group: Group, holders: int, narrow: bool, kept: str
+    ) -> None:
+        super().__init__(number, params, group, holders, narrow)
+        self.kept = kept
+        self.versions = Alive(params, away=True)
+        self.made = Alive(self.masters)
+
+    @property
+    def updated(self) -> Alive:
+        return self.made
+
+    def begin(self) -> None:
+        super().begin()
+        self.made.begin()
+
+    def show(self, value: Value) -> None:
+        if tier(value) == "device":
+            super().show(value)
+
+    def room(self, ins: Instruction) -> list[Tensor]:
+        return self.versions.bring(ins.writes[0].step)
+
+    def tensors_of(self, value: Value) -> list[Tensor]:
+        return super().tensors_of(value) if tier(value) == "device" else self.made.alive[value.step]
+
+    def take_gradients(self, ins: Instruction) -> None:
+        super().take_gradients(ins)
+        if not self.made.in_place(self.number, ins):
+            made = self.made.add([tensor.clone() for tensor in self.made.newest])
+            for own, tensor in zip(self.masters, made, strict=True):
+                own.data = tensor
+        self.versions.elsewhere.add(max(self.made.alive))
+
+    def release(self, value: Value) -> None:
+        if tier(value) == "device":
+            super().release(value)
+        elif tier(value) == self.kept:
+            self.leave(value)
+
+    def leave(self, value: Value) -> None:
+        super().leave(value)
+        if tier(value) == "host":
+            self.made.release(value)
 
 
 class SlicedVersions(Versioned, SlicedGroup):
@@ -200,3 +336,90 @@ class SlicedVersions(Versioned, SlicedGroup):
             self.versions.add([part.view(p.shape) for part, p in zip(parts, self.params, strict=True)])
             if not self.apart:
                 self.part.data = self.flat[self.k * self.size : (self.k + 1) * self.size]
+
+
+class Flat(Alive):
+    """Versions of which each lies in one storage: `flat` is that of the first, with zeros behind the parameters."""
+
+    def __init__(self, params: Sequence[nn.Parameter], flat: Tensor) -> None:
+        super().__init__(params, away=True)
+        self.like = flat
+
+    def flat(self, tensors: list[Tensor]) -> Tensor:
+        """All that lies in the storage of a version, which has its memory."""
+        return self.like.new_empty(0).set_(tensors[0].untyped_storage(), 0, self.like.shape, (1,))
+
+    def _new(self) -> list[Tensor]:
+        sizes = [p.numel() for p in self.params]
+        parts = self.like.new_empty(self.like.shape)[: sum(sizes)].split(sizes)
+        return [part.view(p.shape) for part, p in zip(parts, self.params, strict=True)]
+
+    def _resize(self, tensors: list[Tensor], whole: bool) -> None:
+        size = self.like.numel() * self.like.element_size()
+        tensors[0].untyped_storage().resize_(size if whole else 0)
+
+
+class ScatteredVersions(Versioned, SlicedGroup):
+    """With zero=3 this rank keeps its slice of each version, and updates that of the newest one. A version is gathered
+    where it is used.
+
+    slices   by the number of the version
+    """
+
+    def __init__(
+        self, number: int, params: list[nn.Parameter], group: Group, k: int, n: int, device: torch.device, narrow: bool
+    ) -> None:
+        super().__init__(number, params, group, k, n, device, narrow, scattered=True)
+        self.versions: Flat = Flat(params, self.flat)
+        self.slices: dict[int, Tensor] = {0: self.part.data}
+
+    def begin(self) -> None:
+        self.slices = {0: self.slices[max(self.slices)]}
+        super().begin()
+
+    def all_versions(self) -> list[tuple[nn.Parameter, Tensor]]:
+        return [*super().all_versions(), *((self.params[0], part) for part in self.slices.values())]
+
+    def show(self, value: Value) -> None:
+        if value.kind == "param":
+            super().show(value)
+
+    def gather(
+        self, comm: Communicator, ranks: tuple[int, ...], algorithm: str | None = None, version: int = -1
+    ) -> list[Handle]:
+        flat = self.versions.flat(self.versions.bring(version))
+        return comm.iall_gather(self.slices[version], flat, ranks, algorithm)
+
+    def gathered(self, value: Value) -> tuple[Tensor | None, Tensor]:
+        return self.slices.get(value.step), self.versions.flat(self.versions.alive[value.step])
+
+    def tensors_of(self, value: Value) -> list[Tensor]:
+        return super().tensors_of(value) if value.kind == "param" else [self.slices[value.step]]
+
+    def take_gradients(self, ins: Instruction) -> None:
+        if not self.masters:  # (from which the slice of the next version will be fetched)
+            self._make_room(ins)
+        super().take_gradients(ins)
+
+    def room(self, ins: Instruction) -> list[Tensor]:
+        self._make_room(ins)
+        return [self.part.data]
+
+    def _make_room(self, ins: Instruction) -> None:
+        newest = max(self.slices)
+        freed = any(value.index == self.number and version_of(value) == newest for value in ins.frees)
+        self.slices[newest + 1] = self.slices[newest] if freed else self.slices[newest].clone()
+        self.part.data = self.slices[newest + 1]
+        self.versions.elsewhere.add(newest + 1)
+        if freed:
+            self._forget(newest)
+
+    def release(self, value: Value) -> None:
+        if value.kind == "param":
+            self.versions.release(value)
+        elif value.step in self.slices and len(self.slices) > 1:
+            self._forget(value.step)
+
+    def _forget(self, version: int) -> None:
+        del self.slices[version]
+        self.versions.leave(Value("param", self.number, -1, version))

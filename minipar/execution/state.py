@@ -26,7 +26,9 @@ from minipar.execution.owners import Owner, Slice, Wide
 from minipar.execution.parameter_slices import SlicedGroup, cut_slices, join_gradients, pack_gradients
 from minipar.execution.parameter_versions import (
     FetchedVersions,
+    HostVersions,
     Leading,
+    ScatteredVersions,
     SlicedVersions,
     Versioned,
     Versions,
@@ -46,6 +48,7 @@ from minipar.program import (
     optimizer_shard,
     piece_of,
     repartitions,
+    tier,
     version_of,
 )
 from minipar.program.verify.staleness import delay
@@ -125,7 +128,8 @@ class State:
             return self._reduce_scatter(ins)
         if ins.op is Op.ALL_GATHER:
             by = self.program.algorithm or None
-            return [handle for g in ins.layers for handle in self.slices[g].gather(self.comm, ins.group, by)]
+            made = {value.index: version_of(value) for value in ins.writes}
+            return [handle for g in ins.layers for handle in self.slices[g].gather(self.comm, ins.group, by, made[g])]
         if ins.op is Op.NORM:
             return [self._norm(ins)]
         return self.buckets.all_reduce(ins, self.comm)
@@ -323,6 +327,7 @@ def choose_owners(
     held = program.state[comm.rank] if program.state else frozenset()
     sliced = {g for g in program.sharded if optimizer_shard(g) in set(map(home, held))}
     versioned = {value.index for value in held if version_of(value) >= 0}
+    away = {v.index: tier(v) for v in held if version_of(v) >= 0 and tier(v) != "device" and v.index not in at_home}
     on_host = {g for ins in instructions if ins.op is Op.STEP and ins.stream == "host" for g in ins.layers} - at_home
     found: list[Owner] = []
     for g, params in enumerate(groups):
@@ -334,16 +339,19 @@ def choose_owners(
         if g in sliced:
             ranks = program.slicing(g, comm.rank)
             place = ranks.index(comm.rank), len(ranks), comm.device
+            scattered = g in program.scattered
             found.append(
-                SlicedVersions(g, params, group, *place, narrow)
+                (ScatteredVersions if scattered else SlicedVersions)(g, params, group, *place, narrow)
                 if g in versioned
-                else SlicedGroup(g, params, group, *place, narrow, g in program.scattered)
+                else SlicedGroup(g, params, group, *place, narrow, scattered)
             )
             found[g].holders = program.sharing // shards
+        elif g in away and g in on_host:
+            found.append(HostVersions(g, params, group, holders, narrow, away[g]))
         elif g in versioned and g in on_host:
             found.append(FetchedVersions(g, params, group, holders, narrow))
         elif g in versioned and program.in_flight is None:
-            found.append((WideVersions if narrow else Versions)(g, params, group, holders))
+            found.append((WideVersions if narrow else Versions)(g, params, group, holders, g in away))
         elif g in versioned and not narrow:
             found.append(Leading(g, params, group, holders))
         elif narrow and g not in on_host and program.serving is None:  # (servers have the wide ones)

@@ -47,6 +47,14 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [layer for layer in model._modules.values() if layer is not None]
 
 
+def resize(tensors: Iterable[Tensor], whole: bool) -> None:
+    """Give the storages of tensors room for their values, or none."""
+    for tensor in tensors:
+        size = tensor.numel() * tensor.element_size() if whole else 0
+        if tensor.untyped_storage().nbytes() != size:
+            tensor.untyped_storage().resize_(size)
+
+
 def tensors(value: Any) -> list[Tensor]:
     """The tensors inside a value, in order."""
     if isinstance(value, Tensor):

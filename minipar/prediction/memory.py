@@ -47,6 +47,7 @@ from minipar.program import (
 from minipar.program.comm_volume import changing
 from minipar.program.forms import letters
 from minipar.program.graph_cuts import pieces_of
+from minipar.strategies.passes import host_layers
 from minipar.strategies.passes.compress import row_bytes, top
 from minipar.trace import Trace
 from minipar.trace.lifetimes import KINDS, series_of
@@ -150,10 +151,15 @@ class Walk:
                 continue  # (what is pushed is the host's, and so is what it leaves out)
             owner = KINDS[value.kind], -1 if value.kind == "grad" else self.layer_of(value.index)
             before[owner] = before.get(owner, 0) + sizes.size(rank, value)
+        _, at_home = host_layers.computed(row)
         for value in self.state:
-            if version_of(value) >= 0:
-                size, layer = sizes.size(rank, grad(value.index)), self.layer_of(value.index)
+            if version_of(value) >= 0 and tier(value) == "device":
+                size, layer = self._size_of_version(value), self.layer_of(value.index)
                 self.live[value] = Storage(size, layer, "parameters", {"live"})
+            elif version_of(value) >= 0 and value.index not in at_home:  # (frozen ones have no versions, and stay)
+                owner = "parameters", self.layer_of(value.index)
+                frozen = sizes.size(rank, home(value)) - self._size_of_version(value)
+                before[owner] = before.get(owner, 0) + frozen
         for g in self._passed_on():
             owner = "optimizer", self.layer_of(g)
             before[owner] = before.get(owner, 0) + sizes.size(rank, param_shard(g))
@@ -273,7 +279,7 @@ class Walk:
             self.compressed(ins)
         else:
             self.other(ins)
-        leaves = self._gradient_leaves(ins)
+        leaves = self._leaves(ins)
         self.free(ins)
         if leaves is not None:
             self.change(leaves.size, leaves.kind, leaves.layer)
@@ -281,12 +287,13 @@ class Walk:
         if ins.op is Op.STEP:
             self.filled -= set(ins.layers)
 
-    def _gradient_leaves(self, ins: Instruction) -> Storage | None:
-        """The gradient that an OFFLOAD copies away and then frees: it is there until the rank waits for the copy."""
+    def _leaves(self, ins: Instruction) -> Storage | None:
+        """The gradient, or the version of parameters, that an OFFLOAD copies away and then frees: it is there until the
+        rank waits for the copy."""
         if ins.op is not Op.OFFLOAD or ins.reads[0] not in ins.frees:
             return None
         value = ins.reads[0]
-        if value.kind == "grad_shard" and value in self.live:
+        if (value.kind == "grad_shard" or version_of(value) >= 0) and value in self.live:
             size, kind = self.live[value].size, self.live[value].kind
         elif value.kind == "grad" and value.index in self.filled - self.kept:
             size, kind = self.sizes.size(self.rank, value), "gradients"
@@ -308,12 +315,17 @@ class Walk:
                 for other in self.handed_on.pop(value, ()):
                     self.release(other, f"live {value}")
 
+    def _size_of_version(self, value: Value) -> int:
+        """Bytes of the trainable parameters, or of a slice of them."""
+        sliced = home(value).kind == "param_shard"
+        return self.sizes.size(self.rank, grad_shard(value.index) if sliced else grad(value.index))
+
     def versions(self, ins: Instruction) -> None:
         """Make the next version of parameters, in place of the newest one if nothing needs that any more."""
         for value in ins.writes:
-            if version_of(value) > 0:
-                before = param(value.index, value.step - 1)
-                size = self.sizes.size(self.rank, grad(value.index))
+            if version_of(value) >= 0:
+                before = value._replace(step=value.step - 1)
+                size = self._size_of_version(value)
                 in_place = self.live.pop(before, None) if before in ins.frees else None
                 self.live[value] = in_place or self.make(size, self.layer_of(value.index), "live", "parameters")
 

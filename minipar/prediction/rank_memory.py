@@ -300,13 +300,12 @@ def _own(numbers: PlanNumbers, model: Sizes, facts: Facts) -> Own:
     for size, count, shares in here.groups:
         ranks = among[shares]
         one = states(size, ranks, n.zero, each)
-        parameters += count * one.parameters
+        parameters += count * (one.parameters * facts.versions)  # (of versions with zero=3 there are slices)
         gradients += count * one.gradients
         optimizer += count * one.optimizer
         total += count * size
         if ranks > 1:
             shared[ranks] = shared.get(ranks, 0) + count * size
-    parameters += each.parameter * (facts.versions - 1) * total
     gathered = buckets = 0
     if "parameters" in n.offload or (n.zero == 3 and shared):  # one layer computes, the next one is under way
         gathered = each.parameter * here.neighbours["parameters" not in n.offload]

@@ -21,7 +21,8 @@ saved_weight This is all that the weight half of a backward needs, including the
              output, which BACKWARD_INPUT frees. The first trainable layer has no input half.
 carry        It lives from the forward of a slice to its backward.
 param        The last instruction that needs a version v frees it. If that instruction is a STEP, it updates the
-             version in place. Otherwise a version does not change after it was written.
+             version in place. Otherwise a version does not change after it was written. A rank may keep versions
+             as slices, or in a slower tier: then param_shard and host(param) have a version, too.
 *_shard      Slices are padded to equal size. After a STEP on slices the whole `param` is out of date until ALL_GATHER.
              `buffer(g)` is the memory that a REDUCE_SCATTER receives into. Parameters that stages share stay whole.
 host, disk   They never count as memory of the device. The first instruction that reads the target of a copy waits for
@@ -62,7 +63,7 @@ class Value(NamedTuple):
         text = f"{self.kind}({self.index})" + (f"[{self.form}]" if self.form else "")
         if self.microbatch >= 0:
             return f"{text} mb{self.microbatch}"
-        return f"{text} v{self.step}" if self.kind == "param" and self.step >= 0 else text
+        return f"{text} v{version_of(self)}" if version_of(self) >= 0 else text
 
 
 def output(layer: int, microbatch: int, step: int = 0) -> Value:
@@ -101,9 +102,12 @@ def param(group: int, version: int = -1) -> Value:
     return Value("param", group, -1, version)
 
 
+_PARAMETERS = frozenset(f"{where}{kind}" for where in ("", "host ", "disk ") for kind in ("param", "param_shard"))
+
+
 def version_of(value: Value) -> int:
     """How many updates came before these parameters; -1 for any other value, and where there is only one version."""
-    return value.step if value.kind == "param" else -1
+    return value.step if value.kind in _PARAMETERS else -1
 
 
 def grad(group: int) -> Value:

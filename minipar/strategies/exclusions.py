@@ -124,6 +124,9 @@ LOW_RANK = KeyValues(
 )
 ZERO = KeyValues("zero", "zero=1, 2, 3", lambda plan: plan.zero > 0, "zero=0")
 ZERO_ABOVE_1 = KeyValues("zero", "zero=2, 3", lambda plan: plan.zero > 1, "zero=1")
+SLICED_VERSIONS = KeyValues(
+    "zero", "zero=3, with a schedule without flushes", lambda plan: plan.zero == 3 and plan.asynchronous, "zero=0"
+)  # fmt: skip
 ZERO_BELOW_3 = KeyValues("zero", "zero=1, 2", lambda plan: plan.zero in (1, 2), "zero=0 or zero=3")
 INFERENCE = KeyValues("inference", "inference", lambda plan: plan.inference, "inference=false")
 CLIP = KeyValues("clip", "clip", lambda plan: plan.clip is not None, "clip=none")
@@ -174,6 +177,16 @@ HALVES = KeyValues(
     "schedule", "schedule of backwards in halves", lambda plan: plan.splits,
     "a schedule of whole backwards such as 1f1b", late=True,
 )  # fmt: skip
+
+
+def _one_by_one(plan: Plan) -> bool:
+    rules = find(plan.schedule).asynchronous
+    return rules is not None and plan.pp == 1 and rules.promise(1, plan.numbers).every is not None
+
+
+ONE_BY_ONE = KeyValues(
+    "schedule", "schedule that updates after each micro-batch, of one stage", _one_by_one, "pipedream-2bw, or pp=2"
+)  # fmt: skip
 IN_STEP = KeyValues("batch_copies", "batch_copies of 2 or more", lambda plan: plan.batch_copies > 1, "batch_copies=1")
 COPIES = KeyValues(
     "schedule", "schedule with copies of a stage", lambda plan: plan.copies,
@@ -205,7 +218,6 @@ _DECIDES_ALONE_REPLICAS = (
     "each rank decides by what has come to it, so the updates of replicas have other micro-batches, and their sums "
     "would wait for each other"
 )
-_ON_DEVICE = "versions of parameters stay on the device"
 
 EXCLUSIONS = (
     Exclusion(PLACE, SPLIT, _PLACES, fundamental=True),
@@ -277,9 +289,7 @@ EXCLUSIONS = (
         fundamental=True,
     ),
     Exclusion(ZERO, UNSUMMED, "it has no replicas", fundamental=True),
-    Exclusion(ZERO_ABOVE_1, ASYNCHRONOUS, "versions of parameters stay whole, and so does what makes the next one"),
-    Exclusion(OFFLOADED_PARAMETERS, ASYNCHRONOUS, _ON_DEVICE),
-    Exclusion(HOST_LAYERS, ASYNCHRONOUS, _ON_DEVICE),
+    Exclusion(OFFLOADED_PARAMETERS, SLICED_VERSIONS, "slices of versions stay on the device"),
     Exclusion(CLIP, ASYNCHRONOUS, "the norm of all gradients is known only after a flush", fundamental=True),
     Exclusion(INFERENCE, ASYNCHRONOUS, "nothing is updated", fundamental=True),
     Exclusion(SERVERS, ASYNCHRONOUS, "its ranks are stages, and no replicas that push to servers"),
@@ -299,7 +309,9 @@ EXCLUSIONS = (
     ),
     Exclusion(CONTEXT, SLICED, "a rank's part of the tokens and a slice of them are two cuts of one dimension"),
     Exclusion(EXPERTS, SLICED, "layers with experts take whole sequences"),
-    Exclusion(IN_STEP, ASYNCHRONOUS, "a micro-batch waits for the update of the one before it"),
+    Exclusion(
+        IN_STEP, ONE_BY_ONE, "a micro-batch begins with what the update of the one before it makes", fundamental=True
+    ),
     Exclusion(OFFLOAD, DYNAMIC, "copies stand in an order, which its ranks do not keep to"),
     Exclusion(
         ZERO_ABOVE_1,

@@ -35,13 +35,16 @@ def uses(row: Sequence[Instruction], values: Container[Value]) -> dict[Value, li
 
 def by_update(row: Sequence[Instruction], step: int, rewrite: Rounds) -> list[Instruction]:
     """The row in which `rewrite(number of the update, instructions)` has replaced those of each update. In the draft
-    of a step that is the whole row, since its STEP comes later; without flushes it is what comes before each STEP."""
+    of a step that is the whole row, since its STEP comes later; without flushes it is what comes before the first STEP
+    of each update."""
     ends = [k for k, ins in enumerate(row) if ins.op is Op.STEP]
     if not ends:
         return list(rewrite(step, row))
     result: list[Instruction] = []
     for start, end in pairwise([-1, *ends]):
-        result += [*rewrite(row[end].step, row[start + 1 : end]), row[end]]
+        before = row[start + 1 : end]
+        first = start < 0 or row[start].step != row[end].step
+        result += [*(rewrite(row[end].step, before) if first else before), row[end]]
     return [*result, *row[ends[-1] + 1 :]]
 
 
@@ -94,6 +97,11 @@ def insert(
 def also_free(row: Sequence[Instruction], values: Mapping[int, Iterable[Value]]) -> list[Instruction]:
     """The row in which the instructions at these places also free these values."""
     return [ins._replace(frees=(*ins.frees, *values[k])) if k in values else ins for k, ins in enumerate(row)]
+
+
+def without(ins: Instruction, values: Container[Value]) -> Instruction:
+    """The instruction that frees none of these values."""
+    return ins._replace(frees=tuple(v for v in ins.frees if v not in values))
 
 
 def of_groups(ins: Instruction, groups: tuple[int, ...]) -> Instruction:

@@ -97,6 +97,11 @@ RIGHT = [
     "dp=2 schedule=pipedream microbatches=2 precision=bf16 offload=activations",
     "pp=2 schedule=pipedream-vertical microbatches=4 precision=bf16",
     "pp=2 dp=2 schedule=pipedream microbatches=3 offload=optimizer",
+    "pp=2 schedule=pipedream microbatches=3 host_layers=2 offload=parameters prefetch=2",
+    "pp=2 schedule=pipedream-vertical microbatches=3 offload=parameters,optimizer offload_to=disk",
+    "pp=2 dp=2 schedule=pipedream microbatches=3 zero=3 offload=optimizer",
+    "dp=2 schedule=pipedream-2bw microbatches=2 zero=3 precision=bf16",
+    "dp=2 schedule=pipedream-2bw microbatches=2 zero=2 precision=bf16",
     "pp=2 schedule=ampnet microbatches=4 in_flight=1 update_every=3",  # (of which the order is known)
 ]
 
@@ -158,7 +163,9 @@ def test_every_seeded_bug_is_found(clusters, name):
         ("update left out", "dp=2 schedule=pipedream microbatches=2", "STEP", 1),
         ("update left out", "pp=2 schedule=ampnet microbatches=4", "STEP", 1),
         ("update not brought back", "pp=2 schedule=pipedream microbatches=3 offload=optimizer", "F", None),
+        ("update not brought back", "pp=2 schedule=pipedream microbatches=3 offload=parameters,optimizer", "F", None),
         ("slice not gathered", "dp=2 schedule=pipedream microbatches=2 zero=1", "ALL_GATHER", None),
+        ("slice in the wrong place", "dp=2 schedule=pipedream microbatches=2 zero=3", "ALL_GATHER", None),
         ("wrong group", "dp=4 schedule=pipedream microbatches=2", "ALL_REDUCE", None),
     ],
 )

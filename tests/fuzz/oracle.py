@@ -362,7 +362,7 @@ def _done(row: Sequence[Any], microbatches: int) -> list[tuple[str, int, int]]:
     found: dict[tuple[str, int], int] = {}
     for ins in row:
         i = ins.step * microbatches + ins.microbatch
-        used = [v.step for v in ins.reads if v.kind == "param"]
+        used = [v.step for v in ins.reads if v.kind in ("param", "host param")]
         if ins.op.name == "STEP":
             version = ins.step + 1
             found["U", version] = version

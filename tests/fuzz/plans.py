@@ -146,7 +146,9 @@ def _stale(dice: random.Random, facts: Facts, schedule: str, dp: int) -> Words:
             words["overlap"] = "none"
         special = dice.choice(["", "", "zero", "zero", "compress", "algorithm"])
         if special == "zero":
-            words["zero"] = "1"
+            words["zero"] = dice.choice(["1", "2", "3"])
+            if words["zero"] > "1":
+                words["reduce"] = dice.choice(["microbatch", "step"])
         if special == "compress":
             words["compress"] = dice.choice(["bf16", "topk:0.5", "powersgd:1"])
         if special == "algorithm":
@@ -154,7 +156,12 @@ def _stale(dice: random.Random, facts: Facts, schedule: str, dp: int) -> Words:
     if facts.narrow and "compress" not in words and dice.random() < 0.15:
         words["precision"] = "bf16"
     if schedule != "ampnet" and dice.random() < 0.25:
-        words["offload"] = dice.choice(["activations", "optimizer", "activations,optimizer"])
+        whole = ["activations", "optimizer", "activations,optimizer"]
+        more = ["parameters", "parameters,activations", "parameters,optimizer"] if "zero" not in words else []
+        words["offload"] = dice.choice([*whole, *more])
+        words["offload_to"] = dice.choice(["host", "host", "disk"])
+    if dice.random() < 0.15:
+        words["host_layers"] = str(dice.randrange(facts.layers))
     if dice.random() < 0.15:
         words["check"] = "true"
     return words

@@ -26,6 +26,7 @@ JOINED = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL, Op.NOR
 MOVED = ("output", "grad_output")
 SHARING = ("tp", "cp", "ep")  # the innermost axes: their ranks share layers
 COPIED = ("saved", "grad", "grad_shard", "output", "grad_output", "param", "param_shard", "optimizer_state")
+PARAMS = ("param", "param_shard")
 STATE = ("param", "grad", "optimizer_state", "param_shard", "grad_shard", "optimizer_shard", "residual")
 RANKS = {"": 0, "host": 1, "disk": 2}  # tiers, from the fastest
 
@@ -157,7 +158,7 @@ def _check_state(program: Program) -> None:
             kind = value.kind.rpartition(" ")[2]
             if program.serving is not None and kind in ("served", "served_state"):
                 continue
-            version = value.step == 0 and value.kind == "param" and isinstance(program.contract, Staleness)
+            version = value.step == 0 and _home(value).kind in PARAMS and isinstance(program.contract, Staleness)
             if kind not in STATE or value.microbatch != -1 or (value.step != -1 and not version):
                 raise Wrong(f"begins with {value}, which is no state")
             if not 0 <= value.index < len(program.groups):
@@ -195,11 +196,16 @@ def _decided(program: Program, seed: int) -> list[list[int]]:
         found: dict[tuple[bool, int], list[int]] = defaultdict(list)
         for k, ins in enumerate(row):
             if ins.op is not Op.STEP:
-                moved = (ins.reads or ins.writes)[0].kind if ins.op in (Op.SEND, Op.RECV) else ""
+                moves = ins.op in (Op.SEND, Op.RECV, Op.OFFLOAD, Op.FETCH)
+                moved = _home((ins.reads or ins.writes)[0]).kind if moves else ""
                 there = ins.op is Op.FORWARD or moved == "output"
                 found[there, ins.step * program.microbatches + ins.microbatch].append(k)
         blocks.append(found)
-        steps.append([k for k, ins in enumerate(row) if ins.op is Op.STEP])
+        updates: dict[int, list[int]] = defaultdict(list)  # of each update: on the device, and on the host
+        for k, ins in enumerate(row):
+            if ins.op is Op.STEP:
+                updates[ins.step].append(k)
+        steps.append(updates)
     done = [[0, 0] for _ in range(ranks)]  # backwards, forwards
     orders: list[list[int]] = [[] for _ in range(ranks)]
     assert program.in_flight is not None
@@ -219,7 +225,7 @@ def _decided(program: Program, seed: int) -> list[list[int]]:
         done[rank][there] += 1
         back = done[rank][0]
         if not there and steps[rank] and (back % (contract.every or 1) == 0 or back == total):
-            orders[rank].append(steps[rank][(back - 1) // (contract.every or 1)])
+            orders[rank] += steps[rank][(back - 1) // (contract.every or 1)]
     raise Wrong("ranks that decide would never end")
 
 
@@ -476,7 +482,7 @@ class _Machine:
 
     def name(self, value: Value) -> Value:
         """The name under which a memory has a value: one that decides has one version, whatever it is called."""
-        known = self.orders is not None and value.kind == "param" and value.step >= 0
+        known = self.orders is not None and _home(value).kind == "param" and value.step >= 0
         return value._replace(step=0) if known else value
 
     def await_reads(self, rank: int, ins: Instruction) -> bool:
@@ -566,7 +572,7 @@ class _Machine:
             raise Wrong(f"rank {rank} `{ins}`: no rank does this")
         kinds[ins.op](rank, ins)
         for value in ins.frees:
-            if self.orders is not None and value.kind == "param" and value.step >= 0:
+            if self.orders is not None and _home(value).kind == "param" and value.step >= 0:
                 continue
             if value not in memory:
                 raise Wrong(f"rank {rank} `{ins}` frees {value}, which is not there")
@@ -765,12 +771,13 @@ class _Machine:
         host = ins.stream == "host"
         for g in ins.layers:
             sliced = Value("optimizer_shard", g) in self.homes[rank]
-            slices = Value("param_shard", g) in self.homes[rank]
-            apart = sliced if host else slices and Value("param", g) not in self.homes[rank]
+            apart = sliced if host else self.apart(rank, g)
             gradient = Value("grad_shard" if sliced else "grad", g)
             state = Value("optimizer_shard" if sliced else "optimizer_state", g)
             version = self.newest(rank, g)
-            versions = self.stale is not None and not host  # (on the host there is the newest one alone)
+            kept = {Value(f"{where} param", g, -1, 0) for where in ("host", "disk")}
+            # (of versions that the device keeps, the host has the newest one alone)
+            versions = self.stale is not None and (not host or not kept.isdisjoint(self.program.state[rank]))
             held = Value("param_shard" if apart else "param", g, -1, version if versions else -1)
             content = self.take(rank, ins, held)
             name, _, updates, *owner = content
@@ -798,19 +805,24 @@ class _Machine:
                 raise Wrong(f"rank {rank} `{ins}` keeps {named}")
             self.memory[rank][named] = Counter()
             if self.orders is not None:
-                self.memory[rank][Value("param", g, -1, 0)] = tuple(after)
+                self.memory[rank][self.there(ins, Value("param", g, -1, 0))] = tuple(after)
         self.summed[rank] = {key for key in self.summed[rank] if key[0] not in ins.layers}
         if self.orders is None:
             self.put(rank, ins, inside)
         else:
-            self.memory[rank].update({v: c for v, c in inside.items() if v.kind != "param"})
+            self.memory[rank].update({self.there(ins, v): c for v, c in inside.items() if v.kind != "param"})
         self.check_alive(rank, ins)
 
     def newest(self, rank: int, g: int) -> int:
         if self.orders is not None:
-            return int(self.memory[rank][Value("param", g, -1, 0)][2])
+            kept = (Value(kind, g, -1, 0) for kind in ("param", "host param"))
+            return next(int(self.memory[rank][value][2]) for value in kept if value in self.memory[rank])
         mine = [*self.memory[rank], *self.underway[rank]]
-        return max((v.step for v in mine if v.kind == "param" and v.index == g), default=-1)
+        return max((v.step for v in mine if _home(v).kind in PARAMS and v.index == g), default=-1)
+
+    def apart(self, rank: int, g: int) -> bool:
+        """Whether a rank keeps a slice of the parameters, and not all of them."""
+        return {v.kind for v in self.homes[rank] if v.index == g and v.kind in PARAMS} == {"param_shard"}
 
     def check_alive(self, rank: int, ins: Instruction) -> None:
         most = self.stale.versions if self.stale else None
@@ -818,7 +830,7 @@ class _Machine:
             return
         for g in ins.layers:
             mine = {*self.memory[rank], *self.underway[rank]} - {*ins.frees}
-            alive = [v for v in mine if v.kind == "param" and v.index == g]
+            alive = {v.step for v in mine if _home(v).kind in PARAMS and v.index == g and v.step >= 0}
             if len(alive) > most:
                 raise Wrong(f"rank {rank} `{ins}` leaves {len(alive)} versions of param({g}) alive")
 
@@ -1061,8 +1073,11 @@ class _Machine:
         brought = {}
         made = {g: Value("param", g, -1, self.newest(rank, g) if self.stale else -1) for g in ins.layers}
         for g in ins.layers:
-            apart = Value("param_shard", g) in self.homes[rank] and Value("param", g) not in self.homes[rank]
-            brought[g] = self.take(rank, ins, Value("param_shard", g) if apart and not self.stale else made[g])
+            if self.apart(rank, g):  # (any version, and not the newest one alone)
+                made[g] = next((v for v in ins.writes if v[:2] == made[g][:2]), made[g])
+                brought[g] = self.take(rank, ins, made[g]._replace(kind="param_shard"))
+            else:
+                brought[g] = self.take(rank, ins, made[g])
         if set(ins.writes) != set(made.values()):
             raise Wrong(f"rank {rank} `{ins}` does not write what it gathers")
         brought = {g: ("param", *found[1:]) for g, found in brought.items()}
@@ -1091,8 +1106,8 @@ class _Machine:
         memory = self.memory[rank]
         source, (target,) = ins.reads[0], ins.writes
         down = RANKS[_tier(target)] - RANKS[_tier(source)]
-        version = target.step if target.kind == "param" and self.stale is not None else -1
-        plain = target._replace(step=-1) if version >= 0 else target
+        version = target.step if _home(target).kind in PARAMS and self.stale is not None else -1
+        plain = target._replace(step=-1) if version >= 0 and source.step < 0 else target
         same = _home(source) == _home(plain)
         part = _home(source).kind == "param_shard" and plain == Value("param", source.index)
         if not (same or part) or (down <= 0 if ins.op is Op.OFFLOAD else down >= 0):
@@ -1155,7 +1170,7 @@ class _Machine:
             updates = -(-program.steps * program.microbatches // every)
         named = {}
         for value, content in memory.items():
-            version = value.step >= 0 and value.kind == "param" and self.orders is None
+            version = value.step >= 0 and _home(value).kind in PARAMS and self.orders is None
             named[value._replace(step=0) if version and value.step == updates else value] = content
         if named.keys() != program.state[rank]:
             raise Wrong(f"rank {rank} ends with other values than it began with")

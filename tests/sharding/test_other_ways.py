@@ -162,6 +162,8 @@ STALE = (
     "pp=2 tp=2 schedule=pipedream-2bw microbatches=2 checkpoint=selective",
     "pp=2 context_parallel=2 schedule=pipedream microbatches=3",
     "pp=2 tp=2 schedule=pipedream microbatches=4 offload=activations",
+    "pp=2 tp=2 schedule=pipedream-2bw microbatches=4 batch_copies=2 offload=parameters,optimizer",
+    "tp=2 dp=2 schedule=pipedream-2bw microbatches=4 batch_copies=2 zero=3",
 )
 
 
@@ -267,8 +269,8 @@ def test_a_piece_ends_where_another_rank_must_give_something() -> None:
 def test_copies_without_effect_are_refused() -> None:
     with pytest.raises(PlanError, match="batch_copies=2: is of ranks that share layers, with several micro-batches"):
         Plan(tp=2, batch_copies=2)
-    with pytest.raises(PlanError, match="a micro-batch waits for the update of the one before it"):
-        Plan.parse("pp=2 tp=2 schedule=pipedream microbatches=2 batch_copies=2")
+    with pytest.raises(PlanError, match="a micro-batch begins with what the update of the one before it makes"):
+        Plan.parse("tp=2 schedule=pipedream microbatches=2 batch_copies=2")
 
 
 def test_partial_gradients_go_in_buckets() -> None:

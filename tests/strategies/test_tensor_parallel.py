@@ -247,7 +247,6 @@ def test_branches_are_refused() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("tp=2 dp=2 sync=ps mode=async", "given one version together"),
         ("context_parallel=2 pp=2 schedule=terapipe", "two cuts of one dimension"),
         ("ep=2 pp=2 schedule=terapipe", "layers with experts take whole sequences"),
         ("tp=2 pp=2 schedule=ampnet", "ranks that share a layer must decide alike"),

@@ -62,7 +62,9 @@ class Tracker(Storages):
         self._data = self._batches = 0
         self._hooks: list[Any] = []
         self._layer_of = {id(p): layer for layer, module in self._layers() for p in module.parameters()}
-        for owner in executor.state.owners:
+        at_home = executor.state.at_home
+        self._owners = [owner for owner in executor.state.owners if owner.number not in at_home]  # with something here
+        for owner in self._owners:
             self._layer_of |= {id(copy): self._layer_of.get(id(p), -1) for copy, p in owner.copies()}
         for layer, module in self._layers():
             self._watch_layer(layer, module)
@@ -81,7 +83,7 @@ class Tracker(Storages):
         for layer, module in self._layers():
             for tensor in (*module.parameters(), *module.buffers()):
                 self.register(tensor, "parameters", layer)
-        for owner in self.executor.state.owners:
+        for owner in self._owners:
             for copy, _ in owner.copies():
                 self.register(copy, owner.copies_are, self._layer_of[id(copy)])
         for views in self.executor.buckets.buffers.values():
@@ -193,7 +195,7 @@ class Tracker(Storages):
         if ins is not None and ins.op is Op.STEP:
             self._find_states()
             self._find_versions()
-        elif ins is not None and ins.op is Op.FETCH and version_of(ins.writes[0]) >= 0:
+        elif ins is not None and ins.op in (Op.FETCH, Op.ALL_GATHER) and version_of(ins.writes[0]) >= 0:
             self._find_versions()
         elif ins is not None and ins.op is not Op.FORWARD:
             moved = ins.reads + ins.writes  # (only the last piece of a gradient writes it)
@@ -231,7 +233,7 @@ class Tracker(Storages):
                         self._name(tensor, "optimizer", self._layer_of.get(id(p), -1))
 
     def _find_versions(self) -> None:
-        for owner in self.executor.state.owners:
+        for owner in self._owners:
             for p, tensor in owner.all_versions():
                 self._name(tensor, "parameters", self._layer_of.get(id(p), -1))
 

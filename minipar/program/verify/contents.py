@@ -158,7 +158,7 @@ class Contents:
                 newest[value.index] = max(newest.get(value.index, 0), updates)
         for value in sorted(self.program.state[rank]) if newest else ():
             copied = home(value).kind != "residual" and (tier(value) != "device" or "param" in value.kind)
-            found = known.get(param(value.index) if version_of(value) >= 0 else value, 0)
+            found = known.get(value._replace(step=-1) if version_of(value) >= 0 else value, 0)
             if copied and value.index in newest and found != newest[value.index]:
                 raise ProgramError(
                     f"rank {rank} ends with {value} after {several(found, 'update')}, but with another"
@@ -222,7 +222,8 @@ class Contents:
         later."""
         known = self.known[rank]
         if ins.op is Op.ALL_GATHER:
-            return {g: known.get(param_shard(g), 0) for g in ins.layers}
+            named = {value.index: value.step for value in ins.reads if value.kind == "param_shard"}  # (of versions)
+            return {g: named[g] if named.get(g, -1) >= 0 else known.get(param_shard(g), 0) for g in ins.layers}
         if ins.op is Op.REDUCE_SCATTER:
             freed = {value.index for value in ins.frees if value.kind == "grad"}
             return {g: known.pop(grad(g), 0) if g in freed else known.get(grad(g), 0) for g in ins.layers}
@@ -320,7 +321,10 @@ class Contents:
             reason = f"{at(self.program, rank, index)} gathers slices after different numbers of updates: {told}"
             raise refuse(self.program, rank, index, reason)
         for r in self._given(updates):
-            self.known[r][param(group)] = updates[r]
+            self._gathered(r, group, updates[r])
+
+    def _gathered(self, rank: int, group: int, updates: int) -> None:
+        self.known[rank][param(group)] = updates
 
     def _average(self, rank: int, index: int, group: int, updates: dict[int, int]) -> None:
         """The parameters of a group are averaged: all replicas must take part, each after the same number of

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from minipar.errors import PlanError, ProgramError
-from minipar.program import Group, Instruction, Op, Part, Program, Value, home
+from minipar.program import Group, Instruction, Op, Part, Program, Value, home, version_of
 from minipar.program import edges as graphs
 from minipar.program.consistency import Local, Serving, Staleness, Synchronous
 from minipar.program.forms import Forms, is_form
@@ -277,7 +277,7 @@ def _check_state(program: Program) -> None:
     known: set[Value] = set()
     for rank, held in enumerate(program.state):
         for value in sorted(held - known):
-            version = value.kind == "param" and value.step == 0 and stale
+            version = version_of(value) == 0 and stale
             if home(value).kind not in STATE or value.microbatch != -1 or (value.step != -1 and not version):
                 raise ProgramError(f"rank {rank} begins with {value}; possible is the state of parameter groups")
             if not 0 <= value.index < len(program.groups):

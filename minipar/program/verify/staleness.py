@@ -24,6 +24,8 @@ from minipar.program import (
     Value,
     grad,
     grad_shard,
+    home,
+    host,
     param,
     param_shard,
     version_of,
@@ -32,7 +34,6 @@ from minipar.program.diagnostics import at, refuse
 from minipar.program.verify.contents import Contents
 from minipar.wording import several
 
-_MAKES = (Op.STEP, Op.FETCH)  # what makes a version on the device
 Versions = tuple[int | None, int | None]
 StepMicrobatch = tuple[int, int]  # step, micro-batch
 
@@ -74,18 +75,23 @@ def stalest(row: Sequence[Instruction]) -> int:
 
 def alive(row: Sequence[Instruction]) -> int:
     """The largest number of versions of its parameters that a rank holds; 1 in a synchronous program."""
-    count: dict[int, int] = {}
+    there: dict[int, set[Value]] = {}
     most = 1
     for ins in row:
-        for value in ins.writes if ins.op in _MAKES else ():  # (with zero=1 it is gathered after that)
+        for value in (*ins.reads, *ins.writes):
             if version_of(value) >= 0:
-                count[value.index] = count.get(value.index, 1) + 1
+                there.setdefault(value.index, set()).add(value)
         for value in ins.frees:
             if version_of(value) >= 0:
-                count[value.index] -= 1
-        if ins.op in _MAKES and count:
-            most = max(most, *count.values())
+                there[value.index].discard(value)
+        if ins.op is not Op.FORWARD and ins.op not in BACKWARDS:
+            most = max([most, *(_count(there[value.index]) for value in ins.writes if version_of(value) >= 0)])
     return most
+
+
+def _count(values: Iterable[Value]) -> int:
+    """How many versions there are among some values; a version may be in several places."""
+    return len({value.step for value in values})
 
 
 def delay(program: Program, rank: int) -> int:
@@ -99,7 +105,9 @@ class StaleContents(Contents):
     """The contents of values in a program whose contract is `Staleness`.
 
     used     for each rank: (group, step, micro-batch) -> the version that its forward used
-    alive    for each rank: group -> the number of versions
+    alive    for each rank: group -> its versions, in each place where they are
+
+    What is known of parameters is how many updates the newest version there has had.
     """
 
     def __init__(self, program: Program) -> None:
@@ -108,9 +116,9 @@ class StaleContents(Contents):
         self.contract = program.contract
         ranks = range(len(program.ranks))
         self.used: list[dict[tuple[int, int, int], int]] = [{} for _ in ranks]  # group, step, micro-batch -> version
-        self.alive: list[dict[int, int]] = [{} for _ in ranks]  # group -> how many versions
+        self.alive: list[dict[int, set[Value]]] = [{} for _ in ranks]
         for rank, held in enumerate(program.state):
-            self.alive[rank] = {v.index: 1 for v in held if v.kind == "param"}
+            self.alive[rank] = {v.index: {v} for v in held if version_of(v) >= 0}
         self.trained = [group.trainable for group in program.groups]
 
     def _microbatches(self) -> int:
@@ -123,78 +131,105 @@ class StaleContents(Contents):
     def _compute(self, rank: int, index: int, ins: Instruction) -> None:
         used, known = self.used[rank], self.known[rank]
         for value in ins.reads:
-            if value.kind != "param" or not self.trained[value.index]:
+            if home(value).kind != "param" or not self.trained[value.index]:
                 continue
-            g, version = value.index, value.step
+            g, version, newest = value.index, value.step, known.get(value._replace(step=-1), 0)
             if version < 0:
                 raise self._refuse(rank, index, f"uses {value} without saying which version")
-            if known.get(param_shard(g), 0) >= version > known.get(param(g), 0):
+            if known.get(param_shard(g), 0) >= version > newest and g not in self.program.scattered:
                 raise self._refuse(rank, index, f"uses {value}, of which its rank has made a slice only")
             key = g, ins.step, ins.microbatch
             own = used.setdefault(key, version) if ins.op is Op.FORWARD else used.get(key, version)
             if (self.contract.stashed or ins.op is Op.FORWARD) and own != version:
                 raise self._refuse(rank, index, f"uses {value}, but the forward of its micro-batch used v{own}")
-            if not self.contract.stashed and version != known.get(param(g), 0):
-                raise self._refuse(rank, index, f"uses {value}, which is not the newest, v{known.get(param(g), 0)}")
+            if not self.contract.stashed and version != newest:
+                raise self._refuse(rank, index, f"uses {value}, which is not the newest, v{newest}")
         if ins.op in BACKWARDS and ins.op is not Op.BACKWARD_INPUT:
             made = {g for layer in ins.layers for g in self.program.groups_of_layer[layer] if self.trained[g]}
-            if lost := made - {value.index for value in ins.writes if value.kind == "grad"}:
+            if lost := made - {value.index for value in ins.writes if home(value).kind == "grad"}:
                 raise self._refuse(rank, index, f"makes {grad(min(lost))}, but does not write it")
             self._contribute(rank, ins, self._bit(rank, ins))
         self._free(rank, ins.frees)
 
     def _copy(self, rank: int, index: int, ins: Instruction) -> None:
-        """On the host there is one copy of parameters, the newest one; what is fetched from it is a version."""
-        (target,) = ins.writes
-        if target.kind != "param":
+        """What is copied from parameters without versions, of which there are the newest ones, is a version; a version
+        stays the same one."""
+        (target,), source = ins.writes, ins.reads[0]
+        version = version_of(target)
+        if version < 0:
             return super()._copy(rank, index, ins)
-        g, known = target.index, self.known[rank]
-        super()._copy(rank, index, ins._replace(writes=(param(g),)))
-        found = known.get(param_shard(g) if ins.reads[0].kind.endswith("param_shard") else param(g), 0)
-        if target.step != found:
-            raise self._refuse(rank, index, f"makes {target} of parameters after {several(found, 'update')}")
-        self.alive[rank][g] += 1
+        g, known, plain = target.index, self.known[rank], target._replace(step=-1)
+        if version_of(source) >= 0:
+            known[plain] = max(known.get(plain, 0), version)
+        else:
+            super()._copy(rank, index, ins._replace(writes=(plain,)))
+            found = known.get(param_shard(g) if home(source).kind == "param_shard" else plain, 0)
+            if version != found:
+                raise self._refuse(rank, index, f"makes {target} of parameters after {several(found, 'update')}")
+        self._make(rank, index, ins)
+
+    def _bring(self, rank: int, ins: Instruction) -> dict[int, int]:
+        for value in ins.writes:
+            if version_of(value) >= 0:
+                self.alive[rank].setdefault(value.index, set()).add(value)
         self._free(rank, ins.frees)
-        self._check_alive(rank, index, [g])
+        return super()._bring(rank, ins)
+
+    def _gathered(self, rank: int, group: int, updates: int) -> None:
+        """A version is whole. (It may be older than others that are.)"""
+        known = self.known[rank]
+        known[param(group)] = max(known.get(param(group), 0), updates)
 
     def _check_complete(self, rank: int, index: int, gradient: Value, found: int) -> None:
         """What a STEP on the host takes."""
         self._check_update(rank, index, gradient.index, self.program.ranks[rank][index].step, found)
 
     def _check_step(self, rank: int, index: int, ins: Instruction) -> None:
-        if ins.stream == "host":
+        there = ins.stream == "host"
+        if there and not any(version_of(value) >= 0 for value in ins.reads):
+            for value in ins.reads:
+                if "grad" in value.kind and value not in ins.frees:
+                    raise self._refuse(rank, index, f"keeps {value}, which would go into the next update, too")
             return self._check_step_on_host(rank, index, ins)
         known = self.known[rank]
         for g in ins.layers:
             sliced = grad_shard(g) in ins.reads
-            gradient, updated = (grad_shard(g), param_shard(g)) if sliced else (grad(g), param(g))
+            whole, gradient = (host(param(g)), host(grad(g))) if there else (param(g), grad(g))
+            updated, gradient = (param_shard(g), grad_shard(g)) if sliced else (whole, gradient)
+            if g in self.program.scattered:
+                whole = updated
             newest = known.get(updated, 0)
-            if sliced and known.get(param(g), 0) != newest:
-                raise self._refuse(rank, index, f"updates {param(g, newest)}, of which its rank has made a slice only")
-            if param(g, newest) not in ins.reads:
-                raise self._refuse(rank, index, f"does not update the newest parameters, {param(g, newest)}")
-            if param(g, newest + 1) not in ins.writes:
-                raise self._refuse(rank, index, f"does not make {param(g, newest + 1)}")
+            old, new = (whole._replace(step=newest + k) for k in (0, 1))
+            if sliced and known.get(whole, 0) != newest:
+                raise self._refuse(rank, index, f"updates {old}, of which its rank has made a slice only")
+            if old not in ins.reads:
+                raise self._refuse(rank, index, f"does not update the newest parameters, {old}")
+            if new not in ins.writes:
+                raise self._refuse(rank, index, f"does not make {new}")
             if ins.step != newest:
-                raise self._refuse(rank, index, f"is update {newest} of param({g}), but is called step {ins.step}")
+                raise self._refuse(rank, index, f"is update {newest} of {whole}, but is called step {ins.step}")
             if gradient not in ins.frees and not (self.program.state and gradient in self.program.state[rank]):
                 raise self._refuse(rank, index, f"keeps {gradient}, which would go into the next update, too")
-            if others := {v for v in ins.writes if v.kind == "param" and v.index == g} - {param(g, newest + 1)}:
-                raise self._refuse(rank, index, f"writes {min(others)}; possible is {param(g, newest + 1)} alone")
+            if others := {v for v in ins.writes if v.kind == whole.kind and v.index == g} - {new}:
+                raise self._refuse(rank, index, f"writes {min(others)}; possible is {new} alone")
             self._check_update(rank, index, g, newest, known.get(gradient, 0))
             known[gradient] = 0
             known[updated] = newest + 1
-            self.alive[rank][g] = self.alive[rank].get(g, 0) + 1
-        self._free(rank, ins.frees)
-        self._check_alive(rank, index, ins.layers)
+        for value in ins.writes if there else ():
+            if home(value).kind == "optimizer_state":
+                known[value] = ins.step + 1
+        self._make(rank, index, ins)
 
-    def _check_alive(self, rank: int, index: int, groups: Iterable[int]) -> None:
-        most = self.contract.versions
-        for g in groups:
-            if most is not None and self.alive[rank][g] > most:
-                what = (
-                    f"leaves {several(self.alive[rank][g], 'version')} of param({g}) alive; the program promises {most}"
-                )
+    def _make(self, rank: int, index: int, ins: Instruction) -> None:
+        """Versions are made and freed; the program has promised how many of them there are at most."""
+        alive, most = self.alive[rank], self.contract.versions
+        for value in ins.writes:
+            if version_of(value) >= 0:
+                alive.setdefault(value.index, set()).add(value)
+        self._free(rank, ins.frees)
+        for value in ins.writes:
+            if version_of(value) >= 0 and most is not None and (found := _count(alive[value.index])) > most:
+                what = f"leaves {several(found, 'version')} of param({value.index}) alive; the program promises {most}"
                 raise self._refuse(rank, index, what)
 
     def _check_update(self, rank: int, index: int, g: int, newest: int, made: int) -> None:
@@ -260,8 +295,8 @@ class StaleContents(Contents):
 
     def _free(self, rank: int, values: tuple[Value, ...]) -> None:
         for value in values:
-            if value.kind == "param":
-                self.alive[rank][value.index] -= 1
+            if version_of(value) >= 0:
+                self.alive[rank][value.index].discard(value)
 
     def _refuse(self, rank: int, index: int, what: str) -> ProgramError:
         return refuse(self.program, rank, index, f"{at(self.program, rank, index)} {what}")
@@ -280,9 +315,15 @@ class StaleContents(Contents):
 def settled(program: Program, rank: int, live: set[Value]) -> set[Value]:
     """The values that are live at the end. The newest version of parameters gets the name of the version that the
     program began with."""
-    newest: dict[int, Value] = {}
+    newest: dict[Value, int] = {}
     for value in live:
-        if value.kind == "param" and value.step >= newest.get(value.index, value).step:
-            newest[value.index] = value
-    first = {v.index: v for v in program.state[rank] if v.kind == "param"} if program.state else {}
-    return {first.get(v.index, v) if v == newest.get(v.index) else v for v in live}
+        if version_of(value) >= 0:
+            plain = value._replace(step=-1)
+            newest[plain] = max(newest.get(plain, 0), value.step)
+    first = {v._replace(step=-1): v for v in program.state[rank]} if program.state else {}
+
+    def named(value: Value) -> Value:
+        plain = value._replace(step=-1)
+        return first.get(plain, value) if version_of(value) >= 0 and value.step == newest[plain] else value
+
+    return set(map(named, live))

@@ -348,7 +348,8 @@ def _check_copy(program: Program, rank: int, index: int, own: _State) -> None:
         raise refuse(program, rank, index, f"{where}: {ins.op.value} copies one value")
     source, target = ins.reads[0], ins.writes[0]
     down = TIERS.index(tier(target)) - TIERS.index(tier(source))
-    plain = target._replace(step=-1) if version_of(target) >= 0 else target  # (other tiers have the newest one alone)
+    newest = version_of(source) < 0 <= version_of(target)  # (a tier with one copy has the newest version)
+    plain = target._replace(step=-1) if newest else target
     slice_of_it = home(source).kind == "param_shard" and plain == param(source.index)
     if not (home(source) == home(plain) or slice_of_it) or (down <= 0 if ins.op is Op.OFFLOAD else down >= 0):
         raise refuse(program, rank, index, f"{where} cannot make {target} of {source}")

@@ -10,7 +10,7 @@ share layers exchange outputs from device to device: what nodes on the host make
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from minipar.errors import PlanError
 from minipar.program import COMPUTE, MOVED, Instruction, Op, Value, home, host, tier
@@ -24,7 +24,7 @@ def place(draft: Draft) -> Draft:
     """Some layers are computed on the host, where their parameters stay; what they read and write is copied."""
     layout = draft.layout
     draft = draft.each(lambda rank, row: _with_copies(row, layout))
-    draft = draft.each_update(lambda rank, row: [each for ins in row for each in _in_two(ins, layout)])
+    draft = draft.each_update(lambda rank, row: [each for ins in row for each in in_two(ins, layout.on_host)])
     return draft.each_state(
         lambda rank, held: [host(v) if layout.on_host(v.index) and tier(v) == "device" else v for v in held]
     )
@@ -65,6 +65,9 @@ def _with_copies(instructions: Sequence[Instruction], layout: Layout) -> list[In
     result: list[Instruction] = []
     there: set[Value] = set()  # outputs and gradients that are on the host now
     for ins, values, wanted in zip(instructions, needed, read_later, strict=True):
+        if ins.op is Op.STEP:  # (of a schedule without flushes)
+            result += in_two(ins, layout.on_host)
+            continue
         on_host = ins.op in COMPUTE and ins.op is not Op.STEP and layout.host.issuperset(ins.layers)
         for value in sorted(values):
             if on_host and value not in there:
@@ -90,9 +93,10 @@ def _with_copies(instructions: Sequence[Instruction], layout: Layout) -> list[In
     return result
 
 
-def _in_two(ins: Instruction, layout: Layout) -> list[Instruction]:
-    """A STEP as two: one on the device, and one on the host. An average of parameters of the host is there."""
-    there = tuple(g for g in ins.layers if layout.on_host(g))
+def in_two(ins: Instruction, on_host: Callable[[int], bool]) -> list[Instruction]:
+    """A STEP as two: one on the device, and one on the host. An average of parameters of the host is there. `on_host`
+    says whether a group's parameters are there."""
+    there = tuple(g for g in ins.layers if on_host(g))
     here = tuple(g for g in ins.layers if g not in there)
     if not there:
         return [ins]

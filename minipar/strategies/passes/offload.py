@@ -14,6 +14,10 @@ Without flushes a rank has several versions of its parameters, and the optimizer
 
     B1 mb0 | OFFLOAD grad(1) | B0 mb0 | OFFLOAD grad(0) | STEP 0 on the host | FETCH param(0) v1 | STEP 1 ... | F0 mb2
 
+With offload=parameters all versions are kept away, and each is fetched where it is used. What uses it last frees it:
+
+    FETCH param(0) v0 | F0 mb1 | FETCH param(0) v0 | B0 mb0 | FETCH param(0) v0 | STEP 0 v1 | OFFLOAD param(0) v1 | ...
+
 With offload_to=disk an optimizer state and its copy of the parameters are fetched to the host for their group's STEP,
 and written back after it. Copies in one direction run in order. What autograd keeps is copied while one compute
 instruction runs. The compute instruction after that waits for the copy. So the memory is free at that point of the
@@ -38,10 +42,11 @@ from minipar.program import (
     optimizer_state,
     param,
     param_shard,
+    tier,
     version_of,
 )
 from minipar.strategies.draft import Draft
-from minipar.strategies.rewriting import also_free, by_update, copy_of, insert, of_groups, renamed, uses
+from minipar.strategies.rewriting import also_free, by_update, copy_of, insert, of_groups, renamed, uses, without
 
 BESIDE = 1  # compute instructions that run while a saved value is copied away
 IN_FLIGHT = 2  # gradients that are copied away at the same time; a third one waits for the first
@@ -76,7 +81,7 @@ class Away:
         return disk if self.to == "disk" else host
 
     def updated(self, group: int) -> Value:
-        """The parameters that a STEP on the host updates."""
+        """The parameters that a STEP on the host updates, where these are no versions."""
         return param_shard(group) if group in self.sharded else param(group)
 
 
@@ -87,15 +92,30 @@ def offload(draft: Draft) -> Draft:
     def rewrite(rank: int, row: Sequence[Instruction]) -> Sequence[Instruction]:
         rule, held = rules[rank], draft.state[rank]
         if "parameters" in rule.what:
-            row = _fetch_parameters(row, rule, held, draft.step)
+            row = _fetch_parameters(row, rule, held)
         if "activations" in rule.what:
             row = _offload_activations(row, rule)
         if "optimizer" in rule.what:
-            row = by_update(row, draft.step, lambda step, part: _offload_gradients(part, held, step))
-        return [each for ins in row for each in (_update([ins], rule) if ins.op is Op.STEP else [ins])]
+            row = by_update(row, draft.step, lambda step, part: _offload_gradients(part, rule, held, step))
+        return _one_by_one([each for ins in row for each in (_update([ins], rule) if ins.op is Op.STEP else [ins])])
 
     moved = draft.each(rewrite).each_update(lambda rank, row: _update(row, rules[rank]))
     return moved.each_state(lambda rank, held: _state(held, rules[rank]))
+
+
+def _one_by_one(row: Sequence[Instruction]) -> list[Instruction]:
+    """A version is fetched after another one that was made and copied away is gone."""
+    result: list[Instruction] = []
+    leaving: list[Value] = []
+    for ins in row:
+        if ins.op is Op.OFFLOAD and version_of(ins.reads[0]) >= 0 and tier(ins.reads[0]) == "device":
+            leaving += ins.writes
+        elif ins.op is Op.FETCH and version_of(ins.writes[0]) >= 0 and leaving:
+            gone = ins.reads[0] if ins.reads[0] in leaving else leaving[0]
+            leaving.remove(gone)
+            ins = ins._replace(reads=tuple(dict.fromkeys((*ins.reads, gone))))
+        result.append(ins)
+    return result
 
 
 def _state(state: Iterable[Value], rule: Away) -> set[Value]:
@@ -105,7 +125,8 @@ def _state(state: Iterable[Value], rule: Away) -> set[Value]:
         away = value.kind in ("param", "param_shard") and "parameters" in rule.what
         if value.kind in ("optimizer_state", "optimizer_shard") and "optimizer" in rule.what:
             away = True
-            found.add(rule.far(rule.updated(value.index)))
+            if "parameters" not in rule.what:
+                found.add(rule.far(rule.updated(value.index)))
         found.add(rule.far(value) if away else value)
     return found
 
@@ -147,23 +168,37 @@ def _step(
     averages = [] if average is None else [average]
     # The parameters that the device has before and after it; without flushes these are two versions.
     old, here = (next(v for v in values if v.kind in ("param", "param_shard")) for values in (own.reads, own.writes))
+    last = (old,) if old in own.frees else ()  # the old version, if nothing else needs it
     if "optimizer" not in rule.what:
-        there = rule.far(here)
-        before, after = [copy_of(Op.FETCH, there, here, step)], [copy_of(Op.OFFLOAD, here, there, step, (here,))]
-        return before, [own, *averages], after
+        before = [copy_of(Op.FETCH, rule.far(old), old, step, tuple(map(rule.far, last)))]
+        gone = (here,) if last or old == here else (here, old)
+        return before, [own, *averages], [copy_of(Op.OFFLOAD, here, rule.far(here), step, gone)]
     state = optimizer_shard(g) if g in rule.sharded else optimizer_state(g)
-    master = [host(rule.updated(g)), host(state)]
+    whole = "parameters" not in rule.what
+    given, made = (rule.updated(g), rule.updated(g)) if whole else (old, here)
     gradients = tuple(host(v) for v in own.reads if v.kind in ("grad", "grad_shard"))
-    steps = [own._replace(reads=(*gradients, *master), writes=tuple(master), frees=gradients, stream="host")]
+    replaced = () if whole else tuple(map(host, (old,) if rule.to == "disk" and old != here else last))
+    steps = [
+        own._replace(
+            reads=(*gradients, host(given), host(state)),
+            writes=(host(made), host(state)),
+            frees=gradients + replaced,
+            stream="host",
+        )
+    ]
     steps += [renamed(each, host) for each in averages]
-    if "parameters" not in rule.what:
-        steps.append(copy_of(Op.FETCH, master[0], here, step, tuple(v for v in own.frees if v == old)))
+    if whole:
+        steps.append(copy_of(Op.FETCH, host(made), here, step, last))
     if rule.to != "disk":
         return [], steps, []
-    before = [copy_of(Op.FETCH, disk(v), host(v), step) for v in (rule.updated(g), state)]
+    freed = () if whole else tuple(map(disk, last))
+    before = [
+        copy_of(Op.FETCH, disk(given), host(given), step, freed),
+        copy_of(Op.FETCH, disk(state), host(state), step),
+    ]
     # (the host's copy must stay until the device has been given the new parameters)
-    waits = () if "parameters" in rule.what else (here,)
-    after = [copy_of(Op.OFFLOAD, host(v), disk(v), step, (host(v),), waits) for v in (rule.updated(g), state)]
+    waits = (here,) if whole else ()
+    after = [copy_of(Op.OFFLOAD, host(v), disk(v), step, (host(v),), waits) for v in (made, state)]
     return before, steps, after
 
 
@@ -208,10 +243,12 @@ def offloaded(instructions: Iterable[Instruction]) -> frozenset[Value]:
 # gradients ----------------------------------------------------------------------------------------------------------
 
 
-def _offload_gradients(row: Sequence[Instruction], held: Collection[Value], step: int) -> list[Instruction]:
-    """`held` is what the rank holds between steps. Gradients in it are in a buffer that stays, so they are not
-    freed. Without flushes a gradient goes to the host after the version that its update replaces has come."""
-    versions = {v.index: param(v.index, step) for v in held if version_of(v) >= 0}
+def _offload_gradients(row: Sequence[Instruction], rule: Away, held: Collection[Value], step: int) -> list[Instruction]:
+    """`held` is what the rank would hold between steps. Gradients in it are in a buffer that stays, so they are not
+    freed. Without flushes a gradient goes to the host after the version that its update replaces has come, if the
+    device keeps versions."""
+    here = () if "parameters" in rule.what else held
+    versions = {v.index: v._replace(step=step) for v in here if version_of(v) >= 0 and tier(v) == "device"}
     last: dict[int, tuple[int, Value]] = {}  # group -> place where its gradient is complete, and the gradient's value
     used: dict[Value, int] = {}  # where each value is read last (a sum may wait for the one before it)
     for k, ins in enumerate(row):
@@ -241,31 +278,42 @@ def _offload_gradients(row: Sequence[Instruction], held: Collection[Value], step
 # parameters ---------------------------------------------------------------------------------------------------------
 
 
-def _fetch_parameters(row: Sequence[Instruction], rule: Away, held: Collection[Value], step: int) -> list[Instruction]:
-    compute = [k for k, ins in enumerate(row) if ins.stream == "compute"]
+def _fetch_parameters(row: Sequence[Instruction], rule: Away, held: Collection[Value]) -> list[Instruction]:
+    """Parameters are fetched before they are used, and freed after it. Of a version, no use before the STEP that
+    replaces it is together with one after it, since that STEP fetches it for itself."""
+    compute = [k for k, ins in enumerate(row) if ins.stream == "compute" and ins.op is not Op.STEP]
     order = {k: n for n, k in enumerate(compute)}
+    updates = {ins.step: k for k, ins in enumerate(row) if ins.op is Op.STEP}
+    own = {v.index for v in held if version_of(v) >= 0 and tier(v) == "device"}
+    versions = {v for ins in row for v in ins.reads if version_of(v) >= 0 and v.index in own}
+    row = [ins if ins.op is Op.STEP else without(ins, versions) for ins in row]
     before: dict[int, list[Instruction]] = {}
     after: dict[int, list[Value]] = {}
-    for value, places in uses(row, {v for v in held if v.kind in ("param", "param_shard")}).items():
+    kept = {v for v in held if v.kind in ("param", "param_shard") and version_of(v) < 0}
+    for value, read in uses(row, kept | versions).items():
+        places = [k for k in read if k in order or value.kind == "param_shard"]
+        replaced = updates.get(version_of(value), len(row))
         if value.kind == "param_shard":  # a slice is needed until the parameters gathered from it are freed
             ends = [k for k, ins in enumerate(row) if param(value.index) in ins.frees]
             spans = [(k, min(end for end in ends if end >= k)) for k in places]
         else:
-            first, spans = places[0], []
+            first, spans = (places or [-1])[0], []
             for k, then in pairwise([*places, -1]):
                 between = {row[other].layers for other in compute[order[k] + 1 : order.get(then, 0)]}
-                if then < 0 or len(between) > rule.prefetch:
+                if then < 0 or len(between) > rule.prefetch or k < replaced < then:
                     spans.append((first, k))
                     first = then
         there: list[tuple[int, int]] = []  # places of a FETCH and of the last use after it
         for start, end in spans:
+            made = 1 + (replaced if start > replaced else updates.get(version_of(value) - 1, -1))
             n = sum(other < start for other in compute) - rule.prefetch
-            fetched = min(start, compute[max(0, n)])
+            fetched = max(made, min(start, compute[max(0, n)]))
             if there and fetched <= there[-1][1]:  # it stays if it would be fetched again before it is freed
                 there[-1] = there[-1][0], end
             else:
                 there.append((fetched, end))
         for fetched, end in there:
-            before.setdefault(fetched, []).append(copy_of(Op.FETCH, rule.far(value), value, step))
+            last = (rule.far(value),) if end == there[-1][1] and replaced < end else ()
+            before.setdefault(fetched, []).append(copy_of(Op.FETCH, rule.far(value), value, row[end].step, last))
             after.setdefault(end, []).append(value)
     return insert(also_free(row, after), before)

@@ -22,6 +22,7 @@ from dataclasses import replace
 from minipar.errors import PlanError
 from minipar.program import (
     BACKWARDS,
+    COPIES,
     TRANSFERS,
     Action,
     Forward,
@@ -31,12 +32,15 @@ from minipar.program import (
     Staleness,
     Value,
     grad,
+    home,
     optimizer_state,
     param,
     repartitions,
+    version_of,
 )
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
+from minipar.strategies.passes import host_layers
 from minipar.strategies.schedules.registry import Used, find, newest
 
 BlockKey = tuple[bool, int, int]  # forward or not, micro-batch, step
@@ -82,7 +86,7 @@ def with_versions(
     instructions: Sequence[Instruction], layout: Layout, rank: int, contract: Staleness, version: Used
 ) -> list[Instruction]:
     """One rank's forwards and backwards with the versions that they use, and its STEPs. A STEP comes after the SENDs of
-    the backward before it, and after the collectives that give what is sent another form.
+    the backward before it, and after the collectives that give what is sent another form, or copies from the host.
 
     If the instructions have versions already, from another order, these are replaced and their frees are found again.
     """
@@ -100,6 +104,7 @@ def with_versions(
     last: dict[Value, int] = {}  # parameters of a version -> the place of their last read
     result: list[Instruction] = []
     states, grads = tuple(map(optimizer_state, groups)), tuple(map(grad, groups))
+    _, there = host_layers.computed(instructions)
     done = updates = 0
     due = False
     new = tuple.__new__  # (takes half the time of calling Instruction)
@@ -109,17 +114,20 @@ def with_versions(
             named[version] = {g: param(g, version) for g in groups}
         return named[version]
 
-    def step() -> Instruction:
+    def step() -> list[Instruction]:
         old, new = (tuple(params(version).values()) for version in (updates, updates + 1))
-        last.update(dict.fromkeys(old, len(result)))
-        return Instruction(Op.STEP, groups, -1, updates, grads + old + states, new + states, grads)
+        whole = Instruction(Op.STEP, groups, -1, updates, grads + old + states, new + states, grads)
+        found = host_layers.in_two(whole, there.__contains__)
+        for k, each in enumerate(found, len(result)):
+            last.update((value, k) for value in each.reads if version_of(value) >= 0)
+        return found
 
     for ins in instructions:
         op = ins.op
-        if due and op is not SEND and not repartitions(ins):
-            result.append(step())
+        if due and op is not SEND and not repartitions(ins) and not _comes_back(ins):
+            result += step()
             updates, due = updates + 1, False
-        if op is SEND or op is RECV or ins.group:
+        if op is SEND or op is RECV or ins.group or op in COPIES:
             result.append(ins)
             continue
         i = ins.step * m + ins.microbatch
@@ -128,11 +136,11 @@ def with_versions(
         given = params(used.get(i, updates) if op is FORWARD or contract.stashed else updates)
         reads = []
         for value in ins.reads:
-            if value.kind == "param" and value.index in given:
-                value = given[value.index]
+            if home(value).kind == "param" and value.index in given:
+                value = given[value.index]._replace(kind=value.kind)
                 last[value] = len(result)
             reads.append(value)
-        frees = tuple([value for value in ins.frees if value.kind != "param"])
+        frees = tuple([value for value in ins.frees if home(value).kind != "param"])
         result.append(new(Instruction, (*ins[:4], tuple(reads), ins.writes, frees, *ins[7:])))
         if op in BACKWARDS:
             left[i] = left.get(i, depth) - len(ins.layers)
@@ -140,7 +148,7 @@ def with_versions(
                 done += 1
                 due = done % every == 0 or done == total
     if due:
-        result.append(step())
+        result += step()
         updates += 1
     # The last instruction that reads a version frees it. The newest version stays.
     for value, k in sorted(last.items()):
@@ -187,9 +195,14 @@ def blocks_of(program: Program, rank: int) -> Blocks:
     return blocks
 
 
+def _comes_back(ins: Instruction) -> bool:
+    """Whether a gradient that a layer on the host has made is copied, to be sent to another rank."""
+    return ins.op is Op.FETCH and home(ins.reads[0]).kind == "grad_output"
+
+
 def place_of(ins: Instruction) -> BlockKey:
     """Which forward or backward an instruction belongs to."""
-    moved = (ins.reads or ins.writes)[0].kind if ins.op in TRANSFERS else ""
+    moved = home((ins.reads or ins.writes)[0]).kind if ins.op in TRANSFERS or ins.op in COPIES else ""
     return ins.op is Op.FORWARD or moved == "output", ins.microbatch, ins.step
 
 

@@ -34,7 +34,10 @@ layers ahead, and freed after it. They are not freed if no more than `prefetch` 
 for example where the backward follows the forward. So `prefetch` + 1 layers are whole at a time, and where forward ends
 and backward begins, as many gathers are saved.
 
-Without flushes, zero=1 does this for every update: each replica's optimizer makes its slices of the next version.
+Without flushes replicas do this for every update: each replica's optimizer makes its slices of the next version. With
+zero=3 only the slices of versions are kept, and a version is gathered where it is used:
+
+    AG0 v0 | F0 mb1 | AG0 v0 | B0 mb0 | RS0 | STEP 0 v1 (slices) | AG0 v1 | F0 mb2 | AG0 v0 | B0 mb1 | RS0 | STEP 0 v2
 
 A group that is tied between stages stays whole and is summed by an all-reduce, because its slices would belong to ranks
 with different work. Frozen parameters stay whole, too, and those of layers on the host. Where a stage has copies, all
@@ -47,11 +50,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 
-from minipar.program import Instruction, Op, Part, Value, buffer, grad, grad_shard, optimizer_shard, param, param_shard
+from minipar.program import Instruction, Op, Part, Value, buffer, grad, grad_shard, param, param_shard, version_of
 from minipar.strategies.buckets import split_buckets
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
-from minipar.strategies.rewriting import also_free, by_update, collective, insert, of_groups, renamed, uses
+from minipar.strategies.rewriting import also_free, by_update, collective, insert, of_groups, renamed, uses, without
 
 # Buckets of gradients under way at the same time, each with its buffer; the next bucket waits. In zero=1 nothing waits:
 # a buffer is as large as the whole gradients that it replaces, for which there is room.
@@ -86,6 +89,8 @@ def shard(draft: Draft) -> Draft:
         return _by_bucket(ins, buckets[rank], draft)
 
     draft = draft.each(rewrite).each_update(update)
+    if level == 3:
+        draft = draft.each(lambda rank, row: _freed_slices(row))
     return draft.each_state(lambda rank, held: [_sliced(value, sharded[rank], level) for value in held])
 
 
@@ -117,31 +122,57 @@ def sharded_groups(layout: Layout, rank: int) -> frozenset[int]:
 
 def _sliced(value: Value, sharded: frozenset[int], level: int) -> Value:
     """The slice that a STEP uses instead of a whole value."""
-    if value.index not in sharded:
+    sliced = ("grad", "optimizer_state", "param") if level == 3 else ("grad", "optimizer_state")
+    if value.index not in sharded or value.kind not in sliced:
         return value
-    slices = {"grad": grad_shard, "optimizer_state": optimizer_shard}
-    if level == 3:
-        slices["param"] = param_shard
-    return slices[value.kind](value.index) if value.kind in slices else value
+    return value._replace(kind={"optimizer_state": "optimizer_shard"}.get(value.kind, f"{value.kind}_shard"))
 
 
 def _gather_parameters(row: Sequence[Instruction], draft: Draft, sharded: frozenset[int]) -> list[Instruction]:
     """A rank's instructions with parameters gathered ahead of their use, and freed after it."""
-    prefetch = draft.plan.prefetch
-    before: dict[int, dict[int, list[int]]] = {}  # place of a gather -> place of the first use -> groups
+    prefetch, updates = draft.plan.prefetch, {ins.step: k for k, ins in enumerate(row) if ins.op is Op.STEP}
+    whole = {v for ins in row for v in ins.reads if v.kind == "param" and v.index in sharded}
+    row = [ins if ins.op is Op.STEP else without(ins, whole) for ins in row]
+    before: dict[int, dict[int, list[Value]]] = {}  # place of a gather -> place of the first use -> what is gathered
     after: dict[int, list[Value]] = {}
-    for value, places in sorted(uses(row, set(map(param, sharded))).items()):
-        first = places[0]
+    for value, read in sorted(uses(row, whole).items()):
+        places = [k for k in read if row[k].op is not Op.STEP]  # (that works on the slices)
+        made = updates.get(version_of(value) - 1, -1) + 1
+        first = (places or [0])[0]
         for k, then in pairwise([*places, len(row)]):
             if then == len(row) or not _soon(row, k, then, prefetch):
-                before.setdefault(max(0, first - prefetch), {}).setdefault(first, []).append(value.index)
+                before.setdefault(max(made, first - prefetch), {}).setdefault(first, []).append(value)
                 after.setdefault(k, []).append(value)
                 first = then
     gathers = {
-        k: [_all_gather(groups, draft.layout, draft.step, param_shard) for _, groups in sorted(found.items())]
+        k: [_gather_slices(values, draft.layout, row[first].step) for first, values in sorted(found.items())]
         for k, found in before.items()
     }
     return insert(also_free(row, after), gathers)
+
+
+def _gather_slices(values: Sequence[Value], layout: Layout, step: int) -> Instruction:
+    """The ALL_GATHER of whole parameters from slices that are values of their own, and perhaps versions."""
+    made = {value.index: value for value in values}
+    plain = _all_gather(list(made), layout, step, param_shard)
+    return renamed(plain, lambda value: value._replace(step=made[value.index].step))
+
+
+def _freed_slices(row: Sequence[Instruction]) -> list[Instruction]:
+    """A rank's instructions, in which the last one that reads the slices of a version frees them. The newest version
+    stays."""
+    last: dict[Value, int] = {}
+    newest: dict[int, int] = {}
+    for k, ins in enumerate(row):
+        for value in (*ins.reads, *ins.writes):
+            if value.kind == "param_shard" and version_of(value) >= 0:
+                last[value] = k
+                newest[value.index] = max(newest.get(value.index, 0), value.step)
+    old: dict[int, list[Value]] = {}
+    for value, k in sorted(last.items()):
+        if value.step < newest[value.index]:
+            old.setdefault(k, []).append(value)
+    return also_free([without(ins, last) for ins in row], old)
 
 
 def _soon(row: Sequence[Instruction], k: int, then: int, prefetch: int) -> bool:
