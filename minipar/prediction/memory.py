@@ -676,7 +676,7 @@ class Walk:
                 self.hold(storage, f"arriving {k}")
             for storage in received:
                 self.release(storage, "walk")
-        leaves = self._leaves(back, arriving, layer) if back is not None and last else {}
+        leaves = self._copied_leaves(back, arriving, layer) if back is not None and last else {}
         groups, fresh = self.groups(layer)
         left = self.saved.pop(key, 0)
         made = carried = 0
@@ -725,7 +725,7 @@ class Walk:
             self.release(storage, "walk")
         return [Storage(made, layer - 1, holders={"walk"})] if made else []
 
-    def _leaves(self, back: Back, arriving: Sequence[Storage], layer: int) -> dict[int, Storage]:
+    def _copied_leaves(self, back: Back, arriving: Sequence[Storage], layer: int) -> dict[int, Storage]:
         """The gradients of a piece's inputs that are copies, by number. Autograd gives a leaf the gradient that the
         piece was given itself, or a copy if somebody else has it, too: the next leaf, or the executor."""
         taken: list[Storage] = list(self.outside)
