@@ -528,7 +528,7 @@ class CheckedExecutor(Executor):
         """How much a micro-batch's loss counts is how much its targets do."""
         due = self._due.counts / self._due.whole if self._due.counts else 0.0
         value, mean = float(loss), self._heard.mean
-        if not (math.isfinite(value) and math.isfinite(mean)):
+        if not (math.isfinite(value) and (math.isfinite(mean) or not due)):  # (of no targets there is no mean)
             note(loss, ins, rows)  # (which raises NotFinite, if it was asked to)
             self._here(ins, f"the loss is {value}")
         near = 1e-3 if loss.dtype in (torch.float32, torch.float64) else 0.05

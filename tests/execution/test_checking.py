@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from minipar import Plan
+from minipar import Plan, train
 from minipar.data import stdlib_text
 from minipar.errors import CheckFailed
 from minipar.execution import checking, facts
@@ -253,3 +253,14 @@ def test_squares_of_short_numbers_are_not_rounded_to_them():
     numbers = torch.full((100_000,), 1.0, dtype=torch.bfloat16)
     both = fact(SUM, checking._norm(numbers) ** 2, 100_000, 100_000, 0, 0, near=checking._tolerance(numbers.dtype))
     assert first(both, both, both) is None
+
+
+@pytest.mark.parametrize("text", ["microbatches=3", "dp=2 microbatches=3"])
+def test_a_micro_batch_without_targets_has_no_mean_to_be_checked(clusters, text):
+    """Of classes that do not count torch's mean is no number, and the micro-batch's loss is 0."""
+    x, y = rows(6)[0], torch.tensor([0, 0, 1, 0, 2, 1])
+    loss = partial(torch.nn.functional.cross_entropy, weight=torch.tensor([0.0, 1.0, 2.0], dtype=torch.float64))
+    found = train(lambda: torch.nn.Sequential(torch.nn.Linear(x.shape[1], 3)), (x, y), f"{text} check=true",
+                  cluster=clusters(Plan.parse(text).ranks), steps=2, progress=False, dtype=torch.float64, loss=loss,
+                  check=True)  # fmt: skip
+    assert found.max_gradient_error() < 1e-12
