@@ -106,7 +106,6 @@ def test_slices_of_all_ranks_are_the_whole_gradient() -> None:
             p.grad = torch.randn(p.shape)
             expected[g, k] = p.grad.clone()
     packed = pack_gradients(ranks[0], torch.device("cpu")).view(3, -1)
-    assert all(p.grad is None for owner in ranks[0] for p in owner.params)
     found = {key: torch.full((g.numel(),), torch.nan) for key, g in expected.items()}
     for rank, owners in enumerate(ranks):
         parts = packed[rank].split([owner.size for owner in owners])
