@@ -29,6 +29,7 @@ random moment of their lives, from the first line on.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import contextlib
 import gc
 import multiprocessing
@@ -51,7 +52,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jupyter_core.utils import ensure_event_loop
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -364,7 +364,9 @@ class Campaign:
         self.programs: dict[str, Program] = {}
         self.kinds: dict[str, list[int]] = {}  # faults at each kind of instruction: tried, explained
         self.cluster = Cluster(RANKS, device="cpu", patience=PATIENCE)
-        ensure_event_loop()  # (the clients of kernels share one, which keeps three descriptors open)
+        from jupyter_client.utils import run_sync
+
+        run_sync(asyncio.sleep)(0)  # (clients of kernels share an event loop, which keeps three descriptors open)
         for plan in STRATEGIES:
             training(self.cluster, plan)
             began = time.monotonic()
