@@ -41,7 +41,8 @@ from minipar.models.tensors import count_bytes, detach, differentiable, map_tens
 from minipar.program import COPIES, Instruction, LayerRun, Op, Program, Value, grad_output, home, output
 from minipar.program.forms import parts_of
 from minipar.program.graph_cuts import pieces_of
-from minipar.strategies.passes import host_layers, offload
+from minipar.strategies.passes import offload
+from minipar.strategies.rewriting import computed_on_host
 
 
 def _told(backward: Callable[[Compute, Instruction, dict[Value, Any]], None]) -> Any:
@@ -90,7 +91,7 @@ class Compute:
         self.rank, self.device = rank, device
         self.places = program.places(rank) if program.sharing > 1 else ()
         self.inputs = parts_of(program.inputs, len(self.places)) if self.places else []
-        self.on_host, _ = host_layers.computed(program.ranks[rank])
+        self.on_host, _ = computed_on_host(program.ranks[rank])
         self.layers = {layer: row_major(layers[layer]).to(self.place_of(layer)) for layer in held}
         self.remembered = {layer: Remembered(layers[layer]) for layer in held}
         self.names: tuple[str, ...] = ()  # of all layers, for messages

@@ -52,8 +52,8 @@ from minipar.program import (
     version_of,
 )
 from minipar.program.verify.staleness import delay
-from minipar.strategies.passes import host_layers
 from minipar.strategies.passes.compress import keeps_residual
+from minipar.strategies.rewriting import computed_on_host
 
 
 class State:
@@ -76,7 +76,7 @@ class State:
     ) -> None:
         instructions = program.ranks[comm.rank]
         self.program, self.comm, self.groups, self.update = program, comm, groups, update
-        _, self.at_home = host_layers.computed(instructions)  # groups of layers that are computed on the host
+        _, self.at_home = computed_on_host(instructions)  # groups of layers that are computed on the host
         self.owners = choose_owners(program, comm, groups, self.at_home)
         self.slices = {owner.number: owner for owner in self.owners if isinstance(owner, SlicedGroup)}
         self.versions = any(isinstance(owner, Versioned) for owner in self.owners)

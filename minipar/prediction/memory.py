@@ -47,8 +47,8 @@ from minipar.program import (
 from minipar.program.comm_volume import changing
 from minipar.program.forms import letters
 from minipar.program.graph_cuts import pieces_of
-from minipar.strategies.passes import host_layers
 from minipar.strategies.passes.compress import row_bytes, top
+from minipar.strategies.rewriting import computed_on_host
 from minipar.trace import Trace
 from minipar.trace.lifetimes import KINDS, series_of
 from minipar.trace.memory_series import Series
@@ -151,7 +151,7 @@ class Walk:
                 continue  # (what is pushed is the host's, and so is what it leaves out)
             owner = KINDS[value.kind], -1 if value.kind == "grad" else self.layer_of(value.index)
             before[owner] = before.get(owner, 0) + sizes.size(rank, value)
-        _, at_home = host_layers.computed(row)
+        _, at_home = computed_on_host(row)
         for value in self.state:
             if version_of(value) >= 0 and tier(value) == "device":
                 size, layer = self._size_of_version(value), self.layer_of(value.index)

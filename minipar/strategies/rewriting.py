@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from minipar.program import Instruction, Op, Part, Value, grad, tier
+from minipar.program import Instruction, Op, Part, Value, grad, home, host, tier
 from minipar.strategies.buckets import Bucket, shared
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
@@ -156,3 +156,23 @@ def copy_of(
     stream = f"{'to' if op is Op.OFFLOAD else 'from'} {slower}"
     reads = tuple(dict.fromkeys((source, *waits)))
     return Instruction(op, (source.index,), source.microbatch, step, reads, (target,), frees, stream)
+
+
+def in_two(ins: Instruction, on_host: Callable[[int], bool]) -> list[Instruction]:
+    """A STEP as two: one on the device, and one on the host. An average of parameters of the host is there. `on_host`
+    says whether a group's parameters are there."""
+    there = tuple(g for g in ins.layers if on_host(g))
+    here = tuple(g for g in ins.layers if g not in there)
+    if not there:
+        return [ins]
+    if ins.op is not Op.STEP:
+        return [renamed(ins, host)]
+    both = [of_groups(ins, here), renamed(of_groups(ins, there), host)._replace(stream="host")]
+    return [part for part in both if part.layers]
+
+
+def computed_on_host(instructions: Sequence[Instruction]) -> tuple[frozenset[int], frozenset[int]]:
+    """The layers that a rank computes on the host, and their parameter groups."""
+    mine = [ins for ins in instructions if ins.op is Op.FORWARD and ins.stream == "host"]
+    groups = {v.index for ins in mine for v in ins.reads if home(v).kind == "param"}
+    return frozenset(layer for ins in mine for layer in ins.layers), frozenset(groups)

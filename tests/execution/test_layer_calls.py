@@ -20,7 +20,7 @@ from minipar.execution.state import choose_owners
 from minipar.models import randomness
 from minipar.models.parameter_groups import parameters_of, shape_of
 from minipar.program import Instruction, Op, Program, param
-from minipar.strategies.passes import host_layers
+from minipar.strategies.rewriting import computed_on_host
 
 
 def around(run: Any) -> list[str]:
@@ -68,7 +68,7 @@ def owners_of(text: str, rank: int = 0) -> list[Owner]:
     program, model = compiled(text), layers()
     held = {id(p) for layer in program.placement[rank] for p in model[layer].parameters()}
     groups = [[p for p in params if id(p) in held] for params in parameters_of(model)]
-    _, at_home = host_layers.computed(program.ranks[rank])
+    _, at_home = computed_on_host(program.ranks[rank])
     comm = cast(Communicator, SimpleNamespace(rank=rank, device=torch.device("cpu")))
     return choose_owners(program, comm, groups, at_home)
 

@@ -10,14 +10,14 @@ share layers exchange outputs from device to device: what nodes on the host make
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from minipar.errors import PlanError
-from minipar.program import COMPUTE, MOVED, Instruction, Op, Value, home, host, tier
+from minipar.program import COMPUTE, MOVED, Instruction, Op, Value, host, tier
 from minipar.program.shape import Shape
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
-from minipar.strategies.rewriting import copy_of, of_groups, renamed
+from minipar.strategies.rewriting import copy_of, in_two, renamed
 
 
 def place(draft: Draft) -> Draft:
@@ -91,23 +91,3 @@ def _with_copies(instructions: Sequence[Instruction], layout: Layout) -> list[In
                 result.append(copy_of(Op.FETCH, host(value), value, value.step, (host(value),)))
         there.difference_update(ins.frees)
     return result
-
-
-def in_two(ins: Instruction, on_host: Callable[[int], bool]) -> list[Instruction]:
-    """A STEP as two: one on the device, and one on the host. An average of parameters of the host is there. `on_host`
-    says whether a group's parameters are there."""
-    there = tuple(g for g in ins.layers if on_host(g))
-    here = tuple(g for g in ins.layers if g not in there)
-    if not there:
-        return [ins]
-    if ins.op is not Op.STEP:
-        return [renamed(ins, host)]
-    both = [of_groups(ins, here), renamed(of_groups(ins, there), host)._replace(stream="host")]
-    return [part for part in both if part.layers]
-
-
-def computed(instructions: Sequence[Instruction]) -> tuple[frozenset[int], frozenset[int]]:
-    """The layers that a rank computes on the host, and their parameter groups."""
-    mine = [ins for ins in instructions if ins.op is Op.FORWARD and ins.stream == "host"]
-    groups = {v.index for ins in mine for v in ins.reads if home(v).kind == "param"}
-    return frozenset(layer for ins in mine for layer in ins.layers), frozenset(groups)

@@ -40,7 +40,7 @@ from minipar.program import (
 )
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
-from minipar.strategies.passes import host_layers
+from minipar.strategies.rewriting import computed_on_host, in_two
 from minipar.strategies.schedules.registry import Used, find, newest
 
 BlockKey = tuple[bool, int, int]  # forward or not, micro-batch, step
@@ -104,7 +104,7 @@ def with_versions(
     last: dict[Value, int] = {}  # parameters of a version -> the place of their last read
     result: list[Instruction] = []
     states, grads = tuple(map(optimizer_state, groups)), tuple(map(grad, groups))
-    _, there = host_layers.computed(instructions)
+    _, there = computed_on_host(instructions)
     done = updates = 0
     due = False
     new = tuple.__new__  # (takes half the time of calling Instruction)
@@ -117,7 +117,7 @@ def with_versions(
     def step() -> list[Instruction]:
         old, new = (tuple(params(version).values()) for version in (updates, updates + 1))
         whole = Instruction(Op.STEP, groups, -1, updates, grads + old + states, new + states, grads)
-        found = host_layers.in_two(whole, there.__contains__)
+        found = in_two(whole, there.__contains__)
         for k, each in enumerate(found, len(result)):
             last.update((value, k) for value in each.reads if version_of(value) >= 0)
         return found
