@@ -34,7 +34,6 @@ from minipar.sharding.propagation import Divided, Sharding
 AXIS = "tp"
 Lies = tuple[Placement, ...]  # how a tensor lies on each axis along which ranks share layers, in the order of `SHARING`
 ROWS = (17, 19)  # of the two captures that tell what depends on the rows of a batch: primes, which are seen in sizes
-# of the two captures that tell what depends on the rows of a batch; a prime, so that it is seen in sizes
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -264,3 +265,17 @@ def test_a_micro_batch_without_targets_has_no_mean_to_be_checked(clusters, text)
                   cluster=clusters(Plan.parse(text).ranks), steps=2, progress=False, dtype=torch.float64, loss=loss,
                   check=True)  # fmt: skip
     assert found.max_gradient_error() < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("counts", "mean", "right"), [(0, float("nan"), True), (2, float("nan"), False), (2, 1.5, True)]
+)
+def test_only_a_micro_batch_that_counts_needs_a_mean(counts, mean, right):
+    """The loss of one that does not count is 0, whatever its mean is."""
+    told: list[str] = []
+    due, loss = SimpleNamespace(counts=counts, whole=4), SimpleNamespace(every=None, means=1)
+    one = SimpleNamespace(_due=due, _heard=SimpleNamespace(mean=mean), compute=SimpleNamespace(loss=loss), shares={})
+    one._here = lambda ins, why: told.append(why)
+    value = torch.tensor(0.75 if counts else 0.0)
+    checking.CheckedExecutor._share(one, lambda *_: None, value, SimpleNamespace(step=0), range(2))
+    assert not told if right else told == ["the loss is 0.75"]
