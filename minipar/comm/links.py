@@ -46,6 +46,7 @@ from minipar.program import Op, Program, Value, output
 HEADER_BYTES = 4096
 TENSORS = 64  # distance between the tags of two values: one tag for each tensor, and the two below
 _HEADER, _ARRIVAL = TENSORS - 1, TENSORS - 2
+_META = torch.device("meta")
 
 
 class _Unposted(NamedTuple):
@@ -343,7 +344,7 @@ class _Inbox:
         """Buffers for a message of these forms, and the receives that fill them."""
         links, comm = self.links, self.links.comm
         tag = links.tag(links.present(message)[0])
-        contents, places = places_for([allocate(form, comm.device) for form in forms])
+        contents, places = places_for([allocate(form, _META) for form in forms], comm.device)
         receive = comm.irecv if comm.posts else partial(_Unposted, comm)
         handles = [receive(place, self.peer, tag + k) for k, place in enumerate(places)]
         arrival = None

@@ -15,35 +15,36 @@ import torch
 from torch import Tensor
 
 from minipar.models.tensors import map_tensors, tensors
-
-TOGETHER = 1 << 18  # bytes: copying this much takes about as long as a message of its own
+from minipar.program.comm_volume import packed, room
 
 
 def parts_of(value: Any) -> list[Tensor]:
     """What has to be sent for a value: its tensors, or one message with all of them."""
     found = [tensor if tensor.is_contiguous() else tensor.contiguous() for tensor in tensors(value)]
-    if not _together(found):
+    if not (length := packed([_bytes(tensor) for tensor in found])):
         return found
-    message = torch.empty(sum(map(_room, found)), dtype=torch.uint8, device=found[0].device)
+    message = torch.empty(length, dtype=torch.uint8, device=found[0].device)
     start = 0
     for tensor in found:
-        size = tensor.numel() * tensor.element_size()
+        size = _bytes(tensor)
         message[start : start + size] = as_bytes(tensor)
-        start += _room(tensor)
+        start += room(size)
     return [message]
 
 
-def places_for(value: Any) -> tuple[Any, list[Tensor]]:
-    """For an allocated value: the value with its final tensors, and the tensors to receive into."""
+def places_for(value: Any, device: torch.device) -> tuple[Any, list[Tensor]]:
+    """For a value whose tensors have no memory (on the device "meta"): the value with tensors on a device, and the
+    tensors to receive into."""
     found = list(tensors(value))
-    if not _together(found):
-        return value, found
-    message = torch.empty(sum(map(_room, found)), dtype=torch.uint8, device=found[0].device)
+    if not (length := packed([_bytes(tensor) for tensor in found])):
+        value = map_tensors(value, lambda tensor: torch.empty_like(tensor, device=device))
+        return value, list(tensors(value))
+    message = torch.empty(length, dtype=torch.uint8, device=device)
     views, start = [], 0
     for tensor in found:
-        size = tensor.numel() * tensor.element_size()
+        size = _bytes(tensor)
         views.append(message[start : start + size].view(tensor.dtype).view(tensor.shape))
-        start += _room(tensor)
+        start += room(size)
     rest = iter(views)
     return map_tensors(value, lambda _: next(rest)), [message]
 
@@ -54,10 +55,5 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-def _together(found: list[Tensor]) -> bool:
-    return len(found) > 1 and sum(map(_room, found)) <= TOGETHER
-
-
-def _room(tensor: Tensor) -> int:
-    """Bytes of a tensor's part of a message, filled up to 16, as a view of complex numbers needs it."""
-    return -(-tensor.numel() * tensor.element_size() // 16) * 16
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

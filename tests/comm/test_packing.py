@@ -5,8 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from minipar.comm.packing import TOGETHER, parts_of, places_for
+from minipar.comm.packing import parts_of, places_for
 from minipar.models.tensors import allocate, spec, tensors
+from minipar.program.comm_volume import TOGETHER
 
 DTYPES = [
     torch.float32,
@@ -32,7 +33,7 @@ def values(draw):
 @given(values())
 def test_what_is_sent_is_what_is_received(value):
     sent = parts_of(value)
-    content, places = places_for(allocate(spec(value), torch.device("cpu")))
+    content, places = places_for(allocate(spec(value), torch.device("meta")), torch.device("cpu"))
     assert len(sent) == len(places) == 1
     for part, place in zip(sent, places, strict=True):
         place.copy_(part)  # the wire
@@ -45,7 +46,7 @@ def test_one_tensor_goes_as_it_is_and_long_ones_alone():
     assert parts_of(one)[0] is one
     long = torch.zeros(TOGETHER // 4), torch.zeros(1)
     assert [part.numel() for part in parts_of(long)] == [TOGETHER // 4, 1]
-    assert len(places_for(long)[1]) == 2
+    assert len(places_for(long, torch.device("cpu"))[1]) == 2
     turned = torch.randn(3, 4).T
     assert parts_of(turned)[0].is_contiguous()
 
@@ -70,13 +71,14 @@ def _count_messages(together):
     from torch import nn
 
     from minipar import Plan
-    from minipar.comm import communicator, packing
+    from minipar.comm import communicator
     from minipar.execution.executor import Executor
     from minipar.models.parameter_groups import shape_of
+    from minipar.program import comm_volume
     from tests.toys import rows, toy
 
     comm, model = communicator.create(), toy(("tuples",)).double()
-    limit, packing.TOGETHER = packing.TOGETHER, packing.TOGETHER if together else 0
+    limit, comm_volume.TOGETHER = comm_volume.TOGETHER, comm_volume.TOGETHER if together else 0
     plan = Plan.parse("pp=2 split=2,3").compile(shape_of(list(model)))
     executor = Executor(plan, comm, model, nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
     executor.run(lambda step: rows(8))  # announces the form
@@ -86,5 +88,5 @@ def _count_messages(together):
         executor.run(lambda step: rows(8))
     finally:
         del comm.isend
-        packing.TOGETHER = limit
+        comm_volume.TOGETHER = limit
     return len(sent)

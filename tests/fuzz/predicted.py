@@ -1,0 +1,177 @@
+"""Predicted beside measured, for all keys of a plan that go together: `python -m tests.fuzz.predicted [--write PAGE]`.
+
+For each two keys the first of their values that go together (matrix.py) is trained twice: once with every allocation
+followed, for the peak of memory of each rank; and once on emulated devices that are so slow that the machine's cores
+do not matter, for the time of a step. What was predicted before the run is compared. Other programs on the machine
+make steps longer: times are of a quiet machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields
+from functools import partial
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minipar import Cluster, Plan, models
+from minipar.cluster.ranks import Ranks
+from minipar.training.training import Run, train
+from tests.fuzz.matrix import BY_HAND, choices, plan_of
+from tests.fuzz.trial import model_for
+
+MEMORY, TIME = 0.01, 0.05  # how far a prediction may be from what is measured
+DEVICE = "flops=50MFLOP/s bandwidth=25MB/s latency=1ms"
+TITLE = "# What was predicted"
+BATCH, STEPS = 16, 4
+SIZES = {"width": 32, "heads": 2, "context": 16, "vocab": 64}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A plan, and the relative errors of its predictions: of the worst rank's peak, and of the time of a step."""
+
+    words: str
+    memory: float = 0.0
+    time: float = 0.0
+    refused: str = ""
+
+    @property
+    def missed(self) -> bool:
+        return abs(self.memory) > MEMORY or abs(self.time) > TIME
+
+
+def _tokens() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(64, (BATCH, 16)), torch.randint(64, (BATCH, 16))
+
+
+def _pictures() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.rand(BATCH, 64), torch.randint(10, (BATCH,))
+
+
+MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Any]] = {
+    "gpt": (partial(models.gpt, layers=4, fused=False, **SIZES), _tokens, torch.nn.functional.cross_entropy),
+    "mixture": (partial(models.mixture, layers=3, experts=2, capacity=None, **SIZES), _tokens, models.mixture_loss),
+    "branches": (partial(models.branchy, blocks=1, width=8), _pictures, torch.nn.functional.cross_entropy),
+}
+
+
+def plans() -> Iterator[str]:
+    """The words of plans that have each two keys which go together, each plan once."""
+    names = [field.name for field in fields(Plan) if field.name not in BY_HAND]
+    seen = set()
+    for one, other in combinations(names, 2):
+        two = ((a, b) for a in choices() if a.key == one for b in choices() if b.key == other)
+        words = next((found for pair in two if isinstance(found := plan_of(pair), str)), None)
+        if words is not None and words not in seen:
+            seen.add(words)
+            yield words
+
+
+def trained(words: str, cluster: Ranks, **options: Any) -> Run:
+    model, data, loss = MODELS[model_for(Plan.parse(words))]
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        optimizer = partial(torch.optim.Adam, lr=1e-3)
+        return train(
+            model, data(), words, cluster=cluster, batch=BATCH, steps=STEPS, loss=loss, optimizer=optimizer,
+            progress=False, **options,
+        )  # fmt: skip
+
+
+def memory_error(words: str, cluster: Ranks) -> float:
+    """Of the rank with the worst prediction."""
+    run = trained(words, cluster, memory=True)
+    two = zip(run.predicted.series, run.trace.series, strict=True)
+    return max((a.peak().bytes / b.peak().bytes - 1 for a, b in two), key=abs)
+
+
+def time_error(words: str, cluster: Ranks) -> float:
+    return trained(words, cluster).prediction_error
+
+
+def compared(words: str, here: Callable[[int], Ranks], emulated: Callable[[int], Ranks]) -> Compared:
+    ranks = Plan.parse(words).ranks
+    try:
+        return Compared(words, memory_error(words, here(ranks)), time_error(words, emulated(ranks)))
+    except Exception as error:
+        return Compared(words, refused=f"{type(error).__name__}: {error}".split("\n")[0])
+
+
+def report(found: Iterable[Compared]) -> str:
+    """What was predicted, as a part of docs/combinations.md."""
+    found = list(found)
+    ran = [one for one in found if not one.refused]
+    memory, times = sorted(abs(one.memory) for one in ran), sorted(abs(one.time) for one in ran)
+    lines = [
+        TITLE, "",
+        f"{len(ran)} plans that have each two keys which go together were trained with predictions: the peak of memory",
+        f"of the worst rank, and the time of a step on emulated devices ({DEVICE}).",
+        "",
+        "| | plans | median error | worst | allowed | within |", "|---|---:|---:|---:|---:|---:|",
+    ]  # fmt: skip
+    for name, errors, allowed in (("peak memory", memory, MEMORY), ("step time", times, TIME)):
+        within = sum(error <= allowed for error in errors)
+        row = f"| {name} | {len(errors)} | {errors[len(errors) // 2]:.2%} | {errors[-1]:.1%} | {allowed:.0%} |"
+        lines.append(f"{row} {within} |")
+    if missed := [one for one in ran if one.missed]:
+        lines += ["", "| further away | peak memory | step time |", "|---|---:|---:|"]
+        lines += [f"| {one.words} | {one.memory:+.1%} | {one.time:+.1%} |" for one in missed]
+    lines += ["", "Written by `python -m tests.fuzz.predicted --write docs/combinations.md`."]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz.predicted", description=__doc__.split("\n")[0])
+    parser.add_argument("--every", type=int, default=1, help="try every so many-th plan")
+    parser.add_argument("--from", type=int, default=0, dest="first", help="begin with this one")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
+    parser.add_argument("--memory", action="store_true", help="compare memory alone, on a machine that is not quiet")
+    parser.add_argument("--write", default="", metavar="PAGE", help="write the outcomes to this page")
+    chosen = parser.parse_args()
+    torch.set_num_threads(1)
+    here: dict[int, Cluster] = {}
+    emulated: dict[int, Cluster] = {}
+    found, begin = [], time.monotonic()
+
+    def on_machine(n: int) -> Cluster:
+        return here.setdefault(n, here.get(n) or Cluster(n, device="cpu"))
+
+    def on_device(n: int) -> Cluster:
+        return emulated.setdefault(n, emulated.get(n) or Cluster(n, device=DEVICE))
+
+    try:
+        for words in list(plans())[chosen.first :: chosen.every]:
+            if time.monotonic() - begin > chosen.seconds:
+                break
+            if chosen.memory:
+                try:
+                    one = Compared(words, memory_error(words, on_machine(Plan.parse(words).ranks)))
+                except Exception as error:
+                    one = Compared(words, refused=f"{type(error).__name__}: {error}".split("\n")[0])
+            else:
+                one = compared(words, on_machine, on_device)
+            found.append(one)
+            mark = "MISS" if one.missed else "    "
+            print(f"{mark} {one.memory:+8.2%} {one.time:+8.1%}  {words}  {one.refused}", flush=True)
+    finally:
+        for cluster in (*here.values(), *emulated.values()):
+            cluster.close()
+    print(f"{len(found)} plans in {time.monotonic() - begin:.0f} s, {sum(one.missed for one in found)} missed")
+    if chosen.write:
+        page = Path(chosen.write)
+        before = page.read_text().partition(f"\n{TITLE}\n")[0].rstrip("\n")
+        page.write_text(f"{before}\n\n{report(found)}\n")
+    return 1 if any(one.missed for one in found) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""Predicted beside measured, for keys that go together: some plans of `predicted.py`, and its report."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.predicted import MEMORY, TITLE, Compared, memory_error, report
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        # short tensors that go in one message, on both sides
+        "pp=2 microbatches=4 place=branches",
+        # layers with several inputs, which their backward lets go of one after another
+        "pp=2 microbatches=4 ep=2",
+    ],
+)
+def test_memory_is_as_predicted(clusters, words: str) -> None:
+    assert abs(memory_error(words, clusters(4 if "ep" in words else 2))) <= MEMORY
+
+
+def test_the_report_counts_and_lists_what_is_further_away() -> None:
+    text = report([Compared("dp=2", 0.001, 0.01), Compared("pp=2", -0.02, 0.01), Compared("tp=2", refused="PlanError")])
+    assert text.startswith(f"{TITLE}\n")
+    assert "| peak memory | 2 | 2.00% | 2.0% | 1% | 1 |" in text
+    assert "| step time | 2 | 1.00% | 1.0% | 5% | 2 |" in text
+    assert "| pp=2 | -2.0% | +1.0% |" in text
+    assert "| dp=2 |" not in text
+    assert "tp=2" not in text
