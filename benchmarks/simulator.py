@@ -21,7 +21,7 @@ from minipar import Plan, simulate, verify
 def measure(quick: bool = False) -> list[Row]:
     plan = Plan(pp=64, microbatches=512)
     build, check, predict = [], [], []
-    for _ in range(2 if quick else 5):
+    for _ in range(1 if quick else 5):
         start = time.perf_counter()
         program = plan.compile(layers=64, check=False)
         build.append(time.perf_counter() - start)

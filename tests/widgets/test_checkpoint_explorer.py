@@ -12,7 +12,7 @@ from minipar.errors import PlanError
 from minipar.program import Op
 from minipar.program.shape import uniform
 from minipar.strategies.plan import Plan
-from minipar_widgets import CheckpointExplorer
+from minipar_widgets import CheckpointExplorer, checkpoint_model
 from minipar_widgets.checkpoint_explorer import CheckpointView
 from minipar_widgets.checkpoint_model import Layers, best_length, curve, lengths_to_measure, measure, tape
 
@@ -117,11 +117,13 @@ def test_figure_has_the_sqrt_point_on_the_curve() -> None:
     assert max(time.y) < 4 / 3 + 1e-9
 
 
-def test_measured_runs_lie_near_the_curve() -> None:
-    """Real layers on a real rank, for some lengths: the bytes of activations, and what recomputation takes in time."""
+def test_measured_runs_lie_near_the_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Real layers on a real rank, for some lengths: the bytes of activations, and what recomputation takes in time.
+    (The device is slow, so that what other work of the machine takes away is little of a step.)"""
+    monkeypatch.setattr(checkpoint_model, "ROW", 4 * checkpoint_model.ROW)
     layers = Layers(8, rows=256)
     points = curve(layers)
-    runs = measure(layers, [0, 3, 8], steps=6)
+    runs = measure(layers, [0, 3, 8], steps=4)
     for run in runs:
         # The formula counts layer by layer; the run has temporaries of a gradient besides.
         assert run.peak == pytest.approx(points[run.length].peak, rel=0.15)
@@ -131,7 +133,7 @@ def test_measured_runs_lie_near_the_curve() -> None:
     for _ in range(5):
         if all(shortest[length] <= 1.05 * expected[length] for length in shortest):
             break
-        for run in measure(layers, [0, 3, 8], steps=6):
+        for run in measure(layers, [0, 3, 8], steps=4):
             shortest[run.length] = min(shortest[run.length], run.seconds)
     assert shortest == pytest.approx(expected, rel=0.05)
     assert lengths_to_measure(16) == [0, 1, 2, 4, 8, 16]
