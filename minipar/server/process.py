@@ -17,7 +17,8 @@ however often it is sent.
 
 Where every group is served by itself (overlap=priority), a server updates a group as soon as all workers have pushed
 it, and sends it at once, to each worker in the order in which that pulls. Nobody decides this, since in mode sync it
-changes no number; server 0 only keeps the order of whole updates.
+changes no number; server 0 only keeps the order of whole updates. A piece of a group that is served by itself is a
+group here, with keys of its own.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ from minipar.server.framing import (
 )
 from minipar.server.packing import unpack
 from minipar.server.rendezvous import Introduction, Meeting, ServerHandle, present, read_handle
-from minipar.server.shard import Division, Gradients, Pushed, Shard, digest, pieces_of, runs_of, scale_of, squares
+from minipar.server.shard import Division, Gradients, Pushed, Run, Shard, digest, pieces_of, runs_of, scale_of, squares
 from minipar.server.switchboard import Done, Switchboard
 from minipar.strategies.passes.compress import pushed_bytes
 from minipar.strategies.shares import Piece
@@ -91,7 +92,7 @@ class Settings:
     processes       of the workers, where they are on this machine: one that is stopped before it connects is noticed
     division        which workers have which keys; None: each pulls all of them at once
     replicas        the workers of each replica; (): every worker is one by itself
-    checked         the keys of each parameter group, where what is done is noted to be compared; (): it is not
+    checked         what is noted to be compared: the keys of each parameter group, or piece of one, by its name
     clip            the norm to which an update's gradient is scaled down, that of all parts together; None: it is not
     saved           the saved run from which everything goes on
     """
@@ -112,7 +113,7 @@ class Settings:
     saved: Saved | None = None
     processes: tuple[int, ...] = ()
     division: Division | None = None
-    checked: tuple[tuple[int, ...], ...] = ()
+    checked: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     replicas: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -274,6 +275,7 @@ class Gathering:
 
     counts    (group, step) -> pieces of its gradient that have arrived
     updates   the updates of each group
+    made      update -> how many groups have had it
     next_of   worker -> step and place of what it gets next
     """
 
@@ -283,10 +285,11 @@ class Gathering:
         self.group_of = {k: g for g, keys in enumerate(division.keys) for k in keys}
         of = [division.of(worker) for worker in range(len(division.held))]
         self.wanted = [sum(len(here[g] & of[worker]) for worker in division.holders(g)) for g in range(len(here))]
-        self.mine = [g for g, count in enumerate(self.wanted) if count]
+        self.mine = sum(map(bool, self.wanted))
         self.orders = [[g for g in held if here[g]] for held in division.held]
         self.counts: Counter[tuple[int, int]] = Counter()
         self.updates: Counter[int] = Counter()
+        self.made: Counter[int] = Counter()
         self.next_of: dict[int, tuple[int, int]] = {}
 
     def next(self, key: int, step: int) -> int:
@@ -306,8 +309,12 @@ class Gathering:
 
     def applied(self, group: int) -> bool:
         """A group is updated. Whether this was the last one of an update."""
-        self.updates[group] += 1
-        return all(self.updates[g] == self.updates[group] for g in self.mine)
+        version = self.updates[group] = self.updates[group] + 1
+        self.made[version] += 1
+        if self.made[version] < self.mine:
+            return False
+        del self.made[version]
+        return True
 
     def begins(self, worker: int) -> None:
         """A worker has asked for its first step."""
@@ -347,6 +354,7 @@ class Server:
         self.held = [] if division is None else [division.of(worker) for worker in range(settings.workers)]
         self.replicas = Replicas(settings.replicas)
         self.each = division if division is not None and division.each else None
+        self.runs: dict[tuple[int, int], list[Run]] = {}  # (worker, group) -> what it gets of that; -1: of all groups
         self.digest = digest(handle.keys, self.count)
         self.served = Served(self.shard.flat)
         os.makedirs(self.folder, mode=0o700, exist_ok=True)  # (on another host than the one that opened it)
@@ -877,7 +885,7 @@ class Server:
             peer = self.workers.get(worker)
             if peer is not None:
                 message = Message(What.PART, group, worker, step, step)
-                self._send(peer, message, self._bytes_for(worker, self.gathering.division.keys[group]), group)
+                self._send(peer, message, self._bytes_for(worker, group), group)
 
     # answers ---------------------------------------------------------------------------------------------------------
 
@@ -890,19 +898,21 @@ class Server:
         here = step < self.settings.steps  # (after the last step nothing is needed)
         message = Message(What.ANSWER, self.settings.steps, worker, step, version, number)
         if self.gathering is None:
-            self._send(peer, message, self._bytes_for(worker, None) if here else _NOTHING)
+            self._send(peer, message, self._bytes_for(worker) if here else _NOTHING)
         elif step == 0 or not here:  # (what is sent in between, a worker does not ask for)
             self._send(peer, message, _NOTHING)
             self.gathering.begins(worker)
             self._send_groups()
 
-    def _bytes_for(self, worker: int, keys: Sequence[int] | None) -> memoryview:
-        """What a worker gets: of its own keys, or of these."""
+    def _bytes_for(self, worker: int, group: int = -1) -> memoryview:
+        """What a worker gets: of all its keys, or of those of a group that is served by itself."""
         if not self.held:
             return self.shard.bytes
-        held = self.held[worker]
-        runs = runs_of(self.shard.pieces, held, held if keys is None else held.intersection(keys))
-        return memoryview(b"".join(self.shard.bytes[run.start : run.stop] for run in runs))
+        if (worker, group) not in self.runs:
+            held = self.held[worker]
+            wanted = held if self.each is None else held.intersection(self.each.keys[group])
+            self.runs[worker, group] = runs_of(self.shard.pieces, held, wanted)
+        return memoryview(b"".join(self.shard.bytes[run.start : run.stop] for run in self.runs[worker, group]))
 
     def _send(self, peer: Peer, message: Message, data: memoryview, group: int = -1) -> None:
         worker, step, version = message.worker, message.step, message.version

@@ -65,12 +65,14 @@ def run(clusters, words, data=None, model=MODEL, steps=4, optimizer=None, loss=m
         "sync=ps servers=3 microbatches=2 host_layers=0,8 offload=parameters",
         "dp=2 sync=ps overlap=priority microbatches=3",
         "dp=4 sync=ps servers=2 overlap=priority checkpoint=2",
-        "dp=2 sync=ps servers=2 overlap=priority compress=bf16 host_layers=0,8",
-        "dp=2 sync=ps overlap=priority microbatches=2 offload=parameters prefetch=2",
+        "dp=3 sync=ps servers=2 overlap=priority bucket=0.00005 microbatches=2 check=true",
+        "dp=2 sync=ps servers=2 overlap=priority compress=bf16 bucket=0.00005 host_layers=0,8",
+        "dp=2 sync=ps overlap=priority microbatches=2 offload=parameters prefetch=2 bucket=0.0001",
         "pp=2 sync=ps servers=2 overlap=priority microbatches=2 offload=parameters,activations offload_to=disk",
         "pp=2 dp=2 sync=ps microbatches=3",
         "pp=2 sync=ps servers=2 schedule=gpipe microbatches=2 clip=0.1 overlap=none",
         "pp=2 dp=2 sync=ps servers=2 overlap=priority microbatches=2",
+        "pp=2 dp=2 sync=ps servers=2 overlap=priority bucket=0.00005 microbatches=2 compress=topk:1",
         "pp=2 sync=ps schedule=zb-h1 microbatches=4 overlap=priority",
         "pp=2 dp=2 sync=ps schedule=chimera microbatches=4 bucket=none",
         "pp=2 sync=ps schedule=interleaved chunks=2 microbatches=2 offload=activations checkpoint=1",
@@ -107,6 +109,7 @@ def partly_frozen():
         "tp=2 sync=ps servers=2 microbatches=2",
         "dp=2 tp=2 sync=ps microbatches=2 clip=0.1 check=true",
         "tp=2 sequence_parallel=true sync=ps overlap=priority servers=2 check=true",
+        "dp=2 tp=2 sync=ps overlap=priority servers=2 bucket=0.0002 check=true",
         "dp=2 context_parallel=2 sync=ps microbatches=2 bucket=none",
         "pp=2 tp=2 sync=ps microbatches=2 offload=parameters",
         "ep=2 dp=2 sync=ps clip=0.1 check=true",
@@ -558,7 +561,9 @@ def test_emulated_links_reach_the_servers(emulated, mode, servers):
             assert all(mine >= 0.99 * other for mine, other in pairs), "nothing ends before the device would end it"
 
 
-@pytest.mark.parametrize("words", ["dp=2 sync=ps servers=2 overlap=priority", "pp=2 sync=ps microbatches=2",
+@pytest.mark.parametrize("words", ["dp=2 sync=ps servers=2 overlap=priority bucket=none",
+                                   "dp=2 sync=ps servers=2 overlap=priority bucket=0.001",
+                                   "pp=2 sync=ps microbatches=2",
                                    "pp=2 dp=2 sync=ps servers=2 mode=k-of-n:2/2 microbatches=2"])  # fmt: skip
 def test_emulated_links_of_layers_one_by_one_and_of_pipelines(emulated, words):
     both = tuple(torch.randn(2, 12, 40, generator=torch.Generator().manual_seed(0)))

@@ -27,8 +27,6 @@ MADE = {
     "bucket=flat, 4x or layers": "bucket=flat",
     "overlap=none, priority": "overlap=none",
     "overlap=priority": "overlap=priority",
-    "overlap=priority, with sync=ps": "sync=ps overlap=priority",
-    "bucket of a size or auto": "bucket=2",
     "local_steps": "local_steps=2",
     "compress": "compress=bf16",
     "zero=1, 2, 3": "zero=1",
