@@ -16,7 +16,7 @@ Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Serv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate, groupby, pairwise, product
 from typing import NamedTuple
 
@@ -168,7 +168,12 @@ def kept_shares(shares: Shares, groups: Sequence[Group], sharing: Mesh) -> Share
     return [{g: size * groups[g].shards(sharing) for g, size in share.items()} for share in shares]
 
 
-def pushed_shares(shape: Shape, servers: int, choice: str) -> Shares:
-    """For each server, the bytes in which a worker pushes its parts of gradients. `choice` is the plan's `compress`."""
+def pushed_in(shape: Shape, sizes: Iterable[int], choice: str) -> int:
+    """In how many bytes a worker pushes parts of gradients of these bytes. `choice` is the plan's `compress`."""
     item = shape.itemsize
-    return shares_of(shape.groups, servers, lambda size: pushed_bytes(size // item, item, choice))
+    return sum(pushed_bytes(size // item, item, choice) for size in sizes)
+
+
+def pushed_shares(shape: Shape, servers: int, choice: str) -> Shares:
+    """For each server, the bytes in which a worker pushes its parts of gradients."""
+    return shares_of(shape.groups, servers, lambda size: pushed_in(shape, [size], choice))

@@ -58,10 +58,8 @@ from minipar.program import COPIES, Group, Instruction, Op, Portion, Value, home
 from minipar.program.mesh import Mesh
 from minipar.program.server_rule import Mode
 from minipar.strategies import served_order
-from minipar.strategies.buckets import MiB, split_buckets
+from minipar.strategies.buckets import MiB, best_piece, split_buckets
 from minipar.strategies.draft import Draft
-from minipar.strategies.passes.compress import pushed_bytes
-from minipar.strategies.passes.priority import HALVINGS, SMALLEST
 from minipar.strategies.rewriting import insert, last_writes
 from minipar.strategies.shares import (
     Portions,
@@ -70,6 +68,7 @@ from minipar.strategies.shares import (
     message,
     piece,
     portions_of,
+    pushed_in,
     pushed_shares,
     shares_of,
 )
@@ -251,8 +250,7 @@ def _messages(draft: Draft, pieces: Portions, groups: Sequence[int]) -> tuple[li
     for g in groups:
         for server, portion in (one for turn in zip_longest(*of_group[g]) for one in turn if one is not None):
             sizes, peer = pieces[server][portion], draft.layout.mesh.size + server
-            sent = sum(pushed_bytes(size // shape.itemsize, shape.itemsize, choice) for size in sizes)
-            pushes.append(piece(Op.PUSH, portion, sent, draft.step, peer))
+            pushes.append(piece(Op.PUSH, portion, pushed_in(shape, sizes, choice), draft.step, peer))
             pulls.append(piece(Op.PULL, portion, sum(sizes), draft.step, peer))
     return pushes, pulls
 
@@ -281,16 +279,12 @@ def _with_size(draft: Draft, shares: Shares) -> Draft:
     """bucket=auto is the size of pieces with which the next forward ends earliest; of equal ones the largest."""
     if draft.bucket != "auto":
         return draft  # (the first step has found it)
-    largest = max(size for share in shares for size in share.values())
 
     def end(size: float) -> float:
-        tried = replace(draft, bucket=size / MiB)
+        tried = replace(draft, bucket=size)
         return max(_end_of_next_forward(tried, rank) for rank in range(draft.layout.pp))
 
-    ends = {largest / 2**k: 0.0 for k in range(HALVINGS) if k == 0 or largest / 2**k >= SMALLEST}
-    ends = {size: end(size) for size in ends}
-    shortest = min(ends.values())
-    return replace(draft, bucket=max(size for size, last in ends.items() if last <= shortest * (1 + 1e-12)) / MiB)
+    return replace(draft, bucket=best_piece(max(size for share in shares for size in share.values()), end))
 
 
 def _end_of_next_forward(draft: Draft, rank: int) -> float:
