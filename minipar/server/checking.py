@@ -29,7 +29,7 @@ from minipar.execution.facts import ALIKE, ONE, SUM, WRONG, Broken, Fact
 from minipar.program import Instruction, Op, Portion, Program, Value, param, portions
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server.pushing import Servers
-from minipar.server.shard import Gradients, Pushed, Shard
+from minipar.server.shard import Gradients, Pushed, Shard, view
 from minipar.server.working import Worker
 
 
@@ -108,7 +108,10 @@ class CheckedWorker(CheckedExecutor, Worker):
             self.grads.pop(value.index, None)
 
     def _came(self, index: int, ins: Instruction) -> None:
-        """Parameters have come: they are the server's, and the layers have them."""
+        """Parameters have come: they are the server's, and the layers have them. (In a step that is void they have
+        not.)"""
+        if self.servers.void:
+            return
         for one in portions(ins):
             g, own = one.group, self.groups[one.group]
             values = [self.servers.here(self.names[id(p)]) for p in own]
@@ -184,6 +187,9 @@ class CheckedShard(Shard):
     def _holds(self, g: str) -> int:
         return checksum([self.own[k].data for k in self.tensors[g]])
 
+    def _values(self, k: int, before: bool) -> Tensor:
+        return view(self.before, self.keys[k], self.by_tensor[k]) if before else self.own[k].data
+
     def _unchanged(self, g: str, at: At) -> None:
         now = self._holds(g)
         if self.left.setdefault(g, now) != now:
@@ -218,7 +224,7 @@ class CheckedShard(Shard):
         """A worker's gradient of a group was taken: note what it is; its product, square and tolerance."""
         found = {k: pushed.room.of[k] for k in self.tensors[g] if k in pushed.held}
         at = At(Op.ACCEPT, pushed.worker, pushed.step, g)
-        if found and self.compress == "none":
+        if found and self.compress == "none" and not pushed.passed_on:  # (its worker notes what it has pushed again)
             what = _taken(g, pushed.step, pushed.worker, self._rank)
             self._note(at, ALIKE, what, (pushed.worker, self._rank), [checksum(found.values())])
         if not all(map(is_finite, found.values())):
@@ -262,12 +268,13 @@ class CheckedShard(Shard):
                 self._wrong(self._apply(g), f"param({g}) was not changed, though its gradient is not zero")
             self.left[g] = self._holds(g)
 
-    def sent(self, worker: int, step: int, keys: Collection[int]) -> None:
-        """Some tensors are sent to a worker, for this step of it."""
+    def sent(self, worker: int, step: int, keys: Collection[int], before: bool = False) -> None:
+        """Some tensors are sent to a worker, for this step of it; as they were `before` their last update."""
         for g in self._groups(keys):
             at = At(Op.REPLY, worker, step, g)
-            self._unchanged(g, at)
-            mine = checksum([self.own[k].data for k in self.tensors[g] if k in keys])
+            if not before:
+                self._unchanged(g, at)
+            mine = checksum([self._values(k, before) for k in self.tensors[g] if k in keys])
             self._note(at, ALIKE, _pulled(g, step, self._rank, worker), (self._rank, worker), [mine])
 
 

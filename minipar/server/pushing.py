@@ -145,7 +145,10 @@ class Servers:
     # connections -----------------------------------------------------------------------------------------------------
 
     def _again(self) -> bool:
-        """Connect to all servers. Returns whether they still have what this worker pushed; if not, its step is void."""
+        """Connect to all servers. Returns whether they still have what this worker pushed; if not, its step is void.
+        (It is, too, where groups come one by one: those that were on their way are lost.)"""
+        if self._each is not None:
+            self.life = 0
         until, pause = time.monotonic() + self.patience, RETRY
         while True:
             self._let_go()
@@ -164,7 +167,7 @@ class Servers:
             except OSError as error:
                 raise RankError(f"worker {self.worker}: no connection to the servers: {error}") from error
             if found:
-                return found == self.incarnation or self._rewound(found)
+                return (found == self.incarnation and self._each is None) or self._rewound(found)
 
     def _introduce(self, life: int) -> int:
         """Introduce this worker. Returns the incarnation of the servers; 0 if they differ, while servers go back."""
@@ -221,7 +224,9 @@ class Servers:
         self.unacknowledged = -1
         if not first:
             self._on_rewind()
-        if not first:  # (a new life, since its next gradients may not be mixed with parts that servers still have)
+        if (
+            not first and self._each is None
+        ):  # (a new life, since its next gradients may not be mixed with parts that servers still have)
             self.life = 0
             self._again()
         return False
@@ -230,6 +235,7 @@ class Servers:
         for connection in self.connections:
             connection.close()
         self.connections = []
+        self._parts_here.clear()
 
     def _take(self, connection: Connection, wanted: What) -> Message:
         """The next message of this kind; acknowledgements before it are noted."""
@@ -256,7 +262,7 @@ class Servers:
         None at the end."""
         while True:
             try:
-                if self._each is not None and 0 <= self.step < self._steps - 1:
+                if self._each is not None and not self.void and 0 <= self.step < self._steps - 1:
                     self._begin(self.step + 1, self.version + 1)  # (its parameters come without being asked for)
                 else:
                     self._pull()
@@ -277,7 +283,8 @@ class Servers:
         while True:
             try:
                 self.request += 1
-                ask = Message(What.PULL, step=self.step, number=self.request, moment=self._timing[0])
+                step = -1 if self.void else self.step  # (of a step that is void nothing is pushed)
+                ask = Message(What.PULL, step=step, number=self.request, moment=self._timing[0])
                 self.connections[0].send(ask)
                 self._timing, self.arrived = (0, 0), 0.0
                 self.reach("pull")
@@ -328,14 +335,18 @@ class Servers:
 
     def bring(self, group: int) -> None:
         """Wait for the parameters of a group (or a piece of one), where each comes by itself. Those of others may come
-        before them."""
-        if self._each is None or group in self._whole:
+        before them. In a step that is void, nothing comes."""
+        if self._each is None or self.void or group in self._whole:
             return
         keys = self._each.keys[group]
         servers = sorted({server for k in keys for server, _ in self._homes[k]})
-        for server in servers:
-            while (server, group) not in self._parts_here:
-                self._take_part(self.connections[server], self._take(self.connections[server], What.PART))
+        try:
+            for server in servers:
+                while (server, group) not in self._parts_here:
+                    self._take_part(self.connections[server], self._take(self.connections[server], What.PART))
+        except ConnectionError:
+            self._again()
+            return
         self.arrived = max(self._parts_here.pop((server, group)) for server in servers)
         self._whole.add(group)
         self._join(self._cut.intersection(keys))

@@ -714,7 +714,7 @@ def _work(
             values = [ps.pull(one.names[id(p)]) for p in group]
             if one.offloading.keeps(g):
                 one.offloading.put_away(g, [v.to(p.dtype) for v, p in zip(values, group, strict=True)])
-            else:
+            elif not ps.void:  # (else nothing has come)
                 for p, value in zip(group, values, strict=True):
                     p.data.copy_(value)
 

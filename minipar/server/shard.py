@@ -187,6 +187,7 @@ class Pushed:
     room: Room
     missing: set[int] = field(default_factory=set)  # tensors of which the piece is not here yet
     held: frozenset[int] = frozenset()  # tensors that the worker has
+    passed_on: bool = False  # whether some of it is of an earlier life of the worker
 
 
 def scale_of(replicas: Sequence[Sequence[Pushed]]) -> float:
@@ -214,6 +215,7 @@ class Shard:
         self.by_tensor = {piece.tensor: piece for piece in pieces}  # (tensors are numbered as their keys)
         self.flat = torch.zeros(length(pieces), dtype=torch.uint8)
         self.bytes = bytes_of(self.flat)
+        self.before = torch.empty(0, dtype=torch.uint8)  # where it is kept, what some tensors were before an update
         self.parameters = [nn.Parameter(view(self.flat, keys[p.tensor], p)) for p in pieces]
         self.own = {piece.tensor: p for piece, p in zip(pieces, self.parameters, strict=True)}
         for piece, parameter in zip(pieces, self.parameters, strict=True):
@@ -279,6 +281,24 @@ class Shard:
     def let_go(self, pushed: Pushed) -> None:
         del self.pushed[pushed.worker, pushed.life]
         self.spare.append(pushed.room)
+
+    def passes_on(self, pushed: Pushed, life: int) -> None:
+        """What has arrived of a gradient is that of another life of its worker, which pushes it again."""
+        del self.pushed[pushed.worker, pushed.life]
+        pushed.life, pushed.passed_on = life, True
+        self.pushed[pushed.worker, life] = pushed
+
+    def keep(self, tensors: Collection[int]) -> None:
+        """Keep some tensors as they are now, before they are updated."""
+        if not len(self.before):
+            self.before = torch.empty_like(self.flat)
+        for piece in (self.by_tensor[k] for k in tensors if k in self.by_tensor):
+            place = slice(piece.place, piece.place + piece.size)
+            self.before[place] = self.flat[place]
+
+    @property
+    def bytes_before(self) -> memoryview:
+        return bytes_of(self.before)
 
     def combine(self, taken: Sequence[Pushed], tensors: Collection[int] | None = None, scale: float = 1.0) -> Gradients:
         """Sum gradients, in this order, and scale the sum, in the memory of the first one that has a tensor. What no

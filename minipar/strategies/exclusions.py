@@ -144,9 +144,6 @@ ARRIVING = KeyValues(
     lambda plan: plan.sync == "ps" and str(plan.mode).partition(":")[0] != "sync",
     "mode=sync",
 )
-CONTINUED = KeyValues(
-    "on_death", "on_death=continue", lambda plan: plan.sync == "ps" and plan.on_death == "continue", "on_death=abort"
-)
 ALGORITHM = KeyValues("algorithm", "algorithm", lambda plan: plan.algorithm != "default", "algorithm=default")
 ASYNCHRONOUS = KeyValues(
     "schedule", "schedule without flushes", lambda plan: plan.asynchronous, "a synchronous schedule such as 1f1b"
@@ -248,11 +245,6 @@ EXCLUSIONS = (
         "an update is of whole gradients, and a step's parameters are of one version: that is known when a worker's "
         "last layer is there, and priority answers the others before it",
         fundamental=True,
-    ),
-    Exclusion(
-        CONTINUED,
-        PRIORITY,
-        "a worker that begins its step again needs parameters from before it, of which some are updated already",
     ),
     Exclusion(SERVERS, ZERO, "the servers hold the optimizer's state, and share it out", fundamental=True),
     Exclusion(

@@ -40,7 +40,6 @@ MADE = {
     "offload=parameters": "offload=parameters",
     "sync=ps": "sync=ps",
     "mode=async, ssp, k-of-n": "sync=ps mode=async",
-    "on_death=continue": "sync=ps on_death=continue",
     "algorithm": "algorithm=ring",
     "tp of 2 or more": "tp=2",
     "context_parallel of 2 or more": "context_parallel=2",

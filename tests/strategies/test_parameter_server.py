@@ -431,7 +431,6 @@ def test_refused_programs():
         ("servers=99", "servers=99: too many for parameters of 20 bytes"),
         ("on_death=pray", "on_death=pray: unknown; possible are abort, continue"),
         ("overlap=priority mode=ssp:1", "mode=ssp:1: not together with overlap=priority .*one version.*fundamental"),
-        ("overlap=priority on_death=continue", "needs parameters from before it"),
         ("overlap=priority bucket=flat", "overlap=priority: not together with bucket=flat .gradients go in pieces"),
         ("zero=2", "sync=ps: not together with zero=2 .the servers hold"),
         ("offload=optimizer", "no worker has any.*possible is offload=parameters"),

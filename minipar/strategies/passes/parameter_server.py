@@ -35,7 +35,8 @@ push the -0.0 of a gradient that is missing, so that all do the same.
 
 For the rule, all ranks of a replica are one worker: what one of them pushes counts when all have pushed theirs, and
 they are answered together, so that a step has one version of all parameters. Where one of them dies and may come back
-(on_death=continue), all of them begin the step again.
+(on_death=continue), all of them begin the step again. By priority, servers then send what they have updated already as
+it was before.
 
     clip          an update is scaled down to a norm: each server sums the squares of its part of the gradient, server 0
                   adds these up and tells the others, and until then nothing else happens
