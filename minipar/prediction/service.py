@@ -6,7 +6,7 @@
 A worker is here a rank that is no server; all those of a replica are one worker of the rule. A server is one thread, so
 receiving, sending and updating wait for each other. A message takes time on both its ranks. With fewer cores than
 ranks, all ranks that work share the cores equally. Where layers are served one by one, servers follow their program,
-and not the rule: an update comes when all workers have pushed a layer, and its answers at once.
+and not the rule: an update comes when all workers have pushed a layer, or a piece of one, and its answers at once.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from itertools import takewhile
 from minipar.costs.protocol import Costs
 from minipar.errors import ProgramError
 from minipar.prediction.streams import Link
-from minipar.program import COPIES, SERVICE, Instruction, Op, Program, Value
+from minipar.program import COPIES, SERVICE, Instruction, Op, Portion, Program, Value, portions
 from minipar.program.event_loop import EventLoop
 from minipar.program.server_rule import Consistency, Kind, Mode, Row
 from minipar.strategies import served_order
-from minipar.strategies.shares import kept_shares, shares_of
+from minipar.strategies.shares import kept_shares, shares_of, whole
 
-InstructionKey = tuple[int, Op, int, int, tuple[int, ...]]  # rank, what, peer or place in its step, step, groups
+InstructionKey = tuple[int, Op, int, int, tuple[Portion, ...]]  # rank, what, peer or place in its step, step, of what
 Times = dict[InstructionKey, tuple[float, float]]
 
 
@@ -34,7 +34,7 @@ def key_of(rank: int, ins: Instruction, count: int = -1) -> InstructionKey:
     servers it has `count`, the place in its step."""
     if ins.op not in SERVICE:
         return rank, ins.op, count, ins.step, ()
-    return rank, ins.op, ins.peer, ins.step, ins.layers
+    return rank, ins.op, ins.peer, ins.step, portions(ins)
 
 
 def timed(program: Program, times: Times) -> tuple[list[list[float]], list[list[float]]]:
@@ -111,7 +111,8 @@ class _Simulated:
         for w in range(self.workers):
             self._ask(w)
         if self.layers is not None:
-            self.layers.answer()
+            for server in self.servers:
+                self.layers.answer(server)
         self._decide()
         self.loop.run()
         if self.rule.members:
@@ -277,7 +278,7 @@ class _Simulated:
 
     def _accepted(self, worker: int, ins: Instruction) -> None:
         if self.layers is not None:
-            self.layers.accepted(worker, ins)
+            self.layers.accepted(ins)
         replica = self.program.replica(worker)
         self.expected[replica, ins.step] -= 1
         if not self.expected[replica, ins.step]:
@@ -314,7 +315,7 @@ class _Simulated:
             ranks = ((w, take.step) for take in taken for w in self.program.ranks_of_replicas[take.worker])
             pushes = ((worker, ins) for worker, step in ranks for ins in self.pushes(worker, step))
             accepts = [served_order.accept(ins, worker) for worker, ins in pushes if ins.peer == server]
-            self.update(server, served_order.update(share, row.version, accepts), lambda: None)
+            self.update(server, served_order.update(whole(share), row.version, accepts), lambda: None)
 
     def update(self, server: int, ins: Instruction, then: Callable[[], None]) -> None:
         self.work(server, self.costs.compute(server, ins), [key_of(server, ins)], then)
@@ -331,20 +332,26 @@ class _Simulated:
 
 
 class _Layers:
-    """Servers that serve layers one by one, as their program says.
+    """Servers that serve layers, or pieces of them, one by one, as their program says.
 
-    left      (server, step, groups) -> accepts still to come before these are updated
-    updates   (server, group) -> the updates of a group so far
-    sent      (server, worker) -> the answers so far
+    left      (server, step, of what) -> accepts still to come before these are updated
+    applies   the same -> the update
+    updates   (server, of what) -> the updates of it so far
+    wanted    (server, worker) -> the answers that are still to be sent
     """
 
     def __init__(self, run: _Simulated) -> None:
         self.run, self.steps = run, run.program.steps
         every = [(worker, step, ins) for worker in range(run.workers) for step in run.blocks[worker]
                  for ins in run.pushes(worker, step)]  # fmt: skip
-        self.left = Counter((ins.peer, step, ins.layers) for _, step, ins in every)
-        self.taken: dict[tuple[int, int, tuple[int, ...]], list[Instruction]] = defaultdict(list)
-        self.updates: Counter[tuple[int, int]] = Counter()
+        self.left = Counter((ins.peer, step, portions(ins)) for _, step, ins in every)
+        self.applies = {
+            (server, ins.step, portions(ins)): ins
+            for server in run.servers
+            for ins in run.program.ranks[server]
+            if ins.op is Op.APPLY
+        }
+        self.updates: Counter[tuple[int, Portion]] = Counter()
         self.wanted = {
             (server, worker): deque(
                 pull for step in range(self.steps) for pull in run.pulls(worker, step) if pull.peer == server
@@ -353,24 +360,23 @@ class _Layers:
             for worker in range(run.workers)
         }
 
-    def accepted(self, worker: int, push: Instruction) -> None:
-        """A server has what a worker pushed; if it is the last one's, the layer is updated."""
-        key = server, step, groups = push.peer, push.step, push.layers
+    def accepted(self, push: Instruction) -> None:
+        """A server has what a worker pushed; if it is the last one's, it is updated."""
+        server, some = push.peer, portions(push)
+        key = server, push.step, some
         self.left[key] -= 1
-        self.taken[key].append(served_order.accept(push, worker))
         if self.left[key]:
             return
-        share = self.run.shares[server - self.run.workers]
-        ins = served_order.update({g: share[g] for g in groups}, step, sorted(self.taken.pop(key)))
 
         def then() -> None:
-            self.updates.update((server, g) for g in groups)
-            self.answer()
+            self.updates.update((server, one) for one in some)
+            self.answer(server)
 
-        self.run.update(server, ins, then)
+        self.run.update(server, self.applies[key], then)
 
-    def answer(self) -> None:
+    def answer(self, server: int) -> None:
         """Send what is there to all workers, to each in the order in which it pulls."""
-        for (server, worker), wanted in self.wanted.items():
-            while wanted and all(self.updates[server, g] >= wanted[0].step for g in wanted[0].layers):
+        for worker in range(self.run.workers):
+            wanted = self.wanted[server, worker]
+            while wanted and all(self.updates[server, one] >= wanted[0].step for one in portions(wanted[0])):
                 self.run.reply(worker, wanted.popleft())

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 from minipar.program.diagnostics import at, refuse
 from minipar.program.forms import in_words, lacking
-from minipar.program.instructions import COLLECTIVES, PARTNERS, SERVICE, Instruction, Op, message, repartitions
+from minipar.program.instructions import (
+    COLLECTIVES,
+    PARTNERS,
+    SERVICE,
+    Instruction,
+    Op,
+    message,
+    portions,
+    repartitions,
+)  # fmt: skip
 from minipar.program.values import Value, home
 
 if TYPE_CHECKING:
@@ -33,7 +42,7 @@ def check_links(program: Program, ranks: Collection[int]) -> None:
                 reason = f"{at(program, rank, index)}: rank {peer} works on the rows of another replica"
                 raise refuse(program, rank, index, reason)
             link = (rank, peer) if op in PARTNERS else (peer, rank)
-            content = (ins.layers, ins.step) if op in SERVICE else message(ins)
+            content = (portions(ins), ins.step) if op in SERVICE else message(ins)
             sides[op].setdefault(link, []).append((content, index))
     for giver, taker in PARTNERS.items():
         if program.undecided and giver in SERVICE:

@@ -48,7 +48,8 @@ class Value(NamedTuple):
     Model state (`param`, `grad`, `optimizer_state`) belongs to no micro-batch and outlives a step: both are -1.
     For a version of parameters, `step` is the number of updates before it.
     For what a collective receives (`incoming`), `microbatch` is the rank that sent it.
-    `form` says how the ranks of a tensor-parallel group share it (see `forms.py`); "": each of them has all of it.
+    `form` says how the ranks of a tensor-parallel group share it (see `forms.py`); "": each of them has all of it. Of a
+    gradient that a worker pushes in pieces it says which bytes this one has, such as "0:8".
     """
 
     kind: str
@@ -155,9 +156,18 @@ def served_state(group: int) -> Value:
     return Value("served_state", group)
 
 
-def pushed(group: int, worker: int, step: int) -> Value:
-    """A server's part of the gradient of one group that a worker has pushed. (Its `microbatch` is the worker.)"""
-    return Value("pushed", group, worker, step)
+def pushed(group: int, worker: int, step: int, piece: str = "") -> Value:
+    """A server's part of the gradient of one group that a worker has pushed, or a piece of that. (Its `microbatch` is
+    the worker.)"""
+    return Value("pushed", group, worker, step, piece)
+
+
+def piece_in(value: Value) -> tuple[int, int] | None:
+    """First byte and end of a piece of a gradient that was pushed; None if this is all that a server has of it."""
+    if value.kind != "pushed" or not value.form:
+        return None
+    start, _, end = value.form.partition(":")
+    return int(start), int(end)
 
 
 def norm() -> Value:

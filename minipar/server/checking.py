@@ -18,7 +18,7 @@ of a step that was done again what was noted last, and only facts that all of th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -26,20 +26,21 @@ from torch import Tensor
 from minipar.execution import facts
 from minipar.execution.checking import CheckedExecutor, checksum, failure, is_finite, left_alone, weighed_together
 from minipar.execution.facts import ALIKE, ONE, SUM, WRONG, Broken, Fact
-from minipar.program import Instruction, Op, Program, Value, param
+from minipar.program import Instruction, Op, Portion, Program, Value, param, portions
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server.pushing import Servers
-from minipar.server.shard import Gradients, Pushed, Shard
+from minipar.server.shard import Gradients, Pushed, Shard, view
 from minipar.server.working import Worker
 
 
 class At(NamedTuple):
-    """An instruction of a server, which does not know its program: of several with these, that of a parameter group."""
+    """An instruction of a server, which does not know its program: of several with these, that of a parameter group, or
+    of a piece of one, by its name."""
 
     op: Op
     peer: int
     step: int
-    group: int
+    group: str
 
 
 class Noted(NamedTuple):
@@ -52,12 +53,12 @@ class Noted(NamedTuple):
     places: Sequence[At] = ()
 
 
-def _pulled(g: int, step: int, server: int, worker: int) -> str:
-    return f"param({g}) of step {step} from {server} to {worker}"
+def _pulled(name: str, step: int, server: int, worker: int) -> str:
+    return f"param({name}) of step {step} from {server} to {worker}"
 
 
-def _taken(g: int, step: int, worker: int, server: int) -> str:
-    return f"grad({g}) of step {step} from {worker} to {server}"
+def _taken(name: str, step: int, worker: int, server: int) -> str:
+    return f"grad({name}) of step {step} from {worker} to {server}"
 
 
 # workers --------------------------------------------------------------------------------------------------------------
@@ -70,9 +71,10 @@ class CheckedWorker(CheckedExecutor, Worker):
         self.whole = program  # (an executor has one step of it)
         super().__init__(program, *given)
 
-    def serve(self, servers: Servers, first: int) -> None:
-        """Work with these servers from now on. The program's first step has this number."""
-        self.servers, self.first_step = servers, first
+    def serve(self, servers: Servers, first: int, numbers: Mapping[Portion, int]) -> None:
+        """Work with these servers from now on. The program's first step has this number. `numbers` of what servers
+        serve by itself."""
+        self.servers, self.first_step, self.numbers = servers, first, numbers
 
     def noted(self) -> Noted:
         """What was noted in the last step."""
@@ -94,10 +96,10 @@ class CheckedWorker(CheckedExecutor, Worker):
         if ins.op is Op.PUSH:
             with self._aside():
                 self._unchanged(ins, ins.layers)
-                for g in ins.layers if self.program.compress == "none" else ():
-                    gradients = [self._pushed(g, p) for p in self.groups[g]]
-                    what = _taken(g, self._now, self.comm.rank, ins.peer)
-                    self._note(ALIKE, what, index, (self.comm.rank, ins.peer), [self._part(g, gradients, ins.peer)])
+                for one in portions(ins) if self.program.compress == "none" else ():
+                    gradients = [self._pushed(one.group, p) for p in self.groups[one.group]]
+                    what = _taken(str(one), self._now, self.comm.rank, ins.peer)
+                    self._note(ALIKE, what, index, (self.comm.rank, ins.peer), [self._part(one, gradients, ins.peer)])
         super()._serve(index, ins)
         if ins.op is Op.PULL:
             with self._aside():
@@ -106,20 +108,26 @@ class CheckedWorker(CheckedExecutor, Worker):
             self.grads.pop(value.index, None)
 
     def _came(self, index: int, ins: Instruction) -> None:
-        """Parameters have come: they are the server's, and the layers have them."""
-        for g in ins.layers:
-            own = self.groups[g]
-            values = [self.servers.pull(self.names[id(p)]) for p in own]
-            what = _pulled(g, self._now, ins.peer, self.comm.rank)
-            self._note(ALIKE, what, index, (ins.peer, self.comm.rank), [self._part(g, values, ins.peer)])
+        """Parameters have come: they are the server's, and the layers have them. (In a step that is void they have
+        not.)"""
+        if self.servers.void:
+            return
+        for one in portions(ins):
+            g, own = one.group, self.groups[one.group]
+            values = [self.servers.here(self.names[id(p)]) for p in own]
+            what = _pulled(str(one), self._now, ins.peer, self.comm.rank)
+            self._note(ALIKE, what, index, (ins.peer, self.comm.rank), [self._part(one, values, ins.peer)])
+            if not self._is_here(g):
+                continue
             self.holds[param(g)] = checksum([value.to(p.dtype) for value, p in zip(values, own, strict=True)])
             if not self.offloading.keeps(g) and self._parameters(param(g)) != self.holds[param(g)]:
                 self._here(ins, f"param({g}) is not what was pulled")
 
-    def _part(self, g: int, values: Sequence[Tensor], peer: int) -> int:
+    def _part(self, one: Portion, values: Sequence[Tensor], peer: int) -> int:
         """The checksum of the part of a group's tensors that a server keeps."""
-        server, names = peer - self.whole.workers, [self.names[id(p)] for p in self.groups[g]]
-        parts = (self.servers.part(name, value, server) for name, value in zip(names, values, strict=True))
+        server, number = peer - self.whole.workers, self.numbers[one]
+        names = [self.names[id(p)] for p in self.groups[one.group]]
+        parts = (self.servers.part(name, value, server, number) for name, value in zip(names, values, strict=True))
         return checksum([part for part in parts if part is not None])
 
 
@@ -128,18 +136,18 @@ class CheckedWorker(CheckedExecutor, Worker):
 
 class Place(NamedTuple):
     """Which server this is, of how many; how many workers there are, whose ranks come before those of servers; and the
-    keys of each parameter group."""
+    keys of each parameter group, or piece of one, by its name."""
 
     number: int
     servers: int
     workers: int
-    groups: tuple[tuple[int, ...], ...]
+    groups: Mapping[str, tuple[int, ...]]
 
 
 class CheckedShard(Shard):
     """A shard that notes what it takes, adds up, changes and sends.
 
-    tensors   those that it keeps something of, by parameter group
+    tensors   those that it keeps something of, by parameter group, or piece of one
     updating  those that its optimizer updates
     left      checksums of all that it keeps of a group, as the last update has left it
     sums      checksums of gradients, as they were summed or clipped
@@ -148,13 +156,12 @@ class CheckedShard(Shard):
     def __init__(self, place: Place, compress: str, clipped: bool, *given: Any) -> None:
         super().__init__(*given)
         self.place, self.compress, self.clipped = place, compress, clipped
-        here = {g: [k for k in keys if k in self.by_tensor] for g, keys in enumerate(place.groups)}
+        here = {g: [k for k in keys if k in self.by_tensor] for g, keys in place.groups.items()}
         self.tensors = {g: keys for g, keys in here.items() if keys}
-        self.own = {piece.tensor: p for piece, p in zip(self.pieces, self.parameters, strict=True)}
         grouped = {id(p) for some in self.optimizer.param_groups for p in some["params"]} if self.optimizer else ()
         self.updating = {k for k, p in self.own.items() if id(p) in grouped}
-        self.left: dict[int, int] = {}
-        self.sums: dict[int, int] = {}
+        self.left: dict[str, int] = {}
+        self.sums: dict[str, int] = {}
         self._version = 0
         self._facts: list[Fact] = []
         self._places: list[At] = []
@@ -177,19 +184,22 @@ class CheckedShard(Shard):
     def _rank(self) -> int:
         return self.place.workers + self.place.number
 
-    def _holds(self, g: int) -> int:
+    def _holds(self, g: str) -> int:
         return checksum([self.own[k].data for k in self.tensors[g]])
 
-    def _unchanged(self, g: int, at: At) -> None:
+    def _values(self, k: int, before: bool) -> Tensor:
+        return view(self.before, self.keys[k], self.by_tensor[k]) if before else self.own[k].data
+
+    def _unchanged(self, g: str, at: At) -> None:
         now = self._holds(g)
         if self.left.setdefault(g, now) != now:
             self._wrong(at, f"param({g}) is not what the last update of it has left")
 
-    def _groups(self, tensors: Collection[int]) -> Iterator[int]:
+    def _groups(self, tensors: Collection[int]) -> Iterator[str]:
         """The groups of some tensors."""
         return (g for g, mine in self.tensors.items() if not set(mine).isdisjoint(tensors))
 
-    def _weighed(self, g: int, gradients: Gradients) -> tuple[float, float, float]:
+    def _weighed(self, g: str, gradients: Gradients) -> tuple[float, float, float]:
         return weighed_together((gradients.get(k), self.own[k].numel()) for k in self.tensors[g])
 
     def combine(self, taken: Sequence[Pushed], tensors: Collection[int] | None = None, scale: float = 1.0) -> Gradients:
@@ -207,14 +217,14 @@ class CheckedShard(Shard):
             self.sums[g] = checksum(gradients.get(k) for k in self.tensors[g])
         return gradients
 
-    def _apply(self, g: int) -> At:
+    def _apply(self, g: str) -> At:
         return At(Op.APPLY, -1, self._version, g)
 
-    def _accepted(self, g: int, pushed: Pushed) -> tuple[float, float, float]:
+    def _accepted(self, g: str, pushed: Pushed) -> tuple[float, float, float]:
         """A worker's gradient of a group was taken: note what it is; its product, square and tolerance."""
         found = {k: pushed.room.of[k] for k in self.tensors[g] if k in pushed.held}
         at = At(Op.ACCEPT, pushed.worker, pushed.step, g)
-        if found and self.compress == "none":
+        if found and self.compress == "none" and not pushed.passed_on:  # (its worker notes what it has pushed again)
             what = _taken(g, pushed.step, pushed.worker, self._rank)
             self._note(at, ALIKE, what, (pushed.worker, self._rank), [checksum(found.values())])
         if not all(map(is_finite, found.values())):
@@ -258,12 +268,13 @@ class CheckedShard(Shard):
                 self._wrong(self._apply(g), f"param({g}) was not changed, though its gradient is not zero")
             self.left[g] = self._holds(g)
 
-    def sent(self, worker: int, step: int, keys: Collection[int]) -> None:
-        """Some tensors are sent to a worker, for this step of it."""
+    def sent(self, worker: int, step: int, keys: Collection[int], before: bool = False) -> None:
+        """Some tensors are sent to a worker, for this step of it; as they were `before` their last update."""
         for g in self._groups(keys):
             at = At(Op.REPLY, worker, step, g)
-            self._unchanged(g, at)
-            mine = checksum([self.own[k].data for k in self.tensors[g] if k in keys])
+            if not before:
+                self._unchanged(g, at)
+            mine = checksum([self._values(k, before) for k in self.tensors[g] if k in keys])
             self._note(at, ALIKE, _pulled(g, step, self._rank, worker), (self._rank, worker), [mine])
 
 
@@ -359,4 +370,6 @@ class Comparison:
             return broken.at + next(k for k, ins in enumerate(row) if ins.step == step)
         op, peer, _, group = self._places[step, broken.rank][broken.at]
         asked = op, peer, step
-        return next(k for k, ins in enumerate(row) if (ins.op, ins.peer, ins.step) == asked and group in ins.layers)
+        return next(
+            k for k, ins in enumerate(row) if (ins.op, ins.peer, ins.step) == asked and group in map(str, portions(ins))
+        )

@@ -17,7 +17,16 @@ however often it is sent.
 
 Where every group is served by itself (overlap=priority), a server updates a group as soon as all workers have pushed
 it, and sends it at once, to each worker in the order in which that pulls. Nobody decides this, since in mode sync it
-changes no number; server 0 only keeps the order of whole updates.
+changes no number; server 0 only keeps the order of whole updates. A piece of a group that is served by itself is a
+group here, with keys of its own.
+
+A worker that begins a step again then needs groups that are updated already as they were before (on_death=continue).
+No server begins an update before the last one is complete everywhere, and until this one is, it keeps what it has
+updated as it was. What the worker had pushed of the step counts; of what it pushes again servers take only the rest:
+
+    worker 0   PULL 0 1 2 | F B PUSH 2, dies    begins again: PULL 0 1 2 | F B PUSH 2 1 0
+    worker 1   ............ F B PUSH 2 1 0                                             PULL 2 1 0 ...
+    server                  APPLY 2             sends 2 as it was           APPLY 1, APPLY 0: complete, 2 as it was goes
 """
 
 from __future__ import annotations
@@ -61,7 +70,7 @@ from minipar.server.framing import (
 )
 from minipar.server.packing import unpack
 from minipar.server.rendezvous import Introduction, Meeting, ServerHandle, present, read_handle
-from minipar.server.shard import Division, Gradients, Pushed, Shard, digest, pieces_of, runs_of, scale_of, squares
+from minipar.server.shard import Division, Gradients, Pushed, Run, Shard, digest, pieces_of, runs_of, scale_of, squares
 from minipar.server.switchboard import Done, Switchboard
 from minipar.strategies.passes.compress import pushed_bytes
 from minipar.strategies.shares import Piece
@@ -91,7 +100,7 @@ class Settings:
     processes       of the workers, where they are on this machine: one that is stopped before it connects is noticed
     division        which workers have which keys; None: each pulls all of them at once
     replicas        the workers of each replica; (): every worker is one by itself
-    checked         the keys of each parameter group, where what is done is noted to be compared; (): it is not
+    checked         what is noted to be compared: the keys of each parameter group, or piece of one, by its name
     clip            the norm to which an update's gradient is scaled down, that of all parts together; None: it is not
     saved           the saved run from which everything goes on
     """
@@ -112,7 +121,7 @@ class Settings:
     saved: Saved | None = None
     processes: tuple[int, ...] = ()
     division: Division | None = None
-    checked: tuple[tuple[int, ...], ...] = ()
+    checked: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     replicas: tuple[tuple[int, ...], ...] = ()
 
     @property
@@ -241,13 +250,15 @@ class Arrivals:
         del self.pushed[replica, step]
         return True
 
-    def wait(self, worker: int, late: bool = False) -> bool:
+    def wait(self, worker: int, late: bool = False, first: bool = False) -> bool:
         """A worker pulls. Returns whether its replica must wait: for another one of its workers to pull, or since a
         gradient that it pushed is not at all servers yet. late: that is known to be under way, to other servers than
-        this one, or from another one of its workers."""
+        this one, or from another one of its workers. first: it has pushed nothing in this life."""
         replica = self.replicas.of(worker)
         members = self.replicas.members(replica)
-        if late or any(key[0] in members for key in self.at):
+        if first:
+            pass
+        elif late or any(key[0] in members for key in self.at):
             self.early.add(replica)
         return not self.pulling.done(worker) or replica in self.early
 
@@ -274,6 +285,9 @@ class Gathering:
 
     counts    (group, step) -> pieces of its gradient that have arrived
     updates   the updates of each group
+    made      update -> how many groups have had it
+    complete  the updates that all servers have made of all groups; each group here has had as many, or one more
+    early     groups whose next update waits until the last one is complete, with its step
     next_of   worker -> step and place of what it gets next
     """
 
@@ -283,10 +297,13 @@ class Gathering:
         self.group_of = {k: g for g, keys in enumerate(division.keys) for k in keys}
         of = [division.of(worker) for worker in range(len(division.held))]
         self.wanted = [sum(len(here[g] & of[worker]) for worker in division.holders(g)) for g in range(len(here))]
-        self.mine = [g for g, count in enumerate(self.wanted) if count]
+        self.mine = sum(map(bool, self.wanted))
         self.orders = [[g for g in held if here[g]] for held in division.held]
         self.counts: Counter[tuple[int, int]] = Counter()
-        self.updates: Counter[int] = Counter()
+        self.complete = shard.updates
+        self.updates = Counter(dict.fromkeys(range(len(here)), shard.updates))
+        self.made: Counter[int] = Counter()
+        self.early: list[tuple[int, int]] = []
         self.next_of: dict[int, tuple[int, int]] = {}
 
     def next(self, key: int, step: int) -> int:
@@ -306,12 +323,20 @@ class Gathering:
 
     def applied(self, group: int) -> bool:
         """A group is updated. Whether this was the last one of an update."""
-        self.updates[group] += 1
-        return all(self.updates[g] == self.updates[group] for g in self.mine)
+        version = self.updates[group] = self.updates[group] + 1
+        self.made[version] += 1
+        if self.made[version] < self.mine:
+            return False
+        del self.made[version]
+        return True
 
-    def begins(self, worker: int) -> None:
-        """A worker has asked for its first step."""
-        self.next_of.setdefault(worker, (0, 0))
+    def begins(self, worker: int, step: int) -> None:
+        """A worker has asked for a step: the first one, or one that it begins again."""
+        self.next_of[worker] = step, 0
+
+    def stops(self, worker: int) -> None:
+        """Another life of a worker has begun: nothing is sent to it before it asks."""
+        self.next_of.pop(worker, None)
 
     def ready(self, steps: int) -> Iterator[tuple[int, int, int]]:
         """Worker, step and group of all that can be sent now."""
@@ -347,6 +372,7 @@ class Server:
         self.held = [] if division is None else [division.of(worker) for worker in range(settings.workers)]
         self.replicas = Replicas(settings.replicas)
         self.each = division if division is not None and division.each else None
+        self.runs: dict[tuple[int, int], list[Run]] = {}  # (worker, group) -> what it gets of that; -1: of all groups
         self.digest = digest(handle.keys, self.count)
         self.served = Served(self.shard.flat)
         os.makedirs(self.folder, mode=0o700, exist_ok=True)  # (on another host than the one that opened it)
@@ -402,7 +428,7 @@ class Server:
         counts = {w: sum(map(bool, map(held.intersection, places))) for w, held in enumerate(self.held)}
         self.arrivals = Arrivals(self.count, counts, self.replicas)
         self.joining, self.leaving = Together(self.replicas), Together(self.replicas)
-        self.gathering = None if self.each is None else Gathering(self.each, self.shard)
+        self.gathering: Gathering | None = None  # (where groups are served one by one; `_restore` makes it)
         self.heard: dict[int, float] = {}
         self.stopped: dict[int, float] = {}  # since when a worker's process is seen as stopped
         self.requests: dict[int, int] = {}
@@ -442,7 +468,7 @@ class Server:
     @property
     def version(self) -> int:
         """The number of updates that are made here."""
-        return self.rule.version if self.each is None else self.shard.updates
+        return self.shard.updates
 
     def _gone(self, peer: Peer) -> None:
         """A connection has ended. Without another server nothing can go on; without a worker, all the others can."""
@@ -506,11 +532,14 @@ class Server:
             here = {row.worker for row in order if row.kind is JOIN}
             self.rule.absent = set(range(self.settings.members)) - here
         self.finished = any(row.kind is LEAVE for row in order)  # (if not, workers that were removed come back)
-        for replica, step in facts["reported"] if number else ():
+        if self.each is not None:  # (workers push this step again)
+            self.shard.pushed.clear()
+            self.gathering = Gathering(self.each, self.shard)
+        for replica, step in facts["reported"] if number and self.each is None else ():
             self.rule.push(replica, step)
-        self.served.events = [e for e in self.served.events if e.kind != APPLY or e.which < self.rule.version]
+        self.served.events = [e for e in self.served.events if e.kind != APPLY or e.which < self.version]
         if self.incarnation or number:
-            self.served.restored.append(self.rule.version)
+            self.served.restored.append(self.version)
             self.report(("restored", number))
         self.incarnation = incarnation
 
@@ -520,6 +549,12 @@ class Server:
         tensors["order"] = torch.tensor(rows, dtype=torch.int64).reshape(-1, 4)
         facts["reported"] = list(self.rule.pushed.items())  # gradients that are whole, and in no update yet
         snapshot.write(self.folder, self.number, number, tensors, facts, self.reach)
+
+    def _save_if_due(self) -> None:
+        """Server 0: write a snapshot on all servers if one is due, but not before all of them have the last one."""
+        every = self.settings.snapshot_every if self.number == 0 else None
+        if every and self.rule.version % every == 0 and len(self.saved) in (0, self.count):
+            self._save_all()
 
     def _save_all(self) -> None:
         """Server 0: write a snapshot on all servers, at the same place of the order."""
@@ -555,12 +590,16 @@ class Server:
             known = "another" if piece is None else f"one of {wanted} bytes"
             raise Refused(f"key {key}: {size} bytes were pushed, but server {self.number} keeps {known}")
         peer.since = time.perf_counter()
-        if not self._known(peer.worker, step):
+        if self._lacks(peer.worker, step):
             pushed = self.shard.pushing(peer.worker, peer.life, step, message.version, message.number, held)
             if key in pushed.missing and self.settings.compress == "none":
                 return pushed.room.bytes[key]
         peer.packed = memoryview(bytearray(size))  # (or this piece was received before, and does not count twice)
         return peer.packed
+
+    def _lacks(self, worker: int, step: int) -> bool:
+        """Whether something of a worker's gradient may still be needed here."""
+        return not self._known(worker, step) and (self.each is None or step >= self.shard.updates)
 
     def _pushed_size(self, piece: Piece) -> int:
         """In how many bytes a piece of a gradient comes."""
@@ -585,7 +624,7 @@ class Server:
     def _pull(self, peer: Peer, message: Message) -> None:
         self.requests[peer.worker] = message.number
         late = bool(self.held) and message.step >= 0 and not self._known(peer.worker, message.step)
-        if not self.arrivals.wait(peer.worker, late):
+        if not self.arrivals.wait(peer.worker, late, first=message.step < 0):
             self.rule.ask(self.replicas.of(peer.worker))
 
     def _ask(self, peer: Peer, message: Message) -> None:
@@ -637,6 +676,8 @@ class Server:
         old = self.workers.get(worker)
         if old is not None and old is not peer:
             self.board.drop(old)
+        if self.gathering is not None:
+            self.gathering.stops(worker)
         peer.worker, peer.life = worker, life
         self.workers[worker] = peer
         self.board.tell(peer, Message(What.WELCOME, number=self.incarnation))
@@ -645,6 +686,7 @@ class Server:
             replica = self.replicas.of(worker)
             if self.lives.get(worker) != life or replica not in self.rule.members:
                 self.lives[worker] = life
+                self.requests.pop(worker, None)
                 self.rule.asking.pop(replica, None)  # (until this one asks, too)
                 self.arrivals.pulling.forget(worker)
                 self.leaving.forget(worker)
@@ -658,12 +700,27 @@ class Server:
 
     def _forget(self, worker: int, life: int) -> None:
         """A worker began anew: drop the parts of its earlier gradient, which may not be mixed with the new ones. (One
-        that an update has taken stays until the update is made.)"""
+        that an update has taken stays until the update is made.)
+
+        Where groups are served one by one, some of them are updated with it, and so the rest of it counts, too."""
+        if self.gathering is not None:
+            return self._go_on(self.gathering, worker, life)
         taken = {id(pushed) for pushed in self.clipping.taken} if self.clipping is not None else set()
         for pushed in list(self.shard.pushed.values()):
             if pushed.worker == worker and pushed.life != life and id(pushed) not in taken:
                 self.shard.let_go(pushed)
         self.arrivals.forget(worker, life)
+
+    def _go_on(self, gathering: Gathering, worker: int, life: int) -> None:
+        """A worker began its step anew: what it had pushed of it is that of its new life."""
+        step = gathering.complete
+        self.arrivals.forget(worker, life)
+        here = [pushed for pushed in self.shard.pushed.values() if pushed.worker == worker and pushed.step == step]
+        for pushed in here:
+            self.shard.passes_on(pushed, life)
+        done = step < self.shard.updates and gathering.orders[worker]  # (it may have nothing on this server)
+        if done or any(not pushed.missing for pushed in here):
+            self._is_whole(worker, step, life)
 
     def _pushed(self, peer: Peer, message: Message) -> None:
         """A piece of a gradient was received. On an emulated link it arrives later, with those that travel with it."""
@@ -675,7 +732,7 @@ class Server:
         elif message.moment:
             pace, together, lasts = self.pace, [message], seconds(message.lasts)
             peer.coming = together
-            if not self._known(peer.worker, message.step):
+            if self._lacks(peer.worker, message.step):
                 self.arrivals.coming(peer.worker, message.step, peer.life)
 
             def arrive(start: float, end: float) -> None:
@@ -695,7 +752,7 @@ class Server:
         """Keep a piece of a gradient that has arrived. The last piece makes the gradient whole."""
         worker, step, key = peer.worker, message.step, message.key
         pushed = self.shard.pushed.get((worker, peer.life))
-        if pushed is None or key not in pushed.missing or self._known(worker, step):
+        if pushed is None or key not in pushed.missing or not self._lacks(worker, step):
             return
         pushed.missing.discard(key)
         self.served.received += message.size
@@ -703,14 +760,16 @@ class Server:
         whole = not pushed.missing
         if self.gathering is not None:
             self._gathered(self.gathering.next(key, step), step)
-        if not whole:
-            return
+        if whole:
+            self._is_whole(worker, step, peer.life)
+
+    def _is_whole(self, worker: int, step: int, life: int) -> None:
+        """A gradient is whole here: server 0 must know it."""
         if self.number == 0:
-            self._whole(worker, step, peer.life, 0)
+            self._whole(worker, step, life, 0)
         else:
-            self.board.tell(
-                self.others.get(0), Message(What.HAVE, 0, worker, step, number=peer.life, moment=self._moment())
-            )
+            told = Message(What.HAVE, 0, worker, step, number=life, moment=self._moment())
+            self.board.tell(self.others.get(0), told)
 
     def _moment(self) -> int:
         """The emulated time of the present event, for a message about it."""
@@ -749,12 +808,14 @@ class Server:
     def _tell_row(self, row: Row) -> None:
         """Let all servers do what a row says. Of an answer they hear for each worker of the replica."""
         self.served.order.append(row)
+        if row.kind is APPLY and self.each is not None:  # (before any server goes on to the next update)
+            self._save_if_due()
         if row.kind is not ANSWER:
             self._tell_others(row, 0)
             return self._do(row)
         members = self.replicas.members(row.worker)
         self.arrivals.pulling.forget(*members)
-        answers = [(row._replace(worker=member), self.requests.get(member, 0)) for member in members]
+        answers = [(row._replace(worker=member), self.requests.pop(member, 0)) for member in members]
         for answer in answers:
             self._tell_others(*answer)
         for answer in answers:
@@ -787,8 +848,12 @@ class Server:
 
     def _update(self, row: Row, start: float) -> None:
         """Make an update; with `clip` when all servers know the norm of its gradient, and nothing else before that."""
-        if self.each is not None:  # (its groups are updated already)
+        if self.gathering is not None:  # (its groups are updated already)
             self.taking.clear()
+            self.gathering.complete += 1
+            early, self.gathering.early = self.gathering.early, []
+            for group, step in early:
+                self._gathered(group, step)
             return
         found = [self._found(take) for take in self.taking]
         taken = [pushed for some in found for pushed in some]
@@ -835,9 +900,7 @@ class Server:
 
         self._note(start, end, row)
         self.updated(self)
-        every = self.settings.snapshot_every if self.number == 0 else None
-        if every and self.rule.version % every == 0 and len(self.saved) in (0, self.count):
-            self._save_all()  # (not before all servers have the last snapshot)
+        self._save_if_due()
 
     def _note(self, start: float, end: float, row: Row, group: int = -1) -> None:
         """An update was made: on emulated devices it takes their time."""
@@ -858,10 +921,15 @@ class Server:
         if group < 0:
             return
         assert self.gathering is not None
+        if step > self.gathering.complete:
+            self.gathering.early.append((group, step))
+            return
         start = time.perf_counter()
         taken = self.gathering.taken(group, step)
         keys = self.gathering.division.keys[group]
         self.reach("apply")
+        if self.settings.on_death == "continue":
+            self.shard.keep(keys)
         self.shard.step(self.shard.combine(taken, keys))
         self.reach("apply")
         self._note(start, time.perf_counter(), Row(APPLY, -1, -1, step), group)
@@ -876,8 +944,9 @@ class Server:
         for worker, step, group in self.gathering.ready(self.settings.steps):
             peer = self.workers.get(worker)
             if peer is not None:
+                before = self.gathering.updates[group] > step
                 message = Message(What.PART, group, worker, step, step)
-                self._send(peer, message, self._bytes_for(worker, self.gathering.division.keys[group]), group)
+                self._send(peer, message, self._bytes_for(worker, group, before), group, before)
 
     # answers ---------------------------------------------------------------------------------------------------------
 
@@ -890,25 +959,31 @@ class Server:
         here = step < self.settings.steps  # (after the last step nothing is needed)
         message = Message(What.ANSWER, self.settings.steps, worker, step, version, number)
         if self.gathering is None:
-            self._send(peer, message, self._bytes_for(worker, None) if here else _NOTHING)
-        elif step == 0 or not here:  # (what is sent in between, a worker does not ask for)
+            self._send(peer, message, self._bytes_for(worker) if here else _NOTHING)
+        elif number:  # (it does not ask for a step that follows the one before)
             self._send(peer, message, _NOTHING)
-            self.gathering.begins(worker)
-            self._send_groups()
+            if here:
+                self.gathering.begins(worker, step)
+                self._send_groups()
 
-    def _bytes_for(self, worker: int, keys: Sequence[int] | None) -> memoryview:
-        """What a worker gets: of its own keys, or of these."""
+    def _bytes_for(self, worker: int, group: int = -1, before: bool = False) -> memoryview:
+        """What a worker gets: of all its keys, or of those of a group that is served by itself, now or as it was before
+        its last update."""
         if not self.held:
             return self.shard.bytes
-        held = self.held[worker]
-        runs = runs_of(self.shard.pieces, held, held if keys is None else held.intersection(keys))
-        return memoryview(b"".join(self.shard.bytes[run.start : run.stop] for run in runs))
+        if (worker, group) not in self.runs:
+            held = self.held[worker]
+            wanted = held if self.each is None else held.intersection(self.each.keys[group])
+            self.runs[worker, group] = runs_of(self.shard.pieces, held, wanted)
+        source = self.shard.bytes_before if before else self.shard.bytes
+        return memoryview(b"".join(source[run.start : run.stop] for run in self.runs[worker, group]))
 
-    def _send(self, peer: Peer, message: Message, data: memoryview, group: int = -1) -> None:
+    def _send(self, peer: Peer, message: Message, data: memoryview, group: int = -1, before: bool = False) -> None:
         worker, step, version = message.worker, message.step, message.version
         if isinstance(self.shard, CheckedShard) and len(data):
             keys = self.held[worker] if self.held else frozenset(range(len(self.handle.keys)))
-            self.shard.sent(worker, step, keys if self.each is None else keys.intersection(self.each.keys[group]))
+            some = keys if self.each is None else keys.intersection(self.each.keys[group])
+            self.shard.sent(worker, step, some, before)
         flat, start = self.shard.flat, time.perf_counter()
 
         def note(start: float, end: float) -> None:
@@ -951,9 +1026,11 @@ class Server:
                 why = f" (process {process}) was stopped (SIGSTOP), and" if stopped else ""
                 raise RankError(f"worker {worker}{why} has said nothing for {seconds:.1f} s, in step {step}")
             self.stopped.pop(worker, None)
-            self.served.silent.append((worker, step, seconds))
-            self._tell_row(self.rule.leave(replica, removed=True))
-            self.lives.pop(worker, None)
+            self.heard[worker] = now
+            if self.each is None:  # (else some groups are updated with its gradient: all wait until it is back)
+                self.served.silent.append((worker, step, seconds))
+                self._tell_row(self.rule.leave(replica, removed=True))
+                self.lives.pop(worker, None)
             if peer is not None:
                 self.board.drop(self.workers.pop(worker))
             if peer is not None or stopped:  # (else it has ended, or is starting again)

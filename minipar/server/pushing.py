@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -31,7 +31,7 @@ from minipar.server.connection import Connection, stopped
 from minipar.server.framing import Message, What, bytes_of, nanoseconds, seconds
 from minipar.server.packing import Packer
 from minipar.server.rendezvous import RETRY, Introduction, Meeting, ServerHandle, read_handle
-from minipar.server.shard import Division, digest, kept_by, length, pieces_of, runs_of
+from minipar.server.shard import Division, Run, digest, kept_by, length, pieces_of, runs_of
 from minipar.strategies.shares import Piece
 from minipar.wording import several
 
@@ -90,11 +90,15 @@ class Servers:
         self.keys = handle.keys
         self._at_servers = pieces_of(self.keys, handle.count)
         held = frozenset(range(len(self.keys))) if division is None else division.of(worker)
-        self._number = {key.name: k for k, key in enumerate(self.keys) if key.cut is None or k in held}
+        self._numbers: dict[str | int, list[int]] = {}  # (a parameter that is served in pieces has several keys)
+        for k, key in enumerate(self.keys):
+            if key.cut is None or k in held:
+                self._numbers.setdefault(key.name, []).append(k)
         self._pieces = [kept_by(pieces, held) for pieces in self._at_servers]
         self._runs = [runs_of(pieces, held, held) for pieces in self._at_servers]
         self._each = division if division is not None and division.each else None
         self._group_of = {k: g for g, keys in enumerate(self._each.keys) for k in keys} if self._each else {}
+        self._runs_of: dict[tuple[int, int], list[Run]] = {}  # (server, group) -> what comes of it
         self._parts_here: dict[tuple[int, int], float] = {}  # (server, group) -> when this step's part has arrived
         self._whole: set[int] = set()  # groups that are here for this step
         self._homes = [
@@ -103,13 +107,14 @@ class Servers:
         ]
         self._parts = [frozenset((k, server) for server, _ in homes) for k, homes in enumerate(self._homes)]
         self._places = frozenset().union(*self._parts)
-        self._cut = [k for k, homes in enumerate(self._homes) if len(homes) > 1]
-        # Copies of what the servers keep, one run of bytes for each server; a key that is cut has memory of its own.
+        # Copies of what the servers keep, one run of bytes for each server. A parameter that comes in several parts has
+        # memory of its own.
+        several_parts = (ks for ks in self._numbers.values() if sum(len(self._homes[k]) for k in ks) > 1)
+        self._cut = {k for ks in several_parts for k in ks}
         self._flats = [torch.zeros(length(pieces), dtype=torch.uint8) for pieces in self._pieces]
         self._bytes = [bytes_of(flat) for flat in self._flats]
         self._size = sum(run.stop - run.start for runs in self._runs for run in runs)
-        self._values = [self._home_of(k) for k in range(len(self.keys))]
-        self._kinds = [(value.shape, value.dtype) for value in self._values]
+        self._values = {name: self._home_of(ks) for name, ks in self._numbers.items()}
         self.connections: list[Connection] = []
         self._stopped: dict[int, float] = {}  # server -> since when it has been seen as stopped
         self.incarnation = 0
@@ -127,8 +132,9 @@ class Servers:
         self._timing = 0, 0  # `moment` and `lasts` of the next message
         self._again()
 
-    def _home_of(self, k: int) -> Tensor:
-        key, homes = self.keys[k], self._homes[k]
+    def _home_of(self, keys: Sequence[int]) -> Tensor:
+        """Memory for the parameter that has these keys."""
+        key, homes = self.keys[keys[0]], [home for k in keys for home in self._homes[k]]
         if not homes and key.nbytes:
             return torch.empty(0, dtype=key.type)  # (another worker's)
         if len(homes) == 1:
@@ -139,7 +145,10 @@ class Servers:
     # connections -----------------------------------------------------------------------------------------------------
 
     def _again(self) -> bool:
-        """Connect to all servers. Returns whether they still have what this worker pushed; if not, its step is void."""
+        """Connect to all servers. Returns whether they still have what this worker pushed; if not, its step is void.
+        (It is, too, where groups come one by one: those that were on their way are lost.)"""
+        if self._each is not None:
+            self.life = 0
         until, pause = time.monotonic() + self.patience, RETRY
         while True:
             self._let_go()
@@ -158,7 +167,7 @@ class Servers:
             except OSError as error:
                 raise RankError(f"worker {self.worker}: no connection to the servers: {error}") from error
             if found:
-                return found == self.incarnation or self._rewound(found)
+                return (found == self.incarnation and self._each is None) or self._rewound(found)
 
     def _introduce(self, life: int) -> int:
         """Introduce this worker. Returns the incarnation of the servers; 0 if they differ, while servers go back."""
@@ -215,7 +224,9 @@ class Servers:
         self.unacknowledged = -1
         if not first:
             self._on_rewind()
-        if not first:  # (a new life, since its next gradients may not be mixed with parts that servers still have)
+        if (
+            not first and self._each is None
+        ):  # (a new life, since its next gradients may not be mixed with parts that servers still have)
             self.life = 0
             self._again()
         return False
@@ -224,6 +235,7 @@ class Servers:
         for connection in self.connections:
             connection.close()
         self.connections = []
+        self._parts_here.clear()
 
     def _take(self, connection: Connection, wanted: What) -> Message:
         """The next message of this kind; acknowledgements before it are noted."""
@@ -250,7 +262,7 @@ class Servers:
         None at the end."""
         while True:
             try:
-                if self._each is not None and 0 <= self.step < self._steps - 1:
+                if self._each is not None and not self.void and 0 <= self.step < self._steps - 1:
                     self._begin(self.step + 1, self.version + 1)  # (its parameters come without being asked for)
                 else:
                     self._pull()
@@ -271,7 +283,8 @@ class Servers:
         while True:
             try:
                 self.request += 1
-                ask = Message(What.PULL, step=self.step, number=self.request, moment=self._timing[0])
+                step = -1 if self.void else self.step  # (of a step that is void nothing is pushed)
+                ask = Message(What.PULL, step=step, number=self.request, moment=self._timing[0])
                 self.connections[0].send(ask)
                 self._timing, self.arrived = (0, 0), 0.0
                 self.reach("pull")
@@ -312,32 +325,41 @@ class Servers:
         self._whole.clear()
 
     def _join(self, keys: Iterable[int]) -> None:
-        """Put keys together that are cut."""
+        """Put the parts of parameters together that come in several."""
         for k in keys:
-            whole = bytes_of(self._values[k])
+            key = self.keys[k]
+            whole = bytes_of(self._values[key.name])
             for server, piece in self._homes[k]:
-                part = bytes_of(self._flats[server])
-                whole[piece.start : piece.stop] = part[piece.place : piece.place + piece.size]
+                begin = key.offset + piece.start
+                whole[begin : begin + piece.size] = self._bytes[server][piece.place : piece.place + piece.size]
 
-    def _bring(self, group: int) -> None:
-        """Wait for the parameters of a group, where each comes by itself. Those of others may come before them."""
-        assert self._each is not None
+    def bring(self, group: int) -> None:
+        """Wait for the parameters of a group (or a piece of one), where each comes by itself. Those of others may come
+        before them. In a step that is void, nothing comes."""
+        if self._each is None or self.void or group in self._whole:
+            return
         keys = self._each.keys[group]
         servers = sorted({server for k in keys for server, _ in self._homes[k]})
-        for server in servers:
-            while (server, group) not in self._parts_here:
-                self._take_part(self.connections[server], self._take(self.connections[server], What.PART))
+        try:
+            for server in servers:
+                while (server, group) not in self._parts_here:
+                    self._take_part(self.connections[server], self._take(self.connections[server], What.PART))
+        except ConnectionError:
+            self._again()
+            return
         self.arrived = max(self._parts_here.pop((server, group)) for server in servers)
         self._whole.add(group)
-        self._join(k for k in keys if len(self._homes[k]) > 1)
+        self._join(self._cut.intersection(keys))
 
     def _take_part(self, connection: Connection, message: Message) -> None:
         """The parameters of a group have come from a server."""
         assert self._each is not None
         server = self.connections.index(connection)
-        held = self._each.of(self.worker)
-        wanted = held.intersection(self._each.keys[message.key])
-        for start, stop, place in runs_of(self._at_servers[server], held, wanted):
+        if (server, message.key) not in self._runs_of:
+            held = self._each.of(self.worker)
+            wanted = held.intersection(self._each.keys[message.key])
+            self._runs_of[server, message.key] = runs_of(self._at_servers[server], held, wanted)
+        for start, stop, place in self._runs_of[server, message.key]:
             connection.read(self._bytes[server][place : place + stop - start])
         self.received += message.size
         self._parts_here[server, message.key] = seconds(message.moment)
@@ -345,38 +367,48 @@ class Servers:
     def pull(self, index: str | int) -> Tensor:
         """The parameter of a key, as it was when this step began. The tensor is the worker's copy: it changes when the
         next step begins."""
-        k = self._find(index, "pull")
+        numbers = self._find(index, "pull")
         if not self.missing and self.next_step() is None:
             raise ServerClosed(f"worker {self.worker}: pull({index!r}) after the last step")
-        if self._each is not None and self._group_of[k] not in self._whole:
-            self._bring(self._group_of[k])
-        return self._values[k]
+        for k in numbers if self._each is not None else ():
+            self.bring(self._group_of[k])
+        return self._values[index]
 
-    def push(self, index: str | int, gradient: Tensor, server: int | None = None) -> None:
+    def here(self, index: str | int) -> Tensor:
+        """The parameter of a key as far as it has come, where it comes in pieces."""
+        self._find(index, "here")
+        return self._values[index]
+
+    def push(self, index: str | int, gradient: Tensor, server: int | None = None, group: int | None = None) -> None:
         """Send the gradient of a key; with that of the last key the step is done. Returns when the system has taken it.
         If servers go back meanwhile, `next_step` says whether this step must be done again.
 
         server   send only the part of this server; default: of all that keep something of the key
+        group    send only the part in this group (or piece of one), where each is served by itself; default: all
 
         Raises RankError for a key, shape or dtype that the servers do not have, and ServerClosed.
         """
-        k = self._find(index, "push")
-        if (gradient.shape, gradient.dtype) != self._kinds[k]:
+        numbers = self._find(index, "push")
+        value = self._values[index]
+        if (gradient.shape, gradient.dtype) != (value.shape, value.dtype):
             kind = f"{dtype_name(gradient.dtype)} {tuple(gradient.shape)}"
             raise RankError(
-                f"worker {self.worker}: push of key {index!r} as {kind}; the servers have it as {self.keys[k]}"
+                f"worker {self.worker}: push of key {index!r} as {kind}; the servers have it as {self.keys[numbers[0]]}"
             )
-        parts = self._parts[k] if server is None else self._parts[k] & {(k, server)}
+        chosen = [k for k in numbers if group is None or self._each is None or self._group_of[k] == group]
+        parts = {part for k in chosen for part in self._parts[k] if server is None or part[1] == server}
         if not parts <= self.missing:
             raise RankError(f"worker {self.worker}: key {index!r} was pushed before in step {self.step}")
         self.missing -= parts
         if self.void:
             return
-        self.pushed[k] = (gradient.detach() if gradient.requires_grad else gradient).contiguous()
+        whole = (gradient.detach() if gradient.requires_grad else gradient).contiguous()
+        self.pushed.update(dict.fromkeys(chosen, whole))
         if not self.missing:
             self.unacknowledged = self.step
         try:
-            self._send(k, server)
+            for k in chosen:
+                self._send(k, server)
         except ConnectionError:
             if self._again():
                 self._resend()
@@ -393,19 +425,23 @@ class Servers:
 
     def _sent_of(self, k: int, home: int, piece: Piece) -> memoryview:
         """What is sent of a piece of a gradient."""
-        gradient = self.pushed[k]
+        gradient, begin = self.pushed[k], self.keys[k].offset + piece.start
         if self.packer is None or not piece.size:
-            return bytes_of(gradient)[piece.start : piece.stop]
+            return bytes_of(gradient)[begin : begin + piece.size]
         item = gradient.element_size()
-        flat = gradient.view(-1)[piece.start // item : piece.stop // item]
+        flat = gradient.view(-1)[begin // item : (begin + piece.size) // item]
         return bytes_of(self.packer.pack((k, home), flat))
 
-    def part(self, index: str | int, whole: Tensor, server: int) -> Tensor | None:
-        """The part of a key's whole tensor that a server keeps; None if it keeps nothing of it."""
-        k = self._find(index, "part")
-        item = self.keys[k].type.itemsize
-        flat = whole.detach().to("cpu", self.keys[k].type).reshape(-1)
-        return next((flat[p.start // item : p.stop // item] for home, p in self._homes[k] if home == server), None)
+    def part(self, index: str | int, whole: Tensor, server: int, group: int) -> Tensor | None:
+        """The part of a key's whole tensor that a server keeps, of a group (or a piece of one); None if it keeps
+        nothing of it."""
+        for k in self._find(index, "part"):
+            key = self.keys[k]
+            for home, piece in self._homes[k] if self._each is None or self._group_of[k] == group else ():
+                if home == server:
+                    item, flat = key.type.itemsize, key.of(whole.detach().to("cpu", key.type))
+                    return flat[piece.start // item : piece.stop // item]
+        return None
 
     def _resend(self) -> None:
         """Send everything that was not acknowledged once more; servers that have some of it take only the rest."""
@@ -435,15 +471,16 @@ class Servers:
             raise RankError(f"worker {self.worker}: {rows} of {several(of, 'row')}; must be from 0 to {of}")
         self.rows, self.of = rows, of
 
-    def _find(self, index: str | int, verb: str) -> int:
-        if index not in self._number:
+    def _find(self, index: str | int, verb: str) -> list[int]:
+        """The numbers of a key: one, or several if it is served in pieces."""
+        if index not in self._numbers:
             known = ", ".join(repr(key.name) for key in self.keys[:5]) + (", ..." if len(self.keys) > 5 else "")
             raise RankError(
                 f"worker {self.worker}: {verb} of key {index!r}, which is unknown; the servers have {known}"
             )
         if not self.connections:
             raise ServerClosed(f"worker {self.worker}: {verb} of key {index!r} at servers that have ended")
-        return self._number[index]
+        return self._numbers[index]
 
     def close(self) -> None:
         """Leave: the servers no longer wait for this worker."""

@@ -123,7 +123,8 @@ def read_handle(meeting: str | Meeting) -> ServerHandle:
         raise RankError(f"{place.folder}: no parameter server has its handle there")
     data = json.loads(text)
     keys = tuple(
-        ParameterKey(name, tuple(shape), dtype, cut and tuple(cut)) for name, shape, dtype, cut in data["keys"]
+        ParameterKey(name, tuple(shape), dtype, cut and tuple(cut), part and tuple(part))
+        for name, shape, dtype, cut, part in data["keys"]
     )
     return ServerHandle(place, data["servers"], data["tcp"], bytes.fromhex(data["token"]), keys)
 

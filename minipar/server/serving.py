@@ -50,7 +50,7 @@ from minipar.models.tensors import count_bytes, dtype_name, layers_of, take_rows
 from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.service import Times, timed
 from minipar.prediction.service import key_of as place_of
-from minipar.program import Op, Program, Value
+from minipar.program import Op, Portion, Program, Value, piece_in, portions
 from minipar.program.rows import split_rows
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server import pushing, rendezvous, snapshot
@@ -66,7 +66,7 @@ from minipar.sharding.nodes import Cut
 from minipar.strategies import served_order
 from minipar.strategies.passes.compress import keeps_residual
 from minipar.strategies.served_order import completed
-from minipar.strategies.shares import Shares, kept_shares, shares_of
+from minipar.strategies.shares import Shares, kept_shares, parts_of, shares_of, whole
 from minipar.trace import Trace
 from minipar.trace.lifetimes import series_of
 from minipar.trace.memory_series import Series
@@ -199,7 +199,7 @@ def execute_served(
         settings = Settings(
             workers, program.steps, job.optimizer, mode, every, patience, on_death, True, pacing, job.scheduler, forms,
             program.clip, program.compress, storing.saved, processes, division_of(program),
-            _keys_of_groups(program) if program.checked else (), program.ranks_of_replicas,
+            _checked(program), program.ranks_of_replicas,
         )  # fmt: skip
         revivals = _REVIVALS if on_death == "continue" else 0
         with storing.around():
@@ -223,9 +223,12 @@ def pacing_of(costs: EmulatedCosts) -> Pacing:
     """The part of a program's costs that emulated servers need."""
     program, each = costs.program, served_order.is_by_layer(costs.program)
     servers = range(program.workers, len(program.ranks))
+    numbers = _numbers(program)
     replies = tuple(
         {
-            (worker, ins.step, ins.layers[0] if each else -1): costs.transfer(server, served_order.reply(ins, worker))
+            (worker, ins.step, numbers[portions(ins)[0]] if each else -1): costs.transfer(
+                server, served_order.reply(ins, worker)
+            )
             for worker in range(program.workers)
             for ins in program.ranks[worker]
             if ins.op is Op.PULL and ins.peer == server
@@ -233,16 +236,15 @@ def pacing_of(costs: EmulatedCosts) -> Pacing:
         for server in servers
     )
     assert program.serving is not None
-    shares = _kept(program)
     first = [ins for row in program.ranks[: program.workers] for ins in row if ins.op is Op.PUSH and ins.step == 0]
     updates: list[dict[int, float]] = []
-    for server, share in zip(servers, shares, strict=True):
-        parts = {g: {g: share[g]} for g in share} if each else {-1: share}
-        accepts = [served_order.accept(push, 0) for push in first if push.peer == server]
-        made = {
-            g: served_order.update(part, 0, [ins for ins in accepts if not part.keys().isdisjoint(ins.layers)])
-            for g, part in parts.items()
-        }
+    for server, share in zip(servers, _kept(program), strict=True):
+        if each:
+            applies = (ins for ins in program.ranks[server] if ins.op is Op.APPLY and ins.step == 0)
+            made = {numbers[portions(ins)[0]]: ins for ins in applies}
+        else:
+            accepts = [served_order.accept(push, 0) for push in first if push.peer == server]
+            made = {-1: served_order.update(whole(share), 0, accepts)}
         if not all(map(costs.delays, made.values())):
             return Pacing(replies, None)
         updates.append({g: costs.compute(server, ins) for g, ins in made.items()})
@@ -254,27 +256,49 @@ def division_of(program: Program) -> Division | None:
     each = served_order.is_by_layer(program)
     if not each and program.workers == program.replicas:
         return None
+    numbers = _numbers(program)
     held = tuple(
-        tuple(dict.fromkeys(g for ins in row for g in (ins.layers if ins.op is Op.PULL else ())))
+        tuple(dict.fromkeys(numbers[one] for ins in row if ins.op is Op.PULL for one in portions(ins)))
         for row in program.ranks[: program.workers]
     )
-    keys = _keys_of_groups(program)
-    counts = [program.part(0, g, "S")[1] for g in range(len(program.groups))]
+    keys = _keys_of(program)
+    counts = [program.part(0, one.group, "S")[1] for one in numbers]
     shards = {k: place % n for mine, n in zip(keys, counts, strict=True) if n > 1 for place, k in enumerate(mine)}
-    own = tuple({g: program.part(worker, g, "S")[0] for g in groups} for worker, groups in enumerate(held))
+    groups = [one.group for one in numbers]
+    own = tuple({k: program.part(worker, groups[k], "S")[0] for k in some} for worker, some in enumerate(held))
     return Division(keys, held, each, shards, own)
 
 
-def _keys_of_groups(program: Program) -> tuple[tuple[int, ...], ...]:
-    """The keys of each parameter group, by number, as `_keys` makes them."""
-    counts = [len(group.tensors) * program.part(0, g, "S")[1] for g, group in enumerate(program.groups)]
+def _numbers(program: Program) -> dict[Portion, int]:
+    """What servers serve by itself, with its number: every group, or its pieces."""
+    first = (ins for row in program.ranks[: program.workers] for ins in row if ins.op is Op.PULL and ins.step == 0)
+    pieces = {one for ins in first for one in portions(ins) if one.form}
+    wholes = set(range(len(program.groups))) - {one.group for one in pieces}
+    return {one: k for k, one in enumerate(sorted([*pieces, *map(Portion, wholes)]))}
+
+
+def _parts(program: Program) -> Iterator[tuple[Portion, list[tuple[int, int, int]]]]:
+    """What is served by itself, by number, with what it has of the tensors of its group."""
+    for g, some in groupby(_numbers(program), key=lambda one: one.group):
+        mine = list(some)
+        yield from zip(mine, parts_of(program.groups[g].tensors, mine), strict=True)
+
+
+def _keys_of(program: Program) -> tuple[tuple[int, ...], ...]:
+    """The keys of all that is served by itself, by number, as `_keys` makes them."""
+    counts = [len(parts) * program.part(0, one.group, "S")[1] for one, parts in _parts(program)]
     numbers = iter(range(sum(counts)))
     return tuple(tuple(islice(numbers, count)) for count in counts)
 
 
-def _group_of(program: Program) -> dict[int, int]:
-    """The parameter group of each key."""
-    return {k: g for g, keys in enumerate(_keys_of_groups(program)) for k in keys}
+def _number_of(program: Program) -> dict[int, int]:
+    """For each key the number of that which is served by itself."""
+    return {k: number for number, keys in enumerate(_keys_of(program)) for k in keys}
+
+
+def _checked(program: Program) -> dict[str, tuple[int, ...]]:
+    """The keys of what is compared by itself, by its name; none if nothing is."""
+    return dict(zip(map(str, _numbers(program)), _keys_of(program), strict=True)) if program.checked else {}
 
 
 def _kept(program: Program) -> Shares:
@@ -348,22 +372,24 @@ def _size(program: Program, taken: list[Step], served: list[Served], batch: int)
     sizes: dict[tuple[str | int, ...], int] = {}
     for step in taken:
         sizes |= step.sizes
-    group_of = _group_of(program)
+    groups, number_of = [one.group for one in _numbers(program)], _number_of(program)
     states: dict[tuple[int, int], int] = {}
     for number, one in enumerate(served):
         for tensor, kept in one.states.items():
-            key = number, group_of[tensor]
+            key = number, groups[number_of[tensor]]
             states[key] = states.get(key, 0) + kept
 
     def size(rank: int, value: Value) -> int:
         g, server = value.index, rank - program.workers
+        if piece := piece_in(value):
+            return piece[1] - piece[0]
         if value.kind in ("served", "pushed"):
             return (whole_shares if value.kind == "served" else shares)[server].get(g, 0)
         if value.kind == "served_state":
             return states.get((server, g), 0)
         if value.microbatch >= 0:
-            i, piece = divmod(program.replica(rank) * program.microbatches + value.microbatch, slices)
-            count = rows[i] * slices + piece  # (as `BatchRows.count` says)
+            i, part = divmod(program.replica(rank) * program.microbatches + value.microbatch, slices)
+            count = rows[i] * slices + part  # (as `BatchRows.count` says)
             found = sizes.get((value.kind, g, count, value.form))
             return sizes.get((value.kind, program.source(value), count), 0) if found is None else found
         whole = sum(program.groups[g].tensors) + (program.groups[g].frozen if value.kind == "param" else 0)
@@ -394,23 +420,24 @@ def _times(program: Program, taken: list[Step], served: list[Served], keys: tupl
     for t in taken:
         for k, (ins, span) in enumerate(zip(blocks[t.worker][t.step], t.times, strict=True)):
             times[place_of(t.worker, ins, k)] = span
-    group_of = _group_of(program)
+    numbers, number_of = _numbers(program), _number_of(program)
     for rank, one in enumerate(served, program.workers):
         pieces: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
-        done: dict[tuple[Op, int, int, int], tuple[float, float]] = {}  # op, peer, step, group (-1: all)
+        done: dict[tuple[Op, int, int, int], tuple[float, float]] = {}  # op, peer, step, of what (-1: of all)
         for event in one.events:
             span = event.start, event.end
             if event.kind == 0:
-                pieces.setdefault((event.worker, event.step, group_of[event.which]), []).append(span)
+                pieces.setdefault((event.worker, event.step, number_of[event.which]), []).append(span)
             elif event.kind == Kind.APPLY:
                 done[Op.APPLY, -1, event.which, event.group] = span
             elif event.kind == Kind.ANSWER:
                 done[Op.REPLY, event.worker, event.step, event.group] = span
         for ins in program.ranks[rank]:
-            both = ((ins.op, ins.peer, ins.step, g) for g in (-1, *ins.layers[:1]))
+            some = [numbers[portion] for portion in portions(ins)]
+            both = ((ins.op, ins.peer, ins.step, k) for k in (-1, *some[:1]))
             here = [done[key] for key in both if key in done]
             if ins.op is Op.ACCEPT:
-                here = [span for g in ins.layers for span in pieces.get((ins.peer, ins.step, g), [])]
+                here = [span for k in some for span in pieces.get((ins.peer, ins.step, k), [])]
             if here:
                 times[place_of(rank, ins)] = min(a for a, _ in here), max(b for _, b in here)
     return times
@@ -418,42 +445,54 @@ def _times(program: Program, taken: list[Step], served: list[Served], keys: tupl
 
 def _assembled(keys: tuple[ParameterKey, ...], served: list[Served]) -> dict[str, Tensor]:
     """The parameters at the end, from the servers' pieces."""
-    found = {key: torch.empty(torch.Size(key.shape).numel(), dtype=key.type) for key in keys}
+    found: dict[tuple[str, tuple[int, int, int, int] | None], Tensor] = {}  # by name and shard
+    for key in keys:
+        found.setdefault((str(key.name), key.cut), torch.empty(key.shape, dtype=key.type))
     for pieces, one in zip(pieces_of(keys, len(served)), served, strict=True):
         for piece in pieces:
             key = keys[piece.tensor]
-            size = key.type.itemsize
-            found[key][piece.start // size : piece.stop // size] = view(one.values, key, piece)
-    parts: dict[str, list[tuple[ParameterKey, Tensor]]] = {}
-    for key, values in found.items():
-        parts.setdefault(str(key.name), []).append((key, values.view(key.shape)))
-    return {
-        name: some[0][1] if some[0][0].cut is None else Cut(*some[0][0].cut).joined([values for _, values in some])
-        for name, some in parts.items()
-    }
+            begin, size = (key.offset + piece.start) // key.type.itemsize, piece.size // key.type.itemsize
+            found[str(key.name), key.cut].view(-1)[begin : begin + size] = view(one.values, key, piece)
+    shards: dict[str, list[Tensor]] = {}
+    for (name, _), values in found.items():
+        shards.setdefault(name, []).append(values)
+    cuts = {str(key.name): key.cut for key in keys}
+    return {name: some[0] if (cut := cuts[name]) is None else Cut(*cut).joined(some) for name, some in shards.items()}
 
 
 # in the ranks ---------------------------------------------------------------------------------------------------------
 
 
 def _keys(job: Job, program: Program) -> Iterator[ParameterKey]:
-    """The keys of the trainable parameters, group by group: of one of which ranks have shards, a key for each shard."""
+    """The keys of the trainable parameters, group by group, or piece by piece where groups are served so. Of a
+    parameter of which ranks have shards, or in which a piece ends, each of these is a key."""
     model = job.build_for(program, 0)
     names = {id(p): name for name, p in model.named_parameters()}
     cuts: Mapping[str, Cut] = getattr(model, "cuts", {})
-    for p in (p for group in parameters_of(layers_of(model)) for p in group):
-        name, key = names[id(p)], key_of(names[id(p)], p)
-        if name in cuts:
-            yield from (key._replace(cut=astuple(replace(cuts[name], index=k))) for k in range(cuts[name].count))
-        else:
-            yield key
+    groups = parameters_of(layers_of(model))
+    for one, parts in _parts(program):
+        for tensor, start, stop in parts:
+            p = groups[one.group][tensor]
+            name, key = names[id(p)], key_of(names[id(p)], p)
+            size = program.groups[one.group].tensors[tensor]
+            if one.form and key.nbytes != size:
+                raise PlanError(
+                    f"program {program.name!r}: has pieces of parameters of {size} bytes, and {name} has "
+                    f"{key.nbytes}; compile it for shape_of(the model)"
+                )
+            if stop - start < size:
+                key = key._replace(part=(start // key.type.itemsize, stop // key.type.itemsize))
+            if name in cuts:
+                yield from (key._replace(cut=astuple(replace(cuts[name], index=k))) for k in range(cuts[name].count))
+            else:
+                yield key
 
 
 def _values(job: Job, keys: Sequence[ParameterKey]) -> list[Tensor]:
     """The initial values of the keys."""
     whole = dict(job.build().named_parameters())
-    found = ((key.cut, whole[str(key.name)].detach()) for key in keys)
-    return [values if cut is None else Cut(*cut).of(values) for cut, values in found]
+    found = ((key, whole[str(key.name)].detach()) for key in keys)
+    return [key.of(values if key.cut is None else Cut(*key.cut).of(values)) for key, values in found]
 
 
 def _open(
@@ -652,10 +691,11 @@ def _work(
     types = {key.name: key.type for key in ps.keys}
     transfers = {} if device is None or not device.delays.links else device.delays.transfer
     found: dict[str, Tensor] = {}
-    counts = 0, 0
+    there: dict[str, Tensor] = {}  # this step's gradients on the host, until all pieces are pushed
+    counts, numbers = (0, 0), _numbers(program)
     counting = program.replica(rank) != program.replica(rank - 1) if rank else True  # (one rank of each replica)
 
-    def bring(index: int, groups: list[int]) -> None:
+    def bring(index: int, some: list[Portion]) -> None:
         nonlocal counts
         if not one.here:
             part = compute.rows.part(0)
@@ -663,23 +703,29 @@ def _work(
             of_replica, whole = _whole(counted(take_rows(part.y, mine), job.loss)), _whole(part.weight)
             ps.weigh(of_replica, whole)
             counts = of_replica if counting else 0, whole
+        for portion in some:
+            ps.bring(numbers[portion])
+            if device is not None:
+                device.arrived(ps.arrived, index)
+
+    def put(groups: list[int]) -> None:
         for g in groups:
             group = one.groups[g]
             values = [ps.pull(one.names[id(p)]) for p in group]
             if one.offloading.keeps(g):
                 one.offloading.put_away(g, [v.to(p.dtype) for v, p in zip(values, group, strict=True)])
-            else:
+            elif not ps.void:  # (else nothing has come)
                 for p, value in zip(group, values, strict=True):
                     p.data.copy_(value)
-            if device is not None:
-                device.arrived(ps.arrived, index)
 
-    def push(p: nn.Parameter, gradient: Tensor, peer: int) -> None:
+    def push(p: nn.Parameter, gradient: Tensor, peer: int, portion: Portion) -> None:
         name = one.names[id(p)]
-        gradient = gradient.to("cpu", types[name])  # (servers keep and update parameters on the CPU)
+        if name not in there:
+            there[name] = gradient.to("cpu", types[name]).contiguous()  # (servers keep parameters on the CPU)
+        gradient = there[name]
         if keep_gradients:
             found[name] = gradient if name not in one.cuts else _alone(gradient, one.cuts[name])
-        ps.push(name, gradient, peer - program.workers)
+        ps.push(name, gradient, peer - program.workers, numbers[portion])
 
     def pace(index: int) -> None:
         if device is not None and device.delays.links:
@@ -692,14 +738,15 @@ def _work(
         count = len(list(some))
         together += [slice(place, place + count)] if op is Op.PULL else []
         place += count
-    one.bring, one.push, one.pace = bring, push, pace
+    one.bring, one.put, one.push, one.pace = bring, put, push, pace
     if isinstance(one, CheckedWorker):
-        one.serve(ps, first)
+        one.serve(ps, first, numbers)
     tracker = watching.start(one)
     begin = time.perf_counter()
     while (step := ps.next_step()) is not None:
         begins(ps.version, ps.incarnation)
         found = {}
+        there.clear()
         with tracker:
             record = one.run(job.batches, first + step)
         if isinstance(one, CheckedWorker):

@@ -34,12 +34,14 @@ from minipar.strategies.shares import GRAIN, Piece, cut
 
 class ParameterKey(NamedTuple):
     """A parameter as servers and workers name it: any text or number, shape, dtype ("float32"). Of a parameter of which
-    ranks have shards, each is a key; `cut` says which one it is (dim, index, count and pieces of a `Cut`)."""
+    ranks have shards, each is a key; `cut` says which one it is (dim, index, count and pieces of a `Cut`). Of one that
+    is served in pieces, each is a key; `part` has its first element and its end, in the parameter or its shard."""
 
     name: str | int
     shape: tuple[int, ...]
     dtype: str
     cut: tuple[int, int, int, int] | None = None
+    part: tuple[int, int] | None = None
 
     @property
     def type(self) -> torch.dtype:
@@ -47,7 +49,18 @@ class ParameterKey(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.type.itemsize
+        begin, end = self.part or (0, torch.Size(self.shape).numel())
+        return (end - begin) * self.type.itemsize
+
+    @property
+    def offset(self) -> int:
+        """The byte of the parameter, or of its shard, with which it begins."""
+        return self.part[0] * self.type.itemsize if self.part else 0
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The elements of this key, of all those of the parameter or its shard."""
+        flat = whole.reshape(-1)
+        return flat[slice(*self.part)] if self.part else flat
 
     def __str__(self) -> str:
         return f"{self.dtype} {tuple(self.shape)}"
@@ -119,11 +132,11 @@ def runs_of(pieces: Sequence[Piece], held: Collection[int], wanted: Collection[i
 class Division:
     """Which workers have what, where not every worker pulls everything at once.
 
-    keys    for each parameter group, its keys by number
-    held    for each worker its groups, in the order in which it pulls them
-    each    whether every group is updated and sent by itself, as soon as all have pushed its gradient
+    keys    for each parameter group, its keys by number; where groups are served in pieces, for each piece
+    held    for each worker its groups (or pieces), in the order in which it pulls them
+    each    whether every group (or piece) is updated and sent by itself, as soon as all have pushed its gradient
     shards  of keys that are shards, which one of its parameter each is
-    own     for each worker, which shard it has of each of its groups
+    own     for each worker, which shard it has of each of its groups (or pieces)
     """
 
     keys: tuple[tuple[int, ...], ...]
@@ -174,6 +187,7 @@ class Pushed:
     room: Room
     missing: set[int] = field(default_factory=set)  # tensors of which the piece is not here yet
     held: frozenset[int] = frozenset()  # tensors that the worker has
+    passed_on: bool = False  # whether some of it is of an earlier life of the worker
 
 
 def scale_of(replicas: Sequence[Sequence[Pushed]]) -> float:
@@ -198,10 +212,12 @@ class Shard:
         schedule: dict[str, Any] | None = None,
     ) -> None:
         self.keys, self.pieces, self.schedule = keys, pieces, schedule
-        self.by_tensor = {piece.tensor: piece for piece in pieces}
+        self.by_tensor = {piece.tensor: piece for piece in pieces}  # (tensors are numbered as their keys)
         self.flat = torch.zeros(length(pieces), dtype=torch.uint8)
         self.bytes = bytes_of(self.flat)
+        self.before = torch.empty(0, dtype=torch.uint8)  # where it is kept, what some tensors were before an update
         self.parameters = [nn.Parameter(view(self.flat, keys[p.tensor], p)) for p in pieces]
+        self.own = {piece.tensor: p for piece, p in zip(pieces, self.parameters, strict=True)}
         for piece, parameter in zip(pieces, self.parameters, strict=True):
             size = keys[piece.tensor].type.itemsize
             whole = values[piece.tensor].detach().reshape(-1)
@@ -266,6 +282,24 @@ class Shard:
         del self.pushed[pushed.worker, pushed.life]
         self.spare.append(pushed.room)
 
+    def passes_on(self, pushed: Pushed, life: int) -> None:
+        """What has arrived of a gradient is that of another life of its worker, which pushes it again."""
+        del self.pushed[pushed.worker, pushed.life]
+        pushed.life, pushed.passed_on = life, True
+        self.pushed[pushed.worker, life] = pushed
+
+    def keep(self, tensors: Collection[int]) -> None:
+        """Keep some tensors as they are now, before they are updated."""
+        if not len(self.before):
+            self.before = torch.empty_like(self.flat)
+        for piece in (self.by_tensor[k] for k in tensors if k in self.by_tensor):
+            place = slice(piece.place, piece.place + piece.size)
+            self.before[place] = self.flat[place]
+
+    @property
+    def bytes_before(self) -> memoryview:
+        return bytes_of(self.before)
+
     def combine(self, taken: Sequence[Pushed], tensors: Collection[int] | None = None, scale: float = 1.0) -> Gradients:
         """Sum gradients, in this order, and scale the sum, in the memory of the first one that has a tensor. What no
         worker has used gets none.
@@ -279,16 +313,16 @@ class Shard:
                 self._add(taken, scale)
             return {k: total for k, total in taken[0].room.of.items() if not is_missing(total)}
         found = {}
-        for piece in self.pieces:
-            here = [p for p in taken if piece.tensor in p.held]
-            if here and (tensors is None or piece.tensor in tensors):
-                total = here[0].room.of[piece.tensor]
+        for k in self.by_tensor if tensors is None else tensors:
+            here = [p for p in taken if k in p.held]
+            if here:
+                total = here[0].room.of[k]
                 for other in here[1:]:
-                    total += other.room.of[piece.tensor]
+                    total += other.room.of[k]
                 if scale != 1:
                     total *= scale
                 if not is_missing(total):
-                    found[piece.tensor] = total
+                    found[k] = total
         return found
 
     def clip(self, gradients: Gradients, whole: float, most: float) -> float:
@@ -311,13 +345,13 @@ class Shard:
             return
         if self.readers:
             self._spare_readers()
-        for piece, parameter in zip(self.pieces, self.parameters, strict=True):
-            parameter.grad = gradients.get(piece.tensor)
+        for k, gradient in gradients.items():
+            self.own[k].grad = gradient
         if self.update.schedule is not None:
             self.part.follow(self.update.schedule.at(self.updates))
         self.optimizer.step()
-        for parameter in self.parameters:
-            parameter.grad = None
+        for k in gradients:
+            self.own[k].grad = None
 
     def end(self, taken: Sequence[Pushed]) -> None:
         """All tensors of an update are there: the next one begins, and its gradients are free."""
@@ -441,5 +475,5 @@ def _cut_of(key: ParameterKey) -> Cut | None:
 
 def _updated(key: ParameterKey, piece: Piece, own: nn.Parameter) -> Updated:
     """A piece as its optimizer knows it."""
-    begin, size = piece.start // key.type.itemsize, own.numel()
+    begin, size = (key.offset + piece.start) // key.type.itemsize, own.numel()
     return Updated(own, (str(key.name),), (Elements(str(key.name), key.shape, begin, begin + size, 0),), True)

@@ -1,8 +1,9 @@
 """A worker computes as any rank does, one step after another; its parameters come from servers, its gradients go there.
 
-PULL    parameters that have come are copied into the layers, when the first server's part of them is pulled
+PULL    parameters that have come are copied into the layers, when the first server's part of them is pulled; those of a
+        layer that comes in pieces, when the last piece is
 F, B    as in any program
-PUSH    gradients are handed to the connections, which send them from the host's memory
+PUSH    gradients, or pieces of them, are handed to the connections, which send them from the host's memory
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from minipar.data.batches import Batch, BatchPart
 from minipar.execution.emulation import Delays, EmulatedDevice
 from minipar.execution.execution import Job
 from minipar.execution.executor import Executor, PassRecord
-from minipar.program import Instruction, Op, Program, Synchronous, home
+from minipar.program import Instruction, Op, Portion, Program, Synchronous, home, portions
 
-Push = Callable[[nn.Parameter, Tensor, int], None]  # parameter, gradient, rank of the server
+Push = Callable[[nn.Parameter, Tensor, int, Portion], None]  # parameter, gradient, rank of the server, what is sent
 
 
 def _nothing(*_: object) -> None: ...
@@ -31,18 +32,21 @@ def _nothing(*_: object) -> None: ...
 class Worker(Executor):
     """One worker's layers, and its part of a step, which is the same in all steps.
 
-    bring    called with the place of a PULL and groups, to bring their parameters into the layers
-    push     called with a parameter, its gradient, and the server that is to get it
+    bring    called with the place of a PULL and what it pulls, to bring that here
+    put      called with groups whose parameters are here, to bring them into the layers
+    push     called with a parameter, its gradient, the server that is to get it, and what that gets of the gradient
     pace     called with the place of a PUSH before its first gradient
     """
 
     def __init__(
         self, program: Program, comm: Communicator, model: nn.Module, job: Job, delays: Delays | None = None
     ) -> None:
-        self.bring: Callable[[int, list[int]], None] = _nothing
+        self.bring: Callable[[int, list[Portion]], None] = _nothing
+        self.put: Callable[[list[int]], None] = _nothing
         self.push: Push = _nothing
         self.pace: Callable[[int], None] = _nothing
-        self.here: set[int] = set()  # groups whose parameters are here for this step
+        self.here: set[Portion] = set()  # what is here for this step
+        self.leaving: dict[int, Tensor] = {}  # gradients of which not all pieces are pushed, by parameter
         super().__init__(_one_step(program), comm, model, job.loss, job.optimizer, job.seed, delays)
 
     def run(
@@ -53,24 +57,29 @@ class Worker(Executor):
 
     def follow(self, program: Program, delays: Delays | None = None) -> None:
         super().follow(program, delays)
+        self.pulled: dict[int, set[Portion]] = {}  # what is pulled of each group
+        for one in (one for ins in self.instructions if ins.op is Op.PULL for one in portions(ins)):
+            self.pulled.setdefault(one.group, set()).add(one)
         self.device = None if delays is None else _Lasting(delays)
 
     def _serve(self, index: int, ins: Instruction) -> None:
         if ins.op is Op.PULL:
-            if wanted := [g for g in ins.layers if g not in self.here]:
+            if wanted := [one for one in portions(ins) if one not in self.here]:
                 self.bring(index, wanted)
                 self.here.update(wanted)
+                self.put([one.group for one in wanted if self._is_here(one.group)])
             return
         self.pace(index)
         with self._aside():  # (what is sent is the host's)
-            for g in ins.layers:
-                for p in self.groups[g]:
-                    self.push(p, self._pushed(g, p), ins.peer)
+            for one in portions(ins):
+                for p in self.groups[one.group]:
+                    self.push(p, self._pushed(one.group, p), ins.peer, one)
         device = self.device
         if device is not None and device.delays.links:
             device.wait(device.now + device.delays.transfer.get(index, (0.0, 0.0))[0], index)
         for value in ins.frees:
             for p in self.groups[value.index] if home(value).kind == "grad" else ():
+                self.leaving.pop(id(p), None)
                 if self.watch is not None and p.grad is not None:
                     self.watch.given(p.grad)  # (the connections keep it until servers have it)
                 p.grad = None
@@ -78,8 +87,14 @@ class Worker(Executor):
     def _pushed(self, g: int, p: nn.Parameter) -> Tensor:
         """What is pushed of a parameter's gradient. Of one that all ranks have whole that share a layer, only the first
         of them pushes something."""
-        first = self.program.is_first(self.comm.rank, self.program.groups[g].form, "S", "P")
-        return missing.like(p) if p.grad is None or not first else p.grad
+        if id(p) not in self.leaving:
+            first = self.program.is_first(self.comm.rank, self.program.groups[g].form, "S", "P")
+            self.leaving[id(p)] = missing.like(p) if p.grad is None or not first else p.grad
+        return self.leaving[id(p)]
+
+    def _is_here(self, g: int) -> bool:
+        """Whether all that is pulled of a group is here for this step."""
+        return self.here.issuperset(self.pulled[g])
 
 
 @dataclass

@@ -104,13 +104,6 @@ PIECES = KeyValues(
     lambda plan: plan.overlap == "priority" and plan.bucket not in (None, "none"),
     "bucket=none",
 )  # fmt: skip
-SIZED = KeyValues(
-    "bucket", "bucket of a size or auto", lambda plan: plan.bucket not in (None, "none"), "bucket=none"
-)  # fmt: skip
-SERVED_BY_PRIORITY = KeyValues(
-    "overlap", "overlap=priority, with sync=ps", lambda plan: plan.sync == "ps" and plan.overlap == "priority",
-    "overlap=backward",
-)  # fmt: skip
 LOCAL = KeyValues("local_steps", "local_steps", lambda plan: plan.local_steps > 0, "local_steps=0")
 COMPRESSED = KeyValues("compress", "compress", lambda plan: plan.compress != "none", "compress=none")
 SHORTER = KeyValues(
@@ -150,9 +143,6 @@ ARRIVING = KeyValues(
     "mode=async, ssp, k-of-n",
     lambda plan: plan.sync == "ps" and str(plan.mode).partition(":")[0] != "sync",
     "mode=sync",
-)
-CONTINUED = KeyValues(
-    "on_death", "on_death=continue", lambda plan: plan.sync == "ps" and plan.on_death == "continue", "on_death=abort"
 )
 ALGORITHM = KeyValues("algorithm", "algorithm", lambda plan: plan.algorithm != "default", "algorithm=default")
 ASYNCHRONOUS = KeyValues(
@@ -255,14 +245,6 @@ EXCLUSIONS = (
         "an update is of whole gradients, and a step's parameters are of one version: that is known when a worker's "
         "last layer is there, and priority answers the others before it",
         fundamental=True,
-    ),
-    Exclusion(
-        CONTINUED,
-        PRIORITY,
-        "a worker that begins its step again needs parameters from before it, of which some are updated already",
-    ),
-    Exclusion(
-        SERVED_BY_PRIORITY, SIZED, "with sync=ps a layer is one message to each server, which updates it by itself"
     ),
     Exclusion(SERVERS, ZERO, "the servers hold the optimizer's state, and share it out", fundamental=True),
     Exclusion(

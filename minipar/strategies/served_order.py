@@ -12,16 +12,19 @@ In mode sync the order, and so the program, is known before the run. Where layer
 is applied and answered by itself:
 
     server     REPLY 0, 1, 2 ->all | ACCEPT 2 <-all, APPLY 2, REPLY 2 ->all | ACCEPT 0 <-all, APPLY 0, REPLY 0 ->all ...
+
+So is each piece, where a layer is served in pieces.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from minipar.program import Instruction, Op, Part, Program, pushed, served, served_state
+from minipar.program import Instruction, Op, Part, Portion, Program, portions, pushed, served, served_state
 from minipar.program.server_rule import Kind, Row
+from minipar.strategies.shares import whole
 
 Blocks = Mapping[int, Sequence[Instruction]]
 
@@ -108,7 +111,7 @@ def _server(
                 accepts = [ins._replace(frees=ins.writes) for ins in accepts]
             result += accepts
         elif row.kind is Kind.APPLY:
-            result.append(update(share, row.version, taken))
+            result.append(update(whole(share), row.version, taken))
             taken = []
     return result
 
@@ -125,42 +128,47 @@ def is_by_layer(program: Program) -> bool:
 
 
 def by_layer(
-    step: int, last: bool, shares: Sequence[dict[int, int]], blocks: Sequence[Sequence[Instruction]]
+    step: int, last: bool, shares: Sequence[dict[Portion, int]], blocks: Sequence[Sequence[Instruction]]
 ) -> list[tuple[Instruction, ...]]:
-    """The instructions of each server in a step in which every gradient is applied by itself, as soon as all workers
-    have pushed it, and answered at once with the parameters of the next step.
+    """The instructions of each server in a step in which every gradient, or piece of one, is applied by itself, as soon
+    as all workers have pushed it, and answered at once with the parameters of the next step.
 
+    shares   bytes of what each server serves by itself
     blocks   for each worker its instructions of this step, those of the next one being the same
     """
     return [tuple(_server_by_layer(step, last, server, share, blocks)) for server, share in enumerate(shares)]
 
 
 def _server_by_layer(
-    step: int, last: bool, server: int, share: dict[int, int], blocks: Sequence[Sequence[Instruction]]
+    step: int, last: bool, server: int, share: dict[Portion, int], blocks: Sequence[Sequence[Instruction]]
 ) -> list[Instruction]:
     rank = len(blocks) + server
-    pulls = [_with(rank, Op.PULL, block) for block in blocks]
-    pushes = [_with(rank, Op.PUSH, block) for block in blocks]
+    pulls = [deque(_with(rank, Op.PULL, block)) for block in blocks]
+    pushes = [{portions(push): push for push in _with(rank, Op.PUSH, block)} for block in blocks]
     result = [reply(pull, worker) for worker, mine in enumerate(pulls) for pull in mine] if step == 0 else []
-    new: set[int] = set()
-    for group in _merged({tuple(push.layers for push in mine): 0 for mine in pushes}):
-        taken = [accept(push, worker) for worker, mine in enumerate(pushes) for push in mine if push.layers == group]
-        result += [*taken, update({g: share[g] for g in group}, step, taken)]
-        new.update(group)
-        for worker, mine in enumerate(pulls if not last else ()):
-            while mine and new.issuperset(mine[0].layers):
-                result.append(reply(mine.pop(0)._replace(step=step + 1), worker))
+    new: set[Portion] = set()
+    for some in _merged(tuple(mine) for mine in pushes):
+        taken = [accept(mine[some], worker) for worker, mine in enumerate(pushes) if some in mine]
+        result += [*taken, update({portion: share[portion] for portion in some}, step, taken)]
+        new.update(some)
+        for worker, waiting in enumerate(pulls if not last else ()):
+            while waiting and new.issuperset(portions(waiting[0])):
+                result.append(reply(waiting.popleft()._replace(step=step + 1), worker))
     return result
 
 
-def _merged(lists: dict[tuple[tuple[int, ...], ...], int]) -> Iterable[tuple[int, ...]]:
-    """All that stands in some lists, each once and in an order that agrees with every list. `lists`: list -> 0."""
-    while lists := {found: k for found, k in lists.items() if k < len(found)}:
-        heads = {found[k]: k for found, k in sorted(lists.items(), key=lambda one: -one[1])}
-        free = [head for head in heads if not any(head in found[k + 1 :] for found, k in lists.items())]
-        group = min(free or heads, key=heads.__getitem__)  # (where no order agrees, verify says so)
-        yield group
-        lists = {found: k + (found[k] == group) for found, k in lists.items()}
+def _merged(lists: Iterable[tuple[tuple[Portion, ...], ...]]) -> Iterator[tuple[Portion, ...]]:
+    """All that stands in some lists, each once and in an order that agrees with every list."""
+    rows = list(dict.fromkeys(lists))
+    places = [{one: k for k, one in enumerate(row)} for row in rows]
+    at = [0] * len(rows)
+    while left := [r for r, row in enumerate(rows) if at[r] < len(row)]:
+        heads = {rows[r][at[r]]: at[r] for r in sorted(left, key=lambda r: -at[r])}
+        free = [head for head in heads if not any(places[r].get(head, -1) > at[r] for r in left)]
+        some = min(free or heads, key=heads.__getitem__)  # (where no order agrees, verify says so)
+        yield some
+        for r in left:
+            at[r] += rows[r][at[r]] == some
 
 
 def _with(rank: int, op: Op, block: Sequence[Instruction]) -> list[Instruction]:
@@ -170,7 +178,9 @@ def _with(rank: int, op: Op, block: Sequence[Instruction]) -> list[Instruction]:
 
 def accept(push: Instruction, worker: int) -> Instruction:
     """A server's ACCEPT of what a worker pushes."""
-    return _answer(push, Op.ACCEPT, worker)._replace(writes=tuple(pushed(g, worker, push.step) for g in push.layers))
+    return _answer(push, Op.ACCEPT, worker)._replace(
+        writes=tuple(pushed(one.group, worker, push.step, one.form) for one in portions(push))
+    )
 
 
 def reply(pull: Instruction, worker: int) -> Instruction:
@@ -183,10 +193,10 @@ def _answer(ins: Instruction, op: Op, worker: int) -> Instruction:
     return Instruction(op, ins.layers, -1, ins.step, stream=f"{op.value.lower()} {worker}", peer=worker, parts=parts)
 
 
-def update(share: dict[int, int], version: int, taken: Iterable[Instruction]) -> Instruction:
-    """The APPLY of a server with this share, of the gradients that these instructions accept."""
-    groups = tuple(sorted(share))
+def update(share: Mapping[Portion, int], version: int, taken: Iterable[Instruction]) -> Instruction:
+    """The APPLY of a server that serves so many bytes of these, of the gradients that these instructions accept."""
+    parts = tuple(Part(Op.APPLY, one.group, size, one.start, one.end) for one, size in sorted(share.items()))
+    groups = tuple(part.layer for part in parts)
     state = tuple(served(g) for g in groups) + tuple(served_state(g) for g in groups)
     values = tuple(value for ins in taken for value in ins.writes)
-    parts = tuple(Part(Op.APPLY, g, share[g]) for g in groups)
     return Instruction(Op.APPLY, groups, -1, version, values + state, state, values, parts=parts)

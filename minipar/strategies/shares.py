@@ -6,16 +6,21 @@
 Where ranks have shards of a tensor, all of its shards are cut at the same place. So every server has as much of each,
 and ranks that share layers send and receive the same.
 
+Where layers are served one by one, what a server has of a layer can be cut further, into about equal pieces that are
+pushed, updated and pulled by themselves:
+
+    layer 2    |------- 0 ------||-------- 1 --------|------- 1 ------||------ 2 ------|
+
 Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import product
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate, groupby, pairwise, product
 from typing import NamedTuple
 
-from minipar.program import Group, Instruction, Op, Part
+from minipar.program import Group, Instruction, Op, Part, Portion
 from minipar.program.mesh import Mesh
 from minipar.program.shape import Shape
 from minipar.strategies.passes.compress import pushed_bytes
@@ -88,13 +93,87 @@ def shares_of(groups: Sequence[Group], servers: int, sent: Callable[[int], int] 
     return found
 
 
+Portions = list[dict[Portion, tuple[int, ...]]]  # for each server: what it serves by itself -> bytes of each tensor
+
+
+def portions_of(groups: Sequence[Group], servers: int, most: float) -> Portions:
+    """For each server, what it serves by itself where layers are served one by one: all that it keeps of a group, or
+    pieces of that of at most so many bytes, in the order of their bytes.
+
+    A piece ends at a multiple of GRAIN bytes of a tensor, so that it may be somewhat larger. If a group is cut
+    anywhere, all that servers keep of it are pieces.
+    """
+    ends = [list(accumulate(group.tensors, initial=0)) for group in groups]
+    owner = [(g, begin) for g, group in enumerate(groups) for begin in ends[g][: len(group.tensors)]]
+    runs: list[dict[int, list[tuple[int, int, int]]]] = []  # group -> begin of a tensor, and what is kept of it
+    for pieces in cut([size for group in groups for size in group.tensors], servers):
+        mine = [(*owner[piece.tensor], piece) for piece in pieces]
+        runs.append(
+            {g: [(b, b + p.start, b + p.stop) for _, b, p in some] for g, some in groupby(mine, key=lambda one: one[0])}
+        )
+    edges = [{g: _edges(some, most) for g, some in found.items()} for found in runs]
+    whole = {g for g in range(len(groups)) if all(len(found.get(g, ())) < 3 for found in edges)}
+    return [
+        {
+            Portion(g) if g in whole else Portion(g, start, end): tuple(
+                min(end, stop) - max(start, begin) for _, begin, stop in runs[server][g] if begin < end and start < stop
+            )
+            for g, places in found.items()
+            for start, end in pairwise(places)
+        }
+        for server, found in enumerate(edges)
+    ]
+
+
+def parts_of(sizes: Sequence[int], some: Sequence[Portion]) -> list[list[tuple[int, int, int]]]:
+    """What each portion of a group has, which together are all of it: tensors of these sizes, and from which byte to
+    which. An empty tensor is part of one of them."""
+    found: list[list[tuple[int, int, int]]] = [[] for _ in some]
+    begin = 0
+    for tensor, size in enumerate(sizes):
+        here = [k for k, one in enumerate(some) if one.start < begin + size and (begin < one.end or not one.form)]
+        for k in here or [next(k for k, one in enumerate(some) if begin <= one.end or not one.form)]:
+            stop = min(size, some[k].end - begin) if some[k].form else size
+            found[k].append((tensor, max(0, some[k].start - begin), stop))
+        begin += size
+    return found
+
+
+def _edges(runs: Sequence[tuple[int, int, int]], most: float) -> list[int]:
+    """Where pieces of consecutive bytes begin and end."""
+    first, last = runs[0][1], runs[-1][2]
+    count = int(-(-(last - first) // max(most, GRAIN)))
+    places = {first, last}
+    for k in range(1, count):
+        ideal = first + k * (last - first) // count
+        tensor = max(begin for begin, start, _ in runs if start <= ideal)
+        places.add(max(first, tensor + (ideal - tensor) // GRAIN * GRAIN))
+    return sorted(places)
+
+
+def whole(share: Mapping[int, int]) -> dict[Portion, int]:
+    """What a server keeps, all of each group served by itself."""
+    return {Portion(g): size for g, size in share.items()}
+
+
+def piece(op: Op, portion: Portion, size: int, step: int, peer: int) -> Instruction:
+    """A PUSH or a PULL of what is served by itself, in so many bytes."""
+    part = Part(op, portion.group, size, portion.start, portion.end)
+    return Instruction(op, (portion.group,), -1, step, stream=f"{op.value.lower()} {peer}", peer=peer, parts=(part,))
+
+
 def kept_shares(shares: Shares, groups: Sequence[Group], sharing: Mesh) -> Shares:
     """What servers keep, from what each rank has of it: of a group of which the ranks have shards, all shards.
     `sharing`: the axes along which ranks share layers."""
     return [{g: size * groups[g].shards(sharing) for g, size in share.items()} for share in shares]
 
 
-def pushed_shares(shape: Shape, servers: int, choice: str) -> Shares:
-    """For each server, the bytes in which a worker pushes its parts of gradients. `choice` is the plan's `compress`."""
+def pushed_in(shape: Shape, sizes: Iterable[int], choice: str) -> int:
+    """In how many bytes a worker pushes parts of gradients of these bytes. `choice` is the plan's `compress`."""
     item = shape.itemsize
-    return shares_of(shape.groups, servers, lambda size: pushed_bytes(size // item, item, choice))
+    return sum(pushed_bytes(size // item, item, choice) for size in sizes)
+
+
+def pushed_shares(shape: Shape, servers: int, choice: str) -> Shares:
+    """For each server, the bytes in which a worker pushes its parts of gradients."""
+    return shares_of(shape.groups, servers, lambda size: pushed_in(shape, [size], choice))

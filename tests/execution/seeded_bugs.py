@@ -26,7 +26,7 @@ from minipar.execution.parameter_slices import SlicedGroup
 from minipar.execution.parameter_versions import Alive
 from minipar.execution.state import State
 from minipar.execution.streams import HostStreams
-from minipar.program import Op, Value
+from minipar.program import Op, Value, portions
 from minipar.server.pushing import Servers
 from minipar.server.shard import Shard
 from minipar.server.working import Worker
@@ -393,14 +393,14 @@ def stale_pull(rank: int, put: Any) -> None:
     def old(call: Any, self: Servers, key: Any) -> torch.Tensor:
         return first.setdefault(key, call(self, key).clone())
 
-    if rank == 1:
-        _around(Servers, "pull", old, put)
+    for name in ("pull", "here") if rank == 1 else ():
+        _around(Servers, name, old, put)
 
 
 def pull_not_used(rank: int, put: Any) -> None:
     def skipped(call: Any, self: Worker, index: int, ins: Any) -> None:
         if ins.op is Op.PULL and self.compute.rows.base > 0:
-            self.here.update(ins.layers)
+            self.here.update(portions(ins))
         call(self, index, ins)
 
     if rank == 1:

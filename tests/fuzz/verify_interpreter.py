@@ -1231,6 +1231,18 @@ class _Machine:
 # parameter servers ---------------------------------------------------------------------------------------------------
 
 
+Some = tuple[int, str]  # a group, and a piece of it such as "0:8", or ""
+
+
+def _some(ins: Instruction) -> tuple[Some, ...]:
+    """What a message with a server, or an update there, is of."""
+    if len(ins.parts) == 1 and ins.parts[0].start >= 0:
+        if len(ins.layers) != 1:
+            raise Wrong(f"`{ins}`: a piece of several groups")
+        return ((ins.layers[0], f"{ins.parts[0].start}:{ins.parts[0].end}"),)
+    return tuple((g, "") for g in ins.layers)
+
+
 class _Service(_Machine):
     """Workers and parameter servers: what is pulled, pushed, accepted, applied and answered.
 
@@ -1256,10 +1268,10 @@ class _Service(_Machine):
             raise Wrong("a server that serves nothing")
         self.messages: dict[tuple[Op, int, int], list[Any]] = defaultdict(list)
         self.taken: Counter[tuple[Op, int, int]] = Counter()
-        self.pushes: dict[tuple[int, int, int, int], Counter[int]] = {}  # worker, step, server, group
-        self.pulls: dict[tuple[int, int, int, int], Any] = {}
-        self.versions: Counter[tuple[int, int]] = Counter()  # server, group
-        self.applied: set[tuple[int, int, int, int]] = set()  # server, group, worker, step
+        self.pushes: dict[tuple[int, int, int, Some], Counter[int]] = {}  # worker, step, server, group or piece
+        self.pulls: dict[tuple[int, int, int, Some], Any] = {}
+        self.versions: Counter[tuple[int, Some]] = Counter()  # server, group or piece
+        self.applied: set[tuple[int, Some, int, int]] = set()  # server, group or piece, worker, step
         self.updates: dict[int, set[tuple[int, int]]] = {}  # version: worker, step
 
     def run(self) -> None:
@@ -1287,6 +1299,9 @@ class _Service(_Machine):
     def serve(self, rank: int, ins: Instruction) -> bool:
         if ins.op in COMPUTE:
             for g in {v.index for v in ins.reads if v.kind == "param"}:
+                pulled = [(one, server) for (w, s, server, one) in self.pulls if (w, s, one[0]) == (rank, ins.step, g)]
+                if self.model.trainable(g) and not self.is_all(g, pulled):
+                    raise Wrong(f"rank {rank} `{ins}` uses param({g}), of which pieces are not there")
                 if self.model.trainable(g) and self.memory[rank].get(Value("param", g), (0, 0, 0, -1))[3] != ins.step:
                     raise Wrong(f"rank {rank} `{ins}` uses param({g}) that was pulled in another step")
             self.execute(rank, ins)
@@ -1302,7 +1317,7 @@ class _Service(_Machine):
                 return False
             layers, step, content = self.messages[link][self.taken[link]]
             self.taken[link] += 1
-            if (layers, step) != (ins.layers, ins.step):
+            if (layers, step) != (_some(ins), ins.step):
                 raise Wrong(f"rank {rank} `{ins}` meets another message")
         if any(value not in self.memory[rank] for value in ins.reads):
             raise Wrong(f"rank {rank} `{ins}` reads what is not there")
@@ -1323,10 +1338,11 @@ class _Service(_Machine):
             or ins.reads
         ):
             raise Wrong(f"rank {rank} `{ins}` does not write what it pulls")
-        for g in ins.layers:
-            if g not in self.shares[server] or (rank, ins.step, server, g) in self.pulls:
+        for one in _some(ins):
+            g = one[0]
+            if g not in self.shares[server] or (rank, ins.step, server, one) in self.pulls:
                 raise Wrong(f"rank {rank} `{ins}` pulls what is not there, or twice")
-            self.pulls[rank, ins.step, server, g] = version
+            self.pulls[rank, ins.step, server, one] = version
             found = {v for (w, s, _, _), v in self.pulls.items() if (w, s) == (rank, ins.step)}
             if len(found) > 1 or (self.stale is None and found != {ins.step}):
                 raise Wrong(f"rank {rank} `{ins}` pulls another version")
@@ -1337,14 +1353,14 @@ class _Service(_Machine):
         left = {Value("residual", g) for g in ins.layers if self.program.compress.startswith("topk")}
         if {*ins.reads} != {Value("grad", g) for g in ins.layers} | left or {*ins.writes} != left:
             raise Wrong(f"rank {rank} `{ins}` does not read what it pushes")
-        for g in ins.layers:
-            if g not in self.shares[server] or (rank, ins.step, server, g) in self.pushes:
+        for one in _some(ins):
+            if one[0] not in self.shares[server] or (rank, ins.step, server, one) in self.pushes:
                 raise Wrong(f"rank {rank} `{ins}` pushes what the server does not have, or twice")
-            self.pushes[rank, ins.step, server, g] = Counter(self.memory[rank][Value("grad", g)])
-        self.messages[Op.PUSH, rank, ins.peer].append((ins.layers, ins.step, True))
+            self.pushes[rank, ins.step, server, one] = Counter(self.memory[rank][Value("grad", one[0])])
+        self.messages[Op.PUSH, rank, ins.peer].append((_some(ins), ins.step, True))
 
     def accept(self, rank: int, ins: Instruction, content: Any) -> None:
-        values = tuple(Value("pushed", g, ins.peer, ins.step) for g in ins.layers)
+        values = tuple(Value("pushed", g, ins.peer, ins.step, piece) for g, piece in _some(ins))
         if ins.writes != values or ins.reads or any(v in self.memory[rank] for v in values):
             raise Wrong(f"rank {rank} `{ins}` does not write what it accepts")
         self.memory[rank].update(dict.fromkeys(values, True))
@@ -1356,7 +1372,8 @@ class _Service(_Machine):
             if not set(ins.layers) <= share:
                 raise Wrong(f"rank {rank} `{ins}` updates what it does not serve")
             share = set(ins.layers)
-        versions = {self.versions[server, g] for g in share}
+        some = set(_some(ins)) if self.stale is None else {(g, "") for g in share}
+        versions = {self.versions[server, one] for one in some}
         version = min(versions, default=-1)
         found: dict[int, set[tuple[int, int]]] = {
             g: {(v.microbatch, v.step) for v in ins.reads if v.kind == "pushed" and v.index == g} for g in share
@@ -1369,6 +1386,8 @@ class _Service(_Machine):
             raise Wrong(f"rank {rank} `{ins}` updates other groups than it serves")
         if not state <= set(ins.reads) or not named <= set(ins.frees):
             raise Wrong(f"rank {rank} `{ins}` does not read what it updates")
+        if any(v.form != piece for v in named for g, piece in some if g == v.index):
+            raise Wrong(f"rank {rank} `{ins}` takes another piece than it updates")
         taken = next(iter(found.values()))
         if not taken or any(other != taken for other in found.values()):
             raise Wrong(f"rank {rank} `{ins}` takes other gradients of one group than of the rest")
@@ -1376,7 +1395,7 @@ class _Service(_Machine):
             raise Wrong(f"rank {rank} `{ins}` takes the gradients of other workers than another server")
         bound = 0 if self.stale is None else self.stale.bound
         for worker, step in taken:
-            mine = {(server, g, worker, step) for g in share}
+            mine = {(server, one, worker, step) for one in some}
             if mine & self.applied:
                 raise Wrong(f"rank {rank} `{ins}` takes a gradient twice")
             self.applied |= mine
@@ -1385,15 +1404,15 @@ class _Service(_Machine):
                 raise Wrong(f"rank {rank} `{ins}` takes a gradient that is {late} updates old")
         if self.stale is None and taken != {(worker, version) for worker in range(self.workers)}:
             raise Wrong(f"rank {rank} `{ins}` does not take the gradients of all workers")
-        self.versions.update((server, g) for g in share)
+        self.versions.update((server, one) for one in some)
 
     def reply(self, rank: int, ins: Instruction, content: Any) -> None:
         if set(ins.reads) != {Value("served", g) for g in ins.layers} or ins.writes:
             raise Wrong(f"rank {rank} `{ins}` does not read what it hands out")
-        versions = {self.versions[rank - self.workers, g] for g in ins.layers}
+        versions = {self.versions[rank - self.workers, one] for one in _some(ins)}
         if len(versions) > 1:
             raise Wrong(f"rank {rank} `{ins}` hands out several versions")
-        self.messages[Op.REPLY, rank, ins.peer].append((ins.layers, ins.step, min(versions)))
+        self.messages[Op.REPLY, rank, ins.peer].append((_some(ins), ins.step, min(versions)))
 
     def check_service(self) -> None:
         program = self.program
@@ -1405,27 +1424,42 @@ class _Service(_Machine):
         if not self.known and steps != {(w, s) for w in range(self.workers) for s in range(program.steps)}:
             raise Wrong("a worker that leaves a step out")
         wanted: Counter[int] = Counter()
+        served = {(server, one) for _, _, server, one in self.pushes}
         for rank, step in steps:
             losses, found = self.model.whole(self.replica[rank], step, self.used_by(self.replica[rank], step))
             wanted += losses
-            for server, share in enumerate(self.shares):
-                for g in share:
-                    right: Counter[int] = Counter()
-                    for contributions in found:
-                        right.update(contributions.get((g, 0), ()))
-                    if (
-                        self.pushes.pop((rank, step, server, g), None) != right
-                        or (rank, step, server, g) not in self.pulls
-                    ):
-                        raise Wrong(f"rank {rank} pushes a wrong gradient of group {g} in step {step}")
+            for g in set().union(*self.shares):
+                right: Counter[int] = Counter()
+                for contributions in found:
+                    right.update(contributions.get((g, 0), ()))
+                mine = [(one, server) for (w, s, server, one) in self.pushes if (w, s, one[0]) == (rank, step, g)]
+                pulled = [(one, server) for (w, s, server, one) in self.pulls if (w, s, one[0]) == (rank, step, g)]
+                if not self.is_all(g, mine) or not self.is_all(g, pulled):
+                    raise Wrong(f"rank {rank} pushes or pulls a part of group {g} in step {step}")
+                if any(self.pushes.pop((rank, step, server, one)) != right for one, server in mine):
+                    raise Wrong(f"rank {rank} pushes a wrong gradient of group {g} in step {step}")
         if self.pushes or self.losses != wanted:
             raise Wrong("a loss or gradient that nobody asked for")
         for rank, memory in enumerate(self.memory):
             if memory.keys() != program.state[rank]:
                 raise Wrong(f"rank {rank} ends with other values than it began with")
-        made = {self.versions[server, g] for server, share in enumerate(self.shares) for g in share}
+        made = {self.versions[server, one] for server, one in served}
         if (len(made) > 1 and self.known) or (self.stale is None and made != {program.steps}):
             raise Wrong("servers that make other numbers of updates")
+
+    def is_all(self, g: int, found: list[tuple[Some, int]]) -> bool:
+        """Whether these, each at a server, are all of a group, without a byte twice."""
+        servers = {server for server, share in enumerate(self.shares) if g in share}
+        if {server for _, server in found} != servers:
+            return False
+        if not any(piece for (_, piece), _ in found):
+            return len(found) == len(servers)
+        if not all(piece for (_, piece), _ in found):
+            return False
+        edges = [tuple(map(int, piece.split(":"))) for (_, piece), _ in found]
+        size = sum(self.program.groups[g].tensors)
+        covered = [byte for start, end in edges for byte in range(start, min(end, size + 1))]
+        return sorted(covered) == list(range(size)) and all(start < end for start, end in edges)
 
 
 # collectives ---------------------------------------------------------------------------------------------------------

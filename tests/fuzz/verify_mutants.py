@@ -112,6 +112,7 @@ PLANS: list[tuple[str, Shape, int]] = [  # words, model, steps
     *[(f"dp=2 sync=ps servers={n}", PLAIN, 2) for n in (1, 2)],
     ("dp=3 sync=ps microbatches=2", FROZEN, 1),
     ("dp=2 sync=ps overlap=priority servers=2", PLAIN, 2),
+    (f"dp=2 sync=ps overlap=priority servers=2 bucket={32 / 2**20}", DIMS, 2),
     ("dp=2 sync=ps schedule=zb-h1 microbatches=2", PLAIN, 1),
     ("dp=2 sync=ps compress=topk:0.5 servers=2", PLAIN, 1),
     ("dp=2 sync=ps schedule=terapipe slices=2", CAUSAL, 1),

@@ -42,7 +42,8 @@ def go_on(clusters, folder, words, steps, model=MODEL, **more):
         ("dp=2 sync=ps servers=2 mode=k-of-n:2/2", "dp=3 sync=ps clip=0.1"),
         ("dp=3 sync=ps", "pp=2 dp=2 zero=1 microbatches=2"),
         ("pp=2 dp=2 zero=1 microbatches=2", "sync=ps servers=3"),
-        ("pp=2 dp=2 sync=ps servers=2 overlap=priority", "dp=2 sync=ps overlap=priority"),
+        ("pp=2 dp=2 sync=ps servers=2 overlap=priority", "dp=2 sync=ps overlap=priority bucket=0.0001"),
+        ("dp=2 sync=ps servers=2 overlap=priority bucket=0.00005", "pp=2 sync=ps overlap=priority bucket=0.0001"),
     ],
 )  # fmt: skip
 def test_a_run_goes_on_as_if_it_had_not_stopped(clusters, tmp_path, before, after):

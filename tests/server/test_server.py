@@ -101,6 +101,7 @@ def test_a_gradient_that_waits_for_the_norm_of_its_update_is_kept_though_its_wor
     let_go, server = [], object.__new__(process.Server)
     server.shard = SimpleNamespace(pushed={(1, 7): taken, (1, 8): part}, let_go=let_go.append)
     server.arrivals = SimpleNamespace(forget=lambda worker, life: None)
+    server.gathering = None
     server.clipping = process.Clipping(None, [taken], {}, 0.0, {})
     server._forget(1, 9)
     assert let_go == [part]

@@ -65,12 +65,14 @@ def run(clusters, words, data=None, model=MODEL, steps=4, optimizer=None, loss=m
         "sync=ps servers=3 microbatches=2 host_layers=0,8 offload=parameters",
         "dp=2 sync=ps overlap=priority microbatches=3",
         "dp=4 sync=ps servers=2 overlap=priority checkpoint=2",
-        "dp=2 sync=ps servers=2 overlap=priority compress=bf16 host_layers=0,8",
-        "dp=2 sync=ps overlap=priority microbatches=2 offload=parameters prefetch=2",
+        "dp=3 sync=ps servers=2 overlap=priority bucket=0.00005 microbatches=2 check=true",
+        "dp=2 sync=ps servers=2 overlap=priority compress=bf16 bucket=0.00005 host_layers=0,8",
+        "dp=2 sync=ps overlap=priority microbatches=2 offload=parameters prefetch=2 bucket=0.0001",
         "pp=2 sync=ps servers=2 overlap=priority microbatches=2 offload=parameters,activations offload_to=disk",
         "pp=2 dp=2 sync=ps microbatches=3",
         "pp=2 sync=ps servers=2 schedule=gpipe microbatches=2 clip=0.1 overlap=none",
         "pp=2 dp=2 sync=ps servers=2 overlap=priority microbatches=2",
+        "pp=2 dp=2 sync=ps servers=2 overlap=priority bucket=0.00005 microbatches=2 compress=topk:1",
         "pp=2 sync=ps schedule=zb-h1 microbatches=4 overlap=priority",
         "pp=2 dp=2 sync=ps schedule=chimera microbatches=4 bucket=none",
         "pp=2 sync=ps schedule=interleaved chunks=2 microbatches=2 offload=activations checkpoint=1",
@@ -107,6 +109,7 @@ def partly_frozen():
         "tp=2 sync=ps servers=2 microbatches=2",
         "dp=2 tp=2 sync=ps microbatches=2 clip=0.1 check=true",
         "tp=2 sequence_parallel=true sync=ps overlap=priority servers=2 check=true",
+        "dp=2 tp=2 sync=ps overlap=priority servers=2 bucket=0.0002 check=true",
         "dp=2 context_parallel=2 sync=ps microbatches=2 bucket=none",
         "pp=2 tp=2 sync=ps microbatches=2 offload=parameters",
         "ep=2 dp=2 sync=ps clip=0.1 check=true",
@@ -331,6 +334,120 @@ def test_a_rank_dies_and_its_replica_begins_again(clusters, tmp_path, words, vic
     for mine, plain in zip(found.losses, found.reference.losses, strict=True):
         assert abs(mine - plain) <= 1e-12 * max(1.0, abs(plain))
     assert clusters(plan.ranks).run(lambda: 7) == [7] * plan.ranks
+
+
+class DiesInBackward(torch.nn.Linear):
+    """Ends its process in the backward of step 2, once, when other workers have pushed and servers have updated what
+    they can. (`armed` by the rows of that step.)"""
+
+    armed = ""
+
+    def forward(self, input):
+        found = super().forward(input)
+        if found.requires_grad:
+            found.register_hook(self.dies)
+        return found
+
+    def dies(self, gradient):
+        if DiesInBackward.armed and not os.path.exists(DiesInBackward.armed):
+            time.sleep(0.3)
+            os.close(os.open(DiesInBackward.armed, os.O_CREAT | os.O_EXCL))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Arms(KillsOnce):
+    """Rows that let `DiesInBackward` end the rank which asks for those of step 2."""
+
+    def batch(self, step, size):
+        here = step == 2 and worker.in_rank() and worker.context().rank == self.victim
+        DiesInBackward.armed = self.marker if here else ""
+        made = torch.Generator().manual_seed(step)
+        return torch.randn(size, 6, generator=made), torch.randn(size, 6, generator=made)
+
+
+def with_a_layer_that_dies(place):
+    layers = [torch.nn.Linear(6, 6) for _ in range(4)]
+    layers[place] = DiesInBackward(6, 6)
+    return torch.nn.Sequential(*layers)
+
+
+@pytest.mark.many(3)
+@pytest.mark.parametrize(
+    ("words", "victim", "place"),
+    [
+        ("dp=2 sync=ps check=true", 1, 0),  # all later layers are updated with what it has pushed
+        ("dp=3 sync=ps servers=2 bucket=0.00005 microbatches=2 check=true", 2, 1),
+        ("dp=2 sync=ps servers=2 bucket=0.00005", 0, 3),  # it has pushed nothing
+        ("dp=2 sync=ps bucket=none", 1, None),  # before its step
+        ("dp=2 pp=2 sync=ps servers=2 bucket=0.00005 microbatches=2 check=true", 1, 3),
+        ("dp=2 pp=2 sync=ps servers=2 microbatches=2", 2, 0),  # the other rank of its replica has pushed everything
+        ("dp=2 sync=ps servers=2 offload=parameters bucket=0.00005", 1, 1),
+    ],
+)
+def test_by_priority_a_worker_dies_and_begins_its_step_again(clusters, tmp_path, words, victim, place):
+    """Some layers are updated with what it has pushed: it gets them as they were, and pushes the rest."""
+    marker, plan = str(tmp_path / "killed"), Plan.parse(f"{words} overlap=priority on_death=continue")
+    data = KillsOnce(marker, victim) if place is None else Arms(marker, victim)
+    model = partial(with_a_layer_that_dies, place or 0)
+    found = train(model, data, plan, cluster=clusters(plan.ranks), steps=5, batch=9, loss=mse, dtype=torch.float64,
+                  optimizer=partial(torch.optim.Adam, lr=0.01), check=True, progress=False)  # fmt: skip
+    assert os.path.exists(marker)
+    (death,) = found.service.deaths
+    assert f"rank {victim}" in death
+    assert found.max_gradient_error() <= 1e-12
+    assert found.max_parameter_error() <= 1e-12
+    for mine, plain in zip(found.losses, found.reference.losses, strict=True):
+        assert abs(mine - plain) <= 1e-12 * max(1.0, abs(plain))
+
+
+class StopsInUpdate(torch.optim.SGD):
+    """Ends or stops the process of a server in one of its updates of a layer, or a piece of one, once."""
+
+    def __init__(self, parameters, marker, victim, at, how):
+        super().__init__(parameters, lr=0.1, momentum=0.9)
+        self.marker, self.victim, self.at, self.how, self.made = marker, victim, at, how, 0
+
+    def step(self, closure=None):
+        self.made += 1
+        here = self.made == self.at and worker.in_rank() and worker.context().rank == self.victim
+        if here and not os.path.exists(self.marker):
+            os.close(os.open(self.marker, os.O_CREAT | os.O_EXCL))
+            os.kill(os.getpid(), self.how)
+        return super().step(closure)
+
+
+@pytest.mark.many(2)
+@pytest.mark.parametrize(
+    ("words", "victim", "how", "at"),
+    [
+        ("dp=2 sync=ps check=true", 2, signal.SIGKILL, 15),
+        ("dp=2 sync=ps servers=2 bucket=0.00005", 3, signal.SIGSTOP, 40),
+        ("dp=2 sync=ps", 2, signal.SIGKILL, 2),
+        ("dp=2 pp=2 sync=ps servers=2 microbatches=2", 4, signal.SIGKILL, 8),
+    ],
+)
+def test_by_priority_a_server_dies_and_all_go_back(clusters, tmp_path, words, victim, how, at):
+    """To the beginning, or to a snapshot of all servers with as many updates of every layer."""
+    marker, plan = str(tmp_path / "killed"), Plan.parse(f"{words} overlap=priority on_death=continue")
+    layers = [torch.nn.Linear(6, 6) for _ in range(4)]
+    optimizer = partial(StopsInUpdate, marker=marker, victim=victim, at=at, how=how)
+    job = Job(partial(torch.nn.Sequential, *layers), rows(9), 9, mse, optimizer, 0, torch.float64)
+    program = plan.compile(shape_of(job.build()), steps=6)
+    done, service = execute_served(program, job, clusters(plan.ranks), on_death="continue", snapshot_every=1)
+    assert os.path.exists(marker)
+    (death,) = service.deaths
+    assert f"rank {victim} was killed" in death
+    plain = job.build()
+    stepping = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(6):
+        x, y = job.batches(step)
+        loss = mse(plain(x), y)
+        assert abs(done.losses[step] - loss.item()) <= 1e-12
+        stepping.zero_grad()
+        loss.backward()
+        stepping.step()
+    for name, p in plain.named_parameters():
+        assert (service.parameters[name] - p).abs().max() <= 1e-12, name
 
 
 def test_a_worker_dies_and_all_end(clusters, tmp_path):
@@ -558,7 +675,9 @@ def test_emulated_links_reach_the_servers(emulated, mode, servers):
             assert all(mine >= 0.99 * other for mine, other in pairs), "nothing ends before the device would end it"
 
 
-@pytest.mark.parametrize("words", ["dp=2 sync=ps servers=2 overlap=priority", "pp=2 sync=ps microbatches=2",
+@pytest.mark.parametrize("words", ["dp=2 sync=ps servers=2 overlap=priority bucket=none",
+                                   "dp=2 sync=ps servers=2 overlap=priority bucket=0.001",
+                                   "pp=2 sync=ps microbatches=2",
                                    "pp=2 dp=2 sync=ps servers=2 mode=k-of-n:2/2 microbatches=2"])  # fmt: skip
 def test_emulated_links_of_layers_one_by_one_and_of_pipelines(emulated, words):
     both = tuple(torch.randn(2, 12, 40, generator=torch.Generator().manual_seed(0)))

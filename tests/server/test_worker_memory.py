@@ -37,7 +37,7 @@ def go(cluster, words=WORDS, rows=16, **more):
         "dp=2 sync=ps microbatches=2 offload=parameters,activations",
         "dp=2 sync=ps microbatches=2 host_layers=0",
         "dp=2 sync=ps overlap=priority servers=2 microbatches=2",
-        "dp=2 sync=ps overlap=priority microbatches=2 offload=parameters",
+        "dp=2 sync=ps overlap=priority microbatches=2 offload=parameters bucket=0.01",
         "tp=2 sequence_parallel=true sync=ps servers=2 checkpoint=1",
     ],
 )

@@ -9,12 +9,12 @@ import pytest
 from minipar import Plan, Program, simulate, verify
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError, ProgramError
-from minipar.program import Group, Op, Staleness
+from minipar.program import Group, Op, Portion, Staleness, grad
 from minipar.program.server_rule import Consistency, Kind, Mode, Row, again
 from minipar.program.shape import Shape, divided, uniform
 from minipar.program.verify.service import ages
 from minipar.server.shard import ParameterKey, pieces_of
-from minipar.strategies.shares import shares_of
+from minipar.strategies.shares import GRAIN, parts_of, portions_of, shares_of
 
 MODES = ("sync", "async", "ssp:0", "ssp:2", "k-of-n:2/3")
 
@@ -76,10 +76,11 @@ class ByBytes(UnitCosts):
         return float(sum(part.bytes for part in ins.parts)) if ins.op is not Op.PULL else 0.0, 0.0
 
 
-def by_priority(words="", sizes=(8, 8, 16), steps=2):
+def by_priority(words="", sizes=(8, 8, 16), steps=2, time=None):
     shape = Shape(len(sizes), tuple(Group((k,), (size,)) for k, size in enumerate(sizes)))
     plan = Plan.parse(f"sync=ps overlap=priority {words}")
-    return plan.compile(shape, steps=steps, costs_of=lambda program: ByBytes(program, len(sizes), len(sizes)))
+    own = time or len(sizes)
+    return plan.compile(shape, steps=steps, costs_of=lambda program: ByBytes(program, own, own))
 
 
 def test_what_the_next_forward_needs_first_is_pushed_and_pulled_first():
@@ -99,6 +100,73 @@ def test_what_the_next_forward_needs_first_is_pushed_and_pulled_first():
     sent = [k for k, ins in enumerate(program.ranks[1]) if str(ins) == "REPLY 0 -> 0"][1]
     assert trace.starts[0][place["F 0 mb0"]] == trace.ends[1][sent], "a forward waits for its own layer alone"
     assert trace.starts[0][place["F 1:3 mb0"]] > trace.ends[0][place["F 0 mb0"]]
+
+
+def test_large_layers_go_in_pieces_which_can_be_overtaken():
+    """P3: what is left of a large layer waits while a small one, which the next forward needs earlier, goes."""
+    program = by_priority(f"bucket={16 / 2**20}", sizes=(8, 8, 64))
+    worker, server = ([str(ins) for ins in row if ins.step == 1] for row in program.ranks)
+    assert worker == [
+        "PULL 2[0:16] <- 1", "PULL 0 <- 1", "F 0 mb0", "PULL 1 <- 1", "F 1 mb0", "PULL 2[16:32] <- 1",
+        "PULL 2[32:48] <- 1", "PULL 2[48:64] <- 1", "F 2 mb0", "B 2 mb0", "PUSH 2[0:16] -> 1", "B 0:2 mb0",
+        "PUSH 0 -> 1", "PUSH 1 -> 1", "PUSH 2[16:32] -> 1", "PUSH 2[32:48] -> 1", "PUSH 2[48:64] -> 1",
+    ]  # fmt: skip
+    assert server[-6:] == [
+        "ACCEPT 2[16:32] <- 0", "APPLY 2[16:32]", "ACCEPT 2[32:48] <- 0", "APPLY 2[32:48]", "ACCEPT 2[48:64] <- 0",
+        "APPLY 2[48:64]",
+    ]  # fmt: skip
+    whole, pieces = (by_priority(f"bucket={size}", (8, 8, 64), 4, 60) for size in ("none", 16 / 2**20))
+    times = [simulate(program, ByBytes(program, 60, 60)).time for program in (whole, pieces)]
+    assert times[1] < 0.9 * times[0]
+    (freed,) = [ins for ins in pieces.ranks[0] if ins.op is Op.PUSH and ins.step == 0 and grad(2) in ins.frees]
+    assert str(freed) == "PUSH 2[48:64] -> 1"
+
+
+@pytest.mark.parametrize("words", ["servers=2", "servers=3 dp=2", "servers=2 pp=2 microbatches=2", "compress=topk:0.5",
+                                   "servers=2 compress=bf16"])  # fmt: skip
+def test_pieces_are_all_of_each_layer_wherever_servers_cut_it(words):
+    program = by_priority(f"bucket={32 / 2**20} {words}", sizes=(40, 24, 200), steps=2)
+    trace = simulate(program, ByBytes(program, 3, 3))
+    assert trace.program is program
+    assert trace.staleness() == [0] * len(program.ranks)
+    assert Program.from_json(program.to_json()) == program
+    for op in (Op.ACCEPT, Op.REPLY, Op.APPLY):
+        rows = program.ranks[program.workers :]
+        assert max(part.bytes for row in rows for ins in row for part in ins.parts if ins.op is op) <= 32 + GRAIN
+    pulled = sum(part.bytes for ins in program.ranks[0] if ins.op is Op.PULL for part in ins.parts)
+    layers = program.placement[0]
+    assert pulled == 2 * sum(sum(group.tensors) for group in program.groups if set(group.layers) & set(layers))
+    if "servers=2" in words and "pp" not in words:  # the pieces of a layer go to its servers by turns
+        sent = [ins.peer for ins in program.ranks[0] if ins.op is Op.PUSH and ins.layers == (2,) and not ins.step]
+        assert sent[:4] == [program.workers, program.workers + 1] * 2
+
+
+def test_pieces_end_at_multiples_of_a_grain_of_their_tensor():
+    groups = [Group((0,), (12, 100)), Group((1,), (8,))]
+    (one,) = portions_of(groups, 1, 40)
+    assert one == {Portion(0, 0, 28): (12, 16), Portion(0, 28, 60): (32,), Portion(0, 60, 112): (52,), Portion(1): (8,)}
+    first, second = portions_of(groups, 2, 1000)
+    assert first == {Portion(0): (12, 48)}
+    assert second == {Portion(0): (52,), Portion(1): (8,)}
+    first, second = portions_of(groups, 2, 40)
+    assert list(first) == [Portion(0, 0, 28), Portion(0, 28, 60)]
+    assert list(second) == [Portion(0, 60, 76), Portion(0, 76, 112), Portion(1)]
+    assert parts_of((12, 0, 100), [Portion(0, 0, 28), Portion(0, 28, 112)]) == [[(0, 0, 12), (1, 0, 0), (2, 0, 16)],
+                                                                               [(2, 16, 100)]]  # fmt: skip
+
+
+def test_the_size_of_pieces_is_that_with_which_the_next_forward_ends_earliest():
+    """A large last layer, whose message the first layer's would wait for: pieces let it pass."""
+    sizes = (4 * 4096, 4 * 4096, 64 * 4096)
+
+    def program(bucket):
+        return by_priority(f"bucket={bucket}", sizes, 3, 100_000)
+
+    auto = program("auto")
+    largest = max(ins.parts[0].bytes for ins in auto.ranks[0] if ins.op is Op.PUSH)
+    assert largest in [sizes[2] >> k for k in range(1, 7)]
+    times = {b: simulate(program(b), ByBytes(program(b), 100_000, 100_000)).time for b in ("auto", "none")}
+    assert times["auto"] < 0.95 * times["none"]
 
 
 def test_layers_served_one_by_one_are_faster():
@@ -159,6 +227,41 @@ def test_refused_orders_of_layers():
     late = [*server[:applied], server[applied + 1], server[applied], *server[applied + 2 :]]
     with pytest.raises(ProgramError, match="brings .* version|after 0 updates; a synchronous program promises 1"):
         verify(program.with_rank(2, late))
+
+
+def test_refused_pieces():
+    """A piece that is left out everywhere, used before it is there, updated twice, or of another size than it is
+    elsewhere."""
+    program = by_priority(f"dp=2 bucket={16 / 2**20}", sizes=(8, 8, 64))
+    ranks = [list(row) for row in program.ranks]
+
+    def without(op, text):
+        return replace(
+            program,
+            ranks=tuple(tuple(i for i in row if not (i.op in op and text in str(i))) for row in ranks),
+        )
+
+    with pytest.raises(ProgramError, match=r"pushes grad\(2\) of step 0 in pieces: 2.32:48. comes after byte 16"):
+        verify(without((Op.PUSH, Op.ACCEPT), "2[16:32]"))
+    with pytest.raises(ProgramError, match=r"pushes grad\(2\) of step 0 in pieces: they end at byte 48 of 64|keeps"):
+        verify(without((Op.PUSH, Op.ACCEPT), "2[48:64]"))
+    with pytest.raises(ProgramError, match=r"uses param\(2\), which was pulled in pieces for step 0: 2.32:48. comes"):
+        verify(without((Op.PULL, Op.REPLY), "2[16:32]"))
+    worker, server = ranks[0], ranks[2]
+    pulled = next(k for k, ins in enumerate(worker) if str(ins) == "PULL 2[48:64] <- 2")
+    with pytest.raises(ProgramError, match=r"which was pulled in pieces for step 0: they end at byte 48 of 64"):
+        verify(program.with_rank(0, [*worker[:pulled], worker[pulled + 1], worker[pulled], *worker[pulled + 2 :]]))
+    with pytest.raises(ProgramError, match=r"pulls param\(2.48:64.\) of step 0 again|without"):
+        verify(program.with_rank(0, [*worker[: pulled + 1], *worker[pulled:]]))
+    applied = next(k for k, ins in enumerate(server) if str(ins) == "APPLY 2[16:32]")
+    with pytest.raises(ProgramError, match=r"is update 1 of group 2.16:32."):
+        verify(program.with_rank(2, [*server[: applied + 1], *server[applied:]]))
+    other = server[applied]._replace(parts=(server[applied].parts[0]._replace(start=32, end=48),))
+    with pytest.raises(ProgramError, match="names other values"):
+        verify(program.with_rank(2, [*server[:applied], other, *server[applied + 1 :]]))
+    both = server[applied]._replace(layers=(1, 2))
+    with pytest.raises(ProgramError, match="a piece is of one group"):
+        verify(program.with_rank(2, [*server[:applied], both, *server[applied + 1 :]]))
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -328,11 +431,7 @@ def test_refused_programs():
         ("servers=99", "servers=99: too many for parameters of 20 bytes"),
         ("on_death=pray", "on_death=pray: unknown; possible are abort, continue"),
         ("overlap=priority mode=ssp:1", "mode=ssp:1: not together with overlap=priority .*one version.*fundamental"),
-        ("overlap=priority on_death=continue", "needs parameters from before it"),
-        (
-            "overlap=priority bucket=1",
-            "overlap=priority: not together with bucket=1.* .with sync=ps a layer is one message",
-        ),
+        ("overlap=priority bucket=flat", "overlap=priority: not together with bucket=flat .gradients go in pieces"),
         ("zero=2", "sync=ps: not together with zero=2 .the servers hold"),
         ("offload=optimizer", "no worker has any.*possible is offload=parameters"),
         ("compress=powersgd:1", "compress=powersgd:1 .all ranks sum its factors together"),

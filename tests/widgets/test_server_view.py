@@ -30,6 +30,7 @@ def trace(words: str, steps: int = 6, factors: tuple[float, ...] = ()) -> Trace:
         "dp=3 sync=ps mode=async",
         "dp=4 sync=ps mode=ssp:1 servers=2",
         "dp=3 sync=ps",
+        "dp=3 sync=ps servers=2 overlap=priority",
         "dp=4 sync=ps mode=k-of-n:3/4",
         "dp=3 pp=2 sync=ps mode=async servers=2",
     ],

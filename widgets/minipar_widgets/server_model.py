@@ -120,7 +120,7 @@ def served(trace: Trace, order: Sequence[Row] = ()) -> Served:
     zero = trace.span[0]
     acts = tuple(_acts(trace, rank, zero) for rank in range(program.workers, len(program.ranks)))
     given = {(act.peer, act.step): act.version for mine in acts for act in mine if act.what == "answers"}
-    updates = [act.end for act in acts[0] if act.what == "updates"]
+    updates = list({act.step: act.end for act in acts[0] if act.what == "updates"}.values())
     into = _updates(trace)
     found = [_steps(trace, rank, zero, given, into, updates) for rank in range(program.workers)]
     count = sum(map(len, found))
@@ -146,7 +146,7 @@ def served(trace: Trace, order: Sequence[Row] = ()) -> Served:
 def _acts(trace: Trace, rank: int, zero: float) -> tuple[Act, ...]:
     version, found = 0, []
     for k, ins in enumerate(trace.program.ranks[rank]):
-        version += ins.op is Op.APPLY
+        version = ins.step + 1 if ins.op is Op.APPLY else version  # (layers may be updated one by one)
         start, end = trace.starts[rank][k] - zero, trace.ends[rank][k] - zero
         found.append(Act(_SERVER[ins.op], start, end, ins.peer, ins.step, version))
     return tuple(found)
@@ -157,8 +157,8 @@ def _updates(trace: Trace) -> dict[tuple[int, int], int]:
     program = trace.program
     found: dict[tuple[int, int], int] = {}
     for row in program.ranks[program.workers :]:  # (of a pipeline's ranks, some have nothing on some servers)
-        for version, ins in enumerate(ins for ins in row if ins.op is Op.APPLY):
-            found |= {(value.microbatch, value.step): version for value in ins.reads if value.kind == "pushed"}
+        for ins in (ins for ins in row if ins.op is Op.APPLY):
+            found |= {(value.microbatch, value.step): ins.step for value in ins.reads if value.kind == "pushed"}
     return found
 
 

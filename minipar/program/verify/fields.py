@@ -26,6 +26,7 @@ STATE = (
 STUMBLES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 _MANY = 100_000  # layers, micro-batches or steps; fewer are not counted
 _MODE = re.compile(r"sync|async|ssp:[0-9]+|k-of-n:[0-9]+/[0-9]+")
+_PIECE = re.compile(r"[0-9]+:[0-9]+")
 _COMPRESSED = re.compile(r"none|bf16|fp16|topk:[0-9.e+-]+|powersgd:[1-9][0-9]*")
 
 
@@ -69,7 +70,7 @@ def _is_value(value: object) -> bool:
         and type(value.kind) is str
         and all(map(_whole, value[1:4]))
         and type(value.form) is str
-        and is_form(value.form)
+        and (is_form(value.form) or (value.kind == "pushed" and _PIECE.fullmatch(value.form) is not None))
     )
 
 

@@ -2,7 +2,8 @@
 
   1. each worker   In every step it runs each micro-batch forward and backward exactly once, after it has pulled its
                    parameters and before it pushes its gradients, which are then complete.
-  2. each link     A server accepts the pushes of a worker in order. A worker pulls what the server replies.
+  2. each link     A server accepts the pushes of a worker in order. A worker pulls what the server replies. Where these
+                   are pieces of a group, they are all of it together, and do not overlap.
   3. all together  Walking the lists ends. All parameters of a replica's step have one version, on all its ranks. An
                    update takes the gradients of all ranks of a replica or none, on all servers those of the same
                    replicas, each once, and none of parameters that are older than the contract allows. In mode sync
@@ -15,13 +16,14 @@ the first question is checked, and that the workers do not wait for each other f
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from minipar.errors import ProgramError
 from minipar.program import (
     COPIES,
     Instruction,
     Op,
+    Portion,
     Program,
     Staleness,
     Turn,
@@ -29,6 +31,9 @@ from minipar.program import (
     grad,
     home,
     param,
+    piece_in,
+    piece_of,
+    portions,
     pushed,
     repartitions,
     residual,
@@ -75,7 +80,7 @@ def _check_worker(program: Program, rank: int, done: dict[tuple[str, int, int], 
         for layer in ins.layers if ins.op is Op.FORWARD else ():
             wanted[layer, ins.step].add(ins.microbatch)
     back: dict[tuple[int, int], set[int]] = defaultdict(set)
-    pushed: dict[tuple[int, int], set[int]] = defaultdict(set)
+    pushed: dict[tuple[int, int], set[tuple[int, Portion]]] = defaultdict(set)  # by group and step, with the server
     for index, ins in enumerate(program.ranks[rank]):
         what = "forward" if ins.op is Op.FORWARD else "backward" if ins.op in _GRADIENTS else ""
         for layer in ins.layers if what else ():
@@ -85,11 +90,12 @@ def _check_worker(program: Program, rank: int, done: dict[tuple[str, int, int], 
             done[what, layer, ins.step].add(ins.microbatch)
             if what == "backward":
                 back[layer, ins.step].add(ins.microbatch)
-        for g in ins.layers if ins.op is Op.PUSH else ():
-            if ins.peer in pushed[g, ins.step]:
-                reason = f"{at(program, rank, index)} pushes grad({g}) of step {ins.step} again"
+        for portion in portions(ins) if ins.op is Op.PUSH else ():
+            g = portion.group
+            if (ins.peer, portion) in pushed[g, ins.step]:
+                reason = f"{at(program, rank, index)} pushes grad({portion}) of step {ins.step} again"
                 raise refuse(program, rank, index, reason)
-            pushed[g, ins.step].add(ins.peer)
+            pushed[g, ins.step].add((ins.peer, portion))
             for layer in program.groups[g].layers:
                 if lost := wanted.get((layer, ins.step), set()) - back.get((layer, ins.step), set()):
                     reason = f"{at(program, rank, index)} pushes before the gradient is complete: grad({g}) lacks"
@@ -99,6 +105,21 @@ def _check_worker(program: Program, rank: int, done: dict[tuple[str, int, int], 
         for g in sorted(held):
             if not pushed[g, step]:
                 raise ProgramError(f"rank {rank} never pushes grad({g}) of step {step}")
+            if wrong := _wrong(program, g, [portion for _, portion in pushed[g, step]]):
+                raise ProgramError(f"rank {rank} pushes grad({g}) of step {step} in pieces: {wrong}")
+
+
+def _wrong(program: Program, group: int, found: Collection[Portion]) -> str:
+    """What is wrong with the pieces of a group; "" if they are all of it, or if there are none."""
+    if not any(portion.form for portion in found):
+        return ""
+    at = 0
+    for portion in sorted(found):
+        if portion.start != at or portion.end <= at:
+            return f"{portion} comes after byte {at}"
+        at = portion.end
+    size = sum(program.groups[group].tensors)
+    return "" if at == size else f"they end at byte {at} of {size}"
 
 
 def _check_whole(program: Program, ranks: list[int], step: int, done: dict[tuple[str, int, int], set[int]]) -> None:
@@ -131,8 +152,8 @@ def _check_names(program: Program) -> None:
     servers = range(program.workers, len(program.ranks))
     shares = {rank: {v.index for v in program.state[rank] if v.kind == "served"} for rank in servers}
     for rank, row in enumerate(program.ranks):
-        pulled: dict[int, dict[int, int]] = {}  # group -> server -> step
-        applied: Counter[int] = Counter()  # updates of each group
+        pulled: dict[int, dict[tuple[int, Portion], int]] = {}  # group -> server and portion -> step
+        applied: Counter[Portion] = Counter()  # updates of each of them
         for index, ins in enumerate(row):
             works = rank < program.workers
             changes = works and repartitions(ins)  # (of ranks that share layers)
@@ -155,6 +176,8 @@ def _check_names(program: Program) -> None:
                 raise refuse(program, rank, index, f"{at(program, rank, index)}: rank {ins.peer} is no partner for it")
             some = ins.op is not Op.APPLY or program.serving.mode == "sync"  # (then layers can be updated one by one)
             whole = set(ins.layers) if some else shares[server]
+            if piece_of(ins) is not None and len(ins.layers) > 1:
+                raise refuse(program, rank, index, f"{at(program, rank, index)}: a piece is of one group")
             if (
                 not ins.layers
                 or len(set(ins.layers)) < len(ins.layers)
@@ -166,29 +189,37 @@ def _check_names(program: Program) -> None:
                 )
                 raise refuse(program, rank, index, reason)
             _check_values(program, rank, index, applied)
-            applied.update(ins.layers if ins.op is Op.APPLY else ())
-            for g in ins.layers if ins.op is Op.PULL else ():
-                if pulled.get(g, {}).get(server) == ins.step:
-                    reason = f"{at(program, rank, index)} pulls param({g}) of step {ins.step} again; possible is once"
-                    raise refuse(program, rank, index, reason)
-                pulled.setdefault(g, {})[server] = ins.step
+            applied.update(portions(ins) if ins.op is Op.APPLY else ())
+            for portion in portions(ins) if ins.op is Op.PULL else ():
+                found = pulled.setdefault(portion.group, {})
+                if found.get((server, portion)) == ins.step:
+                    reason = f"{at(program, rank, index)} pulls param({portion}) of step {ins.step} again"
+                    raise refuse(program, rank, index, f"{reason}; possible is once")
+                found[server, portion] = ins.step
 
 
 def _check_work(
-    program: Program, rank: int, index: int, pulled: dict[int, dict[int, int]], shares: dict[int, set[int]]
+    program: Program,
+    rank: int,
+    index: int,
+    pulled: dict[int, dict[tuple[int, Portion], int]],
+    shares: dict[int, set[int]],
 ) -> None:
     """A layer uses the parameters that were pulled for its step, and a backward writes the gradients of all of them."""
     ins = program.ranks[rank][index]
     for g in {g for layer in ins.layers for g in program.groups_of_layer[layer] if program.groups[g].trainable}:
-        for server, share in shares.items():
-            if g in share and pulled.get(g, {}).get(server) != ins.step:
-                reason = f"{at(program, rank, index)} uses param({g}), which was not pulled from rank {server} for step"
-                raise refuse(program, rank, index, f"{reason} {ins.step}")
+        here = [key for key, step in pulled.get(g, {}).items() if step == ins.step]
+        for server in sorted({s for s, share in shares.items() if g in share} - {server for server, _ in here}):
+            reason = f"{at(program, rank, index)} uses param({g}), which was not pulled from rank {server} for step"
+            raise refuse(program, rank, index, f"{reason} {ins.step}")
+        if wrong := _wrong(program, g, [portion for _, portion in here]):
+            reason = f"{at(program, rank, index)} uses param({g}), which was pulled in pieces for step {ins.step}: "
+            raise refuse(program, rank, index, reason + wrong)
         if ins.op in _GRADIENTS and grad(g) not in map(home, ins.writes):
             raise refuse(program, rank, index, f"{at(program, rank, index)} makes grad({g}), but does not write it")
 
 
-def _check_values(program: Program, rank: int, index: int, applied: Counter[int]) -> None:
+def _check_values(program: Program, rank: int, index: int, applied: Counter[Portion]) -> None:
     """A message names the values of its groups. An update names all values that it changes."""
     ins, where = program.ranks[rank][index], at(program, rank, index)
     groups = ins.layers
@@ -197,12 +228,14 @@ def _check_values(program: Program, rank: int, index: int, applied: Counter[int]
         state = {kind(g) for g in groups for kind in (served, served_state)}
         gradients = {v for v in reads if v.kind == "pushed"}
         right = writes == state <= reads and gradients <= set(ins.frees)
-        for g in groups:
-            if ins.step != applied[g]:
-                reason = f"{where} is update {applied[g]} of group {g} at its server, but is called step {ins.step}"
+        right &= all(piece_in(value) == piece_of(ins) for value in gradients)
+        for one in portions(ins):
+            if ins.step != applied[one]:
+                reason = f"{where} is update {applied[one]} of group {one} at its server, but is called step {ins.step}"
                 raise refuse(program, rank, index, reason)
     elif ins.op is Op.ACCEPT:
-        right = ins.writes == tuple(pushed(g, ins.peer, ins.step) for g in groups) and not reads
+        accepted = tuple(pushed(one.group, ins.peer, ins.step, one.form) for one in portions(ins))
+        right = ins.writes == accepted and not reads
     elif ins.op is Op.PULL:
         right = set(map(home, writes)) == set(map(param, groups)) and not reads
     else:
@@ -235,18 +268,18 @@ def check_service(program: Program, turns: Iterable[Turn]) -> None:
 class _Versions:
     """The versions of the parameters while a program is walked.
 
-    version   for each server and group, the number of its updates
+    version   for each server and portion, the number of its updates
     holders   for each group, the workers that hold it
     replied   for each REPLY, the version that it sent
     used      for each replica and step, the version from which its gradients are computed
-    applied   (server, group, worker, step) of each gradient that went into an update
+    applied   (server, portion, worker, step) of each gradient that went into an update
     taken     for each update, what the first server to make it has taken: that server, and replicas with their steps
     """
 
     def __init__(self, program: Program) -> None:
         self.program = program
         self.synchronous = not isinstance(program.contract, Staleness)
-        self.version: Counter[tuple[int, int]] = Counter()
+        self.version: Counter[tuple[int, Portion]] = Counter()
         self.holders: dict[int, set[int]] = defaultdict(set)
         for worker in range(program.workers):
             for ins in program.ranks[worker]:
@@ -254,11 +287,11 @@ class _Versions:
                     self.holders[g].add(worker)
         self.replied: dict[Place, int] = {}
         self.used: dict[tuple[int, int], int] = {}
-        self.applied: set[tuple[int, int, int, int]] = set()
+        self.applied: set[tuple[int, Portion, int, int]] = set()
         self.taken: dict[int, tuple[int, set[tuple[int, int]]]] = {}
 
     def reply(self, rank: int, index: int, ins: Instruction) -> None:
-        found = {self.version[rank, g] for g in ins.layers}
+        found = {self.version[rank, portion] for portion in portions(ins)}
         if len(found) > 1:
             reason = f"{at(self.program, rank, index)} sends groups after {min(found)} and after {max(found)} updates"
             raise refuse(self.program, rank, index, f"{reason}; possible is one version")
@@ -283,8 +316,8 @@ class _Versions:
             if value.kind == "pushed":
                 found[value.index].add((value.microbatch, value.step))
         bound = program.contract.bound if isinstance(program.contract, Staleness) else 0
-        for g in ins.layers:
-            update = self.version[rank, g]
+        for portion in portions(ins):
+            g, update = portion.group, self.version[rank, portion]
             replicas = {(program.replica(worker), step) for worker, step in found[g]}
             if not self.synchronous:
                 other, first = self.taken.setdefault(update, (rank, replicas))
@@ -298,10 +331,10 @@ class _Versions:
             if not found[g]:
                 raise refuse(program, rank, index, f"{where} takes no gradient of grad({g})")
             for worker, step in sorted(found[g]):
-                if (rank, g, worker, step) in self.applied:
+                if (rank, portion, worker, step) in self.applied:
                     reason = f"{where} takes what rank {worker} pushed of grad({g}) in step {step} twice"
                     raise refuse(program, rank, index, reason)
-                self.applied.add((rank, g, worker, step))
+                self.applied.add((rank, portion, worker, step))
                 late = update - self.used[program.replica(worker), step]
                 if bound is not None and late > bound:
                     reason = f"{where} takes a gradient of rank {worker} that is {several(late, 'update')} old"
@@ -310,7 +343,7 @@ class _Versions:
             if missing:
                 reason = f"{where} comes before all gradients are there: rank {min(missing)[0]}'s of step {update}"
                 raise refuse(program, rank, index, f"{reason} is not read")
-            self.version[rank, g] += 1
+            self.version[rank, portion] += 1
 
 
 def staleness(program: Program) -> list[int]:
@@ -339,10 +372,11 @@ def ages(program: Program) -> list[tuple[int, int, int, int]]:
 
 
 def _parted(program: Program, rank: int, index: int, value: Value) -> bool:
-    """Whether another part of a pushed gradient goes to another server before the gradient is written again."""
+    """Whether another part of a pushed gradient goes to a server before the gradient is written again."""
+    mine = program.ranks[rank][index]
     for ins in program.ranks[rank][index + 1 :]:
         if value in ins.writes:
             return False
         if ins.op is Op.PUSH and value in ins.reads:
-            return ins.peer != program.ranks[rank][index].peer
+            return (ins.peer, portions(ins)) != (mine.peer, portions(mine))
     return False

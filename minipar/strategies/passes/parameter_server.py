@@ -19,6 +19,12 @@ forward needs first before the others (`urgency.py`). A forward waits for its ow
     worker    ... B 2 | PUSH 2 | B 1 | B 0 | PUSH 0 | PUSH 1          PULL 2 | PULL 0 | F 0 | PULL 1 | F 1 | F 2 ...
     server                   APPLY 2, REPLY 2   APPLY 0, REPLY 0   APPLY 1, REPLY 1
 
+A layer of more than `bucket` MiB at a server goes in pieces (the slices of P3): each of them is pushed, applied and
+answered by itself, and can be overtaken. "none" leaves layers whole; "auto" is the size with which the next forward
+ends earliest.
+
+    worker    ... B 2 | PUSH 2[0:8] | B 1 | B 0 | PUSH 0 | PUSH 1 | PUSH 2[8:16]     PULL 2[0:8] | PULL 0 | F 0 ...
+
 In a pipeline every rank pulls what its layers need, and pushes their gradients. Servers add up a tied set of several
 stages.
 
@@ -29,7 +35,8 @@ push the -0.0 of a gradient that is missing, so that all do the same.
 
 For the rule, all ranks of a replica are one worker: what one of them pushes counts when all have pushed theirs, and
 they are answered together, so that a step has one version of all parameters. Where one of them dies and may come back
-(on_death=continue), all of them begin the step again.
+(on_death=continue), all of them begin the step again. By priority, servers then send what they have updated already as
+it was before.
 
     clip          an update is scaled down to a norm: each server sums the squares of its part of the gradient, server 0
                   adds these up and tells the others, and until then nothing else happens
@@ -44,18 +51,28 @@ they are answered together, so that a step has one version of all parameters. Wh
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from itertools import accumulate
+from dataclasses import dataclass, replace
+from itertools import accumulate, zip_longest
 
 from minipar.errors import PlanError
-from minipar.program import COPIES, Group, Instruction, Op, Value, home, residual, served, served_state
+from minipar.program import COPIES, Group, Instruction, Op, Portion, Value, home, residual, served, served_state
 from minipar.program.mesh import Mesh
 from minipar.program.server_rule import Mode
 from minipar.strategies import served_order
-from minipar.strategies.buckets import split_buckets
+from minipar.strategies.buckets import MiB, best_piece, split_buckets
 from minipar.strategies.draft import Draft
 from minipar.strategies.rewriting import insert, last_writes
-from minipar.strategies.shares import Shares, kept_shares, message, pushed_shares, shares_of
+from minipar.strategies.shares import (
+    Portions,
+    Shares,
+    kept_shares,
+    message,
+    piece,
+    portions_of,
+    pushed_in,
+    pushed_shares,
+    shares_of,
+)
 from minipar.strategies.urgency import first_uses, in_order
 
 
@@ -64,12 +81,16 @@ def push_and_pull(draft: Draft) -> Draft:
     plan, mesh = draft.plan, draft.layout.mesh
     shares = _shares(draft.layout.shape.groups, plan.servers)
     late = plan.overlap == "priority"
-    rows = [_worker_step(draft, rank, shares, late) for rank in range(draft.layout.pp)]
+    draft = _with_size(draft, shares) if late else draft
+    pieces = _pieces(draft) if late else []
+    rows = [_worker_step(draft, rank, shares, pieces) for rank in range(draft.layout.pp)]
     workers = [rows[mesh.coordinates(rank)["pp"]] for rank in range(mesh.size)]
     servers: Sequence[tuple[Instruction, ...]] = [()] * plan.servers
-    whole = kept_shares(shares, draft.layout.shape.groups, Mesh(plan.shared))
+    groups, sharing = draft.layout.shape.groups, Mesh(plan.shared)
+    whole = kept_shares(shares, groups, sharing)
     if late:
-        servers = served_order.by_layer(draft.step, draft.step == draft.steps - 1, whole, workers)
+        kept = [{one: sum(sizes) * groups[one.group].shards(sharing) for one, sizes in own.items()} for own in pieces]
+        servers = served_order.by_layer(draft.step, draft.step == draft.steps - 1, kept, workers)
     elif Mode.parse(plan.mode, plan.dp).kind == "sync":  # in the other modes servers decide as they run
         known, inner = served_order.in_step(plan.dp, draft.step), [axis for axis, _ in mesh if axis != "dp"]
         replicas = [mesh.group(rank, *inner) for rank in mesh.group(0, "dp")]
@@ -100,11 +121,12 @@ def _shares(groups: Sequence[Group], servers: int) -> Shares:
     return shares
 
 
-def _worker_step(draft: Draft, rank: int, shares: Shares, late: bool) -> list[Instruction]:
+def _worker_step(draft: Draft, rank: int, shares: Shares, pieces: Portions) -> list[Instruction]:
     """The step of a rank of the first replica: it pulls parameters from all servers that have some of its own,
     computes, and pushes each bucket of gradients when it is complete.
 
-    Without overlap it pushes all buckets after the last backward.
+    Without overlap it pushes all buckets after the last backward. `pieces`: by priority, what each server serves by
+    itself.
     """
     row, layout = draft.ranks[rank], draft.layout
     own = {value.index: value for value in draft.state[rank] if home(value).kind == "param"}  # (some on the host)
@@ -120,17 +142,17 @@ def _worker_step(draft: Draft, rank: int, shares: Shares, late: bool) -> list[In
         ]
         return [pull._replace(writes=tuple(own[g] for g in pull.layers)) for pull in made if pull.layers]
 
-    pushes = _pushes(draft, rank, shares)
-    last = last_writes(row, "grad", "host grad")
     before: dict[int, list[Instruction]] = {}
     after: dict[int, list[Instruction]] = {}
-    if late:
-        sent, brought = _by_priority(draft, rank, pushes)
-        for g, place in sent:
-            after.setdefault(place, []).extend(pushes([g]))
-        for g, place in brought:
-            before.setdefault(place, []).extend(pulls([g]))
+    if pieces:
+        order = _by_priority(draft, rank, pieces)
+        for push, place in order.sent:
+            after.setdefault(place, []).append(push)
+        for pull, place in order.brought:
+            before.setdefault(place, []).append(pull._replace(writes=tuple(own[g] for g in pull.layers)))
         return insert(row, before, after)
+    pushes = _pushes(draft, rank, shares)
+    last = last_writes(row, "grad", "host grad")
     ready = sorted(last, key=lambda g: (last[g], g))  # groups as backward completes them
     for bucket in split_buckets(ready, layout.shape.groups, draft.bucket):
         place = max(last[g] for g in bucket) if draft.plan.overlap == "backward" else len(row) - 1
@@ -158,12 +180,21 @@ def _pushes(draft: Draft, rank: int, shares: Shares) -> Callable[[Sequence[int]]
     return pushes
 
 
-Places = list[tuple[int, int]]  # parameter group, place in the row
+@dataclass(frozen=True)
+class _Order:
+    """In which order a rank sends its gradients, and gets parameters of the next step.
+
+    sent      PUSHes, and the places in its row after which they stand
+    brought   PULLs, and the places before which they stand
+    arrived   when what each PULL brings is there, if a worker had the link and the servers for itself
+    """
+
+    sent: list[tuple[Instruction, int]]
+    brought: list[tuple[Instruction, int]]
+    arrived: list[float]
 
 
-def _by_priority(
-    draft: Draft, rank: int, pushes: Callable[[Sequence[int]], list[Instruction]]
-) -> tuple[Places, Places]:
+def _by_priority(draft: Draft, rank: int, pieces: Portions) -> _Order:
     """In which order a rank pushes its gradients, and after which instructions; and in which order their parameters
     come back for the next step, and before which instructions they must be there.
 
@@ -171,23 +202,101 @@ def _by_priority(
     awaited no later than those that come after it.
     """
     row, layout, seconds = draft.ranks[rank], draft.layout, draft.seconds[rank]
-    clock = [0.0]
-    for ins in row:  # (copies run beside what is computed)
-        clock.append(clock[-1] + (0.0 if ins.op in COPIES else seconds(ins)))
+    clock = _clock(draft, rank)
     last, first = last_writes(row, "grad", "host grad"), first_uses(row)
     tied = [g for g in sorted(last) if sum(g in layout.groups(r) for r in range(layout.pp)) > 1]
     within = sorted(last.keys() - set(tied), key=lambda g: (last[g], -g))
-    urgent = [first.get(g, len(row)) for g in within]
-    lasts = [sum(map(seconds, pushes([g]))) for g in within]
-    ready = [clock[last[g] + 1] for g in within]
-    sent: Places = []
+    pushes, pulls = _messages(draft, pieces, within)
+    urgent = [first.get(push.layers[0], len(row)) for push in pushes]
+    lasts = list(map(seconds, pushes))
+    ready = [clock[last[push.layers[0]] + 1] for push in pushes]
+    sent: list[tuple[Instruction, int]] = []
     arrived = list(ready)
     place, now = 0, 0.0
     for k in in_order(ready, lasts, urgent):
-        place, now = max(place, last[within[k]]), max(now, ready[k]) + lasts[k]
-        sent.append((within[k], place))
+        place, now = max(place, last[pushes[k].layers[0]]), max(now, ready[k]) + lasts[k]
+        sent.append((pushes[k], place))
         arrived[k] = now
-    sent += [(g, len(row) - 1) for g in tied]  # (stages complete these at different times)
-    back = [within[k] for k in in_order(arrived, lasts, urgent)] + tied
-    needed = list(accumulate((first.get(g, len(row)) for g in reversed(back)), min))
-    return sent, list(zip(back, reversed(needed), strict=True))
+    back = in_order(arrived, lasts, urgent)
+    now, there = 0.0, []
+    for k in back:
+        now = max(now, arrived[k]) + lasts[k]
+        there.append(now)
+    late_pushes, late_pulls = _messages(draft, pieces, tied)  # (stages complete these at different times)
+    sent += [(push, len(row) - 1) for push in late_pushes]
+    brought = [pulls[k] for k in back] + late_pulls
+    there += [now + sum(map(seconds, late_pushes))] * len(late_pulls)
+    needed = list(accumulate((first.get(pull.layers[0], len(row)) for pull in reversed(brought)), min))
+    return _Order(_freeing(draft, rank, sent), list(zip(brought, reversed(needed), strict=True)), there)
+
+
+def _clock(draft: Draft, rank: int) -> list[float]:
+    """When each instruction of a rank that waits for no other one begins, and when the last one ends."""
+    clock = [0.0]
+    for ins in draft.ranks[rank]:  # (copies run beside what is computed)
+        clock.append(clock[-1] + (0.0 if ins.op in COPIES else draft.seconds[rank](ins)))
+    return clock
+
+
+def _messages(draft: Draft, pieces: Portions, groups: Sequence[int]) -> tuple[list[Instruction], list[Instruction]]:
+    """The PUSHes of the gradients of some groups, and the PULLs of their parameters, in the same order: pieces of a
+    group at one server and at the others by turns."""
+    shape, choice = draft.layout.shape, draft.plan.compress
+    of_group: dict[int, list[list[tuple[int, Portion]]]] = {}
+    for server, own in enumerate(pieces):
+        for portion in own:
+            here = of_group.setdefault(portion.group, [[] for _ in pieces])
+            here[server].append((server, portion))
+    pushes, pulls = [], []
+    for g in groups:
+        for server, portion in (one for turn in zip_longest(*of_group[g]) for one in turn if one is not None):
+            sizes, peer = pieces[server][portion], draft.layout.mesh.size + server
+            pushes.append(piece(Op.PUSH, portion, pushed_in(shape, sizes, choice), draft.step, peer))
+            pulls.append(piece(Op.PULL, portion, sum(sizes), draft.step, peer))
+    return pushes, pulls
+
+
+def _freeing(draft: Draft, rank: int, sent: Sequence[tuple[Instruction, int]]) -> list[tuple[Instruction, int]]:
+    """PUSHes that read gradients; the last one of each gradient frees it."""
+    made = {value.index: value for ins in draft.ranks[rank] for value in ins.writes if home(value).kind == "grad"}
+    last = {push.layers[0]: k for k, (push, _) in enumerate(sent)}
+    kept = draft.plan.compress.startswith("topk")
+    found = []
+    for k, (push, place) in enumerate(sent):
+        (g,) = push.layers
+        left = (residual(g),) if kept else ()
+        frees = (made[g],) if last[g] == k else ()
+        found.append((push._replace(reads=(made[g], *left), writes=left, frees=frees), place))
+    return found
+
+
+def _pieces(draft: Draft) -> Portions:
+    """What each server serves by itself."""
+    most = draft.bucket * MiB if isinstance(draft.bucket, (int, float)) else float("inf")
+    return portions_of(draft.layout.shape.groups, draft.plan.servers, most)
+
+
+def _with_size(draft: Draft, shares: Shares) -> Draft:
+    """bucket=auto is the size of pieces with which the next forward ends earliest; of equal ones the largest."""
+    if draft.bucket != "auto":
+        return draft  # (the first step has found it)
+
+    def end(size: float) -> float:
+        tried = replace(draft, bucket=size)
+        return max(_end_of_next_forward(tried, rank) for rank in range(draft.layout.pp))
+
+    return replace(draft, bucket=best_piece(max(size for share in shares for size in share.values()), end))
+
+
+def _end_of_next_forward(draft: Draft, rank: int) -> float:
+    """When the last forward of the next step ends on a rank that waits for nothing but its parameters."""
+    row, seconds = draft.ranks[rank], draft.seconds[rank]
+    order = _by_priority(draft, rank, _pieces(draft))
+    there: dict[int, float] = {}
+    for (_, place), at in zip(order.brought, order.arrived, strict=True):
+        there[place] = max(there.get(place, 0.0), at)
+    now = _clock(draft, rank)[-1]
+    last = max((k for k, ins in enumerate(row) if ins.op is Op.FORWARD), default=-1)
+    for k, ins in enumerate(row[: last + 1]):
+        now = max(now, there.get(k, 0.0)) + (0.0 if ins.op in COPIES else seconds(ins))
+    return now

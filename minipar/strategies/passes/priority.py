@@ -31,12 +31,10 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from minipar.program import Instruction, Op, Part, Value
-from minipar.strategies.buckets import Bucket, MiB
+from minipar.strategies.buckets import Bucket, MiB, best_piece
 from minipar.strategies.draft import Draft, Seconds
 from minipar.strategies.rewriting import all_reduce, insert, keep_gradients, last_writes, of_groups, summed
 from minipar.strategies.urgency import first_uses, in_order
-
-HALVINGS, SMALLEST = 7, 4096  # bucket=auto tries the largest gradient, half of it, and so on; not below so many bytes
 
 
 def sum_by_priority(draft: Draft) -> Draft:
@@ -66,10 +64,7 @@ def choose_piece(draft: Draft) -> Draft:
         following = update_late(replace(more, late=tried.update))
         return max(map(_end_of_next_forward, tried.ranks, following.ranks, draft.seconds))
 
-    ends = {largest / 2**k / MiB: 0.0 for k in range(HALVINGS) if k == 0 or largest / 2**k >= SMALLEST}
-    ends = {size: end(size) for size in ends}
-    shortest = min(ends.values())
-    return replace(draft, bucket=max(size for size, last in ends.items() if last <= shortest * (1 + 1e-12)))
+    return replace(draft, bucket=best_piece(largest, end))
 
 
 def _end_of_next_forward(row: Sequence[Instruction], following: Sequence[Instruction], seconds: Seconds) -> float:
