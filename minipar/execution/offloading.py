@@ -428,7 +428,7 @@ class Offloading:
         found = self._tensors(source)
         let_go = partial(resize, found, False)
         if version_of(source) >= 0 and tier(source) == "device":
-            versions = self._versions[source.index].versions
+            versions = self._versions[source.index].among(source)
             versions.elsewhere.add(source.step)
             let_go = partial(versions.let_go, source.step)
         jobs = [store.put((self._key(target), k), tensor) for k, tensor in enumerate(found)]

@@ -53,7 +53,6 @@ MADE = {
     "compress=topk": "compress=topk:0.5",
     "schedule without flushes": "schedule=pipedream",
     "schedule that updates after each micro-batch, of one stage": "schedule=pipedream",
-    "zero=3, with a schedule without flushes": "zero=3 dp=2 schedule=pipedream",
     "schedule without flushes, of one replica": "schedule=pipedream",
     "schedule that decides as it runs": "schedule=ampnet",
     "schedule of slices of sequences": "schedule=terapipe slices=2",

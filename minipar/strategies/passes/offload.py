@@ -18,6 +18,8 @@ With offload=parameters all versions are kept away, and each is fetched where it
 
     FETCH param(0) v0 | F0 mb1 | FETCH param(0) v0 | B0 mb0 | FETCH param(0) v0 | STEP 0 v1 | OFFLOAD param(0) v1 | ...
 
+With zero=3 these are slices of versions. Each is fetched where a version is gathered, and freed with the gather.
+
 With offload_to=disk an optimizer state and its copy of the parameters are fetched to the host for their group's STEP,
 and written back after it. Copies in one direction run in order. What autograd keeps is copied while one compute
 instruction runs. The compute instruction after that waits for the copy. So the memory is free at that point of the
@@ -284,19 +286,22 @@ def _fetch_parameters(row: Sequence[Instruction], rule: Away, held: Collection[V
     compute = [k for k, ins in enumerate(row) if ins.stream == "compute" and ins.op is not Op.STEP]
     order = {k: n for n, k in enumerate(compute)}
     updates = {ins.step: k for k, ins in enumerate(row) if ins.op is Op.STEP}
-    own = {v.index for v in held if version_of(v) >= 0 and tier(v) == "device"}
-    versions = {v for ins in row for v in ins.reads if version_of(v) >= 0 and v.index in own}
+    own = {v[:2] for v in held if version_of(v) >= 0 and tier(v) == "device"}
+    versions = {v for ins in row for v in ins.reads if version_of(v) >= 0 and v[:2] in own}
     row = [ins if ins.op is Op.STEP else without(ins, versions) for ins in row]
     before: dict[int, list[Instruction]] = {}
     after: dict[int, list[Value]] = {}
     kept = {v for v in held if v.kind in ("param", "param_shard") and version_of(v) < 0}
     for value, read in uses(row, kept | versions).items():
-        places = [k for k in read if k in order or value.kind == "param_shard"]
         replaced = updates.get(version_of(value), len(row))
-        if value.kind == "param_shard":  # a slice is needed until the parameters gathered from it are freed
+        if value.kind == "param_shard":
+            places = [k for k in read if row[k].op is not Op.STEP]
+            # A slice has the frozen parameters of its layers, too, so that it stays until those gathered from it are
+            # freed. Of a version, whose frozen parameters stay anyway, it is free when it was sent.
             ends = [k for k, ins in enumerate(row) if param(value.index) in ins.frees]
-            spans = [(k, min(end for end in ends if end >= k)) for k in places]
+            spans = [(k, k if value in versions else min(end for end in ends if end >= k)) for k in places]
         else:
+            places = [k for k in read if k in order]
             first, spans = (places or [-1])[0], []
             for k, then in pairwise([*places, -1]):
                 between = {row[other].layers for other in compute[order[k] + 1 : order.get(then, 0)]}
