@@ -212,8 +212,13 @@ def _offload_activations(row: Sequence[Instruction], rule: Away) -> list[Instruc
     idle: dict[Value, int] = {}  # value -> the compute instruction after which nobody needs it for now
     after: dict[int, list[Value]] = {}
     before: dict[int, list[Value]] = {}
-    for n, k in enumerate(compute):
-        ins = row[k]
+    places = {k: n for n, k in enumerate(compute)}
+    for k, ins in enumerate(row):
+        if k not in places:
+            for value in ins.frees:  # (it is copied to layers on the host)
+                idle.pop(value, None)
+            continue
+        n = places[k]
         for value in ins.reads:
             if value in idle and n - idle[value] > SOON:
                 after.setdefault(compute[idle[value]], []).append(value)
