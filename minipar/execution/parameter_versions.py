@@ -48,6 +48,10 @@ class Leading(Owner):
     def copies(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         return list(zip(self.trained, self.params, strict=True))
 
+    def take_storages(self) -> None:
+        for own, p in zip(self.trained, self.params, strict=True):
+            own.data = p.data
+
     def take_gradients(self, ins: Instruction) -> None:
         for own, p in zip(self.trained, self.params, strict=True):
             own.grad = p.grad
@@ -226,7 +230,7 @@ class Versioned(Owner):
             self.versions.elsewhere.add(max(self.made.alive))
 
     def take_storages(self) -> None:
-        """The parameters have been given other storages before the first pass."""
+        super().take_storages()
         self.versions.alive[0] = [p.data for p in self.owned]
 
     def tensors_of(self, value: Value) -> list[Tensor]:
@@ -248,11 +252,6 @@ class Versions(Versioned, Leading):
     ) -> None:
         super().__init__(number, params, group, holders)
         self._keep(kept)
-
-    def take_storages(self) -> None:
-        super().take_storages()
-        for own, p in zip(self.trained, self.params, strict=True):
-            own.data = p.data
 
     def take_gradients(self, ins: Instruction) -> None:
         super().take_gradients(ins)

@@ -346,9 +346,9 @@ def choose_owners(
             found[g].holders = program.sharing // shards
         elif g in kept and g in on_host:
             found.append(HostVersions(g, params, group, holders, narrow, kept[g]))
-        elif g in kept and program.in_flight is None:
+        elif g in kept:
             found.append((WideVersions if narrow else Versions)(g, params, group, holders, kept[g]))
-        elif g in kept and not narrow:
+        elif program.in_flight is not None and not narrow and g not in on_host:
             found.append(Leading(g, params, group, holders))
         elif narrow and g not in on_host and program.serving is None:  # (servers have the wide ones)
             found.append(Wide(g, params, group, holders))

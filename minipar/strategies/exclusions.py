@@ -308,7 +308,6 @@ EXCLUSIONS = (
     Exclusion(
         IN_STEP, ONE_BY_ONE, "a micro-batch begins with what the update of the one before it makes", fundamental=True
     ),
-    Exclusion(OFFLOAD, DYNAMIC, "copies stand in an order, which its ranks do not keep to"),
     Exclusion(
         ZERO_ABOVE_1,
         COPIES,

@@ -106,6 +106,8 @@ RIGHT = [
     "dp=2 schedule=pipedream-2bw microbatches=2 zero=3 precision=bf16",
     "dp=2 schedule=pipedream-2bw microbatches=2 zero=2 precision=bf16",
     "pp=2 schedule=ampnet microbatches=4 in_flight=1 update_every=3",  # (of which the order is known)
+    "pp=2 schedule=ampnet microbatches=4 in_flight=1 update_every=3 offload=parameters,activations",
+    "pp=2 schedule=ampnet microbatches=3 in_flight=1 offload=parameters,optimizer offload_to=disk",
 ]
 
 

@@ -37,7 +37,6 @@ MADE = {
     "inference": "inference=true",
     "clip": "clip=1",
     "precision=bf16": "precision=bf16",
-    "offload": "offload=activations",
     "offload=optimizer": "offload=optimizer",
     "offload=parameters": "offload=parameters",
     "sync=ps": "sync=ps",

@@ -60,6 +60,9 @@ PLANS = [
     "pp=4 schedule=pipedream microbatches=5 host_layers=0,3",
     "pp=2 schedule=pipedream-2bw microbatches=3 host_layers=4 offload=parameters,activations",
     "pp=4 schedule=ampnet microbatches=5 in_flight=5 update_every=2 host_layers=2,5",
+    "pp=4 schedule=ampnet microbatches=5 in_flight=6 offload=activations,parameters",
+    "pp=2 schedule=ampnet microbatches=4 in_flight=3 update_every=2 offload=optimizer,activations offload_to=disk",
+    "pp=2 schedule=ampnet microbatches=3 in_flight=2 host_layers=2 offload=parameters,optimizer",
     # with replicas
     "dp=2 pp=2 schedule=pipedream microbatches=3",
     "dp=2 pp=2 schedule=pipedream-2bw microbatches=2 bucket=none checkpoint=1",
@@ -293,6 +296,8 @@ def narrow(clusters, text, dtype=torch.float32, model=NARROW) -> Execution:
     [
         ("schedule=pipedream", ""),
         ("pp=2 schedule=ampnet in_flight=1", "pp=2"),
+        ("pp=2 schedule=ampnet in_flight=1 offload=parameters,activations", "pp=2"),
+        ("pp=2 schedule=ampnet in_flight=1 offload=optimizer", "pp=2"),
         ("dp=2 schedule=pipedream-vertical zero=1 bucket=none", "dp=2 zero=1"),
         ("dp=2 schedule=pipedream bucket=flat", "dp=2 bucket=none"),
         ("dp=2 schedule=pipedream zero=3", "dp=2 zero=3"),

@@ -20,6 +20,10 @@ With offload=parameters all versions are kept away, and each is fetched where it
 
 With zero=3 these are slices of versions. Each is fetched where a version is gathered, and freed with the gather.
 
+A rank that decides as it runs takes the copies with the action that they belong to, in whatever order that comes:
+
+    F 0 mb2 | OFFLOAD saved(0) | F 1 mb2 | OFFLOAD saved(1)  -  FETCH saved(1) mb0 | FETCH saved(0) | B 1 mb0 | B 0 mb0
+
 With offload_to=disk an optimizer state and its copy of the parameters are fetched to the host for their group's STEP,
 and written back after it. Copies in one direction run in order. What autograd keeps is copied while one compute
 instruction runs. The compute instruction after that waits for the copy. So the memory is free at that point of the
@@ -48,7 +52,17 @@ from minipar.program import (
     version_of,
 )
 from minipar.strategies.draft import Draft
-from minipar.strategies.rewriting import also_free, by_update, copy_of, insert, of_groups, renamed, uses, without
+from minipar.strategies.rewriting import (
+    also_free,
+    by_action,
+    by_update,
+    copy_of,
+    insert,
+    of_groups,
+    renamed,
+    uses,
+    without,
+)
 
 BESIDE = 1  # compute instructions that run while a saved value is copied away
 IN_FLIGHT = 2  # gradients that are copied away at the same time; a third one waits for the first
@@ -93,10 +107,12 @@ def offload(draft: Draft) -> Draft:
 
     def rewrite(rank: int, row: Sequence[Instruction]) -> Sequence[Instruction]:
         rule, held = rules[rank], draft.state[rank]
-        if "parameters" in rule.what:
-            row = _fetch_parameters(row, rule, held)
-        if "activations" in rule.what:
-            row = _offload_activations(row, rule)
+        if draft.plan.deciding:
+            last = rank == draft.layout.pp - 1  # (where each backward comes right after its forward)
+            row = by_action(row, lambda part: _with_action(part, rule, held, not last))
+        else:
+            row = _fetch_parameters(row, rule, held) if "parameters" in rule.what else row
+            row = _offload_activations(row, rule) if "activations" in rule.what else row
         if "optimizer" in rule.what:
             row = by_update(row, draft.step, lambda step, part: _offload_gradients(part, rule, held, step))
         return _one_by_one([each for ins in row for each in (_update([ins], rule) if ins.op is Op.STEP else [ins])])
@@ -202,6 +218,27 @@ def _step(
     waits = (here,) if whole else ()
     after = [copy_of(Op.OFFLOAD, host(v), disk(v), step, (host(v),), waits) for v in (made, state)]
     return before, steps, after
+
+
+def _with_action(
+    part: Sequence[Instruction], rule: Away, held: Collection[Value], waits: bool
+) -> Sequence[Instruction]:
+    """A forward or backward of a rank that decides in what order it takes them, with the copies that belong to it:
+    parameters are fetched for it, and what a forward keeps leaves and comes back with the backward, if that `waits`."""
+    if "parameters" in rule.what:
+        part = _fetch_parameters(part, rule, held)
+    if "activations" not in rule.what or not waits:
+        return part
+    compute = [k for k, ins in enumerate(part) if ins.stream == "compute" and ins.op is not Op.STEP]
+    before: dict[int, list[Instruction]] = {}
+    after: dict[int, list[Instruction]] = {}
+    for n, k in enumerate(compute):
+        for v in (v for v in part[k].reads if v.kind == "saved"):
+            found = copy_of(Op.FETCH, rule.far(v), v, v.step, (rule.far(v),))
+            before.setdefault(compute[max(0, n - 1)], []).append(found)
+        for v in (v for v in part[k].writes if v.kind == "saved"):
+            after.setdefault(k, []).append(copy_of(Op.OFFLOAD, v, rule.far(v), v.step, (v,)))
+    return insert(part, before, after)
 
 
 # activations --------------------------------------------------------------------------------------------------------
