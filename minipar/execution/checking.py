@@ -309,7 +309,7 @@ class CheckedExecutor(Executor):
         here, and versions until they are freed."""
         own, owner = [p.data for p in self.groups[value.index]], self.state.owners[value.index]
         if isinstance(owner, Versioned):
-            own = owner.versions.alive.get(value.step, [])
+            own = owner.among(value).alive.get(value.step, [])
         return bool(own) and all(tensor.untyped_storage().nbytes() for tensor in own if tensor.numel())
 
     def _seen(self, g: int) -> int:
@@ -321,7 +321,7 @@ class CheckedExecutor(Executor):
         owner = self.state.owners[value.index]
         if not isinstance(owner, Versioned):
             return self._seen(value.index)
-        return checksum(owner.versions.alive[value.step])
+        return checksum(owner.tensors_of(value))
 
     def _left(self, owner: Owner, value: Value) -> int:
         """The checksum of a group's parameters as its optimizer has left them, perhaps in copies on the host."""

@@ -14,8 +14,8 @@ from minipar.cluster import notes
 from minipar.cluster.ranks import Ranks
 from minipar.comm.links import Links
 from minipar.errors import PlanError
-from minipar.program import Action, Forward, Instruction, Op, Program, Staleness, Value, grad_output, output
-from minipar.strategies.passes.versions import BlockKey, place_of
+from minipar.program import Action, Forward, Instruction, Program, Staleness, Value, grad_output, output
+from minipar.strategies.rewriting import ActionKey, Leaving, actions_of
 from minipar.strategies.schedules.ampnet import choose
 
 _LOOK = 0.05  # seconds of a wait, after which the rank checks again
@@ -46,15 +46,10 @@ class DynamicSchedule:
         assert isinstance(program.contract, Staleness)
         assert program.in_flight is not None
         self.program, self.rank, self.links = program, rank, links
-        self.every = program.contract.every or program.microbatches
         self.total = program.steps * program.microbatches
-        self.blocks: dict[BlockKey, list[int]] = {}
-        self.steps: dict[int, list[int]] = {}  # of each update: on the device, and on the host
-        for k, ins in enumerate(program.ranks[rank]):
-            if ins.op is Op.STEP:
-                self.steps.setdefault(ins.step, []).append(k)
-            else:
-                self.blocks.setdefault(place_of(ins), []).append(k)
+        self.blocks: dict[ActionKey, list[int]] = {}
+        for k, action in enumerate(actions_of(program, rank)):
+            self.blocks.setdefault(action, []).append(k)
         held = program.placement[rank]
         self.before, self.after = held[0] - 1, held[-1]  # the layers whose outputs and gradients arrive
 
@@ -63,6 +58,7 @@ class DynamicSchedule:
         row, ranks, m = self.program.ranks[self.rank], len(self.program.ranks), self.program.microbatches
         self.order: list[Action] = []
         self.executed: list[int] = []
+        self.leaving = Leaving()
         forwards = backwards = 0
         since = 0.0  # when the rank began to wait, if it does
         while forwards + backwards < 2 * self.total:
@@ -82,12 +78,10 @@ class DynamicSchedule:
                 since = 0.0
             there = isinstance(action, Forward)
             step, i = divmod(action.microbatch, m)
-            todo = list(self.blocks[there, i, step])
             forwards, backwards = forwards + there, backwards + (not there)
-            if not there and self.steps and (backwards % self.every == 0 or backwards == self.total):
-                todo += self.steps[(backwards - 1) // self.every]
             self.order.append(action)
-            for index in todo:
+            self.leaving.next_action()
+            for index in self.blocks[there, i, step]:
                 self.executed.append(index)
                 yield index, row[index]
 

@@ -62,6 +62,7 @@ from minipar.program import (
 )
 from minipar.program.comm_volume import by_algorithm
 from minipar.sharding.nodes import Cut
+from minipar.strategies.passes.versions import without_versions
 
 _WALKED = (
     Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND, Op.RECV, Op.STEP
@@ -181,6 +182,7 @@ class Executor:
         scheduler: Scheduler | None = None,
         streams: Streams | None = None,
     ) -> None:
+        program = without_versions(program) if program.in_flight is not None else program
         container = model if isinstance(model, nn.Module) else nn.Sequential(*model)
         update = Update(optimizer, forms_of(container), scheduler)
         if program.sharded:
@@ -218,6 +220,7 @@ class Executor:
     def follow(self, program: Program, delays: Delays | None = None) -> None:
         """Run this program from now on: the one that the executor was made for, or the same for fewer steps."""
         comm = self.comm
+        program = without_versions(program) if program.in_flight is not None else program
         self.program, self.instructions = program, program.ranks[comm.rank]
         self.compute.follow(program)
         groups = {ins.group for ins in self.instructions if ins.group}
@@ -285,8 +288,11 @@ class Executor:
                 for value in ins.writes:
                     pending[value] = (index, ins.peer)
                 continue
+            arriving = line.arriving
+            if self.dynamic is not None:
+                arriving += self.dynamic.leaving.waits(ins)
             if pending:
-                for value in line.arriving:
+                for value in arriving:
                     if value in pending:
                         self._await(value)
             if line.on_host:

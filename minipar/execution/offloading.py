@@ -180,8 +180,7 @@ class Offloading:
             for p in (*self.state.owners[g].owned, *self.frozen[g]):
                 if p.untyped_storage().nbytes() != _bytes([p]) or not p.is_contiguous():
                     p.data = p.data.clone(memory_format=torch.contiguous_format)  # a storage of its own, to be resized
-            if g in self._versions:
-                self._versions[g].take_storages()
+            self.state.owners[g].take_storages()
         for value in sorted(self.held):
             if tier(value) == "device" or "param" not in value.kind:
                 continue
@@ -428,7 +427,7 @@ class Offloading:
         found = self._tensors(source)
         let_go = partial(resize, found, False)
         if version_of(source) >= 0 and tier(source) == "device":
-            versions = self._versions[source.index].versions
+            versions = self._versions[source.index].among(source)
             versions.elsewhere.add(source.step)
             let_go = partial(versions.let_go, source.step)
         jobs = [store.put((self._key(target), k), tensor) for k, tensor in enumerate(found)]

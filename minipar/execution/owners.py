@@ -80,6 +80,9 @@ class Owner:
         """Where there are several versions of the parameters: their values in each of them, with the parameters."""
         return []
 
+    def take_storages(self) -> None:
+        """What the rank owns has been given other storages before the first pass."""
+
     # while a program runs --------------------------------------------------------------------------------------------
 
     def begin(self) -> None:

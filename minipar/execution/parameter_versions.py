@@ -17,7 +17,7 @@ as it was after so many updates. With zero=1 each replica's optimizer has a slic
 
     STEP of version 4      version 3  [ . . | . . ]  -->  [ . . | 4 4 ]  --ALL_GATHER-->  version 4  [ 4 4 | 4 4 ]
 
-With zero=3 the slices are what is kept of versions.
+With zero=3 the slices are what is kept of versions, on the device or away.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from minipar.comm.handles import Handle
 from minipar.execution.owners import Owner, Wide
 from minipar.execution.parameter_slices import SlicedGroup
 from minipar.models.tensors import resize
-from minipar.program import Group, Instruction, Value, tier, version_of
+from minipar.program import Group, Instruction, Value, param, tier, version_of
 
 
 class Leading(Owner):
@@ -47,6 +47,10 @@ class Leading(Owner):
 
     def copies(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
         return list(zip(self.trained, self.params, strict=True))
+
+    def take_storages(self) -> None:
+        for own, p in zip(self.trained, self.params, strict=True):
+            own.data = p.data
 
     def take_gradients(self, ins: Instruction) -> None:
         for own, p in zip(self.trained, self.params, strict=True):
@@ -108,7 +112,8 @@ class Alive:
         resize(tensors, whole)
 
     def in_place(self, number: int, ins: Instruction) -> bool:
-        """Before a STEP of this group: whether the newest version is needed no more, and becomes the next one."""
+        """Before what makes the next version of group `number`: whether the newest one is needed no more, and becomes
+        the next one."""
         newest = max(self.alive)
         if all(value.index != number or version_of(value) != newest for value in ins.frees):
             return False
@@ -119,12 +124,17 @@ class Alive:
             self._shown = newest + 1
         return True
 
-    def add(self, tensors: list[Tensor]) -> list[Tensor]:
+    def add(self, tensors: list[Tensor]) -> None:
         """The next version."""
         made = max(self.alive) + 1
         self.alive[made] = tensors
         self.here.add(made)
-        return tensors
+
+    def next(self, number: int, ins: Instruction, copied: bool) -> list[Tensor]:
+        """Room for the next version, perhaps in the place of the newest one; `copied`: it begins as a copy of that."""
+        if not self.in_place(number, ins):
+            self.add([tensor.clone() if copied else torch.empty_like(tensor) for tensor in self.newest])
+        return self.newest
 
     def bring(self, version: int) -> list[Tensor]:
         """Room for a version that comes back."""
@@ -146,6 +156,7 @@ class Alive:
             self.let_go(value.step)
         if value.step in self.alive and value.step not in self.elsewhere and len(self.alive) > 1:
             del self.alive[value.step]
+            self.here.discard(value.step)
             if self._shown == value.step:
                 self._point_to(self.newest)
                 self._shown = max(self.alive)
@@ -158,156 +169,130 @@ class Alive:
 
 
 class Versioned(Owner):
-    """Several versions, each kept as long as an instruction still reads it. The optimizer updates the newest one."""
+    """Several versions of what this rank owns, each kept as long as an instruction still reads it.
 
+    kept       the tier in which they are while nothing uses them
+    versions   those on the device
+    made       those on the host, where the optimizer makes them if they are kept away: all of them, or the one that
+               goes on to the disk. An optimizer on the host has one copy otherwise, and each version is fetched when it
+               is made
+    """
+
+    kept = "device"
     versions: Alive
+    made: Alive | None = None
+
+    def _keep(self, kept: str) -> None:
+        """What the rank owns now is the first version."""
+        self.kept, away = kept, kept != "device"
+        self.versions = Alive(self.owned, away)
+        self.made = Alive(self.masters) if self.masters and away else None
 
     @property
     def updated(self) -> Alive:
         """The versions that STEP makes."""
-        return self.versions
+        return self.versions if self.made is None else self.made
+
+    def among(self, value: Value) -> Alive:
+        """The versions to which this one belongs."""
+        return self.versions if tier(value) == "device" else self.updated
 
     def all_versions(self) -> list[tuple[nn.Parameter, Tensor]]:
         return self.versions.tensors()
 
     def begin(self) -> None:
         self.versions.begin()
+        if self.made is not None:
+            self.made.begin()
 
     def show(self, value: Value) -> None:
-        self.versions.show(value)
+        if self.among(value) is self.versions:
+            self.versions.show(value)
 
     def release(self, value: Value) -> None:
-        self.versions.release(value)
+        if self.made is None or tier(value) == "device":
+            self.among(value).release(value)
+        elif tier(value) == self.kept:
+            self.leave(value)
 
     def room(self, ins: Instruction) -> list[Tensor]:
+        if self.masters and self.made is None:
+            return self.versions.next(self.number, ins, copied=False)
         return self.versions.bring(ins.writes[0].step)
 
+    def make_next(self, ins: Instruction) -> None:
+        """Before a STEP: let the optimizer work on the next version, if that is made now."""
+        if self.masters and self.made is None:
+            return
+        for own, tensor in zip(self.trained, self.updated.next(self.number, ins, copied=True), strict=True):
+            own.data = tensor
+        if self.made is not None:
+            self.versions.elsewhere.add(max(self.made.alive))
+
     def take_storages(self) -> None:
-        """The parameters have been given other storages before the first pass."""
-        self.versions.alive[0] = [p.data for p in self.params]
+        super().take_storages()
+        self.versions.alive[0] = [p.data for p in self.owned]
 
     def tensors_of(self, value: Value) -> list[Tensor]:
         """The tensors of a version on the device, or on the host."""
-        return self.versions.alive[value.step]
+        return self.among(value).alive[value.step]
 
     def leave(self, value: Value) -> None:
         """A slower tier does not have this version any more."""
         self.versions.leave(value)
+        if self.made is not None and tier(value) == "host":
+            self.made.release(value)
 
 
 class Versions(Versioned, Leading):
     """The optimizer updates the newest version itself."""
 
     def __init__(
-        self, number: int, params: list[nn.Parameter], group: Group, holders: int = 1, away: bool = False
+        self, number: int, params: list[nn.Parameter], group: Group, holders: int = 1, kept: str = "device"
     ) -> None:
         super().__init__(number, params, group, holders)
-        self.versions = Alive(params, away)
-
-    def take_storages(self) -> None:
-        super().take_storages()
-        for own, p in zip(self.trained, self.params, strict=True):
-            own.data = p.data
+        self._keep(kept)
 
     def take_gradients(self, ins: Instruction) -> None:
-        """Before a STEP: also make room for the next version."""
         super().take_gradients(ins)
-        if not self.versions.in_place(self.number, ins):
-            made = self.versions.add([tensor.clone() for tensor in self.versions.newest])
-            for own, tensor in zip(self.trained, made, strict=True):
-                own.data = tensor
+        self.make_next(ins)
 
 
 class WideVersions(Versioned, Wide):
     """With precision=bf16 the optimizer updates one float32 copy, of which the layers have versions in bfloat16."""
 
     def __init__(
-        self, number: int, params: list[nn.Parameter], group: Group, holders: int = 1, away: bool = False
+        self, number: int, params: list[nn.Parameter], group: Group, holders: int = 1, kept: str = "device"
     ) -> None:
         super().__init__(number, params, group, holders)
         for p in params:
             p.data = p.data.to(torch.bfloat16)
-        self.versions = Alive(params, away)
+        self._keep(kept)
 
     def take_gradients(self, ins: Instruction) -> None:
         super().take_gradients(ins)
-        if not self.versions.in_place(self.number, ins):
-            self.versions.add([torch.empty_like(tensor) for tensor in self.versions.newest])
+        self.versions.next(self.number, ins, copied=False)
 
     def show_update(self) -> None:
         for own, tensor in zip(self.trained, self.versions.newest, strict=True):
             tensor.copy_(own.data)
 
 
-class FetchedVersions(Versioned, Owner):
-    """The optimizer works on the host, on one copy, of which each version is fetched when it is made."""
+class HostVersions(Versioned, Owner):
+    """The optimizer works on the host."""
 
     def __init__(
-        self, number: int, params: list[nn.Parameter], group: Group, holders: int = 1, narrow: bool = False
+        self, number: int, params: list[nn.Parameter], group: Group, holders: int, narrow: bool, kept: str
     ) -> None:
         super().__init__(number, params, group, holders)
         self.work_on_host()
         for p in params if narrow else ():
             p.data = p.data.to(torch.bfloat16)
-        self.versions = Alive(params)
-
-    def room(self, ins: Instruction) -> list[Tensor]:
-        if self.versions.in_place(self.number, ins):
-            return self.versions.newest
-        return self.versions.add([torch.empty_like(tensor) for tensor in self.versions.newest])
-
-
-class HostVersions(FetchedVersions):
-    """The optimizer works on the host, where it makes the versions, and a version is fetched where it is used.
-
-    kept   the tier in which the versions are
-    made   those on the host: all of them, or the one that goes on to the disk
-    """
-
-    def __init__(
-        self, number: int, params: list[nn.Parameter], group: Group, holders: int, narrow: bool, kept: str
-    ) -> None:
-        super().__init__(number, params, group, holders, narrow)
-        self.kept = kept
-        self.versions = Alive(params, away=True)
-        self.made = Alive(self.masters)
-
-    @property
-    def updated(self) -> Alive:
-        return self.made
-
-    def begin(self) -> None:
-        super().begin()
-        self.made.begin()
-
-    def show(self, value: Value) -> None:
-        if tier(value) == "device":
-            super().show(value)
-
-    def room(self, ins: Instruction) -> list[Tensor]:
-        return self.versions.bring(ins.writes[0].step)
-
-    def tensors_of(self, value: Value) -> list[Tensor]:
-        return super().tensors_of(value) if tier(value) == "device" else self.made.alive[value.step]
+        self._keep(kept)
 
     def take_gradients(self, ins: Instruction) -> None:
         super().take_gradients(ins)
-        if not self.made.in_place(self.number, ins):
-            made = self.made.add([tensor.clone() for tensor in self.made.newest])
-            for own, tensor in zip(self.masters, made, strict=True):
-                own.data = tensor
-        self.versions.elsewhere.add(max(self.made.alive))
-
-    def release(self, value: Value) -> None:
-        if tier(value) == "device":
-            super().release(value)
-        elif tier(value) == self.kept:
-            self.leave(value)
-
-    def leave(self, value: Value) -> None:
-        super().leave(value)
-        if tier(value) == "host":
-            self.made.release(value)
+        self.make_next(ins)
 
 
 class SlicedVersions(Versioned, SlicedGroup):
@@ -363,63 +348,54 @@ class ScatteredVersions(Versioned, SlicedGroup):
     """With zero=3 this rank keeps its slice of each version, and updates that of the newest one. A version is gathered
     where it is used.
 
-    slices   by the number of the version
+    whole   the versions that were gathered
     """
 
     def __init__(
-        self, number: int, params: list[nn.Parameter], group: Group, k: int, n: int, device: torch.device, narrow: bool
+        self,
+        number: int,
+        params: list[nn.Parameter],
+        group: Group,
+        k: int,
+        n: int,
+        device: torch.device,
+        narrow: bool,
+        kept: str,
+        on_host: bool,
     ) -> None:
         super().__init__(number, params, group, k, n, device, narrow, scattered=True)
-        self.versions: Flat = Flat(params, self.flat)
-        self.slices: dict[int, Tensor] = {0: self.part.data}
+        self.whole = Flat(params, self.flat)
+        if on_host:
+            self.work_on_host()
+        self._keep(kept)
 
-    def begin(self) -> None:
-        self.slices = {0: self.slices[max(self.slices)]}
-        super().begin()
+    def among(self, value: Value) -> Alive:
+        return self.whole if value.kind == "param" else super().among(value)
 
     def all_versions(self) -> list[tuple[nn.Parameter, Tensor]]:
-        return [*super().all_versions(), *((self.params[0], part) for part in self.slices.values())]
+        return [*super().all_versions(), *self.whole.tensors()]
+
+    def begin(self) -> None:
+        super().begin()
+        self.whole.begin()
 
     def show(self, value: Value) -> None:
         if value.kind == "param":
-            super().show(value)
+            self.whole.show(value)
 
     def gather(
         self, comm: Communicator, ranks: tuple[int, ...], algorithm: str | None = None, version: int = -1
     ) -> list[Handle]:
-        flat = self.versions.flat(self.versions.bring(version))
-        return comm.iall_gather(self.slices[version], flat, ranks, algorithm)
+        for gone in self.whole.elsewhere - self.versions.alive.keys() - self.versions.elsewhere:
+            self.whole.leave(param(self.number, gone))
+        self.whole.elsewhere.add(version)
+        (part,) = self.versions.alive[version]
+        return comm.iall_gather(part, self.whole.flat(self.whole.bring(version)), ranks, algorithm)
 
     def gathered(self, value: Value) -> tuple[Tensor | None, Tensor]:
-        return self.slices.get(value.step), self.versions.flat(self.versions.alive[value.step])
-
-    def tensors_of(self, value: Value) -> list[Tensor]:
-        return super().tensors_of(value) if value.kind == "param" else [self.slices[value.step]]
+        part = self.versions.alive[value.step][0] if value.step in self.versions.here else None
+        return part, self.whole.flat(self.whole.alive[value.step])
 
     def take_gradients(self, ins: Instruction) -> None:
-        if not self.masters:  # (from which the slice of the next version will be fetched)
-            self._make_room(ins)
+        self.make_next(ins)
         super().take_gradients(ins)
-
-    def room(self, ins: Instruction) -> list[Tensor]:
-        self._make_room(ins)
-        return [self.part.data]
-
-    def _make_room(self, ins: Instruction) -> None:
-        newest = max(self.slices)
-        freed = any(value.index == self.number and version_of(value) == newest for value in ins.frees)
-        self.slices[newest + 1] = self.slices[newest] if freed else self.slices[newest].clone()
-        self.part.data = self.slices[newest + 1]
-        self.versions.elsewhere.add(newest + 1)
-        if freed:
-            self._forget(newest)
-
-    def release(self, value: Value) -> None:
-        if value.kind == "param":
-            self.versions.release(value)
-        elif value.step in self.slices and len(self.slices) > 1:
-            self._forget(value.step)
-
-    def _forget(self, version: int) -> None:
-        del self.slices[version]
-        self.versions.leave(Value("param", self.number, -1, version))

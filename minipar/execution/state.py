@@ -25,7 +25,6 @@ from minipar.execution.correction import ByStaleness
 from minipar.execution.owners import Owner, Slice, Wide
 from minipar.execution.parameter_slices import SlicedGroup, cut_slices, join_gradients, pack_gradients
 from minipar.execution.parameter_versions import (
-    FetchedVersions,
     HostVersions,
     Leading,
     ScatteredVersions,
@@ -326,8 +325,7 @@ def choose_owners(
     instructions, narrow = program.ranks[comm.rank], program.precision == "bf16"
     held = program.state[comm.rank] if program.state else frozenset()
     sliced = {g for g in program.sharded if optimizer_shard(g) in set(map(home, held))}
-    versioned = {value.index for value in held if version_of(value) >= 0}
-    away = {v.index: tier(v) for v in held if version_of(v) >= 0 and tier(v) != "device" and v.index not in at_home}
+    kept = {v.index: "device" if v.index in at_home else tier(v) for v in held if version_of(v) >= 0}
     on_host = {g for ins in instructions if ins.op is Op.STEP and ins.stream == "host" for g in ins.layers} - at_home
     found: list[Owner] = []
     for g, params in enumerate(groups):
@@ -339,20 +337,18 @@ def choose_owners(
         if g in sliced:
             ranks = program.slicing(g, comm.rank)
             place = ranks.index(comm.rank), len(ranks), comm.device
-            scattered = g in program.scattered
-            found.append(
-                (ScatteredVersions if scattered else SlicedVersions)(g, params, group, *place, narrow)
-                if g in versioned
-                else SlicedGroup(g, params, group, *place, narrow, scattered)
-            )
+            if g not in kept:
+                found.append(SlicedGroup(g, params, group, *place, narrow, g in program.scattered))
+            elif g in program.scattered:
+                found.append(ScatteredVersions(g, params, group, *place, narrow, kept[g], g in on_host))
+            else:
+                found.append(SlicedVersions(g, params, group, *place, narrow))
             found[g].holders = program.sharing // shards
-        elif g in away and g in on_host:
-            found.append(HostVersions(g, params, group, holders, narrow, away[g]))
-        elif g in versioned and g in on_host:
-            found.append(FetchedVersions(g, params, group, holders, narrow))
-        elif g in versioned and program.in_flight is None:
-            found.append((WideVersions if narrow else Versions)(g, params, group, holders, g in away))
-        elif g in versioned and not narrow:
+        elif g in kept and g in on_host:
+            found.append(HostVersions(g, params, group, holders, narrow, kept[g]))
+        elif g in kept:
+            found.append((WideVersions if narrow else Versions)(g, params, group, holders, kept[g]))
+        elif program.in_flight is not None and not narrow and g not in on_host:
             found.append(Leading(g, params, group, holders))
         elif narrow and g not in on_host and program.serving is None:  # (servers have the wide ones)
             found.append(Wide(g, params, group, holders))

@@ -14,7 +14,7 @@ from typing import Any
 
 from minipar.costs.protocol import Costs
 from minipar.prediction.streams import Link
-from minipar.program import COPIES, Action, Forward, Instruction, Op, Program, Staleness
+from minipar.program import COPIES, Action, Forward, Op, Program, Staleness
 from minipar.strategies.passes.versions import as_it_happened, blocks_of
 from minipar.strategies.schedules.ampnet import decide
 
@@ -24,14 +24,9 @@ def as_decided(program: Program, costs: Costs) -> Program:
     assert isinstance(program.contract, Staleness)
     assert program.in_flight is not None
     ranks, m = len(program.ranks), program.microbatches
-    total, every = m * program.steps, program.contract.every or m
-    STEP, SEND, RECV = Op.STEP, Op.SEND, Op.RECV
+    total = m * program.steps
+    SEND, RECV = Op.SEND, Op.RECV
     blocks = [blocks_of(program, rank) for rank in range(ranks)]
-    updates: list[dict[int, list[Instruction]]] = [{} for _ in program.ranks]  # on the device, and on the host
-    for rank, row in enumerate(program.ranks):
-        for ins in row:
-            if ins.op is STEP:
-                updates[rank].setdefault(ins.step, []).append(ins)
     links: dict[tuple[int, int], Link] = defaultdict(Link)
 
     def run(rank: int, action: Action, now: float) -> tuple[float, float]:
@@ -43,13 +38,10 @@ def as_decided(program: Program, costs: Costs) -> Program:
                 link = links[rank, ins.peer]
                 link.send(now, *costs.transfer(rank, ins))
                 arrival = link[-1]
-            elif ins.op in COPIES:  # (between layers on the host and the device: the next one waits for it)
+            elif ins.op in COPIES:  # (most of them are waited for)
                 now += sum(costs.transfer(rank, ins))
             elif ins.op is not RECV:
                 now += costs.compute(rank, ins)
-        done = action.microbatch + 1
-        if not there and updates[rank] and (done % every == 0 or done == total):
-            now += sum(costs.compute(rank, ins) for ins in updates[rank][(done - 1) // every])
         return now, arrival
 
     return as_it_happened(program, decide(ranks, total, program.in_flight, run), known=blocks)

@@ -117,9 +117,6 @@ LOW_RANK = KeyValues(
 )
 ZERO = KeyValues("zero", "zero=1, 2, 3", lambda plan: plan.zero > 0, "zero=0")
 ZERO_ABOVE_1 = KeyValues("zero", "zero=2, 3", lambda plan: plan.zero > 1, "zero=1")
-SLICED_VERSIONS = KeyValues(
-    "zero", "zero=3, with a schedule without flushes", lambda plan: plan.zero == 3 and plan.asynchronous, "zero=0"
-)  # fmt: skip
 ZERO_BELOW_3 = KeyValues("zero", "zero=1, 2", lambda plan: plan.zero in (1, 2), "zero=0 or zero=3")
 INFERENCE = KeyValues("inference", "inference", lambda plan: plan.inference, "inference=false")
 CLIP = KeyValues("clip", "clip", lambda plan: plan.clip is not None, "clip=none")
@@ -271,7 +268,6 @@ EXCLUSIONS = (
         fundamental=True,
     ),
     Exclusion(ZERO, UNSUMMED, "it has no replicas", fundamental=True),
-    Exclusion(OFFLOADED_PARAMETERS, SLICED_VERSIONS, "slices of versions stay on the device"),
     Exclusion(CLIP, ASYNCHRONOUS, "the norm of all gradients is known only after a flush", fundamental=True),
     Exclusion(INFERENCE, ASYNCHRONOUS, "nothing is updated", fundamental=True),
     Exclusion(SERVERS, ASYNCHRONOUS, "its ranks are stages, and no replicas that push to servers"),
@@ -294,7 +290,6 @@ EXCLUSIONS = (
     Exclusion(
         IN_STEP, ONE_BY_ONE, "a micro-batch begins with what the update of the one before it makes", fundamental=True
     ),
-    Exclusion(OFFLOAD, DYNAMIC, "copies stand in an order, which its ranks do not keep to"),
     Exclusion(
         ZERO_ABOVE_1,
         COPIES,

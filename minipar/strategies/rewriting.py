@@ -8,11 +8,25 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from itertools import pairwise
 
-from minipar.program import Instruction, Op, Part, Value, grad, home, host, tier
+from minipar.program import (
+    COMPUTE,
+    COPIES,
+    TRANSFERS,
+    Instruction,
+    Op,
+    Part,
+    Program,
+    Value,
+    grad,
+    home,
+    host,
+    tier,
+)
 from minipar.strategies.buckets import Bucket, shared
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
 
+Rewrite = Callable[[Sequence[Instruction]], Iterable[Instruction]]
 Rounds = Callable[[int, Sequence[Instruction]], Iterable[Instruction]]
 
 # where ----------------------------------------------------------------------------------------------------------------
@@ -46,6 +60,78 @@ def by_update(row: Sequence[Instruction], step: int, rewrite: Rounds) -> list[In
         first = start < 0 or row[start].step != row[end].step
         result += [*(rewrite(row[end].step, before) if first else before), row[end]]
     return [*result, *row[ends[-1] + 1 :]]
+
+
+# actions --------------------------------------------------------------------------------------------------------------
+
+ActionKey = tuple[bool, int, int]  # forward or not, micro-batch, step
+
+
+def action_of(ins: Instruction) -> ActionKey | None:
+    """Which forward or backward an instruction of a micro-batch belongs to."""
+    if ins.microbatch < 0:
+        return None
+    moved = home((ins.reads or ins.writes)[0]).kind if ins.op in TRANSFERS or ins.op in COPIES else ""
+    there = ins.op is Op.FORWARD or moved == "output" or (moved == "saved" and ins.op is Op.OFFLOAD)
+    return there, ins.microbatch, ins.step
+
+
+def by_action(row: Sequence[Instruction], rewrite: Rewrite) -> list[Instruction]:
+    """The row in which `rewrite` has replaced the instructions of each action. An update belongs to the backward before
+    it."""
+    parts: list[list[Instruction]] = []
+    last: ActionKey | None = None
+    for ins in row:
+        action = action_of(ins) or last
+        if not parts or action != last:
+            parts.append([])
+        parts[-1].append(ins)
+        last = action
+    return [ins for part in parts for ins in rewrite(part)]
+
+
+def actions_of(program: Program, rank: int) -> list[ActionKey]:
+    """For each instruction of a rank, the action that it belongs to. A copy of parameters which the device does not
+    keep belongs to the action that it is for."""
+    row = program.ranks[rank]
+    held = {value._replace(step=-1) for value in (program.state[rank] if program.state else ())}
+    found: list[ActionKey | None] = []
+    reader: dict[Value, ActionKey | None] = {}  # the action that reads a value next
+    for ins in reversed(row):
+        action = action_of(ins)
+        if ins.op is Op.FETCH and action is None and ins.writes[0]._replace(step=-1) not in held:
+            action = reader.get(ins.writes[0])
+        reader.update(dict.fromkeys(ins.reads, action))
+        found.append(action)
+    last, result = next(filter(None, reversed(found)), (True, 0, 0)), []
+    for action in reversed(found):
+        last = action or last
+        result.append(last)
+    return result
+
+
+class Leaving:
+    """What forwards have copied away, while a rank decides as it runs: the first layer of its next action waits for it,
+    so that the memory is free then."""
+
+    def __init__(self) -> None:
+        self._now: list[Value] = []
+        self._before: list[Value] = []
+
+    def next_action(self) -> None:
+        self._before += self._now
+        self._now = []
+
+    def waits(self, ins: Instruction) -> tuple[Value, ...]:
+        """What the next instruction waits for in addition to what it reads."""
+        if ins.op is Op.OFFLOAD and ins.reads[0].kind == "saved":
+            self._now.append(ins.writes[0])
+        elif ins.op is Op.FETCH and ins.reads[0] in self._before:
+            self._before.remove(ins.reads[0])
+        elif self._before and ins.op in COMPUTE and ins.op is not Op.STEP and ins.stream == "compute":
+            found, self._before = tuple(self._before), []
+            return found
+        return ()
 
 
 # held by whom ---------------------------------------------------------------------------------------------------------

@@ -101,9 +101,13 @@ RIGHT = [
     "pp=2 schedule=pipedream microbatches=3 host_layers=2 offload=parameters prefetch=2",
     "pp=2 schedule=pipedream-vertical microbatches=3 offload=parameters,optimizer offload_to=disk",
     "pp=2 dp=2 schedule=pipedream microbatches=3 zero=3 offload=optimizer",
+    "pp=2 dp=2 schedule=pipedream microbatches=3 zero=3 offload=parameters",
+    "dp=2 schedule=pipedream microbatches=3 zero=3 offload=parameters,optimizer precision=bf16",
     "dp=2 schedule=pipedream-2bw microbatches=2 zero=3 precision=bf16",
     "dp=2 schedule=pipedream-2bw microbatches=2 zero=2 precision=bf16",
     "pp=2 schedule=ampnet microbatches=4 in_flight=1 update_every=3",  # (of which the order is known)
+    "pp=2 schedule=ampnet microbatches=4 in_flight=1 update_every=3 offload=parameters,activations",
+    "pp=2 schedule=ampnet microbatches=3 in_flight=1 offload=parameters,optimizer offload_to=disk",
 ]
 
 

@@ -155,9 +155,10 @@ def _stale(dice: random.Random, facts: Facts, schedule: str, dp: int) -> Words:
             words["algorithm"] = dice.choice(["ring", "tree", "direct"])
     if facts.narrow and "compress" not in words and dice.random() < 0.15:
         words["precision"] = "bf16"
-    if schedule != "ampnet" and dice.random() < 0.25:
+    if dice.random() < 0.25:
         whole = ["activations", "optimizer", "activations,optimizer"]
-        more = ["parameters", "parameters,activations", "parameters,optimizer"] if "zero" not in words else []
+        kept = words.get("zero") in ("1", "2")
+        more = [] if kept else ["parameters", "parameters,activations", "parameters,optimizer"]
         words["offload"] = dice.choice([*whole, *more])
         words["offload_to"] = dice.choice(["host", "host", "disk"])
     if dice.random() < 0.15:

@@ -775,7 +775,7 @@ class _Machine:
             gradient = Value("grad_shard" if sliced else "grad", g)
             state = Value("optimizer_shard" if sliced else "optimizer_state", g)
             version = self.newest(rank, g)
-            kept = {Value(f"{where} param", g, -1, 0) for where in ("host", "disk")}
+            kept = {Value(f"{where} {kind}", g, -1, 0) for where in ("host", "disk") for kind in PARAMS}
             # (of versions that the device keeps, the host has the newest one alone)
             versions = self.stale is not None and (not host or not kept.isdisjoint(self.program.state[rank]))
             held = Value("param_shard" if apart else "param", g, -1, version if versions else -1)

@@ -104,6 +104,8 @@ PLANS: list[tuple[str, Shape, int]] = [  # words, model, steps
     ("pp=2 schedule=pipedream microbatches=2 offload=parameters", PLAIN, 1),
     ("pp=2 schedule=pipedream-vertical microbatches=2 offload=parameters,optimizer prefetch=0", PLAIN, 2),
     ("pp=2 schedule=pipedream microbatches=2 offload=parameters,optimizer offload_to=disk", PLAIN, 1),
+    ("dp=2 schedule=pipedream microbatches=2 zero=3 offload=parameters", PLAIN, 1),
+    ("dp=2 schedule=pipedream microbatches=2 zero=3 offload=parameters,optimizer", PLAIN, 1),
     ("pp=2 schedule=pipedream microbatches=2 host_layers=0", PLAIN, 1),
     ("pp=2 schedule=pipedream-2bw microbatches=3", shape(4, tied=[(2, 3)]), 2),
     ("pp=2 schedule=ampnet microbatches=3", PLAIN, 1),

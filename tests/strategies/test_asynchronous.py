@@ -152,14 +152,9 @@ def test_programs_survive_json():
         ("pp=2 schedule=ampnet clip=1", "clip=1.0: not together with schedule=ampnet.*flush"),
         ("pp=2 schedule=pipedream zero=1", "zero=1: not together.*zero=0"),
         (
-            "dp=2 schedule=pipedream zero=3 offload=parameters",
-            "offload=parameters: not together with zero=3.*zero=0 or offload=optimizer",
-        ),
-        (
             "tp=2 schedule=pipedream microbatches=2 batch_copies=2",
             "batch_copies=2: not together.*pipedream-2bw, or pp=2 or batch_copies=1",
         ),
-        ("pp=2 schedule=ampnet offload=optimizer", "offload=optimizer: not together.*offload=none"),
         ("pp=2 schedule=pipedream-2bw accumulate=2", "accumulate=2: not together.*accumulate=1"),
         ("pp=2 schedule=pipedream in_flight=2", "in_flight=2: schedule=pipedream has none; possible with ampnet"),
         ("pp=2 schedule=ampnet update_every=0", "update_every=0: must be a whole number of at least 1"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from minipar import Plan, PlanError, simulate, verify
 from minipar.program import COPIES, Group, Op, home, host, optimizer_state, param, tier
-from minipar.program.shape import Shape
+from minipar.program.edges import numbered
+from minipar.program.shape import Shape, uniform
 from tests.interpreters import RandomCosts, brute_force, compiled, shape, shapes
 
 
@@ -88,6 +91,22 @@ def test_every_plan_verifies_and_only_outputs_cross(case):
                 assert {tier(v) for v in own} == {"host" if on_host else "device"}
             if ins.op in COPIES and plan.offload == ():
                 assert home(ins.reads[0]).kind in ("output", "grad_output")
+
+
+@pytest.mark.parametrize("chosen", [(0,), (2,), (0, 1), (1, 2), (1, 3)])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "pp=2 schedule=zb-v microbatches=4",  # (rank 0 reads the output of its first stage in its last one, too)
+        "pp=2 schedule=chimera microbatches=4",
+        "pp=2 schedule=zb-v microbatches=4 checkpoint=1 offload=activations",
+    ],
+)
+def test_outputs_that_several_ranks_read(words, chosen):
+    """Each crosses when the first of its readers needs it, and comes back from where it has gone."""
+    branches = replace(uniform(4), edges=numbered([(0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3)], 4))
+    program = Plan.parse(f"{words} host_layers={','.join(map(str, chosen))}").compile(branches, check=False)
+    verify(program)
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,9 @@ PLANS = [
     "pp=4 schedule=pipedream microbatches=5 host_layers=0,3",
     "pp=2 schedule=pipedream-2bw microbatches=3 host_layers=4 offload=parameters,activations",
     "pp=4 schedule=ampnet microbatches=5 in_flight=5 update_every=2 host_layers=2,5",
+    "pp=4 schedule=ampnet microbatches=5 in_flight=6 offload=activations,parameters",
+    "pp=2 schedule=ampnet microbatches=4 in_flight=3 update_every=2 offload=optimizer,activations offload_to=disk",
+    "pp=2 schedule=ampnet microbatches=3 in_flight=2 host_layers=2 offload=parameters,optimizer",
     # with replicas
     "dp=2 pp=2 schedule=pipedream microbatches=3",
     "dp=2 pp=2 schedule=pipedream-2bw microbatches=2 bucket=none checkpoint=1",
@@ -75,6 +78,9 @@ PLANS = [
     "dp=4 schedule=pipedream-2bw microbatches=2 zero=2 overlap=none offload=optimizer",
     "dp=2 pp=2 schedule=pipedream-vertical microbatches=3 zero=3",
     "dp=2 pp=2 schedule=pipedream-2bw microbatches=2 zero=3 reduce=step checkpoint=1 prefetch=0 offload=optimizer",
+    "dp=2 pp=2 schedule=pipedream microbatches=3 zero=3 offload=parameters prefetch=2",
+    "dp=2 pp=2 schedule=pipedream-vertical microbatches=2 zero=3 checkpoint=1 offload=parameters,optimizer",
+    "dp=4 schedule=pipedream-2bw microbatches=2 zero=3 prefetch=0 offload=parameters,activations offload_to=disk",
     "dp=2 pp=2 schedule=pipedream microbatches=2 host_layers=2,6 offload=parameters,optimizer",
     "dp=2 pp=2 schedule=pipedream microbatches=2 zero=1 host_layers=1,4 bucket=0.0001",
 ]
@@ -214,6 +220,7 @@ def test_train_checks_against_the_replay_and_saves(clusters, tmp_path):
     "more",
     [
         "dp=2 zero=1", "dp=2 zero=3", "dp=2 zero=2 offload=optimizer host_layers=0", "offload=parameters",
+        "dp=2 zero=3 offload=parameters", "dp=2 zero=3 offload=parameters,optimizer offload_to=disk",
         "offload=parameters,optimizer", "offload=parameters,optimizer offload_to=disk",
     ],
 )  # fmt: skip
@@ -240,6 +247,8 @@ def test_the_newest_versions_are_saved_wherever_they_are(clusters, tmp_path, mor
         ("offload=parameters", [1.5, 1.5]),
         ("offload=parameters precision=bf16", [1.5, 1.5]),
         ("offload=parameters,optimizer offload_to=disk", [1, 1]),
+        ("dp=2 zero=3 offload=parameters", [0.5, 0.5]),
+        ("dp=2 zero=3 offload=parameters,optimizer precision=bf16", [0.5, 0.5]),
         ("host_layers=0 precision=bf16", [1, 2]),
     ],
 )
@@ -287,9 +296,12 @@ def narrow(clusters, text, dtype=torch.float32, model=NARROW) -> Execution:
     [
         ("schedule=pipedream", ""),
         ("pp=2 schedule=ampnet in_flight=1", "pp=2"),
+        ("pp=2 schedule=ampnet in_flight=1 offload=parameters,activations", "pp=2"),
+        ("pp=2 schedule=ampnet in_flight=1 offload=optimizer", "pp=2"),
         ("dp=2 schedule=pipedream-vertical zero=1 bucket=none", "dp=2 zero=1"),
         ("dp=2 schedule=pipedream bucket=flat", "dp=2 bucket=none"),
         ("dp=2 schedule=pipedream zero=3", "dp=2 zero=3"),
+        ("dp=2 schedule=pipedream zero=3 offload=parameters", "dp=2 zero=3"),
         ("schedule=pipedream offload=parameters host_layers=0", "host_layers=0"),
         ("schedule=pipedream offload=parameters,optimizer offload_to=disk", ""),
     ],

@@ -193,9 +193,10 @@ class StaleContents(Contents):
             return self._check_step_on_host(rank, index, ins)
         known = self.known[rank]
         for g in ins.layers:
-            sliced = grad_shard(g) in ins.reads
-            whole, gradient = (host(param(g)), host(grad(g))) if there else (param(g), grad(g))
-            updated, gradient = (param_shard(g), grad_shard(g)) if sliced else (whole, gradient)
+            values = param(g), grad(g), param_shard(g), grad_shard(g)
+            whole, gradient, part, gradient_part = map(host, values) if there else values
+            sliced = gradient_part in ins.reads
+            updated, gradient = (part, gradient_part) if sliced else (whole, gradient)
             if g in self.program.scattered:
                 whole = updated
             newest = known.get(updated, 0)
@@ -216,7 +217,7 @@ class StaleContents(Contents):
             known[gradient] = 0
             known[updated] = newest + 1
         for value in ins.writes if there else ():
-            if home(value).kind == "optimizer_state":
+            if home(value).kind in ("optimizer_state", "optimizer_shard"):
                 known[value] = ins.step + 1
         self._make(rank, index, ins)
 

@@ -10,7 +10,7 @@ share layers exchange outputs from device to device: what nodes on the host make
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 
 from minipar.errors import PlanError
 from minipar.program import COMPUTE, MOVED, Instruction, Op, Value, host, tier
@@ -23,7 +23,9 @@ from minipar.strategies.rewriting import copy_of, in_two, renamed
 def place(draft: Draft) -> Draft:
     """Some layers are computed on the host, where their parameters stay; what they read and write is copied."""
     layout = draft.layout
-    draft = draft.each(lambda rank, row: _with_copies(row, layout))
+    read = [{v for ins in row for v in ins.reads if v.kind in MOVED} for row in draft.ranks]
+    others = [set().union(*(values for r, values in enumerate(read) if r != rank)) for rank in range(len(read))]
+    draft = draft.each(lambda rank, row: _with_copies(row, layout, others[rank]))
     draft = draft.each_update(lambda rank, row: [each for ins in row for each in in_two(ins, layout.on_host)])
     return draft.each_state(
         lambda rank, held: [host(v) if layout.on_host(v.index) and tier(v) == "device" else v for v in held]
@@ -53,8 +55,9 @@ def find(chosen: Sequence[str], shape: Shape) -> frozenset[int]:
     return frozenset(node for node in range(shape.layers) if shape.own_layer(node) in layers)
 
 
-def _with_copies(instructions: Sequence[Instruction], layout: Layout) -> list[Instruction]:
-    """One rank's instructions, layer by layer, with some of them on the host, and the sums of their gradients."""
+def _with_copies(instructions: Sequence[Instruction], layout: Layout, others: Set[Value]) -> list[Instruction]:
+    """One rank's instructions, layer by layer, with some of them on the host, and the sums of their gradients. What
+    `others` read, too, is copied to the device as soon as it is made: they may be before this rank's own next use."""
     needed = [{v for v in ins.reads if v.kind in MOVED} for ins in instructions]
     later: set[Value] = set()  # values that this rank reads after an instruction; the loop goes from the end
     read_later: list[set[Value]] = []
@@ -85,9 +88,9 @@ def _with_copies(instructions: Sequence[Instruction], layout: Layout) -> list[In
             continue
         result.append(renamed(ins, host)._replace(stream="host"))
         for value in (v for v in ins.writes if v.kind in MOVED and v not in ins.frees):
-            if value in wanted:
+            if value in wanted and value not in others:
                 there.add(value)
-            else:  # another rank reads it
+            else:
                 result.append(copy_of(Op.FETCH, host(value), value, value.step, (host(value),)))
         there.difference_update(ins.frees)
     return result

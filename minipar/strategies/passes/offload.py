@@ -18,6 +18,12 @@ With offload=parameters all versions are kept away, and each is fetched where it
 
     FETCH param(0) v0 | F0 mb1 | FETCH param(0) v0 | B0 mb0 | FETCH param(0) v0 | STEP 0 v1 | OFFLOAD param(0) v1 | ...
 
+With zero=3 these are slices of versions. Each is fetched where a version is gathered, and freed with the gather.
+
+A rank that decides as it runs takes the copies with the action that they belong to, in whatever order that comes:
+
+    F 0 mb2 | OFFLOAD saved(0) | F 1 mb2 | OFFLOAD saved(1)  -  FETCH saved(1) mb0 | FETCH saved(0) | B 1 mb0 | B 0 mb0
+
 With offload_to=disk an optimizer state and its copy of the parameters are fetched to the host for their group's STEP,
 and written back after it. Copies in one direction run in order. What autograd keeps is copied while one compute
 instruction runs. The compute instruction after that waits for the copy. So the memory is free at that point of the
@@ -46,7 +52,17 @@ from minipar.program import (
     version_of,
 )
 from minipar.strategies.draft import Draft
-from minipar.strategies.rewriting import also_free, by_update, copy_of, insert, of_groups, renamed, uses, without
+from minipar.strategies.rewriting import (
+    also_free,
+    by_action,
+    by_update,
+    copy_of,
+    insert,
+    of_groups,
+    renamed,
+    uses,
+    without,
+)
 
 BESIDE = 1  # compute instructions that run while a saved value is copied away
 IN_FLIGHT = 2  # gradients that are copied away at the same time; a third one waits for the first
@@ -91,10 +107,12 @@ def offload(draft: Draft) -> Draft:
 
     def rewrite(rank: int, row: Sequence[Instruction]) -> Sequence[Instruction]:
         rule, held = rules[rank], draft.state[rank]
-        if "parameters" in rule.what:
-            row = _fetch_parameters(row, rule, held)
-        if "activations" in rule.what:
-            row = _offload_activations(row, rule)
+        if draft.plan.deciding:
+            last = rank == draft.layout.pp - 1  # (where each backward comes right after its forward)
+            row = by_action(row, lambda part: _with_action(part, rule, held, not last))
+        else:
+            row = _fetch_parameters(row, rule, held) if "parameters" in rule.what else row
+            row = _offload_activations(row, rule) if "activations" in rule.what else row
         if "optimizer" in rule.what:
             row = by_update(row, draft.step, lambda step, part: _offload_gradients(part, rule, held, step))
         return _one_by_one([each for ins in row for each in (_update([ins], rule) if ins.op is Op.STEP else [ins])])
@@ -202,6 +220,27 @@ def _step(
     return before, steps, after
 
 
+def _with_action(
+    part: Sequence[Instruction], rule: Away, held: Collection[Value], waits: bool
+) -> Sequence[Instruction]:
+    """A forward or backward of a rank that decides in what order it takes them, with the copies that belong to it:
+    parameters are fetched for it, and what a forward keeps leaves and comes back with the backward, if that `waits`."""
+    if "parameters" in rule.what:
+        part = _fetch_parameters(part, rule, held)
+    if "activations" not in rule.what or not waits:
+        return part
+    compute = [k for k, ins in enumerate(part) if ins.stream == "compute" and ins.op is not Op.STEP]
+    before: dict[int, list[Instruction]] = {}
+    after: dict[int, list[Instruction]] = {}
+    for n, k in enumerate(compute):
+        for v in (v for v in part[k].reads if v.kind == "saved"):
+            found = copy_of(Op.FETCH, rule.far(v), v, v.step, (rule.far(v),))
+            before.setdefault(compute[max(0, n - 1)], []).append(found)
+        for v in (v for v in part[k].writes if v.kind == "saved"):
+            after.setdefault(k, []).append(copy_of(Op.OFFLOAD, v, rule.far(v), v.step, (v,)))
+    return insert(part, before, after)
+
+
 # activations --------------------------------------------------------------------------------------------------------
 
 
@@ -210,8 +249,13 @@ def _offload_activations(row: Sequence[Instruction], rule: Away) -> list[Instruc
     idle: dict[Value, int] = {}  # value -> the compute instruction after which nobody needs it for now
     after: dict[int, list[Value]] = {}
     before: dict[int, list[Value]] = {}
-    for n, k in enumerate(compute):
-        ins = row[k]
+    places = {k: n for n, k in enumerate(compute)}
+    for k, ins in enumerate(row):
+        if k not in places:
+            for value in ins.frees:  # (it is copied to layers on the host)
+                idle.pop(value, None)
+            continue
+        n = places[k]
         for value in ins.reads:
             if value in idle and n - idle[value] > SOON:
                 after.setdefault(compute[idle[value]], []).append(value)
@@ -284,19 +328,22 @@ def _fetch_parameters(row: Sequence[Instruction], rule: Away, held: Collection[V
     compute = [k for k, ins in enumerate(row) if ins.stream == "compute" and ins.op is not Op.STEP]
     order = {k: n for n, k in enumerate(compute)}
     updates = {ins.step: k for k, ins in enumerate(row) if ins.op is Op.STEP}
-    own = {v.index for v in held if version_of(v) >= 0 and tier(v) == "device"}
-    versions = {v for ins in row for v in ins.reads if version_of(v) >= 0 and v.index in own}
+    own = {v[:2] for v in held if version_of(v) >= 0 and tier(v) == "device"}
+    versions = {v for ins in row for v in ins.reads if version_of(v) >= 0 and v[:2] in own}
     row = [ins if ins.op is Op.STEP else without(ins, versions) for ins in row]
     before: dict[int, list[Instruction]] = {}
     after: dict[int, list[Value]] = {}
     kept = {v for v in held if v.kind in ("param", "param_shard") and version_of(v) < 0}
     for value, read in uses(row, kept | versions).items():
-        places = [k for k in read if k in order or value.kind == "param_shard"]
         replaced = updates.get(version_of(value), len(row))
-        if value.kind == "param_shard":  # a slice is needed until the parameters gathered from it are freed
+        if value.kind == "param_shard":
+            places = [k for k in read if row[k].op is not Op.STEP]
+            # A slice has the frozen parameters of its layers, too, so that it stays until those gathered from it are
+            # freed. Of a version, whose frozen parameters stay anyway, it is free when it was sent.
             ends = [k for k, ins in enumerate(row) if param(value.index) in ins.frees]
-            spans = [(k, min(end for end in ends if end >= k)) for k in places]
+            spans = [(k, k if value in versions else min(end for end in ends if end >= k)) for k in places]
         else:
+            places = [k for k in read if k in order]
             first, spans = (places or [-1])[0], []
             for k, then in pairwise([*places, -1]):
                 between = {row[other].layers for other in compute[order[k] + 1 : order.get(then, 0)]}

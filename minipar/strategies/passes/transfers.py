@@ -69,16 +69,19 @@ def insert_transfers(
     """
     producer: dict[Value, tuple[int, int]] = {}
     reading: dict[int, dict[Value, int]] = {}  # where each rank reads a value for the first time
-    SEND, RECV, FETCH = Op.SEND, Op.RECV, Op.FETCH
+    SEND, RECV, FETCH, OFFLOAD = Op.SEND, Op.RECV, Op.FETCH, Op.OFFLOAD
     for rank, instructions in ranks.items():
         first = reading[rank] = {}
+        left: set[Value] = set()  # what the rank has copied away
         for k, ins in enumerate(instructions):
+            if ins.op is OFFLOAD:
+                left.update(ins.reads)
             for value in ins.reads:
                 if value[0] in MOVED and value not in first:
                     first[value] = k
             for value in ins.writes:
-                # (a FETCH brings back a value that was made before, unless a layer on the host made it)
-                if value[0] in MOVED and (ins.op is not FETCH or value not in producer):
+                # (a FETCH brings back what was copied away, or brings what a layer on the host has made)
+                if value[0] in MOVED and (ins.op is not FETCH or value not in left):
                     producer[value] = rank, k
     if together:
         last_read = {(r, value): k for r, row in ranks.items() for k, ins in enumerate(row) for value in ins.reads}

@@ -16,14 +16,14 @@ passes after this one find a STEP for each update in the rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from minipar.errors import PlanError
 from minipar.program import (
     BACKWARDS,
     COPIES,
-    TRANSFERS,
     Action,
     Forward,
     Instruction,
@@ -40,11 +40,10 @@ from minipar.program import (
 )
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
-from minipar.strategies.rewriting import computed_on_host, in_two
+from minipar.strategies.rewriting import ActionKey, Leaving, actions_of, computed_on_host, in_two, renamed
 from minipar.strategies.schedules.registry import Used, find, newest
 
-BlockKey = tuple[bool, int, int]  # forward or not, micro-batch, step
-Blocks = dict[BlockKey, list[Instruction]]
+Blocks = dict[ActionKey, list[Instruction]]
 
 
 def keep_versions(draft: Draft) -> Draft:
@@ -176,34 +175,59 @@ def as_it_happened(
         blocks = blocks_of(program, rank) if known is None else known[rank]
         m = program.microbatches
         places = [(isinstance(action, Forward), action.microbatch % m, action.microbatch // m) for action in order]
-        plain = [ins for place in places for ins in blocks.get(place, ())]
-        same = program.in_flight is not None and version is newest
-        if same and plain == [ins for ins in program.ranks[rank] if ins.op is not Op.STEP]:
-            ranks.append(program.ranks[rank])  # it happened as it was compiled
+        if program.in_flight is not None and version is newest:
+            ranks.append(tuple(_in_order(places, blocks)))
         else:
+            plain = [ins for place in places for ins in blocks.get(place, ()) if ins.op is not Op.STEP]
             ranks.append(tuple(with_versions(plain, layout, rank, program.contract, version)))
     return replace(program, ranks=tuple(ranks), in_flight=None)
 
 
+def _in_order(places: Sequence[ActionKey], blocks: Blocks) -> Iterator[Instruction]:
+    """A rank's actions in the order that it has decided. Backwards and updates are in one order always; which version a
+    forward has used depends on it."""
+    leaving, updates = Leaving(), 0
+    for place in places:
+        leaving.next_action()
+        for ins in blocks.get(place, ()):
+            waits = leaving.waits(ins)
+            if ins.op is Op.STEP:
+                updates = ins.step + 1
+            elif place[0]:
+                ins = renamed(ins, partial(_numbered, updates))
+            yield ins._replace(reads=(*ins.reads, *waits)) if waits else ins
+
+
+def _numbered(number: int, value: Value) -> Value:
+    """The value, with this number if it is a version."""
+    return value._replace(step=number) if version_of(value) >= 0 else value
+
+
+def without_versions(program: Program) -> Program:
+    """The program as a rank that decides as it runs has it: with one version of its parameters, whose number is known
+    afterwards."""
+    plain = partial(_numbered, -1)
+
+    def of(ins: Instruction) -> Instruction:
+        made = renamed(ins, plain)
+        gone = [v for v in ins.frees if version_of(v) < 0 or (v.kind == "param" and plain(v) not in made.writes)]
+        return made._replace(frees=tuple(map(plain, gone)))
+
+    ranks = tuple(tuple(map(of, row)) for row in program.ranks)
+    return replace(program, ranks=ranks, state=tuple(frozenset(map(plain, held)) for held in program.state))
+
+
 def blocks_of(program: Program, rank: int) -> Blocks:
-    """A rank's instructions, messages included, by the forward or backward of a micro-batch that they belong to."""
+    """A rank's instructions, messages and updates included, by the forward or backward that they belong to."""
     blocks: Blocks = {}
-    STEP = Op.STEP
-    for ins in program.ranks[rank]:
-        if ins.op is not STEP:
-            blocks.setdefault(place_of(ins), []).append(ins)
+    for place, ins in zip(actions_of(program, rank), program.ranks[rank], strict=True):
+        blocks.setdefault(place, []).append(ins)
     return blocks
 
 
 def _comes_back(ins: Instruction) -> bool:
     """Whether a gradient that a layer on the host has made is copied, to be sent to another rank."""
     return ins.op is Op.FETCH and home(ins.reads[0]).kind == "grad_output"
-
-
-def place_of(ins: Instruction) -> BlockKey:
-    """Which forward or backward an instruction belongs to."""
-    moved = home((ins.reads or ins.writes)[0]).kind if ins.op in TRANSFERS or ins.op in COPIES else ""
-    return ins.op is Op.FORWARD or moved == "output", ins.microbatch, ins.step
 
 
 def layout_of(program: Program) -> Layout:
