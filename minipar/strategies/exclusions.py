@@ -308,7 +308,6 @@ EXCLUSIONS = (
         for other, why, fundamental in ((DYNAMIC, _DECIDES_ALONE, True),)
     ),
     Exclusion(CONTEXT, SLICED, "a rank's part of the tokens and a slice of them are two cuts of one dimension"),
-    Exclusion(EXPERTS, SLICED, "layers with experts take whole sequences"),
     Exclusion(
         IN_STEP, ONE_BY_ONE, "a micro-batch begins with what the update of the one before it makes", fundamental=True
     ),

@@ -335,6 +335,7 @@ def test_models_and_data_that_cannot_be_cut(clusters):
 
 
 def test_shapes_of_presets_say_what_is_carried():
-    for name in ("gpt-tiny", "mlp-digits"):
-        given, real = models.shape(name), shape_of(list(models.build(name)))
+    slices = {"capacity": None, "balance": False}
+    for name, numbers in (("gpt-tiny", {}), ("mlp-digits", {}), ("gpt-moe-tiny", {}), ("gpt-moe-tiny", slices)):
+        given, real = models.shape(name, **numbers), shape_of(list(models.build(name, **numbers)))
         assert (given.carries, given.whole) == (real.carries, real.whole)
