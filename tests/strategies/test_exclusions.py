@@ -56,7 +56,6 @@ MADE = {
     "zero=3, with a schedule without flushes": "zero=3 dp=2 schedule=pipedream",
     "schedule without flushes, of one replica": "schedule=pipedream",
     "schedule that decides as it runs": "schedule=ampnet",
-    "schedule of slices of sequences": "schedule=terapipe slices=2",
     "schedule with copies of a stage": "schedule=chimera pp=2 microbatches=4",
     "schedule that places stages": "schedule=zb-v microbatches=4",
     "schedule of groups of micro-batches": "schedule=interleaved microbatches=4",
