@@ -344,11 +344,13 @@ class _Axis:
     def _possible(self, k: int, wanted: Sequence[tuple[int, Placement]] = ()) -> list[Choice]:
         """The choices that an operator has beside those on other axes."""
         op = self.graph.operators[k]
-        found = list(choices(op, self.ins[k], self.outs[k], self.ranks, wanted, self.variants))
+        every = choices(op, self.ins[k], self.outs[k], self.ranks, wanted, self.variants)
         taken = any(choice.alone for choice in self.outer[k].values())
-        found = [choice for choice in found if not (choice.alone and taken)]
+        found = [choice for choice in every if not (choice.alone and taken)]
         kept = [j for j, name in enumerate(op.inputs) if name in self.kept]
-        return [choice for choice in found if all(choice.ins[j] == R for j in kept)] + [self._whole(k)] * bool(kept)
+        if kept:
+            found = [*(choice for choice in found if all(choice.ins[j] == R for j in kept)), self._whole(k)]
+        return found
 
     def _whole(self, k: int) -> Choice:
         """Every rank computes all of an operator: as R, if it reads what is carried so."""
@@ -506,9 +508,12 @@ def _propagate(
     variants: tuple[str, ...],
     tokens: Set[str] = frozenset(),
 ) -> Sharding:
-    """The same. `tokens`: axes along which ranks have parts of the tokens. A part of each slice is no part of all
-    slices together, so what would be a shard is carried whole from slice to slice there, and each rank has a part of
-    its gradient."""
+    """The same, of annotations that are resolved.
+
+    tokens   axes along which ranks have parts of the tokens. Of a rank's parts of all slices one cannot make its part
+             of the sequence, so what would be a shard is carried whole from slice to slice there. Each rank reads it
+             for its own tokens, and has a part of its gradient: it is R
+    """
     graph = layer.graph
     shapes = {name: tensor.shape for name, tensor in graph.tensors.items()}
     ins = [[shapes[name] for name in op.inputs] for op in graph.operators]

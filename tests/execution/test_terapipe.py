@@ -234,7 +234,11 @@ def test_time_is_the_closed_form(p, lengths):
 
 
 def test_programs_verify_and_go_through_json():
-    for words in ("pp=4 slices=16 microbatches=3", "pp=2 dp=2 slices=3,2,1 accumulate=2 zero=3 checkpoint=1"):
+    for words in (
+        "pp=4 slices=16 microbatches=3",
+        "pp=2 dp=2 slices=3,2,1 accumulate=2 zero=3 checkpoint=1",
+        "pp=2 tp=2 context_parallel=2 ep=2 slices=2",
+    ):
         program = compiled(words)
         verify(program)
         assert Program.from_json(program.to_json()) == program
