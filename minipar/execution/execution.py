@@ -681,11 +681,12 @@ def _try_loss(job: Job, model: nn.Module, x: Any, plan: Plan, parts: int) -> tup
 
 def _parts_of_sequences(plan: Plan, x: Any) -> Sequence[range]:
     """The tokens of the parts into which a plan cuts sequences: slices, or what each rank has; [] if it cuts none."""
-    if plan.slice_count > 1:
-        return token_ranges(plan.cut, count_tokens([x]))
-    if plan.context_parallel > 1:
-        with suppress(PlanError):  # (inputs without tokens: the ranks say what they cannot divide)
-            return token_ranges(plan.context_parallel, count_tokens([x]))
+    if plan.slice_count == plan.context_parallel == 1:
+        return []
+    with suppress(PlanError):  # (inputs without tokens, or too few: the ranks say what they cannot divide)
+        slices = token_ranges(plan.cut, count_tokens([x]))
+        parts = [(each.start, part) for each in slices for part in token_ranges(plan.context_parallel, len(each))]
+        return [range(start + part.start, start + part.stop) for start, part in parts]
     return []
 
 

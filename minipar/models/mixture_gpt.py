@@ -25,9 +25,11 @@ one for each choice of a token, and `counts` says how long they are:
     sent --feed_experts--> made --combine_all--> (B, T, width)
 
 There the ranks send each other unequal parts (`program/forms.py`, U0 and U1), after they have told each other `counts`.
+Nothing there is about other tokens of the row but the attention. So with `balance=False`, without the balance loss of
+whole rows, the layers take sequences slice by slice, and each slice's tokens go to their experts by themselves.
 
 Sources: Shazeer et al., 2017 (top-k gate); Lepikhin et al., "GShard", 2020 (groups, capacity); Fedus et al., "Switch
-Transformers", 2021 (balance loss).
+Transformers", 2021 (balance loss); Wang et al., "Auxiliary-Loss-Free Load Balancing", 2024 (training without one).
 """
 
 from __future__ import annotations
@@ -45,8 +47,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from minipar.errors import PlanError
 from minipar.models.initial import initialise
-from minipar.models.table import Mixture, check_mixture, room_of
-from minipar.models.transformer import Attention
+from minipar.models.sliced import Sliced
+from minipar.models.table import Mixture, check_mixture, of_whole_rows, room_of
+from minipar.models.transformer import Attention, Seen
 
 Carried = tuple[Tensor, Tensor]  # x (B, T, width) and aux (B,)
 
@@ -60,52 +63,63 @@ def mixture(
     experts: int = 8,
     top: int = 2,
     capacity: float | None = 1.25,
+    balance: bool = True,
 ) -> nn.Sequential:
     """A GPT of `layers` blocks with `experts` perceptrons each, of which every token goes to `top`.
 
     capacity   how many tokens an expert takes of a row, as a multiple of what it gets if all are equally busy; None: as
                many as choose it, and none is dropped
+    balance    whether the balance loss of each row is found; without it there are zeros in its place
+
+    With `capacity=None` and `balance=False` it takes slices of sequences, as `gpt` does.
 
     An `nn.Sequential` of `layers` + 2 layers. Input: tokens (B, T), integers below `vocab`, T at most `context`.
     Output: logits (B, vocab, T) and the balance loss of each row (B,), which `mixture_loss` takes. Initial values come
     from `torch.initial_seed()` and the parameters' names. Errors: `PlanError` for sizes that make no model.
     """
-    check_mixture(Mixture(layers, width, heads, context, vocab, experts, top, capacity))
+    check_mixture(Mixture(layers, width, heads, context, vocab, experts, top, capacity, balance))
     with torch.random.fork_rng(devices=[]):  # torch first draws values of its own, which are not used
-        blocks = [MixtureBlock(width, heads, experts, top, capacity) for _ in range(layers)]
+        blocks = [MixtureBlock(width, heads, experts, top, capacity, balance) for _ in range(layers)]
         model = nn.Sequential(Embedding(vocab, context, width), *blocks, MixtureHead(width, vocab))
     initialise(model)
     return model
 
 
-class Embedding(nn.Module):
+class Embedding(Sliced):
     """From tokens (B, T) to their vectors (B, T, width), each plus that of its position, and zeros (B,)."""
+
+    carries = False
 
     def __init__(self, vocab: int, context: int, width: int) -> None:
         super().__init__()
         self.token = nn.Embedding(vocab, width)
         self.position = nn.Embedding(context, width)
 
-    def forward(self, tokens: Tensor) -> Carried:
-        x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
-        return x, torch.zeros_like(x[:, 0, 0])
+    def forward_slice(self, x: Tensor, start: int, carry: None) -> tuple[Carried, None]:
+        made = self.token(x) + self.position(torch.arange(start, start + x.shape[1], device=x.device))
+        return (made, torch.zeros_like(made[:, 0, 0])), None
 
 
-class MixtureBlock(nn.Module):
-    """One transformer block: attention, then the mixture. Each comes after a norm, and is added to the vectors."""
+class MixtureBlock(Sliced):
+    """One transformer block: attention, then the mixture. Each comes after a norm, and is added to the vectors.
 
-    def __init__(self, width: int, heads: int, experts: int, top: int, capacity: float | None) -> None:
+    Its carry is that of `transformer.Block`: keys and values of all tokens so far.
+    """
+
+    def __init__(self, width: int, heads: int, experts: int, top: int, capacity: float | None, balance: bool) -> None:
         super().__init__()
+        self.balance, self.whole = balance, of_whole_rows(capacity, balance)
         self.norm1 = nn.LayerNorm(width)
         self.attention = Attention(width, heads, fused=True)
         self.norm2 = nn.LayerNorm(width)
         self.mixture = MixtureLayer(width, experts, top, capacity)
 
-    def forward(self, carried: Carried) -> Carried:
-        x, aux = carried
-        x = x + self.attention(self.norm1(x))[0]
-        made, balance = self.mixture(self.norm2(x))
-        return x + made, aux + balance
+    def forward_slice(self, x: Carried, start: int, carry: Seen | None) -> tuple[Carried, Seen]:
+        vectors, aux = x
+        seen, carry = self.attention(self.norm1(vectors), carry)
+        vectors = vectors + seen
+        made, balance = self.mixture(self.norm2(vectors))
+        return (vectors + made, aux + balance if self.balance else aux.clone()), carry
 
 
 class MixtureLayer(nn.Module):
@@ -143,17 +157,19 @@ class Experts(nn.Module):
         return torch.bmm(functional.gelu(torch.bmm(sent, self.up)), self.down)
 
 
-class MixtureHead(nn.Module):
+class MixtureHead(Sliced):
     """From vectors (B, T, width) to logits (B, vocab, T); the balance loss (B,) goes through."""
+
+    carries = False
 
     def __init__(self, width: int, vocab: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
         self.logits = nn.Linear(width, vocab, bias=False)
 
-    def forward(self, carried: Carried) -> Carried:
-        x, aux = carried
-        return self.logits(self.norm(x)).transpose(1, 2), aux.clone()
+    def forward_slice(self, x: Carried, start: int, carry: None) -> tuple[Carried, None]:
+        vectors, aux = x
+        return (self.logits(self.norm(vectors)).transpose(1, 2), aux.clone()), None
 
 
 def mixture_loss(output: Carried, y: Tensor, balance: float = 0.01) -> Tensor:

@@ -37,7 +37,10 @@ def shape(name: str, *, element_size: int = 4, **overrides: Any) -> Shape:
         return _branchy(chosen, element_size, title(name, chosen, overrides))
     if isinstance(chosen, Mixture):
         groups = _mixture(chosen, element_size)
-        return Shape(len(groups), groups, title(name, chosen, overrides), whole="0 (Embedding)")
+        reason = table.of_whole_rows(chosen.capacity, chosen.balance)
+        whole = f"1 (MixtureBlock: {reason})" if reason else ""
+        carries = () if reason else tuple(range(1, len(groups) - 1))
+        return Shape(len(groups), groups, title(name, chosen, overrides), carries=carries, whole=whole)
     groups = _gpt(chosen, element_size) if isinstance(chosen, GPT) else _mlp(chosen, element_size)
     layers = chosen.layers + 2 if isinstance(chosen, GPT) else len(chosen.widths) - 1
     if isinstance(chosen, GPT):

@@ -19,12 +19,14 @@ class Sliced(nn.Module):
     """A layer that can take some tokens of each row at a time, with a carry from the tokens before.
 
     carries   whether it has a carry; False for a layer that treats every token separately
+    whole     why this one takes whole sequences only, with a way out; "" if it takes slices
 
     In its inputs and outputs dimension 0 is rows and dimension 1 is tokens. (Only the last layer's output, which the
     loss takes, may have other dimensions.)
     """
 
     carries = True
+    whole = ""
 
     def forward_slice(self, x: Any, start: int, carry: Any) -> tuple[Any, Any]:
         """The output for the tokens from `start` on, and the carry for the next slice (None: nothing).
@@ -42,7 +44,11 @@ class Sliced(nn.Module):
 
 
 def describe(layers: Sequence[nn.Module]) -> tuple[tuple[int, ...], str]:
-    """The layers that have a carry; and number and class of the first layer that takes only whole sequences (or "")."""
-    carries = tuple(l for l, layer in enumerate(layers) if isinstance(layer, Sliced) and layer.carries)
-    others = (f"{l} ({type(layer).__name__})" for l, layer in enumerate(layers) if not isinstance(layer, Sliced))
-    return carries, next(others, "")
+    """The layers that have a carry; and number and class of the first layer that takes only whole sequences, with the
+    reason that it gives (or "")."""
+    carries = tuple(
+        l for l, layer in enumerate(layers) if isinstance(layer, Sliced) and layer.carries and not layer.whole
+    )
+    reasons = (layer.whole if isinstance(layer, Sliced) else None for layer in layers)
+    named = ((l, type(layers[l]).__name__, reason) for l, reason in enumerate(reasons) if reason != "")
+    return carries, next((f"{l} ({name}: {reason})" if reason else f"{l} ({name})" for l, name, reason in named), "")

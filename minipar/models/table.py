@@ -65,6 +65,7 @@ class Mixture:
 
     capacity   how many tokens of a row an expert takes, as a multiple of what it gets if all are equally busy; None:
                all that choose it, so that no token is dropped
+    balance    whether there is a balance loss of each row
     """
 
     layers: int = 4
@@ -75,6 +76,7 @@ class Mixture:
     experts: int = 8
     top: int = 2
     capacity: float | None = 1.25
+    balance: bool = True
     data = "text"
 
     @property
@@ -202,6 +204,16 @@ def room_of(capacity: float | None, tokens: int, top: int, experts: int) -> int:
     return tokens if capacity is None else math.ceil(capacity * tokens * top / experts)
 
 
+def of_whole_rows(capacity: float | None, balance: bool) -> str:
+    """What of a mixture's numbers is about all tokens of a row, so that it takes no slices of them, and the way out."""
+    found = [f"capacity={capacity}"] if capacity is not None else []
+    found += ["balance=True"] if balance else []
+    if not found:
+        return ""
+    told = f"{' and '.join(found)} {'is' if len(found) == 1 else 'are'} about all tokens of a row"
+    return f"{told}; without them, capacity=None balance=False, it takes slices"
+
+
 def check_mixture(numbers: Mixture) -> None:
     """Errors: `PlanError` for sizes that make no model."""
     check_gpt(GPT(numbers.layers, numbers.width, numbers.heads, numbers.context, numbers.vocab))
@@ -217,6 +229,8 @@ def check_mixture(numbers: Mixture) -> None:
         raise PlanError(
             f"capacity={numbers.capacity!r}: must be a number above 0, or None, with which nothing is dropped"
         )
+    if not isinstance(numbers.balance, bool):
+        raise PlanError(f"balance={numbers.balance!r}: must be True or False; its weight is that of `mixture_loss`")
 
 
 def check_mlp(numbers: MLP) -> None:

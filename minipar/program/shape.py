@@ -123,7 +123,7 @@ def in_parts(shape: Shape, inputs: str, axes: int) -> Shape:
     nodes = shape.nodes or (1,) * shape.layers
     plain = shape.forms or (Forms(),) * shape.layers
     forms = tuple(Forms(*(on_axes([*before, form]) for form in own)) for own in plain)
-    return replace(shape, groups=groups, forms=forms, nodes=nodes, inputs=inputs, carries=(), dims=())
+    return replace(shape, groups=groups, forms=forms, nodes=nodes, inputs=inputs, dims=())
 
 
 def frozen(shape: Shape) -> Shape:

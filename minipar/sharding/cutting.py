@@ -10,7 +10,7 @@ goes from node to node is a value, or a tuple of several: the residual goes alon
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -144,14 +144,16 @@ class Piece:
 
     before, after   of a layer on a slice of sequences, what the node is given of its carry, and what it keeps of it
     carried         which tensors of the layer's carry these are
+    free            what is made of no input: whoever reads a part of it, takes it
     """
 
     operators: list[Divided]
     takes: list[Part]
     gives: list[Part]
     before: list[Part] = field(default_factory=list)
-    after: tuple[str, ...] = ()
+    after: list[Part] = field(default_factory=list)
     carried: tuple[int, ...] = ()
+    free: Set[str] = frozenset()
 
 
 def pieces_of(sharding: Sharding, rows: int) -> list[Piece]:
@@ -173,7 +175,11 @@ def pieces_of(sharding: Sharding, rows: int) -> list[Piece]:
         counts = tuple((name, axis) in counting for axis in axes)
         return Part(name, written[name], read, tensor.differentiable, tensor.floating, ranks, rows, counts)
 
+    free = _free(sharding.operators) if graph.after else set()
+
     def part_of(name: str, read: Lies) -> Part:
+        if name in free:
+            read = tuple(_taken(of, to, rows) for of, to in zip(written[name], read, strict=True))
         found = lying(name, read)
         found = replace(found, read=tuple(_needed(found, axis) for axis in range(len(axes))))
         _check_order(found, axes)
@@ -189,9 +195,13 @@ def pieces_of(sharding: Sharding, rows: int) -> list[Piece]:
         for name in one.operator.outputs:
             level[name] = own
         levels.append((own, one))
-    last = max((own for own, _ in levels), default=0)
     if graph.after:
-        _sink(levels, level, reads_of)
+        _sink(levels, level, reads_of, free)
+    after = [part_of(name, _lies(sharding.carried[name], axes)) for name in graph.after]
+    kept_at = [level[part.name] + _changes(part) for part in after]
+    last = max([own for own, _ in levels] + kept_at, default=0)
+    for part, at in zip(after, kept_at, strict=True):
+        uses[part.name, _text(part.read)] = at
     for own, one in levels:
         for part in reads_of(one):
             key = part.name, _text(part.read)
@@ -205,23 +215,40 @@ def pieces_of(sharding: Sharding, rows: int) -> list[Piece]:
         key = part.name, _text(part.read)
         parts.setdefault(key, part)
         uses[key] = last + 1
-    found = [Piece([one for own, one in levels if own == k], [], []) for k in range(last + 1)]
+    found = [Piece([one for own, one in levels if own == k], [], [], free=free) for k in range(last + 1)]
     found[0].takes = [as_written(name) for name in graph.inputs]
+    made_as = {name: k for k, name in enumerate(graph.tensors)}
     for k in range(last):
         across = [part for key, part in parts.items() if level[part.name] <= k < uses.get(key, -1)]
         across = [part for part in across if part.name not in graph.before]
-        across.sort(key=lambda part: not any(part.counts))  # counts go first: what they count is exchanged by them
+        # Counts go first: what they count is exchanged by them. The others go in the order in which they are written,
+        # which is the same in all slices of a sequence.
+        across.sort(key=lambda part: (not any(part.counts), made_as[part.name]))
         found[k].gives = found[k + 1].takes = across
     found[last].gives = ends
     # What is already in its new form when it comes to a border has changed at the border before.
-    for index, name in enumerate(graph.after):
-        node = found[level[name]]
-        node.after, node.carried = (*node.after, name), (*node.carried, index)
+    for index, (part, at) in enumerate(zip(after, kept_at, strict=True)):
+        node = found[at]
+        node.after.append(part)
+        node.carried = (*node.carried, index)
         if graph.before:
             read = graph.before[index]
             node.before.append(as_written(read))
-            _check_carry(read, name, level[name], levels, [part for part in parts.values() if part.name == read])
+            _check_carry(read, part.name, at, levels, [part for part in parts.values() if part.name == read])
     return found
+
+
+def _free(operators: Iterable[Divided]) -> set[str]:
+    """What depends on no input, such as a mask."""
+    found: set[str] = set()
+    for one in operators:
+        found.update(one.operator.outputs if found.issuperset(one.operator.inputs) else ())
+    return found
+
+
+def _taken(written: Placement, read: Placement, rows: int) -> Placement:
+    """How a value that is made of no input comes to its reader, who takes a part of what is whole."""
+    return written if written.whole and read.kind == "S" and read.pieces % rows else read
 
 
 def axes_of(sharding: Sharding) -> tuple[str, ...]:
@@ -251,12 +278,14 @@ def _check_order(part: Part, axes: Sequence[str]) -> None:
                 )
 
 
-def _sink(levels: list[tuple[int, Divided]], level: dict[str, int], reads_of: Callable[[Divided], list[Part]]) -> None:
+def _sink(
+    levels: list[tuple[int, Divided]],
+    level: dict[str, int],
+    reads_of: Callable[[Divided], list[Part]],
+    free: Set[str],
+) -> None:
     """Make what depends on no input, such as a mask, in the node that reads it: only later slices have a mask, and
     nodes hand on the same values in all slices."""
-    free: set[str] = set()
-    for _, one in levels:
-        free.update(one.operator.outputs if free.issuperset(one.operator.inputs) else ())
     needed: dict[str, int] = {}  # of these values, the last level that is early enough for all who read it
     for k, (own, one) in reversed(list(enumerate(levels))):
         wanted = [needed[name] for name in one.operator.outputs if name in free and name in needed]
@@ -282,7 +311,7 @@ def _check_carry(
         told = f"read by {others[0].name}" if others else forms[0]
         raise PlanError(
             f"{read}: is carried from slice to slice, but {told}, and a collective would come between it and {name}, "
-            "which is carried on; possible is a schedule of rows such as 1f1b, or tp=1"
+            "which is carried on; possible is a schedule of rows such as 1f1b, or tp=1 and context_parallel=1"
         )
 
 
@@ -479,7 +508,7 @@ class Recipe:
         every = [one.operator for one in self.piece.operators]
         last = {name: k for k, op in enumerate(every) for name in (*op.inputs, *op.outputs)}
         mine = {name for op in every for name in op.outputs} - {part.name for part in self.piece.gives}
-        mine -= set(self.piece.after)
+        mine -= {part.name for part in self.piece.after}
         return [tuple(name for name in mine if last[name] == k) for k in range(len(every))]
 
     def run(
@@ -521,6 +550,9 @@ class Recipe:
         for k, (place, p) in enumerate(zip(self.places.values(), read, strict=True)):
             if p.kind == "P" and (stored or self.written[name][k].whole):
                 found = _AsPart.apply(found, place.index)
+        if name in self.piece.free:
+            both = zip(self.written[name], read, strict=True)
+            found = self.own(found, tuple(p if written.whole else I for written, p in both))
         return found
 
 
@@ -537,7 +569,7 @@ class _Core(Recomputed):
         own = [every[k] for k in lines]
         made = {name for one in own for name in one.operator.outputs}
         later = [name for one in every[lines.stop :] for name in one.operator.inputs]
-        later += [*(part.name for part in recipe.piece.gives), *recipe.piece.after]
+        later += [part.name for part in (*recipe.piece.gives, *recipe.piece.after)]
         reads = [pair for one in own for pair in zip(one.operator.inputs, one.ins, strict=True)]
         lies = [(name, _lies(form, recipe.axes)) for name, form in reads if name not in made]
         self.takes = tuple({(name, _text(read)): (name, read) for name, read in lies}.values())
@@ -599,11 +631,13 @@ class CapturedNode(Node):
                 self.recipe.forget(line, made)
             done = core.lines.stop
         self.recipe.run(range(done, end), rows, find, dropouts, made)
-        found = tuple(
-            made[part.name] if part.name in made else keyed.get((part.name, _text(part.read)), there.get(part.name))
-            for part in self.recipe.piece.gives
+        found, after = (
+            tuple(
+                made[part.name] if part.name in made else keyed.get((part.name, _text(part.read)), there.get(part.name))
+                for part in parts
+            )
+            for parts in (self.recipe.piece.gives, self.recipe.piece.after)
         )
-        after = tuple(made[name] if name in made else there[name] for name in self.recipe.piece.after)
         return found[0] if len(found) == 1 else found, after or None
 
     def _input(

@@ -26,7 +26,7 @@ from fnmatch import fnmatchcase
 from minipar.costs.alpha_beta import collective_seconds
 from minipar.errors import PlanError
 from minipar.program.mesh import Mesh
-from minipar.sharding.forms import Form, I, P, Placement, axes_of, cut, divides, local_shape, nearest, parsed, whole
+from minipar.sharding.forms import Form, I, P, Placement, R, axes_of, cut, divides, local_shape, nearest, parsed, whole
 from minipar.sharding.graph import Graph, Layer, Operator, Shape, Tensor
 from minipar.sharding.repartition import DEFAULT_LINK, Link, Path, backward, path
 from minipar.sharding.rules import RULES, Choice, Inside, choices
@@ -104,6 +104,7 @@ class Sharding:
     forms          of each tensor, as it is written or given
     operators      in the order of the graph
     repartitions   where a value changes its form
+    carried        of a slice of sequences, the form of each tensor that the layer carries to the next one
     """
 
     graph: Graph
@@ -112,6 +113,7 @@ class Sharding:
     operators: tuple[Divided, ...]
     repartitions: tuple[Repartition, ...]
     links: Mapping[str, Link] = field(default_factory=dict)
+    carried: Mapping[str, Form] = field(default_factory=dict)
 
     def __getitem__(self, operator: str) -> Divided:
         """An operator by its name."""
@@ -264,6 +266,7 @@ class _Axis:
 
     known    placements that tensors have, or that a neighbour would like them to have
     chosen   choices of operators, by their number
+    kept     tensors that are carried from slice to slice as R: all that read them read them so
     """
 
     graph: Graph
@@ -276,6 +279,7 @@ class _Axis:
     given: Mapping[str, Placement]
     variants: tuple[str, ...]
     outer: Sequence[Mapping[str, Choice]] = ()  # of each operator the choices on the axes before
+    kept: Set[str] = frozenset()
     known: dict[str, Placement] = field(default_factory=dict)
     chosen: dict[int, Choice] = field(default_factory=dict)
     writers: dict[str, int] = field(default_factory=dict)
@@ -339,9 +343,19 @@ class _Axis:
 
     def _possible(self, k: int, wanted: Sequence[tuple[int, Placement]] = ()) -> list[Choice]:
         """The choices that an operator has beside those on other axes."""
-        found = choices(self.graph.operators[k], self.ins[k], self.outs[k], self.ranks, wanted, self.variants)
+        op = self.graph.operators[k]
+        every = choices(op, self.ins[k], self.outs[k], self.ranks, wanted, self.variants)
         taken = any(choice.alone for choice in self.outer[k].values())
-        return [choice for choice in found if not (choice.alone and taken)]
+        found = [choice for choice in every if not (choice.alone and taken)]
+        kept = [j for j, name in enumerate(op.inputs) if name in self.kept]
+        if kept:
+            found = [*(choice for choice in found if all(choice.ins[j] == R for j in kept)), self._whole(k)]
+        return found
+
+    def _whole(self, k: int) -> Choice:
+        """Every rank computes all of an operator: as R, if it reads what is carried so."""
+        op = self.graph.operators[k]
+        return computed_whole(op, R if any(name in self.kept for name in op.inputs) else I)
 
     def _price(self, k: int, choice: Choice, cuts: Sequence[tuple[int, Placement]]) -> tuple[float, ...]:
         """Bytes of values that would move, then of parameters, then what moves inside; then what stays undivided."""
@@ -379,7 +393,7 @@ class _Axis:
                     return choice
         if any(not p.whole for p in written):
             raise self._refused(k, self._cannot_write(k, (len(op.inputs), written[0]), self._possible(k)))
-        return computed_whole(op)
+        return self._whole(k)
 
     def _read_whole(self, name: str) -> bool:
         """Whether an operator reads the sum of a tensor's parts, so that others may read it, too."""
@@ -492,12 +506,20 @@ def _propagate(
     given: Mapping[str, Form],
     links: Mapping[str, Link],
     variants: tuple[str, ...],
+    tokens: Set[str] = frozenset(),
 ) -> Sharding:
+    """The same, of annotations that are resolved.
+
+    tokens   axes along which ranks have parts of the tokens. Of a rank's parts of all slices one cannot make its part
+             of the sequence, so what would be a shard is carried whole from slice to slice there. Each rank reads it
+             for its own tokens, and has a part of its gradient: it is R
+    """
     graph = layer.graph
     shapes = {name: tensor.shape for name, tensor in graph.tensors.items()}
     ins = [[shapes[name] for name in op.inputs] for op in graph.operators]
     outs = [[shapes[name] for name in op.outputs] for op in graph.operators]
     written: dict[str, list[Placement]] = {name: [] for name in graph.tensors}
+    whole_on: dict[str, Set[str]] = {}  # axis -> what is carried whole along it
     chosen: list[dict[str, Choice]] = [{} for _ in graph.operators]
     for axis in axes_of(mesh):
         ranks = mesh.length(axis)
@@ -508,8 +530,14 @@ def _propagate(
         else:
             here = {name: said[axis] for name, said in fixed.items() if axis in said}
             comes = {name: form.on(axis) for name, form in given.items()}
-            state = _Axis(graph, layer, axis, ranks, ins, outs, here, comes, variants, chosen)
+            given_so = {name for name in graph.before if comes.get(name) == R}
+            state = _Axis(graph, layer, axis, ranks, ins, outs, here, comes, variants, chosen, given_so)
             state.settle()
+            if axis in tokens:
+                whole_on[axis] = {name for name in graph.after if state.written(name).kind in ("S", "R")}
+                if whole_on[axis]:
+                    state = replace(state, kept=given_so | whole_on[axis], known={}, chosen={}, writers={})
+                    state.settle()
             for k in range(len(graph.operators)):
                 choice = chosen[k][axis] = state.chosen[k]
                 ins[k] = [cut(s, p, ranks) for s, p in zip(ins[k], choice.ins, strict=True)]
@@ -529,17 +557,27 @@ def _propagate(
         )
         for k, op in enumerate(graph.operators)
     )
-    moves = tuple(_repartitions(graph, mesh, forms, operators, links))
-    return Sharding(graph, mesh, forms, operators, moves, links)
+    carried = {name: forms[name] for name in graph.after}
+    for axis, names in whole_on.items():
+        carried |= {name: carried[name].put(axis, R) for name in names}
+    moves = tuple(_repartitions(graph, mesh, forms, operators, links, carried))
+    return Sharding(graph, mesh, forms, operators, moves, links, carried)
 
 
 def _repartitions(
-    graph: Graph, mesh: Mesh, forms: Mapping[str, Form], operators: Sequence[Divided], links: Mapping[str, Link]
+    graph: Graph,
+    mesh: Mesh,
+    forms: Mapping[str, Form],
+    operators: Sequence[Divided],
+    links: Mapping[str, Link],
+    carried: Mapping[str, Form],
 ) -> Iterator[Repartition]:
     reads: dict[str, dict[Form, list[str]]] = {name: {} for name in graph.tensors}
     for one in operators:
         for name, form in zip(one.operator.inputs, one.ins, strict=True):
             reads[name].setdefault(form, []).append(one.operator.name)
+    for name, form in carried.items():
+        reads[name].setdefault(form, []).append("")
     writers = {name: one.operator.name for one in operators for name in one.operator.outputs}
     for name, wanted in reads.items():
         tensor = graph.tensors[name]
@@ -627,6 +665,7 @@ def propagate_model(
     found: list[Sharding] = []
     handed: list[Form] | None = None
     said = parsed(inputs, mesh, None, "inputs")
+    tokens = {axis for axis, p in said.items() if p.kind == "S" and p.dim == 1}
     for number, layer in enumerate(layers):
         graph = layer.graph
         fixed = resolve(layer, annotations, mesh, used)
@@ -647,7 +686,7 @@ def propagate_model(
         given = dict(zip(graph.inputs, known, strict=True))
         if before is not None and graph.before:
             carried = before.shardings[number]
-            given |= zip(graph.before, [carried.forms[name] for name in carried.graph.after], strict=True)
+            given |= zip(graph.before, [carried.carried[name] for name in carried.graph.after], strict=True)
         for name, form in given.items():
             local_shape(graph.tensors[name].shape, form, mesh, f"layer {number}: {name}")
         for name in graph.parameters:
@@ -659,7 +698,7 @@ def propagate_model(
             tuple((name, axis, p) for name, one in sorted(fixed.items()) for axis, (p, _) in sorted(one.items())),
         )  # fmt: skip
         if key not in done:
-            done[key] = _propagate(layer, fixed, mesh, given, chosen, tuple(variants))
+            done[key] = _propagate(layer, fixed, mesh, given, chosen, tuple(variants), tokens)
         sharding = done[key]
         found.append(sharding)
         read = {name for op in graph.operators for name in op.inputs}

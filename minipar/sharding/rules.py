@@ -274,9 +274,9 @@ def choices(
     return (*found.values(), whole(operator))
 
 
-def whole(operator: Operator) -> Choice:
-    """Every rank computes all of it."""
-    return Choice("whole", (I,) * len(operator.inputs), (I,) * len(operator.outputs))
+def whole(operator: Operator, placement: Placement = I) -> Choice:
+    """Every rank computes all of it. With R each has a part of the gradients."""
+    return Choice("whole", (placement,) * len(operator.inputs), (placement,) * len(operator.outputs))
 
 
 # Variants that are used without being asked for: there is no other way to divide the letter.
@@ -361,7 +361,7 @@ def infer(operator: Operator, ins: Shapes, outs: Shapes, ranks: int, given: Sequ
         if choice.ins == tuple(given):
             return choice
     if all(p == R for p in given):
-        return Choice("whole", (R,) * len(operator.inputs), (R,) * len(operator.outputs))
+        return whole(operator, R)
     for choice in possible:
         if all(a == b or (a.kind, b.kind) == ("I", "R") for a, b in zip(given, choice.ins, strict=True)):
             return choice

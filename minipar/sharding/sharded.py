@@ -131,6 +131,8 @@ def local_model(
                 "possible is one of these axes"
             )
         return _by_hand(model, index, count)
+    for part, (_, size) in zip(parts_of(inputs, len(mesh)), mesh, strict=True):
+        _check_slices(slices, size if part == "S1" else 1)
     rows = ROWS[0] * count, ROWS[1] * count
     chosen = _chosen(annotations, graphs.layers[0][0], mesh)
     if EXPERTS in chosen and isinstance(chosen, Preset):
@@ -165,6 +167,16 @@ def local_model(
     return ShardedModel(nodes, [size for _, size in mesh], inputs)
 
 
+def _check_slices(slices: Sequence[range], count: int) -> None:
+    """Errors: PlanError for a slice of whose tokens so many ranks cannot have equal parts."""
+    for j, tokens in enumerate(slices):
+        if len(tokens) % count:
+            raise PlanError(
+                f"context_parallel={count}: slice {j} has {several(len(tokens), 'token')}, and each rank has an equal "
+                f"part of each slice; possible are slices= of multiples of {count} tokens, or context_parallel=1"
+            )
+
+
 def _capture(model: nn.Module, example: Any, slices: Sequence[range]) -> list[Captured]:
     """The model as graphs, once for each slice of its sequences; once, if they are not cut."""
     if not slices:
@@ -195,7 +207,8 @@ def _one_behind_the_other(
             if cut != cuts[0]:
                 raise PlanError(
                     f"layer {number} ({name}): its slice {j} is cut into nodes of other forms than slice 0, or other "
-                    "nodes of it have a carry; possible is a schedule of rows such as 1f1b, or tp=1"
+                    "nodes of it have a carry; possible is a schedule of rows such as 1f1b, or tp=1 and "
+                    "context_parallel=1"
                 )
         starts = [tokens.start for tokens in slices]
         found.append([SlicedNode(each, starts, bool(each[0].carried)) for each in zip(*layers, strict=True)])

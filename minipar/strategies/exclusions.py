@@ -157,9 +157,6 @@ UNSUMMED = KeyValues(
     lambda plan: plan.asynchronous and plan.dp == 1,
     "dp=2 with a schedule such as pipedream",
 )
-SLICED = KeyValues(
-    "schedule", "schedule of slices of sequences", lambda plan: plan.slice_count > 1, "a schedule of rows such as 1f1b"
-)
 HALVES = KeyValues(
     "schedule", "schedule of backwards in halves", lambda plan: plan.splits,
     "a schedule of whole backwards such as 1f1b", late=True,
@@ -285,8 +282,6 @@ EXCLUSIONS = (
         for shared in (OPERATORS, CONTEXT, EXPERTS)
         for other, why, fundamental in ((DYNAMIC, _DECIDES_ALONE, True),)
     ),
-    Exclusion(CONTEXT, SLICED, "a rank's part of the tokens and a slice of them are two cuts of one dimension"),
-    Exclusion(EXPERTS, SLICED, "layers with experts take whole sequences"),
     Exclusion(
         IN_STEP, ONE_BY_ONE, "a micro-batch begins with what the update of the one before it makes", fundamental=True
     ),

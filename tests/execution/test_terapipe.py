@@ -130,16 +130,32 @@ def test_ranks_that_share_layers_have_parts_of_what_is_carried(clusters, words, 
     check(clusters, f"schedule=terapipe {words}", model)
 
 
+@pytest.mark.parametrize("model", [RICH, GPT], ids=["explicit", "fused"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "context_parallel=2 pp=2 slices=2,6,2 microbatches=2 checkpoint=selective clip=1e9",
+        "context_parallel=2 slices=2,4,4 check=true",
+        "context_parallel=2 tp=2 slices=6,4 microbatches=2 batch_copies=2",
+        "context_parallel=2 dp=2 slices=4,6 zero=3 checkpoint=1 offload=activations",
+    ],
+)
+@pytest.mark.many(3)
+def test_ranks_with_parts_of_each_slice_carry_those_of_all(clusters, words, model):
+    check(clusters, f"schedule=seq1f1b {words}", model)
+
+
 def test_ranks_that_share_other_layers_than_attentions_carry_parts_too(clusters):
     words = "tp=2 pp=2 schedule=terapipe slices=2,4,1"
     check(clusters, words, lambda: nn.Sequential(Each(), Adding(), Adding()), numbers(), nn.functional.mse_loss)
 
 
-def test_what_ranks_that_share_layers_carry_is_predicted(clusters):
+@pytest.mark.parametrize("words", ["tp=2 pp=2 slices=4,3,2,1 microbatches=2", "context_parallel=2 slices=4,2,4"])
+def test_what_ranks_that_share_layers_carry_is_predicted(clusters, words):
+    plan = Plan.parse(f"schedule=terapipe {words}")
     run = train(
-        GPT(), text(8), "tp=2 pp=2 schedule=terapipe slices=4,3,2,1 microbatches=2", steps=2, dtype=torch.float64,
-        cluster=clusters(4), progress=False, check=True,
-    )  # fmt: skip
+        GPT(), text(8), plan, steps=2, dtype=torch.float64, cluster=clusters(plan.ranks), progress=False, check=True
+    )
     assert run.max_gradient_error() < 1e-12
     assert run.bytes_sent == run.predicted.bytes_sent()
     assert run.trace.peak_memory() == run.predicted.peak_memory()
@@ -150,9 +166,10 @@ def test_frozen_layers(clusters, layers):
     check(clusters, "pp=2 schedule=terapipe slices=4,3,2,1", partial(frozen, tuple(layers), GPT))
 
 
-def test_frozen_part_of_a_layer(clusters):
+@pytest.mark.parametrize("words", ["pp=2 slices=3", "context_parallel=2 slices=4,6"])
+def test_frozen_part_of_a_layer(clusters, words):
     """The first layer that is trained: its carries have no gradient."""
-    check(clusters, "pp=2 schedule=terapipe slices=3", _only_mlp)
+    check(clusters, f"schedule=terapipe {words}", _only_mlp)
 
 
 def _only_mlp() -> nn.Module:
@@ -217,7 +234,11 @@ def test_time_is_the_closed_form(p, lengths):
 
 
 def test_programs_verify_and_go_through_json():
-    for words in ("pp=4 slices=16 microbatches=3", "pp=2 dp=2 slices=3,2,1 accumulate=2 zero=3 checkpoint=1"):
+    for words in (
+        "pp=4 slices=16 microbatches=3",
+        "pp=2 dp=2 slices=3,2,1 accumulate=2 zero=3 checkpoint=1",
+        "pp=2 tp=2 context_parallel=2 ep=2 slices=2",
+    ):
         program = compiled(words)
         verify(program)
         assert Program.from_json(program.to_json()) == program
@@ -335,6 +356,7 @@ def test_models_and_data_that_cannot_be_cut(clusters):
 
 
 def test_shapes_of_presets_say_what_is_carried():
-    for name in ("gpt-tiny", "mlp-digits"):
-        given, real = models.shape(name), shape_of(list(models.build(name)))
+    slices = {"capacity": None, "balance": False}
+    for name, numbers in (("gpt-tiny", {}), ("mlp-digits", {}), ("gpt-moe-tiny", {}), ("gpt-moe-tiny", slices)):
+        given, real = models.shape(name, **numbers), shape_of(list(models.build(name, **numbers)))
         assert (given.carries, given.whole) == (real.carries, real.whole)

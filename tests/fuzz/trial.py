@@ -67,13 +67,19 @@ MODELS: dict[str, tuple[Callable[[], Any], Any]] = {
     "gpt": (partial(models.gpt, layers=4, dropout=0.1, fused=False, **SMALL), _tokens()),
     "tied": (partial(models.gpt, layers=4, tied=True, fused=False, **SMALL), _tokens()),
     "mixture": (partial(models.mixture, layers=3, experts=2, capacity=None, **SMALL), _tokens(32)),
+    "mixture in slices": (
+        partial(models.mixture, layers=3, experts=2, capacity=None, balance=False, **SMALL),
+        _tokens(32),
+    ),
     "branches": (partial(models.branchy, blocks=1, width=2), _pictures()),
 }
 
 
 def model_for(plan: Plan) -> str:
     """The model that a plan is tried on."""
-    return "mixture" if plan.ep > 1 else "branches" if plan.place == "branches" else "gpt"
+    if plan.ep > 1:
+        return "mixture in slices" if plan.slice_count > 1 else "mixture"
+    return "branches" if plan.place == "branches" else "gpt"
 
 
 def trial(words: str, ranks: Callable[[int], Ranks], name: str = "", steps: int = STEPS) -> Outcome:
@@ -109,7 +115,7 @@ def _compiled(
 
 
 def _loss(name: str) -> Any:
-    return models.mixture_loss if name == "mixture" else cross_entropy
+    return models.mixture_loss if name.startswith("mixture") else cross_entropy
 
 
 def _run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 
 import pytest
@@ -176,8 +177,12 @@ def test_a_loss_of_the_next_tokens_is_refused_where_ranks_have_parts_of_sequence
 
     model = partial(models.gpt, layers=1, width=8, heads=2, context=6, vocab=11)
     ids = torch.randint(11, (8, 6))
-    for plan in ("context_parallel=2", "pp=2 schedule=terapipe slices=2"):
-        with pytest.raises(PlanError, match="of sequences of 6 tokens it is .* parts of 3 \\+ 3 tokens give"):
+    for plan, parts in (
+        ("context_parallel=2", "3 + 3"),
+        ("pp=2 schedule=terapipe slices=2", "3 + 3"),
+        ("context_parallel=2 schedule=terapipe slices=4,2", "2 + 2 + 1 + 1"),  # of each slice each rank has a part
+    ):
+        with pytest.raises(PlanError, match=f"of sequences of 6 tokens it is .* parts of {re.escape(parts)} tokens"):
             train(model, (ids, ids), plan, cluster=clusters(2), loss=by_next, batch=8, progress=False)
 
 

@@ -93,6 +93,20 @@ def test_rows_are_routed_by_themselves() -> None:
     assert torch.allclose(aux, torch.cat([part[1] for part in parts]), rtol=1e-12, atol=1e-12)
 
 
+def test_slices_are_routed_by_themselves() -> None:
+    model = models.mixture(**SMALL, capacity=None, balance=False).double()
+    x = torch.randint(32, (3, 12))
+    logits, aux = model(x)
+    assert aux.eq(0).all()
+    made, carries = [], [None] * len(model)
+    for tokens in (range(5), range(5, 6), range(6, 12)):
+        value = x[:, tokens.start : tokens.stop]
+        for k, layer in enumerate(model):
+            value, carries[k] = layer(value, tokens.start, carries[k])
+        made.append(value[0])
+    assert torch.allclose(logits, torch.cat(made, 2), rtol=1e-12, atol=1e-12)
+
+
 def test_the_loss_of_a_batch_is_the_weighted_mean_of_its_parts() -> None:
     torch.manual_seed(0)
     output = torch.randn(5, 7, 6, dtype=torch.float64), torch.rand(5, dtype=torch.float64)
@@ -184,6 +198,7 @@ def test_an_unused_expert_gets_no_gradient() -> None:
         ({"capacity": 0.0}, r"capacity=0.0: must be a number above 0, or None, with which nothing is dropped"),
         ({"capacity": "none"}, r"capacity='none': must be a number above 0"),
         ({"heads": 3}, "heads=3: must divide width"),
+        ({"balance": 0.01}, "balance=0.01: must be True or False; its weight is that of `mixture_loss`"),
     ],
 )
 def test_sizes_that_make_no_model(numbers: dict[str, Any], message: str) -> None:

@@ -25,6 +25,7 @@ from minipar.sharding import check_rule, unequal
 from minipar.sharding.propagation import experts
 from minipar.sharding.sharded import local_model
 from minipar.training.training import Run, resume
+from tests import comparing
 from tests.conftest import Clusters
 from tests.sharding.running import check
 from tests.sharding.test_mistakes import all_of, on, place, twice, without
@@ -275,6 +276,66 @@ def test_entries_are_not_exchanged_before_their_counts() -> None:
         verify(on(program, all_of(program), swapped))
 
 
+# In slices of sequences -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "ep=2 schedule=terapipe slices=2",
+        "ep=4 schedule=terapipe slices=6,5,1 microbatches=2",
+        "ep=2 pp=2 schedule=seq1f1b slices=3 microbatches=4",
+        "ep=2 pp=2 schedule=terapipe slices=3,9 microbatches=2 checkpoint=1 check=true",
+        "ep=2 tp=2 schedule=seq1f1b slices=8,4 microbatches=2 sequence_parallel=true",
+        "ep=2 dp=2 schedule=seq1f1b slices=2 microbatches=2 zero=3 clip=0.5",
+        "ep=2 context_parallel=2 schedule=terapipe slices=8,4",
+        "pp=2 schedule=terapipe slices=4,3,5",
+    ],
+)
+@pytest.mark.many(3)
+def test_slices_have_the_gradients_of_whole_sequences(clusters: Clusters, words: str) -> None:
+    x, y = TEXT.batch(0, 16)
+    y = y.clone()
+    y[1, 3:], y[9, :7], y[10:12] = -100, -100, -100  # slices do not count alike, and some not at all
+    model = partial(skewed, 3, top=2, balance=False)  # ranks send each other unequal parts
+    comparing.check(clusters, Plan.parse(words), model, (x, y), loss=models.mixture_loss, bound=1e-10)
+
+
+def test_each_slice_exchanges_its_tokens(clusters: Clusters) -> None:
+    model = partial(MODEL, capacity=None, balance=False)
+    run = train(
+        model, TEXT, "ep=2 schedule=seq1f1b slices=8,4 microbatches=2", cluster=clusters(2), check=True, batch=16,
+        steps=1, loss=models.mixture_loss, dtype=torch.float64, progress=False,
+    )  # fmt: skip
+    assert run.max_gradient_error() < 1e-10
+    layers, slices, microbatches = 2, 2, 2
+    assert exchanged(run.program) == dict.fromkeys(("output", "grad_output"), 2 * layers * slices * microbatches)
+    # Half of what a slice sends, as far as one can tell before: of 4 rows of a rank each token twice.
+    exchanges = [ins for ins in run.program.ranks[0] if ins.op is Op.ALL_TO_ALL]
+    assert {run.predicted.sent(0, ins) for ins in exchanges} == {4 * n * 2 * 16 * 8 // 2 for n in (8, 4)}
+
+
+@pytest.mark.parametrize(
+    ("numbers", "what"),
+    [
+        ({}, "capacity=1.25 and balance=True are"),
+        ({"capacity": None}, "balance=True is"),
+        ({"balance": False}, r"capacity=1.25 is"),
+    ],
+)
+def test_what_is_of_whole_rows_is_refused_in_slices(clusters: Clusters, numbers: dict[str, Any], what: str) -> None:
+    told = rf"layer 1 \(MixtureBlock: {what} about all tokens of a row; without them, capacity=None balance=False, it"
+    for plan, ranks in (("ep=2 schedule=terapipe slices=2", 2), ("pp=1 schedule=seq1f1b slices=2", 1)):
+        with pytest.raises(PlanError, match=told):
+            train(
+                partial(MODEL, **numbers), TEXT, plan, cluster=clusters(ranks), steps=1, batch=4,
+                loss=models.mixture_loss, progress=False,
+            )  # fmt: skip
+    shape = models.shape("gpt-moe-tiny", **SIZES, **numbers)
+    with pytest.raises(PlanError, match=told):
+        Plan.parse("schedule=seq1f1b slices=2").compile(shape)
+
+
 # How busy the experts are ---------------------------------------------------------------------------------------------
 
 
@@ -286,11 +347,12 @@ def test_entries_are_not_exchanged_before_their_counts() -> None:
         ("ep=2 pp=2 microbatches=2", 4, 1.0),
         ("tp=2", 2, 1.0),
         ("pp=2 microbatches=2", 2, None),
+        ("ep=2 schedule=seq1f1b slices=8,4 microbatches=2", 2, None),
     ],
 )
 def test_the_load_of_a_run(clusters: Clusters, plan: str, ranks: int, capacity: float | None) -> None:
     x, y = TEXT.batch(0, 16)
-    model = partial(MODEL, capacity=capacity)
+    model = partial(MODEL, capacity=capacity, balance=False)
     run = train(
         model, (x, y), plan, cluster=clusters(ranks), progress=False, steps=2, loss=models.mixture_loss,
         optimizer=partial(torch.optim.SGD, lr=0.0), dtype=torch.float64,

@@ -12,6 +12,7 @@ from minipar import PlanError, models
 from minipar.models.parameter_groups import shape_of
 from minipar.models.sliced import Sliced
 from minipar.models.tensors import tensors
+from minipar.program.mesh import Mesh
 from minipar.sharding.capture import capture_model
 from minipar.sharding.nodes import ShardedModel, SlicedNode
 from minipar.sharding.propagation import sequence_parallel
@@ -106,6 +107,32 @@ def test_a_carry_of_shards_stays_with_its_rank() -> None:
     assert [node.title for node in carrying] == ["0.0", "1.1"]
     _, carry = carrying[0](torch.zeros(5, 4, 8), 0, None)
     assert [t.shape for t in tensors(carry)] == [(5, 1, 8)]  # of 16
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_ranks_with_parts_of_the_tokens_carry_keys_and_values_of_all(fused: bool) -> None:
+    slices = [range(6), range(6, 8), range(8, 10)]
+    model = models.gpt(layers=1, width=16, heads=4, context=16, vocab=32, fused=fused)
+    found = local_model(model, 1, Mesh(cp=2), TOKENS, {}, "S1", slices)
+    (node,) = [node for node in found if isinstance(node, SlicedNode) and node.carries]
+    assert node.title == "1.1"
+    # The residual and the queries are its own; keys and values are gathered, and it makes parts of their gradients.
+    assert node.forms.reads == "S1,S2,R,R"
+    assert node.forms.grad_writes == "S1,S2,P,P"
+    carry = None
+    for tokens in slices:
+        own = torch.randn(5, len(tokens) // 2, 16)
+        queries, keys, values = (torch.randn(5, 4, n, 4) for n in (len(tokens) // 2, len(tokens), len(tokens)))
+        output, carry = node((own, queries, keys, values), tokens.start, carry)
+        assert output.shape == own.shape
+        assert [t.shape for t in tensors(carry)] == [(5, 4, tokens.stop, 4)] * 2
+        assert torch.equal(tensors(carry)[0][:, :, tokens.start :], keys)
+
+
+def test_slices_that_ranks_cannot_share_are_refused() -> None:
+    says = "context_parallel=2: slice 1 has 5 tokens, .*; possible are slices= of multiples of 2 tokens"
+    with pytest.raises(PlanError, match=says):
+        local_model(GPT(tied=True), 0, Mesh(cp=2), TOKENS, {}, "S1", SLICES, graphs(True))
 
 
 def test_layers_that_take_whole_sequences_are_refused() -> None:

@@ -51,7 +51,6 @@ MADE = {
     "schedule that updates after each micro-batch, of one stage": "schedule=pipedream",
     "schedule without flushes, of one replica": "schedule=pipedream",
     "schedule that decides as it runs": "schedule=ampnet",
-    "schedule of slices of sequences": "schedule=terapipe slices=2",
     "schedule with copies of a stage": "schedule=chimera pp=2 microbatches=4",
     "schedule that places stages": "schedule=zb-v microbatches=4",
     "schedule of groups of micro-batches": "schedule=interleaved microbatches=4",

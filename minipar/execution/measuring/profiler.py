@@ -103,11 +103,11 @@ def profile(
     costs: dict[int, list[_LayerCost]] = {}
     with _undisturbed(device, threads):
         for n in sorted(set(rows if rows is not None else [count_rows(x)])):
-            value, target = between.part(_rows(x, n, device)), between.part(_rows(y, n, device))
+            whole = _rows(x, n, device), _rows(y, n, device)
             carried: dict[int, Any] = {}
             for j, tokens in enumerate(slices or [None]):
                 key = n * max(1, len(slices)) + j
-                given, wanted = (value, target) if tokens is None else take_tokens((value, target), tokens)
+                given, wanted = map(between.part, whole if tokens is None else take_tokens(whole, tokens))
                 here = None if tokens is None else (tokens.start, j < len(slices) - 1, carried)
                 costs[key] = []
                 found = between.anew(key, n)

@@ -127,11 +127,11 @@ def record(
     found: dict[int, tuple[LayerTape, ...]] = {}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
         for n in sorted(set(rows)):
-            whole, target = (map_tensors(take_rows(v, range(n)), lambda t: t.to(device)) for v in (x, y))
-            whole, target, change = between.part(whole), between.part(target), between.anew(n, n)
+            whole = map_tensors(take_rows((x, y), range(n)), lambda t: t.to(device))
+            change = between.anew(n, n)
             carried: dict[int, Any] = {}  # by layer, what the slice before has carried on
             for j, tokens in enumerate(slices or [None]):
-                value, y_n = (whole, target) if tokens is None else take_tokens((whole, target), tokens)
+                value, y_n = map(between.part, whole if tokens is None else take_tokens(whole, tokens))
                 tapes = []
                 made: dict[int, Any] = {}
                 for l, layer in enumerate(chain):
