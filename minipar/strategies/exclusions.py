@@ -293,7 +293,6 @@ EXCLUSIONS = (
     Exclusion(CLIP, ASYNCHRONOUS, "the norm of all gradients is known only after a flush", fundamental=True),
     Exclusion(INFERENCE, ASYNCHRONOUS, "nothing is updated", fundamental=True),
     Exclusion(SERVERS, ASYNCHRONOUS, "its ranks are stages, and no replicas that push to servers"),
-    Exclusion(LOCAL, ASYNCHRONOUS, "each of the two trains with parameters of its own age, and no system adds them up"),
     Exclusion(PRIORITY, ASYNCHRONOUS, "forwards use a version that is there, and wait for no sum", fundamental=True),
     Exclusion(COMPRESSED, UNSUMMED, _NO_SUMS, fundamental=True),
     Exclusion(LATE_SUMS, UNSUMMED, _NO_SUMS, fundamental=True),

@@ -117,7 +117,6 @@ def test_no_key_is_passed_over(words: str) -> None:
         ("schedule=pipedream sync=ps", "sync=ps: not together with schedule=pipedream (its ranks are stages"),
         ("pp=2 schedule=pipedream bucket=none", "bucket=none: not together with schedule=pipedream (one replica su"),
         ("pp=2 schedule=ampnet compress=bf16", "compress=bf16: not together with schedule=ampnet"),
-        ("pp=2 schedule=pipedream-2bw local_steps=2", "local_steps=2: not together with schedule=pipedream-2bw"),
         ("dp=2 mode=async", "mode=async: is of parameter servers; possible is sync=ps"),
     ],
 )
