@@ -8,7 +8,7 @@ from typing import Any
 from minipar.data.batches import Batch, BatchPart, part_of_whole
 from minipar.models.losses import counted
 from minipar.models.tensors import count_bytes, take_rows
-from minipar.program import Instruction, Local, Program, Synchronous, Value
+from minipar.program import Instruction, Program, Staleness, Value
 
 
 class BatchRows:
@@ -33,13 +33,13 @@ class BatchRows:
     def part(self, step: int) -> BatchPart:
         """What this rank has of the batch of a step."""
         if step not in self.parts:
-            if isinstance(self.program.contract, (Synchronous, Local)):
+            if not isinstance(self.program.contract, Staleness):
                 self.parts.clear()  # the step before is over
             found = self.batches(self.base + step)
             if not isinstance(found, BatchPart):
                 found = part_of_whole(found, self.program, self.rank, self.loss)
             weight = found.weight
-            if isinstance(self.program.contract, Local):  # the mean is over the replica's rows, and it has all of them
+            if self.program.local_steps:  # the mean is over the replica's rows, and it has all of them
                 found = found._replace(weight=counted(take_rows(found.y, _mine(found)), self.loss))
             self._weights[step] = (found.weight, weight)
             self.parts[step] = found
@@ -60,12 +60,15 @@ class BatchRows:
         return self.count(value) // self.program.slice_count
 
     def share(self, step: int, steps: int = 1) -> float:
-        """How much this rank's loss weighs in that of all replicas, in `steps` steps up to this one."""
-        if not isinstance(self.program.contract, Local):
+        """How much this rank's loss weighs in that of all replicas, in `steps` steps up to this one: as its rows do,
+        or as those of any other where each micro-batch has a mean of its own."""
+        if not self.program.local_steps:
             return 1.0
+        if self.program.every is not None:
+            return 1 / self.program.replicas
         found = [self._weights[s] for s in range(step - steps + 1, step + 1)]
         whole = sum(weight for _, weight in found)
-        return sum(own for own, _ in found) / whole if whole else 1.0
+        return sum(own for own, _ in found) / whole if whole else 1 / self.program.replicas
 
     def forget(self, step: int) -> None:
         """Forget the batch of a step that is over."""

@@ -55,7 +55,6 @@ from minipar.program import (
     BACKWARDS,
     MOVED,
     Instruction,
-    Local,
     Op,
     Program,
     Value,
@@ -278,7 +277,7 @@ class CheckedExecutor(Executor):
     def _alone(self) -> tuple[int, ...]:
         """Where replicas train by themselves, the ranks of this one."""
         program = self.program
-        if not isinstance(program.contract, Local):
+        if not program.local_steps:
             return ()
         return tuple(r for r in range(program.workers) if program.replica(r) == program.replica(self.comm.rank))
 
@@ -299,7 +298,8 @@ class CheckedExecutor(Executor):
         return next(found, param(g)) if self.program.in_flight is None else param(g)
 
     def _of_update(self, ins: Instruction, g: int, made: bool) -> Value:
-        """The parameters that a STEP begins with, or those that it has `made`; on the host they have no number."""
+        """The parameters that a STEP begins with, or those that it, or the average after it, has `made`. (On the host
+        they have no number.)"""
         value = self._version(ins.writes if made else ins.reads, g)
         unnamed = isinstance(self.state.owners[g], Versioned) and value.step < 0
         return param(g, ins.step + made) if unnamed else value
@@ -705,9 +705,10 @@ class CheckedExecutor(Executor):
             product, square, _, near = began[str(g)]
             if _averages(ins):
                 after, _, _ = self._trained(g)
-                left = self.holds[param(g)] = self._left(self.state.owners[g], param(g))
+                made = self._of_update(ins, g, made=True)
+                left = self.holds[made] = self._left(self.state.owners[g], made)
                 self._note(SUM, f"{name}, group {g}", index, ins.group, [product, after, square, False, True], near)
-                self._note(ALIKE, f"{name}, the average of param({g})", index, ins.group, [left])
+                self._note(ALIKE, f"{name}, the average of {made}", index, ins.group, [left])
                 continue
             if ins.op is Op.REDUCE_SCATTER:
                 owner = self.state.slices[g]

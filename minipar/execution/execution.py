@@ -69,7 +69,7 @@ from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.oversubscription import available_cores, best_way
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
 from minipar.prediction.recorded import Tapes
-from minipar.program import Action, Local, Op, Program, Synchronous, Value, collectives, repartitions
+from minipar.program import Action, Op, Program, Synchronous, Value, collectives, repartitions
 from minipar.program.collectives.moves import Algorithm
 from minipar.program.comm_volume import changing
 from minipar.program.mesh import SHARING, Mesh
@@ -199,9 +199,7 @@ class Job:
 
     def part(self, step: int, program: Program, rank: int) -> Batch | BatchPart:
         """What a rank needs of one step: its own rows, or the whole batch where the data set gives nothing less."""
-        if not gives_rows(self.data) or isinstance(
-            program.contract, Local
-        ):  # a replica must know what the others weigh
+        if not gives_rows(self.data) or program.local_steps:  # (a replica must know what the others weigh)
             return self.batches(step)
         return read_part(self.data, step, self.batch, program, rank, self.loss, self._cast)
 
@@ -319,7 +317,7 @@ def execute(
     where = [(k, s) for k, each in enumerate(programs) for s in range(each.updates)]  # pass and update in it
     gradients: list[dict[str, Tensor]] = [{} for _ in where] if keep_gradients else []
     for found, (k, s) in zip(gradients, where, strict=False):
-        found.update(_whole([p.gradients[k][s] for p in passed], isinstance(program.contract, Local)))
+        found.update(_whole([p.gradients[k][s] for p in passed], program.local_steps > 0))
     if program.in_flight is not None:
         program = as_it_happened(program, [p.orders[typical] for p in passed])
         verify(program)

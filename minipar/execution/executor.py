@@ -50,7 +50,6 @@ from minipar.program import (
     COPIES,
     Action,
     Instruction,
-    Local,
     Op,
     Program,
     Synchronous,
@@ -446,9 +445,8 @@ class Executor:
 
     def _weight(self, ins: Instruction) -> float:
         """Where an instruction averages parameters, how much those of this rank weigh."""
-        if not isinstance(self.program.contract, Local):
-            return 1.0
-        return self.compute.rows.share(ins.step, ins.step % self.program.contract.steps + 1)
+        every = self.program.local_steps
+        return self.compute.rows.share(ins.step, ins.step % every + 1) if every else 1.0
 
     def _on_host(self, ins: Instruction) -> None:
         """Compute layers on the host, with the host's values in place of the device's."""
@@ -509,7 +507,7 @@ class Executor:
         """Whether an earlier rank of the same replica brings the same gradient, where those of replicas that train
         alone are added."""
         program, rank = self.program, self.comm.rank
-        if not isinstance(program.contract, Local):
+        if not program.local_steps:
             return False
         before = range(program.replica(rank) * (program.workers // program.replicas), rank)
         alike = [r for r in before if program.part(r, group, "S") == program.part(rank, group, "S")]

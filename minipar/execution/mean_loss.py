@@ -19,7 +19,7 @@ from minipar.execution import naming_layers
 from minipar.execution.streams import Later
 from minipar.models.losses import counted, counts_elements, says_count
 from minipar.models.tensors import differentiable, map_tensors, single
-from minipar.program import Program, Staleness
+from minipar.program import Program
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -42,13 +42,14 @@ class MeanLoss:
 
     every   of an asynchronous program, how many micro-batches make one update: each of them has a mean of its own, and
             so has each replica's
+    means   how many of these an update is the mean of
     """
 
     def __init__(self, loss: Loss, program: Program, rank: int, later: Later) -> None:
         self.later = later
         self.loss, self.rank, self.narrow = loss, rank, program.precision == "bf16"
-        self.every = program.contract.every if isinstance(program.contract, Staleness) else None
-        self.means = (self.every or 1) * program.replicas
+        self.every = program.every
+        self.means = (self.every or 1) * (1 if program.local_steps else program.replicas)
 
     def target(self, y: Any, mine: Any, share: float, weight: float) -> Target:
         """The target of an instruction.

@@ -37,7 +37,6 @@ from minipar.execution.updating import Count, OptimizerPart, Update
 from minipar.models.tensors import count_bytes
 from minipar.program import (
     Instruction,
-    Local,
     Op,
     Program,
     Value,
@@ -332,7 +331,7 @@ def choose_owners(
         group = program.groups[g]
         shards = program.part(comm.rank, g, "S")[1]
         holders = max(1, program.holders[g] // shards)
-        if isinstance(program.contract, Local):
+        if program.local_steps:
             holders = max(1, holders // program.replicas)
         if g in sliced:
             ranks = program.slicing(g, comm.rank)

@@ -309,6 +309,14 @@ class Program:
     def replicas(self) -> int:
         return Mesh(self.mesh).length("dp")
 
+    @property
+    def local_steps(self) -> int:
+        """How many updates a replica does alone before all average their parameters; 0: it does none alone."""
+        contract = self.contract
+        if self.replicas == 1 or isinstance(contract, Synchronous):
+            return 0
+        return contract.steps if isinstance(contract, Local) else contract.local
+
     @cached_property
     def sharing(self) -> int:
         """How many ranks share each layer: 1, or the sizes of the axes tp, cp and ep together."""
@@ -399,8 +407,13 @@ class Program:
     @property
     def losses(self) -> int:
         """How many losses the program gives: one per step, or one per micro-batch that is a mini-batch of its own."""
-        own = isinstance(self.contract, Staleness) and self.contract.every is not None
-        return self.steps * self.microbatches if own else self.steps
+        return self.steps * self.microbatches if self.every is not None else self.steps
+
+    @property
+    def every(self) -> int | None:
+        """How many micro-batches make an update where each of them has a mean loss of its own; None: those of a step,
+        which have one mean loss."""
+        return self.contract.every if isinstance(self.contract, Staleness) else None
 
     @cached_property
     def ops(self) -> tuple[tuple[Op, ...], ...]:

@@ -67,7 +67,7 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
     updates = trains and not served  # a rank updates what it holds
     flushed = updates and not plan.asynchronous  # and does so once a step
     several = plan.dp * (1 if plan.asynchronous else plan.pp) > 1  # (tied layers may be on two ranks)
-    alone = plan.local_steps > 0 and plan.pp == 1  # nothing is summed
+    alone = plan.local_steps > 0 and (plan.pp == 1 or plan.asynchronous)  # nothing is summed
     table = (
         ("layers", layers.expand_layers, True),
         ("bucket", data_parallel.choose_size, trains and plan.messages == "auto" and not late),
@@ -82,7 +82,7 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
         ("forms", forms.change_forms, plan.sharing > 1),
         ("parts", forms.sum_parts, updates and plan.sharing > 1),
         ("copies", copies.side_by_side, plan.batch_copies > 1),
-        ("local_steps", local_sgd.average, flushed and plan.local_steps > 0),
+        ("local_steps", local_sgd.average, updates and plan.local_steps > 0),
         ("host_layers", host_layers.place, bool(plan.host_layers)),
         ("offload", offload.offload, bool(plan.offload)),
         ("clip", clip.clip, flushed and plan.clip is not None),
@@ -158,11 +158,11 @@ def program_of(
 
 def _contract(plan: Plan) -> Contract:
     """The contract: how old the parameters may be from which a gradient is computed."""
-    if plan.local_steps:
-        return Local(plan.local_steps)
     asynchronous, mode = find(plan.schedule).asynchronous, Mode.parse(plan.mode, plan.dp)
     if asynchronous:
-        return asynchronous.promise(plan.pp, plan.numbers)
+        return replace(asynchronous.promise(plan.pp, plan.numbers), local=plan.local_steps)
+    if plan.local_steps:
+        return Local(plan.local_steps)
     return Synchronous() if mode.kind == "sync" else Staleness(mode.staleness(plan.dp))
 
 

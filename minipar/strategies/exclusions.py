@@ -267,8 +267,12 @@ EXCLUSIONS = (
     Exclusion(ZERO, UNSUMMED, "it has no replicas", fundamental=True),
     Exclusion(CLIP, ASYNCHRONOUS, "the norm of all gradients is known only after a flush", fundamental=True),
     Exclusion(INFERENCE, ASYNCHRONOUS, "nothing is updated", fundamental=True),
-    Exclusion(SERVERS, ASYNCHRONOUS, "its ranks are stages, and no replicas that push to servers"),
-    Exclusion(LOCAL, ASYNCHRONOUS, "each of the two trains with parameters of its own age, and no system adds them up"),
+    Exclusion(
+        SERVERS,
+        ASYNCHRONOUS,
+        "a replica works with the servers one step after another, as one worker; without flushes its steps overlap, "
+        "and each stage would push updates and pull versions of its own",
+    ),
     Exclusion(PRIORITY, ASYNCHRONOUS, "forwards use a version that is there, and wait for no sum", fundamental=True),
     Exclusion(COMPRESSED, UNSUMMED, _NO_SUMS, fundamental=True),
     Exclusion(LATE_SUMS, UNSUMMED, _NO_SUMS, fundamental=True),

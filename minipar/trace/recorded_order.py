@@ -40,6 +40,8 @@ class RecordedOrder(NamedTuple):
                    of a step, which have one mean loss
     delays         for each rank, how many updates old its gradients are; its optimizer gets this number
     replicas       each of which does all this on rows of its own; their gradients are added up for every update
+    local          0, or: every replica has updates of its own, and the parameters of a rank are averaged over replicas
+                   after so many of its updates, and after its last one
     """
 
     ranks: tuple[tuple[Entry, ...], ...]
@@ -48,6 +50,7 @@ class RecordedOrder(NamedTuple):
     every: int | None
     delays: tuple[int, ...]
     replicas: int = 1
+    local: int = 0
 
     def __str__(self) -> str:
         return "\n".join(
@@ -79,7 +82,8 @@ def order_of(program: Program, nodes: Sequence[int] = ()) -> RecordedOrder:
     delays = tuple(delay(program, rank) for rank in first)
     layers = tuple(tuple(dict.fromkeys(own[node] for node in program.placement[rank])) for rank in first)
     found = tuple(orders[rank] for rank in first)
-    return RecordedOrder(found, layers, program.microbatches, program.contract.every, delays, program.replicas)
+    every, local = program.contract.every, program.local_steps
+    return RecordedOrder(found, layers, program.microbatches, every, delays, program.replicas, local)
 
 
 def _of_rank(program: Program, rank: int) -> tuple[Entry, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from minipar.errors import PlanError
-from minipar.program import Local, Op, Program, Staleness
+from minipar.program import Op, Program, Staleness
 from minipar.program.shape import Shape
 from minipar.program.verify.verifier import verify
 from minipar.strategies.plan import Plan
@@ -58,7 +58,6 @@ def check(program: Program | Callable[[Shape], Program], plan: Plan, shape: Shap
             f"parameters than this one of {several(shape.layers, 'layer')}; possible is a function of the model's "
             "shape, such as program=lambda shape: mine(plan.compile(shape))"
         )
-    kind = Staleness if plan.asynchronous else Local if plan.local_steps else None
     found = {
         "ranks": (len(made.ranks), plan.ranks),
         "dp": (made.replicas, plan.dp),
@@ -69,8 +68,8 @@ def check(program: Program | Callable[[Shape], Program], plan: Plan, shape: Shap
         "compress": (made.compress, plan.compress),
         "checkpoint=selective": (made.selective, plan.checkpoint == "selective"),
         "check": (made.checked, plan.check),
-        "updates without a flush": (isinstance(made.contract, Staleness), kind is Staleness),
-        "local steps": (isinstance(made.contract, Local), kind is Local),
+        "updates without a flush": (isinstance(made.contract, Staleness), plan.asynchronous),
+        "local steps": (made.local_steps, plan.local_steps if plan.dp > 1 else 0),
     }
     for what, (of_program, of_plan) in found.items():
         if of_program != of_plan:

@@ -478,15 +478,20 @@ def train_locally(
         if keep_gradients:
             kept.append(gradients)
         if (step - first + 1) % every == 0 or step == first + steps - 1:
-            shares = [weight / sum(weights) for weight in weights]
-            for name in named[0]:
-                mean = torch.stack([w * names[name].detach() for w, names in zip(shares, named, strict=True)]).sum(0)
-                for names in named:
-                    names[name].data.copy_(mean)
+            average(named, weights)
             weights = [0.0] * replicas
         report(step - first)
     seconds = (time.perf_counter() - start) / steps
     return replace(_result(losses, kept, model, masks[0], statistics), seconds=seconds)
+
+
+def average(named: Sequence[Mapping[str, nn.Parameter]], weights: Sequence[float]) -> None:
+    """Give the parameters of all copies their mean with these weights; if all are 0, the copies weigh alike."""
+    shares = [w / sum(weights) if sum(weights) else 1 / len(weights) for w in weights]
+    for name in named[0]:
+        mean = torch.stack([w * names[name].detach() for w, names in zip(shares, named, strict=True)]).sum(0)
+        for names in named:
+            names[name].data.copy_(mean)
 
 
 # a recorded order of an asynchronous pipeline -------------------------------------------------------------------------
@@ -518,6 +523,7 @@ class Order(NamedTuple):
     every: int | None
     delays: Sequence[int]
     replicas: int = 1
+    local: int = 0
 
 
 def replay_order(
@@ -532,34 +538,71 @@ def replay_order(
     first: int = 0,
     begin: Begin = lambda model, optimizer: None,
     how: How = PLAIN,
+    again: Callable[[], nn.Module] | None = None,
 ) -> Reference:
     """Train by a recorded order, and by nothing else: every version of the parameters is a copy, and every forward has
-    its own leaves of the graph. Raises ImpossibleOrder."""
+    its own leaves of the graph. Replicas that train alone are copies of the model, averaged as the order says, weighted
+    by their rows if a step has one mean loss; losses, gradients and buffers are then as those of `train_locally`.
+    Raises ImpossibleOrder.
+
+    again   makes the model once more (a copy would lack the hooks of its parameters)
+    """
     order = order._replace(ranks=[[Entry(*entry) for entry in row] for row in order.ranks])
-    masks, statistics = Masks(model, seed), statistics_of(model)
-    run = _Ordered(model, batches, loss, optimizer, how, order, masks, first)
-    for rank in run.ranks:
-        if rank.update is not None:
-            begin(model, rank.update.optimizer)
-            rank.versions[0] = _copies(rank.named)
+    apart = range(order.replicas) if order.local else range(1)
+    models = [model, *(again() if again else copy.deepcopy(model) for _ in apart[1:])]
+    statistics = statistics_of(model)
+    runs = []
+    for r, each in zip(apart, models, strict=True):
+        replicas = range(r, r + 1) if order.local else range(order.replicas)
+        runs.append(_Ordered(each, batches, loss, optimizer, how, order, Masks(each, seed), first, replicas))
+    for each, run in zip(models, runs, strict=True):
+        for rank in run.ranks:
+            if rank.update is not None:
+                begin(each, rank.update.optimizer)
+                rank.versions[0] = _copies(rank.named)
     start, done, moved = time.perf_counter(), 0, True
+    places = [0] * len(order.ranks)
     while moved:
         moved = False
-        for r, rank in enumerate(run.ranks):
-            while rank.at < len(order.ranks[r]) and run.ready(r, order.ranks[r][rank.at]):
-                entry = order.ranks[r][rank.at]
-                run.do(r, entry)
-                rank.at += 1
+        for r, row in enumerate(order.ranks):
+            while places[r] < len(row) and runs[0].ready(r, row[places[r]]):
+                entry = row[places[r]]
+                for run in runs:
+                    run.do(r, entry, places[r])
+                if entry.what == UPDATE and order.local:
+                    _average_versions(runs, r, entry.version)
+                places[r] += 1
                 moved = True
                 if r == 0 and entry.what == FORWARD and (entry.microbatch + 1) % order.microbatches == 0:
                     report(entry.microbatch // order.microbatches)
                     done += 1
-    for r, rank in enumerate(run.ranks):
-        if rank.at < len(order.ranks[r]):
-            entry = order.ranks[r][rank.at]
-            raise ImpossibleOrder(f"the order cannot be: rank {r} waits for ever before {entry}")
-    found = _result(run.losses, run.gradients if keep_gradients else [], model, masks, statistics)
+    for r, row in enumerate(order.ranks):
+        if places[r] < len(row):
+            raise ImpossibleOrder(f"the order cannot be: rank {r} waits for ever before {row[places[r]]}")
+    losses = [sum(run.part(k) * run.losses[k] for run in runs) for k in range(len(runs[0].losses))]
+    kept = [_mean_of(runs, k) for k in range(len(runs[0].gradients))] if keep_gradients else []
+    found = _result(losses, kept, model, runs[0].masks, statistics)
     return replace(found, seconds=(time.perf_counter() - start) / max(1, done))
+
+
+def _average_versions(runs: Sequence[_Ordered], r: int, version: int) -> None:
+    """Average what an update of replicas that train alone has made, if it is due."""
+    order, ranks = runs[0].order, [run.ranks[r] for run in runs]
+    if version % order.local and version < max(entry.version for entry in order.ranks[r] if entry.what == UPDATE):
+        return
+    steps = range((version - 1) // order.local * order.local, version)
+    average([rank.named for rank in ranks], [sum(map(run.weight, steps)) for run in runs])
+    for rank in ranks:
+        rank.versions[version] = _copies(rank.named)
+
+
+def _mean_of(runs: Sequence[_Ordered], update: int) -> dict[str, Tensor]:
+    """The gradient of an update, over replicas that train alone."""
+    parts = [run.part(update) for run in runs]
+    return {
+        name: torch.stack([p * run.gradients[update][name] for p, run in zip(parts, runs, strict=True)]).sum(0)
+        for name in runs[0].gradients[update]
+    }
 
 
 def _copies(named: dict[str, nn.Parameter]) -> dict[str, Tensor]:
@@ -592,11 +635,11 @@ class _Rank:
         self.update = Update(optimizer, how, whole, delay) if self.named else None
         self.versions: dict[int, dict[str, Tensor]] = {0: _copies(self.named)}
         self.sums: dict[str, Tensor] = {}
-        self.at = 0
 
 
 class _Ordered:
-    """The state of a replay. `outputs` and `arrived` are the values and gradients that ranks are given."""
+    """The state of a replay by these replicas, whose gradients are added up. `outputs` and `arrived` are the values and
+    gradients that ranks are given."""
 
     def __init__(
         self,
@@ -608,8 +651,11 @@ class _Ordered:
         order: Order,
         masks: Masks,
         first: int,
+        replicas: range,
     ) -> None:
         self.batches, self.loss, self.order, self.masks, self.first = batches, loss, order, masks, first
+        self.replicas = replicas
+        self._weights: dict[int, tuple[float, float]] = {}  # of steps: of these replicas, of all
         names = {id(p): name for name, p in model.named_parameters()}
         layers = [layer for layer in model._modules.values() if layer is not None]
         whole = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -627,23 +673,23 @@ class _Ordered:
 
     def ready(self, r: int, entry: Entry) -> bool:
         if entry.what == FORWARD:
-            return r == 0 or (r, entry.microbatch, 0) in self.outputs
+            return r == 0 or (r, entry.microbatch, self.replicas[0]) in self.outputs
         if entry.what == BACKWARD:
-            there = (r, entry.microbatch, 0) in self.graphs
-            return there and (r == len(self.ranks) - 1 or (r, entry.microbatch, 0) in self.arrived)
+            there = (r, entry.microbatch, self.replicas[0]) in self.graphs
+            return there and (r == len(self.ranks) - 1 or (r, entry.microbatch, self.replicas[0]) in self.arrived)
         return True
 
-    def do(self, r: int, entry: Entry) -> None:
+    def do(self, r: int, entry: Entry, place: int) -> None:
         rank = self.ranks[r]
         if entry.what == UPDATE:
             self.step(r, entry.version)
-        for replica in range(self.order.replicas):  # (one after another, as if there were one of them)
+        for replica in self.replicas:  # (one after another, as if there were one of them)
             if entry.what == FORWARD:
                 self.forward(r, entry, replica)
             elif entry.what == BACKWARD:
                 self.backward(r, entry, replica)
         newest = max(rank.versions)
-        for version in [v for v in rank.versions if v != newest and self.last[r].get(v, -1) <= rank.at]:
+        for version in [v for v in rank.versions if v != newest and self.last[r].get(v, -1) <= place]:
             del rank.versions[version]
 
     def version(self, r: int, entry: Entry) -> dict[str, Tensor]:
@@ -653,13 +699,33 @@ class _Ordered:
 
     def rows(self, i: int, replica: int) -> tuple[Any, Any, range, float]:
         """x, y and rows of a replica's micro-batch, and the weight of its own mean."""
-        m, every, replicas = self.order.microbatches, self.order.every, self.order.replicas
+        m, every = self.order.microbatches, self.order.every
         x, y = self.batches(self.first + i // m)
-        rows = split_evenly(row_count(x), m * replicas)[m * replica + i % m]
+        rows = split_evenly(row_count(x), m * self.order.replicas)[m * replica + i % m]
         target = rows_in(y, rows)
         mine = weight_of(target, self.loss)
-        share = (mine / weight_of(y, self.loss) if every is None else 1 / (every * replicas)) if mine else 0.0
+        share = (mine / self.weight(i // m) if every is None else 1 / (every * len(self.replicas))) if mine else 0.0
         return rows_in(x, rows), target, rows, share
+
+    def weight(self, step: int) -> float:
+        """How much these replicas weigh in a step: as their rows do, or alike, where micro-batches have own means."""
+        return self.weights(step)[0]
+
+    def part(self, step: int) -> float:
+        """The part of these replicas in the weight of all."""
+        own, whole = self.weights(step)
+        return own / whole if own else 0.0
+
+    def weights(self, step: int) -> tuple[float, float]:
+        if self.order.every is not None:
+            return float(len(self.replicas)), float(self.order.replicas)
+        if step not in self._weights:
+            m = self.order.microbatches
+            x, y = self.batches(self.first + step)
+            parts = split_evenly(row_count(x), m * self.order.replicas)
+            mine = range(parts[m * self.replicas.start].start, parts[m * self.replicas.stop - 1].stop)
+            self._weights[step] = weight_of(rows_in(y, mine), self.loss), weight_of(y, self.loss)
+        return self._weights[step]
 
     def forward(self, r: int, entry: Entry, replica: int) -> None:
         i, rank = entry.microbatch, self.ranks[r]
@@ -955,7 +1021,7 @@ def run(task: Mapping[str, Any], report: Callable[[int], None] = lambda step: No
         options["report"] = report
     if task["saved"] is not None:
         options["begin"] = partial(go_on, task["saved"])
-    if task["kind"] == "local" and callable(task["model"]) and not isinstance(task["model"], nn.Module):
+    if task["kind"] in ("local", "order") and callable(task["model"]) and not isinstance(task["model"], nn.Module):
         options["again"] = partial(build, task["model"], task["seed"], task["dtype"], task["evaluate"])
     if task["kind"] == "order":
         options["order"] = Order(*options["order"])

@@ -83,6 +83,8 @@ RIGHT = [
     "dp=2 local_steps=2 offload=parameters,optimizer",
     "dp=2 local_steps=2 host_layers=2 precision=bf16",
     "tp=2 dp=2 local_steps=2",
+    "dp=2 pp=2 schedule=pipedream local_steps=2 microbatches=3",
+    "dp=2 schedule=pipedream-2bw local_steps=2 offload=parameters,optimizer",
     "tp=2 dp=2 compress=topk:0.5 bucket=flat",
     "dp=2 pp=2 overlap=priority bucket=0.0001 microbatches=3",
     "dp=2 overlap=priority bucket=0.0001 compress=bf16 offload=optimizer",

@@ -144,7 +144,9 @@ def _stale(dice: random.Random, facts: Facts, schedule: str, dp: int) -> Words:
             words["bucket"] = dice.choice(["none", "flat", "0.0001", "25", "2x", "auto", _some(dice, facts.layers)])
         if dice.random() < 0.2:
             words["overlap"] = "none"
-        special = dice.choice(["", "", "zero", "zero", "compress", "algorithm"])
+        special = dice.choice(["", "", "zero", "zero", "compress", "algorithm", "local"])
+        if special == "local":
+            words["local_steps"] = dice.choice(["1", "2", "3"])
         if special == "zero":
             words["zero"] = dice.choice(["1", "2", "3"])
             if words["zero"] > "1":

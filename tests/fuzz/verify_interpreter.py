@@ -93,6 +93,7 @@ def _check_fields(program: Program) -> None:
         for name in ("bound", "versions", "every"):
             if getattr(program.contract, name) is not None:
                 count(name, getattr(program.contract, name), 0 if name == "bound" else 1)
+        count("local", program.contract.local, 0)
     elif type(program.contract) is not Synchronous:
         raise Wrong(f"contract={program.contract!r}")
     slices = program.slices if isinstance(program.slices, tuple) else (1,) * program.slices
@@ -357,7 +358,8 @@ class _Machine:
         workers = len(program.ranks) - (program.serving.servers if program.serving is not None else 0)
         self.replica = [rank * self.replicas // workers for rank in range(len(program.ranks))]
         self.shard = [rank % self.model.sharing for rank in range(len(program.ranks))]
-        self.every = program.contract.steps if isinstance(program.contract, Local) and self.replicas > 1 else 0
+        alone = {Local: "steps", Staleness: "local"}.get(type(program.contract), "")
+        self.every = getattr(program.contract, alone, 0) if self.replicas > 1 else 0
         self.stale = program.contract if isinstance(program.contract, Staleness) else None
         self.homes = [{_home(value) for value in held} for held in program.state]
         self.memory = [{value: self.initial(value) for value in held} for held in program.state]
@@ -633,6 +635,9 @@ class _Machine:
         if (self.shard[rank], *key) in self.noted:
             raise Wrong(f"rank {rank}: layer {layer} runs micro-batch {i} of step {step} twice")
         self.noted.add((self.shard[rank], *key))
+        for _, g, version, *owner in params if self.every else ():
+            if self.model.trainable(g) and owner != ([self.replica[rank]] if version % self.every else []):
+                raise Wrong(f"rank {rank}: layer {layer} has parameters that are averaged at another time")
         if self.used.setdefault(key, params) != params:
             raise Wrong(f"rank {rank}: layer {layer} has other parameters than on the ranks that share it")
 
@@ -788,6 +793,8 @@ class _Machine:
             found = self.take(rank, ins, gradient)
             if self.stale:
                 self.updates.append((rank, g, updates, Counter(found)))
+                if self.every and bool(owner) != bool(updates % self.every):
+                    raise Wrong(f"rank {rank} `{ins}` updates what was averaged at another time")
             else:
                 self.check_gradient(rank, ins, g, updates, found, bool(owner))
             after: list[Any] = ["param", g, updates + 1]
@@ -1014,9 +1021,12 @@ class _Machine:
         return pieces
 
     def average(self, rank: int, ins: Instruction) -> None:
-        memory, names = self.memory[rank], [Value(ins.reads[0].kind, g) for g in ins.layers]
-        if not isinstance(self.program.contract, Local) or not set(names) == set(ins.reads) == set(ins.writes):
+        memory, names = self.memory[rank], list(ins.reads)
+        kinds = {Value(ins.reads[0].kind, g) for g in ins.layers}
+        if not self.every or set(names) != set(ins.writes) or {v._replace(step=-1) for v in names} != kinds:
             raise Wrong(f"rank {rank} `{ins}` averages what is no replica's own")
+        if any(v.step >= 0 and v.step != self.newest(rank, v.index) for v in names):
+            raise Wrong(f"rank {rank} `{ins}` averages another version than the newest")
         brought = {v.index: memory.pop(v) for v in names}
         if any(found[2] != ins.step + 1 for found in brought.values()):
             raise Wrong(f"rank {rank} `{ins}`: replicas weigh as in another step")
@@ -1190,17 +1200,18 @@ class _Machine:
         program, model, contract = self.program, self.model, self.stale
         m, every = program.microbatches, self.stale.every or program.microbatches
 
-        found: dict[tuple[int, int], Contributions] = {}
+        of_all: list[dict[tuple[int, int], Contributions]] = [{} for _ in range(self.replicas if self.every else 1)]
         for step in range(program.steps):
             for replica in range(self.replicas):
                 losses, of_step = model.whole(replica, step, self.used_by(replica, step))
                 self.wanted += losses
+                together = of_all[replica if self.every else 0]
                 for i, contributions in enumerate(of_step):
                     for key, mine in contributions.items():
-                        found.setdefault((step, i), {}).setdefault(key, Counter()).update(mine)
+                        together.setdefault((step, i), {}).setdefault(key, Counter()).update(mine)
         taken: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
         for rank, g, version, gradient in self.updates:
-            own = g, self.shard[rank]
+            own, found = (g, self.shard[rank]), of_all[self.replica[rank] if self.every else 0]
             places = [place for place, mine in found.items() if mine.get(own, Counter()).keys() & gradient.keys()]
             right: Counter[int] = Counter()
             for place in places:

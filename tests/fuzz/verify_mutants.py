@@ -100,6 +100,8 @@ PLANS: list[tuple[str, Shape, int]] = [  # words, model, steps
     ("dp=2 schedule=pipedream microbatches=1 zero=1 bucket=none", PLAIN, 2),
     ("dp=2 schedule=pipedream microbatches=2 zero=2", PLAIN, 1),
     ("dp=2 schedule=pipedream-2bw microbatches=2 zero=3 prefetch=0", PLAIN, 2),
+    ("dp=2 schedule=pipedream microbatches=3 local_steps=2 bucket=none", PLAIN, 1),
+    ("dp=2 pp=2 schedule=pipedream-2bw microbatches=2 local_steps=1 offload=optimizer", PLAIN, 2),
     ("pp=2 schedule=pipedream microbatches=2 offload=optimizer", PLAIN, 1),
     ("pp=2 schedule=pipedream microbatches=2 offload=parameters", PLAIN, 1),
     ("pp=2 schedule=pipedream-vertical microbatches=2 offload=parameters,optimizer prefetch=0", PLAIN, 2),
@@ -331,7 +333,7 @@ class _Mutator:
         elif name == "contract":
             new = random.choice((Synchronous(), Local(0), Local(1), Local(2), Staleness(), Staleness(0),
                                  Staleness(1, 2), Staleness(1, 1, 1, False), Staleness(None, None, 1),
-                                 Staleness(9, 9, 2)))  # fmt: skip
+                                 Staleness(9, 9, 2), Staleness(9, 9, 1, local=2), Staleness(local=1)))  # fmt: skip
         elif name == "serving":
             new = random.choice(
                 (None, Serving(), Serving(2), Serving(1, "async"), Serving(9), Serving(0), Serving(1, "x"))

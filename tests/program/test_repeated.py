@@ -33,6 +33,7 @@ PLANS = (
     "dp=2 pp=2 microbatches=2 offload=activations,parameters",
     "dp=2 microbatches=2 overlap=priority bucket=0.000005",
     "dp=3 pp=2 microbatches=2 local_steps=2",
+    "dp=3 pp=2 microbatches=2 local_steps=2 schedule=pipedream",
     "dp=2 microbatches=2 compress=topk:0.5 bucket=none",
     "dp=2 pp=2 microbatches=2 host_layers=0",
     "dp=2 pp=2 schedule=terapipe slices=2",

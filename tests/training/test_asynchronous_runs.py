@@ -83,6 +83,13 @@ PLANS = [
     "dp=4 schedule=pipedream-2bw microbatches=2 zero=3 prefetch=0 offload=parameters,activations offload_to=disk",
     "dp=2 pp=2 schedule=pipedream microbatches=2 host_layers=2,6 offload=parameters,optimizer",
     "dp=2 pp=2 schedule=pipedream microbatches=2 zero=1 host_layers=1,4 bucket=0.0001",
+    # with replicas that train alone, and are averaged after so many updates of a stage, and at the end
+    "dp=2 pp=2 schedule=pipedream microbatches=3 local_steps=2",
+    "dp=2 pp=2 schedule=pipedream-2bw microbatches=2 local_steps=2 bucket=0.0001 checkpoint=1 split=3,6",
+    "dp=4 schedule=pipedream-vertical microbatches=2 local_steps=4 bucket=none offload=activations",
+    "dp=2 pp=2 schedule=pipedream microbatches=2 local_steps=3 offload=optimizer",
+    "dp=2 pp=2 schedule=pipedream-2bw microbatches=2 local_steps=1 offload=parameters host_layers=1,4",
+    "dp=2 pp=2 schedule=pipedream-vertical microbatches=2 local_steps=2 offload=parameters,optimizer offload_to=disk",
 ]
 
 
@@ -99,7 +106,8 @@ def test_every_run_equals_the_replay_of_its_order(clusters, text, optimizer):
 def test_uneven_and_missing_rows_and_targets_that_do_not_count(clusters, count):
     """Three rows in five micro-batches: two have none, and their updates change nothing."""
     replicas = "dp=2 pp=2 schedule=pipedream microbatches=3"
-    for text in ("pp=2 schedule=pipedream microbatches=5", "pp=2 schedule=ampnet microbatches=5", replicas):
+    alone = f"{replicas} local_steps=2", "dp=2 pp=2 schedule=pipedream-2bw microbatches=3 local_steps=2"
+    for text in ("pp=2 schedule=pipedream microbatches=5", "pp=2 schedule=ampnet microbatches=5", replicas, *alone):
         job, done = run(clusters, text, MOMENTUM, data=rows(count, classes=True, ignored=2), loss=cross_entropy,
                         model=partial(toy, ("linear", "dropout")))  # fmt: skip
         assert max(errors(done, replay(job, order_of(done.program)))) <= 1e-12
@@ -243,6 +251,8 @@ def test_the_newest_versions_are_saved_wherever_they_are(clusters, tmp_path, mor
         ("dp=2 zero=2 precision=bf16", [2, 2]),
         ("dp=2 zero=3", [1, 1]),  # (slices of two)
         ("precision=bf16", [2, 2]),
+        ("dp=2 local_steps=3", [2, 2]),
+        ("dp=2 local_steps=3 precision=bf16", [2, 2]),
         ("offload=optimizer", [2, 2]),
         ("offload=parameters", [1.5, 1.5]),
         ("offload=parameters precision=bf16", [1.5, 1.5]),

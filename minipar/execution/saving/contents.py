@@ -23,7 +23,7 @@ from minipar.execution.executor import Executor
 from minipar.execution.saving.folder import SavedParameter
 from minipar.execution.updating import Updated
 from minipar.models.tensors import dtype_name, layers_of
-from minipar.program import Local, Program
+from minipar.program import Program
 from minipar.sharding.nodes import Cut, Node
 from minipar.strategies.passes.compress import keeps_residual
 
@@ -156,9 +156,7 @@ def _collect(executor: Executor, outline: Outline) -> Iterator[SavedSlice]:
     """The same, in the shapes of this rank's parts."""
     state, rank = executor.state, executor.comm.rank
     kept = {id(p): values for o in state.optimizers.values() for p, values in o.state.items()}
-    if isinstance(executor.program.contract, Local) and any(
-        v is not None for own in kept.values() for v in own.values()
-    ):
+    if executor.program.local_steps and any(v is not None for own in kept.values() for v in own.values()):
         raise SaveError(
             f"plan {executor.program.name!r}: optimizer states differ between replicas that train by themselves, and "
             "are not saved; possible: an optimizer without states, such as SGD without momentum"

@@ -26,7 +26,6 @@ from minipar.errors import ProgramError
 from minipar.program import (
     COPIES,
     Instruction,
-    Local,
     Op,
     Program,
     Turn,
@@ -58,6 +57,7 @@ class Contents:
     pieces    for a gradient that is summed in pieces: begin, end and contributions of each piece so far
     local     how many updates a replica does alone before parameters are averaged; 0: it does none alone
     alone     for each rank: group -> how many of these updates it did since the last average
+    updated   for each rank: group -> how many of them it has had in all
     bits      for each group: layer -> the position of the layer's first contribution bit
     first_bit  for each rank: how far after that position the bits of its replica begin
     own       how many micro-batches of each replica have bits
@@ -70,9 +70,9 @@ class Contents:
         self.known: list[dict[Value, int]] = [{} for _ in range(len(program.ranks))]
         self.brought: dict[Place, dict[int, int]] = {}
         self.pieces: dict[tuple[tuple[int, ...], int], list[tuple[int, int, int]]] = {}
-        local = program.contract.steps if isinstance(program.contract, Local) else 0
-        self.local = local if program.replicas > 1 else 0
+        self.local = program.local_steps
         self.alone: list[dict[int, int]] = [{} for _ in range(len(program.ranks))]
+        self.updated: list[dict[int, int]] = [{} for _ in range(len(program.ranks))]
         self.own = self._microbatches()
         self.first_bit = [program.replica(rank) * self.own for rank in range(len(program.ranks))]
         self.parts = [program.part(0, g, "P")[1] for g in range(len(program.groups))]
@@ -173,6 +173,8 @@ class Contents:
             return
         known = self.known[rank]
         found = known.get(source, 0)
+        if home(source).kind == "param":
+            self._check_round(rank, index, source.index, version_of(source) if version_of(source) >= 0 else found)
         newer = known.get(target, 0) if "grad" not in target.kind else 0
         if newer > found:
             reason = (
@@ -194,8 +196,7 @@ class Contents:
             if kind != "param" and kind != "host param":
                 continue
             if known.get(value, 0) == ins.step:
-                if self.local and value.index in self.alone[rank]:
-                    self._check_round(rank, index, value.index)
+                self._check_round(rank, index, value.index, ins.step)
             elif self.program.groups[value.index].trainable:
                 done = several(known.get(value, 0), "update")
                 reason = f"{at(self.program, rank, index)} of step {ins.step} uses {value} after {done}"
@@ -228,7 +229,7 @@ class Contents:
             freed = {value.index for value in ins.frees if value.kind == "grad"}
             return {g: known.pop(grad(g), 0) if g in freed else known.get(grad(g), 0) for g in ins.layers}
         if _averages(ins):
-            return {value.index: known.get(value, 0) for value in ins.reads}
+            return {v.index: version_of(v) if version_of(v) >= 0 else known.get(v, 0) for v in ins.reads}
         return {v.index: known.get(v, 0) for v in ins.reads if "grad" in v.kind and v.index in ins.layers}
 
     def _of_all(self, ins: Instruction, brought: dict[int, dict[int, int]]) -> dict[int, dict[int, int]]:
@@ -334,8 +335,14 @@ class Contents:
             told = ", ".join(f"{n} on rank {r}" for r, n in updates.items())
             reason = f"{at(self.program, rank, index)} averages param({group}) after different numbers of updates, or"
             raise refuse(self.program, rank, index, f"{reason} not of all replicas: {told}")
+        for r in self._given(updates):
+            if updates[r] != (newest := self.updated[r].get(group, 0)):
+                reason = (
+                    f"{at(self.program, rank, index)} averages param({group}) after {several(updates[r], 'update')}"
+                )
+                raise refuse(self.program, rank, index, f"{reason}, of which rank {r} has done {newest}")
         step, done = self.program.ranks[rank][index].step, updates[rank]
-        due = done % self.local == 0 or done == self.program.steps  # (if it is not due, the next forward is refused)
+        due = done % self.local == 0 or done == self.program.updates  # (if it is not due, the next use is refused)
         if due and done != step + 1:
             reason = f"{at(self.program, rank, index)} averages param({group}) after {several(done, 'update')}, but"
             raise refuse(
@@ -345,10 +352,13 @@ class Contents:
         for r in self._given(updates):
             self.alone[r][group] = 0  # (of a copy in another tier it is known how many updates it has had)
 
-    def _check_round(self, rank: int, index: int, group: int) -> None:
-        """The parameters that a forward or backward uses were averaged when it was due, and at no other time."""
+    def _check_round(self, rank: int, index: int, group: int, updates: int) -> None:
+        """The parameters that an instruction uses, or copies, were averaged when it was due, and at no other time.
+        `updates` is how many they have had. (If there are newer ones, these were looked at when the next were made.)"""
+        if not self.local or updates != self.updated[rank].get(group):
+            return
         ins, found = self.program.ranks[rank][index], self.alone[rank][group]
-        due = ins.step % self.local
+        due = updates % self.local if updates < self.program.updates else 0
         if found != due:
             reason = (
                 f"{at(self.program, rank, index)} of step {ins.step} uses param({group}) after "
@@ -380,7 +390,7 @@ class Contents:
     def _all(self, group: int, rank: int = 0) -> int:
         """All contributions that the gradient of a group must have before a STEP. Where replicas train alone, these are
         only the contributions of the rank's own replica."""
-        count = self.program.microbatches * self.parts[group]
+        count = self.own * self.parts[group]
         size = self.program.replicas * count
         if not self.local:
             return (1 << size * len(self.program.groups[group].layers)) - 1
@@ -456,6 +466,7 @@ class Contents:
     def _step_alone(self, rank: int, index: int, group: int, foreign: int) -> None:
         """A STEP of a replica alone. There may be no `foreign` contributions, which are those of other replicas."""
         self.alone[rank][group] = self.alone[rank].get(group, 0) + 1
+        self.updated[rank][group] = self.program.ranks[rank][index].step + 1
         if foreign:
             where, whose = at(self.program, rank, index), self.name(group, foreign)
             raise refuse(self.program, rank, index, f"{where}: the replica's own update of param({group}) uses {whose}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from minipar.errors import PlanError, ProgramError
@@ -142,7 +143,7 @@ def _is_contract(value: object) -> bool:
         return _whole(value.steps, 1)
     if isinstance(value, Staleness):
         numbers = ((value.bound, 0), (value.versions, 1), (value.every, 1))
-        return all(number is None or _whole(number, least) for number, least in numbers)
+        return _whole(value.local, 0) and all(number is None or _whole(number, least) for number, least in numbers)
     return type(value) is Synchronous
 
 
@@ -201,9 +202,11 @@ def check_fields(program: Program) -> None:
     _check_mesh(program)
     _check_model(program)
     _check_state(program)
-    if isinstance(program.contract, Local) and program.sharded:
+    if program.local_steps and program.sharded:
+        contract = program.contract
+        possible = replace(contract, local=0) if isinstance(contract, Staleness) else Synchronous()
         raise ProgramError(
-            "contract=Local: replicas that train alone have whole states, no slices; possible is Synchronous()"
+            f"contract={contract}: replicas that train alone have whole states, no slices; possible is {possible}"
         )
     if program.in_flight is not None:
         _check_deciding(program)

@@ -142,6 +142,7 @@ class StaleContents(Contents):
             own = used.setdefault(key, version) if ins.op is Op.FORWARD else used.get(key, version)
             if (self.contract.stashed or ins.op is Op.FORWARD) and own != version:
                 raise self._refuse(rank, index, f"uses {value}, but the forward of its micro-batch used v{own}")
+            self._check_round(rank, index, g, version)
             if not self.contract.stashed and version != newest:
                 raise self._refuse(rank, index, f"uses {value}, which is not the newest, v{newest}")
         if ins.op in BACKWARDS and ins.op is not Op.BACKWARD_INPUT:
@@ -158,6 +159,8 @@ class StaleContents(Contents):
         version = version_of(target)
         if version < 0:
             return super()._copy(rank, index, ins)
+        if home(source).kind == "param" and version_of(source) >= 0:
+            self._check_round(rank, index, source.index, version)
         g, known, plain = target.index, self.known[rank], target._replace(step=-1)
         if version_of(source) >= 0:
             known[plain] = max(known.get(plain, 0), version)
@@ -213,7 +216,10 @@ class StaleContents(Contents):
                 raise self._refuse(rank, index, f"keeps {gradient}, which would go into the next update, too")
             if others := {v for v in ins.writes if v.kind == whole.kind and v.index == g} - {new}:
                 raise self._refuse(rank, index, f"writes {min(others)}; possible is {new} alone")
-            self._check_update(rank, index, g, newest, known.get(gradient, 0))
+            found = known.get(gradient, 0)
+            self._check_update(rank, index, g, newest, found)
+            if self.local:
+                self._step_alone(rank, index, g, found & ~self._all(g, rank))
             known[gradient] = 0
             known[updated] = newest + 1
         for value in ins.writes if there else ():
@@ -234,13 +240,14 @@ class StaleContents(Contents):
                 raise self._refuse(rank, index, what)
 
     def _check_update(self, rank: int, index: int, g: int, newest: int, made: int) -> None:
-        """The gradient of an update has whole micro-batches, the same ones of all replicas, as many as the contract
-        says, and none is too stale. `made` are its contributions."""
+        """The gradient of an update has whole micro-batches, the same ones of all replicas (or those of its own, if it
+        trains alone), as many as the contract says, and none is too stale. `made` are its contributions."""
         program = self.program
+        self._check_round(rank, index, g, newest)
         own = program.replica(rank), program.part(rank, g, "P")[0]
         found = {
             (replica, part): [self._places(g, made >> slot, replica, part) for slot in self.bits[g].values()]
-            for replica in range(program.replicas)
+            for replica in ([own[0]] if self.local else range(program.replicas))
             for part in range(self.parts[g])
         }
         places = found[own][0]
@@ -308,9 +315,11 @@ class StaleContents(Contents):
         size = self.program.replicas * self.program.microbatches * self.program.steps
         slot, rest = divmod(bit, size)
         step, i = divmod(rest % (self.program.microbatches * self.program.steps), self.program.microbatches)
-        whose = f"part {part} of " if self.parts[group] > 1 else ""
+        part_of = f"part {part} of " if self.parts[group] > 1 else ""
+        replica = rest // (self.program.microbatches * self.program.steps)
+        whose = f" of replica {replica}" if self.local else ""
         layer = self.program.title(self.program.groups[group].layers[slot])
-        return f"{whose}micro-batch {i} of step {step} (layer {layer})"
+        return f"{part_of}micro-batch {i} of step {step}{whose} (layer {layer})"
 
 
 def settled(program: Program, rank: int, live: set[Value]) -> set[Value]:

@@ -32,7 +32,6 @@ from minipar.program import (
     SERVICE,
     TIERS,
     Instruction,
-    Local,
     Mesh,
     Op,
     Program,
@@ -449,8 +448,12 @@ def _check_sum(
     if program.sharing > 1:
         forms.check_shards(program, rank, index)
     if first in ("param", "host param"):
-        if not isinstance(program.contract, Local):
-            raise refuse(program, rank, index, f"{where} sums parameters; possible with contract Local alone")
+        if not program.local_steps:
+            reason = f"{where} sums parameters; possible with contract Local, or Staleness(local=...)"
+            raise refuse(program, rank, index, reason)
+        if others := set(ins.reads) ^ set(ins.writes):
+            reason = f"{where} averages what it reads, but reads or writes {min(others)} only"
+            raise refuse(program, rank, index, reason)
         rest: frozenset[tuple[str, int]] = frozenset()
     elif home(ins.reads[0]).kind == "grad" if ins.reads else False:
         rest = frozenset((first.replace("grad", "residual"), g) for g in ins.layers)  # (on the host, if they are there)

@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 
 from minipar.program import (
     COLLECTIVES,
@@ -43,6 +43,7 @@ from minipar.program import (
     Op,
     Value,
     disk,
+    home,
     host,
     optimizer_shard,
     optimizer_state,
@@ -115,10 +116,20 @@ def offload(draft: Draft) -> Draft:
             row = _offload_activations(row, rule) if "activations" in rule.what else row
         if "optimizer" in rule.what:
             row = by_update(row, draft.step, lambda step, part: _offload_gradients(part, rule, held, step))
-        return _one_by_one([each for ins in row for each in (_update([ins], rule) if ins.op is Op.STEP else [ins])])
+        return _one_by_one([each for part in _updates_apart(row) for each in _update(part, rule)])
 
     moved = draft.each(rewrite).each_update(lambda rank, row: _update(row, rules[rank]))
     return moved.each_state(lambda rank, held: _state(held, rules[rank]))
+
+
+def _updates_apart(row: Sequence[Instruction]) -> list[list[Instruction]]:
+    """A row in parts: what belongs to an update (of a schedule without flushes), and what is between two updates."""
+    return [list(part) for _, part in groupby(row, lambda ins: ins.step if _updates(ins) else -1)]
+
+
+def _updates(ins: Instruction) -> bool:
+    """Whether this is a STEP, or averages what one has made."""
+    return ins.op is Op.STEP or (ins.op is Op.ALL_REDUCE and home(ins.reads[0]).kind == "param")
 
 
 def _one_by_one(row: Sequence[Instruction]) -> list[Instruction]:
@@ -204,7 +215,7 @@ def _step(
             stream="host",
         )
     ]
-    steps += [renamed(each, host) for each in averages]
+    steps += [renamed(each, lambda value: host(made)) for each in averages]
     if whole:
         steps.append(copy_of(Op.FETCH, host(made), here, step, last))
     if rule.to != "disk":
@@ -327,7 +338,7 @@ def _fetch_parameters(row: Sequence[Instruction], rule: Away, held: Collection[V
     replaces it is together with one after it, since that STEP fetches it for itself."""
     compute = [k for k, ins in enumerate(row) if ins.stream == "compute" and ins.op is not Op.STEP]
     order = {k: n for n, k in enumerate(compute)}
-    updates = {ins.step: k for k, ins in enumerate(row) if ins.op is Op.STEP}
+    updates = {ins.step: k for k, ins in enumerate(row) if _updates(ins)}  # (where they end)
     own = {v[:2] for v in held if version_of(v) >= 0 and tier(v) == "device"}
     versions = {v for ins in row for v in ins.reads if version_of(v) >= 0 and v[:2] in own}
     row = [ins if ins.op is Op.STEP else without(ins, versions) for ins in row]
