@@ -14,6 +14,8 @@ from tests.fuzz.predicted import MEMORY, TITLE, Compared, memory_error, report
         "pp=2 microbatches=4 place=branches",
         # layers with several inputs, which their backward lets go of one after another
         "pp=2 microbatches=4 ep=2",
+        # what a layer keeps of a slice, where there is no backward that needs it
+        "pp=2 schedule=terapipe slices=4 microbatches=2 inference=true",
     ],
 )
 def test_memory_is_as_predicted(clusters, words: str) -> None:
