@@ -37,7 +37,8 @@ def places_for(value: Any, device: torch.device) -> tuple[Any, list[Tensor]]:
     tensors to receive into."""
     found = list(tensors(value))
     if not (length := packed([_bytes(tensor) for tensor in found])):
-        value = map_tensors(value, lambda tensor: torch.empty_like(tensor, device=device))
+        # (torch.empty_like of a tensor without memory would import sympy: a second of a core in each rank.)
+        value = map_tensors(value, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
         return value, list(tensors(value))
     message = torch.empty(length, dtype=torch.uint8, device=device)
     views, start = [], 0

@@ -25,11 +25,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from minipar.models import randomness
+from minipar.models.dispatch_mode import DispatchMode
 
 # Following the list costs 10 to 25 us an operation: so many floating-point operations take about as long. Of a step of
 # transformer blocks with recomputation of every layer, width 384 on one core, 4 to 6 % is saved; with widths up to 128
@@ -123,7 +123,7 @@ class Tails:
         return self._known.get((layer, *_form(tree_leaves(given)))) is not None
 
 
-class _Reads(TorchDispatchMode):
+class _Reads(DispatchMode):
     """Lists operations, and finds the last one whose result is needed."""
 
     def __init__(self) -> None:
@@ -163,7 +163,7 @@ class _Reads(TorchDispatchMode):
         return _Tail(tuple(self.steps), self.needed) if left_out > worth * len(self.steps) else None
 
 
-class _Shorter(TorchDispatchMode):
+class _Shorter(DispatchMode):
     """Runs a known list of operations, and makes empty tensors for those that nobody needs."""
 
     def __init__(self, tail: _Tail) -> None:

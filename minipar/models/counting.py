@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from minipar.errors import PlanError
+from minipar.models.dispatch_mode import DispatchMode
 from minipar.models.sizes import Chain, ChainLayer
 
 
@@ -61,7 +61,7 @@ def chain_of(model: nn.Module, example: Any, name: str = "") -> Chain:
     return Chain(tuple(found), name or type(model).__name__)
 
 
-class _Counter(TorchDispatchMode):
+class _Counter(DispatchMode):
     """Counts operations of matrix products and convolutions, numbers that operators move, and what autograd keeps."""
 
     def __init__(self, parameters: set[int]) -> None:

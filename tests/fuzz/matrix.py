@@ -10,8 +10,8 @@ A pair is two values of two keys, in a plan of 2 to 4 ranks that has what they n
     refused: other         it has nothing to act upon there, or does not fit the plan's sizes or the model
     FAILED                 a number differs, or an error: with the words of the plan
 
-Of threes, plans with many keys at once are drawn until each three of values that no pair forbids was in one of them, or
-so many were drawn.
+Of threes, plans with many keys at once are drawn until each three of values that no pair forbids was run in one of
+them, or so many were drawn.
 """
 
 from __future__ import annotations
@@ -146,40 +146,85 @@ def ran(chosen: Sequence[Choice], words: str, outcome: Outcome) -> Found:
 
 # threes ---------------------------------------------------------------------------------------------------------------
 
+WIDE = 9  # choices of a plan, at most
 
-def wide_plans(count: int, every: Sequence[Choice], seed: int = 0) -> Iterator[tuple[tuple[Choice, ...], str, float]]:
-    """Plans of many of these choices at once, their words, and how much of all possible threes they have had so far."""
-    dice = random.Random(seed)
-    two = (pair for pair in combinations(every, 2) if pair[0].key != pair[1].key)
-    possible = {frozenset(pair) for pair in two if isinstance(plan_of(pair), str)}
-    partners = {one: [c for c in every if frozenset((one, c)) in possible] for one in every}
-    threes = {
-        frozenset((a, b, c))
-        for a in every
-        for b, c in combinations(partners[a], 2)
-        if b.key != c.key and frozenset((b, c)) in possible
-    }
-    left, total = set(threes), max(1, len(threes))
-    given_up: set[frozenset[Choice]] = set()
-    for _ in range(count):
-        open_ = left - given_up
-        if not open_:
-            return
-        start = min(dice.sample(sorted(open_, key=lambda t: sorted(map(str, t))), 1), key=str)
-        chosen = list(start)
-        words = plan_of(chosen)
-        if not isinstance(words, str):  # (three that do not go together, though each two do)
+
+class Threes:
+    """A covering array: plans of many choices at once, until each three of values that no pair forbids was run in one.
+
+    Each plan begins with a three that no plan has had yet, and takes the choice that adds most such threes, again and
+    again, as long as the plan can be made. If a wide plan is refused when it runs, its first three is tried alone.
+    """
+
+    def __init__(self, every: Sequence[Choice], seed: int = 0) -> None:
+        self.every = every
+        two = ((one, other) for one, other in combinations(every, 2) if one.key != other.key)
+        self.possible = {frozenset(pair) for pair in two if isinstance(plan_of(pair), str)}
+        fits = {one: [c for c in every if frozenset((one, c)) in self.possible] for one in every}
+        left = {
+            frozenset((a, b, c)): None
+            for a in every
+            for b, c in combinations(fits[a], 2)
+            if frozenset((b, c)) in self.possible
+        }
+        self.order = list(left)
+        random.Random(seed).shuffle(self.order)
+        self.left = set(left)
+        self.refused: set[frozenset[Choice]] = set()  # each two of them go together, but not the three
+        self.covered: set[frozenset[Choice]] = set()
+        self.alone: list[frozenset[Choice]] = []
+
+    @property
+    def share(self) -> float:
+        """How much of all threes that go together were run."""
+        return len(self.covered) / max(1, len(self.covered) + len(self.left))
+
+    def draw(self) -> tuple[tuple[Choice, ...], str] | None:
+        """The next plan and its words; None if no three is left."""
+        while self.alone or self.order:
+            alone = bool(self.alone)
+            start = self.alone.pop() if alone else self.order.pop()
+            if start not in self.left:
+                continue
+            chosen = sorted(start, key=self.every.index)
+            words = plan_of(chosen)
+            if isinstance(words, str):
+                return (tuple(chosen), words) if alone else self._widened(chosen, words)
             if words.kind == FAILED:
                 raise ProgramError(f"{words.words}: {words.text}")
-            given_up.add(start)
-            total -= 1
-            continue
-        for more in dice.sample(every, len(every)):
-            fits = all(frozenset((more, c)) in possible for c in chosen)
-            if fits and len(chosen) < 9 and isinstance(longer := plan_of([*chosen, more]), str):
-                chosen, words = [*chosen, more], longer
-        left -= set(map(frozenset, combinations(chosen, 3)))
-        yield tuple(chosen), words, 1 - len(left - given_up) / max(1, total)
+            self._give_up(start)
+        return None
+
+    def settle(self, one: Found) -> None:
+        """Note what became of a plan."""
+        if one.kind == RUN:
+            had = set(map(frozenset, combinations(one.choices, 3))) & self.left
+            self.left -= had
+            self.covered |= had
+        elif len(one.choices) == 3:
+            self._give_up(frozenset(one.choices))
+        else:
+            self.alone.append(frozenset(one.choices[:3]))
+
+    def _widened(self, chosen: list[Choice], words: str) -> tuple[tuple[Choice, ...], str]:
+        no = set(chosen)
+        while len(chosen) < WIDE:
+            gains = {
+                more: sum(frozenset((more, a, b)) in self.left for a, b in combinations(chosen, 2))
+                for more in self.every
+                if more not in no and all(frozenset((more, c)) in self.possible for c in chosen)
+            }
+            best = max(gains, key=lambda more: gains[more], default=None)
+            if best is None or not gains[best]:
+                break
+            no.add(best)
+            if isinstance(longer := plan_of([*chosen, best]), str):
+                chosen, words = [*chosen, best], longer
+        return tuple(chosen), words
+
+    def _give_up(self, three: frozenset[Choice]) -> None:
+        self.left.discard(three)
+        self.refused.add(three)
 
 
 # the command ----------------------------------------------------------------------------------------------------------
@@ -203,7 +248,7 @@ class Clusters:
         self.made = {}
 
 
-def report(found: Sequence[Found], threes: Sequence[Found], covered: float) -> str:
+def report(found: Sequence[Found], threes: Sequence[Found], covering: Threes | None) -> str:
     """What was run and what was refused, as a part of docs/combinations.md."""
     names = [field.name for field in fields(Plan) if field.name not in BY_HAND]
     cells: dict[frozenset[str], Counter[str]] = {}
@@ -212,16 +257,21 @@ def report(found: Sequence[Found], threes: Sequence[Found], covered: float) -> s
     sign = {RUN: "r", FUNDAMENTAL: "x", NOT_BUILT: "o", OTHER: "-", FAILED: "F"}
     counts = Counter(one.kind for one in found)
     wide = Counter(one.kind for one in threes)
-    many = (
-        f" Of {len(threes)} plans of up to nine keys, with {covered:.0%} of all possible threes of values,",
-        f"{wide[RUN]} run, {wide[FAILED]} fail, and a model or its size refuses the others.",
-    )
+    many: tuple[str, ...] = ()
+    if covering is not None:
+        many = (
+            "",
+            f"Of threes of values, {len(covering.covered)} were run ({covering.share:.1%} of those that can be), in",
+            f"{wide[RUN]} plans of up to {WIDE} keys; {len(covering.refused)} are refused though each two of them go",
+            f"together, and {wide[FAILED]} plans fail.",
+        )
     told = (
         f"{len(found)} of {sum(1 for _ in pairs())} pairs of values of two keys were tried, each on 2 to 4 ranks",
         "beside plain torch in float64, within 1e-10 (bfloat16 and compressed sums within their own precision):",
         f"{counts[RUN]} run, {counts[FUNDAMENTAL]} are refused for a fundamental reason, {counts[NOT_BUILT]} because",
         f"nobody has built them, {counts[OTHER]} have nothing to act upon together or do not fit, and {counts[FAILED]}",
-        "fail." + ("\n".join(many) if threes else ""),
+        "fail.",
+        *many,
         "",
         "`r` some values run, `x` some are refused for a fundamental reason, `o` some are not built, `-` none has",
         "anything to act upon; nothing: not tried.",
@@ -244,7 +294,7 @@ def report(found: Sequence[Found], threes: Sequence[Found], covered: float) -> s
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz.matrix", description=__doc__.split("\n")[0])
     parser.add_argument("--every", type=int, default=1, help="try every so many-th pair; 0: none")
-    parser.add_argument("--threes", type=int, default=1000, help="plans of many keys, at most")
+    parser.add_argument("--threes", type=int, default=10000, help="plans of many keys, at most")
     parser.add_argument("--seed", type=int, default=0, help="other plans of many keys")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--with", dest="key", default="", help="only pairs that have this key")
@@ -261,7 +311,7 @@ def main() -> int:
 
     found: list[Found] = []
     threes: list[Found] = []
-    covered = 0.0
+    covering: Threes | None = None
     try:
         wanted = [pair for pair in pairs() if not chosen.key or chosen.key in (pair[0].key, pair[1].key)]
         for pair in wanted[:: chosen.every] if chosen.every else ():
@@ -270,17 +320,21 @@ def main() -> int:
             found.append(note(tried(pair, ranks)))
         told = f"{len(found)} of {len(wanted)} pairs in {time.monotonic() - begin:.0f} s:"
         print(told, Counter(one.kind for one in found), flush=True)
-        for several, words, share in wide_plans(chosen.threes, choices(), chosen.seed) if chosen.threes else ():
-            if time.monotonic() - begin > chosen.seconds:
+        covering = Threes(choices(), chosen.seed) if chosen.threes else None
+        while covering is not None and len(threes) < chosen.threes and time.monotonic() - begin < chosen.seconds:
+            if (plan := covering.draw()) is None:
                 break
-            threes.append(note(ran(several, words, trial(words, ranks))))
-            covered = share
+            threes.append(note(ran(*plan, trial(plan[1], ranks))))
+            covering.settle(threes[-1])
+            if len(threes) % 50 == 0:
+                print(f"{len(threes)} plans, {covering.share:.1%} of threes", flush=True)
     finally:
         ranks.close()
-    print(f"{len(threes)} plans, {covered:.0%} of threes, {time.monotonic() - begin:.0f} s:",
+    share = covering.share if covering is not None else 0.0
+    print(f"{len(threes)} plans, {share:.1%} of threes, {time.monotonic() - begin:.0f} s:",
           Counter(f.kind for f in threes))  # fmt: skip
     if chosen.write:
-        Path(chosen.write).write_text(f"{page()}\n\n{report(found, threes, covered)}\n")
+        Path(chosen.write).write_text(f"{page()}\n\n{report(found, threes, covering)}\n")
     return 1 if any(one.kind == FAILED for one in (*found, *threes)) else 0
 
 

@@ -117,7 +117,17 @@ def test_a_refusal_is_known_by_its_row() -> None:
 
 def test_wide_plans_have_all_threes_in_the_end() -> None:
     some = [choice for choice in matrix.choices() if str(choice) in THREES]
-    drawn = list(matrix.wide_plans(50, some))
-    assert 0 < len(drawn) < 50
-    assert drawn[-1][2] == 1
-    assert max(len(chosen) for chosen, _, _ in drawn) > 3
+    covering = matrix.Threes(some)
+    threes = set(covering.left)
+    drawn = []
+    while (plan := covering.draw()) is not None:
+        drawn.append(plan[0])
+        kind = matrix.OTHER if len(drawn) <= 2 else matrix.RUN  # (the first is refused, wide and then alone)
+        covering.settle(matrix.Found(plan[0], kind, plan[1]))
+    assert len(drawn) < len(threes)
+    assert len(drawn[0]) > 3
+    assert drawn[1] == drawn[0][:3]
+    assert frozenset(drawn[1]) in covering.refused
+    assert covering.covered | covering.refused == threes
+    assert not covering.covered & covering.refused
+    assert covering.share == 1

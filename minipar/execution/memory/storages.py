@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from minipar.models.dispatch_mode import DispatchMode
 
 _OUTSIDE = -1
 
@@ -38,7 +39,7 @@ class FollowedStorage(weakref.ref[Any]):
     nbytes: int
 
 
-class Storages(TorchDispatchMode):
+class Storages(DispatchMode):
     """Live storages of one device type, while entered; frees are seen afterwards, too.
 
     `changed(held, delta)` is what a subclass does about a change. It may raise, and then the operator raises.
@@ -95,11 +96,6 @@ class Storages(TorchDispatchMode):
             if held.nbytes > 0:
                 self.live -= held.nbytes
                 self.changed(held, -held.nbytes)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Say no: else torch would import its compiler, for a second or more, only to keep it away from this mode."""
-        return False
 
     # what the mode sees ----------------------------------------------------------------------------------------------
 
