@@ -910,8 +910,8 @@ class _Machine:
         for replica in replicas:
             for contributions in self.right[updates, replica]:
                 right.update(contributions.get((g, self.place[rank]), ()))
-        if own and updates % self.every == 0:
-            raise Wrong(f"rank {rank} `{ins}` comes before an average that is due")
+        if self.every and own != bool(updates % self.every):
+            raise Wrong(f"rank {rank} `{ins}` updates what was averaged at another time")
         if _frozen(found) != _frozen(right):
             raise Wrong(f"rank {rank} `{ins}` applies a wrong gradient of group {g}")
         length = Value("norm", 0)
