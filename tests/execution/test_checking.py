@@ -115,7 +115,7 @@ RIGHT = [
 ]
 
 
-@pytest.mark.many(4)
+@pytest.mark.many(6)
 @pytest.mark.parametrize("text", RIGHT)
 def test_what_is_right_passes_and_gives_the_same_numbers(clusters, text):
     plain, checked = run(clusters, text), run(clusters, f"{text} check=true")

@@ -156,7 +156,7 @@ def test_steps_on_slow_cables_take_as_long_as_predicted(hosts: Hosts, running: t
     started, folder = running
     (folder / "plans").mkdir(exist_ok=True)
     wait_for(folder / f"plans/{len(PLANS) + len(DECIDING) - 1}.json", started)
-    for name, rate, limited in (("slow", "100mbit", LIMITED), ("faster", "200mbit", LIMITED[::2])):
+    for name, rate, limited in (("slow", "100mbit", LIMITED[1::2]), ("faster", "200mbit", LIMITED[::2])):
         try:
             hosts.limit(rate)
         except OSError as error:
@@ -173,6 +173,7 @@ def test_steps_on_slow_cables_take_as_long_as_predicted(hosts: Hosts, running: t
     assert [process.returncode for process in started] == [0, 0]
 
 
+@pytest.mark.many(2)
 @pytest.mark.parametrize("what", ["cut", "sums"])
 def test_a_host_that_is_cut_off_is_reported(hosts: Hosts, tmp_path: Path, what: str) -> None:
     """In mid-step. Nothing hangs on either side, and another number of ranks goes on from the last save."""

@@ -35,6 +35,7 @@ def go_on(clusters, folder, words, steps, model=MODEL, **more):
     return resume(folder, model, rows(17), words, cluster=ranks, steps=steps, **(OPTIONS | more))
 
 
+@pytest.mark.many(2)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -159,6 +159,7 @@ def test_experts_at_servers(clusters: Any) -> None:
     right(trained(clusters, MIXTURE, "tp=2 ep=2 sync=ps servers=2", loss=models.mixture_loss), 1e-10)
 
 
+@pytest.mark.many(3)
 @pytest.mark.parametrize(("first", "then"), [(GRID, "dp=2"), ("pp=2", f"{GRID} sequence_parallel=true"),
                                              (f"dp=2 {GRID} zero=1", "tp=2")])  # fmt: skip
 def test_a_run_is_saved_and_goes_on_under_another_mesh(clusters: Any, tmp_path: Any, first: str, then: str) -> None:

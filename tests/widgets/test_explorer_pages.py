@@ -232,6 +232,7 @@ def test_heads_take_two_lines_and_tools_one(browser: Any, pages: dict[str, Path]
     seen.close()
 
 
+@pytest.mark.many(3)
 @accessible
 @pytest.mark.parametrize("name", [*EXPLORERS, *OTHERS])
 def test_nobody_is_kept_out(browser: Any, pages: dict[str, Path], name: str) -> None:
