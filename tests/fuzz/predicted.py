@@ -2,20 +2,23 @@
 
 For each two keys the first of their values that go together (matrix.py) is trained twice: once with every allocation
 followed, for the peak of memory of each rank; and once on emulated devices that are so slow that the machine's cores
-do not matter, for the time of a step. What was predicted before the run is compared. Other programs on the machine
-make steps longer: times are of a quiet machine. (The matrix writes the page anew, so it goes first.)
+do not matter, for the time of a step. What was predicted before the run is compared. Such a run mostly sleeps, so
+several plans are tried at once. (The matrix writes the page anew, so it goes first.)
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cache, partial
 from itertools import combinations
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,7 +33,8 @@ from tests.fuzz.matrix import BY_HAND, Clusters, choices, plan_of
 from tests.fuzz.trial import model_for
 
 MEMORY, TIME = 0.01, 0.05  # how far a prediction may be from what is measured
-DEVICE = "flops=50MFLOP/s bandwidth=25MB/s latency=1ms"
+# Slow: a collective of two ranks takes a busy machine some milliseconds, which must be little of what it takes here.
+DEVICE = "flops=20MFLOP/s bandwidth=4MB/s latency=10ms"
 TITLE = "# What was predicted"
 BATCH, STEPS = 16, 4
 SIZES = {"width": 32, "heads": 2, "context": 16, "vocab": 64}
@@ -120,6 +124,25 @@ def compared(words: str, here: Callable[[int], Ranks], emulated: Callable[[int],
         return Compared(words, failed=f"{type(error).__name__}: {error}".split("\n")[0])
 
 
+def _compared_alone(words: str, memory: bool) -> Compared:
+    """In a process of its own, with clusters that stay until something fails."""
+    torch.set_num_threads(1)
+    made = _clusters(memory)
+    found = compared(words, made[0], None if memory else made[1])
+    if found.failed:  # (its ranks may be of no use any more)
+        for clusters in made:
+            clusters.close()
+    return found
+
+
+@cache
+def _clusters(memory: bool) -> tuple[Clusters, ...]:
+    made = (Clusters("cpu"),) if memory else (Clusters("cpu"), Clusters(DEVICE))
+    for clusters in made:
+        atexit.register(clusters.close)
+    return made
+
+
 def report(found: Sequence[Compared]) -> str:
     """What was predicted, as a part of docs/combinations.md."""
     ran = [one for one in found if not one.refused and not one.failed]
@@ -154,24 +177,20 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1, help="try every so many-th plan")
     parser.add_argument("--from", type=int, default=0, dest="first", help="begin with this one")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
-    parser.add_argument("--memory", action="store_true", help="compare memory alone, on a machine that is not quiet")
+    parser.add_argument("--at-once", type=int, default=4, help="so many plans at once")
+    parser.add_argument("--memory", action="store_true", help="compare memory alone")
     parser.add_argument("--write", default="", metavar="PAGE", help="write the outcomes to this page")
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
-    here, emulated = Clusters("cpu"), Clusters(DEVICE)
     found, begin = [], time.monotonic()
-    try:
-        for words in list(plans())[chosen.first :: chosen.every]:
+    tried = list(plans())[chosen.first :: chosen.every]
+    with ProcessPoolExecutor(chosen.at_once, get_context("spawn")) as pool:
+        begun = [pool.submit(_compared_alone, words, chosen.memory) for words in tried]
+        for one in begun:
             if time.monotonic() - begin > chosen.seconds:
+                pool.shutdown(wait=False, cancel_futures=True)
                 break
-            found.append(compared(words, here, None if chosen.memory else emulated))
+            found.append(one.result())
             print(found[-1], flush=True)
-            if found[-1].failed:  # (its ranks may be of no use any more)
-                here.close()
-                emulated.close()
-    finally:
-        here.close()
-        emulated.close()
     print(f"{len(found)} plans in {time.monotonic() - begin:.0f} s, {sum(one.missed for one in found)} missed")
     if chosen.write:
         page = Path(chosen.write)
