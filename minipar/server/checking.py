@@ -248,7 +248,7 @@ class CheckedShard(Shard):
             self.sums[g] = checksum(gradients.get(k) for k in self.tensors[g])
         return factor
 
-    def step(self, gradients: Gradients) -> None:
+    def step(self, gradients: Gradients, number: int | None = None) -> None:
         groups = list(self._groups(gradients)) if self.optimizer is not None else []
         rate = min(self.update.rates_at(self.updates), default=0.0)
         before, largest = {}, {}
@@ -259,7 +259,7 @@ class CheckedShard(Shard):
             trained = [k for k in self.tensors[g] if k in gradients and gradients[k].numel() and k in self.updating]
             before[g] = {k: self.own[k].detach().clone() for k in trained}
             largest[g] = max([float(gradients[k].abs().max()) for k in trained], default=0.0)
-        super().step(gradients)
+        super().step(gradients, number)
         for g in groups:
             if not all(is_finite(self.own[k]) for k in self.tensors[g]):
                 self._wrong(self._apply(g), f"param({g}) has numbers that are infinite or no numbers")

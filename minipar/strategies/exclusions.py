@@ -141,6 +141,14 @@ ARRIVING = KeyValues(
     lambda plan: plan.sync == "ps" and str(plan.mode).partition(":")[0] != "sync",
     "mode=sync",
 )
+VIRTUAL = KeyValues(
+    "sync", "sync=ps with a schedule without flushes", lambda plan: plan.sync == "ps" and plan.asynchronous,
+    "sync=allreduce, or a synchronous schedule such as 1f1b",
+)  # fmt: skip
+CHECKED = KeyValues("check", "check", lambda plan: plan.check, "check=false")
+REVIVING = KeyValues(
+    "on_death", "on_death=continue", lambda plan: plan.on_death == "continue", "on_death=abort"
+)  # fmt: skip
 ALGORITHM = KeyValues("algorithm", "algorithm", lambda plan: plan.algorithm != "default", "algorithm=default")
 ASYNCHRONOUS = KeyValues(
     "schedule", "schedule without flushes", lambda plan: plan.asynchronous, "a synchronous schedule such as 1f1b"
@@ -201,6 +209,20 @@ _DECIDES_ALONE = (
 _DECIDES_ALONE_REPLICAS = (
     "each rank decides by what has come to it, so the updates of replicas have other micro-batches, and their sums "
     "would wait for each other"
+)
+
+_NOT_IN_VIRTUAL_WORKERS = (
+    (ARRIVING, "servers decide by whole steps of a replica, and each stage pushes updates of its own"),
+    (COMPRESSED, "what a push leaves out, and its fewer bytes, are counted by steps of a worker"),
+    (BF16, "a worker rounds what it pulls for a step, and keeps no versions of it"),
+    (OFFLOAD, "what is pulled comes to the layers of the device"),
+    (HOST_LAYERS, "what is pulled comes to the layers of the device"),
+    (OPERATORS, "versions of shards are pulled for whole steps"),
+    (CONTEXT, "versions of shards are pulled for whole steps"),
+    (EXPERTS, "versions of shards are pulled for whole steps"),
+    (CHECKED, "ranks note what they pull and push by steps, which overlap"),
+    (REVIVING, "a replica would begin again in the middle of several steps"),
+    (DYNAMIC, "a rank that decides as it runs has one version, of which it knows the number afterwards"),
 )
 
 EXCLUSIONS = (
@@ -267,12 +289,7 @@ EXCLUSIONS = (
     Exclusion(ZERO, UNSUMMED, "it has no replicas", fundamental=True),
     Exclusion(CLIP, ASYNCHRONOUS, "the norm of all gradients is known only after a flush", fundamental=True),
     Exclusion(INFERENCE, ASYNCHRONOUS, "nothing is updated", fundamental=True),
-    Exclusion(
-        SERVERS,
-        ASYNCHRONOUS,
-        "a replica works with the servers one step after another, as one worker; without flushes its steps overlap, "
-        "and each stage would push updates and pull versions of its own",
-    ),
+    *(Exclusion(VIRTUAL, other, why) for other, why in _NOT_IN_VIRTUAL_WORKERS),
     Exclusion(PRIORITY, ASYNCHRONOUS, "forwards use a version that is there, and wait for no sum", fundamental=True),
     Exclusion(COMPRESSED, UNSUMMED, _NO_SUMS, fundamental=True),
     Exclusion(LATE_SUMS, UNSUMMED, _NO_SUMS, fundamental=True),

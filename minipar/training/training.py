@@ -361,8 +361,9 @@ def train(
         if served:
             with advising(plan, job.batch, measure):
                 return _train_served(
-                    plan, made, job, ranks, predicted, reference, check, bar, watch, storing, saved, memory
-                )
+                    plan, made, job, ranks, predicted, reference, check, bar, watch, storing, saved, memory,
+                    facts.shape.nodes,
+                )  # fmt: skip
         with bar(total=steps, desc=str(plan)) as meter, advising(plan, job.batch, measure):
 
             def tell(k: int, loss: float) -> None:
@@ -444,6 +445,7 @@ def _train_served(
     storing: keeping.Storing,
     saved: plainly.Saved,
     memory: bool,
+    nodes: tuple[int, ...],
 ) -> Run:
     """The rest of `train` with parameter servers."""
     slow, pacing = None, None
@@ -459,7 +461,16 @@ def _train_served(
         )  # fmt: skip
     plain: Reference | None = None
     plain_time: float | None = None
-    if (reference or check) and plan.mode == "sync" and not service.silent:
+    if (reference or check) and plan.asynchronous:
+        plain = plainly.replay_order(
+            job,
+            order_of(done.program, nodes),
+            keep_gradients=check,
+            threads=ranks.threads,
+            storing=storing,
+            saved=saved,
+        )  # fmt: skip
+    elif (reference or check) and plan.mode == "sync" and not service.silent:
         plain = plainly.train_reference(
             job, program.steps, clip=plan.clip, keep_gradients=check, threads=ranks.threads, storing=storing,
             saved=saved,
@@ -578,7 +589,7 @@ def predict(
     data = []
     for rank, held in enumerate(program.placement):  # (servers hold no rows)
         size = (0 in held) * data_bytes[0] + (program.layers - 1 in held) * data_bytes[1]
-        lasting = isinstance(program.contract, Staleness) and program.serving is None
+        lasting = isinstance(program.contract, Staleness) and (program.serving is None or program.virtual_workers)
         steps = program.steps if lasting else 1  # all are held until the run ends
         data.append(round(steps * of_rows.rows_of(rank) / batch * size) if held else 0)
     note = "predicted from a profile of one layer at a time on one device"

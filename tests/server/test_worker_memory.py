@@ -64,6 +64,14 @@ def test_memory_of_a_pipeline_is_as_predicted(clusters):
         assert mine == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.parametrize("words", ["schedule=pipedream servers=2", "schedule=pipedream-2bw"])
+def test_memory_of_versions_is_as_predicted(clusters, words):
+    plan = Plan.parse(f"dp=2 pp=2 sync=ps microbatches=2 {words}")
+    run = go(clusters(plan.ranks), plan, memory=True)
+    for measured, predicted in zip(run.trace.series, run.predicted.series, strict=True):
+        assert measured.peak().bytes == pytest.approx(predicted.peak().bytes, rel=0.01)
+
+
 def highest(series, program, rank):
     """The peak of each step."""
     size = len(program.ranks[rank]) // program.steps

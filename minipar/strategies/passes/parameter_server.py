@@ -54,8 +54,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 
-from minipar.errors import PlanError
-from minipar.program import COPIES, Group, Instruction, Op, Portion, Value, home, residual, served, served_state
+from minipar.program import COPIES, Instruction, Op, Portion, Value, home, residual, served, served_state
 from minipar.program.mesh import Mesh
 from minipar.program.server_rule import Mode
 from minipar.strategies import served_order
@@ -65,13 +64,13 @@ from minipar.strategies.rewriting import insert, last_writes
 from minipar.strategies.shares import (
     Portions,
     Shares,
+    checked_shares,
     kept_shares,
     message,
     piece,
     portions_of,
     pushed_in,
     pushed_shares,
-    shares_of,
 )
 from minipar.strategies.urgency import first_uses, in_order
 
@@ -79,7 +78,7 @@ from minipar.strategies.urgency import first_uses, in_order
 def push_and_pull(draft: Draft) -> Draft:
     """Workers pull parameters and push gradients; servers, which are ranks after the workers, update."""
     plan, mesh = draft.plan, draft.layout.mesh
-    shares = _shares(draft.layout.shape.groups, plan.servers)
+    shares = checked_shares(draft.layout.shape.groups, plan.servers, draft.state)
     late = plan.overlap == "priority"
     draft = _with_size(draft, shares) if late else draft
     pieces = _pieces(draft) if late else []
@@ -106,21 +105,6 @@ def _held(row: Sequence[Instruction], state: frozenset[Value]) -> frozenset[Valu
     return frozenset(value for value in state if home(value).kind == "param") | kept
 
 
-def _shares(groups: Sequence[Group], servers: int) -> Shares:
-    """Which server has which part of the parameters. Errors: PlanError if a server would have none."""
-    nothing = [group.layers[0] for group in groups if group.trainable and not sum(group.tensors)]
-    if nothing:
-        raise PlanError(
-            f"sync=ps: all parameters of layer {nothing[0]} are empty, and no server can hold them; possible is "
-            "requires_grad=False"
-        )
-    shares = shares_of(groups, servers)
-    if not all(shares):
-        size = sum(size for group in groups for size in group.tensors)
-        raise PlanError(f"servers={servers}: too many for parameters of {size} bytes")
-    return shares
-
-
 def _worker_step(draft: Draft, rank: int, shares: Shares, pieces: Portions) -> list[Instruction]:
     """The step of a rank of the first replica: it pulls parameters from all servers that have some of its own,
     computes, and pushes each bucket of gradients when it is complete.
@@ -130,11 +114,6 @@ def _worker_step(draft: Draft, rank: int, shares: Shares, pieces: Portions) -> l
     """
     row, layout = draft.ranks[rank], draft.layout
     own = {value.index: value for value in draft.state[rank] if home(value).kind == "param"}  # (some on the host)
-    if not any(g in share for share in shares for g in own):
-        raise PlanError(
-            f"sync=ps pp={layout.pp}: stage {rank} has no parameters that are trained, and every rank works with the "
-            "servers; possible is another split="
-        )
 
     def pulls(groups: Iterable[int]) -> list[Instruction]:
         made = [

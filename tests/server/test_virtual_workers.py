@@ -1,0 +1,78 @@
+"""Parameter servers with pipelines that never drain (HetPipe): stages push updates and pull versions of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from minipar import Plan, train, verify
+from minipar.errors import ProgramError
+from minipar.program import Op
+
+WORDS = "dp=2 pp=2 sync=ps split=2,4"
+
+
+def tied_and_frozen() -> nn.Module:
+    layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)]
+    layers[3].weight = layers[2].weight
+    layers[5].bias.requires_grad = False
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "schedule=pipedream microbatches=2 servers=2",
+        "schedule=pipedream-2bw microbatches=3",
+        "schedule=pipedream-vertical microbatches=2 overlap=none",
+    ],
+)
+def test_numbers_are_right(clusters, words):
+    plan = Plan.parse(f"{WORDS} {words}")
+    x, y = (torch.randn(13, n, generator=torch.Generator().manual_seed(n)) for n in (6, 3))
+    run = train(
+        tied_and_frozen, (x, y), plan, steps=3, cluster=clusters(plan.ranks), dtype=torch.float64, check=True,
+        optimizer=partial(torch.optim.SGD, lr=0.1), loss=nn.functional.mse_loss, progress=False,
+    )  # fmt: skip
+    assert run.losses == pytest.approx(run.reference.losses, abs=1e-10)
+    for name, value in run.service.parameters.items():
+        torch.testing.assert_close(value, run.reference.parameters[name], rtol=0, atol=1e-10)
+    verify(run.program)
+
+
+def taken_out(row, k):
+    return [*row[:k], *row[k + 1 :]]
+
+
+def later(row, k, place):
+    """The row in which instruction k comes just after the instruction at `place`."""
+    return [*row[:k], *row[k + 1 : place + 1], row[k], *row[place + 1 :]]
+
+
+def last(row, op):
+    return max(k for k, ins in enumerate(row) if ins.op is op)
+
+
+def first(row, op):
+    return min(k for k, ins in enumerate(row) if ins.op is op)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda row: taken_out(row, last(row, Op.PULL)), "send without receive: .*REPLY"),
+        (lambda row: taken_out(row, last(row, Op.PUSH)), "receive without send: .*ACCEPT"),
+        (lambda row: later(row, first(row, Op.FORWARD) - 2, first(row, Op.FORWARD)), "not pulled from rank"),
+        (lambda row: later(row, first(row, Op.BACKWARD), first(row, Op.PUSH)), r"reads grad\(3\) before"),
+    ],
+)
+def test_mistakes_are_refused(change, message):
+    program = Plan.parse("dp=2 pp=2 sync=ps schedule=pipedream microbatches=2 servers=2").compile(layers=4, steps=2)
+    verify(program)
+    rows = (program.ranks[0], tuple(change(program.ranks[1])), *program.ranks[2:])
+    with pytest.raises(ProgramError, match=message):
+        verify(replace(program, ranks=rows))
