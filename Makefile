@@ -7,7 +7,8 @@
 # make bench   measured values beside their targets
 # make soak    random faults, stop buttons, kills and inputs of parsers, for 30 minutes at most: docs/reliability.md
 # make thorough  long checks (hours): 120 kills of a server, 3000 random models under random plans, all cases of tests,
-#              20000 mutants of programs, every pair of keys and many threes, all benchmarks
+#              20000 mutants of programs, every pair of keys and many threes, what is predicted of each pair, all
+#              benchmarks
 # make lint    ruff and mypy alone
 # make book    the course as a static site, in build/book, from the saved outputs
 # make test-latest    all tests with the newest versions of everything, in an environment of its own
@@ -64,6 +65,7 @@ thorough: $(READY)
 	$(BIN)/python -m tests.comm.kills $(SOAK_ARGS)
 	$(BIN)/python -m tests.fuzz.campaign $(FUZZ_ARGS)
 	$(BIN)/python -m tests.fuzz.matrix --write docs/combinations.md $(MATRIX_ARGS)
+	$(BIN)/python -m tests.fuzz.predicted --write docs/combinations.md
 	$(BIN)/python -m tests.outside
 	$(BIN)/python -m pytest --thorough -m "many or hypothesis" tests
 	$(BIN)/python -m tests.fuzz.verify_mutants --count 20000

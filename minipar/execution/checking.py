@@ -732,6 +732,8 @@ class CheckedExecutor(Executor):
             k = ins.group.index(self.comm.rank)
             whole = self._version(ins.writes, g)
             part, flat = owner.gathered(whole)
+            if whole._replace(kind="param_shard") in self.pending:  # (it is being fetched once more)
+                part = None
             mine = flat[k * owner.size : (k + 1) * owner.size]
             if part is not None and self.updated.get(whole, found := checksum([part])) != found:
                 self._here(ins, f"slice {k} of {whole} is not what the last update of it has left")

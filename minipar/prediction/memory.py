@@ -602,7 +602,7 @@ class Walk:
                         self.made[key] = [storage for k, storage in enumerate(own) if not lies or k in numbers]
                         for storage in self.made[key]:
                             self.hold(storage, f"made by {key}")
-                self._carry_on(ins, key, tape)
+                self._carry_on(ins, key, tape, trains)
                 passed = self._handed_on(output(layer, i, step), made, given)
                 if lies:
                     made, passed = own[0], [one for one in dict.fromkeys(lies) if one not in (None, own[0])]
@@ -634,13 +634,13 @@ class Walk:
         whole = self.sizes.size(self.rank, value._replace(form=form))
         return _within(given, whole - (made.size if made is not None else 0))
 
-    def _carry_on(self, ins: Instruction, key: tuple[int, int, int], tape: LayerTape) -> None:
+    def _carry_on(self, ins: Instruction, key: tuple[int, int, int], tape: LayerTape, trains: bool) -> None:
         """What a layer keeps of a slice for the next slice. Its bytes are counted already."""
-        size = sum(delta for delta, what in (tape.forward or tape.plain) if what == "carry")
+        size = sum(delta for delta, what in (tape.forward if trains else tape.plain) if what == "carry")
         if not size:
             return
         made = self.storage(size, key[0])
-        if keeps(tape.backward, "carry"):
+        if trains and keeps(tape.backward, "carry"):
             self.hold(made, f"made by {key}")
             self.carried[key] = made
         if (value := carry(*key)) in ins.writes:

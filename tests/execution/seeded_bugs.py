@@ -418,12 +418,12 @@ def servers_clip_to_two_norms(rank: int, put: Any) -> None:
 
 
 def version_overwritten(rank: int, put: Any) -> None:
-    def shared(call: Any, self: Alive, tensors: Any) -> Any:
+    def shared(call: Any, self: Alive, *given: Any, **more: Any) -> Any:
         newest = self.newest
-        call(self, tensors)
+        call(self, *given, **more)
         return newest
 
-    _around(Alive, "add", shared, put)
+    _around(Alive, "next", shared, put)
 
 
 def newest_version_in_every_backward(rank: int, put: Any) -> None:

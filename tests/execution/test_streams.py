@@ -161,7 +161,7 @@ def test_ranks_that_share_layers():
     text = "tp=2 pp=2 microbatches=4 sequence_parallel=true"
     plan, job = (
         Plan.parse(text),
-        Job(partial(models.build, "gpt-demo"), data.for_model("gpt-demo"), 4, dtype=torch.float64),
+        Job(partial(models.build, "gpt-tiny"), data.for_model("gpt-tiny"), 4, dtype=torch.float64),
     )
     program = plan.compile(shape_of(job.share(job.build(), 0, Mesh(plan.shared), plan.inputs, plan.cut)))
     own = [job.build_for(program, k) for k in range(plan.ranks)]

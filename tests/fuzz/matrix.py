@@ -185,15 +185,16 @@ def wide_plans(count: int, every: Sequence[Choice], seed: int = 0) -> Iterator[t
 # the command ----------------------------------------------------------------------------------------------------------
 
 
-class Ranks:
+class Clusters:
     """Clusters by size; new ones after an error."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
         self.made: dict[int, Cluster] = {}
 
     def __call__(self, ranks: int) -> Cluster:
         if ranks not in self.made:
-            self.made[ranks] = Cluster(ranks, device="cpu", patience=15.0)
+            self.made[ranks] = Cluster(ranks, device=self.device, patience=15.0)
         return self.made[ranks]
 
     def close(self) -> None:
@@ -250,7 +251,7 @@ def main() -> int:
     parser.add_argument("--write", default="", metavar="PAGE", help="write the table and the outcomes to this page")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    ranks, begin = Ranks(), time.monotonic()
+    ranks, begin = Clusters(), time.monotonic()
 
     def note(one: Found) -> Found:
         if one.kind == FAILED:

@@ -3,7 +3,7 @@
 For each two keys the first of their values that go together (matrix.py) is trained twice: once with every allocation
 followed, for the peak of memory of each rank; and once on emulated devices that are so slow that the machine's cores
 do not matter, for the time of a step. What was predicted before the run is compared. Other programs on the machine
-make steps longer: times are of a quiet machine.
+make steps longer: times are of a quiet machine. (The matrix writes the page anew, so it goes first.)
 """
 
 from __future__ import annotations
@@ -12,19 +12,21 @@ import argparse
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 
-from minipar import Cluster, Plan, models
+from minipar import Plan, models
 from minipar.cluster.ranks import Ranks
+from minipar.errors import PlanError
 from minipar.training.training import Run, train
-from tests.fuzz.matrix import BY_HAND, choices, plan_of
+from tests.fuzz.matrix import BY_HAND, Clusters, choices, plan_of
 from tests.fuzz.trial import model_for
 
 MEMORY, TIME = 0.01, 0.05  # how far a prediction may be from what is measured
@@ -36,16 +38,23 @@ SIZES = {"width": 32, "heads": 2, "context": 16, "vocab": 64}
 
 @dataclass(frozen=True)
 class Compared:
-    """A plan, and the relative errors of its predictions: of the worst rank's peak, and of the time of a step."""
+    """A plan, and the relative errors of its predictions: of the worst rank's peak, and of the time of a step (None if
+    that was not measured). `refused`: why there are none; `failed`: an error that refuses nothing."""
 
     words: str
     memory: float = 0.0
-    time: float = 0.0
+    time: float | None = None
     refused: str = ""
+    failed: str = ""
 
     @property
     def missed(self) -> bool:
-        return abs(self.memory) > MEMORY or abs(self.time) > TIME
+        return bool(self.failed) or abs(self.memory) > MEMORY or abs(self.time or 0.0) > TIME
+
+    def __str__(self) -> str:
+        time = "" if self.time is None else f"{self.time:+.1%}"
+        mark = "FAILED" if self.failed else "MISS" if self.missed else ""
+        return f"{mark:6} {self.memory:+8.2%} {time:>7}  {self.words}  {self.refused}{self.failed}"
 
 
 def _tokens() -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,9 +75,10 @@ MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Any]] = {
 def plans() -> Iterator[str]:
     """The words of plans that have each two keys which go together, each plan once."""
     names = [field.name for field in fields(Plan) if field.name not in BY_HAND]
+    every = sorted(choices(), key=lambda choice: choice.value == "branches")  # (which few other models have)
     seen = set()
     for one, other in combinations(names, 2):
-        two = ((a, b) for a in choices() if a.key == one for b in choices() if b.key == other)
+        two = ((a, b) for a in every if a.key == one for b in every if b.key == other)
         words = next((found for pair in two if isinstance(found := plan_of(pair), str)), None)
         if words is not None and words not in seen:
             seen.add(words)
@@ -98,35 +108,45 @@ def time_error(words: str, cluster: Ranks) -> float:
     return trained(words, cluster).prediction_error
 
 
-def compared(words: str, here: Callable[[int], Ranks], emulated: Callable[[int], Ranks]) -> Compared:
+def compared(words: str, here: Callable[[int], Ranks], emulated: Callable[[int], Ranks] | None) -> Compared:
+    """Of a plan; without `emulated` ranks its memory alone."""
     ranks = Plan.parse(words).ranks
     try:
-        return Compared(words, memory_error(words, here(ranks)), time_error(words, emulated(ranks)))
+        time = time_error(words, emulated(ranks)) if emulated is not None else None
+        return Compared(words, memory_error(words, here(ranks)), time)
+    except PlanError as error:
+        return Compared(words, refused=str(error).split("\n")[0])
     except Exception as error:
-        return Compared(words, refused=f"{type(error).__name__}: {error}".split("\n")[0])
+        return Compared(words, failed=f"{type(error).__name__}: {error}".split("\n")[0])
 
 
-def report(found: Iterable[Compared]) -> str:
+def report(found: Sequence[Compared]) -> str:
     """What was predicted, as a part of docs/combinations.md."""
-    found = list(found)
-    ran = [one for one in found if not one.refused]
-    memory, times = sorted(abs(one.memory) for one in ran), sorted(abs(one.time) for one in ran)
+    ran = [one for one in found if not one.refused and not one.failed]
+    times = [one.time for one in ran if one.time is not None]
+    refused, failed = sum(bool(one.refused) for one in found), [one for one in found if one.failed]
     lines = [
         TITLE, "",
-        f"{len(ran)} plans that have each two keys which go together were trained with predictions: the peak of memory",
-        f"of the worst rank, and the time of a step on emulated devices ({DEVICE}).",
+        f"Of {len(found)} plans that have each two keys which go together, {len(ran)} were trained with predictions:",
+        f"the peak of memory of the worst rank, and the time of a step on emulated devices ({DEVICE}).",
+        f"Of {refused} nothing is predicted, or the model does not fit; {len(failed)} fail.",
         "",
         "| | plans | median error | worst | allowed | within |", "|---|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
-    for name, errors, allowed in (("peak memory", memory, MEMORY), ("step time", times, TIME)):
-        within = sum(error <= allowed for error in errors)
-        row = f"| {name} | {len(errors)} | {errors[len(errors) // 2]:.2%} | {errors[-1]:.1%} | {allowed:.0%} |"
+    for name, errors, allowed in (("peak memory", [one.memory for one in ran], MEMORY), ("step time", times, TIME)):
+        sizes = sorted(map(abs, errors))
+        if not sizes:
+            lines.append(f"| {name} | 0 | not measured | | {allowed:.0%} | |")
+            continue
+        within = sum(size <= allowed for size in sizes)
+        row = f"| {name} | {len(sizes)} | {median(sizes):.2%} | {sizes[-1]:.1%} | {allowed:.0%} |"
         lines.append(f"{row} {within} |")
     if missed := [one for one in ran if one.missed]:
         lines += ["", "| further away | peak memory | step time |", "|---|---:|---:|"]
-        lines += [f"| {one.words} | {one.memory:+.1%} | {one.time:+.1%} |" for one in missed]
-    lines += ["", "Written by `python -m tests.fuzz.predicted --write docs/combinations.md`."]
-    return "\n".join(lines)
+        for one in missed:
+            lines.append(f"| {one.words} | {one.memory:+.1%} | {'' if one.time is None else f'{one.time:+.1%}'} |")
+    lines += ["", *(f"FAILED {one.words}: {one.failed}" for one in failed)]
+    return "\n".join([*lines, "Written by `python -m tests.fuzz.predicted --write docs/combinations.md`."])
 
 
 def main() -> int:
@@ -138,33 +158,20 @@ def main() -> int:
     parser.add_argument("--write", default="", metavar="PAGE", help="write the outcomes to this page")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    here: dict[int, Cluster] = {}
-    emulated: dict[int, Cluster] = {}
+    here, emulated = Clusters("cpu"), Clusters(DEVICE)
     found, begin = [], time.monotonic()
-
-    def on_machine(n: int) -> Cluster:
-        return here.setdefault(n, here.get(n) or Cluster(n, device="cpu"))
-
-    def on_device(n: int) -> Cluster:
-        return emulated.setdefault(n, emulated.get(n) or Cluster(n, device=DEVICE))
-
     try:
         for words in list(plans())[chosen.first :: chosen.every]:
             if time.monotonic() - begin > chosen.seconds:
                 break
-            if chosen.memory:
-                try:
-                    one = Compared(words, memory_error(words, on_machine(Plan.parse(words).ranks)))
-                except Exception as error:
-                    one = Compared(words, refused=f"{type(error).__name__}: {error}".split("\n")[0])
-            else:
-                one = compared(words, on_machine, on_device)
-            found.append(one)
-            mark = "MISS" if one.missed else "    "
-            print(f"{mark} {one.memory:+8.2%} {one.time:+8.1%}  {words}  {one.refused}", flush=True)
+            found.append(compared(words, here, None if chosen.memory else emulated))
+            print(found[-1], flush=True)
+            if found[-1].failed:  # (its ranks may be of no use any more)
+                here.close()
+                emulated.close()
     finally:
-        for cluster in (*here.values(), *emulated.values()):
-            cluster.close()
+        here.close()
+        emulated.close()
     print(f"{len(found)} plans in {time.monotonic() - begin:.0f} s, {sum(one.missed for one in found)} missed")
     if chosen.write:
         page = Path(chosen.write)

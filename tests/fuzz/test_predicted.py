@@ -14,6 +14,8 @@ from tests.fuzz.predicted import MEMORY, TITLE, Compared, memory_error, report
         "pp=2 microbatches=4 place=branches",
         # layers with several inputs, which their backward lets go of one after another
         "pp=2 microbatches=4 ep=2",
+        # what a layer keeps of a slice, where there is no backward that needs it
+        "pp=2 schedule=terapipe slices=4 microbatches=2 inference=true",
     ],
 )
 def test_memory_is_as_predicted(clusters, words: str) -> None:
@@ -21,10 +23,20 @@ def test_memory_is_as_predicted(clusters, words: str) -> None:
 
 
 def test_the_report_counts_and_lists_what_is_further_away() -> None:
-    text = report([Compared("dp=2", 0.001, 0.01), Compared("pp=2", -0.02, 0.01), Compared("tp=2", refused="PlanError")])
+    found = [Compared("dp=2", 0.001, 0.01), Compared("pp=2", -0.03, 0.01), Compared("ep=2", refused="no experts")]
+    text = report(found)
     assert text.startswith(f"{TITLE}\n")
-    assert "| peak memory | 2 | 2.00% | 2.0% | 1% | 1 |" in text
+    assert "| peak memory | 2 | 1.55% | 3.0% | 1% | 1 |" in text
     assert "| step time | 2 | 1.00% | 1.0% | 5% | 2 |" in text
-    assert "| pp=2 | -2.0% | +1.0% |" in text
+    assert "| pp=2 | -3.0% | +1.0% |" in text
     assert "| dp=2 |" not in text
-    assert "tp=2" not in text
+    assert "Of 1 nothing is predicted, or the model does not fit; 0 fail." in text
+
+
+def test_what_was_not_measured_is_no_number_and_an_error_is_no_refusal() -> None:
+    failed = Compared("tp=2", failed="ValueError: no")
+    text = report([Compared("dp=2", 0.001), failed])
+    assert "| step time | 0 | not measured | | 5% | |" in text
+    assert "FAILED tp=2: ValueError: no" in text
+    assert failed.missed
+    assert not Compared("ep=2", refused="no experts").missed

@@ -72,6 +72,7 @@ def compare(clusters, name: str, text: str, optimizer=ADAM, batch: int = 17) -> 
     return with_memory(shares[0], facts.tapes, costs), measured
 
 
+@pytest.mark.many(3)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("text", PLANS)
 def test_predicted_peaks_are_within_5_percent(clusters, name, text):

@@ -676,7 +676,7 @@ def test_emulated_links_reach_the_servers(emulated, mode, servers):
 
 
 @pytest.mark.parametrize("words", ["dp=2 sync=ps servers=2 overlap=priority bucket=none",
-                                   "dp=2 sync=ps servers=2 overlap=priority bucket=0.001",
+                                   "dp=2 sync=ps servers=2 overlap=priority bucket=0.004",
                                    "pp=2 sync=ps microbatches=2",
                                    "pp=2 dp=2 sync=ps servers=2 mode=k-of-n:2/2 microbatches=2"])  # fmt: skip
 def test_emulated_links_of_layers_one_by_one_and_of_pipelines(emulated, words):

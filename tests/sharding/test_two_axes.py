@@ -50,7 +50,7 @@ def by_token(logits: Tensor, y: Tensor) -> Tensor:
 # Gradients ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.many(3)
+@pytest.mark.many(5)
 @pytest.mark.parametrize("name", [*OWN, *TRANSFORMERS])
 def test_operators_and_tokens(clusters: Any, name: str) -> None:
     """Of models that know nothing of it: tied weights, dropout, grouped keys, rotary positions."""
@@ -60,7 +60,7 @@ def test_operators_and_tokens(clusters: Any, name: str) -> None:
               loss=by_token if name in TRANSFORMERS else functional.cross_entropy))  # fmt: skip
 
 
-@pytest.mark.many(3)
+@pytest.mark.many(5)
 @pytest.mark.parametrize(
     "words",
     [
@@ -83,7 +83,7 @@ def test_replicas_that_train_alone(clusters: Any) -> None:
     right(trained(clusters, gpt, f"dp=2 {GRID} local_steps=2 sequence_parallel=true", steps=3))
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize(
     "words",
     [
@@ -142,7 +142,7 @@ def test_parts_of_rows_and_of_their_tokens_in_one_dimension(clusters: Any, words
 # Servers, saves -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(3)
 @pytest.mark.parametrize(
     "words",
     [
