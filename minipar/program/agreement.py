@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from minipar.program.diagnostics import at, refuse
-from minipar.program.forms import in_words, lacking
+from minipar.program.forms import WHOLE, along, in_words, lacking, parts_of
 from minipar.program.instructions import (
     COLLECTIVES,
     PARTNERS,
@@ -41,6 +41,8 @@ def check_links(program: Program, ranks: Collection[int]) -> None:
             if op not in SERVICE and replica[peer] != replica[rank]:
                 reason = f"{at(program, rank, index)}: rank {peer} works on the rows of another replica"
                 raise refuse(program, rank, index, reason)
+            if op not in SERVICE and program.sharing > 1 and program.shard(peer) != program.shard(rank):
+                _check_places(program, rank, index)
             link = (rank, peer) if op in PARTNERS else (peer, rank)
             content = (portions(ins), ins.step) if op in SERVICE else message(ins)
             sides[op].setdefault(link, []).append((content, index))
@@ -64,6 +66,21 @@ def check_links(program: Program, ranks: Collection[int]) -> None:
                 raise refuse(program, source, index, reason)
             x, y = at(program, source, given[n][1]), at(program, target, taken[n][1])
             raise refuse(program, target, taken[n][1], f"receive order differs from send order: {x} meets {y}")
+
+
+def _check_places(program: Program, rank: int, index: int) -> None:
+    """Of ranks that share layers, those in different places have other rows, or other parts of a value, along the axes
+    on which the rows are cut, or the value is."""
+    ins = program.ranks[rank][index]
+    both = zip(program.sharing_axes, program.places(rank), program.places(ins.peer), strict=True)
+    for axis, (name, own, other) in enumerate(both):
+        rows = parts_of(program.inputs or WHOLE, axis + 1)[axis] != WHOLE
+        cut = next((value for value in message(ins) if along(value.form, axis)), None)
+        if own != other and (rows or cut):
+            what = "works on other rows" if rows else f"has another part of {cut}"
+            possible = program.sharers(ins.peer)[program.shard(rank)]
+            reason = f"{at(program, rank, index)}: rank {ins.peer} {what} along {name}; possible is rank {possible}"
+            raise refuse(program, rank, index, reason)
 
 
 def _sent_otherwise(taken: object, given: Sequence[object]) -> str:

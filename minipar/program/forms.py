@@ -40,6 +40,7 @@ Source: the letters are those of GSPMD (Xu et al., 2021) and of torch's DTensor:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import permutations
 from typing import NamedTuple
 
 from minipar.program.instructions import Op
@@ -170,17 +171,45 @@ def collective_of(before: str, after: str) -> Op | None:
 def steps(written: str, read: str) -> list[tuple[Op | None, str]]:
     """The collectives that make the value of the one form into one of the other, each with the form behind it.
 
-    One axis goes after the other, the last one first, and on each those tensors together that need the same collective.
-    (None, form): no collective makes that of it.
+    One axis goes after the other, the last one first where that can be, and on each those tensors together that need
+    the same collective. (None, form): no collective makes that of it.
     """
-    count = axes_in(written, read)
-    now = [along(written, axis) for axis in range(count)]
-    found: list[tuple[Op | None, str]] = []
-    for axis in reversed(range(count)):
-        for op, form in _steps_along(now[axis], along(read, axis)):
-            now[axis] = form
-            found.append((op, on_axes(now)))
-    return found
+    for order in permutations(reversed(range(axes_in(written, read)))):
+        now = [along(written, axis) for axis in range(len(order))]
+        found: list[tuple[Op | None, str]] = []
+        last, possible = written, True
+        for axis in order:
+            for op, form in _steps_along(now[axis], along(read, axis)):
+                now[axis] = form
+                found.append((op, on_axes(now)))
+                possible = possible and axis_within(last, found[-1][1], axis) is None
+                last = found[-1][1]
+        if possible:
+            return found
+    return [(None, read)]
+
+
+def axis_within(before: str, after: str, axis: int) -> int | None:
+    """Of a value that changes its form along an axis, another axis along which it has parts of what this one has left,
+    so that a collective along this axis would mix them up: an axis behind it that cuts the same dimension. In the same
+    way the largest one of sums is made after these sums, and a sum of largest ones after these. None: there is none."""
+    for old, new in pairs(before, after):
+        parts = parts_of(old, axis + 1)
+        changed = parts[axis], parts_of(new, axis + 1)[axis]
+        for other in range(axis + 1, len(parts)) if changed[0] != changed[1] else ():
+            inner = parts[other]
+            cut = _dimension(inner)
+            if (cut and cut in map(_dimension, changed)) or {inner, changed[0]} == {PARTIAL, MOST}:
+                return other
+    return None
+
+
+def _dimension(part: str) -> tuple[str, bool] | None:
+    """The dimension that shards are cut in. (Where rows and tokens are one dimension, its tokens are cut apart from its
+    rows.)"""
+    if part[0] not in "SU":
+        return None
+    return ("0", False) if part[0] == "U" else (part[1:].partition(":")[0], part.endswith("r"))
 
 
 def _steps_along(written: str, read: str) -> list[tuple[Op | None, str]]:

@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from minipar import Plan, Program, ProgramError, verify
-from minipar.program import Local, Op, Part, Serving, Staleness, grad, output, param
+from minipar.program import Local, Op, Part, Serving, Staleness, grad, output, param, repartitions
 from tests.fuzz.verify_interpreter import judge
-from tests.fuzz.verify_mutants import PLAIN, campaign, valid
+from tests.fuzz.verify_mutants import GRID, PLAIN, TOKENS, campaign, on_axes, valid
 from tests.interpreters import shape
 
 
@@ -25,6 +25,15 @@ def test_mutants_are_refused_or_right():
     assert outcome.accepted > 300
     assert outcome.count - outcome.accepted > 500
     assert len(outcome.stricter) < 150
+
+
+def test_mutants_on_several_axes_are_refused_or_right():
+    outcome = campaign(seed=3, count=250, programs=on_axes())
+    assert not outcome.crashes, outcome.crashes[0].words + outcome.crashes[0].refusal
+    assert not outcome.missed, outcome.missed[0].words + outcome.missed[0].wrong
+    assert outcome.accepted > 30
+    assert outcome.count - outcome.accepted > 100
+    assert len(outcome.stricter) < 25
 
 
 def program(words: str, steps: int = 1) -> Program:
@@ -250,3 +259,71 @@ def test_the_last_backward_of_an_asynchronous_program_writes_its_gradient():
     with pytest.raises(ProgramError, match=r"makes grad\(3\), but does not write it"):
         verify(mutant)
     assert judge(mutant)
+
+
+def refused(mutant: Program, says: str) -> None:
+    with pytest.raises(ProgramError, match=says):
+        verify(mutant)
+    assert judge(mutant)
+
+
+MESSAGES = [
+    ("tp=2 pp=2 sequence_parallel=true", "rank 3 has another part of output.4..S1. mb0 along tp; possible is rank 2"),
+    ("context_parallel=2 pp=2", "rank 3 works on other rows along cp; possible is rank 2"),
+]
+
+
+@pytest.mark.parametrize(("words", "says"), MESSAGES)
+def test_a_message_goes_to_the_same_place(words, says):
+    """Links agree, and so do the names of values; but the other rank goes on with what is not its own."""
+    given = Plan.parse(words).compile(layers=2)
+    rows = [
+        [ins._replace(peer=ins.peer ^ 1) if ins.op in (Op.SEND, Op.RECV) else ins for ins in row] for row in given.ranks
+    ]
+    refused(replace(given, ranks=tuple(map(tuple, rows))), says)
+
+
+def test_a_whole_value_may_go_to_any_of_the_ranks_that_share_a_layer():
+    given = Plan.parse("tp=2 pp=2").compile(layers=2)
+    rows = [
+        [ins._replace(peer=ins.peer ^ 1) if ins.op in (Op.SEND, Op.RECV) else ins for ins in row] for row in given.ranks
+    ]
+    mutant = replace(given, ranks=tuple(map(tuple, rows)))
+    verify(mutant)
+    assert judge(mutant) == ""
+
+
+def test_what_was_cut_last_is_joined_first():
+    """Tokens are cut along cp, and what is left along tp: joined along cp first, they come in another order."""
+    given = Plan.parse(GRID).compile(TOKENS, check=False)
+    for rank, row in enumerate(given.ranks):
+        k = next(k for k, ins in enumerate(row) if repartitions(ins) and ins.reads[0].form == "S1/S1")
+        first, then = row[k], row[k + 1]
+        between = (first.writes[0]._replace(form="R/S1"),)
+        turned = (
+            then._replace(reads=first.reads, writes=between, frees=first.reads),
+            first._replace(reads=between, writes=then.writes, frees=between),
+        )
+        given = given.with_rank(rank, [*row[:k], *turned, *row[k + 2 :]])
+    refused(given, "mixes up the parts of output.4..S1/S1. mb0 along tp, which are parts of what cp has left")
+
+
+def test_layers_of_one_instruction_hand_on_values_as_they_are():
+    given = Plan.parse(GRID).compile(layers=1)
+    forms = list(given.forms)
+    forms[2] = forms[2]._replace(grad_writes="S1")
+    refused(
+        replace(given, forms=tuple(forms)), "gives the gradient of its input as a shard of dimension 1, and layer 1"
+    )
+    refused(replace(given, forms=()), "reads|writes")
+
+
+def test_an_average_that_is_not_due_is_missed_by_the_update_after_it():
+    """No layer computes between the two, so the update is the first to find it."""
+    given = program("dp=2 local_steps=2", steps=3)
+    for rank in (0, 1):
+        row = list(given.ranks[rank])
+        update = [k for k, ins in enumerate(row) if ins.op is Op.STEP][1]
+        average = next(ins for ins in row if ins.group)
+        given = given.with_rank(rank, [*row[:update], average._replace(step=0), *row[update:]])
+    refused(given, "uses param.* after 0 updates by its replica alone; the program promises 1")

@@ -8,14 +8,18 @@ micro-batch 0))"; a gradient is a multiset of such terms, one for each contribut
 Messages are queues, collectives run one after another, and a rank waits when it first reads a value that has not
 arrived. A field that makes the executor fail or work on other data (layers in another order, a group that is not
 ascending, parts of another form) is wrong, too.
+
+Ranks that share layers have places: their coordinates on each axis along which they do. What a rank has of a value in a
+form is a part of one term, for its place on the axes on which the form is not whole. Where rows are cut along an axis,
+but layers take and give whole values along it, its ranks run the model each on rows of its own: terms differ by place.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import product
 from random import Random
 from typing import Any
 
@@ -24,14 +28,15 @@ from minipar.program import Instruction, Local, Op, Program, Staleness, Synchron
 COMPUTE = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 JOINED = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL, Op.NORM)
 MOVED = ("output", "grad_output")
-SHARING = ("tp", "cp", "ep")  # the innermost axes: their ranks share layers
+SHARING = ("tp", "cp", "ep")  # axes whose ranks share layers
 COPIED = ("saved", "grad", "grad_shard", "output", "grad_output", "param", "param_shard", "optimizer_state")
 PARAMS = ("param", "param_shard")
 STATE = ("param", "grad", "optimizer_state", "param_shard", "grad_shard", "optimizer_shard", "residual")
 RANKS = {"": 0, "host": 1, "disk": 2}  # tiers, from the fastest
 
 Params = tuple[Any, ...]
-Contributions = dict[tuple[int, int], Counter[int]]  # by parameter group, and place among ranks that share layers
+Coordinates = tuple[int, ...]  # a place among ranks that share layers, on each axis along which they do
+Contributions = dict[tuple[int, Coordinates], Counter[int]]  # by parameter group, and place
 
 
 class Wrong(Exception):
@@ -250,13 +255,34 @@ class _Model:
         self.into = [sorted((e for e, (_, b) in enumerate(edges) if b == k), key=lambda e: edges[e]) for k in layers]
         self.out = [[e for e, (a, _) in enumerate(edges) if a == k] for k in layers]
         self.inputs = [[edges[e][0] for e in into] for into in self.into]
-        self.sharing = math.prod(size for name, size in program.mesh if name in SHARING)
+        lengths = [size for name, size in program.mesh if name in SHARING and size > 1]
+        self.axes = range(len(lengths))
+        self.all_places: list[Coordinates] = list(product(*map(range, lengths)))
+        own, first = self.parts(program.inputs or "R"), program.forms[0].reads if program.forms else ""
+        whole = [{parts[k] for parts in map(self.parts, (first or "R").split(","))} == {"R"} for k in self.axes]
+        self.apart = [k for k in self.axes if own[k] != "R" and whole[k]]  # axes on which each rank has its own rows
         self.slices = len(program.slices) if isinstance(program.slices, tuple) else program.slices
         self.carries = set(program.carries)
 
     def term(self, *parts: Any) -> int:
         """A number for a term: equal terms get equal numbers."""
         return self.terms.setdefault(parts, len(self.terms))
+
+    def parts(self, letter: str) -> list[str]:
+        """What a letter says of each axis."""
+        found = letter.split("/")
+        return found + ["R"] * (len(self.axes) - len(found))
+
+    def axes_of(self, g: int, letters: str) -> list[int]:
+        """The axes along which ranks have shards of a group, "S", or make parts of its gradient, "P"."""
+        return [
+            k
+            for k, part in zip(self.axes, self.program.groups[g].form.split("/"), strict=False)
+            if part in letters and part
+        ]
+
+    def rows(self, replica: int, i: int, step: int, place: Coordinates) -> Params:
+        return ("rows", replica, i, step, tuple(place[k] for k in self.apart))
 
     def forward(self, layer: int, sources: Params, params: Params, carry: Any, rows: Params) -> int:
         result = self.term("forward", layer, sources, params, carry)
@@ -272,14 +298,31 @@ class _Model:
 
         params   (layer, micro-batch, forward or not) -> what the layer computes with
         """
-        m, n, count = self.program.microbatches, self.last + 1, self.slices
         losses: Counter[int] = Counter()
-        found: list[Contributions] = [{} for _ in range(m)]
+        found: list[Contributions] = [{} for _ in range(self.program.microbatches)]
+        alike: dict[Params, list[Coordinates]] = {}
+        for place in self.all_places:
+            alike.setdefault(self.rows(replica, 0, step, place), []).append(place)
+        for places in alike.values():
+            self.run(replica, step, params, places, losses, found)
+        return losses, found
+
+    def run(
+        self,
+        replica: int,
+        step: int,
+        params: Callable[[int, int, bool], Params],
+        places: Sequence[Coordinates],
+        losses: Counter[int],
+        found: list[Contributions],
+    ) -> None:
+        """Add the losses and contributions that the ranks at some places make of their rows, which are the same."""
+        m, n, count = self.program.microbatches, self.last + 1, self.slices
         for begin in range(0, m, count):
             kept: dict[tuple[int, int], int] = {}
             outputs: dict[tuple[int, int], int] = {}
             for i in range(begin, begin + count):
-                rows = ("rows", replica, i, step)
+                rows = self.rows(replica, i, step, places[0])
                 for layer in range(n):
                     sources = tuple(outputs[a, i] for a in self.inputs[layer]) if layer else (rows,)
                     carry = self.carry(kept.get((layer, i - 1))) if layer in self.carries and i > begin else None
@@ -296,28 +339,35 @@ class _Model:
                     grads.update({e: self.term("into", back, k) for k, e in enumerate(self.into[layer])})
                     if layer in self.carries:
                         more[layer] = self.term("into carry", back)
-                    for g in self.groups_of[layer]:
-                        for k in range(self.sharing) if self.trainable(g) else ():
-                            found[i].setdefault((g, k), Counter()).update(self.whole_gradient(g, back, k))
-        return losses, found
+                    for g in filter(self.trainable, self.groups_of[layer]):
+                        for place in places:
+                            for needing in self.summed_at(g, place):
+                                mine = found[i].setdefault((g, needing), Counter())
+                                mine[self.made(g, back, place)] += 1
 
-    def made(self, g: int, back: int, shard: int) -> int:
+    def made(self, g: int, back: int, place: Coordinates) -> int:
         """What a rank's backward adds to a gradient: all of it, that of its shard, or its part of the sum."""
-        form = self.program.groups[g].form
-        return self.term("weights", g, back, form, shard) if form else self.term("weights", g, back)
+        which = tuple((k, place[k]) for k in self.axes_of(g, "SP"))
+        return self.term("weights", g, back, *which)
 
-    def whole_gradient(self, g: int, back: int, shard: int) -> Iterator[int]:
-        """What a rank needs of it before a STEP: of a sum all parts."""
-        parts = range(self.sharing) if self.program.groups[g].form == "P" else (shard,)
-        return (self.made(g, back, part) for part in parts)
+    def summed_at(self, g: int, place: Coordinates) -> list[Coordinates]:
+        """The places that need before a STEP what the rank at this one adds to a gradient: all along those axes on
+        which ranks make parts of a sum."""
+        summed = self.axes_of(g, "P")
+        return [other for other in self.all_places if all(k in summed or other[k] == place[k] for k in self.axes)]
 
     def read(self, layer: int, back: bool = False) -> str:
         """The form that a layer's input has, or the gradient of its output: of a C each rank takes its shard."""
         if not self.program.forms:
             return ""
         form = self.program.forms[layer].grad_reads if back else self.program.forms[layer].reads
-        letters = ["R" if letter[:1] == "C" else letter for letter in form.split(",")]
-        return "" if set(letters) <= {"R", ""} else ",".join(letters)
+        letters = []
+        for letter in form.split(",") if form else ():
+            parts = ["R" if part[0] == "C" else part for part in letter.split("/")]
+            while len(parts) > 1 and parts[-1] == "R":
+                del parts[-1]
+            letters.append("/".join(parts))
+        return "" if set(letters) <= {"R"} else ",".join(letters)
 
     def written(self, layer: int, back: bool = False) -> str:
         if not self.program.forms:
@@ -357,7 +407,8 @@ class _Machine:
         self.replicas = next((size for name, size in program.mesh if name == "dp"), 1)
         workers = len(program.ranks) - (program.serving.servers if program.serving is not None else 0)
         self.replica = [rank * self.replicas // workers for rank in range(len(program.ranks))]
-        self.shard = [rank % self.model.sharing for rank in range(len(program.ranks))]
+        self.place = [self.place_of(rank, inner=True) for rank in range(len(program.ranks))]
+        self.team = [self.place_of(rank, inner=False) for rank in range(len(program.ranks))]  # those that share layers
         alone = {Local: "steps", Staleness: "local"}.get(type(program.contract), "")
         self.every = getattr(program.contract, alone, 0) if self.replicas > 1 else 0
         self.stale = program.contract if isinstance(program.contract, Staleness) else None
@@ -375,7 +426,7 @@ class _Machine:
         self.cuts = [self.cuts_of(row) for row in program.ranks]
         self.losses: Counter[int] = Counter()
         self.used: dict[tuple[int, int, int, int, bool], Params] = {}  # replica, layer, micro-batch, step, forward
-        self.noted: set[tuple[int, int, int, int, int, bool]] = set()  # the same, with the shard in front
+        self.noted: set[tuple[Coordinates, int, int, int, int, bool]] = set()  # the same, with the place in front
         self.updates: list[tuple[int, int, int, Counter[int]]] = []  # of asynchronous ranks: rank, group, version
         self.order: dict[tuple[int, int, int], int] = {}  # rank, step, sequence -> the last slice that went forward
         self.right: dict[tuple[int, int], list[Contributions]] = {}
@@ -386,6 +437,15 @@ class _Machine:
                     losses, found = self.model.whole(replica, step, self.promised_in(step, replica))
                     self.right[step, replica] = found
                     self.wanted += losses
+
+    def place_of(self, rank: int, inner: bool) -> Coordinates:
+        """A rank's coordinates on those axes along which ranks share layers, or on the others. (Servers have none.)"""
+        found = []
+        for name, size in reversed(self.program.mesh):
+            rank, own = divmod(rank, size)
+            if (name in SHARING) is inner and size > 1:
+                found.append(own)
+        return (*([] if inner else [rank]), *reversed(found))
 
     def initial(self, value: Value) -> Any:
         kind = _home(value).kind
@@ -613,7 +673,8 @@ class _Machine:
                     inside[Value("carry", layer, i, step)] = model.carry(saved)
                 if ins.op is Op.FORWARD:
                     self.note(rank, layer, i, step, True, params)
-                    if layer == model.last and self.shard[rank] == 0:  # (all that share it have the same)
+                    once = all(k in model.apart or self.place[rank][k] == 0 for k in model.axes)
+                    if layer == model.last and once:  # (all that share it have the same)
                         self.losses[result] += 1
                 sources = (result,)
             if graph:
@@ -632,9 +693,9 @@ class _Machine:
         if self.stale is None and self.program.serving is None:
             return
         key = (self.replica[rank], layer, i, step, there)
-        if (self.shard[rank], *key) in self.noted:
+        if (self.place[rank], *key) in self.noted:
             raise Wrong(f"rank {rank}: layer {layer} runs micro-batch {i} of step {step} twice")
-        self.noted.add((self.shard[rank], *key))
+        self.noted.add((self.place[rank], *key))
         for _, g, version, *owner in params if self.every else ():
             if self.model.trainable(g) and owner != ([self.replica[rank]] if version % self.every else []):
                 raise Wrong(f"rank {rank}: layer {layer} has parameters that are averaged at another time")
@@ -711,7 +772,7 @@ class _Machine:
     def contribute(self, rank: int, layer: int, back: int, added: dict[Value, Counter[int]]) -> None:
         for g in self.model.groups_of[layer]:
             if self.model.trainable(g):
-                added.setdefault(Value("grad", g), Counter())[self.model.made(g, back, self.shard[rank])] += 1
+                added.setdefault(Value("grad", g), Counter())[self.model.made(g, back, self.place[rank])] += 1
 
     def add(self, rank: int, ins: Instruction, added: dict[Value, Counter[int]], inside: dict[Value, Any]) -> None:
         for value, contributions in added.items():
@@ -767,7 +828,7 @@ class _Machine:
         i, step = ins.microbatch, ins.step
         if not 0 <= i < self.program.microbatches or not 0 <= step < self.program.steps or not ins.layers:
             raise Wrong(f"rank {rank} `{ins}`: no such rows")
-        return ("rows", self.replica[rank], i, step)
+        return self.model.rows(self.replica[rank], i, step, self.place[rank])
 
     # updates
 
@@ -848,9 +909,9 @@ class _Machine:
         right: Counter[int] = Counter()
         for replica in replicas:
             for contributions in self.right[updates, replica]:
-                right.update(contributions.get((g, self.shard[rank]), ()))
-        if own and updates % self.every == 0:
-            raise Wrong(f"rank {rank} `{ins}` comes before an average that is due")
+                right.update(contributions.get((g, self.place[rank]), ()))
+        if self.every and own != bool(updates % self.every):
+            raise Wrong(f"rank {rank} `{ins}` updates what was averaged at another time")
         if _frozen(found) != _frozen(right):
             raise Wrong(f"rank {rank} `{ins}` applies a wrong gradient of group {g}")
         length = Value("norm", 0)
@@ -870,7 +931,7 @@ class _Machine:
                     right: Counter[int] = Counter()
                     for replica in replicas:
                         for contributions in self.right[updates, replica]:
-                            right.update(contributions.get((value.index, self.shard[holder]), ()))
+                            right.update(contributions.get((value.index, self.place[holder]), ()))
                     wanted[value.index, _frozen(right)] += 1
         _, found = self.memory[rank][Value("norm", 0)]
         if Counter((g, _frozen(gradient)) for g, gradient in found) != wanted:
@@ -925,41 +986,79 @@ class _Machine:
 
     def shared(self, rank: int, term: int, form: str) -> Any:
         """What a rank has of a value that others have, too."""
-        return ("part", term, form, self.shard[rank]) if form else term
+        return ("part", term, form, self.where(rank, form)) if form else term
+
+    def where(self, rank: int, form: str) -> Params:
+        """A rank's place on those axes on which a form is not whole."""
+        letters = [self.model.parts(letter) for letter in form.split(",")]
+        return tuple((k, self.place[rank][k]) for k in self.model.axes if any(parts[k] != "R" for parts in letters))
 
     def content(self, rank: int, ins: Instruction, value: Value) -> Any:
         """What value a rank's content is a part of, if it is its own part."""
         found = self.take(rank, ins, value)
-        if value.form and found[2:] != (value.form, self.shard[rank]):
+        if value.form and found[2:] != (value.form, self.where(rank, value.form)):
             raise Wrong(f"rank {rank} `{ins}` reads another part of {value}")
         return found[1] if value.form else found
 
     def repartition(self, rank: int, ins: Instruction) -> None:
-        """All ranks that share a layer give a value another form."""
+        """All ranks along one of the axes that share a layer give a value another form."""
         (source,), (target,) = ins.reads, ins.writes
-        first = rank - self.shard[rank]
-        if ins.group != tuple(range(first, first + self.model.sharing)) or len(ins.group) < 2:
-            raise Wrong(f"rank {rank} `{ins}`: not the ranks that share a layer")
         if ins.layers or ins.frees != ins.reads or source._replace(form="") != target._replace(form=""):
             raise Wrong(f"rank {rank} `{ins}` names other values")
         if (ins.microbatch, ins.step) != source[2:4] or target in self.memory[rank]:
             raise Wrong(f"rank {rank} `{ins}` is of other rows, or makes {target} a second time")
         before, after = (value.form.split(",") if value.form else [] for value in (source, target))
         count = max(len(before), len(after))
-        changes = {
-            pair for pair in zip(before or ["R"] * count, after or ["R"] * count, strict=True) if len(set(pair)) > 1
-        }
-        if {self.collective(*pair) for pair in changes} != {ins.op}:
-            raise Wrong(f"rank {rank} `{ins}` cannot make {target}")
+        olds, news = ([self.model.parts(x) for x in letters or ["R"] * count] for letters in (before, after))
+        changed = {k for k in self.model.axes for old, new in zip(olds, news, strict=True) if old[k] != new[k]}
+        if len(changed) != 1:
+            raise Wrong(f"rank {rank} `{ins}` changes {source} along {len(changed)} axes")
+        (axis,) = changed
+        own, alike = self.place[rank], range(len(self.program.ranks))
+        there = [r for r in alike if self.team[r] == self.team[rank] and len(self.place[r]) == len(own)]
+        rest = [r for r in there if all(self.place[r][k] == own[k] for k in self.model.axes if k != axis)]
+        if list(ins.group) != rest:
+            raise Wrong(f"rank {rank} `{ins}`: not the ranks that share a layer along the axis that changes")
+        for n, (old, new) in enumerate(zip(olds, news, strict=True)):
+            if old[axis] == new[axis]:
+                continue
+            counted = any(earlier[axis] == "N" for earlier in olds[:n])
+            if self.collective(old[axis], new[axis], counted) is not ins.op:
+                raise Wrong(f"rank {rank} `{ins}` cannot make {target}")
+            if any(
+                self.is_inside(old[axis], old[k]) or self.is_inside(new[axis], old[k])
+                for k in range(axis + 1, len(own))
+            ):
+                raise Wrong(
+                    f"rank {rank} `{ins}` joins or cuts what another axis has cut into pieces, in a wrong order"
+                )
         turn = self.turn(rank, ins, (source, target), {0: self.content(rank, ins, source)})
         self.underway[rank][target] = ("forms", ins.group, turn)
 
-    def collective(self, before: str, after: str) -> Op | None:
-        if after == "R":
-            return Op.ALL_REDUCE if before in "PM" else Op.ALL_GATHER
-        if after[0] != "S":
-            return None
-        return {"P": Op.REDUCE_SCATTER, "S": Op.ALL_TO_ALL}.get(before[0])
+    def collective(self, before: str, after: str, counted: bool) -> Op | None:
+        """What makes one part of a letter of another. `counted`: the counts of unequal shards are there, whole."""
+        if before in ("P", "M") and after == "R":
+            return Op.ALL_REDUCE
+        if before[0] == "S" and after in ("R", "N"):
+            return Op.ALL_GATHER
+        if before == "P" and after[0] == "S":
+            return Op.REDUCE_SCATTER
+        if before[0] == after[0] == "S" or (before[0] == after[0] == "U" and counted):
+            return Op.ALL_TO_ALL
+        return None
+
+    def is_inside(self, outer: str, inner: str) -> bool:
+        """Whether the part of a letter on a later axis must change before the one on an earlier axis does: that axis
+        cuts what the earlier one has left of a dimension; or the largest of sums is not the sum of the largest."""
+        if outer[0] in "SU" and inner[0] in "SU":
+            return self.cuts_dimension(outer) == self.cuts_dimension(inner)
+        return {outer, inner} == {"M", "P"}
+
+    def cuts_dimension(self, part: str) -> tuple[str, bool]:
+        """Which dimension a shard is cut in; of rows and tokens that are one dimension, whether in the tokens."""
+        if part[0] == "U":
+            return "0", False
+        return part[1:].partition(":")[0], part.endswith("r")
 
     def repartitioned(self, rank: int, value: Value, group: tuple[int, ...], turn: int) -> Any:
         joined = self.joined[group][turn]
@@ -1005,7 +1104,7 @@ class _Machine:
             self.underway[rank][value] = ("pieces", pieces, None)
 
     def leaves_out(self, ins: Instruction) -> bool:
-        inside = len({r - self.shard[r] for r in ins.group}) == 1  # (the ranks share their layers)
+        inside = len({self.team[r] for r in ins.group}) == 1  # (the ranks share their layers)
         return self.program.compress.startswith(("topk", "powersgd")) and not inside
 
     def is_piece(self, ins: Instruction) -> bool:
@@ -1030,7 +1129,7 @@ class _Machine:
         brought = {v.index: memory.pop(v) for v in names}
         if any(found[2] != ins.step + 1 for found in brought.values()):
             raise Wrong(f"rank {rank} `{ins}`: replicas weigh as in another step")
-        if len({self.shard[r] for r in ins.group}) > 1 and any(self.program.groups[g].form == "S" for g in ins.layers):
+        if any(len({self.place[r][k] for r in ins.group}) > 1 for g in ins.layers for k in self.model.axes_of(g, "S")):
             raise Wrong(f"rank {rank} `{ins}` averages different shards")
         turn = self.turn(rank, ins, (ins.layers, str(ins), "param"), brought)
         self.underway[rank].update(dict.fromkeys(names, ("group", ins.group, turn, None)))
@@ -1041,7 +1140,7 @@ class _Machine:
             raise Wrong(f"rank {rank} `{ins}` works on a group that is not cut into slices")
         for g in ins.layers:
             having = [r for r, held in enumerate(self.homes) if Value("optimizer_shard", g) in held]
-            if list(ins.group) != [r for r in having if self.shard[r] == self.shard[rank]]:
+            if list(ins.group) != [r for r in having if self.place[r] == self.place[rank]]:
                 raise Wrong(f"rank {rank} `{ins}`: not all ranks with slices of group {g}, ascending")
 
     def scatter(self, rank: int, ins: Instruction) -> None:
@@ -1211,7 +1310,7 @@ class _Machine:
                         together.setdefault((step, i), {}).setdefault(key, Counter()).update(mine)
         taken: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
         for rank, g, version, gradient in self.updates:
-            own, found = (g, self.shard[rank]), of_all[self.replica[rank] if self.every else 0]
+            own, found = (g, self.place[rank]), of_all[self.replica[rank] if self.every else 0]
             places = [place for place, mine in found.items() if mine.get(own, Counter()).keys() & gradient.keys()]
             right: Counter[int] = Counter()
             for place in places:
@@ -1442,7 +1541,7 @@ class _Service(_Machine):
             for g in set().union(*self.shares):
                 right: Counter[int] = Counter()
                 for contributions in found:
-                    right.update(contributions.get((g, 0), ()))
+                    right.update(contributions.get((g, self.place[rank]), ()))
                 mine = [(one, server) for (w, s, server, one) in self.pushes if (w, s, one[0]) == (rank, step, g)]
                 pulled = [(one, server) for (w, s, server, one) in self.pulls if (w, s, one[0]) == (rank, step, g)]
                 if not self.is_all(g, mine) or not self.is_all(g, pulled):

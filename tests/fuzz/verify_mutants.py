@@ -22,7 +22,22 @@ from random import Random
 from typing import Any, NamedTuple
 
 from minipar import Plan, Program, ProgramError, verify
-from minipar.program import Instruction, Local, Op, Part, Serving, Staleness, Synchronous, Value, collectives
+from minipar.program import (
+    MOVED,
+    TRANSFERS,
+    Forms,
+    Group,
+    Instruction,
+    Local,
+    Op,
+    Part,
+    Serving,
+    Staleness,
+    Synchronous,
+    Value,
+    collectives,
+    repartitions,
+)
 from minipar.program.shape import Shape, divided, uniform
 from tests.fuzz.verify_interpreter import judge, values_of
 from tests.interpreters import shape
@@ -34,6 +49,59 @@ DIMS = replace(shape(4, size=64), dims=tuple((((4, 4)), ((4, 4))) for _ in range
 EIGHT = shape(8)
 CAUSAL = replace(shape(4), carries=(1, 2))
 
+
+def _nodes(inputs: str, nodes: Sequence[tuple[str, Forms]]) -> Shape:
+    """The shape of layers of one node each: the form of its parameters, and those that it takes and gives."""
+    groups = tuple(Group((k,), (8,), form=form) for k, (form, _) in enumerate(nodes))
+    forms = tuple(each for _, each in nodes)
+    return Shape(len(nodes), groups, "nodes", inputs=inputs, forms=forms, nodes=(1,) * len(nodes))
+
+
+# What a capture makes of a transformer whose tokens and operators are shared (cp, tp): tokens are cut twice, keys are
+# gathered, their gradients are summed. And of experts whose rows and operators are (ep, tp): entries go by counts.
+TOKENS = _nodes("S1", [
+    ("P/S", Forms("S1", "R,S1/P", "S1", "")),
+    ("P", Forms("C0,S1", "S1", "S1", "S1")),
+    ("P/S", Forms("S1", "S1,S2/S1,S2/S1", "S1,S2/S1,S2/S1", "S1/P")),
+    ("P/S", Forms("S1,S2/S1,R/S1", "S1/P", "S1", "S1,S2/S1,P/S1")),
+    ("P/P", Forms("S1/S1", "S1/S1", "C1/C1", "S1/S1")),
+    ("", Forms()),
+])  # fmt: skip
+EXPERTS = _nodes("S0", [
+    ("P/S", Forms("S0", "S0/P", "S0", "")),
+    ("P", Forms("S0", "S0,S0,U0", "N,S0,U0", "S0")),
+    ("S", Forms("N,S0,U1", "N,S0,U1", "N,S0,U1", "N,S0,U1")),
+    ("P", Forms("N,S0,U0", "S0", "S0", "N,S0,U0")),
+    ("P/S", Forms("S0", "S0/S2", "S0/C2", "S0/P")),
+    ("P/P", Forms("S0/S1", "S0/S1", "S0/S1", "S0/S1")),
+])  # fmt: skip
+
+
+def _equal(words: str, layers: int) -> Shape:
+    """The layers of which a plan without a model is."""
+    return Plan.parse(words)._uniform(layers)
+
+
+GRID, ALL = "tp=2 context_parallel=2", "tp=2 context_parallel=2 ep=2"
+ON_AXES: list[tuple[str, Shape, int]] = [  # programs whose ranks share layers along several axes
+    *[(words, _equal(words, layers), steps) for words, layers, steps in [
+        (f"{GRID} microbatches=2 bucket=none", 1, 2),
+        (f"{GRID} sequence_parallel=true", 1, 1),
+        (f"dp=2 {GRID} zero=1 clip=1.0", 1, 1),
+        (f"pp=2 {GRID} schedule=pipedream microbatches=2", 2, 1),
+        ("context_parallel=2 ep=2 pp=2 microbatches=2", 4, 1),
+        ("dp=2 context_parallel=2 ep=2 local_steps=2", 2, 3),
+        ("tp=2 ep=2 pp=2 sequence_parallel=true microbatches=2", 2, 1),
+        (ALL, 1, 1),
+        (f"{ALL} pp=2 bucket=none", 2, 1),
+    ]],
+    (f"{GRID} microbatches=2", TOKENS, 1),
+    (f"pp=2 {GRID} checkpoint=1 schedule=zb-h1 microbatches=2", TOKENS, 1),
+    (f"dp=2 {GRID} zero=3", TOKENS, 1),
+    ("tp=2 ep=2 microbatches=2", EXPERTS, 1),
+    ("pp=2 tp=2 ep=2 place=0,0,1,1,0,1", EXPERTS, 1),
+    ("dp=2 tp=2 ep=2 zero=2 bucket=none", EXPERTS, 1),
+]  # fmt: skip
 PLANS: list[tuple[str, Shape, int]] = [  # words, model, steps
     *[(f"pp=2 microbatches=3 schedule={name}", m, 1) for name in ("naive", "gpipe", "1f1b") for m in (PLAIN, TIED)],
     ("pp=2 dp=2 microbatches=2", FROZEN, 1),
@@ -139,13 +207,20 @@ COLLECTIVES = [
 ]
 
 
+def _compiled(plans: Sequence[tuple[str, Shape, int]]) -> list[Program]:
+    return [Plan.parse(words).compile(model, steps=steps, check=False) for words, model, steps in plans]
+
+
+@lru_cache(None)
+def on_axes() -> tuple[Program, ...]:
+    """Those of the programs whose ranks share layers along several axes."""
+    return tuple(_compiled(ON_AXES))
+
+
 @lru_cache(None)
 def valid() -> tuple[Program, ...]:
     """The programs that are changed."""
-    found = []
-    for words, model, steps in PLANS:
-        plan = Plan.parse(words)
-        found.append(plan.compile(model, steps=steps, check=False))
+    found = [*_compiled(PLANS), *on_axes()]
     for collective, name, ranks in COLLECTIVES:
         found.append(collectives.program(collective, name, ranks, 24, nodes=2 if ranks == 4 else 1))
     return tuple(found)
@@ -257,7 +332,10 @@ class _Mutator:
     def change(self) -> tuple[str, Program]:
         """What was changed, and the program with this change."""
         random = self.random
-        kind = random.choice(("order", "field", "field", "field", "program"))
+        several = len(self.program.sharing_axes) > 1
+        kind = random.choice(("order", "field", "field", "field", "program", *("axes",) * 5 * several))
+        if kind == "axes":
+            return self.of_axes()
         if kind == "program" or not len(self.program):
             return self.of_program()
         if kind == "order":
@@ -284,6 +362,122 @@ class _Mutator:
             for r, mine in enumerate(self.program.ranks)
         )
         return f"{name} of {scope} {rank}:{k} `{chosen}`", replace(self.program, ranks=rows)
+
+    def of_axes(self) -> tuple[str, Program]:
+        """A change that all ranks make alike: of a group, a form, a peer along an axis, or of what is promised."""
+        random, program = self.random, self.program
+        kind = random.choice(("group", "form", "form", "chain", "chain", "peer", "promise"))
+        rank = random.randrange(len(program.ranks))
+        axes = tuple(axis for axis in program.sharing_axes if random.random() < 0.5)
+        if kind == "promise":
+            return self.promise()
+        if kind == "peer":
+            kinds = random.choice((MOVED, MOVED[:1], MOVED[1:]))
+            where = {r: self.neighbour(r, axes) for r in range(len(program.ranks))}
+
+            def changed(ins: Instruction, r: int) -> Instruction:
+                moved = ins.op in TRANSFERS and (ins.reads or ins.writes)[0].kind in kinds
+                return ins._replace(peer=where.get(ins.peer, ins.peer)) if moved else ins
+
+            return f"peers of {kinds} along {axes}", self.everywhere(changed)
+        if kind == "chain":
+            pairs = [
+                (a, b) for a in program.ranks[rank] for b in program.ranks[rank]
+                if repartitions(a) and repartitions(b) and a.writes == b.reads
+            ]  # fmt: skip
+            if pairs:
+                return self.chain(*random.choice(pairs))
+        joined = [ins for ins in program.ranks[rank] if ins.group and (kind == "group" or repartitions(ins))]
+        if not joined:
+            return self.of_order()
+        chosen = random.choice(joined)
+
+        def same(ins: Instruction) -> bool:
+            return ins[:7] == chosen[:7]
+
+        if kind == "group":
+            return f"groups of `{chosen}` along {axes}", self.everywhere(
+                lambda ins, r: ins._replace(group=program.sharers(r, axes)) if same(ins) else ins
+            )
+        value = random.choice((chosen.reads[0], chosen.writes[0]))
+        other = value._replace(form=self.form(value.form))
+        op = random.choice((chosen.op, Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL))
+        everywhere = random.random() < 0.7
+
+        def renamed(ins: Instruction, r: int) -> Instruction:
+            if not (everywhere or same(ins)):
+                return ins
+            lists = (tuple(other if v == value else v for v in values) for values in (ins.reads, ins.writes, ins.frees))
+            reads, writes, frees = lists
+            return ins._replace(op=op if same(ins) else ins.op, reads=reads, writes=writes, frees=frees)
+
+        return f"{value} as [{other.form}] by {op.value}, everywhere={everywhere}", self.everywhere(renamed)
+
+    def everywhere(self, changed: Callable[[Instruction, int], Instruction]) -> Program:
+        rows = tuple(tuple(changed(ins, r) for ins in row) for r, row in enumerate(self.program.ranks))
+        return replace(self.program, ranks=rows)
+
+    def neighbour(self, rank: int, axes: Sequence[str]) -> int:
+        """The rank in the next place on these axes."""
+        for axis in axes:
+            along = self.program.sharers(rank, (axis,))
+            rank = along[(along.index(rank) + 1) % len(along)]
+        return rank
+
+    def form(self, form: str) -> str:
+        """A form with another part of a letter."""
+        random = self.random
+        letters = [letter.split("/") for letter in (form or "R").split(",")]
+        parts = random.choice(letters)
+        parts += ["R"] * (len(self.program.sharing_axes) - len(parts))
+        parts[random.randrange(len(parts))] = random.choice(("R", "P", "S0", "S1", "S2", "M", "N", "U0", "U1", "S1:2r"))
+        return self.written(letters)
+
+    def written(self, letters: Sequence[Sequence[str]]) -> str:
+        """The text of a form: what is whole at the end is left out."""
+        found = ["/".join(parts) for parts in letters]
+        found = [re.sub("(/R)+$", "", letter) for letter in found]
+        return "" if set(found) == {"R"} else ",".join(found)
+
+    def chain(self, first: Instruction, then: Instruction) -> tuple[str, Program]:
+        """Two collectives of a value, one after the other, in the other order."""
+        forms = [(ins.form or "R").split(",") for ins in (first.reads[0], first.writes[0], then.writes[0])]
+        wide, many = max(map(len, forms)), len(self.program.sharing_axes)
+        parts = [
+            [(letter.split("/") + ["R"] * many)[:many] for letter in (form * wide if form == ["R"] else form)]
+            for form in forms
+        ]
+        between = [[z if x == y else x for x, y, z in zip(*each, strict=True)] for each in zip(*parts, strict=True)]
+        value = first.writes[0]._replace(form=self.written(between))
+        turned = {
+            first[:7]: then._replace(reads=first.reads, writes=(value,), frees=first.reads),
+            then[:7]: first._replace(reads=(value,), writes=then.writes, frees=(value,)),
+        }
+
+        def changed(ins: Instruction, r: int) -> Instruction:
+            other = turned.get(ins[:7])
+            if other is None:
+                return ins
+            own = next(old for old in self.program.ranks[r] if old[:7] == (then if ins[:7] == first[:7] else first)[:7])
+            return other._replace(group=own.group, stream=own.stream)
+
+        return f"`{then}` before `{first}`", self.everywhere(changed)
+
+    def promise(self) -> tuple[str, Program]:
+        """Another form of a parameter group, or of a value that a layer takes or gives."""
+        random, program = self.random, self.program
+        if random.random() < 0.5:
+            groups = list(program.groups)
+            g = random.randrange(len(groups))
+            parts = (groups[g].form.split("/") + [""] * len(program.sharing_axes))[: len(program.sharing_axes)]
+            parts[random.randrange(len(parts))] = random.choice(("", "S", "P"))
+            groups[g] = groups[g]._replace(form="/".join(parts))
+            return f"group {g} of form {groups[g].form}", replace(program, groups=tuple(groups))
+        forms, layer = list(program.forms), random.randrange(len(program.forms))
+        name = random.choice(Forms._fields)
+        form = self.form(getattr(forms[layer], name))
+        forms[layer] = forms[layer]._replace(**{name: form})
+        return f"{name} of layer {layer}: {form}", replace(program, forms=tuple(forms))
 
     def of_order(self) -> tuple[str, Program]:
         random, program = self.random, self.program
@@ -382,11 +576,11 @@ class _Mutator:
         return tuple(held)
 
 
-def mutants(seed: int, count: int) -> Iterator[tuple[str, Program]]:
-    """`count` mutants, each with what was changed in words."""
+def mutants(seed: int, count: int, programs: Sequence[Program] = ()) -> Iterator[tuple[str, Program]]:
+    """`count` mutants of these programs (by default of all), each with what was changed in words."""
     random = Random(seed)
     for _ in range(count):
-        program = random.choice(valid())
+        program = random.choice(programs or valid())
         words = [program.name]
         for _ in range(random.choice((1, 1, 1, 1, 2, 3))):
             try:
@@ -450,9 +644,9 @@ class Outcome:
             self.stricter.append(found)
 
 
-def campaign(seed: int, count: int) -> Outcome:
+def campaign(seed: int, count: int, programs: Sequence[Program] = ()) -> Outcome:
     outcome = Outcome()
-    for words, program in mutants(seed, count):
+    for words, program in mutants(seed, count, programs):
         outcome.add(try_out(words, program))
     return outcome
 
@@ -466,11 +660,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--count", type=int, default=20000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--axes", action="store_true", help="only programs that share layers along several axes")
     chosen = parser.parse_args(arguments)
     begin = time.perf_counter()
-    outcome = campaign(chosen.seed, chosen.count)
+    programs = on_axes() if chosen.axes else valid()
+    outcome = campaign(chosen.seed, chosen.count, programs)
     seconds = time.perf_counter() - begin
-    print(f"seed {chosen.seed}: {outcome.count} mutants of {len(valid())} programs in {seconds:.0f} s")
+    print(f"seed {chosen.seed}: {outcome.count} mutants of {len(programs)} programs in {seconds:.0f} s")
     print(f"  accepted {outcome.accepted}, of them wrong {len(outcome.missed)}; verify crashed {len(outcome.crashes)}")
     print(f"  refused although the executor would do right: {len(outcome.stricter)}")
     for title, found in (("wrong, but accepted", outcome.missed), ("verify crashed", outcome.crashes)):

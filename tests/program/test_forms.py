@@ -105,6 +105,14 @@ def test_axes_change_one_after_the_other_the_last_one_first() -> None:
     assert changed_axis("S1/P", "S1/P") is None
 
 
+def test_an_axis_cuts_before_those_that_cut_what_it_leaves() -> None:
+    """The last axis first would give ranks other parts than those that the form promises."""
+    assert steps("P/P", "S1/S1") == [(Op.REDUCE_SCATTER, "S1/P"), (Op.REDUCE_SCATTER, "S1/S1")]
+    assert steps("S1/P", "R/S1") == [(Op.ALL_GATHER, "R/P"), (Op.REDUCE_SCATTER, "R/S1")]
+    assert steps("P/S1", "S1/S1") == [(None, "S1/S1")]
+    assert steps("P/S1", "S2/S1") == [(Op.REDUCE_SCATTER, "S2/S1")]
+
+
 def test_rows_that_are_left_to_an_axis() -> None:
     assert rows_left("S0/S0:1r", 1, (2, 2), 12) == 6  # the first axis has half of the rows
     assert rows_left("S1/S0:1r", 1, (2, 2), 12) == 12

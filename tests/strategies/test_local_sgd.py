@@ -59,7 +59,10 @@ def test_what_breaks_the_promise_is_refused():
             "of step 2 uses param(0) after 2 updates by its replica alone; the program promises 0",
         ),
         (row[:-1], "ends with param(0) of its own: after its last STEP it is not averaged over the replicas"),
-        ([*row[: k - 1], row[k], row[k - 1], *row[k + 1 :]], "after 1 update by its replica alone"),
+        (
+            [*row[: k - 1], row[k], row[k - 1], *row[k + 1 :]],
+            "`STEP 0:2` of step 1 uses param(0) after 0 updates by its replica alone; the program promises 1",
+        ),
         ([*row[: k - 2], row[k], *row[k - 2 : k], *row[k + 1 :]], "after 0 updates by its replica alone; the program"),
         ([*row[:2], gradients, *row[2:]], "the replica's own update of param(0) uses micro-batch 0 of replica"),
     ]:

@@ -470,7 +470,9 @@ class Contents:
         return ""  # (a micro-batch of its own)
 
     def _step_alone(self, rank: int, index: int, group: int, foreign: int) -> None:
-        """A STEP of a replica alone. There may be no `foreign` contributions, which are those of other replicas."""
+        """A STEP of a replica alone: of parameters that are averaged when it is due, and at no other time. There may be
+        no `foreign` contributions, which are those of other replicas."""
+        self._check_round(rank, index, group, self.updated[rank].get(group, 0))
         self.alone[rank][group] = self.alone[rank].get(group, 0) + 1
         self.updated[rank][group] = self.program.ranks[rank][index].step + 1
         if foreign:

@@ -7,9 +7,22 @@ freed: the walks of the other questions find both.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from minipar.program import MOVED, Op, Program, Value
 from minipar.program.diagnostics import at, refuse
-from minipar.program.forms import COUNTS, along, changed_axis, collective_of, in_words, lacking, letters, pairs
+from minipar.program.forms import (
+    COUNTS,
+    along,
+    axis_within,
+    changed_axis,
+    collective_of,
+    in_words,
+    lacking,
+    letters,
+    needed,
+    pairs,
+)
 
 
 def check_forms(program: Program, rank: int, index: int) -> None:
@@ -27,6 +40,27 @@ def check_forms(program: Program, rank: int, index: int) -> None:
                 reason = f"{at(program, rank, index)} {verb} {value} as {in_words(value.form)}; layer"
                 who = f"{reason} {program.title(layer)} {verb[:-1]}s it as {in_words(wanted)}"
                 raise refuse(program, rank, index, f"{who}{lacking(value.form, wanted)}")
+
+
+def check_inside(program: Program, rank: int, index: int) -> None:
+    """The layers of a compute instruction hand values on to each other as they are. (The weight halves of backwards
+    hand on nothing.)"""
+    ins = program.ranks[rank][index]
+    if ins.op is Op.BACKWARD_WEIGHT:
+        return
+    back = ins.op in (Op.BACKWARD, Op.BACKWARD_INPUT)
+    for first, second in pairwise(ins.layers):
+        before, after = program.forms[first], program.forms[second]
+        given, taken, giver, taker = before.writes, needed(after.reads), first, second
+        if back:
+            given, taken, giver, taker = after.grad_writes, needed(before.grad_reads), second, first
+        if given != taken:
+            what = "the gradient of its input" if back else "its output"
+            raise refuse(
+                program, rank, index,
+                f"{at(program, rank, index)}: layer {program.title(giver)} gives {what} as {in_words(given)}, and "
+                f"layer {program.title(taker)} takes it as {in_words(taken)}{lacking(given, taken)}",
+            )  # fmt: skip
 
 
 def check_repartition(program: Program, rank: int, index: int) -> None:
@@ -60,6 +94,14 @@ def check_repartition(program: Program, rank: int, index: int) -> None:
         raise refuse(
             program, rank, index,
             f"{where} is superfluous: {source} is {in_words(source.form)} before, and after it",
+        )  # fmt: skip
+    within = axis_within(source.form, target.form, axis or 0)
+    if within is not None:
+        outer, inner = program.sharing_axes[axis or 0], program.sharing_axes[within]
+        raise refuse(
+            program, rank, index,
+            f"{where} mixes up the parts of {source} along {inner}, which are parts of what {outer} has left; possible "
+            f"is {inner} first where they are joined, and {outer} first where they are cut",
         )  # fmt: skip
     there = letters(old)
     for k, letter in enumerate(there):

@@ -243,7 +243,6 @@ class StaleContents(Contents):
         """The gradient of an update has whole micro-batches, the same ones of all replicas (or those of its own, if it
         trains alone), as many as the contract says, and none is too stale. `made` are its contributions."""
         program = self.program
-        self._check_round(rank, index, g, newest)
         own = program.replica(rank), program.part(rank, g, "P")[0]
         found = {
             (replica, part): [self._places(g, made >> slot, replica, part) for slot in self.bits[g].values()]

@@ -239,7 +239,7 @@ def _check_instructions(program: Program, ranks: Collection[int]) -> None:
             for value in writes:
                 if value[:2] not in made and value[0] not in carried:
                     raise refuse(program, rank, index, f"{at(program, rank, index)} cannot make {value}")
-            if program.forms and layers:
+            if layers and (program.forms or program.sharing > 1):
                 forms.check_forms(program, rank, index)
             for value in reads + writes:
                 if value[2] >= 0 and (value[2] != i or value[3] != step) and value[0] not in carried:
@@ -285,6 +285,8 @@ def _check_layers(program: Program, rank: int, index: int) -> None:
         told = ",".join(map(str, layers))
         reason = f"{where}: layers {told} do not follow each other; possible are neighbours, ascending, such as "
         raise refuse(program, rank, index, f"{reason}{','.join(map(str, range(min(layers), max(layers) + 1)))}")
+    if program.forms:
+        forms.check_inside(program, rank, index)
 
 
 def _twice(items: Iterable[int]) -> int:
