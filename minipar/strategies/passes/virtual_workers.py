@@ -20,10 +20,22 @@ the version before it if nothing needs that any more: then it is in its place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
-from minipar.program import Instruction, Op, Portion, grad, home, param, served, served_state
+from minipar.program import (
+    Instruction,
+    Op,
+    Portion,
+    Value,
+    grad,
+    home,
+    param,
+    served,
+    served_state,
+    version_of,
+)
 from minipar.program.mesh import Mesh
 from minipar.strategies import served_order
 from minipar.strategies.draft import Draft
@@ -51,23 +63,32 @@ def push_and_pull_versions(draft: Draft) -> Draft:
 
 
 def _with_service(draft: Draft, rank: int, shares: Shares) -> list[Instruction]:
-    """A rank of the first replica that pushes and pulls where it would update its parameters."""
-    row, early = draft.ranks[rank], draft.plan.overlap == "backward"
+    """A rank of the first replica that pushes what it would update its parameters with, and pulls each version when it
+    needs it."""
     groups = draft.layout.trainable(rank)
-    ends = [k for k, ins in enumerate(row) if ins.op is Op.STEP]
-    result = _pulls(draft, groups, shares, 0, frozenset())
-    begin = 0
-    for end in ends:
-        part, step = row[begin:end], row[end]
-        last = last_writes(part, "grad")
-        after: dict[int, list[Instruction]] = {}
-        for g in sorted(groups, key=lambda g: (last[g], g)):
-            after.setdefault(last[g] if early else len(part) - 1, []).extend(_pushes(draft, g, shares, step.step))
-        result += insert(part, after=after)
-        if end != ends[-1]:
-            result += _pulls(draft, groups, shares, step.step + 1, frozenset(step.frees))
+    row = _pushing(draft, rank, shares)
+    needed: dict[int, int] = {}  # version -> the place where it must have been pulled
+    freed: dict[Value, int] = {}  # a version of a group -> the place where nothing needs it any more
+    for k, ins in enumerate(row):
+        if ins.op is not Op.STEP:
+            needed.setdefault(ins.step if ins.op is Op.PUSH else max(map(version_of, ins.reads), default=-1), k)
+        freed.update((value, k) for value in ins.frees if version_of(value) >= 0)
+    over = {value for value, k in freed.items() if k < needed.get(value.step + 1, len(row))}  # another comes over it
+    kept = [ins._replace(frees=tuple(value for value in ins.frees if value not in over)) for ins in row]
+    pulls = {k: _pulls(draft, groups, shares, version, over) for version, k in needed.items() if version >= 0}
+    return [ins for ins in insert(kept, before=pulls) if ins.op is not Op.STEP]
+
+
+def _pushing(draft: Draft, rank: int, shares: Shares) -> list[Instruction]:
+    """The row with PUSHes of each update before its STEP."""
+    row, early = draft.ranks[rank], draft.plan.overlap == "backward"
+    begin, after = 0, defaultdict[int, list[Instruction]](list)
+    for end in (k for k, ins in enumerate(row) if ins.op is Op.STEP):
+        last = {g: begin + k for g, k in last_writes(row[begin:end], "grad").items()}
+        for g in sorted(draft.layout.trainable(rank), key=lambda g: (last[g], g)):
+            after[last[g] if early else end - 1] += _pushes(draft, g, shares, row[end].step)
         begin = end + 1
-    return [*result, *row[begin:]]
+    return insert(row, after=after)
 
 
 def _pushes(draft: Draft, group: int, shares: Shares, update: int) -> list[Instruction]:
@@ -80,10 +101,10 @@ def _pushes(draft: Draft, group: int, shares: Shares, update: int) -> list[Instr
 
 
 def _pulls(
-    draft: Draft, groups: Sequence[int], shares: Shares, version: int, gone: frozenset[object]
+    draft: Draft, groups: Sequence[int], shares: Shares, version: int, over: Container[Value]
 ) -> list[Instruction]:
-    """The PULLs of a version of some groups, from each server that keeps some of them. `gone`: what nothing needs once
-    it comes."""
+    """The PULLs of a version of some groups, from each server that keeps some of them. `over`: the versions in whose
+    place the next one comes."""
     found: list[Instruction] = []
     for g in groups:
         homes = [server for server, share in enumerate(shares) if g in share]
@@ -91,5 +112,5 @@ def _pulls(
         made = [piece(Op.PULL, Portion(g), shares[server][g], version, size + server) for server in homes]
         made = [pull._replace(writes=(param(g, version),)) for pull in made]
         before = param(g, version - 1)
-        found += [made[0]._replace(frees=(before,) if before in gone else ()), *made[1:]]
+        found += [made[0]._replace(frees=(before,) if before in over else ()), *made[1:]]
     return found
