@@ -11,7 +11,7 @@ from torch import nn
 
 from minipar import Plan, train, verify
 from minipar.errors import ProgramError
-from minipar.program import Op
+from minipar.program import Op, param
 
 WORDS = "dp=2 pp=2 sync=ps split=2,4"
 
@@ -61,6 +61,14 @@ def first(row, op):
     return min(k for k, ins in enumerate(row) if ins.op is op)
 
 
+def second_pull(row):
+    return next(k for k, ins in enumerate(row) if ins.op is Op.PULL and ins.step == 1)
+
+
+def freed(row, k, value):
+    return [*row[:k], row[k]._replace(frees=(*row[k].frees, value)), *row[k + 1 :]]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -68,6 +76,14 @@ def first(row, op):
         (lambda row: taken_out(row, last(row, Op.PUSH)), "receive without send: .*ACCEPT"),
         (lambda row: later(row, first(row, Op.FORWARD) - 2, first(row, Op.FORWARD)), "not pulled from rank"),
         (lambda row: later(row, first(row, Op.BACKWARD), first(row, Op.PUSH)), r"reads grad\(3\) before"),
+        (
+            lambda row: later(row, first(row, Op.PUSH), second_pull(row)),
+            r"comes before grad\(3\) is pushed to update 0",
+        ),
+        (
+            lambda row: freed(row, last(row, Op.BACKWARD), param(2, 3)),
+            r"ends without param\(2\) v3, its newest version",
+        ),
     ],
 )
 def test_mistakes_are_refused(change, message):

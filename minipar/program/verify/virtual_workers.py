@@ -5,6 +5,9 @@
 What a rank pushes waits here, by group and update, until all ranks that hold the group have pushed theirs. Together it
 is what an update takes, and it is checked as that of a STEP is when a rank has pulled the version that the update made:
 from every server that keeps a part of it. The last update is pulled by nobody, and is checked at the end.
+
+A rank is at one version with the servers: it pulls all of v1 before it pushes to update 1, and pushes all of that before
+it pulls any of v2.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ class ServedContents(StaleContents):
     pushed    (group, update) -> what each rank has pushed
     last      (rank, group) -> the place of the last PUSH of it
     pulled    (rank, group, version) -> the servers from which it was pulled
+    at        for each rank, the version that it pulls and then pushes to; -1 before the first one
     """
 
     def __init__(self, program: Program) -> None:
@@ -44,30 +48,45 @@ class ServedContents(StaleContents):
         self.pushed: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)
         self.last: dict[tuple[int, int], int] = {}
         self.pulled: dict[tuple[int, int, int], set[int]] = defaultdict(set)
+        self.at = [-1] * program.workers
 
     def follow(self, turns: Iterable[Turn]) -> None:
         super().follow(turn for turn in turns if turn[2] is None or turn[2].op not in _OF_SERVERS)
         for (rank, g), index in self.last.items():
+            if param(g, self.at[rank]) not in self.alive[rank].get(g, ()):
+                raise ProgramError(f"rank {rank} ends without {param(g, self.at[rank])}, its newest version")
             self._check_made(rank, index, g, self.program.ranks[rank][index].step)
 
     def _serve(self, rank: int, index: int, ins: Instruction) -> None:
-        known = self.known[rank]
+        known, at = self.known[rank], self.at[rank]
         if ins.op is Op.PUSH:
+            if ins.step != at:
+                raise self._refuse(rank, index, f"pushes to update {ins.step} after a PULL of v{at}; possible is {at}")
             for g in ins.layers:
                 if grad(g) in ins.frees:
-                    self.pushed[g, ins.step][rank] = known.pop(grad(g), 0)
+                    self.pushed[g, at][rank] = known.pop(grad(g), 0)
                     self.last[rank, g] = index
             return
+        if ins.step not in (at, at + 1):
+            raise self._refuse(rank, index, f"pulls v{ins.step} after v{at}; possible is v{at + 1}")
+        if ins.step != at:
+            self._check_done(rank, index, at)
+            self.at[rank] = ins.step
         for g in ins.layers:
-            newest, here = known.get(param(g), 0), self.pulled[rank, g, ins.step]
-            if ins.step and ins.step != newest + 1:
-                what = f"brings {param(g, ins.step)} after v{newest}; possible is {param(g, newest + 1)}"
-                raise self._refuse(rank, index, what)
+            here = self.pulled[rank, g, ins.step]
             here.add(ins.peer)
-            if ins.step and here == self.keepers[g]:
-                self._check_made(rank, index, g, newest)
+            if here == self.keepers[g] and ins.step:
+                self._check_made(rank, index, g, ins.step - 1)
                 known[param(g)] = ins.step
         self._make(rank, index, ins)
+
+    def _check_done(self, rank: int, index: int, at: int) -> None:
+        """Before the next version a rank has pulled all of this one, and has pushed all of its update."""
+        for g, ranks in self.holders.items() if at >= 0 else ():
+            if rank in ranks and self.pulled[rank, g, at] != self.keepers[g]:
+                raise self._refuse(rank, index, f"comes before all of {param(g, at)} is pulled")
+            if rank in ranks and rank not in self.pushed[g, at]:
+                raise self._refuse(rank, index, f"comes before {grad(g)} is pushed to update {at}")
 
     def _compute(self, rank: int, index: int, ins: Instruction) -> None:
         for value in ins.reads:
