@@ -6,8 +6,8 @@ What a rank pushes waits here, by group and update, until all ranks that hold th
 is what an update takes, and it is checked as that of a STEP is when a rank has pulled the version that the update made:
 from every server that keeps a part of it. The last update is pulled by nobody, and is checked at the end.
 
-A rank is at one version with the servers: it pulls all of v1 before it pushes to update 1, and pushes all of that before
-it pulls any of v2.
+A rank is at one version with the servers: it pulls some of v1 before it pushes to update 1, and has pulled all of v1
+and pushed all of its update before it pulls any of v2.
 """
 
 from __future__ import annotations
