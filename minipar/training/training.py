@@ -172,8 +172,9 @@ class Run:
 
     def __repr__(self) -> str:
         each = 1e3 / self.program.steps
+        steps = len(self.losses) * self.program.steps // self.program.losses
         return (
-            f"<Run of {self.plan}: {several(len(self.step_times), 'step')}, loss {self.losses[0]:.4f} -> "
+            f"<Run of {self.plan}: {several(steps, 'step')}, loss {self.losses[0]:.4f} -> "
             f"{self.losses[-1]:.4f}, "
             f"step {self.trace.time * each:.1f} ms measured, {self.predicted.time * each:.1f} ms predicted "
             f"({self.prediction_error:+.0%})>"
@@ -453,7 +454,7 @@ def _train_served(
         costs = emulated_costs(program, ranks.emulates, job, ranks)
         slow = [delays(costs, rank) for rank in range(program.workers)]
         pacing = pacing_of(costs) if costs.links else None
-    with bar(total=program.steps * program.workers, desc=str(plan)) as meter:
+    with bar(total=program.served_steps * program.workers, desc=str(plan)) as meter:
         done, service = execute_served(
             program, job, ranks, on_death=plan.on_death, keep_gradients=check, slow=slow, pacing=pacing,
             report=lambda k: meter.update(), watch=watch, storing=storing,
