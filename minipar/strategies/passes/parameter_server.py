@@ -94,12 +94,12 @@ def push_and_pull(draft: Draft) -> Draft:
         known, inner = served_order.in_step(plan.dp, draft.step), [axis for axis, _ in mesh if axis != "dp"]
         replicas = [mesh.group(rank, *inner) for rank in mesh.group(0, "dp")]
         servers = served_order.of_servers(known, whole, [{draft.step: row} for row in workers], replicas)
-    held = [_held(row, state) for row, state in zip(rows, draft.state, strict=True)]
+    held = [held_between(row, state) for row, state in zip(rows, draft.state, strict=True)]
     held += [frozenset(map(served, share)) | frozenset(map(served_state, share)) for share in shares]
     return replace(draft, ranks=(*map(tuple, rows), *servers), update=(), state=tuple(held))
 
 
-def _held(row: Sequence[Instruction], state: frozenset[Value]) -> frozenset[Value]:
+def held_between(row: Sequence[Instruction], state: frozenset[Value]) -> frozenset[Value]:
     """What a worker holds between steps. (It frees its gradients when they are pushed.)"""
     kept = {value for ins in row for value in ins.writes if value.kind == "residual"}
     return frozenset(value for value in state if home(value).kind == "param") | kept

@@ -30,8 +30,8 @@ from minipar.program import (
     Portion,
     Value,
     grad,
-    home,
     param,
+    residual,
     served,
     served_state,
     version_of,
@@ -39,8 +39,10 @@ from minipar.program import (
 from minipar.program.mesh import Mesh
 from minipar.strategies import served_order
 from minipar.strategies.draft import Draft
+from minipar.strategies.passes.compress import keeps_residual
+from minipar.strategies.passes.parameter_server import held_between
 from minipar.strategies.rewriting import insert, last_writes
-from minipar.strategies.shares import Shares, checked_shares, kept_shares, piece, whole
+from minipar.strategies.shares import Shares, checked_shares, kept_shares, piece, pushed_shares, whole
 
 
 def push_and_pull_versions(draft: Draft) -> Draft:
@@ -57,7 +59,7 @@ def push_and_pull_versions(draft: Draft) -> Draft:
         made = served_order.by_layer(update, update == last, kept, blocks)
         for row, more in zip(servers, made, strict=True):
             row += more
-    held = [frozenset(value for value in state if home(value).kind == "param") for state in draft.state]
+    held = [held_between(row, state) for row, state in zip(rows, draft.state, strict=True)]
     held += [frozenset(map(served, share)) | frozenset(map(served_state, share)) for share in shares]
     return replace(draft, ranks=(*map(tuple, rows), *map(tuple, servers)), state=tuple(held))
 
@@ -66,7 +68,7 @@ def _with_service(draft: Draft, rank: int, shares: Shares) -> list[Instruction]:
     """A rank of the first replica that pushes what it would update its parameters with, and pulls each version when it
     needs it."""
     groups = draft.layout.trainable(rank)
-    row = _pushing(draft, rank, shares)
+    row = _pushing(draft, rank)
     needed: dict[int, int] = {}  # version -> the place where it must have been pulled
     freed: dict[Value, int] = {}  # a version of a group -> the place where nothing needs it any more
     for k, ins in enumerate(row):
@@ -79,25 +81,30 @@ def _with_service(draft: Draft, rank: int, shares: Shares) -> list[Instruction]:
     return [ins for ins in insert(kept, before=pulls) if ins.op is not Op.STEP]
 
 
-def _pushing(draft: Draft, rank: int, shares: Shares) -> list[Instruction]:
+def _pushing(draft: Draft, rank: int) -> list[Instruction]:
     """The row with PUSHes of each update before its STEP."""
     row, early = draft.ranks[rank], draft.plan.overlap == "backward"
     begin, after = 0, defaultdict[int, list[Instruction]](list)
     for end in (k for k, ins in enumerate(row) if ins.op is Op.STEP):
         last = {g: begin + k for g, k in last_writes(row[begin:end], "grad").items()}
         for g in sorted(draft.layout.trainable(rank), key=lambda g: (last[g], g)):
-            after[last[g] if early else end - 1] += _pushes(draft, g, shares, row[end].step)
+            after[last[g] if early else end - 1] += _pushes(draft, g, row[end].step)
         begin = end + 1
     return insert(row, after=after)
 
 
-def _pushes(draft: Draft, group: int, shares: Shares, update: int) -> list[Instruction]:
+def _pushes(draft: Draft, group: int, update: int) -> list[Instruction]:
     """The PUSHes of a group's gradient, one to each server that keeps some of it; the last one frees it."""
-    homes = [server for server, share in enumerate(shares) if group in share]
-    size = draft.layout.mesh.size
-    made = [piece(Op.PUSH, Portion(group), shares[server][group], update, size + server) for server in homes]
-    reads = [push._replace(reads=(grad(group),)) for push in made]
-    return [*reads[:-1], reads[-1]._replace(frees=(grad(group),))]
+    size, choice = draft.layout.mesh.size, draft.plan.compress
+    sent = pushed_shares(draft.layout.shape, draft.plan.servers, choice)
+    left = (residual(group),) if keeps_residual(choice) else ()
+    made = [
+        piece(Op.PUSH, Portion(group), share[group], update, size + server)
+        for server, share in enumerate(sent)
+        if group in share
+    ]
+    made = [push._replace(reads=(grad(group), *left), writes=left) for push in made]
+    return [*made[:-1], made[-1]._replace(frees=(grad(group),))]
 
 
 def _pulls(
