@@ -214,7 +214,6 @@ _DECIDES_ALONE_REPLICAS = (
 _NOT_IN_VIRTUAL_WORKERS = (
     (ARRIVING, "servers decide by whole steps of a replica, and each stage pushes updates of its own"),
     (MESSAGES, "each layer is pushed and updated by itself"),
-    (BF16, "a worker rounds what it pulls for a step, and keeps no versions of it"),
     (OFFLOAD, "what is pulled comes to the layers of the device"),
     (HOST_LAYERS, "what is pulled comes to the layers of the device"),
     (OPERATORS, "versions of shards are pulled for whole steps"),
