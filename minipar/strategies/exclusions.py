@@ -214,12 +214,6 @@ _DECIDES_ALONE_REPLICAS = (
 _NOT_IN_VIRTUAL_WORKERS = (
     (ARRIVING, "servers decide by whole steps of a replica, and each stage pushes updates of its own"),
     (MESSAGES, "each layer is pushed and updated by itself"),
-    (OFFLOAD, "what is pulled comes to the layers of the device"),
-    (HOST_LAYERS, "what is pulled comes to the layers of the device"),
-    (OPERATORS, "versions of shards are pulled for whole steps"),
-    (CONTEXT, "versions of shards are pulled for whole steps"),
-    (EXPERTS, "versions of shards are pulled for whole steps"),
-    (CHECKED, "ranks note what they pull and push by steps, which overlap"),
     (REVIVING, "a replica would begin again in the middle of several steps"),
     (DYNAMIC, "a rank that decides as it runs has one version, of which it knows the number afterwards"),
 )

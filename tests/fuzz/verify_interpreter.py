@@ -1364,10 +1364,11 @@ class _Service(_Machine):
     follows from the mode, and where their lists are there, they say the same.
 
     layered   whether layers may be updated one by one
-    possible  what workers do
+    possible  what workers do; whether ranks that share layers do it, too
     """
 
     possible: tuple[Op, ...] = (Op.PULL, Op.PUSH, *COMPUTE)
+    shares_layers = False
 
     def __init__(self, program: Program) -> None:
         assert program.serving is not None
@@ -1401,7 +1402,8 @@ class _Service(_Machine):
         for rank, row in enumerate(program.ranks):
             possible = self.possible if rank < self.workers else (Op.ACCEPT, Op.APPLY, Op.REPLY)
             for ins in row:
-                if ins.op not in possible or ins.stream == "host" or ins.group:
+                moves = rank < self.workers and self.shares_layers and self.repartitions(ins)
+                if (ins.op not in possible and not moves) or ins.stream == "host" or (ins.group and not moves):
                     raise Wrong(f"rank {rank} `{ins}`: not here")
         place = [0] * len(program.ranks)
         moved = True
@@ -1594,6 +1596,7 @@ class _VirtualWorkers(_Service):
     """
 
     possible = (*_Service.possible, Op.SEND, Op.RECV)
+    shares_layers = True
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)
@@ -1603,7 +1606,7 @@ class _VirtualWorkers(_Service):
         return [rank for rank in range(self.workers) if Value("param", g, -1, 0) in self.program.state[rank]]
 
     def serve(self, rank: int, ins: Instruction) -> bool:
-        if ins.op not in (*COMPUTE, Op.SEND, Op.RECV):
+        if ins.op not in (*COMPUTE, Op.SEND, Op.RECV) and not self.repartitions(ins):
             return super().serve(rank, ins)
         if not self.await_reads(rank, ins):
             return False
@@ -1653,15 +1656,18 @@ class _VirtualWorkers(_Service):
             raise Wrong("a message was never received")
         count = self.last_version() + 1
         for g in set().union(*self.shares):
+            shards = {rank: tuple(self.place[rank][k] for k in self.model.axes_of(g, "S")) for rank in self.holders(g)}
+            alike = set(self.model.axes) - set(self.model.axes_of(g, "SP"))
             for step in range(count):
-                total: Counter[int] = Counter()
-                for rank in self.holders(g):
+                totals: dict[Coordinates, Counter[int]] = defaultdict(Counter)
+                for rank, shard in shards.items():
                     mine = self.exchanged(self.pushes, rank, g, step)
                     pushed = [self.pushes.pop((rank, step, server, one)) for one, server in mine]
                     if not self.is_all(g, mine) or any(other != pushed[0] for other in pushed):
                         raise Wrong(f"rank {rank} pushes a part of group {g} to update {step}")
-                    total.update(pushed[0])
-                self.updates += [(rank, g, step, total) for rank in self.holders(g)]
+                    if all(self.place[rank][k] == 0 for k in alike):  # (one of those that have it alike)
+                        totals[shard].update(pushed[0])
+                self.updates += [(rank, g, step, totals[shard]) for rank, shard in shards.items()]
         if self.pushes or any(version != count for version in self.versions.values()):
             raise Wrong("servers that make other numbers of updates")
         self.check_end()

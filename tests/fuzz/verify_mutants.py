@@ -108,6 +108,9 @@ VIRTUAL: list[tuple[str, Shape, int]] = [  # parameter servers with pipelines wi
     ("pp=2 sync=ps servers=3 schedule=pipedream-vertical microbatches=3", FROZEN, 1),
     ("dp=2 sync=ps servers=2 schedule=pipedream-2bw microbatches=2", shape(3, tied=[(0, 2)]), 3),
     ("pp=2 sync=ps schedule=pipedream checkpoint=1 microbatches=2", PLAIN, 1),
+    ("tp=2 pp=2 sync=ps schedule=pipedream microbatches=2", divided(uniform(2), 2), 1),
+    (f"{GRID} sync=ps schedule=pipedream-2bw microbatches=2", TOKENS, 2),
+    ("dp=2 tp=2 ep=2 sync=ps servers=2 schedule=pipedream-2bw", EXPERTS, 2),
 ]
 PLANS: list[tuple[str, Shape, int]] = [  # words, model, steps
     *[(f"pp=2 microbatches=3 schedule={name}", m, 1) for name in ("naive", "gpipe", "1f1b") for m in (PLAIN, TIED)],

@@ -98,9 +98,13 @@ class ServedContents(StaleContents):
         super()._compute(rank, index, ins)
 
     def _check_made(self, rank: int, index: int, g: int, update: int) -> None:
-        """An update takes what all ranks have pushed for it."""
-        made = 0
+        """An update takes what all ranks have pushed for it; of a shard, those that have it. (What ranks that share a
+        layer have alike, the first of them pushes.)"""
+        made, program, form = 0, self.program, self.program.groups[g].form
+        mine = program.part(rank, g, "S")
         for other in sorted(self.holders[g]):
+            if program.part(other, g, "S") != mine or not program.is_first(other, form, "S", "P"):
+                continue
             found = self.pushed[g, update].get(other, 0)
             if made & found:
                 raise self._refuse(rank, index, f"counts {self.name(g, made & found)} twice")
