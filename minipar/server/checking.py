@@ -6,10 +6,11 @@
                                          v      an update is of the sum of what was taken, each gradient once; it
     driver                           compare    changes parameters, to finite numbers; all servers clip it to one norm
 
-In mode sync each step is compared as soon as it is over. In the other modes servers decide as they run, and only the
-whole order says which instruction came first: all steps are compared at the end, and so are steps that overlap. A
-gradient that came too late for an update counts nowhere, and neither do the facts of its step; what workers have alike
-is compared in steps that all of them have done. What is pushed in fewer bytes (compress=) is checked as it was unpacked, and not on its way.
+In mode sync each step is compared as soon as it is over, and steps that overlap are compared at the end. In the other
+modes servers decide as they run, and only the whole order says which instruction came first: all steps are compared at
+the end. A gradient that came too late for an update counts nowhere, and neither do the facts of its step; what workers
+have alike is compared in steps that all of them have done. What is pushed in fewer bytes (compress=) is checked as it
+was unpacked, and not on its way.
 
 With on_death=continue what a rank has noted may die with it, and steps are done again. So all is compared at the end:
 of a step that was done again what was noted last, and only facts that all of their ranks have noted.
@@ -26,7 +27,7 @@ from torch import Tensor
 from minipar.execution import facts
 from minipar.execution.checking import CheckedExecutor, checksum, failure, is_finite, left_alone, weighed_together
 from minipar.execution.facts import ALIKE, ONE, SUM, WRONG, Broken, Fact
-from minipar.program import Instruction, Op, Portion, Program, Value, param, portions
+from minipar.program import Instruction, Op, Portion, Program, Value, portions
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server.pushing import Servers
 from minipar.server.shard import Gradients, Pushed, Shard, view

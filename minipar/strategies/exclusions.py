@@ -128,7 +128,6 @@ OFFLOADED_OPTIMIZER = KeyValues(
 OFFLOADED_PARAMETERS = KeyValues(
     "offload", "offload=parameters", lambda plan: "parameters" in plan.offload, "offload=optimizer"
 )
-HOST_LAYERS = KeyValues("host_layers", "host_layers", lambda plan: bool(plan.host_layers), "host_layers=none")
 OPERATORS = KeyValues("tp", "tp of 2 or more", lambda plan: plan.tp > 1, "tp=1")
 CONTEXT = KeyValues(
     "context_parallel", "context_parallel of 2 or more", lambda plan: plan.context_parallel > 1, "context_parallel=1"
@@ -142,10 +141,9 @@ ARRIVING = KeyValues(
     "mode=sync",
 )
 VIRTUAL = KeyValues(
-    "sync", "sync=ps with a schedule without flushes", lambda plan: plan.sync == "ps" and plan.asynchronous,
-    "sync=allreduce, or a synchronous schedule such as 1f1b",
+    "schedule", "schedule without flushes, with sync=ps", lambda plan: plan.sync == "ps" and plan.asynchronous,
+    "a synchronous schedule such as 1f1b",
 )  # fmt: skip
-CHECKED = KeyValues("check", "check", lambda plan: plan.check, "check=false")
 REVIVING = KeyValues(
     "on_death", "on_death=continue", lambda plan: plan.on_death == "continue", "on_death=abort"
 )  # fmt: skip
@@ -212,10 +210,10 @@ _DECIDES_ALONE_REPLICAS = (
 )
 
 _NOT_IN_VIRTUAL_WORKERS = (
-    (ARRIVING, "servers decide by whole steps of a replica, and each stage pushes updates of its own"),
-    (MESSAGES, "each layer is pushed and updated by itself"),
+    (ARRIVING, "servers decide when a replica has pushed a whole step, and its stages push at different times"),
+    (MESSAGES, "servers update and answer each layer by itself"),
+    (OFFLOADED_PARAMETERS, "versions are pulled to where their layers are, and would have to go on to the host"),
     (REVIVING, "a replica would begin again in the middle of several steps"),
-    (DYNAMIC, "a rank that decides as it runs has one version, of which it knows the number afterwards"),
 )
 
 EXCLUSIONS = (
@@ -283,6 +281,9 @@ EXCLUSIONS = (
     Exclusion(CLIP, ASYNCHRONOUS, "the norm of all gradients is known only after a flush", fundamental=True),
     Exclusion(INFERENCE, ASYNCHRONOUS, "nothing is updated", fundamental=True),
     *(Exclusion(VIRTUAL, other, why) for other, why in _NOT_IN_VIRTUAL_WORKERS),
+    Exclusion(
+        SERVERS, DYNAMIC, "a rank that decides as it runs has one version, of which it knows the number afterwards"
+    ),
     Exclusion(PRIORITY, ASYNCHRONOUS, "forwards use a version that is there, and wait for no sum", fundamental=True),
     Exclusion(COMPRESSED, UNSUMMED, _NO_SUMS, fundamental=True),
     Exclusion(LATE_SUMS, UNSUMMED, _NO_SUMS, fundamental=True),

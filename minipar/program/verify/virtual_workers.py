@@ -53,7 +53,7 @@ class ServedContents(StaleContents):
     def follow(self, turns: Iterable[Turn]) -> None:
         super().follow(turn for turn in turns if turn[2] is None or turn[2].op not in _OF_SERVERS)
         for (rank, g), index in self.last.items():
-            if param(g, self.at[rank]) not in self.alive[rank].get(g, ()):
+            if self.at[rank] not in map(version_of, self.alive[rank].get(g, ())):
                 raise ProgramError(f"rank {rank} ends without {param(g, self.at[rank])}, its newest version")
             self._check_made(rank, index, g, self.program.ranks[rank][index].step)
 
@@ -62,22 +62,22 @@ class ServedContents(StaleContents):
         if ins.op is Op.PUSH:
             if ins.step != at:
                 raise self._refuse(rank, index, f"pushes to update {ins.step} after a PULL of v{at}; possible is {at}")
-            for g in ins.layers:
-                if grad(g) in ins.frees:
-                    self.pushed[g, at][rank] = known.pop(grad(g), 0)
-                    self.last[rank, g] = index
+            for value in ins.frees:
+                if home(value).kind == "grad":
+                    self.pushed[value.index, at][rank] = known.pop(value, 0)
+                    self.last[rank, value.index] = index
             return
         if ins.step not in (at, at + 1):
             raise self._refuse(rank, index, f"pulls v{ins.step} after v{at}; possible is v{at + 1}")
         if ins.step != at:
             self._check_done(rank, index, at)
             self.at[rank] = ins.step
-        for g in ins.layers:
-            here = self.pulled[rank, g, ins.step]
+        for value in ins.writes:
+            g, here = value.index, self.pulled[rank, value.index, ins.step]
             here.add(ins.peer)
             if here == self.keepers[g] and ins.step:
                 self._check_made(rank, index, g, ins.step - 1)
-                known[param(g)] = ins.step
+                known[value._replace(step=-1)] = ins.step
         self._make(rank, index, ins)
 
     def _check_done(self, rank: int, index: int, at: int) -> None:

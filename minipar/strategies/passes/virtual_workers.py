@@ -24,24 +24,13 @@ from collections import defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import replace
 
-from minipar.program import (
-    Instruction,
-    Op,
-    Portion,
-    Value,
-    grad,
-    param,
-    residual,
-    served,
-    served_state,
-    version_of,
-)
+from minipar.program import Instruction, Op, Portion, Value, home, residual, served, served_state, version_of
 from minipar.program.mesh import Mesh
 from minipar.strategies import served_order
 from minipar.strategies.draft import Draft
 from minipar.strategies.passes.compress import keeps_residual
 from minipar.strategies.passes.parameter_server import held_between
-from minipar.strategies.rewriting import insert, last_writes
+from minipar.strategies.rewriting import insert
 from minipar.strategies.shares import Shares, checked_shares, kept_shares, piece, pushed_shares, whole
 
 
@@ -67,7 +56,7 @@ def push_and_pull_versions(draft: Draft) -> Draft:
 def _with_service(draft: Draft, rank: int, shares: Shares) -> list[Instruction]:
     """A rank of the first replica that pushes what it would update its parameters with, and pulls each version when it
     needs it."""
-    groups = draft.layout.trainable(rank)
+    own = [value for value in sorted(draft.state[rank]) if home(value).kind == "param" and version_of(value) >= 0]
     row = _pushing(draft, rank)
     needed: dict[int, int] = {}  # version -> the place where it must have been pulled
     freed: dict[Value, int] = {}  # a version of a group -> the place where nothing needs it any more
@@ -77,47 +66,43 @@ def _with_service(draft: Draft, rank: int, shares: Shares) -> list[Instruction]:
         freed.update((value, k) for value in ins.frees if version_of(value) >= 0)
     over = {value for value, k in freed.items() if k < needed.get(value.step + 1, len(row))}  # another comes over it
     kept = [ins._replace(frees=tuple(value for value in ins.frees if value not in over)) for ins in row]
-    pulls = {k: _pulls(draft, groups, shares, version, over) for version, k in needed.items() if version >= 0}
+    pulls = {k: _pulls(draft, own, shares, version, over) for version, k in needed.items() if version >= 0}
     return [ins for ins in insert(kept, before=pulls) if ins.op is not Op.STEP]
 
 
 def _pushing(draft: Draft, rank: int) -> list[Instruction]:
     """The row with PUSHes of each update before its STEP."""
     row, early = draft.ranks[rank], draft.plan.overlap == "backward"
-    begin, after = 0, defaultdict[int, list[Instruction]](list)
-    for end in (k for k, ins in enumerate(row) if ins.op is Op.STEP):
-        last = {g: begin + k for g, k in last_writes(row[begin:end], "grad").items()}
-        for g in sorted(draft.layout.trainable(rank), key=lambda g: (last[g], g)):
-            after[last[g] if early else end - 1] += _pushes(draft, g, row[end].step)
-        begin = end + 1
+    last: dict[int, tuple[int, Value]] = {}  # group -> the place where its gradient is written last, and that
+    after = defaultdict[int, list[Instruction]](list)
+    for k, ins in enumerate(row):
+        if ins.op is not Op.STEP:
+            last.update((value.index, (k, value)) for value in ins.writes if home(value).kind == "grad")
+            continue
+        for place, gradient in sorted(last[g] for g in ins.layers):
+            after[place if early else k - 1] += _pushes(draft, gradient, ins.step)
     return insert(row, after=after)
 
 
-def _pushes(draft: Draft, group: int, update: int) -> list[Instruction]:
-    """The PUSHes of a group's gradient, one to each server that keeps some of it; the last one frees it."""
-    size, choice = draft.layout.mesh.size, draft.plan.compress
+def _pushes(draft: Draft, gradient: Value, update: int) -> list[Instruction]:
+    """The PUSHes of a gradient, one to each server that keeps some of its group; the last one frees it."""
+    g, size, choice = gradient.index, draft.layout.mesh.size, draft.plan.compress
     sent = pushed_shares(draft.layout.shape, draft.plan.servers, choice)
-    left = (residual(group),) if keeps_residual(choice) else ()
-    made = [
-        piece(Op.PUSH, Portion(group), share[group], update, size + server)
-        for server, share in enumerate(sent)
-        if group in share
-    ]
-    made = [push._replace(reads=(grad(group), *left), writes=left) for push in made]
-    return [*made[:-1], made[-1]._replace(frees=(grad(group),))]
+    left = (residual(g),) if keeps_residual(choice) else ()
+    found = [piece(Op.PUSH, Portion(g), share[g], update, size + k) for k, share in enumerate(sent) if g in share]
+    found = [push._replace(reads=(gradient, *left), writes=left) for push in found]
+    return [*found[:-1], found[-1]._replace(frees=(gradient,))]
 
 
 def _pulls(
-    draft: Draft, groups: Sequence[int], shares: Shares, version: int, over: Container[Value]
+    draft: Draft, own: Sequence[Value], shares: Shares, version: int, over: Container[Value]
 ) -> list[Instruction]:
-    """The PULLs of a version of some groups, from each server that keeps some of them. `over`: the versions in whose
-    place the next one comes."""
-    found: list[Instruction] = []
-    for g in groups:
-        homes = [server for server, share in enumerate(shares) if g in share]
-        size = draft.layout.mesh.size
-        made = [piece(Op.PULL, Portion(g), shares[server][g], version, size + server) for server in homes]
-        made = [pull._replace(writes=(param(g, version),)) for pull in made]
-        before = param(g, version - 1)
+    """The PULLs of a version of a rank's own parameters, from each server that keeps some of them. `over`: the versions
+    in whose place the next one comes."""
+    size, found = draft.layout.mesh.size, list[Instruction]()
+    for value in own:
+        g, before = value.index, value._replace(step=version - 1)
+        made = [piece(Op.PULL, Portion(g), share[g], version, size + k) for k, share in enumerate(shares) if g in share]
+        made = [pull._replace(writes=(value._replace(step=version),)) for pull in made]
         found += [made[0]._replace(frees=(before,) if before in over else ()), *made[1:]]
     return found
