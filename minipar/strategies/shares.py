@@ -21,10 +21,10 @@ from itertools import accumulate, groupby, pairwise, product
 from typing import NamedTuple
 
 from minipar.errors import PlanError
-from minipar.program import Group, Instruction, Op, Part, Portion, Value, home
+from minipar.program import Group, Instruction, Op, Part, Portion, Value, home, residual
 from minipar.program.mesh import Mesh
 from minipar.program.shape import Shape
-from minipar.strategies.passes.compress import pushed_bytes
+from minipar.strategies.passes.compress import keeps_residual, pushed_bytes
 
 GRAIN = 16  # bytes: no cut is inside an element, whatever its type
 
@@ -195,6 +195,17 @@ def pushed_in(shape: Shape, sizes: Iterable[int], choice: str) -> int:
     """In how many bytes a worker pushes parts of gradients of these bytes. `choice` is the plan's `compress`."""
     item = shape.itemsize
     return sum(pushed_bytes(size // item, item, choice) for size in sizes)
+
+
+def left_out(groups: Iterable[int], choice: str) -> tuple[Value, ...]:
+    """What stays with a worker of gradients that it pushes."""
+    return tuple(map(residual, groups)) if keeps_residual(choice) else ()
+
+
+def held_between(row: Sequence[Instruction], state: frozenset[Value]) -> frozenset[Value]:
+    """What a worker holds between steps. (It frees its gradients when they are pushed.)"""
+    kept = {value for ins in row for value in ins.writes if value.kind == "residual"}
+    return frozenset(value for value in state if home(value).kind == "param") | kept
 
 
 def pushed_shares(shape: Shape, servers: int, choice: str) -> Shares:

@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from minipar import Plan, train, verify
+from minipar import Plan, resume, train, verify
 from minipar.errors import ProgramError
 from minipar.program import Op, param
+from tests.fuzz.trial import trial
 
 WORDS = "dp=2 pp=2 sync=ps split=2,4"
 
@@ -31,17 +32,46 @@ def tied_and_frozen() -> nn.Module:
         "schedule=pipedream-vertical microbatches=2 overlap=none",
     ],
 )
-def test_numbers_are_right(clusters, words):
-    plan = Plan.parse(f"{WORDS} {words}")
+def test_numbers_are_right(clusters, tmp_path, words):
+    """Those of a run that is watched, and of one that goes on after it."""
+    plan, seen = Plan.parse(f"{WORDS} {words}"), []
     x, y = (torch.randn(13, n, generator=torch.Generator().manual_seed(n)) for n in (6, 3))
-    run = train(
-        tied_and_frozen, (x, y), plan, steps=3, cluster=clusters(plan.ranks), dtype=torch.float64, check=True,
-        optimizer=partial(torch.optim.SGD, lr=0.1), loss=nn.functional.mse_loss, progress=False,
-    )  # fmt: skip
+    given = tied_and_frozen, (x, y)
+    keys = {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.5), "loss": nn.functional.mse_loss}
+    keys |= {"cluster": clusters(plan.ranks), "check": True, "progress": False}
+    run = train(*given, plan, steps=3, dtype=torch.float64, watch=seen.append, **keys)
     assert run.losses == pytest.approx(run.reference.losses, abs=1e-10)
-    for name, value in run.service.parameters.items():
-        torch.testing.assert_close(value, run.reference.parameters[name], rtol=0, atol=1e-10)
+    assert run.max_gradient_error() < 1e-10
+    assert run.max_parameter_error() < 1e-10
     verify(run.program)
+    assert seen[-1].losses == run.losses
+    assert ": 3 steps, " in repr(run)
+    run.save(tmp_path / "run")
+    more = resume(tmp_path / "run", *given, steps=2, **keys)
+    assert more.losses == pytest.approx(more.reference.losses, abs=1e-10)
+    assert more.max_parameter_error() < 1e-10
+    assert more.losses[0] < run.losses[0]
+
+
+@pytest.mark.many(4)
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("tp=2 pp=2 schedule=pipedream-2bw servers=2", "equal"),
+        ("dp=2 pp=2 schedule=pipedream check=true servers=2 host_layers=0,3", "equal"),
+        ("dp=2 ep=2 schedule=pipedream-vertical checkpoint=1", "equal"),
+        ("dp=2 pp=2 schedule=pipedream-2bw precision=bf16 compress=topk:0.5", "near"),
+        ("dp=2 context_parallel=2 schedule=pipedream-2bw check=true offload=activations", "equal"),
+        ("dp=2 pp=2 schedule=pipedream compress=fp16 overlap=none", "near"),
+        ("tp=2 dp=2 schedule=pipedream-2bw sequence_parallel=true batch_copies=2 servers=2", "equal"),
+        ("pp=4 schedule=pipedream servers=2", "equal"),
+        ("dp=4 schedule=pipedream-2bw", "equal"),
+        ("pp=4 schedule=pipedream-vertical checkpoint=1", "equal"),
+        ("schedule=pipedream-2bw servers=3", "equal"),
+    ],
+)
+def test_numbers_are_right_with_other_keys(clusters, words, kind):
+    assert trial(f"sync=ps microbatches=4 {words}", clusters).kind == kind
 
 
 def taken_out(row, k):

@@ -54,7 +54,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 
-from minipar.program import COPIES, Instruction, Op, Portion, Value, home, residual, served, served_state
+from minipar.program import COPIES, Instruction, Op, Portion, home, served, served_state
 from minipar.program.mesh import Mesh
 from minipar.program.server_rule import Mode
 from minipar.strategies import served_order
@@ -65,7 +65,9 @@ from minipar.strategies.shares import (
     Portions,
     Shares,
     checked_shares,
+    held_between,
     kept_shares,
+    left_out,
     message,
     piece,
     portions_of,
@@ -97,12 +99,6 @@ def push_and_pull(draft: Draft) -> Draft:
     held = [held_between(row, state) for row, state in zip(rows, draft.state, strict=True)]
     held += [frozenset(map(served, share)) | frozenset(map(served_state, share)) for share in shares]
     return replace(draft, ranks=(*map(tuple, rows), *servers), update=(), state=tuple(held))
-
-
-def held_between(row: Sequence[Instruction], state: frozenset[Value]) -> frozenset[Value]:
-    """What a worker holds between steps. (It frees its gradients when they are pushed.)"""
-    kept = {value for ins in row for value in ins.writes if value.kind == "residual"}
-    return frozenset(value for value in state if home(value).kind == "param") | kept
 
 
 def _worker_step(draft: Draft, rank: int, shares: Shares, pieces: Portions) -> list[Instruction]:
@@ -151,7 +147,7 @@ def _pushes(draft: Draft, rank: int, shares: Shares) -> Callable[[Sequence[int]]
         for server, smaller in enumerate(sent):
             push = message(Op.PUSH, groups, smaller, draft.step, layout.mesh.size + server)
             frees = tuple(made[g] for g in push.layers if holders[g] == server)
-            kept = tuple(map(residual, push.layers)) if compress.startswith("topk") else ()
+            kept = left_out(push.layers, compress)
             push = push._replace(reads=(*(made[g] for g in push.layers), *kept), writes=kept, frees=frees)
             found += [push] if push.layers else []
         return found
@@ -239,11 +235,10 @@ def _freeing(draft: Draft, rank: int, sent: Sequence[tuple[Instruction, int]]) -
     """PUSHes that read gradients; the last one of each gradient frees it."""
     made = {value.index: value for ins in draft.ranks[rank] for value in ins.writes if home(value).kind == "grad"}
     last = {push.layers[0]: k for k, (push, _) in enumerate(sent)}
-    kept = draft.plan.compress.startswith("topk")
     found = []
     for k, (push, place) in enumerate(sent):
         (g,) = push.layers
-        left = (residual(g),) if kept else ()
+        left = left_out([g], draft.plan.compress)
         frees = (made[g],) if last[g] == k else ()
         found.append((push._replace(reads=(made[g], *left), writes=left, frees=frees), place))
     return found

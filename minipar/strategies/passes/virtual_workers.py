@@ -24,14 +24,21 @@ from collections import defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import replace
 
-from minipar.program import Instruction, Op, Portion, Value, home, residual, served, served_state, version_of
+from minipar.program import Instruction, Op, Portion, Value, home, served, served_state, version_of
 from minipar.program.mesh import Mesh
 from minipar.strategies import served_order
 from minipar.strategies.draft import Draft
-from minipar.strategies.passes.compress import keeps_residual
-from minipar.strategies.passes.parameter_server import held_between
 from minipar.strategies.rewriting import insert
-from minipar.strategies.shares import Shares, checked_shares, kept_shares, piece, pushed_shares, whole
+from minipar.strategies.shares import (
+    Shares,
+    checked_shares,
+    held_between,
+    kept_shares,
+    left_out,
+    piece,
+    pushed_shares,
+    whole,
+)
 
 
 def push_and_pull_versions(draft: Draft) -> Draft:
@@ -88,7 +95,7 @@ def _pushes(draft: Draft, gradient: Value, update: int) -> list[Instruction]:
     """The PUSHes of a gradient, one to each server that keeps some of its group; the last one frees it."""
     g, size, choice = gradient.index, draft.layout.mesh.size, draft.plan.compress
     sent = pushed_shares(draft.layout.shape, draft.plan.servers, choice)
-    left = (residual(g),) if keeps_residual(choice) else ()
+    left = left_out([g], choice)
     found = [piece(Op.PUSH, Portion(g), share[g], update, size + k) for k, share in enumerate(sent) if g in share]
     found = [push._replace(reads=(gradient, *left), writes=left) for push in found]
     return [*found[:-1], found[-1]._replace(frees=(gradient,))]
