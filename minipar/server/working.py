@@ -10,6 +10,7 @@ PUSH    gradients, or pieces of them, are handed to the connections, which send 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +24,7 @@ from minipar.execution.emulation import Delays, EmulatedDevice
 from minipar.execution.execution import Job
 from minipar.execution.executor import Executor, PassRecord
 from minipar.execution.parameter_versions import Versions
-from minipar.program import Instruction, Op, Portion, Program, Synchronous, home, portions
+from minipar.program import Instruction, Op, Portion, Program, Synchronous, home, portions, tier
 
 Push = Callable[[nn.Parameter, Tensor, int, Portion], None]  # parameter, gradient, rank of the server, what is sent
 
@@ -108,7 +109,8 @@ class Worker(Executor):
         """The tensors into which a group's parameters come: those of the layers, or of a new version."""
         owner = self.state.owners[g]
         if isinstance(owner, Versions) and ins.step:
-            return owner.room_for_next(ins)
+            with self._aside() if tier(ins.writes[0]) == "host" else nullcontext():
+                return owner.room_for_next(ins)
         return [p.data for p in self.groups[g]]
 
     def _is_here(self, g: int) -> bool:

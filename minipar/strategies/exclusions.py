@@ -160,7 +160,7 @@ DYNAMIC = KeyValues(
 UNSUMMED = KeyValues(
     "schedule",
     "schedule without flushes, of one replica",
-    lambda plan: plan.asynchronous and plan.dp == 1,
+    lambda plan: plan.asynchronous and plan.dp == 1 and plan.sync != "ps",
     "dp=2 with a schedule such as pipedream",
 )
 HALVES = KeyValues(
