@@ -68,7 +68,7 @@ class Run:
     gradients     of every update by parameter name, if `check` was asked for
     first_step    0; for a resumed run, how many steps were done before
     service       what parameter servers did, with sync=ps; then program and traces are of the whole run, as it
-                  happened, and the reference is a replay of its order, except in mode sync
+                  happened, and the reference is a replay of its order, except in mode sync with flushes
     load          what `expert_load` gives; None without experts
 
     An asynchronous plan (schedule=pipedream, pipedream-vertical, pipedream-2bw, ampnet) has no steps that begin and end

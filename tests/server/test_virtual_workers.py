@@ -9,9 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from minipar import Plan, resume, train, verify
+from minipar import Plan, resume, simulate, train, verify
 from minipar.errors import ProgramError
 from minipar.program import Op, param
+from minipar_widgets import ServerView
 from tests.fuzz.trial import trial
 
 WORDS = "dp=2 pp=2 sync=ps split=2,4"
@@ -125,3 +126,25 @@ def test_a_version_is_pulled_when_the_one_before_is_done_with():
     k = next(k for k, ins in enumerate(rest) if ins.op is Op.PUSH and ins.layers == (1,))
     with pytest.raises(ProgramError, match=r"comes before grad\(1\) is pushed to update 0"):
         verify(program.with_rank(0, [*rest[:k], *early, *rest[k:]]))
+
+
+@pytest.mark.parametrize(
+    "words", ["pp=2 schedule=pipedream", "pp=4 schedule=pipedream-vertical", "pp=2 schedule=pipedream-2bw"]
+)
+def test_what_is_stale_is_that_of_replicas_without_servers(words):
+    alone, served = (
+        simulate(
+            Plan.parse(f"dp=2 microbatches=4 {words} {sync}").compile(layers=4, steps=3), forward=1.0, backward=2.0
+        )
+        for sync in ("", "sync=ps")
+    )
+    assert served.staleness() == [*alone.staleness(), 0]
+    versions = zip(served.weight_versions(), alone.weight_versions(), strict=False)
+    assert all(mine <= theirs for mine, theirs in versions)  # (what is pulled late is there late)
+    assert served.time == pytest.approx(alone.time)  # (where nothing but computing takes time)
+
+
+def test_the_view_of_servers_refuses_steps_that_overlap():
+    program = Plan.parse("dp=2 pp=2 sync=ps schedule=pipedream microbatches=2").compile(layers=4)
+    view = ServerView(simulate(program, forward=1.0, backward=2.0))
+    assert "here steps overlap; possible is the Timeline" in view.problem

@@ -4,18 +4,24 @@ Source: Park et al., "HetPipe: Enabling Large DNN Training on (Whimpy) Heterogen
 Pipelined Model Parallelism and Data Parallelism", USENIX ATC 2020. A replica, which is such a pipeline, is a "virtual
 worker" there.
 
-    rank 0   PULL v0 | F0 F1 B0 | PUSH 0, PULL v1 | F2 B1 | PUSH 1, PULL v2 | F3 ...
-    rank 1   PULL v0 | F0 B0 | PUSH 0, PULL v1 | F1 B1 | PUSH 1, PULL v2 | F2 B2 | PUSH 2 ...
+    schedule=pipedream: an update for each micro-batch
+    rank 0   PULL v0 | F0 F1 B0 | PUSH 0 | PULL v1 | F2 B1 | PUSH 1 | PULL v2 | F3 B2 ...
+    rank 1   PULL v0 | F0 B0 | PUSH 0 | PULL v1 | F1 B1 | PUSH 1 | PULL v2 | F2 B2 | PUSH 2 ...
     server             ACCEPT 0 of rank 1 of all replicas, APPLY, REPLY v1 to it | the same of rank 0 | ...
 
-The pass "versions" has said which version of its parameters each forward and backward uses, and where a rank updates
-them. There a rank now pushes its gradients, and pulls what the servers make of them as its next version. So in mode
-sync the numbers are those of replicas that sum the gradients of an update among themselves. Each group is updated as
-soon as all replicas have pushed its gradient, and answered at once: no stage waits for another one at an update. After
-the last update nothing is pulled.
+    schedule=pipedream-2bw: an update for each step, here of 2 micro-batches; two versions in turn
+    rank 1   PULL v0 | F0 B0 F1 B1 | PUSH 0 | F2 B2 F3 B3 with v0 | PULL v1, PUSH 1 | F4 B4 F5 B5 with v1 ...
+                                            '------- time to sum, update and send v1 -------'
 
-A version is there when all servers have sent their parts of it. The first PULL of these makes room for it, and frees
-the version before it if nothing needs that any more: then it is in its place.
+The pass "versions" has said which version of its parameters each forward and backward uses, and where a rank updates
+them. There a rank now pushes its gradients, and what the servers make of them is its next version. So in mode sync the
+numbers are those of replicas that sum the gradients of an update among themselves. Each layer is updated as soon as all
+replicas have pushed its gradient, and answered at once: no stage waits for another one at an update.
+
+A rank waits for a version where it first uses it, or before it pushes to the update after it: its connections are at
+one version at a time. Nobody pulls what the last update makes. A version is there when all servers have sent their
+parts of it. The first PULL of these makes room for it, and frees the version before it if nothing needs that any more:
+then it is in its place.
 """
 
 from __future__ import annotations
