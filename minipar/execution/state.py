@@ -322,6 +322,7 @@ def choose_owners(
     at_home   groups of layers that are computed on the host: the optimizer works there on the layers' own parameters
     """
     instructions, narrow = program.ranks[comm.rank], program.precision == "bf16"
+    wide = narrow and program.serving is None  # (else the servers have the wide ones)
     held = program.state[comm.rank] if program.state else frozenset()
     sliced = {g for g in program.sharded if optimizer_shard(g) in set(map(home, held))}
     kept = {v.index: "device" if v.index in at_home else tier(v) for v in held if version_of(v) >= 0}
@@ -333,6 +334,8 @@ def choose_owners(
         holders = max(1, program.holders[g] // shards)
         if program.local_steps:
             holders = max(1, holders // program.replicas)
+        for p in params if narrow and not wide else ():
+            p.data = p.data.to(torch.bfloat16)
         if g in sliced:
             ranks = program.slicing(g, comm.rank)
             place = ranks.index(comm.rank), len(ranks), comm.device
@@ -346,10 +349,10 @@ def choose_owners(
         elif g in kept and g in on_host:
             found.append(HostVersions(g, params, group, holders, narrow, kept[g]))
         elif g in kept:
-            found.append((WideVersions if narrow else Versions)(g, params, group, holders, kept[g]))
+            found.append((WideVersions if wide else Versions)(g, params, group, holders, kept[g]))
         elif program.in_flight is not None and not narrow and g not in on_host:
             found.append(Leading(g, params, group, holders))
-        elif narrow and g not in on_host and program.serving is None:  # (servers have the wide ones)
+        elif wide and g not in on_host:
             found.append(Wide(g, params, group, holders))
         else:
             found.append(Owner(g, params, group, holders))

@@ -137,11 +137,11 @@ class Walk:
         self.kept = {value.index for value in self.state if value.kind == "grad"}
         row = program.ranks[rank]
         self.receives: dict[int, list[tuple[Value, ...]]] = {}
-        self.of_step: dict[int, Counter[int]] = {}  # peer -> how many of the receives are of each step
+        self.of_step: dict[int, Counter[int]] = {}  # peer -> how many of the receives are of each pass
         for ins in row:
             if ins.op is Op.RECV:
                 self.receives.setdefault(ins.peer, []).append(ins.writes)
-                self.of_step.setdefault(ins.peer, Counter())[ins.step] += 1
+                self.of_step.setdefault(ins.peer, Counter())[program.pass_of(ins)] += 1
         self.step = 0
         self.posted = dict.fromkeys(self.receives, 0)
         self.reached = dict.fromkeys(self.receives, 0)
@@ -215,8 +215,8 @@ class Walk:
     # instructions ----------------------------------------------------------------------------------------------------
 
     def instruction(self, ins: Instruction) -> None:
-        if self.program.serving is not None and ins.step > self.step:
-            self.step = ins.step
+        if self.program.serving is not None and self.program.pass_of(ins) > self.step:
+            self.step = self.program.pass_of(ins)
             self.post(self.program.receives_ahead)
         for value in ins.reads:
             self.release(self.leaving.pop(value, None), "copy")
@@ -263,7 +263,7 @@ class Walk:
             else:
                 self.change(size, "activations", ins.layers[0])
                 self.brought.add(home(ins.reads[0])[1:4])
-        elif ins.op is Op.FETCH and version_of(ins.writes[0]) >= 0:
+        elif ins.op in (Op.FETCH, Op.PULL) and version_of(ins.writes[0]) >= 0:
             self.versions(ins)
         elif ins.op is Op.STEP:
             self.versions(ins)
@@ -327,7 +327,7 @@ class Walk:
     def versions(self, ins: Instruction) -> None:
         """Make the next version of parameters, in place of the newest one if nothing needs that any more."""
         for value in ins.writes:
-            if version_of(value) >= 0:
+            if version_of(value) >= 0 and not (ins.op is Op.PULL and value in self.live):  # (a part of one comes)
                 before = value._replace(step=value.step - 1)
                 size = self._size_of_version(value)
                 in_place = self.live.pop(before, None) if before in ins.frees else None
@@ -537,8 +537,8 @@ class Walk:
                 self.live[value] = self.make(self.sizes.size(self.rank, value), value.index, "live", kind)
 
     def post(self, ahead: int, *peers: int) -> None:
-        """Allocate the buffers of receives that are posted now. (A worker of parameter servers runs every step by
-        itself, and posts nothing for the next one.)"""
+        """Allocate the buffers of receives that are posted now. (A worker of parameter servers posts nothing for
+        the next pass.)"""
         for peer in peers or self.receives:
             due = min(self.reached[peer] + ahead, len(self.receives[peer]))
             if self.program.serving is not None:

@@ -25,13 +25,13 @@ from minipar.program.server_rule import Consistency, Kind, Mode, Row
 from minipar.strategies import served_order
 from minipar.strategies.shares import kept_shares, shares_of, whole
 
-InstructionKey = tuple[int, Op, int, int, tuple[Portion, ...]]  # rank, what, peer or place in its step, step, of what
+InstructionKey = tuple[int, Op, int, int, tuple[Portion, ...]]  # rank, what, peer or place in its pass, step, of what
 Times = dict[InstructionKey, tuple[float, float]]
 
 
 def key_of(rank: int, ins: Instruction, count: int = -1) -> InstructionKey:
     """A key for an instruction whose place in the final program is not known yet. For what has nothing to do with
-    servers it has `count`, the place in its step."""
+    servers it has `count`, the place in its pass (`Program.pass_of`)."""
     if ins.op not in SERVICE:
         return rank, ins.op, count, ins.step, ()
     return rank, ins.op, ins.peer, ins.step, portions(ins)
@@ -46,7 +46,8 @@ def timed(program: Program, times: Times) -> tuple[list[list[float]], list[list[
         last: list[float] = []
         counts: dict[int, int] = {}
         for ins in row:
-            count = counts[ins.step] = counts.get(ins.step, -1) + 1
+            number = program.pass_of(ins)
+            count = counts[number] = counts.get(number, -1) + 1
             now = last[-1] if last else 0.0
             start, end = times.get(key_of(rank, ins, count), (now, now))
             first.append(start)
@@ -86,11 +87,17 @@ class _Simulated:
         self.servers = range(self.workers, len(program.ranks))
         self.shares = kept_shares(shares_of(program.groups, serving.servers), program.groups, program.sharing_mesh)
         mode = Mode.parse(serving.mode, program.replicas)
-        self.rule = Consistency(mode, program.replicas, program.steps)
+        self.updates = program.served_steps
+        self.rule = Consistency(mode, program.replicas, self.updates)
         self.blocks: list[dict[int, list[Instruction]]] = [{} for _ in range(self.workers)]
         for w in range(self.workers):
             for ins in program.ranks[w]:
-                self.blocks[w].setdefault(ins.step, []).append(ins)
+                self.blocks[w].setdefault(program.pass_of(ins), []).append(ins)
+        self.messages: dict[tuple[Op, int, int], list[Instruction]] = defaultdict(list)  # a worker's, of a step
+        for w, row in enumerate(program.ranks[: self.workers]):
+            for ins in row:
+                if ins.op in SERVICE:
+                    self.messages[ins.op, w, ins.step].append(ins)
         self.expected: dict[tuple[int, int], int] = {}  # (replica, step) -> number of accepts still to come
         self.asking: dict[int, set[int]] = defaultdict(set)  # replica -> its workers that wait for an answer
         self.links: dict[tuple[int, int], Link] = defaultdict(Link)  # between workers, by sender and receiver
@@ -99,7 +106,7 @@ class _Simulated:
         self.joining: dict[tuple[tuple[int, ...], int], list[InstructionKey]] = defaultdict(list)  # not all are there
         self.lanes: dict[tuple[int, str], Link] = defaultdict(Link)  # for copies, by worker and direction
         self.coming: dict[tuple[int, Value], tuple[Link, int, InstructionKey]] = {}  # what nobody has waited for
-        self.place: dict[int, tuple[int, int]] = {}  # worker -> its step, and its place there; none: between two steps
+        self.place: dict[int, tuple[int, int]] = {}  # worker -> its pass, and its place there; none: between two
         self.begun = [0.0] * self.workers  # when each worker's step began
         self.since: dict[int, float] = {}  # worker -> since when it has waited for a pull
         self.replied: set[InstructionKey] = set()  # pulls that were answered, and not begun yet
@@ -161,7 +168,7 @@ class _Simulated:
         """A server's reply has arrived."""
         self.replied.add(key_of(worker, pull))
         if worker not in self.place and worker in self.since:  # (it waits between two steps)
-            self._begin(worker, pull.step)
+            self._begin(worker, self.program.pass_of(pull))
         elif worker in self.since:
             self._run_on(worker)
 
@@ -206,7 +213,7 @@ class _Simulated:
             else:
                 return self.work(worker, self.costs.compute(worker, ins), [key], self._then_run(worker))
         del self.place[worker]
-        if self.layers is not None and step + 1 < self.program.steps:
+        if self.layers is not None and step + 1 in self.blocks[worker]:
             return self._begin(worker, step + 1)
         self._ask(worker)
         self._decide()
@@ -284,7 +291,7 @@ class _Simulated:
         if not self.expected[replica, ins.step]:
             del self.expected[replica, ins.step]
             self.rule.push(replica, ins.step)
-            if self.layers is not None and ins.step + 1 < self.program.steps:
+            if self.layers is not None and ins.step + 1 < self.updates:
                 self.rule.ask(replica)  # (nobody asks for what is sent anyway)
             self._ask_together(replica)
             self._decide()
@@ -293,7 +300,7 @@ class _Simulated:
         while rows := self.rule.decide():
             self.order += rows
             for row in rows:
-                if row.kind is Kind.ANSWER and row.step >= self.program.steps:
+                if row.kind is Kind.ANSWER and row.step >= self.updates:
                     self.order.append(self.rule.leave(row.worker))
                 elif self.layers is not None:
                     pass  # (it is done already)
@@ -305,10 +312,10 @@ class _Simulated:
                             self.reply(worker, pull)
 
     def pulls(self, worker: int, step: int) -> list[Instruction]:
-        return [ins for ins in self.blocks[worker][step] if ins.op is Op.PULL]
+        return self.messages[Op.PULL, worker, step]
 
     def pushes(self, worker: int, step: int) -> list[Instruction]:
-        return [ins for ins in self.blocks[worker][step] if ins.op is Op.PUSH]
+        return self.messages[Op.PUSH, worker, step]
 
     def _apply(self, row: Row, taken: Sequence[Row]) -> None:
         for server, share in zip(self.servers, self.shares, strict=True):
@@ -341,10 +348,9 @@ class _Layers:
     """
 
     def __init__(self, run: _Simulated) -> None:
-        self.run, self.steps = run, run.program.steps
-        every = [(worker, step, ins) for worker in range(run.workers) for step in run.blocks[worker]
-                 for ins in run.pushes(worker, step)]  # fmt: skip
-        self.left = Counter((ins.peer, step, portions(ins)) for _, step, ins in every)
+        self.run = run
+        every = [ins for (op, *_), some in run.messages.items() if op is Op.PUSH for ins in some]
+        self.left = Counter((ins.peer, ins.step, portions(ins)) for ins in every)
         self.applies = {
             (server, ins.step, portions(ins)): ins
             for server in run.servers
@@ -354,7 +360,7 @@ class _Layers:
         self.updates: Counter[tuple[int, Portion]] = Counter()
         self.wanted = {
             (server, worker): deque(
-                pull for step in range(self.steps) for pull in run.pulls(worker, step) if pull.peer == server
+                pull for step in range(run.updates) for pull in run.pulls(worker, step) if pull.peer == server
             )
             for server in run.servers
             for worker in range(run.workers)

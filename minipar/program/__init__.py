@@ -296,6 +296,23 @@ class Program:
         return self.serving is not None and not any(self.ranks[self.workers :])
 
     @property
+    def virtual_workers(self) -> bool:
+        """Whether the replicas of parameter servers are pipelines without flushes: each rank pushes its updates, and
+        pulls versions of its parameters."""
+        return self.serving is not None and self.serving.mode == "sync" and isinstance(self.contract, Staleness)
+
+    @property
+    def served_steps(self) -> int:
+        """How many steps, as parameter servers count them, a worker does: where its steps overlap, these are its
+        updates."""
+        return self.updates if self.virtual_workers else self.steps
+
+    def pass_of(self, ins: Instruction) -> int:
+        """The number of the pass in which a worker of parameter servers runs an instruction: each step is one, or the
+        whole program, where steps overlap."""
+        return 0 if self.virtual_workers else ins.step
+
+    @property
     def slice_count(self) -> int:
         """How many slices a sequence is cut into."""
         return self.slices if isinstance(self.slices, int) else len(self.slices)
@@ -422,11 +439,17 @@ class Program:
 
     @cached_property
     def updates(self) -> int:
-        """How often the parameters change: once a step; in an asynchronous program, as often as its STEPs count."""
+        """How often the parameters change: once a step; in an asynchronous program, as often as its STEPs count, or
+        its PUSHes."""
         if isinstance(self.contract, Synchronous):
             return self.steps
-        rows = [self.ranks[rank] for rank in sorted(set(self.representatives))]
-        return max((1 + ins.step for row in rows for ins in row if ins.op is Op.STEP), default=0)
+        rows, last = [self.ranks[rank] for rank in sorted(set(self.representatives))], self.last_of_update
+        return max((1 + ins.step for row in rows for ins in row if ins.op is last), default=0)
+
+    @property
+    def last_of_update(self) -> Op:
+        """What a rank does with the gradients of an update: it updates its parameters, or pushes them."""
+        return Op.PUSH if self.virtual_workers else Op.STEP
 
     @cached_property
     def sharded(self) -> frozenset[int]:

@@ -6,10 +6,11 @@
                                          v      an update is of the sum of what was taken, each gradient once; it
     driver                           compare    changes parameters, to finite numbers; all servers clip it to one norm
 
-In mode sync each step is compared as soon as it is over. In the other modes servers decide as they run, and only the
-whole order says which instruction came first: all steps are compared at the end. A gradient that came too late for an
-update counts nowhere, and neither do the facts of its step; what workers have alike is compared in steps that all of
-them have done. What is pushed in fewer bytes (compress=) is checked as it was unpacked, and not on its way.
+In mode sync each step is compared as soon as it is over, and steps that overlap are compared at the end. In the other
+modes servers decide as they run, and only the whole order says which instruction came first: all steps are compared at
+the end. A gradient that came too late for an update counts nowhere, and neither do the facts of its step; what workers
+have alike is compared in steps that all of them have done. What is pushed in fewer bytes (compress=) is checked as it
+was unpacked, and not on its way.
 
 With on_death=continue what a rank has noted may die with it, and steps are done again. So all is compared at the end:
 of a step that was done again what was noted last, and only facts that all of their ranks have noted.
@@ -26,7 +27,7 @@ from torch import Tensor
 from minipar.execution import facts
 from minipar.execution.checking import CheckedExecutor, checksum, failure, is_finite, left_alone, weighed_together
 from minipar.execution.facts import ALIKE, ONE, SUM, WRONG, Broken, Fact
-from minipar.program import Instruction, Op, Portion, Program, Value, param, portions
+from minipar.program import Instruction, Op, Portion, Program, Value, portions
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server.pushing import Servers
 from minipar.server.shard import Gradients, Pushed, Shard, view
@@ -98,7 +99,7 @@ class CheckedWorker(CheckedExecutor, Worker):
                 self._unchanged(ins, ins.layers)
                 for one in portions(ins) if self.program.compress == "none" else ():
                     gradients = [self._pushed(one.group, p) for p in self.groups[one.group]]
-                    what = _taken(str(one), self._now, self.comm.rank, ins.peer)
+                    what = _taken(str(one), self._now + ins.step, self.comm.rank, ins.peer)
                     self._note(ALIKE, what, index, (self.comm.rank, ins.peer), [self._part(one, gradients, ins.peer)])
         super()._serve(index, ins)
         if ins.op is Op.PULL:
@@ -115,13 +116,14 @@ class CheckedWorker(CheckedExecutor, Worker):
         for one in portions(ins):
             g, own = one.group, self.groups[one.group]
             values = [self.servers.here(self.names[id(p)]) for p in own]
-            what = _pulled(str(one), self._now, ins.peer, self.comm.rank)
+            what = _pulled(str(one), self._now + ins.step, ins.peer, self.comm.rank)
             self._note(ALIKE, what, index, (ins.peer, self.comm.rank), [self._part(one, values, ins.peer)])
             if not self._is_here(g):
                 continue
-            self.holds[param(g)] = checksum([value.to(p.dtype) for value, p in zip(values, own, strict=True)])
-            if not self.offloading.keeps(g) and self._parameters(param(g)) != self.holds[param(g)]:
-                self._here(ins, f"param({g}) is not what was pulled")
+            held = self._version(ins.writes, g)
+            self.holds[held] = checksum([value.to(p.dtype) for value, p in zip(values, own, strict=True)])
+            if not self.offloading.keeps(g) and self._parameters(held) != self.holds[held]:
+                self._here(ins, f"{held} is not what was pulled")
 
     def _part(self, one: Portion, values: Sequence[Tensor], peer: int) -> int:
         """The checksum of the part of a group's tensors that a server keeps."""
@@ -248,9 +250,9 @@ class CheckedShard(Shard):
             self.sums[g] = checksum(gradients.get(k) for k in self.tensors[g])
         return factor
 
-    def step(self, gradients: Gradients) -> None:
+    def step(self, gradients: Gradients, number: int | None = None) -> None:
         groups = list(self._groups(gradients)) if self.optimizer is not None else []
-        rate = min(self.update.rates_at(self.updates), default=0.0)
+        rate = min(self.update.rates_at(self.updates if number is None else number), default=0.0)
         before, largest = {}, {}
         for g in groups:
             self._unchanged(g, self._apply(g))
@@ -259,7 +261,7 @@ class CheckedShard(Shard):
             trained = [k for k in self.tensors[g] if k in gradients and gradients[k].numel() and k in self.updating]
             before[g] = {k: self.own[k].detach().clone() for k in trained}
             largest[g] = max([float(gradients[k].abs().max()) for k in trained], default=0.0)
-        super().step(gradients)
+        super().step(gradients, number)
         for g in groups:
             if not all(is_finite(self.own[k]) for k in self.tensors[g]):
                 self._wrong(self._apply(g), f"param({g}) has numbers that are infinite or no numbers")
@@ -291,7 +293,8 @@ class Comparison:
     def __init__(self, program: Program, first: int, reviving: bool) -> None:
         assert program.serving is not None
         self.program, self.first, self.reviving = program, first, reviving
-        self.early = Mode.parse(program.serving.mode, program.replicas).kind == "sync" and not reviving
+        in_steps = Mode.parse(program.serving.mode, program.replicas).kind == "sync" and not program.virtual_workers
+        self.early = in_steps and not reviving
         self._noted: dict[tuple[int, int], Noted] = {}  # by rank and step, what is to be compared at the end
         self._facts: dict[int, dict[int, list[Fact]]] = defaultdict(lambda: defaultdict(list))
         self._places: dict[tuple[int, int], list[At]] = defaultdict(list)  # of servers' facts, by step and rank
@@ -316,7 +319,8 @@ class Comparison:
             step, at = noted.step, fact.at
             if noted.places:
                 place = noted.places[fact.at]
-                step, mine = place.step, self._places[place.step, noted.rank]
+                step = 0 if self.program.virtual_workers else place.step  # (there workers note all at their end)
+                mine = self._places[step, noted.rank]
                 at = len(mine)
                 mine.append(place)
             self._facts[step][noted.rank].append(fact._replace(at=at))
@@ -341,7 +345,7 @@ class Comparison:
         worker and step."""
         if rank >= self.program.workers:
             at = self._places[step, rank][fact.at]
-            return at.op is Op.APPLY or (at.peer, step) in taken
+            return at.op is Op.APPLY or (at.peer, at.step) in taken
         others = [other for other in self._ranks(fact) if other < self.program.workers]
         return all((other, step) in taken for other in {rank, *others})
 
@@ -368,8 +372,8 @@ class Comparison:
         row = program.ranks[broken.rank]
         if broken.rank < program.workers:
             return broken.at + next(k for k, ins in enumerate(row) if ins.step == step)
-        op, peer, _, group = self._places[step, broken.rank][broken.at]
-        asked = op, peer, step
+        op, peer, of_step, group = self._places[step, broken.rank][broken.at]
+        asked = op, peer, of_step
         return next(
             k for k, ins in enumerate(row) if (ins.op, ins.peer, ins.step) == asked and group in map(str, portions(ins))
         )

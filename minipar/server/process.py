@@ -431,7 +431,7 @@ class Server:
         self.gathering: Gathering | None = None  # (where groups are served one by one; `_restore` makes it)
         self.heard: dict[int, float] = {}
         self.stopped: dict[int, float] = {}  # since when a worker's process is seen as stopped
-        self.requests: dict[int, int] = {}
+        self.requests: dict[int, tuple[int, int]] = {}  # worker -> the step it has done, and its request's number
         self.saved: set[int] = set()  # servers that have the newest snapshot
         self.ending: set[int] | None = None  # servers that have come to the end
         self.questions: dict[int, int] = {}  # worker -> step: it waits until that gradient is at all servers
@@ -622,7 +622,7 @@ class Server:
             self._decide()
 
     def _pull(self, peer: Peer, message: Message) -> None:
-        self.requests[peer.worker] = message.number
+        self.requests[peer.worker] = message.step, message.number
         late = bool(self.held) and message.step >= 0 and not self._known(peer.worker, message.step)
         if not self.arrivals.wait(peer.worker, late, first=message.step < 0):
             self.rule.ask(self.replicas.of(peer.worker))
@@ -814,8 +814,11 @@ class Server:
             self._tell_others(row, 0)
             return self._do(row)
         members = self.replicas.members(row.worker)
-        self.arrivals.pulling.forget(*members)
-        answers = [(row._replace(worker=member), self.requests.pop(member, 0)) for member in members]
+        # (a rank may have done this step already, where stages do not wait for each other, and ask for the next one)
+        asking = [m for m in members if m not in self.requests or self.requests[m][0] < row.step]
+        self.arrivals.pulling.forget(*asking)
+        numbers = {m: self.requests.pop(m, (-1, 0))[1] for m in asking}
+        answers = [(row._replace(worker=member), numbers.get(member, 0)) for member in members]
         for answer in answers:
             self._tell_others(*answer)
         for answer in answers:
@@ -921,16 +924,17 @@ class Server:
         if group < 0:
             return
         assert self.gathering is not None
-        if step > self.gathering.complete:
+        division = self.gathering.division
+        if step > self.gathering.complete and not division.ahead:
             self.gathering.early.append((group, step))
             return
         start = time.perf_counter()
         taken = self.gathering.taken(group, step)
-        keys = self.gathering.division.keys[group]
+        keys = division.keys[group]
         self.reach("apply")
         if self.settings.on_death == "continue":
             self.shard.keep(keys)
-        self.shard.step(self.shard.combine(taken, keys))
+        self.shard.step(self.shard.combine(taken, keys), step)
         self.reach("apply")
         self._note(start, time.perf_counter(), Row(APPLY, -1, -1, step), group)
         if self.gathering.applied(group):

@@ -197,8 +197,8 @@ def execute_served(
         ((keys, forms, header),) = cluster.run_on([0], _open, job, program, folder, storing)
         saving = Saving(storing, header, servers + stages, on_death == "continue")
         settings = Settings(
-            workers, program.steps, job.optimizer, mode, every, patience, on_death, True, pacing, job.scheduler, forms,
-            program.clip, program.compress, storing.saved, processes, division_of(program),
+            workers, program.served_steps, job.optimizer, mode, every, patience, on_death, True, pacing, job.scheduler,
+            forms, program.clip, program.compress, storing.saved, processes, division_of(program),
             _checked(program), program.ranks_of_replicas,
         )  # fmt: skip
         revivals = _REVIVALS if on_death == "continue" else 0
@@ -266,7 +266,7 @@ def division_of(program: Program) -> Division | None:
     shards = {k: place % n for mine, n in zip(keys, counts, strict=True) if n > 1 for place, k in enumerate(mine)}
     groups = [one.group for one in numbers]
     own = tuple({k: program.part(worker, groups[k], "S")[0] for k in some} for worker, some in enumerate(held))
-    return Division(keys, held, each, shards, own)
+    return Division(keys, held, each, shards, own, program.virtual_workers)
 
 
 def _numbers(program: Program) -> dict[Portion, int]:
@@ -320,13 +320,13 @@ def _result(
     wanted = [[(rank, order[k].step) for rank in program.ranks_of_replicas[order[k].worker]] for k in completed(order)]
     together = [[steps[each] for each in some] for some in wanted if all(each in steps for each in some)]
     taken = [step for some in together for step in some]
-    losses = losses_of(taken, program.steps)
+    losses = losses_of(taken, program.losses)
     assert program.serving is not None
     gradients = [_summed(some) for some in together]
     if program.serving.mode != "sync":  # (else it was known before; another order of arrivals does not change it)
         program = served_order.as_it_happened(program, order, _kept(program))
     elif not any(one.silent for one in served):
-        gradients = [_summed([t for t in taken if t.step == s], program.clip) for s in range(program.steps)]
+        gradients = [_summed([t for t in taken if t.step == s], program.clip) for s in range(program.served_steps)]
     starts, ends = timed(program, _times(program, taken, served, keys))
     data = [max((t.data for t in taken if t.worker == rank), default=0) for rank in range(len(program.ranks))]
     zero = min((event.start for event in served[0].events if event.kind == Kind.ANSWER), default=0.0)
@@ -355,7 +355,7 @@ def _series(trace: Trace, taken: list[Step], zero: float) -> list[Series]:
     for w in range(program.workers):
         first: dict[int, int] = {}
         for k, ins in enumerate(program.ranks[w]):
-            first.setdefault(ins.step, k)
+            first.setdefault(program.pass_of(ins), k)
         steps = {step.step: step.series for step in taken if step.worker == w and step.series is not None}
         passes = [(first[s], steps[s]) for s in first if s in steps]
         whole = Series.joined(passes) if passes else Series()
@@ -416,8 +416,8 @@ def _times(program: Program, taken: list[Step], served: list[Served], keys: tupl
     blocks: list[dict[int, list[Any]]] = [{} for _ in range(program.workers)]
     for w in range(program.workers):
         for ins in program.ranks[w]:
-            blocks[w].setdefault(ins.step, []).append(ins)
-    for t in taken:
+            blocks[w].setdefault(program.pass_of(ins), []).append(ins)
+    for t in (t for t in taken if t.times):
         for k, (ins, span) in enumerate(zip(blocks[t.worker][t.step], t.times, strict=True)):
             times[place_of(t.worker, ins, k)] = span
     numbers, number_of = _numbers(program), _number_of(program)
@@ -684,20 +684,31 @@ def _work(
         meeting, rank, compress=program.compress, on_stop=on_stop, processes=processes, division=settings.division,
         on_rewind=life.void,
     )  # fmt: skip
-    warm = Worker(program, one.comm, spare, job)
-    with closing(warm.offloading):
-        warm.run(job.batches, first)
+    if not program.virtual_workers:  # (whose pass is the whole run)
+        warm = Worker(program, one.comm, spare, job)
+        with closing(warm.offloading):
+            warm.run(job.batches, first)
     compute.finite = None if job.on_nan == "ignore" else Finite(rank, job.on_nan, worker.report)
     types = {key.name: key.type for key in ps.keys}
     transfers = {} if device is None or not device.delays.links else device.delays.transfer
-    found: dict[str, Tensor] = {}
+    found: list[dict[str, Tensor]] = []  # gradients of this pass, by step
     there: dict[str, Tensor] = {}  # this step's gradients on the host, until all pieces are pushed
     counts, numbers = (0, 0), _numbers(program)
     counting = program.replica(rank) != program.replica(rank - 1) if rank else True  # (one rank of each replica)
 
+    def begin_step() -> bool:
+        if ps.next_step() is None:
+            return False
+        there.clear()
+        found.append({})
+        return True
+
     def bring(index: int, some: list[Portion]) -> None:
         nonlocal counts
-        if not one.here:
+        if program.virtual_workers:
+            if one.instructions[index].step > ps.step:
+                begin_step()
+        elif not one.here:
             part = compute.rows.part(0)
             mine = range(part.rows[0].start - part.start, part.rows[-1].stop - part.start)
             of_replica, whole = _whole(counted(take_rows(part.y, mine), job.loss)), _whole(part.weight)
@@ -708,15 +719,14 @@ def _work(
             if device is not None:
                 device.arrived(ps.arrived, index)
 
-    def put(groups: list[int]) -> None:
-        for g in groups:
-            group = one.groups[g]
-            values = [ps.pull(one.names[id(p)]) for p in group]
-            if one.offloading.keeps(g):
-                one.offloading.put_away(g, [v.to(p.dtype) for v, p in zip(values, group, strict=True)])
-            elif not ps.void:  # (else nothing has come)
-                for p, value in zip(group, values, strict=True):
-                    p.data.copy_(value)
+    def put(g: int, targets: list[Tensor]) -> None:
+        group = one.groups[g]
+        values = [ps.pull(one.names[id(p)]) for p in group]
+        if one.offloading.keeps(g):
+            one.offloading.put_away(g, [v.to(p.dtype) for v, p in zip(values, group, strict=True)])
+        elif not ps.void:  # (else nothing has come)
+            for target, value in zip(targets, values, strict=True):
+                target.copy_(value)
 
     def push(p: nn.Parameter, gradient: Tensor, peer: int, portion: Portion) -> None:
         name = one.names[id(p)]
@@ -724,7 +734,7 @@ def _work(
             there[name] = gradient.to("cpu", types[name]).contiguous()  # (servers keep parameters on the CPU)
         gradient = there[name]
         if keep_gradients:
-            found[name] = gradient if name not in one.cuts else _alone(gradient, one.cuts[name])
+            found[-1][name] = gradient if name not in one.cuts else _alone(gradient, one.cuts[name])
         ps.push(name, gradient, peer - program.workers, numbers[portion])
 
     def pace(index: int) -> None:
@@ -743,10 +753,9 @@ def _work(
         one.serve(ps, first, numbers)
     tracker = watching.start(one)
     begin = time.perf_counter()
-    while (step := ps.next_step()) is not None:
+    while begin_step():
+        step = ps.step
         begins(ps.version, ps.incarnation)
-        found = {}
-        there.clear()
         with tracker:
             record = one.run(job.batches, first + step)
         if isinstance(one, CheckedWorker):
@@ -759,7 +768,11 @@ def _work(
             times[run] = [(since, times[run.stop - 1][1])] * (run.stop - run.start)
         sizes: dict[tuple[str | int, ...], int] = dict([*compute.sizes.items(), *compute.form_sizes.items()])
         series = tracker.last if watching.series else None
-        tell(Step(rank, step, record.losses[0], *counts, found, times, sizes, compute.data_bytes(), series=series))
+        whole = Step(rank, step, record.losses[0], *counts, found[0], times, sizes, compute.data_bytes(), series=series)
+        tell(whole)
+        for k in range(1, len(found)):  # (times and sizes of a pass are those of its first step)
+            tell(Step(rank, k, record.losses[k], *counts, found[k]))
+        found.clear()
         begin = time.perf_counter()
 
 

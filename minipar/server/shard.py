@@ -135,6 +135,7 @@ class Division:
     keys    for each parameter group, its keys by number; where groups are served in pieces, for each piece
     held    for each worker its groups (or pieces), in the order in which it pulls them
     each    whether every group (or piece) is updated and sent by itself, as soon as all have pushed its gradient
+    ahead   whether some groups may have had more updates than others, since stages do not wait for each other
     shards  of keys that are shards, which one of its parameter each is
     own     for each worker, which shard it has of each of its groups (or pieces)
     """
@@ -144,6 +145,7 @@ class Division:
     each: bool
     shards: Mapping[int, int]
     own: tuple[Mapping[int, int], ...]
+    ahead: bool = False
 
     def of(self, worker: int) -> frozenset[int]:
         """The keys that a worker has."""
@@ -339,8 +341,8 @@ class Shard:
             self.step(gradients)
             self.end(taken)
 
-    def step(self, gradients: Gradients) -> None:
-        """Update the tensors of these gradients."""
+    def step(self, gradients: Gradients, number: int | None = None) -> None:
+        """Update the tensors of these gradients. `number`: of the update; default: that of all tensors together."""
         if self.optimizer is None or not gradients:
             return
         if self.readers:
@@ -348,7 +350,7 @@ class Shard:
         for k, gradient in gradients.items():
             self.own[k].grad = gradient
         if self.update.schedule is not None:
-            self.part.follow(self.update.schedule.at(self.updates))
+            self.part.follow(self.update.schedule.at(self.updates if number is None else number))
         self.optimizer.step()
         for k in gradients:
             self.own[k].grad = None

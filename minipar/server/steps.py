@@ -64,7 +64,7 @@ class Progress:
         self._blocks: list[dict[int, list[Instruction]]] = [{} for _ in range(program.workers)]
         for worker, blocks in enumerate(self._blocks):
             for ins in program.ranks[worker]:
-                blocks.setdefault(ins.step, []).append(ins)
+                blocks.setdefault(program.pass_of(ins), []).append(ins)
         self._told: dict[int, list[Step]] = {}
         self._rows: dict[int, list[Span]] = {}
         self._last: dict[int, tuple[float, float]] = {}  # worker that takes part -> start and end of its last step
@@ -75,6 +75,8 @@ class Progress:
         if any(one.worker == step.worker for one in done):
             return  # (a worker that was started again did it once more)
         done.append(step._replace(gradients={}, sizes={}, series=None))
+        if not step.times:  # (of a step that has run in the pass of the one before it)
+            return
         row = zip(self._blocks[step.worker][step.step], step.times, strict=True)
         self._rows.setdefault(step.worker, []).extend((ins, start, end) for ins, (start, end) in row)
         self._last[step.worker] = min(a for a, _ in step.times), max(b for _, b in step.times)

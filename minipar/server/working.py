@@ -1,4 +1,5 @@
-"""A worker computes as any rank does, one step after another; its parameters come from servers, its gradients go there.
+"""A worker computes as any rank does, one step after another, or in one go where steps overlap; its parameters come
+from servers, its gradients go there.
 
 PULL    parameters that have come are copied into the layers, when the first server's part of them is pulled; those of a
         layer that comes in pieces, when the last piece is
@@ -9,6 +10,7 @@ PUSH    gradients, or pieces of them, are handed to the connections, which send 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +23,8 @@ from minipar.data.batches import Batch, BatchPart
 from minipar.execution.emulation import Delays, EmulatedDevice
 from minipar.execution.execution import Job
 from minipar.execution.executor import Executor, PassRecord
-from minipar.program import Instruction, Op, Portion, Program, Synchronous, home, portions
+from minipar.execution.parameter_versions import Versions
+from minipar.program import Instruction, Op, Portion, Program, Synchronous, home, portions, tier
 
 Push = Callable[[nn.Parameter, Tensor, int, Portion], None]  # parameter, gradient, rank of the server, what is sent
 
@@ -33,7 +36,7 @@ class Worker(Executor):
     """One worker's layers, and its part of a step, which is the same in all steps.
 
     bring    called with the place of a PULL and what it pulls, to bring that here
-    put      called with groups whose parameters are here, to bring them into the layers
+    put      called with a group whose parameters are here, and the tensors into which they are to be copied
     push     called with a parameter, its gradient, the server that is to get it, and what that gets of the gradient
     pace     called with the place of a PUSH before its first gradient
     """
@@ -42,17 +45,21 @@ class Worker(Executor):
         self, program: Program, comm: Communicator, model: nn.Module, job: Job, delays: Delays | None = None
     ) -> None:
         self.bring: Callable[[int, list[Portion]], None] = _nothing
-        self.put: Callable[[list[int]], None] = _nothing
+        self.put: Callable[[int, list[Tensor]], None] = _nothing
         self.push: Push = _nothing
         self.pace: Callable[[int], None] = _nothing
-        self.here: set[Portion] = set()  # what is here for this step
+        self.here: set[Portion] = set()  # what is here for this step, or of this version
+        self.rooms: dict[int, list[Tensor]] = {}  # by group, for parameters of which some parts are to come
+        self.version = 0
         self.leaving: dict[int, Tensor] = {}  # gradients of which not all pieces are pushed, by parameter
-        super().__init__(_one_step(program), comm, model, job.loss, job.optimizer, job.seed, delays)
+        super().__init__(_one_pass(program), comm, model, job.loss, job.optimizer, job.seed, delays)
 
     def run(
         self, batches: Callable[[int], Batch | BatchPart], base: int = 0, keep_gradients: bool = False
     ) -> PassRecord:
         self.here.clear()
+        self.rooms.clear()
+        self.version = 0
         return super().run(batches, base, keep_gradients)
 
     def follow(self, program: Program, delays: Delays | None = None) -> None:
@@ -64,10 +71,16 @@ class Worker(Executor):
 
     def _serve(self, index: int, ins: Instruction) -> None:
         if ins.op is Op.PULL:
+            if self.program.virtual_workers and ins.step != self.version:
+                self.here.clear()
+                self.version = ins.step
             if wanted := [one for one in portions(ins) if one not in self.here]:
+                for g in dict.fromkeys(one.group for one in wanted):
+                    self.rooms[g] = self.rooms.get(g) or self._room(g, ins)
                 self.bring(index, wanted)
                 self.here.update(wanted)
-                self.put([one.group for one in wanted if self._is_here(one.group)])
+                for g in (one.group for one in wanted if self._is_here(one.group)):
+                    self.put(g, self.rooms.pop(g))
             return
         self.pace(index)
         with self._aside():  # (what is sent is the host's)
@@ -91,6 +104,14 @@ class Worker(Executor):
             first = self.program.is_first(self.comm.rank, self.program.groups[g].form, "S", "P")
             self.leaving[id(p)] = missing.like(p) if p.grad is None or not first else p.grad
         return self.leaving[id(p)]
+
+    def _room(self, g: int, ins: Instruction) -> list[Tensor]:
+        """The tensors into which a group's parameters come: those of the layers, or of a new version."""
+        owner = self.state.owners[g]
+        if isinstance(owner, Versions) and ins.step:
+            with self._aside() if tier(ins.writes[0]) == "host" else nullcontext():
+                return owner.room_for_next(ins)
+        return [p.data for p in self.groups[g]]
 
     def _is_here(self, g: int) -> bool:
         """Whether all that is pulled of a group is here for this step."""
@@ -124,8 +145,10 @@ class Apart(Communicator):
     def close(self) -> None: ...
 
 
-def _one_step(program: Program) -> Program:
-    """The first step of the workers, alone."""
-    rows = [tuple(ins for ins in row if ins.step == 0) for row in program.ranks[: program.workers]]
+def _one_pass(program: Program) -> Program:
+    """The workers alone: their first step, or all of them where steps overlap."""
     servers = [()] * (len(program.ranks) - program.workers)
+    if program.virtual_workers:
+        return replace(program, ranks=(*program.ranks[: program.workers], *servers))
+    rows = [tuple(ins for ins in row if ins.step == 0) for row in program.ranks[: program.workers]]
     return replace(program, ranks=(*rows, *servers), steps=1, contract=Synchronous())

@@ -53,6 +53,7 @@ from minipar.strategies.passes import (
     transfers,
     update,
     versions,
+    virtual_workers,
     zero,
 )
 from minipar.strategies.schedules.registry import find
@@ -86,7 +87,8 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
         ("host_layers", host_layers.place, bool(plan.host_layers)),
         ("offload", offload.offload, bool(plan.offload)),
         ("clip", clip.clip, flushed and plan.clip is not None),
-        ("parameter_server", parameter_server.push_and_pull, served),
+        ("parameter_server", parameter_server.push_and_pull, served and not plan.asynchronous),
+        ("virtual_workers", virtual_workers.push_and_pull_versions, served and plan.asynchronous),
         ("transfers", transfers.send_and_receive, plan.pp > 1),
         ("update", priority.update_late if late else update.update_at_the_end, flushed),
         ("fuse", fuse.fuse_layers, True),

@@ -38,8 +38,8 @@ Seconds = Callable[[Instruction], float]
 # (but those of a schedule without flushes have theirs from "versions" on).
 PLACES = (
     "layers", "bucket", "checkpoint", "slices", "versions", "zero", "piece", "priority", "data_parallel", "compress",
-    "forms", "parts", "copies", "local_steps", "host_layers", "offload", "clip", "parameter_server", "transfers",
-    "update", "fuse",
+    "forms", "parts", "copies", "local_steps", "host_layers", "offload", "clip", "parameter_server",
+    "virtual_workers", "transfers", "update", "fuse",
 )  # fmt: skip
 
 

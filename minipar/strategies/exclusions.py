@@ -128,7 +128,6 @@ OFFLOADED_OPTIMIZER = KeyValues(
 OFFLOADED_PARAMETERS = KeyValues(
     "offload", "offload=parameters", lambda plan: "parameters" in plan.offload, "offload=optimizer"
 )
-HOST_LAYERS = KeyValues("host_layers", "host_layers", lambda plan: bool(plan.host_layers), "host_layers=none")
 OPERATORS = KeyValues("tp", "tp of 2 or more", lambda plan: plan.tp > 1, "tp=1")
 CONTEXT = KeyValues(
     "context_parallel", "context_parallel of 2 or more", lambda plan: plan.context_parallel > 1, "context_parallel=1"
@@ -141,6 +140,13 @@ ARRIVING = KeyValues(
     lambda plan: plan.sync == "ps" and str(plan.mode).partition(":")[0] != "sync",
     "mode=sync",
 )
+VIRTUAL = KeyValues(
+    "schedule", "schedule without flushes, with sync=ps", lambda plan: plan.sync == "ps" and plan.asynchronous,
+    "a synchronous schedule such as 1f1b",
+)  # fmt: skip
+REVIVING = KeyValues(
+    "on_death", "on_death=continue", lambda plan: plan.on_death == "continue", "on_death=abort"
+)  # fmt: skip
 ALGORITHM = KeyValues("algorithm", "algorithm", lambda plan: plan.algorithm != "default", "algorithm=default")
 ASYNCHRONOUS = KeyValues(
     "schedule", "schedule without flushes", lambda plan: plan.asynchronous, "a synchronous schedule such as 1f1b"
@@ -154,7 +160,7 @@ DYNAMIC = KeyValues(
 UNSUMMED = KeyValues(
     "schedule",
     "schedule without flushes, of one replica",
-    lambda plan: plan.asynchronous and plan.dp == 1,
+    lambda plan: plan.asynchronous and plan.dp == 1 and plan.sync != "ps",
     "dp=2 with a schedule such as pipedream",
 )
 HALVES = KeyValues(
@@ -201,6 +207,13 @@ _DECIDES_ALONE = (
 _DECIDES_ALONE_REPLICAS = (
     "each rank decides by what has come to it, so the updates of replicas have other micro-batches, and their sums "
     "would wait for each other"
+)
+
+_NOT_IN_VIRTUAL_WORKERS = (
+    (ARRIVING, "servers decide when a replica has pushed a whole step, and its stages push at different times"),
+    (MESSAGES, "servers update and answer each layer by itself"),
+    (OFFLOADED_PARAMETERS, "versions are pulled to where their layers are, and would have to go on to the host"),
+    (REVIVING, "a replica would begin again in the middle of several steps"),
 )
 
 EXCLUSIONS = (
@@ -267,11 +280,9 @@ EXCLUSIONS = (
     Exclusion(ZERO, UNSUMMED, "it has no replicas", fundamental=True),
     Exclusion(CLIP, ASYNCHRONOUS, "the norm of all gradients is known only after a flush", fundamental=True),
     Exclusion(INFERENCE, ASYNCHRONOUS, "nothing is updated", fundamental=True),
+    *(Exclusion(VIRTUAL, other, why) for other, why in _NOT_IN_VIRTUAL_WORKERS),
     Exclusion(
-        SERVERS,
-        ASYNCHRONOUS,
-        "a replica works with the servers one step after another, as one worker; without flushes its steps overlap, "
-        "and each stage would push updates and pull versions of its own",
+        SERVERS, DYNAMIC, "a rank that decides as it runs has one version, of which it knows the number afterwards"
     ),
     Exclusion(PRIORITY, ASYNCHRONOUS, "forwards use a version that is there, and wait for no sum", fundamental=True),
     Exclusion(COMPRESSED, UNSUMMED, _NO_SUMS, fundamental=True),

@@ -167,7 +167,8 @@ class Plan:
     sync: str = key(
         "allreduce",
         one_of("allreduce", "ps"),
-        "how replicas agree: ps: they push gradients to parameter servers, and pull parameters",
+        "how replicas agree: ps: they push gradients to parameter servers, and pull parameters; without flushes each "
+        "stage does so by itself, update by update",
     )
     mode: str = key(
         "sync",

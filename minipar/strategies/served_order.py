@@ -117,7 +117,9 @@ def _server(
 
 
 def is_by_layer(program: Program) -> bool:
-    """Whether a server answers a worker's step in several messages, each with some layers."""
+    """Whether a server answers a worker's step in several messages, each with some layers, or a stage's by itself."""
+    if program.virtual_workers:
+        return True
     pulls = Counter(
         (rank, ins.peer, ins.step)
         for rank in range(program.workers)

@@ -16,14 +16,15 @@ Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Serv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate, groupby, pairwise, product
 from typing import NamedTuple
 
-from minipar.program import Group, Instruction, Op, Part, Portion
+from minipar.errors import PlanError
+from minipar.program import Group, Instruction, Op, Part, Portion, Value, home, residual
 from minipar.program.mesh import Mesh
 from minipar.program.shape import Shape
-from minipar.strategies.passes.compress import pushed_bytes
+from minipar.strategies.passes.compress import keeps_residual, pushed_bytes
 
 GRAIN = 16  # bytes: no cut is inside an element, whatever its type
 
@@ -91,6 +92,28 @@ def shares_of(groups: Sequence[Group], servers: int, sent: Callable[[int], int] 
             g = owner[piece.tensor][0]
             found[server][g] = found[server].get(g, 0) + sent(piece.size)
     return found
+
+
+def checked_shares(groups: Sequence[Group], servers: int, states: Sequence[Collection[Value]]) -> Shares:
+    """Which server has which part of the parameters. Errors: PlanError if a server would have none, and if a
+    stage has none that are trained. `states`: what the stages hold."""
+    nothing = [group.layers[0] for group in groups if group.trainable and not sum(group.tensors)]
+    if nothing:
+        raise PlanError(
+            f"sync=ps: all parameters of layer {nothing[0]} are empty, and no server can hold them; possible is "
+            "requires_grad=False"
+        )
+    shares = shares_of(groups, servers)
+    if not all(shares):
+        size = sum(size for group in groups for size in group.tensors)
+        raise PlanError(f"servers={servers}: too many for parameters of {size} bytes")
+    for rank, state in enumerate(states):
+        if not any(home(value).kind == "param" and value.index in share for share in shares for value in state):
+            raise PlanError(
+                f"sync=ps pp={len(states)}: stage {rank} has no parameters that are trained, and every rank works "
+                "with the servers; possible is another split="
+            )
+    return shares
 
 
 Portions = list[dict[Portion, tuple[int, ...]]]  # for each server: what it serves by itself -> bytes of each tensor
@@ -172,6 +195,17 @@ def pushed_in(shape: Shape, sizes: Iterable[int], choice: str) -> int:
     """In how many bytes a worker pushes parts of gradients of these bytes. `choice` is the plan's `compress`."""
     item = shape.itemsize
     return sum(pushed_bytes(size // item, item, choice) for size in sizes)
+
+
+def left_out(groups: Iterable[int], choice: str) -> tuple[Value, ...]:
+    """What stays with a worker of gradients that it pushes."""
+    return tuple(map(residual, groups)) if keeps_residual(choice) else ()
+
+
+def held_between(row: Sequence[Instruction], state: frozenset[Value]) -> frozenset[Value]:
+    """What a worker holds between steps. (It frees its gradients when they are pushed.)"""
+    kept = {value for ins in row for value in ins.writes if value.kind == "residual"}
+    return frozenset(value for value in state if home(value).kind == "param") | kept
 
 
 def pushed_shares(shape: Shape, servers: int, choice: str) -> Shares:

@@ -181,7 +181,7 @@ class Trace:
 
     def _groups_of(self, ins: Instruction) -> tuple[int, ...]:
         """The trainable parameter groups that a compute instruction works on."""
-        if ins.op is Op.STEP:
+        if ins.op in (Op.STEP, Op.PUSH):
             return ins.layers if self.program.groups else ()  # (an imported trace has no groups)
         known = self._cache.setdefault("groups", {})
         if ins.layers not in known:
@@ -276,8 +276,9 @@ class Trace:
     def staleness(self) -> list[int]:
         """For each rank, the largest number of updates between the version that a forward used and the version that its
         gradient updated."""
-        if self.program.serving is not None:
+        if self.program.serving is not None and not self.program.virtual_workers:
             return service.staleness(self.program)
+        last = self.program.last_of_update
 
         def of(rank: int) -> int:
             used: dict[tuple[int, int, int], int] = {}
@@ -285,13 +286,14 @@ class Trace:
             most = 0
             for event in self.events_of(rank):
                 ins, version = event.instruction, event.version_used or 0
-                for g in self._groups_of(ins) if ins.op in COMPUTE else ():
+                for g in self._groups_of(ins) if ins.op in COMPUTE or ins.op is last else ():
                     key = ins.step, ins.microbatch, g
                     if ins.op is Op.FORWARD:
                         used.setdefault(key, version)
                     elif ins.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
                         open_.setdefault(g, []).append(key)
-                    elif ins.op is Op.STEP:
+                    elif ins.op is last:
+                        version = ins.step if last is Op.PUSH else version
                         most = max([most, *(version - used[each] for each in open_.pop(g, ()) if each in used)])
             return most
 

@@ -73,7 +73,7 @@ def order_of(program: Program, nodes: Sequence[int] = ()) -> RecordedOrder:
             f"program {program.name!r}: has no recorded order; possible is an asynchronous one that has run"
         )
     own = tuple(layer for layer, count in enumerate(nodes) for _ in range(count)) or range(program.layers)
-    chosen = [rank for rank in range(len(program.ranks)) if program.shard(rank) == 0]
+    chosen = [rank for rank in range(program.workers) if program.shard(rank) == 0]
     first = [rank for rank in chosen if program.replica(rank) == 0]
     orders = {rank: _of_rank(program, rank) for rank in dict.fromkeys(map(program.representatives.__getitem__, chosen))}
     for k, rank in enumerate(chosen):
@@ -90,7 +90,7 @@ def _of_rank(program: Program, rank: int) -> tuple[Entry, ...]:
     entries: dict[tuple[str, int], Entry] = {}
     for ins in program.ranks[rank]:
         i = ins.step * program.microbatches + ins.microbatch
-        if ins.op is Op.STEP:
+        if ins.op is program.last_of_update:
             entries[UPDATE, ins.step + 1] = Entry(UPDATE, -1, ins.step + 1)
         elif ins.op is Op.FORWARD or ins.op in BACKWARDS:
             what = FORWARD if ins.op is Op.FORWARD else BACKWARD

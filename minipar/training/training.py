@@ -68,7 +68,7 @@ class Run:
     gradients     of every update by parameter name, if `check` was asked for
     first_step    0; for a resumed run, how many steps were done before
     service       what parameter servers did, with sync=ps; then program and traces are of the whole run, as it
-                  happened, and the reference is a replay of its order, except in mode sync
+                  happened, and the reference is a replay of its order, except in mode sync with flushes
     load          what `expert_load` gives; None without experts
 
     An asynchronous plan (schedule=pipedream, pipedream-vertical, pipedream-2bw, ampnet) has no steps that begin and end
@@ -172,8 +172,9 @@ class Run:
 
     def __repr__(self) -> str:
         each = 1e3 / self.program.steps
+        steps = len(self.losses) * self.program.steps // self.program.losses
         return (
-            f"<Run of {self.plan}: {several(len(self.step_times), 'step')}, loss {self.losses[0]:.4f} -> "
+            f"<Run of {self.plan}: {several(steps, 'step')}, loss {self.losses[0]:.4f} -> "
             f"{self.losses[-1]:.4f}, "
             f"step {self.trace.time * each:.1f} ms measured, {self.predicted.time * each:.1f} ms predicted "
             f"({self.prediction_error:+.0%})>"
@@ -361,8 +362,9 @@ def train(
         if served:
             with advising(plan, job.batch, measure):
                 return _train_served(
-                    plan, made, job, ranks, predicted, reference, check, bar, watch, storing, saved, memory
-                )
+                    plan, made, job, ranks, predicted, reference, check, bar, watch, storing, saved, memory,
+                    facts.shape.nodes,
+                )  # fmt: skip
         with bar(total=steps, desc=str(plan)) as meter, advising(plan, job.batch, measure):
 
             def tell(k: int, loss: float) -> None:
@@ -444,6 +446,7 @@ def _train_served(
     storing: keeping.Storing,
     saved: plainly.Saved,
     memory: bool,
+    nodes: tuple[int, ...],
 ) -> Run:
     """The rest of `train` with parameter servers."""
     slow, pacing = None, None
@@ -451,7 +454,7 @@ def _train_served(
         costs = emulated_costs(program, ranks.emulates, job, ranks)
         slow = [delays(costs, rank) for rank in range(program.workers)]
         pacing = pacing_of(costs) if costs.links else None
-    with bar(total=program.steps * program.workers, desc=str(plan)) as meter:
+    with bar(total=program.served_steps * program.workers, desc=str(plan)) as meter:
         done, service = execute_served(
             program, job, ranks, on_death=plan.on_death, keep_gradients=check, slow=slow, pacing=pacing,
             report=lambda k: meter.update(), watch=watch, storing=storing,
@@ -459,7 +462,16 @@ def _train_served(
         )  # fmt: skip
     plain: Reference | None = None
     plain_time: float | None = None
-    if (reference or check) and plan.mode == "sync" and not service.silent:
+    if (reference or check) and plan.asynchronous:
+        plain = plainly.replay_order(
+            job,
+            order_of(done.program, nodes),
+            keep_gradients=check,
+            threads=ranks.threads,
+            storing=storing,
+            saved=saved,
+        )  # fmt: skip
+    elif (reference or check) and plan.mode == "sync" and not service.silent:
         plain = plainly.train_reference(
             job, program.steps, clip=plan.clip, keep_gradients=check, threads=ranks.threads, storing=storing,
             saved=saved,
@@ -578,7 +590,7 @@ def predict(
     data = []
     for rank, held in enumerate(program.placement):  # (servers hold no rows)
         size = (0 in held) * data_bytes[0] + (program.layers - 1 in held) * data_bytes[1]
-        lasting = isinstance(program.contract, Staleness) and program.serving is None
+        lasting = isinstance(program.contract, Staleness) and (program.serving is None or program.virtual_workers)
         steps = program.steps if lasting else 1  # all are held until the run ends
         data.append(round(steps * of_rows.rows_of(rank) / batch * size) if held else 0)
     note = "predicted from a profile of one layer at a time on one device"

@@ -23,7 +23,7 @@ from minipar.execution.memory.stores import HostStore
 from minipar.execution.offloading import Offloading
 from minipar.execution.owners import Owner
 from minipar.execution.parameter_slices import SlicedGroup
-from minipar.execution.parameter_versions import Alive
+from minipar.execution.parameter_versions import Alive, Versions
 from minipar.execution.state import State
 from minipar.execution.streams import HostStreams
 from minipar.program import Op, Value, portions
@@ -94,6 +94,12 @@ BUGS = {
     "pull not used": Bug("dp=2 sync=ps mode=ssp:1", r"param\(\d\) is not what was pulled", "PULL", 1),
     "update of a server left out": Bug("dp=2 sync=ps", "was not changed, though its gradient is not zero", "APPLY", 2),
     "servers clip to two norms": Bug("sync=ps servers=2 clip=0.01", "the norm of update 0 is not the same", "APPLY", 2),
+    "stale version": Bug(
+        "pp=2 sync=ps schedule=pipedream-2bw", r"of step 1 from 2 to 1 is not the same on rank 1", "PULL", 1
+    ),
+    "version in another place": Bug(
+        "dp=2 sync=ps schedule=pipedream-2bw", r"param\(\d\) v1 is not what was pulled", "PULL"
+    ),
     "version overwritten": Bug(
         "pp=2 schedule=pipedream microbatches=4", r"param\(\d\) v0 is not what the last update of it has left", "B", 0
     ),
@@ -395,6 +401,13 @@ def stale_pull(rank: int, put: Any) -> None:
 
     for name in ("pull", "here") if rank == 1 else ():
         _around(Servers, name, old, put)
+
+
+stale_version = stale_pull
+
+
+def version_in_another_place(rank: int, put: Any) -> None:
+    _around(Versions, "room_for_next", lambda call, self, ins: [t.clone() for t in call(self, ins)], put)
 
 
 def pull_not_used(rank: int, put: Any) -> None:

@@ -96,6 +96,8 @@ RIGHT = [
     "pp=2 sync=ps servers=2 microbatches=2 offload=parameters",
     "sync=ps precision=bf16 servers=2",
     "dp=2 sync=ps compress=topk:0.5",
+    "dp=2 pp=2 sync=ps servers=2 schedule=pipedream microbatches=3",
+    "dp=2 tp=2 sync=ps schedule=pipedream-2bw microbatches=2 checkpoint=1",
     "pp=2 schedule=pipedream microbatches=5",
     "pp=2 dp=2 schedule=pipedream microbatches=10 zero=1 checkpoint=2",  # (of 10 micro-batches 1 has no rows)
     "pp=2 dp=2 schedule=pipedream-2bw microbatches=2 compress=topk:0.5 bucket=flat",

@@ -129,6 +129,8 @@ def _run(
 ) -> tuple[Execution, Reference]:
     if plan.sync == "ps":
         done, service = execute_served(compiled(steps), job, ranks, on_death=plan.on_death, keep_gradients=True)
+        if plan.asynchronous:
+            return done, _replayed(job, done.program, nodes)
         if plan.mode == "sync":
             return done, _plain(name, "plain", steps, ("clip", plan.clip))
         m = plan.total_microbatches
@@ -137,14 +139,19 @@ def _run(
     rest = compiled(steps % block) if steps % block else None
     done = execute(compiled(block), job, cluster=ranks, passes=steps // block, rest=rest, check=False)
     if plan.asynchronous:
-        order = order_of(done.program, nodes)
-        rows = tuple(tuple(tuple(entry) for entry in row) for row in order.ranks)
-        return done, run(plainly.task_of(job, "order", {"order": (rows, *order[1:])}))
+        return done, _replayed(job, done.program, nodes)
     if plan.local_steps and plan.dp > 1 and not plan.inference:
         m = plan.total_microbatches
         own = ("replicas", plan.dp), ("microbatches", m), ("every", plan.local_steps)
         return done, _plain(name, "local", steps, *own, *((("clip", plan.clip),) if plan.clip else ()))
     return done, _plain(name, "plain", steps, ("clip", plan.clip), ("inference", plan.inference))
+
+
+def _replayed(job: Job, program: Program, nodes: tuple[int, ...]) -> Reference:
+    """What plain torch makes of the recorded order."""
+    order = order_of(program, nodes)
+    rows = tuple(tuple(tuple(entry) for entry in row) for row in order.ranks)
+    return run(plainly.task_of(job, "order", {"order": (rows, *order[1:])}))
 
 
 @cache

@@ -50,7 +50,8 @@ def judge(program: Program) -> str:
         if program.chunks:
             _Collective(program).run()
         elif program.serving is not None:
-            _Service(program).run()
+            virtual = program.serving.mode == "sync" and isinstance(program.contract, Staleness)
+            (_VirtualWorkers if virtual else _Service)(program).run()
         else:
             _Machine(program).run()
             if program.in_flight is not None:
@@ -1273,10 +1274,7 @@ class _Machine:
             self.check_left(rank, memory)
 
     def check_left(self, rank: int, memory: dict[Value, Any]) -> None:
-        program, updates = self.program, self.program.steps
-        if self.stale is not None:
-            every = self.stale.every or program.microbatches
-            updates = -(-program.steps * program.microbatches // every)
+        program, updates = self.program, self.last_version()
         named = {}
         for value, content in memory.items():
             version = value.step >= 0 and _home(value).kind in PARAMS and self.orders is None
@@ -1292,6 +1290,12 @@ class _Machine:
                 raise Wrong(f"{value} of rank {rank} has seen the wrong number of updates")
             if kind in ("optimizer_state", "optimizer_shard") and content[:3] != (kind, value.index, after):
                 raise Wrong(f"{value} of rank {rank} has seen the wrong number of updates")
+
+    def last_version(self) -> int:
+        """How many updates the parameters of a rank have had at the end."""
+        if self.stale is None:
+            return self.program.steps
+        return -(-self.program.steps * self.program.microbatches // (self.stale.every or self.program.microbatches))
 
     def check_updates(self) -> None:
         """Of an asynchronous program: what was used, how old it was, and that each micro-batch went into one update."""
@@ -1358,7 +1362,13 @@ class _Service(_Machine):
 
     The executor walks a worker's instructions step by step, in the order in which servers let it; what servers do
     follows from the mode, and where their lists are there, they say the same.
+
+    layered   whether layers may be updated one by one
+    possible  what workers do; whether ranks that share layers do it, too
     """
+
+    possible: tuple[Op, ...] = (Op.PULL, Op.PUSH, *COMPUTE)
+    shares_layers = False
 
     def __init__(self, program: Program) -> None:
         assert program.serving is not None
@@ -1371,8 +1381,11 @@ class _Service(_Machine):
         mode = program.serving.mode
         kinds = r"(sync)|async|ssp:\d+|k-of-n:\d+/" + str(self.workers)
         found = re.fullmatch(kinds, mode)
-        if not found or bool(found[1]) != (self.stale is None) or (mode == "sync" and not self.known):
+        if not found or (not found[1] and self.stale is None) or (mode == "sync" and not self.known):
             raise Wrong(f"mode={mode} with contract {program.contract}")
+        self.layered = bool(found[1])
+        if self.every:
+            raise Wrong("servers of workers that update alone")
         self.shares = [{v.index for v in held if v.kind == "served"} for held in program.state[self.workers :]]
         if any(not share for share in self.shares):
             raise Wrong("a server that serves nothing")
@@ -1382,16 +1395,15 @@ class _Service(_Machine):
         self.pulls: dict[tuple[int, int, int, Some], Any] = {}
         self.versions: Counter[tuple[int, Some]] = Counter()  # server, group or piece
         self.applied: set[tuple[int, Some, int, int]] = set()  # server, group or piece, worker, step
-        self.updates: dict[int, set[tuple[int, int]]] = {}  # version: worker, step
+        self.taken_by: dict[int, set[tuple[int, int]]] = {}  # version: worker, step
 
     def run(self) -> None:
         program = self.program
         for rank, row in enumerate(program.ranks):
-            possible: tuple[Op, ...] = (Op.PULL, Op.PUSH, *COMPUTE)
-            if rank >= self.workers:
-                possible = (Op.ACCEPT, Op.APPLY, Op.REPLY)
+            possible = self.possible if rank < self.workers else (Op.ACCEPT, Op.APPLY, Op.REPLY)
             for ins in row:
-                if ins.op not in possible or ins.stream == "host" or ins.group:
+                moves = rank < self.workers and self.shares_layers and self.repartitions(ins)
+                if (ins.op not in possible and not moves) or ins.stream == "host" or (ins.group and not moves):
                     raise Wrong(f"rank {rank} `{ins}`: not here")
         place = [0] * len(program.ranks)
         moved = True
@@ -1478,11 +1490,11 @@ class _Service(_Machine):
     def apply(self, rank: int, ins: Instruction, content: Any) -> None:
         server = rank - self.workers
         share = self.shares[server]
-        if self.stale is None:  # layers may be updated one by one
+        if self.layered:
             if not set(ins.layers) <= share:
                 raise Wrong(f"rank {rank} `{ins}` updates what it does not serve")
             share = set(ins.layers)
-        some = set(_some(ins)) if self.stale is None else {(g, "") for g in share}
+        some = set(_some(ins)) if self.layered else {(g, "") for g in share}
         versions = {self.versions[server, one] for one in some}
         version = min(versions, default=-1)
         found: dict[int, set[tuple[int, int]]] = {
@@ -1501,9 +1513,9 @@ class _Service(_Machine):
         taken = next(iter(found.values()))
         if not taken or any(other != taken for other in found.values()):
             raise Wrong(f"rank {rank} `{ins}` takes other gradients of one group than of the rest")
-        if self.stale is not None and self.updates.setdefault(version, taken) != taken:
+        if not self.layered and self.taken_by.setdefault(version, taken) != taken:
             raise Wrong(f"rank {rank} `{ins}` takes the gradients of other workers than another server")
-        bound = 0 if self.stale is None else self.stale.bound
+        bound = 0 if self.layered or self.stale is None else self.stale.bound
         for worker, step in taken:
             mine = {(server, one, worker, step) for one in some}
             if mine & self.applied:
@@ -1512,9 +1524,13 @@ class _Service(_Machine):
             late = version - min(v for (w, s, _, _), v in self.pulls.items() if (w, s) == (worker, step))
             if bound is not None and late > bound:
                 raise Wrong(f"rank {rank} `{ins}` takes a gradient that is {late} updates old")
-        if self.stale is None and taken != {(worker, version) for worker in range(self.workers)}:
+        if self.layered and any(taken != {(worker, version) for worker in self.holders(g)} for g in share):
             raise Wrong(f"rank {rank} `{ins}` does not take the gradients of all workers")
         self.versions.update((server, one) for one in some)
+
+    def holders(self, g: int) -> list[int]:
+        """The workers that push to the updates of a group."""
+        return list(range(self.workers))
 
     def reply(self, rank: int, ins: Instruction, content: Any) -> None:
         if set(ins.reads) != {Value("served", g) for g in ins.layers} or ins.writes:
@@ -1570,6 +1586,91 @@ class _Service(_Machine):
         size = sum(self.program.groups[g].tensors)
         covered = [byte for start, end in edges for byte in range(start, min(end, size + 1))]
         return sorted(covered) == list(range(size)) and all(start < end for start, end in edges)
+
+
+class _VirtualWorkers(_Service):
+    """Replicas that are pipelines without flushes: each rank pulls versions of its own layers, and pushes to updates.
+
+    Its connections are at one version at a time: what is pushed goes into the update of the version that was pulled
+    last, and the next version is asked for when all of this one is here, and all of its update is pushed.
+    """
+
+    possible = (*_Service.possible, Op.SEND, Op.RECV)
+    shares_layers = True
+
+    def __init__(self, program: Program) -> None:
+        super().__init__(program)
+        self.at = [-1] * self.workers
+
+    def holders(self, g: int) -> list[int]:
+        return [rank for rank in range(self.workers) if Value("param", g, -1, 0) in self.program.state[rank]]
+
+    def serve(self, rank: int, ins: Instruction) -> bool:
+        if ins.op not in (*COMPUTE, Op.SEND, Op.RECV) and not self.repartitions(ins):
+            return super().serve(rank, ins)
+        if not self.await_reads(rank, ins):
+            return False
+        for value in ins.reads:
+            if value.kind == "param" and self.model.trainable(value.index) and not self.is_here(rank, value):
+                raise Wrong(f"rank {rank} `{ins}` uses {value}, of which parts are not there")
+        self.execute(rank, ins)
+        return True
+
+    def is_here(self, rank: int, value: Value) -> bool:
+        return self.is_all(value.index, self.exchanged(self.pulls, rank, value.index, value.step))
+
+    def exchanged(self, messages: dict[tuple[int, int, int, Some], Any], rank: int, g: int, step: int) -> list[Any]:
+        return [(one, server) for (w, s, server, one) in messages if (w, s, one[0]) == (rank, step, g)]
+
+    def pull(self, rank: int, ins: Instruction, content: Any) -> None:
+        server, at = ins.peer - self.workers, self.at[rank]
+        if set(ins.writes) != {Value("param", g, -1, ins.step) for g in ins.layers} or ins.reads or content != ins.step:
+            raise Wrong(f"rank {rank} `{ins}` does not write what it pulls")
+        if ins.step != at:
+            mine = [g for g in set().union(*self.shares) if rank in self.holders(g)] if at >= 0 else []
+            ready = all(
+                self.is_all(g, self.exchanged(messages, rank, g, at))
+                for g in mine
+                for messages in (self.pulls, self.pushes)
+            )
+            if ins.step != at + 1 or not ready:
+                raise Wrong(f"rank {rank} `{ins}` comes before it is done with version {at}")
+            self.at[rank] = ins.step
+        for one in _some(ins):
+            if one[0] not in self.shares[server] or (rank, ins.step, server, one) in self.pulls:
+                raise Wrong(f"rank {rank} `{ins}` pulls what is not there, or twice")
+            self.pulls[rank, ins.step, server, one] = ins.step
+            self.memory[rank][Value("param", one[0], -1, ins.step)] = ("param", one[0], ins.step)
+        self.check_alive(rank, ins)
+
+    def push(self, rank: int, ins: Instruction, content: Any) -> None:
+        if ins.step != self.at[rank]:
+            raise Wrong(f"rank {rank} `{ins}` pushes to another update than that of the version that it has pulled")
+        super().push(rank, ins, content)
+
+    def last_version(self) -> int:
+        return super().last_version() - 1  # (nobody pulls what the last update makes)
+
+    def check_service(self) -> None:
+        if any(len(messages) != self.taken[link] for link, messages in self.messages.items()):
+            raise Wrong("a message was never received")
+        count = self.last_version() + 1
+        for g in set().union(*self.shares):
+            shards = {rank: tuple(self.place[rank][k] for k in self.model.axes_of(g, "S")) for rank in self.holders(g)}
+            alike = set(self.model.axes) - set(self.model.axes_of(g, "SP"))
+            for step in range(count):
+                totals: dict[Coordinates, Counter[int]] = defaultdict(Counter)
+                for rank, shard in shards.items():
+                    mine = self.exchanged(self.pushes, rank, g, step)
+                    pushed = [self.pushes.pop((rank, step, server, one)) for one, server in mine]
+                    if not self.is_all(g, mine) or any(other != pushed[0] for other in pushed):
+                        raise Wrong(f"rank {rank} pushes a part of group {g} to update {step}")
+                    if all(self.place[rank][k] == 0 for k in alike):  # (one of those that have it alike)
+                        totals[shard].update(pushed[0])
+                self.updates += [(rank, g, step, totals[shard]) for rank, shard in shards.items()]
+        if self.pushes or any(version != count for version in self.versions.values()):
+            raise Wrong("servers that make other numbers of updates")
+        self.check_end()
 
 
 # collectives ---------------------------------------------------------------------------------------------------------

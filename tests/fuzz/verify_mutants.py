@@ -102,6 +102,16 @@ ON_AXES: list[tuple[str, Shape, int]] = [  # programs whose ranks share layers a
     ("pp=2 tp=2 ep=2 place=0,0,1,1,0,1", EXPERTS, 1),
     ("dp=2 tp=2 ep=2 zero=2 bucket=none", EXPERTS, 1),
 ]  # fmt: skip
+VIRTUAL: list[tuple[str, Shape, int]] = [  # parameter servers with pipelines without flushes
+    ("dp=2 pp=2 sync=ps schedule=pipedream microbatches=2", PLAIN, 1),
+    ("dp=2 pp=2 sync=ps servers=2 schedule=pipedream-2bw microbatches=2 overlap=none", DIMS, 3),
+    ("pp=2 sync=ps servers=3 schedule=pipedream-vertical microbatches=3", FROZEN, 1),
+    ("dp=2 sync=ps servers=2 schedule=pipedream-2bw microbatches=2", shape(3, tied=[(0, 2)]), 3),
+    ("pp=2 sync=ps schedule=pipedream checkpoint=1 microbatches=2", PLAIN, 1),
+    ("tp=2 pp=2 sync=ps schedule=pipedream microbatches=2", divided(uniform(2), 2), 1),
+    (f"{GRID} sync=ps schedule=pipedream-2bw microbatches=2", TOKENS, 2),
+    ("dp=2 tp=2 ep=2 sync=ps servers=2 schedule=pipedream-2bw", EXPERTS, 2),
+]
 PLANS: list[tuple[str, Shape, int]] = [  # words, model, steps
     *[(f"pp=2 microbatches=3 schedule={name}", m, 1) for name in ("naive", "gpipe", "1f1b") for m in (PLAIN, TIED)],
     ("pp=2 dp=2 microbatches=2", FROZEN, 1),
@@ -188,6 +198,7 @@ PLANS: list[tuple[str, Shape, int]] = [  # words, model, steps
     ("dp=2 sync=ps schedule=zb-h1 microbatches=2", PLAIN, 1),
     ("dp=2 sync=ps compress=topk:0.5 servers=2", PLAIN, 1),
     ("dp=2 sync=ps schedule=terapipe slices=2", CAUSAL, 1),
+    *VIRTUAL,
     ("tp=2 microbatches=2", divided(uniform(2), 2), 2),
     ("tp=2 pp=2 checkpoint=1 microbatches=2", divided(uniform(2), 2), 1),
     ("tp=2 dp=2 zero=1 clip=1.0 bucket=none", divided(uniform(1), 2), 1),

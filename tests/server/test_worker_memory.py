@@ -65,6 +65,21 @@ def test_memory_of_a_pipeline_is_as_predicted(clusters):
         assert mine == pytest.approx(expected, rel=0.01)
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "dp=2 schedule=pipedream servers=2",
+        "schedule=pipedream-2bw host_layers=0 compress=topk:0.1",
+        "schedule=pipedream-vertical tp=2",
+    ],
+)
+def test_memory_of_versions_is_as_predicted(clusters, words):
+    plan = Plan.parse(f"pp=2 sync=ps microbatches=2 {words}")
+    run = go(clusters(plan.ranks), plan, memory=True)
+    for measured, predicted in zip(run.trace.series, run.predicted.series, strict=True):
+        assert measured.peak().bytes == pytest.approx(predicted.peak().bytes, rel=0.01)
+
+
 def highest(series, program, rank):
     """The peak of each step."""
     size = len(program.ranks[rank]) // program.steps

@@ -38,6 +38,8 @@ MADE = {
     "offload=optimizer": "offload=optimizer",
     "offload=parameters": "offload=parameters",
     "sync=ps": "sync=ps",
+    "schedule without flushes, with sync=ps": "sync=ps schedule=pipedream-2bw dp=2",
+    "on_death=continue": "sync=ps on_death=continue",
     "mode=async, ssp, k-of-n": "sync=ps mode=async",
     "algorithm": "algorithm=ring",
     "tp of 2 or more": "tp=2",

@@ -117,6 +117,11 @@ def served(trace: Trace, order: Sequence[Row] = ()) -> Served:
             f"mode={program.serving.mode}: what servers do is known when they have done it; possible is a trace of "
             "simulate(program) or train(...)"
         )
+    if program.virtual_workers:
+        raise MiniparError(
+            "ServerView shows workers that pull, compute and push step by step, and here steps overlap; possible is "
+            "the Timeline of this trace"
+        )
     zero = trace.span[0]
     acts = tuple(_acts(trace, rank, zero) for rank in range(program.workers, len(program.ranks)))
     given = {(act.peer, act.step): act.version for mine in acts for act in mine if act.what == "answers"}

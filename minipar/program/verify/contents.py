@@ -25,6 +25,7 @@ from operator import and_
 from minipar.errors import ProgramError
 from minipar.program import (
     COPIES,
+    SERVICE,
     Instruction,
     Op,
     Program,
@@ -104,6 +105,8 @@ class Contents:
                 self._copy(rank, index, ins)
             elif repartitions(ins):
                 continue  # (its forms are looked at in forms.py, and in step with all ranks by `order`)
+            elif op in SERVICE:
+                self._serve(rank, index, ins)
             elif ins.group:
                 self.brought[rank, index] = self._bring(rank, ins)
                 if joined:
@@ -111,6 +114,9 @@ class Contents:
                     self._collect(rank, index, ins, self._of_all(ins, brought))
             else:
                 self._compute(rank, index, ins)
+
+    def _serve(self, rank: int, index: int, ins: Instruction) -> None:
+        """Something is exchanged with a server. (service.py checks what is sent.)"""
 
     # the end
 

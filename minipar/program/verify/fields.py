@@ -202,11 +202,11 @@ def check_fields(program: Program) -> None:
     _check_mesh(program)
     _check_model(program)
     _check_state(program)
-    if program.local_steps and program.sharded:
-        contract = program.contract
+    if program.local_steps and (program.sharded or program.serving is not None):
+        contract, what = program.contract, "slices" if program.serving is None else "servers"
         possible = replace(contract, local=0) if isinstance(contract, Staleness) else Synchronous()
         raise ProgramError(
-            f"contract={contract}: replicas that train alone have whole states, no slices; possible is {possible}"
+            f"contract={contract}: replicas that train alone have whole states, no {what}; possible is {possible}"
         )
     if program.in_flight is not None:
         _check_deciding(program)

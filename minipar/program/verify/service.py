@@ -48,6 +48,10 @@ from minipar.wording import several
 def check_workers(program: Program) -> None:
     """Check the first question. Errors: ProgramError."""
     _check_names(program)
+    if program.virtual_workers:  # (virtual_workers.py follows their versions)
+        for rank in range(program.workers):
+            _check_pushes(program, rank)
+        return
     every = not isinstance(program.contract, Staleness) or program.undecided
     replicas: dict[tuple[int, int], list[int]] = defaultdict(list)  # by replica, and shard of its layers
     for rank in range(program.workers):
@@ -59,6 +63,17 @@ def check_workers(program: Program) -> None:
             _check_worker(program, rank, done)
         for step in sorted({ins.step for ins in program.ranks[ranks[0]] if ins.op is Op.PULL}):
             _check_whole(program, ranks, step, done)
+
+
+def _check_pushes(program: Program, rank: int) -> None:
+    """A rank pushes each gradient to each server once in an update."""
+    found: set[tuple[int, int, Portion]] = set()
+    for index, ins in enumerate(program.ranks[rank]):
+        for portion in portions(ins) if ins.op is Op.PUSH else ():
+            if (ins.step, ins.peer, portion) in found:
+                reason = f"{at(program, rank, index)} pushes grad({portion}) of update {ins.step} again"
+                raise refuse(program, rank, index, reason)
+            found.add((ins.step, ins.peer, portion))
 
 
 def _check_steps(program: Program, rank: int, every: bool) -> None:
@@ -144,11 +159,9 @@ def _check_names(program: Program) -> None:
     """Every message between a worker and a server names groups that the server keeps, and the values of these
     groups."""
     assert program.serving is not None
-    if (program.serving.mode == "sync") == isinstance(program.contract, Staleness):
+    if program.serving.mode != "sync" and not isinstance(program.contract, Staleness):
         contract = type(program.contract).__name__
-        raise ProgramError(
-            f"mode={program.serving.mode} with contract {contract}: sync is Synchronous, others Staleness"
-        )
+        raise ProgramError(f"mode={program.serving.mode} with contract {contract}: possible is Staleness, or mode sync")
     servers = range(program.workers, len(program.ranks))
     shares = {rank: {v.index for v in program.state[rank] if v.kind == "served"} for rank in servers}
     for rank, row in enumerate(program.ranks):
@@ -208,7 +221,7 @@ def _check_work(
     """A layer uses the parameters that were pulled for its step, and a backward writes the gradients of all of them."""
     ins = program.ranks[rank][index]
     for g in {g for layer in ins.layers for g in program.groups_of_layer[layer] if program.groups[g].trainable}:
-        here = [key for key, step in pulled.get(g, {}).items() if step == ins.step]
+        here = [key for key, step in pulled.get(g, {}).items() if step == ins.step or program.virtual_workers]
         for server in sorted({s for s, share in shares.items() if g in share} - {server for server, _ in here}):
             reason = f"{at(program, rank, index)} uses param({g}), which was not pulled from rank {server} for step"
             raise refuse(program, rank, index, f"{reason} {ins.step}")
@@ -237,7 +250,8 @@ def _check_values(program: Program, rank: int, index: int, applied: Counter[Port
         accepted = tuple(pushed(one.group, ins.peer, ins.step, one.form) for one in portions(ins))
         right = ins.writes == accepted and not reads
     elif ins.op is Op.PULL:
-        right = set(map(home, writes)) == set(map(param, groups)) and not reads
+        version = ins.step if program.virtual_workers else -1
+        right = set(map(home, writes)) == {param(g, version) for g in groups} and not reads
     else:
         left_out = set(map(residual, groups)) if ins.op is Op.PUSH and program.compress.startswith("topk") else set()
         named = set(map(grad if ins.op is Op.PUSH else served, groups))
@@ -278,7 +292,7 @@ class _Versions:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self.synchronous = not isinstance(program.contract, Staleness)
+        self.synchronous = not isinstance(program.contract, Staleness) or program.virtual_workers
         self.version: Counter[tuple[int, Portion]] = Counter()
         self.holders: dict[int, set[int]] = defaultdict(set)
         for worker in range(program.workers):

@@ -54,8 +54,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, zip_longest
 
-from minipar.errors import PlanError
-from minipar.program import COPIES, Group, Instruction, Op, Portion, Value, home, residual, served, served_state
+from minipar.program import COPIES, Instruction, Op, Portion, home, served, served_state
 from minipar.program.mesh import Mesh
 from minipar.program.server_rule import Mode
 from minipar.strategies import served_order
@@ -65,13 +64,15 @@ from minipar.strategies.rewriting import insert, last_writes
 from minipar.strategies.shares import (
     Portions,
     Shares,
+    checked_shares,
+    held_between,
     kept_shares,
+    left_out,
     message,
     piece,
     portions_of,
     pushed_in,
     pushed_shares,
-    shares_of,
 )
 from minipar.strategies.urgency import first_uses, in_order
 
@@ -79,7 +80,7 @@ from minipar.strategies.urgency import first_uses, in_order
 def push_and_pull(draft: Draft) -> Draft:
     """Workers pull parameters and push gradients; servers, which are ranks after the workers, update."""
     plan, mesh = draft.plan, draft.layout.mesh
-    shares = _shares(draft.layout.shape.groups, plan.servers)
+    shares = checked_shares(draft.layout.shape.groups, plan.servers, draft.state)
     late = plan.overlap == "priority"
     draft = _with_size(draft, shares) if late else draft
     pieces = _pieces(draft) if late else []
@@ -95,30 +96,9 @@ def push_and_pull(draft: Draft) -> Draft:
         known, inner = served_order.in_step(plan.dp, draft.step), [axis for axis, _ in mesh if axis != "dp"]
         replicas = [mesh.group(rank, *inner) for rank in mesh.group(0, "dp")]
         servers = served_order.of_servers(known, whole, [{draft.step: row} for row in workers], replicas)
-    held = [_held(row, state) for row, state in zip(rows, draft.state, strict=True)]
+    held = [held_between(row, state) for row, state in zip(rows, draft.state, strict=True)]
     held += [frozenset(map(served, share)) | frozenset(map(served_state, share)) for share in shares]
     return replace(draft, ranks=(*map(tuple, rows), *servers), update=(), state=tuple(held))
-
-
-def _held(row: Sequence[Instruction], state: frozenset[Value]) -> frozenset[Value]:
-    """What a worker holds between steps. (It frees its gradients when they are pushed.)"""
-    kept = {value for ins in row for value in ins.writes if value.kind == "residual"}
-    return frozenset(value for value in state if home(value).kind == "param") | kept
-
-
-def _shares(groups: Sequence[Group], servers: int) -> Shares:
-    """Which server has which part of the parameters. Errors: PlanError if a server would have none."""
-    nothing = [group.layers[0] for group in groups if group.trainable and not sum(group.tensors)]
-    if nothing:
-        raise PlanError(
-            f"sync=ps: all parameters of layer {nothing[0]} are empty, and no server can hold them; possible is "
-            "requires_grad=False"
-        )
-    shares = shares_of(groups, servers)
-    if not all(shares):
-        size = sum(size for group in groups for size in group.tensors)
-        raise PlanError(f"servers={servers}: too many for parameters of {size} bytes")
-    return shares
 
 
 def _worker_step(draft: Draft, rank: int, shares: Shares, pieces: Portions) -> list[Instruction]:
@@ -130,11 +110,6 @@ def _worker_step(draft: Draft, rank: int, shares: Shares, pieces: Portions) -> l
     """
     row, layout = draft.ranks[rank], draft.layout
     own = {value.index: value for value in draft.state[rank] if home(value).kind == "param"}  # (some on the host)
-    if not any(g in share for share in shares for g in own):
-        raise PlanError(
-            f"sync=ps pp={layout.pp}: stage {rank} has no parameters that are trained, and every rank works with the "
-            "servers; possible is another split="
-        )
 
     def pulls(groups: Iterable[int]) -> list[Instruction]:
         made = [
@@ -172,7 +147,7 @@ def _pushes(draft: Draft, rank: int, shares: Shares) -> Callable[[Sequence[int]]
         for server, smaller in enumerate(sent):
             push = message(Op.PUSH, groups, smaller, draft.step, layout.mesh.size + server)
             frees = tuple(made[g] for g in push.layers if holders[g] == server)
-            kept = tuple(map(residual, push.layers)) if compress.startswith("topk") else ()
+            kept = left_out(push.layers, compress)
             push = push._replace(reads=(*(made[g] for g in push.layers), *kept), writes=kept, frees=frees)
             found += [push] if push.layers else []
         return found
@@ -260,11 +235,10 @@ def _freeing(draft: Draft, rank: int, sent: Sequence[tuple[Instruction, int]]) -
     """PUSHes that read gradients; the last one of each gradient frees it."""
     made = {value.index: value for ins in draft.ranks[rank] for value in ins.writes if home(value).kind == "grad"}
     last = {push.layers[0]: k for k, (push, _) in enumerate(sent)}
-    kept = draft.plan.compress.startswith("topk")
     found = []
     for k, (push, place) in enumerate(sent):
         (g,) = push.layers
-        left = (residual(g),) if kept else ()
+        left = left_out([g], draft.plan.compress)
         frees = (made[g],) if last[g] == k else ()
         found.append((push._replace(reads=(made[g], *left), writes=left, frees=frees), place))
     return found

@@ -1,0 +1,150 @@
+"""Parameter servers with pipelines that never drain (HetPipe): stages push updates and pull versions of their own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from minipar import Plan, resume, simulate, train, verify
+from minipar.errors import ProgramError
+from minipar.program import Op, param
+from minipar_widgets import ServerView
+from tests.fuzz.trial import trial
+
+WORDS = "dp=2 pp=2 sync=ps split=2,4"
+
+
+def tied_and_frozen() -> nn.Module:
+    layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)]
+    layers[3].weight = layers[2].weight
+    layers[5].bias.requires_grad = False
+    return nn.Sequential(*layers)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "schedule=pipedream microbatches=2 servers=2",
+        "schedule=pipedream-2bw microbatches=3",
+        "schedule=pipedream-vertical microbatches=2 overlap=none",
+    ],
+)
+def test_numbers_are_right(clusters, tmp_path, words):
+    """Those of a run that is watched, and of one that goes on after it."""
+    plan, seen = Plan.parse(f"{WORDS} {words}"), []
+    x, y = (torch.randn(13, n, generator=torch.Generator().manual_seed(n)) for n in (6, 3))
+    given = tied_and_frozen, (x, y)
+    keys = {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.5), "loss": nn.functional.mse_loss}
+    keys |= {"cluster": clusters(plan.ranks), "check": True, "progress": False}
+    run = train(*given, plan, steps=3, dtype=torch.float64, watch=seen.append, **keys)
+    assert run.losses == pytest.approx(run.reference.losses, abs=1e-10)
+    assert run.max_gradient_error() < 1e-10
+    assert run.max_parameter_error() < 1e-10
+    verify(run.program)
+    assert seen[-1].losses == run.losses
+    assert ": 3 steps, " in repr(run)
+    run.save(tmp_path / "run")
+    more = resume(tmp_path / "run", *given, steps=2, **keys)
+    assert more.losses == pytest.approx(more.reference.losses, abs=1e-10)
+    assert more.max_parameter_error() < 1e-10
+    assert more.losses[0] < run.losses[0]
+
+
+@pytest.mark.many(4)
+@pytest.mark.parametrize(
+    ("words", "kind"),
+    [
+        ("tp=2 pp=2 schedule=pipedream-2bw servers=2", "equal"),
+        ("dp=2 pp=2 schedule=pipedream check=true servers=2 host_layers=0,3", "equal"),
+        ("dp=2 ep=2 schedule=pipedream-vertical checkpoint=1", "equal"),
+        ("dp=2 pp=2 schedule=pipedream-2bw precision=bf16 compress=topk:0.5", "near"),
+        ("dp=2 context_parallel=2 schedule=pipedream-2bw check=true offload=activations", "equal"),
+        ("dp=2 pp=2 schedule=pipedream compress=fp16 overlap=none", "near"),
+        ("tp=2 dp=2 schedule=pipedream-2bw sequence_parallel=true batch_copies=2 servers=2", "equal"),
+        ("pp=4 schedule=pipedream servers=2", "equal"),
+        ("dp=4 schedule=pipedream-2bw", "equal"),
+        ("pp=4 schedule=pipedream-vertical checkpoint=1", "equal"),
+        ("schedule=pipedream-2bw servers=3", "equal"),
+    ],
+)
+def test_numbers_are_right_with_other_keys(clusters, words, kind):
+    assert trial(f"sync=ps microbatches=4 {words}", clusters).kind == kind
+
+
+def taken_out(row, k):
+    return [*row[:k], *row[k + 1 :]]
+
+
+def later(row, k, place):
+    """The row in which instruction k comes just after the instruction at `place`."""
+    return [*row[:k], *row[k + 1 : place + 1], row[k], *row[place + 1 :]]
+
+
+def last(row, op):
+    return max(k for k, ins in enumerate(row) if ins.op is op)
+
+
+def first(row, op):
+    return min(k for k, ins in enumerate(row) if ins.op is op)
+
+
+def freed(row, k, value):
+    return [*row[:k], row[k]._replace(frees=(*row[k].frees, value)), *row[k + 1 :]]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda row: taken_out(row, last(row, Op.PULL)), "send without receive: .*REPLY"),
+        (lambda row: taken_out(row, last(row, Op.PUSH)), "receive without send: .*ACCEPT"),
+        (lambda row: later(row, first(row, Op.FORWARD) - 2, first(row, Op.FORWARD)), "not pulled from rank"),
+        (lambda row: later(row, first(row, Op.BACKWARD), first(row, Op.PUSH)), r"reads grad\(3\) before"),
+        (
+            lambda row: freed(row, last(row, Op.BACKWARD), param(2, 3)),
+            r"ends without param\(2\) v3, its newest version",
+        ),
+    ],
+)
+def test_mistakes_are_refused(change, message):
+    program = Plan.parse("dp=2 pp=2 sync=ps schedule=pipedream microbatches=2 servers=2").compile(layers=4, steps=2)
+    verify(program)
+    rows = (program.ranks[0], tuple(change(program.ranks[1])), *program.ranks[2:])
+    with pytest.raises(ProgramError, match=message):
+        verify(replace(program, ranks=rows))
+
+
+def test_a_version_is_pulled_when_the_one_before_is_done_with():
+    """A connection is at one version, whatever servers could answer: layers 2 and 3 are on another one than 0 and 1."""
+    program = Plan.parse("dp=2 sync=ps schedule=pipedream servers=2").compile(layers=4, steps=2)
+    row = program.ranks[0]
+    early = [ins for ins in row if ins.op is Op.PULL and ins.step == 1 and ins.layers[0] > 1]
+    rest = [ins for ins in row if ins not in early]
+    k = next(k for k, ins in enumerate(rest) if ins.op is Op.PUSH and ins.layers == (1,))
+    with pytest.raises(ProgramError, match=r"comes before grad\(1\) is pushed to update 0"):
+        verify(program.with_rank(0, [*rest[:k], *early, *rest[k:]]))
+
+
+@pytest.mark.parametrize(
+    "words", ["pp=2 schedule=pipedream", "pp=4 schedule=pipedream-vertical", "pp=2 schedule=pipedream-2bw"]
+)
+def test_what_is_stale_is_that_of_replicas_without_servers(words):
+    alone, served = (
+        simulate(
+            Plan.parse(f"dp=2 microbatches=4 {words} {sync}").compile(layers=4, steps=3), forward=1.0, backward=2.0
+        )
+        for sync in ("", "sync=ps")
+    )
+    assert served.staleness() == [*alone.staleness(), 0]
+    versions = zip(served.weight_versions(), alone.weight_versions(), strict=False)
+    assert all(mine <= theirs for mine, theirs in versions)  # (what is pulled late is there late)
+    assert served.time == pytest.approx(alone.time)  # (where nothing but computing takes time)
+
+
+def test_the_view_of_servers_refuses_steps_that_overlap():
+    program = Plan.parse("dp=2 pp=2 sync=ps schedule=pipedream microbatches=2").compile(layers=4)
+    view = ServerView(simulate(program, forward=1.0, backward=2.0))
+    assert "here steps overlap; possible is the Timeline" in view.problem
