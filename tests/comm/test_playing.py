@@ -21,6 +21,8 @@ from minipar.program import Op
 from minipar.program.collectives import COLLECTIVES, names, program
 from minipar.program.collectives.moves import bounds
 
+pytestmark = pytest.mark.many(2)
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ADDING = ("allreduce", "reduce_scatter", "reduce")

@@ -23,6 +23,8 @@ from minipar.models.parameter_groups import shape_of
 from minipar.strategies import schedules
 from minipar.training.reference import gradient_error, train_plainly
 
+pytestmark = pytest.mark.many(2)
+
 ROWS = 23
 
 

@@ -26,6 +26,8 @@ from tests.execution import seeded_bugs
 from tests.execution.seeded_bugs import BUGS
 from tests.toys import rows, toy
 
+pytestmark = pytest.mark.many(2)
+
 EASY = partial(toy, ("linear", "linear"))
 GPT = partial(gpt, layers=2)
 HARD = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), tied=True, frozen=(1,))

@@ -31,6 +31,8 @@ from tests.fuzz.campaign import Pair, Ranks, judge
 from tests.fuzz.models import Entry, Spec, build, data_of, mse
 from tests.toys import rows
 
+pytestmark = pytest.mark.many(2)
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 

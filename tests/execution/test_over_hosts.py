@@ -27,6 +27,8 @@ from tests.execution.test_over_gloo import pair
 from tests.fuzz.campaign import Ranks, judge
 from tests.toys import rows, toy
 
+pytestmark = pytest.mark.many(2)
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 MODEL = partial(toy, ("linear", "tuples", "linear", "linear", "in-place", "linear", "unused", "linear"), tied=True)

@@ -11,6 +11,8 @@ from minipar.program import Op
 from tests.comparing import check, trained
 from tests.toys import rows, toy
 
+pytestmark = pytest.mark.many(2)
+
 CHOICES = ["1", "2", "sqrt", "1,3"]
 PLANS = [
     "microbatches=3",

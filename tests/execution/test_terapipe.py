@@ -19,6 +19,8 @@ from minipar.models.sliced import Sliced
 from minipar.program import Op, Program, carry, grad_carry
 from tests import comparing
 
+pytestmark = pytest.mark.many(2)
+
 GPT = partial(models.gpt, layers=4, width=16, heads=2, context=16, vocab=32)
 RICH = partial(GPT, tied=True, dropout=0.2, fused=False)
 

@@ -17,6 +17,8 @@ from minipar.program import Program
 from minipar.training.training import Run
 from tests.toys import rows, toy
 
+pytestmark = pytest.mark.many(2)
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 

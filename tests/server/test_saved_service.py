@@ -17,6 +17,8 @@ from minipar.execution.saving.keeping import model_in
 from minipar.strategies.plan import Plan
 from tests.toys import rows, toy
 
+pytestmark = pytest.mark.many(2)
+
 mse = torch.nn.functional.mse_loss
 MODEL = partial(toy, ("linear", "tuples", "dropout", "unused"), tied=True, frozen=(1,))
 ADAM = partial(torch.optim.Adam, lr=0.01)

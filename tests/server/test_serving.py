@@ -30,6 +30,8 @@ from minipar.server.serving import execute_served
 from minipar.training.plainly import replay_service
 from tests.toys import rows, toy
 
+pytestmark = pytest.mark.many(2)
+
 MODEL = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), tied=True, frozen=(1,))
 mse = torch.nn.functional.mse_loss
 

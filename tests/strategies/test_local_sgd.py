@@ -14,6 +14,8 @@ from tests.fuzz.verify_interpreter import judge
 from tests.interpreters import compiled, shape
 from tests.toys import rows, toy
 
+pytestmark = pytest.mark.many(2)
+
 
 def listing(program, rank=0):
     return [str(ins) for ins in program.ranks[rank]]

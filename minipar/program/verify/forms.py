@@ -55,10 +55,10 @@ def check_inside(program: Program, rank: int, index: int) -> None:
         if back:
             given, taken, giver, taker = after.grad_writes, needed(before.grad_reads), second, first
         if given != taken:
-            what = "the gradient of its input" if back else "its output"
+            value = Value("grad_output" if back else "output", first)
             raise refuse(
                 program, rank, index,
-                f"{at(program, rank, index)}: layer {program.title(giver)} gives {what} as {in_words(given)}, and "
+                f"{at(program, rank, index)}: layer {program.title(giver)} gives {value} as {in_words(given)}, and "
                 f"layer {program.title(taker)} takes it as {in_words(taken)}{lacking(given, taken)}",
             )  # fmt: skip
 
