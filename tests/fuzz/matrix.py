@@ -17,14 +17,17 @@ them, or so many were drawn.
 from __future__ import annotations
 
 import argparse
+import atexit
 import random
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, fields
 from functools import cache
 from itertools import combinations
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +251,37 @@ class Clusters:
         self.made = {}
 
 
+def _alone(chosen: tuple[Choice, ...], words: str = "") -> Found:
+    """In a process of its own, whose clusters stay until something fails."""
+    torch.set_num_threads(1)
+    ranks = _clusters()
+    one = ran(chosen, words, trial(words, ranks)) if words else tried(chosen, ranks)
+    if one.kind == FAILED:  # (its ranks may be of no use any more)
+        ranks.close()
+    return one
+
+
+@cache
+def _clusters() -> Clusters:
+    made = Clusters()
+    atexit.register(made.close)
+    return made
+
+
+def _wide(pool: Executor, covering: Threes, at_once: int) -> Iterator[Found]:
+    """What becomes of wide plans, so many of which are tried at once."""
+    running: set[Future[Found]] = set()
+    while True:
+        while len(running) < at_once and (plan := covering.draw()) is not None:
+            running.add(pool.submit(_alone, *plan))
+        if not running:
+            return
+        done, running = wait(running, return_when=FIRST_COMPLETED)
+        for one in done:
+            covering.settle(one.result())
+            yield one.result()
+
+
 def report(found: Sequence[Found], threes: Sequence[Found], covering: Threes | None) -> str:
     """What was run and what was refused, as a part of docs/combinations.md."""
     names = [field.name for field in fields(Plan) if field.name not in BY_HAND]
@@ -297,39 +331,41 @@ def main() -> int:
     parser.add_argument("--threes", type=int, default=10000, help="plans of many keys, at most")
     parser.add_argument("--seed", type=int, default=0, help="other plans of many keys")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
+    parser.add_argument("--at-once", type=int, default=2, help="so many plans at once, each in a process of its own")
     parser.add_argument("--with", dest="key", default="", help="only pairs that have this key")
     parser.add_argument("--write", default="", metavar="PAGE", help="write the table and the outcomes to this page")
     chosen = parser.parse_args()
-    torch.set_num_threads(1)
-    ranks, begin = Clusters(), time.monotonic()
+    begin = time.monotonic()
 
     def note(one: Found) -> Found:
         if one.kind == FAILED:
             print(f"FAILED {' '.join(map(str, one.choices))}: {one.words}: {one.text}", flush=True)
-            ranks.close()
         return one
+
+    def over() -> bool:
+        return time.monotonic() - begin > chosen.seconds
 
     found: list[Found] = []
     threes: list[Found] = []
     covering: Threes | None = None
-    try:
-        wanted = [pair for pair in pairs() if not chosen.key or chosen.key in (pair[0].key, pair[1].key)]
-        for pair in wanted[:: chosen.every] if chosen.every else ():
-            if time.monotonic() - begin > chosen.seconds:
+    wanted = [pair for pair in pairs() if not chosen.key or chosen.key in (pair[0].key, pair[1].key)]
+    with ProcessPoolExecutor(chosen.at_once, get_context("spawn")) as pool:
+        begun = [pool.submit(_alone, pair) for pair in (wanted[:: chosen.every] if chosen.every else ())]
+        for one in begun:
+            if over():
                 break
-            found.append(note(tried(pair, ranks)))
+            found.append(note(one.result()))
         told = f"{len(found)} of {len(wanted)} pairs in {time.monotonic() - begin:.0f} s:"
         print(told, Counter(one.kind for one in found), flush=True)
-        covering = Threes(choices(), chosen.seed) if chosen.threes else None
-        while covering is not None and len(threes) < chosen.threes and time.monotonic() - begin < chosen.seconds:
-            if (plan := covering.draw()) is None:
-                break
-            threes.append(note(ran(*plan, trial(plan[1], ranks))))
-            covering.settle(threes[-1])
-            if len(threes) % 50 == 0:
-                print(f"{len(threes)} plans, {covering.share:.1%} of threes", flush=True)
-    finally:
-        ranks.close()
+        if chosen.threes and not over():
+            covering = Threes(choices(), chosen.seed)
+            for one in _wide(pool, covering, chosen.at_once):
+                threes.append(note(one))
+                if len(threes) % 50 == 0:
+                    print(f"{len(threes)} plans, {covering.share:.1%} of threes", flush=True)
+                if over() or len(threes) >= chosen.threes:
+                    break
+        pool.shutdown(wait=False, cancel_futures=True)
     share = covering.share if covering is not None else 0.0
     print(f"{len(threes)} plans, {share:.1%} of threes, {time.monotonic() - begin:.0f} s:",
           Counter(f.kind for f in threes))  # fmt: skip

@@ -312,9 +312,7 @@ def test_layers_of_one_instruction_hand_on_values_as_they_are():
     given = Plan.parse(GRID).compile(layers=1)
     forms = list(given.forms)
     forms[2] = forms[2]._replace(grad_writes="S1")
-    refused(
-        replace(given, forms=tuple(forms)), "gives the gradient of its input as a shard of dimension 1, and layer 1"
-    )
+    refused(replace(given, forms=tuple(forms)), r"gives grad_output\(1\) as a shard of dimension 1, and layer 1")
     refused(replace(given, forms=()), "reads|writes")
 
 
