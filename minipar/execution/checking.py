@@ -281,6 +281,11 @@ class CheckedExecutor(Executor):
             return ()
         return tuple(r for r in range(program.workers) if program.replica(r) == program.replica(self.comm.rank))
 
+    def _parts_of_rows(self) -> int:
+        """Among how many of the ranks that share a layer a micro-batch is divided."""
+        places = zip(self.program.places(self.comm.rank), self.compute.inputs, strict=True)
+        return math.prod(count for (_, count), part in places if part in ("S0", "S1"))
+
     def _twins(self, g: int) -> tuple[int, ...]:
         """The ranks that have the same parameters of a group as this one."""
         program, me = self.program, self.comm.rank
@@ -372,7 +377,8 @@ class CheckedExecutor(Executor):
                 if self.compute.loss.every is not None:  # each micro-batch of a replica has a mean of its own
                     forwards = self.forwards.get(step, 0)
                     if forwards:
-                        self._note(ONE, of_all, index, [rank], [share * self.compute.loss.means / forwards], _SHARE)
+                        together = program.sharers(rank)  # (which have the other tokens or rows of it)
+                        self._note(ONE, of_all, index, together, [share * self.compute.loss.means / forwards], _SHARE)
                 elif self.compute.rows.share(step):  # (replicas that train by themselves have means of their own)
                     self._note(ONE, of_all, index, self._alone(), [share], _SHARE)
         for layer, module in self.compute.layers.items():
@@ -535,8 +541,7 @@ class CheckedExecutor(Executor):
         if due and abs(value - mean * due) > near * abs(mean * due):
             part = value / mean if mean else float("inf")
             self._here(ins, f"its loss counts {part:.6g} of the step's mean, and its targets {due:.6g}")
-        mean_of_nothing = self.compute.loss.every is not None and not self._due.counts
-        share = 1 / self.compute.loss.means if mean_of_nothing else due
+        share = 1 / self.compute.loss.means / self._parts_of_rows() if self._due.nothing else due
         self.shares[ins.step] = self.shares.get(ins.step, 0.0) + share
         note(loss, ins, rows)
 

@@ -30,11 +30,13 @@ class Target(NamedTuple):
     y        the targets of a micro-batch, or of a slice of it
     counts   how much they count in a mean
     whole    how much all targets of the step count
+    nothing  whether its micro-batch has a mean of its own, and that is of nothing
     """
 
     y: Any
     counts: float
     whole: float
+    nothing: bool = False
 
 
 class MeanLoss:
@@ -58,14 +60,15 @@ class MeanLoss:
         mine    the targets of its tokens; `share` is their part of a row's tokens
         weight  how much the step's batch counts
         """
-        whole = weight if self.every is None else (counted(y, self.loss) or 1) * self.means
+        own = None if self.every is None else counted(y, self.loss)
+        whole = weight if own is None else (own or 1) * self.means
         if not (counts_elements(y) or says_count(self.loss)):  # (then rows are counted, and a slice has part of each)
             whole /= share
-        return Target(mine, counted(mine, self.loss), whole)
+        return Target(mine, counted(mine, self.loss), whole, own == 0)
 
     def __call__(self, output: Any, target: Target) -> Tensor:
         """The share of one output of the last layer. Errors: RankError for a loss that is no mean, or that fails."""
-        y, counts, whole = target
+        y, counts, whole, _ = target
         if counts == 0:  # every target is ignored: torch's mean would be 0/0
             return torch.stack([t.sum() for t in self._read(output, y)]).sum() * 0.0
         try:

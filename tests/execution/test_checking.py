@@ -119,6 +119,11 @@ RIGHT = [
 ]
 
 
+def test_ranks_with_parts_of_tokens_have_parts_of_the_mean_of_a_micro_batch(clusters):
+    """Also where each micro-batch has a mean of its own."""
+    assert len(run(clusters, "context_parallel=2 schedule=pipedream microbatches=2 check=true").losses) > 1
+
+
 @pytest.mark.many(6)
 @pytest.mark.parametrize("text", RIGHT)
 def test_what_is_right_passes_and_gives_the_same_numbers(clusters, text):
