@@ -16,6 +16,7 @@ from minipar.errors import CheckFailed
 from minipar.execution import checking, facts
 from minipar.execution.execution import Execution, Job, execute
 from minipar.execution.facts import ALIKE, NEAR, ONE, SUM, Fact
+from minipar.execution.mean_loss import Target
 from minipar.execution.memory.disk import DiskStore
 from minipar.models import gpt
 from minipar.models.parameter_groups import shape_of
@@ -318,7 +319,7 @@ def test_a_micro_batch_without_targets_has_no_mean_to_be_checked(clusters, text)
 def test_only_a_micro_batch_that_counts_needs_a_mean(counts, mean, right):
     """The loss of one that does not count is 0, whatever its mean is."""
     told: list[str] = []
-    due, loss = SimpleNamespace(counts=counts, whole=4), SimpleNamespace(every=None, means=1)
+    due, loss = Target(None, counts, 4), SimpleNamespace(every=None, means=1)
     one = SimpleNamespace(_due=due, _heard=SimpleNamespace(mean=mean), compute=SimpleNamespace(loss=loss), shares={})
     one._here = lambda ins, why: told.append(why)
     value = torch.tensor(0.75 if counts else 0.0)
