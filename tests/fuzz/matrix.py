@@ -204,6 +204,8 @@ class Threes:
             had = set(map(frozenset, combinations(one.choices, 3))) & self.left
             self.left -= had
             self.covered |= had
+        elif one.kind == FAILED:
+            pass  # (its threes are left, unless another plan has them)
         elif len(one.choices) == 3:
             self._give_up(frozenset(one.choices))
         else:

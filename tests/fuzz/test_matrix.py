@@ -136,3 +136,15 @@ def test_wide_plans_have_all_threes_in_the_end() -> None:
     assert covering.covered | covering.refused == threes
     assert not covering.covered & covering.refused
     assert covering.share == 1
+
+
+def test_a_three_that_fails_is_neither_run_nor_refused() -> None:
+    covering = matrix.Threes([choice for choice in matrix.choices() if str(choice) in THREES])
+    plan = covering.draw()
+    assert plan is not None
+    for some in (plan[0], plan[0][:3]):
+        covering.settle(matrix.Found(some, matrix.FAILED, plan[1]))
+    assert not covering.covered
+    assert not covering.refused
+    assert not covering.alone
+    assert frozenset(plan[0][:3]) in covering.left
