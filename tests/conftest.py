@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import signal
-from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,10 +19,6 @@ from minipar.execution import tails  # noqa: E402
 # glibc fills what is freed with this byte, and what it gives out with the opposite one. As floating-point numbers the
 # first are tiny and the second huge: who reads either is far off, at any size of a model.
 POISON = "glibc.malloc.perturb=128"
-
-
-# Of a test and the names of one of its parameters: the row of each value, in the order of the list.
-Places = dict[tuple[str, ...], dict[tuple[int, ...], int]]
 
 
 def shorten_always() -> None:
@@ -88,34 +83,47 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that need ranks. Of the cases of a test marked many(k) some are run, so that in each of its grids
-    all rows and columns occur: of many(2) every other one of each row, of others every k-th."""
+    """Mark the tests that need ranks; and run some of the cases of the tests that are marked many(k)."""
     for item in items:
         if "clusters" in getattr(item, "fixturenames", ()):
             item.add_marker("ranks")
     if config.getoption("--thorough"):
         return
-    seen: Counter[str] = Counter()
-    places: Places = {}
-    left_out = []
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        marker = item.get_closest_marker("many")
-        if marker is not None and hasattr(item, "callspec"):
-            name, every = item.nodeid.split("[")[0], marker.args[0]
-            if (_diagonal(item, name, places) if every == 2 else seen[name]) % every:
-                left_out.append(item)
-            seen[name] += 1
+        if item.get_closest_marker("many") is not None and hasattr(item, "callspec"):
+            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    left_out: set[pytest.Item] = set()
+    for cases in tests.values():
+        left_out |= set(cases) - _some(cases)
     if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in set(left_out)]
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
 
 
-def _diagonal(item: Any, name: str, places: Places) -> int:
-    """The sum of a case's places in the grid of its test. (pytest itself numbers the cases, not rows and columns.)"""
-    total = 0
-    for mark in item.iter_markers("parametrize"):
+def _some(cases: list[pytest.Item]) -> set[pytest.Item]:
+    """Of the cases of a test marked many(k) every k-th. Where they are a grid, every k-th diagonal of it, and a case
+    more for each row and column that these leave out."""
+    every = next(cases[0].iter_markers("many")).args[0]
+    numbers: dict[tuple[str, ...], dict[Any, int]] = {}
+    places = [_place(case, numbers) for case in cases]
+    some = {k for k, place in enumerate(places) if sum(place) % every == 0}
+    if len(numbers) > 1:
+        had = {(side, place[side]) for place in (places[k] for k in some) for side in range(len(numbers))}
+        for k, place in enumerate(places):
+            new = {*enumerate(place)} - had
+            if new:
+                some.add(k)
+                had |= new
+    return {cases[k] for k in some}
+
+
+def _place(case: Any, numbers: dict[tuple[str, ...], dict[Any, int]]) -> tuple[int, ...]:
+    """Where a case is in the grid of its test. (pytest itself numbers the cases, not rows and columns.)"""
+    place = []
+    for mark in case.iter_markers("parametrize"):
         words = mark.args[0]
         names = tuple(word.strip() for word in words.split(",")) if isinstance(words, str) else tuple(words)
-        rows = places.setdefault((name, *names), {})
-        total += rows.setdefault(tuple(id(item.callspec.params[each]) for each in names), len(rows))
-    return total
+        rows = numbers.setdefault(names, {})
+        place.append(rows.setdefault(tuple(id(case.callspec.params[each]) for each in names), len(rows)))
+    return tuple(place)

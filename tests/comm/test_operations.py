@@ -456,7 +456,7 @@ def test_a_closed_communicator_says_so(clusters):
         assert all("this Communicator is closed" in one for one in said)
 
 
-@pytest.mark.many(3)
+@pytest.mark.many(6)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_across_machines_there_is_no_board_but_the_same_results(ranks):
     """As under torchrun on several hosts: forms go through gloo first."""

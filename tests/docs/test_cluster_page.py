@@ -175,11 +175,17 @@ def test_the_page_has_these_command_lines() -> None:
 
 
 @pytest.mark.slow
-def test_python_and_torchrun_run_the_script_on_one_machine(folder: Path) -> None:
+def test_python_and_torchrun_run_the_script_and_print_the_same(folder: Path) -> None:
+    """The line for several machines with two that share no memory. (The one for a single machine is the same without
+    the words for meeting; tests/cluster/test_launched.py starts such ones.)"""
     local = ended(start(folder, [sys.executable, "train.py"]))
     assert len(RESULT.findall(local)) == 1
-    under = ended(start(folder, shlex.split(command_lines()[0])))
-    assert RESULT.findall(under) == RESULT.findall(local)  # the same numbers, printed once
+    words = shlex.split(command_lines()[2].replace("HOST:29500", f"localhost:{port()}"))
+    several = ended(*(start(folder, words, MINIPAR_HOST=name) for name in ("a", "b")))
+    assert RESULT.findall(several) == RESULT.findall(local)  # the same numbers, printed once
+    ended(start(folder, shlex.split(command_lines()[0]), RECORD=str(folder)))
+    (one,) = recorded(folder)
+    assert (one["nodes"], one["ranks"], one["script"]) == ((1, 1), 2, ["-u", "train.py"])
 
 
 @pytest.mark.slow
@@ -187,13 +193,6 @@ def test_the_command_line_runs_a_plan_of_a_file(folder: Path) -> None:
     out = ended(start(folder, shlex.split(command_lines()[1])))
     assert out.count("step time") == 1
     assert (folder / "runs/second/minipar.json").exists()
-
-
-@pytest.mark.slow
-def test_the_line_for_several_machines_runs_on_two_that_share_no_memory(folder: Path) -> None:
-    words = shlex.split(command_lines()[2].replace("HOST:29500", f"localhost:{port()}"))
-    out = ended(*(start(folder, words, MINIPAR_HOST=name) for name in ("a", "b")))
-    assert len(RESULT.findall(out)) == 1
 
 
 def test_the_batch_file_has_options_that_sbatch_knows() -> None:

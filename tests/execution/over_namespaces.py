@@ -23,7 +23,6 @@ SIZES = (6, 8, 12, 8, 10, 8, 12, 8, 10)
 PLANS = (
     "dp=2 pp=2 schedule=1f1b microbatches=3",
     "pp=4 schedule=interleaved microbatches=4",
-    "dp=4 zero=1 microbatches=2",
     "dp=4 zero=3 microbatches=2",
     "pp=4 offload=optimizer,parameters,activations microbatches=2",
 )
@@ -31,7 +30,6 @@ DEEP, BROAD = (64, 64, 1024, 64, 64), (512, 1024, 512, 1024, 512)  # much to sen
 Limited = tuple[tuple[str, tuple[int, ...], int], ...]
 LIMITED: Limited = (  # plan, model and batch: nearly all of a step is the time of a slow cable
     ("pp=4 microbatches=4", DEEP, 2048),
-    ("dp=4", BROAD, 32),
     ("dp=4 zero=3", BROAD, 32),
     ("dp=2 pp=2 microbatches=2", BROAD, 32),
 )

@@ -30,7 +30,7 @@ def found(request, clusters) -> Calibration:
     return calibrate(clusters(request.param), seconds=0.1, progress=False)
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 def test_rates_are_positive_and_finite(found):
     pairs = [(a, b) for a in range(found.ranks) for b in range(a + 1, found.ranks)]
     assert [(a, b) for a, b, _ in found.links] == pairs

@@ -27,7 +27,7 @@ from tests.execution import seeded_bugs
 from tests.execution.seeded_bugs import BUGS
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(2)
+pytestmark = pytest.mark.many(4)
 
 EASY = partial(toy, ("linear", "linear"))
 GPT = partial(gpt, layers=2)
@@ -125,7 +125,7 @@ def test_ranks_with_parts_of_tokens_have_parts_of_the_mean_of_a_micro_batch(clus
     assert len(run(clusters, "context_parallel=2 schedule=pipedream microbatches=2 check=true").losses) > 1
 
 
-@pytest.mark.many(6)
+@pytest.mark.many(12)
 @pytest.mark.parametrize("text", RIGHT)
 def test_what_is_right_passes_and_gives_the_same_numbers(clusters, text):
     plain, checked = run(clusters, text), run(clusters, f"{text} check=true")

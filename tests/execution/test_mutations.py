@@ -100,7 +100,7 @@ SMALL = {
 }
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize("name", SMALL)
 def test_all_single_changes_of_small_programs(name):
     """Every pair swapped, every instruction dropped, doubled and moved, everywhere."""

@@ -173,7 +173,7 @@ def test_steps_on_slow_cables_take_as_long_as_predicted(hosts: Hosts, running: t
     assert [process.returncode for process in started] == [0, 0]
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize("what", ["cut", "sums"])
 def test_a_host_that_is_cut_off_is_reported(hosts: Hosts, tmp_path: Path, what: str) -> None:
     """In mid-step. Nothing hangs on either side, and another number of ranks goes on from the last save."""

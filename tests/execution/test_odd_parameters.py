@@ -17,7 +17,7 @@ from tests.comparing import check
 from tests.odd_parameters import FORMS, WIDTH, Alone, model
 from tests.toys import rows
 
-pytestmark = pytest.mark.many(4)
+pytestmark = pytest.mark.many(8)
 
 mse = torch.nn.functional.mse_loss
 

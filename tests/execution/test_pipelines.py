@@ -18,7 +18,7 @@ from tests.fuzz.verify_interpreter import judge
 from tests.interpreters import shape
 from tests.toys import rows, toy, two_ties
 
-pytestmark = pytest.mark.many(2)
+pytestmark = pytest.mark.many(4)
 
 MODEL = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), tied=True, frozen=(1,))  # 9 layers
 NEW = ["interleaved", "interleaved chunks=1", "looped-bfs", "looped-bfs chunks=1", "zb-h1", "zb-h2", "zb-v"]
@@ -128,7 +128,7 @@ def test_bfloat16_is_that_of_whole_backwards(clusters):
 # programs ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize("name", NEW)
 @pytest.mark.parametrize("model", [shape(16, tied=[(0, 15), (1, 6)], frozen=[0, 9]), shape(16, frozen=range(8))])
 def test_programs_mean_what_they_should(name, model):
@@ -142,7 +142,7 @@ def test_programs_mean_what_they_should(name, model):
 
 
 @pytest.mark.slow
-@pytest.mark.many(3)
+@pytest.mark.many(6)
 @pytest.mark.parametrize("name", sorted({*NEW, *(one.name for one in schedules())}))
 def test_the_largest_sizes_verify(name, pytestconfig):
     """32 stages and 128 micro-batches or slices; in `make thorough` twice as many of both."""

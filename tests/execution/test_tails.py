@@ -241,7 +241,7 @@ def cluster() -> Any:
         yield found
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize(
     ("plan", "rows"),
     [("pp=2 microbatches=2 checkpoint=1", 5), ("dp=2 checkpoint=2", 5), ("dp=2 zero=3 checkpoint=1", 5)],

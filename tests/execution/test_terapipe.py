@@ -19,7 +19,7 @@ from minipar.models.sliced import Sliced
 from minipar.program import Op, Program, carry, grad_carry
 from tests import comparing
 
-pytestmark = pytest.mark.many(2)
+pytestmark = pytest.mark.many(4)
 
 GPT = partial(models.gpt, layers=4, width=16, heads=2, context=16, vocab=32)
 RICH = partial(GPT, tied=True, dropout=0.2, fused=False)
@@ -127,7 +127,7 @@ def test_gradients_are_those_of_whole_sequences(clusters, words):
         "tp=2 slices=2 microbatches=2 batch_copies=2",
     ],
 )
-@pytest.mark.many(4)
+@pytest.mark.many(8)
 def test_ranks_that_share_layers_have_parts_of_what_is_carried(clusters, words, model):
     check(clusters, f"schedule=terapipe {words}", model)
 
@@ -293,7 +293,7 @@ def test_verify_refuses_backwards_in_the_order_of_the_forwards():
         verify(program.with_rank(0, row))
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize(
     ("words", "budget"),
     [

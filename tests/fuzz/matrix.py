@@ -51,6 +51,7 @@ BASES = (
 BY_HAND = ("extra_passes", "offload_folder")  # keys whose values are somebody's own
 FUNDAMENTAL, NOT_BUILT, OTHER = "refused: fundamental", "refused: not built", "refused: other"
 RUN, FAILED = "run", "FAILED"
+PAIRS, THREES = "# What was run", "# Threes that were run"  # titles of docs/combinations.md
 
 
 @dataclass(frozen=True)
@@ -284,37 +285,27 @@ def _wide(pool: Executor, covering: Threes, at_once: int) -> Iterator[Found]:
             yield one.result()
 
 
-def report(found: Sequence[Found], threes: Sequence[Found], covering: Threes | None) -> str:
-    """What was run and what was refused, as a part of docs/combinations.md."""
+def report(found: Sequence[Found]) -> str:
+    """Which pairs were run and which were refused, as a part of docs/combinations.md."""
     names = [field.name for field in fields(Plan) if field.name not in BY_HAND]
     cells: dict[frozenset[str], Counter[str]] = {}
     for one in found:
         cells.setdefault(frozenset(c.key for c in one.choices), Counter())[one.kind] += 1
     sign = {RUN: "r", FUNDAMENTAL: "x", NOT_BUILT: "o", OTHER: "-", FAILED: "F"}
     counts = Counter(one.kind for one in found)
-    wide = Counter(one.kind for one in threes)
-    many: tuple[str, ...] = ()
-    if covering is not None:
-        many = (
-            "",
-            f"Of threes of values, {len(covering.covered)} were run ({covering.share:.1%} of those that can be), in",
-            f"{wide[RUN]} plans of up to {WIDE} keys; {len(covering.refused)} are refused though each two of them go",
-            f"together, and {wide[FAILED]} plans fail.",
-        )
     told = (
         f"{len(found)} of {sum(1 for _ in pairs())} pairs of values of two keys were tried, each on 2 to 4 ranks",
         "beside plain torch in float64, within 1e-10 (bfloat16 and compressed sums within their own precision):",
         f"{counts[RUN]} run, {counts[FUNDAMENTAL]} are refused for a fundamental reason, {counts[NOT_BUILT]} because",
         f"nobody has built them, {counts[OTHER]} have nothing to act upon together or do not fit, and {counts[FAILED]}",
         "fail.",
-        *many,
         "",
         "`r` some values run, `x` some are refused for a fundamental reason, `o` some are not built, `-` none has",
         "anything to act upon; nothing: not tried.",
         "Written by `python -m tests.fuzz.matrix --write docs/combinations.md`.",
         "",
     )
-    lines = ["# What was run", "", *told]
+    lines = [PAIRS, "", *told]
     lines.append("| | key | " + " | ".join(str(n) for n in range(1, len(names) + 1)) + " |")
     lines.append("|" + "---|" * (len(names) + 2))
     for n, one in enumerate(names, 1):
@@ -325,6 +316,26 @@ def report(found: Sequence[Found], threes: Sequence[Found], covering: Threes | N
             row.append(signs or ("-" if kinds else " "))
         lines.append(f"| {n} | {one} | " + " | ".join(row) + " |")
     return "\n".join(lines)
+
+
+def report_of_threes(found: Sequence[Found], covering: Threes) -> str:
+    """How many threes were run, as a part of docs/combinations.md."""
+    wide = Counter(one.kind for one in found)
+    told = (
+        f"Of threes of values, {len(covering.covered)} were run ({covering.share:.1%} of those that can be), in",
+        f"{wide[RUN]} plans of up to {WIDE} keys; {len(covering.refused)} are refused though each two of them go",
+        f"together, and {wide[FAILED]} plans fail.",
+        "Written by `python -m tests.fuzz.matrix --every 0 --write docs/combinations.md`.",
+    )
+    return "\n".join([THREES, "", *told])
+
+
+def with_section(page: str, section: str) -> str:
+    """A page with a section, which begins with its title, in place of the one with the same title or at the end."""
+    title = section.split("\n")[0]
+    before, _, old = f"\n{page}".partition(f"\n{title}\n")
+    after = old[old.index("\n# ") + 1 :] if "\n# " in old else ""
+    return "\n\n".join(part.strip("\n") for part in (before, section, after) if part.strip("\n")) + "\n"
 
 
 def main() -> int:
@@ -372,7 +383,15 @@ def main() -> int:
     print(f"{len(threes)} plans, {share:.1%} of threes, {time.monotonic() - begin:.0f} s:",
           Counter(f.kind for f in threes))  # fmt: skip
     if chosen.write:
-        Path(chosen.write).write_text(f"{page()}\n\n{report(found, threes, covering)}\n")
+        path = Path(chosen.write)
+        _, title, old = path.read_text().partition(f"\n{PAIRS}\n")
+        text = f"{page()}\n{title}{old}"
+        for section in (
+            *([report(found)] if found else ()),
+            *([report_of_threes(threes, covering)] if covering else ()),
+        ):
+            text = with_section(text, section)
+        path.write_text(text)
     return 1 if any(one.kind == FAILED for one in (*found, *threes)) else 0
 
 

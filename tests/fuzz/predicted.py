@@ -3,7 +3,7 @@
 For each two keys the first of their values that go together (matrix.py) is trained twice: once with every allocation
 followed, for the peak of memory of each rank; and once on emulated devices that are so slow that the machine's cores
 do not matter, for the time of a step. What was predicted before the run is compared. Such a run mostly sleeps, so
-several plans are tried at once. (The matrix writes the page anew, so it goes first.)
+several plans are tried at once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from minipar import Plan, models
 from minipar.cluster.ranks import Ranks
 from minipar.errors import PlanError
 from minipar.training.training import Run, train
-from tests.fuzz.matrix import BY_HAND, Clusters, choices, plan_of
+from tests.fuzz.matrix import BY_HAND, Clusters, choices, plan_of, with_section
 from tests.fuzz.trial import model_for
 
 MEMORY, TIME = 0.01, 0.05  # how far a prediction may be from what is measured
@@ -194,8 +194,7 @@ def main() -> int:
     print(f"{len(found)} plans in {time.monotonic() - begin:.0f} s, {sum(one.missed for one in found)} missed")
     if chosen.write:
         page = Path(chosen.write)
-        before = page.read_text().partition(f"\n{TITLE}\n")[0].rstrip("\n")
-        page.write_text(f"{before}\n\n{report(found)}\n")
+        page.write_text(with_section(page.read_text(), report(found)))
     return 1 if any(one.missed for one in found) else 0
 
 

@@ -65,7 +65,7 @@ PARTS = 400
 THREES = ("dp=2", "zero=1", "zero=3", "clip=0.1", "offload=optimizer", "compress=bf16", "local_steps=2")
 
 
-@pytest.mark.many(4)
+@pytest.mark.many(8)
 @pytest.mark.parametrize("words", PLANS)
 def test_a_plan_equals_plain_torch(clusters, words: str) -> None:
     assert trial(words, clusters).kind in ("equal", "near")
@@ -77,7 +77,7 @@ def test_a_plan_of_branches_equals_plain_torch(clusters, words: str) -> None:
     assert trial(words, clusters, "branches").kind == "equal"
 
 
-@pytest.mark.many(PARTS // 2)
+@pytest.mark.many(PARTS)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_part_of_the_matrix(clusters, part: int) -> None:
     """Every so many-th pair of values. (`make thorough` runs the whole matrix by its command, and threes.)"""
@@ -148,3 +148,10 @@ def test_a_three_that_fails_is_neither_run_nor_refused() -> None:
     assert not covering.refused
     assert not covering.alone
     assert frozenset(plan[0][:3]) in covering.left
+
+
+def test_a_section_of_a_page_takes_the_place_of_the_one_with_its_title() -> None:
+    page = "# Keys\n\n| a |\n\n# Run\n\nold\n\n## and its part\n\n# Predicted\n\nkept\n"
+    assert matrix.with_section(page, "# Run\n\nnew") == "# Keys\n\n| a |\n\n# Run\n\nnew\n\n# Predicted\n\nkept\n"
+    assert matrix.with_section(page, "# Keys\n\nb").startswith("# Keys\n\nb\n\n# Run\n\nold\n")
+    assert matrix.with_section(page, "# Threes\n\nnew") == f"{page}\n# Threes\n\nnew\n"

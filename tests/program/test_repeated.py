@@ -154,7 +154,7 @@ def with_mistake(rows: Sequence[Sequence[Instruction]], random: Random) -> list[
     return found
 
 
-@pytest.mark.many(3)
+@pytest.mark.many(6)
 @pytest.mark.parametrize("words", PLANS)
 def test_mistakes_in_all_replicas_are_refused_in_the_same_words(words: str) -> None:
     program, random, refused, tried = compiled(words), Random(words), 0, 0

@@ -17,7 +17,7 @@ from minipar.execution.saving.keeping import model_in
 from minipar.strategies.plan import Plan
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(2)
+pytestmark = pytest.mark.many(4)
 
 mse = torch.nn.functional.mse_loss
 MODEL = partial(toy, ("linear", "tuples", "dropout", "unused"), tied=True, frozen=(1,))
@@ -37,7 +37,7 @@ def go_on(clusters, folder, words, steps, model=MODEL, **more):
     return resume(folder, model, rows(17), words, cluster=ranks, steps=steps, **(OPTIONS | more))
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

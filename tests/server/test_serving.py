@@ -30,7 +30,7 @@ from minipar.server.serving import execute_served
 from minipar.training.plainly import replay_service
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(2)
+pytestmark = pytest.mark.many(4)
 
 MODEL = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), tied=True, frozen=(1,))
 mse = torch.nn.functional.mse_loss
@@ -53,7 +53,7 @@ def run(clusters, words, data=None, model=MODEL, steps=4, optimizer=None, loss=m
     return found
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize(
     "words",
     [
@@ -104,7 +104,7 @@ def partly_frozen():
     return model
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize(
     "words",
     [
@@ -142,7 +142,7 @@ class Late:
         return tuple(values.roll(step, 0) for values in self.made)
 
 
-@pytest.mark.many(3)
+@pytest.mark.many(6)
 @pytest.mark.parametrize(
     "words",
     [

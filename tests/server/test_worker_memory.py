@@ -29,7 +29,7 @@ def go(cluster, words=WORDS, rows=16, **more):
     return train(GPT, tokens(rows), words, cluster=cluster, steps=3, optimizer=ADAM, progress=False, **more)
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize(
     "words",
     [

@@ -120,7 +120,7 @@ def test_a_model_without_a_capacity_in_one_process(mesh: dict[str, int]) -> None
     assert {one.bytes for one in sent} == {8 * 12 * 2 * 16 * 8 // math.prod(mesh.values())}
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize(
     ("plan", "ranks"),
     [
@@ -170,7 +170,7 @@ def skewed(used: int, **numbers: Any) -> Any:
     return model
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize(
     ("used", "top", "plan", "ranks"),
     [
@@ -341,7 +341,7 @@ def test_what_is_of_whole_rows_is_refused_in_slices(clusters: Clusters, numbers:
 # How busy the experts are ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize(
     ("plan", "ranks", "capacity"),
     [

@@ -35,7 +35,7 @@ MIXTURE = partial(models.build, "gpt-moe-tiny", layers=2, width=16, heads=4, con
 # Synchronous ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.many(3)
+@pytest.mark.many(6)
 @pytest.mark.parametrize(
     "words",
     [
@@ -57,7 +57,7 @@ def test_gradients_are_plain_torchs(clusters: Any, words: str, fused: bool) -> N
     right(trained(clusters, partial(gpt, tied=True, fused=fused), words, optimizer=ADAM), 1e-10)
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize(
     "words",
     ["ep=2 pp=2 place=0,1,1,0 microbatches=2", "ep=2 dp=2 host_layers=1", "ep=2 pp=2 checkpoint=selective", "ep=4"],
@@ -66,7 +66,7 @@ def test_experts(clusters: Any, words: str) -> None:
     right(trained(clusters, MIXTURE, words, loss=models.mixture_loss), 1e-10)
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize(
     ("words", "choice"),
     [
@@ -177,7 +177,7 @@ def replayed(found: Run) -> None:
     assert max(found.trace.staleness()) > 0
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize("words", STALE)
 def test_a_run_equals_the_replay_of_its_order(clusters: Any, words: str) -> None:
     replayed(trained(clusters, gpt, words, optimizer=partial(torch.optim.SGD, lr=0.3, momentum=0.9)))

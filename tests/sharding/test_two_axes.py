@@ -25,7 +25,7 @@ from minipar.sharding.sharded import local_model
 from minipar.training.training import resume
 from tests.sharding.test_models import OWN, ROWS, TRANSFORMERS, VOCAB, numbers, right, run
 
-pytestmark = [pytest.mark.many(2), pytest.mark.ranks, pytest.mark.usefixtures("captured_for_all_tests")]
+pytestmark = [pytest.mark.many(4), pytest.mark.ranks, pytest.mark.usefixtures("captured_for_all_tests")]
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
 TOKENS = 8
@@ -50,7 +50,7 @@ def by_token(logits: Tensor, y: Tensor) -> Tensor:
 # Gradients ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.many(5)
+@pytest.mark.many(10)
 @pytest.mark.parametrize("name", [*OWN, *TRANSFORMERS])
 def test_operators_and_tokens(clusters: Any, name: str) -> None:
     """Of models that know nothing of it: tied weights, dropout, grouped keys, rotary positions."""
@@ -60,7 +60,7 @@ def test_operators_and_tokens(clusters: Any, name: str) -> None:
               loss=by_token if name in TRANSFORMERS else functional.cross_entropy))  # fmt: skip
 
 
-@pytest.mark.many(5)
+@pytest.mark.many(10)
 @pytest.mark.parametrize(
     "words",
     [
@@ -83,7 +83,7 @@ def test_replicas_that_train_alone(clusters: Any) -> None:
     right(trained(clusters, gpt, f"dp=2 {GRID} local_steps=2 sequence_parallel=true", steps=3))
 
 
-@pytest.mark.many(4)
+@pytest.mark.many(8)
 @pytest.mark.parametrize(
     "words",
     [
@@ -142,7 +142,7 @@ def test_parts_of_rows_and_of_their_tokens_in_one_dimension(clusters: Any, words
 # Servers, saves -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.many(3)
+@pytest.mark.many(6)
 @pytest.mark.parametrize(
     "words",
     [
@@ -159,7 +159,7 @@ def test_experts_at_servers(clusters: Any) -> None:
     right(trained(clusters, MIXTURE, "tp=2 ep=2 sync=ps servers=2", loss=models.mixture_loss), 1e-10)
 
 
-@pytest.mark.many(3)
+@pytest.mark.many(6)
 @pytest.mark.parametrize(("first", "then"), [(GRID, "dp=2"), ("pp=2", f"{GRID} sequence_parallel=true"),
                                              (f"dp=2 {GRID} zero=1", "tp=2")])  # fmt: skip
 def test_a_run_is_saved_and_goes_on_under_another_mesh(clusters: Any, tmp_path: Any, first: str, then: str) -> None:

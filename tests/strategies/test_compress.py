@@ -129,7 +129,7 @@ def run(plan, cluster, steps=3, model=MODEL, data=None, **options):
     )  # fmt: skip
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize(
     "words",
     [

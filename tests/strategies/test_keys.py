@@ -88,7 +88,7 @@ def test_every_key_is_tried() -> None:
     assert set(OTHER) == {field.name for field in fields(Plan)}
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize("words", WORDS)
 def test_no_key_is_passed_over(words: str) -> None:
     table = dict(word.split("=") for word in words.split())

@@ -206,7 +206,7 @@ def test_averages_after_each_step_of_plain_sgd_are_summed_gradients(clusters, co
     assert local.losses == pytest.approx(plain.losses, rel=1e-12)
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize("optimizer", [SGD, MOMENTUM, ADAMW])
 @pytest.mark.parametrize(
     "text",

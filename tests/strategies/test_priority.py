@@ -280,7 +280,7 @@ def run(plan, cluster, steps, optimizer, **options):
     )  # fmt: skip
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW])
 @pytest.mark.parametrize(
     "text",
@@ -300,7 +300,7 @@ def test_steps_that_overlap_equal_those_of_one_device(clusters, text, optimizer)
     assert len(found.losses) == len(found.step_times) == 11
 
 
-@pytest.mark.many(3)
+@pytest.mark.many(6)
 @pytest.mark.parametrize(
     "text",
     [

@@ -38,7 +38,7 @@ def planned(words: str, schedule: str, pp: int, tp: int = 2) -> Plan:
     return Plan.parse(keys)
 
 
-@pytest.mark.many(3)
+@pytest.mark.many(6)
 @pytest.mark.parametrize("rest", REST)
 @pytest.mark.parametrize("schedule", BUILT_IN)
 def test_every_schedule_verifies_and_is_predicted_as_the_rule_says(schedule: str, rest: str) -> None:

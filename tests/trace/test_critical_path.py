@@ -49,7 +49,7 @@ def is_chain(trace):
 FACTORS = {"equal": (), "slower": (1, 1.4, 1.8, 2.2), "faster": (2, 1.7, 1.4, 1.1), "one": (1, 1, 3, 1)}
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize("factors", FACTORS)
 @pytest.mark.parametrize("latency", [0, 0.3, 2.0])
 @pytest.mark.parametrize("schedule", ["naive", "gpipe", "1f1b", "eager-1f1b"])

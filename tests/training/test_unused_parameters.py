@@ -43,7 +43,7 @@ def model():
     return torch.nn.Sequential(Rare(), *toy(("linear", "unused", "linear")))
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize(
     "words",
     [

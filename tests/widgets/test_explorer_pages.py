@@ -197,7 +197,7 @@ def test_dark_and_narrow(browser: Any, pages: dict[str, Path], name: str) -> Non
     narrow.close()
 
 
-@pytest.mark.many(3)
+@pytest.mark.many(6)
 @pytest.mark.parametrize("width", [400, 1280])
 @pytest.mark.parametrize("name", [*EXPLORERS, *OTHERS])
 def test_heads_take_two_lines_and_tools_one(browser: Any, pages: dict[str, Path], name: str, width: int) -> None:
@@ -232,7 +232,7 @@ def test_heads_take_two_lines_and_tools_one(browser: Any, pages: dict[str, Path]
     seen.close()
 
 
-@pytest.mark.many(3)
+@pytest.mark.many(6)
 @accessible
 @pytest.mark.parametrize("name", [*EXPLORERS, *OTHERS])
 def test_nobody_is_kept_out(browser: Any, pages: dict[str, Path], name: str) -> None:
