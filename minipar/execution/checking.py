@@ -236,7 +236,7 @@ class CheckedExecutor(Executor):
     def run(
         self, batches: Callable[[int], Batch | BatchPart], base: int = 0, keep_gradients: bool = False
     ) -> PassRecord:
-        self.base, self.facts, self._going = base, [], {}
+        self.base, self.facts, self._going, self.pending = base, [], {}, {}
         self.written: dict[Value, int] = {}
         self.holds: dict[Value, int] = {}
         self.grads: dict[int, int] = {}
@@ -310,8 +310,10 @@ class CheckedExecutor(Executor):
         return param(g, ins.step + made) if unnamed else value
 
     def _is_there(self, value: Value) -> bool:
-        """Whether parameters are in memory: those of ZeRO-3 only while they are gathered, offloaded ones while they are
+        """Whether parameters are in memory: those of ZeRO-3 only once they are gathered, offloaded ones while they are
         here, and versions until they are freed."""
+        if any(home(coming) == value for coming in self.pending):  # (their memory is there, and they are not yet)
+            return False
         own, owner = [p.data for p in self.groups[value.index]], self.state.owners[value.index]
         if isinstance(owner, Versioned):
             own = owner.among(value).alive.get(value.step, [])

@@ -22,7 +22,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, fields
 from functools import cache
@@ -150,7 +150,7 @@ def ran(chosen: Sequence[Choice], words: str, outcome: Outcome) -> Found:
 
 # threes ---------------------------------------------------------------------------------------------------------------
 
-WIDE = 9  # choices of a plan, at most
+WIDE = 20  # choices of a plan, at most
 
 
 class Threes:
@@ -158,12 +158,13 @@ class Threes:
 
     Each plan begins with a three that no plan has had yet, and takes the choice that adds most such threes, again and
     again, as long as the plan can be made. If a wide plan is refused when it runs, its first three is tried alone.
+    `refused`: pairs that were refused when they ran, though their plans can be made.
     """
 
-    def __init__(self, every: Sequence[Choice], seed: int = 0) -> None:
+    def __init__(self, every: Sequence[Choice], seed: int = 0, refused: Collection[frozenset[Choice]] = ()) -> None:
         self.every = every
         two = ((one, other) for one, other in combinations(every, 2) if one.key != other.key)
-        self.possible = {frozenset(pair) for pair in two if isinstance(plan_of(pair), str)}
+        self.possible = {frozenset(pair) for pair in two if isinstance(plan_of(pair), str)} - {*refused}
         fits = {one: [c for c in every if frozenset((one, c)) in self.possible] for one in every}
         left = {
             frozenset((a, b, c)): None
@@ -325,7 +326,7 @@ def report_of_threes(found: Sequence[Found], covering: Threes) -> str:
         f"Of threes of values, {len(covering.covered)} were run ({covering.share:.1%} of those that can be), in",
         f"{wide[RUN]} plans of up to {WIDE} keys; {len(covering.refused)} are refused though each two of them go",
         f"together, and {wide[FAILED]} plans fail.",
-        "Written by `python -m tests.fuzz.matrix --every 0 --write docs/combinations.md`.",
+        "Written by `python -m tests.fuzz.matrix --with place --write docs/combinations.md`, which leaves the pairs.",
     )
     return "\n".join([THREES, "", *told])
 
@@ -345,7 +346,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="other plans of many keys")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--at-once", type=int, default=2, help="so many plans at once, each in a process of its own")
-    parser.add_argument("--with", dest="key", default="", help="only pairs that have this key")
+    parser.add_argument(
+        "--with",
+        dest="key",
+        default="",
+        help="only pairs that have this key (place is the only one with a model of its own)",
+    )
     parser.add_argument("--write", default="", metavar="PAGE", help="write the table and the outcomes to this page")
     chosen = parser.parse_args()
     begin = time.monotonic()
@@ -371,7 +377,7 @@ def main() -> int:
         told = f"{len(found)} of {len(wanted)} pairs in {time.monotonic() - begin:.0f} s:"
         print(told, Counter(one.kind for one in found), flush=True)
         if chosen.threes and not over():
-            covering = Threes(choices(), chosen.seed)
+            covering = Threes(choices(), chosen.seed, [frozenset(one.choices) for one in found if one.kind != RUN])
             for one in _wide(pool, covering, chosen.at_once):
                 threes.append(note(one))
                 if len(threes) % 50 == 0:
