@@ -25,6 +25,7 @@ from minipar.server.serving import execute_served
 from minipar.training.training import annotations_of
 from tests.execution import seeded_bugs
 from tests.execution.seeded_bugs import BUGS
+from tests.fuzz.trial import trial
 from tests.toys import rows, toy
 
 pytestmark = pytest.mark.many(4)
@@ -123,6 +124,12 @@ RIGHT = [
 def test_ranks_with_parts_of_tokens_have_parts_of_the_mean_of_a_micro_batch(clusters):
     """Also where each micro-batch has a mean of its own."""
     assert len(run(clusters, "context_parallel=2 schedule=pipedream microbatches=2 check=true").losses) > 1
+
+
+def test_parameters_that_are_being_gathered_are_not_read(clusters):
+    """An update may come while they are on their way: their memory is there, and has anything."""
+    text = "dp=2 pp=2 microbatches=2 zero=3 offload=parameters schedule=pipedream-vertical prefetch=2 host_layers=0"
+    assert trial(f"{text} compress=bf16 check=true", clusters).kind == "near"
 
 
 @pytest.mark.many(12)
