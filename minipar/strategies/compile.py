@@ -68,10 +68,11 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
     updates = trains and not served  # a rank updates what it holds
     flushed = updates and not plan.asynchronous  # and does so once a step
     several = plan.dp * (1 if plan.asynchronous else plan.pp) > 1  # (tied layers may be on two ranks)
+    pieces = late and (several or served)  # go by priority; sums of ranks that share layers alone do not
     alone = plan.local_steps > 0 and (plan.pp == 1 or plan.asynchronous)  # nothing is summed
     table = (
         ("layers", layers.expand_layers, True),
-        ("bucket", data_parallel.choose_size, trains and plan.messages == "auto" and not late),
+        ("bucket", data_parallel.choose_size, trains and plan.messages == "auto" and not pieces),
         ("checkpoint", checkpoint.recompute_segments, trains and plan.checkpoint not in ("none", "selective")),
         ("slices", slices.add_carries, plan.slice_count > 1),
         ("versions", versions.keep_versions, plan.asynchronous),

@@ -36,7 +36,7 @@ import torch
 from minipar import Plan
 from minipar.cluster import Cluster
 from minipar.costs.recomputation import LayerCosts
-from minipar.errors import PlanError, ProgramError
+from minipar.errors import PlanError
 from minipar.strategies import schedules
 from minipar.strategies.exclusions import EXCLUSIONS, page, shown
 from minipar.strategies.schedules.registry import OPTIONS
@@ -117,8 +117,8 @@ def plan_of(chosen: Sequence[Choice]) -> Found | str:
             return words
         except PlanError as error:
             refused.append((words, str(error).split("\n")[0]))
-        except ProgramError as error:
-            return Found(tuple(chosen), FAILED, words, str(error))
+        except Exception as error:
+            return Found(tuple(chosen), FAILED, words, f"{type(error).__name__}: {error}".split("\n")[0])
     words, said = refused[-1] if refused else ("", "more ranks than there are")
     return Found(tuple(chosen), _kind(said), words, said)
 
@@ -178,6 +178,7 @@ class Threes:
         self.refused: set[frozenset[Choice]] = set()  # each two of them go together, but not the three
         self.covered: set[frozenset[Choice]] = set()
         self.alone: list[frozenset[Choice]] = []
+        self.failed: list[Found] = []  # plans that cannot be made, and are not refused
 
     @property
     def share(self) -> float:
@@ -196,8 +197,10 @@ class Threes:
             if isinstance(words, str):
                 return (tuple(chosen), words) if alone else self._widened(chosen, words)
             if words.kind == FAILED:
-                raise ProgramError(f"{words.words}: {words.text}")
-            self._give_up(start)
+                self.failed.append(words)
+                self.left.discard(start)
+            else:
+                self._give_up(start)
         return None
 
     def settle(self, one: Found) -> None:
@@ -225,8 +228,11 @@ class Threes:
             if best is None or not gains[best]:
                 break
             no.add(best)
-            if isinstance(longer := plan_of([*chosen, best]), str):
+            longer = plan_of([*chosen, best])
+            if isinstance(longer, str):
                 chosen, words = [*chosen, best], longer
+            elif longer.kind == FAILED:
+                self.failed.append(longer)
         return tuple(chosen), words
 
     def _give_up(self, three: frozenset[Choice]) -> None:
@@ -278,6 +284,8 @@ def _wide(pool: Executor, covering: Threes, at_once: int) -> Iterator[Found]:
     while True:
         while len(running) < at_once and (plan := covering.draw()) is not None:
             running.add(pool.submit(_alone, *plan))
+        while covering.failed:
+            yield covering.failed.pop()
         if not running:
             return
         done, running = wait(running, return_when=FIRST_COMPLETED)

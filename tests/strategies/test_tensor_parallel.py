@@ -254,3 +254,15 @@ def test_an_algorithm_of_ones_choice_sums_gradients_beside_the_collectives_of_fo
     program = Plan.parse("tp=2 dp=2 algorithm=ring overlap=none").compile(layers=2)
     verify(program)
     assert program.algorithm == "ring"
+
+
+@pytest.mark.parametrize("words", ["tp=2 sequence_parallel=true", "context_parallel=2"])
+def test_one_replica_has_nothing_to_sum_by_priority_and_a_best_bucket(words: str) -> None:
+    """The sums of the ranks that share layers are those of a plan that does not sum by priority."""
+    late, plain = (
+        Plan.parse(f"{words} microbatches=2 bucket=auto overlap={overlap}").compile(layers=6)
+        for overlap in ("priority", "backward")
+    )
+    verify(late)
+    sums = [[ins for ins in program.ranks[0] if ins.op is Op.ALL_REDUCE] for program in (late, plain)]
+    assert sums[0] == sums[1]
