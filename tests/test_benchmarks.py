@@ -30,10 +30,10 @@ def test_misses_are_named(value, must, aim, missed):
 
 
 def test_bench_prints_rows_with_targets(capsys):
-    assert main(["bench", "simulator", "--quick", "--json"]) == 0
+    assert main(["bench", "partition", "--quick", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     names = [row["name"] for row in found["rows"]]
-    assert any("simulate" in name for name in names)
+    assert all("partition" in name for name in names)
     assert all(row["value"] > 0 for row in found["rows"])
     assert found["missed"] == sum(row["missed"] == "must" for row in found["rows"])
 

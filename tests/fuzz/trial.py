@@ -80,9 +80,9 @@ SMALL = {"width": 8, "heads": 2, "context": 8, "vocab": 16}
 MODELS: dict[str, tuple[Callable[[], Any], Any]] = {
     "gpt": (partial(models.gpt, layers=4, dropout=0.1, fused=False, **SMALL), _tokens()),
     "tied": (partial(models.gpt, layers=4, tied=True, fused=False, **SMALL), _tokens()),
-    "mixture": (partial(models.mixture, layers=3, experts=2, capacity=None, **SMALL), _tokens(32)),
+    "mixture": (partial(models.mixture, layers=4, experts=2, capacity=None, **SMALL), _tokens(32)),
     "mixture in slices": (
-        partial(models.mixture, layers=3, experts=2, capacity=None, balance=False, **SMALL),
+        partial(models.mixture, layers=4, experts=2, capacity=None, balance=False, **SMALL),
         _tokens(32),
     ),
     "branches": (partial(smooth, blocks=1, width=2), _pictures()),
