@@ -151,13 +151,15 @@ def ran(chosen: Sequence[Choice], words: str, outcome: Outcome) -> Found:
 # threes ---------------------------------------------------------------------------------------------------------------
 
 WIDE = 20  # choices of a plan, at most
+FEW = 20  # threes of a refused plan that are tried alone
 
 
 class Threes:
     """A covering array: plans of many choices at once, until each three of values that no pair forbids was run in one.
 
     Each plan begins with a three that no plan has had yet, and takes the choice that adds most such threes, again and
-    again, as long as the plan can be made. If a wide plan is refused when it runs, its first three is tried alone.
+    again, as long as the plan can be made. If a wide plan is refused when it runs, its new threes are tried alone where
+    they are few, otherwise its first three. A three that was refused is in no later plan.
     `refused`: pairs that were refused when they ran, though their plans can be made.
     """
 
@@ -214,7 +216,8 @@ class Threes:
         elif len(one.choices) == 3:
             self._give_up(frozenset(one.choices))
         else:
-            self.alone.append(frozenset(one.choices[:3]))
+            new = [three for three in map(frozenset, combinations(one.choices, 3)) if three in self.left]
+            self.alone += new if len(new) <= FEW else [frozenset(one.choices[:3])]
 
     def _widened(self, chosen: list[Choice], words: str) -> tuple[tuple[Choice, ...], str]:
         no = set(chosen)
@@ -222,7 +225,9 @@ class Threes:
             gains = {
                 more: sum(frozenset((more, a, b)) in self.left for a, b in combinations(chosen, 2))
                 for more in self.every
-                if more not in no and all(frozenset((more, c)) in self.possible for c in chosen)
+                if more not in no
+                and all(frozenset((more, c)) in self.possible for c in chosen)
+                and not any(frozenset((more, a, b)) in self.refused for a, b in combinations(chosen, 2))
             }
             best = max(gains, key=lambda more: gains[more], default=None)
             if best is None or not gains[best]:
