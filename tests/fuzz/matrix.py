@@ -222,12 +222,11 @@ class Threes:
     def _widened(self, chosen: list[Choice], words: str) -> tuple[tuple[Choice, ...], str]:
         no = set(chosen)
         while len(chosen) < WIDE:
+            barred = {more for three in self.refused if len(left := three.difference(chosen)) == 1 for more in left}
             gains = {
                 more: sum(frozenset((more, a, b)) in self.left for a, b in combinations(chosen, 2))
                 for more in self.every
-                if more not in no
-                and all(frozenset((more, c)) in self.possible for c in chosen)
-                and not any(frozenset((more, a, b)) in self.refused for a, b in combinations(chosen, 2))
+                if more not in no | barred and all(frozenset((more, c)) in self.possible for c in chosen)
             }
             best = max(gains, key=lambda more: gains[more], default=None)
             if best is None or not gains[best]:
