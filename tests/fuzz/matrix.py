@@ -404,11 +404,10 @@ def main() -> int:
         path = Path(chosen.write)
         _, title, old = path.read_text().partition(f"\n{PAIRS}\n")
         text = f"{page()}\n{title}{old}"
-        for section in (
-            *([report(found)] if found else ()),
-            *([report_of_threes(threes, covering)] if covering else ()),
-        ):
-            text = with_section(text, section)
+        if found and not chosen.key:
+            text = with_section(text, report(found))
+        if covering is not None:
+            text = with_section(text, report_of_threes(threes, covering))
         path.write_text(text)
     return 1 if any(one.kind == FAILED for one in (*found, *threes)) else 0
 
