@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -157,3 +159,13 @@ def test_a_section_of_a_page_takes_the_place_of_the_one_with_its_title() -> None
     assert matrix.with_section(page, "# Run\n\nnew") == "# Keys\n\n| a |\n\n# Run\n\nnew\n\n# Predicted\n\nkept\n"
     assert matrix.with_section(page, "# Keys\n\nb").startswith("# Keys\n\nb\n\n# Run\n\nold\n")
     assert matrix.with_section(page, "# Threes\n\nnew") == f"{page}\n# Threes\n\nnew\n"
+
+
+def test_a_run_of_one_key_leaves_the_pairs_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, committed = tmp_path / "page.md", Path(__file__).parents[2] / "docs" / "combinations.md"
+    page.write_text(committed.read_text())
+    one = next(pair for pair in matrix.pairs() if isinstance(matrix.plan_of(pair), matrix.Found))
+    monkeypatch.setattr(matrix, "pairs", lambda: iter([one]))
+    monkeypatch.setattr(sys, "argv", ["matrix", "--with", one[0].key, "--threes", "0", "--write", str(page)])
+    assert matrix.main() == 0
+    assert page.read_text() == committed.read_text()
