@@ -2,7 +2,7 @@
 
 All of them (`make test`): first the tests of ranks and of messages side by side, because they mind the clock, and
 beside them only what yields to them: lint, and tests that compute. Then everything else, in parts: each part is a
-pytest of its own, and six more run at once than there are cores, because tests of ranks wait much. The longest parts
+pytest of its own, and four more run at once than there are cores, because tests of ranks wait much. The longest parts
 and those that wait most begin first, and others keep the cores busy to the end. Parts are few, because each one imports
 torch and starts the processes that ranks are forked from: 6 seconds of a core.
 
@@ -179,7 +179,7 @@ def main(arguments: list[str]) -> int:
     else:
         clock, others = first(given), then(given)
         run(clock, len(FIRST) + 1)
-        run(others, cores + 6)
+        run(others, cores + 4)
         parts = [*clock, *others]
     print("\nseconds  of a core  status")
     for part in parts:
