@@ -61,8 +61,8 @@ class Compared:
         return f"{mark:6} {self.memory:+8.2%} {time:>7}  {self.words}  {self.refused}{self.failed}"
 
 
-def _tokens() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.randint(64, (BATCH, 16)), torch.randint(64, (BATCH, 16))
+def _tokens(rows: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(64, (rows, 16)), torch.randint(64, (rows, 16))
 
 
 def _pictures() -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,7 +71,16 @@ def _pictures() -> tuple[torch.Tensor, torch.Tensor]:
 
 MODELS: dict[str, tuple[Callable[[], Any], Callable[[], Any], Any]] = {
     "gpt": (partial(models.gpt, layers=4, fused=False, **SIZES), _tokens, torch.nn.functional.cross_entropy),
-    "mixture": (partial(models.mixture, layers=3, experts=2, capacity=None, **SIZES), _tokens, models.mixture_loss),
+    "mixture": (  # (ranks that share its experts divide the rows of a micro-batch)
+        partial(models.mixture, layers=4, experts=2, capacity=None, **SIZES),
+        partial(_tokens, 2 * BATCH),
+        models.mixture_loss,
+    ),
+    "mixture in slices": (
+        partial(models.mixture, layers=4, experts=2, capacity=None, balance=False, **SIZES),
+        partial(_tokens, 2 * BATCH),
+        models.mixture_loss,
+    ),
     "branches": (partial(models.branchy, blocks=1, width=8), _pictures, torch.nn.functional.cross_entropy),
 }
 
@@ -95,8 +104,9 @@ def trained(words: str, cluster: Ranks, **options: Any) -> Run:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optimizer = partial(torch.optim.Adam, lr=1e-3)
+        rows = data()
         return train(
-            model, data(), words, cluster=cluster, batch=BATCH, steps=STEPS, loss=loss, optimizer=optimizer,
+            model, rows, words, cluster=cluster, batch=len(rows[0]), steps=STEPS, loss=loss, optimizer=optimizer,
             progress=False, **options,
         )  # fmt: skip
 
