@@ -175,9 +175,9 @@ def test_the_page_has_these_command_lines() -> None:
 
 
 @pytest.mark.slow
-def test_python_and_torchrun_run_the_script_and_print_the_same(folder: Path) -> None:
+def test_python_and_torchrun_run_the_script_and_print_the_same(folder: Path, pytestconfig: pytest.Config) -> None:
     """The line for several machines with two that share no memory. (The one for a single machine is the same without
-    the words for meeting; tests/cluster/test_launched.py starts such ones.)"""
+    the words for meeting, and is run with --thorough; tests/cluster/test_launched.py starts such ones.)"""
     local = ended(start(folder, [sys.executable, "train.py"]))
     assert len(RESULT.findall(local)) == 1
     words = shlex.split(command_lines()[2].replace("HOST:29500", f"localhost:{port()}"))
@@ -186,6 +186,9 @@ def test_python_and_torchrun_run_the_script_and_print_the_same(folder: Path) -> 
     ended(start(folder, shlex.split(command_lines()[0]), RECORD=str(folder)))
     (one,) = recorded(folder)
     assert (one["nodes"], one["ranks"], one["script"]) == ((1, 1), 2, ["-u", "train.py"])
+    if pytestconfig.getoption("--thorough"):
+        under = ended(start(folder, shlex.split(command_lines()[0])))
+        assert RESULT.findall(under) == RESULT.findall(local)
 
 
 @pytest.mark.slow
