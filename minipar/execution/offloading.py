@@ -155,6 +155,7 @@ class Offloading:
             for v in self.held
             if version_of(v) >= 0 and isinstance(owner := state.owners[v.index], Versioned)
         }
+        self._on_disk = {v.index for v in self.held if tier(v) == "disk" and "param" in v.kind}
         if not copies:
             return
         self.stores["host"] = host_store(streams, program.room)
@@ -181,6 +182,8 @@ class Offloading:
                 if p.untyped_storage().nbytes() != _bytes([p]) or not p.is_contiguous():
                     p.data = p.data.clone(memory_format=torch.contiguous_format)  # a storage of its own, to be resized
             self.state.owners[g].take_storages()
+        for g in self._on_disk:
+            self.state.owners[g].make_resizable()
         for value in sorted(self.held):
             if tier(value) == "device" or "param" not in value.kind:
                 continue
@@ -258,7 +261,7 @@ class Offloading:
         if not masters:
             return []
         if g in self._away and g not in self._fixed and g not in self._versions:
-            self._fixed[g] = [on_host(p.data) for p in self.frozen[g]]
+            self._fixed[g] = [on_host(p.data, pinned=g not in self._on_disk) for p in self.frozen[g]]
         return [*(p.data for p in masters), *self._fixed.get(g, ())]
 
     def _tensors(self, value: Value) -> list[Tensor]:

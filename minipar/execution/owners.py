@@ -67,6 +67,13 @@ class Owner:
         self.masters = [nn.Parameter(on_host(p.detach())) for p in self.owned]
         self.trained = self.summed = self.masters
 
+    def make_resizable(self) -> None:
+        """Give copies on the host memory that can be freed between steps, as pinned memory cannot."""
+        for master in self.masters:
+            if not master.untyped_storage().resizable():
+                master.data = master.data.clone()
+        self.take_storages()
+
     def make_pieces(self, names: Mapping[int, str], group_of: Mapping[str, int]) -> None:
         """Say what the optimizer updates; `names` of parameters by their id, `group_of` names in the optimizer."""
         pairs = zip(self.params, self.trained, strict=True)

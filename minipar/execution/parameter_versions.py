@@ -232,6 +232,8 @@ class Versioned(Owner):
     def take_storages(self) -> None:
         super().take_storages()
         self.versions.alive[0] = [p.data for p in self.owned]
+        if self.made is not None:
+            self.made.alive[0] = [p.data for p in self.masters]
 
     def tensors_of(self, value: Value) -> list[Tensor]:
         """The tensors of a version on the device, or on the host."""

@@ -128,10 +128,11 @@ def streams_of(device: torch.device) -> Streams:
     return CudaStreams(device) if device.type == "cuda" else HostStreams(device)
 
 
-def on_host(tensor: Tensor) -> Tensor:
-    """A copy of a tensor in the host's memory; of one on a GPU in pinned memory, from which copies need not wait."""
+def on_host(tensor: Tensor, pinned: bool = True) -> Tensor:
+    """A copy of a tensor in the host's memory; of one on a GPU in pinned memory, from which copies need not wait. That
+    cannot be resized: for what must be, say `pinned=False`."""
     found = tensor.to("cpu", copy=True)
-    return found.pin_memory() if tensor.is_cuda else found
+    return found.pin_memory() if tensor.is_cuda and pinned else found
 
 
 def synchronize(device: torch.device) -> None:
@@ -232,6 +233,8 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # (cuBLAS warns if it finds no context of the GPU in autograd's own thread, which gets it with its first kernel)
+        torch.ones((), device=device, requires_grad=True).exp().backward()
         self._lines: dict[Hashable, torch.cuda.Stream] = {}
         self._pool = PinnedPool(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
 

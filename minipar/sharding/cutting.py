@@ -387,6 +387,11 @@ def with_rows(given: Any, rows: int) -> Any:
     return given
 
 
+def _on(device: torch.device, given: Any) -> Any:
+    """An argument for a node on this device: a layer is captured on the host, and names it where it makes a tensor."""
+    return device if isinstance(given, torch.device) else given
+
+
 # Nodes ----------------------------------------------------------------------------------------------------------------
 
 Templates = tuple[dict[str, tuple[Any, ...]], dict[str, Any]]
@@ -434,20 +439,21 @@ class Recipe:
             found |= {n: _lies(form, self.axes) for n, form in zip(one.operator.outputs, one.outs, strict=True)}
         return found
 
-    def prepared(self, rows: int) -> list[Line]:
-        """The operators for a micro-batch of so many rows, with the local shapes of their outputs."""
-        if rows not in self._known:
+    def prepared(self, rows: int, device: torch.device) -> list[Line]:
+        """The operators for a micro-batch of so many rows on a device, with the local shapes of their outputs."""
+        if (rows, device) not in self._known:
             found = []
             for one in self.piece.operators:
                 operator = one.operator
-                options = {name: with_rows(value, rows) for name, value in self.options[operator.name].items()}
+                given = self.options[operator.name]
+                options = {name: _on(device, with_rows(value, rows)) for name, value in given.items()}
                 outputs = tuple(
                     self._local_shape(name, _lies(form, self.axes), rows)
                     for name, form in zip(operator.outputs, one.outs, strict=True)
                 )
                 found.append((one, replace(operator, options=options), outputs))
-            self._known[rows] = found
-        return self._known[rows]
+            self._known[rows, device] = found
+        return self._known[rows, device]
 
     def _local_shape(self, name: str, lies: Lies, rows: int) -> tuple[int, ...]:
         """What this rank has of a tensor for a micro-batch of so many rows."""
@@ -471,7 +477,7 @@ class Recipe:
         return whole
 
     @cached_property
-    def _known(self) -> dict[int, list[Line]]:
+    def _known(self) -> dict[tuple[int, torch.device], list[Line]]:
         return {}
 
     def check(self, values: Sequence[Tensor], rows: int, title: str) -> None:
@@ -512,13 +518,20 @@ class Recipe:
         return [tuple(name for name in mine if last[name] == k) for k in range(len(every))]
 
     def run(
-        self, lines: range, rows: int, find: Find, dropouts: Mapping[str, nn.Module], made: dict[str, Tensor]
+        self,
+        lines: range,
+        rows: int,
+        device: torch.device,
+        find: Find,
+        dropouts: Mapping[str, nn.Module],
+        made: dict[str, Tensor],
     ) -> None:
         """Run these operators on what `find` gives, and add what they make to `made`, as long as it is read.
 
+        device     where the node computes
         dropouts   the modules of some operators, by their names
         """
-        every = self.prepared(rows)
+        every = self.prepared(rows, device)
         for k in lines:
             one, operator, outputs = every[k]
             inputs = [find(n, _lies(form, self.axes)) for n, form in zip(operator.inputs, one.ins, strict=True)]
@@ -559,8 +572,11 @@ class Recipe:
 class _Core(Recomputed):
     """Operators of a node, lines `first` to `end`, that keep only what they read with checkpoint=selective.
 
-    takes   what they read of others, as it is read; `gives`: what others read of them
+    takes    what they read of others, as it is read; `gives`: what others read of them
+    device   where the node computes, which it says before they run: they may read nothing
     """
+
+    device = torch.device("cpu")
 
     def __init__(self, recipe: Recipe, lines: range, dropouts: Mapping[str, nn.Module]) -> None:
         super().__init__()
@@ -588,7 +604,8 @@ class _Core(Recomputed):
             return self.recipe.as_read(name, read, made[name]) if name in made else taken[name, _text(read)]
 
         rows = self.recipe.rows(self.takes, inputs)
-        self.recipe.run(self.lines, rows, find, {name: getattr(self, own) for name, own in self.dropouts.items()}, made)
+        dropouts = {name: getattr(self, own) for name, own in self.dropouts.items()}
+        self.recipe.run(self.lines, rows, self.device, find, dropouts, made)
         found = tuple(made[name] for name in self.gives)
         return found[0] if len(found) == 1 else found
 
@@ -622,15 +639,16 @@ class CapturedNode(Node):
         def find(name: str, read: Lies) -> Tensor:
             return self._input(name, read, made, keyed, there)
 
-        done, end = 0, len(self.recipe.piece.operators)
+        done, end, device = 0, len(self.recipe.piece.operators), values[0].device
         dropouts = {name: getattr(self, own) for name, own in self.dropouts.items()}
         for core in self.cores:
-            self.recipe.run(range(done, core.lines.start), rows, find, dropouts, made)
+            self.recipe.run(range(done, core.lines.start), rows, device, find, dropouts, made)
+            core.device = device
             made.update(zip(core.gives, tensors(core(*(find(*taken) for taken in core.takes))), strict=True))
             for line in core.lines:
                 self.recipe.forget(line, made)
             done = core.lines.stop
-        self.recipe.run(range(done, end), rows, find, dropouts, made)
+        self.recipe.run(range(done, end), rows, device, find, dropouts, made)
         found, after = (
             tuple(
                 made[part.name] if part.name in made else keyed.get((part.name, _text(part.read)), there.get(part.name))

@@ -204,7 +204,7 @@ def _lookup(
     found = functional.embedding(here.clamp(0, table.shape[0] - 1), table)
     if operator.option("padding_idx", -1) >= 0:  # its row gets no gradient
         found = torch.where((here == padding)[..., None], found.detach(), found)
-    return (torch.where(own[..., None], found, torch.zeros((), dtype=found.dtype)),)
+    return (torch.where(own[..., None], found, torch.zeros((), dtype=found.dtype, device=found.device)),)
 
 
 def _mean(

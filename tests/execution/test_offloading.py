@@ -295,6 +295,34 @@ def test_a_folder_that_cannot_be_is_one_line_on_the_command_line(capsys):
     )
 
 
+def with_memory_that_stays_as_large(text: str) -> tuple[list[float], list[float]]:
+    """Losses where copies on the host cannot be resized, as pinned memory beside a GPU; and where nothing is copied."""
+
+    def pinned(tensor, pinned=True):
+        if not pinned:
+            return tensor.clone()
+        return torch.frombuffer(bytearray(tensor.clone().numpy().tobytes()), dtype=tensor.dtype).view(tensor.shape)
+
+    def model():
+        made = blocks(4)
+        made[1][0].weight.requires_grad_(False)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("owners", "offloading"):
+            patch.setattr(f"minipar.execution.{module}.on_host", pinned)
+        found = losses(executor := single(text, model), 0, 3)
+        executor.offloading.close()
+    return found, losses(single("microbatches=1", model), 0, 3)
+
+
+@pytest.mark.parametrize("text", ["offload=optimizer", "offload=optimizer,parameters", f"{ALL} microbatches=2"])
+@pytest.mark.parametrize("to", ["host", "disk"])
+def test_copies_on_the_host_that_cannot_be_resized(clusters, text, to):
+    found, plain = clusters(1).run(with_memory_that_stays_as_large, f"{text} offload_to={to}")[0]
+    assert found == pytest.approx(plain, rel=1e-6)
+
+
 def full_disk(text: str, folder: str) -> tuple[list[str], list[float], list[float], list[str]]:
     """Two steps; one on a disk that takes no more than 4 KiB a file; two more."""
     import resource

@@ -265,10 +265,10 @@ class Clusters:
         self.made = {}
 
 
-def _alone(chosen: tuple[Choice, ...], words: str = "") -> Found:
+def _alone(device: str, chosen: tuple[Choice, ...], words: str = "") -> Found:
     """In a process of its own, whose clusters stay until something fails."""
     torch.set_num_threads(1)
-    ranks = _clusters()
+    ranks = _clusters(device)
     one = ran(chosen, words, trial(words, ranks)) if words else tried(chosen, ranks)
     if one.kind == FAILED:  # (its ranks may be of no use any more)
         ranks.close()
@@ -276,18 +276,18 @@ def _alone(chosen: tuple[Choice, ...], words: str = "") -> Found:
 
 
 @cache
-def _clusters() -> Clusters:
-    made = Clusters()
+def _clusters(device: str) -> Clusters:
+    made = Clusters(device)
     atexit.register(made.close)
     return made
 
 
-def _wide(pool: Executor, covering: Threes, at_once: int) -> Iterator[Found]:
+def _wide(pool: Executor, covering: Threes, at_once: int, device: str) -> Iterator[Found]:
     """What becomes of wide plans, so many of which are tried at once."""
     running: set[Future[Found]] = set()
     while True:
         while len(running) < at_once and (plan := covering.draw()) is not None:
-            running.add(pool.submit(_alone, *plan))
+            running.add(pool.submit(_alone, device, *plan))
         while covering.failed:
             yield covering.failed.pop()
         if not running:
@@ -358,6 +358,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="other plans of many keys")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--at-once", type=int, default=2, help="so many plans at once, each in a process of its own")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="what the ranks compute on")
     parser.add_argument(
         "--with",
         dest="key",
@@ -381,7 +382,7 @@ def main() -> int:
     covering: Threes | None = None
     wanted = [pair for pair in pairs() if not chosen.key or chosen.key in (pair[0].key, pair[1].key)]
     with ProcessPoolExecutor(chosen.at_once, get_context("spawn")) as pool:
-        begun = [pool.submit(_alone, pair) for pair in (wanted[:: chosen.every] if chosen.every else ())]
+        begun = [pool.submit(_alone, chosen.device, pair) for pair in (wanted[:: chosen.every] if chosen.every else ())]
         for one in begun:
             if over():
                 break
@@ -390,7 +391,7 @@ def main() -> int:
         print(told, Counter(one.kind for one in found), flush=True)
         if chosen.threes and not over():
             covering = Threes(choices(), chosen.seed, [frozenset(one.choices) for one in found if one.kind != RUN])
-            for one in _wide(pool, covering, chosen.at_once):
+            for one in _wide(pool, covering, chosen.at_once, chosen.device):
                 threes.append(note(one))
                 if len(threes) % 50 == 0:
                     print(f"{len(threes)} plans, {covering.share:.1%} of threes", flush=True)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from minipar import Cluster, Plan, train
+from minipar import Cluster, Plan, models, train
 from minipar.execution.execution import Execution, Job, execute
 from minipar.models.parameter_groups import shape_of
+from minipar.models.tensors import tensors
 from minipar.program import Op
 from minipar.sharding import capture_layer
 from tests.sharding import by_hand
@@ -165,3 +168,30 @@ def test_what_one_mesh_saved_goes_on_under_another(clusters, tmp_path, model: st
     trained(clusters, make, first, optimizer=adam, check=False, save=str(tmp_path))
     rest = trained(clusters, make, then, optimizer=adam, check=False, resume=str(tmp_path))
     assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-12)
+
+
+class _Made(TorchDispatchMode):
+    """Where tensors are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.devices: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.devices |= {t.device.type for t in tensors(made)}
+        return made
+
+
+def test_nodes_make_their_tensors_where_their_input_is() -> None:
+    """The layers were captured on the host, and their code names a device where it makes positions and a mask. (The
+    device here, "meta", has shapes and no values; a GPU refuses a tensor of the host.)"""
+    model = partial(models.gpt, layers=1, width=8, heads=2, context=8, vocab=16, fused=False)
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    job = Job(model, (tokens, tokens), 2, nn.functional.cross_entropy)
+    nodes = job.share(job.build(), 0, 2).to("meta")
+    with _Made() as made:
+        value = tokens.to("meta")
+        for node in list(nodes)[:3]:
+            value = node(value)
+    assert made.devices == {"meta"}
