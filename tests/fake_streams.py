@@ -27,7 +27,7 @@ from torch import Tensor
 from minipar.comm.links import TENSORS
 from minipar.execution.executor import Executor
 from minipar.execution.streams import PinnedPool, StreamCopy, _Number
-from minipar.program import Instruction
+from minipar.program import Instruction, Op
 
 HEADER = TENSORS - 1  # the tag of a header, which goes through the host, in the tags of a value
 COMPUTE = "compute"
@@ -43,17 +43,26 @@ class HostBlocked(AssertionError):
 
 @dataclass(eq=False)
 class Event:
-    """A moment of a stream. `at`: on the virtual clock, once it is resolved; `bytes`: moves what a copy copies."""
+    """A moment of a stream. `at`: on the virtual clock, once it is resolved; `bytes`: moves what a copy copies;
+    `taken`: of a copy to the host, only reads it."""
 
     streams: FakeStreams
     at: float | None = None
     bytes: Callable[[], None] = lambda: None
+    taken: Callable[[], None] | None = None
     passed: bool = False  # whether somebody who goes on after it has come by
 
     def reach(self) -> None:
         if not self.passed:
             self.passed = True
             self.bytes()
+
+    def follow(self) -> None:
+        """The device goes on after it. The host does not know yet what was copied to it."""
+        if self.taken is None:
+            self.reach()
+        else:
+            self.taken()
 
     def query(self) -> bool:
         return self.passed
@@ -76,6 +85,7 @@ class FakeStreams:
     def __post_init__(self) -> None:
         self._pool = PinnedPool(lambda size: torch.empty(size, dtype=torch.uint8, device=self.device))
         self._last: dict[str, list[Event]] = {}
+        self._followed: list[Event] = []  # copies to the host
 
     def put(self, stream: Hashable, *operation: Any) -> None:
         self.tape.append((stream, operation))
@@ -149,21 +159,33 @@ class FakeStreams:
         end = self.record(line)
         before = [*self._last.get(line, ()), *([after.end] if after is not None else [])]
         self._last[line], size = [end], source.untyped_storage().nbytes()
+        read: list[Tensor] = []
+        if line != Op.OFFLOAD.value:  # it comes after all that the computation has followed
+            before += self._followed
+            self._followed = []
+
+        def take() -> None:
+            if not read:
+                for event in before:
+                    event.follow() if line == Op.OFFLOAD.value else event.reach()
+                assert source.untyped_storage().nbytes() == size > 0 or not source.numel(), "freed before it was copied"
+                read.append(source.clone())
 
         def move() -> None:
+            take()
             for event in before:  # of the same line, which goes in order
                 event.reach()
-            assert source.untyped_storage().nbytes() == size > 0 or not source.numel(), "freed before it was copied"
-            into.copy_(source)
+            into.copy_(read[0])
 
-        end.bytes = move
+        end.bytes, end.taken = move, take if line == Op.OFFLOAD.value else None
         return StreamCopy(end, (source, into))
 
     def follow(self, copy: Any) -> None:
         if not isinstance(copy, StreamCopy):
             return copy.result()
         self.put(COMPUTE, "wait", copy.end)
-        return copy.end.reach()
+        self._followed += [copy.end] if copy.end.taken is not None else []
+        return copy.end.follow()
 
     def room(self, like: Tensor) -> Tensor:
         return self._pool.take(like.shape, like.dtype)

@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -349,6 +350,8 @@ def _choose_device(setup: Setup) -> tuple[str, str]:
     index = setup.rank % count
     torch.cuda.set_device(index)
     device_waits.tell()
+    # (in autograd's own thread, which has not used the GPU before; cuBLAS then makes a context, and says so)
+    warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
     # NCCL refuses two ranks on one GPU; gloo then carries the data through host memory.
     return f"cuda:{index}", "nccl" if count >= setup.size else "gloo"
 

@@ -31,7 +31,7 @@ from minipar.comm.transport.interface import DONE, Transport
 from minipar.comm.transport.shared import add_up, combine
 from minipar.comm.world import CLOSED, RankGroup, World, of_rank, under_torchrun
 from minipar.costs.rates import Calibration
-from minipar.errors import RankError
+from minipar.errors import PlanError, RankError
 from minipar.program import collectives
 from minipar.program.mesh import Mesh
 from minipar.wording import several
@@ -247,9 +247,9 @@ class Communicator:
 
     def play_beside(self, groups: Iterable[tuple[int, ...]], algorithm: str) -> None:
         """Let the collectives of these groups by an algorithm's program run while this rank computes. Every rank calls
-        this with the same groups, as in `prepare`. RankError on a GPU."""
+        this with the same groups, as in `prepare`. PlanError on a GPU."""
         if self.device.type != "cpu":
-            raise RankError(
+            raise PlanError(
                 f"algorithm={algorithm}: while a GPU computes, its host plays no program; possible are overlap=none, "
                 "where each rank sums over one group of ranks, and algorithm=default"
             )

@@ -39,6 +39,7 @@ class Profile:
     gradient_bytes     for each parameter group, the gradient of its trainable parameters
     optimizer_bytes    for each parameter group, the optimizer's state after a step
     step_seconds       one optimizer step over all trainable parameters
+    host_step_seconds  the same on the host, beside a GPU; 0: as `step_seconds`. Measured only on request
     backward_input     median seconds of the input half: only the gradient of the layer's input, through all operations
                        inside the layer. 0.0 if no input gradient is needed
     backward_weight    median seconds of the weight half: the gradients of the layer's parameters, from the gradients
@@ -86,6 +87,7 @@ class Profile:
     grad_changing_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     counts_bytes: dict[int, tuple[int, ...]] = field(default_factory=dict)
     input_flops: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    host_step_seconds: float = 0.0
 
     def half_flops(self, rows: int, layer: int) -> tuple[float, float]:
         """Operations of the input half and of the weight half of a layer's backward; equal ones if they were not
@@ -103,7 +105,7 @@ class Profile:
         """The profile that `to_json` wrote. Errors: PlanError for any other text."""
         try:
             given = json.loads(text)
-            given.setdefault("input_flops", {})  # (profiles of older versions have none)
+            given = {"input_flops": {}, "host_step_seconds": 0.0} | given  # (profiles of older versions have none)
             return Profile(**{f.name: _restore(given[f.name]) for f in fields(Profile)})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             kind = type(error).__name__

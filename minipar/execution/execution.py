@@ -78,6 +78,7 @@ from minipar.program.verify.verifier import verify
 from minipar.sharding.nodes import Cut, ShardedModel
 from minipar.sharding.sharded import capture_graphs, local_model, pickled, unpickled
 from minipar.strategies.keys import at_least_1
+from minipar.strategies.passes import host_layers
 from minipar.strategies.passes.versions import as_it_happened
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
@@ -632,7 +633,9 @@ def profile_job(
     tried = _try_loss(job, whole, x, plan, parts)
     again = plan.checkpoint not in ("none", "selective")
     layered = cast(nn.Sequential, model)
-    measured = profile(layered, (x, y), loss, rows, 3, threads, optimizer, slices, again)
+    at_home = host_layers.find(plan.host_layers, shape)
+    host_steps = plan.sync == "ps" or bool({*plan.offload} - {"activations"})
+    measured = profile(layered, (x, y), loss, rows, 3, threads, optimizer, slices, again, at_home, host_steps)
     tapes = record(layered, x, y, loss, rows, optimizer, split, shape.edges, slices) if memory else None
     copies = Copies()
     if plan.offload:

@@ -102,7 +102,8 @@ class _Prepared(NamedTuple):
     graded: tuple[int, ...]  # groups whose gradients it writes
     dropped: tuple[Value, ...]  # what it frees of `live`
     released: tuple[Value, ...]  # parameters that it frees
-    on_host: bool  # whether the host computes it, and so waits for what it reads
+    on_host: bool  # whether the host computes it
+    by_host: tuple[Value, ...]  # what the host reads for it, of which perhaps only the device knows that it has arrived
     mark: Callable[[], Mark]  # when it begins and ends
 
 
@@ -117,6 +118,7 @@ def _lines(instructions: Sequence[Instruction], streams: Streams) -> list[_Prepa
             tuple([value for value in ins.frees if value.kind not in _ELSEWHERE]),
             tuple([v for v in ins.frees if v.kind in ("param", "param_shard") or version_of(v) >= 0]),
             ins.stream == "host",
+            tuple([v for v in ins.reads if tier(v) == "host" and (ins.stream == "host" or ins.op in COLLECTIVES)]),
             time.perf_counter if ins.stream == "host" else streams.mark,
         )
         for ins in instructions
@@ -294,8 +296,8 @@ class Executor:
                 for value in arriving:
                     if value in pending:
                         self._await(value)
-            if line.on_host:
-                self.offloading.host_waits(ins.reads)
+            if line.by_host:
+                self.offloading.host_waits(line.by_host)
             if versions:
                 self.state.show(ins.reads)
             starts[index] = line.mark()

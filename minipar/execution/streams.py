@@ -233,8 +233,6 @@ class CudaStreams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        # (cuBLAS warns if it finds no context of the GPU in autograd's own thread, which gets it with its first kernel)
-        torch.ones((), device=device, requires_grad=True).exp().backward()
         self._lines: dict[Hashable, torch.cuda.Stream] = {}
         self._pool = PinnedPool(lambda size: torch.empty(size, dtype=torch.uint8, pin_memory=True))
 

@@ -109,17 +109,21 @@ class ProfiledCosts:
                 before = ins
         return found
 
+    def _step_seconds(self, on_host: bool) -> float:
+        """Of an update of all parameters."""
+        return (on_host and self.profile.host_step_seconds) or self.profile.step_seconds
+
     def _alone(self, rank: int, ins: Instruction) -> float:
         """Seconds of a compute instruction, without messages."""
         if ins.op is Op.STEP:
             whole = sum(self.profile.gradient_bytes)
             part = sum(self.size(rank, v) for v in ins.reads if home(v).kind in ("grad", "grad_shard"))
-            return self.profile.step_seconds * part / whole if whole else 0.0
+            return self._step_seconds(ins.stream == "host") * part / whole if whole else 0.0
         if ins.op is Op.APPLY:  # (a server sums the gradients, and updates its part)
             whole, part = sum(self.profile.gradient_bytes), sum(piece.bytes for piece in ins.parts)
             taken = sum(self.size(rank, value) for value in ins.reads if value.kind == "pushed")
             summing = max(0, taken - part) * self.copies.to_host.per_byte
-            return (self.profile.step_seconds * part / whole if whole else 0.0) + summing
+            return (self._step_seconds(True) * part / whole if whole else 0.0) + summing
         rows = self.rows(rank, ins.microbatch)
         if rows == 0:
             return 0.0

@@ -107,6 +107,7 @@ PLANS = [
     "offload=activations microbatches=3 schedule=gpipe",
     "pp=2 offload=activations microbatches=4",
     "offload=optimizer microbatches=2",
+    "dp=2 clip=0.1 offload=optimizer microbatches=2",
     "dp=2 zero=2 microbatches=2 reduce=step clip=0.1 offload=optimizer",
     "offload=parameters microbatches=3",
     "dp=2 zero=3 microbatches=2 offload=parameters prefetch=2",

@@ -34,7 +34,7 @@ from tests.fuzz.trial import model_for
 
 MEMORY, TIME = 0.01, 0.05  # how far a prediction may be from what is measured
 # Slow: a collective of two ranks takes a busy machine some milliseconds, which must be little of what it takes here.
-DEVICE = "flops=20MFLOP/s bandwidth=4MB/s latency=10ms"
+DEVICE = "flops=20MFLOP/s bandwidth=4MB/s latency=10ms host_bandwidth=8MB/s disk_bandwidth=4MB/s"
 TITLE = "# What was predicted"
 BATCH, STEPS = 16, 4
 SIZES = {"width": 32, "heads": 2, "context": 16, "vocab": 64}
@@ -52,8 +52,13 @@ class Compared:
     failed: str = ""
 
     @property
+    def off(self) -> bool:
+        """Whether its time is too far from the predicted one."""
+        return abs(self.time or 0.0) > TIME
+
+    @property
     def missed(self) -> bool:
-        return bool(self.failed) or abs(self.memory) > MEMORY or abs(self.time or 0.0) > TIME
+        return bool(self.failed) or abs(self.memory) > MEMORY or self.off
 
     def __str__(self) -> str:
         time = "" if self.time is None else f"{self.time:+.1%}"
@@ -134,20 +139,20 @@ def compared(words: str, here: Callable[[int], Ranks], emulated: Callable[[int],
         return Compared(words, failed=f"{type(error).__name__}: {error}".split("\n")[0])
 
 
-def _compared_alone(words: str, memory: bool) -> Compared:
+def _compared_alone(words: str, timed: bool) -> Compared:
     """In a process of its own, with clusters that stay until something fails."""
     torch.set_num_threads(1)
-    made = _clusters(memory)
-    found = compared(words, made[0], None if memory else made[1])
+    here, emulated = _clusters()
+    found = compared(words, here, emulated if timed else None)
     if found.failed:  # (its ranks may be of no use any more)
-        for clusters in made:
-            clusters.close()
+        here.close()
+        emulated.close()
     return found
 
 
 @cache
-def _clusters(memory: bool) -> tuple[Clusters, ...]:
-    made = (Clusters("cpu"),) if memory else (Clusters("cpu"), Clusters(DEVICE))
+def _clusters() -> tuple[Clusters, Clusters]:
+    made = Clusters("cpu"), Clusters(DEVICE)
     for clusters in made:
         atexit.register(clusters.close)
     return made
@@ -162,6 +167,7 @@ def report(found: Sequence[Compared]) -> str:
         TITLE, "",
         f"Of {len(found)} plans that have each two keys which go together, {len(ran)} were trained with predictions:",
         f"the peak of memory of the worst rank, and the time of a step on emulated devices ({DEVICE}).",
+        "(Several plans run at once; since they share the cores, one whose time is off is measured again alone.)",
         f"Of {refused} nothing is predicted, or the model does not fit; {len(failed)} fail.",
         "",
         "| | plans | median error | worst | allowed | within |", "|---|---:|---:|---:|---:|---:|",
@@ -188,19 +194,26 @@ def main() -> int:
     parser.add_argument("--from", type=int, default=0, dest="first", help="begin with this one")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--at-once", type=int, default=4, help="so many plans at once")
-    parser.add_argument("--memory", action="store_true", help="compare memory alone")
+    parser.add_argument("--timed", type=int, default=1, help="compare the time of every so many-th, too; 0: of none")
     parser.add_argument("--write", default="", metavar="PAGE", help="write the outcomes to this page")
     chosen = parser.parse_args()
     found, begin = [], time.monotonic()
     tried = list(plans())[chosen.first :: chosen.every]
     with ProcessPoolExecutor(chosen.at_once, get_context("spawn")) as pool:
-        begun = [pool.submit(_compared_alone, words, chosen.memory) for words in tried]
+        timed = [bool(chosen.timed) and k % chosen.timed == 0 for k in range(len(tried))]
+        begun = [pool.submit(_compared_alone, words, time) for words, time in zip(tried, timed, strict=True)]
         for one in begun:
             if time.monotonic() - begin > chosen.seconds:
                 pool.shutdown(wait=False, cancel_futures=True)
                 break
             found.append(one.result())
             print(found[-1], flush=True)
+    # Where plans share the cores, real work can take longer than the device should: those are tried again, alone.
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        for k, one in enumerate(found):
+            if one.off and chosen.at_once > 1:
+                found[k] = pool.submit(_compared_alone, one.words, True).result()
+                print(f"alone: {found[k]}", flush=True)
     print(f"{len(found)} plans in {time.monotonic() - begin:.0f} s, {sum(one.missed for one in found)} missed")
     if chosen.write:
         page = Path(chosen.write)

@@ -30,6 +30,8 @@ def test_the_report_counts_and_lists_what_is_further_away() -> None:
     assert "| step time | 2 | 1.00% | 1.0% | 5% | 2 |" in text
     assert "| pp=2 | -3.0% | +1.0% |" in text
     assert "| dp=2 |" not in text
+    assert Compared("tp=2", 0.001, -0.11).off
+    assert not found[0].off
     assert "Of 1 nothing is predicted, or the model does not fit; 0 fail." in text
 
 
@@ -39,4 +41,5 @@ def test_what_was_not_measured_is_no_number_and_an_error_is_no_refusal() -> None
     assert "| step time | 0 | not measured | | 5% | |" in text
     assert "FAILED tp=2: ValueError: no" in text
     assert failed.missed
+    assert not failed.off
     assert not Compared("ep=2", refused="no experts").missed

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,6 +69,8 @@ def profile(
     optimizer: OptimizerFactory = torch.optim.SGD,
     slices: Sequence[range] = (),
     recompute: bool = False,
+    on_host: Collection[int] = (),
+    host_steps: bool = False,
 ) -> Profile:
     """Time and weigh each layer of `model` for every number of rows in `rows`, and one step of `optimizer`.
 
@@ -78,6 +80,8 @@ def profile(
     rows      sizes of micro-batches; default: all rows of the batch
     repeats   times are medians of so many, after one run to warm up
     recompute also time each layer as the end of a recomputation (not of slices)
+    on_host   layers that a rank with a GPU computes on its host: they are measured there
+    host_steps   also time, beside a GPU, the optimizer's step on the host
     threads   CPU threads that a layer may use. With one, times are of that thread's own work, so that other programs
               on the machine do not disturb them; with more, and on a GPU, they are by the clock
 
@@ -111,12 +115,18 @@ def profile(
                 here = None if tokens is None else (tokens.start, j < len(slices) - 1, carried)
                 costs[key] = []
                 found = between.anew(key, n)
-                for run in _runs(layers, inputs, given, (loss, wanted), trainable_from, found, here, names):
+                places = [torch.device("cpu") if l in on_host else device for l in range(len(layers))]
+                for run in _runs(layers, inputs, given, (loss, wanted), trainable_from, found, here, names, places):
                     if recompute and tokens is None:
                         for each in run:
                             each.recompute(repeats, clock)
                     costs[key] += _time_run(run, repeats, clock)
-        step_seconds, optimizer_bytes = _measure_step([h.trainable for h in held], optimizer, repeats, clock)
+        trained = [h.trainable for h in held]
+        step_seconds, optimizer_bytes = _measure_step(trained, optimizer, repeats, clock)
+        host_step_seconds = 0.0
+        if host_steps and device.type != "cpu":
+            copies = [[p.detach().cpu() for p in group] for group in trained]
+            host_step_seconds, _ = _measure_step(copies, optimizer, repeats, clock)
 
     def table(column: Callable[[_LayerCost], Any]) -> dict[int, tuple[Any, ...]]:
         return {n: tuple(map(column, found)) for n, found in costs.items()}
@@ -132,6 +142,7 @@ def profile(
         gradient_bytes=tuple(sum(map(_bytes, h.trainable)) for h in held),
         optimizer_bytes=optimizer_bytes,
         step_seconds=step_seconds,
+        host_step_seconds=host_step_seconds,
         backward_input=table(lambda c: c.input_half),
         backward_weight=table(lambda c: c.weight_half),
         forward_flops=table(lambda c: c.forward_flops),
@@ -318,12 +329,14 @@ def _runs(
     between: Callable[[int, Any], Any],
     here: tuple[int, bool, dict[int, Any]] | None = None,
     names: Sequence[str] = (),
+    places: Sequence[torch.device] = (),
 ) -> Iterator[list[_Measured]]:
     """Neighbouring layers that are timed together, each weighed and warmed up: as many as keep `_KEPT` bytes.
 
     inputs   for each layer those whose outputs it reads
     between  of a layer and its input, as others have written it: as this layer reads it
     here     of a slice of sequences its first token, whether there is a next one, and by layer what was carried on
+    places   where each layer computes; default: where it is
     """
     made: dict[int, Any] = {}
     until = {a: l for l, read in enumerate(inputs) for a in read}  # the last one that reads it
@@ -335,6 +348,10 @@ def _runs(
             value = made[inputs[l][0]] if len(inputs[l]) == 1 else tuple(made[a] for a in inputs[l])
             value = between(l, value)
             made = {a: output for a, output in made.items() if until[a] > l}
+        if places:
+            layer, value = layer.to(places[l]), _on(places[l], value)
+        if places and last:
+            final = final[0], _on(places[l], final[1])
         loss = partial(_of_output, *final) if last else None
         given = detach(value, l > trainable_from)
         part = None if here is None else sliced.Alone(layer, here[0], here[2].get(l), here[1], l >= trainable_from)
@@ -454,7 +471,7 @@ class _Stopwatch:
 
 
 def _measure_step(
-    groups: list[list[nn.Parameter]], factory: OptimizerFactory, repeats: int, clock: _Stopwatch
+    groups: Sequence[Sequence[Tensor]], factory: OptimizerFactory, repeats: int, clock: _Stopwatch
 ) -> tuple[float, tuple[int, ...]]:
     """Seconds of an optimizer step over copies of all parameters, and the bytes it keeps for each group."""
     copies = [[nn.Parameter(p.detach().clone()) for p in group] for group in groups]
@@ -487,6 +504,10 @@ def _undisturbed(device: torch.device, threads: int) -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(before)
+
+
+def _on(device: torch.device, value: Any) -> Any:
+    return map_tensors(value, lambda t: t.to(device))
 
 
 def _rows(value: Any, n: int, device: torch.device) -> Any:
