@@ -242,11 +242,19 @@ class Offloading:
         """Whether a group's parameters are not on the device between steps."""
         return g in self._away
 
-    def put_away(self, g: int, values: Sequence[Tensor]) -> None:
-        """Between steps: keep these as a group's parameters, where they are kept; frozen ones stay as they are."""
-        (kept,) = (value for value in self.held if value.index == g and home(value).kind == "param")
-        for k, tensor in enumerate(values):
-            self.stores[tier(kept)].put((self._key(kept), k), tensor).result()
+    def put_away(self, value: Value, tensors: Sequence[Tensor]) -> None:
+        """Keep these as a group's parameters, or as a version of them, where they are kept; frozen ones stay as they
+        are."""
+        for k, tensor in enumerate(tensors):
+            self.stores[tier(value)].put((self._key(value), k), tensor).result()
+        if version_of(value) >= 0:
+            self._versions[value.index].versions.elsewhere.add(value.step)
+
+    def forget(self, value: Value) -> None:
+        """A version that is kept away is not needed any more."""
+        owner = self._versions[value.index]
+        _drop(self.stores[tier(value)], [(self._key(value), k) for k in range(len(owner.owned))])
+        owner.leave(value)
 
     # the tensors of a value ------------------------------------------------------------------------------------------
 

@@ -206,7 +206,7 @@ class Versioned(Owner):
             self.made.begin()
 
     def show(self, value: Value) -> None:
-        if self.among(value) is self.versions:
+        if self.among(value) is self.versions and (self.kept == "device" or tier(value) == "device"):
             self.versions.show(value)
 
     def release(self, value: Value) -> None:

@@ -719,14 +719,14 @@ def _work(
             if device is not None:
                 device.arrived(ps.arrived, index)
 
-    def put(g: int, targets: list[Tensor]) -> None:
-        group = one.groups[g]
+    def put(value: Value, targets: list[Tensor]) -> None:
+        group = one.groups[value.index]
         values = [ps.pull(one.names[id(p)]) for p in group]
-        if one.offloading.keeps(g):
-            one.offloading.put_away(g, [v.to(p.dtype) for v, p in zip(values, group, strict=True)])
+        if one.offloading.keeps(value.index):
+            one.offloading.put_away(value, [v.to(p.dtype) for v, p in zip(values, group, strict=True)])
         elif not ps.void:  # (else nothing has come)
-            for target, value in zip(targets, values, strict=True):
-                target.copy_(value)
+            for target, came in zip(targets, values, strict=True):
+                target.copy_(came)
 
     def push(p: nn.Parameter, gradient: Tensor, peer: int, portion: Portion) -> None:
         name = one.names[id(p)]

@@ -24,7 +24,7 @@ from minipar.execution.emulation import Delays, EmulatedDevice
 from minipar.execution.execution import Job
 from minipar.execution.executor import Executor, PassRecord
 from minipar.execution.parameter_versions import Versions
-from minipar.program import Instruction, Op, Portion, Program, Synchronous, home, portions, tier
+from minipar.program import Instruction, Op, Portion, Program, Synchronous, Value, home, portions, tier
 
 Push = Callable[[nn.Parameter, Tensor, int, Portion], None]  # parameter, gradient, rank of the server, what is sent
 
@@ -36,7 +36,8 @@ class Worker(Executor):
     """One worker's layers, and its part of a step, which is the same in all steps.
 
     bring    called with the place of a PULL and what it pulls, to bring that here
-    put      called with a group whose parameters are here, and the tensors into which they are to be copied
+    put      called with the parameters of a group that are here, and the tensors into which they are to be copied; none
+             of those that are kept on the host or the disk
     push     called with a parameter, its gradient, the server that is to get it, and what that gets of the gradient
     pace     called with the place of a PUSH before its first gradient
     """
@@ -45,7 +46,7 @@ class Worker(Executor):
         self, program: Program, comm: Communicator, model: nn.Module, job: Job, delays: Delays | None = None
     ) -> None:
         self.bring: Callable[[int, list[Portion]], None] = _nothing
-        self.put: Callable[[int, list[Tensor]], None] = _nothing
+        self.put: Callable[[Value, list[Tensor]], None] = _nothing
         self.push: Push = _nothing
         self.pace: Callable[[int], None] = _nothing
         self.here: set[Portion] = set()  # what is here for this step, or of this version
@@ -80,7 +81,11 @@ class Worker(Executor):
                 self.bring(index, wanted)
                 self.here.update(wanted)
                 for g in (one.group for one in wanted if self._is_here(one.group)):
-                    self.put(g, self.rooms.pop(g))
+                    (value,) = (value for value in ins.writes if value.index == g)
+                    self.put(value, self.rooms.pop(g))
+            for value in ins.frees:
+                if tier(value) != "device" and self.offloading.keeps(value.index):
+                    self.offloading.forget(value)
             return
         self.pace(index)
         with self._aside():  # (what is sent is the host's)
@@ -108,6 +113,8 @@ class Worker(Executor):
     def _room(self, g: int, ins: Instruction) -> list[Tensor]:
         """The tensors into which a group's parameters come: those of the layers, or of a new version."""
         owner = self.state.owners[g]
+        if self.offloading.keeps(g):
+            return []
         if isinstance(owner, Versions) and ins.step:
             with self._aside() if tier(ins.writes[0]) == "host" else nullcontext():
                 return owner.room_for_next(ins)

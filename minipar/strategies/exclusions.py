@@ -212,7 +212,6 @@ _DECIDES_ALONE_REPLICAS = (
 _NOT_IN_VIRTUAL_WORKERS = (
     (ARRIVING, "servers decide when a replica has pushed a whole step, and its stages push at different times"),
     (MESSAGES, "servers update and answer each layer by itself"),
-    (OFFLOADED_PARAMETERS, "versions are pulled to where their layers are, and would have to go on to the host"),
     (REVIVING, "a replica would begin again in the middle of several steps"),
 )
 

@@ -31,6 +31,7 @@ def tied_and_frozen() -> nn.Module:
         "schedule=pipedream microbatches=2 servers=2",
         "schedule=pipedream-2bw microbatches=3",
         "schedule=pipedream-vertical microbatches=2 overlap=none",
+        "schedule=pipedream microbatches=2 offload=parameters",
     ],
 )
 def test_numbers_are_right(clusters, tmp_path, words):
@@ -69,6 +70,10 @@ def test_numbers_are_right(clusters, tmp_path, words):
         ("dp=4 schedule=pipedream-2bw", "equal"),
         ("pp=4 schedule=pipedream-vertical checkpoint=1", "equal"),
         ("schedule=pipedream-2bw servers=3", "equal"),
+        ("dp=2 pp=2 schedule=pipedream-2bw offload=parameters offload_to=disk check=true", "equal"),
+        ("dp=2 pp=2 schedule=pipedream offload=parameters,activations host_layers=2,3 checkpoint=1", "equal"),
+        ("ep=2 pp=2 schedule=pipedream-vertical offload=parameters prefetch=2 servers=2", "equal"),
+        ("dp=2 tp=2 schedule=pipedream-2bw offload=parameters precision=bf16", "near"),
     ],
 )
 def test_numbers_are_right_with_other_keys(clusters, words, kind):

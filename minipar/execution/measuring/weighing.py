@@ -59,4 +59,5 @@ def weigh(
         sum(size for key, size in kept.items() if key not in handed_on),
         not handed_on.isdisjoint(kept),
     )
+    saved.clear()  # (autograd keeps `pack`, and so this list, until the last of them is used)
     return output, rest, weights

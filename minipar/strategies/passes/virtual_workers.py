@@ -22,6 +22,9 @@ A rank waits for a version where it first uses it, or before it pushes to the up
 one version at a time. Nobody pulls what the last update makes. A version is there when all servers have sent their
 parts of it. The first PULL of these makes room for it, and frees the version before it if nothing needs that any more:
 then it is in its place.
+
+With offload=parameters a rank pulls versions to the host (or the disk). It fetches each where it is used, and what uses
+it last frees it.
 """
 
 from __future__ import annotations
@@ -76,7 +79,8 @@ def _with_service(draft: Draft, rank: int, shares: Shares) -> list[Instruction]:
     for k, ins in enumerate(row):
         if ins.op is not Op.STEP:
             needed.setdefault(ins.step if ins.op is Op.PUSH else max(map(version_of, ins.reads), default=-1), k)
-        freed.update((value, k) for value in ins.frees if version_of(value) >= 0)
+        here = [value for value in ins.frees if value._replace(step=0) in own]
+        freed.update((value, k) for value in here if ins.op is not Op.FETCH)  # (which frees what it has copied)
     over = {value for value, k in freed.items() if k < needed.get(value.step + 1, len(row))}  # another comes over it
     kept = [ins._replace(frees=tuple(value for value in ins.frees if value not in over)) for ins in row]
     pulls = {k: _pulls(draft, own, shares, version, over) for version, k in needed.items() if version >= 0}
