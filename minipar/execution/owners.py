@@ -72,7 +72,6 @@ class Owner:
         for master in self.masters:
             if not master.untyped_storage().resizable():
                 master.data = master.data.clone()
-        self.take_storages()
 
     def make_pieces(self, names: Mapping[int, str], group_of: Mapping[str, int]) -> None:
         """Say what the optimizer updates; `names` of parameters by their id, `group_of` names in the optimizer."""

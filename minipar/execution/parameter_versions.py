@@ -232,6 +232,9 @@ class Versioned(Owner):
     def take_storages(self) -> None:
         super().take_storages()
         self.versions.alive[0] = [p.data for p in self.owned]
+
+    def make_resizable(self) -> None:
+        super().make_resizable()
         if self.made is not None:
             self.made.alive[0] = [p.data for p in self.masters]
 

@@ -322,7 +322,8 @@ def choose_owners(
     at_home   groups of layers that are computed on the host: the optimizer works there on the layers' own parameters
     """
     instructions, narrow = program.ranks[comm.rank], program.precision == "bf16"
-    wide = narrow and program.serving is None  # (else the servers have the wide ones)
+    updates = any(ins.op is Op.STEP for ins in instructions)
+    wide = narrow and updates and program.serving is None  # (else the servers have the wide ones, or nobody)
     held = program.state[comm.rank] if program.state else frozenset()
     sliced = {g for g in program.sharded if optimizer_shard(g) in set(map(home, held))}
     kept = {v.index: "device" if v.index in at_home else tier(v) for v in held if version_of(v) >= 0}

@@ -19,6 +19,10 @@ from tests.fuzz.predicted import MEMORY, TITLE, Compared, memory_error, report
         "pp=2 schedule=terapipe slices=4 microbatches=2 inference=true",
         # the very first micro-batch, while layers are weighed
         "sync=ps",
+        # what an optimizer keeps on the host, whose step is checked
+        "offload=optimizer check=true",
+        # parameters that nobody updates, in bfloat16 alone
+        "pp=2 microbatches=2 inference=true precision=bf16",
         # versions that are pulled to the host
         "sync=ps schedule=pipedream microbatches=2 offload=parameters",
     ],

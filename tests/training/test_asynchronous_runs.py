@@ -76,6 +76,7 @@ PLANS = [
     "dp=2 pp=2 schedule=pipedream-vertical microbatches=2 zero=1 overlap=none offload=activations",
     "dp=2 pp=2 schedule=pipedream-vertical microbatches=3 bucket=0.0001 offload=optimizer",
     "dp=2 pp=2 schedule=pipedream microbatches=2 zero=1 offload=optimizer",
+    "dp=2 schedule=pipedream-2bw microbatches=2 zero=1 offload=optimizer offload_to=disk",
     "dp=2 pp=2 schedule=pipedream microbatches=3 zero=2 bucket=0.0001",
     "dp=4 schedule=pipedream-2bw microbatches=2 zero=2 overlap=none offload=optimizer",
     "dp=2 pp=2 schedule=pipedream-vertical microbatches=3 zero=3",

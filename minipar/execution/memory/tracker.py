@@ -148,11 +148,11 @@ class Tracker(Storages):
     @contextmanager
     def aside(self) -> Iterator[None]:
         """While entered, new memory belongs to the host and does not count."""
-        self._taking = False
+        before, self._taking = self._taking, False
         try:
             yield
         finally:
-            self._taking = True
+            self._taking = before  # (what checks a step on the host is entered within it)
 
     def take_series(self) -> Series:
         """What happened since the last call, or the beginning; a pass through the program ends here."""
