@@ -15,6 +15,7 @@ The tapes say where each tensor of an output lies: several may be parts of one s
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -45,7 +46,7 @@ from minipar.program import (
     version_of,
 )
 from minipar.program.comm_volume import changing, packed
-from minipar.program.forms import letters
+from minipar.program.forms import letters, parts_of
 from minipar.program.graph_cuts import pieces_of
 from minipar.strategies.passes.compress import row_bytes, top
 from minipar.strategies.rewriting import computed_on_host
@@ -584,6 +585,10 @@ class Walk:
         borrowed: list[Storage] = []  # inputs of pieces: the executor holds them until the instruction ends
         for piece in self.pieces[ins.layers, i]:
             trains = piece[0] in saves
+            read_in = self._with_own_shards(piece[0], lies)
+            if read_in is not lies:
+                borrowed += [storage for storage in given if storage not in read_in]
+                lies, given = read_in, [storage for storage in dict.fromkeys(read_in) if storage is not None]
             for layer in piece:
                 key = layer, i, step
                 tape = self.tape(layer, i)
@@ -624,6 +629,18 @@ class Walk:
                     self.lies[handed_on] = lies
         for storage in (*borrowed, *given):
             self.release(storage, "walk")
+
+    def _with_own_shards(self, layer: int, lies: list[Storage | None]) -> list[Storage | None]:
+        """Where the tensors lie that a node reads. The shard that it reads of a whole one is a copy."""
+        form = self.program.forms[layer].reads if self.program.forms else ""
+        if "C" not in form or not lies or None in lies:
+            return lies
+        places, found = self.program.places(self.rank), list[Storage | None]()
+        for whole, letter in zip(lies, letters(form, len(lies)), strict=True):
+            cut = zip(places, parts_of(letter, len(places)), strict=True)
+            count = math.prod(n for (_, n), part in cut if part[0] == "C")
+            found.append(whole if whole is None or count == 1 else self.make(whole.size // count, layer - 1, "walk"))
+        return found
 
     def _handed_on(self, value: Value, made: Storage | None, given: Sequence[Storage]) -> list[Storage]:
         """The storages that a node was given and hands on: the value has more bytes than the node has made."""

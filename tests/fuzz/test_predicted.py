@@ -23,6 +23,8 @@ from tests.fuzz.predicted import MEMORY, TITLE, Compared, memory_error, report
         "offload=optimizer check=true",
         # parameters that nobody updates, in bfloat16 alone
         "pp=2 microbatches=2 inference=true precision=bf16",
+        # the shard that a rank reads of a tensor that it has whole
+        "microbatches=4 context_parallel=2 ep=2",
         # versions that are pulled to the host
         "sync=ps schedule=pipedream microbatches=2 offload=parameters",
     ],
