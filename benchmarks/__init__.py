@@ -33,6 +33,7 @@ NAMES = (
     "memory",
     "server",
     "widgets",
+    "gpu",
 )
 
 PICTURES = ("comm",)  # the benchmarks that draw a picture
