@@ -12,7 +12,7 @@ import cloudpickle
 import pytest
 import torch
 
-from minipar import RankError, communicator
+from minipar import PlanError, communicator
 from minipar.comm.communicator import Communicator
 from minipar.errors import RankDied
 
@@ -119,6 +119,6 @@ def test_a_rank_that_ends_is_noticed(clusters):
 def test_a_gpu_has_none():
     comm = SimpleNamespace(device=torch.device("cuda"))
     with pytest.raises(
-        RankError, match="algorithm=ring: while a GPU computes, .* possible are overlap=none, where each"
+        PlanError, match="algorithm=ring: while a GPU computes, .* possible are overlap=none, where each"
     ):
         Communicator.play_beside(comm, [(0, 1)], "ring")
