@@ -266,6 +266,10 @@ class Members:
         not answer within so many seconds. What they were doing is noted before."""
         heard.callback = None
         heard.called_back = True
+        with self.interrupts.shielded():  # (a second one must not lose what is being read)
+            for member in self.ranks.values():
+                for printer in member.printers:
+                    printer.pump()  # what was printed before the interrupt is shown together
         gone = {rank for rank in heard.waiting if not self.ranks[rank].alive}  # (such as one that should be revived)
         heard.doing = self.look(heard.waiting)
         found = self.pages({*heard.waiting, *(heard.stuck or {})})

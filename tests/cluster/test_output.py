@@ -214,6 +214,29 @@ def test_nothing_is_lost_at_an_interrupt(cluster: Cluster, slow: None, capsys: C
     assert capsys.readouterr().out.splitlines().count("[ranks 0-3] all of us") == 1
 
 
+def test_lines_from_before_an_interrupt_are_folded(cluster: Cluster, slow: None, capsys: Capture) -> None:
+    """Also one that is not read yet when the interrupt comes."""
+
+    def callback(rank: int, value: Any) -> None:
+        time.sleep(1.0)
+        raise KeyboardInterrupt
+
+    def f() -> None:
+        from minipar.cluster import worker
+
+        rank = worker.context().rank
+        time.sleep(0.8 if rank == 3 else 0.0)
+        print("all of us")
+        time.sleep(0.3)
+        if rank == 0:
+            worker.report(1)
+        time.sleep(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        cluster.run_with(callback, f)
+    assert capsys.readouterr().out.splitlines().count("[ranks 0-3] all of us") == 1
+
+
 # Progress
 
 
