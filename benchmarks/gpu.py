@@ -1,12 +1,13 @@
 """On a GPU: one rank's step beside plain torch's, and predictions beside runs.
 
 The model is a GPT of 12 layers of width 1024, in float32 with Adam; predictions are of one with half as many layers.
-Without a GPU there are no rows. Contestants take turns; times are medians of whole steps, which end when the device is
-done. docs/gpu.md has figures of one GPU.
+Without a GPU there are no rows, and it says so. Contestants take turns. Times are medians of whole steps, each until
+the device is done; docs/gpu.md has figures of one GPU.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -84,6 +85,7 @@ def _plain_step(layers: int, batch: tuple[torch.Tensor, torch.Tensor], device: t
 
 def measure(quick: bool = False, device: str = "cuda") -> list[Row]:
     if device == "cuda" and not torch.cuda.is_available():
+        print("gpu: there is no GPU here, so that nothing is measured", file=sys.stderr)
         return []
     layers, rounds = (SMALL, 3) if quick else (LAYERS, 9)
     found: list[Row] = []

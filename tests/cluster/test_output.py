@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -214,21 +215,31 @@ def test_nothing_is_lost_at_an_interrupt(cluster: Cluster, slow: None, capsys: C
     assert capsys.readouterr().out.splitlines().count("[ranks 0-3] all of us") == 1
 
 
-def test_lines_from_before_an_interrupt_are_folded(cluster: Cluster, slow: None, capsys: Capture) -> None:
-    """Also one that is not read yet when the interrupt comes."""
+def test_lines_from_before_an_interrupt_are_folded(
+    cluster: Cluster, slow: None, capsys: Capture, tmp_path: Path
+) -> None:
+    """Also one that is not read yet when the interrupt comes: rank 3 prints while the driver is in the callback."""
+
+    def wait_for(*names: object) -> None:
+        while not all((tmp_path / str(name)).exists() for name in names):
+            time.sleep(0.01)
 
     def callback(rank: int, value: Any) -> None:
-        time.sleep(1.0)
+        (tmp_path / "called").touch()
+        wait_for(3)
         raise KeyboardInterrupt
 
     def f() -> None:
         from minipar.cluster import worker
 
         rank = worker.context().rank
-        time.sleep(0.8 if rank == 3 else 0.0)
-        print("all of us")
-        time.sleep(0.3)
+        if rank == 3:
+            wait_for("called")
+        print("all of us", flush=True)
+        (tmp_path / str(rank)).touch()
         if rank == 0:
+            wait_for(1, 2)
+            time.sleep(0.3)  # (until the driver has read these lines)
             worker.report(1)
         time.sleep(60)
 

@@ -166,7 +166,8 @@ def report(found: Sequence[Compared]) -> str:
     lines = [
         TITLE, "",
         f"Of {len(found)} plans that have each two keys which go together, {len(ran)} were trained with predictions:",
-        f"the peak of memory of the worst rank, and the time of a step on emulated devices ({DEVICE}).",
+        f"the peak of memory of the worst rank, and of {len(times)} of them the time of a step on emulated devices",
+        f"({DEVICE}).",
         "(Several plans run at once; since they share the cores, one whose time is off is measured again alone.)",
         f"Of {refused} nothing is predicted, or the model does not fit; {len(failed)} fail.",
         "",
