@@ -206,6 +206,7 @@ class Versioned(Owner):
             self.made.begin()
 
     def show(self, value: Value) -> None:
+        # (A version that is kept away is read there to be fetched. Layers on the host have theirs at home.)
         if self.among(value) is self.versions and (self.kept == "device" or tier(value) == "device"):
             self.versions.show(value)
 
