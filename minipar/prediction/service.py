@@ -3,10 +3,11 @@
     worker   |PULL ..........|--- F, B ---|PUSH|PULL ...           a worker waits for its PULL, and for its copies
     server        |REPLY ->0|REPLY ->1|        |ACCEPT <-0|APPLY|REPLY ->0| ...      one thing after another
 
-A worker is here a rank that is no server; all those of a replica are one worker of the rule. A server is one thread, so
-receiving, sending and updating wait for each other. A message takes time on both its ranks. With fewer cores than
-ranks, all ranks that work share the cores equally. Where layers are served one by one, servers follow their program,
-and not the rule: an update comes when all workers have pushed a layer, or a piece of one, and its answers at once.
+A worker is here a rank that is no server; all those of a replica, or of a stage of one, are one worker of the rule
+(`Program.served_workers`). A server is one thread, so receiving, sending and updating wait for each other. A message
+takes time on both its ranks. With fewer cores than ranks, all ranks that work share the cores equally. Where layers are
+served one by one, servers follow their program, and not the rule: an update comes when all workers have pushed a layer,
+or a piece of one, and its answers at once.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from minipar.errors import ProgramError
 from minipar.prediction.streams import Link
 from minipar.program import COPIES, SERVICE, Instruction, Op, Portion, Program, Value, portions
 from minipar.program.event_loop import EventLoop
-from minipar.program.server_rule import Consistency, Kind, Mode, Row
+from minipar.program.server_rule import Kind, Mode, Row, Rules
 from minipar.strategies import served_order
-from minipar.strategies.shares import kept_shares, shares_of, whole
+from minipar.strategies.shares import kept_shares, shares_of
 
 InstructionKey = tuple[int, Op, int, int, tuple[Portion, ...]]  # rank, what, peer or place in its pass, step, of what
 Times = dict[InstructionKey, tuple[float, float]]
@@ -88,7 +89,8 @@ class _Simulated:
         self.shares = kept_shares(shares_of(program.groups, serving.servers), program.groups, program.sharing_mesh)
         mode = Mode.parse(serving.mode, program.replicas)
         self.updates = program.served_steps
-        self.rule = Consistency(mode, program.replicas, self.updates)
+        self.number = {rank: number for number, ranks in enumerate(program.served_workers) for rank in ranks}
+        self.rule = Rules(mode, len(program.served_workers), self.updates, program.rules)
         self.blocks: list[dict[int, list[Instruction]]] = [{} for _ in range(self.workers)]
         for w in range(self.workers):
             for ins in program.ranks[w]:
@@ -98,8 +100,9 @@ class _Simulated:
             for ins in row:
                 if ins.op in SERVICE:
                     self.messages[ins.op, w, ins.step].append(ins)
-        self.expected: dict[tuple[int, int], int] = {}  # (replica, step) -> number of accepts still to come
-        self.asking: dict[int, set[int]] = defaultdict(set)  # replica -> its workers that wait for an answer
+        self.expected: dict[tuple[int, int], int] = {}  # (worker of the rule, step) -> accepts still to come
+        self.asking: dict[int, set[int]] = defaultdict(set)  # worker of the rule -> its ranks that wait for an answer
+        self.asked = [0] * self.workers  # the last step for which each worker has asked
         self.links: dict[tuple[int, int], Link] = defaultdict(Link)  # between workers, by sender and receiver
         self.groups: dict[tuple[int, ...], Link] = defaultdict(Link)  # of workers that share layers
         self.joined: Counter[tuple[int, tuple[int, ...]]] = Counter()  # the collectives of a worker, by group
@@ -122,7 +125,7 @@ class _Simulated:
                 self.layers.answer(server)
         self._decide()
         self.loop.run()
-        if self.rule.members:
+        if not self.rule.over:
             raise ProgramError("parameter servers wait for ever; verify(program) says why")
 
     def _speeds(self, working: Collection[int]) -> dict[int, float]:
@@ -152,17 +155,16 @@ class _Simulated:
     # workers
 
     def _ask(self, worker: int) -> None:
-        replica = self.program.replica(worker)
         self.since[worker] = self.loop.now
-        self.asking[replica].add(worker)
-        self._ask_together(replica)
+        self.asking[self.number[worker]].add(worker)
+        self._ask_together(self.number[worker])
 
-    def _ask_together(self, replica: int) -> None:
-        """A replica asks when all its workers do, and none of its pushes is still under way."""
-        everyone = self.program.ranks_of_replicas[replica]
-        if len(self.asking[replica]) == len(everyone) and all(r != replica for r, _ in self.expected):
-            self.asking[replica].clear()
-            self.rule.ask(replica)
+    def _ask_together(self, number: int) -> None:
+        """A worker of the rule asks when all its ranks do, and none of its pushes is still under way."""
+        everyone = self.program.served_workers[number]
+        if len(self.asking[number]) == len(everyone) and all(other != number for other, _ in self.expected):
+            self.asking[number].clear()
+            self.rule.ask(number)
 
     def answered(self, worker: int, pull: Instruction) -> None:
         """A server's reply has arrived."""
@@ -222,6 +224,11 @@ class _Simulated:
         """Wait for all pulls that follow each other here; then the worker copies their parameters into its layers."""
         pulls = list(takewhile(lambda ins: ins.op is Op.PULL, self.blocks[worker][step][index:]))
         keys = [key_of(worker, pull) for pull in pulls]
+        if self.layers is None and pulls[0].step > self.asked[worker]:  # (in the middle of a pass of many steps)
+            self.asked[worker] = pulls[0].step
+            if self.program.virtual_workers:
+                self._ask(worker)
+                self._decide()
         since = self.since.setdefault(worker, self.loop.now)
         if not self.replied.issuperset(keys):
             return
@@ -273,10 +280,10 @@ class _Simulated:
     def _push(self, worker: int, ins: Instruction) -> None:
         occupied, delay = self.costs.transfer(worker, ins)
         self.work(worker, occupied, [key_of(worker, ins)], self._then_run(worker))
-        replica = self.program.replica(worker)
-        if (replica, ins.step) not in self.expected:
-            everyone = self.program.ranks_of_replicas[replica]
-            self.expected[replica, ins.step] = sum(len(self.pushes(w, ins.step)) for w in everyone)
+        number = self.number[worker]
+        if (number, ins.step) not in self.expected:
+            everyone = self.program.served_workers[number]
+            self.expected[number, ins.step] = sum(len(self.pushes(w, ins.step)) for w in everyone)
         accept = served_order.accept(ins, worker)
         key = key_of(ins.peer, accept)
         self._later(delay, lambda: self.work(ins.peer, occupied, [key], lambda: self._accepted(worker, ins)))
@@ -286,14 +293,14 @@ class _Simulated:
     def _accepted(self, worker: int, ins: Instruction) -> None:
         if self.layers is not None:
             self.layers.accepted(ins)
-        replica = self.program.replica(worker)
-        self.expected[replica, ins.step] -= 1
-        if not self.expected[replica, ins.step]:
-            del self.expected[replica, ins.step]
-            self.rule.push(replica, ins.step)
+        number = self.number[worker]
+        self.expected[number, ins.step] -= 1
+        if not self.expected[number, ins.step]:
+            del self.expected[number, ins.step]
+            self.rule.push(number, ins.step)
             if self.layers is not None and ins.step + 1 < self.updates:
-                self.rule.ask(replica)  # (nobody asks for what is sent anyway)
-            self._ask_together(replica)
+                self.rule.ask(number)  # (nobody asks for what is sent anyway)
+            self._ask_together(number)
             self._decide()
 
     def _decide(self) -> None:
@@ -307,7 +314,7 @@ class _Simulated:
                 elif row.kind is Kind.APPLY:
                     self._apply(row, [take for take in rows if take.kind is Kind.TAKE])
                 elif row.kind is Kind.ANSWER:
-                    for worker in self.program.ranks_of_replicas[row.worker]:
+                    for worker in self.program.served_workers[row.worker]:
                         for pull in self.pulls(worker, row.step):
                             self.reply(worker, pull)
 
@@ -319,10 +326,12 @@ class _Simulated:
 
     def _apply(self, row: Row, taken: Sequence[Row]) -> None:
         for server, share in zip(self.servers, self.shares, strict=True):
-            ranks = ((w, take.step) for take in taken for w in self.program.ranks_of_replicas[take.worker])
+            ranks = ((w, take.step) for take in taken for w in self.program.served_workers[take.worker])
             pushes = ((worker, ins) for worker, step in ranks for ins in self.pushes(worker, step))
             accepts = [served_order.accept(ins, worker) for worker, ins in pushes if ins.peer == server]
-            self.update(server, served_order.update(whole(share), row.version, accepts), lambda: None)
+            some = {one: share[one.group] for ins in accepts for one in portions(ins)}
+            if some:  # (of some stages a server may have nothing)
+                self.update(server, served_order.update(some, row.version, accepts), lambda: None)
 
     def update(self, server: int, ins: Instruction, then: Callable[[], None]) -> None:
         self.work(server, self.costs.compute(server, ins), [key_of(server, ins)], then)
@@ -350,9 +359,9 @@ class _Layers:
     def __init__(self, run: _Simulated) -> None:
         self.run = run
         every = [ins for (op, *_), some in run.messages.items() if op is Op.PUSH for ins in some]
-        self.left = Counter((ins.peer, ins.step, portions(ins)) for ins in every)
+        self.left = Counter((ins.peer, ins.step, frozenset(portions(ins))) for ins in every)
         self.applies = {
-            (server, ins.step, portions(ins)): ins
+            (server, ins.step, frozenset(portions(ins))): ins
             for server in run.servers
             for ins in run.program.ranks[server]
             if ins.op is Op.APPLY
@@ -369,7 +378,7 @@ class _Layers:
     def accepted(self, push: Instruction) -> None:
         """A server has what a worker pushed; if it is the last one's, it is updated."""
         server, some = push.peer, portions(push)
-        key = server, push.step, some
+        key = server, push.step, frozenset(some)
         self.left[key] -= 1
         if self.left[key]:
             return

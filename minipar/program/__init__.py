@@ -279,7 +279,7 @@ class Program:
 
     @cached_property
     def ranks_of_replicas(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each replica. With parameter servers they are one worker of the servers' rule."""
+        """The ranks of each replica."""
         found: list[list[int]] = [[] for _ in range(self.replicas)]
         for rank in range(self.workers):
             found[self.replica(rank)].append(rank)
@@ -299,7 +299,24 @@ class Program:
     def virtual_workers(self) -> bool:
         """Whether the replicas of parameter servers are pipelines without flushes: each rank pushes its updates, and
         pulls versions of its parameters."""
-        return self.serving is not None and self.serving.mode == "sync" and isinstance(self.contract, Staleness)
+        return self.serving is not None and self.serving.overlapping
+
+    @cached_property
+    def served_workers(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of each worker of the servers' rule. It is a replica. But where stages do not wait for each other,
+        and servers decide as they run, each stage has a rule of its own: worker r * `rules` + s is stage s of replica
+        r."""
+        if not self.virtual_workers or (self.serving is not None and self.serving.mode == "sync"):
+            return self.ranks_of_replicas
+        mesh, found = Mesh(self.mesh), dict[tuple[int, int], list[int]]()
+        for rank in range(self.workers):
+            found.setdefault((self.replica(rank), mesh.coordinates(rank)["pp"]), []).append(rank)
+        return tuple(tuple(found[key]) for key in sorted(found))
+
+    @property
+    def rules(self) -> int:
+        """How many rules parameter servers follow: one, or one for each stage."""
+        return len(self.served_workers) // self.replicas
 
     @property
     def served_steps(self) -> int:

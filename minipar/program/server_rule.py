@@ -18,7 +18,7 @@ gradients in it were computed from.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -90,7 +90,8 @@ JOIN, ANSWER, TAKE, DROP, APPLY, LEAVE, REMOVE = Kind  # (module variables are l
 
 
 class Row(NamedTuple):
-    """One line of the servers' log. All servers have the same log. In an APPLY, worker and step are -1."""
+    """One line of the servers' log. All servers have the same log. In an APPLY, worker and step are -1; of several
+    rules (`Rules`), rule s has -1 - s as its worker."""
 
     kind: Kind
     worker: int
@@ -237,3 +238,100 @@ def again(mode: Mode, workers: int, steps: int, order: Iterable[Row]) -> Consist
     for row in order:
         rule.follow(row)
     return rule
+
+
+class Rules:
+    """One rule, or several that know nothing of each other.
+
+    Stages of a pipeline that never drains do not wait for each other, so each of them follows a rule of its own. Worker
+    r * stages + s is stage s of replica r, and worker r of rule s.
+
+        stage 1    ANSWER 1, ANSWER 3 | TAKE 3, APPLY | ANSWER 3 | TAKE 1, APPLY ...      2 replicas of 2 stages
+        stage 0    ANSWER 0, ANSWER 2                              | TAKE 2, APPLY ...
+
+    order   a recorded log, from which they go on
+    """
+
+    def __init__(self, mode: Mode, workers: int, steps: int, stages: int = 1, order: Iterable[Row] = ()) -> None:
+        self.mode, self.stages = mode, stages
+        self.each = [Consistency(mode, workers // stages, steps) for _ in range(stages)]
+        for row in order:
+            self.follow(row)
+
+    def _of(self, worker: int) -> Consistency:
+        return self.each[worker % self.stages]
+
+    def _named(self, rule: int, row: Row) -> Row:
+        """A row of a rule as it stands in the log of all."""
+        return row._replace(worker=row.worker * self.stages + rule if row.worker >= 0 else -1 - rule)
+
+    def _workers(self, found: Callable[[Consistency], Iterable[int]]) -> list[int]:
+        return [w * self.stages + s for s, rule in enumerate(self.each) for w in found(rule)]
+
+    @property
+    def members(self) -> set[int]:
+        return set(self._workers(lambda rule: rule.members))
+
+    @property
+    def absent(self) -> set[int]:
+        return set(self._workers(lambda rule: rule.absent))
+
+    @absent.setter
+    def absent(self, workers: Iterable[int]) -> None:
+        for rule in self.each:
+            rule.absent = set()
+        for worker in workers:
+            self._of(worker).absent.add(worker // self.stages)
+
+    @property
+    def pushed(self) -> dict[int, int]:
+        return {w * self.stages + s: step for s, rule in enumerate(self.each) for w, step in rule.pushed.items()}
+
+    @property
+    def asking(self) -> list[int]:
+        return self._workers(lambda rule: rule.asking)
+
+    @property
+    def version(self) -> int:
+        """The number of updates so far, of the rule that is furthest behind."""
+        return min(rule.version for rule in self.each)
+
+    def clock(self, worker: int) -> int:
+        """The number of a worker's next step, or where steps are those of all workers, of the next update."""
+        rule = self._of(worker)
+        return rule.clocks.get(worker // self.stages, 0) if self.mode.each else rule.version
+
+    @property
+    def over(self) -> bool:
+        """Whether no worker takes part any more."""
+        return not any(rule.members for rule in self.each)
+
+    def join(self, worker: int) -> Row:
+        return self._named(worker % self.stages, self._of(worker).join(worker // self.stages))
+
+    def push(self, worker: int, step: int) -> None:
+        self._of(worker).push(worker // self.stages, step)
+
+    def known(self, worker: int, step: int) -> bool:
+        return self._of(worker).known(worker // self.stages, step)
+
+    def ask(self, worker: int) -> None:
+        self._of(worker).ask(worker // self.stages)
+
+    def forget(self, worker: int) -> None:
+        """A worker asks no more."""
+        self._of(worker).asking.pop(worker // self.stages, None)
+
+    def leave(self, worker: int, removed: bool = False) -> Row:
+        return self._named(worker % self.stages, self._of(worker).leave(worker // self.stages, removed))
+
+    def decide(self) -> list[Row]:
+        """The next action that is ready, as `Consistency.decide` gives it, of the first rule that has one."""
+        for s, rule in enumerate(self.each):
+            if rows := rule.decide():
+                return [self._named(s, row) for row in rows] if self.stages > 1 else rows
+        return []
+
+    def follow(self, row: Row) -> None:
+        worker = row.worker // self.stages if row.worker >= 0 else -1
+        self.each[row.worker % self.stages if row.worker >= 0 else -1 - row.worker].follow(row._replace(worker=worker))

@@ -204,12 +204,18 @@ class CheckedShard(Shard):
     def _weighed(self, g: str, gradients: Gradients) -> tuple[float, float, float]:
         return weighed_together((gradients.get(k), self.own[k].numel()) for k in self.tensors[g])
 
-    def combine(self, taken: Sequence[Pushed], tensors: Collection[int] | None = None, scale: float = 1.0) -> Gradients:
-        self._version = self.updates if tensors is None or not taken else taken[0].step
+    def combine(
+        self,
+        taken: Sequence[Pushed],
+        tensors: Collection[int] | None = None,
+        scale: float = 1.0,
+        number: int | None = None,
+    ) -> Gradients:
+        self._version = self.updates if tensors is None or not taken else taken[0].step if number is None else number
         groups = list(self._groups(self.by_tensor if tensors is None else tensors))
         each = {pushed.worker: pushed for pushed in taken}
         before = {g: [self._accepted(g, pushed) for pushed in each.values()] for g in groups}
-        gradients = super().combine(taken, tensors, scale)
+        gradients = super().combine(taken, tensors, scale, number)
         for g in groups if taken and self.optimizer is not None else ():
             after, _, near = self._weighed(g, gradients)
             product, square = scale * sum(b[0] for b in before[g]), scale**2 * sum(b[1] for b in before[g])
@@ -330,7 +336,7 @@ class Comparison:
         for noted in self._noted.values():
             self._file(noted)
         taken = {
-            (rank, row.step) for row in order if row.kind is Kind.TAKE for rank in program.ranks_of_replicas[row.worker]
+            (rank, row.step) for row in order if row.kind is Kind.TAKE for rank in program.served_workers[row.worker]
         }
         for step, of_ranks in self._facts.items():
             for rank, some in of_ranks.items():

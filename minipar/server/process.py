@@ -8,7 +8,8 @@ So there is one order of updates and answers for all servers: they always take t
 these arrive at each server. Server 0 keeps that order, from which a run can be replayed exactly.
 
 Several workers can be one replica (`Settings.replicas`), and one worker of the rule: their gradients count when the
-last of them is at all servers, and they are answered together when all of them have asked, with one version.
+last of them is at all servers, and they are answered together when all of them have asked, with one version. Where the
+stages of a replica do not wait for each other, each of them is such a worker, and each stage has a rule of its own.
 
 When a server dies, all servers go back to the newest snapshot that all of them have; workers connect again and go on
 there. When a worker dies, its whole replica connects again, each of its workers as a new one (lives.py). What was
@@ -50,7 +51,7 @@ from minipar.errors import RankError
 from minipar.execution.emulation import Pace, Pacing
 from minipar.execution.saving.folder import Saved
 from minipar.execution.updating import Form, Optimizer, Scheduler
-from minipar.program.server_rule import ANSWER, APPLY, DROP, JOIN, LEAVE, SYNC, TAKE, Kind, Mode, Row, again
+from minipar.program.server_rule import ANSWER, APPLY, DROP, JOIN, LEAVE, SYNC, TAKE, Kind, Mode, Row, Rules
 from minipar.server import snapshot
 from minipar.server.checking import CheckedShard, Place
 from minipar.server.connection import Peer, Refused
@@ -99,7 +100,8 @@ class Settings:
     compress        how workers push gradients: none, bf16, fp16, topk:R
     processes       of the workers, where they are on this machine: one that is stopped before it connects is noticed
     division        which workers have which keys; None: each pulls all of them at once
-    replicas        the workers of each replica; (): every worker is one by itself
+    replicas        the workers of each replica, or of each stage of one; (): every worker is one by itself
+    stages          how many rules there are: one, or one for each stage
     checked         what is noted to be compared: the keys of each parameter group, or piece of one, by its name
     clip            the norm to which an update's gradient is scaled down, that of all parts together; None: it is not
     saved           the saved run from which everything goes on
@@ -123,6 +125,7 @@ class Settings:
     division: Division | None = None
     checked: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     replicas: tuple[tuple[int, ...], ...] = ()
+    stages: int = 1
 
     @property
     def members(self) -> int:
@@ -527,7 +530,8 @@ class Server:
             self.shard = self._new_shard()
         snapshot.remove_after(self.folder, self.number, number)
         self.served.order = order
-        self.rule = again(self.settings.mode, self.settings.members, self.settings.steps, order)
+        settings = self.settings
+        self.rule = Rules(settings.mode, settings.members, settings.steps, settings.stages, order)
         if self.settings.together:
             here = {row.worker for row in order if row.kind is JOIN}
             self.rule.absent = set(range(self.settings.members)) - here
@@ -687,7 +691,7 @@ class Server:
             if self.lives.get(worker) != life or replica not in self.rule.members:
                 self.lives[worker] = life
                 self.requests.pop(worker, None)
-                self.rule.asking.pop(replica, None)  # (until this one asks, too)
+                self.rule.forget(replica)  # (until this one asks, too)
                 self.arrivals.pulling.forget(worker)
                 self.leaving.forget(worker)
                 if replica not in self.rule.pushed:
@@ -802,7 +806,7 @@ class Server:
         while self.clipping is None and (rows := self.rule.decide()):
             for row in rows:
                 self._tell_row(row)
-        if self.clipping is None and not self.rule.members and self.finished:
+        if self.clipping is None and self.finished and self.rule.over:
             self._end()
 
     def _tell_row(self, row: Row) -> None:
@@ -862,7 +866,9 @@ class Server:
         taken = [pushed for some in found for pushed in some]
         self.taking.clear()
         self.reach("apply")
-        gradients = self.shard.combine(taken, scale=scale_of(found))
+        number = row.version if self.settings.stages > 1 else None
+        some = None if number is None else frozenset().union(*(pushed.held for pushed in taken))
+        gradients = self.shard.combine(taken, some, scale_of(found), number)
         if self.settings.clip is None:
             return self._apply(row, taken, gradients, start)
         mine = squares(gradients)
@@ -897,7 +903,7 @@ class Server:
         self._apply(row, taken, gradients, start)
 
     def _apply(self, row: Row, taken: list[Pushed], gradients: Gradients, start: float) -> None:
-        self.shard.apply(taken, gradients)
+        self.shard.apply(taken, gradients, row.version if self.settings.stages > 1 else None)
         self.reach("apply")
         end = time.perf_counter()
 
@@ -915,7 +921,8 @@ class Server:
             return note(start, end)
         assert self.settings.pacing is not None
         known = self.settings.pacing.updates
-        self.pace.work(end - start if known is None else known[self.number][group], note)
+        which = group if group >= 0 else row.worker
+        self.pace.work(end - start if known is None else known[self.number].get(which, 0.0), note)
 
     # groups one by one ------------------------------------------------------------------------------------------------
 
@@ -1025,7 +1032,7 @@ class Server:
             here = replica in self.rule.absent if peer is None else peer.process and at_work(peer.process)
             if here and not stopped:
                 continue  # (before a worker has connected for the first time, its cluster watches it)
-            step = self.rule.clocks.get(replica, 0) if self.rule.mode.each else self.rule.version
+            step = self.rule.clock(replica)
             if self.settings.on_death == "abort":
                 why = f" (process {process}) was stopped (SIGSTOP), and" if stopped else ""
                 raise RankError(f"worker {worker}{why} has said nothing for {seconds:.1f} s, in step {step}")

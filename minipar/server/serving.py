@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import astuple, dataclass, field, replace
 from functools import partial
-from itertools import groupby, islice
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ from minipar.models.tensors import count_bytes, dtype_name, layers_of, take_rows
 from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.service import Times, timed
 from minipar.prediction.service import key_of as place_of
-from minipar.program import Op, Portion, Program, Value, piece_in, portions
+from minipar.program import Instruction, Op, Portion, Program, Value, piece_in, portions
 from minipar.program.rows import split_rows
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server import pushing, rendezvous, snapshot
@@ -66,7 +66,7 @@ from minipar.sharding.nodes import Cut
 from minipar.strategies import served_order
 from minipar.strategies.passes.compress import keeps_residual
 from minipar.strategies.served_order import completed
-from minipar.strategies.shares import Shares, kept_shares, parts_of, shares_of, whole
+from minipar.strategies.shares import Shares, kept_shares, parts_of, shares_of
 from minipar.trace import Trace
 from minipar.trace.lifetimes import series_of
 from minipar.trace.memory_series import Series
@@ -79,7 +79,8 @@ _TRIES = 3  # deaths of one rank, without a step in between, after which it is n
 class Service:
     """What parameter servers did in a run.
 
-    order        of updates and answers, the same at all servers; its workers are the replicas
+    order        of updates and answers, the same at all servers; its workers are the replicas, or their stages
+                 (`Program.served_workers`)
     deaths       ranks that died and were started again, with the reason of each death; the others of their replicas,
                  which begin again with them, are not told
     silent       (worker, step, seconds) of workers that were removed
@@ -199,7 +200,7 @@ def execute_served(
         settings = Settings(
             workers, program.served_steps, job.optimizer, mode, every, patience, on_death, True, pacing, job.scheduler,
             forms, program.clip, program.compress, storing.saved, processes, division_of(program),
-            _checked(program), program.ranks_of_replicas,
+            _checked(program), program.served_workers, program.rules,
         )  # fmt: skip
         revivals = _REVIVALS if on_death == "continue" else 0
         with storing.around():
@@ -236,15 +237,20 @@ def pacing_of(costs: EmulatedCosts) -> Pacing:
         for server in servers
     )
     assert program.serving is not None
-    first = [ins for row in program.ranks[: program.workers] for ins in row if ins.op is Op.PUSH and ins.step == 0]
+    rows = enumerate(program.ranks[: program.workers])
+    first = [(ins, rank) for rank, row in rows for ins in row if ins.op is Op.PUSH and ins.step == 0]
     updates: list[dict[int, float]] = []
     for server, share in zip(servers, _kept(program), strict=True):
         if each:
             applies = (ins for ins in program.ranks[server] if ins.op is Op.APPLY and ins.step == 0)
             made = {numbers[portions(ins)[0]]: ins for ins in applies}
         else:
-            accepts = [served_order.accept(push, 0) for push in first if push.peer == server]
-            made = {-1: served_order.update(whole(share), 0, accepts)}
+            made = {}
+            for rule, ranks in enumerate(program.served_workers[: program.rules]):
+                pushes = [push for push, rank in first if push.peer == server and (rank in ranks or program.rules == 1)]
+                some = {one: share[one.group] for push in pushes for one in portions(push)}
+                accepts = [served_order.accept(push, 0) for push in pushes]
+                made |= {-1 - rule: served_order.update(some, 0, accepts)} if some else {}
         if not all(map(costs.delays, made.values())):
             return Pacing(replies, None)
         updates.append({g: costs.compute(server, ins) for g, ins in made.items()})
@@ -261,44 +267,64 @@ def division_of(program: Program) -> Division | None:
         tuple(dict.fromkeys(numbers[one] for ins in row if ins.op is Op.PULL for one in portions(ins)))
         for row in program.ranks[: program.workers]
     )
-    keys = _keys_of(program)
-    counts = [program.part(0, one.group, "S")[1] for one in numbers]
-    shards = {k: place % n for mine, n in zip(keys, counts, strict=True) if n > 1 for place, k in enumerate(mine)}
-    groups = [one.group for one in numbers]
-    own = tuple({k: program.part(worker, groups[k], "S")[0] for k in some} for worker, some in enumerate(held))
-    return Division(keys, held, each, shards, own, program.virtual_workers)
+    owners = _owners(program)
+    keys: list[list[int]] = [[] for _ in range(1 + max(numbers.values()))]
+    for k, (one, _) in enumerate(owners):
+        keys[numbers[one]].append(k)
+    own = []
+    for rank, some in enumerate(held):
+        shards = {g: program.part(rank, g, "S") for g in {one.group for one in numbers if numbers[one] in some}}
+        own.append(frozenset(k for k, (one, shard) in enumerate(owners) if shards.get(one.group, (-1, 0))[0] == shard))
+    ahead = each and program.virtual_workers
+    return Division(tuple(map(tuple, keys)), held, tuple(own), each, ahead)
+
+
+def _served_alone(program: Program) -> list[Portion]:
+    """Every group, or its pieces, where groups are served in pieces."""
+    pieces = {one for ins in _first_pulls(program) for one in portions(ins) if one.form}
+    wholes = set(range(len(program.groups))) - {one.group for one in pieces}
+    return sorted([*pieces, *map(Portion, wholes)])
+
+
+def _first_pulls(program: Program) -> list[Instruction]:
+    return [ins for row in program.ranks[: program.workers] for ins in row if ins.op is Op.PULL and ins.step == 0]
 
 
 def _numbers(program: Program) -> dict[Portion, int]:
-    """What servers serve by itself, with its number: every group, or its pieces."""
-    first = (ins for row in program.ranks[: program.workers] for ins in row if ins.op is Op.PULL and ins.step == 0)
-    pieces = {one for ins in first for one in portions(ins) if one.form}
-    wholes = set(range(len(program.groups))) - {one.group for one in pieces}
-    return {one: k for k, one in enumerate(sorted([*pieces, *map(Portion, wholes)]))}
+    """Every group, or piece of one, with the number of what servers serve by itself: of that, or of the groups that are
+    pulled together, where these are updated and answered before others."""
+    together = {one: {one} for one in _served_alone(program)}
+    for ins in _first_pulls(program) if served_order.is_by_layer(program) else ():
+        whole = set().union(*(together[one] for one in portions(ins)))
+        together |= dict.fromkeys(whole, whole)
+    first = {one: min(some) for one, some in together.items()}
+    numbers = {one: k for k, one in enumerate(sorted(set(first.values())))}
+    return {one: numbers[first[one]] for one in together}
 
 
 def _parts(program: Program) -> Iterator[tuple[Portion, list[tuple[int, int, int]]]]:
-    """What is served by itself, by number, with what it has of the tensors of its group."""
-    for g, some in groupby(_numbers(program), key=lambda one: one.group):
+    """Every group, or piece of one, with what it has of the tensors of its group."""
+    for g, some in groupby(_served_alone(program), key=lambda one: one.group):
         mine = list(some)
         yield from zip(mine, parts_of(program.groups[g].tensors, mine), strict=True)
 
 
-def _keys_of(program: Program) -> tuple[tuple[int, ...], ...]:
-    """The keys of all that is served by itself, by number, as `_keys` makes them."""
-    counts = [len(parts) * program.part(0, one.group, "S")[1] for one, parts in _parts(program)]
-    numbers = iter(range(sum(counts)))
-    return tuple(tuple(islice(numbers, count)) for count in counts)
-
-
-def _number_of(program: Program) -> dict[int, int]:
-    """For each key the number of that which is served by itself."""
-    return {k: number for number, keys in enumerate(_keys_of(program)) for k in keys}
+def _owners(program: Program) -> list[tuple[Portion, int]]:
+    """For each key, as `_keys` makes them, what it is of, and of which shard."""
+    return [
+        (one, shard)
+        for one, parts in _parts(program)
+        for _ in parts
+        for shard in range(program.part(0, one.group, "S")[1])
+    ]
 
 
 def _checked(program: Program) -> dict[str, tuple[int, ...]]:
     """The keys of what is compared by itself, by its name; none if nothing is."""
-    return dict(zip(map(str, _numbers(program)), _keys_of(program), strict=True)) if program.checked else {}
+    found: dict[str, tuple[int, ...]] = {}
+    for k, (one, _) in enumerate(_owners(program)) if program.checked else ():
+        found[str(one)] = (*found.get(str(one), ()), k)
+    return found
 
 
 def _kept(program: Program) -> Shares:
@@ -317,7 +343,7 @@ def _result(
     batch: int,
 ) -> tuple[Execution, Service]:
     order = [Row(*row) for row in served[0].order]
-    wanted = [[(rank, order[k].step) for rank in program.ranks_of_replicas[order[k].worker]] for k in completed(order)]
+    wanted = [[(rank, order[k].step) for rank in program.served_workers[order[k].worker]] for k in completed(order)]
     together = [[steps[each] for each in some] for some in wanted if all(each in steps for each in some)]
     taken = [step for some in together for step in some]
     losses = losses_of(taken, program.losses)
@@ -372,11 +398,11 @@ def _size(program: Program, taken: list[Step], served: list[Served], batch: int)
     sizes: dict[tuple[str | int, ...], int] = {}
     for step in taken:
         sizes |= step.sizes
-    groups, number_of = [one.group for one in _numbers(program)], _number_of(program)
+    owners = _owners(program)
     states: dict[tuple[int, int], int] = {}
     for number, one in enumerate(served):
         for tensor, kept in one.states.items():
-            key = number, groups[number_of[tensor]]
+            key = number, owners[tensor][0].group
             states[key] = states.get(key, 0) + kept
 
     def size(rank: int, value: Value) -> int:
@@ -420,21 +446,25 @@ def _times(program: Program, taken: list[Step], served: list[Served], keys: tupl
     for t in (t for t in taken if t.times):
         for k, (ins, span) in enumerate(zip(blocks[t.worker][t.step], t.times, strict=True)):
             times[place_of(t.worker, ins, k)] = span
-    numbers, number_of = _numbers(program), _number_of(program)
+    numbers, owners = _numbers(program), _owners(program)
+    rules = {rank: number % program.rules for number, ranks in enumerate(program.served_workers) for rank in ranks}
     for rank, one in enumerate(served, program.workers):
         pieces: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
         done: dict[tuple[Op, int, int, int], tuple[float, float]] = {}  # op, peer, step, of what (-1: of all)
         for event in one.events:
             span = event.start, event.end
             if event.kind == 0:
-                pieces.setdefault((event.worker, event.step, number_of[event.which]), []).append(span)
+                number = numbers[owners[event.which][0]]
+                pieces.setdefault((event.worker, event.step, number), []).append(span)
             elif event.kind == Kind.APPLY:
-                done[Op.APPLY, -1, event.which, event.group] = span
+                done[Op.APPLY, event.worker, event.which, event.group] = span
             elif event.kind == Kind.ANSWER:
                 done[Op.REPLY, event.worker, event.step, event.group] = span
         for ins in program.ranks[rank]:
-            some = [numbers[portion] for portion in portions(ins)]
-            both = ((ins.op, ins.peer, ins.step, k) for k in (-1, *some[:1]))
+            some, peer = [numbers[portion] for portion in portions(ins)], ins.peer
+            if ins.op is Op.APPLY:  # (of the rule that has the ranks whose gradients it takes)
+                peer = -1 - rules[next((value.microbatch for value in ins.reads if value.kind == "pushed"), 0)]
+            both = ((ins.op, peer, ins.step, k) for k in (-1, *some[:1]))
             here = [done[key] for key in both if key in done]
             if ins.op is Op.ACCEPT:
                 here = [span for k in some for span in pieces.get((ins.peer, ins.step, k), [])]
@@ -695,6 +725,7 @@ def _work(
     there: dict[str, Tensor] = {}  # this step's gradients on the host, until all pieces are pushed
     counts, numbers = (0, 0), _numbers(program)
     counting = program.replica(rank) != program.replica(rank - 1) if rank else True  # (one rank of each replica)
+    synchronous = settings.mode.kind == "sync"
 
     def begin_step() -> bool:
         if ps.next_step() is None:
@@ -703,16 +734,29 @@ def _work(
         found.append({})
         return True
 
+    def weigh(step: int) -> tuple[int, int]:
+        """Say how much the replica's rows weigh in a step, or update, and all rows."""
+        if program.every is not None:  # (each micro-batch has a mean of its own)
+            ps.weigh(1, program.replicas)
+            return 1, program.replicas
+        part = compute.rows.part(step)
+        mine = range(part.rows[0].start - part.start, part.rows[-1].stop - part.start)
+        of_replica, whole = _whole(counted(take_rows(part.y, mine), job.loss)), _whole(part.weight)
+        ps.weigh(of_replica, whole)
+        return of_replica, whole
+
     def bring(index: int, some: list[Portion]) -> None:
         nonlocal counts
         if program.virtual_workers:
-            if one.instructions[index].step > ps.step:
+            step = one.instructions[index].step
+            if step > ps.step:
+                if device is not None and device.delays.links:
+                    ps.pace(device.now)
                 begin_step()
+            if not synchronous and not one.here:  # (where servers sum over all replicas, nothing is scaled)
+                weigh(step)
         elif not one.here:
-            part = compute.rows.part(0)
-            mine = range(part.rows[0].start - part.start, part.rows[-1].stop - part.start)
-            of_replica, whole = _whole(counted(take_rows(part.y, mine), job.loss)), _whole(part.weight)
-            ps.weigh(of_replica, whole)
+            of_replica, whole = weigh(0)
             counts = of_replica if counting else 0, whole
         for portion in some:
             ps.bring(numbers[portion])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -132,25 +132,23 @@ def runs_of(pieces: Sequence[Piece], held: Collection[int], wanted: Collection[i
 class Division:
     """Which workers have what, where not every worker pulls everything at once.
 
-    keys    for each parameter group, its keys by number; where groups are served in pieces, for each piece
-    held    for each worker its groups (or pieces), in the order in which it pulls them
-    each    whether every group (or piece) is updated and sent by itself, as soon as all have pushed its gradient
+    keys    for each parameter group, its keys by number; where groups are served in pieces, for each piece; where some
+            are served together, for these
+    held    for each worker its groups (or pieces, or groups together), in the order in which it pulls them
+    own     for each worker, the keys that it has
+    each    whether every group (or piece, ...) is updated and sent by itself, as soon as all have pushed its gradient
     ahead   whether some groups may have had more updates than others, since stages do not wait for each other
-    shards  of keys that are shards, which one of its parameter each is
-    own     for each worker, which shard it has of each of its groups (or pieces)
     """
 
     keys: tuple[tuple[int, ...], ...]
     held: tuple[tuple[int, ...], ...]
+    own: tuple[frozenset[int], ...]
     each: bool
-    shards: Mapping[int, int]
-    own: tuple[Mapping[int, int], ...]
     ahead: bool = False
 
     def of(self, worker: int) -> frozenset[int]:
         """The keys that a worker has."""
-        mine = self.own[worker]
-        return frozenset(k for g in self.held[worker] for k in self.keys[g] if self.shards.get(k, mine[g]) == mine[g])
+        return self.own[worker]
 
     def holders(self, group: int) -> list[int]:
         """The workers that have a group."""
@@ -227,6 +225,7 @@ class Shard:
         forms = forms or [Form(str(key.name), key.shape, key.type) for key in keys]
         self.scheduler = scheduler
         self.update, self.updates = self._begun(optimizer, forms), 0
+        self.furthest = 0  # updates of the stage that has had most; `updates` counts those of all stages
         self.updated = [_updated(keys[p.tensor], p, own) for p, own in zip(pieces, self.parameters, strict=True)]
         self.part = self.update.part(self.updated)
         # (a server may keep nothing, if there are more servers than elements)
@@ -302,11 +301,18 @@ class Shard:
     def bytes_before(self) -> memoryview:
         return bytes_of(self.before)
 
-    def combine(self, taken: Sequence[Pushed], tensors: Collection[int] | None = None, scale: float = 1.0) -> Gradients:
+    def combine(
+        self,
+        taken: Sequence[Pushed],
+        tensors: Collection[int] | None = None,
+        scale: float = 1.0,
+        number: int | None = None,
+    ) -> Gradients:
         """Sum gradients, in this order, and scale the sum, in the memory of the first one that has a tensor. What no
         worker has used gets none.
 
         tensors   only these; default: all
+        number    of the update; default: that of all tensors together
         """
         if not taken or self.optimizer is None:
             return {}
@@ -335,11 +341,12 @@ class Shard:
             one.mul_(factor)
         return factor
 
-    def apply(self, taken: Sequence[Pushed], gradients: Gradients) -> None:
-        """Update with what was combined; free the gradients."""
+    def apply(self, taken: Sequence[Pushed], gradients: Gradients, number: int | None = None) -> None:
+        """Update with what was combined; free the gradients. `number`: of the update, where the tensors of each stage
+        are updated by themselves."""
         if taken:
-            self.step(gradients)
-            self.end(taken)
+            self.step(gradients, number)
+            self.end(taken, number)
 
     def step(self, gradients: Gradients, number: int | None = None) -> None:
         """Update the tensors of these gradients. `number`: of the update; default: that of all tensors together."""
@@ -355,11 +362,12 @@ class Shard:
         for k in gradients:
             self.own[k].grad = None
 
-    def end(self, taken: Sequence[Pushed]) -> None:
+    def end(self, taken: Sequence[Pushed], number: int | None = None) -> None:
         """All tensors of an update are there: the next one begins, and its gradients are free."""
-        if self.update.schedule is not None:
+        if self.update.schedule is not None and number is None:  # (else another stage may be behind)
             self.update.schedule.forget(self.updates)
         self.updates += 1
+        self.furthest = self.updates if number is None else max(self.furthest, number + 1)
         for pushed in taken:
             self.let_go(pushed)
 
@@ -436,7 +444,7 @@ class Shard:
             states.setdefault(int(k), {})[state] = number
         if self.update.schedule is not None and facts["updates"] < self.updates:
             self.update = self._begun(self.update.factory, self.update.forms)
-        self.updates = facts["updates"]
+        self.updates = self.furthest = facts["updates"]
         # (torch counts parameters by group; those that are in no group have no state)
         place = {id(p): k for k, p in enumerate(p for group in self.optimizer.param_groups for p in group["params"])}
         numbered = {place[id(self.parameters[k])]: found for k, found in states.items()}
@@ -463,7 +471,7 @@ class Shard:
 
     def saved_schedule(self) -> dict[str, Any] | None:
         """The state of the scheduler now, if there is one."""
-        return None if self.update.schedule is None else self.update.schedule.saved(self.updates)
+        return None if self.update.schedule is None else self.update.schedule.saved(self.furthest)
 
     def resume(self, source: SavedSource) -> None:
         """Go on with this part of a saved run."""

@@ -147,7 +147,7 @@ def program_of(
         folder=plan.offload_folder,
         room=plan.offload_limit,  # type: ignore[arg-type]
         selective=plan.checkpoint == "selective",
-        serving=Serving(plan.servers, plan.mode) if plan.sync == "ps" else None,
+        serving=Serving(plan.servers, plan.mode, plan.asynchronous) if plan.sync == "ps" else None,
         in_flight=plan.numbers["in_flight"] if plan.deciding else None,
         slices=plan.cut,
         carries=shape.carries if plan.slice_count > 1 else (),

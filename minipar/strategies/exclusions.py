@@ -140,6 +140,9 @@ ARRIVING = KeyValues(
     lambda plan: plan.sync == "ps" and str(plan.mode).partition(":")[0] != "sync",
     "mode=sync",
 )
+FIRST_ONES = KeyValues(
+    "mode", "mode=k-of-n", lambda plan: plan.sync == "ps" and str(plan.mode).startswith("k-of-n"), "mode=sync, ssp:1"
+)
 VIRTUAL = KeyValues(
     "schedule", "schedule without flushes, with sync=ps", lambda plan: plan.sync == "ps" and plan.asynchronous,
     "a synchronous schedule such as 1f1b",
@@ -210,9 +213,8 @@ _DECIDES_ALONE_REPLICAS = (
 )
 
 _NOT_IN_VIRTUAL_WORKERS = (
-    (ARRIVING, "servers decide when a replica has pushed a whole step, and its stages push at different times"),
-    (MESSAGES, "servers update and answer each layer by itself"),
-    (REVIVING, "a replica would begin again in the middle of several steps"),
+    (FIRST_ONES, "who is late is dropped and leaves steps out, and stages of a replica would leave out different ones"),
+    (REVIVING, "its steps in flight have used versions that nobody has any more, and cannot be done again"),
 )
 
 EXCLUSIONS = (
@@ -279,9 +281,13 @@ EXCLUSIONS = (
     Exclusion(ZERO, UNSUMMED, "it has no replicas", fundamental=True),
     Exclusion(CLIP, ASYNCHRONOUS, "the norm of all gradients is known only after a flush", fundamental=True),
     Exclusion(INFERENCE, ASYNCHRONOUS, "nothing is updated", fundamental=True),
-    *(Exclusion(VIRTUAL, other, why) for other, why in _NOT_IN_VIRTUAL_WORKERS),
+    *(Exclusion(VIRTUAL, other, why, fundamental=True) for other, why in _NOT_IN_VIRTUAL_WORKERS),
     Exclusion(
-        SERVERS, DYNAMIC, "a rank that decides as it runs has one version, of which it knows the number afterwards"
+        SERVERS,
+        DYNAMIC,
+        "a rank that decides as it runs updates its layers between two messages, so as to wait for nobody; each update "
+        "would wait for the servers",
+        fundamental=True,
     ),
     Exclusion(PRIORITY, ASYNCHRONOUS, "forwards use a version that is there, and wait for no sum", fundamental=True),
     Exclusion(COMPRESSED, UNSUMMED, _NO_SUMS, fundamental=True),
@@ -351,8 +357,8 @@ def check_needs(plan: Plan, key: str, default: object, need: Need) -> None:
 INTRODUCTION = """# What goes together
 
 The keys of a plan go together, but for these pairs of choices. An `x` is fundamental: the two contradict each other. An
-`o` is refused because nobody has built it yet. (A model can exclude a choice, too: branches, tied layers, layers that
-take whole sequences. The message says so then.)
+`o` would be refused because nobody has built it yet. (A model can exclude a choice, too: branches, tied layers, layers
+that take whole sequences. The message says so then.)
 
 This page is made from the table that refuses, as `minipar keys --markdown` prints it. What was run of it stands below.
 """

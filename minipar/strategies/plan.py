@@ -345,8 +345,10 @@ class Plan:
 
     @property
     def messages(self) -> float | str | tuple[int, ...]:
-        """`bucket`, or its default, which depends on `zero`. What leaves some of a gradient out has it whole."""
+        """`bucket`, or its default, which depends on `zero`. What leaves some of a gradient out has it whole; where
+        servers answer a pipeline without flushes, every layer goes by itself."""
         whole = self.overlap == "priority" and keeps_residual(self.compress)
+        whole = whole or (self.sync == "ps" and self.asynchronous)
         return ("none" if whole else 8 if self.zero == 3 else 25) if self.bucket is None else self.bucket
 
     @property

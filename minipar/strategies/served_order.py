@@ -3,7 +3,8 @@
     order      ANSWER w0 | ANSWER w1 | TAKE w1 step 0, APPLY | ANSWER w1 | TAKE w0 step 0, APPLY ...
     server     REPLY ->0 | REPLY ->1 | ACCEPT <-1, APPLY     | REPLY ->1 | ACCEPT <-0, APPLY     ...
 
-A worker of the order is a replica. Where it has several ranks, each of them is answered, and its gradient accepted:
+A worker of the order is a replica, or a stage of one (`Program.served_workers`). Where it has several ranks, each of
+them is answered, and its gradient accepted:
 
     order      ANSWER w0            | TAKE w0 step 0, APPLY              w0: ranks 0 and 1
     server     REPLY ->0, REPLY ->1 | ACCEPT <-0, ACCEPT <-1, APPLY
@@ -24,7 +25,6 @@ from dataclasses import replace
 
 from minipar.program import Instruction, Op, Part, Portion, Program, portions, pushed, served, served_state
 from minipar.program.server_rule import Kind, Row
-from minipar.strategies.shares import whole
 
 Blocks = Mapping[int, Sequence[Instruction]]
 
@@ -58,14 +58,16 @@ def as_it_happened(template: Program, order: Sequence[Row], shares: Sequence[dic
     """
     workers = template.workers
     steps: list[list[int]] = [[] for _ in range(template.replicas)]
-    for k in completed(order):
+    for k in completed(order) if not template.virtual_workers else ():
         steps[order[k].worker].append(order[k].step)
     blocks: list[dict[int, list[Instruction]]] = [{} for _ in range(workers)]
     for rank in range(workers):
         for ins in template.ranks[rank]:
             blocks[rank].setdefault(ins.step, []).append(ins)
     ranks = [tuple(ins for s in steps[template.replica(rank)] for ins in blocks[rank][s]) for rank in range(workers)]
-    return replace(template, ranks=(*ranks, *of_servers(order, shares, blocks, template.ranks_of_replicas)))
+    if template.virtual_workers:  # (whose steps overlap)
+        ranks = list(template.ranks[:workers])
+    return replace(template, ranks=(*ranks, *of_servers(order, shares, blocks, template.served_workers)))
 
 
 def of_servers(
@@ -110,8 +112,9 @@ def _server(
             else:  # a dropped gradient is freed at once
                 accepts = [ins._replace(frees=ins.writes) for ins in accepts]
             result += accepts
-        elif row.kind is Kind.APPLY:
-            result.append(update(whole(share), row.version, taken))
+        elif row.kind is Kind.APPLY and taken:  # (of some stages a server may have nothing)
+            some = dict.fromkeys(one for ins in taken for one in portions(ins))
+            result.append(update({one: share[one.group] for one in some}, row.version, taken))
             taken = []
     return result
 
@@ -119,7 +122,7 @@ def _server(
 def is_by_layer(program: Program) -> bool:
     """Whether a server answers a worker's step in several messages, each with some layers, or a stage's by itself."""
     if program.virtual_workers:
-        return True
+        return program.serving is not None and program.serving.mode == "sync"
     pulls = Counter(
         (rank, ins.peer, ins.step)
         for rank in range(program.workers)

@@ -80,6 +80,27 @@ def message(op: Op, groups: Sequence[int], share: dict[int, int], step: int, pee
 Shares = list[dict[int, int]]  # for each server: parameter group -> bytes of it that the server keeps
 
 
+def pushes_of(
+    gradients: Mapping[int, Value], groups: Sequence[int], sent: Shares, choice: str, step: int, first: int
+) -> list[Instruction]:
+    """The PUSHes of some groups' gradients, one to each server that keeps something of them. The last one of each
+    gradient frees it.
+
+    sent     for each server, in how many bytes its parts of gradients are pushed
+    choice   the plan's `compress`
+    first    the rank of the first server
+    """
+    found = []
+    last = {g: max(server for server, share in enumerate(sent) if g in share) for g in groups}
+    for server, share in enumerate(sent):
+        push = message(Op.PUSH, groups, share, step, first + server)
+        left = left_out(push.layers, choice)
+        frees = tuple(gradients[g] for g in push.layers if last[g] == server)
+        push = push._replace(reads=(*(gradients[g] for g in push.layers), *left), writes=left, frees=frees)
+        found += [push] if push.layers else []
+    return found
+
+
 def shares_of(groups: Sequence[Group], servers: int, sent: Callable[[int], int] = lambda size: size) -> Shares:
     """For each server, how many bytes of which parameter groups it keeps.
 

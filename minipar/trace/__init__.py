@@ -279,6 +279,7 @@ class Trace:
         if self.program.serving is not None and not self.program.virtual_workers:
             return service.staleness(self.program)
         last = self.program.last_of_update
+        given, into = service.numbers(self.program) if last is Op.PUSH else ({}, {})
 
         def of(rank: int) -> int:
             used: dict[tuple[int, int, int], int] = {}
@@ -289,14 +290,16 @@ class Trace:
                 for g in self._groups_of(ins) if ins.op in COMPUTE or ins.op is last else ():
                     key = ins.step, ins.microbatch, g
                     if ins.op is Op.FORWARD:
-                        used.setdefault(key, version)
+                        used.setdefault(key, given.get((rank, version), version))
                     elif ins.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
                         open_.setdefault(g, []).append(key)
                     elif ins.op is last:
-                        version = ins.step if last is Op.PUSH else version
+                        version = into.get((rank, ins.step), ins.step) if last is Op.PUSH else version
                         most = max([most, *(version - used[each] for each in open_.pop(g, ()) if each in used)])
             return most
 
+        if given:  # (ranks that do the same are answered at other times)
+            return [of(rank) for rank in range(len(self.program.ranks))]
         return list(self.program.of_each(of))
 
     def sent(self, rank: int, ins: Instruction) -> int:

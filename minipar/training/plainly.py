@@ -142,6 +142,45 @@ def service_task(
     return task_of(job, "service", options | {"first": storing.first}, storing, saved)
 
 
+def replay_stages(
+    job: Job,
+    order: RecordedOrder,
+    rows: list[Row],
+    *,
+    keep_gradients: bool = True,
+    storing: Storing = NOTHING,
+    saved: Saved = None,
+    threads: int = 1,
+) -> Reference:
+    """Run a job in plain torch by the recorded orders of replicas that are asynchronous pipelines, and of parameter
+    servers that answer and update each stage by itself."""
+    return ask(stages_task(job, order, rows, keep_gradients, storing, saved), threads)
+
+
+def stages_task(
+    job: Job,
+    order: RecordedOrder,
+    rows: list[Row],
+    keep_gradients: bool = True,
+    storing: Storing = NOTHING,
+    saved: Saved = None,
+) -> dict[str, Any]:
+    """What `reference.run` needs for such a replay."""
+    done, stages = completed(rows), len(order.ranks)
+    wanted = {id(answer) for answer in done.values()}
+    events: list[tuple[Any, ...]] = []
+    for k, row in enumerate(rows):
+        if id(row) in wanted:
+            events.append(("answer", *divmod(row.worker, stages), row.step))
+        elif k in done:
+            events.append(("arrive", *divmod(row.worker, stages), row.step))
+        elif row.kind is Kind.APPLY:
+            events.append(("apply", -1 - row.worker))
+    own = tuple(tuple(tuple(entry) for entry in row) for row in order.ranks)
+    options = {"order": (own, *order[1:]), "events": events, "keep_gradients": keep_gradients, "first": storing.first}
+    return task_of(job, "stages", options, storing, saved)
+
+
 def task_of(
     job: Job, kind: str, options: Mapping[str, Any], storing: Storing = NOTHING, saved: Saved = None
 ) -> dict[str, Any]:

@@ -9,8 +9,8 @@ well, unless somebody makes it twice. It implements again what the engine docume
     dropout   nn.Dropout in training mode has other random numbers than torch's: see `Masks`; `replaced` lists these
     draws     torch's generators are seeded before each layer, as the engine seeds them: see `Masks`, too
 
-Besides the synchronous step there are three plain loops for strategies that give other numbers than one device: Local
-SGD, a recorded order of an asynchronous pipeline, and a recorded order of parameter servers.
+Besides the synchronous step there are plain loops for strategies that give other numbers than one device: Local SGD, a
+recorded order of an asynchronous pipeline, one of parameter servers, and one of servers of such pipelines.
 """
 
 from __future__ import annotations
@@ -555,11 +555,7 @@ def replay_order(
     for r, each in zip(apart, models, strict=True):
         replicas = range(r, r + 1) if order.local else range(order.replicas)
         runs.append(_Ordered(each, batches, loss, optimizer, how, order, Masks(each, seed), first, replicas))
-    for each, run in zip(models, runs, strict=True):
-        for rank in run.ranks:
-            if rank.update is not None:
-                begin(each, rank.update.optimizer)
-                rank.versions[0] = _copies(rank.named)
+        _begin(runs[-1], each, begin)
     start, done, moved = time.perf_counter(), 0, True
     places = [0] * len(order.ranks)
     while moved:
@@ -583,6 +579,14 @@ def replay_order(
     kept = [_mean_of(runs, k) for k in range(len(runs[0].gradients))] if keep_gradients else []
     found = _result(losses, kept, model, runs[0].masks, statistics)
     return replace(found, seconds=(time.perf_counter() - start) / max(1, done))
+
+
+def _begin(run: _Ordered, model: nn.Module, begin: Begin) -> None:
+    """Let the ranks of a replay begin with what a saved run had, if there is one."""
+    for rank in run.ranks:
+        if rank.update is not None:
+            begin(model, rank.update.optimizer)
+            rank.versions[0] = _copies(rank.named)
 
 
 def _average_versions(runs: Sequence[_Ordered], r: int, version: int) -> None:
@@ -785,6 +789,103 @@ class _Ordered:
 
 
 # a recorded order of parameter servers --------------------------------------------------------------------------------
+
+
+def replay_stages(
+    model: nn.Module,
+    batches: Batches,
+    loss: Loss,
+    optimizer: Factory,
+    order: Order,
+    events: Sequence[tuple[Any, ...]],
+    seed: int = 0,
+    keep_gradients: bool = True,
+    first: int = 0,
+    begin: Begin = lambda model, optimizer: None,
+    how: How = PLAIN,
+    again: Callable[[], nn.Module] | None = None,
+) -> Reference:
+    """Train replicas that are asynchronous pipelines in the recorded order of the servers, which answer and update each
+    stage by itself:
+
+        ("answer", replica, stage, step)   the stage's parameters are version `step` of this replica from now on
+        ("arrive", replica, stage, step)   the gradient of the replica's update `step` of this stage goes into the next
+                                           update of the stage
+        ("apply", stage)                   an update of the stage, with what has arrived since the last one
+
+    Between two events every replica goes on in its order, as far as its versions are there. The newest parameters are
+    those of the first model. Gradients are in the order in which they arrived, each weighed as its replica's rows are.
+    Raises ImpossibleOrder.
+    """
+    order = order._replace(ranks=[[Entry(*entry) for entry in row] for row in order.ranks])
+    models = [model, *(again() if again else copy.deepcopy(model) for _ in range(1, order.replicas))]
+    statistics = statistics_of(model)
+    runs = []
+    for r, each in enumerate(models):
+        one = range(r, r + 1)
+        runs.append(_Pushing(each, batches, loss, optimizer, how, order, Masks(each, seed), first, one))
+        _begin(runs[-1], each, begin)
+    stages = runs[0].ranks
+    for run in runs:
+        for rank in run.ranks:
+            rank.versions.clear()
+    places = [[0] * len(stages) for _ in runs]
+    arrived: list[dict[str, Tensor]] = []
+    taken: list[tuple[float, dict[str, Tensor]]] = []  # what part of all rows it is of, and its gradient of these rows
+    for what, *rest in events:
+        if what == "answer":
+            replica, stage, version = rest
+            runs[replica].ranks[stage].versions[version] = _copies(stages[stage].named)
+            runs[replica].go_on(places[replica])
+        elif what == "arrive":
+            replica, stage, step = rest
+            if (stage, step) not in runs[replica].pushed:
+                raise ImpossibleOrder(f"the order cannot be: replica {replica} has not done update {step} of {stage}")
+            found, part = runs[replica].pushed.pop((stage, step)), runs[replica].part(step)
+            taken.append((part, found))
+            named = stages[stage].named.items()
+            arrived.append({name: part * found[name] if name in found else torch.zeros_like(p) for name, p in named})
+        else:
+            (stage,) = rest
+            weight = sum(part for part, _ in taken) or 1.0
+            for name, p in stages[stage].named.items():
+                here = [part / weight * found[name] for part, found in taken if name in found]
+                p.grad = torch.stack(here).sum(0) if here else None
+            update = stages[stage].update
+            if update is not None:
+                update.step()
+            taken = []
+    for mine in places:
+        for r, row in enumerate(order.ranks):
+            if mine[r] < len(row):
+                raise ImpossibleOrder(f"the order cannot be: rank {r} waits for ever before {row[mine[r]]}")
+    losses = [sum(run.part(k) * run.losses[k] for run in runs) for k in range(len(runs[0].losses))]
+    return _result(losses, arrived if keep_gradients else [], model, runs[0].masks, statistics)
+
+
+class _Pushing(_Ordered):
+    """A replica whose versions come from servers, to which it pushes what it would update with."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.pushed: dict[tuple[int, int], dict[str, Tensor]] = {}  # by rank and update
+
+    def ready(self, r: int, entry: Entry) -> bool:
+        return (entry.what == UPDATE or entry.version in self.ranks[r].versions) and super().ready(r, entry)
+
+    def step(self, r: int, version: int) -> None:
+        self.pushed[r, version - 1], self.ranks[r].sums = self.ranks[r].sums, {}
+
+    def go_on(self, places: list[int]) -> None:
+        """Do what is ready, from these places on."""
+        moved = True
+        while moved:
+            moved = False
+            for r, row in enumerate(self.order.ranks):
+                while places[r] < len(row) and self.ready(r, row[places[r]]):
+                    self.do(r, row[places[r]], places[r])
+                    places[r] += 1
+                    moved = True
 
 
 def replay_service(
@@ -1006,7 +1107,7 @@ def unpacked(named: Mapping[str, Any]) -> dict[str, Tensor]:
 def run(task: Mapping[str, Any], report: Callable[[int], None] = lambda step: None) -> Reference:
     """Run one job.
 
-    kind        plain, local, order or service: which of the loops above
+    kind        plain, local, order, service or stages: which of the loops above
     model, data, batch, loss, optimizer, seed, dtype      as the user gave them
     evaluate    the model is put in evaluation mode
     by_name, scheduler, schedule   as in `How`
@@ -1017,19 +1118,24 @@ def run(task: Mapping[str, Any], report: Callable[[int], None] = lambda step: No
     batches = reader(task["data"], task["batch"], task["dtype"])
     options = dict(task["options"])
     options["how"] = How(task["by_name"], task["scheduler"], task["schedule"])
-    if task["kind"] != "service":
+    if task["kind"] not in ("service", "stages"):
         options["report"] = report
     if task["saved"] is not None:
         options["begin"] = partial(go_on, task["saved"])
-    if task["kind"] in ("local", "order") and callable(task["model"]) and not isinstance(task["model"], nn.Module):
+    if (
+        task["kind"] in ("local", "order", "stages")
+        and callable(task["model"])
+        and not isinstance(task["model"], nn.Module)
+    ):
         options["again"] = partial(build, task["model"], task["seed"], task["dtype"], task["evaluate"])
-    if task["kind"] == "order":
+    if task["kind"] in ("order", "stages"):
         options["order"] = Order(*options["order"])
     loops: dict[str, Callable[..., Reference]] = {
         "plain": train_plainly,
         "local": train_locally,
         "order": replay_order,
         "service": replay_service,
+        "stages": replay_stages,
     }
     return loops[task["kind"]](model, batches, task["loss"], task["optimizer"], seed=task["seed"], **options)
 

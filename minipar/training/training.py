@@ -463,14 +463,11 @@ def _train_served(
     plain: Reference | None = None
     plain_time: float | None = None
     if (reference or check) and plan.asynchronous:
-        plain = plainly.replay_order(
-            job,
-            order_of(done.program, nodes),
-            keep_gradients=check,
-            threads=ranks.threads,
-            storing=storing,
-            saved=saved,
-        )  # fmt: skip
+        order = order_of(done.program, nodes)
+        replay = plainly.replay_order
+        if plan.mode != "sync":
+            replay = partial(plainly.replay_stages, rows=service.order)
+        plain = replay(job, order, keep_gradients=check, threads=ranks.threads, storing=storing, saved=saved)
     elif (reference or check) and plan.mode == "sync" and not service.silent:
         plain = plainly.train_reference(
             job, program.steps, clip=plan.clip, keep_gradients=check, threads=ranks.threads, storing=storing,
@@ -478,9 +475,9 @@ def _train_served(
         )  # fmt: skip
         plain_time = plain.seconds
     elif reference or check:
-        order, parts = service.order, program.microbatches // program.slice_count
+        parts = program.microbatches // program.slice_count
         plain = plainly.replay_service(
-            job, order, plan.dp, program.steps, parts, ranks.threads, plan.clip, storing, saved
+            job, service.order, plan.dp, program.steps, parts, ranks.threads, plan.clip, storing, saved
         )
     return Run(
         plan, done.program, done.losses, done.trace, predicted, done.times, done.gradients, plain, plain_time,

@@ -50,7 +50,9 @@ def judge(program: Program) -> str:
         if program.chunks:
             _Collective(program).run()
         elif program.serving is not None:
-            virtual = program.serving.mode == "sync" and isinstance(program.contract, Staleness)
+            virtual = program.serving.overlapping
+            if virtual and (program.serving.mode != "sync" or not isinstance(program.contract, Staleness)):
+                raise Wrong(f"steps that overlap, with {program.serving} and {program.contract}")
             (_VirtualWorkers if virtual else _Service)(program).run()
         else:
             _Machine(program).run()

@@ -541,8 +541,9 @@ class _Mutator:
                                  Staleness(9, 9, 2), Staleness(9, 9, 1, local=2), Staleness(local=1)))  # fmt: skip
         elif name == "serving":
             new = random.choice(
-                (None, Serving(), Serving(2), Serving(1, "async"), Serving(9), Serving(0), Serving(1, "x"))
-            )
+                (None, Serving(), Serving(2), Serving(1, "async"), Serving(9), Serving(0), Serving(1, "x"),
+                 Serving(overlapping=True), Serving(1, "k-of-n:1/2", True))
+            )  # fmt: skip
         elif name in ("clip", "room", "in_flight"):
             new = random.choice((None, 0, 1, 2, -1, float("nan")))
         elif name == "slices":

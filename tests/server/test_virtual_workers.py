@@ -11,7 +11,8 @@ from torch import nn
 
 from minipar import Plan, resume, simulate, train, verify
 from minipar.errors import ProgramError
-from minipar.program import Op, param
+from minipar.program import Op, Program, param
+from minipar.program.verify.service import numbers
 from minipar_widgets import ServerView
 from tests.fuzz.trial import trial
 
@@ -32,6 +33,8 @@ def tied_and_frozen() -> nn.Module:
         "schedule=pipedream-2bw microbatches=3",
         "schedule=pipedream-vertical microbatches=2 overlap=none",
         "schedule=pipedream microbatches=2 offload=parameters",
+        "schedule=pipedream microbatches=2 servers=2 mode=async",
+        "schedule=pipedream-2bw microbatches=3 mode=ssp:1 bucket=flat",
     ],
 )
 def test_numbers_are_right(clusters, tmp_path, words):
@@ -41,6 +44,7 @@ def test_numbers_are_right(clusters, tmp_path, words):
     given = tied_and_frozen, (x, y)
     keys = {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.5), "loss": nn.functional.mse_loss}
     keys |= {"cluster": clusters(plan.ranks), "check": True, "progress": False}
+    keys |= {"scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.5)}
     run = train(*given, plan, steps=3, dtype=torch.float64, watch=seen.append, **keys)
     assert run.losses == pytest.approx(run.reference.losses, abs=1e-10)
     assert run.max_gradient_error() < 1e-10
@@ -48,6 +52,10 @@ def test_numbers_are_right(clusters, tmp_path, words):
     verify(run.program)
     assert seen[-1].losses == run.losses
     assert ": 3 steps, " in repr(run)
+    if plan.mode != "sync":  # every gradient of a stage is an update of its own
+        applied = [ins for row in run.program.ranks[4:] for ins in row if ins.op is Op.APPLY]
+        assert {len({(v.microbatch, v.step) for v in ins.reads if v.kind == "pushed"}) for ins in applied} == {1}
+        assert len(run.gradients) == 2 * 2 * run.program.updates
     run.save(tmp_path / "run")
     more = resume(tmp_path / "run", *given, steps=2, **keys)
     assert more.losses == pytest.approx(more.reference.losses, abs=1e-10)
@@ -74,6 +82,15 @@ def test_numbers_are_right(clusters, tmp_path, words):
         ("dp=2 pp=2 schedule=pipedream offload=parameters,activations host_layers=2,3 checkpoint=1", "equal"),
         ("ep=2 pp=2 schedule=pipedream-vertical offload=parameters prefetch=2 servers=2", "equal"),
         ("dp=2 tp=2 schedule=pipedream-2bw offload=parameters precision=bf16", "near"),
+        ("dp=2 pp=2 schedule=pipedream bucket=flat servers=2 check=true", "equal"),
+        ("dp=2 tp=2 schedule=pipedream-2bw bucket=2x servers=3", "equal"),
+        ("dp=2 pp=2 schedule=pipedream-vertical bucket=auto overlap=none offload=parameters", "equal"),
+        ("dp=2 pp=2 schedule=pipedream mode=async check=true host_layers=0,3", "equal"),
+        ("dp=2 tp=2 schedule=pipedream-2bw mode=async servers=2 check=true batch_copies=2", "equal"),
+        ("dp=3 schedule=pipedream-2bw mode=ssp:1 compress=topk:0.5", "near"),
+        ("dp=2 pp=2 schedule=pipedream-vertical mode=ssp:0 offload=parameters checkpoint=1", "equal"),
+        ("dp=2 ep=2 schedule=pipedream-2bw mode=async bucket=flat overlap=none", "equal"),
+        ("pp=2 schedule=pipedream mode=async servers=2", "equal"),
     ],
 )
 def test_numbers_are_right_with_other_keys(clusters, words, kind):
@@ -147,6 +164,63 @@ def test_what_is_stale_is_that_of_replicas_without_servers(words):
     versions = zip(served.weight_versions(), alone.weight_versions(), strict=False)
     assert all(mine <= theirs for mine, theirs in versions)  # (what is pulled late is there late)
     assert served.time == pytest.approx(alone.time)  # (where nothing but computing takes time)
+
+
+@pytest.mark.parametrize("words", ["mode=async", "mode=ssp:0", "mode=ssp:1 bucket=flat"])
+def test_what_happens_is_simulated(words):
+    """One replica takes three times as long; with ssp the other one waits for it, stage by stage."""
+
+    program = Plan.parse(f"dp=2 pp=2 sync=ps schedule=pipedream servers=2 microbatches=2 {words}").compile(
+        layers=4, steps=4
+    )
+    assert program.served_workers == ((0,), (1,), (2,), (3,))
+    assert program.rules == 2
+    assert program.undecided
+    verify(program)
+    trace = simulate(program, forward=1.0, backward=2.0, stage_factors=(1, 1, 3, 3, 1, 1))
+    verify(trace.program)
+    assert Program.from_json(trace.program.to_json()) == trace.program
+    assert program.updates == 8
+    given, into = numbers(trace.program)
+    assert {rank for rank, _ in into} == {0, 1, 2, 3}
+    late = {rank: max(into[rank, k] - given[rank, k] for k in range(8)) for rank in range(4)}
+    bound = {"mode=async": 8, "mode=ssp:0": 1, "mode=ssp:1": 3}[words.split()[0]]
+    assert max(late.values()) <= bound
+    assert late[3] >= 3 or bound < 8  # the slow one's gradients are late
+    assert all(stale >= late[rank] for rank, stale in enumerate(trace.staleness()[:4]))
+
+
+def test_an_update_without_the_gradient_of_its_replica_is_refused():
+    program = Plan.parse("dp=2 pp=2 sync=ps schedule=pipedream mode=async").compile(layers=4, steps=3)
+    done = simulate(program, forward=1.0, backward=2.0).program
+    verify(done)
+    (server,) = done.ranks[4:]
+    apply = next(k for k, ins in enumerate(server) if ins.op is Op.APPLY)
+    reply = next(k for k, ins in enumerate(server) if ins.op is Op.REPLY and ins.step == 1)
+    assert apply < reply
+    early = later(list(server), apply, reply)
+    early = [ins for ins in early if ins.op is not Op.APPLY or ins is server[apply]]
+    with pytest.raises(ProgramError):
+        verify(done.with_rank(4, early))
+    flushed = Plan.parse("dp=2 sync=ps").compile(layers=4)
+    with pytest.raises(ProgramError, match="serving: steps overlap, with contract Synchronous; possible is Staleness"):
+        verify(replace(flushed, serving=replace(flushed.serving, overlapping=True)))
+    mixed = replace(done, serving=replace(done.serving, mode="k-of-n:1/2"))
+    with pytest.raises(ProgramError, match="in which replicas leave steps out; possible are sync, async, ssp"):
+        verify(mixed)
+
+
+def test_layers_of_a_bucket_are_updated_and_answered_together():
+    def messages(bucket):
+        plan = Plan.parse(f"dp=2 pp=2 sync=ps schedule=pipedream servers=2 bucket={bucket}")
+        program = plan.compile(layers=8, steps=2)
+        verify(program)
+        row = program.ranks[4]
+        return [sum(ins.op is op for ins in row) for op in (Op.ACCEPT, Op.APPLY, Op.REPLY)]
+
+    assert messages("none") == [16, 8, 16]  # 4 layers at this server, 2 replicas, 2 updates
+    assert messages("2x") == [8, 4, 8]
+    assert messages("flat") == [4, 2, 4]
 
 
 def test_the_view_of_servers_refuses_steps_that_overlap():

@@ -41,6 +41,7 @@ MADE = {
     "schedule without flushes, with sync=ps": "sync=ps schedule=pipedream-2bw dp=2",
     "on_death=continue": "sync=ps on_death=continue",
     "mode=async, ssp, k-of-n": "sync=ps mode=async",
+    "mode=k-of-n": "dp=2 sync=ps mode=k-of-n:1/2",
     "algorithm": "algorithm=ring",
     "tp of 2 or more": "tp=2",
     "context_parallel of 2 or more": "context_parallel=2",

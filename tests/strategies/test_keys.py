@@ -115,7 +115,10 @@ def test_no_key_is_passed_over(words: str) -> None:
         ),
         ("offload_to=disk", "offload_to=disk: is of what is offloaded; possible is offload=activations, optimizer"),
         ("offload=optimizer offload_folder=/x", "offload_folder=/x: is of what is offloaded to the disk"),
-        ("schedule=pipedream sync=ps mode=async", "schedule=pipedream: not together with mode=async (servers dec"),
+        (
+            "dp=2 schedule=pipedream sync=ps mode=k-of-n:1/2",
+            "schedule=pipedream: not together with mode=k-of-n:1/2 (who is late is dropped",
+        ),
         ("pp=2 schedule=pipedream bucket=none", "bucket=none: not together with schedule=pipedream (one replica su"),
         ("pp=2 schedule=ampnet compress=bf16", "compress=bf16: not together with schedule=ampnet"),
         ("dp=2 mode=async", "mode=async: is of parameter servers; possible is sync=ps"),

@@ -10,7 +10,7 @@ from minipar import Plan, Program, simulate, verify
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError, ProgramError
 from minipar.program import Group, Op, Portion, Staleness, grad
-from minipar.program.server_rule import Consistency, Kind, Mode, Row, again
+from minipar.program.server_rule import Consistency, Kind, Mode, Row, Rules, again
 from minipar.program.shape import Shape, divided, uniform
 from minipar.program.verify.service import ages
 from minipar.server.shard import ParameterKey, pieces_of
@@ -497,6 +497,35 @@ def test_one_that_was_removed_comes_back():
     assert rule.join(1) == Row(Kind.JOIN, 1, 3, 3), "with the slowest of the others"
     order = [rule.join(1)]
     assert again(rule.mode, 2, 9, order).members == {0, 1}
+
+
+def test_stages_follow_rules_of_their_own():
+    rules = Rules(Mode.parse("ssp:0", 2), 4, 2, stages=2)
+    rules.absent = set(range(4))
+    for worker in range(3):
+        rules.ask(worker)
+    assert [row.worker for _ in range(4) for row in rules.decide()] == [0, 2], "stage 1 of replica 1 is not there yet"
+    rules.ask(3)
+    assert rules.decide() == [Row(Kind.ANSWER, 1, 0, 0)]
+    assert rules.decide() == [Row(Kind.ANSWER, 3, 0, 0)]
+    rules.push(3, 0)
+    assert rules.decide() == [Row(Kind.TAKE, 3, 0, 0), Row(Kind.APPLY, -2, -1, 0)]
+    rules.push(2, 0)
+    assert rules.decide() == [Row(Kind.TAKE, 2, 0, 0), Row(Kind.APPLY, -1, -1, 0)], "its own update 0"
+    rules.ask(3)
+    assert rules.decide() == [], "stage 1 of replica 0 is a step behind"
+    rules.push(1, 0)
+    order = rules.decide()
+    assert order == [Row(Kind.TAKE, 1, 0, 1), Row(Kind.APPLY, -2, -1, 1)]
+    assert rules.decide() == [Row(Kind.ANSWER, 3, 1, 2)]
+    assert rules.version == 1
+    assert (rules.clock(1), rules.known(1, 0), rules.known(0, 0)) == (1, True, False)
+    for worker in range(4):
+        assert not rules.over
+        rules.leave(worker)
+    assert rules.over
+    read = Rules(rules.mode, 4, 2, 2, order)
+    assert [rule.version for rule in read.each] == [0, 1]
 
 
 def test_late_gradients_are_dropped_and_known_ones_void():

@@ -101,7 +101,7 @@ _OWN: dict[str, Rule] = {
     "room": (lambda value: value is None or _whole(value, 0), "bytes, or None"),
     "chunks": (lambda value: _wholes(value, 0), "a tuple of sizes in bytes"),
     "selective": _FLAG,
-    "serving": (lambda value: value is None or _is_serving(value), "Serving(servers, mode), or None"),
+    "serving": (lambda value: value is None or _is_serving(value), "Serving(servers, mode, overlapping), or None"),
     "in_flight": (lambda value: value is None or _whole(value, 1), "a whole number from 1 on, or None"),
     "slices": (lambda value: _whole(value, 1) or (value != () and _wholes(value, 1)), "how many, or each one's length"),
     "carries": (lambda value: _wholes(value, 0), "a tuple of layers"),
@@ -158,6 +158,7 @@ def _is_compression(value: object) -> bool:
 
 def _is_serving(value: object) -> bool:
     fits = isinstance(value, Serving) and _whole(value.servers, 1) and type(value.mode) is str
+    fits = fits and type(value.overlapping) is bool  # type: ignore[attr-defined]
     return fits and bool(_MODE.fullmatch(value.mode))  # type: ignore[attr-defined]
 
 

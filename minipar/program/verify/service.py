@@ -42,6 +42,7 @@ from minipar.program import (
 )  # fmt: skip
 from minipar.program.diagnostics import at, refuse
 from minipar.program.rule import Place
+from minipar.program.server_rule import Mode
 from minipar.wording import several
 
 
@@ -162,6 +163,14 @@ def _check_names(program: Program) -> None:
     if program.serving.mode != "sync" and not isinstance(program.contract, Staleness):
         contract = type(program.contract).__name__
         raise ProgramError(f"mode={program.serving.mode} with contract {contract}: possible is Staleness, or mode sync")
+    if program.virtual_workers and not isinstance(program.contract, Staleness):
+        contract = type(program.contract).__name__
+        raise ProgramError(f"serving: steps overlap, with contract {contract}; possible is Staleness")
+    if program.virtual_workers and program.serving.mode.startswith("k-of-n"):
+        raise ProgramError(
+            f"serving: steps overlap, with mode={program.serving.mode}, in which replicas leave steps out; possible "
+            "are sync, async, ssp"
+        )
     servers = range(program.workers, len(program.ranks))
     shares = {rank: {v.index for v in program.state[rank] if v.kind == "served"} for rank in servers}
     for rank, row in enumerate(program.ranks):
@@ -187,7 +196,8 @@ def _check_names(program: Program) -> None:
             partners = servers if works else range(program.workers)
             if ins.op is not Op.APPLY and ins.peer not in partners:
                 raise refuse(program, rank, index, f"{at(program, rank, index)}: rank {ins.peer} is no partner for it")
-            some = ins.op is not Op.APPLY or program.serving.mode == "sync"  # (then layers can be updated one by one)
+            # (Layers can be updated one by one, and stages.)
+            some = ins.op is not Op.APPLY or program.serving.mode == "sync" or program.virtual_workers
             whole = set(ins.layers) if some else shares[server]
             if piece_of(ins) is not None and len(ins.layers) > 1:
                 raise refuse(program, rank, index, f"{at(program, rank, index)}: a piece is of one group")
@@ -282,17 +292,27 @@ def check_service(program: Program, turns: Iterable[Turn]) -> None:
 class _Versions:
     """The versions of the parameters while a program is walked.
 
+    Workers of the rule (`Program.served_workers`) are replicas, or their stages.
+
     version   for each server and portion, the number of its updates
-    holders   for each group, the workers that hold it
+    holders   for each group, the ranks that hold it
     replied   for each REPLY, the version that it sent
-    used      for each replica and step, the version from which its gradients are computed
-    applied   (server, portion, worker, step) of each gradient that went into an update
-    taken     for each update, what the first server to make it has taken: that server, and replicas with their steps
+    used      for each worker of the rule and step, the version that it has pulled for it
+    applied   (server, portion, rank, step) of each gradient that went into an update
+    taken     for each rule and update, what the first server to make it has taken: that server, and workers of the rule
+              with their steps
+    bound     how many updates may be made between a pull and the update with the gradients of its step; None: any
+              number
     """
 
     def __init__(self, program: Program) -> None:
+        assert program.serving is not None
         self.program = program
-        self.synchronous = not isinstance(program.contract, Staleness) or program.virtual_workers
+        mode, contract = Mode.parse(program.serving.mode, program.replicas), program.contract
+        self.synchronous, self.bound = not isinstance(contract, Staleness), getattr(contract, "bound", 0)
+        if program.virtual_workers:  # (whose contract is that of the pipeline)
+            self.synchronous, self.bound = mode.kind == "sync", mode.staleness(program.replicas)
+        self.worker = {rank: number for number, ranks in enumerate(program.served_workers) for rank in ranks}
         self.version: Counter[tuple[int, Portion]] = Counter()
         self.holders: dict[int, set[int]] = defaultdict(set)
         for worker in range(program.workers):
@@ -302,7 +322,7 @@ class _Versions:
         self.replied: dict[Place, int] = {}
         self.used: dict[tuple[int, int], int] = {}
         self.applied: set[tuple[int, Portion, int, int]] = set()
-        self.taken: dict[int, tuple[int, set[tuple[int, int]]]] = {}
+        self.taken: dict[tuple[int, int], tuple[int, set[tuple[int, int]]]] = {}
 
     def reply(self, rank: int, index: int, ins: Instruction) -> None:
         found = {self.version[rank, portion] for portion in portions(ins)}
@@ -312,7 +332,7 @@ class _Versions:
         self.replied[rank, index] = max(found)
 
     def pull(self, rank: int, index: int, ins: Instruction, version: int) -> None:
-        where, step = at(self.program, rank, index), (self.program.replica(rank), ins.step)
+        where, step = at(self.program, rank, index), (self.worker[rank], ins.step)
         if self.used.setdefault(step, version) != version:
             reason = f"{where} brings version {version}, but other parameters of this step are of"
             raise refuse(self.program, rank, index, f"{reason} version {self.used[step]}")
@@ -329,16 +349,18 @@ class _Versions:
         for value in ins.reads:
             if value.kind == "pushed":
                 found[value.index].add((value.microbatch, value.step))
-        bound = program.contract.bound if isinstance(program.contract, Staleness) else 0
+        bound = self.bound
         for portion in portions(ins):
             g, update = portion.group, self.version[rank, portion]
-            replicas = {(program.replica(worker), step) for worker, step in found[g]}
+            workers = {(self.worker[other], step) for other, step in found[g]}
             if not self.synchronous:
-                other, first = self.taken.setdefault(update, (rank, replicas))
-                if replicas != first:
+                rule = min(self.holders[g], default=0) if program.rules > 1 else 0
+                rule = self.worker[rule] % program.rules
+                other, first = self.taken.setdefault((rule, update), (rank, workers))
+                if workers != first:
                     reason = f"{where} takes gradients of grad({g}) of other replicas or steps than update {update}"
                     raise refuse(program, rank, index, f"{reason} does elsewhere (on rank {other})")
-                everyone = ((w, step) for r, step in replicas for w in program.ranks_of_replicas[r])
+                everyone = ((w, step) for number, step in workers for w in program.served_workers[number])
                 if lost := {(w, step) for w, step in everyone if w in self.holders[g]} - found[g]:
                     reason = f"{where} takes grad({g}) of a part of replica {program.replica(min(lost)[0])}"
                     raise refuse(program, rank, index, f"{reason}: that of rank {min(lost)[0]} is not read")
@@ -349,7 +371,7 @@ class _Versions:
                     reason = f"{where} takes what rank {worker} pushed of grad({g}) in step {step} twice"
                     raise refuse(program, rank, index, reason)
                 self.applied.add((rank, portion, worker, step))
-                late = update - self.used[program.replica(worker), step]
+                late = update - self.used[self.worker[worker], step]
                 if bound is not None and late > bound:
                     reason = f"{where} takes a gradient of rank {worker} that is {several(late, 'update')} old"
                     raise refuse(program, rank, index, f"{reason}; its contract allows {bound}")
@@ -358,6 +380,22 @@ class _Versions:
                 reason = f"{where} comes before all gradients are there: rank {min(missing)[0]}'s of step {update}"
                 raise refuse(program, rank, index, f"{reason} is not read")
             self.version[rank, portion] += 1
+
+
+def numbers(program: Program) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
+    """Of pipelines without flushes, for each rank and step: after how many updates of its layers its parameters were
+    sent, and which update has taken its gradients."""
+    given: dict[tuple[int, int], int] = {}
+    into: dict[tuple[int, int], int] = {}
+    for row in program.ranks[program.workers :]:
+        made: Counter[int] = Counter()
+        for ins in row:
+            if ins.op is Op.REPLY:
+                given.setdefault((ins.peer, ins.step), made[ins.layers[0]])
+            elif ins.op is Op.APPLY:
+                into |= dict.fromkeys(((v.microbatch, v.step) for v in ins.reads if v.kind == "pushed"), ins.step)
+                made.update(ins.layers)
+    return given, into
 
 
 def staleness(program: Program) -> list[int]:

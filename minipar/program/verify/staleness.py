@@ -120,6 +120,7 @@ class StaleContents(Contents):
         for rank, held in enumerate(program.state):
             self.alive[rank] = {v.index: {v} for v in held if version_of(v) >= 0}
         self.trained = [group.trainable for group in program.groups]
+        self.own_updates = bool(self.local)  # whether an update has the gradients of one replica
 
     def _microbatches(self) -> int:
         return self.program.microbatches * self.program.steps
@@ -246,7 +247,7 @@ class StaleContents(Contents):
         own = program.replica(rank), program.part(rank, g, "P")[0]
         found = {
             (replica, part): [self._places(g, made >> slot, replica, part) for slot in self.bits[g].values()]
-            for replica in ([own[0]] if self.local else range(program.replicas))
+            for replica in ([own[0]] if self.own_updates else range(program.replicas))
             for part in range(self.parts[g])
         }
         places = found[own][0]
@@ -316,7 +317,7 @@ class StaleContents(Contents):
         step, i = divmod(rest % (self.program.microbatches * self.program.steps), self.program.microbatches)
         part_of = f"part {part} of " if self.parts[group] > 1 else ""
         replica = rest // (self.program.microbatches * self.program.steps)
-        whose = f" of replica {replica}" if self.local else ""
+        whose = f" of replica {replica}" if self.own_updates else ""
         layer = self.program.title(self.program.groups[group].layers[slot])
         return f"{part_of}micro-batch {i} of step {step}{whose} (layer {layer})"
 

@@ -4,7 +4,8 @@
 
 What a rank pushes waits here, by group and update, until all ranks that hold the group have pushed theirs. Together it
 is what an update takes, and it is checked as that of a STEP is when a rank has pulled the version that the update made:
-from every server that keeps a part of it. The last update is pulled by nobody, and is checked at the end.
+from every server that keeps a part of it. The last update is pulled by nobody, and is checked at the end. In modes
+async and ssp an update is of one replica: its own is in the version that it pulls next, with any others.
 
 A rank is at one version with the servers: it pulls some of v1 before it pushes to update 1, and has pulled all of v1
 and pushed all of its update before it pulls any of v2.
@@ -35,6 +36,7 @@ class ServedContents(StaleContents):
 
     def __init__(self, program: Program) -> None:
         super().__init__(program)
+        self.own_updates = program.serving is not None and program.serving.mode != "sync"
         self.keepers: dict[int, set[int]] = defaultdict(set)
         for server in range(program.workers, len(program.ranks)):
             for value in program.state[server]:
@@ -98,12 +100,14 @@ class ServedContents(StaleContents):
         super()._compute(rank, index, ins)
 
     def _check_made(self, rank: int, index: int, g: int, update: int) -> None:
-        """An update takes what all ranks have pushed for it; of a shard, those that have it. (What ranks that share a
-        layer have alike, the first of them pushes.)"""
+        """An update takes what all ranks have pushed for it, or those of one replica; of a shard, those that have it.
+        (What ranks that share a layer have alike, the first of them pushes.)"""
         made, program, form = 0, self.program, self.program.groups[g].form
         mine = program.part(rank, g, "S")
         for other in sorted(self.holders[g]):
             if program.part(other, g, "S") != mine or not program.is_first(other, form, "S", "P"):
+                continue
+            if self.own_updates and program.replica(other) != program.replica(rank):
                 continue
             found = self.pushed[g, update].get(other, 0)
             if made & found:

@@ -73,6 +73,7 @@ from minipar.strategies.shares import (
     portions_of,
     pushed_in,
     pushed_shares,
+    pushes_of,
 )
 from minipar.strategies.urgency import first_uses, in_order
 
@@ -140,19 +141,7 @@ def _pushes(draft: Draft, rank: int, shares: Shares) -> Callable[[Sequence[int]]
     layout, compress = draft.layout, draft.plan.compress
     made = {value.index: value for ins in draft.ranks[rank] for value in ins.writes if home(value).kind == "grad"}
     sent = pushed_shares(layout.shape, len(shares), compress)
-
-    def pushes(groups: Sequence[int]) -> list[Instruction]:
-        found = []
-        holders = {g: max(s for s, share in enumerate(shares) if g in share) for g in groups}
-        for server, smaller in enumerate(sent):
-            push = message(Op.PUSH, groups, smaller, draft.step, layout.mesh.size + server)
-            frees = tuple(made[g] for g in push.layers if holders[g] == server)
-            kept = left_out(push.layers, compress)
-            push = push._replace(reads=(*(made[g] for g in push.layers), *kept), writes=kept, frees=frees)
-            found += [push] if push.layers else []
-        return found
-
-    return pushes
+    return lambda groups: pushes_of(made, groups, sent, compress, draft.step, layout.mesh.size)
 
 
 @dataclass(frozen=True)

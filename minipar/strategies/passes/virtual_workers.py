@@ -16,7 +16,13 @@ worker" there.
 The pass "versions" has said which version of its parameters each forward and backward uses, and where a rank updates
 them. There a rank now pushes its gradients, and what the servers make of them is its next version. So in mode sync the
 numbers are those of replicas that sum the gradients of an update among themselves. Each layer is updated as soon as all
-replicas have pushed its gradient, and answered at once: no stage waits for another one at an update.
+replicas have pushed its gradient, and answered at once: no stage waits for another one at an update. With `bucket=`
+several layers go together.
+
+In modes async and ssp every gradient of a stage is an update of its own, at once, and the replica's next version of
+this stage is what servers have when it asks. (In ssp it waits for the slowest replica first: HetPipe's clock distance
+D is S.) Stages do not wait for each other, so each follows the rule by itself: what a stage pulls is of one version,
+and two stages of a replica may have seen different numbers of updates.
 
 A rank waits for a version where it first uses it, or before it pushes to the update after it: its connections are at
 one version at a time. Nobody pulls what the last update makes. A version is there when all servers have sent their
@@ -32,20 +38,23 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Container, Sequence
 from dataclasses import replace
+from itertools import product
 
-from minipar.program import Instruction, Op, Portion, Value, home, served, served_state, version_of
+from minipar.program import Instruction, Op, Value, home, served, served_state, version_of
 from minipar.program.mesh import Mesh
+from minipar.program.server_rule import Mode
 from minipar.strategies import served_order
+from minipar.strategies.buckets import split_buckets
 from minipar.strategies.draft import Draft
-from minipar.strategies.rewriting import insert
+from minipar.strategies.rewriting import insert, last_writes
 from minipar.strategies.shares import (
     Shares,
     checked_shares,
     held_between,
     kept_shares,
-    left_out,
-    piece,
+    message,
     pushed_shares,
+    pushes_of,
     whole,
 )
 
@@ -54,12 +63,13 @@ def push_and_pull_versions(draft: Draft) -> Draft:
     """Stages push gradients and pull versions of their own; servers, ranks after the workers, update."""
     layout, plan = draft.layout, draft.plan
     shares = checked_shares(layout.shape.groups, plan.servers, draft.state)
-    rows = [_with_service(draft, rank, shares) for rank in range(layout.pp)]
+    known = Mode.parse(plan.mode, plan.dp).kind == "sync"  # in the other modes servers decide as they run
+    rows = [_with_service(draft, rank, shares, known) for rank in range(layout.pp)]
     workers = [rows[layout.mesh.coordinates(rank)["pp"]] for rank in range(layout.mesh.size)]
     kept = list(map(whole, kept_shares(shares, layout.shape.groups, Mesh(plan.shared))))
     servers: list[list[Instruction]] = [[] for _ in shares]
     last = max(ins.step for row in rows for ins in row if ins.op is Op.PUSH)
-    for update in range(last + 1):
+    for update in range(last + 1) if known else ():
         blocks = [[ins for ins in row if ins.step == update] for row in workers]
         made = served_order.by_layer(update, update == last, kept, blocks)
         for row, more in zip(servers, made, strict=True):
@@ -69,11 +79,13 @@ def push_and_pull_versions(draft: Draft) -> Draft:
     return replace(draft, ranks=(*map(tuple, rows), *map(tuple, servers)), state=tuple(held))
 
 
-def _with_service(draft: Draft, rank: int, shares: Shares) -> list[Instruction]:
+def _with_service(draft: Draft, rank: int, shares: Shares, known: bool) -> list[Instruction]:
     """A rank of the first replica that pushes what it would update its parameters with, and pulls each version when it
-    needs it."""
+    needs it: all of it at once, unless layers are updated one by one, or in buckets, as is `known` before the run."""
     own = [value for value in sorted(draft.state[rank]) if home(value).kind == "param" and version_of(value) >= 0]
-    row = _pushing(draft, rank)
+    buckets = _buckets(draft, rank)
+    row = _pushing(draft, rank, buckets)
+    pulled = sorted(map(sorted, buckets)) if known else [[value.index for value in own]]
     needed: dict[int, int] = {}  # version -> the place where it must have been pulled
     freed: dict[Value, int] = {}  # a version of a group -> the place where nothing needs it any more
     for k, ins in enumerate(row):
@@ -83,43 +95,56 @@ def _with_service(draft: Draft, rank: int, shares: Shares) -> list[Instruction]:
         freed.update((value, k) for value in here if ins.op is not Op.FETCH)  # (which frees what it has copied)
     over = {value for value, k in freed.items() if k < needed.get(value.step + 1, len(row))}  # another comes over it
     kept = [ins._replace(frees=tuple(value for value in ins.frees if value not in over)) for ins in row]
-    pulls = {k: _pulls(draft, own, shares, version, over) for version, k in needed.items() if version >= 0}
+    pulls = {k: _pulls(draft, own, pulled, shares, version, over) for version, k in needed.items() if version >= 0}
     return [ins for ins in insert(kept, before=pulls) if ins.op is not Op.STEP]
 
 
-def _pushing(draft: Draft, rank: int) -> list[Instruction]:
-    """The row with PUSHes of each update before its STEP."""
-    row, early = draft.ranks[rank], draft.plan.overlap == "backward"
-    last: dict[int, tuple[int, Value]] = {}  # group -> the place where its gradient is written last, and that
+def _buckets(draft: Draft, rank: int) -> list[list[int]]:
+    """The groups of a rank that travel together, as the backward completes their gradients for the first update."""
+    row = draft.ranks[rank]
+    first = row[: next(k for k, ins in enumerate(row) if ins.op is Op.STEP)]
+    last = last_writes(first, "grad", "host grad")
+    return split_buckets(sorted(last, key=lambda g: (last[g], g)), draft.layout.shape.groups, draft.bucket)
+
+
+def _pushing(draft: Draft, rank: int, buckets: Sequence[Sequence[int]]) -> list[Instruction]:
+    """The row with the PUSHes of each update before its first STEP."""
+    row, plan, shape = draft.ranks[rank], draft.plan, draft.layout.shape
+    sent = pushed_shares(shape, plan.servers, plan.compress)
+    gradients: dict[int, Value] = {}  # of each group
+    last: dict[int, int] = {}  # group -> the place where its gradient is written last
     after = defaultdict[int, list[Instruction]](list)
+    done = -1
     for k, ins in enumerate(row):
         if ins.op is not Op.STEP:
-            last.update((value.index, (k, value)) for value in ins.writes if home(value).kind == "grad")
-            continue
-        for place, gradient in sorted(last[g] for g in ins.layers):
-            after[place if early else k - 1] += _pushes(draft, gradient, ins.step)
+            made = {value.index: value for value in ins.writes if home(value).kind == "grad"}
+            gradients |= made
+            last |= dict.fromkeys(made, k)
+        elif ins.step > done:
+            done = ins.step
+            for bucket in sorted(buckets, key=lambda some: max(last[g] for g in some)):
+                place = max(last[g] for g in bucket) if plan.overlap == "backward" else k - 1
+                after[place] += pushes_of(gradients, bucket, sent, plan.compress, done, draft.layout.mesh.size)
     return insert(row, after=after)
 
 
-def _pushes(draft: Draft, gradient: Value, update: int) -> list[Instruction]:
-    """The PUSHes of a gradient, one to each server that keeps some of its group; the last one frees it."""
-    g, size, choice = gradient.index, draft.layout.mesh.size, draft.plan.compress
-    sent = pushed_shares(draft.layout.shape, draft.plan.servers, choice)
-    left = left_out([g], choice)
-    found = [piece(Op.PUSH, Portion(g), share[g], update, size + k) for k, share in enumerate(sent) if g in share]
-    found = [push._replace(reads=(gradient, *left), writes=left) for push in found]
-    return [*found[:-1], found[-1]._replace(frees=(gradient,))]
-
-
 def _pulls(
-    draft: Draft, own: Sequence[Value], shares: Shares, version: int, over: Container[Value]
+    draft: Draft,
+    own: Sequence[Value],
+    buckets: Sequence[Sequence[int]],
+    shares: Shares,
+    version: int,
+    over: Container[Value],
 ) -> list[Instruction]:
-    """The PULLs of a version of a rank's own parameters, from each server that keeps some of them. `over`: the versions
-    in whose place the next one comes."""
-    size, found = draft.layout.mesh.size, list[Instruction]()
-    for value in own:
-        g, before = value.index, value._replace(step=version - 1)
-        made = [piece(Op.PULL, Portion(g), share[g], version, size + k) for k, share in enumerate(shares) if g in share]
-        made = [pull._replace(writes=(value._replace(step=version),)) for pull in made]
-        found += [made[0]._replace(frees=(before,) if before in over else ()), *made[1:]]
+    """The PULLs of a version of a rank's own parameters, one from each server that keeps some of a bucket. `over`: the
+    versions in whose place the next one comes."""
+    size, found, named = draft.layout.mesh.size, list[Instruction](), {value.index: value for value in own}
+    here: set[int] = set()  # groups for which the first PULL has made room
+    for bucket, (k, share) in product(buckets, enumerate(shares)):
+        pull = message(Op.PULL, bucket, share, version, size + k)
+        before = [named[g]._replace(step=version - 1) for g in pull.layers if g not in here]
+        here.update(pull.layers)
+        writes = tuple(named[g]._replace(step=version) for g in pull.layers)
+        pull = pull._replace(writes=writes, frees=tuple(value for value in before if value in over))
+        found += [pull] if pull.layers else []
     return found
