@@ -2,9 +2,10 @@
 
 All of them (`make test`): first the tests of ranks and of messages side by side, because they mind the clock, and
 beside them only what yields to them: lint, and tests that compute. Then everything else, in parts: each part is a
-pytest of its own, and four more run at once than there are cores, because tests of ranks wait much. The longest parts
-and those that wait most begin first, and others keep the cores busy to the end. Parts are few, because each one imports
-torch and starts the processes that ranks are forked from: 6 seconds of a core.
+pytest of its own, and several more run at once than there are cores, because tests of ranks wait much: with four more,
+a third of the cores' time was left. The longest parts and those that wait most begin first, and others keep the cores
+busy to the end. Parts are few, because each one imports torch and starts the processes that ranks are forked from: 6
+seconds of a core.
 
 With --fast (`make check`): lint, and beside it the tests of the rooms below `cluster`, which plan, draw and predict.
 Those that need ranks, and the slow ones, are left out. tests/test_repository.py compares FAST with the rooms.
@@ -41,13 +42,14 @@ LONG: tuple[tuple[tuple[str, ...], int], ...] = (
     (PATIENT, 1),
     (("tests/execution",), 2),
     (("tests/sharding", "tests/training"), 2),
-    (OTHERS, 1),
+    (OTHERS, 2),
     (("tests/widgets",), 1),
     (("lessons",), 3),
     (("tests/course", "tests/docs"), 1),
     (("tests/strategies", "tests/fuzz"), 1),
 )
 SOLUTION = "lessons/solutions/05_allreduce.ipynb"  # tests/course/test_solutions.py runs the others, without kernels
+MORE = 7  # parts that run at once beyond the number of cores
 FAST = (
     ("tests/strategies", "tests/sharding"),
     ("tests/program", "tests/prediction", "tests/trace", "tests/costs", "tests/data", "tests/models"),
@@ -87,11 +89,13 @@ def parts_of(folders: tuple[str, ...], count: int) -> list[list[str]]:
     """The test files of folders (or files), dealt out like cards: the long lessons stand side by side."""
     found = [
         [ROOT / each] if each.endswith(".py") else [*(ROOT / each).rglob("test_*.py"), *(ROOT / each).rglob("*.ipynb")]
-        for each in folders
+        for each in (("tests",) if folders == OTHERS else folders)
     ]
     files = sorted(chain(*found))
     paths = [str(path.relative_to(ROOT)) for path in files if ".ipynb_checkpoints" not in path.parts]
     apart = () if folders == PATIENT else PATIENT
+    if folders == OTHERS:
+        apart = (*chain(*FIRST), *BESIDE, *chain(*(some for some, _ in LONG if some != OTHERS)))
     kept = [path for path in paths if path == SOLUTION or not path.startswith(("lessons/solutions/", *apart))]
     return [kept[k::count] for k in range(count)]
 
@@ -105,12 +109,8 @@ def first(given: list[str]) -> list[Part]:
 
 def then(given: list[str]) -> list[Part]:
     """What `make test` runs after that: everything else."""
-    apart = [*chain(*FIRST), *BESIDE, *chain(*(folders for folders, _ in LONG if folders != OTHERS))]
     found = []
     for folders, count in LONG:
-        if folders == OTHERS:
-            found.append(pytest(*folders, "tests", *(f"--ignore={folder}" for folder in apart), *given))
-            continue
         for k, files in enumerate(parts_of(folders, count)):
             found.append(pytest(" ".join(folders) + (f", part {k + 1}" if count > 1 else ""), *files, *given))
     return found
@@ -179,7 +179,7 @@ def main(arguments: list[str]) -> int:
     else:
         clock, others = first(given), then(given)
         run(clock, len(FIRST) + 1)
-        run(others, cores + 4)
+        run(others, cores + MORE)
         parts = [*clock, *others]
     print("\nseconds  of a core  status")
     for part in parts:

@@ -232,14 +232,6 @@ class Consistency:
             self.asking.pop(worker, None)
 
 
-def again(mode: Mode, workers: int, steps: int, order: Iterable[Row]) -> Consistency:
-    """The state of the rule after a recorded log."""
-    rule = Consistency(mode, workers, steps)
-    for row in order:
-        rule.follow(row)
-    return rule
-
-
 class Rules:
     """One rule, or several that know nothing of each other.
 

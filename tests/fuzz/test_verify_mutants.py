@@ -7,7 +7,7 @@ import pytest
 from minipar import Plan, Program, ProgramError, verify
 from minipar.program import Local, Op, Part, Serving, Staleness, grad, output, param, repartitions
 from tests.fuzz.verify_interpreter import judge
-from tests.fuzz.verify_mutants import GRID, PLAIN, TOKENS, campaign, on_axes, valid
+from tests.fuzz.verify_mutants import GRID, PLAIN, TOKENS, campaign, decided, on_axes, valid
 from tests.interpreters import shape
 
 
@@ -34,6 +34,15 @@ def test_mutants_on_several_axes_are_refused_or_right():
     assert outcome.accepted > 30
     assert outcome.count - outcome.accepted > 100
     assert len(outcome.stricter) < 25
+
+
+def test_mutants_of_what_servers_decide_are_refused_or_right():
+    outcome = campaign(seed=5, count=300, programs=decided())
+    assert not outcome.crashes, outcome.crashes[0].words + outcome.crashes[0].refusal
+    assert not outcome.missed, outcome.missed[0].words + outcome.missed[0].wrong
+    assert outcome.accepted > 30
+    assert outcome.count - outcome.accepted > 100
+    assert len(outcome.stricter) < 60
 
 
 def program(words: str, steps: int = 1) -> Program:

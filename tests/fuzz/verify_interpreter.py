@@ -51,7 +51,7 @@ def judge(program: Program) -> str:
             _Collective(program).run()
         elif program.serving is not None:
             virtual = program.serving.overlapping
-            if virtual and (program.serving.mode != "sync" or not isinstance(program.contract, Staleness)):
+            if virtual and ("k-of-n" in program.serving.mode or not isinstance(program.contract, Staleness)):
                 raise Wrong(f"steps that overlap, with {program.serving} and {program.contract}")
             (_VirtualWorkers if virtual else _Service)(program).run()
         else:
@@ -431,6 +431,7 @@ class _Machine:
         self.used: dict[tuple[int, int, int, int, bool], Params] = {}  # replica, layer, micro-batch, step, forward
         self.noted: set[tuple[Coordinates, int, int, int, int, bool]] = set()  # the same, with the place in front
         self.updates: list[tuple[int, int, int, Counter[int]]] = []  # of asynchronous ranks: rank, group, version
+        self.alone = False  # whether an update has the gradients of one replica, with servers
         self.order: dict[tuple[int, int, int], int] = {}  # rank, step, sequence -> the last slice that went forward
         self.right: dict[tuple[int, int], list[Contributions]] = {}
         self.wanted: Counter[int] = Counter()
@@ -1305,18 +1306,19 @@ class _Machine:
         program, model, contract = self.program, self.model, self.stale
         m, every = program.microbatches, self.stale.every or program.microbatches
 
-        of_all: list[dict[tuple[int, int], Contributions]] = [{} for _ in range(self.replicas if self.every else 1)]
+        alone = bool(self.every) or self.alone
+        of_all: list[dict[tuple[int, int], Contributions]] = [{} for _ in range(self.replicas if alone else 1)]
         for step in range(program.steps):
             for replica in range(self.replicas):
                 losses, of_step = model.whole(replica, step, self.used_by(replica, step))
                 self.wanted += losses
-                together = of_all[replica if self.every else 0]
+                together = of_all[replica if alone else 0]
                 for i, contributions in enumerate(of_step):
                     for key, mine in contributions.items():
                         together.setdefault((step, i), {}).setdefault(key, Counter()).update(mine)
         taken: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
         for rank, g, version, gradient in self.updates:
-            own, found = (g, self.place[rank]), of_all[self.replica[rank] if self.every else 0]
+            own, found = (g, self.place[rank]), of_all[self.replica[rank] if alone else 0]
             places = [place for place, mine in found.items() if mine.get(own, Counter()).keys() & gradient.keys()]
             right: Counter[int] = Counter()
             for place in places:
@@ -1386,6 +1388,7 @@ class _Service(_Machine):
         if not found or (not found[1] and self.stale is None) or (mode == "sync" and not self.known):
             raise Wrong(f"mode={mode} with contract {program.contract}")
         self.layered = bool(found[1])
+        self.stages = False  # whether each stage is updated by itself
         if self.every:
             raise Wrong("servers of workers that update alone")
         self.shares = [{v.index for v in held if v.kind == "served"} for held in program.state[self.workers :]]
@@ -1397,7 +1400,8 @@ class _Service(_Machine):
         self.pulls: dict[tuple[int, int, int, Some], Any] = {}
         self.versions: Counter[tuple[int, Some]] = Counter()  # server, group or piece
         self.applied: set[tuple[int, Some, int, int]] = set()  # server, group or piece, worker, step
-        self.taken_by: dict[int, set[tuple[int, int]]] = {}  # version: worker, step
+        # by version, and the ranks that push to it: worker, step
+        self.taken_by: dict[tuple[int, tuple[int, ...]], set[tuple[int, int]]] = {}
 
     def run(self) -> None:
         program = self.program
@@ -1492,11 +1496,11 @@ class _Service(_Machine):
     def apply(self, rank: int, ins: Instruction, content: Any) -> None:
         server = rank - self.workers
         share = self.shares[server]
-        if self.layered:
+        if self.layered or self.stages:
             if not set(ins.layers) <= share:
                 raise Wrong(f"rank {rank} `{ins}` updates what it does not serve")
             share = set(ins.layers)
-        some = set(_some(ins)) if self.layered else {(g, "") for g in share}
+        some = set(_some(ins)) if self.layered or self.stages else {(g, "") for g in share}
         versions = {self.versions[server, one] for one in some}
         version = min(versions, default=-1)
         found: dict[int, set[tuple[int, int]]] = {
@@ -1515,9 +1519,12 @@ class _Service(_Machine):
         taken = next(iter(found.values()))
         if not taken or any(other != taken for other in found.values()):
             raise Wrong(f"rank {rank} `{ins}` takes other gradients of one group than of the rest")
-        if not self.layered and self.taken_by.setdefault(version, taken) != taken:
+        rule = tuple(self.holders(min(share))) if self.stages else ()
+        if not self.layered and self.taken_by.setdefault((version, rule), taken) != taken:
             raise Wrong(f"rank {rank} `{ins}` takes the gradients of other workers than another server")
-        bound = 0 if self.layered or self.stale is None else self.stale.bound
+        if self.stages and any(taken != self.of_replica(g, taken) for g in share):
+            raise Wrong(f"rank {rank} `{ins}` does not take the gradients of a replica's stage")
+        bound = self.most_late()
         for worker, step in taken:
             mine = {(server, one, worker, step) for one in some}
             if mine & self.applied:
@@ -1529,6 +1536,15 @@ class _Service(_Machine):
         if self.layered and any(taken != {(worker, version) for worker in self.holders(g)} for g in share):
             raise Wrong(f"rank {rank} `{ins}` does not take the gradients of all workers")
         self.versions.update((server, one) for one in some)
+
+    def most_late(self) -> int | None:
+        """How many updates may be made between a pull and the update with its gradient."""
+        return 0 if self.layered or self.stale is None else self.stale.bound
+
+    def of_replica(self, g: int, taken: set[tuple[int, int]]) -> set[tuple[int, int]]:
+        """What one of these and its neighbours push to an update of a group."""
+        worker, step = min(taken)
+        return {(other, step) for other in self.holders(g) if self.replica[other] == self.replica[worker]}
 
     def holders(self, g: int) -> list[int]:
         """The workers that push to the updates of a group."""
@@ -1595,6 +1611,9 @@ class _VirtualWorkers(_Service):
 
     Its connections are at one version at a time: what is pushed goes into the update of the version that was pulled
     last, and the next version is asked for when all of this one is here, and all of its update is pushed.
+
+    Where servers decide as they run (async, ssp), what a stage of a replica pushes is an update by itself, and the
+    number of a version is how many of these the replica has made.
     """
 
     possible = (*_Service.possible, Op.SEND, Op.RECV)
@@ -1603,6 +1622,8 @@ class _VirtualWorkers(_Service):
     def __init__(self, program: Program) -> None:
         super().__init__(program)
         self.at = [-1] * self.workers
+        self.stages = self.alone = not self.layered
+        self.came: dict[tuple[int, frozenset[Value], int], int] = {}  # by replica, what a rank holds, and step
 
     def holders(self, g: int) -> list[int]:
         return [rank for rank in range(self.workers) if Value("param", g, -1, 0) in self.program.state[rank]]
@@ -1626,13 +1647,17 @@ class _VirtualWorkers(_Service):
 
     def pull(self, rank: int, ins: Instruction, content: Any) -> None:
         server, at = ins.peer - self.workers, self.at[rank]
-        if set(ins.writes) != {Value("param", g, -1, ins.step) for g in ins.layers} or ins.reads or content != ins.step:
+        if set(ins.writes) != {Value("param", g, -1, ins.step) for g in ins.layers} or ins.reads:
             raise Wrong(f"rank {rank} `{ins}` does not write what it pulls")
+        version = ins.step if content is None else content
+        mine = self.replica[rank], frozenset(v for v in self.program.state[rank] if v.kind == "param"), ins.step
+        if version != (self.came.setdefault(mine, version) if self.stages else ins.step):
+            raise Wrong(f"rank {rank} `{ins}` pulls another version")
         if ins.step != at:
-            mine = [g for g in set().union(*self.shares) if rank in self.holders(g)] if at >= 0 else []
+            held = [g for g in set().union(*self.shares) if rank in self.holders(g)] if at >= 0 else []
             ready = all(
                 self.is_all(g, self.exchanged(messages, rank, g, at))
-                for g in mine
+                for g in held
                 for messages in (self.pulls, self.pushes)
             )
             if ins.step != at + 1 or not ready:
@@ -1641,7 +1666,7 @@ class _VirtualWorkers(_Service):
         for one in _some(ins):
             if one[0] not in self.shares[server] or (rank, ins.step, server, one) in self.pulls:
                 raise Wrong(f"rank {rank} `{ins}` pulls what is not there, or twice")
-            self.pulls[rank, ins.step, server, one] = ins.step
+            self.pulls[rank, ins.step, server, one] = version
             self.memory[rank][Value("param", one[0], -1, ins.step)] = ("param", one[0], ins.step)
         self.check_alive(rank, ins)
 
@@ -1650,27 +1675,34 @@ class _VirtualWorkers(_Service):
             raise Wrong(f"rank {rank} `{ins}` pushes to another update than that of the version that it has pulled")
         super().push(rank, ins, content)
 
+    def most_late(self) -> int | None:
+        mode, _, bound = self.program.serving.mode.partition(":")  # type: ignore[union-attr]
+        return {"sync": 0, "ssp": (self.replicas - 1) * (2 * int(bound or 0) + 1)}.get(mode)
+
     def last_version(self) -> int:
         return super().last_version() - 1  # (nobody pulls what the last update makes)
 
     def check_service(self) -> None:
-        if any(len(messages) != self.taken[link] for link, messages in self.messages.items()):
+        if self.known and any(len(messages) != self.taken[link] for link, messages in self.messages.items()):
             raise Wrong("a message was never received")
         count = self.last_version() + 1
         for g in set().union(*self.shares):
             shards = {rank: tuple(self.place[rank][k] for k in self.model.axes_of(g, "S")) for rank in self.holders(g)}
             alike = set(self.model.axes) - set(self.model.axes_of(g, "SP"))
             for step in range(count):
-                totals: dict[Coordinates, Counter[int]] = defaultdict(Counter)
+                totals: dict[tuple[int, Coordinates], Counter[int]] = defaultdict(Counter)
                 for rank, shard in shards.items():
+                    of = self.replica[rank] if self.stages else 0
                     mine = self.exchanged(self.pushes, rank, g, step)
                     pushed = [self.pushes.pop((rank, step, server, one)) for one, server in mine]
                     if not self.is_all(g, mine) or any(other != pushed[0] for other in pushed):
                         raise Wrong(f"rank {rank} pushes a part of group {g} to update {step}")
                     if all(self.place[rank][k] == 0 for k in alike):  # (one of those that have it alike)
-                        totals[shard].update(pushed[0])
-                self.updates += [(rank, g, step, totals[shard]) for rank, shard in shards.items()]
-        if self.pushes or any(version != count for version in self.versions.values()):
+                        totals[of, shard].update(pushed[0])
+                for rank, shard in shards.items():
+                    self.updates.append((rank, g, step, totals[self.replica[rank] if self.stages else 0, shard]))
+        each = self.replicas if self.stages else 1
+        if self.pushes or (self.known and any(version != each * count for version in self.versions.values())):
             raise Wrong("servers that make other numbers of updates")
         self.check_end()
 

@@ -21,7 +21,7 @@ from functools import lru_cache
 from random import Random
 from typing import Any, NamedTuple
 
-from minipar import Plan, Program, ProgramError, verify
+from minipar import Plan, Program, ProgramError, simulate, verify
 from minipar.program import (
     MOVED,
     TRANSFERS,
@@ -111,6 +111,12 @@ VIRTUAL: list[tuple[str, Shape, int]] = [  # parameter servers with pipelines wi
     ("tp=2 pp=2 sync=ps schedule=pipedream microbatches=2", divided(uniform(2), 2), 1),
     (f"{GRID} sync=ps schedule=pipedream-2bw microbatches=2", TOKENS, 2),
     ("dp=2 tp=2 ep=2 sync=ps servers=2 schedule=pipedream-2bw", EXPERTS, 2),
+]
+DECIDED: list[tuple[str, Shape, int]] = [  # servers decide as they run: the programs are those that happen
+    ("dp=2 sync=ps mode=async microbatches=2", PLAIN, 2),
+    ("dp=2 pp=2 sync=ps mode=async servers=2 schedule=pipedream microbatches=2", PLAIN, 2),
+    ("dp=2 pp=2 sync=ps mode=ssp:0 schedule=pipedream-2bw microbatches=2", FROZEN, 3),
+    ("dp=2 tp=2 sync=ps mode=ssp:1 servers=2 schedule=pipedream-2bw", divided(uniform(2), 2), 3),
 ]
 PLANS: list[tuple[str, Shape, int]] = [  # words, model, steps
     *[(f"pp=2 microbatches=3 schedule={name}", m, 1) for name in ("naive", "gpipe", "1f1b") for m in (PLAIN, TIED)],
@@ -229,9 +235,16 @@ def on_axes() -> tuple[Program, ...]:
 
 
 @lru_cache(None)
+def decided() -> tuple[Program, ...]:
+    """Those of the programs whose servers decide as they run: before and after that."""
+    before = _compiled(DECIDED)
+    return (*before, *(simulate(program, forward=1.0, backward=2.0).program for program in before))
+
+
+@lru_cache(None)
 def valid() -> tuple[Program, ...]:
     """The programs that are changed."""
-    found = [*_compiled(PLANS), *on_axes()]
+    found = [*_compiled(PLANS), *on_axes(), *decided()]
     for collective, name, ranks in COLLECTIVES:
         found.append(collectives.program(collective, name, ranks, 24, nodes=2 if ranks == 4 else 1))
     return tuple(found)

@@ -10,7 +10,7 @@ from minipar import Plan, Program, simulate, verify
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError, ProgramError
 from minipar.program import Group, Op, Portion, Staleness, grad
-from minipar.program.server_rule import Consistency, Kind, Mode, Row, Rules, again
+from minipar.program.server_rule import Consistency, Kind, Mode, Row, Rules
 from minipar.program.shape import Shape, divided, uniform
 from minipar.program.verify.service import ages
 from minipar.server.shard import ParameterKey, pieces_of
@@ -496,7 +496,7 @@ def test_one_that_was_removed_comes_back():
             assert rule.decide() == [Row(Kind.ANSWER, 0, 2, 2)]
     assert rule.join(1) == Row(Kind.JOIN, 1, 3, 3), "with the slowest of the others"
     order = [rule.join(1)]
-    assert again(rule.mode, 2, 9, order).members == {0, 1}
+    assert Rules(rule.mode, 2, 9, order=order).members == {0, 1}
 
 
 def test_stages_follow_rules_of_their_own():
