@@ -82,7 +82,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv .venv || { \
 	  echo "$(PYTHON) cannot make a virtual environment; on Debian and Ubuntu: sudo apt install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[lab,test,search,engines,book,models]"
-	-@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1  # (pip would take one core for it, half of its time)
+	@$(BIN)/python -m compileall -q -j 0 .venv/lib >/dev/null 2>&1 || true  # (pip would take one core for it, half of its time)
 	@touch $@
 
 clean:

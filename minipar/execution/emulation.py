@@ -72,7 +72,8 @@ class Pacing:
 
     replies   of each server what its answer to a worker's step takes: (seconds on the link, latency). By worker, step
               and group; -1: all groups at once
-    updates   seconds that an update takes on each server, by group; None: as long as it takes
+    updates   seconds that an update takes on each server, by group; by -1 - rule, where a rule updates all its groups
+              at once; None: as long as it takes
     """
 
     replies: tuple[dict[tuple[int, int, int], tuple[float, float]], ...]

@@ -224,11 +224,10 @@ class _Simulated:
         """Wait for all pulls that follow each other here; then the worker copies their parameters into its layers."""
         pulls = list(takewhile(lambda ins: ins.op is Op.PULL, self.blocks[worker][step][index:]))
         keys = [key_of(worker, pull) for pull in pulls]
-        if self.layers is None and pulls[0].step > self.asked[worker]:  # (in the middle of a pass of many steps)
-            self.asked[worker] = pulls[0].step
-            if self.program.virtual_workers:
-                self._ask(worker)
-                self._decide()
+        if self.layers is None and self.program.virtual_workers and pulls[0].step > self.asked[worker]:
+            self.asked[worker] = pulls[0].step  # (in the middle of a pass of many steps)
+            self._ask(worker)
+            self._decide()
         since = self.since.setdefault(worker, self.loop.now)
         if not self.replied.issuperset(keys):
             return

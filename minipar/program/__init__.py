@@ -303,14 +303,14 @@ class Program:
 
     @cached_property
     def served_workers(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each worker of the servers' rule. It is a replica. But where stages do not wait for each other,
-        and servers decide as they run, each stage has a rule of its own: worker r * `rules` + s is stage s of replica
-        r."""
+        """The ranks of each worker of the servers' rule. Such a worker is a replica. Where stages do not wait for each
+        other, and servers decide as they run, it is a stage of one: each stage has a rule of its own, and worker r *
+        `rules` + s is stage s of replica r."""
         if not self.virtual_workers or (self.serving is not None and self.serving.mode == "sync"):
             return self.ranks_of_replicas
         mesh, found = Mesh(self.mesh), dict[tuple[int, int], list[int]]()
         for rank in range(self.workers):
-            found.setdefault((self.replica(rank), mesh.coordinates(rank)["pp"]), []).append(rank)
+            found.setdefault((self.replica(rank), mesh.coordinates(rank).get("pp", 0)), []).append(rank)
         return tuple(tuple(found[key]) for key in sorted(found))
 
     @property

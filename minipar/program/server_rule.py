@@ -1,8 +1,8 @@
 """When a parameter server applies gradients, and when it answers: the simulator and real servers follow this rule.
 
-A worker is a replica, of one or more ranks: it has pushed when all its ranks have pushed to all servers, it asks when
-all its ranks ask, and they are answered together. Its clock is the number of its next step; the version is the number
-of updates so far.
+A worker is a replica, of one or more ranks, or a stage of one (`Rules`): it has pushed when all its ranks have pushed
+to all servers, it asks when all its ranks ask, and they are answered together. Its clock is the number of its next
+step; the version is the number of updates so far.
 
     sync          update v takes the gradients of step v of all workers; a worker that has pushed waits for the update
     async         every gradient is an update of its own, at once; nobody waits
@@ -235,8 +235,8 @@ class Consistency:
 class Rules:
     """One rule, or several that know nothing of each other.
 
-    Stages of a pipeline that never drains do not wait for each other, so each of them follows a rule of its own. Worker
-    r * stages + s is stage s of replica r, and worker r of rule s.
+    Stages of a pipeline that never drains do not wait for each other, so each of them follows a rule of its own. With
+    n rules, worker r * n + s is stage s of replica r, and worker r of rule s.
 
         stage 1    ANSWER 1, ANSWER 3 | TAKE 3, APPLY | ANSWER 3 | TAKE 1, APPLY ...      2 replicas of 2 stages
         stage 0    ANSWER 0, ANSWER 2                              | TAKE 2, APPLY ...
@@ -244,21 +244,21 @@ class Rules:
     order   a recorded log, from which they go on
     """
 
-    def __init__(self, mode: Mode, workers: int, steps: int, stages: int = 1, order: Iterable[Row] = ()) -> None:
-        self.mode, self.stages = mode, stages
-        self.each = [Consistency(mode, workers // stages, steps) for _ in range(stages)]
+    def __init__(self, mode: Mode, workers: int, steps: int, rules: int = 1, order: Iterable[Row] = ()) -> None:
+        self.mode, self.count = mode, rules
+        self.each = [Consistency(mode, workers // rules, steps) for _ in range(rules)]
         for row in order:
             self.follow(row)
 
     def _of(self, worker: int) -> Consistency:
-        return self.each[worker % self.stages]
+        return self.each[worker % self.count]
 
     def _named(self, rule: int, row: Row) -> Row:
         """A row of a rule as it stands in the log of all."""
-        return row._replace(worker=row.worker * self.stages + rule if row.worker >= 0 else -1 - rule)
+        return row._replace(worker=row.worker * self.count + rule if row.worker >= 0 else -1 - rule)
 
     def _workers(self, found: Callable[[Consistency], Iterable[int]]) -> list[int]:
-        return [w * self.stages + s for s, rule in enumerate(self.each) for w in found(rule)]
+        return [w * self.count + s for s, rule in enumerate(self.each) for w in found(rule)]
 
     @property
     def members(self) -> set[int]:
@@ -273,11 +273,11 @@ class Rules:
         for rule in self.each:
             rule.absent = set()
         for worker in workers:
-            self._of(worker).absent.add(worker // self.stages)
+            self._of(worker).absent.add(worker // self.count)
 
     @property
     def pushed(self) -> dict[int, int]:
-        return {w * self.stages + s: step for s, rule in enumerate(self.each) for w, step in rule.pushed.items()}
+        return {w * self.count + s: step for s, rule in enumerate(self.each) for w, step in rule.pushed.items()}
 
     @property
     def asking(self) -> list[int]:
@@ -291,7 +291,7 @@ class Rules:
     def clock(self, worker: int) -> int:
         """The number of a worker's next step, or where steps are those of all workers, of the next update."""
         rule = self._of(worker)
-        return rule.clocks.get(worker // self.stages, 0) if self.mode.each else rule.version
+        return rule.clocks.get(worker // self.count, 0) if self.mode.each else rule.version
 
     @property
     def over(self) -> bool:
@@ -299,31 +299,31 @@ class Rules:
         return not any(rule.members for rule in self.each)
 
     def join(self, worker: int) -> Row:
-        return self._named(worker % self.stages, self._of(worker).join(worker // self.stages))
+        return self._named(worker % self.count, self._of(worker).join(worker // self.count))
 
     def push(self, worker: int, step: int) -> None:
-        self._of(worker).push(worker // self.stages, step)
+        self._of(worker).push(worker // self.count, step)
 
     def known(self, worker: int, step: int) -> bool:
-        return self._of(worker).known(worker // self.stages, step)
+        return self._of(worker).known(worker // self.count, step)
 
     def ask(self, worker: int) -> None:
-        self._of(worker).ask(worker // self.stages)
+        self._of(worker).ask(worker // self.count)
 
     def forget(self, worker: int) -> None:
         """A worker asks no more."""
-        self._of(worker).asking.pop(worker // self.stages, None)
+        self._of(worker).asking.pop(worker // self.count, None)
 
     def leave(self, worker: int, removed: bool = False) -> Row:
-        return self._named(worker % self.stages, self._of(worker).leave(worker // self.stages, removed))
+        return self._named(worker % self.count, self._of(worker).leave(worker // self.count, removed))
 
     def decide(self) -> list[Row]:
         """The next action that is ready, as `Consistency.decide` gives it, of the first rule that has one."""
         for s, rule in enumerate(self.each):
             if rows := rule.decide():
-                return [self._named(s, row) for row in rows] if self.stages > 1 else rows
+                return [self._named(s, row) for row in rows] if self.count > 1 else rows
         return []
 
     def follow(self, row: Row) -> None:
-        worker = row.worker // self.stages if row.worker >= 0 else -1
-        self.each[row.worker % self.stages if row.worker >= 0 else -1 - row.worker].follow(row._replace(worker=worker))
+        worker = row.worker // self.count if row.worker >= 0 else -1
+        self.each[row.worker % self.count if row.worker >= 0 else -1 - row.worker].follow(row._replace(worker=worker))

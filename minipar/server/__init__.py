@@ -9,7 +9,8 @@ and `bytes_sent` are per step.
 
 A worker may be one rank of a pipeline, with some layers, or share layers with others; `shard.Division` says who has
 what. For the rule all ranks of a replica are one worker, and they start again together (lives.py). In mode sync layers
-may be served one by one (overlap=priority).
+may be served one by one (overlap=priority, and pipelines without flushes). In modes async and ssp each stage of such a
+pipeline is a worker of a rule of its own.
 
 What stands where, from the ground up: framing.py says what a message is, and how both ends prove that they know the
 token of the folder in which they meet (rendezvous.py). Servers use sockets of their own with a fixed header and raw

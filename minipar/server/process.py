@@ -18,8 +18,8 @@ however often it is sent.
 
 Where every group is served by itself (overlap=priority), a server updates a group as soon as all workers have pushed
 it, and sends it at once, to each worker in the order in which that pulls. Nobody decides this, since in mode sync it
-changes no number; server 0 only keeps the order of whole updates. A piece of a group that is served by itself is a
-group here, with keys of its own.
+changes no number; server 0 only keeps the order of whole updates. So are the layers of pipelines without flushes. A
+piece of a group that is served by itself is a group here, with keys of its own, and so are groups that travel together.
 
 A worker that begins a step again then needs groups that are updated already as they were before (on_death=continue).
 No server begins an update before the last one is complete everywhere, and until this one is, it keeps what it has
@@ -101,7 +101,7 @@ class Settings:
     processes       of the workers, where they are on this machine: one that is stopped before it connects is noticed
     division        which workers have which keys; None: each pulls all of them at once
     replicas        the workers of each replica, or of each stage of one; (): every worker is one by itself
-    stages          how many rules there are: one, or one for each stage
+    rules           how many rules there are: one, or one for each stage
     checked         what is noted to be compared: the keys of each parameter group, or piece of one, by its name
     clip            the norm to which an update's gradient is scaled down, that of all parts together; None: it is not
     saved           the saved run from which everything goes on
@@ -125,11 +125,11 @@ class Settings:
     division: Division | None = None
     checked: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     replicas: tuple[tuple[int, ...], ...] = ()
-    stages: int = 1
+    rules: int = 1
 
     @property
     def members(self) -> int:
-        """How many workers the rule has: the replicas that are expected from the start."""
+        """How many workers the rules have: the replicas, or their stages, that are expected from the start."""
         return len(self.replicas) or self.workers
 
 
@@ -178,7 +178,8 @@ def rows_of(table: Tensor) -> list[Row]:
 
 
 class Replicas:
-    """Which workers are one replica, as `Settings` say it; one that they do not name is a replica by itself."""
+    """Which workers are one replica, or one stage of one, as `Settings` say it; one that they do not name is a replica
+    by itself."""
 
     def __init__(self, replicas: Sequence[tuple[int, ...]] = ()) -> None:
         self.workers = dict(enumerate(replicas))
@@ -298,8 +299,7 @@ class Gathering:
         self.division, self.shard = division, shard
         here = [frozenset(k for k in keys if k in shard.by_tensor) for keys in division.keys]
         self.group_of = {k: g for g, keys in enumerate(division.keys) for k in keys}
-        of = [division.of(worker) for worker in range(len(division.held))]
-        self.wanted = [sum(len(here[g] & of[worker]) for worker in division.holders(g)) for g in range(len(here))]
+        self.wanted = [sum(len(mine & division.own[w]) for w in division.holders(g)) for g, mine in enumerate(here)]
         self.mine = sum(map(bool, self.wanted))
         self.orders = [[g for g in held if here[g]] for held in division.held]
         self.counts: Counter[tuple[int, int]] = Counter()
@@ -372,7 +372,7 @@ class Server:
         self.all_pieces = pieces_of(handle.keys, self.count)
         self.shard = self._new_shard()
         division = settings.division
-        self.held = [] if division is None else [division.of(worker) for worker in range(settings.workers)]
+        self.held = [] if division is None else list(division.own)
         self.replicas = Replicas(settings.replicas)
         self.each = division if division is not None and division.each else None
         self.runs: dict[tuple[int, int], list[Run]] = {}  # (worker, group) -> what it gets of that; -1: of all groups
@@ -470,7 +470,7 @@ class Server:
 
     @property
     def version(self) -> int:
-        """The number of updates that are made here."""
+        """The number of updates that are made here, of all stages together where each has its own."""
         return self.shard.updates
 
     def _gone(self, peer: Peer) -> None:
@@ -531,7 +531,7 @@ class Server:
         snapshot.remove_after(self.folder, self.number, number)
         self.served.order = order
         settings = self.settings
-        self.rule = Rules(settings.mode, settings.members, settings.steps, settings.stages, order)
+        self.rule = Rules(settings.mode, settings.members, settings.steps, settings.rules, order)
         if self.settings.together:
             here = {row.worker for row in order if row.kind is JOIN}
             self.rule.absent = set(range(self.settings.members)) - here
@@ -865,8 +865,10 @@ class Server:
         found = [self._found(take) for take in self.taking]
         taken = [pushed for some in found for pushed in some]
         self.taking.clear()
+        if not taken and self.settings.rules > 1:  # (of this stage nothing is here)
+            return
         self.reach("apply")
-        number = row.version if self.settings.stages > 1 else None
+        number = row.version if self.settings.rules > 1 else None
         some = None if number is None else frozenset().union(*(pushed.held for pushed in taken))
         gradients = self.shard.combine(taken, some, scale_of(found), number)
         if self.settings.clip is None:
@@ -903,7 +905,9 @@ class Server:
         self._apply(row, taken, gradients, start)
 
     def _apply(self, row: Row, taken: list[Pushed], gradients: Gradients, start: float) -> None:
-        self.shard.apply(taken, gradients, row.version if self.settings.stages > 1 else None)
+        self.shard.apply(taken, gradients, row.version if self.settings.rules > 1 else None)
+        if self.settings.rules > 1:
+            self.shard.forget(self.rule.version)
         self.reach("apply")
         end = time.perf_counter()
 
@@ -922,7 +926,7 @@ class Server:
         assert self.settings.pacing is not None
         known = self.settings.pacing.updates
         which = group if group >= 0 else row.worker
-        self.pace.work(end - start if known is None else known[self.number].get(which, 0.0), note)
+        self.pace.work(end - start if known is None else known[self.number][which], note)
 
     # groups one by one ------------------------------------------------------------------------------------------------
 
@@ -1027,7 +1031,9 @@ class Server:
             since = self.stopped.setdefault(worker, now) if stopped else self.stopped.pop(worker, now)
             silent = seconds >= patience or (stopped and now - since >= min(patience, STOPPED))
             pulls = worker in self.arrivals.pulling.who.get(replica, ()) and not stopped
-            if not silent or pulls or replica in {*self.rule.asking, *self.rule.pushed}:
+            # (A stage may wait for another one of its replica, which must not go on yet.)
+            waiting = {one // self.rule.count for one in (*self.rule.asking, *self.rule.pushed)}
+            if not silent or pulls or replica // self.rule.count in waiting:
                 continue
             here = replica in self.rule.absent if peer is None else peer.process and at_work(peer.process)
             if here and not stopped:

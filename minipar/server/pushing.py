@@ -89,7 +89,7 @@ class Servers:
         self.handle, self.worker, self.patience, self.reach = handle, worker, patience, reach
         self.keys = handle.keys
         self._at_servers = pieces_of(self.keys, handle.count)
-        held = frozenset(range(len(self.keys))) if division is None else division.of(worker)
+        held = frozenset(range(len(self.keys))) if division is None else division.own[worker]
         self._numbers: dict[str | int, list[int]] = {}  # (a parameter that is served in pieces has several keys)
         for k, key in enumerate(self.keys):
             if key.cut is None or k in held:
@@ -356,7 +356,7 @@ class Servers:
         assert self._each is not None
         server = self.connections.index(connection)
         if (server, message.key) not in self._runs_of:
-            held = self._each.of(self.worker)
+            held = self._each.own[self.worker]
             wanted = held.intersection(self._each.keys[message.key])
             self._runs_of[server, message.key] = runs_of(self._at_servers[server], held, wanted)
         for start, stop, place in self._runs_of[server, message.key]:

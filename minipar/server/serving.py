@@ -291,8 +291,8 @@ def _first_pulls(program: Program) -> list[Instruction]:
 
 
 def _numbers(program: Program) -> dict[Portion, int]:
-    """Every group, or piece of one, with the number of what servers serve by itself: of that, or of the groups that are
-    pulled together, where these are updated and answered before others."""
+    """Every group, or piece of one, with its number. Where some are updated and answered before others, those that are
+    pulled together have the same number."""
     together = {one: {one} for one in _served_alone(program)}
     for ins in _first_pulls(program) if served_order.is_by_layer(program) else ():
         whole = set().union(*(together[one] for one in portions(ins)))
@@ -450,7 +450,8 @@ def _times(program: Program, taken: list[Step], served: list[Served], keys: tupl
     rules = {rank: number % program.rules for number, ranks in enumerate(program.served_workers) for rank in ranks}
     for rank, one in enumerate(served, program.workers):
         pieces: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
-        done: dict[tuple[Op, int, int, int], tuple[float, float]] = {}  # op, peer, step, of what (-1: of all)
+        # op, peer (of an update -1 - rule), step, of what (-1: of all)
+        done: dict[tuple[Op, int, int, int], tuple[float, float]] = {}
         for event in one.events:
             span = event.start, event.end
             if event.kind == 0:

@@ -146,10 +146,6 @@ class Division:
     each: bool
     ahead: bool = False
 
-    def of(self, worker: int) -> frozenset[int]:
-        """The keys that a worker has."""
-        return self.own[worker]
-
     def holders(self, group: int) -> list[int]:
         """The workers that have a group."""
         return [worker for worker, held in enumerate(self.held) if group in held]
@@ -364,12 +360,17 @@ class Shard:
 
     def end(self, taken: Sequence[Pushed], number: int | None = None) -> None:
         """All tensors of an update are there: the next one begins, and its gradients are free."""
-        if self.update.schedule is not None and number is None:  # (else another stage may be behind)
-            self.update.schedule.forget(self.updates)
+        if number is None:  # (else another stage may be behind)
+            self.forget(self.updates)
         self.updates += 1
         self.furthest = self.updates if number is None else max(self.furthest, number + 1)
         for pushed in taken:
             self.let_go(pushed)
+
+    def forget(self, number: int) -> None:
+        """Forget what the scheduler has said of the updates before this one."""
+        if self.update.schedule is not None:
+            self.update.schedule.forget(number)
 
     def _add(self, taken: Sequence[Pushed], scale: float) -> None:
         """Sum whole gradients and scale the sum, in the memory of the first."""
@@ -419,7 +420,9 @@ class Shard:
         for k, pushed in enumerate(whole):
             tensors[f"pushed/{k}"] = pushed.room.flat
         facts = [[p.worker, p.life, p.step, p.rows, p.of, sorted(p.held)] for p in whole]
-        return tensors, {"numbers": numbers, "pushed": facts, "updates": self.updates}
+        return tensors, {
+            "numbers": numbers, "pushed": facts, "updates": self.updates, "furthest": self.furthest
+        }  # fmt: skip
 
     def restore(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
         """Go back to what `state` gave."""
@@ -444,7 +447,7 @@ class Shard:
             states.setdefault(int(k), {})[state] = number
         if self.update.schedule is not None and facts["updates"] < self.updates:
             self.update = self._begun(self.update.factory, self.update.forms)
-        self.updates = self.furthest = facts["updates"]
+        self.updates, self.furthest = facts["updates"], facts["furthest"]
         # (torch counts parameters by group; those that are in no group have no state)
         place = {id(p): k for k, p in enumerate(p for group in self.optimizer.param_groups for p in group["params"])}
         numbered = {place[id(self.parameters[k])]: found for k, found in states.items()}

@@ -356,9 +356,9 @@ def check_needs(plan: Plan, key: str, default: object, need: Need) -> None:
 
 INTRODUCTION = """# What goes together
 
-The keys of a plan go together, but for these pairs of choices. An `x` is fundamental: the two contradict each other. An
-`o` would be refused because nobody has built it yet. (A model can exclude a choice, too: branches, tied layers, layers
-that take whole sequences. The message says so then.)
+The keys of a plan go together, but for these pairs of choices. Each is fundamental: the two contradict each other. None
+is refused because nobody has built it yet, which an `o` would say. (A model can exclude a choice, too: branches, tied
+layers, layers that take whole sequences. The message says so then.)
 
 This page is made from the table that refuses, as `minipar keys --markdown` prints it. What was run of it stands below.
 """

@@ -104,7 +104,7 @@ class Plan:
         keys.BUCKET,
         "size of gradient messages: MiB; none: one message per parameter; flat: one for all; 4x: four of about equal "
         "size; 7,3: these layers end one; auto: the size that is predicted to be best. Default 25, or 8 with zero=3, "
-        "whose layers come one by one",
+        "whose layers come one by one, or none where servers answer a schedule without flushes layer by layer",
     )
     overlap: str = key(
         "backward",
@@ -173,8 +173,8 @@ class Plan:
     mode: str = key(
         "sync",
         keys.MODE,
-        "of servers: async: each gradient is an update; ssp:S: the same, with nobody more than S steps ahead; "
-        "k-of-n:K/N: the first K gradients of a step",
+        "of servers: async: each gradient is an update; ssp:S: the same, with nobody more than S steps (without "
+        "flushes, updates) ahead; k-of-n:K/N: the first K gradients of a step",
         exclusions.SERVED,
     )
     servers: int = key(1, whole(1), "parameter servers; they are ranks beside the workers", exclusions.SERVED)

@@ -57,16 +57,17 @@ def as_it_happened(template: Program, order: Sequence[Row], shares: Sequence[dic
     shares   what each server keeps, from `shares.shares_of`
     """
     workers = template.workers
-    steps: list[list[int]] = [[] for _ in range(template.replicas)]
-    for k in completed(order) if not template.virtual_workers else ():
-        steps[order[k].worker].append(order[k].step)
     blocks: list[dict[int, list[Instruction]]] = [{} for _ in range(workers)]
     for rank in range(workers):
         for ins in template.ranks[rank]:
             blocks[rank].setdefault(ins.step, []).append(ins)
-    ranks = [tuple(ins for s in steps[template.replica(rank)] for ins in blocks[rank][s]) for rank in range(workers)]
-    if template.virtual_workers:  # (whose steps overlap)
+    if template.virtual_workers:  # (whose steps overlap: each does all of them)
         ranks = list(template.ranks[:workers])
+    else:
+        steps: list[list[int]] = [[] for _ in range(template.replicas)]
+        for k in completed(order):
+            steps[order[k].worker].append(order[k].step)
+        ranks = [tuple(ins for s in steps[template.replica(r)] for ins in blocks[r][s]) for r in range(workers)]
     return replace(template, ranks=(*ranks, *of_servers(order, shares, blocks, template.served_workers)))
 
 
@@ -120,7 +121,7 @@ def _server(
 
 
 def is_by_layer(program: Program) -> bool:
-    """Whether a server answers a worker's step in several messages, each with some layers, or a stage's by itself."""
+    """Whether servers update and answer some layers before others, in an order that is known before the run."""
     if program.virtual_workers:
         return program.serving is not None and program.serving.mode == "sync"
     pulls = Counter(

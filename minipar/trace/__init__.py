@@ -279,7 +279,7 @@ class Trace:
         if self.program.serving is not None and not self.program.virtual_workers:
             return service.staleness(self.program)
         last = self.program.last_of_update
-        given, into = service.numbers(self.program) if last is Op.PUSH else ({}, {})
+        given, into = service.sent_and_taken(self.program) if self.program.rules > 1 else ({}, {})
 
         def of(rank: int) -> int:
             used: dict[tuple[int, int, int], int] = {}

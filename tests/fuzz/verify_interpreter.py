@@ -1389,6 +1389,7 @@ class _Service(_Machine):
             raise Wrong(f"mode={mode} with contract {program.contract}")
         self.layered = bool(found[1])
         self.stages = False  # whether each stage is updated by itself
+        self.into: dict[tuple[int, int], int] = {}  # worker, step -> the update that has taken its gradient
         if self.every:
             raise Wrong("servers of workers that update alone")
         self.shares = [{v.index for v in held if v.kind == "served"} for held in program.state[self.workers :]]
@@ -1530,6 +1531,7 @@ class _Service(_Machine):
             if mine & self.applied:
                 raise Wrong(f"rank {rank} `{ins}` takes a gradient twice")
             self.applied |= mine
+            self.into[worker, step] = version
             late = version - min(v for (w, s, _, _), v in self.pulls.items() if (w, s) == (worker, step))
             if bound is not None and late > bound:
                 raise Wrong(f"rank {rank} `{ins}` takes a gradient that is {late} updates old")
@@ -1650,6 +1652,8 @@ class _VirtualWorkers(_Service):
         if set(ins.writes) != {Value("param", g, -1, ins.step) for g in ins.layers} or ins.reads:
             raise Wrong(f"rank {rank} `{ins}` does not write what it pulls")
         version = ins.step if content is None else content
+        if self.stages and self.known and ins.step and version <= self.into.get((rank, ins.step - 1), version):
+            raise Wrong(f"rank {rank} `{ins}` pulls a version without its own update")
         mine = self.replica[rank], frozenset(v for v in self.program.state[rank] if v.kind == "param"), ins.step
         if version != (self.came.setdefault(mine, version) if self.stages else ins.step):
             raise Wrong(f"rank {rank} `{ins}` pulls another version")

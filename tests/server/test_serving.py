@@ -680,7 +680,9 @@ def test_emulated_links_reach_the_servers(emulated, mode, servers):
 @pytest.mark.parametrize("words", ["dp=2 sync=ps servers=2 overlap=priority bucket=none",
                                    "dp=2 sync=ps servers=2 overlap=priority bucket=0.004",
                                    "pp=2 sync=ps microbatches=2",
-                                   "pp=2 dp=2 sync=ps servers=2 mode=k-of-n:2/2 microbatches=2"])  # fmt: skip
+                                   "pp=2 dp=2 sync=ps servers=2 mode=k-of-n:2/2 microbatches=2",
+                                   "pp=2 dp=2 sync=ps servers=2 mode=async schedule=pipedream microbatches=2",
+                                   "dp=2 sync=ps bucket=flat schedule=pipedream-2bw microbatches=2"])  # fmt: skip
 def test_emulated_links_of_layers_one_by_one_and_of_pipelines(emulated, words):
     both = tuple(torch.randn(2, 12, 40, generator=torch.Generator().manual_seed(0)))
     found = shortest(lambda: train(four_layers, both, words, cluster=emulated(Plan.parse(words).ranks), steps=3,

@@ -12,9 +12,10 @@ from torch import nn
 from minipar import Plan, resume, simulate, train, verify
 from minipar.errors import ProgramError
 from minipar.program import Op, Program, param
-from minipar.program.verify.service import numbers
+from minipar.program.verify.service import sent_and_taken
 from minipar_widgets import ServerView
 from tests.fuzz.trial import trial
+from tests.fuzz.verify_interpreter import judge
 
 WORDS = "dp=2 pp=2 sync=ps split=2,4"
 
@@ -91,6 +92,8 @@ def test_numbers_are_right(clusters, tmp_path, words):
         ("dp=2 pp=2 schedule=pipedream-vertical mode=ssp:0 offload=parameters checkpoint=1", "equal"),
         ("dp=2 ep=2 schedule=pipedream-2bw mode=async bucket=flat overlap=none", "equal"),
         ("pp=2 schedule=pipedream mode=async servers=2", "equal"),
+        ("dp=2 pp=2 schedule=pipedream mode=async servers=2 check=true", "equal"),
+        ("pp=2 tp=2 schedule=pipedream mode=ssp:0 servers=2 check=true", "equal"),
     ],
 )
 def test_numbers_are_right_with_other_keys(clusters, words, kind):
@@ -181,7 +184,7 @@ def test_what_happens_is_simulated(words):
     verify(trace.program)
     assert Program.from_json(trace.program.to_json()) == trace.program
     assert program.updates == 8
-    given, into = numbers(trace.program)
+    given, into = sent_and_taken(trace.program)
     assert {rank for rank, _ in into} == {0, 1, 2, 3}
     late = {rank: max(into[rank, k] - given[rank, k] for k in range(8)) for rank in range(4)}
     bound = {"mode=async": 8, "mode=ssp:0": 1, "mode=ssp:1": 3}[words.split()[0]]
@@ -192,22 +195,39 @@ def test_what_happens_is_simulated(words):
 
 def test_an_update_without_the_gradient_of_its_replica_is_refused():
     program = Plan.parse("dp=2 pp=2 sync=ps schedule=pipedream mode=async").compile(layers=4, steps=3)
-    done = simulate(program, forward=1.0, backward=2.0).program
+    done = simulate(program, forward=1.0, backward=2.0, stage_factors=(1, 1, 3, 3, 1)).program
     verify(done)
     (server,) = done.ranks[4:]
-    apply = next(k for k, ins in enumerate(server) if ins.op is Op.APPLY)
-    reply = next(k for k, ins in enumerate(server) if ins.op is Op.REPLY and ins.step == 1)
+    apply = first(server, Op.APPLY)
+    rank = server[apply].reads[0].microbatch
+    reply = next(k for k, ins in enumerate(server) if (ins.op, ins.peer, ins.step) == (Op.REPLY, rank, 1))
     assert apply < reply
-    early = later(list(server), apply, reply)
-    early = [ins for ins in early if ins.op is not Op.APPLY or ins is server[apply]]
-    with pytest.raises(ProgramError):
-        verify(done.with_rank(4, early))
+    with pytest.raises(ProgramError, match=r"without the replica's own update 0; possible is one that has it"):
+        verify(done.with_rank(4, later(list(server), apply, reply)))
+    assert "without its own update" in judge(done.with_rank(4, later(list(server), apply, reply)))
     flushed = Plan.parse("dp=2 sync=ps").compile(layers=4)
     with pytest.raises(ProgramError, match="serving: steps overlap, with contract Synchronous; possible is Staleness"):
         verify(replace(flushed, serving=replace(flushed.serving, overlapping=True)))
     mixed = replace(done, serving=replace(done.serving, mode="k-of-n:1/2"))
     with pytest.raises(ProgramError, match="in which replicas leave steps out; possible are sync, async, ssp"):
         verify(mixed)
+
+
+def test_an_update_of_several_replicas_is_refused():
+    program = Plan.parse("dp=2 pp=2 sync=ps schedule=pipedream mode=async").compile(layers=4, steps=3)
+    done = simulate(program, forward=1.0, backward=2.0).program
+    (server,) = done.ranks[4:]
+    last = [k for k, ins in enumerate(server) if ins.op is Op.APPLY and ins.layers == (0, 1)][-2:]
+    one, two = (server[k] for k in last)
+    both = one._replace(reads=tuple(dict.fromkeys(two.reads + one.reads)), frees=one.frees + two.frees)
+    row = [both if k == last[1] else ins for k, ins in enumerate(server) if k != last[0]]
+    with pytest.raises(
+        ProgramError, match=r"takes gradients of 2 replicas or steps; with mode=async each is an update"
+    ):
+        verify(done.with_rank(4, row))
+    half = one._replace(reads=one.reads[1:])
+    with pytest.raises(ProgramError, match="takes gradients of grad.* of other replicas or steps than update"):
+        verify(done.with_rank(4, [half if ins is one else ins for ins in server]))
 
 
 def test_layers_of_a_bucket_are_updated_and_answered_together():

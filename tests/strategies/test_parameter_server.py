@@ -388,7 +388,7 @@ def test_who_waits_for_a_straggler():
 def test_steps_of_different_versions_are_refused():
     trace = simulate(compiled("mode=async", steps=4), stage_factors=[5.0, 1, 1, 1])
     bad = replace(trace.program, contract=Staleness(1))
-    with pytest.raises(ProgramError, match="takes a gradient of rank 0 that is . updates old; its contract allows 1"):
+    with pytest.raises(ProgramError, match="takes a gradient of rank 0 that is . updates old; possible are at most 1"):
         verify(bad)
 
 
@@ -500,7 +500,7 @@ def test_one_that_was_removed_comes_back():
 
 
 def test_stages_follow_rules_of_their_own():
-    rules = Rules(Mode.parse("ssp:0", 2), 4, 2, stages=2)
+    rules = Rules(Mode.parse("ssp:0", 2), 4, 2, rules=2)
     rules.absent = set(range(4))
     for worker in range(3):
         rules.ask(worker)

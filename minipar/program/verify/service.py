@@ -7,7 +7,8 @@
   3. all together  Walking the lists ends. All parameters of a replica's step have one version, on all its ranks. An
                    update takes the gradients of all ranks of a replica or none, on all servers those of the same
                    replicas, each once, and none of parameters that are older than the contract allows. In mode sync
-                   an update takes all gradients of a step.
+                   an update takes all gradients of a step; in modes async and ssp those of one replica. Where stages do
+                   not wait for each other, this holds for each stage of a replica.
 
 In the other modes servers decide as they run. Their program has no instructions for servers before it has run; then
 the first question is checked, and that the workers do not wait for each other for ever.
@@ -18,7 +19,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 
-from minipar.errors import ProgramError
+from minipar.errors import PlanError, ProgramError
 from minipar.program import (
     COPIES,
     Instruction,
@@ -163,6 +164,10 @@ def _check_names(program: Program) -> None:
     if program.serving.mode != "sync" and not isinstance(program.contract, Staleness):
         contract = type(program.contract).__name__
         raise ProgramError(f"mode={program.serving.mode} with contract {contract}: possible is Staleness, or mode sync")
+    try:
+        Mode.parse(program.serving.mode, program.replicas)
+    except PlanError as error:
+        raise ProgramError(f"serving: {error}") from None
     if program.virtual_workers and not isinstance(program.contract, Staleness):
         contract = type(program.contract).__name__
         raise ProgramError(f"serving: steps overlap, with contract {contract}; possible is Staleness")
@@ -301,6 +306,7 @@ class _Versions:
     applied   (server, portion, rank, step) of each gradient that went into an update
     taken     for each rule and update, what the first server to make it has taken: that server, and workers of the rule
               with their steps
+    into      for each worker of the rule and step, the update that has taken its gradients
     bound     how many updates may be made between a pull and the update with the gradients of its step; None: any
               number
     """
@@ -309,6 +315,7 @@ class _Versions:
         assert program.serving is not None
         self.program = program
         mode, contract = Mode.parse(program.serving.mode, program.replicas), program.contract
+        self.each = mode.each
         self.synchronous, self.bound = not isinstance(contract, Staleness), getattr(contract, "bound", 0)
         if program.virtual_workers:  # (whose contract is that of the pipeline)
             self.synchronous, self.bound = mode.kind == "sync", mode.staleness(program.replicas)
@@ -323,6 +330,7 @@ class _Versions:
         self.used: dict[tuple[int, int], int] = {}
         self.applied: set[tuple[int, Portion, int, int]] = set()
         self.taken: dict[tuple[int, int], tuple[int, set[tuple[int, int]]]] = {}
+        self.into: dict[tuple[int, int], int] = {}
 
     def reply(self, rank: int, index: int, ins: Instruction) -> None:
         found = {self.version[rank, portion] for portion in portions(ins)}
@@ -336,6 +344,11 @@ class _Versions:
         if self.used.setdefault(step, version) != version:
             reason = f"{where} brings version {version}, but other parameters of this step are of"
             raise refuse(self.program, rank, index, f"{reason} version {self.used[step]}")
+        number, k = step
+        alone = self.program.virtual_workers and not self.synchronous
+        if alone and k and version <= self.into.get((number, k - 1), version):
+            reason = f"{where} brings parameters after {several(version, 'update')}, without the replica's own update"
+            raise refuse(self.program, rank, index, f"{reason} {k - 1}; possible is one that has it")
         if self.synchronous and version != ins.step:
             reason = (
                 f"{where} brings parameters after {several(version, 'update')}; a synchronous program "
@@ -354,12 +367,16 @@ class _Versions:
             g, update = portion.group, self.version[rank, portion]
             workers = {(self.worker[other], step) for other, step in found[g]}
             if not self.synchronous:
-                rule = min(self.holders[g], default=0) if program.rules > 1 else 0
-                rule = self.worker[rule] % program.rules
+                rule = self.worker[min(self.holders[g], default=0)] % program.rules
                 other, first = self.taken.setdefault((rule, update), (rank, workers))
                 if workers != first:
                     reason = f"{where} takes gradients of grad({g}) of other replicas or steps than update {update}"
                     raise refuse(program, rank, index, f"{reason} does elsewhere (on rank {other})")
+                if self.each and len(workers) > 1:
+                    reason = f"{where} takes gradients of {several(len(workers), 'replica')} or steps"
+                    mode = program.serving.mode if program.serving else ""
+                    raise refuse(program, rank, index, f"{reason}; with mode={mode} each is an update of its own")
+                self.into |= dict.fromkeys(workers, update)
                 everyone = ((w, step) for number, step in workers for w in program.served_workers[number])
                 if lost := {(w, step) for w, step in everyone if w in self.holders[g]} - found[g]:
                     reason = f"{where} takes grad({g}) of a part of replica {program.replica(min(lost)[0])}"
@@ -374,7 +391,7 @@ class _Versions:
                 late = update - self.used[self.worker[worker], step]
                 if bound is not None and late > bound:
                     reason = f"{where} takes a gradient of rank {worker} that is {several(late, 'update')} old"
-                    raise refuse(program, rank, index, f"{reason}; its contract allows {bound}")
+                    raise refuse(program, rank, index, f"{reason}; possible are at most {bound}")
             missing = {(worker, update) for worker in self.holders[g]} - found[g] if self.synchronous else ()
             if missing:
                 reason = f"{where} comes before all gradients are there: rank {min(missing)[0]}'s of step {update}"
@@ -382,7 +399,7 @@ class _Versions:
             self.version[rank, portion] += 1
 
 
-def numbers(program: Program) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
+def sent_and_taken(program: Program) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
     """Of pipelines without flushes, for each rank and step: after how many updates of its layers its parameters were
     sent, and which update has taken its gradients."""
     given: dict[tuple[int, int], int] = {}

@@ -5,7 +5,8 @@
 What a rank pushes waits here, by group and update, until all ranks that hold the group have pushed theirs. Together it
 is what an update takes, and it is checked as that of a STEP is when a rank has pulled the version that the update made:
 from every server that keeps a part of it. The last update is pulled by nobody, and is checked at the end. In modes
-async and ssp an update is of one replica: its own is in the version that it pulls next, with any others.
+async and ssp an update is of one replica. The version that it pulls next has its own updates up to that one, as
+service.py checks, and any number of the others'.
 
 A rank is at one version with the servers: it pulls some of v1 before it pushes to update 1, and has pulled all of v1
 and pushed all of its update before it pulls any of v2.
@@ -32,6 +33,7 @@ class ServedContents(StaleContents):
     last      (rank, group) -> the place of the last PUSH of it
     pulled    (rank, group, version) -> the servers from which it was pulled
     at        for each rank, the version that it pulls and then pushes to; -1 before the first one
+    unchecked (rank, place, group, update) of versions that were pulled before it was known what they are made of
     """
 
     def __init__(self, program: Program) -> None:
@@ -51,9 +53,12 @@ class ServedContents(StaleContents):
         self.last: dict[tuple[int, int], int] = {}
         self.pulled: dict[tuple[int, int, int], set[int]] = defaultdict(set)
         self.at = [-1] * program.workers
+        self.unchecked: list[tuple[int, int, int, int]] = []
 
     def follow(self, turns: Iterable[Turn]) -> None:
         super().follow(turn for turn in turns if turn[2] is None or turn[2].op not in _OF_SERVERS)
+        for each in self.unchecked:
+            self._check_made(*each)
         for (rank, g), index in self.last.items():
             if self.at[rank] not in map(version_of, self.alive[rank].get(g, ())):
                 raise ProgramError(f"rank {rank} ends without {param(g, self.at[rank])}, its newest version")
@@ -78,7 +83,10 @@ class ServedContents(StaleContents):
             g, here = value.index, self.pulled[rank, value.index, ins.step]
             here.add(ins.peer)
             if here == self.keepers[g] and ins.step:
-                self._check_made(rank, index, g, ins.step - 1)
+                if self.program.undecided:  # (then a PULL waits for nothing, and other ranks may push later)
+                    self.unchecked.append((rank, index, g, ins.step - 1))
+                else:
+                    self._check_made(rank, index, g, ins.step - 1)
                 known[value._replace(step=-1)] = ins.step
         self._make(rank, index, ins)
 

@@ -20,9 +20,10 @@ replicas have pushed its gradient, and answered at once: no stage waits for anot
 several layers go together.
 
 In modes async and ssp every gradient of a stage is an update of its own, at once, and the replica's next version of
-this stage is what servers have when it asks. (In ssp it waits for the slowest replica first: HetPipe's clock distance
-D is S.) Stages do not wait for each other, so each follows the rule by itself: what a stage pulls is of one version,
-and two stages of a replica may have seen different numbers of updates.
+this stage is what servers have when it asks. In ssp a stage first waits until it is at most S updates ahead of the same
+stage of the slowest replica. (HetPipe bounds the distance D of replicas in waves, of as many micro-batches as a replica
+has in flight.) Stages do not wait for each other, so each follows the rule by itself: what a stage pulls is of one
+version, and two stages of a replica may have seen different numbers of updates.
 
 A rank waits for a version where it first uses it, or before it pushes to the update after it: its connections are at
 one version at a time. Nobody pulls what the last update makes. A version is there when all servers have sent their
