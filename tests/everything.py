@@ -88,7 +88,7 @@ def lint() -> Part:
 def parts_of(folders: tuple[str, ...], count: int) -> list[list[str]]:
     """The test files of folders (or files), dealt out like cards: the long lessons stand side by side."""
     found = [
-        [ROOT / each] if each.endswith(".py") else [*(ROOT / each).rglob("test_*.py"), *(ROOT / each).rglob("*.ipynb")]
+        [ROOT / each] if each.endswith(".py") else (ROOT / each).rglob("*.ipynb" if each == "lessons" else "test_*.py")
         for each in (("tests",) if folders == OTHERS else folders)
     ]
     files = sorted(chain(*found))
