@@ -2,10 +2,10 @@
 
 All of them (`make test`): first the tests of ranks and of messages side by side, because they mind the clock, and
 beside them only what yields to them: lint, and tests that compute. Then everything else, in parts: each part is a
-pytest of its own, and several more run at once than there are cores, because tests of ranks wait much: with four more,
-a third of the cores' time was left. The longest parts and those that wait most begin first, and others keep the cores
-busy to the end. Parts are few, because each one imports torch and starts the processes that ranks are forked from: 6
-seconds of a core.
+pytest of its own, and four more run at once than there are cores, because tests of ranks wait much. (With seven more
+they take longer: ranks that wait for each other keep their cores busy.) The longest parts and those that wait most begin
+first, and others keep the cores busy to the end. Parts are few, because each one imports torch and starts the processes
+that ranks are forked from: 6 seconds of a core.
 
 With --fast (`make check`): lint, and beside it the tests of the rooms below `cluster`, which plan, draw and predict.
 Those that need ranks, and the slow ones, are left out. tests/test_repository.py compares FAST with the rooms.
@@ -49,7 +49,7 @@ LONG: tuple[tuple[tuple[str, ...], int], ...] = (
     (("tests/strategies", "tests/fuzz"), 1),
 )
 SOLUTION = "lessons/solutions/05_allreduce.ipynb"  # tests/course/test_solutions.py runs the others, without kernels
-MORE = 7  # parts that run at once beyond the number of cores
+MORE = 4  # parts that run at once beyond the number of cores
 FAST = (
     ("tests/strategies", "tests/sharding"),
     ("tests/program", "tests/prediction", "tests/trace", "tests/costs", "tests/data", "tests/models"),
