@@ -3,9 +3,9 @@
 All of them (`make test`): first the tests of ranks and of messages side by side, because they mind the clock, and
 beside them only what yields to them: lint, and tests that compute. Then everything else, in parts: each part is a
 pytest of its own, and four more run at once than there are cores, because tests of ranks wait much. (With seven more
-they take longer: ranks that wait for each other keep their cores busy.) The longest parts and those that wait most begin
-first, and others keep the cores busy to the end. Parts are few, because each one imports torch and starts the processes
-that ranks are forked from: 6 seconds of a core.
+they take longer: ranks that wait for each other keep their cores busy.) The longest parts and those that wait most
+begin first, and others keep the cores busy to the end. Parts are few, because each one imports torch and starts the
+processes that ranks are forked from: 6 seconds of a core.
 
 With --fast (`make check`): lint, and beside it the tests of the rooms below `cluster`, which plan, draw and predict.
 Those that need ranks, and the slow ones, are left out. tests/test_repository.py compares FAST with the rooms.
