@@ -23,7 +23,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -128,18 +128,25 @@ def service_task(
     saved: Saved = None,
 ) -> dict[str, Any]:
     """What `reference.run` needs for such a replay."""
-    done = completed(order)
-    wanted = {id(answer) for answer in done.values()}
     events: list[tuple[Any, ...]] = []
-    for k, row in enumerate(order):
-        if id(row) in wanted:
-            events.append(("answer", row.worker, row.step))
-        elif k in done:
-            events.append(("arrive", row.worker, row.step, row.kind is Kind.TAKE))
-        elif row.kind is Kind.APPLY:
-            events.append(("apply",))
+    for what, row in _happened(order):
+        of = {"answer": (row.worker, row.step), "arrive": (row.worker, row.step, row.kind is Kind.TAKE), "apply": ()}
+        events.append((what, *of[what]))
     options = {"events": events, "steps": steps, "workers": workers, "microbatches": microbatches, "clip": clip}
     return task_of(job, "service", options | {"first": storing.first}, storing, saved)
+
+
+def _happened(order: list[Row]) -> Iterator[tuple[str, Row]]:
+    """What a replay needs of the servers' log: answers, gradients that arrived, and updates."""
+    done = completed(order)
+    wanted = {id(answer) for answer in done.values()}
+    for k, row in enumerate(order):
+        if id(row) in wanted:
+            yield "answer", row
+        elif k in done:
+            yield "arrive", row
+        elif row.kind is Kind.APPLY:
+            yield "apply", row
 
 
 def replay_stages(
@@ -166,16 +173,10 @@ def stages_task(
     saved: Saved = None,
 ) -> dict[str, Any]:
     """What `reference.run` needs for such a replay."""
-    done, stages = completed(rows), len(order.ranks)
-    wanted = {id(answer) for answer in done.values()}
     events: list[tuple[Any, ...]] = []
-    for k, row in enumerate(rows):
-        if id(row) in wanted:
-            events.append(("answer", *divmod(row.worker, stages), row.step))
-        elif k in done:
-            events.append(("arrive", *divmod(row.worker, stages), row.step))
-        elif row.kind is Kind.APPLY:
-            events.append(("apply", -1 - row.worker))
+    for what, row in _happened(rows):
+        of = (-1 - row.worker,) if what == "apply" else (*divmod(row.worker, len(order.ranks)), row.step)
+        events.append((what, *of))
     own = tuple(tuple(tuple(entry) for entry in row) for row in order.ranks)
     options = {"order": (own, *order[1:]), "events": events, "keep_gradients": keep_gradients, "first": storing.first}
     return task_of(job, "stages", options, storing, saved)

@@ -208,6 +208,11 @@ def test_an_update_without_the_gradient_of_its_replica_is_refused():
     flushed = Plan.parse("dp=2 sync=ps").compile(layers=4)
     with pytest.raises(ProgramError, match="serving: steps overlap, with contract Synchronous; possible is Staleness"):
         verify(replace(flushed, serving=replace(flushed.serving, overlapping=True)))
+    late = Plan.parse("dp=2 sync=ps mode=k-of-n:1/2").compile(layers=4)
+    with pytest.raises(ProgramError, match="mode=k-of-n:1/3: N must be the number of workers, 2"):
+        verify(replace(late, serving=replace(late.serving, mode="k-of-n:1/3")))
+    alone = Plan.parse("dp=2 sync=ps schedule=pipedream mode=async").compile(layers=4, steps=2)
+    verify(replace(alone, mesh=(("dp", 2),)))  # without an axis of stages there is one
     mixed = replace(done, serving=replace(done.serving, mode="k-of-n:1/2"))
     with pytest.raises(ProgramError, match="in which replicas leave steps out; possible are sync, async, ssp"):
         verify(mixed)
