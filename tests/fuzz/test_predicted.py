@@ -34,14 +34,18 @@ def test_memory_is_as_predicted(clusters, words: str) -> None:
 
 
 def test_the_report_counts_and_lists_what_is_further_away() -> None:
-    found = [Compared("dp=2", 0.001, 0.01, slower=True), Compared("pp=2", -0.03, 0.01), Compared("ep=2", refused="no experts")]
+    found = [
+        Compared("dp=2", 0.001, 0.01, slower=True),
+        Compared("pp=2", -0.03, 0.01),
+        Compared("ep=2", refused="no experts"),
+    ]
     text = report(found)
     assert text.startswith(f"{TITLE}\n")
     assert "| peak memory | 2 | 1.55% | 3.0% | 1% | 1 |" in text
     assert "| step time | 2 | 1.00% | 1.0% | 5% | 2 |" in text
     assert "| pp=2 | -3.0% | +1.0% |" in text
     assert "| dp=2 |" not in text
-    assert "four times as slow: 1 of them.)" in text
+    assert "four times as slow, as 1 were.)" in text
     assert Compared("tp=2", 0.001, -0.11).off
     assert not found[0].off
     assert "Of 1 nothing is predicted, or the model does not fit; 0 fail." in text
