@@ -141,10 +141,12 @@ class Pace:
 class Joined:
     """A collective that this rank has joined, and when each rank did."""
 
-    index: int
+    seconds: float  # that it takes
     times: Tensor  # emulated time of joining, per rank of the group; complete when `handle` is
     handle: Handle
+    before: Joined | None  # the group's collective before it, in this pass
     last: float | None = None  # when the last rank did, once that is known
+    end: float | None = None  # once that is known
 
     def arrived(self) -> None:
         """The times of all ranks are there."""
@@ -158,14 +160,14 @@ class EmulatedDevice:
     delays: Delays
     now: float = 0.0
     links: dict[int | str, Link] = field(default_factory=lambda: defaultdict(Link))  # by peer, or direction of copies
-    collectives: dict[tuple[int, ...], list[Joined]] = field(default_factory=dict)
+    latest: dict[tuple[int, ...], Joined] = field(default_factory=dict)  # collective of each group
     overruns: list[int] = field(default_factory=list)
 
     def begin(self) -> None:
         """A new pass through the program."""
         self.now = time.perf_counter()
         self.links.clear()
-        self.collectives.clear()
+        self.latest.clear()
         self.overruns = []
 
     def computed(self, index: int) -> None:
@@ -195,21 +197,9 @@ class EmulatedDevice:
         """This rank starts its next collective in a group, and tells the others when."""
         times = torch.zeros(len(group), dtype=torch.float64)
         times[group.index(comm.rank)] = self.now
-        joined = Joined(index, times, comm.iallreduce(times, group))
-        self.collectives.setdefault(group, []).append(joined)
+        handle = comm.iallreduce(times, group)
+        self.latest[group] = joined = Joined(self.delays.collective[index], times, handle, self.latest.get(group))
         return joined
-
-    def end_of(self, joined: Joined, group: tuple[int, ...]) -> float | None:
-        """When a collective ends; None while that is not known. Those of a group go in order. Two threads ask: each
-        lines them up anew."""
-        line = Link()
-        for each in self.collectives.get(group, ()):
-            if each.last is None:
-                return None
-            _, end = line.send(each.last, self.delays.collective[each.index], 0.0)
-            if each is joined:
-                return end
-        return None
 
     def wait(self, until: float, index: int) -> None:
         """Go on at the emulated time `until`, or now if that is long past: then the instruction is an overrun."""
@@ -230,19 +220,38 @@ class EmulatedDevice:
         else:
             self.now = max(self.now, time.perf_counter())
 
-    def ended(self, joined: Joined | None, group: tuple[int, ...], index: int) -> None:
+    def ended(self, joined: Joined | None, index: int) -> None:
         """A collective is done: go on when it has ended on the emulated links, or now where they are not emulated."""
         if joined is None:
             self.now = max(self.now, time.perf_counter())
             return
-        for each in self.collectives[group]:
+        for each in _without_end(joined):
             each.handle.wait()
             each.arrived()
-            if each is joined:
-                break
-        end = self.end_of(joined, group)
+        end = end_of(joined)
         assert end is not None
         self.wait(end, index)
+
+
+def _without_end(joined: Joined) -> list[Joined]:
+    """A collective, and those before it in its group, whose ends are not known: the earliest one comes first."""
+    found: list[Joined] = []
+    each: Joined | None = joined
+    while each is not None and each.end is None:
+        found.append(each)
+        each = each.before
+    return found[::-1]
+
+
+def end_of(joined: Joined) -> float | None:
+    """When a collective ends; None while that is not known. Those of a group go in order. (Two threads ask: both find
+    the same.)"""
+    for each in _without_end(joined):
+        if each.last is None:
+            return None
+        before = each.before.end if each.before is not None else None
+        each.end = max(each.last, before or 0.0) + each.seconds
+    return joined.end
 
 
 def _wait_and(seconds: float, call: Callable[[], None]) -> None:

@@ -30,7 +30,7 @@ from minipar.execution.compute import Compute
 from minipar.execution.dtypes import check_narrow, narrow
 from minipar.execution.dynamic_schedule import DynamicSchedule
 from minipar.execution.elementwise import check_update
-from minipar.execution.emulation import Delays, EmulatedDevice, stamp_later
+from minipar.execution.emulation import Delays, EmulatedDevice, end_of, stamp_later
 from minipar.execution.fitting import check_fit
 from minipar.execution.following import Walked
 from minipar.execution.mean_loss import Loss
@@ -401,7 +401,7 @@ class Executor:
         for handle in handles:
             handle.wait()
         if self.device is not None:
-            self.device.ended(joined, self.instructions[index].group, index)
+            self.device.ended(joined, index)
         for other in self.instructions[index].writes:
             self.pending.pop(other, None)
         if self.watch is not None and repartitions(self.instructions[index]):
@@ -434,7 +434,7 @@ class Executor:
             if device is None or joined is None:
                 return stamp()
             joined.arrived()
-            end = device.end_of(joined, group)
+            end = end_of(joined)
             return None if end is None else stamp_later(end, stamp)
 
         for value in ins.writes:
