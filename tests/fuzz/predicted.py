@@ -43,12 +43,12 @@ SIZES = {"width": 32, "heads": 2, "context": 16, "vocab": 64}
 
 @dataclass(frozen=True)
 class Compared:
-    """A plan, and the relative errors of its predictions: of the worst rank's peak, and of the time of a step (None if
-    that was not measured). `slower`: on the slower devices; `refused`: why there are none; `failed`: an error that
+    """A plan, and the relative errors of its predictions: of the worst rank's peak, and of the time of a step (None:
+    not measured). `slower`: on the slower devices; `refused`: why there are none; `failed`: an error that
     refuses nothing."""
 
     words: str
-    memory: float = 0.0
+    memory: float | None = None
     time: float | None = None
     slower: bool = False
     refused: str = ""
@@ -61,12 +61,13 @@ class Compared:
 
     @property
     def missed(self) -> bool:
-        return bool(self.failed) or abs(self.memory) > MEMORY or self.off
+        return bool(self.failed) or abs(self.memory or 0.0) > MEMORY or self.off
 
     def __str__(self) -> str:
+        memory = "" if self.memory is None else f"{self.memory:+.2%}"
         time = "" if self.time is None else f"{self.time:+.1%}"
         mark = "FAILED" if self.failed else "MISS" if self.missed else ""
-        return f"{mark:6} {self.memory:+8.2%} {time:>7}  {self.words}  {self.refused}{self.failed}"
+        return f"{mark:6} {memory:>8} {time:>7}  {self.words}  {self.refused}{self.failed}"
 
 
 def _tokens(rows: int = BATCH) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,23 +131,23 @@ def time_error(words: str, cluster: Ranks) -> float:
     return trained(words, cluster).prediction_error
 
 
-def compared(words: str, here: Callable[[int], Ranks], emulated: Callable[[int], Ranks] | None) -> Compared:
-    """Of a plan; without `emulated` ranks its memory alone."""
+def compared(words: str, here: Callable[[int], Ranks] | None, emulated: Callable[[int], Ranks] | None) -> Compared:
+    """Of a plan: its memory on the ranks that are `here`, its time on `emulated` ones; None: not that one."""
     ranks = Plan.parse(words).ranks
     try:
         time = time_error(words, emulated(ranks)) if emulated is not None else None
-        return Compared(words, memory_error(words, here(ranks)), time)
+        return Compared(words, memory_error(words, here(ranks)) if here is not None else None, time)
     except PlanError as error:
         return Compared(words, refused=str(error).split("\n")[0])
     except Exception as error:
         return Compared(words, failed=f"{type(error).__name__}: {error}".split("\n")[0])
 
 
-def _compared_apart(words: str, timed: bool, device: str = DEVICE) -> Compared:
+def _compared_apart(words: str, timed: bool, followed: bool, device: str = DEVICE) -> Compared:
     """In a process of its own, with clusters that stay until something fails."""
     torch.set_num_threads(1)
     here, emulated = _clusters("cpu"), _clusters(device)
-    found = compared(words, here, emulated if timed else None)
+    found = compared(words, here if followed else None, emulated if timed else None)
     if found.failed:  # (its ranks may be of no use any more)
         here.close()
         emulated.close()
@@ -177,7 +178,8 @@ def report(found: Sequence[Compared]) -> str:
         "",
         "| | plans | median error | worst | allowed | within |", "|---|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
-    for name, errors, allowed in (("peak memory", [one.memory for one in ran], MEMORY), ("step time", times, TIME)):
+    peaks = [one.memory for one in ran if one.memory is not None]
+    for name, errors, allowed in (("peak memory", peaks, MEMORY), ("step time", times, TIME)):
         sizes = sorted(map(abs, errors))
         if not sizes:
             lines.append(f"| {name} | 0 | not measured | | {allowed:.0%} | |")
@@ -188,7 +190,8 @@ def report(found: Sequence[Compared]) -> str:
     if missed := [one for one in ran if one.missed]:
         lines += ["", "| further away | peak memory | step time |", "|---|---:|---:|"]
         for one in missed:
-            lines.append(f"| {one.words} | {one.memory:+.1%} | {'' if one.time is None else f'{one.time:+.1%}'} |")
+            memory, time = ("" if error is None else f"{error:+.1%}" for error in (one.memory, one.time))
+            lines.append(f"| {one.words} | {memory} | {time} |")
     lines += ["", *(f"FAILED {one.words}: {one.failed}" for one in failed)]
     return "\n".join([*lines, "Written by `python -m tests.fuzz.predicted --write docs/combinations.md`."])
 
@@ -200,13 +203,15 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after so long")
     parser.add_argument("--at-once", type=int, default=4, help="so many plans at once")
     parser.add_argument("--timed", type=int, default=1, help="compare the time of every so many-th, too; 0: of none")
+    parser.add_argument("--no-memory", action="store_true", help="compare times alone")
     parser.add_argument("--write", default="", metavar="PAGE", help="write the outcomes to this page")
     chosen = parser.parse_args()
     found, begin = [], time.monotonic()
     tried = list(plans())[chosen.first :: chosen.every]
     with ProcessPoolExecutor(chosen.at_once, get_context("spawn")) as pool:
         timed = [bool(chosen.timed) and k % chosen.timed == 0 for k in range(len(tried))]
-        begun = [pool.submit(_compared_apart, words, time) for words, time in zip(tried, timed, strict=True)]
+        followed = not chosen.no_memory
+        begun = [pool.submit(_compared_apart, words, time, followed) for words, time in zip(tried, timed, strict=True)]
         for one in begun:
             if time.monotonic() - begin > chosen.seconds:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -216,9 +221,9 @@ def main() -> int:
     # Where real work takes longer than the device should, its time shows in the step: again where it hardly counts.
     off = [k for k, one in enumerate(found) if one.off]
     with ProcessPoolExecutor(max(1, chosen.at_once // 2), get_context("spawn")) as pool:
-        slower = [pool.submit(_compared_apart, found[k].words, True, SLOWER) for k in off]
+        slower = [pool.submit(_compared_apart, found[k].words, True, False, SLOWER) for k in off]
         for k, one in zip(off, slower, strict=True):
-            found[k] = replace(one.result(), slower=True)
+            found[k] = replace(one.result(), memory=found[k].memory, slower=True)
             print(f"slower: {found[k]}", flush=True)
     print(f"{len(found)} plans in {time.monotonic() - begin:.0f} s, {sum(one.missed for one in found)} missed")
     if chosen.write:
