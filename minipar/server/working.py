@@ -131,7 +131,7 @@ class _Lasting(EmulatedDevice):
 
     def begin(self) -> None:
         self.links.clear()  # (of copies, which have all ended, as collectives have)
-        self.collectives.clear()
+        self.latest.clear()
         self.overruns = []
 
 

@@ -127,7 +127,7 @@ def wait_for(path: Path, started: list[subprocess.Popen[str]], seconds: float = 
 def running(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Any], Path]]:
     """The script under one torchrun for several tests, since starting it costs 15 seconds of a core; and its folder."""
     folder = tmp_path_factory.mktemp("hosts")
-    started = hosts.torchrun("plans,slow,faster", folder)
+    started = hosts.torchrun("plans,slow,slower", folder)
     try:
         yield started, folder
     finally:
@@ -151,12 +151,12 @@ def test_plans_on_two_hosts(running: tuple[list[Any], Path]) -> None:
 
 def test_steps_on_slow_cables_take_as_long_as_predicted(hosts: Hosts, running: tuple[list[Any], Path]) -> None:
     """Within 15 %: not below the shortest step by more, nor above the median. Other work on the machine makes steps
-    longer, but little: the ranks compute a few milliseconds of a step of 0.4 to 3 seconds. (At 300 Mbit/s the cores
-    count: beside eight other busy processes, a step of `pp=4` took 13 % longer.)"""
+    longer, but little: the ranks compute a few milliseconds of a step of 1 to 3 seconds. (At 200 Mbit/s the cores
+    count: beside eight other busy processes, a step of `pp=4` took 25 % longer.)"""
     started, folder = running
     (folder / "plans").mkdir(exist_ok=True)
     wait_for(folder / f"plans/{len(PLANS) + len(DECIDING) - 1}.json", started)
-    for name, rate, limited in (("slow", "100mbit", LIMITED[1::2]), ("faster", "200mbit", LIMITED[::2])):
+    for name, rate, limited in (("slow", "100mbit", LIMITED[1:]), ("slower", "50mbit", LIMITED[:1])):
         try:
             hosts.limit(rate)
         except OSError as error:
