@@ -490,7 +490,8 @@ def _passes(
         base, updates = storing.first, 0
         before = clocks.read(comm)
         for k, each in enumerate(programs):
-            if each is not executor.program:
+            if each is not program:
+                program = each
                 executor.follow(each, last)
             given = {s: job.part(s, each, comm.rank) for s in range(base, base + each.steps)}
             if ending is not None and ending.reached(comm):

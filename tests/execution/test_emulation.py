@@ -59,7 +59,13 @@ def run(plan: str, cluster: Cluster, passes: int = 2) -> tuple[Execution, Trace]
 
 @pytest.mark.parametrize("device", ["times", "slow link"])
 @pytest.mark.parametrize(
-    "plan", ["pp=4 schedule=gpipe microbatches=8", "pp=4 schedule=1f1b microbatches=8", "dp=4 microbatches=8"]
+    "plan",
+    [
+        "pp=4 schedule=gpipe microbatches=8",
+        "pp=4 schedule=1f1b microbatches=8",
+        "pp=4 schedule=ampnet microbatches=8",
+        "dp=4 microbatches=8",
+    ],
 )
 def test_the_measured_step_is_the_predicted_one(clusters: dict[str, Cluster], plan: str, device: str) -> None:
     done, predicted = run(plan, clusters[device])
