@@ -100,6 +100,21 @@ def test_numbers_are_right_with_other_keys(clusters, words, kind):
     assert trial(f"sync=ps microbatches=4 {words}", clusters).kind == kind
 
 
+@pytest.mark.parametrize("words", ["pipedream-2bw mode=async", "pipedream-2bw", "pipedream mode=ssp:1"])
+def test_a_replica_whose_targets_do_not_count(clusters, words):
+    """In the first step those of replica 0, and in each step those of a whole micro-batch of replica 1."""
+    y = torch.randint(3, (24,), generator=torch.Generator().manual_seed(0))
+    y[:6] = y[9:12] = y[21:] = -100
+    run = train(
+        tied_and_frozen, (torch.randn(24, 6, generator=torch.Generator().manual_seed(1)), y),
+        f"{WORDS} microbatches=2 schedule={words}", batch=12, steps=4, dtype=torch.float64, cluster=clusters(5),
+        check=True, optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.5), progress=False,
+    )  # fmt: skip
+    assert run.losses == pytest.approx(run.reference.losses, abs=1e-10)
+    assert run.max_gradient_error() < 1e-10
+    assert run.max_parameter_error() < 1e-10
+
+
 def taken_out(row, k):
     return [*row[:k], *row[k + 1 :]]
 
