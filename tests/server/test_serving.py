@@ -452,10 +452,18 @@ def test_by_priority_a_server_dies_and_all_go_back(clusters, tmp_path, words, vi
         assert (service.parameters[name] - p).abs().max() <= 1e-12, name
 
 
-def test_a_worker_dies_and_all_end(clusters, tmp_path):
+@pytest.mark.parametrize(
+    ("words", "layers"),
+    [
+        ("dp=3 sync=ps mode=async", ("linear",)),
+        ("dp=2 pp=2 sync=ps mode=async schedule=pipedream microbatches=2", ("linear", "linear")),
+    ],
+)
+def test_a_worker_dies_and_all_end(clusters, tmp_path, words, layers):
+    plan = Plan.parse(words)
     with pytest.raises(RankDied, match="rank 1"):
-        train(partial(toy, ("linear",)), KillsOnce(str(tmp_path / "killed"), 1), "dp=3 sync=ps mode=async",
-              cluster=clusters(4), steps=4, batch=9, loss=mse, progress=False)  # fmt: skip
+        train(partial(toy, layers), KillsOnce(str(tmp_path / "killed"), 1), plan, cluster=clusters(plan.ranks),
+              steps=4, batch=9, loss=mse, progress=False)  # fmt: skip
 
 
 def test_what_does_not_go_together(clusters):
