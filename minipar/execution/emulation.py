@@ -160,7 +160,7 @@ class EmulatedDevice:
     delays: Delays
     now: float = 0.0
     links: dict[int | str, Link] = field(default_factory=lambda: defaultdict(Link))  # by peer, or direction of copies
-    latest: dict[tuple[int, ...], Joined] = field(default_factory=dict)  # collective of each group
+    latest: dict[tuple[int, ...], Joined] = field(default_factory=dict)  # each group's last collective
     overruns: list[int] = field(default_factory=list)
 
     def begin(self) -> None:

@@ -127,7 +127,7 @@ def test_gradients_are_those_of_whole_sequences(clusters, words):
         "tp=2 slices=2 microbatches=2 batch_copies=2",
     ],
 )
-@pytest.mark.many(5)
+@pytest.mark.many(8)
 def test_ranks_that_share_layers_have_parts_of_what_is_carried(clusters, words, model):
     check(clusters, f"schedule=terapipe {words}", model)
 

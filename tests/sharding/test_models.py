@@ -155,7 +155,7 @@ def test_gradients_are_plain_torchs(clusters, model, plan):
     right(trained(clusters, OWN[model], PLANS[plan]))
 
 
-@pytest.mark.many(5)
+@pytest.mark.many(14)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("model", TRANSFORMERS)
 def test_models_of_transformers(clusters, model, plan):

@@ -83,7 +83,7 @@ def test_replicas_that_train_alone(clusters: Any) -> None:
     right(trained(clusters, gpt, f"dp=2 {GRID} local_steps=2 sequence_parallel=true", steps=3))
 
 
-@pytest.mark.many(5)
+@pytest.mark.many(8)
 @pytest.mark.parametrize(
     "words",
     [
