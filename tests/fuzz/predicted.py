@@ -164,21 +164,21 @@ def _clusters(device: str) -> Clusters:
 def report(found: Sequence[Compared]) -> str:
     """What was predicted, as a part of docs/combinations.md."""
     ran = [one for one in found if not one.refused and not one.failed]
+    peaks = [one.memory for one in ran if one.memory is not None]
     times = [one.time for one in ran if one.time is not None]
     again = sum(one.slower for one in ran)
     refused, failed = sum(bool(one.refused) for one in found), [one for one in found if one.failed]
     lines = [
         TITLE, "",
         f"Of {len(found)} plans that have each two keys which go together, {len(ran)} were trained with predictions:",
-        f"the peak of memory of the worst rank, and of {len(times)} of them the time of a step on emulated devices",
-        f"({DEVICE}).",
+        f"of {len(peaks)} the peak of memory of the worst rank, and of {len(times)} the time of a step on",
+        f"emulated devices ({DEVICE}).",
         "(Several plans run at once. What the cores really do is part of a step, too, and some plans keep them busy:",
         f"one whose time is off is measured again on devices that are four times as slow, as {again} were.)",
         f"Of {refused} nothing is predicted, or the model does not fit; {len(failed)} fail.",
         "",
         "| | plans | median error | worst | allowed | within |", "|---|---:|---:|---:|---:|---:|",
     ]  # fmt: skip
-    peaks = [one.memory for one in ran if one.memory is not None]
     for name, errors, allowed in (("peak memory", peaks, MEMORY), ("step time", times, TIME)):
         sizes = sorted(map(abs, errors))
         if not sizes:

@@ -18,7 +18,7 @@ import torch
 from minipar.cluster import worker
 from minipar.cluster.members import Revived
 from minipar.errors import RankDied, RankError, ServerClosed
-from minipar.program.server_rule import Kind, Mode, Row
+from minipar.program.server_rule import Kind, Mode, Row, Rules
 from minipar.server import process, pushing, rendezvous, snapshot
 from minipar.server.connection import Connection
 from minipar.server.framing import HEADER, Message, What
@@ -105,6 +105,20 @@ def test_a_gradient_that_waits_for_the_norm_of_its_update_is_kept_though_its_wor
     server.clipping = process.Clipping(None, [taken], {}, 0.0, {})
     server._forget(1, 9)
     assert let_go == [part]
+
+
+def test_what_a_scheduler_said_is_kept_until_the_last_stage_has_used_it():
+    server, forgotten = object.__new__(process.Server), []
+    server.settings, server.rule = SimpleNamespace(rules=2), Rules(Mode("async"), workers=2, steps=3, rules=2)
+    server.shard = SimpleNamespace(apply=lambda taken, gradients, number: None, forget=forgotten.append)
+    server.reach = server.updated = lambda _: None
+    server._save_if_due = lambda: None
+    server._note = lambda start, end, row: None
+    for stage, step in ((0, 0), (0, 1), (1, 0), (0, 2), (1, 1)):
+        server.rule.push(stage, step)
+        _, row = server.rule.decide()
+        server._apply(row, [], {}, 0.0)
+    assert forgotten == [0, 0, 1, 1, 2]  # stage 0 makes update 2 while stage 1 still needs the settings of update 1
 
 
 def hang(folder, settings, marker):
