@@ -27,7 +27,7 @@ _TIMES = ("forward", "backward", "input_gradient", "weight_gradient")
 class DeviceSpec:
     """One device, and its links to the others. All ranks have the same.
 
-    flops           floating-point operations a second
+    flops           floating-point operations a second, of layers; an update takes as long as on this machine
     memory          bytes it can hold
     bandwidth       bytes a second of every link between two devices, and of the collectives over them
     latency         seconds that every message takes in addition to its bytes
