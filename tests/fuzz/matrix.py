@@ -19,12 +19,13 @@ from __future__ import annotations
 import argparse
 import atexit
 import random
+import re
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from itertools import combinations
 from multiprocessing import get_context
@@ -112,8 +113,9 @@ def plan_of(chosen: Sequence[Choice]) -> Found | str:
             plan = Plan.parse(table)
             if plan.ranks > MOST_RANKS:
                 continue
-            if plan.place != "branches" and not plan.annotations:  # (which are of other layers)
-                plan.compile(layers=6, costs=_costs(plan))
+            if plan.place != "branches":
+                plain = replace(plan, annotations=())  # (which are of layers that have names)
+                plain.compile(layers=6, costs=_costs(plain))
             return words
         except PlanError as error:
             refused.append((words, str(error).split("\n")[0]))
@@ -160,7 +162,8 @@ class Threes:
     Each plan begins with a three that no plan has had yet, and takes the choice that adds most such threes, again and
     again, as long as the plan can be made. If a wide plan is refused when it runs, its new threes are tried alone where
     they are few, otherwise its first three. A three that was refused is in no later plan.
-    `refused`: pairs that were refused when they ran, though their plans can be made.
+    `refused`: at first the pairs that were refused when they ran, though their plans can be made; then the threes that
+    are refused though each two of them go together, and what was said.
     """
 
     def __init__(self, every: Sequence[Choice], seed: int = 0, refused: Collection[frozenset[Choice]] = ()) -> None:
@@ -177,7 +180,7 @@ class Threes:
         self.order = list(left)
         random.Random(seed).shuffle(self.order)
         self.left = set(left)
-        self.refused: set[frozenset[Choice]] = set()  # each two of them go together, but not the three
+        self.refused: dict[frozenset[Choice], str] = {}
         self.covered: set[frozenset[Choice]] = set()
         self.alone: list[frozenset[Choice]] = []
         self.failed: list[Found] = []  # plans that cannot be made, and are not refused
@@ -202,7 +205,7 @@ class Threes:
                 self.failed.append(words)
                 self.left.discard(start)
             else:
-                self._give_up(start)
+                self._give_up(start, words.text)
         return None
 
     def settle(self, one: Found) -> None:
@@ -214,7 +217,7 @@ class Threes:
         elif one.kind == FAILED:
             pass  # (its threes are left, unless another plan has them)
         elif len(one.choices) == 3:
-            self._give_up(frozenset(one.choices))
+            self._give_up(frozenset(one.choices), one.text)
         else:
             new = [three for three in map(frozenset, combinations(one.choices, 3)) if three in self.left]
             self.alone += new if len(new) <= FEW else [frozenset(one.choices[:3])]
@@ -239,9 +242,9 @@ class Threes:
                 self.failed.append(longer)
         return tuple(chosen), words
 
-    def _give_up(self, three: frozenset[Choice]) -> None:
+    def _give_up(self, three: frozenset[Choice], said: str) -> None:
         self.left.discard(three)
-        self.refused.add(three)
+        self.refused[three] = said
 
 
 # the command ----------------------------------------------------------------------------------------------------------
@@ -339,8 +342,19 @@ def report_of_threes(found: Sequence[Found], covering: Threes) -> str:
         f"{wide[RUN]} plans of up to {WIDE} keys; {len(covering.refused)} are refused though each two of them go",
         f"together, and {wide[FAILED]} plans fail.",
         "Written by `python -m tests.fuzz.matrix --with place --write docs/combinations.md`, which leaves the pairs.",
+        "",
     )
-    return "\n".join([THREES, "", *told])
+    return "\n".join([THREES, "", *told, *_reasons(covering.refused.values())])
+
+
+def _reasons(said: Collection[str]) -> list[str]:
+    """A table of what was said, the most frequent first; texts that differ in numbers and values alone are one row."""
+    found: dict[str, list[str]] = {}
+    for text in said:
+        short = text.removeprefix("refused ").split("; possible")[0].replace("|", "/")
+        found.setdefault(re.sub(r"\d+|=\S+|'.*'", "", short)[:60], []).append(short)
+    rows = sorted(found.values(), key=len, reverse=True)
+    return ["| threes | refused with, for example |", "|---:|---|", *(f"| {len(row)} | {min(row)} |" for row in rows)]
 
 
 def with_section(page: str, section: str) -> str:

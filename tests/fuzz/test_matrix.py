@@ -130,16 +130,35 @@ def test_wide_plans_have_all_threes_in_the_end() -> None:
     while (plan := covering.draw()) is not None:
         drawn.append(plan[0])
         kind = matrix.OTHER if len(drawn) <= 2 else matrix.RUN  # (the first is refused, and then a three of it)
-        covering.settle(matrix.Found(plan[0], kind, plan[1]))
+        covering.settle(matrix.Found(plan[0], kind, plan[1], "dp=2: no"))
     assert len(drawn) < len(threes)
     assert len(drawn[0]) > 3
     assert len(drawn[1]) == 3
     assert set(drawn[1]) < set(drawn[0])
-    assert covering.refused == {frozenset(drawn[1])}
+    assert covering.refused == {frozenset(drawn[1]): "dp=2: no"}
     assert not any(set(drawn[1]) <= set(plan) for plan in drawn[2:])
-    assert covering.covered | covering.refused == threes
-    assert not covering.covered & covering.refused
+    assert covering.covered | set(covering.refused) == threes
+    assert not covering.covered & set(covering.refused)
     assert covering.share == 1
+
+
+def test_what_was_said_of_refused_threes_is_counted() -> None:
+    said = [
+        "refused slices=4: 'a|b' has 3 tokens, of 2 ranks; possible is 5",
+        "slices=2: 'c' has 1 tokens, of 2 ranks",
+        "no",
+    ]
+    assert matrix._reasons(said) == [
+        "| threes | refused with, for example |", "|---:|---|",
+        "| 2 | slices=2: 'c' has 1 tokens, of 2 ranks |", "| 1 | no |",
+    ]  # fmt: skip
+
+
+def test_a_base_of_which_a_plan_with_annotations_can_be_made_is_found() -> None:
+    wanted = ("tp=2", "schedule=chimera", "annotations=*.mlp.0=S-1@tp")
+    words = matrix.plan_of([choice for choice in matrix.choices() if str(choice) in wanted])
+    assert isinstance(words, str)
+    assert "pp=2" in words.split()
 
 
 def test_a_three_that_fails_is_neither_run_nor_refused() -> None:
