@@ -341,6 +341,7 @@ def report_of_threes(found: Sequence[Found], covering: Threes) -> str:
         f"Of threes of values, {len(covering.covered)} were run ({covering.share:.1%} of those that can be), in",
         f"{wide[RUN]} plans of up to {WIDE} keys; {len(covering.refused)} are refused though each two of them go",
         f"together, and {wide[FAILED]} plans fail.",
+        f"(A plan has at most {MOST_RANKS} ranks here: beside dp=2 and tp=2 no second stage has a rank.)",
         "Written by `python -m tests.fuzz.matrix --with place --write docs/combinations.md`, which leaves the pairs.",
         "",
     )
