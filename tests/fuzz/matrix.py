@@ -4,7 +4,7 @@ What is tried comes from the table of keys: of each key all values or, if there 
 A pair is two values of two keys, in a plan of 2 to 4 ranks that has what they need. It is trained beside plain torch
 (`trial.py`), or refused:
 
-    run                    equal to plain torch, or as near as its own numbers allow (bfloat16, compressed sums)
+    run                    equal to plain torch, or as near as numbers of 16 bits allow
     refused: fundamental   a row of exclusions.py which says so
     refused: not built     another row of it
     refused: other         it has nothing to act upon there, or does not fit the plan's sizes or the model
@@ -114,7 +114,9 @@ def plan_of(chosen: Sequence[Choice]) -> Found | str:
             if plan.ranks > MOST_RANKS:
                 continue
             if plan.place != "branches":
-                plain = replace(plan, annotations=())  # (which are of layers that have names)
+                # (Equal layers have neither the names of annotations nor the shapes of low rank.)
+                low = plan.compress.startswith("powersgd")
+                plain = replace(plan, annotations=(), compress="none" if low else plan.compress)
                 plain.compile(layers=6, costs=_costs(plain))
             return words
         except PlanError as error:
@@ -311,7 +313,8 @@ def report(found: Sequence[Found]) -> str:
     counts = Counter(one.kind for one in found)
     told = (
         f"{len(found)} of {sum(1 for _ in pairs())} pairs of values of two keys were tried, each on 2 to 4 ranks",
-        "beside plain torch in float64, within 1e-10 (bfloat16 and compressed sums within their own precision):",
+        "beside plain torch in float64, within 1e-10 (numbers of 16 bits within their own precision; where sums leave",
+        "something out, a second run has it sent, too):",
         f"{counts[RUN]} run, {counts[FUNDAMENTAL]} are refused for a fundamental reason, {counts[NOT_BUILT]} because",
         f"nobody has built them, {counts[OTHER]} have nothing to act upon together or do not fit, and {counts[FAILED]}",
         "fail.",
@@ -341,7 +344,7 @@ def report_of_threes(found: Sequence[Found], covering: Threes) -> str:
         f"Of threes of values, {len(covering.covered)} were run ({covering.share:.1%} of those that can be), in",
         f"{wide[RUN]} plans of up to {WIDE} keys; {len(covering.refused)} are refused though each two of them go",
         f"together, and {wide[FAILED]} plans fail.",
-        f"(A plan has at most {MOST_RANKS} ranks here: beside dp=2 and tp=2 no second stage has a rank.)",
+        f"(A plan has at most {MOST_RANKS} ranks: beside two of dp=2, pp=2 and tp=2 none is left for the third.)",
         "Written by `python -m tests.fuzz.matrix --with place --write docs/combinations.md`, which leaves the pairs.",
         "",
     )

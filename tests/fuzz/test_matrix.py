@@ -70,7 +70,8 @@ THREES = ("dp=2", "zero=1", "zero=3", "clip=0.1", "offload=optimizer", "compress
 @pytest.mark.many(8)
 @pytest.mark.parametrize("words", PLANS)
 def test_a_plan_equals_plain_torch(clusters, words: str) -> None:
-    assert trial(words, clusters).kind in ("equal", "near")
+    short = "compress=bf16" in words or "compress=fp16" in words  # numbers of 16 bits
+    assert trial(words, clusters).kind == ("near" if short else "equal")
 
 
 @pytest.mark.many(4)
@@ -154,11 +155,17 @@ def test_what_was_said_of_refused_threes_is_counted() -> None:
     ]  # fmt: skip
 
 
-def test_a_base_of_which_a_plan_with_annotations_can_be_made_is_found() -> None:
-    wanted = ("tp=2", "schedule=chimera", "annotations=*.mlp.0=S-1@tp")
+@pytest.mark.parametrize(
+    ("wanted", "base"),
+    [
+        (("tp=2", "schedule=chimera", "annotations=*.mlp.0=S-1@tp"), "pp=2"),
+        (("tp=2", "compress=powersgd:1"), "dp=2"),
+    ],
+)
+def test_a_base_is_found_in_which_all_choices_act(wanted: tuple[str, ...], base: str) -> None:
     words = matrix.plan_of([choice for choice in matrix.choices() if str(choice) in wanted])
     assert isinstance(words, str)
-    assert "pp=2" in words.split()
+    assert base in words.split()
 
 
 def test_a_three_that_fails_is_neither_run_nor_refused() -> None:
