@@ -88,7 +88,7 @@ def test_numbers_are_right(clusters, tmp_path, words):
         ("dp=2 pp=2 schedule=pipedream-vertical bucket=auto overlap=none offload=parameters", "equal"),
         ("dp=2 pp=2 schedule=pipedream mode=async check=true host_layers=0,3", "equal"),
         ("dp=2 tp=2 schedule=pipedream-2bw mode=async servers=2 check=true batch_copies=2", "equal"),
-        ("dp=3 schedule=pipedream-2bw mode=ssp:1 compress=topk:0.5", "near"),
+        ("dp=3 schedule=pipedream-2bw mode=ssp:1 compress=topk:0.5", "equal"),
         ("dp=2 pp=2 schedule=pipedream-vertical mode=ssp:0 offload=parameters checkpoint=1", "equal"),
         ("dp=2 ep=2 schedule=pipedream-2bw mode=async bucket=flat overlap=none", "equal"),
         ("pp=2 schedule=pipedream mode=async servers=2", "equal"),
