@@ -177,10 +177,10 @@ def test_links_within_the_repository_lead_somewhere(page):
 
 
 def test_every_make_target_that_is_named_exists():
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
-    assert {"demo", "test", "lab", "bench", "lint", "clean"} <= targets
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    assert {"demo", "test", "lab", "bench", "soak", "lint", "clean"} <= targets
     for path in [*pages(), ROOT / ".ci" / "run"]:
-        assert set(re.findall(r"(?:`|timed \d+m |^)make ([a-z]+)", path.read_text(), flags=re.MULTILINE)) <= targets, (
+        assert set(re.findall(r"(?:`|timed \d+m |^)make ([a-z-]+)", path.read_text(), flags=re.MULTILINE)) <= targets, (
             path
         )
 

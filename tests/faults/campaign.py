@@ -15,7 +15,8 @@ A case is a training on real ranks by some strategy, and one fault at a random m
 Of each it is noted whether the error was *explained* (a class of ours or the rank's own exception, the rank by its
 number, and the cause), how long it took to arrive, whether the next training on the same cluster gives the losses of an
 undisturbed one (*healed*), and what was *left behind*: processes, descriptors, files. A save that was disturbed must be
-whole, or not be there. `make soak` runs 1,000 faults in 30 minutes and writes docs/reliability.md; a test runs a few.
+whole, or not be there. `make soak-faults` runs 1,000 faults in 30 minutes and writes docs/reliability.md; a test
+runs a few.
 
 Faults of trainings and stop buttons come first, on one cluster with the machine to itself: how long it takes until they
 are told is a figure of this page. What is slow and asks for no time (saves, drivers, kernels) comes after them, on two

@@ -83,7 +83,7 @@ def test_a_plan_of_branches_equals_plain_torch(clusters, words: str) -> None:
 @pytest.mark.many(PARTS)
 @pytest.mark.parametrize("part", range(PARTS))
 def test_a_part_of_the_matrix(clusters, part: int) -> None:
-    """Every so many-th pair of values. (`make thorough` runs the whole matrix by its command, and threes.)"""
+    """Every so many-th pair of values. (`make soak` runs the whole matrix by its command, and threes.)"""
     for pair in list(matrix.pairs())[part::PARTS]:
         found = matrix.tried(pair, clusters)
         assert found.kind != matrix.FAILED, f"{found.words}: {found.text}"
