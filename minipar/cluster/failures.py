@@ -123,8 +123,10 @@ def _frames(tb: TracebackType | None, hide: str) -> tuple[tuple[str, int, str, s
     for frame, line_number in traceback.walk_tb(tb):
         code = frame.f_code
         if code.co_filename != hide and "__tracebackhide__" not in frame.f_locals:
-            source = linecache.getline(code.co_filename, line_number, frame.f_globals).strip()
-            found.append((code.co_filename, line_number, code.co_name, source))
+            # (An interrupt can come at an instruction that belongs to no line: then there is no number, or -1.)
+            number = line_number if line_number and line_number > 0 else code.co_firstlineno
+            source = linecache.getline(code.co_filename, number, frame.f_globals).strip()
+            found.append((code.co_filename, number, code.co_name, source))
     return tuple(found)
 
 
