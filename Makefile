@@ -6,7 +6,7 @@
 # make gallery docs/gallery.md and its pictures, after a change of a view
 # make bench   measured values beside their targets
 # make soak    random faults, stop buttons, kills and inputs of parsers, for 30 minutes at most: docs/reliability.md;
-#              then every pair of keys, and threes, beside plain torch (2 hours): docs/combinations.md
+#              then every pair of keys, and threes, beside plain torch (75 minutes): docs/combinations.md
 #              (make soak-faults, make soak-combinations: one of the two)
 # make thorough  other long checks (hours): 120 kills of a server, 3000 random models under random plans, all cases of
 #              tests, 20000 mutants of programs, what is predicted of each pair of keys, all benchmarks
