@@ -1,7 +1,7 @@
 """Costs of a program on emulated devices: numbers of the device's spec, and measured numbers for the rest.
 
     compute     spec.costs, else operations / spec.flops, else as measured on this machine
-    updates     spec.costs, whose keywords give them no time, else as measured on this machine
+    updates     spec.costs (its keywords give an update no time), else as measured on this machine
     messages    bytes / spec.bandwidth after spec.latency; infinitely fast links if the spec has times but no rates
     memory      as profiled
 
