@@ -107,7 +107,7 @@ SAVED = ("dp=4 zero=3", "pp=4 schedule=1f1b microbatches=4", "dp=2 pp=2 zero=1 m
 SHARES = {"timed": 0.5, "others": 0.35, "inputs": 0.15}
 STEPS, ROWS = 4, 16
 BEGUN, TRAINED = SIGNS = ("begun", "trained")  # files by which a driver says how far it is
-LIMIT = 60  # seconds for a case
+LIMIT = 120  # seconds for a case
 SLOW = 1.2  # seconds; what is told later is printed at once
 _TRIES = 4  # to meet a training, save, or place with a fault
 PATIENCE = 3.0  # seconds; a stopped rank is only noticed by those who wait for it
@@ -352,10 +352,11 @@ def explained(error: BaseException, fault: str, rank: int) -> bool:
 class Campaign:
     """Cases, one after another, on clusters that are kept until one does not heal."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, strategies: tuple[str, ...] = STRATEGIES) -> None:
         if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in its background like this
             signal.signal(signal.SIGINT, signal.default_int_handler)
         self.random = random.Random(seed)
+        self.strategies = strategies
         self.tallies: dict[str, Tally] = {}
         self.right: dict[str, list[float]] = {}
         self.times: dict[str, float] = {}
@@ -368,7 +369,7 @@ class Campaign:
         from jupyter_client.utils import run_sync
 
         run_sync(asyncio.sleep)(0)  # (clients of kernels share an event loop, which keeps three descriptors open)
-        for plan in STRATEGIES:
+        for plan in strategies:
             training(self.cluster, plan)
             began = time.monotonic()
             run = trained(self.cluster, plan)
@@ -381,7 +382,7 @@ class Campaign:
         return self.tallies.setdefault(name, Tally(name))
 
     def guarded(self, name: str, given: tuple[Any, ...]) -> None:
-        """One case, which is a problem if it does not end in a minute: the others go on, on a new cluster."""
+        """One case, which is a problem if it does not end in time: the others go on, on a new cluster."""
 
         def late(*_: object) -> None:
             raise TookTooLong(f"no end within {LIMIT} s")
@@ -405,7 +406,7 @@ class Campaign:
 
     def one(self) -> bool:
         """One random fault. Returns whether it came in time."""
-        plan, dice = self.random.choice(STRATEGIES), self.random.random()
+        plan, dice = self.random.choice(self.strategies), self.random.random()
         if dice < 0.35:
             return self._signal(plan, self.random.choice(tuple(SIGNALS)))
         if dice < 0.65:
@@ -495,7 +496,7 @@ class Campaign:
                 told_of = any(f"rank {other} " in str(each.message) for each in told)
         tally.tried += 1
         tally.explained += told_of
-        self._heal(self.random.choice(STRATEGIES), tally.name, tally)
+        self._heal(self.random.choice(self.strategies), tally.name, tally)
 
     def _disturbed(
         self, plan: str, trip: Trip | None, timer: threading.Timer | None, **given: Any
@@ -572,7 +573,7 @@ class Campaign:
 
     def button(self, double: bool) -> bool:
         """SIGINT to the driver, at a random moment of a training; once, or again after a moment."""
-        plan = self.random.choice(STRATEGIES)
+        plan = self.random.choice(self.strategies)
         tally = self.tally("stop button, twice" if double else "stop button")
         sent: list[float] = []
 
@@ -731,14 +732,14 @@ class Campaign:
         if left or os.path.exists(folder):
             tally.problems.append(f"after {name} during close: {len(left)} processes, {os.path.exists(folder)}")
         del cluster
-        self._heal(self.random.choice(STRATEGIES), tally.name, tally)
+        self._heal(self.random.choice(self.strategies), tally.name, tally)
         tally.healed -= 1  # (that of the other cluster, which says that nothing was left)
 
     # drivers ----------------------------------------------------------------------------------------------------------
 
     def driver(self) -> None:
         """The driver is killed: its ranks and their files go, too."""
-        plan = self.random.choice(STRATEGIES)
+        plan = self.random.choice(self.strategies)
         with tempfile.TemporaryDirectory() as folder:
             child = _fork(partial(drive, plan, folder))
             self._end_driver(self.tally("SIGKILL of the driver"), child, plan, folder)
@@ -747,7 +748,7 @@ class Campaign:
         """The same of a notebook's kernel; a fresh one is started by jupyter_client, and not forked."""
         from jupyter_client import BlockingKernelClient, KernelManager, connect
 
-        plan = self.random.choice(STRATEGIES)
+        plan = self.random.choice(self.strategies)
         with tempfile.TemporaryDirectory() as folder:
             file = os.path.join(folder, "connection.json")
             manager = KernelManager(connection_file=file) if fresh else None
@@ -942,9 +943,9 @@ def cases(count: int) -> tuple[list[Case], list[Case]]:
     return timed, others
 
 
-def part(todo: list[Case], seed: int, end: float, show: bool) -> Found:
-    """Run these cases one after another, until the time is over."""
-    campaign = Campaign(seed)
+def part(todo: list[Case], seed: int, end: float, show: bool, strategies: tuple[str, ...] = STRATEGIES) -> Found:
+    """Run these cases one after another, until the time is over. SAVED must be among the strategies."""
+    campaign = Campaign(seed, strategies)
     for name, given in tqdm(todo, disable=not show, desc="faults"):
         if time.monotonic() > end:
             break

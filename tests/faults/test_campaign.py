@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import random
-import time
 
-from tests.faults.campaign import cases, part, table
+from tests.faults.campaign import SAVED, cases, part, table
 
 
 def test_a_few_faults_are_explained_and_healed():
     timed, others = cases(10)
     todo = [*timed[:2], *timed[2::4], *others]
     random.Random(3).shuffle(todo)
-    found = part(todo, seed=3, end=time.monotonic() + 120, show=False)
+    found = part(todo, seed=3, end=math.inf, show=False, strategies=(*SAVED, "dp=3 sync=ps", "tp=2 dp=2"))
     problems = [problem for one in found.tallies for problem in one.problems]
     assert not problems, "\n".join(problems)
     tried = sum(one.tried for one in found.tallies)
-    assert tried >= 3
+    assert tried >= len(todo) - 2  # (a fault that came after its training each time is not counted)
     assert f"| all | {tried} | 100.0 % |" in table(found)
