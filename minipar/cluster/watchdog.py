@@ -92,7 +92,7 @@ class Watchdog:
         self.same += passed
         self.lasted = self.same
         self._note_stillness(passed, [*ranks, *(others or [])])
-        if self._still >= SURE and not any(map(stacks.has_foreign_threads, [*ranks, *(others or [])])):
+        if self._still >= SURE and self._is_certain(ranks, [*ranks, *(others or [])]):
             return self._waits(ranks, seen)
         if self.same < self.patience:
             return None
@@ -103,6 +103,13 @@ class Watchdog:
         if found is None:
             self.same = 0.0  # one is busy without using CPU time: with a sleep, a file, a device
         return found
+
+    def _is_certain(self, ranks: list[Entry], living: list[Entry]) -> bool:
+        """Whether no thread of the user can wake these ranks, which have all slept. One that sent something and ended
+        since they were looked at has woken a rank: that one runs now, or has gone on."""
+        if any(map(stacks.has_foreign_threads, living)):
+            return False
+        return {rank: _see(process.pid, page) for rank, process, page in ranks} == self._seen and _sleep(living)
 
     def _never_go_on(self, ranks: list[Entry], seen: dict[int, Seen], passed: float) -> dict[int, str] | None:
         """What each rank does, if some of them have been stopped for too long."""

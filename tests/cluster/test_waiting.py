@@ -24,7 +24,7 @@ import cloudpickle
 import pytest
 import torch
 
-from minipar.cluster import Cluster, device_waits, notes, worker
+from minipar.cluster import Cluster, device_waits, notes, stacks, worker
 from minipar.cluster.watchdog import Watchdog
 from minipar.comm import communicator
 from minipar.errors import Deadlock, PlanError, RankDied
@@ -688,3 +688,40 @@ def test_a_thread_of_the_user_may_wake_ranks_that_all_wait(cluster: Cluster) -> 
         assert cluster.run(f) == [3.0] * 3
     finally:
         cluster.patience = patience
+
+
+def test_a_thread_of_the_user_may_end_while_it_is_looked_for(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has sent what a rank waits for, a moment after all were seen to wait."""
+    go, sent = tmp_path / "go", tmp_path / "sent"
+
+    def f() -> float:
+        comm = communicator.create()
+
+        def send() -> None:
+            while not go.exists():
+                time.sleep(0.05)
+            comm.isend(torch.ones(1), 1, 5).wait()
+            sent.touch()
+
+        if comm.rank == 0:
+            threading.Thread(target=send).start()
+        elif comm.rank == 1:
+            comm.irecv(torch.empty(1), 0, 5).wait()
+        total: float = comm.allreduce(1.0)
+        return total
+
+    look = stacks.has_foreign_threads
+
+    def late(entry: stacks.Entry) -> bool:
+        go.touch()
+        while not sent.exists():
+            time.sleep(0.01)
+        time.sleep(0.1)  # (the thread ends)
+        return look(entry)
+
+    monkeypatch.setattr(stacks, "has_foreign_threads", late)
+    monkeypatch.setattr(cluster, "patience", 30.0)
+    assert cluster.run(f) == [3.0] * 3
+    assert sent.exists()
