@@ -105,12 +105,10 @@ class Pace:
 
     def work(self, seconds: float, then: Callable[[float, float], None]) -> float:
         """Keep the device busy for `seconds` after all earlier work; returns when that ends. `then` is called with
-        clock readings of its begin and end."""
+        its begin, and when the clock has reached its end, with a reading of the clock."""
         begin = max(self.now, self.busy)
         self.busy = end = begin + seconds
-        read: list[float] = []
-        self.later(begin, lambda: read.append(time.perf_counter()))
-        self.later(end, lambda: then(read[0], time.perf_counter()))
+        self.later(end, lambda: then(begin, time.perf_counter()))
         return end
 
     def left(self, most: float) -> float:

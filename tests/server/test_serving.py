@@ -19,6 +19,7 @@ from minipar import Cluster, DeviceSpec, Plan, models, simulate, train, verify
 from minipar.cli import main
 from minipar.cluster import worker
 from minipar.errors import PlanError, RankDied, RankError
+from minipar.execution.emulation import Pace
 from minipar.execution.execution import Job
 from minipar.models.parameter_groups import shape_of
 from minipar.models.selective_checkpoint import Recomputed
@@ -685,6 +686,19 @@ def test_emulated_links_reach_the_servers(emulated, mode, servers):
             assert all(mine >= 0.99 * other for mine, other in pairs), "nothing ends before the device would end it"
 
 
+def test_an_answer_begins_when_the_device_begins_it():
+    """However late its process hears of that: a machine may stop all processes for a while."""
+    pace, told = Pace(), []
+    pace.hear(time.perf_counter() - 0.05)
+    begin = pace.now
+    for _ in range(2):
+        pace.work(0.02, lambda *span: told.append(span))
+    while not pace.idle:
+        pace.go_on()
+    assert [start for start, _ in told] == [begin, begin + 0.02]
+    assert all(end >= start + 0.02 for start, end in told)
+
+
 @pytest.mark.parametrize("words", ["dp=2 sync=ps servers=2 overlap=priority bucket=none",
                                    "dp=2 sync=ps servers=2 overlap=priority bucket=0.004",
                                    "pp=2 sync=ps microbatches=2",
@@ -703,7 +717,7 @@ def test_emulated_links_of_ranks_that_share_layers():
     """Their collectives take the time of links, and so do messages with servers."""
     words, model = "tp=2 sync=ps servers=2", partial(models.gpt, layers=1, **SMALL)
     # (Slow: what four processes need on two cores for a collective must be little of what the link takes.)
-    with Cluster(4, device=DeviceSpec(flops=1e7, bandwidth=4e5, latency=0.08)) as cluster:
+    with Cluster(4, device=DeviceSpec(flops=5e6, bandwidth=2e5, latency=0.16)) as cluster:
         found = shortest(lambda: train(model, text(8), words, cluster=cluster, steps=2, progress=False, check=True,
                                        loss=torch.nn.functional.cross_entropy))  # fmt: skip
     assert found.max_gradient_error() <= 1e-5
