@@ -62,8 +62,9 @@ class Playing:
                 self._future.result(_SLICE)
                 return
             except Later:
-                if self._future.done():  # (the error is its own)
-                    raise
+                if self._future.done():  # (it has ended just now, or the error is its own)
+                    self._future.result()
+                    return
 
     def is_completed(self) -> bool:
         return self._future.done()

@@ -105,10 +105,10 @@ class Pace:
 
     def work(self, seconds: float, then: Callable[[float, float], None]) -> float:
         """Keep the device busy for `seconds` after all earlier work; returns when that ends. `then` is called with
-        its begin, and when the clock has reached its end, with a reading of the clock."""
+        its begin and end, when the clock has reached the end."""
         begin = max(self.now, self.busy)
         self.busy = end = begin + seconds
-        self.later(end, lambda: then(begin, time.perf_counter()))
+        self.later(end, lambda: then(begin, end))
         return end
 
     def left(self, most: float) -> float:

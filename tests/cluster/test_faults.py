@@ -331,7 +331,7 @@ def test_signals_go_by_the_parent_which_knows_its_children(clusters: Clusters) -
 
 
 def test_an_interrupted_collective_never_reports_success() -> None:
-    made = arena.Arena(mmap.mmap(-1, arena.size(1)), 1, 0, lambda: None)
+    made = arena.Arena(mmap.mmap(-1, arena.size(1)), 1, 0, lambda _: None)
 
     def steps() -> arena.Steps:
         yield (), 0

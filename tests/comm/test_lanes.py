@@ -6,6 +6,8 @@ import os
 import sys
 import threading
 import time
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as TimeoutLater
 from types import SimpleNamespace
 
 import cloudpickle
@@ -14,6 +16,7 @@ import torch
 
 from minipar import PlanError, communicator
 from minipar.comm.communicator import Communicator
+from minipar.comm.lanes import Playing
 from minipar.errors import RankDied
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -47,6 +50,22 @@ def in_opposite_orders(count: int) -> bool:
 @pytest.mark.parametrize("count", [0, 3, 1_000_003])
 def test_groups_in_any_order(clusters, count):
     assert clusters(4).run(in_opposite_orders, count) == [True] * 4
+
+
+def test_a_collective_may_end_as_a_slice_of_the_wait_does() -> None:
+    class Ends(Future[None]):
+        def result(self, timeout: float | None = None) -> None:
+            try:
+                return super().result(timeout)
+            except TimeoutLater:
+                self.set_result(None)  # (what the lane's thread does at this moment)
+                raise
+
+    Playing(Ends(), "ring").wait()
+    failed: Future[None] = Future()
+    failed.set_exception(TimeoutLater("its own"))
+    with pytest.raises(TimeoutLater, match="its own"):
+        Playing(failed, "ring").wait()
 
 
 def without_waiting() -> tuple[bool, bool, list[float]]:

@@ -55,10 +55,10 @@ def size(count: int) -> int:
 
 
 class Arena:
-    """The arena of one group in one of its ranks, which is member `index`. `gone()` gives a rank that has ended, or
-    None."""
+    """The arena of one group in one of its ranks, which is member `index`. `gone(k)` gives the rank of member k if its
+    process has ended, or None."""
 
-    def __init__(self, memory: mmap.mmap, count: int, index: int, gone: Callable[[], int | None]) -> None:
+    def __init__(self, memory: mmap.mmap, count: int, index: int, gone: Callable[[int], int | None]) -> None:
         self.count, self.index = count, index
         self.slot = slot_size(count)
         self.everyone = tuple(range(count))
@@ -184,9 +184,11 @@ class Arena:
         futex.wait(self._address + member * _LINE, value & 0xFFFFFFFF, until is None)
         if until is None or time.monotonic() - began < _LATE:
             return
-        ended = self._gone()
-        if ended is not None and self.lagging(exchange.need) is not None:
-            raise ConnectionError(f"rank {ended} is gone")
+        members, number = exchange.need
+        for k in members:  # (one that has done its part may end while another one is late)
+            ended = self._gone(k)
+            if ended is not None and self.lagging(((k,), number)) is not None:
+                raise ConnectionError(f"rank {ended} is gone")
 
 
 class Exchange:

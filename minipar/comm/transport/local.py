@@ -76,7 +76,7 @@ class LocalTransport(Transport):
             lacking = [rank for rank, row in zip(members, found, strict=True) if row == [0]]
             self._explain(reason or f"rank {lacking[0]} has none")
             return None
-        return Arena(memory, len(members), index, lambda: self._gone(members))
+        return Arena(memory, len(members), index, lambda k: self._gone(members[k]))
 
     def _watch(self, rank: int, pid: int) -> None:
         """Open a descriptor by which the end of another rank's process is noticed. OSError if the system has none."""
@@ -86,13 +86,13 @@ class LocalTransport(Transport):
             raise OSError(f"no descriptors of processes on {sys.platform}")
         self.watched[rank] = os.pidfd_open(pid)
 
-    def _gone(self, members: tuple[int, ...]) -> int | None:
-        """One of these ranks whose process has ended."""
+    def _gone(self, rank: int) -> int | None:
+        """This rank, if its process has ended."""
+        if rank not in self.watched:
+            return None
         poll = select.poll()
-        ranks = {self.watched[rank]: rank for rank in members if rank in self.watched}
-        for descriptor in ranks:
-            poll.register(descriptor, select.POLLIN)
-        return next((ranks[descriptor] for descriptor, _ in poll.poll(0)), None)
+        poll.register(self.watched[rank], select.POLLIN)
+        return rank if poll.poll(0) else None
 
     def _explain(self, reason: str) -> None:
         """Note why shared memory is not used; where the system could have it, also warn, once."""

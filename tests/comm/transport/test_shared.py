@@ -9,7 +9,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -222,9 +222,35 @@ def test_threads_do_not_grow_with_groups_or_peers(cluster: Cluster) -> None:
 # The parts alone
 
 
-def arenas(count: int) -> list[Arena]:
+def arenas(count: int, gone: Callable[[int], int | None] = lambda _: None) -> list[Arena]:
     memory = mmap.mmap(-1, arena.size(count))
-    return [Arena(memory, count, k, lambda: None) for k in range(count)]
+    return [Arena(memory, count, k, gone) for k in range(count)]
+
+
+@pytest.mark.parametrize("late", [1, 2])
+def test_a_rank_may_end_when_it_has_done_its_part(late: int) -> None:
+    """Another one is late then. If that one ends, it is the one that is gone."""
+    ended: list[int] = []
+    ends = arenas(3, lambda k: k if k in ended else None)
+    xs = [torch.full((ends[0].fits(torch.float32) * 2,), k + 1.0) for k in range(3)]  # two pieces
+    started = [Exchange(end, shared.reduce(end, x, 0)) for end, x in zip(ends, xs, strict=True)]
+    for one in started:
+        one.begin()
+    for end, one in zip(ends, started, strict=True):
+        end.line_up(one)
+    started[3 - late].wait()
+    ended.append(3 - late)
+    timer = threading.Timer(0.2, started[late].wait)
+    timer.start()
+    started[0].wait()
+    timer.join()
+    assert bool((xs[0] == 6.0).all())
+    again = Exchange(ends[0], shared.reduce(ends[0], xs[0], 0))
+    again.begin()
+    ends[0].line_up(again)
+    ended[:] = [late]
+    with pytest.raises(ConnectionError, match=f"rank {late} is gone"):
+        again.wait()
 
 
 def test_ranks_in_any_interleaving(monkeypatch: pytest.MonkeyPatch) -> None:
