@@ -4,6 +4,10 @@
     driver -> rank    ("run", number, Situation, parcel) · ("stop",): it has failed elsewhere
                       ("call", name): a call begins, in which all take part; ("end", kind, parcel): it has ended
     rank -> driver    ("report" | "result" | "error", number, value) · ("output", number, bytes): it has printed this
+                      ("here", 0, None): it has come to its next call
+
+A rank that is not in a call reads nothing, and the system closes a connection whose other end takes nothing for some
+seconds. So before the driver sends a function, it waits until the ranks are in the call.
 
 The driver may be a rank itself (`seat`): then it runs its own share of a function in between, and a thread listens to
 the others meanwhile. A rank has such a thread, too, since a function may wait for a rank that has failed. What fails is
@@ -18,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import os
-import select
 import signal
 import socket
 import struct
@@ -38,6 +41,7 @@ from minipar.cluster.interrupt import Interrupts
 from minipar.cluster.members import SETTLE, SETTLE_AFTER_LOST_PEER, Round, exchanged, unpack
 from minipar.cluster.output import Output, Printer
 from minipar.cluster.parcel import Parcel
+from minipar.cluster.processes import readable
 from minipar.cluster.ranks import Call
 from minipar.cluster.worker import Seat, Situation
 from minipar.errors import RankDied
@@ -142,7 +146,7 @@ def _interrupt(ended: int) -> bool:
         main = threading.main_thread().ident
         assert main is not None
         signal.pthread_kill(main, signal.SIGINT)
-    return bool(select.select([ended], [], [], GRACE)[0])
+    return bool(readable([ended], GRACE))
 
 
 # A rank ---------------------------------------------------------------------------------------------------------------
@@ -168,6 +172,7 @@ class FarRank:
     def await_call(self) -> str:
         """The name of the call that the driver begins next. What belongs to a call that this rank has left is passed
         over. RankDied if the driver ends."""
+        self.seat.send(("here", 0, None))
         while True:
             kind, *rest = self._receive()
             if kind == "call":
@@ -230,8 +235,7 @@ class FarRank:
                 pumped.wait(1.0)  # (longer only if a child of this process goes on printing)
 
     def _watch(self, ended: int) -> None:
-        readable, _, _ = select.select([self.control.fileno(), ended], [], [])
-        if ended in readable:
+        if ended in readable([self.control.fileno(), ended]):
             return
         try:
             wire.receive(self.control)  # ("stop",): the driver sends nothing else now
@@ -246,7 +250,7 @@ class FarRank:
         to say what went wrong before."""
         deadline = time.monotonic() + seconds
         while not self.gone and (left := deadline - time.monotonic()) > 0:
-            if select.select([self.control], [], [], left)[0]:
+            if readable([self.control.fileno()], left):
                 with contextlib.suppress(OSError):
                     if self.control.recv(1 << 16):
                         continue
@@ -258,12 +262,14 @@ class FarRank:
 
 @dataclass
 class Peer:
-    """A rank elsewhere. If it is not `alive`, it has ended, or does not answer any more."""
+    """A rank elsewhere. If it is not `alive`, it has ended, or does not answer any more. `calls`: to how many it has
+    come."""
 
     rank: int
     control: socket.socket
     inbox: wire.Inbox
     alive: bool = True
+    calls: int = 0
 
 
 class Driver:
@@ -287,7 +293,7 @@ class Driver:
         self._way_out = way_out
         self.peers = {rank: Peer(rank, control, wire.Inbox(control)) for rank, control in controls.items()}
         self.seat: Seat | None = None
-        self._number = 0
+        self._number = self._calls = 0
         self._generation = first_generation
         self._interrupts = Interrupts()
         self._output = Output()
@@ -300,6 +306,11 @@ class Driver:
     def sit(self, device: str, backend: str) -> None:
         """Be rank 0, too."""
         self.seat = Seat(self._own_report, 0, self.size, device, backend, "torchrun", far=True)
+
+    def begin(self, name: str) -> None:
+        """Begin a call, in which all ranks take part as soon as they have come to it."""
+        self._calls += 1
+        self.tell(("call", name))
 
     def tell(self, message: tuple[Any, ...]) -> None:
         """Send a message to all ranks elsewhere."""
@@ -325,6 +336,10 @@ class Driver:
         self._output.begin(active, call.show)
         self._reports.clear()
         situation = Situation(self._generation, active)
+        with self._interrupts:
+            self._await(heard)
+        if heard.failures:  # (nobody has been sent anything)
+            raise as_exception(heard.failures, heard.doing, heard.lost)
         for rank in active:
             if rank in self.peers:
                 self._send(self.peers[rank], ("run", self._number, situation, parcel))
@@ -410,6 +425,12 @@ class Driver:
 
     # The others
 
+    def _await(self, heard: Round) -> None:
+        """Wait until all ranks of a function have come to the call that it belongs to, or one has failed."""
+        peers = [self.peers[rank] for rank in heard.waiting & self.peers.keys()]
+        while not heard.failures and any(peer.calls < self._calls for peer in peers):
+            self._listen(heard, None)
+
     def _collect(self, heard: Round, seconds: float | None = None) -> None:
         """Listen until all have answered, until one has failed, or for so many seconds."""
         deadline = None if seconds is None else time.monotonic() + seconds
@@ -450,7 +471,7 @@ class Driver:
     def _listen(self, heard: Round, seconds: float | None, ended: int = -1) -> bool:
         """Wait for messages, at most so long, and handle them. Returns whether `ended` can be read."""
         peers = {peer.control.fileno(): peer for peer in self.peers.values() if peer.alive}
-        found, _, _ = select.select([*peers, *([ended] if ended >= 0 else [])], [], [], seconds)
+        found = readable([*peers, *([ended] if ended >= 0 else [])], seconds)
         for descriptor in found:
             if descriptor != ended:
                 self._read(peers[descriptor], heard)
@@ -474,6 +495,9 @@ class Driver:
             if message is None:
                 return
             kind, number, value = message
+            if kind == "here":
+                peer.calls += 1
+                continue
             if kind == "error" and number < 0:  # it makes another call than the driver
                 heard.failures.append(Failure(rank, value))
             elif number != heard.run:

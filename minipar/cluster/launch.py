@@ -86,7 +86,8 @@ class Zygote:
         return self._process.poll() is None
 
     def fork(self, control: int, out: int, err: int) -> int:
-        """A new rank that owns copies of the three descriptors; its pid. OSError when the helper has died."""
+        """A new rank that owns copies of the three descriptors; its pid. ConnectionError when the helper has died,
+        another OSError when the system has no room for a process."""
         with self._lock:
             number = next(self._numbers)
             modules = {name for name in list(sys.modules) if name.startswith("minipar.") or name == _EXPORT}
@@ -98,6 +99,8 @@ class Zygote:
                 answer = self._read(None)
                 if answer is None:
                     raise ConnectionResetError("the helper process has died")
+                if answer[:2] == ("no fork", number):
+                    raise OSError(answer[2], os.strerror(answer[2]))
                 if answer[:2] == ("forked", number):  # another number: a call that was interrupted
                     pid: int = answer[2]
                     self._exits.pop(pid, None)  # of an earlier process with this number

@@ -173,7 +173,7 @@ class Launched(Calling):
     def _lead(self, driver: Driver, name: str, call: Callable[[], T]) -> T:
         if self._leading:
             return call()  # (the others are in the outer call)
-        driver.tell(("call", name))
+        driver.begin(name)
         self._leading = True
         try:
             result = call()

@@ -227,9 +227,8 @@ class Members:
             heard.failures.append(_death(self.ranks[rank]))
             heard.waiting.discard(rank)
         while heard.waiting and (heard.stuck is None or heard.called_back):
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                break
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            last = left == 0.0  # what has come while this process was stopped is read
             if watch is not None and not heard.failures:
                 if watch.due():
                     heard.stuck = watch.look(self.pages(heard.waiting), self.pages(self.ranks.keys() - heard.waiting))
@@ -254,6 +253,8 @@ class Members:
                 until = time.monotonic() + (SETTLE_AFTER_LOST_PEER if failure.lost_peer else SETTLE)
                 deadline = until if deadline is None else min(deadline, until)
             told = len(heard.failures)
+            if last:
+                break
         if heard.failures and not heard.called_back and all(one.lost_peer for one in heard.failures):
             self._await_dying(heard)
         for member in self.ranks.values():
@@ -278,6 +279,7 @@ class Members:
         heard.waiting -= gone
         self.stop(gone)
         for rank in heard.waiting:
+            self.ranks[rank].page.interrupt(heard.run)
             self.ranks[rank].process.signal(signal.SIGINT)
         with self.interrupts:
             self.collect(heard, seconds=seconds)
@@ -377,9 +379,10 @@ class Members:
         member.alive = False
         self.selector.unregister(member.control)
         # A rank that ends closes its socket on the way; one that has only lost its descriptors goes on.
-        member.cut_off = not ends(member.process.pid, 0.2)
+        pid = member.process.pid
+        member.cut_off = not (ends(pid, 0.2) or (ending(pid) and ends(pid, _LONGEST_END)))
         member.process.kill()
-        member.process.wait(0.5)
+        member.process.wait(_LONGEST_END)
 
     def stop(self, ranks: Iterable[int]) -> None:
         """Kill these ranks and everything that they had started, print their last output, and forget them."""

@@ -5,6 +5,7 @@ Both have mapped one page of a file. A note is a store to memory of some 60 ns: 
     bytes 0 ...          the instruction that the rank last began (`note`)
     byte _SINCE          since when it waits in an operation, on the clock of time.monotonic; 0.0 when it does not
     bytes _OPERATION ... that operation (`waiting`)
+    byte _INTERRUPTED    the last run that the driver has asked the rank to end: a signal may come before it or after it
 
 After the page the same file has the Python stack that faulthandler appends when the driver requests it; see stacks.py.
 A reader may see half a note: the driver reads again later, and a dead rank writes no more.
@@ -26,8 +27,8 @@ SIZE = 1024
 LABEL_BYTES = 256
 _SINCE, _OPERATION = 512, 520
 _OPERATION_BYTES = 256
-_END = _OPERATION + _OPERATION_BYTES
-_TIME = struct.Struct("<d")
+_END = _INTERRUPTED = _OPERATION + _OPERATION_BYTES
+_TIME, _RUN = struct.Struct("<d"), struct.Struct("<q")
 _NEVER = bytes(8)
 
 # A process that is no rank writes to a page that nobody reads, so that callers need not check whether they are in one.
@@ -72,8 +73,13 @@ def going_on() -> None:
 
 
 def clear() -> None:
-    """Clear the page: a run begins or has ended."""
-    _page[:SIZE] = bytes(SIZE)
+    """Clear what is noted: a run begins or has ended."""
+    _page[:_END] = bytes(_END)
+
+
+def interrupted() -> int:
+    """The run that the driver has asked this rank to end last; 0: none so far."""
+    return int(_RUN.unpack_from(_page, _INTERRUPTED)[0])
 
 
 # In the driver
@@ -120,6 +126,10 @@ class Page:
         """What the rank says at this moment."""
         (since,) = _TIME.unpack_from(self._page, _SINCE)
         return Doing(self._text(0, LABEL_BYTES), self._text(_OPERATION, _OPERATION_BYTES), since)
+
+    def interrupt(self, run: int) -> None:
+        """Say that the rank is asked to end this run. The signal is sent afterwards."""
+        _RUN.pack_into(self._page, _INTERRUPTED, run)
 
     def _text(self, start: int, length: int) -> str:
         return self._page[start : start + length].split(b"\0", 1)[0].decode(errors="replace")

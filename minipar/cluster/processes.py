@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -109,7 +110,7 @@ def ends(pid: int, seconds: float) -> bool:
         except OSError:
             return True
         try:
-            return bool(select.select([watched], [], [], seconds)[0])
+            return bool(readable([watched], seconds))
         finally:
             os.close(watched)
     deadline = time.monotonic() + seconds
@@ -123,6 +124,16 @@ def ends(pid: int, seconds: float) -> bool:
             return True
         time.sleep(0.001)
     return False
+
+
+def readable(descriptors: Iterable[int], seconds: float | None = None) -> list[int]:
+    """Those of these descriptors from which something can be read, or which have ended, as soon as there is one, or
+    after so many seconds. (`select.select` knows no descriptors above 1023.)"""
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    # (Rounded up: 0 ms would not wait.)
+    return [found for found, _ in poll.poll(None if seconds is None else math.ceil(seconds * 1000))]
 
 
 def ending(pid: int) -> bool:

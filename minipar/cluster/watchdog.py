@@ -37,6 +37,7 @@ _TENDED = 10.0  # the same, where other ranks are to notice it
 _OFTEN = 0.05  # seconds between two checks while a rank is stopped
 _DOUBTFUL = "the making of a group"
 _TICKS = 10  # of CPU time in each second that waits of a rank may use, since some look again and again
+_AGAIN = 0.5  # seconds after which the stacks of ranks must be the same, where only these show what ranks wait for
 _A_WHILE = 0.5  # seconds; who has waited for so long is not just between two messages
 _FOR_DEVICES = 5  # times the patience, where a rank waits for its GPU: what one call waits for may take long
 
@@ -70,6 +71,8 @@ class Watchdog:
         self._stopped: dict[int, float] = {}  # for how many seconds each rank has been stopped, of those that are
         self._local, self._tended = local and patience is not None, tended
         self._still = 0.0  # seconds for which all have slept, too
+        self._frames: dict[int, list[Frame]] = {}  # the stacks that were read last
+        self._waiting: dict[int, list[Frame]] = {}  # those of ranks that seemed to wait in torch's own communication
         self._used: dict[int, int] = {}  # CPU time of each rank when that began
         self._looked = time.monotonic()
 
@@ -87,7 +90,7 @@ class Watchdog:
         if found := self._never_go_on([*ranks, *idle], {**seen, **{rank: _STOPPED for rank, *_ in idle}}, passed):
             return found
         if seen != self._seen:
-            self._seen, self.same, self._still = seen, 0.0, 0.0
+            self._seen, self.same, self._still, self._waiting = seen, 0.0, 0.0, {}
             return None
         self.same += passed
         self.lasted = self.same
@@ -102,7 +105,14 @@ class Watchdog:
         found = self._waits(ranks, seen)
         if found is None:
             self.same = 0.0  # one is busy without using CPU time: with a sleep, a file, a device
-        return found
+            return None
+        # A rank may have begun to wait just now, and go on.
+        before, by_stack = self._waiting, [rank for rank, one in seen.items() if not (one.since or one.stopped)]
+        self._waiting = {rank: self._frames[rank] for rank in by_stack}
+        if self._waiting == before:
+            return found
+        self.same -= min(self.same, _AGAIN)
+        return None
 
     def _is_certain(self, ranks: list[Entry], living: list[Entry]) -> bool:
         """Whether no thread of the user can wake these ranks, which have all slept. One that sent something and ended
@@ -138,7 +148,7 @@ class Watchdog:
     def _doings(self, ranks: list[Entry], seen: dict[int, Seen]) -> dict[int, str]:
         """What each rank waits for, or that it is at work."""
         now = time.monotonic()
-        frames = stacks.ask(entry for entry in ranks if not seen[entry[0]].stopped)
+        frames = self._frames = stacks.ask(entry for entry in ranks if not seen[entry[0]].stopped)
         same = {rank: self._stopped.get(rank, self.same) for rank in seen}
         return {rank: _describe(seen[rank], frames.get(rank, []), now, same[rank]) or AT_WORK for rank in seen}
 

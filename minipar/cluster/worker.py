@@ -124,7 +124,10 @@ class Seat:
                 self.interrupt()
 
     def interrupt(self, frame: FrameType | None = None) -> None:
-        """Handle SIGINT. A module that is half imported would be unusable for good: its import comes to its end."""
+        """Handle SIGINT. A module that is half imported would be unusable for good: its import comes to its end. A
+        signal may be late; one that was for an earlier run does nothing."""
+        if notes.interrupted() not in (0, self.run):
+            return
         if self.holding:
             self.missed = True
         elif self.interruptible and _imports(frame):
@@ -395,6 +398,9 @@ def run_interruptibly(rank: Seat, parcel: Parcel) -> tuple[str, Any]:
     modes = _modes()
     try:
         rank.interruptible = True
+        if notes.interrupted() == rank.run:  # (the signal came before, or is on its way)
+            rank.interruptible = False
+            raise KeyboardInterrupt
         answer = _run(rank, parcel)
         rank.interruptible = False
     except KeyboardInterrupt as error:  # it came while the answer was made; a second one cannot come

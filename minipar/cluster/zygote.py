@@ -5,11 +5,12 @@ unlike a fork of the notebook's kernel: no thread pool was ever started here, an
 
     main([SOCKET, SPARE, DRIVER_PID, FOLDER, TIE])
 
-The socket (SEQPACKET) carries ("fork", number, modules) with three descriptors -> ("forked", number, pid), ("kill",
-pid), ("signal", pid, number), and ("exit", pid, status) as ranks end. The modules are imported first: what the driver
-has of this package, and of torch.export, its ranks will need, and here it is imported once for all of them. TIE is 1
-where Linux may tie this process to the driver's thread. When the driver is gone, all ranks are killed and FOLDER is
-removed. When the driver says ("end",), the ranks are killed, but it has other helpers that use FOLDER.
+The socket (SEQPACKET) carries ("fork", number, modules) with three descriptors -> ("forked", number, pid) or
+("no fork", number, errno), ("kill", pid), ("signal", pid, number), and ("exit", pid, status) as ranks end. The modules
+are imported first: what the driver has of this package, and of torch.export, its ranks will need, and here it is
+imported once for all of them. TIE is 1 where Linux may tie this process to the driver's thread. When the driver is
+gone, all ranks are killed and FOLDER is removed. When the driver says ("end",), the ranks are killed, but it has other
+helpers that use FOLDER.
 
 SPARE is a socket, too. Before anything else is imported here, one process is forked that waits at it for the path of a
 script and for three descriptors, its standard streams, and then runs the script with the socket's number. The driver
@@ -151,9 +152,14 @@ def _serve(control: socket.socket, driver: int, folder: str, children: set[int])
                 if message[0] == "fork":
                     _import(message[2])
                     closing = [control.fileno(), wake_read.fileno(), wake_write.fileno(), gone]
-                    pid = _fork(partial(_be_rank, descriptors, closing))
-                    for descriptor in descriptors:
-                        os.close(descriptor)
+                    try:
+                        pid = _fork(partial(_be_rank, descriptors, closing))
+                    except OSError as error:  # (the ranks that are there go on)
+                        _send(control, ("no fork", message[1], error.errno))
+                        continue
+                    finally:
+                        for descriptor in descriptors:
+                            os.close(descriptor)
                     children.add(pid)
                     _send(control, ("forked", message[1], pid))
                 elif message[1] in children and message[0] == "kill":

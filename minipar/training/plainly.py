@@ -17,7 +17,6 @@ import contextlib
 import ctypes
 import io
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -31,7 +30,7 @@ import cloudpickle
 import torch
 
 from minipar.cluster import launch, light_torch
-from minipar.cluster.processes import describe_status
+from minipar.cluster.processes import describe_status, readable
 from minipar.errors import ProgramError, RankDied, RankError
 from minipar.execution.execution import Job
 from minipar.execution.saving.keeping import NOTHING, Storing
@@ -249,7 +248,7 @@ class Plain:
         if self._status is not None or self.process.wait(0) is not None:
             return False
         # A helper that is gone does not say that this process, which it forked, has gone with it.
-        told = bool(select.select([self.control], [], [], 0)[0])
+        told = bool(readable([self.control.fileno()], 0))
         return not told or bool(self.control.recv(1, socket.MSG_PEEK))
 
     def await_ready(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import cloudpickle
 import pytest
 
+from minipar.cluster import far as far_module
 from minipar.cluster import worker
 from minipar.cluster.far import Driver, accept, connect
 from minipar.cluster.launch import child_environment
@@ -143,6 +144,31 @@ def test_a_rank_that_cannot_be_interrupted_ends_after_the_driver(far: Far) -> No
     assert far.driver.perform(Call([0], os.getpid)) == [far.processes[0].pid]
     far.driver.close()
     assert far.processes[1].wait(15) == 1
+
+
+LATE = """
+import sys, time
+from minipar.cluster import far
+far._LOST_AFTER = 3
+control = far.connect(("127.0.0.1", int(sys.argv[1])), bytes.fromhex(sys.argv[2]), 0, 30)
+time.sleep(5)  # (it computes, between two calls)
+rank = far.FarRank(control, 0, 1, "cpu", "gloo")
+print(rank.await_call(), rank.serve())
+"""
+
+
+def test_a_rank_may_come_late_to_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it is sent waits until then: the system closes a connection that takes nothing for some seconds."""
+    monkeypatch.setattr(far_module, "_LOST_AFTER", 3)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        command = [sys.executable, "-c", LATE, str(listener.getsockname()[1]), TOKEN.hex()]
+        late = subprocess.Popen(command, env=child_environment(), stdout=subprocess.PIPE, text=True)
+        driver = Driver(accept(listener, TOKEN, [0], 60), 1, "start again")
+    driver.begin("a call")
+    assert driver.perform(Call([0], len, (bytes(20_000_000),))) == [20_000_000]
+    driver.tell(("end", "well"))
+    assert late.communicate(timeout=60)[0] == "a call ('end', 'well')\n"
+    driver.close()
 
 
 def test_ranks_end_with_their_driver_and_it_notices_their_death(far: Far) -> None:

@@ -18,14 +18,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import cloudpickle
 import pytest
 import torch
 
-from minipar.cluster import Cluster, device_waits, notes, stacks, worker
-from minipar.cluster.watchdog import Watchdog
+from minipar.cluster import Cluster, device_waits, notes, stacks, watchdog, worker
+from minipar.cluster.watchdog import Seen, Watchdog
 from minipar.comm import communicator
 from minipar.errors import Deadlock, PlanError, RankDied
 
@@ -725,3 +726,28 @@ def test_a_thread_of_the_user_may_end_while_it_is_looked_for(
     monkeypatch.setattr(cluster, "patience", 30.0)
     assert cluster.run(f) == [3.0] * 3
     assert sent.exists()
+
+
+def test_a_rank_may_have_begun_to_wait_just_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where only stacks show that ranks wait in torch's own communication, they must be the same a while later."""
+    lines = [10]
+
+    def stack(entries: Any) -> dict[int, list[stacks.Frame]]:
+        return {rank: [("/lib/torch/distributed/distributed_c10d.py", lines[-1], "all_reduce")] for rank, *_ in entries}
+
+    monkeypatch.setattr(watchdog, "_see", lambda *_: Seen("", 0.0, 0, False))
+    monkeypatch.setattr(stacks, "ask", stack)
+    monkeypatch.setattr(stacks, "stopped", lambda _: False)
+    page: Any = None
+    ranks: list[stacks.Entry] = [(rank, SimpleNamespace(pid=os.getpid()), page) for rank in (0, 1)]  # type: ignore[list-item]
+    dog = Watchdog(1.0)
+    assert dog.look(ranks) is None
+    for line in (10, 20):
+        lines.append(line)
+        dog.same = 1.0
+        assert dog.look(ranks) is None
+        assert dog.same == pytest.approx(0.5, abs=0.4)  # (looked at again after half a second)
+    dog.same = 1.0
+    found = dog.look(ranks)
+    assert found is not None
+    assert "torch's own all_reduce" in found[0]

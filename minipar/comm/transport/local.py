@@ -6,11 +6,11 @@ gloo does the collectives that `algorithm="backend"` asks for, and all of them w
 from __future__ import annotations
 
 import os
-import select
 import sys
 import warnings
 from typing import Any
 
+from minipar.cluster.processes import readable
 from minipar.comm.transport import arena, shared_memory
 from minipar.comm.transport.arena import Arena
 from minipar.comm.transport.board import Board, fingerprint
@@ -90,9 +90,7 @@ class LocalTransport(Transport):
         """This rank, if its process has ended."""
         if rank not in self.watched:
             return None
-        poll = select.poll()
-        poll.register(self.watched[rank], select.POLLIN)
-        return rank if poll.poll(0) else None
+        return rank if readable([self.watched[rank]], 0) else None
 
     def _explain(self, reason: str) -> None:
         """Note why shared memory is not used; where the system could have it, also warn, once."""

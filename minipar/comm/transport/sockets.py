@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch.distributed as dist
 from torch import Tensor
 
+from minipar.cluster.processes import readable
 from minipar.comm.helper import Helper
 from minipar.comm.transport import shared_memory, stream
 from minipar.comm.transport.interface import DONE, Work
@@ -197,8 +198,8 @@ class Sockets:
             return True
         watched = [link.connection for link in links if link.connection is not None]
         unknown = self.listeners if len(watched) < len(links) else []
-        found, _, _ = select.select([*watched, *unknown], [], [], seconds)
-        new = [listener for listener in unknown if listener in found]
+        found = readable([link.fileno() for link in (*watched, *unknown)], seconds)
+        new = [listener for listener in unknown if listener.fileno() in found]
         if new:
             self._accept(new[0])
             return self.readable(peers, 0.0)
@@ -234,7 +235,10 @@ class Sockets:
     def accept(self, link: _Incoming) -> socket.socket:
         """The connection of a peer; waits until it has made one."""
         while link.connection is None:
-            found = self.listeners if len(self.listeners) == 1 else select.select(self.listeners, [], [])[0]
+            found = self.listeners
+            if len(found) > 1:
+                heard = readable(listener.fileno() for listener in found)
+                found = [listener for listener in found if listener.fileno() in heard]
             self._accept(found[0])
         return link.connection
 
@@ -367,7 +371,9 @@ class Outgoing:
         if sent is not None and sent.ring is not None and len(sent.rest) == 1:
             sent.ring.wait_to_write()
         elif sent is not None:
-            select.select([], [self.connection], [], _NAP)
+            poll = select.poll()
+            poll.register(self.connection, select.POLLOUT)
+            poll.poll(1000 * _NAP)
 
     def close(self) -> None:
         for sent in list(self.backlog):
