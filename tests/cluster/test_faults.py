@@ -358,7 +358,7 @@ def fails_with_collectives_under_way() -> None:
 
 
 def holds() -> tuple[int, int]:
-    time.sleep(0.02)  # (a helper thread ends)
+    time.sleep(0.2)  # (a helper thread ends)
     gc.collect()
     maps = Path("/proc/self/smaps_rollup").read_text().split("Pss_Shmem:")[1].split()
     return len(os.listdir("/proc/self/fd")), int(maps[0])

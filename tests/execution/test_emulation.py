@@ -68,8 +68,12 @@ def run(plan: str, cluster: Cluster, passes: int = 2) -> tuple[Execution, Trace]
     ],
 )
 def test_the_measured_step_is_the_predicted_one(clusters: dict[str, Cluster], plan: str, device: str) -> None:
-    done, predicted = run(plan, clusters[device])
-    assert predicted.time * 0.99 <= done.trace.time <= predicted.time * 1.5  # never faster than the device
+    for _ in range(5):  # (longer where other processes take the cores, but not always)
+        done, predicted = run(plan, clusters[device])
+        assert predicted.time * 0.99 <= done.trace.time, "never faster than the device"
+        if done.trace.time <= predicted.time * 1.25:
+            break
+    assert done.trace.time <= predicted.time * 1.25
 
 
 def test_it_computes_the_same(clusters: dict[str, Cluster]) -> None:

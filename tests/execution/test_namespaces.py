@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ import pytest
 from minipar.cluster import Cluster
 from minipar.cluster.launch import child_environment
 from minipar.execution.saving.folder import open_folder
-from tests.execution.over_namespaces import DECIDING, LIMITED, PLANS, trained
+from tests.execution.over_namespaces import DECIDING, LIMITED, PLANS, near, trained
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("over_namespaces.py")
@@ -100,7 +99,7 @@ def hosts() -> Iterator[Hosts]:
     made.end()
 
 
-def finish(started: list[subprocess.Popen[str]], seconds: float = 60.0) -> list[str]:
+def finish(started: list[subprocess.Popen[str]], seconds: float = 180.0) -> list[str]:
     """Wait until all have ended; what they wrote as errors."""
     told = []
     try:
@@ -151,7 +150,7 @@ def test_plans_on_two_hosts(running: tuple[list[Any], Path]) -> None:
 
 
 def test_steps_on_slow_cables_take_as_long_as_predicted(hosts: Hosts, running: tuple[list[Any], Path]) -> None:
-    """Within 15 %: not below the shortest step by more, nor above the median. Other work on the machine makes steps
+    """Within 15 %, in one of three attempts. Other work on the machine makes steps
     longer, but little: the ranks compute a few milliseconds of a step of 1 to 3 seconds. (At 200 Mbit/s the cores
     count: beside eight other busy processes, a step of `pp=4` took 25 % longer.)"""
     started, folder = running
@@ -166,8 +165,7 @@ def test_steps_on_slow_cables_take_as_long_as_predicted(hosts: Hosts, running: t
             (folder / name).mkdir()
             for number, (plan, *_) in enumerate(limited):
                 found = wait_for(folder / f"{name}/{number}.json", started)
-                shortest, usual = min(found["measured"]), median(found["measured"])
-                assert 0.85 * shortest <= found["predicted"] <= 1.15 * usual, (rate, plan, found)
+                assert near(**found), (rate, plan, found)
         finally:
             hosts.limit(None)
     finish(started)

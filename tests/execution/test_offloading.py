@@ -227,7 +227,7 @@ def test_a_copy_takes_the_time_of_the_emulated_link(text):
     rate = 50e6
     with Cluster(1, device=DeviceSpec(host_bandwidth=rate, disk_bandwidth=rate)) as cluster:
         # (A rank that loses its core between two instructions writes down a late beginning: one run has none.)
-        run = next((run for _ in range(4) if copies_take_their_time(run := adam(cluster, text), rate)), None)
+        run = next((run for _ in range(8) if copies_take_their_time(run := adam(cluster, text), rate)), None)
     assert run is not None
     for k, ins in enumerate(run.program.ranks[0]):
         if ins.op in (Op.OFFLOAD, Op.FETCH):

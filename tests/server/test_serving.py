@@ -648,12 +648,13 @@ def test_to_start_a_worker_again_that_always_dies_ends_with_an_error(clusters):
 
 
 def shortest(run):
-    """Of up to four runs the first that takes as long as was predicted: on emulated devices a run is never shorter, but
-    longer where other processes take the cores."""
-    for _ in range(4):
+    """Of up to eight runs the first that takes as long as was predicted: longer where other processes take the cores.
+    On emulated devices a run is never shorter; it is where a server decides as it runs, and does not wait for a worker
+    that is late."""
+    for _ in range(8):
         found = run()
-        assert found.trace.time >= 0.95 * found.predicted.time
-        if found.trace.time <= 1.05 * found.predicted.time:
+        assert found.program.serving.mode != "sync" or found.trace.time >= 0.95 * found.predicted.time
+        if found.trace.time == pytest.approx(found.predicted.time, rel=0.05):
             break
     return found
 
