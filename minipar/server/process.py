@@ -98,7 +98,8 @@ class Settings:
     together        whether no worker begins before all that are expected have asked for parameters
     pacing          of emulated devices; None: nothing is delayed
     compress        how workers push gradients: none, bf16, fp16, topk:R
-    processes       of the workers, where they are on this machine: one that is stopped before it connects is noticed
+    processes       of the workers, where they are on this machine: one that is stopped before it connects is noticed,
+                    and one that computes while server 0 starts again is waited for
     division        which workers have which keys; None: each pulls all of them at once
     replicas        the workers of each replica, or of each stage of one; (): every worker is one by itself
     rules           how many rules there are: one, or one for each stage
@@ -384,6 +385,9 @@ class Server:
         handle.meeting.publish(f"address {number}", address)
         self.pace = Pace() if settings.pacing is not None else None
         self.incarnation = 0
+        self.workers: dict[int, Peer] = {}
+        # Processes of workers that have not connected since the servers began or went back. They may compute meanwhile.
+        self.expected = dict(enumerate(settings.processes))
         self.over = handle.closed
         self.on: dict[int, Done] = {
             What.HELLO: self._hello,
@@ -423,7 +427,8 @@ class Server:
         self.board.drop_all()
         if self.pace is not None:
             self.pace.forget()
-        self.workers: dict[int, Peer] = {}
+        self.expected |= {worker: peer.process for worker, peer in self.workers.items()}
+        self.workers = {}
         self.others: dict[int, Peer] = {}  # the other servers, at server 0; server 0, at the others
         self.lists: dict[int, list[int]] = {}  # snapshots of the other servers
         self.lives: dict[int, int] = {}
@@ -432,7 +437,7 @@ class Server:
         self.arrivals = Arrivals(self.count, counts, self.replicas)
         self.joining, self.leaving = Together(self.replicas), Together(self.replicas)
         self.gathering: Gathering | None = None  # (where groups are served one by one; `_restore` makes it)
-        self.heard: dict[int, float] = {}
+        self.heard: dict[int, float] = {}  # when a worker has last said something, or was at work
         self.stopped: dict[int, float] = {}  # since when a worker's process is seen as stopped
         self.requests: dict[int, tuple[int, int]] = {}  # worker -> the step it has done, and its request's number
         self.saved: set[int] = set()  # servers that have the newest snapshot
@@ -481,6 +486,7 @@ class Server:
             self.broken = True
         if self.workers.get(peer.worker) is peer:
             del self.workers[peer.worker]
+            self.heard[peer.worker] = time.monotonic()  # (it has as long as any other to come back)
 
     # servers among themselves ----------------------------------------------------------------------------------------
 
@@ -684,6 +690,7 @@ class Server:
             self.gathering.stops(worker)
         peer.worker, peer.life = worker, life
         self.workers[worker] = peer
+        self.expected.pop(worker, None)
         self.board.tell(peer, Message(What.WELCOME, number=self.incarnation))
         if self.number == 0:
             self.heard[worker] = time.monotonic()
@@ -1024,24 +1031,26 @@ class Server:
             now, peer, replica = time.monotonic(), self.workers.get(worker), self.replicas.of(worker)
             if replica not in self.rule.members:
                 continue  # (another one of its workers was removed just now)
-            seconds = now - self.heard.setdefault(worker, now)
-            expected = self.settings.processes[worker : worker + 1] if replica in self.rule.absent else ()
-            process = peer.process if peer is not None else sum(expected)
+            process = peer.process if peer is not None else self.expected.get(worker, 0)
             stopped = stacks.stopped(process)
+            working = process > 0 and not stopped and at_work(process)
+            if working:  # (so that a step however long leaves it all the time to come back, should it die then)
+                self.heard[worker] = now
+            seconds = now - self.heard.setdefault(worker, now)
             since = self.stopped.setdefault(worker, now) if stopped else self.stopped.pop(worker, now)
-            silent = seconds >= patience or (stopped and now - since >= min(patience, STOPPED))
+            silent = now - since >= min(patience, STOPPED) if stopped else seconds >= patience
             pulls = worker in self.arrivals.pulling.who.get(replica, ()) and not stopped
             # (A stage may wait for another one of its replica, which must not go on yet.)
             waiting = {one // self.rule.count for one in (*self.rule.asking, *self.rule.pushed)}
             if not silent or pulls or replica // self.rule.count in waiting:
                 continue
-            here = replica in self.rule.absent if peer is None else peer.process and at_work(peer.process)
-            if here and not stopped:
+            absent = peer is None and replica in self.rule.absent
+            if working or (absent and not stopped):
                 continue  # (before a worker has connected for the first time, its cluster watches it)
             step = self.rule.clock(replica)
             if self.settings.on_death == "abort":
                 why = f" (process {process}) was stopped (SIGSTOP), and" if stopped else ""
-                raise RankError(f"worker {worker}{why} has said nothing for {seconds:.1f} s, in step {step}")
+                raise RankError(f"worker {worker}{why} has shown no sign of life for {seconds:.1f} s, in step {step}")
             self.stopped.pop(worker, None)
             self.heard[worker] = now
             if self.each is None:  # (else some groups are updated with its gradient: all wait until it is back)

@@ -299,8 +299,7 @@ class Servers:
                             break
                 break
             except ConnectionError:
-                if self._again():
-                    self._resend()
+                self._resend_after_loss()
         self._steps = answer.key
         if self._each is None and answer.step < self._steps:
             self.received += self._size
@@ -410,8 +409,7 @@ class Servers:
             for k in chosen:
                 self._send(k, server)
         except ConnectionError:
-            if self._again():
-                self._resend()
+            self._resend_after_loss()
 
     def _send(self, k: int, server: int | None = None) -> None:
         for home, piece in self._homes[k]:
@@ -448,6 +446,17 @@ class Servers:
         for k in list(self.pushed):
             self._send(k)
 
+    def _resend_after_loss(self) -> None:
+        """A connection was lost: connect again and resend, as often as a connection is lost while this resends."""
+        until = time.monotonic() + self.patience
+        while self._again():
+            try:
+                return self._resend()
+            except ConnectionError as error:  # (what servers refuse is no better the next time)
+                if time.monotonic() > until:
+                    reason = f"worker {self.worker}: its connection is lost again and again for {self.patience:g} s"
+                    raise RankError(f"{reason} ({error or type(error).__name__})") from error
+
     def acknowledge(self) -> None:
         """Wait until all servers have the gradient of this step."""
         while self.unacknowledged >= 0:
@@ -455,8 +464,7 @@ class Servers:
                 self.connections[0].send(Message(What.ACK, worker=self.worker, step=self.unacknowledged))
                 self._take(self.connections[0], What.ACK)
             except ConnectionError:
-                if self._again():
-                    self._resend()
+                self._resend_after_loss()
 
     def pace(self, moment: float, lasts: float = 0.0) -> None:
         """On emulated links: the next message begins to arrive at this moment (`time.perf_counter`), and occupies its

@@ -105,18 +105,18 @@ class Saving:
     header: Header
     parts: int
     reviving: bool
-    _heard: dict[tuple[int, int], list[Wrote]] = field(default_factory=dict)
+    _heard: dict[tuple[int, int], dict[int, Wrote]] = field(default_factory=dict)  # what each rank has said of a step
     _before: str = ""
 
-    def heard(self, wrote: Wrote) -> None:
-        """A rank has written its part of a step."""
+    def heard(self, rank: int, wrote: Wrote) -> None:
+        """A rank has written its part of a step. It counts once, although it may say so again in its next life."""
         key = wrote.step, wrote.incarnation
-        found = self._heard.setdefault(key, [])
-        found.append(wrote)
+        found = self._heard.setdefault(key, {})
+        found[rank] = wrote
         if len(found) < self.parts:
             return
         del self._heard[key]
-        schedule = next((one.schedule for one in found if one.schedule is not None), None)
+        schedule = next((one.schedule for one in found.values() if one.schedule is not None), None)
         token = token_of(self.storing.token, wrote.incarnation if self.reviving else 0)
         self._commit(wrote.step, token, schedule, clean=False)
         if self._before:

@@ -174,7 +174,7 @@ def execute_served(
         elif isinstance(fact, Noted):
             comparison.heard(fact)
         elif isinstance(fact, Wrote):
-            saving.heard(fact)
+            saving.heard(rank, fact)
         elif isinstance(fact, Warned):
             warn_once(fact, warned)
         elif isinstance(fact, int):

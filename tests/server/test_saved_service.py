@@ -13,7 +13,9 @@ import torch
 from minipar import SaveError, models, resume, train
 from minipar.cluster import worker
 from minipar.errors import PlanError
-from minipar.execution.saving.keeping import model_in
+from minipar.execution.saving.folder import INDEX, Header, step_folder, write_fragment
+from minipar.execution.saving.keeping import Storing, model_in
+from minipar.server.saving import Saving, Wrote, token_of
 from minipar.strategies.plan import Plan
 from tests.toys import rows, toy
 
@@ -205,3 +207,16 @@ def test_servers_that_go_back_save_again(clusters, tmp_path, victim):
     saved = model_in(folder)
     assert all(torch.equal(saved[name], values) for name, values in run.service.parameters.items())
     assert run.max_parameter_error() <= 1e-12
+
+
+def test_a_rank_that_says_again_that_it_has_written_counts_once(tmp_path):
+    """It died after it had said so, and its next life finds the file. Another rank has not written yet."""
+    storing = Storing(folder=str(tmp_path), every=2, token="0000abcd")
+    saving = Saving(storing, Header(0, 0, 8, "float32", "", "", ()), parts=3, reviving=True)
+    place = step_folder(str(tmp_path), 2, token_of(storing.token, 7))
+    os.makedirs(place)
+    for rank in (2, 0, 0, 1):
+        assert not os.path.exists(tmp_path / INDEX)
+        write_fragment(place, {2: 0, 0: 1, 1: 2}[rank], "", {})
+        saving.heard(rank, Wrote(2, 7, {"last": 2} if rank == 2 else None))
+    assert '"last": 2' in (tmp_path / INDEX).read_text()

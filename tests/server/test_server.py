@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minipar.cluster import worker
+from minipar.cluster import stacks, worker
 from minipar.cluster.members import Revived
 from minipar.errors import RankDied, RankError, ServerClosed
 from minipar.program.server_rule import Kind, Mode, Row, Rules
@@ -23,6 +23,7 @@ from minipar.server import process, pushing, rendezvous, snapshot
 from minipar.server.connection import Connection
 from minipar.server.framing import HEADER, Message, What
 from minipar.server.process import Settings
+from minipar.server.rendezvous import Introduction
 from minipar.server.shard import Shard, key_of, pieces_of
 from minipar.server.switchboard import Switchboard
 from minipar.strategies.shares import cut
@@ -189,6 +190,102 @@ def test_a_worker_that_computes_for_long_is_waited_for(clusters, tmp_path, on_de
     assert [row[1:3] for row in found[3].order if row[0] == Kind.TAKE] == [(w, s) for s in range(3) for w in range(3)]
 
 
+class Watched:
+    """A server of workers 0 and 1 that looks for silent ones when a test says so: at times, and at states of their
+    processes (11 and 12), that the test makes up. Its patience is 3 seconds."""
+
+    def __init__(self, folder, monkeypatch):
+        rendezvous.open_folder(str(folder), keys())
+        settings = Settings(2, 4, kills.OPTIMIZERS["sgd"], patience=3.0)
+        self.now, self.states, self.told, self.lines = 0.0, {11: "S", 12: "R"}, [], {}
+        monkeypatch.setattr(
+            process, "time", SimpleNamespace(monotonic=lambda: self.now, perf_counter=time.perf_counter)
+        )
+        monkeypatch.setattr(stacks, "cpu_and_state", lambda pid: (0, self.states.get(pid, "")))
+        nothing = [lambda _: None] * 3
+        self.server = process.Server(str(folder), 0, settings, kills.initial(), *nothing)
+        self.server.report = self.told.append
+        self.server._meet()
+        for who in range(2):
+            self.connect(who, 11 + who)
+
+    def connect(self, who, pid):
+        near, self.lines[who] = socket.socketpair()
+        peer = self.server.board.adopt(near)
+        peer.text = Introduction(self.server.digest, who, life=7).text()
+        peer.process = pid
+        self.server._hello(peer, Message(What.HELLO))
+
+    def members(self, at, state="R"):
+        """The workers that still take part after a look at this time, when process 12 was in this state."""
+        self.now, self.states[12] = at, state
+        self.server._look_for_silent()
+        return self.server.rule.members
+
+    def close(self):
+        for line in self.lines.values():
+            line.close()
+        self.server.board.close()
+
+
+@pytest.fixture
+def watched(tmp_path, monkeypatch):
+    with closing(Watched(tmp_path, monkeypatch)) as made:
+        yield made
+
+
+def test_a_worker_that_dies_after_a_long_step_has_time_to_come_back(watched):
+    assert watched.members(10) == {0, 1}, "it computes"
+    watched.now = 10.1
+    watched.lines[1].close()
+    watched.server.board.wait(5)
+    assert list(watched.server.workers) == [0]
+    assert watched.members(13, "") == {0, 1}
+    assert watched.members(13.2, "") == {0}
+    assert watched.told == [], "it has ended, or is starting again"
+
+
+def test_a_worker_that_computes_while_servers_go_back_is_waited_for(watched):
+    """It notices only when it pushes. One that dies meanwhile is not waited for."""
+    for _ in range(2):
+        watched.server._meet()
+        assert not watched.server.workers
+        watched.now += 10
+        assert watched.members(watched.now) == {0, 1}
+    watched.connect(0, 11)
+    assert watched.members(22.9, "") == {0, 1}
+    assert watched.members(23.1, "") == {0}
+
+
+def test_a_worker_that_was_stopped_while_servers_went_back_is_told(watched):
+    watched.server._meet()
+    assert watched.members(10, "T") == {0, 1}
+    assert watched.members(10.6, "T") == {0}
+    assert watched.told[-1] == ("silent", 1)
+
+
+@pytest.mark.parametrize("state", ["T", "t"])
+def test_a_worker_that_is_held_for_a_moment_in_a_long_step_is_waited_for(watched, state):
+    assert watched.members(10) == {0, 1}
+    assert watched.members(10.2, state) == {0, 1}
+    assert watched.members(10.8) == {0, 1}
+    assert watched.told == []
+
+
+def test_a_worker_that_was_stopped_is_found_after_half_a_second(watched):
+    """However late the server comes to look; one over TCP, or that a debugger holds, after the patience."""
+    assert watched.members(10) == {0, 1}
+    assert watched.members(20, "T") == {0, 1}
+    assert watched.members(20.4, "T") == {0, 1}
+    assert watched.members(20.6, "T") == {0}
+    assert watched.told == [("silent", 1)]
+    for pid in (0, 12):
+        watched.connect(1, pid)
+        assert watched.members(watched.now + 2.9, "t") == {0, 1}
+        assert watched.members(watched.now + 0.2, "t") == {0}
+    assert watched.told == 3 * [("silent", 1)]
+
+
 def test_a_death_ends_the_run_where_that_is_wanted(clusters, tmp_path):
     settings = Settings(WORKERS, 8, kills.OPTIMIZERS["sgd"], on_death="abort")
     rendezvous.open_folder(str(tmp_path), keys())
@@ -322,6 +419,58 @@ def test_what_is_sent_twice_counts_once(one_server):
     values, taken, _ = kills.replay(result[0].order, kills.OPTIMIZERS["sgd"])
     assert torch.equal(result[0].values.view(torch.float64), values)
     assert sorted(t for update in taken for t in update) == [(w, s) for w in range(2) for s in range(4)]
+
+
+def lose(ps):
+    ps.connections[0].socket.shutdown(socket.SHUT_RDWR)
+
+
+def loses_again(ps, times):
+    """A worker whose next connections are lost, too, while it sends everything again."""
+    resend, left = ps._resend, iter(range(times))
+
+    def again():
+        if next(left, None) is not None:
+            lose(ps)
+        resend()
+
+    ps._resend = again
+
+
+@pytest.mark.parametrize("where", ["push", "acknowledge", "pull"])
+def test_a_connection_that_is_lost_again_while_everything_is_sent_again(one_server, where):
+    folder, _, _ = one_server
+    ps, until = pushing.connect(folder, 1), time.monotonic() + 10
+
+    def look():  # (which it does from time to time while it waits)
+        if time.monotonic() > until:
+            pytest.fail("it waits for ever")
+
+    ps._look, send = look, ps._send
+    assert ps.next_step() == 0
+    loses_again(ps, 2)
+    if where != "push":
+        ps._send = lambda k, server: None  # (it is lost on its way)
+    for k in range(3):
+        if where == "push" and k == 2:
+            lose(ps)
+        ps.push(k, kills.gradient(ps.pull(k), 0, 1, k))
+    if where != "push":
+        ps._send = send
+        lose(ps)
+    if where == "acknowledge":
+        ps.acknowledge()
+    assert (ps.next_step(), ps.version) == (1, 1), "one update, in the end"
+
+
+def test_a_worker_whose_connection_is_always_lost_says_so(one_server):
+    folder, _, _ = one_server
+    ps = pushing.connect(folder, 1, patience=0.5)
+    ps.next_step()
+    loses_again(ps, 1_000_000)
+    lose(ps)
+    with pytest.raises(RankError, match=r"worker 1: its connection is lost again and again for 0\.5 s \("):
+        ps.push(0, kills.gradient(ps.pull(0), 0, 1, 0))
 
 
 def test_a_worker_may_join_later(one_server):
