@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from minipar.cluster import failures, launch, threads, wire, worker
+from minipar.cluster import failures, launch, notes, threads, wire, worker
 from minipar.cluster.failures import Failure, as_exception
 from minipar.cluster.interrupt import Interrupts
 from minipar.cluster.members import SETTLE, SETTLE_AFTER_LOST_PEER, Round, exchanged, unpack
@@ -134,14 +134,17 @@ def _interruptible(watch: Callable[[int], None]) -> Iterator[None]:
         os.write(end, b".")
         if watched is not None:
             watched.wait()
+        notes.ask_to_end(0)
         os.close(ended)
         os.close(end)
         if before is not None:
             signal.signal(signal.SIGINT, before)
 
 
-def _interrupt(ended: int) -> bool:
-    """From a watching thread: interrupt the function. Returns whether it has ended soon after."""
+def _interrupt(seat: Seat, ended: int) -> bool:
+    """From a watching thread: interrupt the function, which may not have begun yet. Returns whether it has ended soon
+    after."""
+    notes.ask_to_end(seat.run)
     if signal.getsignal(signal.SIGINT) is worker.on_interrupt:  # (else it does not run in the main thread)
         main = threading.main_thread().ident
         assert main is not None
@@ -241,7 +244,7 @@ class FarRank:
             wire.receive(self.control)  # ("stop",): the driver sends nothing else now
         except (EOFError, OSError):
             self.gone = True
-        if not _interrupt(ended):
+        if not _interrupt(self.seat, ended):
             self.await_end()
             os._exit(1)
 
@@ -411,7 +414,8 @@ class Driver:
         if self._settle(heard, ended):
             return
         self._stop(heard)
-        if not _interrupt(ended):
+        assert self.seat is not None
+        if not _interrupt(self.seat, ended):
             self._end(heard)
 
     def _end(self, heard: Round) -> None:

@@ -82,6 +82,11 @@ def interrupted() -> int:
     return int(_RUN.unpack_from(_page, _INTERRUPTED)[0])
 
 
+def ask_to_end(run: int) -> None:
+    """A thread of this process asks it to end this run; 0: nobody does."""
+    _RUN.pack_into(_page, _INTERRUPTED, run)
+
+
 # In the driver
 
 

@@ -21,6 +21,7 @@ from minipar.cluster import far as far_module
 from minipar.cluster import worker
 from minipar.cluster.far import Driver, accept, connect
 from minipar.cluster.launch import child_environment
+from minipar.cluster.parcel import pack_call
 from minipar.cluster.ranks import Call
 from minipar.errors import PlanError, RankDied, RankError
 
@@ -169,6 +170,20 @@ def test_a_rank_may_come_late_to_a_call(monkeypatch: pytest.MonkeyPatch) -> None
     driver.tell(("end", "well"))
     assert late.communicate(timeout=60)[0] == "a call ('end', 'well')\n"
     driver.close()
+
+
+def test_an_interrupt_that_comes_before_the_function_ends_it() -> None:
+    seat = worker.Seat(lambda message: None, 0, 1, "cpu", "gloo", "torchrun", far=True)
+    ended_soon: list[bool] = []
+    worker.begin(seat, 7, worker.Situation(0, (0,)))
+    with far_module._interruptible(lambda ended: ended_soon.append(far_module._interrupt(seat, ended))):
+        time.sleep(0.2)  # (the interrupt is here)
+        with worker.seated(seat):
+            kind, answer = worker.run_interruptibly(seat, pack_call(time.sleep, (0.7,), {}, inside=True))
+    assert (kind, answer.name) == ("error", "KeyboardInterrupt")
+    assert ended_soon == [True]
+    with worker.seated(seat):
+        assert worker.run_interruptibly(seat, pack_call(abs, (-1,), {}, inside=True))[0] == "result"
 
 
 def test_ranks_end_with_their_driver_and_it_notices_their_death(far: Far) -> None:
