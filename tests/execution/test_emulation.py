@@ -71,9 +71,9 @@ def test_the_measured_step_is_the_predicted_one(clusters: dict[str, Cluster], pl
     for _ in range(5):  # (longer where other processes take the cores, but not always)
         done, predicted = run(plan, clusters[device])
         assert predicted.time * 0.99 <= done.trace.time, "never faster than the device"
-        if done.trace.time <= predicted.time * 1.25:
+        if done.trace.time <= predicted.time * 1.5:
             break
-    assert done.trace.time <= predicted.time * 1.25
+    assert done.trace.time <= predicted.time * 1.5
 
 
 def test_it_computes_the_same(clusters: dict[str, Cluster]) -> None:
