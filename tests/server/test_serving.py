@@ -758,12 +758,12 @@ def test_emulated_links_by_a_function():
     from minipar.costs.unit import UnitCosts
 
     def costs(program):
-        return UnitCosts(program, 0.02, 0.04, latency=0.05, stage_factors=[1.0, 2.0, 1.0])
+        return UnitCosts(program, 0.06, 0.12, latency=0.15, stage_factors=[1.0, 2.0, 1.0])
 
     with Cluster(3, device=DeviceSpec(costs=costs)) as cluster:
         found = shortest(lambda _: train(four_layers, tuple(torch.randn(2, 8, 40)), "dp=2 sync=ps", cluster=cluster,
                                        steps=4, batch=8, loss=mse, progress=False))  # fmt: skip
-    assert found.predicted.time == pytest.approx(4 * (0.12 + 2 * 0.05))
+    assert found.predicted.time == pytest.approx(4 * (0.36 + 2 * 0.15))
     assert found.trace.time == pytest.approx(found.predicted.time, rel=0.05)
 
 
