@@ -561,7 +561,7 @@ def test_the_helper_process_may_die(light: dict[str, str]) -> None:
     cause = "ended with the helper process that ranks are forked from, which has died"
     text = f"rank {{}} {cause}; it starts anew, without its state"
     assert warned == str([text.format(0), text.format(1)])
-    assert gone([int(pid) for pid in pids.split()], 5) == []
+    assert gone([int(pid) for pid in pids.split()], 0.5) == []
 
 
 def test_users_own_default_group_works_also_after_a_failure(cluster: Cluster) -> None:
@@ -631,7 +631,7 @@ def test_close_ends_everything_and_is_told() -> None:
         one.run(wait_for_all)
         assert os.listdir(folder)
         assert repr(one) == "Cluster(2 ranks, cpu, ready)"
-    assert gone(pids, 5) == []
+    assert gone(pids, 0.5) == []
     assert not os.path.exists(folder)
     assert repr(one) == "Cluster(2 ranks, cpu, closed)"
     one.close()
@@ -644,7 +644,7 @@ def test_a_forgotten_cluster_ends_its_ranks() -> None:
     pids = one.run(os.getpid)
     del one
     gc.collect()
-    assert gone(pids, 5) == []
+    assert gone(pids, 0.5) == []
 
 
 def test_closing_while_a_function_runs_is_refused(cluster: Cluster) -> None:
@@ -833,14 +833,14 @@ def test_spawned_ranks_do_the_same(capsys: pytest.CaptureFixture[str]) -> None:
         first = start_program(one)
         with pytest.raises(RankDied, match="rank 0 exited with status 7"):
             one.run_on([0], os._exit, 7)
-        assert gone([first], 5) == []
+        assert gone([first], 0.5) == []
         with pytest.raises(RankDied, match="rank 1 was killed by signal 9"):
             one.run(killed_in_a_collective)
         assert one.run(f)[1] == (1, [2, 4], 2)
         after = one.run(os.getpid)
         assert set(after).isdisjoint(pids)
         after.append(start_program(one))
-    assert gone(after, 5) == []
+    assert gone(after, 0.5) == []
 
 
 # On GPUs

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,15 +29,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 FORWARD, BACKWARD = 0.020, 0.040
 TIMES = DeviceSpec(costs={"forward": FORWARD, "backward": BACKWARD})
 SLOW_LINK = DeviceSpec(costs={"forward": FORWARD, "backward": BACKWARD}, bandwidth=1e5, latency=0.03)
-
-
-def slower(spec: DeviceSpec, times: float) -> DeviceSpec:
-    return replace(
-        spec,
-        costs={"forward": times * FORWARD, "backward": times * BACKWARD},
-        bandwidth=spec.bandwidth and spec.bandwidth / times,
-        latency=spec.latency and spec.latency * times,
-    )
 
 
 def build() -> nn.Sequential:
@@ -78,15 +68,13 @@ def run(plan: str, cluster: Cluster, passes: int = 2) -> tuple[Execution, Trace]
     ],
 )
 def test_the_measured_step_is_the_predicted_one(clusters: dict[str, Cluster], plan: str, device: str) -> None:
-    def ratio(cluster: Cluster) -> float:
-        done, predicted = run(plan, cluster)
+    def ratio() -> float:
+        done, predicted = run(plan, clusters[device])
         assert predicted.time * 0.99 <= done.trace.time, "never faster than the device"
         return done.trace.time / predicted.time
 
-    if not any(ratio(clusters[device]) <= 1.5 for _ in range(2)):
-        # Other processes take the cores, of which slower devices mind less.
-        with Cluster(4, device=slower({"times": TIMES, "slow link": SLOW_LINK}[device], 5)) as cluster:
-            assert any(ratio(cluster) <= 1.5 for _ in range(2))
+    # (Longer where other processes take the cores, but not always.)
+    assert any(ratio() <= 1.5 for _ in range(8))
 
 
 def test_it_computes_the_same(clusters: dict[str, Cluster]) -> None:

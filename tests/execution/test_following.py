@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import io
 import math
-import time
 from collections import Counter
 from functools import partial
-from statistics import median
+from itertools import pairwise
 
 import pytest
 
@@ -33,7 +32,6 @@ from tests.conftest import Clusters
 
 def test_moments_of_a_real_run(clusters: Clusters) -> None:
     moments: list[Moment] = []
-    begun = time.monotonic()
     run = train(
         partial(models.mlp, widths=(32, 64, 64, 64, 256)), data.for_model("mlp-tiny"), "pp=2 microbatches=4",
         cluster=clusters(2), steps=30, batch=16, progress=False, watch=moments.append,
@@ -41,7 +39,7 @@ def test_moments_of_a_real_run(clusters: Clusters) -> None:
     last = moments[-1]
     assert (last.step, last.steps) == (30, 30)
     assert last.losses == pytest.approx(run.losses)
-    assert len(moments) <= (time.monotonic() - begun) / EVERY + 2
+    assert all(b.seconds - a.seconds >= EVERY - 1e-9 for a, b in pairwise(moments[:-1]))
     assert [m.step for m in moments] == sorted({m.step for m in moments})
     seen = [m.trace for m in moments if m.trace is not None]
     assert seen
@@ -87,7 +85,6 @@ def test_ranks_tell_their_times_now_and_then() -> None:
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw", "ampnet"])
 def test_asynchronous_pipelines_tell_while_they_run(clusters: Clusters, schedule: str) -> None:
     moments: list[Moment] = []
-    begun = time.monotonic()
     run = train(
         partial(models.mlp, widths=(32, 64, 64, 64, 256)), data.for_model("mlp-tiny"),
         f"pp=2 microbatches=4 schedule={schedule}",
@@ -97,7 +94,7 @@ def test_asynchronous_pipelines_tell_while_they_run(clusters: Clusters, schedule
     assert steps == sorted(steps)
     assert steps[-1] == 300
     assert len([k for k in set(steps) if 0 < k < 300]) >= 2  # not only at the end
-    assert len(moments) <= (time.monotonic() - begun) / EVERY + 2
+    assert all(b.seconds - a.seconds >= EVERY - 1e-9 for a, b in pairwise(moments[:-1]))
     each = len(run.losses) // 300
     for m in moments:
         assert m.losses == pytest.approx(run.losses[: each * m.step], rel=1e-12)
@@ -106,7 +103,7 @@ def test_asynchronous_pipelines_tell_while_they_run(clusters: Clusters, schedule
     for trace in seen:
         assert len({ins.step for row in trace.program.ranks for ins in row}) < 30  # some step and its neighbours
         assert min(trace.busy) > 0
-    assert median(trace.time for trace in seen) < run.trace.time / 4
+        assert trace.time < run.trace.time / 4
     assert seen[-1].note.startswith("the time of step 300;")
 
 

@@ -107,7 +107,7 @@ SAVED = ("dp=4 zero=3", "pp=4 schedule=1f1b microbatches=4", "dp=2 pp=2 zero=1 m
 SHARES = {"timed": 0.5, "others": 0.35, "inputs": 0.15}
 STEPS, ROWS = 4, 16
 BEGUN, TRAINED = SIGNS = ("begun", "trained")  # files by which a driver says how far it is
-LIMIT = 120  # seconds for a case
+LIMIT = 60  # seconds for a case
 SLOW = 1.2  # seconds; what is told later is printed at once
 _TRIES = 4  # to meet a training, save, or place with a fault
 PATIENCE = 3.0  # seconds; a stopped rank is only noticed by those who wait for it
@@ -382,7 +382,7 @@ class Campaign:
         return self.tallies.setdefault(name, Tally(name))
 
     def guarded(self, name: str, given: tuple[Any, ...]) -> None:
-        """One case, which is a problem if it does not end in time: the others go on, on a new cluster."""
+        """One case, which is a problem if it does not end in a minute: the others go on, on a new cluster."""
 
         def late(*_: object) -> None:
             raise TookTooLong(f"no end within {LIMIT} s")
