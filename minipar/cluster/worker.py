@@ -105,6 +105,7 @@ class Seat:
         self.interruptible = False
         self.holding = False
         self.missed = False
+        self.taken = 0  # the last run whose signal of the driver has come
 
     def send(self, message: tuple[Any, ...]) -> None:
         """Send one message to the driver. An interrupt waits until that is done: after half a message, the next ones
@@ -125,8 +126,11 @@ class Seat:
 
     def interrupt(self, frame: FrameType | None = None) -> None:
         """Handle SIGINT. A module that is half imported would be unusable for good: its import comes to its end. A
-        signal may be late; one that was for an earlier run does nothing."""
-        if notes.interrupted() not in (0, self.run):
+        signal of the driver may be late; one that was for an earlier run does nothing."""
+        asked = notes.interrupted()
+        late = asked not in (0, self.taken, self.run)
+        self.taken = asked
+        if late:
             return
         if self.holding:
             self.missed = True

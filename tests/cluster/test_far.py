@@ -185,6 +185,23 @@ def test_an_interrupt_that_comes_before_the_function_ends_it() -> None:
     with worker.seated(seat):
         assert worker.run_interruptibly(seat, pack_call(abs, (-1,), {}, inside=True))[0] == "result"
 
+    def press() -> None:  # (Ctrl-C of the user, later)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+
+    def interrupt_later(ended: int) -> None:
+        time.sleep(0.2)
+        far_module._interrupt(seat, ended)
+
+    worker.begin(seat, 8, worker.Situation(0, (0,)))
+    with far_module._interruptible(interrupt_later), worker.seated(seat):
+        kind, answer = worker.run_interruptibly(seat, pack_call(time.sleep, (0.7,), {}, inside=True))
+    assert (kind, answer.name) == ("error", "KeyboardInterrupt")
+    worker.begin(seat, 9, worker.Situation(0, (0,)))
+    with far_module._interruptible(lambda ended: None), worker.seated(seat):
+        kind, answer = worker.run_interruptibly(seat, pack_call(press, (), {}, inside=True))
+    assert (kind, answer.name) == ("error", "KeyboardInterrupt")
+
 
 def test_ranks_end_with_their_driver_and_it_notices_their_death(far: Far) -> None:
     begin = time.monotonic()
