@@ -64,7 +64,9 @@ def captured_for_all_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--thorough", action="store_true", help="all cases of tests marked many(k), not every k-th")
+    parser.addoption(
+        "--thorough", action="store_true", help="all cases of tests marked many(k), not every k-th; and those marked extra"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -83,7 +85,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that need ranks; and run some of the cases of the tests that are marked many(k)."""
+    """Mark the tests that need ranks; and run some of the cases of the tests that are marked many(k), none of those that
+    are marked extra."""
     for item in items:
         if "clusters" in getattr(item, "fixturenames", ()):
             item.add_marker("ranks")
@@ -93,7 +96,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("many") is not None and hasattr(item, "callspec"):
             tests.setdefault(item.nodeid.split("[")[0], []).append(item)
-    left_out: set[pytest.Item] = set()
+    left_out = {item for item in items if item.get_closest_marker("extra") is not None}
     for cases in tests.values():
         left_out |= set(cases) - _some(cases)
     if left_out:

@@ -250,3 +250,15 @@ def test_the_python_of_a_page_runs(tmp_path, page):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_long_tests_have_a_short_form() -> None:
+    """A test that `make test` leaves out, as it is marked extra, names one that it runs."""
+    marks = re.compile(r"^( *)@pytest\.mark\.extra\((.*)\)$", re.MULTILINE)
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for _, words in marks.findall(path.read_text()):
+            name, _, function = words.strip('"').partition("::")
+            text = (path if not name else ROOT / "tests" / name).read_text()
+            found = re.search(rf"^((?:@.*\n)*)def {function}\(", text, re.MULTILINE)
+            assert found, f"{path}: no test {words}"
+            assert "mark.extra" not in found[1], f"{path}: {words} is left out, too"
