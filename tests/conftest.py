@@ -65,7 +65,9 @@ def captured_for_all_tests(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--thorough", action="store_true", help="all cases of tests marked many(k), not every k-th; and those marked extra"
+        "--thorough",
+        action="store_true",
+        help="all cases of tests marked many(k), not every k-th, and tests marked extra",
     )
 
 
@@ -85,8 +87,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the tests that need ranks; and run some of the cases of the tests that are marked many(k), none of those that
-    are marked extra."""
+    """Mark the tests that need ranks; leave out those that are marked extra, and some cases of those marked many(k)."""
     for item in items:
         if "clusters" in getattr(item, "fixturenames", ()):
             item.add_marker("ranks")
