@@ -105,14 +105,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in left_out]
 
 
+SHORT = 3
+
+
 def _some(cases: list[pytest.Item]) -> set[pytest.Item]:
     """Of the cases of a test marked many(k) every k-th. Where they are a grid, every k-th diagonal of it, and a case
-    more for each value that these leave out of a side with at most k values."""
+    more for each value that these leave out of a side with at most SHORT values."""
     every = next(cases[0].iter_markers("many")).args[0]
     numbers: dict[tuple[str, ...], dict[Any, int]] = {}
     places = [_place(case, numbers) for case in cases]
     some = {k for k, place in enumerate(places) if sum(place) % every == 0}
-    short = [side for side, values in enumerate(numbers.values()) if len(values) <= every and len(numbers) > 1]
+    short = [
+        side for side, values in enumerate(numbers.values()) if len(values) <= min(every, SHORT) and len(numbers) > 1
+    ]
     had = {(side, places[k][side]) for k in some for side in short}
     for k, place in enumerate(places):
         new = {(side, place[side]) for side in short} - had

@@ -817,6 +817,7 @@ def test_nothing_outlives_its_driver(start: str, where: str, end: str, light: di
 # Without fork
 
 
+@pytest.mark.extra("cluster/test_macos.py::test_ranks_train_are_replaced_and_end_with_their_driver")
 def test_spawned_ranks_do_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     with Cluster(2, device="cpu", start="spawn", threads=2) as one:
 

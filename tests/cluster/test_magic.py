@@ -340,6 +340,7 @@ def test_a_deadlock_of_all_is_reported_soon_and_at_an_interrupt_at_once(notebook
     assert re.search(pattern, shown, re.DOTALL)
 
 
+@pytest.mark.extra("::test_output_has_the_ranks_name_and_the_same_line_is_shown_once")
 def test_a_notebook_passes_nbval() -> None:
     command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-q", "-p", "no:cacheprovider"]
     result = subprocess.run(

@@ -528,6 +528,7 @@ def test_patience_can_be_changed_and_must_be_seconds(cluster: Cluster) -> None:
 # Without fork
 
 
+@pytest.mark.extra("cluster/test_macos.py::test_ranks_train_are_replaced_and_end_with_their_driver")
 def test_spawned_ranks_do_the_same() -> None:
     with Cluster(2, device="cpu", start="spawn", patience=PATIENCE) as one:
         pids = one.run(os.getpid)

@@ -111,6 +111,7 @@ def check_all(algorithm: str | None, kinds: list[str], shapes: list[tuple[int, .
     return wrong
 
 
+@pytest.mark.many(2)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("algorithm", WAYS)
 def test_every_operation_on_every_kind(clusters, ranks, algorithm):
@@ -124,6 +125,7 @@ def test_tensors_of_several_pieces(clusters, ranks):
     assert clusters(ranks).run(check_all, "shared", ["float32 tensor", "int32 array"], [LARGE]) == [[]] * ranks
 
 
+@pytest.mark.many(2)
 @pytest.mark.parametrize("algorithm", collectives.names("allreduce"))
 def test_every_algorithm(clusters, algorithm):
     assert clusters(4).run(check_all, algorithm, ["list", "float32 tensor"], SHAPES) == [[]] * 4

@@ -64,6 +64,7 @@ def test_a_burst_does_not_count_as_the_rate():
     assert line.bandwidth == pytest.approx(12e6, rel=0.01)
 
 
+@pytest.mark.extra("::test_rates_are_positive_and_finite")
 def test_ranks_of_two_hosts(monkeypatch):
     monkeypatch.setenv("MINIPAR_HOST", "left,right,right")
     with Cluster(3, device="cpu") as three:

@@ -132,7 +132,7 @@ def test_parameters_that_are_being_gathered_are_not_read(clusters):
     assert trial(f"{text} compress=bf16 check=true", clusters).kind == "near"
 
 
-@pytest.mark.many(12)
+@pytest.mark.many(20)
 @pytest.mark.parametrize("text", RIGHT)
 def test_what_is_right_passes_and_gives_the_same_numbers(clusters, text):
     plain, checked = run(clusters, text), run(clusters, f"{text} check=true")

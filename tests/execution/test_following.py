@@ -81,6 +81,7 @@ def test_ranks_tell_their_times_now_and_then() -> None:
     assert Telling(False).news(0, [1.0], [1.0], [2.0]) == News(0, [1.0], None)
 
 
+@pytest.mark.extra("::test_servers_workers_tell_while_they_run")
 @pytest.mark.many(4)
 @pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw", "ampnet"])
 def test_asynchronous_pipelines_tell_while_they_run(clusters: Clusters, schedule: str) -> None:

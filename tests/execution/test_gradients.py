@@ -134,7 +134,7 @@ def cases(draw):
     return plan, partial(toy, kinds, tied=draw(st.booleans()), frozen=frozen), rows(draw(st.integers(1, 20)))
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_random_plans_of_random_models(clusters, case):
     plan, model, data = case

@@ -78,6 +78,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.many(3)
 @pytest.mark.parametrize("schedule", BUILT_IN)
 @pytest.mark.parametrize("model", SHAPES)
 def test_every_schedule_on_every_kind_of_model(schedule, model):

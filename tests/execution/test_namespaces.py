@@ -149,6 +149,7 @@ def test_plans_on_two_hosts(running: tuple[list[Any], Path]) -> None:
         assert one["clock_error"] > 0, plan
 
 
+@pytest.mark.extra("execution/test_emulation.py::test_the_measured_step_is_the_predicted_one")
 def test_steps_on_slow_cables_take_as_long_as_predicted(hosts: Hosts, running: tuple[list[Any], Path]) -> None:
     """Within 15 %, in one of three attempts. Other work on the machine makes steps
     longer, but little: the ranks compute a few milliseconds of a step of 1 to 3 seconds. (At 200 Mbit/s the cores
@@ -172,6 +173,7 @@ def test_steps_on_slow_cables_take_as_long_as_predicted(hosts: Hosts, running: t
     assert [process.returncode for process in started] == [0, 0]
 
 
+@pytest.mark.extra("cluster/test_far.py::test_ranks_end_with_their_driver_and_it_notices_their_death")
 @pytest.mark.many(4)
 @pytest.mark.parametrize("what", ["cut", "sums"])
 def test_a_host_that_is_cut_off_is_reported(hosts: Hosts, tmp_path: Path, what: str) -> None:

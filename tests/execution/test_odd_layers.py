@@ -19,6 +19,7 @@ PLANS = (
 )
 
 
+@pytest.mark.many(8)
 @pytest.mark.parametrize("text", PLANS)
 @pytest.mark.parametrize("name", ODD)
 def test_gradients_of_odd_layers(clusters, name, text):

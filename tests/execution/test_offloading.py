@@ -57,7 +57,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.many(4)
+@pytest.mark.many(8)
 @pytest.mark.parametrize("to", ["host", "disk"])
 @pytest.mark.parametrize("text", PLANS)
 def test_gradients_and_losses_are_those_of_plain_torch(clusters, text, to, tmp_path):

@@ -119,7 +119,7 @@ def pair(text: str, spec: Spec = CHAIN, steps: int = 2) -> Pair:
     return Pair(0, spec, tuple(words.items()), steps, lr=0.3, momentum=0.0)
 
 
-@pytest.mark.many(6)
+@pytest.mark.many(10)
 @pytest.mark.parametrize(("text", "spec"), CASES, ids=[text for text, _ in CASES])
 def test_every_strategy_equals_plain_torch(ranks, text, spec):
     found = judge(pair(text, spec), ranks)
@@ -135,7 +135,7 @@ SHARED = [
 ]
 
 
-@pytest.mark.many(4)
+@pytest.mark.many(5)
 @pytest.mark.usefixtures("captured_for_all_tests")
 @pytest.mark.parametrize(("name", "text"), SHARED)
 def test_ranks_that_share_layers(ranks, name, text):

@@ -131,6 +131,7 @@ KILLED = textwrap.dedent("""
 """)
 
 
+@pytest.mark.extra("::test_a_save_that_stops_anywhere_leaves_the_one_before")
 def test_a_save_that_is_killed_leaves_the_one_before(tmp_path):
     """Killed at any time, also while a file of megabytes is written."""
     done = subprocess.run(

@@ -127,7 +127,7 @@ def test_gradients_are_those_of_whole_sequences(clusters, words):
         "tp=2 slices=2 microbatches=2 batch_copies=2",
     ],
 )
-@pytest.mark.many(8)
+@pytest.mark.many(16)
 def test_ranks_that_share_layers_have_parts_of_what_is_carried(clusters, words, model):
     check(clusters, f"schedule=terapipe {words}", model)
 
@@ -142,7 +142,7 @@ def test_ranks_that_share_layers_have_parts_of_what_is_carried(clusters, words, 
         "context_parallel=2 dp=2 slices=4,6 zero=3 checkpoint=1 offload=activations",
     ],
 )
-@pytest.mark.many(3)
+@pytest.mark.many(6)
 def test_ranks_with_parts_of_each_slice_carry_those_of_all(clusters, words, model):
     check(clusters, f"schedule=seq1f1b {words}", model)
 
@@ -186,6 +186,7 @@ def test_a_layer_of_ones_own(clusters):
     check(clusters, "pp=4 schedule=terapipe slices=2 checkpoint=1", recurrent, numbers(), nn.functional.mse_loss)
 
 
+@pytest.mark.extra("::test_training_on_emulated_devices")
 def test_training_with_profile_and_prediction(clusters):
     plan = "pp=2 schedule=terapipe slices=4,3,2,1 microbatches=2"
     run = train(GPT, text(), plan, cluster=clusters(2), steps=2, dtype=torch.float64, check=True, progress=False)

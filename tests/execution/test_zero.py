@@ -99,7 +99,7 @@ def cases(draw):
     return plan, partial(toy, kinds, tied=draw(st.booleans()), frozen=frozen), rows(draw(st.integers(1, 20)))
 
 
-@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(cases())
 def test_random_plans_of_random_models(clusters, case):
     plan, model, data = case
@@ -272,6 +272,7 @@ def run_stack(clusters, words: str, optimizer) -> Run:
     )  # fmt: skip
 
 
+@pytest.mark.many(4)
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("kind", ["measured", "predicted"])
 def test_memory_per_parameter_is_zeros_formula(clusters, n, kind):
@@ -310,6 +311,7 @@ def test_the_formulas_of_the_command_line_are_what_is_measured(clusters, zero):
         assert peak.bytes == pytest.approx(formula.total, rel=0.25)
 
 
+@pytest.mark.many(8)
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize(
     ("words", "parameters"),

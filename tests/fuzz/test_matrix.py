@@ -63,11 +63,11 @@ BRANCHES = [
     "pp=4 place=branches checkpoint=2 microbatches=2 schedule=gpipe",
     "pp=2 place=branches host_layers=1,2,4 microbatches=2 offload=activations",
 ]
-PARTS = 400
+PARTS = 800
 THREES = ("dp=2", "zero=1", "zero=3", "clip=0.1", "offload=optimizer", "compress=bf16", "local_steps=2")
 
 
-@pytest.mark.many(8)
+@pytest.mark.many(14)
 @pytest.mark.parametrize("words", PLANS)
 def test_a_plan_equals_plain_torch(clusters, words: str) -> None:
     short = "compress=bf16" in words or "compress=fp16" in words  # numbers of 16 bits

@@ -7,6 +7,8 @@ import pytest
 from minipar import Plan
 from tests.fuzz.predicted import MEMORY, TITLE, Compared, memory_error, report
 
+LONG = pytest.mark.extra("::test_memory_is_as_predicted")  # (of 10 and 20 seconds of a core)
+
 
 @pytest.mark.parametrize(
     "words",
@@ -14,7 +16,7 @@ from tests.fuzz.predicted import MEMORY, TITLE, Compared, memory_error, report
         # short tensors that go in one message, on both sides
         "pp=2 microbatches=4 place=branches",
         # layers with several inputs, which their backward lets go of one after another
-        "pp=2 microbatches=4 ep=2",
+        pytest.param("pp=2 microbatches=4 ep=2", marks=LONG),
         # what a layer keeps of a slice, where there is no backward that needs it
         "pp=2 schedule=terapipe slices=4 microbatches=2 inference=true",
         # the very first micro-batch, while layers are weighed
@@ -24,7 +26,7 @@ from tests.fuzz.predicted import MEMORY, TITLE, Compared, memory_error, report
         # parameters that nobody updates, in bfloat16 alone
         "pp=2 microbatches=2 inference=true precision=bf16",
         # the shard that a rank reads of a tensor that it has whole
-        "microbatches=4 context_parallel=2 ep=2",
+        pytest.param("microbatches=4 context_parallel=2 ep=2", marks=LONG),
         # versions that are pulled to the host
         "sync=ps schedule=pipedream microbatches=2 offload=parameters",
     ],

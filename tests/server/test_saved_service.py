@@ -39,7 +39,7 @@ def go_on(clusters, folder, words, steps, model=MODEL, **more):
     return resume(folder, model, rows(17), words, cluster=ranks, steps=steps, **(OPTIONS | more))
 
 
-@pytest.mark.many(4)
+@pytest.mark.many(6)
 @pytest.mark.parametrize(
     ("before", "after"),
     [

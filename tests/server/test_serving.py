@@ -105,7 +105,7 @@ def partly_frozen():
     return model
 
 
-@pytest.mark.many(4)
+@pytest.mark.many(8)
 @pytest.mark.parametrize(
     "words",
     [
@@ -143,7 +143,7 @@ class Late:
         return tuple(values.roll(step, 0) for values in self.made)
 
 
-@pytest.mark.many(6)
+@pytest.mark.many(8)
 @pytest.mark.parametrize(
     "words",
     [

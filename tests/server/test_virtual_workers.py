@@ -27,6 +27,7 @@ def tied_and_frozen() -> nn.Module:
     return nn.Sequential(*layers)
 
 
+@pytest.mark.many(2)
 @pytest.mark.parametrize(
     "words",
     [
@@ -64,7 +65,7 @@ def test_numbers_are_right(clusters, tmp_path, words):
     assert more.losses[0] < run.losses[0]
 
 
-@pytest.mark.many(4)
+@pytest.mark.many(10)
 @pytest.mark.parametrize(
     ("words", "kind"),
     [

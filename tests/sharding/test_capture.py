@@ -215,6 +215,7 @@ def test_mixture_of_experts(annotations, mesh, inputs, forward):
     assert Counter(c.op for c in sent if getattr(c, "phase", "forward") == "forward") == forward
 
 
+@pytest.mark.many(8)
 @needs_transformers
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])

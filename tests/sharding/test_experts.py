@@ -120,7 +120,7 @@ def test_a_model_without_a_capacity_in_one_process(mesh: dict[str, int]) -> None
     assert {one.bytes for one in sent} == {8 * 12 * 2 * 16 * 8 // math.prod(mesh.values())}
 
 
-@pytest.mark.many(4)
+@pytest.mark.many(8)
 @pytest.mark.parametrize(
     ("plan", "ranks"),
     [
@@ -170,7 +170,7 @@ def skewed(used: int, **numbers: Any) -> Any:
     return model
 
 
-@pytest.mark.many(4)
+@pytest.mark.many(8)
 @pytest.mark.parametrize(
     ("used", "top", "plan", "ranks"),
     [
@@ -202,6 +202,7 @@ def test_gradients_without_a_capacity(clusters: Clusters, used: int, top: int, p
     assert run.losses == pytest.approx(run.reference.losses, rel=1e-12)
 
 
+@pytest.mark.extra("execution/test_over_gloo.py::test_ranks_that_share_layers")
 @pytest.mark.ranks
 def test_gradients_over_gloo() -> None:
     with Cluster(2, device="cpu", transport="gloo") as cluster:
@@ -294,7 +295,7 @@ def test_entries_are_not_exchanged_before_their_counts() -> None:
         "pp=2 schedule=terapipe slices=4,3,5",
     ],
 )
-@pytest.mark.many(3)
+@pytest.mark.many(5)
 def test_slices_have_the_gradients_of_whole_sequences(clusters: Clusters, words: str) -> None:
     x, y = TEXT.batch(0, 16)
     y = y.clone()
@@ -393,6 +394,7 @@ def test_the_balance_loss_is_part_of_the_gradient(clusters: Clusters) -> None:
     assert heavy.max_gradient_error() < 1e-10
 
 
+@pytest.mark.extra("sharding/test_ranks.py::test_what_one_mesh_saved_goes_on_under_another")
 def test_a_run_goes_on_with_another_ep(clusters: Clusters, tmp_path: Path) -> None:
     options: dict[str, Any] = {"loss": models.mixture_loss, "dtype": torch.float64, "progress": False}
     whole = train(MODEL, TEXT, "", cluster=clusters(1), steps=4, batch=16, **options)

@@ -148,14 +148,14 @@ def right(found, error: float = 1e-12) -> None:
 # Tests ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.many(4)
+@pytest.mark.many(8)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("model", OWN)
 def test_gradients_are_plain_torchs(clusters, model, plan):
     right(trained(clusters, OWN[model], PLANS[plan]))
 
 
-@pytest.mark.many(14)
+@pytest.mark.many(20)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("model", TRANSFORMERS)
 def test_models_of_transformers(clusters, model, plan):
@@ -176,7 +176,7 @@ def test_a_preset_without_known_names(clusters):
     right(run(clusters, partial(models.build, "mlp-tiny"), data.for_model("mlp-tiny"), "tp=2 dp=2"))
 
 
-@pytest.mark.many(4)
+@pytest.mark.many(8)
 @pytest.mark.parametrize(
     "words",
     [

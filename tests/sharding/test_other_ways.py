@@ -222,6 +222,7 @@ def test_the_replay_can_fail(clusters: Any, model: Any) -> None:
     assert max(gradient_error(a, b) for a, b in zip(done.gradients, other.gradients, strict=True)) > 1e-6
 
 
+@pytest.mark.extra("training/test_asynchronous_runs.py::test_the_newest_versions_are_saved_wherever_they_are")
 def test_a_stale_run_is_saved_and_goes_on_under_another_mesh(clusters: Any, tmp_path: Any) -> None:
     options = {"optimizer": ADAM, "dtype": torch.float64, "progress": False, "check": True}
     trained(clusters, gpt, STALE[0], optimizer=ADAM, save=str(tmp_path))

@@ -87,7 +87,7 @@ PLANS = (
 )
 
 
-@pytest.mark.many(4)
+@pytest.mark.many(8)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("text", PLANS)
 def test_gradients_are_those_of_plain_torch(clusters, text: str, model: str) -> None:
@@ -161,7 +161,7 @@ def test_the_bytes_are_those_of_the_formula(clusters) -> None:
     ("first", "then"),
     [("tp=2", "pp=2"), ("tp=2 dp=2 zero=2", "tp=4"), ("pp=2", "tp=2 dp=2 zero=3"), ("tp=2 zero=1 dp=2", "tp=2 pp=2")],
 )
-@pytest.mark.many(4)
+@pytest.mark.many(8)
 def test_what_one_mesh_saved_goes_on_under_another(clusters, tmp_path, model: str, first: str, then: str) -> None:
     make, adam = MODELS[model], partial(torch.optim.Adam, lr=0.01)
     whole = trained(clusters, make, "dp=1", steps=4, optimizer=adam, check=False)

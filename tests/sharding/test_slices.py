@@ -73,6 +73,7 @@ def test_each_slice_is_captured_with_what_the_one_before_carries() -> None:
     assert first.layers[1].graph is first.layers[2].graph  # equal layers are captured once
 
 
+@pytest.mark.many(2)
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_node_with_the_attention_carries_the_keys_and_values_of_its_heads(fused: bool) -> None:
     found = shared(GPT(fused=fused, tied=True), graphs=graphs(fused))
@@ -109,6 +110,7 @@ def test_a_carry_of_shards_stays_with_its_rank() -> None:
     assert [t.shape for t in tensors(carry)] == [(5, 1, 8)]  # of 16
 
 
+@pytest.mark.many(2)
 @pytest.mark.parametrize("fused", [True, False])
 def test_ranks_with_parts_of_the_tokens_carry_keys_and_values_of_all(fused: bool) -> None:
     slices = [range(6), range(6, 8), range(8, 10)]

@@ -79,11 +79,12 @@ def test_with_other_keys(clusters: Any, words: str) -> None:
     right(trained(clusters, partial(gpt, tied=True, fused=False), words, optimizer=ADAM), 1e-10)
 
 
+@pytest.mark.extra("sharding/test_other_ways.py::test_replicas_of_ranks_that_share_layers")
 def test_replicas_that_train_alone(clusters: Any) -> None:
     right(trained(clusters, gpt, f"dp=2 {GRID} local_steps=2 sequence_parallel=true", steps=3))
 
 
-@pytest.mark.many(8)
+@pytest.mark.many(20)
 @pytest.mark.parametrize(
     "words",
     [
@@ -100,6 +101,7 @@ def test_with_experts(clusters: Any, words: str, capacity: float | None) -> None
     right(trained(clusters, partial(MIXTURE, capacity=capacity), words, loss=models.mixture_loss), 1e-10)
 
 
+@pytest.mark.extra("sharding/test_other_ways.py::test_a_run_equals_the_replay_of_its_order")
 @pytest.mark.parametrize("words", [f"pp=2 {GRID} schedule=pipedream microbatches=3", f"{GRID} schedule=pipedream-2bw"])
 def test_without_flushes(clusters: Any, words: str) -> None:
     found = trained(clusters, gpt, words, optimizer=ADAM)
@@ -142,6 +144,7 @@ def test_parts_of_rows_and_of_their_tokens_in_one_dimension(clusters: Any, words
 # Servers, saves -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extra("server/test_serving.py::test_ranks_that_share_layers_pull_and_push_what_they_have")
 @pytest.mark.many(6)
 @pytest.mark.parametrize(
     "words",
@@ -155,10 +158,12 @@ def test_servers_keep_each_shard_once(clusters: Any, words: str) -> None:
     right(trained(clusters, partial(gpt, tied=True), words), 1e-10)
 
 
+@pytest.mark.extra("server/test_serving.py::test_ranks_that_share_layers_pull_and_push_what_they_have")
 def test_experts_at_servers(clusters: Any) -> None:
     right(trained(clusters, MIXTURE, "tp=2 ep=2 sync=ps servers=2", loss=models.mixture_loss), 1e-10)
 
 
+@pytest.mark.extra("sharding/test_ranks.py::test_what_one_mesh_saved_goes_on_under_another")
 @pytest.mark.many(6)
 @pytest.mark.parametrize(("first", "then"), [(GRID, "dp=2"), ("pp=2", f"{GRID} sequence_parallel=true"),
                                              (f"dp=2 {GRID} zero=1", "tp=2")])  # fmt: skip
@@ -174,6 +179,7 @@ def test_a_run_is_saved_and_goes_on_under_another_mesh(clusters: Any, tmp_path: 
 # Memory and bytes -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.extra("sharding/test_ranks.py::test_bytes_and_memory_are_as_predicted")
 def test_memory_and_messages_are_as_predicted(clusters: Any) -> None:
     found = trained(clusters, partial(gpt, layers=4), f"{GRID} sequence_parallel=true microbatches=2", memory=True,
                     check=False, steps=3)  # fmt: skip

@@ -151,7 +151,7 @@ MODELS = {
 }
 
 
-@pytest.mark.many(14)
+@pytest.mark.many(28)
 @pytest.mark.parametrize("schedule", BUILT_IN)
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("choice", ["sqrt", "1", "3", "8", "2,5"])

@@ -280,7 +280,7 @@ def run(plan, cluster, steps, optimizer, **options):
     )  # fmt: skip
 
 
-@pytest.mark.many(4)
+@pytest.mark.many(8)
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW])
 @pytest.mark.parametrize(
     "text",

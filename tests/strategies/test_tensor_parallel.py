@@ -38,7 +38,7 @@ def planned(words: str, schedule: str, pp: int, tp: int = 2) -> Plan:
     return Plan.parse(keys)
 
 
-@pytest.mark.many(6)
+@pytest.mark.many(12)
 @pytest.mark.parametrize("rest", REST)
 @pytest.mark.parametrize("schedule", BUILT_IN)
 def test_every_schedule_verifies_and_is_predicted_as_the_rule_says(schedule: str, rest: str) -> None:
@@ -59,6 +59,7 @@ def test_what_only_runs_forward_has_no_segments(shared):
     assert Plan.parse(f"{words} checkpoint=2").compile(layers=6).ranks == plain.ranks
 
 
+@pytest.mark.many(3)
 @pytest.mark.parametrize("rest", ["", "checkpoint=1", "sequence_parallel=true", "sequence_parallel=true checkpoint=1"])
 @pytest.mark.parametrize("schedule", STALE)
 @pytest.mark.parametrize("pp", [1, 2, 3])

@@ -96,7 +96,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.many(8)
+@pytest.mark.many(16)
 @pytest.mark.parametrize("optimizer", [SGD, MOMENTUM, ADAM], ids=["sgd", "momentum", "adam"])
 @pytest.mark.parametrize("text", PLANS)
 def test_every_run_equals_the_replay_of_its_order(clusters, text, optimizer):
@@ -226,7 +226,7 @@ def test_train_checks_against_the_replay_and_saves(clusters, tmp_path):
         train(MODEL, rows(12), "pp=2 schedule=ampnet", steps=1, memory=True, **options)
 
 
-@pytest.mark.many(2)
+@pytest.mark.many(4)
 @pytest.mark.parametrize(
     "more",
     [
@@ -362,6 +362,7 @@ def test_learning_rates_by_staleness(clusters):
     assert rates == pytest.approx([4**-1, 4**-0.75, 4**-0.5, 4**-0.25, 1, 1])
 
 
+@pytest.mark.extra("::test_every_run_equals_the_replay_of_its_order")
 def test_loss_curves_of_all_methods_in_one_picture(clusters):
     from minipar.course import convergence
 

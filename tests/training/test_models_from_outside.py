@@ -23,6 +23,7 @@ needs_transformers = pytest.mark.skipif(
 needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="pip install minipar[models]")
 
 
+@pytest.mark.many(5)
 @needs_transformers
 @pytest.mark.parametrize("name", ["gpt2", "llama", "mixtral", "bert", "t5"])
 def test_language_models(clusters, name):
