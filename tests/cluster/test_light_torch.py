@@ -19,7 +19,10 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 NAMES = ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "Rprop", "ASGD", "LBFGS"]
 
 
-@pytest.fixture(params=["fork", "spawn"])
+SPAWN = pytest.mark.extra("::test_optimizers_need_no_compiler_and_do_the_same")  # (of ranks that are forked)
+
+
+@pytest.fixture(params=["fork", pytest.param("spawn", marks=SPAWN)])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     with Cluster(1, device="cpu", start=request.param) as made:
         yield made

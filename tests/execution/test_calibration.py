@@ -25,12 +25,14 @@ pytestmark = pytest.mark.many(2)
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-@pytest.fixture(scope="module", params=[2, 3])
+TWO = pytest.mark.extra("::test_rates_are_positive_and_finite")  # (of three ranks)
+
+
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=TWO), 3])
 def found(request, clusters) -> Calibration:
     return calibrate(clusters(request.param), seconds=0.1, progress=False)
 
 
-@pytest.mark.many(4)
 def test_rates_are_positive_and_finite(found):
     pairs = [(a, b) for a in range(found.ranks) for b in range(a + 1, found.ranks)]
     assert [(a, b) for a, b, _ in found.links] == pairs
