@@ -41,10 +41,10 @@ OTHERS = ("all other tests",)
 LONG: tuple[tuple[tuple[str, ...], int], ...] = (
     (PATIENT, 1),
     (("tests/execution",), 2),
-    (("tests/sharding", "tests/training"), 2),
-    (OTHERS, 2),
+    (("tests/sharding", "tests/training"), 1),
+    (OTHERS, 1),
     (("tests/widgets",), 1),
-    (("lessons",), 3),
+    (("lessons",), 2),
     (("tests/course", "tests/docs"), 1),
     (("tests/strategies", "tests/fuzz"), 1),
 )

@@ -6,10 +6,11 @@ import json
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
-from minipar import Plan, cli, simulate
+from minipar import Plan, cli, cluster, simulate
 from minipar.cli import main
 
 
@@ -82,7 +83,13 @@ def test_simulate_reads_well(capsys):
     assert "bubble of total" in out
 
 
-def test_run_equals_plain_torch(capsys):
+@pytest.fixture
+def ranks(clusters, monkeypatch):
+    """`minipar run` has the tests' ranks, where it would start some of its own."""
+    monkeypatch.setattr(cluster, "Cluster", lambda size, device: nullcontext(clusters(size)))
+
+
+def test_run_equals_plain_torch(capsys, ranks):
     found = data(capsys, "run", "pp=2 dp=2 microbatches=4 schedule=1f1b", "--model", "gpt-tiny-tied", "--steps", "2",
                  "--batch", "10", "--check", "--dtype", "float64", "--ranks", "4", "--seed", "3")  # fmt: skip
     assert found["losses"] == pytest.approx(found["reference_losses"], rel=1e-12)
@@ -199,8 +206,8 @@ def test_python_dash_m():
     assert "1f1b" in done.stdout
 
 
-def test_run_with_ranks_that_share_layers(capsys):
-    words = "tp=2 sequence_parallel=true"  # (a cluster of its own: each of its ranks loads what captures layers)
+def test_run_with_ranks_that_share_layers(capsys, ranks):
+    words = "tp=2 sequence_parallel=true"
     found = data(capsys, "run", words, "--model", "gpt-tiny", "--steps", "2", "--check", "--dtype", "float64")
     assert found["max_gradient_error"] <= 1e-12
     assert found["losses"] == pytest.approx(found["reference_losses"], rel=1e-12)

@@ -7,7 +7,11 @@ import re
 from minipar import demo
 
 
-def test_the_demo_does_its_job(capsys, tmp_path):
+def test_the_demo_does_its_job(capsys, tmp_path, monkeypatch, pytestconfig):
+    """With a smaller model and fewer steps, but with --thorough. (.ci/run runs `make demo` as it is.)"""
+    if not pytestconfig.getoption("--thorough"):
+        monkeypatch.setattr(demo, "MODEL", "gpt-tiny")
+        monkeypatch.setattr(demo, "SHAPE_STEPS", 2)
     page, picture = tmp_path / "demo.html", tmp_path / "demo.png"
     words = ["--steps", "2", "--batch", "8", "--out", str(page), "--picture", str(picture)]
     assert demo.main(words) == 0

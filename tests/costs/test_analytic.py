@@ -94,6 +94,7 @@ def test_the_paper_s_single_formulas() -> None:
     assert extra == size + 4 * size + 4 * 2048 * 3 * 50257
 
 
+@pytest.mark.many(2)
 @pytest.mark.parametrize("name", models.presets())
 @pytest.mark.parametrize("rows", [1, 3])
 def test_every_byte_of_minipar_s_own_layers(name: str, rows: int) -> None:

@@ -18,6 +18,7 @@ from minipar.course.assignments import source
 from minipar.strategies import draft
 from minipar.strategies.schedules import registry
 from tests import everything
+from tests.lending import lend
 
 IN_A_KERNEL = everything.ROOT / everything.SOLUTION
 HERE = sorted({*IN_A_KERNEL.parent.glob("*.ipynb")} - {IN_A_KERNEL})
@@ -28,7 +29,10 @@ def test_the_one_in_a_kernel_needs_ranks() -> None:
 
 
 @pytest.mark.parametrize("path", HERE, ids=lambda path: path.stem)
-def test_it_passes_and_prints_what_is_saved(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_passes_and_prints_what_is_saved(
+    path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    lend(lambda ranks: request.getfixturevalue("clusters")(ranks), monkeypatch)
     monkeypatch.setattr(registry, "_schedules", dict(registry._schedules))
     monkeypatch.setattr(draft, "_passes", dict(draft._passes))
     names: dict[str, Any] = {"__name__": "__main__"}

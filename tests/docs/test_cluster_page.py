@@ -11,11 +11,13 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
 from torch.distributed.run import config_from_args, parse_args
 
+from minipar import Cluster, cli
 from minipar.cluster.launch import child_environment
 from tests.pages import DOCS, blocks
 
@@ -176,24 +178,44 @@ def test_the_page_has_these_command_lines() -> None:
 
 @pytest.mark.slow
 def test_python_and_torchrun_run_the_script_and_print_the_same(folder: Path, pytestconfig: pytest.Config) -> None:
-    """The line for several machines with two that share no memory. (The one for a single machine is the same without
-    the words for meeting, and is run with --thorough; tests/cluster/test_launched.py starts such ones.)"""
+    """Python runs it, and each line tells torchrun to start it on these ranks. With --thorough torchrun does so, for
+    several machines with two that share no memory; else tests/cluster/test_launched.py alone starts such launches."""
     local = ended(start(folder, [sys.executable, "train.py"]))
     assert len(RESULT.findall(local)) == 1
-    words = shlex.split(command_lines()[2].replace("HOST:29500", f"localhost:{port()}"))
-    several = ended(*(start(folder, words, MINIPAR_HOST=name) for name in ("a", "b")))
-    assert RESULT.findall(several) == RESULT.findall(local)  # the same numbers, printed once
-    ended(start(folder, shlex.split(command_lines()[0]), RECORD=str(folder)))
-    (one,) = recorded(folder)
-    assert (one["nodes"], one["ranks"], one["script"]) == ((1, 1), 2, ["-u", "train.py"])
+    lines = [shlex.split(command_lines()[k].replace("HOST:29500", f"localhost:{port()}")) for k in (0, 2)]
+    for words, nodes, ranks in zip(lines, (1, 2), (2, 1), strict=True):
+        ended(start(folder, words, RECORD=str(folder)))
+        (told,) = recorded(folder)
+        assert (told["nodes"], told["ranks"], told["script"]) == ((nodes, nodes), ranks, ["-u", "train.py"])
+        (file,) = folder.glob("torchrun-*.json")
+        file.unlink()
+    assert told["backend"] == "c10d"
     if pytestconfig.getoption("--thorough"):
-        under = ended(start(folder, shlex.split(command_lines()[0])))
-        assert RESULT.findall(under) == RESULT.findall(local)
+        under = ended(start(folder, lines[0]))
+        several = ended(*(start(folder, lines[1], MINIPAR_HOST=name) for name in ("a", "b")))
+        for out in (under, several):
+            assert RESULT.findall(out) == RESULT.findall(local)  # the same numbers, printed once
 
 
 @pytest.mark.slow
-def test_the_command_line_runs_a_plan_of_a_file(folder: Path) -> None:
-    out = ended(start(folder, shlex.split(command_lines()[1])))
+def test_the_command_line_runs_a_plan_of_a_file(
+    folder: Path, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What torchrun starts is run in this process, on local ranks; and with --thorough by torchrun. (A command line
+    under torchrun is run by tests/cluster/test_launched.py, too.)"""
+    words = shlex.split(command_lines()[1])
+    if pytestconfig.getoption("--thorough"):
+        out = ended(start(folder, words))
+    else:
+        ended(start(folder, words, RECORD=str(folder)))
+        (told,) = recorded(folder)
+        assert (told["nodes"], told["ranks"]) == ((1, 1), 2)
+        assert told["script"][:4] == ["-u", "-m", "minipar", "run"]
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "path", [str(folder), *sys.path])  # as -m has it
+        monkeypatch.delitem(sys.modules, "mine", raising=False)
+        assert cli.main(told["script"][3:]) == 0
+        out = capsys.readouterr().out
     assert out.count("step time") == 1
     assert (folder / "runs/second/minipar.json").exists()
 
@@ -233,9 +255,17 @@ def test_the_manifest_fits_the_definition_of_a_job() -> None:
 
 
 @pytest.mark.slow
-def test_the_engines_of_a_notebook_train(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ipyparallel", reason="engines need pip install 'minipar[engines]'")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+def test_the_engines_of_a_notebook_train(monkeypatch: pytest.MonkeyPatch, pytestconfig: pytest.Config) -> None:
+    """With --thorough on engines, else on local ranks that the notebook takes for them; tests/cluster/test_attached.py
+    trains on engines."""
+    parallel = pytest.importorskip("ipyparallel", reason="engines need pip install 'minipar[engines]'")
+    if pytestconfig.getoption("--thorough"):
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    else:
+        ranks = Cluster(2, device="cpu")
+        engines = Mock(spec=("start_and_connect_sync", "stop_cluster_sync"))
+        monkeypatch.setattr(parallel, "Cluster", lambda n: engines)
+        monkeypatch.setattr(Cluster, "attach", {engines.start_and_connect_sync(): ranks}.get)
     (_, script), (line, notebook) = blocks("cluster.md")
     space: dict[str, Any] = {"__name__": "a_page"}
     exec(script[: script.index("ranks = ")] + "from minipar import train", space)  # its imports

@@ -7,6 +7,7 @@ import pytest
 from minipar.program import collectives
 from minipar.strategies import draft
 from minipar.strategies.schedules import registry
+from tests.lending import lend
 from tests.pages import blocks, run
 
 
@@ -18,7 +19,8 @@ def own_things(monkeypatch):
     monkeypatch.setattr(collectives, "_own", {})
 
 
-def test_every_block_runs(capsys):
+def test_every_block_runs(capsys, clusters, monkeypatch):
+    lend(clusters, monkeypatch)
     assert len(list(blocks("extending.md"))) == 8
     run("extending.md")
     said = capsys.readouterr().out

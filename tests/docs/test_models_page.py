@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from tests.lending import lend
 from tests.pages import blocks, run
 
 
-def test_every_block_runs(capsys):
+def test_every_block_runs(capsys, clusters, monkeypatch):
+    lend(clusters, monkeypatch)
     assert len(list(blocks("models_and_data.md"))) == 4
     run("models_and_data.md")
     assert "Mine: 5 layers, cut between its blocks" in capsys.readouterr().out

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from tests.lending import lend
 from tests.pages import blocks, run
 
 
-def test_every_block_runs(capsys):
+def test_every_block_runs(capsys, clusters, monkeypatch):
+    lend(clusters, monkeypatch)
     assert len(list(blocks("own_model.md"))) == 11
     run("own_model.md")
     said = capsys.readouterr().out

@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+import pytest
+
+from minipar.planner import exhaustive
+from minipar.planner.exhaustive import search
+from tests.lending import lend
 from tests.pages import run
 
+PINS = "micro_batch_size=1 sequence_parallel=true"
 
-def test_every_block_runs(capsys):
+
+@pytest.fixture
+def fewer_plans(monkeypatch, pytestconfig):
+    """The search for GPT-3 sees a part of its space, but with --thorough. (tests/planner/test_exhaustive.py searches
+    all of it.)"""
+
+    def within(model, *arguments, **options):
+        return search(model, *arguments, **options, **({"pins": PINS} if model == "gpt3-175b" else {}))
+
+    if not pytestconfig.getoption("--thorough"):
+        monkeypatch.setattr(exhaustive, "search", within)
+
+
+def test_every_block_runs(capsys, clusters, monkeypatch, fewer_plans):
+    lend(clusters, monkeypatch)
     space = run("planner.md")
     out = capsys.readouterr().out
     assert space["found"].plan.numbers.ranks == 1024

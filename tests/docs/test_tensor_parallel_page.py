@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from tests.lending import lend
 from tests.pages import run
 
 
-def test_every_block_runs(capsys):
+def test_every_block_runs(capsys, clusters, monkeypatch):
+    lend(clusters, monkeypatch)
     space = run("tensor_parallel.md")
     out = capsys.readouterr().out
     assert space["rules"] == {"0": "S1 on tp", "2": "P on tp", "4": "S1 on tp"}

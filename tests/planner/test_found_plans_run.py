@@ -86,6 +86,7 @@ def trained(plan, cluster, annotations=None):
     return run.max_gradient_error()
 
 
+@pytest.mark.many(2)
 @pytest.mark.parametrize(
     ("ranks", "pins", "keys"),
     [

@@ -22,7 +22,7 @@ from minipar.prediction.simulator import simulate
 from minipar.trace import Trace
 from tests.toys import toy
 
-pytestmark = pytest.mark.many(4)
+pytestmark = pytest.mark.many(6)
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
 MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -72,7 +72,7 @@ def compare(clusters, name: str, text: str, optimizer=ADAM, batch: int = 17) -> 
     return with_memory(shares[0], facts.tapes, costs), measured
 
 
-@pytest.mark.many(10)
+@pytest.mark.many(14)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("text", PLANS)
 def test_predicted_peaks_are_within_5_percent(clusters, name, text):

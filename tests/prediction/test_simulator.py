@@ -26,6 +26,7 @@ def run(schedule, p, m, layers=None, **costs):
 # closed forms --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.many(4)
 @pytest.mark.parametrize(("p", "m"), SIZES)
 @pytest.mark.parametrize("schedule", FLUSHING)
 @pytest.mark.parametrize(("f", "b"), [(1.0, 2.0), (1.0, 1.0), (3.0, 2.0), (0.5, 0.0)])

@@ -48,6 +48,7 @@ def test_what_is_offered():
     assert names("all_to_all") == ("direct",)
 
 
+@pytest.mark.many(3)
 @pytest.mark.parametrize("ranks", [*range(1, 10), 16, 32])
 @pytest.mark.parametrize(("collective", "algorithm"), OFFERED)
 def test_every_rank_is_in_the_result_exactly_once(collective, algorithm, ranks):
@@ -84,6 +85,7 @@ def exact(collective: str, algorithm: str, ranks: int) -> bool:
     )  # fmt: skip
 
 
+@pytest.mark.many(3)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 5, 6, 7, 8, 9, 16])
 @pytest.mark.parametrize(("collective", "algorithm"), OFFERED)
 def test_the_closed_form_is_what_the_simulation_gives(collective, algorithm, ranks):

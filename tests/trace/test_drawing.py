@@ -479,6 +479,7 @@ def overlapping(figure):
     return cut + [(a, b) for (a, x), (b, y) in itertools.combinations(boxes, 2) if x.overlaps(y)]
 
 
+@pytest.mark.many(2)
 @pytest.mark.parametrize("options", [{}, {"width": 5.0}, {"width": 16.0, "memory": False}])
 @pytest.mark.parametrize("pm", [(1, 1), (8, 8), (40, 2)])
 def test_no_text_meets_another_or_is_cut(pm, options):

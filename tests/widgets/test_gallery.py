@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,13 +17,22 @@ ROOT = Path(__file__).parents[2]
 DOCS, NOTEBOOK = ROOT / "docs", ROOT / "lessons" / "explorer.ipynb"
 
 
+made = cache(gallery.Exhibit.make)  # each view once, for all tests
+
+
 def test_every_public_view_is_in_it() -> None:
     public = {name for name in minipar_widgets.__all__ if isinstance(getattr(minipar_widgets, name), type)}
     views = {name for name in public if issubclass(getattr(minipar_widgets, name), Shown)} - {"View", "Explorer"}
     assert views == {exhibit.name for exhibit in gallery.EXHIBITS}
 
 
-def test_page_is_what_the_command_writes_and_small(tmp_path: Path) -> None:
+def test_page_is_what_the_command_writes_and_small(
+    tmp_path: Path, pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pictures are drawn with --thorough alone. (lessons/explorer.ipynb draws those of the same views.)"""
+    monkeypatch.setattr(gallery.Exhibit, "make", made)
+    if not pytestconfig.getoption("--thorough"):
+        monkeypatch.setattr(Shown, "_png", lambda self, dark: b"")
     written = gallery.write(tmp_path)
     assert (DOCS / "gallery.md").read_text() == (tmp_path / "gallery.md").read_text(), "run `make gallery`"
     for path in written[1:]:
@@ -43,7 +53,7 @@ def test_every_view_is_on_the_notebook_s_page_with_its_words(exhibit: gallery.Ex
     if exhibit.measured:
         assert "nbval-ignore-output" in cells[k]["metadata"]["tags"]
     else:
-        assert line == repr(exhibit.make())
+        assert line == repr(made(exhibit))
 
 
 def test_notebook_was_run_as_it_is_and_is_frozen() -> None:

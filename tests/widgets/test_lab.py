@@ -180,16 +180,28 @@ def drag(page: Any, canvas: Any, start: float, end: float) -> None:
     page.mouse.up()
 
 
+# How cells of the gallery begin that are run with --thorough alone. The pages of their views are opened by
+# test_explorer_pages.py, test_browser.py and test_live_run.py, and what they answer is asked by their own tests.
+LATER = (
+    "program =", "CheckpointExplorer(", "CollectivePlayer(", "served =", "ShardingExplorer(", "PlanExplorer(", "with ",
+)  # fmt: skip
+
+
 def code_cells(path: Path) -> list[dict[str, Any]]:
     return [cell for cell in json.loads(path.read_text())["cells"] if cell["cell_type"] == "code"]
 
 
-def test_notebook_in_a_real_lab_without_network(shared: Lab, tmp_path: Path) -> None:
+def test_notebook_in_a_real_lab_without_network(shared: Lab, tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """With the views of schedules and of memory, and with --thorough with all others, and with a run on real ranks.
+    (test_explorer.py runs what a button starts, and the test below runs on real ranks here.)"""
     from playwright import sync_api as playwright
 
-    page, seen = shared.page, shared.seen
+    page, seen, thorough = shared.page, shared.seen, pytestconfig.getoption("--thorough")
     notebook = shared.folder / "work" / "explorer.ipynb"
     source = json.loads((ROOT / "lessons" / "explorer.ipynb").read_text())
+    left_out = [cell for cell in source["cells"] if "".join(cell["source"]).startswith(LATER)]
+    assert len(left_out) == len(LATER)
+    source["cells"] = [cell for cell in source["cells"] if thorough or cell not in left_out]
     for cell in source["cells"]:
         if cell["cell_type"] == "code":
             cell["outputs"], cell["execution_count"] = [], None
@@ -206,7 +218,7 @@ def test_notebook_in_a_real_lab_without_network(shared: Lab, tmp_path: Path) -> 
     caption = explorer.locator(".mp-caption").first
     before = caption.inner_text()
     assert "time 33" in before
-    assert page.locator(".minipar-explorer .noUi-handle").count() > 20
+    assert page.locator(".minipar-explorer .noUi-handle").count() > (20 if thorough else 10)
     assert page.locator(".minipar-explorer .noUi-handle:not([aria-label])").count() == 0
     assert explorer.get_by_role("slider", name="micro-batches").count() == 1
     handle = explorer.locator(".noUi-handle").nth(1)  # micro-batches
@@ -237,14 +249,16 @@ def test_notebook_in_a_real_lab_without_network(shared: Lab, tmp_path: Path) -> 
     playwright.expect(verdict).to_have_text(fine)
 
     page.screenshot(path=tmp_path / "lab.png")
-    explorer.get_by_role("button", name="run it").click()
-    handle.press("ArrowRight")  # too late
-    playwright.expect(explorer.locator(".noUi-target:not([disabled])")).to_have_count(0)
-    playwright.expect(explorer.locator("select")).to_be_disabled()
-    playwright.expect(explorer).to_contain_text("the prediction was off by")
-    playwright.expect(caption).to_contain_text("predicted: time 600.0 ms")
-    playwright.expect(caption).to_contain_text("measured: time ")
-    contradictions(page)
+    assert explorer.get_by_role("button", name="run it").is_enabled()
+    if thorough:
+        explorer.get_by_role("button", name="run it").click()
+        handle.press("ArrowRight")  # too late
+        playwright.expect(explorer.locator(".noUi-target:not([disabled])")).to_have_count(0)
+        playwright.expect(explorer.locator("select")).to_be_disabled()
+        playwright.expect(explorer).to_contain_text("the prediction was off by")
+        playwright.expect(caption).to_contain_text("predicted: time 600.0 ms")
+        playwright.expect(caption).to_contain_text("measured: time ")
+    contradictions(page, thorough)
     for theme in ("JupyterLab Light", "JupyterLab Dark"):
         page.evaluate("(theme) => window.jupyterapp.commands.execute('apputils:change-theme', {theme})", theme)
         dark = str("Dark" in theme).lower()
@@ -272,7 +286,7 @@ def test_notebook_in_a_real_lab_without_network(shared: Lab, tmp_path: Path) -> 
     assert [error for error in seen.errors if "jupyterlab-manager" not in error] == []
 
 
-def contradictions(page: Any) -> None:
+def contradictions(page: Any, thorough: bool) -> None:
     """Nothing stands beside another setting than its own: not after a run, an impossible choice, or quick changes."""
     from playwright import sync_api as playwright
 
@@ -298,6 +312,8 @@ def contradictions(page: Any) -> None:
     playwright.expect(verdict).to_have_text(fine, use_inner_text=True)
     playwright.expect(view).to_be_visible()
 
+    if not thorough:
+        return
     tape = page.locator(".jp-OutputArea-output").filter(has=page.get_by_label("checkpoint", exact=True))
     way, problem = tape.get_by_label("checkpoint", exact=True), tape.get_by_role("alert")
     way.select_option("layers")
