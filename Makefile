@@ -72,7 +72,7 @@ thorough: $(READY)
 	$(BIN)/python -m tests.fuzz.campaign $(FUZZ_ARGS)
 	$(BIN)/python -m tests.fuzz.predicted --write docs/combinations.md
 	$(BIN)/python -m tests.outside
-	$(BIN)/python -m pytest --thorough -m "many or extra or hypothesis" tests
+	$(BIN)/python -m pytest --thorough tests
 	$(BIN)/python -m tests.fuzz.verify_mutants --count 20000
 	$(BIN)/python -m benchmarks --quick
 

@@ -245,10 +245,17 @@ def test_ci_runs_the_readmes_commands():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["README.md", "docs/reference.md"])
-def test_the_python_of_a_page_runs(page, clusters, monkeypatch):
-    """Its blocks are cells of one notebook, in order."""
+def test_the_python_of_a_page_runs(page, clusters, monkeypatch, tmp_path, pytestconfig):
+    """Its blocks are cells of one notebook, in order; with --thorough a script, which starts ranks of its own."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
     assert len(blocks) >= 2
+    monkeypatch.chdir(tmp_path)
+    if pytestconfig.getoption("--thorough"):
+        (tmp_path / "example.py").write_text("\n".join(blocks))
+        command = [sys.executable, "example.py"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return
     monkeypatch.setattr(registry, "_schedules", dict(registry._schedules))
     lend(clusters, monkeypatch)
     exec(compile("\n".join(blocks), page, "exec"), {"__name__": "a_page"})

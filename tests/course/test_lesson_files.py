@@ -140,7 +140,6 @@ def grading(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactor
         yield home, api
 
 
-@pytest.mark.many(5)  # (of the lessons in its course)
 def test_nbgrader_makes_the_same_assignments(grading: Any, tmp_path: Path) -> None:
     home, _ = grading
     lessons.export(tmp_path)

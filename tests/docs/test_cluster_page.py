@@ -229,7 +229,7 @@ def test_the_batch_file_has_options_that_sbatch_knows() -> None:
     assert dict(options)["ntasks-per-node"] == "1"  # torchrun starts the ranks of a node
 
 
-@pytest.mark.many(2)  # (run to its end with --thorough; else it must start what the line for several machines starts)
+# (Run to its end with --thorough; else it must start what the line for several machines starts.)
 def test_the_batch_file_runs(folder: Path, pytestconfig: pytest.Config) -> None:
     (text,) = fenced("bash")
     (folder / "train.sbatch").write_text(text)
@@ -274,7 +274,7 @@ def test_the_engines_of_a_notebook_train(monkeypatch: pytest.MonkeyPatch, pytest
     assert space["ranks"].state == "closed"
 
 
-@pytest.mark.many(2)  # (run to its end with --thorough, as the batch file)
+# (Run to its end with --thorough, as the batch file.)
 def test_the_pods_of_the_manifest_run(folder: Path, pytestconfig: pytest.Config) -> None:
     (text,) = fenced("yaml")
     spec = yaml.safe_load(text)["spec"]
