@@ -1,5 +1,5 @@
 # make demo    train a small GPT on 4 local ranks beside plain torch, and write demo.html
-# make test    ruff, mypy and all tests, every cell of the lessons included (20 to 30 minutes on 2 cores)
+# make test    ruff, mypy and all tests, every cell of the lessons included (20 to 25 minutes on 2 cores)
 # make check   ruff, mypy and the fast half of the tests: of the rooms that need no ranks (2 minutes at most)
 # make lab     JupyterLab, in lessons/
 # make lessons run the lessons again and save their outputs, after an edit

@@ -40,7 +40,7 @@ OTHERS = ("all other tests",)
 # Folders that are run together, in this order, and in how many parts.
 LONG: tuple[tuple[tuple[str, ...], int], ...] = (
     (PATIENT, 1),
-    (("tests/execution",), 2),
+    (("tests/execution",), 1),
     (("tests/sharding", "tests/training"), 1),
     (OTHERS, 1),
     (("tests/widgets",), 1),

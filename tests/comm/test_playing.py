@@ -21,7 +21,7 @@ from minipar.program import Op
 from minipar.program.collectives import COLLECTIVES, names, program
 from minipar.program.collectives.moves import bounds
 
-pytestmark = pytest.mark.many(4)
+pytestmark = pytest.mark.many(6)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -23,7 +23,7 @@ from minipar.models.parameter_groups import shape_of
 from minipar.strategies import schedules
 from minipar.training.reference import gradient_error, train_plainly
 
-pytestmark = pytest.mark.many(4)
+pytestmark = pytest.mark.many(6)
 
 ROWS = 23
 

@@ -20,7 +20,7 @@ from minipar.strategies.plan import Plan
 from tests.costs.test_rates import PROFILE
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(2)
+pytestmark = pytest.mark.many(3)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

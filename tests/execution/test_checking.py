@@ -28,7 +28,7 @@ from tests.execution.seeded_bugs import BUGS
 from tests.fuzz.trial import trial
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(4)
+pytestmark = pytest.mark.many(6)
 
 EASY = partial(toy, ("linear", "linear"))
 GPT = partial(gpt, layers=2)

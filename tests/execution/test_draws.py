@@ -23,7 +23,7 @@ from minipar.training.reference import Masks
 from tests.comparing import check, trained
 from tests.toys import rows
 
-pytestmark = pytest.mark.many(2)
+pytestmark = pytest.mark.many(3)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -17,7 +17,7 @@ from minipar import Plan
 from tests.comparing import check, trained
 from tests.toys import KINDS, rows, toy, two_ties
 
-pytestmark = pytest.mark.many(2)
+pytestmark = pytest.mark.many(3)
 
 cross_entropy = torch.nn.functional.cross_entropy
 

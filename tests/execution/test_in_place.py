@@ -18,7 +18,7 @@ from minipar.models.network import Network
 from tests.comparing import check
 from tests.toys import rows
 
-pytestmark = pytest.mark.many(2)
+pytestmark = pytest.mark.many(3)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -19,7 +19,7 @@ from minipar.models.tensors import allocate, check_rows, map_tensors, opaque, sp
 from tests.comparing import check
 from tests.toys import rows
 
-pytestmark = pytest.mark.many(2)
+pytestmark = pytest.mark.many(3)
 
 # Ranks cannot import this file by name; its functions travel as those of a notebook do.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -16,7 +16,7 @@ from minipar.training.reference import build
 from minipar.training.reference import convert as convert_plainly
 from tests.toys import rows
 
-pytestmark = pytest.mark.many(2)
+pytestmark = pytest.mark.many(3)
 
 mse = nn.functional.mse_loss
 

@@ -136,6 +136,7 @@ def running(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         finish(started)
 
 
+@pytest.mark.extra("execution/test_over_hosts.py::test_losses_and_gradients")
 def test_plans_on_two_hosts(running: tuple[list[Any], Path]) -> None:
     """Losses are those of one machine over gloo, bit for bit; gradients those of plain torch."""
     started, folder = running

@@ -9,7 +9,7 @@ import pytest
 from tests.execution.test_pipelines import check
 from tests.odd_layers import ODD, model
 
-pytestmark = pytest.mark.many(5)
+pytestmark = pytest.mark.many(7)
 
 PLANS = (
     "pp=2 schedule=1f1b microbatches=3 split=3,4",

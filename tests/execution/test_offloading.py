@@ -29,7 +29,7 @@ from minipar.program import Op
 from tests.comparing import check
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(4)
+pytestmark = pytest.mark.many(6)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -31,7 +31,7 @@ from tests.fuzz.campaign import Pair, Ranks, judge
 from tests.fuzz.models import Entry, Spec, build, data_of, mse
 from tests.toys import rows
 
-pytestmark = pytest.mark.many(2)
+pytestmark = pytest.mark.many(3)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -27,7 +27,7 @@ from tests.execution.test_over_gloo import pair
 from tests.fuzz.campaign import Ranks, judge
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(4)
+pytestmark = pytest.mark.many(6)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -18,7 +18,7 @@ from tests.fuzz.verify_interpreter import judge
 from tests.interpreters import shape
 from tests.toys import rows, toy, two_ties
 
-pytestmark = pytest.mark.many(4)
+pytestmark = pytest.mark.many(6)
 
 MODEL = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), tied=True, frozen=(1,))  # 9 layers
 NEW = ["interleaved", "interleaved chunks=1", "looped-bfs", "looped-bfs chunks=1", "zb-h1", "zb-h2", "zb-v"]

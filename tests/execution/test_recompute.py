@@ -11,7 +11,7 @@ from minipar.program import Op
 from tests.comparing import check, trained
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(4)
+pytestmark = pytest.mark.many(6)
 
 CHOICES = ["1", "2", "sqrt", "1,3"]
 PLANS = [

@@ -25,7 +25,7 @@ from minipar.program.mesh import Mesh
 from tests.fake_streams import FakeComm, FakeStreams, HostBlocked, resolve, run_ranks, timed
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(4)
+pytestmark = pytest.mark.many(6)
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 MODEL = partial(toy, ("linear", "tuples", "unused"), tied=True, frozen=(1,))

@@ -19,7 +19,7 @@ from minipar.models.sliced import Sliced
 from minipar.program import Op, Program, carry, grad_carry
 from tests import comparing
 
-pytestmark = pytest.mark.many(4)
+pytestmark = pytest.mark.many(6)
 
 GPT = partial(models.gpt, layers=4, width=16, heads=2, context=16, vocab=32)
 RICH = partial(GPT, tied=True, dropout=0.2, fused=False)
@@ -142,7 +142,7 @@ def test_ranks_that_share_layers_have_parts_of_what_is_carried(clusters, words, 
         "context_parallel=2 dp=2 slices=4,6 zero=3 checkpoint=1 offload=activations",
     ],
 )
-@pytest.mark.many(6)
+@pytest.mark.many(12)
 def test_ranks_with_parts_of_each_slice_carry_those_of_all(clusters, words, model):
     check(clusters, f"schedule=seq1f1b {words}", model)
 
@@ -152,6 +152,7 @@ def test_ranks_that_share_other_layers_than_attentions_carry_parts_too(clusters)
     check(clusters, words, lambda: nn.Sequential(Each(), Adding(), Adding()), numbers(), nn.functional.mse_loss)
 
 
+@pytest.mark.extra("fuzz/test_predicted.py::test_memory_is_as_predicted")
 @pytest.mark.parametrize("words", ["tp=2 pp=2 slices=4,3,2,1 microbatches=2", "context_parallel=2 slices=4,2,4"])
 def test_what_ranks_that_share_layers_carry_is_predicted(clusters, words):
     plan = Plan.parse(f"schedule=terapipe {words}")

@@ -22,7 +22,7 @@ from minipar.execution.saving.folder import open_folder
 from minipar.execution.updating import Form, OptimizerSchedule, Update
 from tests.toys import Tied
 
-pytestmark = pytest.mark.many(3)
+pytestmark = pytest.mark.many(4)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

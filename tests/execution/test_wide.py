@@ -17,7 +17,7 @@ from minipar import Plan
 from tests.comparing import check
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(3)
+pytestmark = pytest.mark.many(4)
 
 WIDTH = 192
 

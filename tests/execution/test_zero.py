@@ -24,7 +24,7 @@ from minipar.training.training import Run
 from tests.comparing import check, trained
 from tests.toys import KINDS, rows, toy, two_ties
 
-pytestmark = pytest.mark.many(4)
+pytestmark = pytest.mark.many(6)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -12,7 +12,7 @@ def test_a_few_faults_are_explained_and_healed():
     timed, others = cases(10)
     todo = [*timed[:2], *timed[2::6], *others]
     random.Random(3).shuffle(todo)
-    found = part(todo, seed=3, end=math.inf, show=False, strategies=(*SAVED, "dp=3 sync=ps", "tp=2 dp=2"))
+    found = part(todo, seed=3, end=math.inf, show=False, strategies=(*SAVED, "dp=3 sync=ps"))
     problems = [problem for one in found.tallies for problem in one.problems]
     assert not problems, "\n".join(problems)
     tried = sum(one.tried for one in found.tallies)

@@ -13,7 +13,7 @@ from minipar import Plan, PlanError, train
 from minipar.models.losses import check_loss, counted, try_loss, try_tokens, weighted
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(4)
+pytestmark = pytest.mark.many(6)
 
 F = nn.functional
 MODEL = partial(toy, ("linear", "dropout"))

@@ -20,7 +20,7 @@ from minipar.program import Op
 from minipar.training.training import Run
 from tests.toys import Fork, InPlace, Join, Tied, rows
 
-pytestmark = pytest.mark.many(2)
+pytestmark = pytest.mark.many(3)
 
 mse = nn.functional.mse_loss
 

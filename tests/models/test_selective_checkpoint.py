@@ -17,7 +17,7 @@ from minipar.program import Program
 from minipar.training.training import Run
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(4)
+pytestmark = pytest.mark.many(6)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

@@ -19,7 +19,7 @@ from minipar.server.saving import Saving, Wrote, token_of
 from minipar.strategies.plan import Plan
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(4)
+pytestmark = pytest.mark.many(6)
 
 mse = torch.nn.functional.mse_loss
 MODEL = partial(toy, ("linear", "tuples", "dropout", "unused"), tied=True, frozen=(1,))

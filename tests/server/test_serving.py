@@ -31,7 +31,7 @@ from minipar.server.serving import execute_served
 from minipar.training.plainly import replay_service
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(4)
+pytestmark = pytest.mark.many(6)
 
 MODEL = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), tied=True, frozen=(1,))
 mse = torch.nn.functional.mse_loss

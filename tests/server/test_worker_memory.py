@@ -13,7 +13,7 @@ from minipar.execution.execution import Job
 from minipar.models.parameter_groups import shape_of
 from minipar.server.serving import execute_served
 
-pytestmark = pytest.mark.many(2)
+pytestmark = pytest.mark.many(3)
 
 GPT = partial(models.gpt, layers=2, width=32, heads=2, context=16)
 ADAM = partial(torch.optim.AdamW, lr=1e-3)

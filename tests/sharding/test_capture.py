@@ -36,7 +36,7 @@ from minipar.sharding.rules import RULES
 from minipar.sharding.sharded import local_model
 from tests.sharding.running import check
 
-pytestmark = pytest.mark.many(4)
+pytestmark = pytest.mark.many(6)
 
 TOKENS = torch.randint(64, (4, 8), generator=torch.Generator().manual_seed(1))
 NUMBERS = {"layers": 2, "width": 32, "heads": 4, "context": 16, "vocab": 64}

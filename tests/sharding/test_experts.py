@@ -30,7 +30,7 @@ from tests.conftest import Clusters
 from tests.sharding.running import check
 from tests.sharding.test_mistakes import all_of, on, place, twice, without
 
-pytestmark = [pytest.mark.many(2), pytest.mark.usefixtures("captured_for_all_tests")]
+pytestmark = [pytest.mark.many(3), pytest.mark.usefixtures("captured_for_all_tests")]
 
 SIZES: dict[str, Any] = {"layers": 2, "width": 16, "heads": 4, "context": 12, "experts": 4}
 MODEL = partial(models.build, "gpt-moe-tiny", **SIZES)

@@ -25,7 +25,7 @@ from minipar.sharding import capture_layer, experts, sequence_parallel
 from minipar.sharding.sharded import local_model
 from tests import outside
 
-pytestmark = [pytest.mark.many(4), pytest.mark.usefixtures("captured_for_all_tests")]
+pytestmark = [pytest.mark.many(6), pytest.mark.usefixtures("captured_for_all_tests")]
 
 VOCAB, TOKENS, ROWS = 32, 6, 12
 PLANS = {

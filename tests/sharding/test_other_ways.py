@@ -26,7 +26,7 @@ from tests.interpreters import RandomCosts
 from tests.sharding import by_hand
 from tests.sharding.test_models import TOKENS, gpt, perceptron, right, run, texts, trained
 
-pytestmark = [pytest.mark.many(2), pytest.mark.usefixtures("captured_for_all_tests")]
+pytestmark = [pytest.mark.many(3), pytest.mark.usefixtures("captured_for_all_tests")]
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
 MIXTURE = partial(models.build, "gpt-moe-tiny", layers=2, width=16, heads=4, context=TOKENS, experts=4, vocab=32)

@@ -25,7 +25,7 @@ from minipar.sharding.sharded import local_model
 from minipar.training.training import resume
 from tests.sharding.test_models import OWN, ROWS, TRANSFORMERS, VOCAB, numbers, right, run
 
-pytestmark = [pytest.mark.many(4), pytest.mark.ranks, pytest.mark.usefixtures("captured_for_all_tests")]
+pytestmark = [pytest.mark.many(6), pytest.mark.ranks, pytest.mark.usefixtures("captured_for_all_tests")]
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
 TOKENS = 8

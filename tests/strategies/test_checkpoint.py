@@ -31,7 +31,7 @@ from tests.interpreters import (
 )
 from tests.recomputing import ByLayer, single_device
 
-pytestmark = pytest.mark.many(2)
+pytestmark = pytest.mark.many(3)
 
 
 @pytest.fixture

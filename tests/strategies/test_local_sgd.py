@@ -14,7 +14,7 @@ from tests.fuzz.verify_interpreter import judge
 from tests.interpreters import compiled, shape
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(2)
+pytestmark = pytest.mark.many(3)
 
 
 def listing(program, rank=0):

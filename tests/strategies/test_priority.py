@@ -20,7 +20,7 @@ from tests.fuzz.verify_interpreter import judge
 from tests.interpreters import RandomCosts, brute_force, shape
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(2)
+pytestmark = pytest.mark.many(3)
 
 MiB = 1 << 20
 TEXT = f"dp=2 overlap=priority bucket={16 / MiB}"

@@ -20,7 +20,7 @@ from minipar.training.plainly import replay_order as replay
 from minipar.training.reference import Reference, gradient_error
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(2)
+pytestmark = pytest.mark.many(3)
 
 mse, cross_entropy = torch.nn.functional.mse_loss, torch.nn.functional.cross_entropy
 SGD, MOMENTUM = partial(torch.optim.SGD, lr=0.3), partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)

@@ -18,7 +18,7 @@ from minipar import NotFinite, PlanError, RankError, StepInfo, resume, train
 from minipar.strategies.plan import Plan
 from tests.execution.test_updating import MOMENTUM, Stream, factors, model, recipe
 
-pytestmark = pytest.mark.many(2)
+pytestmark = pytest.mark.many(3)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(sys.modules["tests.execution.test_updating"])

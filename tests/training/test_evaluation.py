@@ -18,7 +18,7 @@ from minipar.strategies.plan import Plan
 from tests.execution.test_updating import MOMENTUM
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(2)
+pytestmark = pytest.mark.many(3)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

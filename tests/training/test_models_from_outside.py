@@ -15,7 +15,7 @@ import minipar
 from minipar import models
 from tests import outside
 
-pytestmark = pytest.mark.many(4)
+pytestmark = pytest.mark.many(6)
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="pip install minipar[models]"

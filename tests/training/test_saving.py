@@ -31,7 +31,7 @@ from minipar.models.parameter_groups import shape_of
 from minipar.training.plainly import train_reference
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(4)
+pytestmark = pytest.mark.many(6)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
