@@ -15,7 +15,7 @@ from minipar.program.collectives.own import Copy, Reduce, Send
 from tests.comparing import trained
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(6)
+pytestmark = pytest.mark.many(4)
 
 
 @pytest.fixture(autouse=True)

@@ -135,7 +135,7 @@ SHARED = [
 ]
 
 
-@pytest.mark.many(5)
+@pytest.mark.many(4)
 @pytest.mark.usefixtures("captured_for_all_tests")
 @pytest.mark.parametrize(("name", "text"), SHARED)
 def test_ranks_that_share_layers(ranks, name, text):

@@ -35,7 +35,7 @@ MIXTURE = partial(models.build, "gpt-moe-tiny", layers=2, width=16, heads=4, con
 # Synchronous ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.many(6)
+@pytest.mark.many(5)
 @pytest.mark.parametrize(
     "words",
     [

@@ -22,7 +22,7 @@ from tests.fuzz.verify_interpreter import judge
 from tests.interpreters import compiled, shape
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(3)
+pytestmark = pytest.mark.many(2)
 
 CHOICES = ["bf16", "fp16", "topk:0.1", "topk:1.0", "powersgd:2"]
 MODEL = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), tied=True, frozen=(1,))

@@ -96,7 +96,7 @@ PLANS = [
 ]
 
 
-@pytest.mark.many(16)
+@pytest.mark.many(8)
 @pytest.mark.parametrize("optimizer", [SGD, MOMENTUM, ADAM], ids=["sgd", "momentum", "adam"])
 @pytest.mark.parametrize("text", PLANS)
 def test_every_run_equals_the_replay_of_its_order(clusters, text, optimizer):
