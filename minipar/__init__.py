@@ -12,7 +12,6 @@ if TYPE_CHECKING:  # type checkers and editors read this; a test checks that it 
     from minipar import cluster as cluster
     from minipar import comm as comm
     from minipar import costs as costs
-    from minipar import course as course
     from minipar import data as data
     from minipar import errors as errors
     from minipar import execution as execution
@@ -28,7 +27,6 @@ if TYPE_CHECKING:  # type checkers and editors read this; a test checks that it 
     from minipar.cluster.launched import Launched as Launched
     from minipar.comm import communicator as communicator
     from minipar.costs.device import DeviceSpec as DeviceSpec
-    from minipar.course import exercise as exercise
     from minipar.errors import CheckFailed as CheckFailed
     from minipar.errors import CollectiveMismatch as CollectiveMismatch
     from minipar.errors import Deadlock as Deadlock
@@ -107,12 +105,11 @@ _homes = {
     ),
 }
 _home_of = {name: home for home, names in _homes.items() for name in names}
-_modules = {"communicator": "minipar.comm.communicator", "exercise": "minipar.course.exercise"}
+_modules = {"communicator": "minipar.comm.communicator"}
 _packages = (
     "cluster",
     "comm",
     "costs",
-    "course",
     "data",
     "errors",
     "execution",

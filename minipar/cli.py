@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from minipar.cluster import launched
 from minipar.costs.device import DeviceSpec
 from minipar.costs.quantities import quantity
-from minipar.course import freezing, lesson_commands
 from minipar.errors import DeviceOutOfMemory, MiniparError, PlanError, ProgramError, StoreError
 from minipar.models.table import PRESETS, Branchy
 from minipar.program import Op
@@ -30,6 +29,7 @@ from minipar.strategies import schedules
 from minipar.strategies.plan import Plan, table
 from minipar.strategies.rows_said import rows_said
 from minipar.wording import several
+from minipar_course import freezing, lesson_commands
 
 if TYPE_CHECKING:
     from minipar.program.shape import Shape

@@ -11,7 +11,8 @@ import sysconfig
 import traceback
 from pathlib import Path
 
-_INSIDE = {"site-packages", "minipar_widgets"}  # folders whose lines say nothing about a mistake in a plan
+# Folders whose lines say nothing about a mistake in a plan.
+_INSIDE = {"site-packages", "minipar_course", "minipar_widgets"}
 
 
 class MiniparError(Exception):

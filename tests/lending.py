@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from minipar.cluster import Cluster
-from minipar.course import against
-from minipar.course.exercises.kinds import built
 from minipar.execution import execution
 from minipar.training import evaluation, training
+from minipar_course import against
+from minipar_course.exercises.kinds import built
 
 
 def lend(clusters: Callable[[int], Cluster], patch: pytest.MonkeyPatch) -> None:

@@ -85,13 +85,15 @@ def test_every_package_has_one_tested_version_within_its_range():
     ("folder", "extras"),
     [
         ("minipar", ["test", "search", "models"]),
+        ("lessons", ["lab"]),
         ("widgets", ["lab"]),
         ("tests", ["test", "search", "lab", "book", "models"]),
     ],
 )
 def test_every_import_is_a_declared_package(folder, extras):
     lines = [*project()["dependencies"], *(line for e in extras for line in project()["optional-dependencies"][e])]
-    known = {IMPORT_NAMES.get(name, name) for name in ranges(lines)} | {"minipar", "minipar_widgets", "tests"}
+    known = {IMPORT_NAMES.get(name, name) for name in ranges(lines)} | {"tests"}
+    known |= {"minipar", "minipar_course", "minipar_widgets"}
     known |= {"packaging", "tomli", "IPython", "traitlets", "benchmarks"}  # pytest's, ipykernel's, ipywidgets', ours
     for path in python_files(folder):
         for name in imports(path, everywhere=folder != "tests"):  # tests may import what they make
@@ -120,7 +122,7 @@ def imports(path, everywhere):
 
 
 def test_source_is_python_3_10():
-    for folder in ("minipar", "widgets", "benchmarks", "tests"):
+    for folder in ("minipar", "widgets", "lessons", "benchmarks", "tests"):
         for path in python_files(folder):
             imports(path, everywhere=folder != "tests")
 
@@ -135,13 +137,12 @@ def test_versions_agree():
 
 def test_what_plans_and_draws_needs_no_torch():
     light = ["program.verify.verifier", "strategies.plan", "prediction.simulator", "trace", "strategies", "models"]
-    light += ["data", "costs.measured", "errors", "course.exercise", "course.assignments", "cli"]
-    paths = (ROOT / "minipar/course/exercises").glob("[a-z]*.py")
+    light += ["data", "costs.measured", "errors", "cli"]
+    paths = (ROOT / "lessons/minipar_course/exercises").glob("[a-z]*.py")
     builds = {"building", "operators", "experts", "inexact"}  # (with torch, as students do)
-    light += [f"course.exercises.{path.stem}" for path in paths if path.stem not in builds]
-    code = (
-        f"import sys, minipar_widgets, {', '.join('minipar.' + name for name in light)}\nprint('torch' in sys.modules)"
-    )
+    course = ["exercise", "assignments", *(f"exercises.{path.stem}" for path in paths if path.stem not in builds)]
+    names = ["minipar_widgets", *(f"minipar.{name}" for name in light), *(f"minipar_course.{name}" for name in course)]
+    code = f"import sys, {', '.join(names)}\nprint('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"
 
 
@@ -167,11 +168,11 @@ def test_the_wheel_has_both_packages_and_the_command(tmp_path):
         names = archive.namelist()
         entry_points = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
     assert "minipar/program/__init__.py" in names
-    assert "minipar_widgets/__init__.py" in names
+    assert {"minipar_widgets/__init__.py", "minipar_course/exercises/start.py"} <= set(names)
     lessons = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "lessons").rglob("*.ipynb"))
     assert [f"minipar/{name}" for name in lessons] == sorted(name for name in names if name.endswith(".ipynb"))
     assert "minipar/lessons/README.md" in names
-    assert {name.split("/")[0].split("-")[0] for name in names} == {"minipar", "minipar_widgets"}
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"minipar", "minipar_course", "minipar_widgets"}
     assert "minipar = minipar.cli:main" in entry_points
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from minipar.course import assignments
-from minipar.course.assignments import INSTALL, STUB, exercises, source, stripped, with_exercises, with_install
-from minipar.course.exercises.kinds.built import Exchanged, Trained
 from minipar.errors import PlanError
 from minipar.strategies.schedules import registry
+from minipar_course import assignments
+from minipar_course.assignments import INSTALL, STUB, exercises, source, stripped, with_exercises, with_install
+from minipar_course.exercises.kinds.built import Exchanged, Trained
 from tests.notebooks.refresh import solutions_of
 
 LESSONS = Path(__file__).parents[2] / "lessons"

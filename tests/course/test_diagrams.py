@@ -8,12 +8,12 @@ from xml.etree import ElementTree
 
 import pytest
 
-from minipar.course import diagrams
-from minipar.course.diagrams import Diagram
 from minipar.errors import PlanError
 from minipar.prediction.memory_formula import states
 from minipar.program import collectives
 from minipar.program.mesh import Mesh
+from minipar_course import diagrams
+from minipar_course.diagrams import Diagram
 
 ALL = {
     "ring": diagrams.ring(4),
@@ -95,5 +95,5 @@ def test_what_has_no_room_is_refused() -> None:
 
 
 def test_pictures_need_no_torch() -> None:
-    asked = "import sys; from minipar.course import diagrams; diagrams.ring(); assert 'torch' not in sys.modules"
+    asked = "import sys; from minipar_course import diagrams; diagrams.ring(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", asked], check=True)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from minipar.cli import main
-from minipar.course.freezing import STATE, VIEW, freeze, freeze_files
 from minipar.errors import MiniparError
+from minipar_course.freezing import STATE, VIEW, freeze, freeze_files
 
 
 def _notebook(*outputs: dict[str, Any], state: bool = True) -> str:

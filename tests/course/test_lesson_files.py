@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from minipar.cli import main
-from minipar.course import lessons
-from minipar.course.assignments import STUB, source
+from minipar_course import lessons
+from minipar_course.assignments import STUB, source
 
 LESSONS = Path(__file__).parents[2] / "lessons"
 NAMES = sorted(path.name for path in LESSONS.glob(lessons.NAMES))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from minipar.course.assignments import STUB
+from minipar_course.assignments import STUB
 from tests.notebooks.refresh import KERNEL, source_hash, tidy
 
 LESSONS = Path(__file__).parents[2] / "lessons"

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from minipar.course.assignments import source
 from minipar.strategies import draft
 from minipar.strategies.schedules import registry
+from minipar_course.assignments import source
 from tests import everything
 from tests.lending import lend
 

@@ -4,7 +4,7 @@
     python tests/notebooks/refresh.py --generated lessons/*.ipynb     only writes what comes from elsewhere
 
 Before a lesson runs, its exercises are written again from lessons/solutions/, and the cell that installs a missing
-minipar is inserted (minipar/course/assignments.py).
+minipar is inserted (lessons/minipar_course/assignments.py).
 
 A saved lesson must be readable where nothing runs (GitHub), compare under nbval, and stay small. So outputs and
 pictures are kept; widget states, times and version numbers of this machine are removed. The hash of the sources that
@@ -20,7 +20,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from minipar.course.assignments import with_exercises, with_install
+from minipar_course.assignments import with_exercises, with_install
 
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
 

@@ -9,12 +9,12 @@ import pytest
 
 from minipar import Plan, simulate
 from minipar.costs.recomputation import LayerCosts
-from minipar.course.exercises.kinds.order import Device, program_of
-from minipar.course.exercises.memory import STEP, B, F
 from minipar.errors import MiniparError
 from minipar.trace import memory_picture
 from minipar.trace.figure import MEMORY
 from minipar.trace.memory_series import ALL_KINDS
+from minipar_course.exercises.kinds.order import Device, program_of
+from minipar_course.exercises.memory import STEP, B, F
 
 
 def trace(layers=4):

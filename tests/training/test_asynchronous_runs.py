@@ -364,7 +364,7 @@ def test_learning_rates_by_staleness(clusters):
 
 @pytest.mark.extra("::test_every_run_equals_the_replay_of_its_order")
 def test_loss_curves_of_all_methods_in_one_picture(clusters):
-    from minipar.course import convergence
+    from minipar_course import convergence
 
     found = convergence.curves(4, cluster=clusters(4), batch=32)
     assert list(found) == list(convergence.METHODS)

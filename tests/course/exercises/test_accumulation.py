@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from minipar.course.exercise import check
-from minipar.course.exercises import accumulation as tasks
 from minipar.errors import MiniparError
+from minipar_course.exercise import check
+from minipar_course.exercises import accumulation as tasks
 
 
 def stub(*arguments: Any) -> Any:

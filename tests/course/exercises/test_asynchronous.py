@@ -9,10 +9,10 @@ import pytest
 from torch import Tensor
 
 from minipar import Backward, Forward, strategies
-from minipar.course.exercise import check
-from minipar.course.exercises.asynchronous import LATE, LATE_SGD, NO_SCHEDULE, VERSION_OF_2BW, LocalRule
 from minipar.program import Action
 from minipar.strategies.schedules.ampnet import choose
+from minipar_course.exercise import check
+from minipar_course.exercises.asynchronous import LATE, LATE_SGD, NO_SCHEDULE, VERSION_OF_2BW, LocalRule
 
 
 def stub(*arguments: Any) -> Any:

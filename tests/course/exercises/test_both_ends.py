@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from minipar.costs.slicing import best_slices, best_uniform
-from minipar.course.exercise import check
-from minipar.course.exercises.both_ends import HELD, SLICED_TIME, SLICES
+from minipar_course.exercise import check
+from minipar_course.exercises.both_ends import HELD, SLICED_TIME, SLICES
 
 
 def stub(*arguments: Any) -> Any:

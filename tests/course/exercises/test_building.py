@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from minipar.course import against
-from minipar.course.against import Comparison, OnRank, against_plain_torch, counted, on_ranks, plain_sgd
-from minipar.course.assignments import source
-from minipar.course.exercises import building as tasks
-from minipar.course.exercises.kinds.verdict import Verdict
+from minipar_course import against
+from minipar_course.against import Comparison, OnRank, against_plain_torch, counted, on_ranks, plain_sgd
+from minipar_course.assignments import source
+from minipar_course.exercises import building as tasks
+from minipar_course.exercises.kinds.verdict import Verdict
 
 SOLUTIONS = Path(__file__).parents[3] / "lessons" / "solutions"
 

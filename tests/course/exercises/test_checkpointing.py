@@ -9,9 +9,9 @@ import pytest
 
 from minipar.costs.recomputation import time
 from minipar.costs.reversal import rotor
-from minipar.course.exercise import check
-from minipar.course.exercises import checkpointing as tasks
-from minipar.course.exercises.kinds.order import B, F, MiB, R, ms
+from minipar_course.exercise import check
+from minipar_course.exercises import checkpointing as tasks
+from minipar_course.exercises.kinds.order import B, F, MiB, R, ms
 
 
 def stub(*arguments: Any) -> Any:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from minipar.course.exercise import check
-from minipar.course.exercises import collectives as tasks
 from minipar.program.collectives.own import Copy, Move, Reduce, Send, Setting
+from minipar_course.exercise import check
+from minipar_course.exercises import collectives as tasks
 
 Moves = Callable[[Setting, int], Any]
 
@@ -251,6 +251,6 @@ def test_right_in_one_size_only():
 
 
 def test_checking_needs_no_torch():
-    code = "import sys; from minipar.course.exercises import collectives; print('torch' in sys.modules)"
+    code = "import sys; from minipar_course.exercises import collectives; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "False\n"

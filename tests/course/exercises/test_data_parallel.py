@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from minipar.course.exercise import check
-from minipar.course.exercises import data_parallel as tasks
+from minipar_course.exercise import check
+from minipar_course.exercises import data_parallel as tasks
 
 
 def stub(*arguments: object) -> Any:

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minipar.course.exercise import check
-from minipar.course.exercises import experts as tasks
+from minipar_course.exercise import check
+from minipar_course.exercises import experts as tasks
 from tests.course.exercises.test_building import is_told, stub
 
 

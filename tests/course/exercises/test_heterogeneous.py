@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from minipar.course.exercise import check
-from minipar.course.exercises import heterogeneous as tasks
-from minipar.course.exercises.kinds.order import FETCH, OFFLOAD, B, F, R
+from minipar_course.exercise import check
+from minipar_course.exercises import heterogeneous as tasks
+from minipar_course.exercises.kinds.order import FETCH, OFFLOAD, B, F, R
 
 
 def stub(*arguments: Any) -> Any:

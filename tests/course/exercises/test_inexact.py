@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minipar.course.exercises import inexact as tasks
+from minipar_course.exercises import inexact as tasks
 from tests.course.exercises.test_building import is_told, solution, stub
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from minipar.course.assignments import source
-from minipar.course.exercise import Formula, Function, Rewrite, check
-from minipar.course.exercises.kinds.function import same
 from minipar.program import Op, Program
 from minipar.trace import Trace
+from minipar_course.assignments import source
+from minipar_course.exercise import Formula, Function, Rewrite, check
+from minipar_course.exercises.kinds.function import same
 
 SOLUTIONS = Path(__file__).parents[3] / "lessons" / "solutions"
 
@@ -193,8 +193,8 @@ def functions() -> Iterator[Formula | Function]:
     """The formulas and functions that the lessons ask for, as their checks name them."""
     for path in sorted(SOLUTIONS.glob("*.ipynb")):
         text = "\n".join(map(source, json.loads(path.read_text())["cells"]))
-        modules = re.findall(r"^from minipar\.course\.exercises import (\w+)(?: as (\w+))?$", text, re.MULTILINE)
-        known = {short or name: import_module(f"minipar.course.exercises.{name}") for name, short in modules}
+        modules = re.findall(r"^from minipar_course\.exercises import (\w+)(?: as (\w+))?$", text, re.MULTILINE)
+        known = {short or name: import_module(f"minipar_course.exercises.{name}") for name, short in modules}
         for module, name in re.findall(r"^verdict = exercise\.check\(.+, (\w+)\.(\w+)\)$", text, re.MULTILINE):
             task = getattr(known[module], name)
             if isinstance(task, Formula | Function):

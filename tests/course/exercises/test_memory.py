@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from minipar import simulate, verify
-from minipar.course.exercise import check
-from minipar.course.exercises import memory as tasks
-from minipar.course.exercises.kinds import order
-from minipar.course.exercises.kinds.order import (
+from minipar_course.exercise import check
+from minipar_course.exercises import memory as tasks
+from minipar_course.exercises.kinds import order
+from minipar_course.exercises.kinds.order import (
     FETCH,
     GATHER,
     OFFLOAD,

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from minipar.course.exercise import check
-from minipar.course.exercises import operators as tasks
+from minipar_course.exercise import check
+from minipar_course.exercises import operators as tasks
 from tests.course.exercises.test_building import is_told, solution, stub
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from minipar.course.exercise import check
-from minipar.course.exercises import parameter_server as tasks
+from minipar_course.exercise import check
+from minipar_course.exercises import parameter_server as tasks
 
 
 def stub(*arguments: object) -> Any:

@@ -11,8 +11,8 @@ import pytest
 
 from minipar import Plan
 from minipar.costs.partition import partition
-from minipar.course.exercise import check
-from minipar.course.exercises.partitions import CUT, FIT, SEARCH, STEP_TIME, even, greedy
+from minipar_course.exercise import check
+from minipar_course.exercises.partitions import CUT, FIT, SEARCH, STEP_TIME, even, greedy
 
 
 def stub(*arguments: Any) -> Any:

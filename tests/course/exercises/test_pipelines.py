@@ -10,10 +10,10 @@ import pytest
 
 import minipar
 from minipar import Backward, Forward
-from minipar.course.exercise import check
-from minipar.course.exercises.pipelines import BREADTH_FIRST, FEWEST, SLOW_LINKS
 from minipar.program import Action
 from minipar.strategies.schedules.one_f_one_b import warm_up_then_alternate
+from minipar_course.exercise import check
+from minipar_course.exercises.pipelines import BREADTH_FIRST, FEWEST, SLOW_LINKS
 
 Generator = Callable[..., Any]
 

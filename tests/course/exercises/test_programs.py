@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 import minipar
-from minipar import Backward, Forward, exercise, strategies
-from minipar.course.exercise import GPIPE_TIME, Target, Verdict, check
-from minipar.course.exercises import programs
+from minipar import Backward, Forward, strategies
 from minipar.program import Action
+from minipar_course import exercise
+from minipar_course.exercise import GPIPE_TIME, Target, Verdict, check
+from minipar_course.exercises import programs
 
 TASK = programs.TURNS
 SMALL = programs.SMALL_DEVICES
@@ -293,7 +294,8 @@ def test_the_cases_of_the_formula_tell_common_mistakes_apart() -> None:
 
 
 def test_checking_needs_no_torch() -> None:
-    code = "import sys; from minipar import exercise as e; e.check(len, e.GPIPE_TIME); print('torch' in sys.modules)"
+    code = "import sys; from minipar_course import exercise as e; "
+    code += "e.check(len, e.GPIPE_TIME); print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "False\n"
 

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minipar.course.exercise import check
-from minipar.course.exercises import searches as tasks
 from minipar.planner.chain import chain
 from minipar.planner.intra import ilp
+from minipar_course.exercise import check
+from minipar_course.exercises import searches as tasks
 from tests.course.exercises.test_building import is_told, stub
 
 

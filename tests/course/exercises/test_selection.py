@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from minipar.course.exercise import check
-from minipar.course.exercises.selection import CLUSTERS, LARGE, STATES, TASK
+from minipar_course.exercise import check
+from minipar_course.exercises.selection import CLUSTERS, LARGE, STATES, TASK
 
 SOLVED = {
     "small model": "dp=4 microbatches=4",

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from minipar.course.exercise import check
-from minipar.course.exercises import sharding as tasks
-from minipar.course.exercises.kinds.order import GATHER, SCATTER, B, F
+from minipar_course.exercise import check
+from minipar_course.exercises import sharding as tasks
+from minipar_course.exercises.kinds.order import GATHER, SCATTER, B, F
 
 
 def stub(*arguments: Any) -> Any:

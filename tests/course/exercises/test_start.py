@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from minipar.course.exercise import check
-from minipar.course.exercises.start import FIRST_PLAN, SHARES, WHO_AM_I
 from minipar.strategies.plan import Plan
+from minipar_course.exercise import check
+from minipar_course.exercises.start import FIRST_PLAN, SHARES, WHO_AM_I
 
 
 def fair(rows: int, parts: int) -> list[int]:

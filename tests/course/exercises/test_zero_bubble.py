@@ -10,10 +10,10 @@ from torch import Tensor
 
 import minipar
 from minipar import Backward, BackwardInput, BackwardWeight, Forward, strategies
-from minipar.course.exercise import check
-from minipar.course.exercises.zero_bubble import HALVES, TWO_CHUNKS, ZB_H1
 from minipar.program import Action
 from minipar.strategies.schedules.list_scheduler import list_schedule
+from minipar_course.exercise import check
+from minipar_course.exercises.zero_bubble import HALVES, TWO_CHUNKS, ZB_H1
 
 Generator = Callable[..., Any]
 
