@@ -90,7 +90,7 @@ def _of_rank(program: Program, rank: int) -> tuple[Entry, ...]:
     entries: dict[tuple[str, int], Entry] = {}
     for ins in program.ranks[rank]:
         i = ins.step * program.microbatches + ins.microbatch
-        if ins.op is program.last_of_update:
+        if ins.op is Op.STEP:
             entries[UPDATE, ins.step + 1] = Entry(UPDATE, -1, ins.step + 1)
         elif ins.op is Op.FORWARD or ins.op in BACKWARDS:
             what = FORWARD if ins.op is Op.FORWARD else BACKWARD

@@ -148,39 +148,6 @@ def _happened(order: list[Row]) -> Iterator[tuple[str, Row]]:
             yield "apply", row
 
 
-def replay_stages(
-    job: Job,
-    order: RecordedOrder,
-    rows: list[Row],
-    *,
-    keep_gradients: bool = True,
-    storing: Storing = NOTHING,
-    saved: Saved = None,
-    threads: int = 1,
-) -> Reference:
-    """Run a job in plain torch by the recorded orders of replicas that are asynchronous pipelines, and of parameter
-    servers that answer and update each stage by itself."""
-    return ask(stages_task(job, order, rows, keep_gradients, storing, saved), threads)
-
-
-def stages_task(
-    job: Job,
-    order: RecordedOrder,
-    rows: list[Row],
-    keep_gradients: bool = True,
-    storing: Storing = NOTHING,
-    saved: Saved = None,
-) -> dict[str, Any]:
-    """What `reference.run` needs for such a replay."""
-    events: list[tuple[Any, ...]] = []
-    for what, row in _happened(rows):
-        of = (-1 - row.worker,) if what == "apply" else (*divmod(row.worker, len(order.ranks)), row.step)
-        events.append((what, *of))
-    own = tuple(tuple(tuple(entry) for entry in row) for row in order.ranks)
-    options = {"order": (own, *order[1:]), "events": events, "keep_gradients": keep_gradients, "first": storing.first}
-    return task_of(job, "stages", options, storing, saved)
-
-
 def task_of(
     job: Job, kind: str, options: Mapping[str, Any], storing: Storing = NOTHING, saved: Saved = None
 ) -> dict[str, Any]:

@@ -323,7 +323,7 @@ def train(
             )
         if storing.saved is not None and (told := other_scheduler(storing.saved.header.schedule, facts.scheduler)):
             warnings.warn(f"{storing.saved.folder}: {told}", stacklevel=2)
-        served = plan.sync == "ps"  # (its steps overlap, so one program has all of them)
+        served = plan.sync == "ps"  # (then one program has all steps)
         cores = available_cores() if ranks.device == "cpu" else None
         if calibration is None and plan.ranks > 1 and (ranks.emulates is None or not ranks.emulates.emulates):
             calibration = quick_calibration(ranks, algorithms=plan.algorithm != "default", progress=progress)
@@ -362,8 +362,7 @@ def train(
         if served:
             with advising(plan, job.batch, measure):
                 return _train_served(
-                    plan, made, job, ranks, predicted, reference, check, bar, watch, storing, saved, memory,
-                    facts.shape.nodes,
+                    plan, made, job, ranks, predicted, reference, check, bar, watch, storing, saved, memory
                 )  # fmt: skip
         with bar(total=steps, desc=str(plan)) as meter, advising(plan, job.batch, measure):
 
@@ -446,7 +445,6 @@ def _train_served(
     storing: keeping.Storing,
     saved: plainly.Saved,
     memory: bool,
-    nodes: tuple[int, ...],
 ) -> Run:
     """The rest of `train` with parameter servers."""
     slow, pacing = None, None
@@ -454,7 +452,7 @@ def _train_served(
         costs = emulated_costs(program, ranks.emulates, job, ranks)
         slow = [delays(costs, rank) for rank in range(program.workers)]
         pacing = pacing_of(costs) if costs.links else None
-    with bar(total=program.served_steps * program.workers, desc=str(plan)) as meter:
+    with bar(total=program.steps * program.workers, desc=str(plan)) as meter:
         done, service = execute_served(
             program, job, ranks, on_death=plan.on_death, keep_gradients=check, slow=slow, pacing=pacing,
             report=lambda k: meter.update(), watch=watch, storing=storing,
@@ -462,22 +460,15 @@ def _train_served(
         )  # fmt: skip
     plain: Reference | None = None
     plain_time: float | None = None
-    if (reference or check) and plan.asynchronous:
-        order = order_of(done.program, nodes)
-        replay = plainly.replay_order
-        if plan.mode != "sync":
-            replay = partial(plainly.replay_stages, rows=service.order)
-        plain = replay(job, order, keep_gradients=check, threads=ranks.threads, storing=storing, saved=saved)
-    elif (reference or check) and plan.mode == "sync" and not service.silent:
+    if (reference or check) and plan.mode == "sync" and not service.silent:
         plain = plainly.train_reference(
             job, program.steps, clip=plan.clip, keep_gradients=check, threads=ranks.threads, storing=storing,
             saved=saved,
         )  # fmt: skip
         plain_time = plain.seconds
     elif reference or check:
-        parts = program.microbatches // program.slice_count
         plain = plainly.replay_service(
-            job, service.order, plan.dp, program.steps, parts, ranks.threads, plan.clip, storing, saved
+            job, service.order, plan.dp, program.steps, program.microbatches, ranks.threads, plan.clip, storing, saved
         )
     return Run(
         plan, done.program, done.losses, done.trace, predicted, done.times, done.gradients, plain, plain_time,
@@ -587,7 +578,7 @@ def predict(
     data = []
     for rank, held in enumerate(program.placement):  # (servers hold no rows)
         size = (0 in held) * data_bytes[0] + (program.layers - 1 in held) * data_bytes[1]
-        lasting = isinstance(program.contract, Staleness) and (program.serving is None or program.virtual_workers)
+        lasting = isinstance(program.contract, Staleness) and program.serving is None
         steps = program.steps if lasting else 1  # all are held until the run ends
         data.append(round(steps * of_rows.rows_of(rank) / batch * size) if held else 0)
     note = "predicted from a profile of one layer at a time on one device"
