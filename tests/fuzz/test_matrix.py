@@ -100,9 +100,7 @@ def test_the_matrix_follows_the_table_of_keys() -> None:
         made += [Plan.parse(words)] if isinstance(words, str) else []
     two = (
         "dp=2 overlap=priority bucket=auto",
-        "sync=ps overlap=priority",
         "schedule=pipedream",
-        "sync=ps schedule=pipedream-2bw",
     )
     for words in two:  # (choices that two keys make)
         made.append(Plan.parse(words))

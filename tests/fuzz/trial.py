@@ -150,10 +150,6 @@ def _run(
 ) -> tuple[Execution, Reference]:
     if plan.sync == "ps":
         done, service = execute_served(compiled(steps), job, ranks, on_death=plan.on_death, keep_gradients=True)
-        if plan.asynchronous and plan.mode != "sync":
-            return done, run(plainly.stages_task(job, order_of(done.program, nodes), service.order))
-        if plan.asynchronous:
-            return done, _replayed(job, done.program, nodes)
         if plan.mode == "sync":
             return done, _plain(name, "plain", steps, ("clip", plan.clip))
         m = plan.total_microbatches
