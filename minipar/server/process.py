@@ -34,19 +34,14 @@ from minipar.server.connection import Peer, Refused
 from minipar.server.framing import (
     BETWEEN_SERVERS,
     FROM_WORKERS,
-    MOST_TEXT,
     Message,
     What,
     at_work,
-    bits_of,
     bytes_of,
     listen,
-    nanoseconds,
-    number_of,
-    seconds,
 )
 from minipar.server.packing import unpack
-from minipar.server.rendezvous import Introduction, Meeting, reach, read_handle
+from minipar.server.rendezvous import Meeting, reach, read_handle
 from minipar.server.shard import Gradients, Pushed, Shard, digest, pieces_of, squares
 from minipar.server.switchboard import Done, Switchboard
 from minipar.strategies.passes.compress import pushed_bytes
@@ -150,6 +145,7 @@ class Server:
         updated: Callable[[Server], None],
     ) -> None:
         self.handle = handle = read_handle(meeting)
+        self.digest = digest(handle.keys, handle.count)
         self.number, self.settings, self.report, self.updated = number, settings, report, updated
         saved = settings.saved
         self.shard = Shard(
@@ -214,17 +210,11 @@ class Server:
         """Say where this server listens. The others do so when server 0 knows them; workers connect to it last."""
         if self.number:
             connection = reach(self.handle, 0, float("inf"))
-            who = Introduction(digest(self.handle.keys, self.handle.count), server=self.number)
-            connection.send(Message(What.HELLO), who.text())
+            connection.send(Message(What.HELLO, key=self.number), self.digest)
             connection.receive()
             self.others[0] = self.board.adopt(connection.socket)
             self.others[0].server = 0
         self.handle.meeting.publish(f"address {self.number}", self.address)
-
-    @property
-    def version(self) -> int:
-        """The number of updates that are made here."""
-        return self.shard.updates
 
     def _gone(self, peer: Peer) -> None:
         """A connection has ended. Without another server nothing can go on; without a worker, all the others can."""
@@ -240,9 +230,9 @@ class Server:
         for peer in self.others.values():
             self.board.send(peer, message._replace(moment=self._moment()))
 
-    def _moment(self) -> int:
+    def _moment(self) -> float:
         """The emulated time of the present event, for a message about it."""
-        return 0 if self.pace is None else nanoseconds(self.pace.now)
+        return 0.0 if self.pace is None else self.pace.now
 
     # messages --------------------------------------------------------------------------------------------------------
 
@@ -251,9 +241,9 @@ class Server:
         what, size = message.what, message.size
         if what == What.PUSH and peer.worker >= 0:
             return self._room(peer, message)
-        if what == What.HELLO and peer.worker < 0 and peer.server < 0 and 0 < size <= MOST_TEXT:
-            peer.text = memoryview(bytearray(size))
-            return peer.text
+        if what == What.HELLO and peer.worker < 0 and peer.server < 0 and size == len(self.digest):
+            peer.digest = memoryview(bytearray(size))
+            return peer.digest
         expected = FROM_WORKERS if peer.worker >= 0 else BETWEEN_SERVERS if peer.server >= 0 else ()
         if size or what not in expected:
             raise Refused(f"message {what} of {size} bytes is none that server {self.number} expects")
@@ -285,24 +275,19 @@ class Server:
         if peer.worker >= 0:
             self.heard[peer.worker] = time.monotonic()
         if self.pace is not None:
-            self.pace.hear(0.0 if message.what == What.PUSH else seconds(message.moment))
+            self.pace.hear(0.0 if message.what == What.PUSH else message.moment)
         self.on[message.what](peer, message)
         if self.pace is not None:  # (before the next event, which may have another emulated time)
             self._decide()
 
     def _hello(self, peer: Peer, message: Message) -> None:
-        who = Introduction.read(bytes(peer.text))
-        if who is None:
-            raise Refused(f"server {self.number} does not understand who is there")
-        if who.keys != digest(self.handle.keys, self.handle.count):
+        if peer.digest != self.digest:
             raise Refused(f"server {self.number} keeps other keys, shapes or dtypes; connect by its folder")
-        if who.server > 0 and self.number == 0:
-            peer.server = who.server
-            self.others[who.server] = peer
-        elif who.worker >= 0:
-            self._join(peer, who.worker, who.life)
+        if message.key:
+            peer.server = message.key
+            self.others[peer.server] = peer
         else:
-            raise Refused(f"server {self.number} expects a worker")
+            self._join(peer, message.worker, message.number)
         self.board.send(peer, Message(What.WELCOME))
 
     def _join(self, peer: Peer, worker: int, life: int) -> None:
@@ -351,7 +336,7 @@ class Server:
         if self.pace is None or not (message.moment or peer.coming):
             self._keep(peer, message, peer.since, time.perf_counter())
         elif message.moment:
-            pace, travelling, lasts = self.pace, [message], seconds(message.lasts)
+            pace, travelling = self.pace, [message]
             peer.coming = travelling
 
             def arrive(start: float, end: float) -> None:
@@ -361,9 +346,9 @@ class Server:
                     self._keep(peer, each, start, end)
 
             def begin() -> None:
-                pace.work(lasts, arrive)
+                pace.work(message.lasts, arrive)
 
-            pace.later(seconds(message.moment), begin)
+            pace.later(message.moment, begin)
         else:
             peer.coming.append(message)
 
@@ -425,12 +410,8 @@ class Server:
             self._update(row)
         elif row.kind is ANSWER:
             self._answer(row, life)
-        else:
-            start = time.perf_counter()
-            late = self.shard.find(row.worker, row.step) if row.kind is DROP else None
-            if late is not None:
-                self.shard.let_go(late)
-            self.served.events.append(ServerEvent(row.kind, *row[1:], start, time.perf_counter()))
+        elif row.kind is DROP and (dropped := self.shard.find(row.worker, row.step)) is not None:
+            self.shard.let_go(dropped)
 
     # updates ---------------------------------------------------------------------------------------------------------
 
@@ -446,15 +427,15 @@ class Server:
         mine = squares(gradients)
         self.clipping = Clipping(row, taken, gradients, start, {self.number: mine})
         if self.number:
-            self._send_others(Message(What.NORM, number=bits_of(mine)))
+            self._send_others(Message(What.NORM, lasts=mine))
         else:
             self._try_norm()
 
     def _norm(self, peer: Peer, message: Message) -> None:
         if self.number:
-            self._clip(number_of(message.number))
+            self._clip(message.lasts)
         elif self.clipping is not None:
-            self.clipping.squares[peer.server] = number_of(message.number)
+            self.clipping.squares[peer.server] = message.lasts
             self._try_norm()
 
     def _try_norm(self) -> None:
@@ -462,7 +443,7 @@ class Server:
         assert self.clipping is not None
         if len(self.clipping.squares) == self.handle.count:
             whole = sum(self.clipping.squares[server] for server in range(self.handle.count))
-            self._send_others(Message(What.NORM, number=bits_of(whole)))
+            self._send_others(Message(What.NORM, lasts=whole))
             self._clip(whole)
 
     def _clip(self, whole: float) -> None:
@@ -512,7 +493,7 @@ class Server:
         if self.pace is not None and len(data):
             assert self.settings.pacing is not None
             occupied, delay = self.settings.pacing.replies[self.number][worker, step]
-            message = message._replace(moment=nanoseconds(self.pace.work(occupied, note) + delay))
+            message = message._replace(moment=self.pace.work(occupied, note) + delay)
         self.shard.readers.append(peer)
         self.board.send(peer, message, data, written)
 

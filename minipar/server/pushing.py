@@ -28,9 +28,9 @@ from minipar.cluster.watchdog import STOPPED
 from minipar.errors import RankError, ServerClosed
 from minipar.models.tensors import dtype_name
 from minipar.server.connection import Connection
-from minipar.server.framing import Message, What, bytes_of, nanoseconds, seconds
+from minipar.server.framing import Message, What, bytes_of
 from minipar.server.packing import Packer
-from minipar.server.rendezvous import Introduction, Meeting, ServerHandle, reach, read_handle
+from minipar.server.rendezvous import Meeting, ServerHandle, reach, read_handle
 from minipar.server.shard import digest, length, pieces_of, view
 from minipar.wording import several
 
@@ -90,7 +90,7 @@ class Servers:
         self.packer = Packer(compress)
         self.sent = self.received = 0
         self.arrived = 0.0
-        self._timing = 0, 0  # `moment` and `lasts` of the next message
+        self._timing = 0.0, 0.0  # `moment` and `lasts` of the next message
         self._processes = dict(enumerate(processes))
         self._stopped: dict[int, float] = {}  # server -> since when it has been seen as stopped
         self.connections: list[Connection] = []
@@ -109,13 +109,13 @@ class Servers:
     def _connect(self, patience: float) -> None:
         """Connect to all servers, as a new life of this worker. Server 0 comes last, so that all others know the worker
         when it joins."""
-        hello = Introduction(digest(self.keys, self.handle.count), self.worker, secrets.randbelow(1 << 62) + 1).text()
+        hello = Message(What.HELLO, worker=self.worker, number=secrets.randbelow(1 << 62) + 1)
         try:
             for server in range(self.handle.count - 1, -1, -1):
                 connection = reach(self.handle, server, patience, partial(self._look, server))
                 self.connections.insert(0, connection)
                 with self._talking():
-                    connection.send(Message(What.HELLO), hello)
+                    connection.send(hello, digest(self.keys, self.handle.count))
                     self._take(connection, What.WELCOME)
         except BaseException:
             self._let_go()
@@ -185,13 +185,13 @@ class Servers:
 
     def _pull(self) -> None:
         self.connections[0].send(Message(What.PULL, step=self.step, moment=self._timing[0]))
-        self._timing, self.arrived = (0, 0), 0.0
+        self._timing, self.arrived = (0.0, 0.0), 0.0
         for flat, connection in zip(self._flats, self.connections, strict=True):
             answer = self._take(connection, What.ANSWER)
             if answer.size:
                 connection.read(bytes_of(flat))
             self.received += answer.size
-            self.arrived = max(self.arrived, seconds(answer.moment))
+            self.arrived = max(self.arrived, answer.moment)
         self._steps, self.step, self.version = answer.key, answer.step, answer.version
         self.missing = set()
         for k, homes in enumerate(self._homes) if self.step < self._steps else ():
@@ -226,7 +226,7 @@ class Servers:
             for home, piece in homes:
                 packed = self.packer.pack((k, home), flat[piece.start // item : piece.stop // item])
                 message = Message(What.PUSH, k, self.worker, self.step, self.rows, self.of, 0, *self._timing)
-                self._timing = 0, 0
+                self._timing = 0.0, 0.0
                 self.connections[home].send(message, bytes_of(packed))
                 self.sent += packed.nbytes
         self.missing -= parts
@@ -234,7 +234,7 @@ class Servers:
     def pace(self, moment: float, lasts: float = 0.0) -> None:
         """On emulated links: the next message begins to arrive at this moment (`time.perf_counter`), and occupies its
         link for so many seconds, together with all messages up to the next call of this."""
-        self._timing = nanoseconds(moment), nanoseconds(lasts)
+        self._timing = moment, lasts
 
     def weigh(self, rows: int, of: int) -> None:
         """Say that gradients pushed from now on are of `rows` of the `of` rows of a step, and scaled by rows / of. An

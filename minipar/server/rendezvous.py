@@ -16,7 +16,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from minipar.errors import RankError, ServerClosed
@@ -129,33 +129,6 @@ def read_handle(meeting: str | Meeting) -> ServerHandle:
 
 def _meeting(given: str | Meeting) -> Meeting:
     return Meeting(given) if isinstance(given, str) else given
-
-
-@dataclass(frozen=True)
-class Introduction:
-    """The first message of a client that connects to a server: a worker and its life, or another server.
-
-    keys   `shard.digest` of the keys that it expects
-    life   of a worker: another number each time that it begins anew
-    """
-
-    keys: str
-    worker: int = -1
-    life: int = 0
-    server: int = -1
-
-    def text(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @staticmethod
-    def read(text: bytes) -> Introduction | None:
-        """The introduction in a received text; None if it is not one."""
-        try:
-            data = json.loads(text)
-            worker, life, server = (int(data[name]) for name in ("worker", "life", "server"))
-            return Introduction(str(data["keys"]), worker, life, server)
-        except (ValueError, TypeError, KeyError):
-            return None
 
 
 def reach(

@@ -58,9 +58,9 @@ def pieces_of(keys: Sequence[ParameterKey], servers: int) -> list[list[Piece]]:
     return cut([key.nbytes for key in keys], servers, [key.type.itemsize for key in keys])
 
 
-def digest(keys: Sequence[ParameterKey], servers: int) -> str:
+def digest(keys: Sequence[ParameterKey], servers: int) -> bytes:
     """A hash of the keys: a worker and a server compare it first, to be sure that they have the same ones."""
-    return hashlib.sha256(json.dumps([servers, [list(key) for key in keys]]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([servers, [list(key) for key in keys]]).encode()).digest()
 
 
 def view(flat: Tensor, key: ParameterKey, piece: Piece) -> Tensor:

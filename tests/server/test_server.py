@@ -23,7 +23,6 @@ from minipar.server import process, pushing, rendezvous
 from minipar.server.connection import Connection
 from minipar.server.framing import Message, What
 from minipar.server.process import Settings
-from minipar.server.rendezvous import Introduction
 from minipar.server.shard import Shard, digest, key_of, pieces_of
 from minipar.strategies.shares import cut
 from tests.comm import kills
@@ -192,9 +191,8 @@ class Watched:
     def connect(self, who, pid):
         near, self.lines[who] = socket.socketpair()
         peer = self.server.board.adopt(near)
-        peer.text = Introduction(digest(keys(), 1), who, life=7).text()
-        peer.process = pid
-        self.server._hello(peer, Message(What.HELLO))
+        peer.digest, peer.process = digest(keys(), 1), pid
+        self.server._hello(peer, Message(What.HELLO, worker=who, number=7))
 
     def members(self, at, state="R"):
         """The workers that still take part after a look at this time, when process 12 was in this state."""
@@ -365,7 +363,7 @@ def test_strangers_and_nonsense_harm_nobody(one_server):
         for message, data in [
             (Message(What.PUSH, 0, 0), b"y" * 100),
             (Message(What.HELLO), b"{}"),
-            (Message(What.HELLO), b'{"keys": "other", "worker": 0, "life": 1, "server": -1}'),
+            (Message(What.HELLO, worker=0, number=1), bytes(32)),
             (Message(77), b""),
         ]:
             line = Connection(handle.address(0), handle.token)

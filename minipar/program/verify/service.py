@@ -86,6 +86,9 @@ def _check_worker(program: Program, rank: int) -> None:
     for index, ins in enumerate(program.ranks[rank]):
         what = "forward" if ins.op is Op.FORWARD else "backward" if ins.op in _GRADIENTS else ""
         for layer in ins.layers if what else ():
+            if ins.microbatch not in everything:
+                reason = f"{at(program, rank, index)}: there is no micro-batch {ins.microbatch}; possible are 0 to"
+                raise refuse(program, rank, index, f"{reason} {program.microbatches - 1}")
             if ins.microbatch in done[what, layer, ins.step]:
                 reason = f"micro-batch {ins.microbatch} is doubled: {at(program, rank, index)} is not the first"
                 raise refuse(program, rank, index, reason)
