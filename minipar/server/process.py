@@ -45,7 +45,6 @@ from minipar.server.rendezvous import Meeting, reach, read_handle
 from minipar.server.shard import Gradients, Pushed, Shard, digest, pieces_of, squares
 from minipar.server.switchboard import Done, Switchboard
 from minipar.strategies.passes.compress import pushed_bytes
-from minipar.strategies.shares import Piece
 
 _NOTHING = memoryview(b"")
 _LOOK = 0.2  # seconds between two searches for silent workers
@@ -161,7 +160,7 @@ class Server:
             self.rule.absent = set(range(settings.workers))
         self.served = Served(self.shard.flat)
         self.pace = Pace() if settings.pacing is not None else None
-        os.makedirs(handle.folder, mode=0o700, exist_ok=True)  # (on another host than the one that opened it)
+        os.makedirs(handle.meeting.folder, mode=0o700, exist_ok=True)  # (on another host than the one that opened it)
         listener, self.address = listen(handle.place(number))
         self.board = Switchboard(listener, handle.token, self._target, self._done, self._gone)
         self.workers: dict[int, Peer] = {}
@@ -174,7 +173,8 @@ class Server:
         self.stopped: dict[int, float] = {}  # since when a worker's process is seen as stopped
         self.taking: list[Row] = []
         self.clipping: Clipping | None = None
-        self.left = self.ending = self.over = False  # whether a worker has done all its steps; ...
+        self.left = False  # whether a worker has done all its steps (if not, those that were removed come back)
+        self.ending = self.over = False
         self.on: dict[int, Done] = {
             What.HELLO: self._hello,
             What.PUSH: self._pushed,
@@ -227,12 +227,10 @@ class Server:
             self.heard[peer.worker] = time.monotonic()  # (it has as long as any other to come back)
 
     def _send_others(self, message: Message) -> None:
+        """Send a message to the other servers, on emulated devices with the time of the present event."""
+        moment = 0.0 if self.pace is None else self.pace.now
         for peer in self.others.values():
-            self.board.send(peer, message._replace(moment=self._moment()))
-
-    def _moment(self) -> float:
-        """The emulated time of the present event, for a message about it."""
-        return 0.0 if self.pace is None else self.pace.now
+            self.board.send(peer, message._replace(moment=moment))
 
     # messages --------------------------------------------------------------------------------------------------------
 
@@ -252,8 +250,10 @@ class Server:
     def _room(self, peer: Peer, message: Message) -> memoryview:
         """Memory for a piece of a gradient."""
         key, size = message.key, message.size
-        piece = self.shard.by_tensor.get(key)
-        wanted = -1 if piece is None else self._pushed_size(piece)
+        piece, wanted = self.shard.by_tensor.get(key), -1
+        if piece is not None:
+            item = self.handle.keys[key].type.itemsize
+            wanted = pushed_bytes(piece.size // item, item, self.settings.compress)
         if wanted != size or not 0 <= message.version <= message.number:
             known = "another" if piece is None else f"one of {wanted} bytes"
             raise Refused(f"key {key}: {size} bytes were pushed, but server {self.number} keeps {known}")
@@ -265,11 +265,6 @@ class Server:
             return pushed.room.bytes[key]
         peer.packed = memoryview(bytearray(size))
         return peer.packed
-
-    def _pushed_size(self, piece: Piece) -> int:
-        """In how many bytes a piece of a gradient comes."""
-        item = self.handle.keys[piece.tensor].type.itemsize
-        return pushed_bytes(piece.size // item, item, self.settings.compress)
 
     def _done(self, peer: Peer, message: Message) -> None:
         if peer.worker >= 0:
@@ -425,24 +420,25 @@ class Server:
         if self.settings.clip is None:
             return self._apply(row, taken, gradients, start)
         mine = squares(gradients)
-        self.clipping = Clipping(row, taken, gradients, start, {self.number: mine})
+        self.clipping = Clipping(row, taken, gradients, start, {})
         if self.number:
             self._send_others(Message(What.NORM, lasts=mine))
         else:
-            self._try_norm()
+            self._add_squares(0, mine)
 
     def _norm(self, peer: Peer, message: Message) -> None:
         if self.number:
             self._clip(message.lasts)
-        elif self.clipping is not None:
-            self.clipping.squares[peer.server] = message.lasts
-            self._try_norm()
+        else:
+            self._add_squares(peer.server, message.lasts)
 
-    def _try_norm(self) -> None:
-        """Server 0: when the squares of all parts are here, tell the others their sum."""
+    def _add_squares(self, server: int, mine: float) -> None:
+        """Server 0: when the squares of all parts are here, send the others their sum."""
         assert self.clipping is not None
-        if len(self.clipping.squares) == self.handle.count:
-            whole = sum(self.clipping.squares[server] for server in range(self.handle.count))
+        found = self.clipping.squares
+        found[server] = mine
+        if len(found) == self.handle.count:
+            whole = sum(found[k] for k in range(self.handle.count))
             self._send_others(Message(What.NORM, lasts=whole))
             self._clip(whole)
 

@@ -32,7 +32,6 @@ from minipar.server.framing import Message, What, bytes_of
 from minipar.server.packing import Packer
 from minipar.server.rendezvous import Meeting, ServerHandle, reach, read_handle
 from minipar.server.shard import digest, length, pieces_of, view
-from minipar.wording import several
 
 
 def connect(
@@ -151,7 +150,7 @@ class Servers:
             raise
 
     def _closed(self) -> ServerClosed:
-        return ServerClosed(f"worker {self.worker}: the servers of {self.handle.folder} have ended")
+        return ServerClosed(f"worker {self.worker}: the servers of {self.handle.meeting.folder} have ended")
 
     def _take(self, connection: Connection, wanted: What) -> Message:
         """The next message, which is of this kind, unless the server refuses something or has ended."""
@@ -240,8 +239,6 @@ class Servers:
         """Say that gradients pushed from now on are of `rows` of the `of` rows of a step, and scaled by rows / of. An
         update is of the mean over the rows that it takes. Default: 1 of 1, so that gradients of an update are
         averaged."""
-        if not 0 <= rows <= of:
-            raise RankError(f"worker {self.worker}: {rows} of {several(of, 'row')}; must be from 0 to {of}")
         self.rows, self.of = rows, of
 
     def _find(self, index: str | int, verb: str) -> int:

@@ -43,21 +43,14 @@ class Part:
     steps: int
     _done: int = 0  # the last step that was written
 
-    def due(self, version: int) -> int:
-        """The step to be saved now, where `version` updates are made; 0: none."""
-        every = self.storing.every
-        last = version // every * every if every else 0
-        return last if last < self.steps and self._done != last else 0
-
     def reached(self, version: int, pieces: Pieces, optimizer: str = "", schedule: Any = lambda: None) -> None:
         """`version` updates are made: write the part of the last step that is to be saved, if it is not there yet."""
-        due = self.due(version)
-        if not due:
-            return
-        self._done = due
-        step = self.storing.first + due
-        self._write(step, pieces, optimizer)
-        worker.report(Wrote(step, schedule()))
+        every = self.storing.every
+        due = version // every * every if every else 0
+        if self._done < due < self.steps:
+            self._done, step = due, self.storing.first + due
+            self._write(step, pieces, optimizer)
+            worker.report(Wrote(step, schedule()))
 
     def end(self, header: Header, pieces: Pieces, optimizer: str = "", share: float = 1.0) -> Share:
         """At the end of the run: write the part, and bring it to the driver, if that is wanted. `share`: what this rank

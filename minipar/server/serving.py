@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -422,15 +421,10 @@ def _take_part(
     spare = copy.deepcopy(model)  # to warm up: first calls take longer, and should not count in the first step
     one = Worker(program, rank, model, job, slow[rank] if slow else None)
     rest = partial(collect_untrained, one, outline)
-
-    def begins(version: int) -> None:
-        if rank == 0:
-            part.reached(version, rest)
-
+    begins = partial(part.reached, pieces=rest) if rank == 0 else lambda version: None
     with contextlib.suppress(ServerClosed):  # (it was started again after the end)
         _be_worker(job, one, spare, meeting, settings, keep_gradients, hand_on, storing.first, begins, watching)
-    with closing(one.offloading):
-        share = part.end(header, rest) if rank == 0 else Share(header)
+    share = part.end(header, rest) if rank == 0 else Share(header)
     return done, replace(share, reason=_unsaved(program)) if keeps_residual(program.compress) else share
 
 
@@ -479,9 +473,7 @@ def _be_worker(
     # At once, so that the servers see this worker's process.
     servers = settings.processes[program.workers :]
     ps = pushing.connect(meeting, rank, compress=program.compress, processes=servers)
-    warm = Worker(program, rank, spare, job)
-    with closing(warm.offloading):
-        warm.run(job.batches, first)
+    Worker(program, rank, spare, job).run(job.batches, first)
     compute.finite = None if job.on_nan == "ignore" else Finite(rank, job.on_nan, worker.report)
     one.servers = ps
     pulls = sum(ins.op is Op.PULL for ins in one.instructions)

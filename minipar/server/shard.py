@@ -208,11 +208,9 @@ class Shard:
 
     def state_bytes(self) -> dict[int, int]:
         """Bytes that the optimizer keeps, by tensor."""
-        found: dict[int, int] = {}
-        for piece, parameter in zip(self.pieces, self.parameters, strict=True):
-            states = (v for v in self.optimizer.state.get(parameter, {}).values() if isinstance(v, Tensor))
-            found[piece.tensor] = sum(value.numel() * value.element_size() for value in states)
-        return found
+        kept = [self.optimizer.state.get(parameter, {}).values() for parameter in self.parameters]
+        sizes = [sum(value.nbytes for value in values if isinstance(value, Tensor)) for values in kept]
+        return dict(zip(self.by_tensor, sizes, strict=True))
 
     # saved runs
 
