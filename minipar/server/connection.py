@@ -126,7 +126,7 @@ class Peer:
         self.token, self.nonce = token, os.urandom(NONCE)
         self.proved = not token
         self.worker = self.server = -1  # its number, once it has said which one it is
-        self.life = 0
+        self.session = 0
         self.process = process_behind(connection)  # 0: unknown
         self.digest = memoryview(b"")  # of the keys that it expects
         self.packed = memoryview(b"")  # a piece of a gradient in fewer bytes

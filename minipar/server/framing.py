@@ -54,8 +54,8 @@ BETWEEN_SERVERS = frozenset((What.HAVE, What.ROW, What.FORGET, What.CLOSED, What
 
 
 class Message(NamedTuple):
-    """A header. `number` is of a PUSH all rows of the step, of which `version` are the worker's; otherwise the life of
-    the worker. `lasts` is of a NORM the sum of the squares.
+    """A header. `number` is of a PUSH all rows of the step, of which `version` are the worker's; otherwise the worker's
+    session. `lasts` is of a NORM the sum of the squares.
 
     On emulated links `moment` says when a message begins to arrive, or was sent (0: with the message before), and
     `lasts` for how many seconds the link is busy with it.

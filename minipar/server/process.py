@@ -7,8 +7,8 @@
 So there is one order of updates and answers for all servers: they always take the same gradients, in whatever order
 these arrive at each server. Server 0 keeps that order, from which a run can be replayed exactly.
 
-A worker that dies and comes back connects again, as another life of the same worker. A gradient that all servers had
-whole counts; of any other one they drop what has arrived, and the new life computes it again. When a server is gone,
+A worker that dies and comes back connects again, as another session of the same worker. A gradient that all servers had
+whole counts; of any other one they drop what has arrived, and the new session computes it again. When a server is gone,
 its part of the parameters is lost, and the run ends.
 """
 
@@ -128,10 +128,10 @@ class Served:
 class Server:
     """One server: a loop over its connections. Server 0 leads: it decides, and the others follow.
 
-    others   the other servers, at server 0; server 0, at the others
-    lives    at server 0: the present life of each worker
-    arrived  at server 0: the servers at which a worker's gradient is whole, until it is whole at all of them
-    early    at server 0: workers that ask before all servers have what they pushed
+    others    the other servers, at server 0; server 0, at the others
+    sessions  at server 0: the present session of each worker
+    arrived   at server 0: the servers at which a worker's gradient is whole, until it is whole at all of them
+    early     at server 0: workers that ask before all servers have what they pushed
     """
 
     def __init__(
@@ -166,7 +166,7 @@ class Server:
         self.workers: dict[int, Peer] = {}
         self.others: dict[int, Peer] = {}
         self.processes = dict(enumerate(settings.processes[: settings.workers]))  # of workers that have not connected
-        self.lives: dict[int, int] = {}
+        self.sessions: dict[int, int] = {}
         self.arrived: dict[int, set[int]] = {}
         self.early: set[int] = set()
         self.heard: dict[int, float] = {}  # when a worker has last said something, or was at work
@@ -258,7 +258,7 @@ class Server:
             known = "another" if piece is None else f"one of {wanted} bytes"
             raise Refused(f"key {key}: {size} bytes were pushed, but server {self.number} keeps {known}")
         peer.since = time.perf_counter()
-        pushed = self.shard.pushing(peer.worker, peer.life, message.step, message.version, message.number)
+        pushed = self.shard.pushing(peer.worker, peer.session, message.step, message.version, message.number)
         if key not in pushed.missing:
             raise Refused(f"key {key} of step {message.step} was pushed before")
         if self.settings.compress == "none":
@@ -285,31 +285,31 @@ class Server:
             self._join(peer, message.worker, message.number)
         self.board.send(peer, Message(What.WELCOME))
 
-    def _join(self, peer: Peer, worker: int, life: int) -> None:
+    def _join(self, peer: Peer, worker: int, session: int) -> None:
         """A worker has begun, or has begun anew."""
         if worker in self.workers:
             self.board.drop(self.workers[worker])
-        peer.worker, peer.life = worker, life
+        peer.worker, peer.session = worker, session
         self.workers[worker] = peer
         self.processes.pop(worker, None)
         if self.number:
             return
         self.heard[worker] = time.monotonic()
-        self.lives[worker] = life
+        self.sessions[worker] = session
         self.early.discard(worker)
         self.arrived.pop(worker, None)
         self.rule.forget(worker)
         if worker not in self.rule.pushed:
-            self._forget(worker, life)
-            self._send_others(Message(What.FORGET, worker=worker, number=life))
+            self._forget(worker, session)
+            self._send_others(Message(What.FORGET, worker=worker, number=session))
         self._tell_all(self.rule.join(worker))
 
-    def _forget(self, worker: int, life: int) -> None:
+    def _forget(self, worker: int, session: int) -> None:
         """A worker began anew: drop the parts of its earlier gradient, which may not be mixed with the new ones. (One
         that an update has taken stays until the update is made.)"""
         taken = {id(pushed) for pushed in self.clipping.taken} if self.clipping is not None else set()
         for pushed in list(self.shard.pushed.values()):
-            if pushed.worker == worker and pushed.life != life and id(pushed) not in taken:
+            if pushed.worker == worker and pushed.session != session and id(pushed) not in taken:
                 self.shard.let_go(pushed)
 
     def _pull(self, peer: Peer, message: Message) -> None:
@@ -326,7 +326,7 @@ class Server:
     def _pushed(self, peer: Peer, message: Message) -> None:
         """A piece of a gradient was received. On an emulated link it arrives later, with those that travel with it."""
         if self.settings.compress != "none":
-            here = self.shard.pushed[peer.worker, peer.life]
+            here = self.shard.pushed[peer.worker, peer.session]
             unpack(peer.packed, here.room.of[message.key], self.settings.compress)
         if self.pace is None or not (message.moment or peer.coming):
             self._keep(peer, message, peer.since, time.perf_counter())
@@ -350,7 +350,7 @@ class Server:
     def _keep(self, peer: Peer, message: Message, start: float, end: float) -> None:
         """Keep a piece of a gradient that has arrived. The last piece makes the gradient whole."""
         worker, step, key = peer.worker, message.step, message.key
-        pushed = self.shard.pushed.get((worker, peer.life))
+        pushed = self.shard.pushed.get((worker, peer.session))
         if pushed is None or key not in pushed.missing:
             return  # (on an emulated link: its worker began anew meanwhile)
         pushed.missing.discard(key)
@@ -359,13 +359,13 @@ class Server:
         if pushed.missing:
             return
         if self.number == 0:
-            self._whole(worker, step, peer.life, 0)
+            self._whole(worker, step, peer.session, 0)
         else:
-            self._send_others(Message(What.HAVE, 0, worker, step, number=peer.life))
+            self._send_others(Message(What.HAVE, 0, worker, step, number=peer.session))
 
-    def _whole(self, worker: int, step: int, life: int, server: int) -> None:
+    def _whole(self, worker: int, step: int, session: int, server: int) -> None:
         """Server 0: a gradient is whole at a server. When it is whole at all of them, it counts."""
-        if self.lives.get(worker) != life:
+        if self.sessions.get(worker) != session:
             return  # (its worker began anew meanwhile)
         arrived = self.arrived.setdefault(worker, set())
         arrived.add(server)
@@ -388,23 +388,23 @@ class Server:
             self._end()
 
     def _tell_all(self, row: Row) -> None:
-        """Server 0: let all servers do what a row says. An answer is for the present life of its worker."""
+        """Server 0: let all servers do what a row says. An answer is for the present session of its worker."""
         self.served.order.append(row)
-        life = self.lives.get(row.worker, 0)
-        self._send_others(Message(What.ROW, row.kind, row.worker, row.step, row.version, life))
-        self._do(row, life)
+        session = self.sessions.get(row.worker, 0)
+        self._send_others(Message(What.ROW, row.kind, row.worker, row.step, row.version, session))
+        self._do(row, session)
 
     def _row(self, peer: Peer, message: Message) -> None:
         self._do(Row(Kind(message.key), message.worker, message.step, message.version), message.number)
 
-    def _do(self, row: Row, life: int) -> None:
+    def _do(self, row: Row, session: int) -> None:
         """Do what a row of the order says, on this server's part."""
         if row.kind is TAKE:
             self.taking.append(row)
         elif row.kind is APPLY:
             self._update(row)
         elif row.kind is ANSWER:
-            self._answer(row, life)
+            self._answer(row, session)
         elif row.kind is DROP and (dropped := self.shard.find(row.worker, row.step)) is not None:
             self.shard.let_go(dropped)
 
@@ -467,11 +467,11 @@ class Server:
 
     # answers ---------------------------------------------------------------------------------------------------------
 
-    def _answer(self, row: Row, life: int) -> None:
+    def _answer(self, row: Row, session: int) -> None:
         """Send a worker the parameters of its next step; after the last step it needs none."""
         _, worker, step, version = row
         peer = self.workers.get(worker)
-        if peer is None or peer.life != life:
+        if peer is None or peer.session != session:
             return
         self.heard[worker] = time.monotonic()
         data = bytes_of(self.shard.flat) if step < self.settings.steps else _NOTHING
@@ -524,7 +524,7 @@ class Server:
         self.heard[worker] = time.monotonic()
         self.served.silent.append((worker, step, silence))
         self._tell_all(self.rule.leave(worker, removed=True))
-        self.lives.pop(worker, None)
+        self.sessions.pop(worker, None)
         if peer is not None:
             self.board.drop(peer)
         if peer is not None or stopped:  # (else it has ended, or is starting again)
@@ -533,7 +533,7 @@ class Server:
     # the end ---------------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """Server 0: all workers are done. The other servers end when they have done all that they were told before."""
+        """Server 0: all workers are done. The other servers end when they have done all that came before."""
         if not self.ending:
             self.ending = True
             self._send_others(Message(What.CLOSED))

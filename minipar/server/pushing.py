@@ -9,7 +9,7 @@
             ps.push(name, parameter.grad)
 
 A step begins with the parameters, all of one version, and ends when every key was pushed. A worker that dies and comes
-back connects again, as another life of the same worker; `next_step` says where it goes on.
+back connects again, as another session of the same worker; `next_step` says where it goes on.
 """
 
 from __future__ import annotations
@@ -106,8 +106,8 @@ class Servers:
     # connections -----------------------------------------------------------------------------------------------------
 
     def _connect(self, patience: float) -> None:
-        """Connect to all servers, as a new life of this worker. Server 0 comes last, so that all others know the worker
-        when it joins."""
+        """Begin a new session with all servers. Server 0 comes last, so that all others know the worker when it
+        joins."""
         hello = Message(What.HELLO, worker=self.worker, number=secrets.randbelow(1 << 62) + 1)
         try:
             for server in range(self.handle.count - 1, -1, -1):

@@ -67,7 +67,7 @@ class Part:
         from minipar.execution.saving.storage import write
 
         path = step_folder(self.storing.folder, step, self.storing.token)
-        if again or not os.path.exists(os.path.join(path, f"part-{self.part}.json")):  # (by an earlier life)
+        if again or not os.path.exists(os.path.join(path, f"part-{self.part}.json")):  # (by an earlier process)
             with writing(self.storing.folder):
                 write(path, self.part, optimizer, pieces())
 
@@ -87,7 +87,7 @@ class Saving:
     _before: str = ""
 
     def heard(self, rank: int, wrote: Wrote) -> None:
-        """A rank has written its part of a step. It counts once, although it may say so again in its next life."""
+        """A rank has written its part of a step. It counts once, although it may say so again when it starts again."""
         found = self._heard.setdefault(wrote.step, {})
         found[rank] = wrote
         if len(found) < self.parts:

@@ -96,7 +96,7 @@ class Pushed:
     already scaled by rows / of."""
 
     worker: int
-    life: int
+    session: int
     step: int
     rows: int
     of: int
@@ -135,18 +135,18 @@ class Shard:
         self.optimizer = self.part.optimizer
         self.readers: list[Peer] = []  # peers to which `flat` may still be on its way
         self.spare: list[Room] = []
-        self.pushed: dict[tuple[int, int], Pushed] = {}  # by worker and life
+        self.pushed: dict[tuple[int, int], Pushed] = {}  # by worker and session
 
     # gradients
 
-    def pushing(self, worker: int, life: int, step: int, rows: int, of: int) -> Pushed:
+    def pushing(self, worker: int, session: int, step: int, rows: int, of: int) -> Pushed:
         """The place for a worker's gradient of a step: the one that has begun to arrive, or a new one."""
-        found = self.pushed.get((worker, life))
+        found = self.pushed.get((worker, session))
         if found is None or found.step != step:
             if found is not None:
                 self.let_go(found)
             room = self.spare.pop() if self.spare else Room(self.keys, self.pieces)
-            found = self.pushed[worker, life] = Pushed(worker, life, step, rows, of, room, set(self.by_tensor))
+            found = self.pushed[worker, session] = Pushed(worker, session, step, rows, of, room, set(self.by_tensor))
         return found
 
     def find(self, worker: int, step: int) -> Pushed | None:
@@ -157,7 +157,7 @@ class Shard:
         return None
 
     def let_go(self, pushed: Pushed) -> None:
-        del self.pushed[pushed.worker, pushed.life]
+        del self.pushed[pushed.worker, pushed.session]
         self.spare.append(pushed.room)
 
     def combine(self, taken: Sequence[Pushed]) -> Gradients:
