@@ -1,4 +1,4 @@
-"""A step of building the wheel (pyproject.toml): the course's package stands beside minipar, the notebooks are within it.
+"""A step of building the wheel (pyproject.toml): the course's package lies beside minipar, the notebooks in it.
 
 Hatch gives all that is in a folder one place, so that the package, which lies among the notebooks, is named here.
 """
