@@ -373,7 +373,8 @@ def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Ranks)
     computing = Plan.parse(words)
     if program.slice_count > 1:
         computing = replace(computing, schedule="terapipe", slices=program.slices)
-    (facts,) = cluster.run_on([0], profile_job, job, rows, False, computing)
+    halves = any(Op.BACKWARD_WEIGHT in ops for ops in program.ops)
+    (facts,) = cluster.run_on([0], profile_job, job, rows, False, computing, halves)
     return EmulatedCosts(program, spec, ProfiledCosts(program, facts.profile, job.batch))
 
 
@@ -599,7 +600,8 @@ def profile_job(
 ) -> Facts:
     """In one rank: the facts of a job, its layers profiled for these numbers of rows, as the plan will have them.
 
-    memory   also record what each layer allocates, in order; `split`: in the halves of its backward, too
+    memory   also record what each layer allocates, in order
+    split    also measure the halves of each backward
     sliced   what updates slices of parameters, for errors; "" if nothing does. An optimizer that cannot is refused
     parts    micro-batches of a step, on all replicas: a loss that is not the weighted mean of theirs is refused
     """
@@ -636,7 +638,7 @@ def profile_job(
     layered = cast(nn.Sequential, model)
     at_home = host_layers.find(plan.host_layers, shape)
     host_steps = plan.sync == "ps" or bool({*plan.offload} - {"activations"})
-    measured = profile(layered, (x, y), loss, rows, 3, threads, optimizer, slices, again, at_home, host_steps)
+    measured = profile(layered, (x, y), loss, rows, 3, threads, optimizer, slices, again, at_home, host_steps, split)
     tapes = record(layered, x, y, loss, rows, optimizer, split, shape.edges, slices) if memory else None
     copies = Copies()
     if plan.offload:
