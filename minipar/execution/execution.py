@@ -30,7 +30,6 @@ from minipar.data import loading
 from minipar.data.batches import Batch, BatchPart, check_batch, gives_rows, read_part
 from minipar.errors import PlanError
 from minipar.execution.affinity import on_own_core
-from minipar.execution.checking import CheckedExecutor
 from minipar.execution.dtypes import check_narrow, convert, matching, narrow
 from minipar.execution.dynamic_schedule import check_carrier
 from minipar.execution.elementwise import check_update
@@ -469,8 +468,7 @@ def _passes(
     if job.evaluate is None and not trains and any(p.requires_grad for p in model.parameters()):
         model.eval()  # inference
     outline = outline_of(model)
-    kind = CheckedExecutor if program.checked else Executor
-    executor = kind(program, comm, model, job.loss, job.optimizer, job.seed, mine, job.scheduler)
+    executor = Executor(program, comm, model, job.loss, job.optimizer, job.seed, mine, job.scheduler)
     executor.walked = telling.walked
     executor.compute.finite = None if job.on_nan == "ignore" else Finite(comm.rank, job.on_nan, worker.report)
     asked, update = ending is not None and ending.path != "", executor.state.update
