@@ -152,7 +152,7 @@ class Tracker(Storages):
         try:
             yield
         finally:
-            self._taking = before  # (what checks a step on the host is entered within it)
+            self._taking = before  # (it may be entered within itself)
 
     def take_series(self) -> Series:
         """What happened since the last call, or the beginning; a pass through the program ends here."""
