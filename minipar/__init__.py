@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # type checkers and editors read this; a test checks that it 
     from minipar.cluster.launched import Launched as Launched
     from minipar.comm import communicator as communicator
     from minipar.costs.device import DeviceSpec as DeviceSpec
-    from minipar.errors import CheckFailed as CheckFailed
     from minipar.errors import CollectiveMismatch as CollectiveMismatch
     from minipar.errors import Deadlock as Deadlock
     from minipar.errors import DeviceOutOfMemory as DeviceOutOfMemory
@@ -97,7 +96,6 @@ _homes = {
         "RankError",
         "RankDied",
         "Deadlock",
-        "CheckFailed",
         "CollectiveMismatch",
         "DeviceOutOfMemory",
         "SaveError",

@@ -30,25 +30,23 @@ from minipar.data import loading
 from minipar.data.batches import Batch, BatchPart, check_batch, gives_rows, read_part
 from minipar.errors import PlanError
 from minipar.execution.affinity import on_own_core
-from minipar.execution.checking import CheckedExecutor
 from minipar.execution.dtypes import check_narrow, convert, matching, narrow
 from minipar.execution.dynamic_schedule import check_carrier
-from minipar.execution.elementwise import check_update
 from minipar.execution.emulation import Delays, delays
 from minipar.execution.executor import Executor, Gradient, PassRecord, Shard
-from minipar.execution.finite import Finite, check_choice
 from minipar.execution.fitting import check_parameters, row_major
 from minipar.execution.following import Callback, Following, Observer, Telling
+from minipar.execution.mean_loss import Finite, check_choice
 from minipar.execution.measuring.copying import measure_copies
 from minipar.execution.measuring.profiler import profile
 from minipar.execution.memory.tape import record
-from minipar.execution.memory.watching import SERIES, Watching
+from minipar.execution.memory.tracker import SERIES, Watching
 from minipar.execution.owners import Slice, assemble
 from minipar.execution.saving.contents import outline_of
 from minipar.execution.saving.folder import Header
 from minipar.execution.saving.keeping import NOTHING, Share, Storing
 from minipar.execution.sliced import count_tokens, ranges_of
-from minipar.execution.updating import Optimizer, Scheduler, Update, forms_of
+from minipar.execution.updating import Optimizer, Scheduler, Update, check_update, forms_of
 from minipar.models import selective_checkpoint
 from minipar.models.losses import check_loss, raise_unless_again, scalar, try_loss, try_tokens
 from minipar.models.mixture_gpt import Load, total
@@ -470,8 +468,7 @@ def _passes(
     if job.evaluate is None and not trains and any(p.requires_grad for p in model.parameters()):
         model.eval()  # inference
     outline = outline_of(model)
-    kind = CheckedExecutor if program.checked else Executor
-    executor = kind(program, comm, model, job.loss, job.optimizer, job.seed, mine, job.scheduler)
+    executor = Executor(program, comm, model, job.loss, job.optimizer, job.seed, mine, job.scheduler)
     executor.walked = telling.walked
     executor.compute.finite = None if job.on_nan == "ignore" else Finite(comm.rank, job.on_nan, worker.report)
     asked, update = ending is not None and ending.path != "", executor.state.update

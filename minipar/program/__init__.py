@@ -219,7 +219,6 @@ class Program:
                      each has all of them; "S0": a part of the rows; "S1": of the tokens of every row; "S0/S1": of the
                      rows along the first axis, and of their tokens along the second
     names            the names of the layers, for messages; (): they are not known
-    checked          True: the ranks check what they compute and send while they run
     """
 
     ranks: Sequence[tuple[Instruction, ...]]
@@ -249,7 +248,6 @@ class Program:
     forms: tuple[Forms, ...] = ()
     inputs: str = ""
     names: tuple[str, ...] = field(default=(), compare=False)
-    checked: bool = False
 
     def __len__(self) -> int:
         return sum(self.of_each(lambda rank: len(self.ranks[rank])))

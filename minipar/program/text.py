@@ -58,7 +58,6 @@ def to_json(program: Program) -> dict[str, Any]:
         **({"forms": [list(forms) for forms in program.forms]} if program.forms else {}),
         **({"inputs": program.inputs} if program.inputs else {}),
         **({"names": list(program.names)} if program.names else {}),
-        **({"checked": True} if program.checked else {}),
         "state": [refs(sorted(values)) for values in program.state],
         "ranks": ranks,
         "values": [list(value if value.form else value[:4]) for value in names],
@@ -125,7 +124,6 @@ def from_json(data: dict[str, Any]) -> Program:
         forms=_read(data, "forms", lambda found: tuple(Forms(*each) for each in found)),
         inputs=data.get("inputs", ""),
         names=_read(data, "names", tuple),
-        checked=data.get("checked", False),
     )  # fmt: skip
     fields.check_types(program)
     return program

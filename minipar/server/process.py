@@ -53,7 +53,6 @@ from minipar.execution.saving.folder import Saved
 from minipar.execution.updating import Form, Optimizer, Scheduler
 from minipar.program.server_rule import ANSWER, APPLY, DROP, JOIN, LEAVE, SYNC, TAKE, Kind, Mode, Row, Rules
 from minipar.server import snapshot
-from minipar.server.checking import CheckedShard, Place
 from minipar.server.connection import Peer, Refused
 from minipar.server.framing import (
     BETWEEN_SERVERS,
@@ -103,7 +102,6 @@ class Settings:
     division        which workers have which keys; None: each pulls all of them at once
     replicas        the workers of each replica, or of each stage of one; (): every worker is one by itself
     rules           how many rules there are: one, or one for each stage
-    checked         what is noted to be compared: the keys of each parameter group, or piece of one, by its name
     clip            the norm to which an update's gradient is scaled down, that of all parts together; None: it is not
     saved           the saved run from which everything goes on
     """
@@ -124,7 +122,6 @@ class Settings:
     saved: Saved | None = None
     processes: tuple[int, ...] = ()
     division: Division | None = None
-    checked: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     replicas: tuple[tuple[int, ...], ...] = ()
     rules: int = 1
 
@@ -411,11 +408,7 @@ class Server:
         saved = settings.saved
         schedule = None if saved is None else saved.header.schedule
         given = keys, mine, self.values, settings.optimizer, settings.scheduler, settings.forms, schedule
-        if settings.checked:
-            place = Place(self.number, self.count, settings.workers, settings.checked)
-            shard: Shard = CheckedShard(place, settings.compress, settings.clip is not None, *given)
-        else:
-            shard = Shard(*given)
+        shard = Shard(*given)
         if saved is not None:
             from minipar.execution.saving.storage import Reading
 
@@ -1002,10 +995,6 @@ class Server:
 
     def _send(self, peer: Peer, message: Message, data: memoryview, group: int = -1, before: bool = False) -> None:
         worker, step, version = message.worker, message.step, message.version
-        if isinstance(self.shard, CheckedShard) and len(data):
-            keys = self.held[worker] if self.held else frozenset(range(len(self.handle.keys)))
-            some = keys if self.each is None else keys.intersection(self.each.keys[group])
-            self.shard.sent(worker, step, some, before)
         flat, start = self.shard.flat, time.perf_counter()
 
         def note(start: float, end: float) -> None:

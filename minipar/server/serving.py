@@ -34,16 +34,15 @@ from minipar.cluster.ranks import Ranks
 from minipar.comm import clocks, communicator
 from minipar.comm.communicator import Communicator
 from minipar.errors import PlanError, RankDied, SaveError, ServerClosed
-from minipar.execution.elementwise import check_update
 from minipar.execution.emulation import Delays, Pacing
 from minipar.execution.execution import Execution, Job
-from minipar.execution.finite import Finite
 from minipar.execution.following import Observer, Paced, Warned, warn_once
-from minipar.execution.memory.watching import Watching
+from minipar.execution.mean_loss import Finite
+from minipar.execution.memory.tracker import Watching
 from minipar.execution.saving.contents import collect_untrained, outline_of, restore_untrained
 from minipar.execution.saving.folder import Header
 from minipar.execution.saving.keeping import NOTHING, Share, Storing
-from minipar.execution.updating import Form, Update, class_name, forms_of
+from minipar.execution.updating import Form, Update, check_update, class_name, forms_of
 from minipar.models.losses import counted
 from minipar.models.parameter_groups import parameters_of
 from minipar.models.tensors import count_bytes, dtype_name, layers_of, take_rows
@@ -54,7 +53,6 @@ from minipar.program import Instruction, Op, Portion, Program, Value, piece_in, 
 from minipar.program.rows import split_rows
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server import pushing, rendezvous, snapshot
-from minipar.server.checking import CheckedShard, CheckedWorker, Comparison, Noted
 from minipar.server.lives import Again, Life, Lives
 from minipar.server.process import Served, Server, Settings, serve
 from minipar.server.rendezvous import Meeting
@@ -145,7 +143,6 @@ def execute_served(
     warned: set[str] = set()
     stopped: set[tuple[str, int, int]] = set()  # ranks of servers, and their processes
     progress, tell = Progress(program), Paced(watch, program.steps)
-    comparison = Comparison(program, storing.first, on_death == "continue")
     lives = Lives(folder, program.ranks_of_replicas)
 
     def hear(rank: int, fact: Any) -> None:
@@ -171,8 +168,6 @@ def execute_served(
                 progress.heard(fact)
                 if progress.done < program.steps:  # (else the run is over soon, and its final losses are shown then)
                     tell(progress.done, lambda: progress.losses, lambda: progress.trace)
-        elif isinstance(fact, Noted):
-            comparison.heard(fact)
         elif isinstance(fact, Wrote):
             saving.heard(rank, fact)
         elif isinstance(fact, Warned):
@@ -200,7 +195,7 @@ def execute_served(
         settings = Settings(
             workers, program.served_steps, job.optimizer, mode, every, patience, on_death, True, pacing, job.scheduler,
             forms, program.clip, program.compress, storing.saved, processes, division_of(program),
-            _checked(program), program.served_workers, program.rules,
+            program.served_workers, program.rules,
         )  # fmt: skip
         revivals = _REVIVALS if on_death == "continue" else 0
         with storing.around():
@@ -215,7 +210,6 @@ def execute_served(
     steps |= {(one.worker, one.step): one for told, _ in found[:workers] for one in told}
     served: list[Served] = [one for one, _ in found[workers:]]
     execution, service = _result(program, keys, steps, served, deaths, keep_gradients, job.batch)
-    comparison.finish(execution.trace.program, service.order)
     tell(program.steps, lambda: execution.losses, lambda: progress.trace)
     return replace(execution, shares=shares), service
 
@@ -317,14 +311,6 @@ def _owners(program: Program) -> list[tuple[Portion, int]]:
         for _ in parts
         for shard in range(program.part(0, one.group, "S")[1])
     ]
-
-
-def _checked(program: Program) -> dict[str, tuple[int, ...]]:
-    """The keys of what is compared by itself, by its name; none if nothing is."""
-    found: dict[str, tuple[int, ...]] = {}
-    for k, (one, _) in enumerate(_owners(program)) if program.checked else ():
-        found[str(one)] = (*found.get(str(one), ()), k)
-    return found
 
 
 def _kept(program: Program) -> Shares:
@@ -599,8 +585,6 @@ def _take_part(
 
         def updated(server: Server) -> None:
             own = server.shard
-            if isinstance(own, CheckedShard):
-                worker.report(own.noted())
             part.reached(server.version, server.incarnation, own.saved, own.optimizer_name, own.saved_schedule)
 
         def ended(server: Server) -> None:
@@ -641,10 +625,9 @@ def _take_part(
         outline = outline_of(made)
     # To warm up: first calls take longer, and should not count in the first step. (A copy of a parameter has no form.)
     spare = copy.deepcopy(made) if program.sharing == 1 else job.build_for(program, rank)
-    kind = CheckedWorker if program.checked else Worker
     with Life.of(folder, program, rank, dying) as life:
         comm = _communicator(program, rank, life)
-        one = kind(program, comm, made, job, slow[rank] if slow else None)
+        one = Worker(program, comm, made, job, slow[rank] if slow else None)
         rest = partial(collect_untrained, one, outline)
 
         def begins(version: int, incarnation: int) -> None:
@@ -794,8 +777,6 @@ def _work(
         together += [slice(place, place + count)] if op is Op.PULL else []
         place += count
     one.bring, one.put, one.push, one.pace = bring, put, push, pace
-    if isinstance(one, CheckedWorker):
-        one.serve(ps, first, numbers)
     tracker = watching.start(one)
     begin = time.perf_counter()
     while begin_step():
@@ -803,8 +784,6 @@ def _work(
         begins(ps.version, ps.incarnation)
         with tracker:
             record = one.run(job.batches, first + step)
-        if isinstance(one, CheckedWorker):
-            worker.report(one.noted())
         if device is not None and device.delays.links:
             ps.pace(device.now)
         times = list(zip(record.starts, record.ends, strict=True))

@@ -155,7 +155,6 @@ def program_of(
         forms=shape.forms,
         inputs=shape.inputs,
         names=shape.names if shape.forms else (),
-        checked=plan.check,
     )
 
 

@@ -190,11 +190,6 @@ class Plan:
         "by which gradients of replicas are summed, and slices gathered; default: shared memory, or the backend's own",
     )
     extra_passes: tuple[str, ...] | str = key((), keys.PASSES, "passes of your own, by the names of @minipar.pass_")
-    check: bool = key(
-        False,
-        keys.TRUTH,
-        "the ranks check what they compute and send, and name the first instruction that is wrong; slower",
-    )
     annotations: tuple[tuple[str, str], ...] | Mapping[str, str] | str = key(
         (),
         keys.ANNOTATIONS,

@@ -25,8 +25,8 @@ from minipar.errors import MiniparError, PlanError
 from minipar.execution.dynamic_schedule import check_carrier
 from minipar.execution.emulation import delays
 from minipar.execution.execution import Job, Loss, Model, captured_once, emulated_costs, execute, profile_job
-from minipar.execution.finite import check_choice
 from minipar.execution.following import Callback, Observer
+from minipar.execution.mean_loss import check_choice
 from minipar.execution.measuring.calibration import quick_calibration
 from minipar.execution.saving import keeping, restarting
 from minipar.execution.saving.folder import open_folder

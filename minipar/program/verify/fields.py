@@ -109,7 +109,6 @@ _OWN: dict[str, Rule] = {
     "forms": (lambda value: _tuple_of(_is_forms, value), "a tuple of Forms for each layer"),
     "inputs": (lambda value: _is_inputs(value), '"", "S0", "S1", or one of these for each axis, such as "S0/S1"'),
     "names": (lambda value: _tuple_of(lambda name: type(name) is str, value), "a tuple of texts"),
-    "checked": _FLAG,
 }  # fmt: skip
 
 
