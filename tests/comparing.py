@@ -89,7 +89,7 @@ def _plainly(job: bytes, steps: int, clip: float | None) -> Reference:
     model, data, loss, dtype = cloudpickle.loads(job)
     options = {"steps": steps, "clip": clip}
     with torch.random.fork_rng(devices=[]):
-        return run(task_of(Job(model, data, loss=loss, optimizer=sgd, dtype=dtype), "plain", options))
+        return run(task_of(Job(model, data, loss=loss, optimizer=sgd, dtype=dtype), options))
 
 
 def _compare(found: Run | Execution, expected: Reference, bound: float) -> None:

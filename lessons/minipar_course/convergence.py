@@ -30,8 +30,8 @@ from minipar.models.parameter_groups import shape_of
 from minipar.models.tensors import layers_of
 from minipar.prediction.simulator import simulate
 from minipar.strategies.plan import Plan
-from minipar.trace.recorded_order import order_of
-from minipar.training.reference import Order, build, reader, replay_order, train_plainly
+from minipar.trace.recorded_order import RecordedOrder, order_of
+from minipar.training.reference import build, reader, replay, train_plainly
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -105,7 +105,7 @@ def replayed(
             batches = reader(datasets.digits(seed), batch, torch.float32)
             how = (model, batches, torch.nn.functional.cross_entropy, optimizer)
             if plan.asynchronous:
-                done = replay_order(*how, _order(plan, steps), seed, keep_gradients=False)
+                done = replay(*how, _order(plan, steps), seed, keep_gradients=False)
             else:
                 done = train_plainly(*how, steps, seed, keep_gradients=False)
             found[name].append(by_step(done.losses, steps))
@@ -124,10 +124,10 @@ def _trained(
 
 
 @cache  # (it depends neither on the seed nor on the learning rate)
-def _order(plan: Plan, steps: int) -> Order:
+def _order(plan: Plan, steps: int) -> RecordedOrder:
     """In which order the ranks of an asynchronous plan work, as it is predicted."""
     program = plan.compile(layers=len(WIDTHS) - 1, steps=steps)
-    return Order(**order_of(simulate(program, forward=1, backward=2).program)._asdict())
+    return order_of(simulate(program, forward=1, backward=2).program)
 
 
 def by_step(losses: Sequence[float], steps: int) -> list[float]:

@@ -47,7 +47,7 @@ from minipar.sharding.propagation import Preset, experts, sequence_parallel
 from minipar.strategies.keys import at_least_1, form_pairs
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
-from minipar.trace.recorded_order import order_of
+from minipar.trace.recorded_order import local_order, order_of, served_order
 from minipar.training import notebook, own_program, plainly
 from minipar.training.reference import Reference, gradient_error
 from minipar.wording import several
@@ -362,8 +362,7 @@ def train(
         if served:
             with advising(plan, job.batch, measure):
                 return _train_served(
-                    plan, made, job, ranks, predicted, reference, check, bar, watch, storing, saved, memory,
-                    facts.shape.nodes,
+                    plan, made, job, ranks, predicted, reference, check, bar, watch, storing, saved, memory
                 )  # fmt: skip
         with bar(total=steps, desc=str(plan)) as meter, advising(plan, job.batch, measure):
 
@@ -390,22 +389,18 @@ def train(
         plain: Reference | None = None
         plain_time: float | None = None
         if reference or check:
-            alone = plan.local_steps and not plan.inference
-            local = (plan.dp, plan.total_microbatches, plan.local_steps) if alone else None
+            known: dict[str, Any] = {"keep_gradients": check, "storing": storing, "saved": saved}
+            order = None
+            if plan.asynchronous:
+                order = order_of(done.program, facts.shape.nodes)
+            elif plan.local_steps and plan.dp > 1 and not plan.inference:
+                order = local_order(steps, plan.dp, plan.total_microbatches, plan.local_steps)
             with bar(total=steps, desc="plain torch, one process") as meter:
-                ask = partial(
-                    plainly.replay_order if plan.asynchronous else plainly.train_reference,
-                    job,
-                    keep_gradients=check,
-                    storing=storing,
-                    saved=saved,
-                    threads=ranks.threads,
-                    report=lambda k: meter.update(),
-                )
-                if plan.asynchronous:
-                    plain = ask(order_of(done.program, facts.shape.nodes))
+                known |= {"clip": plan.clip, "threads": ranks.threads, "report": lambda k: meter.update()}
+                if order is not None:
+                    plain = plainly.replay(job, order, **known)
                 else:
-                    plain = ask(steps, clip=plan.clip, inference=plan.inference, replicas=local)
+                    plain = plainly.train_reference(job, steps, inference=plan.inference, **known)
                     plain_time = plain.seconds
     return Run(
         plan,
@@ -446,7 +441,6 @@ def _train_served(
     storing: keeping.Storing,
     saved: plainly.Saved,
     memory: bool,
-    nodes: tuple[int, ...],
 ) -> Run:
     """The rest of `train` with parameter servers."""
     slow, pacing = None, None
@@ -462,23 +456,14 @@ def _train_served(
         )  # fmt: skip
     plain: Reference | None = None
     plain_time: float | None = None
-    if (reference or check) and plan.asynchronous:
-        order = order_of(done.program, nodes)
-        replay = plainly.replay_order
-        if plan.mode != "sync":
-            replay = partial(plainly.replay_stages, rows=service.order)
-        plain = replay(job, order, keep_gradients=check, threads=ranks.threads, storing=storing, saved=saved)
-    elif (reference or check) and plan.mode == "sync" and not service.silent:
-        plain = plainly.train_reference(
-            job, program.steps, clip=plan.clip, keep_gradients=check, threads=ranks.threads, storing=storing,
-            saved=saved,
-        )  # fmt: skip
+    known: dict[str, Any] = {"keep_gradients": check, "storing": storing, "saved": saved}
+    known |= {"clip": plan.clip, "threads": ranks.threads}
+    if (reference or check) and plan.mode == "sync" and not service.silent:
+        plain = plainly.train_reference(job, program.steps, **known)
         plain_time = plain.seconds
     elif reference or check:
         parts = program.microbatches // program.slice_count
-        plain = plainly.replay_service(
-            job, service.order, plan.dp, program.steps, parts, ranks.threads, plan.clip, storing, saved
-        )
+        plain = plainly.replay(job, served_order(service.order, plan.dp, parts), **known)
     return Run(
         plan, done.program, done.losses, done.trace, predicted, done.times, done.gradients, plain, plain_time,
         storing.first, done.shares, service,

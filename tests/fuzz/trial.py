@@ -30,7 +30,7 @@ from minipar.models.parameter_groups import shape_of
 from minipar.program import Program
 from minipar.program.mesh import Mesh
 from minipar.server.serving import execute_served
-from minipar.trace.recorded_order import order_of
+from minipar.trace.recorded_order import RecordedOrder, local_order, order_of, served_order
 from minipar.training import plainly
 from minipar.training.reference import Reference, gradient_error, run
 from minipar.training.training import annotations_of
@@ -150,40 +150,30 @@ def _run(
 ) -> tuple[Execution, Reference]:
     if plan.sync == "ps":
         done, service = execute_served(compiled(steps), job, ranks, on_death=plan.on_death, keep_gradients=True)
-        if plan.asynchronous and plan.mode != "sync":
-            return done, run(plainly.stages_task(job, order_of(done.program, nodes), service.order))
-        if plan.asynchronous:
-            return done, _replayed(job, done.program, nodes)
         if plan.mode == "sync":
-            return done, _plain(name, "plain", steps, ("clip", plan.clip))
-        m = plan.total_microbatches
-        return done, run(plainly.service_task(job, service.order, plan.dp, steps, m, plan.clip))
+            return done, _plain(name, steps, plan.clip)
+        return done, _replayed(job, served_order(service.order, plan.dp, plan.total_microbatches), plan.clip)
     block = steps if plan.asynchronous else plan.block(steps)
     rest = compiled(steps % block) if steps % block else None
     done = execute(compiled(block), job, cluster=ranks, passes=steps // block, rest=rest, check=False)
     if plan.asynchronous:
-        return done, _replayed(job, done.program, nodes)
+        return done, _replayed(job, order_of(done.program, nodes))
     if plan.local_steps and plan.dp > 1 and not plan.inference:
-        m = plan.total_microbatches
-        own = ("replicas", plan.dp), ("microbatches", m), ("every", plan.local_steps)
-        return done, _plain(name, "local", steps, *own, *((("clip", plan.clip),) if plan.clip else ()))
-    return done, _plain(name, "plain", steps, ("clip", plan.clip), ("inference", plan.inference))
+        return done, _replayed(job, local_order(steps, plan.dp, plan.total_microbatches, plan.local_steps), plan.clip)
+    return done, _plain(name, steps, plan.clip, plan.inference)
 
 
-def _replayed(job: Job, program: Program, nodes: tuple[int, ...]) -> Reference:
+def _replayed(job: Job, order: RecordedOrder, clip: float | None = None) -> Reference:
     """What plain torch makes of the recorded order."""
-    order = order_of(program, nodes)
-    rows = tuple(tuple(tuple(entry) for entry in row) for row in order.ranks)
-    return run(plainly.task_of(job, "order", {"order": (rows, *order[1:])}))
+    return run(plainly.task_of(job, {"order": plainly.plain_order(order), "clip": clip}))
 
 
 @cache
-def _plain(name: str, kind: str, steps: int, *options: tuple[str, Any]) -> Reference:
+def _plain(name: str, steps: int, clip: float | None, inference: bool = False) -> Reference:
     model, data = MODELS[name]
-    still = dict(options).get("inference", False)
-    job = Job(model, data, loss=_loss(name), optimizer=sgd, dtype=torch.float64, evaluate=still)
+    job = Job(model, data, loss=_loss(name), optimizer=sgd, dtype=torch.float64, evaluate=inference)
     with torch.random.fork_rng(devices=[]):
-        return run(plainly.task_of(job, kind, {"steps": steps, **dict(options)}))
+        return run(plainly.task_of(job, {"steps": steps, "clip": clip, "inference": inference}))
 
 
 def tolerance(plan: Plan) -> float:
