@@ -439,7 +439,11 @@ class Ending:
 
     def reached(self, comm: communicator.Communicator) -> bool:
         """In all ranks, before a pass: whether the run ends here."""
-        return bool(self.path) and bool(comm.allreduce(int(comm.rank == 0 and os.path.exists(self.path))))
+        if not self.path:
+            return False
+        there = torch.tensor([float(comm.rank == 0 and os.path.exists(self.path))])
+        comm.iallreduce(there, tuple(range(comm.size)), "whether the run ends here").wait()
+        return bool(there)
 
 
 # in the ranks ---------------------------------------------------------------------------------------------------------

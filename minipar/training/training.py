@@ -326,7 +326,9 @@ def train(
         served = plan.sync == "ps"  # (its steps overlap, so one program has all of them)
         cores = available_cores() if ranks.device == "cpu" else None
         if calibration is None and plan.ranks > 1 and (ranks.emulates is None or not ranks.emulates.emulates):
-            calibration = quick_calibration(ranks, algorithms=plan.algorithm != "default", progress=progress)
+            messages = plan.ranks > plan.dp or program is not None or bool(plan.extra_passes)
+            algorithms = plan.algorithm != "default"
+            calibration = quick_calibration(ranks, algorithms=algorithms, messages=messages, progress=progress)
         costs_of = partial(
             costs_for,
             measured=facts.profile,
