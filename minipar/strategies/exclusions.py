@@ -1,4 +1,4 @@
-"""Which choices of a plan do not go together, and why. Refusals, help and the matrix are made from this one table.
+"""Which choices of a plan do not go together, and why. Refusals, help and the page are made from this table.
 
 A refusal is fundamental if the two choices contradict each other. All others are combinations that nobody has built
 yet.
@@ -58,6 +58,17 @@ class Exclusion:
     def kind(self) -> str:
         """Why it is refused: the two contradict each other, or nobody has built it."""
         return "fundamental" if self.fundamental else "not built"
+
+
+class Excluded(PlanError):
+    """A plan has two choices that do not go together: a `row` of the table."""
+
+    def __init__(self, plan: Plan, row: Exclusion) -> None:
+        super().__init__(
+            f"{row.one.told(plan)}: not together with {row.other.told(plan)} ({row.why}; {row.kind}); "
+            f"possible is {row.possible}"
+        )
+        self.row = row
 
 
 @dataclass(frozen=True)
@@ -341,10 +352,7 @@ def check(plan: Plan, late: bool = False) -> None:
     """Refuse the first two choices of a plan that do not go together; with `late` only those that its actions show."""
     for row in EXCLUSIONS:
         if (row.one.late or row.other.late) is late and row.one.made(plan) and row.other.made(plan):
-            raise PlanError(
-                f"{row.one.told(plan)}: not together with {row.other.told(plan)} ({row.why}; {row.kind}); "
-                f"possible is {row.possible}"
-            )
+            raise Excluded(plan, row)
 
 
 def check_needs(plan: Plan, key: str, default: object, need: Need) -> None:
@@ -352,30 +360,3 @@ def check_needs(plan: Plan, key: str, default: object, need: Need) -> None:
     value = getattr(plan, key)
     if value != default and not need.there(plan):
         raise PlanError(f"{key}={shown(value)}: is of {need.what}; possible is {need.possible}")
-
-
-INTRODUCTION = """# What goes together
-
-The keys of a plan go together, but for these pairs of choices. Each is fundamental: the two contradict each other. None
-is refused because nobody has built it yet, which an `o` would say. (A model can exclude a choice, too: branches, tied
-layers, layers that take whole sequences. The message says so then.)
-
-This page is made from the table that refuses, as `minipar keys --markdown` prints it. What was run of it stands below.
-"""
-
-
-def page() -> str:
-    """The table as a page (docs/combinations.md): a matrix of the choices, and the reasons."""
-    choices = list(dict.fromkeys(choice for row in EXCLUSIONS for choice in (row.one, row.other)))
-    sign = {}
-    for row in EXCLUSIONS:
-        sign[row.one, row.other] = sign[row.other, row.one] = "x" if row.fundamental else "o"
-    lines = [INTRODUCTION, "| | choice | " + " | ".join(str(n) for n in range(1, len(choices) + 1)) + " |"]
-    lines.append("|" + "---|" * (len(choices) + 2))
-    for n, one in enumerate(choices, 1):
-        cells = [sign.get((one, other), " ") for other in choices]
-        lines.append(f"| {n} | {one.words} | " + " | ".join(cells) + " |")
-    lines += ["", "| choice | not together with | since | |", "|---|---|---|---|"]
-    for row in EXCLUSIONS:
-        lines.append(f"| {row.one.words} | {row.other.words} | {row.why} | {row.kind} |")
-    return "\n".join(lines)
