@@ -96,6 +96,7 @@ def shown(value: object) -> str:
 # choices --------------------------------------------------------------------------------------------------------------
 
 REPLICAS = KeyValues("dp", "dp of 2 or more", lambda plan: plan.dp > 1, "dp=1")
+STAGES = KeyValues("pp", "pp of 2 or more", lambda plan: plan.pp > 1, "pp=1")
 ROUNDS = KeyValues("accumulate", "accumulate of 2 or more", lambda plan: plan.accumulate > 1, "accumulate=1")
 SPLIT = KeyValues("split", "split", lambda plan: plan.split is not None, "no split=")
 CHUNKS = KeyValues("chunks", "chunks", lambda plan: plan.chunks is not None, "no chunks=")
@@ -133,34 +134,17 @@ INFERENCE = KeyValues("inference", "inference", lambda plan: plan.inference, "in
 CLIP = KeyValues("clip", "clip", lambda plan: plan.clip is not None, "clip=none")
 BF16 = KeyValues("precision", "precision=bf16", lambda plan: plan.precision == "bf16", "precision=float32")
 OFFLOAD = KeyValues("offload", "offload", lambda plan: bool(plan.offload), "offload=none")
-OFFLOADED_OPTIMIZER = KeyValues(
-    "offload", "offload=optimizer", lambda plan: "optimizer" in plan.offload, "offload=parameters, activations"
-)
 OFFLOADED_PARAMETERS = KeyValues(
     "offload", "offload=parameters", lambda plan: "parameters" in plan.offload, "offload=optimizer"
 )
+ON_HOST = KeyValues("host_layers", "host_layers", lambda plan: bool(plan.host_layers), "host_layers=none")
+SLICED = KeyValues("slices", "slices", lambda plan: plan.slice_count > 1, "no slices=")
 OPERATORS = KeyValues("tp", "tp of 2 or more", lambda plan: plan.tp > 1, "tp=1")
 CONTEXT = KeyValues(
     "context_parallel", "context_parallel of 2 or more", lambda plan: plan.context_parallel > 1, "context_parallel=1"
 )
 EXPERTS = KeyValues("ep", "ep of 2 or more", lambda plan: plan.ep > 1, "ep=1")
 SERVERS = KeyValues("sync", "sync=ps", lambda plan: plan.sync == "ps", "sync=allreduce")
-ARRIVING = KeyValues(
-    "mode",
-    "mode=async, ssp, k-of-n",
-    lambda plan: plan.sync == "ps" and str(plan.mode).partition(":")[0] != "sync",
-    "mode=sync",
-)
-FIRST_ONES = KeyValues(
-    "mode", "mode=k-of-n", lambda plan: plan.sync == "ps" and str(plan.mode).startswith("k-of-n"), "mode=sync, ssp:1"
-)
-VIRTUAL = KeyValues(
-    "schedule", "schedule without flushes, with sync=ps", lambda plan: plan.sync == "ps" and plan.asynchronous,
-    "a synchronous schedule such as 1f1b",
-)  # fmt: skip
-REVIVING = KeyValues(
-    "on_death", "on_death=continue", lambda plan: plan.on_death == "continue", "on_death=abort"
-)  # fmt: skip
 ALGORITHM = KeyValues("algorithm", "algorithm", lambda plan: plan.algorithm != "default", "algorithm=default")
 ASYNCHRONOUS = KeyValues(
     "schedule", "schedule without flushes", lambda plan: plan.asynchronous, "a synchronous schedule such as 1f1b"
@@ -174,7 +158,7 @@ DYNAMIC = KeyValues(
 UNSUMMED = KeyValues(
     "schedule",
     "schedule without flushes, of one replica",
-    lambda plan: plan.asynchronous and plan.dp == 1 and plan.sync != "ps",
+    lambda plan: plan.asynchronous and plan.dp == 1,
     "dp=2 with a schedule such as pipedream",
 )
 HALVES = KeyValues(
@@ -222,11 +206,10 @@ _DECIDES_ALONE_REPLICAS = (
     "each rank decides by what has come to it, so the updates of replicas have other micro-batches, and their sums "
     "would wait for each other"
 )
-
-_NOT_IN_VIRTUAL_WORKERS = (
-    (FIRST_ONES, "who is late is dropped and leaves steps out, and stages of a replica would leave out different ones"),
-    (REVIVING, "its steps in flight have used versions that nobody has any more, and cannot be done again"),
-)
+_WHOLE = "parameter servers serve replicas of one rank, which compute a whole model from what they pull"
+_NOT_ON_SERVERS = (
+    STAGES, OPERATORS, CONTEXT, EXPERTS, ASYNCHRONOUS, PRIORITY, OFFLOAD, ON_HOST, SLICED
+)  # fmt: skip
 
 EXCLUSIONS = (
     Exclusion(PLACE, SPLIT, _PLACES, fundamental=True),
@@ -258,20 +241,7 @@ EXCLUSIONS = (
     Exclusion(SHORTER, BF16, "gradients have 16 bits already", fundamental=True),
     Exclusion(LOCAL, ZERO, f"{_ALONE}, with whole states", fundamental=True),
     Exclusion(LOCAL, PRIORITY, f"{_ALONE}, and sends no gradients to others", fundamental=True),
-    Exclusion(
-        ARRIVING,
-        PRIORITY,
-        "an update is of whole gradients, and a step's parameters are of one version: that is known when a worker's "
-        "last layer is there, and priority answers the others before it",
-        fundamental=True,
-    ),
     Exclusion(SERVERS, ZERO, "the servers hold the optimizer's state, and share it out", fundamental=True),
-    Exclusion(
-        SERVERS,
-        OFFLOADED_OPTIMIZER,
-        "the servers keep its states, in the memory of their hosts, and no worker has any",
-        fundamental=True,
-    ),
     Exclusion(SERVERS, INFERENCE, "nothing is updated", fundamental=True),
     Exclusion(
         SERVERS, LOW_RANK, "all ranks sum its factors together, and go on with what they have summed", fundamental=True
@@ -292,14 +262,6 @@ EXCLUSIONS = (
     Exclusion(ZERO, UNSUMMED, "it has no replicas", fundamental=True),
     Exclusion(CLIP, ASYNCHRONOUS, "the norm of all gradients is known only after a flush", fundamental=True),
     Exclusion(INFERENCE, ASYNCHRONOUS, "nothing is updated", fundamental=True),
-    *(Exclusion(VIRTUAL, other, why, fundamental=True) for other, why in _NOT_IN_VIRTUAL_WORKERS),
-    Exclusion(
-        SERVERS,
-        DYNAMIC,
-        "a rank that decides as it runs updates its layers between two messages, so as to wait for nobody; each update "
-        "would wait for the servers",
-        fundamental=True,
-    ),
     Exclusion(PRIORITY, ASYNCHRONOUS, "forwards use a version that is there, and wait for no sum", fundamental=True),
     Exclusion(COMPRESSED, UNSUMMED, _NO_SUMS, fundamental=True),
     Exclusion(LATE_SUMS, UNSUMMED, _NO_SUMS, fundamental=True),
@@ -308,6 +270,7 @@ EXCLUSIONS = (
     Exclusion(ALGORITHM, LARGEST, "the largest numbers of all ranks are gathered, and not summed", fundamental=True),
     Exclusion(ALGORITHM, LOCAL, "replicas do not sum their gradients", fundamental=True),
     Exclusion(ALGORITHM, SERVERS, "servers sum the gradients", fundamental=True),
+    *(Exclusion(SERVERS, other, _WHOLE, fundamental=False) for other in _NOT_ON_SERVERS),
     *(
         Exclusion(shared, other, why, fundamental)
         for shared in (OPERATORS, CONTEXT, EXPERTS)

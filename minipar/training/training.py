@@ -323,7 +323,7 @@ def train(
             )
         if storing.saved is not None and (told := other_scheduler(storing.saved.header.schedule, facts.scheduler)):
             warnings.warn(f"{storing.saved.folder}: {told}", stacklevel=2)
-        served = plan.sync == "ps"  # (its steps overlap, so one program has all of them)
+        served = plan.sync == "ps"  # (then one program has all steps)
         cores = available_cores() if ranks.device == "cpu" else None
         if calibration is None and plan.ranks > 1 and (ranks.emulates is None or not ranks.emulates.emulates):
             messages = plan.ranks > plan.dp or program is not None or bool(plan.extra_passes)
@@ -450,7 +450,7 @@ def _train_served(
         costs = emulated_costs(program, ranks.emulates, job, ranks)
         slow = [delays(costs, rank) for rank in range(program.workers)]
         pacing = pacing_of(costs) if costs.links else None
-    with bar(total=program.served_steps * program.workers, desc=str(plan)) as meter:
+    with bar(total=program.steps * program.workers, desc=str(plan)) as meter:
         done, service = execute_served(
             program, job, ranks, on_death=plan.on_death, keep_gradients=check, slow=slow, pacing=pacing,
             report=lambda k: meter.update(), watch=watch, storing=storing,
@@ -574,7 +574,7 @@ def predict(
     data = []
     for rank, held in enumerate(program.placement):  # (servers hold no rows)
         size = (0 in held) * data_bytes[0] + (program.layers - 1 in held) * data_bytes[1]
-        lasting = isinstance(program.contract, Staleness) and (program.serving is None or program.virtual_workers)
+        lasting = isinstance(program.contract, Staleness) and program.serving is None
         steps = program.steps if lasting else 1  # all are held until the run ends
         data.append(round(steps * of_rows.rows_of(rank) / batch * size) if held else 0)
     note = "predicted from a profile of one layer at a time on one device"
