@@ -47,7 +47,7 @@ from minipar.execution.facts import ALIKE, NEAR, ONE, SUM, Broken, Fact
 from minipar.execution.mean_loss import Target
 from minipar.execution.owners import Owner
 from minipar.execution.parameter_slices import SlicedGroup
-from minipar.execution.parameter_versions import Versioned
+from minipar.execution.parameter_versions import Versions
 from minipar.execution.repartition import rows_between
 from minipar.models.losses import option, scalar
 from minipar.models.tensors import tensors
@@ -306,7 +306,7 @@ class CheckedExecutor(Executor):
         """The parameters that a STEP begins with, or those that it, or the average after it, has `made`. (On the host
         they have no number.)"""
         value = self._version(ins.writes if made else ins.reads, g)
-        unnamed = isinstance(self.state.owners[g], Versioned) and value.step < 0
+        unnamed = isinstance(self.state.owners[g], Versions) and value.step < 0
         return param(g, ins.step + made) if unnamed else value
 
     def _is_there(self, value: Value) -> bool:
@@ -315,8 +315,8 @@ class CheckedExecutor(Executor):
         if any(home(coming) == value for coming in self.pending):  # (their memory is there, and they are not yet)
             return False
         own, owner = [p.data for p in self.groups[value.index]], self.state.owners[value.index]
-        if isinstance(owner, Versioned):
-            own = owner.among(value).alive.get(value.step, [])
+        if isinstance(owner, Versions):
+            own = owner.alive.get(value.step, [])
         return bool(own) and all(tensor.untyped_storage().nbytes() for tensor in own if tensor.numel())
 
     def _seen(self, g: int) -> int:
@@ -326,9 +326,9 @@ class CheckedExecutor(Executor):
     def _parameters(self, value: Value) -> int:
         """The checksum of parameters; of a version also while layers see another one."""
         owner = self.state.owners[value.index]
-        if not isinstance(owner, Versioned):
+        if not isinstance(owner, Versions):
             return self._seen(value.index)
-        return checksum(owner.tensors_of(value))
+        return checksum(owner.alive[value.step])
 
     def _left(self, owner: Owner, value: Value) -> int:
         """The checksum of a group's parameters as its optimizer has left them, perhaps in copies on the host."""
@@ -721,14 +721,14 @@ class CheckedExecutor(Executor):
                 owner = self.state.slices[g]
                 assert owner.part.grad is not None
                 after = weighed(owner.part.grad, ins.group.index(self.comm.rank) * owner.size)
-                if not self.program.compresses(ins):
+                if self.program.compress == "none":
                     numbers = [product, after, square, False, False]
                     self._note(SUM, f"{name}, group {g}", index, ins.group, numbers, near)
                 self.parts[g] = checksum([owner.part.grad])
                 continue
             after, _, _ = self._total(g)
             self.grads[g] = self._gradients(g)
-            if not self.program.compresses(ins):
+            if self.program.compress == "none":
                 self._note(SUM, f"{name}, group {g}", index, ins.group, [product, after, square, False, True], near)
             self._note(ALIKE, f"{name}, the sum of grad({g})", index, ins.group, [self.grads[g]])
 

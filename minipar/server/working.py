@@ -83,9 +83,6 @@ class Worker(Executor):
                 for g in (one.group for one in wanted if self._is_here(one.group)):
                     (value,) = (value for value in ins.writes if value.index == g)
                     self.put(value, self.rooms.pop(g))
-            for value in ins.frees:
-                if tier(value) != "device" and self.offloading.keeps(value.index):
-                    self.offloading.forget(value)
             return
         self.pace(index)
         with self._aside():  # (what is sent is the host's)

@@ -1,7 +1,7 @@
 """Which choices of a plan do not go together, and why. Refusals, help and the matrix are made from this one table.
 
-A refusal is fundamental if the two choices contradict each other. All others are combinations that nobody has built
-yet.
+A refusal is fundamental if the two choices contradict each other. All others are not built: a pair of choices is
+offered where it needs no code of its own.
 """
 
 from __future__ import annotations
@@ -99,15 +99,13 @@ LATE_SUMS = KeyValues(
     "overlap", "overlap=none, priority", lambda plan: plan.overlap != "backward", "overlap=backward"
 )  # fmt: skip
 PRIORITY = KeyValues("overlap", "overlap=priority", lambda plan: plan.overlap == "priority", "overlap=backward")
-PIECES = KeyValues(
-    "bucket", "bucket of a size or auto, with overlap=priority",
-    lambda plan: plan.overlap == "priority" and plan.bucket not in (None, "none"),
-    "bucket=none",
-)  # fmt: skip
 LOCAL = KeyValues("local_steps", "local_steps", lambda plan: plan.local_steps > 0, "local_steps=0")
 COMPRESSED = KeyValues("compress", "compress", lambda plan: plan.compress != "none", "compress=none")
 SHORTER = KeyValues(
     "compress", "compress=bf16, fp16", lambda plan: plan.compress in ("bf16", "fp16"), "compress=topk:0.01, powersgd:1"
+)
+LEAVING_OUT = KeyValues(
+    "compress", "compress=topk, powersgd", lambda plan: plan.compress.startswith(("topk", "powersgd")), "compress=none"
 )
 LARGEST = KeyValues(
     "compress", "compress=topk", lambda plan: plan.compress.startswith("topk"), "compress=bf16, powersgd:1"
@@ -125,9 +123,15 @@ OFFLOAD = KeyValues("offload", "offload", lambda plan: bool(plan.offload), "offl
 OFFLOADED_OPTIMIZER = KeyValues(
     "offload", "offload=optimizer", lambda plan: "optimizer" in plan.offload, "offload=parameters, activations"
 )
+OFFLOADED_STATES = KeyValues(
+    "offload", "offload=optimizer, parameters", lambda plan: bool({"optimizer", "parameters"} & {*plan.offload}),
+    "offload=activations",
+)  # fmt: skip
 OFFLOADED_PARAMETERS = KeyValues(
     "offload", "offload=parameters", lambda plan: "parameters" in plan.offload, "offload=optimizer"
 )
+HOST_LAYERS = KeyValues("host_layers", "host_layers", lambda plan: bool(plan.host_layers), "host_layers=none")
+STAGES = KeyValues("pp", "pp of 2 or more", lambda plan: plan.pp > 1, "pp=1")
 OPERATORS = KeyValues("tp", "tp of 2 or more", lambda plan: plan.tp > 1, "tp=1")
 CONTEXT = KeyValues(
     "context_parallel", "context_parallel of 2 or more", lambda plan: plan.context_parallel > 1, "context_parallel=1"
@@ -172,14 +176,6 @@ HALVES = KeyValues(
 )  # fmt: skip
 
 
-def _one_by_one(plan: Plan) -> bool:
-    rules = find(plan.schedule).asynchronous
-    return rules is not None and plan.pp == 1 and rules.promise(1, plan.numbers).every is not None
-
-
-ONE_BY_ONE = KeyValues(
-    "schedule", "schedule that updates after each micro-batch, of one stage", _one_by_one, "pipedream-2bw, or pp=2"
-)  # fmt: skip
 IN_STEP = KeyValues("batch_copies", "batch_copies of 2 or more", lambda plan: plan.batch_copies > 1, "batch_copies=1")
 COPIES = KeyValues(
     "schedule", "schedule with copies of a stage", lambda plan: plan.copies,
@@ -237,12 +233,6 @@ EXCLUSIONS = (
     Exclusion(OFFLOADED_PARAMETERS, ZERO_BELOW_3, "it keeps whole parameters on the device", fundamental=True),
     Exclusion(PRIORITY, CLIP, f"{_AT_ONCE}, and the norm needs all gradients", fundamental=True),
     Exclusion(PRIORITY, WHOLES, "gradients go in pieces of `bucket` MiB, or whole", fundamental=True),
-    Exclusion(
-        LOW_RANK,
-        PIECES,
-        "a gradient is a product of narrow matrices as a whole, and a piece of its numbers is no matrix",
-        fundamental=True,
-    ),
     Exclusion(COMPRESSED, LOCAL, "replicas send each other no gradients that could be made smaller", fundamental=True),
     Exclusion(SHORTER, BF16, "gradients have 16 bits already", fundamental=True),
     Exclusion(LOCAL, ZERO, f"{_ALONE}, with whole states", fundamental=True),
@@ -278,7 +268,6 @@ EXCLUSIONS = (
         "it updates without rounds: microbatches=, or update_every= of ampnet, say how often",
         fundamental=True,
     ),
-    Exclusion(ZERO, UNSUMMED, "it has no replicas", fundamental=True),
     Exclusion(CLIP, ASYNCHRONOUS, "the norm of all gradients is known only after a flush", fundamental=True),
     Exclusion(INFERENCE, ASYNCHRONOUS, "nothing is updated", fundamental=True),
     *(Exclusion(VIRTUAL, other, why, fundamental=True) for other, why in _NOT_IN_VIRTUAL_WORKERS),
@@ -300,10 +289,57 @@ EXCLUSIONS = (
     *(
         Exclusion(shared, other, why, fundamental)
         for shared in (OPERATORS, CONTEXT, EXPERTS)
-        for other, why, fundamental in ((DYNAMIC, _DECIDES_ALONE, True),)
+        for other, why, fundamental in (
+            (DYNAMIC, _DECIDES_ALONE, True),
+            (ASYNCHRONOUS, "versions of parameters are whole", False),
+            (PRIORITY, "gradients are summed in order of urgency over replicas alone", False),
+            (COMPRESSED, "only sums of whole layers' gradients are made smaller", False),
+            (HOST_LAYERS, "layers on the host are whole", False),
+        )
     ),
-    Exclusion(
-        IN_STEP, ONE_BY_ONE, "a micro-batch begins with what the update of the one before it makes", fundamental=True
+    *(
+        Exclusion(one, ASYNCHRONOUS, why)
+        for one, why in (
+            (ZERO, "every rank keeps whole versions of its parameters"),
+            (OFFLOAD, "versions of parameters, and what uses them, stay on the device"),
+            (HOST_LAYERS, "versions of parameters are on the device"),
+            (LOCAL, "replicas sum the gradients of every update"),
+            (LEAVING_OUT, "sums carry all of a gradient"),
+            (IN_STEP, "micro-batches use different versions of the parameters"),
+            (ALGORITHM, "gradients are summed by the default algorithm"),
+        )
+    ),
+    *(
+        Exclusion(PRIORITY, other, why)
+        for other, why in (
+            (ZERO, "it orders sums of whole gradients"),
+            (COMPRESSED, "pieces of gradients are sent as they are"),
+            (HOST_LAYERS, "it orders sums of gradients of the device"),
+        )
+    ),
+    *(
+        Exclusion(COMPRESSED, other, why)
+        for other, why in (
+            (ZERO, "slices of gradients are summed as they are"),
+            (HOST_LAYERS, "gradients on the host are summed as they are"),
+        )
+    ),
+    Exclusion(LEAVING_OUT, BF16, "its messages are of numbers in the model's own type"),
+    Exclusion(LOCAL, OFFLOADED_STATES, "parameters are averaged on the device"),
+    *(
+        Exclusion(HOST_LAYERS, other, why)
+        for other, why in (
+            (ZERO, "layers on the host keep whole states there"),
+            (OFFLOAD, "each says by itself what is on the host"),
+            (LOCAL, "parameters are averaged on the device"),
+        )
+    ),
+    *(
+        Exclusion(IN_STEP, other, why)
+        for other, why in (
+            (STAGES, "micro-batches go in step on ranks that wait for no other stage"),
+            (ZERO, "slices of gradients are summed micro-batch by micro-batch"),
+        )
     ),
     Exclusion(
         ZERO_ABOVE_1,
@@ -356,9 +392,9 @@ def check_needs(plan: Plan, key: str, default: object, need: Need) -> None:
 
 INTRODUCTION = """# What goes together
 
-The keys of a plan go together, but for these pairs of choices. Each is fundamental: the two contradict each other. None
-is refused because nobody has built it yet, which an `o` would say. (A model can exclude a choice, too: branches, tied
-layers, layers that take whole sequences. The message says so then.)
+The keys of a plan go together, but for these pairs of choices. An `x` is fundamental: the two contradict each other. An
+`o` is not built: a pair is offered where it needs no code of its own. (A model can exclude a choice, too: branches,
+tied layers, layers that take whole sequences. The message says so then.)
 
 This page is made from the table that refuses, as `minipar keys --markdown` prints it. What was run of it stands below.
 """

@@ -195,7 +195,7 @@ class Tracker(Storages):
         if ins is not None and ins.op is Op.STEP:
             self._find_states()
             self._find_versions()
-        elif ins is not None and ins.op in (Op.FETCH, Op.ALL_GATHER, Op.PULL) and version_of(ins.writes[0]) >= 0:
+        elif ins is not None and ins.op is Op.PULL and version_of(ins.writes[0]) >= 0:
             self._find_versions()
         elif ins is not None and ins.op is not Op.FORWARD:
             moved = ins.reads + ins.writes  # (only the last piece of a gradient writes it)
