@@ -67,7 +67,7 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
     flushed = updates and not plan.asynchronous  # and does so once a step
     several = plan.dp * (1 if plan.asynchronous else plan.pp) > 1  # (tied layers may be on two ranks)
     pieces = late and several  # go by priority; sums of ranks that share layers alone do not
-    alone = plan.local_steps > 0 and (plan.pp == 1 or plan.asynchronous)  # nothing is summed
+    alone = plan.local_steps > 0 and plan.pp == 1  # nothing is summed
     table = (
         ("layers", layers.expand_layers, True),
         ("bucket", data_parallel.choose_size, trains and plan.messages == "auto" and not pieces),
@@ -159,7 +159,7 @@ def _contract(plan: Plan) -> Contract:
     """The contract: how old the parameters may be from which a gradient is computed."""
     asynchronous, mode = find(plan.schedule).asynchronous, Mode.parse(plan.mode, plan.dp)
     if asynchronous:
-        return replace(asynchronous.promise(plan.pp, plan.numbers), local=plan.local_steps)
+        return asynchronous.promise(plan.pp, plan.numbers)
     if plan.local_steps:
         return Local(plan.local_steps)
     return Synchronous() if mode.kind == "sync" else Staleness(mode.staleness(plan.dp))

@@ -46,7 +46,6 @@ from minipar.program import (
     piece_of,
     repartitions,
     tier,
-    version_of,
 )
 from minipar.program.collector import paused
 from minipar.program.diagnostics import at, refuse
@@ -349,14 +348,12 @@ def _check_copy(program: Program, rank: int, index: int, own: _State) -> None:
         raise refuse(program, rank, index, f"{where}: {ins.op.value} copies one value")
     source, target = ins.reads[0], ins.writes[0]
     down = TIERS.index(tier(target)) - TIERS.index(tier(source))
-    newest = version_of(source) < 0 <= version_of(target)  # (a tier with one copy has the newest version)
-    plain = target._replace(step=-1) if newest else target
-    slice_of_it = home(source).kind == "param_shard" and plain == param(source.index)
-    if not (home(source) == home(plain) or slice_of_it) or (down <= 0 if ins.op is Op.OFFLOAD else down >= 0):
+    slice_of_it = home(source).kind == "param_shard" and target == param(source.index)
+    if not (home(source) == home(target) or slice_of_it) or (down <= 0 if ins.op is Op.OFFLOAD else down >= 0):
         raise refuse(program, rank, index, f"{where} cannot make {target} of {source}")
     if source.microbatch >= 0 and (source.microbatch, source.step) != (ins.microbatch, ins.step):
         raise _mislabelled(program, rank, index, source)
-    if (plain.microbatch, plain.step) != (source.microbatch, source.step):
+    if (target.microbatch, target.step) != (source.microbatch, source.step):
         raise _mislabelled(program, rank, index, target)
     if ins.layers != (source.index,):
         raise refuse(program, rank, index, f"{where} copies {source}; possible is layers=({source.index},)")
@@ -410,15 +407,9 @@ def _check_state_work(
             raise refuse(program, rank, index, reason)
     else:
         _check_slices(program, rank, index, own)
-    if op is Op.REDUCE_SCATTER:
-        if _leaves_out(program, ins):
-            rest = frozenset(("residual", g) for g in groups)
-            needed, made = needed | rest, made | rest
-        _check_piece(program, rank, index)
-        if (
-            piece_of(ins) is not None and not ins.writes and not ins.frees
-        ):  # (the last piece writes what all have summed)
-            return needed, made
+    if op is Op.REDUCE_SCATTER and (piece_of(ins) is not None or program.compress != "none"):
+        reason = f"{where}: slices are summed whole, as they are; possible are one part that begins at -1, and"
+        raise refuse(program, rank, index, f"{reason} compress=none")
     written = {value[:2] for value in (_on_host(program, rank, index)[1] if ins.stream == "host" else ins.writes)}
     lacking = made - written - ({("norm", 0)} if op is Op.STEP else set())
     if lacking:
@@ -451,18 +442,18 @@ def _check_sum(
         forms.check_shards(program, rank, index)
     if first in ("param", "host param"):
         if not program.local_steps:
-            reason = f"{where} sums parameters; possible with contract Local, or Staleness(local=...)"
+            reason = f"{where} sums parameters; possible with contract Local"
             raise refuse(program, rank, index, reason)
         if others := set(ins.reads) ^ set(ins.writes):
             reason = f"{where} averages what it reads, but reads or writes {min(others)} only"
             raise refuse(program, rank, index, reason)
         rest: frozenset[tuple[str, int]] = frozenset()
     elif home(ins.reads[0]).kind == "grad" if ins.reads else False:
-        rest = frozenset((first.replace("grad", "residual"), g) for g in ins.layers)  # (on the host, if they are there)
+        rest = frozenset(("residual", g) for g in ins.layers)
     else:
         raise refuse(program, rank, index, f"{where} sums gradients, but reads none")
     read, written = (frozenset(value[:2] for value in values) for values in (ins.reads, ins.writes))
-    needed = summed | rest if _leaves_out(program, ins) else summed
+    needed = summed | rest if program.compress.startswith(("topk", "powersgd")) else summed
     piece = piece_of(ins)
     _check_piece(program, rank, index)
     nothing = piece is not None and not written  # (the last piece writes for all)
@@ -486,16 +477,11 @@ def _check_sum(
     return summed, made | summed
 
 
-def _leaves_out(program: Program, ins: Instruction) -> bool:
-    """Whether a sum of gradients leaves something out, which waits in a residual."""
-    return program.compress.startswith(("topk", "powersgd")) and program.compresses(ins)
-
-
 def _check_piece(program: Program, rank: int, index: int) -> None:
-    """A piece of a gradient has some of its bytes, and all numbers of these."""
+    """A piece of a gradient has some of its bytes, and all numbers of these as they are."""
     ins = program.ranks[rank][index]
-    piece, matrix = piece_of(ins), program.compress.startswith("powersgd")
-    if piece is not None and (len(ins.layers) > 1 or ins.parts[0].layer >= 0 or piece[1] <= piece[0] or matrix):
+    piece, whole = piece_of(ins), program.compress != "none"
+    if piece is not None and (len(ins.layers) > 1 or ins.parts[0].layer >= 0 or piece[1] <= piece[0] or whole):
         raise refuse(
             program, rank, index,
             f"{at(program, rank, index)}: a piece is of one gradient, with all its numbers, in a buffer (layer=-1), "
