@@ -323,12 +323,6 @@ class Offloading:
         found = self.kept.get((value.index, value.microbatch, value.step)) if value.kind == "saved" else None
         return [] if found is None else [slot.bytes() for slot in found.slots]
 
-    def contents(self, value: Value) -> list[Tensor]:
-        """The tensors of a value in its tier, if it is saved, or parameters or optimizer states."""
-        if value.kind == "saved":
-            return self.brought(value)
-        return self._tensors(value) if "param" in value.kind or "optimizer" in value.kind else []
-
     def release(self, value: Value) -> None:
         """Free the device's copy of a group's parameters, which another tier has, too."""
         g = value.index
