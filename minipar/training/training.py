@@ -47,7 +47,7 @@ from minipar.sharding.propagation import Preset, experts, sequence_parallel
 from minipar.strategies.keys import at_least_1, form_pairs
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
-from minipar.trace.recorded_order import local_order, order_of, served_order
+from minipar.trace.recorded_order import RecordedOrder, local_order, order_of, served_order
 from minipar.training import notebook, own_program, plainly
 from minipar.training.reference import Reference, gradient_error
 from minipar.wording import several
@@ -389,19 +389,24 @@ def train(
         plain: Reference | None = None
         plain_time: float | None = None
         if reference or check:
-            known: dict[str, Any] = {"keep_gradients": check, "storing": storing, "saved": saved}
-            order = None
+            work: int | RecordedOrder = steps
             if plan.asynchronous:
-                order = order_of(done.program, facts.shape.nodes)
+                work = order_of(done.program, facts.shape.nodes)
             elif plan.local_steps and plan.dp > 1 and not plan.inference:
-                order = local_order(steps, plan.dp, plan.total_microbatches, plan.local_steps)
+                work = local_order(steps, plan.dp, plan.total_microbatches, plan.local_steps)
             with bar(total=steps, desc="plain torch, one process") as meter:
-                known |= {"clip": plan.clip, "threads": ranks.threads, "report": lambda k: meter.update()}
-                if order is not None:
-                    plain = plainly.replay(job, order, **known)
-                else:
-                    plain = plainly.train_reference(job, steps, inference=plan.inference, **known)
-                    plain_time = plain.seconds
+                plain = plainly.train_reference(
+                    job,
+                    work,
+                    keep_gradients=check,
+                    clip=plan.clip,
+                    inference=plan.inference,
+                    storing=storing,
+                    saved=saved,
+                    threads=ranks.threads,
+                    report=lambda k: meter.update(),
+                )
+            plain_time = None if plan.asynchronous else plain.seconds
     return Run(
         plan,
         done.program,
@@ -456,14 +461,19 @@ def _train_served(
         )  # fmt: skip
     plain: Reference | None = None
     plain_time: float | None = None
-    known: dict[str, Any] = {"keep_gradients": check, "storing": storing, "saved": saved}
-    known |= {"clip": plan.clip, "threads": ranks.threads}
-    if (reference or check) and plan.mode == "sync" and not service.silent:
-        plain = plainly.train_reference(job, program.steps, **known)
-        plain_time = plain.seconds
-    elif reference or check:
+    if reference or check:
+        exact = plan.mode == "sync" and not service.silent
         parts = program.microbatches // program.slice_count
-        plain = plainly.replay(job, served_order(service.order, plan.dp, parts), **known)
+        plain = plainly.train_reference(
+            job,
+            program.steps if exact else served_order(service.order, plan.dp, parts),
+            keep_gradients=check,
+            clip=plan.clip,
+            storing=storing,
+            saved=saved,
+            threads=ranks.threads,
+        )
+        plain_time = plain.seconds if exact else None
     return Run(
         plan, done.program, done.losses, done.trace, predicted, done.times, done.gradients, plain, plain_time,
         storing.first, done.shares, service,
