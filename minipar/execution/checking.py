@@ -50,6 +50,7 @@ from minipar.execution.parameter_slices import SlicedGroup
 from minipar.execution.parameter_versions import Versioned
 from minipar.execution.repartition import rows_between
 from minipar.models.losses import option, scalar
+from minipar.models.nodes import Cut
 from minipar.models.tensors import tensors
 from minipar.program import (
     BACKWARDS,
@@ -65,7 +66,6 @@ from minipar.program import (
     tier,
 )
 from minipar.program.forms import PARTIAL, WHOLE, along, changed_axis, letters, shard_of
-from minipar.sharding.nodes import Cut
 
 _PERIOD = 65_537  # of the weights; a prime, so that no size of a tensor is a multiple of it by chance
 _NEAR = {torch.float64: 1e-9, torch.float32: 1e-3}  # of sums, as a part of their norm; of shorter types 0.1

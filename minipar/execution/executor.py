@@ -41,6 +41,7 @@ from minipar.execution.streams import Mark, Streams, read_all, streams_of
 from minipar.execution.updating import Optimizer, Scheduler, Update, forms_of
 from minipar.models import randomness, selective_checkpoint
 from minipar.models.network import edges_of
+from minipar.models.nodes import Cut
 from minipar.models.parameter_groups import parameters_of
 from minipar.models.tensors import count_bytes, layers_of
 from minipar.program import (
@@ -60,7 +61,6 @@ from minipar.program import (
     version_of,
 )
 from minipar.program.comm_volume import by_algorithm
-from minipar.sharding.nodes import Cut
 from minipar.strategies.passes.versions import without_versions
 
 _WALKED = (

@@ -14,9 +14,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from minipar.execution import sliced
 from minipar.execution.layer_calls import Call, LayerCall, Made, Sizes
+from minipar.models.nodes import SlicedNode
 from minipar.models.tensors import detach, differentiable, tensors
 from minipar.program import Instruction, Op, Program, Value, carry, grad_carry
-from minipar.sharding.nodes import SlicedNode
 
 
 class _Flow(NamedTuple):

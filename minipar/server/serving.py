@@ -45,6 +45,7 @@ from minipar.execution.saving.folder import Header
 from minipar.execution.saving.keeping import NOTHING, Share, Storing
 from minipar.execution.updating import Form, Update, class_name, forms_of
 from minipar.models.losses import counted
+from minipar.models.nodes import Cut
 from minipar.models.parameter_groups import parameters_of
 from minipar.models.tensors import count_bytes, dtype_name, layers_of, take_rows
 from minipar.prediction.emulated import EmulatedCosts
@@ -62,7 +63,6 @@ from minipar.server.saving import Part, Saving, Wrote
 from minipar.server.shard import Division, ParameterKey, key_of, pieces_of, view
 from minipar.server.steps import Progress, Step, losses_of
 from minipar.server.working import Apart, Worker
-from minipar.sharding.nodes import Cut
 from minipar.strategies import served_order
 from minipar.strategies.passes.compress import keeps_residual
 from minipar.strategies.served_order import completed

@@ -25,10 +25,10 @@ from minipar.execution.saving.contents import (
     states_of_slice,
 )
 from minipar.execution.updating import Elements, Form, Optimizer, Scheduler, Update, Updated
+from minipar.models.nodes import Cut
 from minipar.models.tensors import dtype_name, dtype_named
 from minipar.server.connection import Peer
 from minipar.server.framing import bytes_of
-from minipar.sharding.nodes import Cut
 from minipar.strategies.shares import GRAIN, Piece, cut
 
 

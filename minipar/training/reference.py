@@ -582,7 +582,7 @@ class Replay:
             self.gradients += [{} for _ in range(entry.version - len(self.gradients))]
             kept = self.gradients[entry.version - 1]
             for name, g in _all_of(owner, {n: p.grad for n, p in owner.named.items() if p.grad is not None}).items():
-                part = g * (weight / whole) if self.log.local else g.clone()
+                part = g * (weight / whole) if self.log.local and whole else g.clone()
                 kept[name] = kept[name] + part if name in kept else part
         if owner.optimizer is not None:
             owner.optimizer.step()
