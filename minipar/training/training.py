@@ -331,19 +331,9 @@ def train(
                         meter.update(block if k < steps // block else steps % block)
 
                     done = execute(
-                        made,
-                        job,
-                        cluster=ranks,
-                        passes=steps // block,
-                        rest=rest,
-                        keep_gradients=check,
-                        check=False,
-                        memory=memory,
-                        storing=storing,
-                        watch=watch,
-                        callback=callback,
-                        report=tell,
-                    )
+                        made, job, cluster=ranks, passes=steps // block, rest=rest, keep_gradients=check, check=False,
+                        memory=memory, storing=storing, watch=watch, callback=callback, report=tell,
+                    )  # fmt: skip
         sizes = ([block] * (steps // block) + ([steps % block] if rest is not None else []))[: len(done.times)]
         plain: Reference | None = None
         plain_time: float | None = None
@@ -351,33 +341,15 @@ def train(
             work = _plain_work(plan, done, service, sum(sizes), facts.shape.nodes)
             with bar(total=sum(sizes), desc="plain torch, one process") as meter:
                 plain = plainly.train_reference(
-                    job,
-                    work,
-                    keep_gradients=check,
-                    clip=plan.clip,
-                    inference=plan.inference,
-                    storing=storing,
-                    saved=saved,
-                    threads=ranks.threads,
-                    report=lambda k: meter.update(),
-                )
+                    job, work, keep_gradients=check, clip=plan.clip, inference=plan.inference, storing=storing,
+                    saved=saved, threads=ranks.threads, report=lambda k: meter.update(),
+                )  # fmt: skip
             plain_time = plain.seconds if isinstance(work, int) else None
     times = [seconds / size for seconds, size in zip(done.times, sizes, strict=True) for _ in range(size)]
     return Run(
-        plan,
-        done.program,
-        done.losses,
-        done.trace,
-        predicted,
-        times if service is None else done.times,
-        done.gradients,
-        plain,
-        plain_time,
-        storing.first,
-        done.shares,
-        service,
-        done.load,
-    )
+        plan, done.program, done.losses, done.trace, predicted, times if service is None else done.times,
+        done.gradients, plain, plain_time, storing.first, done.shares, service, done.load,
+    )  # fmt: skip
 
 
 def _check_options(plan: Plan, every: int, saves: bool, memory: bool, callback: bool) -> None:
@@ -433,14 +405,8 @@ def _compiler(
     plan: Plan, facts: Facts, job: Job, ranks: Ranks, calibration: Calibration | None
 ) -> Callable[..., Program]:
     """What makes the plan's program of so many steps, by what was measured."""
-    costs_of = partial(
-        costs_for,
-        measured=facts.profile,
-        batch=job.batch,
-        calibration=calibration,
-        device=ranks.emulates,
-        copies=facts.copies,
-    )
+    there: dict[str, Any] = {"calibration": calibration, "device": ranks.emulates, "copies": facts.copies}
+    costs_of = partial(costs_for, measured=facts.profile, batch=job.batch, **there)
 
     def time_of(program: Program) -> float:
         return _predicted(program, facts, job, ranks, calibration, memory=False).time
