@@ -51,6 +51,7 @@ from minipar.models import selective_checkpoint
 from minipar.models.losses import check_loss, raise_unless_again, scalar, try_loss, try_tokens
 from minipar.models.mixture_gpt import Load, total
 from minipar.models.network import Network, edges_of
+from minipar.models.nodes import Cut, ShardedModel
 from minipar.models.parameter_groups import shape_of
 from minipar.models.randomness import split_sensitive
 from minipar.models.tensors import (
@@ -73,8 +74,6 @@ from minipar.program.comm_volume import changing
 from minipar.program.mesh import SHARING, Mesh
 from minipar.program.shape import Shape
 from minipar.program.verify.verifier import verify
-from minipar.sharding.nodes import Cut, ShardedModel
-from minipar.sharding.sharded import capture_graphs, local_model, pickled, unpickled
 from minipar.strategies.keys import at_least_1
 from minipar.strategies.passes import host_layers
 from minipar.strategies.passes.versions import as_it_happened
@@ -173,6 +172,8 @@ class Job:
         which axes; `inputs` and `slices`: see `Program`."""
         count = sharers if isinstance(sharers, int) else sharers.size
         known = self.graphs is not None and self.graphs[:2] == (count, slices)
+        from minipar.sharding.sharded import local_model, unpickled
+
         graphs = unpickled(self.graphs.data) if known and self.graphs is not None else None
         x, cut = self._example(slices)
         return local_model(model, index, sharers, x, self.annotations, inputs, cut, graphs)
@@ -180,6 +181,8 @@ class Job:
     def capture(self, count: int, slices: int | tuple[int, ...]) -> PickledGraphs | None:
         """In one rank: the model as graphs, for all ranks that share it. None where graphs cannot be sent."""
         x, cut = self._example(slices)
+        from minipar.sharding.sharded import capture_graphs, pickled
+
         graphs = capture_graphs(self.build(), count, x, cut)
         try:
             return PickledGraphs(count, slices, pickled(graphs))

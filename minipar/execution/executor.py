@@ -40,6 +40,7 @@ from minipar.execution.streams import Mark, Streams, read_all, streams_of
 from minipar.execution.updating import Optimizer, Scheduler, Update, check_update, forms_of
 from minipar.models import randomness, selective_checkpoint
 from minipar.models.network import edges_of
+from minipar.models.nodes import Cut
 from minipar.models.parameter_groups import parameters_of
 from minipar.models.tensors import count_bytes, layers_of
 from minipar.program import (
@@ -58,7 +59,6 @@ from minipar.program import (
     tier,
 )
 from minipar.program.comm_volume import by_algorithm
-from minipar.sharding.nodes import Cut
 from minipar.strategies.passes.versions import without_versions
 
 _WALKED = (

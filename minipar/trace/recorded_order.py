@@ -2,7 +2,7 @@
 
     rank 0    forward 0 v0 | forward 1 v0 | backward 0 v0 | update v1 | forward 2 v1 | ...
 
-`replay` in `reference.py` trains by such a log alone. One is made of an asynchronous pipeline's program, one of what
+`Replay` in `reference.py` trains by such a log alone. One is made of an asynchronous pipeline's program, one of what
 parameter servers did, and one of replicas that are averaged after some steps.
 """
 

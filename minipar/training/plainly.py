@@ -30,7 +30,7 @@ import torch
 
 from minipar.cluster import launch, light_torch
 from minipar.cluster.processes import describe_status
-from minipar.errors import ProgramError, RankDied, RankError
+from minipar.errors import RankDied, RankError
 from minipar.execution.execution import Job
 from minipar.execution.saving.keeping import NOTHING, Storing
 from minipar.execution.updating import plain_schedule, takes_names
@@ -51,7 +51,7 @@ _START = (
 
 def train_reference(
     job: Job,
-    steps: int,
+    work: int | RecordedOrder,
     *,
     keep_gradients: bool = True,
     clip: float | None = None,
@@ -63,55 +63,50 @@ def train_reference(
 ) -> Reference:
     """Run a job in plain torch, on so many threads.
 
+    work       so many steps of the whole batch; or the log of what was done, which is replayed
     saved      what `storing.plainly()` gave before the run, which may have saved to the same folder since; default: now
     report     called with every step that is done
-    Raises what the user's code raises there, with its traceback in a note; RankDied if the process dies.
+
+    Raises what the user's code raises there, with its traceback in a note; RankDied if the process dies; ValueError if
+    the log uses what does not exist.
     """
-    options = {"steps": steps, "keep_gradients": keep_gradients, "clip": clip, "inference": inference}
-    return ask(task_of(job, options, storing, saved), threads, report)
+    return ask(task_of(job, work, keep_gradients, clip, inference, storing, saved), threads, report)
 
 
-def replay(
+def task_of(
     job: Job,
-    order: RecordedOrder,
-    *,
+    work: int | RecordedOrder,
     keep_gradients: bool = True,
     clip: float | None = None,
+    inference: bool = False,
     storing: Storing = NOTHING,
     saved: Saved = None,
-    threads: int = 1,
-    report: Report = lambda step: None,
-) -> Reference:
-    """Run a job in plain torch by the log of what was done, and by nothing else. ProgramError for an impossible log,
-    which uses what does not exist; other errors as for `train_reference`."""
-    options = {"order": plain_order(order), "keep_gradients": keep_gradients, "clip": clip}
-    return ask(task_of(job, options, storing, saved), threads, report)
-
-
-def plain_order(order: RecordedOrder) -> tuple[Any, ...]:
-    """A log without classes of the engine."""
-    return (tuple(tuple(entry) for entry in order.entries), *order[1:])
-
-
-def task_of(job: Job, options: Mapping[str, Any], storing: Storing = NOTHING, saved: Saved = None) -> dict[str, Any]:
-    """What `reference.run` needs: what the user gave, and plain values."""
-    loss: Any = job.loss
-    if isinstance(loss, Weighted) and "order" not in options:  # (nothing is split)
-        loss = loss.loss
+) -> dict[str, Any]:
+    """What `reference.run` needs: what the user gave, and plain values, without classes of the engine."""
+    if isinstance(work, int):
+        loss = job.loss.loss if isinstance(job.loss, Weighted) else job.loss  # (nothing is split)
+        plain: Any = {"steps": work, "inference": inference}
+    else:
+        loss, plain = job.loss, (tuple(map(tuple, work.entries)), *work[1:])
     return {
+        "work": plain,
         "model": job.model,
         "data": job.data,
         "batch": job.batch,
-        "loss": loss,
-        "optimizer": job.optimizer,
-        "seed": job.seed,
         "dtype": job.dtype,
-        "by_name": takes_names(job.optimizer),
-        "scheduler": job.scheduler,
-        "schedule": None if storing.saved is None else plain_schedule(storing.saved.header.schedule),
         "evaluate": bool(job.evaluate),
         "saved": storing.plainly() if saved is None else saved,
-        "options": {**options, "first": storing.first},
+        "job": {
+            "loss": loss,
+            "optimizer": job.optimizer,
+            "seed": job.seed,
+            "clip": clip,
+            "first": storing.first,
+            "keep_gradients": keep_gradients,
+            "by_name": takes_names(job.optimizer),
+            "scheduler": job.scheduler,
+            "schedule": None if storing.saved is None else plain_schedule(storing.saved.header.schedule),
+        },
     }
 
 
@@ -124,8 +119,6 @@ def ask(task: Mapping[str, Any], threads: int = 1, report: Report = lambda step:
         except (EOFError, ConnectionError) as error:
             status = describe_status(process.end())
             raise RankDied(f"the process of plain torch, which train(check=True) compares with, {status}") from error
-        except reference.ImpossibleOrder as error:
-            raise ProgramError(str(error)) from error
         finally:
             if process.asked:  # the answer was not waited for
                 process.end()
@@ -146,9 +139,6 @@ class Plain:
         self.process: launch.Process
         try:
             self.process, control = launch.take_spare(reference.__file__, stdin) or _interpreter(stdin)
-        except BaseException:
-            os.close(self._life)
-            raise
         finally:
             os.close(stdin)
         self.control = Connection(control.detach())
@@ -164,13 +154,19 @@ class Plain:
             if self.control.poll():
                 self.await_ready()
             return not self.control.poll()
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):
             return False
 
     def await_ready(self) -> None:
         if not self.ready:
-            reference.receive(self.control)
+            self._receive()
             self.ready = True
+
+    def _receive(self) -> Any:
+        try:
+            return self.control.recv()
+        except OSError as error:  # (it ended while it wrote)
+            raise EOFError from error
 
     def ask(self, task: Mapping[str, Any], threads: int, report: Report) -> Reference:
         data = _pickled(task)
@@ -178,9 +174,9 @@ class Plain:
         self.asked = True
         here = {"path": list(sys.path), "folder": os.getcwd(), "environment": dict(os.environ)}
         job = {**here, "threads": threads, "task": data}
-        reference.send(self.control, job)
+        self.control.send(job)
         while True:
-            kind, *rest = reference.receive(self.control)
+            kind, *rest = self._receive()
             if kind == "report":
                 report(rest[0])
                 continue
@@ -205,7 +201,7 @@ def _interpreter(stdin: int) -> tuple[launch.Process, socket.socket]:
     """A new interpreter for reference.py, and the driver's end of its socket."""
     ours, theirs = socket.socketpair()
     command = [*launch.interpreter(_START), light_torch.__file__, reference.__file__, str(theirs.fileno())]
-    try:
+    with theirs:
         process = subprocess.Popen(
             command,
             pass_fds=(theirs.fileno(),),
@@ -213,11 +209,6 @@ def _interpreter(stdin: int) -> tuple[launch.Process, socket.socket]:
             start_new_session=True,  # the notebook's stop button signals the kernel's whole group
             env=launch.child_environment(),
         )
-    except BaseException:
-        ours.close()
-        raise
-    finally:
-        theirs.close()
     return launch.Spawned(process), ours
 
 
@@ -246,8 +237,6 @@ def _end_all() -> None:
 def _error(name: str, message: str, text: str, data: bytes | None) -> Exception:
     """What the user's code raised there, with its traceback as a note."""
     error: Any = None
-    if name == reference.ImpossibleOrder.__name__:
-        return reference.ImpossibleOrder(message)
     if data is not None:
         with contextlib.suppress(Exception):  # such as a class whose __init__ takes other arguments than Exception's
             error = cloudpickle.loads(data)

@@ -6,7 +6,7 @@ well, unless somebody makes it twice. It implements again what the engine docume
 
     model     made after torch.manual_seed(seed); converted to `dtype` as `convert` says; in the modes that it has
     step      value = loss(model(x), y); value.backward(); clip; update           x, y: the whole batch
-    dropout   nn.Dropout in training mode has other random numbers than torch's: see `Masks`; `replaced` lists these
+    dropout   nn.Dropout in training mode has other random numbers than torch's: see `Masks`
     draws     torch's generators are seeded before each layer, as the engine seeds them: see `Masks`, too
 
 What gives other numbers than one device (pipelines without flushes, parameter servers, Local SGD) is replayed from a
@@ -22,7 +22,6 @@ import hashlib
 import io
 import math
 import os
-import pickle
 import random
 import signal
 import sys
@@ -31,7 +30,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import zip_longest
 from multiprocessing.connection import Connection
@@ -42,8 +41,8 @@ import torch
 from torch import Tensor, nn
 
 Loss = Callable[[Any, Any], Any]
-Factory = Callable[[Any], torch.optim.Optimizer]
 Batches = Callable[[int], tuple[Any, Any]]
+Named = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -56,16 +55,14 @@ class Reference:
     buffers      after the last step, by name
     statistics   names of those buffers that are statistics of a batch (running mean and variance of norms in training
                  mode): training with a split batch cannot give the same ones
-    replaced     names of the modules whose random numbers were replaced by those that the engine draws
     seconds      of a step
     """
 
     losses: list[float]
-    gradients: list[dict[str, Tensor]]
-    parameters: dict[str, Tensor] = field(default_factory=dict, repr=False)
-    buffers: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    gradients: list[Named]
+    parameters: Named = field(default_factory=dict, repr=False)
+    buffers: Named = field(default_factory=dict, repr=False)
     statistics: tuple[str, ...] = ()
-    replaced: tuple[str, ...] = ()
     seconds: float = 0.0
 
 
@@ -87,16 +84,12 @@ def build(model: Any, seed: int, dtype: torch.dtype, evaluate: bool = False) -> 
 
 
 def convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give the numbers of a model this type, in place: floating ones become `dtype`, complex ones the complex type
-    whose parts are of `dtype`; integers and truth values stay. A model that mixes types is left as it is."""
+    """Give the numbers of a model this type, in place, as `number_type` says. A model that mixes types is left as it
+    is."""
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()] if t.is_floating_point() or t.is_complex()}
-    if len({_part_type(t.dtype) for t in tensors.values()}) > 1:
+    if len({t.real.dtype if t.is_complex() else t.dtype for t in tensors.values()}) > 1:
         return
-    complexes = {torch.float32: torch.complex64, torch.float64: torch.complex128}
-    made: dict[int, Tensor] = {}
-    for key, tensor in tensors.items():
-        target = complexes.get(dtype, tensor.dtype) if tensor.is_complex() else dtype
-        made[key] = tensor.detach().to(target)
+    made = {key: tensor.detach().to(number_type(tensor, dtype)) for key, tensor in tensors.items()}
     for parameter in model.parameters():
         if id(parameter) in made:
             parameter.data = made[id(parameter)]
@@ -106,10 +99,12 @@ def convert(model: nn.Module, dtype: torch.dtype) -> None:
                 module._buffers[name] = made[id(buffer)]
 
 
-def _part_type(dtype: torch.dtype) -> torch.dtype:
-    return {torch.complex64: torch.float32, torch.complex128: torch.float64, torch.complex32: torch.float16}.get(
-        dtype, dtype
-    )
+def number_type(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """The type for a tensor where floating numbers become `dtype`: complex ones become the complex type whose parts are
+    of `dtype`; integers and truth values stay."""
+    if tensor.is_complex():
+        return {torch.float32: torch.complex64, torch.float64: torch.complex128}.get(dtype, tensor.dtype)
+    return dtype if tensor.is_floating_point() else tensor.dtype
 
 
 class Masks:
@@ -128,10 +123,8 @@ class Masks:
 
     def __init__(self, model: nn.Module, seed: int) -> None:
         self.seed, self.step, self.row, self.rows = seed, 0, 0, 0
-        self.names: list[str] = []
         for name, module in model.named_modules():
             if type(module) is nn.Dropout and module.training and module.p > 0:
-                self.names.append(name)
                 module.forward = partial(self._drop, module, name)  # type: ignore[method-assign]
         layers = [layer for layer in model._modules.values() if layer is not None]
         self.numbers: dict[int, list[int]] = {}  # id of a module -> the numbers that it has as a layer
@@ -149,7 +142,10 @@ class Masks:
 
     def _enter(self, layer: nn.Module, given: Any) -> None:
         if self.inside == 0 and self.left[id(layer)]:  # (a layer that runs inside of another one is not seeded)
-            reseed(self.seed_of(self.left[id(layer)].pop(0)))
+            number = self.seed_of(self.left[id(layer)].pop(0))
+            torch.default_generator.manual_seed(number)
+            if torch.cuda.is_initialized():  # (torch.manual_seed would store a call for each kind of unused device)
+                torch.cuda.manual_seed_all(number)
         self.inside += 1
 
     def _leave(self, layer: nn.Module, given: Any, result: Any) -> None:
@@ -177,14 +173,6 @@ class Masks:
         return x * (kept.view(x.shape).to(x.device, x.dtype) / (1 - module.p))
 
 
-def reseed(number: int) -> None:
-    """As torch.manual_seed. For a kind of device that nobody has used that stores the call, and a stack with it, each
-    time; so here only the devices in use are seeded."""
-    torch.default_generator.manual_seed(number)
-    if torch.cuda.is_initialized():
-        torch.cuda.manual_seed_all(number)
-
-
 def _signed(number: int) -> int:
     number %= 1 << 64
     return number - (1 << 64) if number >> 63 else number
@@ -201,29 +189,25 @@ def _mix(numbers: Tensor) -> Tensor:
     return torch.bitwise_xor(numbers, _shift(numbers, 31))
 
 
-def statistics_of(model: nn.Module) -> list[str]:
+def statistics_of(model: nn.Module) -> tuple[str, ...]:
     """Names of the buffers that are statistics of a batch: those of norms that keep running ones in training mode."""
-    kinds = nn.modules.batchnorm._NormBase
-    return [
+    return tuple(
         f"{name}.{key}" if name else key
         for name, module in model.named_modules()
-        if isinstance(module, kinds) and module.training and module.track_running_stats
+        if isinstance(module, nn.modules.batchnorm._NormBase) and module.training and module.track_running_stats
         for key, _ in module.named_buffers(recurse=False)
-    ]
+    )
 
 
 # the data and the loss ------------------------------------------------------------------------------------------------
 
 
 def reader(data: Any, size: int, dtype: torch.dtype) -> Batches:
-    """step -> (x, y), the whole batch: of a data set, or always the same pair. Floating numbers become `dtype`, complex
-    ones the matching type. All are copies, since a layer or a loss may write into them."""
-    complexes = {torch.float32: torch.complex64, torch.float64: torch.complex128}
+    """step -> (x, y), the whole batch: of a data set, or always the same pair, of the types that `number_type` says.
+    All are copies, since a layer or a loss may write into them."""
 
     def cast(tensor: Tensor) -> Tensor:
-        if tensor.is_complex():
-            return tensor.to(complexes.get(dtype, tensor.dtype), copy=True)
-        return tensor.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+        return tensor.to(number_type(tensor, dtype), copy=True)
 
     def read(step: int) -> tuple[Any, Any]:
         x, y = data if isinstance(data, tuple) else data.batch(step, size)
@@ -239,10 +223,7 @@ def every_tensor(value: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Mapping):
         parts = {key: every_tensor(part, change) for key, part in value.items()}
         kind: Any = type(value)
-        if kind is dict:
-            return parts
-        by_field: bool = hasattr(kind, "__dataclass_fields__")
-        return kind(**parts) if by_field else kind(parts)
+        return kind(**parts) if hasattr(kind, "__dataclass_fields__") else kind(parts)
     if isinstance(value, (tuple, list)):
         found = [every_tensor(part, change) for part in value]
         return type(value)(*found) if hasattr(value, "_fields") else type(value)(found)
@@ -304,41 +285,53 @@ def weight_of(y: Any, loss: Loss) -> float:
 # the update -----------------------------------------------------------------------------------------------------------
 
 
-class How(NamedTuple):
-    """How the user's optimizer and scheduler are made.
+class Job(NamedTuple):
+    """What is trained, and how. The model is changed in place.
 
-    by_name     it is made of pairs (name, parameter), else of parameters
-    scheduler   makes a scheduler of it, which steps once after each update
-    saved       the scheduler's saved state (class, state, settings of the groups), used if it has the same class
-    states      the optimizer's saved states: name of a parameter -> state -> value
+    model            an nn.Module, such as `build` makes
+    batches          step -> (x, y), the whole batch, such as `reader` makes
+    clip             scale the gradient of every update down to this norm
+    first            the number of the first step
+    report           called with every step that is done
+    keep_gradients   of every update, as it was given to the optimizer
+    by_name          the optimizer is made of pairs (name, parameter), else of parameters
+    scheduler        makes a scheduler of it, which steps once after each update
+    schedule         the scheduler's saved state (class, state, settings of the groups), used if it has the same class
+    states           the optimizer's saved states: name of a parameter -> state -> value
     """
 
+    model: nn.Module
+    batches: Batches
+    loss: Loss
+    optimizer: Any
+    seed: int = 0
+    clip: float | None = None
+    first: int = 0
+    report: Callable[[int], None] = lambda step: None
+    keep_gradients: bool = True
     by_name: bool = False
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None
-    saved: Mapping[str, Any] | None = None
+    schedule: Mapping[str, Any] | None = None
     states: Mapping[str, Mapping[str, Any]] = {}
 
 
-PLAIN = How()
-
-
 class Update:
-    """The user's optimizer and scheduler of some parameters. late: their gradients are so many updates old."""
+    """The job's optimizer and scheduler of some parameters. late: their gradients are so many updates old."""
 
-    def __init__(self, optimizer: Any, how: How, named: Mapping[str, nn.Parameter], late: int | None = None) -> None:
-        self.optimizer: torch.optim.Optimizer = optimizer(list(named.items() if how.by_name else named.values()))
-        if late is not None and hasattr(optimizer, "slow"):  # (it has lower learning rates for late gradients)
-            optimizer.slow(self.optimizer, late)
-        self.scheduler = None if how.scheduler is None else how.scheduler(self.optimizer)
-        if how.saved is not None and self.scheduler is not None:
+    def __init__(self, job: Job, named: Mapping[str, nn.Parameter], late: int | None = None) -> None:
+        self.optimizer: torch.optim.Optimizer = job.optimizer(list(named.items() if job.by_name else named.values()))
+        if late is not None and hasattr(job.optimizer, "slow"):  # (it has lower learning rates for late gradients)
+            job.optimizer.slow(self.optimizer, late)
+        self.scheduler = None if job.scheduler is None else job.scheduler(self.optimizer)
+        if job.schedule is not None and self.scheduler is not None:
             kind = type(self.scheduler)
-            if how.saved["class"] == f"{kind.__module__}.{kind.__qualname__}":
-                for group, settings in zip(self.optimizer.param_groups, how.saved["settings"], strict=True):
+            if job.schedule["class"] == f"{kind.__module__}.{kind.__qualname__}":
+                for group, settings in zip(self.optimizer.param_groups, job.schedule["settings"], strict=True):
                     group.update(settings)
-                self.scheduler.load_state_dict(how.saved["state"])
-        for name in how.states.keys() & named.keys():
+                self.scheduler.load_state_dict(job.schedule["state"])
+        for name in job.states.keys() & named.keys():
             self.optimizer.state[named[name]] = {
-                key: value.clone() if isinstance(value, Tensor) else value for key, value in how.states[name].items()
+                key: value.clone() if isinstance(value, Tensor) else value for key, value in job.states[name].items()
             }
 
     def step(self) -> None:
@@ -354,78 +347,40 @@ class Update:
 # plain training -------------------------------------------------------------------------------------------------------
 
 
-def train_plainly(
-    model: nn.Module,
-    batches: Batches,
-    loss: Loss,
-    optimizer: Factory,
-    steps: int,
-    seed: int = 0,
-    keep_gradients: bool = True,
-    report: Callable[[int], None] = lambda step: None,
-    clip: float | None = None,
-    first: int = 0,
-    inference: bool = False,
-    how: How = PLAIN,
-) -> Reference:
-    """Train `model` for `steps` steps, as anyone would without minipar. The model is changed in place.
-
-    clip        scale gradients down to this norm; those that are kept are scaled
-    first       the number of the first step
-    inference   only compute the losses, and train nothing
-    """
-    masks = Masks(model, seed)
-    statistics = statistics_of(model)
+def train_plainly(job: Job, steps: int, inference: bool = False) -> Reference:
+    """Train for so many steps, as anyone would without minipar. inference: only compute the losses."""
+    model, masks = job.model, Masks(job.model, job.seed)
     names = {} if inference else {name: p for name, p in model.named_parameters() if p.requires_grad}
-    update = Update(optimizer, how, names) if names else None
+    update = Update(job, names) if names else None
     losses: list[float] = []
-    gradients: list[dict[str, Tensor]] = []
+    gradients: list[Named] = []
     start = time.perf_counter()
-    for step in range(first, first + steps):
-        x, y = batches(step)
+    for step in range(job.first, job.first + steps):
+        x, y = job.batches(step)
         masks.at(step, 0)
         with torch.set_grad_enabled(not inference):
-            value = mean_of(loss(model(x), y))
+            value = mean_of(job.loss(model(x), y))
         if names and value.requires_grad:  # (after a detach nothing is trained)
             value.backward()
-            if clip is not None:
-                torch.nn.utils.clip_grad_norm_(names.values(), clip)
+            if job.clip is not None:
+                torch.nn.utils.clip_grad_norm_(names.values(), job.clip)
         losses.append(value.item())
-        if keep_gradients:
-            gradients.append(
-                {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in names.items()}
-            )
+        gradients.append({name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in names.items()})
+        if not job.keep_gradients:
+            gradients.clear()
         if update:
             update.step()
-        report(step - first)
-    seconds = (time.perf_counter() - start) / steps
-    return replace(_result(losses, gradients, model, masks, statistics), seconds=seconds)
+        job.report(step - job.first)
+    return _result(job, losses, gradients, (time.perf_counter() - start) / steps)
 
 
-def _result(
-    losses: list[float],
-    gradients: list[dict[str, Tensor]],
-    model: nn.Module,
-    masks: Masks,
-    statistics: list[str],
-) -> Reference:
-    return Reference(
-        losses,
-        gradients,
-        {name: p.detach().clone() for name, p in model.named_parameters()},
-        {name: b.detach().clone() for name, b in model.named_buffers()},
-        tuple(statistics),
-        tuple(masks.names),
-    )
+def _result(job: Job, losses: list[float], gradients: list[Named], seconds: float = 0.0) -> Reference:
+    parameters = {name: p.detach().clone() for name, p in job.model.named_parameters()}
+    buffers = {name: b.detach().clone() for name, b in job.model.named_buffers()}
+    return Reference(losses, gradients, parameters, buffers, statistics_of(job.model), seconds)
 
 
 # the replay of a log --------------------------------------------------------------------------------------------------
-
-FORWARD, BACKWARD, UPDATE, DROP, AVERAGE = "forward", "backward", "update", "drop", "average"
-
-
-class ImpossibleOrder(Exception):
-    """A log is impossible: it uses something that does not exist."""
 
 
 class Entry(NamedTuple):
@@ -450,44 +405,6 @@ class Order(NamedTuple):
     served: bool = False
 
 
-def replay(
-    model: nn.Module,
-    batches: Batches,
-    loss: Loss,
-    optimizer: Factory,
-    order: Sequence[Any],
-    seed: int = 0,
-    keep_gradients: bool = True,
-    report: Callable[[int], None] = lambda step: None,
-    clip: float | None = None,
-    first: int = 0,
-    how: How = PLAIN,
-) -> Reference:
-    """Train by a log, entry by entry, and by nothing else. Every version of the parameters is a copy, and every forward
-    has leaves of its own. Raises ImpossibleOrder.
-
-    order   the fields of an `Order`
-    clip    scale the gradient of every update down to this norm
-    """
-    log = Order(*order)
-    log = log._replace(entries=[Entry(*entry) for entry in log.entries])
-    statistics = statistics_of(model)
-    run = _Replay(model, batches, loss, optimizer, log, seed, clip, first, how)
-    last = {(id(run.owner(e)), e.version): k for k, e in enumerate(log.entries)}  # when a version is used last
-    do = {FORWARD: run.forward, BACKWARD: run.backward, UPDATE: run.update, DROP: run.drop, AVERAGE: run.average}
-    for k, entry in enumerate(log.entries):
-        do[entry.what](entry)
-        versions, owner = run.owner(entry).versions, id(run.owner(entry))
-        for version in [v for v in versions if v != max(versions) and last.get((owner, v), -1) <= k]:
-            del versions[version]
-        if entry.what == FORWARD and entry.rank == 0 and (entry.microbatch + 1) % log.microbatches == 0:
-            report(entry.microbatch // log.microbatches)
-    run.use_buffers(0)
-    if log.every is None:  # (a mean is over the rows that came)
-        run.losses = [v * whole / came if came else v for v, (came, whole) in zip(run.losses, run.came, strict=True)]
-    return _result(run.losses, run.gradients if keep_gradients else [], model, run.masks, statistics)
-
-
 class _Owner:
     """Who updates parameters: a stage, or a replica that has its own.
 
@@ -501,8 +418,8 @@ class _Owner:
 
     def __init__(self, named: dict[str, nn.Parameter], update: Update | None) -> None:
         self.named, self.optimizer, self.whole, self.since = named, update, 0.0, 0.0
-        self.versions: dict[int, dict[str, Tensor]] = {}
-        self.sums: dict[int, dict[str, Tensor]] = {}
+        self.versions: dict[int, Named] = {}
+        self.sums: dict[int, Named] = {}
         self.weights: dict[int, float] = {}
         self.keep(0)
 
@@ -511,24 +428,19 @@ class _Owner:
         self.versions[version] = {name: p.detach().clone() for name, p in self.named.items()}
 
 
-class _Replay:
-    """The state of a replay. `outputs` and `arrived` are the values and gradients that ranks are given; they and the
-    graphs have keys (rank, micro-batch)."""
+class Replay:
+    """Training by a log, entry by entry, and by nothing else. Every version of the parameters is a copy, and every
+    forward has leaves of its own.
 
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: Batches,
-        loss: Loss,
-        optimizer: Factory,
-        log: Order,
-        seed: int,
-        clip: float | None,
-        first: int,
-        how: How,
-    ) -> None:
-        self.model, self.batches, self.loss, self.log, self.clip, self.first = model, batches, loss, log, clip, first
-        self.masks = Masks(model, seed)
+    order   an `Order`, or its fields
+
+    `outputs` and `arrived` are the values and gradients that ranks are given, by (rank, micro-batch).
+    """
+
+    def __init__(self, job: Job, order: Sequence[Any]) -> None:
+        log, model = Order(*order), job.model
+        self.job, self.masks = job, Masks(model, job.seed)
+        self.log = log = log._replace(entries=[Entry(*entry) for entry in log.entries])
         layers = [layer for layer in model._modules.values() if layer is not None]
         self.stages: list[nn.Module] = [nn.Sequential(*(layers[k] for k in held)) for held in log.layers] or [model]
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -541,17 +453,35 @@ class _Replay:
         for replica in range(log.replicas if log.local else 1):
             whole = copy.deepcopy(self.trained) if replica else self.trained
             for names, delay in zip_longest(self.names, log.delays):
-                update = Update(optimizer, how, whole, delay) if names else None  # (of the whole model, as it was made)
+                update = Update(job, whole, delay) if names else None  # (of the whole model, as it was made)
                 self.owners.append(_Owner({name: whole[name] for name in names.values()}, update))
         self.outputs: dict[tuple[int, int], Any] = {}
         self.arrived: dict[tuple[int, int], list[Tensor | None]] = {}
-        self.graphs: dict[tuple[int, int], tuple[Any, list[Tensor], dict[str, Tensor], float, float]] = {}
+        self.graphs: dict[tuple[int, int], tuple[Any, list[Tensor], Named, float, float]] = {}
         count = 1 + max((entry.microbatch for entry in log.entries), default=-1)
         self.losses = [0.0] * (-(-count // log.microbatches) if log.every is None else count)
         self.came = [(0.0, 0.0)] * len(self.losses)  # how much the rows of each loss weigh: those that came, and all
-        self.gradients: list[dict[str, Tensor]] = []
+        self.gradients: list[Named] = []
         self.buffers = {0: [module._buffers for module in model.modules()]}  # of each replica, which has its own
         self.began = copy.deepcopy(self.buffers[0])
+
+    def train(self) -> Reference:
+        """Do what the log says. ValueError if it uses what does not exist."""
+        log = self.log
+        last = {(id(self.owner(e)), e.version): k for k, e in enumerate(log.entries)}  # when a version is used last
+        for k, entry in enumerate(log.entries):
+            getattr(self, entry.what)(entry)
+            owner = self.owner(entry)
+            for version in [v for v in owner.versions if v != max(owner.versions)]:
+                if last.get((id(owner), version), -1) <= k:
+                    del owner.versions[version]
+            if entry.what == "forward" and entry.rank == 0 and (entry.microbatch + 1) % log.microbatches == 0:
+                self.job.report(entry.microbatch // log.microbatches)
+        self.use_buffers(0)
+        if log.every is None:  # (a mean is over the rows that came)
+            for k, (came, whole) in enumerate(self.came):
+                self.losses[k] *= whole / came if came else 1.0
+        return _result(self.job, self.losses, self.gradients if self.job.keep_gradients else [])
 
     def owner(self, entry: Entry) -> _Owner:
         return self.owners[entry.rank if self.log.local else entry.rank % len(self.stages)]
@@ -559,16 +489,16 @@ class _Replay:
     def use_buffers(self, replica: int) -> None:
         if replica not in self.buffers:
             self.buffers[replica] = copy.deepcopy(self.began)
-        for module, own in zip(self.model.modules(), self.buffers[replica], strict=True):
+        for module, own in zip(self.job.model.modules(), self.buffers[replica], strict=True):
             module._buffers = own
 
     def rows(self, entry: Entry) -> tuple[Any, Any, range, float, float]:
         """x, y and rows of a replica's micro-batch, how much these weigh, and how much all rows of the mean do."""
         m, every, replica = self.log.microbatches, self.log.every, entry.rank // len(self.stages)
-        x, y = self.batches(self.first + entry.microbatch // m)
+        x, y = self.job.batches(self.job.first + entry.microbatch // m)
         rows = split_evenly(row_count(x), m * self.log.replicas)[m * replica + entry.microbatch % m]
         target = rows_in(y, rows)
-        weight, whole = weight_of(target, self.loss), weight_of(y, self.loss)
+        weight, whole = weight_of(target, self.job.loss), weight_of(y, self.job.loss)
         if every is not None:  # micro-batches weigh alike
             weight, whole = float(weight != 0), float(every * self.log.replicas)
         return rows_in(x, rows), target, rows, weight, whole
@@ -590,13 +520,13 @@ class _Replay:
         if rows:
             self.use_buffers(entry.rank // len(self.stages))
             step = entry.microbatch // self.log.microbatches
-            self.masks.at(self.first + step, rows.start, self.log.layers[stage][0] if stage else 0, len(rows))
+            self.masks.at(self.job.first + step, rows.start, self.log.layers[stage][0] if stage else 0, len(rows))
             own = {name: leaves[whole_name] for name, whole_name in self.names[stage].items()}
             value = torch.func.functional_call(self.stages[stage], own, (value,))
             ends = _smooth(value)
             if stage == len(self.stages) - 1:
                 if weight:
-                    ends = [mean_of(self.loss(value, y)) * (weight / whole)]
+                    ends = [mean_of(self.job.loss(value, y)) * (weight / whole)]
                 else:
                     ends = [torch.stack([t.sum() for t in ends]).sum() * 0]
                 k = step if self.log.every is None else entry.microbatch
@@ -643,8 +573,8 @@ class _Replay:
                 whole / weight if mean and found and weight != whole else 1.0
             )  # (the mean is over the rows that came)
             p.grad = torch.stack(found).sum(0) * came if found else None
-        if self.clip is not None:
-            torch.nn.utils.clip_grad_norm_(owner.named.values(), self.clip)
+        if self.job.clip is not None:
+            torch.nn.utils.clip_grad_norm_(owner.named.values(), self.job.clip)
         if self.log.served:
             for sums in owner.sums.values():
                 self.gradients.append(_all_of(owner, sums))
@@ -652,7 +582,7 @@ class _Replay:
             self.gradients += [{} for _ in range(entry.version - len(self.gradients))]
             kept = self.gradients[entry.version - 1]
             for name, g in _all_of(owner, {n: p.grad for n, p in owner.named.items() if p.grad is not None}).items():
-                part = g * (weight / whole) if self.log.local else g.clone()
+                part = g * (weight / whole) if self.log.local and whole else g.clone()
                 kept[name] = kept[name] + part if name in kept else part
         if owner.optimizer is not None:
             owner.optimizer.step()
@@ -680,7 +610,7 @@ class _Replay:
 
 def _existing(found: Mapping[Any, Any], key: Any, entry: Entry) -> Any:
     if key not in found:
-        raise ImpossibleOrder(f"the order cannot be: {entry} uses what does not exist then")
+        raise ValueError(f"the order cannot be: {entry} uses what does not exist then")
     return found[key]
 
 
@@ -688,7 +618,7 @@ def _smooth(value: Any) -> list[Tensor]:
     return [t for t in tensors_in(value) if t.is_floating_point() or t.is_complex()]
 
 
-def _all_of(owner: _Owner, gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _all_of(owner: _Owner, gradients: Mapping[str, Tensor]) -> Named:
     """Gradients of all its parameters: zeros for those that have none."""
     return {name: gradients[name] if name in gradients else torch.zeros_like(p) for name, p in owner.named.items()}
 
@@ -735,43 +665,32 @@ def gradient_error(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) 
 
 # the process ----------------------------------------------------------------------------------------------------------
 # The driver sends jobs, one after another; each answer is any number of ("report", step), and then ("result", bytes) or
-# ("error", ...). Every message is a pickle of plain values; the user's objects and tensors are saved inside of it.
-
-
-def send(connection: Connection, message: Any) -> None:
-    """Write one message. OSError when the other end is gone."""
-    connection.send_bytes(pickle.dumps(message))
-
-
-def receive(connection: Connection) -> Any:
-    """Read one message. EOFError when the other end is gone."""
-    try:
-        return pickle.loads(connection.recv_bytes())
-    except OSError as error:
-        raise EOFError from error
+# ("error", ...). A message is of plain values; the user's objects and tensors are saved inside of it, as bytes.
 
 
 def run(task: Mapping[str, Any], report: Callable[[int], None] = lambda step: None) -> Reference:
     """Run one job.
 
-    model, data, batch, loss, optimizer, seed, dtype      as the user gave them
+    model, data, batch, dtype   as the user gave them
     evaluate    the model is put in evaluation mode
-    by_name, scheduler, schedule   as in `How`
-    saved       what a saved run had, or None
-    options     further arguments of `replay`, if they have an order, or of `train_plainly`
+    saved       parameters, buffers and states of a saved run, or None
+    work        arguments of `train_plainly`, or the fields of an `Order`
+    job         further fields of the `Job`
     """
-    model = build(task["model"], task["seed"], task["dtype"], task["evaluate"])
+    model = build(task["model"], task["job"]["seed"], task["dtype"], task["evaluate"])
+    states: Mapping[str, Any] = {}
+    if task["saved"] is not None:
+        go_on(task["saved"], model)
+        states = task["saved"]["states"]
     batches = reader(task["data"], task["batch"], task["dtype"])
-    saved = task["saved"] or {"parameters": {}, "buffers": {}, "states": {}}
-    go_on(saved, model)
-    options = dict(task["options"])
-    options["how"] = How(task["by_name"], task["scheduler"], task["schedule"], saved["states"])
-    train = replay if "order" in options else train_plainly
-    return train(model, batches, task["loss"], task["optimizer"], seed=task["seed"], report=report, **options)
+    job = Job(model=model, batches=batches, report=report, states=states, **task["job"])
+    if isinstance(task["work"], dict):
+        return train_plainly(job, **task["work"])
+    return Replay(job, task["work"]).train()
 
 
-def _answer(connection: Connection, job: Mapping[str, Any]) -> None:
-    """Do one job, and send its result or its error."""
+def _answer(connection: Connection, job: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Do one job; what is sent of its result or its error."""
     try:
         sys.path[:] = job["path"]
         os.chdir(job["folder"])
@@ -780,26 +699,18 @@ def _answer(connection: Connection, job: Mapping[str, Any]) -> None:
         torch.set_num_threads(job["threads"])
         random.seed(0)
         task = torch.load(io.BytesIO(job["task"]), map_location="cpu", weights_only=False)
-        found = run(task, lambda step: send(connection, ("report", step)))
-        data = io.BytesIO()
-        torch.save(vars(found), data)
-        send(connection, ("result", data.getvalue()))
-    except OSError as error:
-        if isinstance(error, ConnectionError):
-            raise
-        _tell(connection, error)
-    except Exception as error:
-        _tell(connection, error)
-    except SystemExit as error:
-        _tell(connection, RuntimeError(f"sys.exit({error.code!r}) was called; return instead"))
-
-
-def _tell(connection: Connection, error: Exception) -> None:
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    data: bytes | None = None
-    with suppress(Exception):  # (without it the driver still has the error's name and text)
-        data = cloudpickle.dumps(error)
-    send(connection, ("error", type(error).__name__, str(error), text, data))
+        found = run(task, lambda step: connection.send(("report", step)))
+        result = io.BytesIO()
+        torch.save(vars(found), result)
+        return "result", result.getvalue()
+    except (Exception, SystemExit) as error:
+        text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+        if isinstance(error, SystemExit):
+            error = RuntimeError(f"sys.exit({error.code!r}) was called; return instead")
+        data: bytes | None = None
+        with suppress(Exception):  # (without it the driver still has the error's name and text)
+            data = cloudpickle.dumps(error)
+        return "error", type(error).__name__, str(error), text, data
 
 
 def main(descriptor: int) -> None:
@@ -816,10 +727,10 @@ def main(descriptor: int) -> None:
     _thread.start_new_thread(watch, ())  # (threading's own start may wait for ever where memory is limited)
     connection = Connection(descriptor)
     gc.freeze()  # so that garbage collections after every job skip torch's own objects
-    send(connection, ("ready",))
-    with suppress(EOFError, ConnectionError):
+    connection.send(("ready",))
+    with suppress(EOFError, OSError):
         while True:
-            _answer(connection, receive(connection))
+            connection.send(_answer(connection, connection.recv()))
             gc.collect()
             gc.freeze()  # (also the modules that the job imported)
     os._exit(0)

@@ -165,7 +165,7 @@ def _run(
 
 def _replayed(job: Job, order: RecordedOrder, clip: float | None = None) -> Reference:
     """What plain torch makes of the recorded order."""
-    return run(plainly.task_of(job, {"order": plainly.plain_order(order), "clip": clip}))
+    return run(plainly.task_of(job, order, clip=clip))
 
 
 @cache
@@ -173,7 +173,7 @@ def _plain(name: str, steps: int, clip: float | None, inference: bool = False) -
     model, data = MODELS[name]
     job = Job(model, data, loss=_loss(name), optimizer=sgd, dtype=torch.float64, evaluate=inference)
     with torch.random.fork_rng(devices=[]):
-        return run(plainly.task_of(job, {"steps": steps, "clip": clip, "inference": inference}))
+        return run(plainly.task_of(job, steps, clip=clip, inference=inference))
 
 
 def tolerance(plan: Plan) -> float:

@@ -19,7 +19,7 @@ from minipar.models.parameter_groups import shape_of
 from minipar.program import COPIES, Op, repartitions, tier
 from minipar.program.shape import uniform
 from minipar.trace.recorded_order import order_of
-from minipar.training.plainly import replay
+from minipar.training.plainly import train_reference as replay
 from minipar.training.reference import gradient_error
 from minipar.training.training import Run, resume
 from tests.interpreters import RandomCosts

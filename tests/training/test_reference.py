@@ -43,7 +43,7 @@ def alone(request):
         helper.close()
         assert mark.exists()  # ranks of other helpers have their sockets there
         with pytest.raises(EOFError):
-            reference.receive(process.control)
+            process.control.recv()
         assert not process.alive  # though nobody is left who could tell its status
     process.end()
 
@@ -94,11 +94,10 @@ def job(model, **more) -> Job:
 
 
 def test_the_process_imports_nothing_of_the_engine(alone):
-    task = plainly.task_of(job(NOTEBOOK["clean_model"]), {"steps": 2})
+    task = plainly.task_of(job(NOTEBOOK["clean_model"]), 2)
     found = alone.ask(task, 1, lambda step: None)
     assert len(found.losses) == 2
-    assert found.replaced == ("1",)
-    model = plainly.task_of(job(partial(toy, ("linear",))), {"steps": 1})
+    model = plainly.task_of(job(partial(toy, ("linear",))), 1)
     alone.ask(model, 1, lambda step: None)  # of a module that it can import
 
 
@@ -106,12 +105,12 @@ def test_no_optimizer_imports_torchs_compiler(alone):
     for optimizer in (torch.optim.SGD, torch.optim.AdamW):
         recipe = partial(optimizer, lr=0.1)
         for name in ("clean_model", "light_model"):  # the second job finds what the first one imported
-            alone.ask(plainly.task_of(job(NOTEBOOK[name], optimizer=recipe), {"steps": 2}), 1, lambda step: None)
+            alone.ask(plainly.task_of(job(NOTEBOOK[name], optimizer=recipe), 2), 1, lambda step: None)
 
 
 def test_every_step_is_reported(alone):
     told: list[int] = []
-    alone.ask(plainly.task_of(job(NOTEBOOK["clean_model"]), {"steps": 3}), 1, told.append)
+    alone.ask(plainly.task_of(job(NOTEBOOK["clean_model"]), 3), 1, told.append)
     assert told == [0, 1, 2]
 
 
@@ -169,7 +168,7 @@ def test_masks_are_those_of_the_engine(shape, p):
 
 def test_what_looks_at_the_same_memory_still_does_there(alone):
     base = torch.zeros(4)
-    task = plainly.task_of(Job(NOTEBOOK["clean_model"], (base[:2], base[2:])), {"steps": 1})
+    task = plainly.task_of(Job(NOTEBOOK["clean_model"], (base[:2], base[2:])), 1)
     found = torch.load(io.BytesIO(plainly._pickled(task)), weights_only=False)["data"]
     assert found[0].untyped_storage().data_ptr() == found[1].untyped_storage().data_ptr()
     assert found[1].storage_offset() == 2
