@@ -234,7 +234,7 @@ class Plain:
         stdin, self._life = os.pipe()  # when it closes, the process knows that the driver has ended
         self.process: launch.Process
         try:
-            self.process, self.control = launch.take_spare(reference.__file__, stdin) or _interpreter(stdin)
+            self.process, self.control = launch.run_forked(reference.__file__, stdin) or _interpreter(stdin)
         except BaseException:
             os.close(self._life)
             raise
@@ -298,7 +298,7 @@ def _interpreter(stdin: int) -> tuple[launch.Process, socket.socket]:
             pass_fds=(theirs.fileno(),),
             stdin=stdin,
             start_new_session=True,  # the notebook's stop button signals the kernel's whole group
-            env=launch.child_environment(),
+            env=launch.environment(launch.settings_of_glibc()),
         )
     except BaseException:
         ours.close()

@@ -319,7 +319,7 @@ def test_signals_go_by_the_parent_which_knows_its_children(clusters: Clusters) -
     process = cluster._members.ranks[0].process
     other = subprocess.Popen(["sleep", "60"])
     try:
-        members.launch.Forked(process._zygote, other.pid).signal(signal.SIGKILL)  # no child of the helper any more
+        members.launch.Forked(process.zygote, other.pid).signal(signal.SIGKILL)  # no child of the helper any more
         assert cluster.run(int) == [0]
         assert other.poll() is None
     finally:

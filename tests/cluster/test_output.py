@@ -30,6 +30,8 @@ class Pipes:
         self.output = Output()
         self.output.begin(range(ranks))
         pairs = [os.pipe() for _ in range(ranks)]
+        for read, _ in pairs:
+            os.set_blocking(read, False)
         self.ends = [write for _, write in pairs]
         self.printers = [Printer(rank, read, self.output) for rank, (read, _) in enumerate(pairs)]
 
@@ -101,13 +103,13 @@ def test_a_line_of_some_ranks_names_them(slow: None, capsys: Capture) -> None:
 def test_a_line_is_not_held_for_long(capsys: Capture) -> None:
     pipes = Pipes(2)
     pipes.write(0, "alone\n")
-    wait = pipes.output.wait()
+    wait = pipes.output.show()
     assert wait is not None
     assert 0 <= wait <= 0.05
     time.sleep(wait)
     pipes.output.show()
     assert capsys.readouterr().out == "[rank 0] alone\n"
-    assert pipes.output.wait() is None
+    assert pipes.output.show() is None
     pipes.output.begin([1])
     pipes.write(1, "nobody to wait for\n")
     assert capsys.readouterr().out == "[rank 1] nobody to wait for\n"
