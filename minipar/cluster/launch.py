@@ -65,7 +65,7 @@ class Zygote:
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # the notebook's stop button signals the kernel's whole group
             # Without this, asking whether there is a GPU would make CUDA unusable in every process forked later.
-            env={**environment(settings), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+            env={**child_environment(settings), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         )
         theirs.close()
         try:
@@ -249,7 +249,7 @@ def spawn(control: int, out: int, err: int, settings: str) -> Spawned:
             stdout=out,
             stderr=err,
             start_new_session=True,
-            env=environment(settings),
+            env=child_environment(settings),
         )
     except BaseException:
         os.close(ours)
@@ -312,9 +312,9 @@ def settings_of_glibc(keep_freed_memory: bool = True) -> str:
     return ":".join(filter(None, [*ours, os.environ.get("GLIBC_TUNABLES", "")]))
 
 
-def environment(settings: str) -> dict[str, str]:
-    """The driver's environment, with these settings of glibc."""
-    return {**os.environ, "GLIBC_TUNABLES": settings}
+def child_environment(settings: str | None = None) -> dict[str, str]:
+    """The driver's environment, with these settings of glibc; default: the usual ones."""
+    return {**os.environ, "GLIBC_TUNABLES": settings_of_glibc() if settings is None else settings}
 
 
 # The keys have the pid, since a process that the driver forked must neither use nor close the driver's helpers, and

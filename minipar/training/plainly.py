@@ -298,7 +298,7 @@ def _interpreter(stdin: int) -> tuple[launch.Process, socket.socket]:
             pass_fds=(theirs.fileno(),),
             stdin=stdin,
             start_new_session=True,  # the notebook's stop button signals the kernel's whole group
-            env=launch.environment(launch.settings_of_glibc()),
+            env=launch.child_environment(),
         )
     except BaseException:
         ours.close()

@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from minipar.cluster import Cluster, worker
-from minipar.cluster.launch import child_environment, interpreter
+from minipar.cluster.launch import interpreter
+from minipar.cluster.launch import settings_of_glibc as usual_settings
 from minipar.comm import communicator
 from minipar.errors import RankDied
 
@@ -242,10 +243,10 @@ def test_ranks_keep_freed_memory_or_are_plain(start: str, keep: bool) -> None:
 
 def test_a_user_s_settings_of_glibc_come_last_and_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=7")
-    found = child_environment()["GLIBC_TUNABLES"]
+    found = usual_settings()
     assert found.startswith("glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:")
     assert found.endswith("tcache_count=0:glibc.malloc.tcache_count=7")
-    assert child_environment(False)["GLIBC_TUNABLES"] == "glibc.malloc.tcache_count=7"
+    assert usual_settings(False) == "glibc.malloc.tcache_count=7"
 
 
 def poisoned() -> bool:
