@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import socket
@@ -189,7 +190,8 @@ class Cluster(Calling):
         members = self._members
         self._run += 1
         heard = Round(self._run, frozenset(active), call.callback, revivals=call.revivals, show=call.show)
-        watch = Watchdog(self._patience, local=self.carrier == "local", tended=call.tended)
+        patience = math.inf if self._patience is None else self._patience
+        watch = Watchdog(patience, local=self.carrier == "local", tended=call.tended)
         try:
             for death in members.heal():
                 warnings.warn(f"{death.line}; it starts anew, without its state", RuntimeWarning, stacklevel=5)
