@@ -38,7 +38,7 @@ def test_a_cluster_has_everything() -> None:
     assert {name for name in NAMES if hasattr(Cluster, name)} == NAMES
 
 
-@pytest.mark.parametrize("plan", ["dp=2 microbatches=2", "pp=2 microbatches=2 schedule=1f1b"])
+@pytest.mark.parametrize("plan", ["pp=2 microbatches=2 schedule=1f1b"])
 def test_training_needs_only_what_the_protocol_has(clusters: Clusters, plan: str) -> None:
     ranks = Passing(clusters(2))
     model = partial(models.mlp, (8, 6, 10))
