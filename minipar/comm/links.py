@@ -5,8 +5,8 @@ shorter. So a receiver must know shape and dtype beforehand:
 
     first time a layer's output of n rows crosses a link     header (structure, shapes, dtypes) | data
     afterwards                                               data
-    when its form has changed (a longer sequence)            header | data, where waiting reads the messages (a `Reader`
-                                                             of transport/); elsewhere an error
+    when its form has changed (a longer sequence)            header | data, where waiting reads the messages (through
+                                                             sockets.py); elsewhere an error
     several tensors in one value, or values in one SEND      one message, if they are short (packing.py)
     gradients                                                like the output that was sent, without a header
     gradients where ranks share layers                       like outputs, with a header: they may cross a link in
