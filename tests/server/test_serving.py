@@ -25,6 +25,8 @@ from minipar.models.parameter_groups import shape_of
 from minipar.prediction.emulated import EmulatedCosts
 from minipar.program import Op
 from minipar.server.serving import execute_served
+from minipar.trace.recorded_order import served_order
+from minipar.training.plainly import replay
 from tests.toys import rows, toy
 
 pytestmark = pytest.mark.many(6)
