@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from minipar.costs.measured import Profile
 from minipar.costs.protocol import Costs
-from minipar.costs.recomputation import LayerCosts
+from minipar.costs.recomputation import LayerCosts, Move
 from minipar.errors import PlanError
 from minipar.program import (
     Action,
@@ -110,8 +110,11 @@ def program_of(
     together = steps if plan.asynchronous else 1  # steps in one draft
     actions = [plan.actions(rank, together, len(mine)) for rank, mine in enumerate(layout.placement)]
     _check(plan, layout, actions)
-    seconds = _seconds(plan, shape, layout, costs, costs_of)
-    moves = segments.schedules(plan.checkpoint, layout, actions, costs, slices=plan.slice_count)
+    timed = plan.bucket == "auto" or plan.overlap == "priority"  # (a pass needs the times of instructions)
+    seconds = _seconds(plan, shape, layout, costs, costs_of) if timed else ()
+    moves: list[tuple[Move, ...]] = [()] * len(layout.split)
+    if plan.checkpoint not in ("none", "selective"):
+        moves = segments.schedules(plan.checkpoint, layout, actions, costs, slices=plan.slice_count)
     passes = passes_of(plan)
     bucket = plan.messages
     if isinstance(bucket, tuple) and shape.nodes:  # a layer's gradient is complete with that of its first node
@@ -172,9 +175,7 @@ def _seconds(
     costs: LayerCosts | Profile | None,
     costs_of: Callable[[Program], Costs] | None,
 ) -> list[Seconds]:
-    """For each rank of the pipeline, the times of its instructions, if a pass of the plan needs them; otherwise []."""
-    if not (plan.bucket == "auto" or plan.overlap == "priority"):
-        return []
+    """For each rank of the pipeline, the times of its instructions."""
     if costs_of is None:
         return [_guess(layout)] * plan.pp
     known = costs_of(program_of(replace(plan, bucket="none", overlap="backward"), shape, layout, 1, costs))
