@@ -38,7 +38,7 @@ from minipar.models.network import edges_of
 from minipar.models.parameter_groups import shape_of
 from minipar.program.mesh import Mesh
 from minipar.strategies import schedules
-from minipar.training.training import annotations_of
+from minipar.training.training import annotations_of, train
 from tests.comparing import captured
 from tests.fuzz import oracle
 
@@ -90,13 +90,19 @@ BASES = (
 )  # fmt: skip
 Choice = tuple[str, str]  # a key and its value
 
-SMALL: dict[str, Any] = {"layers": LAYERS - 2, "width": 8, "heads": 2, "context": 8, "vocab": 16, "fused": False}
+Sizes = dict[str, int]
+SMALL = {"layers": LAYERS - 2, "width": 8, "heads": 2, "context": 8, "vocab": 16}
+LARGER = {"layers": LAYERS - 2, "width": 32, "heads": 2, "context": 16, "vocab": 64}  # of which memory is measured
 
 
-def frozen() -> nn.Sequential:
+def gpt(sizes: Sizes, **more: Any) -> nn.Sequential:
+    return models.gpt(fused=False, **sizes, **more)
+
+
+def frozen(sizes: Sizes) -> nn.Sequential:
     """A GPT with a layer of which half does not train, one that does not train at all, and a parameter that nobody
     uses."""
-    model = models.gpt(**SMALL)
+    model = gpt(sizes)
     for name, parameter in model.named_parameters():
         if name.startswith("2.") or (name.startswith("3.") and "bias" in name):
             parameter.requires_grad_(False)
@@ -104,18 +110,17 @@ def frozen() -> nn.Sequential:
     return model
 
 
-def mixture(balance: bool) -> nn.Sequential:
-    sizes = {key: value for key, value in SMALL.items() if key != "fused"}
+def mixture(sizes: Sizes, balance: bool = True) -> nn.Sequential:
     return models.mixture(experts=2, capacity=None, balance=balance, **sizes)
 
 
-MODELS: dict[str, Callable[[], nn.Sequential]] = {
-    "gpt": partial(models.gpt, **SMALL),
-    "dropout": partial(models.gpt, dropout=0.1, **SMALL),
-    "tied": partial(models.gpt, tied=True, **SMALL),
+MODELS: dict[str, Callable[[Sizes], nn.Sequential]] = {
+    "gpt": gpt,
+    "dropout": partial(gpt, dropout=0.1),
+    "tied": partial(gpt, tied=True),
     "frozen": frozen,
-    "mixture": partial(mixture, True),
-    "mixture in slices": partial(mixture, False),
+    "mixture": mixture,
+    "mixture in slices": partial(mixture, balance=False),
 }
 
 
@@ -162,11 +167,11 @@ def _uneven(stages: int) -> str:
 
 
 @cache
-def data(experts: bool) -> tuple[Tensor, Tensor]:
+def data(experts: bool, tokens: int = SMALL["context"], vocab: int = SMALL["vocab"]) -> tuple[Tensor, Tensor]:
     """Sequences and what follows each of their tokens; some targets do not count."""
     rows = 64 if experts else 18  # (ranks with experts have equal parts of a micro-batch)
     generator = torch.Generator().manual_seed(rows)
-    x, y = (torch.randint(16, (rows, 8), generator=generator) for _ in range(2))
+    x, y = (torch.randint(vocab, (rows, tokens), generator=generator) for _ in range(2))
     y[0, :4] = -100
     return x, y
 
@@ -180,7 +185,7 @@ def plain(model: str, clip: float | None) -> oracle.Result:
     """What plain torch makes of a model."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made = MODELS[model]().double()
+        made = MODELS[model](SMALL).double()
     where = {"seed": 0, "step": 0, "row": 0}
     oracle.draw_by_row(made, where)
     result, named = oracle.Result(), {name: p for name, p in made.named_parameters() if p.requires_grad}
@@ -219,10 +224,8 @@ def _train(
     wide: Wide, steps: int, ranks: Callable[[int], Ranks], resume: str | None, save: str, result: oracle.Result
 ) -> None:
     plan = wide.plan
-    job = Job(
-        MODELS[wide.model], data(plan.ep > 1), loss=loss_of(wide.model), optimizer=partial(torch.optim.SGD, lr=0.2),
-        dtype=torch.float64,
-    )  # fmt: skip
+    model, optimizer = partial(MODELS[wide.model], SMALL), partial(torch.optim.SGD, lr=0.2)
+    job = Job(model, data(plan.ep > 1), loss=loss_of(wide.model), optimizer=optimizer, dtype=torch.float64)
     built = job.build()
     if plan.sharing > 1:
         job = captured(replace(job, annotations=annotations_of(plan)), plan.sharing, plan.cut, ranks(plan.ranks))
@@ -265,6 +268,20 @@ def differs(words: str, ranks: Callable[[int], Ranks]) -> str:
             if not error <= bounds["gradient"]:
                 return f"{what}: {name} differs by {error:.1e}"
     return ""
+
+
+def memory_error(words: str, ranks: Callable[[int], Ranks]) -> float:
+    """How far the predicted peak of memory is from the measured one, on the rank where it is furthest."""
+    wide = read(words)
+    model, given = partial(MODELS[wide.model], LARGER), data(wide.plan.ep > 1, LARGER["context"], LARGER["vocab"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        done = train(
+            model, given, wide.plan, cluster=ranks(wide.plan.ranks), batch=len(given[0]), steps=4, memory=True,
+            loss=loss_of(wide.model), optimizer=partial(torch.optim.Adam, lr=1e-3), progress=False,
+        )  # fmt: skip
+    both = zip(done.predicted.series, done.trace.series, strict=True)
+    return max(abs(a.peak().bytes / b.peak().bytes - 1) for a, b in both)
 
 
 # the plans ------------------------------------------------------------------------------------------------------------

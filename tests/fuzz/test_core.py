@@ -15,6 +15,12 @@ def test_a_plan_equals_plain_torch(clusters, words: str) -> None:
     assert core.differs(words, clusters) == ""
 
 
+@pytest.mark.many(max(1, len(PLANS) // 6))
+@pytest.mark.parametrize("words", PLANS)
+def test_its_memory_is_as_predicted(clusters, words: str) -> None:
+    assert core.memory_error(words, clusters) <= 0.01
+
+
 @pytest.mark.parametrize("mistake", seeded.MISTAKES)
 def test_a_mistake_in_the_engine_is_seen(clusters, mistake: str) -> None:
     words, _ = seeded.MISTAKES[mistake]
