@@ -43,7 +43,7 @@ from tests.comparing import captured
 from tests.fuzz import oracle
 
 PLANS = Path(__file__).with_name("core_plans.txt")
-STEPS, LAYERS = 3, 9
+STEPS, LAYERS = 2, 9
 BOUND = 1e-10
 SHORT = {"loss": 0.03, "gradient": 0.25}  # of layers that compute in bfloat16: no term is missing, and none is doubled
 # The first two are no keys of a plan: what is trained, and whether the last step is that of a run which was saved.
