@@ -399,7 +399,7 @@ class Executor:
             self.device.ended(joined, index)
         for other in self.instructions[index].writes:
             self.pending.pop(other, None)
-        if self.watch is not None and repartitions(self.instructions[index]):
+        if self.watch is not None and repartitions(self.instructions[index]) and value in self.live:
             self.watch.received(self.live[value])
         self.ends[index] = self.ends[index] or self.streams.mark()
 
