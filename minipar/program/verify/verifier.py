@@ -416,8 +416,8 @@ def _check_state_work(
     else:
         _check_slices(program, rank, index, own)
     if op is Op.REDUCE_SCATTER and (piece_of(ins) is not None or program.compress != "none"):
-        reason = f"{at(program, rank, index)}: slices are summed whole, as they are; possible are one part that begins at -1, and"
-        raise refuse(program, rank, index, f"{reason} compress=none")
+        reason = "slices are summed whole, as they are; possible are one part that begins at -1, and compress=none"
+        raise refuse(program, rank, index, f"{at(program, rank, index)}: {reason}")
     written = {value[:2] for value in (_on_host(program, rank, index)[1] if ins.stream == "host" else ins.writes)}
     lacking = made - written - ({("norm", 0)} if op is Op.STEP else set())
     if lacking:
