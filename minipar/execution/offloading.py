@@ -137,6 +137,7 @@ class Offloading:
         self.under_way: list[tuple[Instruction, TierCopy]] = []
         self.failed: StoreError | None = None
         self._to_host: dict[Value, Copy] = {}  # copies on streams that the host has not waited for
+        self._stays: set[Value] = set()  # what could not be copied away
         self._away: set[int] = set()  # groups whose parameters are not on the device between steps
         copies = [ins for ins in program.ranks[rank] if ins.op in COPIES]
         if copies:
@@ -156,7 +157,6 @@ class Offloading:
         """Move everything to where it is kept between steps. `held`: what this rank has then."""
         self.device = self.state.comm.device
         self.held = frozenset(value for value in held if value.index not in self.state.at_home)  # (those never move)
-        self._stays: set[Value] = set()  # what could not be copied away
         self._unwritten: dict[Value, Any] = {}  # contents that are on their way
         self._fixed: dict[int, list[Tensor]] = {}  # the host's copies of frozen parameters
         self._away = {g for ins in copies if ins.op is Op.FETCH for g in ins.layers if self._is_away(ins.writes[0])}
