@@ -114,8 +114,6 @@ def schedules(
         for c, stage in enumerate(layout.placement[rank]):
             flying[stage] = max(flying[stage], in_flight(action for action in chosen if action.chunk == c))
     budget = budget_of(choice)
-    if budget is not None and layout.shape.edges:
-        return [()] * count  # (the pass itself finds them: `branch_budget.py`)
     if budget is not None and costs is not None:
         waiting = [0] * count
         for rank, chosen in enumerate(actions):

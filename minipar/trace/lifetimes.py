@@ -131,7 +131,10 @@ def lifetimes(trace: Trace, rank: int) -> Curve:
     if not found:
         return Curve([], [], {name: [] for name in ALL_KINDS})
     values, starts, ends, sizes, held = zip(*found, strict=True)
-    freed = [_size(trace, rank, v) if had and end is not None else size for v, _, end, size, had in found]
+    freed = [
+        trace.size(rank, grad(v.index) if version_of(v) >= 0 else v) if had and end is not None else size
+        for v, _, end, size, had in found
+    ]
     codes = [CODES[KINDS[value[0]]] for value in values]
     # each life makes two changes: their time, whether they allocate, by how much, of which kind
     time, change = np.array((starts, ends), float).T.ravel(), np.array((sizes, freed), float).T.ravel()

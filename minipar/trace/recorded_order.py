@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from minipar.errors import PlanError
@@ -59,28 +58,24 @@ class RecordedOrder(NamedTuple):
         )
 
 
-def order_of(program: Program, nodes: Sequence[int] = ()) -> RecordedOrder:
+def order_of(program: Program) -> RecordedOrder:
     """The order that a program states. For a run that decided, use `Execution.program` or `Trace.program`.
 
-    Of ranks that share layers it is the order of the first one: the others do the same with their parts. Of replicas
-    it is that of the first one, too.
-
-    nodes   where layers are cut into nodes, how many each of them has (`Shape.nodes`); (): each is one
+    Of replicas it is the order of the first one.
 
     Errors: PlanError for a synchronous program, and for one whose ranks have not decided yet."""
     if not isinstance(program.contract, Staleness) or program.in_flight is not None:
         raise PlanError(
             f"program {program.name!r}: has no recorded order; possible is an asynchronous one that has run"
         )
-    own = tuple(layer for layer, count in enumerate(nodes) for _ in range(count)) or range(program.layers)
-    chosen = [rank for rank in range(program.workers) if program.shard(rank) == 0]
+    chosen = range(program.workers)
     first = [rank for rank in chosen if program.replica(rank) == 0]
     orders = {rank: _of_rank(program, rank) for rank in dict.fromkeys(map(program.representatives.__getitem__, chosen))}
     for k, rank in enumerate(chosen):
         if orders[program.representatives[rank]] != orders[first[k % len(first)]]:
             raise PlanError(f"program {program.name!r}: rank {rank} does not do what its replicas do, in their order")
     delays = tuple(delay(program, rank) for rank in first)
-    layers = tuple(tuple(dict.fromkeys(own[node] for node in program.placement[rank])) for rank in first)
+    layers = tuple(program.placement[rank] for rank in first)
     found = tuple(orders[rank] for rank in first)
     every, local = program.contract.every, program.local_steps
     return RecordedOrder(found, layers, program.microbatches, every, delays, program.replicas, local)

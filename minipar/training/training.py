@@ -363,7 +363,6 @@ def train(
             with advising(plan, job.batch, measure):
                 return _train_served(
                     plan, made, job, ranks, predicted, reference, check, bar, watch, storing, saved, memory,
-                    facts.shape.nodes,
                 )  # fmt: skip
         with bar(total=steps, desc=str(plan)) as meter, advising(plan, job.batch, measure):
 
@@ -403,7 +402,7 @@ def train(
                     report=lambda k: meter.update(),
                 )
                 if plan.asynchronous:
-                    plain = ask(order_of(done.program, facts.shape.nodes))
+                    plain = ask(order_of(done.program))
                 else:
                     plain = ask(steps, clip=plan.clip, inference=plan.inference, replicas=local)
                     plain_time = plain.seconds
@@ -446,7 +445,6 @@ def _train_served(
     storing: keeping.Storing,
     saved: plainly.Saved,
     memory: bool,
-    nodes: tuple[int, ...],
 ) -> Run:
     """The rest of `train` with parameter servers."""
     slow, pacing = None, None
@@ -463,7 +461,7 @@ def _train_served(
     plain: Reference | None = None
     plain_time: float | None = None
     if (reference or check) and plan.asynchronous:
-        order = order_of(done.program, nodes)
+        order = order_of(done.program)
         replay = plainly.replay_order
         if plan.mode != "sync":
             replay = partial(plainly.replay_stages, rows=service.order)

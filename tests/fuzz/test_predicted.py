@@ -28,7 +28,6 @@ LONG = pytest.mark.extra("::test_memory_is_as_predicted")  # (of 10 and 20 secon
         # the shard that a rank reads of a tensor that it has whole
         pytest.param("microbatches=4 context_parallel=2 ep=2", marks=LONG),
         # versions that are pulled to the host
-        "sync=ps schedule=pipedream microbatches=2 offload=parameters",
     ],
 )
 def test_memory_is_as_predicted(clusters, words: str) -> None:

@@ -78,7 +78,6 @@ PLANS = (
     "tp=2 dp=2 zero=1 clip=0.1 bucket=none",
     "tp=2 dp=2 zero=2 microbatches=2 reduce=step",
     "tp=2 dp=2 zero=3 checkpoint=2 microbatches=2 clip=0.1",
-    "tp=2 dp=2 overlap=priority bucket=0.0005",
     "tp=2 dp=2 algorithm=ring microbatches=2",
     "tp=2 pp=2 microbatches=3",
     "tp=2 pp=2 microbatches=4 schedule=zb-h1 checkpoint=2",
