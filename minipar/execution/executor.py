@@ -489,20 +489,8 @@ class Executor:
                     for p, grad in self.state.gradients([g]):
                         name = self.names[id(p)]
                         own = grad * share if isinstance(grad, Tensor) and share != 1 else grad
-                        if self._has_another(g):
-                            continue
                         kept[name] = Shard(self.cuts[name], own) if name in self.cuts else own
         self.state.step(ins)
-
-    def _has_another(self, group: int) -> bool:
-        """Whether an earlier rank of the same replica brings the same gradient, where those of replicas that train
-        alone are added."""
-        program, rank = self.program, self.comm.rank
-        if not program.local_steps:
-            return False
-        before = range(program.replica(rank) * (program.workers // program.replicas), rank)
-        alike = [r for r in before if program.part(r, group, "S") == program.part(rank, group, "S")]
-        return any(home(v).kind == "param" and v.index == group for r in alike for v in program.state[r])
 
     def size(self, value: Value) -> int:
         """Bytes of a value on this rank, as they were measured."""

@@ -401,7 +401,7 @@ class Walk:
 
     def _compresses(self, ins: Instruction) -> bool:
         """Whether this is a compressed sum of gradients."""
-        return ins.op is Op.ALL_REDUCE and home(ins.reads[0]).kind == "grad" and self.program.compress != "none"
+        return ins.op is Op.ALL_REDUCE and ins.reads[0].kind == "grad" and self.program.compress != "none"
 
     def compressed(self, ins: Instruction) -> None:
         """A compressed sum of gradients, as `comm.compression` computes it."""

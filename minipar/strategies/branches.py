@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 from minipar.errors import PlanError
 from minipar.program import Action, Forward
 from minipar.program import edges as graphs
+from minipar.strategies import segments
 from minipar.wording import several
 
 if TYPE_CHECKING:
@@ -79,6 +80,11 @@ def check_shape(plan: Plan, shape: Shape) -> None:
     if plan.asynchronous or plan.slice_count > 1:
         raise PlanError(
             f"schedule={plan.schedule}: is for chains, not {why}; possible is one of rows that flushes, such as 1f1b"
+        )
+    if segments.budget_of(plan.checkpoint) is not None:
+        raise PlanError(
+            f"checkpoint={plan.checkpoint}: a budget is for chains, not {why} (not built); possible are "
+            "checkpoint=sqrt, K and layers such as 3,7,11"
         )
 
 

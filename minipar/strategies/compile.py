@@ -66,8 +66,7 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
     updates = trains and not served  # a rank updates what it holds
     flushed = updates and not plan.asynchronous  # and does so once a step
     several = plan.dp * (1 if plan.asynchronous else plan.pp) > 1  # (tied layers may be on two ranks)
-    pieces = late and several  # go by priority; sums of ranks that share layers alone do not
-    alone = plan.local_steps > 0 and plan.pp == 1  # nothing is summed
+    pieces = late and several  # go by priority
     table = (
         ("layers", layers.expand_layers, True),
         ("bucket", data_parallel.choose_size, trains and plan.messages == "auto" and not pieces),
@@ -77,7 +76,7 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
         ("zero", zero.shard, updates and plan.zero > 0 and (plan.dp > 1 or (plan.pp > 1 and plan.copies))),
         ("piece", priority.choose_piece, flushed and several and late and plan.messages == "auto"),
         ("priority", priority.sum_by_priority, flushed and several and late),
-        ("data_parallel", data_parallel.sum_gradients, updates and several and not late and not alone),
+        ("data_parallel", data_parallel.sum_gradients, updates and several and not (late or plan.local_steps)),
         ("compress", compress.compress, updates and plan.compress != "none"),
         ("forms", forms.change_forms, plan.sharing > 1),
         ("parts", forms.sum_parts, updates and plan.sharing > 1),
@@ -120,7 +119,6 @@ def program_of(
     if isinstance(bucket, tuple) and shape.nodes:  # a layer's gradient is complete with that of its first node
         bucket = tuple(shape.firsts[layer] for layer in bucket)
     draft = Draft(plan, layout, -1, (), steps=steps, actions=actions, moves=moves, bucket=bucket, seconds=seconds)
-    draft = replace(draft, costs=LayerCosts.of(costs) if isinstance(costs, Profile) else costs)
     rows: list[list[Instruction]] = [[] for _ in range(plan.ranks - layout.mesh.size + plan.pp)]
     for _ in range(0, steps, together):
         draft = draft.following()

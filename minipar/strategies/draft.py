@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from minipar.costs.recomputation import LayerCosts, Move
+from minipar.costs.recomputation import Move
 from minipar.errors import PlanError
 from minipar.program import Action, Instruction, Value
 from minipar.strategies.buckets import Bucket
@@ -62,7 +62,6 @@ class Draft:
     steps    the number of steps in the program
     actions  for each rank: the actions that its schedule yields
     moves    for each stage: which of its layers run forward again, as `checkpoint` says (`segments.schedules`)
-    costs    of each layer, where they are known; a budget of a model with branches needs them
     bucket   the plan's bucket, or the size that the pass "bucket" or "piece" has found
     seconds  for each rank: the time of an instruction, computing or on its link; empty if no pass of the plan needs it
     """
@@ -77,7 +76,6 @@ class Draft:
     steps: int = 1
     actions: Sequence[Sequence[Action]] = ()
     moves: Sequence[Sequence[Move]] = ()
-    costs: LayerCosts | None = None
     bucket: Bucket = 25
     seconds: Sequence[Seconds] = ()
 

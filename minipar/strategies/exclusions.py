@@ -267,6 +267,7 @@ EXCLUSIONS = (
             (PRIORITY, "gradients are summed in order of urgency over replicas alone", False),
             (COMPRESSED, "only sums of whole layers' gradients are made smaller", False),
             (HOST_LAYERS, "layers on the host are whole", False),
+            (LOCAL, "replicas that train alone are of one rank each", False),
         )
     ),
     *(
@@ -277,7 +278,6 @@ EXCLUSIONS = (
             (HOST_LAYERS, "versions of parameters are on the device"),
             (LOCAL, "replicas sum the gradients of every update"),
             (LEAVING_OUT, "sums carry all of a gradient"),
-            (IN_STEP, "micro-batches use different versions of the parameters"),
             (ALGORITHM, "gradients are summed by the default algorithm"),
         )
     ),
@@ -286,24 +286,31 @@ EXCLUSIONS = (
         for other, why in (
             (ZERO, "it orders sums of whole gradients"),
             (COMPRESSED, "pieces of gradients are sent as they are"),
-            (HOST_LAYERS, "it orders sums of gradients of the device"),
         )
     ),
     *(
-        Exclusion(COMPRESSED, other, why)
+        Exclusion(other, ZERO, why)
         for other, why in (
-            (ZERO, "slices of gradients are summed as they are"),
-            (HOST_LAYERS, "gradients on the host are summed as they are"),
+            (COMPRESSED, "slices of gradients are summed as they are"),
+            (ALGORITHM, "slices are summed and gathered by the default algorithm"),
         )
     ),
     Exclusion(LEAVING_OUT, BF16, "its messages are of numbers in the model's own type"),
-    Exclusion(LOCAL, OFFLOADED_STATES, "parameters are averaged on the device"),
+    *(
+        Exclusion(LOCAL, other, why)
+        for other, why in (
+            (OFFLOADED_STATES, "parameters are averaged on the device"),
+            (STAGES, "replicas that train alone are of one rank each"),
+            (CLIP, "the norm is of the gradients of all replicas"),
+        )
+    ),
     *(
         Exclusion(HOST_LAYERS, other, why)
         for other, why in (
             (ZERO, "layers on the host keep whole states there"),
             (OFFLOAD, "each says by itself what is on the host"),
-            (LOCAL, "parameters are averaged on the device"),
+            (REPLICAS, "gradients are summed on the device"),
+            (STAGES, "what stages send each other is on the device"),
         )
     ),
     *(

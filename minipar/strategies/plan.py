@@ -548,8 +548,6 @@ class Plan:
             program = compile.program_of(self, shape, layout, steps, costs, costs_of)
             if check:
                 self._verify(program, layout, steps)
-            if self.algorithm != keys.ALGORITHM:
-                keys.check_algorithm(self, program)
         return program
 
     def sketch(self) -> Program:

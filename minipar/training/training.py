@@ -340,7 +340,7 @@ def train(
         plain: Reference | None = None
         plain_time: float | None = None
         if reference or check:
-            work = _plain_work(plan, done, service, sum(sizes), facts.shape.nodes)
+            work = _plain_work(plan, done, service, sum(sizes))
             with bar(total=sum(sizes), desc="plain torch, one process") as meter:
                 plain = plainly.train_reference(
                     job, work, keep_gradients=check, clip=plan.clip, inference=plan.inference, storing=storing,
@@ -459,15 +459,13 @@ def _serve(
         )  # fmt: skip
 
 
-def _plain_work(
-    plan: Plan, done: Execution, service: Service | None, steps: int, nodes: tuple[int, ...]
-) -> int | RecordedOrder:
+def _plain_work(plan: Plan, done: Execution, service: Service | None, steps: int) -> int | RecordedOrder:
     """What plain torch does, to be compared: so many steps, or what was done where that gives other numbers."""
     if service is not None:
         exact = plan.mode == "sync" and not service.silent
         return steps if exact else served_order(service.order, plan.dp, plan.total_microbatches)
     if plan.asynchronous:
-        return order_of(done.program, nodes)
+        return order_of(done.program)
     if plan.local_steps and plan.dp > 1 and not plan.inference:
         return local_order(steps, plan.dp, plan.total_microbatches, plan.local_steps)
     return steps

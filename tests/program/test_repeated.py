@@ -32,10 +32,7 @@ PLANS = (
     "dp=3 microbatches=2 zero=3 offload=optimizer",
     "dp=2 pp=2 microbatches=2 offload=activations,parameters",
     "dp=2 microbatches=2 overlap=priority bucket=0.000005",
-    "dp=3 pp=2 microbatches=2 local_steps=2",
-    "dp=3 pp=2 microbatches=2 local_steps=2 schedule=pipedream",
     "dp=2 microbatches=2 compress=topk:0.5 bucket=none",
-    "dp=2 pp=2 microbatches=2 host_layers=0",
     "dp=2 pp=2 schedule=terapipe slices=2",
     "dp=3 pp=2 microbatches=2 inference=true",
     "tp=3 pp=2 microbatches=2 clip=1",
@@ -48,7 +45,6 @@ PLANS = (
     "dp=2 ep=2 pp=2 microbatches=2",
     "dp=2 ep=2 context_parallel=2 tp=2 pp=2 microbatches=2 sequence_parallel=true clip=1",
     "dp=2 context_parallel=2 tp=3 microbatches=2 zero=2",
-    "tp=2 pp=2 microbatches=2 schedule=pipedream",
 )
 
 

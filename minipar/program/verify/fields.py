@@ -205,6 +205,8 @@ def check_fields(program: Program) -> None:
             f"contract={program.contract}: replicas that train alone have whole states, no {what}; possible is "
             f"{Synchronous()}"
         )
+    if program.local_steps and (program.workers > program.replicas or program.clip is not None):
+        raise ProgramError(f"contract={program.contract}: of replicas of one rank each, without clip")
     if program.sharing > 1 and program.serving is None:
         if isinstance(program.contract, Staleness):
             raise ProgramError(f"contract={program.contract}: of whole layers; possible is a mesh of dp and pp")

@@ -231,7 +231,7 @@ def _check_instructions(program: Program, ranks: Collection[int]) -> None:
                 needed, made = _check_state_work(program, rank, index, needed, made, own)
             elif op is Op.RECOMPUTE:
                 again = True
-            if stream == "host" or op is Op.NORM or (op is Op.ALL_REDUCE and reads and " " in reads[0].kind):
+            if stream == "host" or op is Op.NORM:
                 reads, writes = _on_host(program, rank, index)
             missing = needed.difference([value[:2] for value in reads])
             if missing:
@@ -452,7 +452,7 @@ def _check_sum(
     summed = frozenset((first, g) for g in ins.layers)
     if program.sharing > 1:
         forms.check_shards(program, rank, index)
-    if first in ("param", "host param"):
+    if first == "param":
         if not program.local_steps:
             reason = f"{at(program, rank, index)} sums parameters; possible with contract Local"
             raise refuse(program, rank, index, reason)
@@ -460,7 +460,7 @@ def _check_sum(
             reason = f"{at(program, rank, index)} averages what it reads, but reads or writes {min(others)} only"
             raise refuse(program, rank, index, reason)
         rest: frozenset[tuple[str, int]] = frozenset()
-    elif home(ins.reads[0]).kind == "grad" if ins.reads else False:
+    elif first == "grad":
         rest = frozenset(("residual", g) for g in ins.layers)
     else:
         raise refuse(program, rank, index, f"{at(program, rank, index)} sums gradients, but reads none")
@@ -489,8 +489,6 @@ def _check_sum(
             groups = ",".join(map(str, other))
             reason = f"{at(program, rank, index)}: grad({g}) lies in the buffer of groups {groups}"
             raise refuse(program, rank, index, f"{reason}; possible are the same groups in every step")
-    if " " in first:  # on the host
-        summed = frozenset(home(Value(*pair, -1, -1))[:2] for pair in summed)
     return summed, made | summed
 
 
