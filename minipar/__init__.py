@@ -66,7 +66,7 @@ if TYPE_CHECKING:  # type checkers and editors read this; a test checks that it 
     from minipar.training.training import train as train
     from minipar.training.tuning import bucket_curve as bucket_curve
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _homes = {
     "minipar.program": ("Program", "Mesh", "Instruction", "Forward", "Backward", "BackwardInput", "BackwardWeight"),

@@ -51,6 +51,7 @@ from minipar.models import selective_checkpoint
 from minipar.models.losses import check_loss, raise_unless_again, scalar, try_loss, try_tokens
 from minipar.models.mixture_gpt import Load, total
 from minipar.models.network import Network, edges_of
+from minipar.models.nodes import Cut, ShardedModel
 from minipar.models.parameter_groups import shape_of
 from minipar.models.randomness import split_sensitive
 from minipar.models.tensors import (
@@ -73,8 +74,6 @@ from minipar.program.comm_volume import changing
 from minipar.program.mesh import SHARING, Mesh
 from minipar.program.shape import Shape
 from minipar.program.verify.verifier import verify
-from minipar.sharding.nodes import Cut, ShardedModel
-from minipar.sharding.sharded import capture_graphs, local_model, pickled, unpickled
 from minipar.strategies.keys import at_least_1
 from minipar.strategies.passes import host_layers
 from minipar.strategies.passes.versions import as_it_happened
@@ -173,6 +172,8 @@ class Job:
         which axes; `inputs` and `slices`: see `Program`."""
         count = sharers if isinstance(sharers, int) else sharers.size
         known = self.graphs is not None and self.graphs[:2] == (count, slices)
+        from minipar.sharding.sharded import local_model, unpickled
+
         graphs = unpickled(self.graphs.data) if known and self.graphs is not None else None
         x, cut = self._example(slices)
         return local_model(model, index, sharers, x, self.annotations, inputs, cut, graphs)
@@ -180,6 +181,8 @@ class Job:
     def capture(self, count: int, slices: int | tuple[int, ...]) -> PickledGraphs | None:
         """In one rank: the model as graphs, for all ranks that share it. None where graphs cannot be sent."""
         x, cut = self._example(slices)
+        from minipar.sharding.sharded import capture_graphs, pickled
+
         graphs = capture_graphs(self.build(), count, x, cut)
         try:
             return PickledGraphs(count, slices, pickled(graphs))
@@ -371,7 +374,8 @@ def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Ranks)
     computing = Plan.parse(words)
     if program.slice_count > 1:
         computing = replace(computing, schedule="terapipe", slices=program.slices)
-    (facts,) = cluster.run_on([0], profile_job, job, rows, False, computing)
+    halves = any(Op.BACKWARD_WEIGHT in ops for ops in program.ops)
+    (facts,) = cluster.run_on([0], profile_job, job, rows, False, computing, halves)
     return EmulatedCosts(program, spec, ProfiledCosts(program, facts.profile, job.batch))
 
 
@@ -438,7 +442,11 @@ class Ending:
 
     def reached(self, comm: communicator.Communicator) -> bool:
         """In all ranks, before a pass: whether the run ends here."""
-        return bool(self.path) and bool(comm.allreduce(int(comm.rank == 0 and os.path.exists(self.path))))
+        if not self.path:
+            return False
+        there = torch.tensor([float(comm.rank == 0 and os.path.exists(self.path))])
+        comm.iallreduce(there, tuple(range(comm.size)), "whether the run ends here").wait()
+        return bool(there)
 
 
 # in the ranks ---------------------------------------------------------------------------------------------------------
@@ -596,7 +604,8 @@ def profile_job(
 ) -> Facts:
     """In one rank: the facts of a job, its layers profiled for these numbers of rows, as the plan will have them.
 
-    memory   also record what each layer allocates, in order; `split`: in the halves of its backward, too
+    memory   also record what each layer allocates, in order
+    split    also measure the halves of each backward
     sliced   what updates slices of parameters, for errors; "" if nothing does. An optimizer that cannot is refused
     parts    micro-batches of a step, on all replicas: a loss that is not the weighted mean of theirs is refused
     """
@@ -633,7 +642,7 @@ def profile_job(
     layered = cast(nn.Sequential, model)
     at_home = host_layers.find(plan.host_layers, shape)
     host_steps = plan.sync == "ps" or bool({*plan.offload} - {"activations"})
-    measured = profile(layered, (x, y), loss, rows, 3, threads, optimizer, slices, again, at_home, host_steps)
+    measured = profile(layered, (x, y), loss, rows, 3, threads, optimizer, slices, again, at_home, host_steps, split)
     tapes = record(layered, x, y, loss, rows, optimizer, split, shape.edges, slices) if memory else None
     copies = Copies()
     if plan.offload:

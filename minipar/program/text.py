@@ -50,7 +50,7 @@ def to_json(program: Program) -> dict[str, Any]:
         **({"chunks": list(program.chunks)} if program.chunks else {}),
         **({"final": [refs(sorted(values)) for values in program.final]} if program.final else {}),
         **({} if program.in_flight is None else {"in_flight": program.in_flight}),
-        **({} if program.serving is None else {"serving": _serving(program.serving)}),
+        **({} if program.serving is None else {"serving": [program.serving.servers, program.serving.mode]}),
         **({"staleness": list(astuple(program.contract))} if isinstance(program.contract, Staleness) else {}),
         **({"selective": True} if program.selective else {}),
         **({} if program.slices == 1 else {"slices": program.slices, "carries": list(program.carries)}),
@@ -129,10 +129,6 @@ def from_json(data: dict[str, Any]) -> Program:
     return program
 
 
-def _serving(serving: Serving) -> list[int | str | bool]:
-    return [serving.servers, serving.mode, *([True] if serving.overlapping else [])]
-
-
 def _read(data: dict[str, Any], name: str, make: Callable[[Any], T], default: object = ()) -> T:
     """A field, made by `make` from plain lists and numbers. Errors: ProgramError if `make` cannot read them."""
     found = data.get(name, default)
@@ -166,4 +162,4 @@ def _slices(found: int | list[int]) -> int | tuple[int, ...]:
 def _contract(data: dict[str, Any]) -> Contract:
     if "local_steps" in data:
         return Local(data["local_steps"])
-    return _read(data, "staleness", lambda found: Staleness(*found)) if "staleness" in data else Synchronous()
+    return _read(data, "staleness", lambda found: Staleness(*found[:4])) if "staleness" in data else Synchronous()
