@@ -17,9 +17,9 @@ from torch.autograd.graph import get_gradient_edge
 from minipar.costs.slicing import token_ranges
 from minipar.errors import PlanError
 from minipar.execution.layer_calls import Call, LayerCall, Made, Sizes
+from minipar.models.nodes import SlicedNode
 from minipar.models.tensors import count_bytes, detach, differentiable, storages, take_tokens, tensors
 from minipar.program import Instruction, Op, Program, Value, carry, grad_carry
-from minipar.sharding.nodes import SlicedNode
 from minipar.strategies.keys import check_causal
 
 if TYPE_CHECKING:
