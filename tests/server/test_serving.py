@@ -26,7 +26,7 @@ from minipar.prediction.emulated import EmulatedCosts
 from minipar.program import Op
 from minipar.server.serving import execute_served
 from minipar.trace.recorded_order import served_order
-from minipar.training.plainly import replay
+from minipar.training.plainly import train_reference as replay
 from tests.toys import rows, toy
 
 pytestmark = pytest.mark.many(6)
