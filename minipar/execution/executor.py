@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -60,6 +60,9 @@ from minipar.program import (
 )
 from minipar.program.comm_volume import by_algorithm
 from minipar.strategies.passes.versions import without_versions
+
+if TYPE_CHECKING:
+    from minipar.execution.memory.tracker import Tracker
 
 _WALKED = (
     Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND, Op.RECV, Op.STEP
@@ -142,22 +145,6 @@ def _sums_beside(instructions: Sequence[Instruction]) -> bool:
     return False
 
 
-class MemoryWatch(Protocol):
-    """An observer of a rank that runs, such as a memory tracker."""
-
-    def at(self, index: int) -> None:
-        """The rank has come to an instruction, which ends where the next one begins."""
-
-    def received(self, content: Any) -> None:
-        """A message was received."""
-
-    def given(self, tensor: Tensor) -> None:
-        """A tensor is the host's from now on."""
-
-    def aside(self) -> AbstractContextManager[None]:
-        """While entered, new memory belongs to the host and does not count as the device's."""
-
-
 class Executor:
     """One rank's part of a program: layers, optimizer, links and buffers, kept from step to step.
 
@@ -212,7 +199,7 @@ class Executor:
             narrow(nn.ModuleList(mine))
         self.offloading = Offloading(program, comm.rank, self.state, self.compute.kept, layers, mine, self.streams)
         self.live: dict[Value, Any] = {}
-        self.watch: MemoryWatch | None = None
+        self.watch: Tracker | None = None
         self.walked: Walked | None = None  # reports a pass while it runs
         self.follow(program, delays)
 

@@ -221,15 +221,6 @@ class Offloading:
             return self.state.optimizer_tensors(value.index)
         return masters or self._device(value.index)
 
-    def keeps(self, g: int) -> bool:
-        """Whether a group's parameters are not on the device between steps."""
-        return g in self._away
-
-    def put_away(self, value: Value, tensors: Sequence[Tensor]) -> None:
-        """Keep these as a group's parameters where they are kept; frozen ones stay as they are."""
-        for k, tensor in enumerate(tensors):
-            self.stores[tier(value)].put((value, k), tensor).result()
-
     # the tensors of a value ------------------------------------------------------------------------------------------
 
     def _device(self, g: int) -> list[Tensor]:

@@ -21,7 +21,7 @@ from minipar.costs.device import DeviceSpec
 from minipar.costs.measured import Profile
 from minipar.costs.rates import Calibration, Copies
 from minipar.data import loading
-from minipar.errors import MiniparError, PlanError
+from minipar.errors import MiniparError, PlanError, SaveError
 from minipar.execution.dynamic_schedule import check_carrier
 from minipar.execution.emulation import delays
 from minipar.execution.execution import (
@@ -503,7 +503,15 @@ def resume(
     header = open_folder(folder).header
     dtype = dtype_named(header.dtype)
     known: dict[str, Any] = {"batch": header.batch, "seed": header.seed, "dtype": dtype, "resume": folder}
-    return train(model, data, header.plan if plan is None else plan, steps=steps, **(known | options))
+    if plan is None:
+        try:
+            plan = Plan.parse(header.plan)
+        except PlanError as error:  # (of an older version, which had other keys and pairs of them)
+            raise SaveError(
+                f"{os.fspath(folder)}: was saved under {header.plan!r}, which is no plan ({error.reason}); possible is "
+                "resume(..., plan=...)"
+            ) from error
+    return train(model, data, plan, steps=steps, **(known | options))
 
 
 def costs_for(

@@ -291,7 +291,7 @@ class _Measured:
     given: int  # bytes of its input, unless that is the rows themselves
     seconds: dict[str, list[float]]
     left: list[int] = field(default_factory=list)  # bytes between the halves of its backward
-    slice: sliced.Alone | None = None
+    slice: sliced.OneSlice | None = None
 
     def forward(self, clock: _Stopwatch) -> tuple[Any, list[Tensor]]:
         """A timed forward: the input as a leaf, and the tensors that a backward starts from."""
@@ -356,7 +356,7 @@ def _runs(
             final = final[0], _on(places[l], final[1])
         loss = partial(_of_output, *final) if last else None
         given = detach(value, l > trainable_from)
-        part = None if here is None else sliced.Alone(layer, here[0], here[2].get(l), here[1], l >= trainable_from)
+        part = None if here is None else sliced.OneSlice(layer, here[0], here[2].get(l), here[1], l >= trainable_from)
         try:
             find_overwriting(layer, given, part)
             with FlopCounterMode(display=False, custom_mapping=_FLOPS) as forward:
@@ -399,7 +399,7 @@ def _forward(run: Callable[[Any], Any], loss: Loss | None, given: Any) -> tuple[
     return output, [loss(output)] if loss else differentiable(output)
 
 
-def _kept_anyway(target: Any, part: sliced.Alone | None) -> list[Tensor]:
+def _kept_anyway(target: Any, part: sliced.OneSlice | None) -> list[Tensor]:
     """The loss's targets; for a slice also what the layer takes and carries on beside its input and output."""
     return [*tensors(target), *(tensors(part.beside) if part else ())]
 
