@@ -37,8 +37,7 @@ from typing import Any
 
 from minipar.cluster import failures, launch, notes, threads, wire, worker
 from minipar.cluster.failures import Failure, as_exception
-from minipar.cluster.interrupt import Interrupts
-from minipar.cluster.members import SETTLE, SETTLE_AFTER_LOST_PEER, Round, exchanged, unpack
+from minipar.cluster.members import SETTLE, SETTLE_AFTER_LOST_PEER, Interrupts, Round, exchanged, unpack
 from minipar.cluster.output import Output, Printer
 from minipar.cluster.parcel import Parcel
 from minipar.cluster.processes import readable

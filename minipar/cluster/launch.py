@@ -244,7 +244,7 @@ def spawn(control: int, out: int, err: int, settings: str | None = None) -> Spaw
     tend(scratch_folder())
     theirs, ours = os.pipe()
     tie = "1" if threading.current_thread() is threading.main_thread() else "0"
-    command = interpreter("from minipar.cluster.spawned import main; main(sys.argv[1:])")
+    command = interpreter("from minipar.cluster.worker import spawned; spawned(sys.argv[1:])")
     try:
         process = subprocess.Popen(
             [*command, str(control), str(theirs), str(os.getpid()), tie],

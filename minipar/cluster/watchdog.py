@@ -14,7 +14,7 @@ is doubtful, since ranks then try again from time to time.
 A rank that was stopped (SIGSTOP) does not go on by itself. After `STOPPED` seconds it is a deadlock, even where the
 others are at work, or the rank has no part in what they do: sooner or later they would wait for it.
 
-A rank that waits for its GPU spins, and uses CPU time; its notes say that it waits (device_waits.py). Its GPU may wait
+A rank that waits for its GPU spins, and uses CPU time; its notes say that it waits (notes.py). Its GPU may wait
 for another rank, or compute. So it counts as waiting only after several times the patience, in one and the same call.
 """
 
@@ -24,9 +24,9 @@ import math
 import time
 from dataclasses import dataclass
 
-from minipar.cluster import device_waits, stacks
+from minipar.cluster import stacks
 from minipar.cluster.failures import AT_WORK
-from minipar.cluster.notes import Page
+from minipar.cluster.notes import Page, is_device_wait
 from minipar.cluster.stacks import Entry, Frame
 
 _TRIES = 5
@@ -99,7 +99,7 @@ class Watchdog:
             return self._waits(ranks, seen)
         if self.same < self.patience:
             return None
-        on_devices = any(device_waits.is_one(one.operation) for one in seen.values() if one.since)
+        on_devices = any(is_device_wait(one.operation) for one in seen.values() if one.since)
         if on_devices and self.same < self.patience * _FOR_DEVICES:
             return None
         found = self._waits(ranks, seen)
@@ -164,7 +164,7 @@ class Watchdog:
 
 
 def _is_sure(seen: Seen) -> bool:
-    doubtful = device_waits.is_one(seen.operation) or seen.operation.startswith(_DOUBTFUL)
+    doubtful = is_device_wait(seen.operation) or seen.operation.startswith(_DOUBTFUL)
     return bool(seen.since) and not seen.stopped and not doubtful
 
 

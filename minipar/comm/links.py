@@ -147,7 +147,6 @@ class Links:
         self.first: dict[Any, Any] = {}  # (peer, kind, index, rows) -> the form that a value was first sent in
         self.sent: dict[tuple[int, Value], Any] = {}  # by peer and value, once some form has changed
         self.here: dict[Values, Values] = {}  # message -> the values of it that travel in this pass
-        self.done = acknowledgements(program, comm.rank)
         self.inboxes: dict[int, _Inbox] = {}
         self.outgoing: dict[int, deque[list[Handle]]] = {}
         self.completed: dict[int, int] = {}
@@ -158,6 +157,7 @@ class Links:
                 inbox.order.append(ins.writes)
             elif ins.op is Op.SEND:
                 self.outgoing[ins.peer] = deque()
+        self.done = acknowledgements(program, comm.rank) if self.inboxes else {}
 
     def tag(self, value: Value) -> int:
         """A different number for every value, so that a message can never be taken for another one."""

@@ -30,11 +30,11 @@ from typing import Any
 import torch
 
 from minipar.cluster import worker
-from minipar.comm.helper import Helper
+from minipar.cluster.threads import Helper
 from minipar.comm.transport.arena import Arena, Exchange
 from minipar.comm.transport.board import fingerprint
-from minipar.comm.transport.futex import fence
 from minipar.comm.transport.interface import Board
+from minipar.comm.transport.shared_memory import fence
 from minipar.errors import CollectiveMismatch
 
 # Both get the flags of all members, in their order.

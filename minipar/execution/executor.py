@@ -29,7 +29,6 @@ from minipar.execution import naming_layers, repartition
 from minipar.execution.compute import Compute
 from minipar.execution.dtypes import check_narrow, narrow
 from minipar.execution.dynamic_schedule import DynamicSchedule
-from minipar.execution.elementwise import check_update
 from minipar.execution.emulation import Delays, EmulatedDevice, end_of, stamp_later
 from minipar.execution.fitting import check_fit
 from minipar.execution.following import Walked
@@ -38,7 +37,7 @@ from minipar.execution.offloading import Offloading, TierCopy, frozen_parameters
 from minipar.execution.owners import Slice
 from minipar.execution.state import State
 from minipar.execution.streams import Mark, Streams, read_all, streams_of
-from minipar.execution.updating import Optimizer, Scheduler, Update, forms_of
+from minipar.execution.updating import Optimizer, Scheduler, Update, check_update, forms_of
 from minipar.models import randomness, selective_checkpoint
 from minipar.models.network import edges_of
 from minipar.models.nodes import Cut

@@ -263,13 +263,6 @@ class Versions(Versioned, Leading):
         super().take_gradients(ins)
         self.make_next(ins)
 
-    def room_for_next(self, ins: Instruction) -> list[Tensor]:
-        """Room for the next version, which comes from parameter servers."""
-        tensors = self.versions.next(self.number, ins, copied=False)
-        for own, tensor in zip(self.trained, tensors, strict=True):
-            own.data = tensor
-        return tensors
-
 
 class WideVersions(Versioned, Wide):
     """With precision=bf16 the optimizer updates one float32 copy, of which the layers have versions in bfloat16."""

@@ -16,7 +16,6 @@ The tapes say where each tensor of an output lies: several may be parts of one s
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -138,12 +137,9 @@ class Walk:
         self.kept = {value.index for value in self.state if value.kind == "grad"}
         row = program.ranks[rank]
         self.receives: dict[int, list[tuple[Value, ...]]] = {}
-        self.of_step: dict[int, Counter[int]] = {}  # peer -> how many of the receives are of each pass
         for ins in row:
             if ins.op is Op.RECV:
                 self.receives.setdefault(ins.peer, []).append(ins.writes)
-                self.of_step.setdefault(ins.peer, Counter())[program.pass_of(ins)] += 1
-        self.step = 0
         self.posted = dict.fromkeys(self.receives, 0)
         self.reached = dict.fromkeys(self.receives, 0)
         before = self.series.before
@@ -216,9 +212,6 @@ class Walk:
     # instructions ----------------------------------------------------------------------------------------------------
 
     def instruction(self, ins: Instruction) -> None:
-        if self.program.serving is not None and self.program.pass_of(ins) > self.step:
-            self.step = self.program.pass_of(ins)
-            self.post(self.program.receives_ahead)
         for value in ins.reads:
             self.release(self.leaving.pop(value, None), "copy")
             if unpacked := self.unpacked.pop(value, []):
@@ -264,7 +257,7 @@ class Walk:
             else:
                 self.change(size, "activations", ins.layers[0])
                 self.brought.add(home(ins.reads[0])[1:4])
-        elif ins.op in (Op.FETCH, Op.PULL) and version_of(ins.writes[0]) >= 0:
+        elif ins.op is Op.FETCH and version_of(ins.writes[0]) >= 0:
             self.versions(ins)
         elif ins.op is Op.STEP:
             self.versions(ins)
@@ -328,7 +321,7 @@ class Walk:
     def versions(self, ins: Instruction) -> None:
         """Make the next version of parameters, in place of the newest one if nothing needs that any more."""
         for value in ins.writes:
-            if version_of(value) >= 0 and not (ins.op is Op.PULL and value in self.live):  # (a part of one comes)
+            if version_of(value) >= 0:
                 before = value._replace(step=value.step - 1)
                 size = self._size_of_version(value)
                 in_place = self.live.pop(before, None) if before in ins.frees else None
@@ -538,12 +531,9 @@ class Walk:
                 self.live[value] = self.make(self.sizes.size(self.rank, value), value.index, "live", kind)
 
     def post(self, ahead: int, *peers: int) -> None:
-        """Allocate the buffers of receives that are posted now. (A worker of parameter servers posts nothing for
-        the next pass.)"""
+        """Allocate the buffers of receives that are posted now."""
         for peer in peers or self.receives:
             due = min(self.reached[peer] + ahead, len(self.receives[peer]))
-            if self.program.serving is not None:
-                due = min(due, sum(count for step, count in self.of_step[peer].items() if step <= self.step))
             while self.posted[peer] < due:
                 values = self.receives[peer][self.posted[peer]]
                 self.posted[peer] += 1

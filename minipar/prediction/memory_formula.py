@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from minipar.costs.analytic import WHOLE, Division
-from minipar.costs.device import HARDWARE, holding
+from minipar.costs.device import holding, known_hardware
 from minipar.errors import PlanError
 from minipar.models import table
 from minipar.models.sizes import Sizes, Transformer, of_preset, sizes
@@ -285,7 +285,7 @@ def show_report(result: dict[str, Any]) -> str:
     fits = result["fits"]
     others = [
         f"{name} ({spec.memory / scale:.3g} {unit})"
-        for name, spec in HARDWARE.items()
+        for name, spec in known_hardware().items()
         if name not in fits and spec.memory is not None
     ]
     lines.append(f"fits on: {', '.join(fits) or 'none of the hardware presets'}")

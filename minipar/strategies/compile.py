@@ -17,7 +17,6 @@ from minipar.costs.protocol import Costs
 from minipar.costs.recomputation import LayerCosts
 from minipar.errors import PlanError
 from minipar.program import (
-    SERVICE,
     Action,
     Contract,
     Forward,
@@ -53,7 +52,6 @@ from minipar.strategies.passes import (
     transfers,
     update,
     versions,
-    virtual_workers,
     zero,
 )
 from minipar.strategies.schedules.registry import find
@@ -68,7 +66,7 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
     updates = trains and not served  # a rank updates what it holds
     flushed = updates and not plan.asynchronous  # and does so once a step
     several = plan.dp * (1 if plan.asynchronous else plan.pp) > 1  # (tied layers may be on two ranks)
-    pieces = late and (several or served)  # go by priority; sums of ranks that share layers alone do not
+    pieces = late and several  # go by priority; sums of ranks that share layers alone do not
     alone = plan.local_steps > 0 and (plan.pp == 1 or plan.asynchronous)  # nothing is summed
     table = (
         ("layers", layers.expand_layers, True),
@@ -88,8 +86,7 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
         ("host_layers", host_layers.place, bool(plan.host_layers)),
         ("offload", offload.offload, bool(plan.offload)),
         ("clip", clip.clip, flushed and plan.clip is not None),
-        ("parameter_server", parameter_server.push_and_pull, served and not plan.asynchronous),
-        ("virtual_workers", virtual_workers.push_and_pull_versions, served and plan.asynchronous),
+        ("parameter_server", parameter_server.push_and_pull, served),
         ("transfers", transfers.send_and_receive, plan.pp > 1),
         ("update", priority.update_late if late else update.update_at_the_end, flushed),
         ("fuse", fuse.fuse_layers, True),
@@ -147,7 +144,7 @@ def program_of(
         folder=plan.offload_folder,
         room=plan.offload_limit,  # type: ignore[arg-type]
         selective=plan.checkpoint == "selective",
-        serving=Serving(plan.servers, plan.mode, plan.asynchronous) if plan.sync == "ps" else None,
+        serving=Serving(plan.servers, plan.mode) if plan.sync == "ps" else None,
         in_flight=plan.numbers["in_flight"] if plan.deciding else None,
         slices=plan.cut,
         carries=shape.carries if plan.slice_count > 1 else (),
@@ -155,7 +152,6 @@ def program_of(
         forms=shape.forms,
         inputs=shape.inputs,
         names=shape.names if shape.forms else (),
-        checked=plan.check,
     )
 
 
@@ -185,7 +181,7 @@ def _seconds(
 
     def of(rank: int) -> Seconds:
         def seconds(ins: Instruction) -> float:
-            if ins.op in SERVICE:
+            if ins.op is Op.PUSH or ins.op is Op.PULL:
                 return known.transfer(rank, ins)[0]
             return known.collective(ins) if ins.group else known.compute(rank, ins)
 

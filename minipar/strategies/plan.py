@@ -104,7 +104,7 @@ class Plan:
         keys.BUCKET,
         "size of gradient messages: MiB; none: one message per parameter; flat: one for all; 4x: four of about equal "
         "size; 7,3: these layers end one; auto: the size that is predicted to be best. Default 25, or 8 with zero=3, "
-        "whose layers come one by one, or none where servers answer a schedule without flushes layer by layer",
+        "whose layers come one by one",
     )
     overlap: str = key(
         "backward",
@@ -167,14 +167,13 @@ class Plan:
     sync: str = key(
         "allreduce",
         one_of("allreduce", "ps"),
-        "how replicas agree: ps: they push gradients to parameter servers, and pull parameters; without flushes each "
-        "stage does so by itself, update by update",
+        "how replicas agree: ps: they push gradients to parameter servers, and pull parameters; each is one rank",
     )
     mode: str = key(
         "sync",
         keys.MODE,
-        "of servers: async: each gradient is an update; ssp:S: the same, with nobody more than S steps (without "
-        "flushes, updates) ahead; k-of-n:K/N: the first K gradients of a step",
+        "of servers: async: each gradient is an update; ssp:S: the same, with nobody more than S steps "
+        "ahead; k-of-n:K/N: the first K gradients of a step",
         exclusions.SERVED,
     )
     servers: int = key(1, whole(1), "parameter servers; they are ranks beside the workers", exclusions.SERVED)
@@ -190,11 +189,6 @@ class Plan:
         "by which gradients of replicas are summed, and slices gathered; default: shared memory, or the backend's own",
     )
     extra_passes: tuple[str, ...] | str = key((), keys.PASSES, "passes of your own, by the names of @minipar.pass_")
-    check: bool = key(
-        False,
-        keys.TRUTH,
-        "the ranks check what they compute and send, and name the first instruction that is wrong; slower",
-    )
     annotations: tuple[tuple[str, str], ...] | Mapping[str, str] | str = key(
         (),
         keys.ANNOTATIONS,
@@ -345,10 +339,8 @@ class Plan:
 
     @property
     def messages(self) -> float | str | tuple[int, ...]:
-        """`bucket`, or its default, which depends on `zero`. What leaves some of a gradient out has it whole; where
-        servers answer a pipeline without flushes, every layer goes by itself."""
+        """`bucket`, or its default, which depends on `zero`. What leaves some of a gradient out has it whole."""
         whole = self.overlap == "priority" and keeps_residual(self.compress)
-        whole = whole or (self.sync == "ps" and self.asynchronous)
         return ("none" if whole else 8 if self.zero == 3 else 25) if self.bucket is None else self.bucket
 
     @property

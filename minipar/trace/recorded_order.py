@@ -99,7 +99,7 @@ def _of_stages(program: Program, ranks: Sequence[int]) -> list[Entry]:
         if ins is None or rank not in ranks:
             continue
         i, stage = ins.step * program.microbatches + ins.microbatch, ranks.index(rank)
-        if ins.op is program.last_of_update:
+        if ins.op is Op.STEP:
             entries[stage, UPDATE, ins.step + 1] = Entry(stage, UPDATE, -1, ins.step + 1)
         elif ins.op is Op.FORWARD or ins.op in BACKWARDS:
             what = FORWARD if ins.op is Op.FORWARD else BACKWARD

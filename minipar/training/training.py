@@ -35,8 +35,8 @@ from minipar.execution.execution import (
     execute,
     profile_job,
 )
-from minipar.execution.finite import check_choice
 from minipar.execution.following import Callback, Observer
+from minipar.execution.mean_loss import check_choice
 from minipar.execution.measuring.calibration import quick_calibration
 from minipar.execution.saving import keeping, restarting
 from minipar.execution.saving.folder import open_folder
@@ -303,8 +303,10 @@ def train(
             meter.update()
         _warn(plan, facts, storing)
         if calibration is None and plan.ranks > 1 and (ranks.emulates is None or not ranks.emulates.emulates):
-            calibration = quick_calibration(ranks, algorithms=plan.algorithm != "default", progress=progress)
-        served = plan.sync == "ps"  # (its steps overlap, so one program has all of them)
+            messages = plan.ranks > plan.dp or program is not None or bool(plan.extra_passes)
+            algorithms = plan.algorithm != "default"
+            calibration = quick_calibration(ranks, algorithms=algorithms, messages=messages, progress=progress)
+        served = plan.sync == "ps"  # (then one program has all steps)
         block = steps if served or plan.asynchronous else plan.block(steps, every)
         compiled = _compiler(plan, facts, job, ranks, calibration)
         if program is None:
@@ -450,7 +452,7 @@ def _serve(
         costs = emulated_costs(program, ranks.emulates, job, ranks)
         slow = [delays(costs, rank) for rank in range(program.workers)]
         pacing = pacing_of(costs) if costs.links else None
-    with bar(total=program.served_steps * program.workers, desc=str(plan)) as meter:
+    with bar(total=program.steps * program.workers, desc=str(plan)) as meter:
         return execute_served(
             program, job, ranks, on_death=plan.on_death, keep_gradients=keep_gradients, slow=slow, pacing=pacing,
             report=lambda k: meter.update(), watch=watch, storing=storing, memory=memory,
@@ -585,7 +587,7 @@ def predict(
     data = []
     for rank, held in enumerate(program.placement):  # (servers hold no rows)
         size = (0 in held) * data_bytes[0] + (program.layers - 1 in held) * data_bytes[1]
-        lasting = isinstance(program.contract, Staleness) and (program.serving is None or program.virtual_workers)
+        lasting = isinstance(program.contract, Staleness) and program.serving is None
         steps = program.steps if lasting else 1  # all are held until the run ends
         data.append(round(steps * of_rows.rows_of(rank) / batch * size) if held else 0)
     note = "predicted from a profile of one layer at a time on one device"

@@ -23,10 +23,10 @@ import torch
 from minipar import Cluster
 from minipar.cluster import failures, members, notes, stacks, threads, worker
 from minipar.cluster.failures import Failure
-from minipar.cluster.interrupt import Interrupts
+from minipar.cluster.members import Interrupts
 from minipar.cluster.processes import describe_status, ends
 from minipar.cluster.watchdog import Watchdog
-from minipar.comm import communicator, helper
+from minipar.comm import communicator
 from minipar.comm.transport import arena, board
 from minipar.errors import RankDied, RankError, StoreError
 from minipar.execution import emulation, streams
@@ -378,7 +378,7 @@ def test_failed_runs_leave_nothing_in_the_ranks(clusters: Clusters) -> None:
 
 
 def test_a_thread_that_cannot_start_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Idle(helper.Helper[int]):
+    class Idle(threads.Helper[int]):
         def turn(self) -> None: ...
 
     def refused(*_: Any) -> None:

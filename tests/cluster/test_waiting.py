@@ -25,7 +25,7 @@ import cloudpickle
 import pytest
 import torch
 
-from minipar.cluster import Cluster, device_waits, notes, stacks, watchdog, worker
+from minipar.cluster import Cluster, notes, stacks, watchdog, worker
 from minipar.cluster.watchdog import Seen, Watchdog
 from minipar.comm import communicator
 from minipar.errors import Deadlock, PlanError, RankDied
@@ -469,9 +469,9 @@ def test_a_wait_for_a_gpu_that_spins_is_a_wait_but_for_longer(cluster: Cluster) 
         def f():
             if rank() == 2:
                 communicator.create().barrier()  # to which the others do not come
-            device_waits.told(spinning, 'torch.cuda.synchronize')(60)
+            notes.noted(spinning, 'torch.cuda.synchronize')(60)
     """)
-    f.__globals__.update(spinning=spinning, device_waits=device_waits)
+    f.__globals__.update(spinning=spinning, notes=notes)
     started = time.monotonic()
     with pytest.raises(Deadlock) as caught:
         cluster.run(f)
@@ -485,10 +485,10 @@ def test_many_short_waits_for_a_gpu_are_progress(cluster: Cluster) -> None:
     f = cell("""
         def f():
             for _ in range(16):
-                device_waits.told(spinning, 'torch.cuda.synchronize')(0.4)
+                notes.noted(spinning, 'torch.cuda.synchronize')(0.4)
             return rank()
     """)
-    f.__globals__.update(spinning=spinning, device_waits=device_waits)
+    f.__globals__.update(spinning=spinning, notes=notes)
     assert cluster.run(f) == [0, 1, 2]
 
 
@@ -496,13 +496,13 @@ def test_torchs_waits_for_a_gpu_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     owners = [torch.cuda, torch.cuda.Event, torch.cuda.Stream]
     for owner in owners:  # (so that they are put back)
         monkeypatch.setattr(owner, "synchronize", lambda *args: 7)
-    device_waits.tell()
+    notes.note_device_waits()
     said: list[str] = []
     monkeypatch.setattr(notes, "waiting", lambda what, since: said.append(what))
     assert [owner.synchronize() for owner in owners] == [7, 7, 7]
     assert said == [f"its GPU, in torch.cuda.{name}synchronize" for name in ("", "Event.", "Stream.")]
-    assert all(map(device_waits.is_one, said))
-    assert not device_waits.is_one("recv from rank 1 tag 7")
+    assert all(map(notes.is_device_wait, said))
+    assert not notes.is_device_wait("recv from rank 1 tag 7")
 
 
 def test_patience_can_be_changed_and_must_be_seconds(cluster: Cluster) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from minipar import PlanError, communicator
 from minipar.comm.communicator import Communicator
-from minipar.comm.lanes import Playing
+from minipar.comm.playing import Playing
 from minipar.errors import RankDied
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])

@@ -137,7 +137,7 @@ def test_ranks_that_share_layers_have_parts_of_what_is_carried(clusters, words, 
     "words",
     [
         "context_parallel=2 pp=2 slices=2,6,2 microbatches=2 checkpoint=selective clip=1e9",
-        "context_parallel=2 slices=2,4,4 check=true",
+        "context_parallel=2 slices=2,4,4",
         "context_parallel=2 tp=2 slices=6,4 microbatches=2 batch_copies=2",
         "context_parallel=2 dp=2 slices=4,6 zero=3 checkpoint=1 offload=activations",
     ],

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from minipar import Plan, PlanError, RankError, data, models, train
 from minipar.comm import communicator
-from minipar.execution.elementwise import check_elementwise
 from minipar.execution.executor import Executor
+from minipar.execution.updating import check_elementwise
 from minipar.models.parameter_groups import shape_of
 from minipar.prediction.memory_formula import per_rank
 from minipar.program import Op

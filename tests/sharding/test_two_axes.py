@@ -72,7 +72,7 @@ def test_operators_and_tokens(clusters: Any, name: str) -> None:
         f"{GRID} offload=activations,optimizer",
         f"{GRID} host_layers=1 bucket=none",
         f"dp=2 {GRID} overlap=priority",
-        f"{GRID} sequence_parallel=true microbatches=2 check=true",
+        f"{GRID} sequence_parallel=true microbatches=2",
     ],
 )
 def test_with_other_keys(clusters: Any, words: str) -> None:
@@ -89,7 +89,7 @@ def test_replicas_that_train_alone(clusters: Any) -> None:
     "words",
     [
         "tp=2 ep=2 microbatches=2",
-        "tp=2 ep=2 sequence_parallel=true check=true",
+        "tp=2 ep=2 sequence_parallel=true",
         "dp=2 tp=2 ep=2 zero=2 clip=0.5",
         "context_parallel=2 ep=2 microbatches=3",
         "pp=2 tp=2 ep=2 microbatches=2",
@@ -150,7 +150,7 @@ def test_parts_of_rows_and_of_their_tokens_in_one_dimension(clusters: Any, words
     "words",
     [
         f"{GRID} sync=ps servers=2 microbatches=2",
-        f"{GRID} sync=ps sequence_parallel=true check=true clip=0.1",
+        f"{GRID} sync=ps sequence_parallel=true clip=0.1",
         f"{GRID} sync=ps overlap=priority",
     ],
 )

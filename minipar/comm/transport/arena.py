@@ -27,8 +27,8 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from minipar.comm.transport import futex
-from minipar.comm.transport.futex import fence
+from minipar.comm.transport import shared_memory
+from minipar.comm.transport.shared_memory import fence
 from minipar.errors import RankError
 
 _LINE = 128  # bytes between two counters: no two on one line of a cache
@@ -114,7 +114,7 @@ class Arena:
         fence()
         self.posted += 1
         self._words[self.index * _LINE // 8] = self.posted
-        futex.wake(self._address + self.index * _LINE)
+        shared_memory.wake(self._address + self.index * _LINE)
         return self.posted
 
     # who runs them ---------------------------------------------------------------------------------------------------
@@ -181,7 +181,7 @@ class Arena:
             return
         member, value = behind
         began = time.monotonic()
-        futex.wait(self._address + member * _LINE, value & 0xFFFFFFFF, until is None)
+        shared_memory.wait(self._address + member * _LINE, value & 0xFFFFFFFF, until is None)
         if until is None or time.monotonic() - began < _LATE:
             return
         members, number = exchange.need

@@ -133,8 +133,9 @@ class Storing:
             pieces = list(collect(executor, outline))
         except SaveError as error:  # no error yet, since it may not be needed; `run.save` raises it
             reason = error.reason
-        total = int(executor.comm.allreduce(sum(count_bytes(piece.values) for piece in pieces)))
-        return Share(header, reason=reason) if reason else self.brought(header, pieces, total)
+        total = torch.tensor([sum(count_bytes(piece.values) for piece in pieces)])
+        executor.comm.iallreduce(total, tuple(range(executor.comm.size)), "bytes of the state").wait()
+        return Share(header, reason=reason) if reason else self.brought(header, pieces, int(total))
 
     def brought(self, header: Header, pieces: Sequence[SavedSlice], total: int) -> Share:
         """Pieces for the driver, if it wants the state of the run, which has `total` bytes."""

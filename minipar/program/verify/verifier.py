@@ -55,7 +55,6 @@ from minipar.program.verify import fields, forms, service, slices
 from minipar.program.verify.contents import Contents
 from minipar.program.verify.contributions import check_contributions, check_moves, result
 from minipar.program.verify.staleness import StaleContents, settled
-from minipar.program.verify.virtual_workers import ServedContents
 
 
 class Planned(Protocol):
@@ -126,17 +125,14 @@ def _verify(program: Program, ranks: Collection[int]) -> None:
         mesh = Mesh(program.mesh)
         workers = [rank for rank in ranks if rank < mesh.size]
         pipelines = {mesh.group(rank, "pp") if mesh.length("pp") > 1 else (rank,) for rank in workers}
-        for pipeline in sorted(pipelines) if program.serving is None or program.virtual_workers else ():
+        for pipeline in sorted(pipelines) if program.serving is None else ():
             _check_microbatches(program, pipeline)
-    turns = order(program, ranks) if not program.virtual_workers else list(order(program, ranks))
+    turns = order(program, ranks)
     left = {rank: _check_rank(program, rank) for rank in ranks}
-    virtual = program.virtual_workers
-    stale = isinstance(program.contract, Staleness) and (program.serving is None or virtual) and not program.chunks
+    stale = isinstance(program.contract, Staleness) and program.serving is None and not program.chunks
     if program.serving is not None:
         service.check_service(program, turns)
-    if virtual:
-        ServedContents(program).follow(turns)
-    elif program.serving is None and not program.chunks:
+    elif not program.chunks:
         (StaleContents(program) if stale else Contents(program, ranks)).follow(turns)
     found = result(program, turns) if program.chunks else []
     for rank, live in left.items():

@@ -19,7 +19,6 @@ With offload=parameters all versions are kept away, and each is fetched where it
     FETCH param(0) v0 | F0 mb1 | FETCH param(0) v0 | B0 mb0 | FETCH param(0) v0 | STEP 0 v1 | OFFLOAD param(0) v1 | ...
 
 With zero=3 these are slices of versions. Each is fetched where a version is gathered, and freed with the gather.
-Versions that come from parameter servers are pulled to where they are kept, and no STEP fetches one.
 
 A rank that decides as it runs takes the copies with the action that they belong to, in whatever order that comes:
 
@@ -117,8 +116,6 @@ def offload(draft: Draft) -> Draft:
             row = _offload_activations(row, rule) if "activations" in rule.what else row
         if "optimizer" in rule.what:
             row = by_update(row, draft.step, lambda step, part: _offload_gradients(part, rule, held, step))
-        if draft.plan.sync == "ps":
-            return _updated_elsewhere(row, rule)
         return _one_by_one([each for part in _updates_apart(row) for each in _update(part, rule)])
 
     moved = draft.each(rewrite).each_update(lambda rank, row: _update(row, rules[rank]))
@@ -184,17 +181,6 @@ def _update(update: Sequence[Instruction], rule: Away) -> list[Instruction]:
             result += parts[k - 1][2] if k else []
         result += parts[-1][2]
     return result
-
-
-def _updated_elsewhere(row: Sequence[Instruction], rule: Away) -> list[Instruction]:
-    """Where servers update: a STEP only says when a version is replaced, by one that comes to where they are kept."""
-    if "parameters" not in rule.what:
-        return list(row)
-
-    def kept(value: Value) -> Value:
-        return rule.far(value) if tier(value) == "device" and version_of(value) >= 0 else value
-
-    return [renamed(ins, kept) if ins.op is Op.STEP else ins for ins in row]
 
 
 def _averages_here(ins: Instruction) -> bool:
