@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -11,12 +12,13 @@ from torch import nn
 from minipar import Plan, PlanError, ProgramError, models, simulate, train, verify
 from minipar.cluster import Cluster
 from minipar.costs.device import DeviceSpec
-from minipar.costs.slicing import SliceCosts, step_time
+from minipar.costs.slicing import step_time, token_ranges
+from minipar.costs.unit import UnitCosts
 from minipar.execution.execution import Execution
 from minipar.execution.measuring.profiler import profile
 from minipar.models.parameter_groups import shape_of
 from minipar.models.sliced import Sliced
-from minipar.program import Op, Program, carry, grad_carry
+from minipar.program import Instruction, Op, Program, carry, grad_carry
 from tests import comparing
 
 pytestmark = pytest.mark.many(6)
@@ -222,6 +224,18 @@ def compiled(words: str, layers: int = 8) -> Program:
     return Plan.parse(f"schedule=terapipe {words}").compile(layers=layers)
 
 
+class SliceCosts(UnitCosts):
+    """Each slice of a sequence of `tokens` takes seconds(length, context) forward, and 2.5 times that backward."""
+
+    def __init__(self, program: Program, tokens: int, seconds: Callable[[int, int], float]) -> None:
+        super().__init__(program)
+        self.__dict__["times"] = [seconds(len(part), part.start) for part in token_ranges(program.slices, tokens)]
+
+    def compute(self, rank: int, ins: Instruction) -> float:
+        share = len(ins.layers) / max(1, len(self.program.share[rank]))
+        return self.times[ins.microbatch] * share * {Op.FORWARD: 1, Op.BACKWARD: 2.5, Op.STEP: 0}[ins.op]
+
+
 @pytest.mark.parametrize("p", [1, 2, 4, 8])
 @pytest.mark.parametrize("lengths", [(4, 3, 2, 2), (1, 1, 9), (11,) * 3])
 def test_time_is_the_closed_form(p, lengths):
@@ -229,7 +243,7 @@ def test_time_is_the_closed_form(p, lengths):
         return 2 + length + 0.1 * length * (context + length / 2)
 
     program = compiled(f"pp={p} slices={','.join(map(str, lengths))}")
-    trace = simulate(program, SliceCosts(program, sum(lengths), seconds, backward=2.5))
+    trace = simulate(program, SliceCosts(program, sum(lengths), seconds))
     assert trace.time == pytest.approx(3.5 * step_time(lengths, p, seconds), rel=1e-12)
     assert trace.in_flight() == [len(lengths)] * p
     assert trace.messages_per_microbatch() == 2 * (p - 1)
