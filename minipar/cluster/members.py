@@ -40,6 +40,7 @@ GRACE_AFTER_FAILURE = 0.25
 GRACE = 0.5
 
 
+@dataclass(eq=False)
 class Interrupts:
     """Interrupts, such as by the stop button of a notebook, while the driver listens to its ranks.
 
@@ -48,10 +49,10 @@ class Interrupts:
     does not wait. In threads other than the main one this does nothing, since they are not interrupted. Both may be
     entered again inside."""
 
-    def __init__(self) -> None:
-        self._before: Any = None
-        self._entered = self._holding = 0
-        self._missed = False
+    holding: int = 0
+    _before: Any = None
+    _entered: int = 0
+    _missed: bool = False
 
     def __enter__(self) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -71,10 +72,16 @@ class Interrupts:
             signal.signal(signal.SIGINT, before)
 
     def _pressed(self, number: int, frame: FrameType | None) -> None:
-        if self._holding and not self._missed:
+        if self.holding and not self._missed:
             self._missed = True
         elif self._before is not None:
             self._before(number, frame)
+
+    def release(self) -> None:
+        """What has waited comes now, unless something still holds it."""
+        if self._missed and not self.holding:
+            self._missed = False
+            self._pressed(signal.SIGINT, None)
 
     def held(self) -> _Held:
         """While entered, an interrupt waits, if these interrupts are entered, too."""
@@ -87,19 +94,16 @@ class Interrupts:
             yield
 
 
+@dataclass(frozen=True)
 class _Held:
-    def __init__(self, interrupts: Interrupts) -> None:
-        self._interrupts = interrupts
+    interrupts: Interrupts
 
     def __enter__(self) -> None:
-        self._interrupts._holding += 1
+        self.interrupts.holding += 1
 
     def __exit__(self, *_: object) -> None:
-        interrupts = self._interrupts
-        interrupts._holding -= 1
-        if not interrupts._holding and interrupts._missed:
-            interrupts._missed = False
-            interrupts._pressed(signal.SIGINT, None)
+        self.interrupts.holding -= 1
+        self.interrupts.release()
 
 
 @dataclass
@@ -218,6 +222,7 @@ class Members:
                     ends = []
                     for _ in range(2):
                         outlet, inlet = os.pipe()
+                        os.set_blocking(outlet, False)
                         undo.callback(os.close, outlet)
                         inlets.callback(os.close, inlet)
                         printers.append(Printer(rank, outlet, self.output))
@@ -295,7 +300,7 @@ class Members:
                 if watch.due():
                     heard.stuck = watch.look(self.pages(heard.waiting), self.pages(self.ranks.keys() - heard.waiting))
                 left = watch.interval
-            due = self.output.wait()
+            due = self.output.show()
             if due is not None:
                 left = due if left is None else min(left, due)
             for key, _ in self.selector.select(left):
@@ -310,7 +315,6 @@ class Members:
                         printer.pump()
                     if not printer.open:
                         self.selector.unregister(printer.descriptor)
-            self.output.show()
             for failure in heard.failures[told:]:
                 until = time.monotonic() + (SETTLE_AFTER_LOST_PEER if failure.lost_peer else SETTLE)
                 deadline = until if deadline is None else min(deadline, until)

@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -20,6 +21,7 @@ from minipar.errors import RankError
 
 T = TypeVar("T")
 
+_NAP = 5e-4  # seconds before a helper begins: a thread that waits at once does the work itself, and faster
 _LONGEST = 10.0  # seconds that a thread may take until its first line
 
 
@@ -95,18 +97,17 @@ class InTurn:
             self._ended.wait()
 
 
+@dataclass(eq=False)
 class Helper(ABC, Generic[T]):
     """A thread that goes on with what was begun while a rank's main thread computes. It starts when first needed.
     Subclasses define `turn`: it works for all in `waiting`, and removes, under `lock`, those that are finished."""
 
-    NAP = 5e-4  # seconds before the helper begins: a thread that waits at once does the work itself, and faster
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.waiting: set[T] = set()
-        self.lock = threading.Lock()
-        self._wake = threading.Event()
-        self._started = self._closed = False
+    name: str
+    waiting: set[T] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    _wake: threading.Event = field(default_factory=threading.Event)
+    _started: bool = False
+    _closed: bool = False
 
     @abstractmethod
     def turn(self) -> None:
@@ -132,6 +133,6 @@ class Helper(ABC, Generic[T]):
         while not self._closed:
             self._wake.wait()
             self._wake.clear()
-            time.sleep(self.NAP)
+            time.sleep(_NAP)
             while self.waiting and not self._closed:
                 self.turn()

@@ -19,7 +19,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -85,6 +85,7 @@ class Context:
     store: str
 
 
+@dataclass(eq=False)
 class Seat:
     """The one mutable record of this process as a rank.
 
@@ -92,29 +93,22 @@ class Seat:
     far       the driver may be on another machine, so that no memory file can be passed to it
     """
 
-    def __init__(
-        self,
-        deliver: Callable[[tuple[Any, ...]], None],
-        rank: int,
-        size: int,
-        device: str,
-        backend: str,
-        transport: str,
-        far: bool = False,
-    ) -> None:
-        self.deliver = deliver
-        self.rank, self.size = rank, size
-        self.device, self.backend, self.transport = device, backend, transport
-        self.far = far
-        self.run = 0
-        self.context: Context | None = None
-        self.lock = threading.Lock()  # user threads may report while the loop answers
-        self.outdated: Callable[[], None] | None = None
-        # When the driver's SIGINT may raise KeyboardInterrupt: at most once in each run, and only while it runs.
-        self.interruptible = False
-        self.holding = False
-        self.missed = False
-        self.taken = 0  # the last run whose signal of the driver has come
+    deliver: Callable[[tuple[Any, ...]], None]
+    rank: int
+    size: int
+    device: str
+    backend: str
+    transport: str
+    far: bool = False
+    run: int = 0
+    context: Context | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)  # user threads may report while the loop answers
+    outdated: Callable[[], None] | None = None
+    # When the driver's SIGINT may raise KeyboardInterrupt: at most once in each run, and only while it runs.
+    interruptible: bool = False
+    holding: bool = False
+    missed: bool = False
+    taken: int = 0  # the last run whose signal of the driver has come
 
     def send(self, message: tuple[Any, ...]) -> None:
         """Send one message to the driver. An interrupt waits until that is done: after half a message, the next ones

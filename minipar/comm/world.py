@@ -25,7 +25,7 @@ from minipar.comm.matching import Collective, Matcher, Starter
 from minipar.comm.playing import Lane
 from minipar.comm.transport.arena import Arena, Exchange, Steps
 from minipar.comm.transport.gloo import Gloo
-from minipar.comm.transport.interface import Messages, Reader, Transport
+from minipar.comm.transport.interface import Messages, Transport
 from minipar.comm.transport.local import LocalTransport, Mixed
 from minipar.comm.transport.nccl import Nccl
 from minipar.comm.transport.sockets import Far, Sockets
@@ -70,7 +70,7 @@ class World:
         self.host = host
         self.group(self.everyone, host)
         self.messages: Messages = host.messages
-        self.reader: Reader | None = host.reader
+        self.reader: Sockets | None = host.reader
         self.gpus: Transport | None = None  # what carries tensors on GPUs; None: they go through host memory
         if backend == "nccl" and size > 1:
             self.gpus = Nccl(store, rank, self.everyone, device, host)

@@ -29,7 +29,7 @@ from minipar.execution.layer_calls import Call, LayerCall, Made, Sizes
 from minipar.execution.mean_loss import Finite, Loss, MeanLoss, Target
 from minipar.execution.remembered import Remembered, will_run_again
 from minipar.execution.saved_tensors import SavedTensors
-from minipar.execution.sequence_state import SequenceState, carried, on_slices
+from minipar.execution.sliced import SequenceState, carried, on_slices
 from minipar.execution.split_backward import Arrived, input_half, left, noting_hooks, weight_half
 from minipar.execution.streams import Later, Streams, streams_of
 from minipar.execution.tails import Tails

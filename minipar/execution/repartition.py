@@ -61,6 +61,8 @@ def start(
     counts  how many ranks there are along each axis
     """
     (source,), (target,) = ins.reads, ins.writes
+    if source not in live:  # a micro-batch without rows, which the other ranks have not either
+        return []
     content = live[source]
     several = content if isinstance(content, list) else tensors(content)  # (gradients are a list, None among them)
     handles: list[Handle] = []

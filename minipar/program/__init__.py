@@ -304,10 +304,7 @@ class Program:
     @property
     def local_steps(self) -> int:
         """How many updates a replica does alone before all average their parameters; 0: it does none alone."""
-        contract = self.contract
-        if self.replicas == 1 or isinstance(contract, Synchronous):
-            return 0
-        return contract.steps if isinstance(contract, Local) else contract.local
+        return self.contract.steps if isinstance(self.contract, Local) and self.replicas > 1 else 0
 
     @cached_property
     def sharing(self) -> int:
@@ -375,11 +372,6 @@ class Program:
             return True
         both = zip_longest(self.places(rank), form.split("/"), fillvalue="")
         return all(not place or place[0] == 0 or part in letters for place, part in both)
-
-    def compresses(self, ins: Instruction) -> bool:
-        """Whether a sum of gradients is a compressed one. The sum over the ranks that share a layer is not: it comes
-        before that over the replicas, and makes the gradient that is compressed."""
-        return self.compress != "none" and not (self.sharing > 1 and set(ins.group) <= set(self.sharers(ins.group[0])))
 
     def form_of(self, value: Value, layers: Sequence[int], *, written: bool) -> str:
         """The form in which an instruction on these layers reads or writes an output, or the gradient of one."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from minipar.costs.measured import Profile
 from minipar.costs.protocol import Costs
-from minipar.costs.recomputation import LayerCosts
+from minipar.costs.recomputation import LayerCosts, Move
 from minipar.errors import PlanError
 from minipar.program import (
     Action,
@@ -67,7 +67,7 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
     flushed = updates and not plan.asynchronous  # and does so once a step
     several = plan.dp * (1 if plan.asynchronous else plan.pp) > 1  # (tied layers may be on two ranks)
     pieces = late and several  # go by priority; sums of ranks that share layers alone do not
-    alone = plan.local_steps > 0 and (plan.pp == 1 or plan.asynchronous)  # nothing is summed
+    alone = plan.local_steps > 0 and plan.pp == 1  # nothing is summed
     table = (
         ("layers", layers.expand_layers, True),
         ("bucket", data_parallel.choose_size, trains and plan.messages == "auto" and not pieces),
@@ -110,8 +110,11 @@ def program_of(
     together = steps if plan.asynchronous else 1  # steps in one draft
     actions = [plan.actions(rank, together, len(mine)) for rank, mine in enumerate(layout.placement)]
     _check(plan, layout, actions)
-    seconds = _seconds(plan, shape, layout, costs, costs_of)
-    moves = segments.schedules(plan.checkpoint, layout, actions, costs, slices=plan.slice_count)
+    timed = plan.bucket == "auto" or plan.overlap == "priority"  # (a pass needs the times of instructions)
+    seconds = _seconds(plan, shape, layout, costs, costs_of) if timed else ()
+    moves: list[tuple[Move, ...]] = [()] * len(layout.split)
+    if plan.checkpoint not in ("none", "selective"):
+        moves = segments.schedules(plan.checkpoint, layout, actions, costs, slices=plan.slice_count)
     passes = passes_of(plan)
     bucket = plan.messages
     if isinstance(bucket, tuple) and shape.nodes:  # a layer's gradient is complete with that of its first node
@@ -159,7 +162,7 @@ def _contract(plan: Plan) -> Contract:
     """The contract: how old the parameters may be from which a gradient is computed."""
     asynchronous, mode = find(plan.schedule).asynchronous, Mode.parse(plan.mode, plan.dp)
     if asynchronous:
-        return replace(asynchronous.promise(plan.pp, plan.numbers), local=plan.local_steps)
+        return asynchronous.promise(plan.pp, plan.numbers)
     if plan.local_steps:
         return Local(plan.local_steps)
     return Synchronous() if mode.kind == "sync" else Staleness(mode.staleness(plan.dp))
@@ -172,9 +175,7 @@ def _seconds(
     costs: LayerCosts | Profile | None,
     costs_of: Callable[[Program], Costs] | None,
 ) -> list[Seconds]:
-    """For each rank of the pipeline, the times of its instructions, if a pass of the plan needs them; otherwise []."""
-    if not (plan.bucket == "auto" or plan.overlap == "priority"):
-        return []
+    """For each rank of the pipeline, the times of its instructions."""
     if costs_of is None:
         return [_guess(layout)] * plan.pp
     known = costs_of(program_of(replace(plan, bucket="none", overlap="backward"), shape, layout, 1, costs))

@@ -1,7 +1,7 @@
 """Which choices of a plan do not go together, and why. Refusals, help and the page are made from this table.
 
-A refusal is fundamental if the two choices contradict each other. All others are combinations that nobody has built
-yet.
+A refusal is fundamental if the two choices contradict each other. All others are not built: a pair of choices is
+offered where it needs no code of its own.
 """
 
 from __future__ import annotations
@@ -111,15 +111,13 @@ LATE_SUMS = KeyValues(
     "overlap", "overlap=none, priority", lambda plan: plan.overlap != "backward", "overlap=backward"
 )  # fmt: skip
 PRIORITY = KeyValues("overlap", "overlap=priority", lambda plan: plan.overlap == "priority", "overlap=backward")
-PIECES = KeyValues(
-    "bucket", "bucket of a size or auto, with overlap=priority",
-    lambda plan: plan.overlap == "priority" and plan.bucket not in (None, "none"),
-    "bucket=none",
-)  # fmt: skip
 LOCAL = KeyValues("local_steps", "local_steps", lambda plan: plan.local_steps > 0, "local_steps=0")
 COMPRESSED = KeyValues("compress", "compress", lambda plan: plan.compress != "none", "compress=none")
 SHORTER = KeyValues(
     "compress", "compress=bf16, fp16", lambda plan: plan.compress in ("bf16", "fp16"), "compress=topk:0.01, powersgd:1"
+)
+LEAVING_OUT = KeyValues(
+    "compress", "compress=topk, powersgd", lambda plan: plan.compress.startswith(("topk", "powersgd")), "compress=none"
 )
 LARGEST = KeyValues(
     "compress", "compress=topk", lambda plan: plan.compress.startswith("topk"), "compress=bf16, powersgd:1"
@@ -134,10 +132,14 @@ INFERENCE = KeyValues("inference", "inference", lambda plan: plan.inference, "in
 CLIP = KeyValues("clip", "clip", lambda plan: plan.clip is not None, "clip=none")
 BF16 = KeyValues("precision", "precision=bf16", lambda plan: plan.precision == "bf16", "precision=float32")
 OFFLOAD = KeyValues("offload", "offload", lambda plan: bool(plan.offload), "offload=none")
+OFFLOADED_STATES = KeyValues(
+    "offload", "offload=optimizer, parameters", lambda plan: bool({"optimizer", "parameters"} & {*plan.offload}),
+    "offload=activations",
+)  # fmt: skip
 OFFLOADED_PARAMETERS = KeyValues(
     "offload", "offload=parameters", lambda plan: "parameters" in plan.offload, "offload=optimizer"
 )
-ON_HOST = KeyValues("host_layers", "host_layers", lambda plan: bool(plan.host_layers), "host_layers=none")
+HOST_LAYERS = KeyValues("host_layers", "host_layers", lambda plan: bool(plan.host_layers), "host_layers=none")
 SLICED = KeyValues("slices", "slices", lambda plan: plan.slice_count > 1, "no slices=")
 OPERATORS = KeyValues("tp", "tp of 2 or more", lambda plan: plan.tp > 1, "tp=1")
 CONTEXT = KeyValues(
@@ -167,14 +169,6 @@ HALVES = KeyValues(
 )  # fmt: skip
 
 
-def _one_by_one(plan: Plan) -> bool:
-    rules = find(plan.schedule).asynchronous
-    return rules is not None and plan.pp == 1 and rules.promise(1, plan.numbers).every is not None
-
-
-ONE_BY_ONE = KeyValues(
-    "schedule", "schedule that updates after each micro-batch, of one stage", _one_by_one, "pipedream-2bw, or pp=2"
-)  # fmt: skip
 IN_STEP = KeyValues("batch_copies", "batch_copies of 2 or more", lambda plan: plan.batch_copies > 1, "batch_copies=1")
 COPIES = KeyValues(
     "schedule", "schedule with copies of a stage", lambda plan: plan.copies,
@@ -208,7 +202,7 @@ _DECIDES_ALONE_REPLICAS = (
 )
 _WHOLE = "parameter servers serve replicas of one rank, which compute a whole model from what they pull"
 _NOT_ON_SERVERS = (
-    STAGES, OPERATORS, CONTEXT, EXPERTS, ASYNCHRONOUS, PRIORITY, OFFLOAD, ON_HOST, SLICED
+    STAGES, OPERATORS, CONTEXT, EXPERTS, ASYNCHRONOUS, PRIORITY, OFFLOAD, HOST_LAYERS, SLICED
 )  # fmt: skip
 
 EXCLUSIONS = (
@@ -231,12 +225,6 @@ EXCLUSIONS = (
     Exclusion(OFFLOADED_PARAMETERS, ZERO_BELOW_3, "it keeps whole parameters on the device", fundamental=True),
     Exclusion(PRIORITY, CLIP, f"{_AT_ONCE}, and the norm needs all gradients", fundamental=True),
     Exclusion(PRIORITY, WHOLES, "gradients go in pieces of `bucket` MiB, or whole", fundamental=True),
-    Exclusion(
-        LOW_RANK,
-        PIECES,
-        "a gradient is a product of narrow matrices as a whole, and a piece of its numbers is no matrix",
-        fundamental=True,
-    ),
     Exclusion(COMPRESSED, LOCAL, "replicas send each other no gradients that could be made smaller", fundamental=True),
     Exclusion(SHORTER, BF16, "gradients have 16 bits already", fundamental=True),
     Exclusion(LOCAL, ZERO, f"{_ALONE}, with whole states", fundamental=True),
@@ -259,7 +247,6 @@ EXCLUSIONS = (
         "it updates without rounds: microbatches=, or update_every= of ampnet, say how often",
         fundamental=True,
     ),
-    Exclusion(ZERO, UNSUMMED, "it has no replicas", fundamental=True),
     Exclusion(CLIP, ASYNCHRONOUS, "the norm of all gradients is known only after a flush", fundamental=True),
     Exclusion(INFERENCE, ASYNCHRONOUS, "nothing is updated", fundamental=True),
     Exclusion(PRIORITY, ASYNCHRONOUS, "forwards use a version that is there, and wait for no sum", fundamental=True),
@@ -274,10 +261,57 @@ EXCLUSIONS = (
     *(
         Exclusion(shared, other, why, fundamental)
         for shared in (OPERATORS, CONTEXT, EXPERTS)
-        for other, why, fundamental in ((DYNAMIC, _DECIDES_ALONE, True),)
+        for other, why, fundamental in (
+            (DYNAMIC, _DECIDES_ALONE, True),
+            (ASYNCHRONOUS, "versions of parameters are whole", False),
+            (PRIORITY, "gradients are summed in order of urgency over replicas alone", False),
+            (COMPRESSED, "only sums of whole layers' gradients are made smaller", False),
+            (HOST_LAYERS, "layers on the host are whole", False),
+        )
     ),
-    Exclusion(
-        IN_STEP, ONE_BY_ONE, "a micro-batch begins with what the update of the one before it makes", fundamental=True
+    *(
+        Exclusion(one, ASYNCHRONOUS, why)
+        for one, why in (
+            (ZERO, "every rank keeps whole versions of its parameters"),
+            (OFFLOAD, "versions of parameters, and what uses them, stay on the device"),
+            (HOST_LAYERS, "versions of parameters are on the device"),
+            (LOCAL, "replicas sum the gradients of every update"),
+            (LEAVING_OUT, "sums carry all of a gradient"),
+            (IN_STEP, "micro-batches use different versions of the parameters"),
+            (ALGORITHM, "gradients are summed by the default algorithm"),
+        )
+    ),
+    *(
+        Exclusion(PRIORITY, other, why)
+        for other, why in (
+            (ZERO, "it orders sums of whole gradients"),
+            (COMPRESSED, "pieces of gradients are sent as they are"),
+            (HOST_LAYERS, "it orders sums of gradients of the device"),
+        )
+    ),
+    *(
+        Exclusion(COMPRESSED, other, why)
+        for other, why in (
+            (ZERO, "slices of gradients are summed as they are"),
+            (HOST_LAYERS, "gradients on the host are summed as they are"),
+        )
+    ),
+    Exclusion(LEAVING_OUT, BF16, "its messages are of numbers in the model's own type"),
+    Exclusion(LOCAL, OFFLOADED_STATES, "parameters are averaged on the device"),
+    *(
+        Exclusion(HOST_LAYERS, other, why)
+        for other, why in (
+            (ZERO, "layers on the host keep whole states there"),
+            (OFFLOAD, "each says by itself what is on the host"),
+            (LOCAL, "parameters are averaged on the device"),
+        )
+    ),
+    *(
+        Exclusion(IN_STEP, other, why)
+        for other, why in (
+            (STAGES, "micro-batches go in step on ranks that wait for no other stage"),
+            (ZERO, "slices of gradients are summed micro-batch by micro-batch"),
+        )
     ),
     Exclusion(
         ZERO_ABOVE_1,

@@ -26,8 +26,6 @@ from minipar.trace.memory_series import Curve, Series
 from minipar.wording import several
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from matplotlib.figure import Figure
 
     from minipar.trace.comparison import Comparison
@@ -431,12 +429,6 @@ class Trace:
         from minipar.trace import interchange
 
         return interchange.to_perfetto(self, path)
-
-    def to_hta(self, folder: str | os.PathLike[str]) -> list[Path]:
-        """One file per rank, for Holistic Trace Analysis. See `interchange.to_hta`."""
-        from minipar.trace import interchange
-
-        return interchange.to_hta(self, folder)
 
     @staticmethod
     def from_kineto(sources: Source | Sequence[Source]) -> Trace:

@@ -120,25 +120,7 @@ def test_a_model_without_a_capacity_in_one_process(mesh: dict[str, int]) -> None
     assert {one.bytes for one in sent} == {8 * 12 * 2 * 16 * 8 // math.prod(mesh.values())}
 
 
-@pytest.mark.many(8)
-@pytest.mark.parametrize(
-    ("plan", "ranks"),
-    [
-        ("ep=2", 2),
-        ("ep=4", 4),
-        ("ep=2 microbatches=2", 2),
-        ("ep=2 dp=2", 4),
-        ("ep=2 dp=2 zero=3", 4),
-        ("ep=2 pp=2 microbatches=4", 4),
-        ("ep=2 checkpoint=1", 2),
-        ("ep=2 dp=2 zero=1 clip=0.5", 4),
-        ("ep=2 pp=2 schedule=interleaved chunks=2 microbatches=4", 4),
-        ("tp=2", 2),
-        ("tp=2 sequence_parallel=true", 2),
-        ("context_parallel=2", 2),
-        ("pp=2 microbatches=2", 2),
-    ],
-)
+@pytest.mark.parametrize(("plan", "ranks"), [("ep=2 dp=2 zero=1 clip=0.5", 4), ("tp=2 sequence_parallel=true", 2)])
 def test_gradients_are_those_of_plain_torch(clusters: Clusters, plan: str, ranks: int) -> None:
     run = run_of(clusters, plan, ranks)
     assert run.max_gradient_error() < 1e-10
@@ -170,23 +152,12 @@ def skewed(used: int, **numbers: Any) -> Any:
     return model
 
 
-@pytest.mark.many(8)
 @pytest.mark.parametrize(
     ("used", "top", "plan", "ranks"),
     [
-        (3, 2, "ep=2", 2),
-        (2, 2, "ep=2 microbatches=2", 2),  # rank 1 gets no token
-        (3, 2, "ep=4", 4),
+        (2, 2, "ep=2 pp=2 microbatches=4", 4),  # rank 1 gets no token
         (1, 1, "ep=4 microbatches=2", 4),  # rank 0 gets all
-        (3, 2, "ep=2 pp=2 microbatches=4", 4),
-        (2, 2, "ep=2 pp=2 microbatches=4", 4),
-        (3, 2, "ep=2 dp=2 zero=3", 4),
-        (3, 2, "ep=2 pp=2 microbatches=2 schedule=zb-h1", 4),
-        (3, 2, "ep=2 checkpoint=1", 2),
         (3, 2, "ep=2 microbatches=2 offload=activations", 2),
-        (3, 2, "tp=2", 2),
-        (3, 2, "context_parallel=2", 2),
-        (3, 2, "pp=2 microbatches=2", 2),
     ],
 )
 def test_gradients_without_a_capacity(clusters: Clusters, used: int, top: int, plan: str, ranks: int) -> None:

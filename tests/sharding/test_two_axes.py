@@ -60,25 +60,6 @@ def test_operators_and_tokens(clusters: Any, name: str) -> None:
               loss=by_token if name in TRANSFORMERS else functional.cross_entropy))  # fmt: skip
 
 
-@pytest.mark.many(10)
-@pytest.mark.parametrize(
-    "words",
-    [
-        f"{GRID} sequence_parallel=true clip=0.1 microbatches=3",
-        f"pp=2 {GRID} microbatches=2 schedule=zb-h1 checkpoint=1",
-        f"dp=2 {GRID} zero=1 sequence_parallel=true",
-        f"dp=2 {GRID} zero=3 microbatches=2",
-        f"{GRID} checkpoint=selective batch_copies=2 microbatches=2",
-        f"{GRID} offload=activations,optimizer",
-        f"{GRID} host_layers=1 bucket=none",
-        f"dp=2 {GRID} overlap=priority",
-        f"{GRID} sequence_parallel=true microbatches=2",
-    ],
-)
-def test_with_other_keys(clusters: Any, words: str) -> None:
-    right(trained(clusters, partial(gpt, tied=True, fused=False), words, optimizer=ADAM), 1e-10)
-
-
 @pytest.mark.extra("sharding/test_other_ways.py::test_replicas_of_ranks_that_share_layers")
 def test_replicas_that_train_alone(clusters: Any) -> None:
     right(trained(clusters, gpt, f"dp=2 {GRID} local_steps=2 sequence_parallel=true", steps=3))

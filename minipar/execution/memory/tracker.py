@@ -35,7 +35,7 @@ from minipar.errors import DeviceOutOfMemory
 from minipar.execution.executor import Executor
 from minipar.execution.memory.storages import FollowedStorage, Storages
 from minipar.models.tensors import differentiable, tensors
-from minipar.program import BACKWARDS, Op, Program, version_of
+from minipar.program import BACKWARDS, Op, Program
 from minipar.program.mesh import Mesh
 from minipar.strategies.plan import Plan
 from minipar.trace.memory_series import Series, by_kind, mib, owners
@@ -200,8 +200,6 @@ class Tracker(Storages):
         ins = executor.instructions[self.index] if self.index >= 0 else None
         if ins is not None and ins.op is Op.STEP:
             self._find_states()
-            self._find_versions()
-        elif ins is not None and ins.op in (Op.FETCH, Op.ALL_GATHER) and version_of(ins.writes[0]) >= 0:
             self._find_versions()
         elif ins is not None and ins.op is not Op.FORWARD:
             moved = ins.reads + ins.writes  # (only the last piece of a gradient writes it)

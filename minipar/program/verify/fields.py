@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from minipar.errors import PlanError, ProgramError
@@ -141,7 +140,7 @@ def _is_contract(value: object) -> bool:
         return _whole(value.steps, 1)
     if isinstance(value, Staleness):
         numbers = ((value.bound, 0), (value.versions, 1), (value.every, 1))
-        return _whole(value.local, 0) and all(number is None or _whole(number, least) for number, least in numbers)
+        return all(number is None or _whole(number, least) for number, least in numbers)
     return type(value) is Synchronous
 
 
@@ -201,11 +200,16 @@ def check_fields(program: Program) -> None:
     _check_model(program)
     _check_state(program)
     if program.local_steps and (program.sharded or program.serving is not None):
-        contract, what = program.contract, "slices" if program.serving is None else "servers"
-        possible = replace(contract, local=0) if isinstance(contract, Staleness) else Synchronous()
+        what = "slices" if program.serving is None else "servers"
         raise ProgramError(
-            f"contract={contract}: replicas that train alone have whole states, no {what}; possible is {possible}"
+            f"contract={program.contract}: replicas that train alone have whole states, no {what}; possible is "
+            f"{Synchronous()}"
         )
+    if program.sharing > 1 and program.serving is None:
+        if isinstance(program.contract, Staleness):
+            raise ProgramError(f"contract={program.contract}: of whole layers; possible is a mesh of dp and pp")
+        if program.compress != "none":
+            raise ProgramError(f"compress={program.compress}: of whole layers; possible is a mesh of dp and pp")
     if program.in_flight is not None:
         _check_deciding(program)
 
@@ -282,6 +286,11 @@ def _check_state(program: Program) -> None:
             version = version_of(value) == 0 and stale
             if home(value).kind not in STATE or value.microbatch != -1 or (value.step != -1 and not version):
                 raise ProgramError(f"rank {rank} begins with {value}; possible is the state of parameter groups")
+            if stale and program.serving is None and (home(value) != value or "shard" in value.kind):
+                raise ProgramError(
+                    f"rank {rank} begins with {value}, but its contract is {program.contract}; possible are whole "
+                    "parameter groups on the device"
+                )
             if not 0 <= value.index < len(program.groups):
                 raise ProgramError(
                     f"rank {rank} begins with {value}, but groups count from 0 to {len(program.groups) - 1}"
