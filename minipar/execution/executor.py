@@ -33,7 +33,7 @@ from minipar.execution.emulation import Delays, EmulatedDevice, end_of, stamp_la
 from minipar.execution.fitting import check_fit
 from minipar.execution.following import Walked
 from minipar.execution.mean_loss import Loss
-from minipar.execution.offloading import Offloading, TierCopy, frozen_parameters
+from minipar.execution.offloading import Offloading, TierCopy
 from minipar.execution.owners import Slice
 from minipar.execution.state import State
 from minipar.execution.streams import Mark, Streams, read_all, streams_of
@@ -206,11 +206,11 @@ class Executor:
         self.groups, self.buckets = groups, self.state.buckets
         on_host = {ins.layers for ins in program.ranks[comm.rank] if ins.op is Op.STEP and ins.stream == "host"}
         self.optimizers = {k: o for k, o in self.state.optimizers.items() if k not in on_host}  # those of the device
-        frozen = frozen_parameters(program, layers, self.compute.layers.values())
+        mine = list(self.compute.layers.values())
         if program.precision == "bf16":
             # These are the tensors that are not trained: buffers, and frozen parameters before they are offloaded.
-            narrow(nn.ModuleList(self.compute.layers.values()))
-        self.offloading = Offloading(program, comm.rank, self.state, self.compute.kept, frozen, self.streams)
+            narrow(nn.ModuleList(mine))
+        self.offloading = Offloading(program, comm.rank, self.state, self.compute.kept, layers, mine, self.streams)
         self.live: dict[Value, Any] = {}
         self.watch: MemoryWatch | None = None
         self.walked: Walked | None = None  # reports a pass while it runs

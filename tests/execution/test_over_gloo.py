@@ -83,7 +83,6 @@ OF_CHAINS = [
     "pp=4 inference=true microbatches=3",
     "dp=2 sync=ps mode=sync microbatches=2",
     "dp=3 sync=ps mode=ssp:1 servers=1 on_death=continue",
-    "pp=2 sync=ps mode=async servers=2 on_death=continue microbatches=3",
 ]
 NOT_EXACT = [
     "dp=4 compress=bf16",

@@ -215,8 +215,6 @@ def _served(dice: random.Random, facts: Facts) -> Words:
         words["compress"] = dice.choice(["bf16", "fp16", "topk:0.5", "topk:0.01"])
     if special == "bf16" and facts.narrow:
         words["precision"] = "bf16"
-    if 2 * dp + servers <= MOST_RANKS + 1 and facts.layers > 1 and dice.random() < 0.5:
-        words["pp"] = "2"  # (every rank of a pipeline works with the servers)
     return words
 
 

@@ -37,7 +37,6 @@ LISTS = {
     "dp=2 sync=ps checkpoint=2": "layers checkpoint parameter_server fuse",  # (servers update)
     "pp=2 schedule=pipedream checkpoint=1": "layers checkpoint versions transfers fuse",
     "dp=2 pp=2 schedule=pipedream zero=1": "layers versions zero data_parallel transfers fuse",
-    "dp=2 pp=2 schedule=pipedream sync=ps": "layers versions virtual_workers transfers fuse",
     "dp=2 pp=2 schedule=pipedream local_steps=2": "layers versions local_steps transfers fuse",  # (nothing is summed)
     "dp=2 pp=2 zero=1 clip=1 inference=true": "layers transfers fuse",  # (nothing is trained)
 }

@@ -56,7 +56,6 @@ def model():
         "dp=2 host_layers=0",
         "dp=2 sync=ps",
         "dp=2 sync=ps servers=2 microbatches=2",
-        "dp=2 pp=2 sync=ps overlap=priority",
         "dp=2 sync=ps mode=async",
     ],
 )
