@@ -310,11 +310,11 @@ def train(
         block = steps if served or plan.asynchronous else plan.block(steps, every)
         compiled = _compiler(plan, facts, job, ranks, calibration)
         if program is None:
-            made, rest = compiled(steps=block), compiled(steps=steps % block) if steps % block else None
+            main, rest = compiled(steps=block), compiled(steps=steps % block) if steps % block else None
         else:
-            made, rest = own_program.check(program, plan, facts.shape, steps), None
-            block = made.steps
-        predicted = _predicted(made, facts, job, ranks, calibration)
+            main, rest = own_program.check(program, plan, facts.shape, steps), None
+            block = main.steps
+        predicted = _predicted(main, facts, job, ranks, calibration)
 
         def measure(rows: tuple[int, ...]) -> Measured:
             (known,) = ranks.run_on([0], profile_job, job, rows, True, None, split)
@@ -324,17 +324,17 @@ def train(
         service: Service | None = None
         with advising(plan, job.batch, measure):
             if served:
-                done, service = _serve(made, job, ranks, plan, check, memory, watch, storing, bar)
+                done, service = _serve(main, job, ranks, plan, check, memory, watch, storing, bar)
             else:
                 with bar(total=steps, desc=str(plan)) as meter:
 
-                    def tell(k: int, loss: float) -> None:
+                    def report(k: int, loss: float) -> None:
                         meter.set_postfix(loss=f"{loss:.4g}", refresh=False)
                         meter.update(block if k < steps // block else steps % block)
 
                     done = execute(
-                        made, job, cluster=ranks, passes=steps // block, rest=rest, keep_gradients=check, check=False,
-                        memory=memory, storing=storing, watch=watch, callback=callback, report=tell,
+                        main, job, cluster=ranks, passes=steps // block, rest=rest, keep_gradients=check, check=False,
+                        memory=memory, storing=storing, watch=watch, callback=callback, report=report,
                     )  # fmt: skip
         sizes = ([block] * (steps // block) + ([steps % block] if rest is not None else []))[: len(done.times)]
         plain: Reference | None = None
@@ -546,8 +546,8 @@ def _check_stages(plan: Plan, model: Model) -> None:
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             given = isinstance(model, (torch.nn.Module, list, tuple))
-            made: Any = model if given else cast(Callable[[], Any], model)()
-        layers = len(layers_of(made) if isinstance(made, torch.nn.Module) else list(made))
+            built: Any = model if given else cast(Callable[[], Any], model)()
+        layers = len(layers_of(built) if isinstance(built, torch.nn.Module) else list(built))
     except Exception:
         return
     if layers:
