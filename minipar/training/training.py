@@ -325,24 +325,26 @@ def train(
             warnings.warn(f"{storing.saved.folder}: {told}", stacklevel=2)
         served = plan.sync == "ps"  # (its steps overlap, so one program has all of them)
         cores = available_cores() if ranks.device == "cpu" else None
-        if calibration is None and plan.ranks > 1 and (ranks.emulates is None or not ranks.emulates.emulates):
-            messages = plan.ranks > plan.dp or program is not None or bool(plan.extra_passes)
-            algorithms = plan.algorithm != "default"
-            calibration = quick_calibration(ranks, algorithms=algorithms, messages=messages, progress=progress)
-        costs_of = partial(
-            costs_for,
-            measured=facts.profile,
-            batch=job.batch,
-            calibration=calibration,
-            device=ranks.emulates,
-            copies=facts.copies,
-        )
+        needed = plan.ranks > 1 and (ranks.emulates is None or not ranks.emulates.emulates)
+
+        def calibrated(program: Program) -> Calibration | None:
+            if calibration is not None or not needed:
+                return calibration
+            return quick_calibration(ranks, program, algorithms=plan.algorithm != "default", progress=progress)
+
+        def costs_of(program: Program) -> ProfiledCosts | EmulatedCosts:
+            rates = calibrated(program)
+            return costs_for(program, facts.profile, job.batch, rates, ranks.emulates, facts.copies)
+
+        def predicted_run(program: Program) -> Trace:
+            known = cores, facts.data_bytes, calibrated(program), ranks.emulates, facts.copies
+            return predict(program, facts.profile, job.batch, *known)
+
         block = steps if served or plan.asynchronous else plan.block(steps, every)
         planned = as_emulated(facts.profile, ranks.emulates)
-        times = (cores, facts.data_bytes, calibration, ranks.emulates, facts.copies)
 
         def time_of(program: Program) -> float:
-            return predict(program, facts.profile, job.batch, *times).time
+            return predicted_run(program).time
 
         shape = _as_served(facts.shape, dtype) if served and plan.precision == "bf16" else facts.shape
         compiled = partial(plan.compile, shape, costs=planned, costs_of=costs_of, time_of=time_of)
@@ -351,7 +353,7 @@ def train(
         else:
             made, rest = own_program.check(program, plan, shape, steps), None
             block = made.steps
-        predicted = predict(made, facts.profile, job.batch, *times)
+        predicted = predicted_run(made)
         if facts.tapes is not None:
             costs_there = ProfiledCosts(predicted.program, facts.profile, job.batch)
             predicted = with_memory(predicted, facts.tapes, costs_there)
