@@ -174,14 +174,14 @@ class Matcher:
         key: str | None = None,
         flag: bool = False,
         small: tuple[torch.Tensor, Reduce] | None = None,
-        alone: bool = True,
+        unattended: bool = True,
         exchange: Exchange | None = None,
     ) -> Collective:
         """Announce a collective, which starts now or later: the `exchange` in shared memory, or the function for the
         `small` tensors of all ranks, or `start`.
 
-        text    what it is, for errors; all ranks must agree in `key`, or in `text` if there is no key
-        alone   whether it must go on while nobody waits for it (False if the caller waits at once)
+        text         what it is, for errors; all ranks must agree in `key`, or in `text` if there is no key
+        unattended   whether it must go on while nobody waits for it (False if the caller waits at once)
 
         What the backend refuses at once is raised here.
         """
@@ -198,7 +198,7 @@ class Matcher:
                 exchange.begin()
             self._queue.append(one)
             self.progress()
-            if alone and self.sliced and not self.idle:
+            if unattended and self.sliced and not self.idle:
                 self.starter.watch(self)
         if not self.sliced and one.start is not None:  # NCCL orders its work by the calling thread's stream
             self.wait_until_started(one)

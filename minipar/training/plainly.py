@@ -138,7 +138,10 @@ class Plain:
         stdin, self._life = os.pipe()  # when it closes, the process knows that the driver has ended
         self.process: launch.Process
         try:
-            self.process, control = launch.run_forked(reference.__file__, stdin) or _interpreter(stdin)
+            self.process, control = launch.take_spare(reference.__file__, stdin) or _interpreter(stdin)
+        except BaseException:
+            os.close(self._life)
+            raise
         finally:
             os.close(stdin)
         self.control = Connection(control.detach())

@@ -63,6 +63,7 @@ from minipar.wording import several
 if TYPE_CHECKING:
     from minipar.server.serving import Service
 
+Rates = Callable[[Program], Calibration | None]
 FEW_STAGES = 8  # so many ranks start within a few seconds: there the first of them counts the model's layers
 
 
@@ -302,19 +303,16 @@ def train(
             job, facts = _profiled(job, plan, ranks, memory, split)
             meter.update()
         _warn(plan, facts, storing)
-        if calibration is None and plan.ranks > 1 and (ranks.emulates is None or not ranks.emulates.emulates):
-            messages = plan.ranks > plan.dp or program is not None or bool(plan.extra_passes)
-            algorithms = plan.algorithm != "default"
-            calibration = quick_calibration(ranks, algorithms=algorithms, messages=messages, progress=progress)
+        rates = partial(_rates, calibration, ranks, plan.algorithm != "default", progress)
         served = plan.sync == "ps"  # (then one program has all steps)
         block = steps if served or plan.asynchronous else plan.block(steps, every)
-        compiled = _compiler(plan, facts, job, ranks, calibration)
+        compiled = _compiler(plan, facts, job, ranks, rates)
         if program is None:
             main, rest = compiled(steps=block), compiled(steps=steps % block) if steps % block else None
         else:
             main, rest = own_program.check(program, plan, facts.shape, steps), None
             block = main.steps
-        predicted = _predicted(main, facts, job, ranks, calibration)
+        predicted = _predicted(main, facts, job, ranks, rates)
 
         def measure(rows: tuple[int, ...]) -> Measured:
             (known,) = ranks.run_on([0], profile_job, job, rows, True, None, split)
@@ -403,15 +401,23 @@ def _warn(plan: Plan, facts: Facts, storing: keeping.Storing) -> None:
         warnings.warn(f"{storing.saved.folder}: {note}", stacklevel=3)
 
 
-def _compiler(
-    plan: Plan, facts: Facts, job: Job, ranks: Ranks, calibration: Calibration | None
-) -> Callable[..., Program]:
+def _rates(
+    given: Calibration | None, ranks: Ranks, algorithms: bool, progress: bool, program: Program
+) -> Calibration | None:
+    """What messages and collectives of a program cost on the cluster; None for one rank, and for emulated devices."""
+    if given is not None or len(program.ranks) == 1 or (ranks.emulates is not None and ranks.emulates.emulates):
+        return given
+    return quick_calibration(ranks, program, algorithms=algorithms, progress=progress)
+
+
+def _compiler(plan: Plan, facts: Facts, job: Job, ranks: Ranks, rates: Rates) -> Callable[..., Program]:
     """What makes the plan's program of so many steps, by what was measured."""
-    there: dict[str, Any] = {"calibration": calibration, "device": ranks.emulates, "copies": facts.copies}
-    costs_of = partial(costs_for, measured=facts.profile, batch=job.batch, **there)
+
+    def costs_of(program: Program) -> ProfiledCosts | EmulatedCosts:
+        return costs_for(program, facts.profile, job.batch, rates(program), ranks.emulates, facts.copies)
 
     def time_of(program: Program) -> float:
-        return _predicted(program, facts, job, ranks, calibration, memory=False).time
+        return _predicted(program, facts, job, ranks, rates, memory=False).time
 
     shape = facts.shape
     if plan.sync == "ps" and plan.precision == "bf16":
@@ -420,14 +426,11 @@ def _compiler(
     return partial(plan.compile, shape, costs=planned, costs_of=costs_of, time_of=time_of)
 
 
-def _predicted(
-    program: Program, facts: Facts, job: Job, ranks: Ranks, calibration: Calibration | None, memory: bool = True
-) -> Trace:
+def _predicted(program: Program, facts: Facts, job: Job, ranks: Ranks, rates: Rates, memory: bool = True) -> Trace:
     """The predicted trace of a program, and with `memory` every allocation, if that was measured."""
     cores = available_cores() if ranks.device == "cpu" else None
-    found = predict(
-        program, facts.profile, job.batch, cores, facts.data_bytes, calibration, ranks.emulates, facts.copies
-    )
+    known = cores, facts.data_bytes, rates(program), ranks.emulates, facts.copies
+    found = predict(program, facts.profile, job.batch, *known)
     if facts.tapes is None or not memory:
         return found
     return with_memory(found, facts.tapes, ProfiledCosts(found.program, facts.profile, job.batch))

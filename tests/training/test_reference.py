@@ -30,12 +30,13 @@ mse = nn.functional.mse_loss
 
 @pytest.fixture(scope="module", params=["fresh", "forked"])
 def alone(request):
-    """A process of plain torch that has done nothing yet: a new interpreter, or forked from a helper."""
+    """A process of plain torch that has done nothing yet: a new interpreter, or the spare process of a helper."""
     helper = launch.Zygote(launch.settings_of_glibc()) if request.param == "forked" else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_zygotes", {(os.getpid(), ""): helper} if helper else {})
         process = plainly.Plain()
         assert isinstance(process.process, launch.Forked if helper else launch.Spawned)
+        assert launch.take_spare(reference.__file__, 0) is None  # there is one only
     yield process
     assert process.alive
     if helper:
