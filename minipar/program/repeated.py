@@ -28,16 +28,17 @@ from minipar.program.mesh import Mesh
 Row = tuple[Instruction, ...]
 
 
-def repeat(rows: Iterable[Iterable[Instruction]], mesh: Mesh) -> Sequence[Row]:
+def repeat(rows: Iterable[Iterable[Instruction]], mesh: Mesh, whole: bool = False) -> Sequence[Row]:
     """The instructions of all ranks of a mesh, from those of one pipeline.
 
     rows   for each coordinate on the axis pp. Peers are such coordinates. Groups are those of the first replica: sums
            of gradients name the ranks of all replicas, or of the first one alone, and the first of ranks that share
            layers
+    whole  whether every group is known to be whole, as minipar's own passes make them
     Gives a `Repeated` where every group is whole; otherwise a tuple of rows, which readers visit one by one.
     """
     found = Repeated(rows, mesh)
-    return found if mesh.size > len(found.rows) and found.is_whole() else tuple(found)
+    return found if mesh.size > len(found.rows) and (whole or found.is_whole()) else tuple(found)
 
 
 class Repeated(Sequence[Row]):

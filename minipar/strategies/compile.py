@@ -131,7 +131,8 @@ def program_of(
             draft = each(draft)
         for mine, more in zip(rows, draft.ranks, strict=True):
             mine += more
-    ranks, servers = repeat(rows[: plan.pp], layout.mesh), tuple(map(tuple, rows[plan.pp :]))
+    whole = plan.sync != "ps" and not plan.extra_passes  # (messages to servers leave a pipeline)
+    ranks, servers = repeat(rows[: plan.pp], layout.mesh, whole), tuple(map(tuple, rows[plan.pp :]))
     return Program(
         (*ranks, *servers) if servers else ranks,
         shape.layers,
@@ -164,11 +165,14 @@ def program_of(
 
 def _contract(plan: Plan) -> Contract:
     """The contract: how old the parameters may be from which a gradient is computed."""
-    asynchronous, mode = find(plan.schedule).asynchronous, Mode.parse(plan.mode, plan.dp)
+    asynchronous = find(plan.schedule).asynchronous
     if asynchronous:
         return replace(asynchronous.promise(plan.pp, plan.numbers), local=plan.local_steps)
     if plan.local_steps:
         return Local(plan.local_steps)
+    if plan.sync != "ps":
+        return Synchronous()
+    mode = Mode.parse(plan.mode, plan.dp)
     return Synchronous() if mode.kind == "sync" else Staleness(mode.staleness(plan.dp))
 
 

@@ -448,7 +448,7 @@ class Plan:
         if isinstance(self.bucket, tuple) and self.bucket[0] >= shape.own_layers:
             words, layers = ",".join(map(str, self.bucket)), shape.own_layers
             raise PlanError(f"bucket={words}: the model has {layers} layers; possible are 0 to {layers - 1}")
-        host = host_layers.find(self.host_layers, shape) if self.host_layers else frozenset[int]()
+        host = host_layers.find(self.host_layers, shape)
         microbatches = self.total_microbatches * self.slice_count
         if self.place is not None:
             split, placement = branches.stages(branches.ranks_of(self.place, shape, self.pp), self.pp)

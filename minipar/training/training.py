@@ -44,7 +44,7 @@ from minipar.program import Program, Staleness
 from minipar.program.shape import Shape
 from minipar.server.serving import Service, execute_served, pacing_of
 from minipar.sharding.propagation import Preset, experts, sequence_parallel
-from minipar.strategies.keys import at_least_1, form_pairs
+from minipar.strategies.keys import at_least_1
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
 from minipar.trace.recorded_order import order_of
@@ -294,7 +294,7 @@ def train(
         if plan.deciding:
             check_carrier(ranks, f"schedule={plan.schedule}")
         quiet = plan.inference and not keep_modes
-        forms = annotations if annotations is not None else dict(form_pairs(plan.annotations)) or None
+        forms = annotations if annotations is not None else dict(plan.annotations) or None  # type: ignore[arg-type]
         if forms is None and plan.sharing > 1:
             forms = annotations_of(plan)
         job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, quiet, on_nan, forms)

@@ -93,6 +93,7 @@ def test_all_readers_find_the_same(words: str) -> None:
     program = compiled(words)
     plain, costs = rank_by_rank(program), Even()
     assert isinstance(program.ranks, Repeated)
+    assert program.ranks.is_whole()  # (`compile` takes that for granted)
     assert program == plain
     assert plain == program
     assert hash(program.ranks) == hash(plain.ranks)
