@@ -126,7 +126,7 @@ def parameters(model: Preset) -> int:
     if isinstance(model, MLP):
         return sum(a * b + b for a, b in pairwise(model.widths))
     if isinstance(model, Branchy):
-        return sum((given * side**2 + 1) * made for given, made, side in convolutions(model))
+        return sum((given * side**2 + 1) * built for given, built, side in convolutions(model))
     if isinstance(model, Mixture):
         return _mixture_parameters(model)
     tokens = (1 if model.tied else 2) * model.vocab
@@ -292,17 +292,17 @@ def weight_costs(
     """
     e = element
     if isinstance(model, Chain):
-        made, kept = [], []
+        built, kept = [], []
         before = 0.0
         for l, layer in enumerate(model.chain):
             trains = layer.parameters > 0
             own = max(0.0, layer.saved - before) * trains
-            made.append(ceil(e * rows * own))
+            built.append(ceil(e * rows * own))
             kept.append(
-                made[-1] + ceil(e * rows * (before if l else layer.saved) * trains)
+                built[-1] + ceil(e * rows * (before if l else layer.saved) * trains)
             )  # (the first has no input half)
             before = layer.output
-        return tuple(made), tuple(kept)
+        return tuple(built), tuple(kept)
     m = division.of(model)
     tokens = rows * m.sequence / division.cp
     size = e * tokens * m.hidden
@@ -323,9 +323,9 @@ def weight_costs(
     mask = m.dropout * (e if m.flash else 1) * tokens * m.hidden
     embed = alone(mask + m.flash * m.learned * INTEGER * m.sequence / division.cp)
     head = cut(e * tokens * m.vocabulary) + alone(size)
-    made = [alone(size), *[block] * m.layers, head]
-    kept = [made[0] + embed, *[block + inputs] * m.layers, head + alone(2 * size + statistics)]
-    return tuple(made), tuple(kept)
+    built = [alone(size), *[block] * m.layers, head]
+    kept = [built[0] + embed, *[block + inputs] * m.layers, head + alone(2 * size + statistics)]
+    return tuple(built), tuple(kept)
 
 
 def core_numbers(m: Transformer, tokens: float, element: int) -> float:

@@ -266,7 +266,7 @@ def refusal(table: Mapping[str, Any], numbers: PlanNumbers) -> str:
     given |= {"dp": numbers.dp, "microbatches": numbers.microbatches}
     given.pop("accumulate", None)
     try:
-        exclusions.check(Plan(**given), late=True)
+        exclusions.check(Plan(**given), compiled=True)
     except PlanError as error:
         return error.reason
     return ""

@@ -42,12 +42,12 @@ def repeat(rows: Iterable[Iterable[Instruction]], mesh: Mesh, whole: bool = Fals
 
 
 class Repeated(Sequence[Row]):
-    """The rows of all ranks of a mesh, which repeat `rows`, those of one pipeline. `made` has the rows that were asked
+    """The rows of all ranks of a mesh, which repeat `rows`, those of one pipeline. `known` has the rows that were asked
     for."""
 
     def __init__(self, rows: Iterable[Iterable[Instruction]], mesh: Mesh) -> None:
         self.rows, self.mesh = tuple(map(tuple, rows)), mesh
-        self.made: dict[int, Row] = {}
+        self.known: dict[int, Row] = {}
 
     @cached_property
     def representatives(self) -> tuple[int, ...]:
@@ -67,9 +67,9 @@ class Repeated(Sequence[Row]):
         if isinstance(index, slice):
             return tuple(self[rank] for rank in range(len(self))[index])
         rank = range(len(self))[index]
-        if rank not in self.made:
-            self.made[rank] = self._row(rank)
-        return self.made[rank]
+        if rank not in self.known:
+            self.known[rank] = self._row(rank)
+        return self.known[rank]
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Repeated) and (self.rows, self.mesh) == (other.rows, other.mesh):
@@ -80,7 +80,7 @@ class Repeated(Sequence[Row]):
         return hash(tuple(self))  # (it equals this tuple)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Repeated, (self.rows, self.mesh)  # (`made` is not sent to other processes)
+        return Repeated, (self.rows, self.mesh)  # (`known` is not sent to other processes)
 
     def _row(self, rank: int) -> Row:
         """The row of a rank: peers are ranks of its own replica and shard.

@@ -220,8 +220,8 @@ class Plan:
             schedule.check(name, getattr(self, name))
         stages = self.pp * (self.chunks or schedule.chunks)
         if stages > MOST_STAGES:
-            told = f"pp={self.pp}" if self.chunks is None else f"pp={self.pp} chunks={self.chunks}"
-            raise PlanError(f"{told}: {stages} stages; possible are up to {MOST_STAGES}")
+            words = f"pp={self.pp}" if self.chunks is None else f"pp={self.pp} chunks={self.chunks}"
+            raise PlanError(f"{words}: {stages} stages; possible are up to {MOST_STAGES}")
         if self.place is not None:
             object.__setattr__(self, "place", branches.parse(self.place, self.pp))
         exclusions.check(self)
@@ -493,8 +493,8 @@ class Plan:
 
         def known(layout: Layout) -> tuple[Program, Costs]:
             assert costs_of is not None
-            made = program(layout)
-            return made, costs_of(made)
+            built = program(layout)
+            return built, costs_of(built)
 
         def time(layout: Layout) -> float:
             assert time_of is not None
@@ -584,8 +584,8 @@ class Plan:
         alone = 2 * layers * self.total_microbatches * self.slice_count * steps + 4 * self.pp * steps
         for size, most, whose in ((alone, MOST, "of one replica"), (alone * self.dp * self.sharing, 2 * MOST, "")):
             if size > most:
-                told = f"about {size} instructions {whose}".rstrip()
-                raise PlanError(f"plan {self}: {told} in {steps} steps; possible are up to {most}")
+                words = f"about {size} instructions {whose}".rstrip()
+                raise PlanError(f"plan {self}: {words} in {steps} steps; possible are up to {most}")
 
     def _check_actions(self, ranks: int, pieces: int) -> None:
         """Refuse to list the actions of so many ranks, if there would be too many: forwards and backwards."""
@@ -614,8 +614,8 @@ class Plan:
             (verify if self.extra_passes else prove)(program)
         except ProgramError as error:
             if self.extra_passes:
-                told = f"the plan's own passes rewrote this program: {', '.join(self.extra_passes)}"
-                error.details = f"{error.details}\n{told}" if error.details else told
+                words = f"the plan's own passes rewrote this program: {', '.join(self.extra_passes)}"
+                error.details = f"{error.details}\n{words}" if error.details else words
             raise self._as_written(layout, steps, error) from None
 
     def _as_written(self, layout: Layout, steps: int, error: ProgramError) -> ProgramError:
@@ -626,9 +626,9 @@ class Plan:
         found = as_written.mistake(chosen, layout.placement, layout.microbatches * count, trained)
         if not found:
             return error
-        told = ProgramError(f"schedule={self.schedule}: {found}", str(error))
-        told.places = error.places
-        return told
+        named = ProgramError(f"schedule={self.schedule}: {found}", str(error))
+        named.places = error.places
+        return named
 
     def actions(self, rank: int, steps: int = 1, held: int = 1) -> list[Action]:
         """The schedule of one rank, repeated for every round of accumulation.

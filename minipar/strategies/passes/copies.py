@@ -64,12 +64,12 @@ def interleave(row: Sequence[Instruction], copies: int, longest: int = LONGEST) 
 
 def _lines(row: Sequence[Instruction]) -> list[Line]:
     found: list[Line] = []
-    made = {value for ins in row for value in ins.writes}
+    built = {value for ins in row for value in ins.writes}
     for ins in row:
         if found and ins.op is Op.ALL_REDUCE and not repartitions(ins):
             found[-1].instructions.append(ins)
         else:
-            found.append(Line([ins], any(value.kind in MOVED and value not in made for value in ins.reads)))
+            found.append(Line([ins], any(value.kind in MOVED and value not in built for value in ins.reads)))
     return found
 
 

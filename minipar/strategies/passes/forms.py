@@ -101,8 +101,8 @@ def sum_parts(draft: Draft) -> Draft:
     bucketed: list[frozenset[int]] = [frozenset()] * layout.pp
     if draft.bucket != "none" and not plan.asynchronous:
         used = [{v.index for ins in row if ins.group for v in ins.reads if v.kind == "grad"} for row in draft.ranks]
-        made = [{g for g in last_writes(row, "grad") if not layout.on_host(g)} for row in draft.ranks]
-        bucketed = [partial & made[rank] - used[rank] for rank in range(layout.pp)]
+        built = [{g for g in last_writes(row, "grad") if not layout.on_host(g)} for row in draft.ranks]
+        bucketed = [partial & built[rank] - used[rank] for rank in range(layout.pp)]
 
     def rewrite(rank: int, row: Sequence[Instruction]) -> list[Instruction]:
         ranks = {g: layout.sharers(rank, found) for g, found in axes.items()}
