@@ -257,17 +257,17 @@ def weight_costs(
     """
     e = element
     if isinstance(model, Chain):
-        made, kept = [], []
+        built, kept = [], []
         before = 0.0
         for l, layer in enumerate(model.chain):
             trains = layer.parameters > 0
             own = max(0.0, layer.saved - before) * trains
-            made.append(ceil(e * rows * own))
+            built.append(ceil(e * rows * own))
             kept.append(
-                made[-1] + ceil(e * rows * (before if l else layer.saved) * trains)
+                built[-1] + ceil(e * rows * (before if l else layer.saved) * trains)
             )  # (the first has no input half)
             before = layer.output
-        return tuple(made), tuple(kept)
+        return tuple(built), tuple(kept)
     m = division.of(model)
     tokens = rows * m.sequence / division.cp
     size = e * tokens * m.hidden
@@ -288,9 +288,9 @@ def weight_costs(
     mask = m.dropout * (e if m.flash else 1) * tokens * m.hidden
     embed = alone(mask + m.flash * m.learned * INTEGER * m.sequence / division.cp)
     head = cut(e * tokens * m.vocabulary) + alone(size)
-    made = [alone(size), *[block] * m.layers, head]
-    kept = [made[0] + embed, *[block + inputs] * m.layers, head + alone(2 * size + statistics)]
-    return tuple(made), tuple(kept)
+    built = [alone(size), *[block] * m.layers, head]
+    kept = [built[0] + embed, *[block + inputs] * m.layers, head + alone(2 * size + statistics)]
+    return tuple(built), tuple(kept)
 
 
 def core_numbers(m: Transformer, tokens: float, element: int) -> float:

@@ -103,9 +103,9 @@ def profile(model: str, rows: Iterable[int], precision: str = "float32", selecti
             costs = replace(costs, backward=(costs.backward[0], *inner, costs.backward[-1]))
         by_rows[count] = Layers(costs, costs.forward, costs.backward, first)
     groups = shapes.shape(model, element_size=1).groups
-    made = _profile(chosen, kinds, WHOLE, groups, by_rows, 0.0)
+    built = _profile(chosen, kinds, WHOLE, groups, by_rows, 0.0)
     return replace(
-        made,
+        built,
         forward_flops={count: _whole(one.forward) for count, one in by_rows.items()},
         backward_flops={count: _whole(one.backward) for count, one in by_rows.items()},
         input_flops={count: _whole(one.first) for count, one in by_rows.items()},

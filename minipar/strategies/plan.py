@@ -214,8 +214,8 @@ class Plan:
             schedule.check(name, getattr(self, name))
         stages = self.pp * (self.chunks or schedule.chunks)
         if stages > MOST_STAGES:
-            told = f"pp={self.pp}" if self.chunks is None else f"pp={self.pp} chunks={self.chunks}"
-            raise PlanError(f"{told}: {stages} stages; possible are up to {MOST_STAGES}")
+            words = f"pp={self.pp}" if self.chunks is None else f"pp={self.pp} chunks={self.chunks}"
+            raise PlanError(f"{words}: {stages} stages; possible are up to {MOST_STAGES}")
         if self.place is not None:
             object.__setattr__(self, "place", branches.parse(self.place, self.pp))
         exclusions.check(self)
@@ -440,7 +440,7 @@ class Plan:
         if isinstance(self.bucket, tuple) and self.bucket[0] >= shape.own_layers:
             words, layers = ",".join(map(str, self.bucket)), shape.own_layers
             raise PlanError(f"bucket={words}: the model has {layers} layers; possible are 0 to {layers - 1}")
-        host = host_layers.find(self.host_layers, shape) if self.host_layers else frozenset[int]()
+        host = host_layers.find(self.host_layers, shape)
         microbatches = self.total_microbatches * self.slice_count
         if self.place is not None:
             split, placement = branches.stages(branches.ranks_of(self.place, shape, self.pp), self.pp)
@@ -485,8 +485,8 @@ class Plan:
 
         def known(layout: Layout) -> tuple[Program, Costs]:
             assert costs_of is not None
-            made = program(layout)
-            return made, costs_of(made)
+            built = program(layout)
+            return built, costs_of(built)
 
         def time(layout: Layout) -> float:
             assert time_of is not None
@@ -574,8 +574,8 @@ class Plan:
         alone = 2 * layers * self.total_microbatches * self.slice_count * steps + 4 * self.pp * steps
         for size, most, whose in ((alone, MOST, "of one replica"), (alone * self.dp * self.sharing, 2 * MOST, "")):
             if size > most:
-                told = f"about {size} instructions {whose}".rstrip()
-                raise PlanError(f"plan {self}: {told} in {steps} steps; possible are up to {most}")
+                words = f"about {size} instructions {whose}".rstrip()
+                raise PlanError(f"plan {self}: {words} in {steps} steps; possible are up to {most}")
 
     def _check_actions(self, ranks: int, pieces: int) -> None:
         """Refuse to list the actions of so many ranks, if there would be too many: forwards and backwards."""
@@ -604,8 +604,8 @@ class Plan:
             (verify if self.extra_passes else prove)(program)
         except ProgramError as error:
             if self.extra_passes:
-                told = f"the plan's own passes rewrote this program: {', '.join(self.extra_passes)}"
-                error.details = f"{error.details}\n{told}" if error.details else told
+                words = f"the plan's own passes rewrote this program: {', '.join(self.extra_passes)}"
+                error.details = f"{error.details}\n{words}" if error.details else words
             raise self._as_written(layout, steps, error) from None
 
     def _as_written(self, layout: Layout, steps: int, error: ProgramError) -> ProgramError:
@@ -616,9 +616,9 @@ class Plan:
         found = as_written.mistake(chosen, layout.placement, layout.microbatches * count, trained)
         if not found:
             return error
-        told = ProgramError(f"schedule={self.schedule}: {found}", str(error))
-        told.places = error.places
-        return told
+        named = ProgramError(f"schedule={self.schedule}: {found}", str(error))
+        named.places = error.places
+        return named
 
     def actions(self, rank: int, steps: int = 1, held: int = 1) -> list[Action]:
         """The schedule of one rank, repeated for every round of accumulation.

@@ -52,7 +52,7 @@ from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
 from minipar.prediction.simulator import simulate
 from minipar.program import Program, Staleness
 from minipar.program.shape import Shape
-from minipar.strategies.keys import at_least_1, form_pairs
+from minipar.strategies.keys import at_least_1
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
 from minipar.trace.recorded_order import RecordedOrder, local_order, order_of, served_order
@@ -291,7 +291,7 @@ def train(
         if plan.deciding:
             check_carrier(ranks, f"schedule={plan.schedule}")
         quiet = plan.inference and not keep_modes
-        forms = annotations if annotations is not None else dict(form_pairs(plan.annotations)) or None
+        forms = annotations if annotations is not None else dict(plan.annotations) or None  # type: ignore[arg-type]
         if forms is None and plan.sharing > 1:
             forms = annotations_of(plan)
         job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, quiet, on_nan, forms)

@@ -88,14 +88,14 @@ def test_what_the_table_excludes_is_refused_with_both_keys_and_a_way_out(row: Ex
 @pytest.mark.parametrize("row", EXCLUSIONS, ids=title)
 def test_each_of_the_two_alone_is_possible(row: Exclusion) -> None:
     for choice in (row.one, row.other):
-        assert choice.made(Plan.parse(words(choice))) or choice.late
+        assert choice.chosen(Plan.parse(words(choice))) or choice.after_compile
 
 
 def test_a_plan_that_is_taken_makes_no_two_excluded_choices() -> None:
     for text in ("dp=2 zero=3 offload=parameters", "pp=2 dp=2 schedule=zb-h1 clip=1", "dp=2 sync=ps mode=async"):
         plan = Plan.parse(text)
         check(plan)
-        check(plan, late=True)
+        check(plan, compiled=True)
 
 
 def test_every_key_has_a_line_of_help_and_a_domain() -> None:
