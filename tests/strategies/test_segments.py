@@ -23,11 +23,7 @@ from tests.recomputing import ByLayer, words
 
 @pytest.mark.parametrize(
     ("given", "means"),
-    [
-        ("selective", "selective"),
-        ("none", "none"), ("sqrt", "sqrt"), ("4", 4), (4, 4), ("3,7,11", (3, 7, 11)), ("3,", (3,)), ([3, 7], (3, 7)),
-        ((5,), (5,)), (["3", "4"], (3, 4)), ("64MiB", "64MiB"), ("1.5gib", "1.5gib"), ("100b", "100b"),
-    ],
+    [("selective", "selective"), ("4", 4), ("3,", (3,)), (["3", "4"], (3, 4)), ("100b", "100b")],
 )  # fmt: skip
 def test_what_can_be_chosen(given, means):
     assert parse(given) == means
@@ -51,23 +47,9 @@ STARTS = "must be layers in ascending order, at which segments begin, such as 3,
     ("given", "says"),
     [
         ("0", f"checkpoint=0: {FORMS}"),
-        (0, f"checkpoint=0: {FORMS}"),
-        (-2, f"checkpoint=-2: {FORMS}"),
-        (True, f"checkpoint=True: {FORMS}"),
         (2.5, f"checkpoint=2.5: {FORMS}"),
-        (None, f"checkpoint=None: {FORMS}"),
-        ("full", f"checkpoint=full: {FORMS}"),
-        ("64", None),
-        ("64MB", f"checkpoint=64MB: {FORMS}"),
         ("0MiB", f"checkpoint=0MiB: {FORMS}"),
-        ("0.1B", f"checkpoint=0.1B: {FORMS}"),
-        ("-1MiB", f"checkpoint=-1MiB: {FORMS}"),
-        ("9" * 400 + "MiB", "checkpoint=999"),
-        ("7,3", f"checkpoint=7,3: {STARTS}"),
         ("3,3", f"checkpoint=3,3: {STARTS}"),
-        ("3,x", f"checkpoint=3,x: {STARTS}"),
-        (",", f"checkpoint=,: {STARTS}"),
-        ((), f"checkpoint=(): {STARTS}"),
         ([1.5], f"checkpoint=[1.5]: {STARTS}"),
     ],
 )
@@ -105,7 +87,6 @@ COSTS = LayerCosts.equal(12, output=1 << 20, saved=3 << 20)
     ("plan", "costs", "says"),
     [
         ("checkpoint=13", None, "checkpoint=13: the model has 12 layers; possible are 1 to 12"),
-        ("checkpoint=3,12", None, "checkpoint=3,12: segments begin at layers of the model; possible are 1 to 11"),
         ("checkpoint=0,3", None, "checkpoint=0,3: segments begin at layers of the model; possible are 1 to 11"),
         (
             "checkpoint=64MiB",
@@ -113,7 +94,6 @@ COSTS = LayerCosts.equal(12, output=1 << 20, saved=3 << 20)
             f"checkpoint=64MiB: a budget needs the sizes of the layers; give {COMPILE}, or choose sqrt, K or layers",
         ),
         ("checkpoint=2", LayerCosts.equal(5), "costs: of 5 layers, but the model has 12"),
-        ("checkpoint=1MiB", COSTS, "checkpoint: a budget of 1.00MiB is too small; the least is 6.00MiB"),
         (
             "pp=3 microbatches=4 checkpoint=1MiB",
             COSTS,
