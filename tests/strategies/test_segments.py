@@ -1,8 +1,5 @@
 """`checkpoint=`: its words, its errors, and which segments each choice gives."""
 
-import json
-import subprocess
-import sys
 from random import Random
 
 import pytest
@@ -227,13 +224,3 @@ def test_a_small_budget_lets_layers_run_more_than_twice():
     program = plan.compile(layers=32, costs=costs)
     assert judge(program) == ""
     assert simulate(program, ByLayer(costs)).time == 3 * 32 + recomputed(schedule)
-
-
-def test_planning_needs_no_torch():
-    code = (
-        "import json, sys; from minipar import Plan; from minipar.costs.recomputation import LayerCosts;"
-        "Plan.parse('checkpoint=9B').compile(layers=16, costs=LayerCosts.equal(16));"
-        "print(json.dumps('torch' in sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) is False
