@@ -26,6 +26,7 @@ from minipar.program import Op
 from minipar.program.mesh import AXES, Mesh
 from minipar.program.rows import MOST_ROWS
 from minipar.strategies import schedules
+from minipar.strategies.keys import check_keys
 from minipar.strategies.plan import Plan, table
 from minipar.strategies.rows_said import rows_said
 from minipar.wording import several
@@ -225,7 +226,8 @@ def _parser() -> _Parser:
 
     one = command("schedules", _schedules, _show_schedules, "list the schedules, with their constraints")
     one.add_argument("--markdown", action="store_true", help="as a Markdown table, which docs/schedules.md has")
-    one = command("keys", _keys, _show_keys, "list the keys of a plan, what they take, and what does not go together")
+    one = command("keys", _keys, _show_keys, "list the keys of a plan; of a few all that they take and do not go with")
+    one.add_argument("names", metavar="NAME", nargs="*", help="of which keys to say all (default: a line of each)")
     one.add_argument("--markdown", action="store_true", help="as docs/combinations.md: which choices go together")
     command("doctor", _doctor, _show_doctor, "what works on this machine")
     one = command("bench", _bench, _show_bench, "run the benchmarks: minipar beside torch's own tools")
@@ -860,24 +862,37 @@ def _show_schedules(result: dict[str, Any]) -> str:
 
 
 def _keys(options: argparse.Namespace) -> dict[str, Any]:
-    return {"keys": [{"name": name, **row} for name, row in table().items()], "markdown": options.markdown}
+    known = table()
+    check_keys(options.names, list(known))
+    rows = [{"name": name, **known[name]} for name in options.names or known]
+    return {"keys": rows, "names": options.names, "markdown": options.markdown}
 
 
 def _show_keys(result: dict[str, Any]) -> str:
     if result["markdown"]:
-        from minipar.strategies.exclusions import page
+        from minipar.strategies.combinations import page
 
         return page()
+    if result["names"]:
+        return "\n".join(map(_key, result["keys"]))
+    wide = max(len(row["name"]) for row in result["keys"])
     lines = []
     for row in result["keys"]:
-        lines.append(f"{row['name']} = {row['default'] or '(nothing)'}    of: {row['domain']}")
-        lines += textwrap.wrap(row["help"], 112, initial_indent="    ", subsequent_indent="    ")
-        if row["needs"]:
-            lines.append(f"    only with {row['needs']}")
-        for own in dict.fromkeys(other["words"] for other in row["excludes"]):
-            against = [f"{other['with']} ({other['why']})" for other in row["excludes"] if other["words"] == own]
-            words = f"{own}: not with {'; '.join(against)}"
-            lines += textwrap.wrap(words, 112, initial_indent="    ", subsequent_indent="      ")
+        text = textwrap.shorten(row["help"], 86 - wide, placeholder=" ...")
+        lines.append(f"{row['name']:{wide}}  {row['default'] or '-':10}  {text}")
+    return "\n".join([*lines, "", "minipar keys NAME says all of one: its values, and what it does not go with."])
+
+
+def _key(row: dict[str, Any]) -> str:
+    """All of one key: its values, its default, its help, what it needs, and what it does not go with."""
+    lines = [f"{row['name']} = {row['default'] or '(nothing)'}    of: {row['domain']}"]
+    lines += textwrap.wrap(row["help"], 112, initial_indent="    ", subsequent_indent="    ")
+    if row["needs"]:
+        lines.append(f"    only with {row['needs']}")
+    for own in dict.fromkeys(other["words"] for other in row["excludes"]):
+        against = [f"{other['with']} ({other['why']})" for other in row["excludes"] if other["words"] == own]
+        words = f"{own}: not with {'; '.join(against)}"
+        lines += textwrap.wrap(words, 112, initial_indent="    ", subsequent_indent="      ")
     return "\n".join(lines)
 
 

@@ -85,7 +85,7 @@ def test_every_package_has_one_tested_version_within_its_range():
     ("folder", "extras"),
     [
         ("minipar", ["test", "search", "models"]),
-        ("lessons", ["lab"]),
+        ("lessons/minipar_course", ["lab"]),
         ("widgets", ["lab"]),
         ("tests", ["test", "search", "lab", "book", "models"]),
     ],

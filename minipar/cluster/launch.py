@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from minipar.cluster.processes import kill_group
@@ -26,7 +27,8 @@ _EXPORT = "torch.export._trace"  # what the first capture by torch.export import
 class Process(Protocol):
     """A rank's process, however it was started."""
 
-    pid: int
+    @property
+    def pid(self) -> int: ...
 
     @property
     def has_parent(self) -> bool:
@@ -44,32 +46,28 @@ class Process(Protocol):
 
 
 class Zygote:
-    """The helper process of this driver; see zygote.py. Threads may share it. `settings`: of glibc; default: the usual
-    ones (`settings_of_glibc`)."""
+    """The helper process of this driver; see zygote.py. Threads may share it. `settings`: of glibc."""
 
-    def __init__(self, settings: str | None = None) -> None:
+    def __init__(self, settings: str) -> None:
         self.folder = scratch_folder()
         self._exits: dict[int, int] = {}
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._imported: set[str] = set()  # modules that the helper was told to import
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._spare: socket.socket | None  # None: taken
-        self._spare, spare = socket.socketpair()
         tie = "1" if threading.current_thread() is threading.main_thread() else "0"
         command = interpreter("from minipar.cluster.zygote import main; main(sys.argv[1:])")
         self._socket = ours
         self._process = subprocess.Popen(
-            [*command, str(theirs.fileno()), str(spare.fileno()), str(os.getpid()), self.folder, tie],
-            pass_fds=(theirs.fileno(), spare.fileno()),
+            [*command, str(theirs.fileno()), str(os.getpid()), self.folder, tie],
+            pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # the notebook's stop button signals the kernel's whole group
             # Without this, asking whether there is a GPU would make CUDA unusable in every process forked later.
-            env={**_with_settings(settings), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+            env={**child_environment(settings), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         )
         theirs.close()
-        spare.close()
         try:
             message = self._read(None)
         except BaseException:
@@ -79,7 +77,6 @@ class Zygote:
             self.close()
             reason = "it ended early; its own message is above" if message is None else message[1]
             raise RankError(f"the helper process that ranks are forked from could not start: {reason}")
-        self._spare_pid: int = message[1]
 
     @property
     def alive(self) -> bool:
@@ -88,13 +85,27 @@ class Zygote:
     def fork(self, control: int, out: int, err: int) -> int:
         """A new rank that owns copies of the three descriptors; its pid. ConnectionError when the helper has died,
         another OSError when the system has no room for a process."""
+        modules = {name for name in list(sys.modules) if name.startswith("minipar.") or name == _EXPORT}
+        modules -= self._imported
+        self._imported |= modules
+        return self._fork("", sorted(modules - {"minipar.__main__"}), [control, out, err])
+
+    def run(self, script: str, stdin: int) -> tuple[Forked, socket.socket]:
+        """A new process that runs a script by its path; and a socket whose other end's number is the script's only
+        argument. Errors as of `fork`."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                return Forked(self, self._fork(script, [], [theirs.fileno(), stdin, 1, 2])), ours
+        except BaseException:
+            ours.close()
+            raise
+
+    def _fork(self, script: str, modules: list[str], descriptors: list[int]) -> int:
         with self._lock:
             number = next(self._numbers)
-            modules = {name for name in list(sys.modules) if name.startswith("minipar.") or name == _EXPORT}
-            modules -= self._imported
-            self._imported |= modules
-            message = pickle.dumps(("fork", number, sorted(modules - {"minipar.__main__"})))
-            socket.send_fds(self._socket, [message], [control, out, err])
+            message = pickle.dumps(("fork", number, script, modules))
+            socket.send_fds(self._socket, [message], descriptors)
             while True:
                 answer = self._read(None)
                 if answer is None:
@@ -105,19 +116,6 @@ class Zygote:
                     pid: int = answer[2]
                     self._exits.pop(pid, None)  # of an earlier process with this number
                     return pid
-
-    def take_spare(self, script: str, stdin: int) -> tuple[Forked, socket.socket] | None:
-        """Its spare process, which runs a script now, and the driver's end of the socket whose number the script gets;
-        None if it was taken before or has died."""
-        control, self._spare = self._spare, None
-        if control is None:
-            return None
-        try:
-            socket.send_fds(control, [os.fsencode(script)], [stdin, 1, 2])
-        except OSError:
-            control.close()
-            return None
-        return Forked(self, self._spare_pid), control
 
     def signal(self, pid: int, number: int) -> None:
         with contextlib.suppress(OSError):
@@ -167,8 +165,6 @@ class Zygote:
         with contextlib.suppress(OSError):
             self._socket.sendall(pickle.dumps(("end",)))
         self._socket.close()
-        if self._spare is not None:
-            self._spare.close()
         try:
             self._process.wait(2)
         except subprocess.TimeoutExpired:
@@ -176,25 +172,25 @@ class Zygote:
             self._process.wait()
 
 
+@dataclass(frozen=True)
 class Forked:
     """A process that the zygote forked."""
 
-    def __init__(self, zygote: Zygote, pid: int) -> None:
-        self.pid = pid
-        self._zygote = zygote
+    zygote: Zygote
+    pid: int
 
     @property
     def has_parent(self) -> bool:
-        return self._zygote.alive
+        return self.zygote.alive
 
     def signal(self, number: int) -> None:
-        self._zygote.signal(self.pid, number)
+        self.zygote.signal(self.pid, number)
 
     def kill(self) -> None:
-        self._zygote.kill(self.pid)
+        self.zygote.kill(self.pid)
 
     def wait(self, seconds: float) -> int | None:
-        return self._zygote.status(self.pid, seconds)
+        return self.zygote.status(self.pid, seconds)
 
 
 class Spawned:
@@ -228,7 +224,7 @@ class Spawned:
         return status
 
 
-def fork(control: int, out: int, err: int, settings: str | None = None) -> Forked:
+def fork(control: int, out: int, err: int, settings: str) -> Forked:
     """A rank from this process's zygote. RankError when the zygote cannot run."""
     for _ in range(2):  # (only a request shows that a zygote was killed)
         helper = zygote(settings)
@@ -239,12 +235,12 @@ def fork(control: int, out: int, err: int, settings: str | None = None) -> Forke
     raise RankError("the helper process that ranks are forked from ends at once; start='spawn' does without it")
 
 
-def spawn(control: int, out: int, err: int, settings: str | None = None) -> Spawned:
+def spawn(control: int, out: int, err: int, settings: str) -> Spawned:
     """A rank as a fresh interpreter that inherits the three descriptors."""
     tend(scratch_folder())
     theirs, ours = os.pipe()
     tie = "1" if threading.current_thread() is threading.main_thread() else "0"
-    command = interpreter("from minipar.cluster.spawned import main; main(sys.argv[1:])")
+    command = interpreter("from minipar.cluster.worker import spawned; spawned(sys.argv[1:])")
     try:
         process = subprocess.Popen(
             [*command, str(control), str(theirs), str(os.getpid()), tie],
@@ -253,7 +249,7 @@ def spawn(control: int, out: int, err: int, settings: str | None = None) -> Spaw
             stdout=out,
             stderr=err,
             start_new_session=True,
-            env=_with_settings(settings),
+            env=child_environment(settings),
         )
     except BaseException:
         os.close(ours)
@@ -309,29 +305,16 @@ def _is_from_elsewhere(name: str, home: str) -> bool:
 _MEMORY = ("hugetlb=1", "mmap_max=0", f"trim_threshold={1 << 30}", "tcache_count=0")
 
 
-def child_environment(keep_freed_memory: bool = True) -> dict[str, str]:
-    """The driver's environment, with settings for glibc if freed memory is to be kept. The user's own settings come
-    last, so they win."""
-    found = dict(os.environ)
-    if keep_freed_memory:
-        settings = [*(f"glibc.malloc.{setting}" for setting in _MEMORY), os.environ.get("GLIBC_TUNABLES", "")]
-        found["GLIBC_TUNABLES"] = ":".join(filter(None, settings))
-    return found
+def settings_of_glibc(keep_freed_memory: bool = True) -> str:
+    """The settings of glibc for ranks that are started now; the user's own come last, so they win. A rank that is
+    started in another one's place gets those of its cluster, whatever the environment says by then."""
+    ours = [f"glibc.malloc.{setting}" for setting in _MEMORY if keep_freed_memory]
+    return ":".join(filter(None, [*ours, os.environ.get("GLIBC_TUNABLES", "")]))
 
 
-def settings_of_glibc(keep_freed_memory: bool) -> str:
-    """The settings of glibc for ranks that are started now. A rank that is started in another one's place gets those of
-    its cluster, whatever the environment says by then."""
-    return child_environment(keep_freed_memory).get("GLIBC_TUNABLES", "")
-
-
-def _with_settings(settings: str | None) -> dict[str, str]:
-    found = child_environment(settings is None)
-    if settings:
-        found["GLIBC_TUNABLES"] = settings
-    elif settings is not None:
-        found.pop("GLIBC_TUNABLES", None)
-    return found
+def child_environment(settings: str | None = None) -> dict[str, str]:
+    """The driver's environment, with these settings of glibc; default: the usual ones."""
+    return {**os.environ, "GLIBC_TUNABLES": settings_of_glibc() if settings is None else settings}
 
 
 # The keys have the pid, since a process that the driver forked must neither use nor close the driver's helpers, and
@@ -344,27 +327,28 @@ _LONGEST, _BELOW = 103, len("/minipar-12345678/cluster-12345678/1000-10.1023")
 _lock = threading.Lock()
 
 
-def zygote(settings: str | None = None) -> Zygote:
+def zygote(settings: str) -> Zygote:
     """This process's zygote; started at the first call (seconds, while it imports torch), then kept. There is one for
     ranks that keep freed memory, one for ranks that do not, and others if the user's GLIBC_TUNABLES change: glibc reads
     its settings when a process starts."""
-    key = os.getpid(), settings_of_glibc(True) if settings is None else settings
+    key = os.getpid(), settings
     with _lock:
         found = _zygotes.get(key)
         if found is not None and not found.alive:
             found.close()
             found = None
         if found is None:
-            found = _zygotes[key] = Zygote(key[1])
+            found = _zygotes[key] = Zygote(settings)
         return found
 
 
-def take_spare(script: str, stdin: int) -> tuple[Forked, socket.socket] | None:
-    """A process that has imported torch, and nothing of minipar, begins to run a script by its path; and a socket whose
-    other end's number is its only argument. None if no zygote of this process has one left."""
+def run_forked(script: str, stdin: int) -> tuple[Forked, socket.socket] | None:
+    """What `Zygote.run` gives, whose process has imported torch already; None if this process has no zygote."""
     with _lock:
-        mine = [helper for (pid, _), helper in _zygotes.items() if pid == os.getpid()]
-    return next((taken for helper in mine if helper.alive and (taken := helper.take_spare(script, stdin))), None)
+        mine = [helper for (pid, _), helper in _zygotes.items() if pid == os.getpid() and helper.alive]
+    with contextlib.suppress(OSError):
+        return mine[0].run(script, stdin) if mine else None
+    return None
 
 
 def scratch_folder() -> str:

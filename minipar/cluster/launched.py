@@ -28,8 +28,7 @@ from minipar.cluster import agreement, failures, launch, light_torch, worker
 from minipar.cluster.far import LINGER, Driver, FarRank, accept, connect
 from minipar.cluster.members import unpack
 from minipar.cluster.parcel import Parcel, pack
-from minipar.cluster.ranks import Call, Calling, Ranks
-from minipar.costs.device import DeviceSpec
+from minipar.cluster.ranks import Call, Ranks
 from minipar.errors import PlanError, RankError
 
 P = ParamSpec("P")
@@ -57,7 +56,7 @@ def refuse(what: str) -> None:
         )
 
 
-class Launched(Calling):
+class Launched(Ranks):
     """The processes that torchrun started, as ranks. `Launched.here()` gives it, the same one at every call.
 
     All processes make the same calls in the same order: those of `train`, `evaluate`, ... and of the methods here. Each
@@ -73,8 +72,15 @@ class Launched(Calling):
 
     def __init__(self) -> None:
         light_torch.postpone_compiler()
+        import torch
+
         agreed = agreement.agree()
-        self._agreed = agreed
+        self.rank, self.size = agreed.rank, agreed.size
+        self.size_hint = (
+            f"torchrun started {self.size} (WORLD_SIZE); give it another --nnodes or --nproc-per-node, or another plan"
+        )
+        self.device, self.threads = agreed.device.partition(":")[0], torch.get_num_threads()
+        self.carrier = "nccl" if agreed.backend == "nccl" else "local"
         self._leading = False  # whether rank 0 is in a call that the others know of
         self._driver: Driver | None = None
         self._far: FarRank | None = None
@@ -101,45 +107,6 @@ class Launched(Calling):
         if _here is None:
             _here = Launched()
         return _here
-
-    @property
-    def rank(self) -> int:
-        """The number of this process."""
-        return self._agreed.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._agreed.size
-
-    @property
-    def size_hint(self) -> str:
-        """The number of ranks, in words that follow what a plan needs."""
-        return (
-            f"torchrun started {self.size} (WORLD_SIZE); give it another --nnodes or --nproc-per-node, or another plan"
-        )
-
-    @property
-    def device(self) -> str:
-        """Where the ranks compute: "cpu" or "cuda"."""
-        return self._agreed.device.partition(":")[0]
-
-    @property
-    def threads(self) -> int:
-        """Torch's threads in each rank."""
-        import torch
-
-        return torch.get_num_threads()
-
-    @property
-    def carrier(self) -> str:
-        """What carries the tensors of programs: "nccl", or "local" for `comm`'s own messages."""
-        return "nccl" if self._agreed.backend == "nccl" else "local"
-
-    @property
-    def emulates(self) -> DeviceSpec | None:
-        """None: these ranks emulate no device."""
-        return None
 
     def __repr__(self) -> str:
         return f"Launched(rank {self.rank} of {self.size}, {self.device})"

@@ -25,8 +25,8 @@ import torch
 from minipar.cluster import worker
 from minipar.comm import operations, packing, playing, values
 from minipar.comm.handles import Handle, Result, StagedHandle, to_host
-from minipar.comm.lanes import Lane
 from minipar.comm.operations import ALL_GATHER, ALL_TO_ALL, ALLREDUCE, REDUCE_SCATTER
+from minipar.comm.playing import Lane
 from minipar.comm.transport.interface import DONE, Transport
 from minipar.comm.transport.shared import add_up, combine
 from minipar.comm.world import CLOSED, RankGroup, World, of_rank, under_torchrun

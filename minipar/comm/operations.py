@@ -17,8 +17,8 @@ from torch import Tensor
 
 from minipar.comm import playing, values
 from minipar.comm.handles import Handle, Result, to_host
-from minipar.comm.lanes import Playing
 from minipar.comm.packing import as_bytes
+from minipar.comm.playing import Playing
 from minipar.comm.transport import backend, shared
 from minipar.comm.transport.interface import Transport
 from minipar.comm.transport.shared import combine, share

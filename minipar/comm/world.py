@@ -21,13 +21,12 @@ import torch.distributed as dist
 from minipar.cluster import agreement, notes
 from minipar.cluster.worker import Context
 from minipar.comm.handles import Handle
-from minipar.comm.lanes import Lane
 from minipar.comm.matching import Collective, Matcher, Starter
+from minipar.comm.playing import Lane
 from minipar.comm.transport.arena import Arena, Exchange, Steps
 from minipar.comm.transport.gloo import Gloo
-from minipar.comm.transport.interface import Messages, Reader, Transport
-from minipar.comm.transport.local import LocalTransport
-from minipar.comm.transport.mixed import Mixed
+from minipar.comm.transport.interface import Messages, Transport
+from minipar.comm.transport.local import LocalTransport, Mixed
 from minipar.comm.transport.nccl import Nccl
 from minipar.comm.transport.sockets import Far, Sockets
 from minipar.errors import RankError
@@ -71,7 +70,7 @@ class World:
         self.host = host
         self.group(self.everyone, host)
         self.messages: Messages = host.messages
-        self.reader: Reader | None = host.reader
+        self.reader: Sockets | None = host.reader
         self.gpus: Transport | None = None  # what carries tensors on GPUs; None: they go through host memory
         if backend == "nccl" and size > 1:
             self.gpus = Nccl(store, rank, self.everyone, device, host)
@@ -267,8 +266,9 @@ def _host(
     `path`, the names of sockets with `sockets`."""
     far = frozenset(peer for peer, host in enumerate(hosts) if host != hosts[rank])
     gloo = Gloo(store, rank, everyone, address, f"ranks are on {len(set(hosts))} hosts" if far else "")
-    local = LocalTransport(path, gloo, Sockets(rank, sockets, Far(far, address, store, token) if far else None))
-    return Mixed(local, hosts) if far else local
+    if far:
+        return Mixed(path, gloo, Sockets(rank, sockets, Far(far, address, store, token)), hosts)
+    return LocalTransport(path, gloo, Sockets(rank, sockets))
 
 
 def _agree_on_folder(store: dist.Store, rank: int, hosts: tuple[str, ...]) -> str:

@@ -24,13 +24,12 @@ from minipar.data.batches import Batch, BatchPart
 from minipar.errors import MiniparError
 from minipar.execution import autograd_entry, layer_calls, naming_layers, repartition
 from minipar.execution.batch_rows import BatchRows
-from minipar.execution.finite import Finite
 from minipar.execution.fitting import row_major
 from minipar.execution.layer_calls import Call, LayerCall, Made, Sizes
-from minipar.execution.mean_loss import Loss, MeanLoss, Target
+from minipar.execution.mean_loss import Finite, Loss, MeanLoss, Target
 from minipar.execution.remembered import Remembered, will_run_again
 from minipar.execution.saved_tensors import SavedTensors
-from minipar.execution.sequence_state import SequenceState, carried, on_slices
+from minipar.execution.sliced import SequenceState, carried, on_slices
 from minipar.execution.split_backward import Arrived, input_half, left, noting_hooks, weight_half
 from minipar.execution.streams import Later, Streams, streams_of
 from minipar.execution.tails import Tails

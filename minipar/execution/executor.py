@@ -29,7 +29,6 @@ from minipar.execution import naming_layers, repartition
 from minipar.execution.compute import Compute
 from minipar.execution.dtypes import check_narrow, narrow
 from minipar.execution.dynamic_schedule import DynamicSchedule
-from minipar.execution.elementwise import check_update
 from minipar.execution.emulation import Delays, EmulatedDevice, end_of, stamp_later
 from minipar.execution.fitting import check_fit
 from minipar.execution.following import Walked
@@ -38,9 +37,10 @@ from minipar.execution.offloading import Offloading, TierCopy, frozen_parameters
 from minipar.execution.owners import Slice
 from minipar.execution.state import State
 from minipar.execution.streams import Mark, Streams, read_all, streams_of
-from minipar.execution.updating import Optimizer, Scheduler, Update, forms_of
+from minipar.execution.updating import Optimizer, Scheduler, Update, check_update, forms_of
 from minipar.models import randomness, selective_checkpoint
 from minipar.models.network import edges_of
+from minipar.models.nodes import Cut
 from minipar.models.parameter_groups import parameters_of
 from minipar.models.tensors import count_bytes, layers_of
 from minipar.program import (
@@ -57,10 +57,8 @@ from minipar.program import (
     home,
     repartitions,
     tier,
-    version_of,
 )
 from minipar.program.comm_volume import by_algorithm
-from minipar.sharding.nodes import Cut
 from minipar.strategies.passes.versions import without_versions
 
 _WALKED = (
@@ -116,7 +114,7 @@ def _lines(instructions: Sequence[Instruction], streams: Streams) -> list[_Prepa
             tuple([value for value in ins.reads if value in moved]),
             tuple([value.index for value in ins.writes if value.kind == "grad"]),
             tuple([value for value in ins.frees if value.kind not in _ELSEWHERE]),
-            tuple([v for v in ins.frees if v.kind in ("param", "param_shard") or version_of(v) >= 0]),
+            tuple([v for v in ins.frees if v.kind in ("param", "param_shard")]),
             ins.stream == "host",
             tuple([v for v in ins.reads if tier(v) == "host" and (ins.stream == "host" or ins.op in COLLECTIVES)]),
             time.perf_counter if ins.stream == "host" else streams.mark,
@@ -289,11 +287,8 @@ class Executor:
                 for value in ins.writes:
                     pending[value] = (index, ins.peer)
                 continue
-            arriving = line.arriving
-            if self.dynamic is not None:
-                arriving += self.dynamic.leaving.waits(ins)
             if pending:
-                for value in arriving:
+                for value in line.arriving:
                     if value in pending:
                         self._await(value)
             if line.by_host:
@@ -462,9 +457,6 @@ class Executor:
     def _copy(self, index: int, ins: Instruction) -> None:
         with self._aside() if tier(ins.writes[0]) == "host" else nullcontext():
             copy = self.offloading.start(ins, self.live)
-        for value in self.lines[index].released if ins.op is Op.OFFLOAD else ():
-            if value != ins.reads[0]:  # (that is freed when it is copied)
-                self.state.release(value)
         copy.end = self.device.copied(ins, copy.nbytes) if self.device is not None else None
         self.pending[ins.writes[0]] = (index, copy)
         if copy.on_stream:
@@ -482,11 +474,8 @@ class Executor:
         return nullcontext() if self.watch is None else self.watch.aside()
 
     def _step(self, ins: Instruction) -> None:
-        if ins.stream == "host":
-            with self._aside():
-                self._update(ins)
-                return self.offloading.updated(ins)
-        return self._update(ins)
+        with self._aside() if ins.stream == "host" else nullcontext():
+            self._update(ins)
 
     def _update(self, ins: Instruction) -> None:
         # Where receives of a later step may be posted already, the host does not wait for the losses of this one.

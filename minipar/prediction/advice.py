@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 from minipar.costs.measured import Profile
 from minipar.errors import DeviceOutOfMemory, MiniparError
-from minipar.prediction import fitting
 from minipar.prediction.memory import predict_memory
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
 from minipar.prediction.recorded import Tapes
@@ -46,6 +45,8 @@ def ways_that_fit(
     Changed plans come first, then a smaller batch, then more ranks, then a device as large as this plan needs.
     measure(rows)   shape, profile and tapes of the model for these numbers of rows, and bytes of a batch's x and y
     """
+    from minipar.prediction import fitting  # (formulas that a run which fits does not need)
+
     families = [[(f'"{made}"', (made, batch)) for made in family] for family in fitting.nearby(plan, batch)]
     smaller = [batch // k for k in (2, 4, 8) if batch // k >= plan.dp * plan.total_microbatches]
     families.append([(f"batch={rows}", (plan, rows)) for rows in smaller])

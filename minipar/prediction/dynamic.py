@@ -14,7 +14,7 @@ from typing import Any
 
 from minipar.costs.protocol import Costs
 from minipar.prediction.streams import Link
-from minipar.program import COPIES, Action, Forward, Op, Program, Staleness
+from minipar.program import Action, Forward, Op, Program, Staleness
 from minipar.strategies.passes.versions import as_it_happened, blocks_of
 from minipar.strategies.schedules.ampnet import decide
 
@@ -38,8 +38,6 @@ def as_decided(program: Program, costs: Costs) -> Program:
                 link = links[rank, ins.peer]
                 link.send(now, *costs.transfer(rank, ins))
                 arrival = link[-1]
-            elif ins.op in COPIES:  # (most of them are waited for)
-                now += sum(costs.transfer(rank, ins))
             elif ins.op is not RECV:
                 now += costs.compute(rank, ins)
         return now, arrival

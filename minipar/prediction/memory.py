@@ -16,7 +16,6 @@ The tapes say where each tensor of an output lies: several may be parts of one s
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -35,12 +34,10 @@ from minipar.program import (
     grad,
     grad_carry,
     grad_output,
-    grad_shard,
     home,
     output,
     param,
     param_shard,
-    piece_of,
     repartitions,
     tier,
     version_of,
@@ -49,7 +46,6 @@ from minipar.program.comm_volume import changing, packed
 from minipar.program.forms import letters, parts_of
 from minipar.program.graph_cuts import pieces_of
 from minipar.strategies.passes.compress import row_bytes, top
-from minipar.strategies.rewriting import computed_on_host
 from minipar.trace import Trace
 from minipar.trace.lifetimes import KINDS, series_of
 from minipar.trace.memory_series import Series
@@ -138,12 +134,9 @@ class Walk:
         self.kept = {value.index for value in self.state if value.kind == "grad"}
         row = program.ranks[rank]
         self.receives: dict[int, list[tuple[Value, ...]]] = {}
-        self.of_step: dict[int, Counter[int]] = {}  # peer -> how many of the receives are of each pass
         for ins in row:
             if ins.op is Op.RECV:
                 self.receives.setdefault(ins.peer, []).append(ins.writes)
-                self.of_step.setdefault(ins.peer, Counter())[program.pass_of(ins)] += 1
-        self.step = 0
         self.posted = dict.fromkeys(self.receives, 0)
         self.reached = dict.fromkeys(self.receives, 0)
         before = self.series.before
@@ -152,15 +145,10 @@ class Walk:
                 continue  # (what is pushed is the host's, and so is what it leaves out)
             owner = KINDS[value.kind], -1 if value.kind == "grad" else self.layer_of(value.index)
             before[owner] = before.get(owner, 0) + sizes.size(rank, value)
-        _, at_home = computed_on_host(row)
         for value in self.state:
-            if version_of(value) >= 0 and tier(value) == "device":
-                size, layer = self._size_of_version(value), self.layer_of(value.index)
+            if version_of(value) >= 0:
+                size, layer = sizes.size(rank, grad(value.index)), self.layer_of(value.index)
                 self.live[value] = Storage(size, layer, "parameters", {"live"})
-            elif version_of(value) >= 0 and value.index not in at_home:  # (frozen ones have no versions, and stay)
-                owner = "parameters", self.layer_of(value.index)
-                frozen = sizes.size(rank, home(value)) - self._size_of_version(value)
-                before[owner] = before.get(owner, 0) + frozen
         for g in self._passed_on():
             owner = "optimizer", self.layer_of(g)
             before[owner] = before.get(owner, 0) + sizes.size(rank, param_shard(g))
@@ -216,9 +204,6 @@ class Walk:
     # instructions ----------------------------------------------------------------------------------------------------
 
     def instruction(self, ins: Instruction) -> None:
-        if self.program.serving is not None and self.program.pass_of(ins) > self.step:
-            self.step = self.program.pass_of(ins)
-            self.post(self.program.receives_ahead)
         for value in ins.reads:
             self.release(self.leaving.pop(value, None), "copy")
             if unpacked := self.unpacked.pop(value, []):
@@ -264,8 +249,6 @@ class Walk:
             else:
                 self.change(size, "activations", ins.layers[0])
                 self.brought.add(home(ins.reads[0])[1:4])
-        elif ins.op in (Op.FETCH, Op.PULL) and version_of(ins.writes[0]) >= 0:
-            self.versions(ins)
         elif ins.op is Op.STEP:
             self.versions(ins)
             need = self._workspace(ins.layers)
@@ -293,12 +276,11 @@ class Walk:
             self.filled -= set(ins.layers)
 
     def _leaves(self, ins: Instruction) -> Storage | None:
-        """The gradient, or the version of parameters, that an OFFLOAD copies away and then frees: it is there until the
-        rank waits for the copy."""
+        """The gradient that an OFFLOAD copies away and then frees: it is there until the rank waits for the copy."""
         if ins.op is not Op.OFFLOAD or ins.reads[0] not in ins.frees:
             return None
         value = ins.reads[0]
-        if (value.kind == "grad_shard" or version_of(value) >= 0) and value in self.live:
+        if value.kind == "grad_shard" and value in self.live:
             size, kind = self.live[value].size, self.live[value].kind
         elif value.kind == "grad" and value.index in self.filled - self.kept:
             size, kind = self.sizes.size(self.rank, value), "gradients"
@@ -320,38 +302,21 @@ class Walk:
                 for other in self.handed_on.pop(value, ()):
                     self.release(other, f"live {value}")
 
-    def _size_of_version(self, value: Value) -> int:
-        """Bytes of the trainable parameters, or of a slice of them."""
-        sliced = home(value).kind == "param_shard"
-        return self.sizes.size(self.rank, grad_shard(value.index) if sliced else grad(value.index))
-
     def versions(self, ins: Instruction) -> None:
         """Make the next version of parameters, in place of the newest one if nothing needs that any more."""
         for value in ins.writes:
-            if version_of(value) >= 0 and not (ins.op is Op.PULL and value in self.live):  # (a part of one comes)
+            if version_of(value) >= 0:
                 before = value._replace(step=value.step - 1)
-                size = self._size_of_version(value)
+                size = self.sizes.size(self.rank, grad(value.index))
                 in_place = self.live.pop(before, None) if before in ins.frees else None
                 self.live[value] = in_place or self.make(size, self.layer_of(value.index), "live", "parameters")
 
     def reduce_scatter(self, ins: Instruction) -> None:
         """Gradients are packed into a message, which stays until it is summed with the messages of other ranks. These
         are read in memory that the ranks share, without a copy."""
-        size, piece = sum(self.sizes.size(self.rank, buffer(g)) for g in ins.layers), piece_of(ins)
-        if piece is not None:
-            size = size * (piece[1] - piece[0]) // sum(self.program.groups[ins.layers[0]].tensors)
-        message = self.make(size, -1, "message", "buffers")
+        message = self.make(sum(self.sizes.size(self.rank, buffer(g)) for g in ins.layers), -1, "message", "buffers")
         self.free(ins)
-        sums = ins._replace(writes=tuple(map(grad_shard, ins.layers)))  # (the first piece makes room for all)
-        if self._compresses(ins):  # (made of whole gradients, which lie in the message)
-            self.other(sums)
-            self.under_way.setdefault(ins.layers, []).append(message)
-            return self.compressed(ins)
-        if self.program.compress != "none":  # in shorter numbers, which the sum comes in, too
-            short = sum(part.bytes for part in ins.parts)
-            self.release(message, "message")
-            message = self.make(short + short // len(ins.group), -1, "message", "buffers")
-        self.other(sums)
+        self.other(ins)
         self._sent(ins, message)
 
     def repartition(self, ins: Instruction) -> None:
@@ -435,10 +400,8 @@ class Walk:
         self.unpacked.update((value, once) for value in ins.writes)
 
     def _compresses(self, ins: Instruction) -> bool:
-        """Whether this is a compressed sum of whole gradients, or of a piece of one."""
-        if ins.op is Op.REDUCE_SCATTER:
-            return any(value.kind == "residual" for value in ins.reads)
-        return ins.op is Op.ALL_REDUCE and home(ins.reads[0]).kind == "grad" and self.program.compresses(ins)
+        """Whether this is a compressed sum of gradients."""
+        return ins.op is Op.ALL_REDUCE and home(ins.reads[0]).kind == "grad" and self.program.compress != "none"
 
     def compressed(self, ins: Instruction) -> None:
         """A compressed sum of gradients, as `comm.compression` computes it."""
@@ -455,24 +418,9 @@ class Walk:
             self._sent(ins, self.make(sum(part.bytes for part in ins.parts), -1, "message", "buffers"))
 
     def _summed(self, ins: Instruction) -> list[int]:
-        """Bytes of what each message of a sum leaves out, if it leaves out everything: of its part of the residual."""
+        """Bytes of what each message of a sum leaves out, if it leaves out everything."""
         sizes = [size for g in ins.layers for size in self.program.groups[g].tensors]
-        if (piece := piece_of(ins)) is not None:
-            sizes = [piece[1] - piece[0]]
-        sizes = [size * self._wider // self._unit(ins) for size in sizes]
         return [sum(sizes)] if ins.parts[0].layer < 0 else sizes
-
-    def _unit(self, ins: Instruction) -> int:
-        """How many times as large as they are the program says that the gradients of a sum, and its parts, are: with
-        precision=bf16 it may have the sizes of float32."""
-        real = sum(self.sizes.size(self.rank, grad(g)) for g in ins.layers)
-        said = sum(sum(self.program.groups[g].tensors) for g in ins.layers)
-        return max(1, round(said / real)) if real else 1
-
-    @property
-    def _wider(self) -> int:
-        """How many times as large as a gradient its residual is."""
-        return 2 if self.program.precision == "bf16" else 1
 
     def _factors(self, ins: Instruction) -> tuple[int, int]:
         """Bytes of the left factors of a sum's gradients, including gradients that are sent whole, and of the right
@@ -480,31 +428,27 @@ class Walk:
         first = second = 0
         parts = iter(ins.parts)
         for size in self._summed(ins):
-            left = next(parts).bytes // self._unit(ins)
+            left = next(parts).bytes
             first += left
             if left < size:  # (factors are smaller than their gradient)
-                second += next(parts).bytes // self._unit(ins)
+                second += next(parts).bytes
         return first, second
 
     def _largest(self, ins: Instruction) -> None:
         """For each message: the absolute values, the largest ones with their places, and the rows of all ranks."""
         messages: list[Storage] = []
         for size, part in zip(self._summed(ins), ins.parts, strict=True):
-            rows, wider = part.bytes // self._unit(ins), self._wider
-            row = rows // len(ins.group)
+            row = part.bytes // len(ins.group)
             count = next(
-                count
-                for item in (4, 8, 2)
-                if row_bytes(count := top(size // item, self.program.compress), item // wider) == row
+                count for item in (4, 8, 2) if row_bytes(count := top(size // item, self.program.compress), item) == row
             )
             values, places = row - 4 * count, 8 * count
-            for change in (size, values * wider + places, -size - values * wider):
+            for change in (size, values + places, -size - values):
                 self.change(change, "temporary", -1)
             mine = self.make(row, -1, "walk", "buffers")
-            both = values if wider == 1 else values * wider + values  # (and rounded)
-            for change in (both, -both):
+            for change in (values, -values):
                 self.change(change, "temporary", -1)
-            messages.append(self.make(rows, -1, "message", "buffers"))
+            messages.append(self.make(part.bytes, -1, "message", "buffers"))
             self.change(-places, "temporary", -1)
             self.release(mine, "walk")
             self._unpacked_later(ins, places)
@@ -538,12 +482,9 @@ class Walk:
                 self.live[value] = self.make(self.sizes.size(self.rank, value), value.index, "live", kind)
 
     def post(self, ahead: int, *peers: int) -> None:
-        """Allocate the buffers of receives that are posted now. (A worker of parameter servers posts nothing for
-        the next pass.)"""
+        """Allocate the buffers of receives that are posted now."""
         for peer in peers or self.receives:
             due = min(self.reached[peer] + ahead, len(self.receives[peer]))
-            if self.program.serving is not None:
-                due = min(due, sum(count for step, count in self.of_step[peer].items() if step <= self.step))
             while self.posted[peer] < due:
                 values = self.receives[peer][self.posted[peer]]
                 self.posted[peer] += 1

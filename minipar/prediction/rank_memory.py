@@ -300,7 +300,7 @@ def _own(numbers: PlanNumbers, model: Sizes, facts: Facts) -> Own:
     for size, count, shares in here.groups:
         ranks = among[shares]
         one = states(size, ranks, n.zero, each)
-        parameters += count * (one.parameters * facts.versions)  # (of versions with zero=3 there are slices)
+        parameters += count * (one.parameters * facts.versions)
         gradients += count * one.gradients
         optimizer += count * one.optimizer
         total += count * size

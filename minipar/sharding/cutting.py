@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.errors import PlanError
+from minipar.models.nodes import Cut, Held, Node
 from minipar.models.randomness import RowDropout
 from minipar.models.selective_checkpoint import Recomputed
 from minipar.models.tensors import tensors
@@ -28,7 +29,6 @@ from minipar.program.forms import COUNTS, PARTIAL, WHOLE, Forms, letter_of, text
 from minipar.sharding import local
 from minipar.sharding.forms import Form, I, Placement, cut
 from minipar.sharding.graph import Graph, Layer, Operator, Slot
-from minipar.sharding.nodes import Cut, Held, Node
 from minipar.sharding.propagation import Divided, Sharding
 
 AXIS = "tp"

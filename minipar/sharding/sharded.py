@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from minipar.errors import PlanError
 from minipar.models.network import edges_of
+from minipar.models.nodes import Node, ShardedModel, SlicedNode
 from minipar.models.selective_checkpoint import Recomputed
 from minipar.models.sliced import describe
 from minipar.models.tensors import count_rows, layers_of, map_tensors, take_tokens
@@ -23,7 +24,6 @@ from minipar.sharding import automatic, local
 from minipar.sharding.capture import Captured, capture_model, within
 from minipar.sharding.cutting import AXIS, ROWS, Nodes, Stored, nodes_of, planned, templates_of
 from minipar.sharding.graph import Graph, Layer, Operator
-from minipar.sharding.nodes import Node, ShardedModel, SlicedNode
 from minipar.sharding.propagation import EXPERTS, ModelSharding, Preset, matches, propagate_model
 from minipar.wording import several
 

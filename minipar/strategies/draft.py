@@ -39,7 +39,7 @@ Seconds = Callable[[Instruction], float]
 PLACES = (
     "layers", "bucket", "checkpoint", "slices", "versions", "zero", "piece", "priority", "data_parallel", "compress",
     "forms", "parts", "copies", "local_steps", "host_layers", "offload", "clip", "parameter_server",
-    "virtual_workers", "transfers", "update", "fuse",
+    "transfers", "update", "fuse",
 )  # fmt: skip
 
 

@@ -26,8 +26,6 @@ from minipar.trace.memory_series import Curve, Series
 from minipar.wording import several
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from matplotlib.figure import Figure
 
     from minipar.trace.comparison import Comparison
@@ -181,7 +179,7 @@ class Trace:
 
     def _groups_of(self, ins: Instruction) -> tuple[int, ...]:
         """The trainable parameter groups that a compute instruction works on."""
-        if ins.op in (Op.STEP, Op.PUSH):
+        if ins.op is Op.STEP:
             return ins.layers if self.program.groups else ()  # (an imported trace has no groups)
         known = self._cache.setdefault("groups", {})
         if ins.layers not in known:
@@ -276,10 +274,8 @@ class Trace:
     def staleness(self) -> list[int]:
         """For each rank, the largest number of updates between the version that a forward used and the version that its
         gradient updated."""
-        if self.program.serving is not None and not self.program.virtual_workers:
+        if self.program.serving is not None:
             return service.staleness(self.program)
-        last = self.program.last_of_update
-        given, into = service.sent_and_taken(self.program) if self.program.rules > 1 else ({}, {})
 
         def of(rank: int) -> int:
             used: dict[tuple[int, int, int], int] = {}
@@ -287,19 +283,16 @@ class Trace:
             most = 0
             for event in self.events_of(rank):
                 ins, version = event.instruction, event.version_used or 0
-                for g in self._groups_of(ins) if ins.op in COMPUTE or ins.op is last else ():
+                for g in self._groups_of(ins) if ins.op in COMPUTE or ins.op is Op.STEP else ():
                     key = ins.step, ins.microbatch, g
                     if ins.op is Op.FORWARD:
-                        used.setdefault(key, given.get((rank, version), version))
+                        used.setdefault(key, version)
                     elif ins.op in (Op.BACKWARD, Op.BACKWARD_WEIGHT):
                         open_.setdefault(g, []).append(key)
-                    elif ins.op is last:
-                        version = into.get((rank, ins.step), ins.step) if last is Op.PUSH else version
+                    elif ins.op is Op.STEP:
                         most = max([most, *(version - used[each] for each in open_.pop(g, ()) if each in used)])
             return most
 
-        if given:  # (ranks that do the same are answered at other times)
-            return [of(rank) for rank in range(len(self.program.ranks))]
         return list(self.program.of_each(of))
 
     def sent(self, rank: int, ins: Instruction) -> int:
@@ -436,12 +429,6 @@ class Trace:
         from minipar.trace import interchange
 
         return interchange.to_perfetto(self, path)
-
-    def to_hta(self, folder: str | os.PathLike[str]) -> list[Path]:
-        """One file per rank, for Holistic Trace Analysis. See `interchange.to_hta`."""
-        from minipar.trace import interchange
-
-        return interchange.to_hta(self, folder)
 
     @staticmethod
     def from_kineto(sources: Source | Sequence[Source]) -> Trace:

@@ -67,7 +67,6 @@ def check(program: Program | Callable[[Shape], Program], plan: Plan, shape: Shap
         "precision": (made.precision, plan.precision),
         "compress": (made.compress, plan.compress),
         "checkpoint=selective": (made.selective, plan.checkpoint == "selective"),
-        "check": (made.checked, plan.check),
         "updates without a flush": (isinstance(made.contract, Staleness), plan.asynchronous),
         "local steps": (made.local_steps, plan.local_steps if plan.dp > 1 else 0),
     }

@@ -101,7 +101,7 @@ CASES = [
     ("pp=4 schedule=1f1b microbatches=3", DIAMOND),
 ]
 ELSEWHERE = {"in_flight", "update_every"}  # keys of AMPNet, which is refused
-NOT_OF_STRATEGIES = {"offload_folder", "offload_limit", "extra_passes", "check"}
+NOT_OF_STRATEGIES = {"offload_folder", "offload_limit", "extra_passes"}
 
 
 @pytest.fixture(scope="module")

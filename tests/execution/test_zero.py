@@ -12,11 +12,12 @@ import torch
 
 from minipar import Plan, PlanError, RankError, data, models, train
 from minipar.comm import communicator
-from minipar.execution.elementwise import check_elementwise
 from minipar.execution.executor import Executor
+from minipar.execution.updating import check_elementwise
 from minipar.models.parameter_groups import shape_of
 from minipar.prediction.memory_formula import per_rank
 from minipar.program import Op
+from minipar.training.reference import Job as PlainJob
 from minipar.training.reference import train_plainly
 from minipar.training.training import Run
 from tests.comparing import check
@@ -72,7 +73,7 @@ def test_parameters_after_several_steps_are_plain_torchs(clusters, name, words):
     ranks = clusters(Plan.parse(words).ranks).run(_trained, words, OPTIMIZERS[name], 6)
     torch.manual_seed(0)
     plain = used().double()
-    train_plainly(plain, lambda step: rows(17), mse, OPTIMIZERS[name], 6, keep_gradients=False)
+    train_plainly(PlainJob(plain, lambda step: rows(17), mse, OPTIMIZERS[name]), 6)
     expected = {key: p for key, p in plain.named_parameters() if p.requires_grad}
     assert set().union(*ranks) == expected.keys()
     for found in ranks:

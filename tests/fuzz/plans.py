@@ -130,9 +130,6 @@ def draw(dice: random.Random, facts: Facts) -> Words:
         words["algorithm"] = dice.choice(algorithms)
     if special in ("", "host", "bf16", "local") and dice.random() < 0.12:
         words["clip"] = dice.choice(["0.001", "0.1", "100"])
-    unchecked = {"local_steps", "offload", "host_layers"} & words.keys() or words.get("overlap") == "priority"
-    if (wild or not (unchecked or schedule in STALE)) and dice.random() < 0.15:
-        words["check"] = "true"
     return words
 
 
@@ -165,8 +162,6 @@ def _stale(dice: random.Random, facts: Facts, schedule: str, dp: int) -> Words:
         words["offload_to"] = dice.choice(["host", "host", "disk"])
     if dice.random() < 0.15:
         words["host_layers"] = str(dice.randrange(facts.layers))
-    if dice.random() < 0.15:
-        words["check"] = "true"
     return words
 
 

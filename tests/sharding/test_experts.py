@@ -259,7 +259,7 @@ def test_entries_are_not_exchanged_before_their_counts() -> None:
         "ep=2 schedule=terapipe slices=2",
         "ep=4 schedule=terapipe slices=6,5,1 microbatches=2",
         "ep=2 pp=2 schedule=seq1f1b slices=3 microbatches=4",
-        "ep=2 pp=2 schedule=terapipe slices=3,9 microbatches=2 checkpoint=1 check=true",
+        "ep=2 pp=2 schedule=terapipe slices=3,9 microbatches=2 checkpoint=1",
         "ep=2 tp=2 schedule=seq1f1b slices=8,4 microbatches=2 sequence_parallel=true",
         "ep=2 dp=2 schedule=seq1f1b slices=2 microbatches=2 zero=3 clip=0.5",
         "ep=2 context_parallel=2 schedule=terapipe slices=8,4",

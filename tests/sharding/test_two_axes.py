@@ -70,7 +70,7 @@ def test_replicas_that_train_alone(clusters: Any) -> None:
     "words",
     [
         "tp=2 ep=2 microbatches=2",
-        "tp=2 ep=2 sequence_parallel=true check=true",
+        "tp=2 ep=2 sequence_parallel=true",
         "dp=2 tp=2 ep=2 zero=2 clip=0.5",
         "context_parallel=2 ep=2 microbatches=3",
         "pp=2 tp=2 ep=2 microbatches=2",
@@ -131,7 +131,7 @@ def test_parts_of_rows_and_of_their_tokens_in_one_dimension(clusters: Any, words
     "words",
     [
         f"{GRID} sync=ps servers=2 microbatches=2",
-        f"{GRID} sync=ps sequence_parallel=true check=true clip=0.1",
+        f"{GRID} sync=ps sequence_parallel=true clip=0.1",
         f"{GRID} sync=ps overlap=priority",
     ],
 )

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from minipar import Backward, Forward, Plan, Program, ProgramError, simulate, verify
 from minipar.costs.recomputation import LayerCosts, in_segments
-from minipar.costs.reversal import revolve
 from minipar.program import Op, output, param, saved
 from minipar.program.shape import Shape
 from minipar.strategies.layout import Layout
@@ -29,7 +28,7 @@ from tests.interpreters import (
     programs,
     shape,
 )
-from tests.recomputing import ByLayer, single_device
+from tests.recomputing import ByLayer
 
 pytestmark = pytest.mark.many(3)
 
@@ -298,15 +297,3 @@ def test_fusing_changes_neither_time_nor_gradients_and_never_adds_memory(plan, m
     a, b = simulate(long, ByLayer(costs)), simulate(short, ByLayer(costs))
     assert a.time == pytest.approx(b.time)
     assert all(x >= y for x, y in zip(a.peak_memory(), b.peak_memory(), strict=True))
-
-
-def test_a_schedule_with_many_runs_of_a_layer_verifies_simulates_and_survives_json():
-    program = single_device(10, revolve(10, 3), microbatches=3)
-    verify(program)
-    assert judge(program) == ""
-    runs = Counter(ins.layers[0] for ins in program.ranks[0] if ins.op in (Op.FORWARD, Op.RECOMPUTE))
-    assert max(runs.values()) == 3 * 3  # two repetitions, and once to save
-    without = [ins for ins in program.ranks[0] if ins.op is Op.RECOMPUTE and saved(ins.layers[0], 0) not in ins.writes]
-    assert without
-    assert simulate(program, ByLayer(LayerCosts.equal(10))).time == 3 * (10 * 3 + 15)
-    assert Program.from_json(program.to_json()) == program

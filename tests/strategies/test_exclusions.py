@@ -10,7 +10,8 @@ import pytest
 
 from minipar import Plan, PlanError
 from minipar.cli import main
-from minipar.strategies.exclusions import EXCLUSIONS, Exclusion, KeyValues, check, page
+from minipar.strategies.combinations import ROWS, page
+from minipar.strategies.exclusions import EXCLUSIONS, Exclusion, KeyValues, check
 from minipar.strategies.plan import table
 
 ROOT = Path(__file__).parents[2]
@@ -127,10 +128,21 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert against["fundamental"] is True
     assert "norm" in against["why"]
     assert main(["keys"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[: len(rows)]] == list(rows)
+    assert max(map(len, lines)) <= 100
+    assert main(["keys", "zero", "servers"]) == 0
     out = capsys.readouterr().out
     assert "zero=1, 2, 3: not with" in out
     assert "only with sync=ps" in out
+    assert main(["keys", "zero", "--json"]) == 0
+    assert [row["name"] for row in json.loads(capsys.readouterr().out)["keys"]] == ["zero"]
+    assert main(["keys", "zeros"]) == 2
+    assert "did you mean zero?" in capsys.readouterr().err
 
 
 def test_the_page_is_made_from_the_table() -> None:
-    assert (ROOT / "docs" / "combinations.md").read_text().startswith(page())
+    written = (ROOT / "docs" / "combinations.md").read_text()
+    assert written == page() + "\n"
+    assert set(ROWS) <= set(table())
+    assert len(written[: written.index("Contradictions:")].splitlines()) <= 45

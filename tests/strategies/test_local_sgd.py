@@ -273,17 +273,6 @@ def test_saved_between_rounds_or_not_at_all(clusters, tmp_path):
         run("dp=2 local_steps=2", clusters(2), 4, MOMENTUM).save(tmp_path / "other")
 
 
-def test_saved_at_the_end_without_flushes(clusters, tmp_path):
-    """The saved run goes on as plain torch does from there: with a copy of its parameters for every replica."""
-    run("dp=2 pp=2 schedule=pipedream microbatches=2 local_steps=3", clusters(4), 2, save=tmp_path / "run")
-    rest = resume(
-        tmp_path / "run", MODEL, rows(17), steps=2, cluster=clusters(4), optimizer=SGD, progress=False, check=True,
-        loss=nn.functional.mse_loss,
-    )  # fmt: skip
-    assert rest.max_gradient_error() <= 1e-12
-    assert rest.losses == pytest.approx(rest.reference.losses, rel=1e-12)
-
-
 def test_bfloat16_layers_are_averaged_in_float32(clusters):
     options = {"loss": nn.functional.mse_loss, "progress": False, "steps": 4, "cluster": clusters(2)}
     narrow = train(MODEL, rows(16), "dp=2 local_steps=2 precision=bf16", **options)

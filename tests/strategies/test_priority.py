@@ -306,7 +306,7 @@ def test_steps_that_overlap_equal_those_of_one_device(clusters, text, optimizer)
     [
         "dp=2 zero=1 microbatches=2",
         "dp=2 pp=2 zero=2 microbatches=3 split=3,6",
-        "dp=4 zero=3 microbatches=2 prefetch=0 check=true",
+        "dp=4 zero=3 microbatches=2 prefetch=0",
         "dp=2 pp=2 zero=1 microbatches=4 schedule=chimera",
         "pp=4 zero=1 microbatches=8 schedule=dualpipe",
         "dp=2 pp=2 zero=2 microbatches=4 schedule=interleaved chunks=2 reduce=step",
@@ -315,8 +315,8 @@ def test_steps_that_overlap_equal_those_of_one_device(clusters, text, optimizer)
         "dp=2 zero=1 host_layers=2 accumulate=2",
         "dp=2 pp=2 zero=2 microbatches=4 schedule=zb-h1 checkpoint=2",
         "dp=2 zero=1 bucket=0.00005",
-        "dp=4 zero=3 microbatches=2 bucket=0.00002 check=true",
-        "dp=2 pp=2 zero=2 microbatches=3 bucket=auto offload=optimizer check=true",
+        "dp=4 zero=3 microbatches=2 bucket=0.00002",
+        "dp=2 pp=2 zero=2 microbatches=3 bucket=auto offload=optimizer",
         "dp=2 zero=2 microbatches=2 reduce=step bucket=0.00003 host_layers=2",
     ],
 )

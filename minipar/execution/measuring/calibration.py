@@ -59,12 +59,15 @@ _QUICK = 0.5  # seconds of a calibration that nobody asked for
 
 
 @driven
-def calibrate(cluster: Ranks, *, seconds: float = 2.0, progress: bool = True, algorithms: bool = True) -> Calibration:
+def calibrate(
+    cluster: Ranks, *, seconds: float = 2.0, progress: bool = True, algorithms: bool = True, messages: bool = True
+) -> Calibration:
     """Measure a cluster: rates of computing, of messages between any two ranks, and of allreduce.
 
     seconds    about how long it may take with 4 ranks; shorter is less exact
     progress   show a bar
     algorithms also what algorithms of collectives consist of, which takes about as long again
+    messages   also messages between two ranks of one host, which plans without stages do not send
 
     Between hosts it takes some seconds longer if the network is slow. On emulated devices it measures the machine below
     them. Other programs on the machine disturb messages and collectives. Errors: PlanError for seconds that are not
@@ -77,33 +80,35 @@ def calibrate(cluster: Ranks, *, seconds: float = 2.0, progress: bool = True, al
     if len(pairs) > _PAIRS:
         pairs = [(rank, rank + 1) for rank in range(size - 1)]
     with tqdm(total=2 + len(pairs), desc="calibrate", disable=not progress, leave=False) as bar:
-        found = cluster.run_with(lambda rank, done: bar.update(), _measure, pairs, seconds, algorithms)
+        found = cluster.run_with(lambda rank, done: bar.update(), _measure, pairs, seconds, algorithms, messages)
     return found[0]
 
 
-def quick_calibration(cluster: Ranks, *, algorithms: bool, progress: bool = True) -> Calibration:
+def quick_calibration(cluster: Ranks, *, algorithms: bool, messages: bool, progress: bool = True) -> Calibration:
     """A quick calibration of a cluster, measured at the first call and kept for as long as the cluster lives.
 
     Its number of ranks, their threads and their device never change, and a rank that was replaced works on the same
     machine. Arguments and errors as of `calibrate`.
     """
     known = _known.setdefault(cluster, {})
-    if algorithms not in known:
-        known[algorithms] = calibrate(cluster, seconds=_QUICK, progress=progress, algorithms=algorithms)
-    return known[algorithms]
+    if (algorithms, messages) not in known:
+        known[algorithms, messages] = calibrate(
+            cluster, seconds=_QUICK, progress=progress, algorithms=algorithms, messages=messages
+        )
+    return known[algorithms, messages]
 
 
-_known: WeakKeyDictionary[Ranks, dict[bool, Calibration]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Ranks, dict[tuple[bool, bool], Calibration]] = WeakKeyDictionary()
 
 
 # in the ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _measure(pairs: list[tuple[int, int]], seconds: float, algorithms: bool) -> Calibration:
+def _measure(pairs: list[tuple[int, int]], seconds: float, algorithms: bool, messages: bool) -> Calibration:
     comm = communicator.create()
     cores = _cores(comm) if comm.device.type == "cpu" else None
     with on_own_core() if cores is not None else nullcontext():  # as when a program runs
-        found = _measure_all(comm, cores, pairs, seconds)
+        found = _measure_all(comm, cores, pairs if messages or _hosts(comm) else [], seconds)
     return _with_exchanges(comm, found, max(3, round(seconds * 8))) if algorithms else found  # as users call them
 
 
@@ -494,9 +499,11 @@ def _neighbours(comm: Communicator, members: int) -> tuple[tuple[int, ...], bool
 
 def _gather(comm: Communicator, numbers: list[float], length: int) -> list[list[float]]:
     """Every rank's numbers, on all ranks; shorter lists are filled up with zeros."""
-    table = [[0.0] * length for _ in range(comm.size)]
-    table[comm.rank][: len(numbers)] = numbers
-    return [list(row) for row in comm.allreduce(table)] if length else table
+    table = torch.zeros(comm.size, length, dtype=torch.float64)
+    table[comm.rank, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+    comm.iallreduce(table, tuple(range(comm.size))).wait()
+    found: list[list[float]] = table.tolist()
+    return found
 
 
 def _typical(times: list[float]) -> float:

@@ -71,6 +71,7 @@ def profile(
     recompute: bool = False,
     on_host: Collection[int] = (),
     host_steps: bool = False,
+    halves: bool = True,
 ) -> Profile:
     """Time and weigh each layer of `model` for every number of rows in `rows`, and one step of `optimizer`.
 
@@ -82,6 +83,7 @@ def profile(
     recompute also time each layer as the end of a recomputation (not of slices)
     on_host   layers that a rank with a GPU computes on its host: they are measured there
     host_steps   also time, beside a GPU, the optimizer's step on the host
+    halves    also time the two halves of each backward: the gradients of inputs, and those of weights
     threads   CPU threads that a layer may use. With one, times are of that thread's own work, so that other programs
               on the machine do not disturb them; with more, and on a GPU, they are by the clock
 
@@ -120,7 +122,7 @@ def profile(
                     if recompute and tokens is None:
                         for each in run:
                             each.recompute(repeats, clock)
-                    costs[key] += _time_run(run, repeats, clock)
+                    costs[key] += _time_run(run, repeats, clock, halves)
         trained = [h.trainable for h in held]
         step_seconds, optimizer_bytes = _measure_step(trained, optimizer, repeats, clock)
         host_step_seconds = 0.0
@@ -143,11 +145,11 @@ def profile(
         optimizer_bytes=optimizer_bytes,
         step_seconds=step_seconds,
         host_step_seconds=host_step_seconds,
-        backward_input=table(lambda c: c.input_half),
-        backward_weight=table(lambda c: c.weight_half),
+        backward_input=table(lambda c: c.input_half) if halves else {},
+        backward_weight=table(lambda c: c.weight_half) if halves else {},
         forward_flops=table(lambda c: c.forward_flops),
         backward_flops=table(lambda c: c.backward_flops),
-        saved_weight_bytes=table(lambda c: c.left),
+        saved_weight_bytes=table(lambda c: c.left) if halves else {},
         carry_bytes=table(lambda c: c.weights.carry),
         grad_carry_bytes=table(lambda c: c.weights.grad_carry),
         recompute=table(lambda c: c.recompute) if recompute and not slices else {},
@@ -402,8 +404,8 @@ def _kept_anyway(target: Any, part: sliced.Alone | None) -> list[Tensor]:
     return [*tensors(target), *(tensors(part.beside) if part else ())]
 
 
-def _time_run(run: list[_Measured], repeats: int, clock: _Stopwatch) -> list[_LayerCost]:
-    """The layers of a run, forwards in order and backwards in reverse; then again with backwards in halves."""
+def _time_run(run: list[_Measured], repeats: int, clock: _Stopwatch, halves: bool) -> list[_LayerCost]:
+    """The layers of a run, forwards in order and backwards in reverse; then again with backwards in `halves`."""
     for _ in range(repeats):
         graphs = [each.forward(clock) for each in run]
         for each in reversed(run):
@@ -414,7 +416,26 @@ def _time_run(run: list[_Measured], repeats: int, clock: _Stopwatch) -> list[_La
                 autograd_entry.backward(edges, gradients)
             each.seconds["backward"].append(clock() - start if ends else 0.0)
             del ends, edges
-    for _ in range((repeats + 1) // 2):
+    if halves:
+        _time_halves(run, (repeats + 1) // 2, clock)
+    return [
+        _LayerCost(
+            median(each.seconds["forward"]),
+            median(each.seconds["backward"]),
+            median(each.seconds["input half"] or [0.0]),
+            median(each.seconds["weight half"] or [0.0]),
+            each.weights,
+            *each.flops,
+            each.left[0] if each.left else 0,
+            median(each.seconds["recompute"] or each.seconds["forward"]),
+        )
+        for each in run
+    ]
+
+
+def _time_halves(run: list[_Measured], repeats: int, clock: _Stopwatch) -> None:
+    """The layers of a run, forwards in order and backwards in reverse and in halves; what the input half leaves."""
+    for _ in range(repeats):
         graphs = [each.forward(clock) for each in run]
         for each in reversed(run):
             given, ends = graphs.pop()
@@ -434,19 +455,6 @@ def _time_run(run: list[_Measured], repeats: int, clock: _Stopwatch) -> list[_La
             each.seconds["weight half"].append(clock() - middle if arrived else 0.0)
             each.seconds["input half"].append(middle - start if inputs and ends else 0.0)
             del given, ends, edges, inputs, arrived
-    return [
-        _LayerCost(
-            median(each.seconds["forward"]),
-            median(each.seconds["backward"]),
-            median(each.seconds["input half"]),
-            median(each.seconds["weight half"]),
-            each.weights,
-            *each.flops,
-            each.left[0],
-            median(each.seconds["recompute"] or each.seconds["forward"]),
-        )
-        for each in run
-    ]
 
 
 def _ones(ends: Sequence[Tensor]) -> list[Tensor]:

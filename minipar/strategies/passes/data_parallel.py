@@ -59,7 +59,7 @@ def sum_gradients(draft: Draft) -> Draft:
     def rewrite(rank: int, row: Sequence[Instruction]) -> list[Instruction]:
         def summing(step: int, part: Sequence[Instruction]) -> list[Instruction]:
             result = _with_sums(part, layout, rank, step, device[rank], draft.bucket, overlap)
-            return _with_sums(result, layout, rank, step, host[rank], "none", False)
+            return _with_sums(result, layout, rank, step, host[rank], "none", False) if layout.host else result
 
         return by_update(row, draft.step, summing)
 

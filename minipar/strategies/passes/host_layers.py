@@ -4,8 +4,7 @@
                       B 0 on the host | STEP 1:3 | STEP 0 on the host
 
 Their parameters, gradients, optimizer states and saved values never leave the host. Only outputs and their gradients
-are copied. This pass follows where each of these is, and adds a copy where it is needed in the other place. Ranks that
-share layers exchange outputs from device to device: what nodes on the host make is copied there and back.
+are copied. This pass follows where each of these is, and adds a copy where it is needed in the other place.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ def place(draft: Draft) -> Draft:
 
 
 def find(chosen: Sequence[str], shape: Shape) -> frozenset[int]:
-    """The layers that were chosen, by name or number; of layers that are cut into nodes, all of their nodes. Errors:
-    PlanError for unknown ones, or half of a tied set."""
+    """The layers that were chosen, by name or number. Errors: PlanError for unknown ones, or half of a tied set."""
     known = shape.own_names
     names = {name: k for k, name in reversed(list(enumerate(known)))}
     numbers = {str(k): k for k in range(shape.own_layers)}
@@ -68,10 +66,7 @@ def _with_copies(instructions: Sequence[Instruction], layout: Layout, others: Se
     result: list[Instruction] = []
     there: set[Value] = set()  # outputs and gradients that are on the host now
     for ins, values, wanted in zip(instructions, needed, read_later, strict=True):
-        if ins.op is Op.STEP:  # (of a schedule without flushes)
-            result += in_two(ins, layout.on_host)
-            continue
-        on_host = ins.op in COMPUTE and ins.op is not Op.STEP and layout.host.issuperset(ins.layers)
+        on_host = ins.op in COMPUTE and layout.host.issuperset(ins.layers)
         for value in sorted(values):
             if on_host and value not in there:
                 result.append(copy_of(Op.OFFLOAD, value, host(value), value.step, (value,)))
