@@ -162,8 +162,12 @@ def twice(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
 
 @pytest.mark.parametrize(
     ("answer", "reason", "hint"),
-    [(only(), "rank 0 never yields Forward(0)", "rank 0 yields nothing"), (twice, "rank 0: Forward(0) comes twice, as actions 0 and 8", "rank 0 yields Forward(0) 2 times"), (alternating(lambda rank, stages: rank), "wait for each other in a circle, 0 -> 1 -> 0", "read each line")],
-)  # fmt: skip
+    [
+        (only(), "rank 0 never yields Forward(0)", "rank 0 yields nothing"),
+        (twice, "rank 0: Forward(0) comes twice, as actions 0 and 8", "rank 0 yields Forward(0) 2 times"),
+        (alternating(lambda rank, stages: rank), "wait for each other in a circle, 0 -> 1 -> 0", "read each line"),
+    ],
+)
 def test_schedules_that_cannot_run(
     register: Callable[[Generator], Generator], answer: Generator, reason: str, hint: str
 ) -> None:
