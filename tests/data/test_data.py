@@ -27,11 +27,6 @@ def both(batch):
     return [t.tolist() for t in batch]
 
 
-def test_importing_needs_no_torch():
-    code = "import sys; from minipar import data; data.stdlib_text(); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_text_is_the_next_byte_of_the_standard_library():
     source = data.Text(context=16, limit=SMALL)
     assert source.vocab == 256

@@ -139,18 +139,6 @@ def test_ranks_that_share_other_layers_than_attentions_carry_parts_too(clusters)
     check(clusters, words, lambda: nn.Sequential(Each(), Adding(), Adding()), numbers(), nn.functional.mse_loss)
 
 
-@pytest.mark.extra("fuzz/test_predicted.py::test_memory_is_as_predicted")
-@pytest.mark.parametrize("words", ["tp=2 pp=2 slices=4,3,2,1 microbatches=2", "context_parallel=2 slices=4,2,4"])
-def test_what_ranks_that_share_layers_carry_is_predicted(clusters, words):
-    plan = Plan.parse(f"schedule=terapipe {words}")
-    run = train(
-        GPT(), text(8), plan, steps=2, dtype=torch.float64, cluster=clusters(plan.ranks), progress=False, check=True
-    )
-    assert run.max_gradient_error() < 1e-12
-    assert run.bytes_sent == run.predicted.bytes_sent()
-    assert run.trace.peak_memory() == run.predicted.peak_memory()
-
-
 @pytest.mark.parametrize("layers", [(0,), (0, 1, 2), (3,), (1, 2, 3, 4, 5), range(6)])
 def test_frozen_layers(clusters, layers):
     check(clusters, "pp=2 schedule=terapipe slices=4,3,2,1", partial(frozen, tuple(layers), GPT))
@@ -172,16 +160,6 @@ def test_a_layer_of_ones_own(clusters):
     """A recurrent layer carries its state; targets that are numbers weigh by their tokens."""
     check(clusters, "pp=2 schedule=terapipe slices=3,2,1,1", recurrent, numbers(), nn.functional.mse_loss)
     check(clusters, "pp=4 schedule=terapipe slices=2 checkpoint=1", recurrent, numbers(), nn.functional.mse_loss)
-
-
-@pytest.mark.extra("::test_training_on_emulated_devices")
-def test_training_with_profile_and_prediction(clusters):
-    plan = "pp=2 schedule=terapipe slices=4,3,2,1 microbatches=2"
-    run = train(GPT, text(), plan, cluster=clusters(2), steps=2, dtype=torch.float64, check=True, progress=False)
-    assert run.max_gradient_error() <= 1e-12
-    assert run.predicted.peak_memory() == run.trace.peak_memory()  # of the program's values, carries and all
-    run = train(GPT, text(), plan, cluster=clusters(2), steps=2, memory=True, progress=False)
-    assert all(peak.bytes > 0 for peak in run.memory)
 
 
 def test_training_on_emulated_devices():

@@ -145,6 +145,8 @@ def read(words: str) -> Wide:
     idle = [key for key in table if not ACTS.get(key, lambda _: True)(plan)]
     if idle:
         raise PlanError(f"{', '.join(idle)}: nothing to act upon")
+    if plan.context_parallel > 1 and plan.slice_count == 3:
+        raise PlanError("slices=3: of 8 tokens are not of even lengths, and two ranks have equal parts of each")
     if plan.ep > 1:
         if model != "gpt":
             raise PlanError("the model with experts has no dropout, and no tied or frozen parameters")

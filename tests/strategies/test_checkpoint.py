@@ -18,12 +18,10 @@ from minipar.strategies.passes.layers import expand
 from minipar.strategies.segments import budget_of
 from tests.fuzz.verify_interpreter import judge
 from tests.interpreters import (
-    BUILT_IN,
     SIMPLE,
     RandomCosts,
     brute_force,
     compiled,
-    fitted,
     mutations,
     programs,
     shape,
@@ -138,33 +136,6 @@ def test_every_plan_with_checkpoints_verifies_and_is_right(plain, choice):
     costs = RandomCosts(len(program))
     trace = simulate(program, costs)
     assert (trace.starts, trace.ends) == brute_force(program, costs)
-
-
-MODELS = {
-    "plain": shape(8),
-    "tied": shape(8, tied=[(0, 7), (1, 2, 5)]),
-    "frozen start": shape(8, frozen=[0, 1, 2]),
-    "frozen middle": shape(8, frozen=[1, 4]),
-    "frozen and tied": shape(8, tied=[(3, 7)], frozen=[0, 1, 4]),
-    "all frozen": shape(8, frozen=range(8)),
-}
-
-
-@pytest.mark.many(28)
-@pytest.mark.parametrize("schedule", BUILT_IN)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("choice", ["sqrt", "1", "3", "8", "2,5"])
-def test_every_schedule_on_every_kind_of_model(schedule, model, choice):
-    for words in (
-        "pp=4 microbatches=5",
-        "pp=3 split=1,5,2 microbatches=3",
-        "pp=2 dp=2 microbatches=3 accumulate=2 bucket=none",
-        "pp=2 dp=2 microbatches=2 bucket=flat overlap=none",
-        "dp=3 overlap=none microbatches=2",
-    ):
-        program = compiled(f"{fitted(words, schedule, 8)} checkpoint={choice}", MODELS[model], steps=2)
-        verify(program)
-        assert judge(program) == ""
 
 
 def test_gradients_are_sent_as_early_as_without_checkpoints():

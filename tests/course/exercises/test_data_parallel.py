@@ -49,8 +49,12 @@ def rounded_down(rank, ranks, size):
 
 @pytest.mark.parametrize(
     ("answer", "reason", "hint"),
-    [(rounded_down, "10 rows on 4 ranks: nobody trains row 8", "that do not divide evenly"), (lambda rank, ranks, size: in_runs(rank, 4, 10), "7 rows on 1 rank: nobody trains row 2", "evenly"), (3, "3 is no function", "def my_rows")],
-)  # fmt: skip
+    [
+        (rounded_down, "10 rows on 4 ranks: nobody trains row 8", "that do not divide evenly"),
+        (lambda rank, ranks, size: in_runs(rank, 4, 10), "7 rows on 1 rank: nobody trains row 2", "evenly"),
+        (3, "3 is no function", "def my_rows"),
+    ],
+)
 def test_other_shares_are_told_why(answer, reason, hint):
     verdict = check(answer, tasks.SHARES)
     assert not verdict
@@ -91,8 +95,12 @@ def test_the_best_time_is_that_of_all_ways_to_cut(case):
 
 @pytest.mark.parametrize(
     ("answer", "reason", "hint"),
-    [(lambda sizes, *_: [[k] for k in reversed(range(len(sizes)))], "latencies alone are 18 ms", "costs alpha"), (lambda sizes, *_: [list(range(len(sizes)))], "from layer 5 down to 0", ""), (lambda sizes, *_: None, "gives None", "return")],
-)  # fmt: skip
+    [
+        (lambda sizes, *_: [[k] for k in reversed(range(len(sizes)))], "latencies alone are 18 ms", "costs alpha"),
+        (lambda sizes, *_: [list(range(len(sizes)))], "from layer 5 down to 0", ""),
+        (lambda sizes, *_: None, "gives None", "return"),
+    ],
+)
 def test_other_buckets_are_told_why(answer, reason, hint):
     verdict = check(answer, tasks.BUCKETS)
     assert not verdict
@@ -112,8 +120,12 @@ def test_the_reference_plan_passes():
 
 @pytest.mark.parametrize(
     ("words", "reason", "hint"),
-    [("dp=4", "needs 257.3 MiB on rank 0", "too much of: activations 201.1 MiB"), ("dp=2 pp=2", "cannot be", "pp=1"), (4, "4 is no plan", "return its words")],
-)  # fmt: skip
+    [
+        ("dp=4", "needs 257.3 MiB on rank 0", "too much of: activations 201.1 MiB"),
+        ("dp=2 pp=2", "cannot be", "pp=1"),
+        (4, "4 is no plan", "return its words"),
+    ],
+)
 def test_other_plans_are_told_why(words, reason, hint):
     verdict = check(lambda: words, tasks.FOUR_DEVICES)
     assert not verdict

@@ -21,10 +21,22 @@ def test_a_stub_is_told_that_nothing_is_written(task: Any) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "task", "reason", "hint"),
-    [(lambda tokens, experts, top, capacity: int(capacity * tokens * top // experts), tasks.ROOM, "the engine",
-         "rounded up"), (lambda chosen, room: [k if k < room else None for k in range(len(chosen))], tasks.PLACES, "right is",
-         "a queue of its own"), (lambda chances: 1.0, tasks.BALANCE, "right is", "share of tokens")],
-)  # fmt: skip
+    [
+        (
+            lambda tokens, experts, top, capacity: int(capacity * tokens * top // experts),
+            tasks.ROOM,
+            "the engine",
+            "rounded up",
+        ),
+        (
+            lambda chosen, room: [k if k < room else None for k in range(len(chosen))],
+            tasks.PLACES,
+            "right is",
+            "a queue of its own",
+        ),
+        (lambda chances: 1.0, tasks.BALANCE, "right is", "share of tokens"),
+    ],
+)
 def test_mistakes(answer: Any, task: Any, reason: str, hint: str) -> None:
     is_told(check(answer, task), reason, hint)
 

@@ -33,9 +33,11 @@ def cut_low(numbers: list[float]) -> tuple[list[float], list[float]]:
 
 CASES = (([1, 2, 3, 4],), ([5, 6, 7],), ([8],))
 TRUE = Function(
-    "halves(numbers)", CASES, truth=halves,
+    "halves(numbers)",
+    CASES,
+    truth=halves,
     mistakes=((cut_low, "who gets the odd one?"), (len, "a length")),
-)  # fmt: skip
+)
 
 
 def uneven(given: Any, numbers: list[float]) -> str:
@@ -55,8 +57,12 @@ def test_a_function_that_is_right_everywhere_passes() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "task", "reason", "hint"),
-    [(3, TRUE, "3 is no function", "def halves(numbers): ..."), (lambda xs: ([], xs), TRUE, "([], [1, 2, 3, 4]); right is ([1, 2], [3, 4])", "it is right in 0 of 3 cases"), (lambda xs: 7, ANY, "gives 7, which cannot be read as an answer", "count them")],
-)  # fmt: skip
+    [
+        (3, TRUE, "3 is no function", "def halves(numbers): ..."),
+        (lambda xs: ([], xs), TRUE, "([], [1, 2, 3, 4]); right is ([1, 2], [3, 4])", "it is right in 0 of 3 cases"),
+        (lambda xs: 7, ANY, "gives 7, which cannot be read as an answer", "count them"),
+    ],
+)
 def test_what_is_wrong_is_said(answer: Any, task: Function, reason: str, hint: str) -> None:
     verdict = check(answer, task)
     assert not verdict
@@ -133,8 +139,12 @@ def test_a_pass_that_keeps_the_work_passes() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "task", "reason", "hint"),
-    [("gpipe", Rewrite(PLANS), "'gpipe' is no function", "a pass is a function"), (without(Op.STEP), Rewrite(PLANS), "does other work: rank 1 lacks STEP of layer 2", "must stay"), (identity, Rewrite(PLANS, problem=lambda was, now: "no line moved"), "no line moved", "print program.text")],
-)  # fmt: skip
+    [
+        ("gpipe", Rewrite(PLANS), "'gpipe' is no function", "a pass is a function"),
+        (without(Op.STEP), Rewrite(PLANS), "does other work: rank 1 lacks STEP of layer 2", "must stay"),
+        (identity, Rewrite(PLANS, problem=lambda was, now: "no line moved"), "no line moved", "print program.text"),
+    ],
+)
 def test_passes_that_do_not(answer: Any, task: Rewrite, reason: str, hint: str) -> None:
     verdict = check(answer, task)
     assert not verdict

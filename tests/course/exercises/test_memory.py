@@ -137,9 +137,16 @@ def test_an_update_as_soon_as_its_gradient_is_there():
 
 @pytest.mark.parametrize(
     ("answer", "reason", "hint"),
-    [(lambda n: forwards(n) + [(B, k) for k in reversed(range(n))], "needs 260 MiB; the target is 233 MiB",
-            "gradients 64 MiB"), (lambda n: itertools.repeat((F, 0)), "yields more than 800 pairs", "does a loop end?"), (4, "4 is no function", "def mine(layers)")],
-)  # fmt: skip
+    [
+        (
+            lambda n: forwards(n) + [(B, k) for k in reversed(range(n))],
+            "needs 260 MiB; the target is 233 MiB",
+            "gradients 64 MiB",
+        ),
+        (lambda n: itertools.repeat((F, 0)), "yields more than 800 pairs", "does a loop end?"),
+        (4, "4 is no function", "def mine(layers)"),
+    ],
+)
 def test_wrong_orders(answer, reason, hint):
     verdict = check(answer, tasks.GRADIENTS)
     assert not verdict
@@ -157,11 +164,16 @@ def device(layers: int, **more: Any) -> Device:
 def test_who_reads_last_frees():
     row = program_of(early(3), device(3)).ranks[0]
     assert [" ".join(map(str, ins.frees)) for ins in row] == [
-        "", "", "",
-        "saved(2) mb0 output(2) mb0 output(1) mb0", "grad(2)",
-        "saved(1) mb0 grad_output(1) mb0 output(0) mb0", "grad(1)",
-        "saved(0) mb0 grad_output(0) mb0", "grad(0)",
-    ]  # fmt: skip
+        "",
+        "",
+        "",
+        "saved(2) mb0 output(2) mb0 output(1) mb0",
+        "grad(2)",
+        "saved(1) mb0 grad_output(1) mb0 output(0) mb0",
+        "grad(1)",
+        "saved(0) mb0 grad_output(0) mb0",
+        "grad(0)",
+    ]
 
 
 def test_a_run_that_is_repeated_keeps_nothing():

@@ -23,18 +23,34 @@ def test_a_stub_is_told_that_nothing_is_written(task: Any) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "task", "reason", "hint"),
-    [(lambda shape, form, ranks: tuple(n // ranks for n in shape) if form[0] == "S" else shape, tasks.PART,
-         "right is", "cuts one dimension"), (lambda x, w: "P" if "P" in (x, w) else tasks._product(x, w) or "no", tasks.PRODUCT,
-         "form_of_product('P', 'P') gives 'P'; right is 'no'", "ac + bd"), (lambda x, w: None, tasks.PRODUCT, "gives None", "return")],
-)  # fmt: skip
+    [
+        (
+            lambda shape, form, ranks: tuple(n // ranks for n in shape) if form[0] == "S" else shape,
+            tasks.PART,
+            "right is",
+            "cuts one dimension",
+        ),
+        (
+            lambda x, w: "P" if "P" in (x, w) else tasks._product(x, w) or "no",
+            tasks.PRODUCT,
+            "form_of_product('P', 'P') gives 'P'; right is 'no'",
+            "ac + bd",
+        ),
+        (lambda x, w: None, tasks.PRODUCT, "gives None", "return"),
+    ],
+)
 def test_wrong_forms(answer: Any, task: Any, reason: str, hint: str) -> None:
     is_told(check(answer, task), reason, hint)
 
 
 @pytest.mark.parametrize(
     ("forms", "reason", "hint"),
-    [({}, "it may store 3,584", "divides its weight"), ({"0.gate": "S1 on tp", "0.up": "S1 on tp", "0.down": "S1 on tp"}, "may send 2,048", "columns, then rows"), ("S1", "gives 'S1'", "return names and forms")],
-)  # fmt: skip
+    [
+        ({}, "it may store 3,584", "divides its weight"),
+        ({"0.gate": "S1 on tp", "0.up": "S1 on tp", "0.down": "S1 on tp"}, "may send 2,048", "columns, then rows"),
+        ("S1", "gives 'S1'", "return names and forms"),
+    ],
+)
 def test_wrong_annotations(forms: Any, reason: str, hint: str) -> None:
     is_told(check(lambda: forms, tasks.ANNOTATED), reason, hint)
 

@@ -22,11 +22,27 @@ def test_a_stub_is_told_that_nothing_is_written(task: Any) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "task", "reason", "hint"),
-    [(lambda costs, moves, choices: sum(map(lambda own, i: own[i], costs, choices)), tasks.PLAN_TIME,
-         "right is", "the work alone"), (lambda costs, moves, memory, budget: chain(tasks.graph_of(costs, moves)).choices, tasks.WITHIN,
-         "the budget is", "without a budget"), (lambda times, devices, microbatches: [(len(times[1]), 1)], tasks.TWO_LEVELS,
-         "all 4 must be used", "try every")],
-)  # fmt: skip
+    [
+        (
+            lambda costs, moves, choices: sum(map(lambda own, i: own[i], costs, choices)),
+            tasks.PLAN_TIME,
+            "right is",
+            "the work alone",
+        ),
+        (
+            lambda costs, moves, memory, budget: chain(tasks.graph_of(costs, moves)).choices,
+            tasks.WITHIN,
+            "the budget is",
+            "without a budget",
+        ),
+        (
+            lambda times, devices, microbatches: [(len(times[1]), 1)],
+            tasks.TWO_LEVELS,
+            "all 4 must be used",
+            "try every",
+        ),
+    ],
+)
 def test_mistakes(answer: Any, task: Any, reason: str, hint: str) -> None:
     is_told(check(answer, task), reason, hint)
 

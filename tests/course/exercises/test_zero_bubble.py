@@ -55,8 +55,12 @@ def test_two_halves_are_the_backward() -> None:
 
 @pytest.mark.parametrize(
     ("answer", "reason", "hint"),
-    [((stub, stub), "nothing is written here yet", "in the place of the `raise`"), ((lambda w, y, g: (g * (1 - y**2)) @ w, weight_half), "gives no pair", "return grad_x, left"), ((input_half, lambda x, left: left.T @ x * float("nan")), "other numbers than autograd's", "grad_z.T @ x")],
-)  # fmt: skip
+    [
+        ((stub, stub), "nothing is written here yet", "in the place of the `raise`"),
+        ((lambda w, y, g: (g * (1 - y**2)) @ w, weight_half), "gives no pair", "return grad_x, left"),
+        ((input_half, lambda x, left: left.T @ x * float("nan")), "other numbers than autograd's", "grad_z.T @ x"),
+    ],
+)
 def test_wrong_halves(answer: Any, reason: str, hint: str) -> None:
     verdict = check(answer, HALVES)
     assert not verdict
