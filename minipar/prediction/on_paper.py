@@ -25,8 +25,7 @@ from minipar.costs.measured import Profile
 from minipar.costs.recomputation import LayerCosts
 from minipar.errors import PlanError
 from minipar.models import shapes, table
-from minipar.models.sizes import Sizes, of_preset
-from minipar.models.table import GPT, Mixture
+from minipar.models.sizes import Sizes, Transformer, of_preset
 from minipar.prediction import memory_formula
 from minipar.prediction.closed_form import Work, gather, layer_works, line, optimizer_seconds, replicas_of
 from minipar.prediction.emulated import EmulatedCosts
@@ -93,20 +92,20 @@ def profile(model: str, rows: Iterable[int], precision: str = "float32", selecti
 
     selective   whether the backward of a block runs its attention core forward again
     """
-    kinds, numbers, by_rows = PRECISIONS[precision], table.numbers(model), {}
+    kinds, by_rows = PRECISIONS[precision], {}
+    chosen = of_preset(table.numbers(model), model, flash=model not in table.PUBLISHED)
     for count in rows:
         costs = analytic.layer_costs(model, count, kinds.activation, selective=selective)
         first = analytic.input_flops(model, count, selective=selective)
-        if selective and isinstance(numbers, (GPT, Mixture)):
-            core = analytic.core_flops(numbers, count)
+        if selective and isinstance(chosen, Transformer):
+            core = chosen.core_flops * count
             inner = tuple(flops + core for flops in costs.backward[1:-1])
             costs = replace(costs, backward=(costs.backward[0], *inner, costs.backward[-1]))
         by_rows[count] = Layers(costs, costs.forward, costs.backward, first)
-    chosen = of_preset(numbers, model, flash=model not in table.PUBLISHED)
     groups = shapes.shape(model, element_size=1).groups
-    made = _profile(chosen, kinds, WHOLE, groups, by_rows, 0.0)
+    built = _profile(chosen, kinds, WHOLE, groups, by_rows, 0.0)
     return replace(
-        made,
+        built,
         forward_flops={count: _whole(one.forward) for count, one in by_rows.items()},
         backward_flops={count: _whole(one.backward) for count, one in by_rows.items()},
         input_flops={count: _whole(one.first) for count, one in by_rows.items()},

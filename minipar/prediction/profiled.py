@@ -16,11 +16,9 @@ from minipar.program import (
     Op,
     Program,
     Value,
-    grad,
     home,
     output,
     tier,
-    version_of,
 )
 from minipar.program.comm_volume import NAMES, by_algorithm, changes, hops, of_collective, of_message
 from minipar.program.forms import COUNTS
@@ -146,8 +144,6 @@ class ProfiledCosts:
             else:
                 line = copies.to_host if away else copies.from_host
             count = max(1, len(self.program.groups[value.index].tensors)) if value.microbatch < 0 else 1
-            if version_of(ins.writes[0]) >= 0 and home(value).kind == "param":
-                value = grad(value.index)  # (frozen parameters have no versions)
             return self.size(rank, value) * line.per_byte + count * line.fixed, 0.0
         size = of_message(self.size, rank, ins)
         if size and self.calibration is not None:

@@ -7,8 +7,8 @@ instruction waits for which, and how much memory is live. No dependency is writt
     rank 0   F 0:2 mb0 | SEND output(1) mb0 -> 1 | ...          | RECV grad_output(1) mb0 <- 1 | B 0:2 mb0 | STEP 0:2
     rank 1               RECV output(1) mb0 <- 0 | F 2:4 mb0 | B 2:4 mb0 | SEND grad_output(1) mb0 -> 0     | STEP 2:4
 
-Instructions, values, actions of schedules and contracts have modules of their own in this package. Import their names
-from here.
+Instructions (with actions of schedules), values and contracts have modules of their own in this package. Import their
+names from here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 from minipar.program import edges as graphs
-from minipar.program.actions import Action, Backward, BackwardInput, BackwardWeight, Forward
 from minipar.program.consistency import Contract, Local, Serving, Staleness, Synchronous
 from minipar.program.forms import Forms, needed
 from minipar.program.instructions import (
@@ -34,6 +33,11 @@ from minipar.program.instructions import (
     PORT,
     SERVICE,
     TRANSFERS,
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
     Instruction,
     Op,
     Part,
@@ -213,7 +217,6 @@ class Program:
                      each has all of them; "S0": a part of the rows; "S1": of the tokens of every row; "S0/S1": of the
                      rows along the first axis, and of their tokens along the second
     names            the names of the layers, for messages; (): they are not known
-    checked          True: the ranks check what they compute and send while they run
     """
 
     ranks: Sequence[tuple[Instruction, ...]]
@@ -243,7 +246,6 @@ class Program:
     forms: tuple[Forms, ...] = ()
     inputs: str = ""
     names: tuple[str, ...] = field(default=(), compare=False)
-    checked: bool = False
 
     def __len__(self) -> int:
         return sum(self.of_each(lambda rank: len(self.ranks[rank])))
@@ -306,10 +308,7 @@ class Program:
     @property
     def local_steps(self) -> int:
         """How many updates a replica does alone before all average their parameters; 0: it does none alone."""
-        contract = self.contract
-        if self.replicas == 1 or isinstance(contract, Synchronous):
-            return 0
-        return contract.steps if isinstance(contract, Local) else contract.local
+        return self.contract.steps if isinstance(self.contract, Local) and self.replicas > 1 else 0
 
     @cached_property
     def sharing(self) -> int:
@@ -377,11 +376,6 @@ class Program:
             return True
         both = zip_longest(self.places(rank), form.split("/"), fillvalue="")
         return all(not place or place[0] == 0 or part in letters for place, part in both)
-
-    def compresses(self, ins: Instruction) -> bool:
-        """Whether a sum of gradients is a compressed one. The sum over the ranks that share a layer is not: it comes
-        before that over the replicas, and makes the gradient that is compressed."""
-        return self.compress != "none" and not (self.sharing > 1 and set(ins.group) <= set(self.sharers(ins.group[0])))
 
     def form_of(self, value: Value, layers: Sequence[int], *, written: bool) -> str:
         """The form in which an instruction on these layers reads or writes an output, or the gradient of one."""

@@ -35,16 +35,12 @@ class Staleness:
     every      how many micro-batches an update uses: each has the mean loss of its own rows, and the update takes the
                mean of these. None: all micro-batches of a step, with the mean loss over the step's rows
     stashed    True: a backward uses the version that its forward used; False: it uses the newest version
-    local      0: an update has the gradients of all replicas. Otherwise every replica updates its own parameters, as
-               with `Local`, and those of a rank are averaged over the replicas after every `local` of its updates and
-               after its last one, before anything uses them
     """
 
     bound: int | None = None
     versions: int | None = None
     every: int | None = None
     stashed: bool = True
-    local: int = 0
 
 
 Contract = Synchronous | Local | Staleness

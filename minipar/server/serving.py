@@ -31,16 +31,15 @@ from minipar.cluster.members import Revived
 from minipar.cluster.ranks import Ranks
 from minipar.comm import clocks, communicator
 from minipar.errors import RankDied, SaveError, ServerClosed
-from minipar.execution.elementwise import check_update
 from minipar.execution.emulation import Delays, Pacing
 from minipar.execution.execution import Execution, Job
-from minipar.execution.finite import Finite
 from minipar.execution.following import Observer, Paced, Warned, warn_once
-from minipar.execution.memory.watching import Watching
+from minipar.execution.mean_loss import Finite
+from minipar.execution.memory.tracker import Watching
 from minipar.execution.saving.contents import collect_untrained, outline_of, restore_untrained
 from minipar.execution.saving.folder import Header
 from minipar.execution.saving.keeping import NOTHING, Share, Storing
-from minipar.execution.updating import Form, Update, class_name, forms_of
+from minipar.execution.updating import Form, Update, check_update, class_name, forms_of
 from minipar.models.parameter_groups import parameters_of
 from minipar.models.tensors import count_bytes, dtype_name, layers_of
 from minipar.prediction.emulated import EmulatedCosts

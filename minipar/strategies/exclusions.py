@@ -1,7 +1,7 @@
-"""Which choices of a plan do not go together, and why. Refusals, help and the matrix are made from this one table.
+"""Which choices of a plan do not go together, and why. Refusals, help and the page are made from this table.
 
-A refusal is fundamental if the two choices contradict each other. All others are combinations that nobody has built
-yet.
+A refusal is fundamental if the two choices contradict each other. All others are not built: a pair of choices is
+offered where it needs no code of its own.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class KeyValues:
     """Some of the values of a key.
 
     words     the values, described for a table
-    made      whether a plan has made this choice
+    chosen    whether a plan has made this choice
     instead   what is possible in its place
-    late      whether only the schedule's actions show it, so that only `Plan.compile` can check it
+    after_compile   whether only the schedule's actions show it, so that only `Plan.compile` can check it
     """
 
     key: str
     words: str
-    made: Callable[[Plan], bool]
+    chosen: Callable[[Plan], bool]
     instead: str
-    late: bool = False
+    after_compile: bool = False
 
-    def told(self, plan: Plan) -> str:
+    def written(self, plan: Plan) -> str:
         """The key with the value that the plan gives it."""
         return f"{self.key}={shown(getattr(plan, self.key))}"
 
@@ -58,6 +58,17 @@ class Exclusion:
     def kind(self) -> str:
         """Why it is refused: the two contradict each other, or nobody has built it."""
         return "fundamental" if self.fundamental else "not built"
+
+
+class Excluded(PlanError):
+    """A plan has two choices that do not go together: a `row` of the table."""
+
+    def __init__(self, plan: Plan, row: Exclusion) -> None:
+        super().__init__(
+            f"{row.one.written(plan)}: not together with {row.other.written(plan)} ({row.why}; {row.kind}); "
+            f"possible is {row.possible}"
+        )
+        self.row = row
 
 
 @dataclass(frozen=True)
@@ -100,15 +111,13 @@ LATE_SUMS = KeyValues(
     "overlap", "overlap=none, priority", lambda plan: plan.overlap != "backward", "overlap=backward"
 )  # fmt: skip
 PRIORITY = KeyValues("overlap", "overlap=priority", lambda plan: plan.overlap == "priority", "overlap=backward")
-PIECES = KeyValues(
-    "bucket", "bucket of a size or auto, with overlap=priority",
-    lambda plan: plan.overlap == "priority" and plan.bucket not in (None, "none"),
-    "bucket=none",
-)  # fmt: skip
 LOCAL = KeyValues("local_steps", "local_steps", lambda plan: plan.local_steps > 0, "local_steps=0")
 COMPRESSED = KeyValues("compress", "compress", lambda plan: plan.compress != "none", "compress=none")
 SHORTER = KeyValues(
     "compress", "compress=bf16, fp16", lambda plan: plan.compress in ("bf16", "fp16"), "compress=topk:0.01, powersgd:1"
+)
+LEAVING_OUT = KeyValues(
+    "compress", "compress=topk, powersgd", lambda plan: plan.compress.startswith(("topk", "powersgd")), "compress=none"
 )
 LARGEST = KeyValues(
     "compress", "compress=topk", lambda plan: plan.compress.startswith("topk"), "compress=bf16, powersgd:1"
@@ -123,10 +132,14 @@ INFERENCE = KeyValues("inference", "inference", lambda plan: plan.inference, "in
 CLIP = KeyValues("clip", "clip", lambda plan: plan.clip is not None, "clip=none")
 BF16 = KeyValues("precision", "precision=bf16", lambda plan: plan.precision == "bf16", "precision=float32")
 OFFLOAD = KeyValues("offload", "offload", lambda plan: bool(plan.offload), "offload=none")
+OFFLOADED_STATES = KeyValues(
+    "offload", "offload=optimizer, parameters", lambda plan: bool({"optimizer", "parameters"} & {*plan.offload}),
+    "offload=activations",
+)  # fmt: skip
 OFFLOADED_PARAMETERS = KeyValues(
     "offload", "offload=parameters", lambda plan: "parameters" in plan.offload, "offload=optimizer"
 )
-ON_HOST = KeyValues("host_layers", "host_layers", lambda plan: bool(plan.host_layers), "host_layers=none")
+HOST_LAYERS = KeyValues("host_layers", "host_layers", lambda plan: bool(plan.host_layers), "host_layers=none")
 SLICED = KeyValues("slices", "slices", lambda plan: plan.slice_count > 1, "no slices=")
 OPERATORS = KeyValues("tp", "tp of 2 or more", lambda plan: plan.tp > 1, "tp=1")
 CONTEXT = KeyValues(
@@ -152,22 +165,14 @@ UNSUMMED = KeyValues(
 )
 HALVES = KeyValues(
     "schedule", "schedule of backwards in halves", lambda plan: plan.splits,
-    "a schedule of whole backwards such as 1f1b", late=True,
+    "a schedule of whole backwards such as 1f1b", after_compile=True,
 )  # fmt: skip
 
 
-def _one_by_one(plan: Plan) -> bool:
-    rules = find(plan.schedule).asynchronous
-    return rules is not None and plan.pp == 1 and rules.promise(1, plan.numbers).every is not None
-
-
-ONE_BY_ONE = KeyValues(
-    "schedule", "schedule that updates after each micro-batch, of one stage", _one_by_one, "pipedream-2bw, or pp=2"
-)  # fmt: skip
 IN_STEP = KeyValues("batch_copies", "batch_copies of 2 or more", lambda plan: plan.batch_copies > 1, "batch_copies=1")
 COPIES = KeyValues(
     "schedule", "schedule with copies of a stage", lambda plan: plan.copies,
-    "a schedule of one copy such as 1f1b", late=True,
+    "a schedule of one copy such as 1f1b", after_compile=True,
 )  # fmt: skip
 
 
@@ -197,7 +202,7 @@ _DECIDES_ALONE_REPLICAS = (
 )
 _WHOLE = "parameter servers serve replicas of one rank, which compute a whole model from what they pull"
 _NOT_ON_SERVERS = (
-    STAGES, OPERATORS, CONTEXT, EXPERTS, ASYNCHRONOUS, PRIORITY, OFFLOAD, ON_HOST, SLICED
+    STAGES, OPERATORS, CONTEXT, EXPERTS, ASYNCHRONOUS, PRIORITY, OFFLOAD, HOST_LAYERS, SLICED
 )  # fmt: skip
 
 EXCLUSIONS = (
@@ -220,12 +225,6 @@ EXCLUSIONS = (
     Exclusion(OFFLOADED_PARAMETERS, ZERO_BELOW_3, "it keeps whole parameters on the device", fundamental=True),
     Exclusion(PRIORITY, CLIP, f"{_AT_ONCE}, and the norm needs all gradients", fundamental=True),
     Exclusion(PRIORITY, WHOLES, "gradients go in pieces of `bucket` MiB, or whole", fundamental=True),
-    Exclusion(
-        LOW_RANK,
-        PIECES,
-        "a gradient is a product of narrow matrices as a whole, and a piece of its numbers is no matrix",
-        fundamental=True,
-    ),
     Exclusion(COMPRESSED, LOCAL, "replicas send each other no gradients that could be made smaller", fundamental=True),
     Exclusion(SHORTER, BF16, "gradients have 16 bits already", fundamental=True),
     Exclusion(LOCAL, ZERO, f"{_ALONE}, with whole states", fundamental=True),
@@ -248,7 +247,6 @@ EXCLUSIONS = (
         "it updates without rounds: microbatches=, or update_every= of ampnet, say how often",
         fundamental=True,
     ),
-    Exclusion(ZERO, UNSUMMED, "it has no replicas", fundamental=True),
     Exclusion(CLIP, ASYNCHRONOUS, "the norm of all gradients is known only after a flush", fundamental=True),
     Exclusion(INFERENCE, ASYNCHRONOUS, "nothing is updated", fundamental=True),
     Exclusion(PRIORITY, ASYNCHRONOUS, "forwards use a version that is there, and wait for no sum", fundamental=True),
@@ -263,10 +261,64 @@ EXCLUSIONS = (
     *(
         Exclusion(shared, other, why, fundamental)
         for shared in (OPERATORS, CONTEXT, EXPERTS)
-        for other, why, fundamental in ((DYNAMIC, _DECIDES_ALONE, True),)
+        for other, why, fundamental in (
+            (DYNAMIC, _DECIDES_ALONE, True),
+            (ASYNCHRONOUS, "versions of parameters are whole", False),
+            (PRIORITY, "gradients are summed in order of urgency over replicas alone", False),
+            (COMPRESSED, "only sums of whole layers' gradients are made smaller", False),
+            (HOST_LAYERS, "layers on the host are whole", False),
+            (LOCAL, "replicas that train alone are of one rank each", False),
+        )
     ),
-    Exclusion(
-        IN_STEP, ONE_BY_ONE, "a micro-batch begins with what the update of the one before it makes", fundamental=True
+    *(
+        Exclusion(one, ASYNCHRONOUS, why)
+        for one, why in (
+            (ZERO, "every rank keeps whole versions of its parameters"),
+            (OFFLOAD, "versions of parameters, and what uses them, stay on the device"),
+            (HOST_LAYERS, "versions of parameters are on the device"),
+            (LOCAL, "replicas sum the gradients of every update"),
+            (LEAVING_OUT, "sums carry all of a gradient"),
+            (ALGORITHM, "gradients are summed by the default algorithm"),
+        )
+    ),
+    *(
+        Exclusion(PRIORITY, other, why)
+        for other, why in (
+            (ZERO, "it orders sums of whole gradients"),
+            (COMPRESSED, "pieces of gradients are sent as they are"),
+        )
+    ),
+    *(
+        Exclusion(other, ZERO, why)
+        for other, why in (
+            (COMPRESSED, "slices of gradients are summed as they are"),
+            (ALGORITHM, "slices are summed and gathered by the default algorithm"),
+        )
+    ),
+    Exclusion(LEAVING_OUT, BF16, "its messages are of numbers in the model's own type"),
+    *(
+        Exclusion(LOCAL, other, why)
+        for other, why in (
+            (OFFLOADED_STATES, "parameters are averaged on the device"),
+            (STAGES, "replicas that train alone are of one rank each"),
+            (CLIP, "the norm is of the gradients of all replicas"),
+        )
+    ),
+    *(
+        Exclusion(HOST_LAYERS, other, why)
+        for other, why in (
+            (ZERO, "layers on the host keep whole states there"),
+            (OFFLOAD, "each says by itself what is on the host"),
+            (REPLICAS, "gradients are summed on the device"),
+            (STAGES, "what stages send each other is on the device"),
+        )
+    ),
+    *(
+        Exclusion(IN_STEP, other, why)
+        for other, why in (
+            (STAGES, "micro-batches go in step on ranks that wait for no other stage"),
+            (ZERO, "slices of gradients are summed micro-batch by micro-batch"),
+        )
     ),
     Exclusion(
         ZERO_ABOVE_1,
@@ -283,7 +335,7 @@ SHARED_BY_SEVERAL = Need(
     "tp=2 with microbatches=2",
     "tp=2 microbatches=2",
 )
-SERVED = Need("parameter servers", SERVERS.made, "sync=ps", "sync=ps")
+SERVED = Need("parameter servers", SERVERS.chosen, "sync=ps", "sync=ps")
 SHARDED_GRADIENTS = Need("sharded gradients", lambda plan: plan.zero >= 2, "zero=2, zero=3", "zero=2")
 GATHERED = Need(
     "parameters that come layer by layer",
@@ -291,7 +343,7 @@ GATHERED = Need(
     "zero=3, offload=parameters",
     "zero=3",
 )
-AWAY = Need("what is offloaded", OFFLOAD.made, "offload=activations, optimizer, parameters", "offload=optimizer")
+AWAY = Need("what is offloaded", OFFLOAD.chosen, "offload=activations, optimizer, parameters", "offload=optimizer")
 ON_DISK = Need(
     "what is offloaded to the disk",
     lambda plan: bool(plan.offload) and plan.offload_to == "disk",
@@ -300,14 +352,13 @@ ON_DISK = Need(
 )
 
 
-def check(plan: Plan, late: bool = False) -> None:
-    """Refuse the first two choices of a plan that do not go together; with `late` only those that its actions show."""
+def check(plan: Plan, compiled: bool = False) -> None:
+    """Refuse the first two choices of a plan that do not go together; with `compiled` only those that its actions
+    show."""
     for row in EXCLUSIONS:
-        if (row.one.late or row.other.late) is late and row.one.made(plan) and row.other.made(plan):
-            raise PlanError(
-                f"{row.one.told(plan)}: not together with {row.other.told(plan)} ({row.why}; {row.kind}); "
-                f"possible is {row.possible}"
-            )
+        both = row.one, row.other
+        if any(choice.after_compile for choice in both) is compiled and all(choice.chosen(plan) for choice in both):
+            raise Excluded(plan, row)
 
 
 def check_needs(plan: Plan, key: str, default: object, need: Need) -> None:
@@ -315,30 +366,3 @@ def check_needs(plan: Plan, key: str, default: object, need: Need) -> None:
     value = getattr(plan, key)
     if value != default and not need.there(plan):
         raise PlanError(f"{key}={shown(value)}: is of {need.what}; possible is {need.possible}")
-
-
-INTRODUCTION = """# What goes together
-
-The keys of a plan go together, but for these pairs of choices. Each is fundamental: the two contradict each other. None
-is refused because nobody has built it yet, which an `o` would say. (A model can exclude a choice, too: branches, tied
-layers, layers that take whole sequences. The message says so then.)
-
-This page is made from the table that refuses, as `minipar keys --markdown` prints it. What was run of it stands below.
-"""
-
-
-def page() -> str:
-    """The table as a page (docs/combinations.md): a matrix of the choices, and the reasons."""
-    choices = list(dict.fromkeys(choice for row in EXCLUSIONS for choice in (row.one, row.other)))
-    sign = {}
-    for row in EXCLUSIONS:
-        sign[row.one, row.other] = sign[row.other, row.one] = "x" if row.fundamental else "o"
-    lines = [INTRODUCTION, "| | choice | " + " | ".join(str(n) for n in range(1, len(choices) + 1)) + " |"]
-    lines.append("|" + "---|" * (len(choices) + 2))
-    for n, one in enumerate(choices, 1):
-        cells = [sign.get((one, other), " ") for other in choices]
-        lines.append(f"| {n} | {one.words} | " + " | ".join(cells) + " |")
-    lines += ["", "| choice | not together with | since | |", "|---|---|---|---|"]
-    for row in EXCLUSIONS:
-        lines.append(f"| {row.one.words} | {row.other.words} | {row.why} | {row.kind} |")
-    return "\n".join(lines)

@@ -15,7 +15,7 @@ import torch
 from minipar.cluster import Cluster
 from minipar.comm import communicator
 from minipar.comm.communicator import Communicator
-from minipar.comm.transport.mixed import Mixed
+from minipar.comm.transport.local import Mixed
 from minipar.errors import CollectiveMismatch, Deadlock
 
 # Ranks cannot import this file by name; its functions travel as those of a notebook do.
@@ -86,7 +86,7 @@ def test_long_messages_use_a_ring_within_a_host_alone(four: Cluster) -> None:
         for peer in range(4):
             if peer != comm.rank:
                 comm.irecv(torch.zeros(1), peer).wait()
-        sockets = host().local.sockets
+        sockets = host().sockets
         return {
             peer: (out.ring is not None, sockets.incoming[peer].ring is not None)
             for peer, out in sockets.outgoing.items()

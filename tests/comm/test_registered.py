@@ -102,12 +102,8 @@ def test_a_rank_that_does_not_know_a_name_says_what_to_do(clusters):
     "text",
     [
         "dp=4 algorithm=ring overlap=none bucket=none microbatches=2 clip=0.1",
-        "dp=2 pp=2 microbatches=3 algorithm=to-and-fro overlap=none bucket=0.0001",
         "pp=2 schedule=chimera microbatches=4 algorithm=to-and-fro overlap=none",
-        "dp=4 algorithm=ring overlap=none host_layers=0,2 bucket=none",
         "dp=2 algorithm=to-and-fro overlap=none compress=powersgd:6",  # (no factors would be smaller: all is sent)
-        "dp=2 pp=2 algorithm=ring overlap=none zero=2 microbatches=3",
-        "dp=4 algorithm=halving-doubling overlap=none zero=3 bucket=none",
     ],
 )
 def test_plans_sum_gradients_by_it(clusters, text):

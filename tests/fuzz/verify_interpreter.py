@@ -98,7 +98,6 @@ def _check_fields(program: Program) -> None:
         for name in ("bound", "versions", "every"):
             if getattr(program.contract, name) is not None:
                 count(name, getattr(program.contract, name), 0 if name == "bound" else 1)
-        count("local", program.contract.local, 0)
     elif type(program.contract) is not Synchronous:
         raise Wrong(f"contract={program.contract!r}")
     slices = program.slices if isinstance(program.slices, tuple) else (1,) * program.slices
@@ -118,6 +117,7 @@ def _check_fields(program: Program) -> None:
             count("bytes", size, 0)
     _check_edges(program)
     _check_state(program)
+    _check_built(program)
     if program.in_flight is not None:
         _check_deciding(program)
 
@@ -169,6 +169,21 @@ def _check_state(program: Program) -> None:
                 raise Wrong(f"begins with {value}, which is no state")
             if not 0 <= value.index < len(program.groups):
                 raise Wrong(f"begins with {value}, of a group that is not there")
+
+
+def _check_built(program: Program) -> None:
+    """What the executor has no code for."""
+    sizes = dict(program.mesh)
+    shared = any(size > 1 for axis, size in program.mesh if axis in SHARING)
+    if program.serving is None and shared and program.compress != "none":
+        raise Wrong("ranks that share layers, with sums that carry less")
+    if program.serving is None and isinstance(program.contract, Staleness):
+        values = {value for held in program.state for value in held}
+        if shared or any(_tier(value) or value.kind.endswith("_shard") for value in values):
+            raise Wrong("no flushes, with parameters that are not whole on their device")
+    several = isinstance(program.contract, Local) and sizes.get("dp", 1) > 1
+    if several and (len(program.ranks) > sizes["dp"] or program.clip is not None):
+        raise Wrong("replicas that train alone, of several ranks or with a common norm")
 
 
 def _check_deciding(program: Program) -> None:
@@ -409,8 +424,7 @@ class _Machine:
         self.replica = [rank * self.replicas // workers for rank in range(len(program.ranks))]
         self.place = [self.place_of(rank, inner=True) for rank in range(len(program.ranks))]
         self.team = [self.place_of(rank, inner=False) for rank in range(len(program.ranks))]  # those that share layers
-        alone = {Local: "steps", Staleness: "local"}.get(type(program.contract), "")
-        self.every = getattr(program.contract, alone, 0) if self.replicas > 1 else 0
+        self.every = getattr(program.contract, "steps", 0) if self.replicas > 1 else 0
         self.stale = program.contract if isinstance(program.contract, Staleness) else None
         self.homes = [{_home(value) for value in held} for held in program.state]
         self.memory = [{value: self.initial(value) for value in held} for held in program.state]
@@ -576,8 +590,8 @@ class _Machine:
                 raise Wrong(f"rank {rank} expects {message[0]}, but {values[0]} comes")
             return contents[message.index(value)]
         if source[0] == "pieces":
-            _, parts, before = source
-            found = [self.total(rank, value, where, n, before) for where, n, _, _ in parts]
+            parts = source[1]
+            found = [self.total(rank, value, where, n, None) for where, n, _, _ in parts]
             if None in found:
                 return None
             covered = sorted((a, b) for _, _, a, b in parts)
@@ -627,7 +641,7 @@ class _Machine:
         kinds |= {Op.BACKWARD_INPUT: self.backward, Op.BACKWARD_WEIGHT: self.weights, Op.STEP: self.update}
         kinds |= {Op.SEND: self.send, Op.RECV: self.receive, Op.ALL_REDUCE: self.reduce}
         kinds |= {Op.REDUCE_SCATTER: self.scatter, Op.ALL_GATHER: self.gather, Op.NORM: self.norm}
-        kinds |= {Op.OFFLOAD: self.copy, Op.FETCH: self.copy}
+        kinds |= {Op.OFFLOAD: self.copy, Op.FETCH: self.copy} if self.stale is None or self.program.serving else {}
         if self.repartitions(ins):
             kinds = dict.fromkeys((Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL), self.repartition)
         if ins.op not in kinds:
@@ -840,11 +854,8 @@ class _Machine:
             apart = sliced if host else self.apart(rank, g)
             gradient = Value("grad_shard" if sliced else "grad", g)
             state = Value("optimizer_shard" if sliced else "optimizer_state", g)
-            version = self.newest(rank, g)
-            kept = {Value(f"{where} {kind}", g, -1, 0) for where in ("host", "disk") for kind in PARAMS}
-            # (of versions that the device keeps, the host has the newest one alone)
-            versions = self.stale is not None and (not host or not kept.isdisjoint(self.program.state[rank]))
-            held = Value("param_shard" if apart else "param", g, -1, version if versions else -1)
+            version = self.newest(rank, g) if self.stale else -1
+            held = Value("param_shard" if apart else "param", g, -1, version)
             content = self.take(rank, ins, held)
             name, _, updates, *owner = content
             if name != "param" or (self.stale and updates != version) or updates != ins.step:
@@ -854,8 +865,6 @@ class _Machine:
             found = self.take(rank, ins, gradient)
             if self.stale:
                 self.updates.append((rank, g, updates, Counter(found)))
-                if self.every and bool(owner) != bool(updates % self.every):
-                    raise Wrong(f"rank {rank} `{ins}` updates what was averaged at another time")
             else:
                 self.check_gradient(rank, ins, g, updates, found, bool(owner))
             after: list[Any] = ["param", g, updates + 1]
@@ -863,7 +872,7 @@ class _Machine:
                 after.append(self.replica[rank])
             if sliced and not apart:
                 after[0] = "my slice"
-            target = held._replace(step=version + 1) if versions else held
+            target = held._replace(step=version + 1) if self.stale else held
             inside[target], inside[state] = tuple(after), (state.kind, g, updates + 1, ins.layers)
             for needed in (target, state):
                 if self.there(ins, needed) not in ins.writes:
@@ -873,20 +882,19 @@ class _Machine:
                 raise Wrong(f"rank {rank} `{ins}` keeps {named}")
             self.memory[rank][named] = Counter()
             if self.orders is not None:
-                self.memory[rank][self.there(ins, Value("param", g, -1, 0))] = tuple(after)
+                self.memory[rank][Value("param", g, -1, 0)] = tuple(after)
         self.summed[rank] = {key for key in self.summed[rank] if key[0] not in ins.layers}
         if self.orders is None:
             self.put(rank, ins, inside)
         else:
-            self.memory[rank].update({self.there(ins, v): c for v, c in inside.items() if v.kind != "param"})
+            self.memory[rank].update({v: c for v, c in inside.items() if v.kind != "param"})
         self.check_alive(rank, ins)
 
     def newest(self, rank: int, g: int) -> int:
         if self.orders is not None:
-            kept = (Value(kind, g, -1, 0) for kind in ("param", "host param"))
-            return next(int(self.memory[rank][value][2]) for value in kept if value in self.memory[rank])
+            return int(self.memory[rank][Value("param", g, -1, 0)][2])
         mine = [*self.memory[rank], *self.underway[rank]]
-        return max((v.step for v in mine if _home(v).kind in PARAMS and v.index == g), default=-1)
+        return max((v.step for v in mine if v.kind == "param" and v.index == g), default=-1)
 
     def apart(self, rank: int, g: int) -> bool:
         """Whether a rank keeps a slice of the parameters, and not all of them."""
@@ -898,7 +906,7 @@ class _Machine:
             return
         for g in ins.layers:
             mine = {*self.memory[rank], *self.underway[rank]} - {*ins.frees}
-            alive = {v.step for v in mine if _home(v).kind in PARAMS and v.index == g and v.step >= 0}
+            alive = {v.step for v in mine if v.kind == "param" and v.index == g and v.step >= 0}
             if len(alive) > most:
                 raise Wrong(f"rank {rank} `{ins}` leaves {len(alive)} versions of param({g}) alive")
 
@@ -924,12 +932,11 @@ class _Machine:
     def check_norm(self, rank: int, ins: Instruction, updates: int) -> None:
         """The norm counts every gradient, right and complete, on each rank that holds it or a slice of it."""
         wanted: Counter[Any] = Counter()
-        replicas = [self.replica[rank]] if self.every else range(self.replicas)  # (alone each has a norm of its own)
         for holder, homes in enumerate(self.homes):
-            for value in homes if self.replica[holder] in replicas else ():
+            for value in homes:
                 if value.kind in ("optimizer_state", "optimizer_shard"):
                     right: Counter[int] = Counter()
-                    for replica in replicas:
+                    for replica in range(self.replicas):
                         for contributions in self.right[updates, replica]:
                             right.update(contributions.get((value.index, self.place[holder]), ()))
                     wanted[value.index, _frozen(right)] += 1
@@ -1073,24 +1080,21 @@ class _Machine:
 
     def reduce(self, rank: int, ins: Instruction) -> None:
         memory = self.memory[rank]
-        kind = _home(ins.reads[0]).kind if ins.reads else ""
-        if kind == "param":
+        if ins.reads and ins.reads[0].kind == "param":
             self.average(rank, ins)
             return
-        there = _tier(ins.reads[0])
-        names = {g: Value(f"{there} grad".strip(), g) for g in ins.layers}
-        rest = {Value(f"{there} residual".strip(), g) for g in ins.layers}
-        kept, piece = self.leaves_out(ins), self.is_piece(ins)
+        names, rest = {g: Value("grad", g) for g in ins.layers}, {Value("residual", g) for g in ins.layers}
+        kept, piece = self.program.compress.startswith(("topk", "powersgd")), self.is_piece(ins)
         if not set(names.values()) <= set(ins.reads) <= {*names.values(), *rest}:
             raise Wrong(f"rank {rank} `{ins}` does not read what it sums")
         if not set(ins.writes) <= {*names.values(), *rest} or (
             not piece and not set(names.values()) <= set(ins.writes)
         ):
             raise Wrong(f"rank {rank} `{ins}` does not write what it sums")
-        if kept and not (rest <= set(ins.reads) and (rest <= set(ins.writes) or (piece and not ins.writes))):
+        if kept and not (rest <= set(ins.reads) and rest <= set(ins.writes)):
             raise Wrong(f"rank {rank} `{ins}` leaves its residual out")
         flat = any(part.layer < 0 for part in ins.parts)
-        what = (ins.layers, flat, ins.parts if piece else (), str(ins), there)
+        what = (ins.layers, flat, ins.parts if piece else (), str(ins))
         turn = self.turn(rank, ins, what, {g: memory[v] for g, v in names.items()})
         if not piece:
             for value in names.values():
@@ -1101,19 +1105,14 @@ class _Machine:
         if ins.writes:
             (value,) = names.values()
             del memory[value], self.pieces[rank, ins.layers[0]]
-            self.underway[rank][value] = ("pieces", pieces, None)
-
-    def leaves_out(self, ins: Instruction) -> bool:
-        inside = len({self.team[r] for r in ins.group}) == 1  # (the ranks share their layers)
-        return self.program.compress.startswith(("topk", "powersgd")) and not inside
+            self.underway[rank][value] = ("pieces", pieces)
 
     def is_piece(self, ins: Instruction) -> bool:
         return len(ins.parts) == 1 and ins.parts[0].start >= 0
 
     def add_piece(self, rank: int, ins: Instruction, turn: int) -> list[tuple[Any, ...]]:
         (part,) = ins.parts
-        matrix = self.program.compress.startswith("powersgd")
-        if part.layer >= 0 or len(ins.layers) > 1 or part.end <= part.start or matrix:
+        if part.layer >= 0 or len(ins.layers) > 1 or part.end <= part.start or self.program.compress != "none":
             raise Wrong(f"rank {rank} `{ins}`: a piece of no buffer")
         pieces = self.pieces.setdefault((rank, ins.layers[0]), [])
         pieces.append((ins.group, turn, part.start, part.end))
@@ -1121,16 +1120,11 @@ class _Machine:
 
     def average(self, rank: int, ins: Instruction) -> None:
         memory, names = self.memory[rank], list(ins.reads)
-        kinds = {Value(ins.reads[0].kind, g) for g in ins.layers}
-        if not self.every or set(names) != set(ins.writes) or {v._replace(step=-1) for v in names} != kinds:
+        if not self.every or set(names) != set(ins.writes) or set(names) != {Value("param", g) for g in ins.layers}:
             raise Wrong(f"rank {rank} `{ins}` averages what is no replica's own")
-        if any(v.step >= 0 and v.step != self.newest(rank, v.index) for v in names):
-            raise Wrong(f"rank {rank} `{ins}` averages another version than the newest")
         brought = {v.index: memory.pop(v) for v in names}
         if any(found[2] != ins.step + 1 for found in brought.values()):
             raise Wrong(f"rank {rank} `{ins}`: replicas weigh as in another step")
-        if any(len({self.place[r][k] for r in ins.group}) > 1 for g in ins.layers for k in self.model.axes_of(g, "S")):
-            raise Wrong(f"rank {rank} `{ins}` averages different shards")
         turn = self.turn(rank, ins, (ins.layers, str(ins), "param"), brought)
         self.underway[rank].update(dict.fromkeys(names, ("group", ins.group, turn, None)))
 
@@ -1147,46 +1141,32 @@ class _Machine:
         memory = self.memory[rank]
         self.check_slices(rank, ins)
         sources, made = ([Value(kind, g) for g in ins.layers] for kind in ("grad", "grad_shard"))
-        more, rest = set(ins.reads) & set(made), set()
-        if self.leaves_out(ins):
-            rest = {Value("residual", g) for g in ins.layers}
-        begins = self.is_piece(ins) and not ins.writes and not ins.frees
-        if not {*sources, *rest} <= set(ins.reads) or len(more) not in (0, len(made)):
+        more = set(ins.reads) & set(made)
+        if self.program.compress != "none" or self.is_piece(ins):
+            raise Wrong(f"rank {rank} `{ins}`: slices are summed whole, as they are")
+        if not set(sources) <= set(ins.reads) or len(more) not in (0, len(made)):
             raise Wrong(f"rank {rank} `{ins}` does not read what it sums")
-        if not begins and not set(made) <= set(ins.writes):
+        if not set(made) <= set(ins.writes):
             raise Wrong(f"rank {rank} `{ins}` does not name what it sums")
         if bool(more) != (ins.layers in self.summed[rank]):
             raise Wrong(f"rank {rank} `{ins}` adds to other slices than there are")
         if not more and any(memory.get(v) for v in made):
             raise Wrong(f"rank {rank} `{ins}` loses what its slices held")
-        if not begins and set(ins.writes) - set(made) != {*(Value("buffer", g) for g in ins.layers), *rest}:
+        if set(ins.writes) - set(made) != {Value("buffer", g) for g in ins.layers}:
             raise Wrong(f"rank {rank} `{ins}` names other values")
-        what = (ins.layers, ins.parts if self.is_piece(ins) else ())
-        turn = self.turn(rank, ins, what, {v.index: memory[v] for v in sources})
-        pieces = self.add_piece(rank, ins, turn) if self.is_piece(ins) else []
-        if begins:
-            return
+        turn = self.turn(rank, ins, (ins.layers,), {v.index: memory[v] for v in sources})
         self.summed[rank].add(ins.layers)
         for value in made:
-            before = memory.pop(value, None)
-            self.underway[rank][value] = ("group", ins.group, turn, before)
-            if pieces:
-                del self.pieces[rank, ins.layers[0]]
-                self.underway[rank][value] = ("pieces", pieces, before)
+            self.underway[rank][value] = ("group", ins.group, turn, memory.pop(value, None))
         memory.update({v: Counter() for v in sources})
         memory.update({v: None for v in ins.writes if v.kind == "buffer"})
 
     def gather(self, rank: int, ins: Instruction) -> None:
         memory = self.memory[rank]
         self.check_slices(rank, ins)
-        brought = {}
-        made = {g: Value("param", g, -1, self.newest(rank, g) if self.stale else -1) for g in ins.layers}
-        for g in ins.layers:
-            if self.apart(rank, g):  # (any version, and not the newest one alone)
-                made[g] = next((v for v in ins.writes if v[:2] == made[g][:2]), made[g])
-                brought[g] = self.take(rank, ins, made[g]._replace(kind="param_shard"))
-            else:
-                brought[g] = self.take(rank, ins, made[g])
+        made = {g: Value("param", g) for g in ins.layers}
+        kinds = {g: "param_shard" if self.apart(rank, g) else "param" for g in ins.layers}
+        brought = {g: self.take(rank, ins, Value(kinds[g], g)) for g in ins.layers}
         if set(ins.writes) != set(made.values()):
             raise Wrong(f"rank {rank} `{ins}` does not write what it gathers")
         brought = {g: ("param", *found[1:]) for g, found in brought.items()}
@@ -1215,10 +1195,8 @@ class _Machine:
         memory = self.memory[rank]
         source, (target,) = ins.reads[0], ins.writes
         down = RANKS[_tier(target)] - RANKS[_tier(source)]
-        version = target.step if _home(target).kind in PARAMS and self.stale is not None else -1
-        plain = target._replace(step=-1) if version >= 0 and source.step < 0 else target
-        same = _home(source) == _home(plain)
-        part = _home(source).kind == "param_shard" and plain == Value("param", source.index)
+        same = _home(source) == _home(target)
+        part = _home(source).kind == "param_shard" and target == Value("param", source.index)
         if not (same or part) or (down <= 0 if ins.op is Op.OFFLOAD else down >= 0):
             raise Wrong(f"rank {rank} `{ins}` is no copy")
         if ins.layers != (source.index,) or _home(source).kind not in (*COPIED, "optimizer_shard"):
@@ -1234,8 +1212,6 @@ class _Machine:
             ]
             if ins.op is not Op.OFFLOAD or not steps or any(other.stream != "host" for other in steps):
                 raise Wrong(f"rank {rank} `{ins}`: no STEP on the host takes this gradient")
-        if version >= 0 and content[2] != version:
-            raise Wrong(f"rank {rank} `{ins}` fetches another version")
         if part and isinstance(content, tuple):
             content = ("my slice", *content[1:])
         memory.pop(target, None)
@@ -1245,8 +1221,6 @@ class _Machine:
             memory[source] = Counter() if _home(source).kind in ("grad", "grad_shard") else "gone"
         elif source not in ins.frees:
             self.copying[rank][source] = target
-        if version >= 0:
-            self.check_alive(rank, ins)
 
     # the end
 
@@ -1302,19 +1276,18 @@ class _Machine:
         program, model, contract = self.program, self.model, self.stale
         m, every = program.microbatches, self.stale.every or program.microbatches
 
-        alone = bool(self.every)
-        of_all: list[dict[tuple[int, int], Contributions]] = [{} for _ in range(self.replicas if alone else 1)]
+        of_all: list[dict[tuple[int, int], Contributions]] = [{} for _ in range(self.replicas if self.every else 1)]
         for step in range(program.steps):
             for replica in range(self.replicas):
                 losses, of_step = model.whole(replica, step, self.used_by(replica, step))
                 self.wanted += losses
-                together = of_all[replica if alone else 0]
+                together = of_all[replica if self.every else 0]
                 for i, contributions in enumerate(of_step):
                     for key, mine in contributions.items():
                         together.setdefault((step, i), {}).setdefault(key, Counter()).update(mine)
         taken: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
         for rank, g, version, gradient in self.updates:
-            own, found = (g, self.place[rank]), of_all[self.replica[rank] if alone else 0]
+            own, found = (g, self.place[rank]), of_all[self.replica[rank] if self.every else 0]
             places = [place for place, mine in found.items() if mine.get(own, Counter()).keys() & gradient.keys()]
             right: Counter[int] = Counter()
             for place in places:

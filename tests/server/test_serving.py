@@ -25,7 +25,8 @@ from minipar.models.parameter_groups import shape_of
 from minipar.prediction.emulated import EmulatedCosts
 from minipar.program import Op
 from minipar.server.serving import execute_served
-from minipar.training.plainly import replay_service
+from minipar.trace.recorded_order import served_order
+from minipar.training.plainly import train_reference as replay
 from tests.toys import rows, toy
 
 pytestmark = pytest.mark.many(6)
@@ -43,7 +44,7 @@ def run(clusters, words, data=None, model=MODEL, steps=4, optimizer=None, loss=m
     verify(found.program)
     assert found.trace.program == found.program
     job = Job(model, data, 32, loss, optimizer, 0, torch.float64)
-    again = replay_service(job, found.service.order, plan.dp, steps, plan.total_microbatches, clip=plan.clip)
+    again = replay(job, served_order(found.service.order, plan.dp, plan.total_microbatches), clip=plan.clip)
     if "bf16" in words or "fp16" in words:
         return found
     for name, values in found.service.parameters.items():
@@ -100,7 +101,7 @@ def test_every_update_is_clipped_and_of_what_was_pushed(clusters):
     clipped, free = (run(clusters, words.format(norm)) for norm in (0.05, 1000))
     assert clipped.max_gradient_error() <= 1e-12
     job = Job(MODEL, rows(17), 32, mse, partial(torch.optim.SGD, lr=0.5), 0, torch.float64)
-    other = replay_service(job, clipped.service.order, 2, 4, 2)  # the same order without clipping
+    other = replay(job, served_order(clipped.service.order, 2, 2))  # the same order without clipping
     assert max((other.parameters[k] - v).abs().max() for k, v in clipped.service.parameters.items()) > 1e-3
     assert free.service.order  # (a norm that is never reached: `run` has replayed it, too)
 

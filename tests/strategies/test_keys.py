@@ -49,7 +49,6 @@ OTHER: dict[str, tuple[str, ...]] = {
     "servers": ("2",),
     "on_death": ("continue",),
     "algorithm": ("ring",),
-    "check": ("true",),
     "extra_passes": ("of-nobody",),
     "annotations": ("*.mlp.0=S-1@tp",),
 }

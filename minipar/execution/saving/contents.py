@@ -22,9 +22,9 @@ from minipar.errors import SaveError
 from minipar.execution.executor import Executor
 from minipar.execution.saving.folder import SavedParameter
 from minipar.execution.updating import Updated
+from minipar.models.nodes import Cut, Node
 from minipar.models.tensors import dtype_name, layers_of
 from minipar.program import Program
-from minipar.sharding.nodes import Cut, Node
 from minipar.strategies.passes.compress import keeps_residual
 
 SMALL = 1 << 20  # bytes; what is larger, and held by several ranks, is written by all of them, a part each
