@@ -184,9 +184,9 @@ def _check_built(program: Program) -> None:
         values = {value for held in program.state for value in held}
         if shared or any(_tier(value) or value.kind.endswith("_shard") for value in values):
             raise Wrong("no flushes, with parameters that are not whole on their device")
-    if isinstance(program.contract, Local) and sizes.get("dp", 1) > 1:
-        if len(program.ranks) > sizes["dp"] or program.clip is not None:
-            raise Wrong("replicas that train alone, of several ranks or with a common norm")
+    alone = isinstance(program.contract, Local) and sizes.get("dp", 1) > 1
+    if alone and (len(program.ranks) > sizes["dp"] or program.clip is not None):
+        raise Wrong("replicas that train alone, of several ranks or with a common norm")
 
 
 def _check_deciding(program: Program) -> None:
