@@ -116,7 +116,7 @@ class Plan:
         0,
         whole(0),
         "every replica trains by itself for so many steps, then their parameters are averaged; 0: gradients are summed "
-        "in each. Without flushes every stage counts its own updates, and is averaged after so many of them",
+        "in each",
     )
     compress: str = key(
         "none",

@@ -23,7 +23,7 @@ from minipar.execution.memory.stores import HostStore
 from minipar.execution.offloading import Offloading
 from minipar.execution.owners import Owner
 from minipar.execution.parameter_slices import SlicedGroup
-from minipar.execution.parameter_versions import Alive, Versions
+from minipar.execution.parameter_versions import Versions
 from minipar.execution.state import State
 from minipar.execution.streams import HostStreams
 from minipar.program import Op, Value, portions
@@ -431,19 +431,21 @@ def servers_clip_to_two_norms(rank: int, put: Any) -> None:
 
 
 def version_overwritten(rank: int, put: Any) -> None:
-    def shared(call: Any, self: Alive, *given: Any, **more: Any) -> Any:
+    def shared(call: Any, self: Versions, *given: Any, **more: Any) -> Any:
         newest = self.newest
         call(self, *given, **more)
-        return newest
+        self.alive[max(self.alive)] = newest
+        for own, tensor in zip(self.trained, newest, strict=True):
+            own.data = tensor
 
-    _around(Alive, "next", shared, put)
+    _around(Versions, "room_for_next", shared, put)
 
 
 def newest_version_in_every_backward(rank: int, put: Any) -> None:
-    def newest(call: Any, self: Alive, value: Value) -> None:
+    def newest(call: Any, self: Versions, value: Value) -> None:
         call(self, value._replace(step=max(self.alive)) if value.kind == "param" else value)
 
-    _around(Alive, "show", newest, put)
+    _around(Versions, "show", newest, put)
 
 
 sum_of_an_update_left_out = dropped_all_reduce

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -17,7 +16,6 @@ from minipar.execution import checking, facts
 from minipar.execution.execution import Execution, Job, execute
 from minipar.execution.facts import ALIKE, NEAR, ONE, SUM, Fact
 from minipar.execution.mean_loss import Target
-from minipar.execution.memory.disk import DiskStore
 from minipar.models import gpt
 from minipar.models.parameter_groups import shape_of
 from minipar.program.mesh import Mesh
@@ -25,7 +23,6 @@ from minipar.server.serving import execute_served
 from minipar.training.training import annotations_of
 from tests.execution import seeded_bugs
 from tests.execution.seeded_bugs import BUGS
-from tests.fuzz.trial import trial
 from tests.toys import rows, toy
 
 pytestmark = pytest.mark.many(6)
@@ -96,17 +93,6 @@ RIGHT = [
 ]
 
 
-def test_ranks_with_parts_of_tokens_have_parts_of_the_mean_of_a_micro_batch(clusters):
-    """Also where each micro-batch has a mean of its own."""
-    assert len(run(clusters, "context_parallel=2 schedule=pipedream microbatches=2 check=true").losses) > 1
-
-
-def test_parameters_that_are_being_gathered_are_not_read(clusters):
-    """An update may come while they are on their way: their memory is there, and has anything."""
-    text = "dp=2 pp=2 microbatches=2 zero=3 offload=parameters schedule=pipedream-vertical prefetch=2 host_layers=0"
-    assert trial(f"{text} compress=bf16 check=true", clusters).kind == "near"
-
-
 @pytest.mark.many(20)
 @pytest.mark.parametrize("text", RIGHT)
 def test_what_is_right_passes_and_gives_the_same_numbers(clusters, text):
@@ -125,34 +111,6 @@ def test_what_is_right_passes_where_servers_decide(clusters, mode):
 def test_parameters_of_which_a_rank_has_only_its_slice_are_not_read(clusters):
     """The memory of the whole was given back: to read it would end the process."""
     run(clusters, "dp=2 zero=3 check=true", GPT)
-
-
-def _spoil_before_reading(whether: bool) -> None:
-    """Let a rank read late from the disk, and until then have something else there: it is new memory, with anything in
-    it. Or, as it was before."""
-    fetch = getattr(DiskStore.fetch, "of", DiskStore.fetch)
-    read = getattr(DiskStore._read_into, "of", DiskStore._read_into)
-
-    def spoiled(store, key, into):
-        into.detach().fill_(7)
-        return fetch(store, key, into)
-
-    def late(store, key, into):
-        time.sleep(0.02)
-        read(store, key, into)
-
-    spoiled.of, late.of = fetch, read
-    DiskStore.fetch, DiskStore._read_into = (spoiled, late) if whether else (fetch, read)
-
-
-def test_a_slice_that_comes_once_more_is_not_read_before_it_is_there(clusters):
-    cluster = clusters(4)
-    cluster.run(_spoil_before_reading, True)
-    try:
-        text = "dp=2 pp=2 schedule=pipedream microbatches=3 zero=3 offload=parameters offload_to=disk prefetch=2"
-        run(clusters, f"{text} check=true", EASY, passes=1)
-    finally:
-        cluster.run(_spoil_before_reading, False)
 
 
 def test_ranks_that_decide_as_they_run_pass_in_any_order(clusters):

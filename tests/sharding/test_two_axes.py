@@ -70,18 +70,11 @@ def test_operators_and_tokens(clusters: Any, name: str) -> None:
         f"dp=2 {GRID} zero=3 microbatches=2",
         f"{GRID} checkpoint=selective batch_copies=2 microbatches=2",
         f"{GRID} offload=activations,optimizer",
-        f"{GRID} host_layers=1 bucket=none",
-        f"dp=2 {GRID} overlap=priority",
         f"{GRID} sequence_parallel=true microbatches=2 check=true",
     ],
 )
 def test_with_other_keys(clusters: Any, words: str) -> None:
     right(trained(clusters, partial(gpt, tied=True, fused=False), words, optimizer=ADAM), 1e-10)
-
-
-@pytest.mark.extra("sharding/test_other_ways.py::test_replicas_of_ranks_that_share_layers")
-def test_replicas_that_train_alone(clusters: Any) -> None:
-    right(trained(clusters, gpt, f"dp=2 {GRID} local_steps=2 sequence_parallel=true", steps=3))
 
 
 @pytest.mark.many(20)
@@ -99,14 +92,6 @@ def test_replicas_that_train_alone(clusters: Any) -> None:
 @pytest.mark.parametrize("capacity", [1.0, None], ids=["capacity", "unequal"])
 def test_with_experts(clusters: Any, words: str, capacity: float | None) -> None:
     right(trained(clusters, partial(MIXTURE, capacity=capacity), words, loss=models.mixture_loss), 1e-10)
-
-
-@pytest.mark.extra("sharding/test_other_ways.py::test_a_run_equals_the_replay_of_its_order")
-@pytest.mark.parametrize("words", [f"pp=2 {GRID} schedule=pipedream microbatches=3", f"{GRID} schedule=pipedream-2bw"])
-def test_without_flushes(clusters: Any, words: str) -> None:
-    found = trained(clusters, gpt, words, optimizer=ADAM)
-    assert found.max_gradient_error() < 1e-10
-    assert found.max_parameter_error() < 1e-10
 
 
 class Flat(nn.Module):
