@@ -33,7 +33,6 @@ from minipar.strategies.draft import Pass
 from minipar.strategies.keys import key, one_of, perhaps, whole
 from minipar.strategies.layout import Layout, place
 from minipar.strategies.passes import host_layers
-from minipar.strategies.passes.compress import keeps_residual
 from minipar.strategies.schedules.registry import OPTIONS
 from minipar.wording import several
 
@@ -345,10 +344,9 @@ class Plan:
 
     @property
     def messages(self) -> float | str | tuple[int, ...]:
-        """`bucket`, or its default, which depends on `zero`. What leaves some of a gradient out has it whole; where
-        servers answer a pipeline without flushes, every layer goes by itself."""
-        whole = self.overlap == "priority" and keeps_residual(self.compress)
-        whole = whole or (self.sync == "ps" and self.asynchronous)
+        """`bucket`, or its default, which depends on `zero`. Where servers answer a pipeline without flushes, every
+        layer goes by itself."""
+        whole = self.sync == "ps" and self.asynchronous
         return ("none" if whole else 8 if self.zero == 3 else 25) if self.bucket is None else self.bucket
 
     @property
