@@ -69,19 +69,15 @@ def insert_transfers(
     """
     producer: dict[Value, tuple[int, int]] = {}
     reading: dict[int, dict[Value, int]] = {}  # where each rank reads a value for the first time
-    SEND, RECV, FETCH, OFFLOAD = Op.SEND, Op.RECV, Op.FETCH, Op.OFFLOAD
+    SEND, RECV, FETCH = Op.SEND, Op.RECV, Op.FETCH
     for rank, instructions in ranks.items():
         first = reading[rank] = {}
-        left: set[Value] = set()  # what the rank has copied away
         for k, ins in enumerate(instructions):
-            if ins.op is OFFLOAD:
-                left.update(ins.reads)
             for value in ins.reads:
                 if value[0] in MOVED and value not in first:
                     first[value] = k
             for value in ins.writes:
-                # (a FETCH brings back what was copied away, or brings what a layer on the host has made)
-                if value[0] in MOVED and (ins.op is not FETCH or value not in left):
+                if value[0] in MOVED and ins.op is not FETCH:  # (that brings back what was copied away)
                     producer[value] = rank, k
     if together:
         last_read = {(r, value): k for r, row in ranks.items() for k, ins in enumerate(row) for value in ins.reads}
