@@ -410,6 +410,7 @@ def test_a_wait_for_a_gpu_that_spins_is_a_wait_but_for_longer(cluster: Cluster) 
             notes.noted(spinning, 'torch.cuda.synchronize')(60)
     """)
     f.__globals__.update(spinning=spinning, notes=notes)
+    cluster.run(sums)
     started = time.monotonic()
     cluster.patience = 0.2
     try:
