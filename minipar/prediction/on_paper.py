@@ -183,9 +183,9 @@ class MachineCosts:
         size = of_collective(self.program, self.own.size, ins.group[0], ins)
         axes = replicas_of(self.numbers._replace(dp=len(ins.group)), self.machine)
         sizes = [(sum(self.program.groups[g].tensors), g >= self.experts) for g in ins.layers]
-        apart = sum(one for one, expert in sizes if expert) / max(1, sum(one for one, _ in sizes))
-        each = gather(self.machine, axes.all, size * (1 - apart) / messages)
-        each += gather(self.machine, axes.experts, size * apart / messages)
+        separate = sum(one for one, expert in sizes if expert) / max(1, sum(one for one, _ in sizes))
+        each = gather(self.machine, axes.all, size * (1 - separate) / messages)
+        each += gather(self.machine, axes.experts, size * separate / messages)
         return hops(ins) * messages * each
 
     def size(self, rank: int, value: Value) -> float:

@@ -55,10 +55,10 @@ def interleave(row: Sequence[Instruction], copies: int, longest: int = LONGEST) 
     result: list[Instruction] = []
     start = 0
     while start < len(runs):
-        together = _together(runs[start:], copies, longest)
-        for pieces in zip(*map(_pieces, together), strict=True):
+        joined = _together(runs[start:], copies, longest)
+        for pieces in zip(*map(_pieces, joined), strict=True):
             result += [ins for piece in pieces for line in piece for ins in line.instructions]
-        start += sum(map(len, together))
+        start += sum(map(len, joined))
     return result
 
 
