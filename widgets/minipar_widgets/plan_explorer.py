@@ -152,7 +152,8 @@ class PlanView(View):
                 **self.more,
                 what: [
                     {
-                        "value": row.value, "reason": row.reason, "plan": described(row.plan, best) if row.plan else None,
+                        "value": row.value, "reason": row.reason,
+                        "plan": described(row.plan, best) if row.plan else None,
                         "price": price(best, row.plan) if row.plan else "",
                     }
                     for row in rows
