@@ -105,8 +105,9 @@ MESSAGES = KeyValues("bucket", "bucket", lambda plan: plan.bucket is not None, "
 WHOLES = KeyValues(
     "bucket", "bucket=flat, 4x or layers",
     lambda plan: not isinstance(plan.messages, (int, float)) and plan.messages not in ("none", "auto"),
-    "bucket=none, auto or a size",
+    "bucket=none or a size",
 )  # fmt: skip
+BEST_SIZE = KeyValues("bucket", "bucket=auto", lambda plan: plan.bucket == "auto", "bucket=none or a size")
 LATE_SUMS = KeyValues(
     "overlap", "overlap=none, priority", lambda plan: plan.overlap != "backward", "overlap=backward"
 )  # fmt: skip
@@ -285,6 +286,7 @@ EXCLUSIONS = (
         Exclusion(PRIORITY, other, why)
         for other, why in (
             (ZERO, "it orders sums of whole gradients"),
+            (BEST_SIZE, "its size is found for sums that end with the step"),
             (COMPRESSED, "pieces of gradients are sent as they are"),
         )
     ),
