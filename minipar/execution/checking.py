@@ -306,7 +306,7 @@ class CheckedExecutor(Executor):
         """The parameters that a STEP begins with, or those that it, or the average after it, has `made`. (On the host
         they have no number.)"""
         value = self._version(ins.writes if made else ins.reads, g)
-        unnamed = isinstance(self.state.owners[g], Versions) and value.step < 0
+        unnamed = isinstance(self.state.owners[g], Versions) and self.program.in_flight is None and value.step < 0
         return param(g, ins.step + made) if unnamed else value
 
     def _is_there(self, value: Value) -> bool:
@@ -315,7 +315,7 @@ class CheckedExecutor(Executor):
         if any(home(coming) == value for coming in self.pending):  # (their memory is there, and they are not yet)
             return False
         own, owner = [p.data for p in self.groups[value.index]], self.state.owners[value.index]
-        if isinstance(owner, Versions):
+        if isinstance(owner, Versions) and self.program.in_flight is None:
             own = owner.alive.get(value.step, [])
         return bool(own) and all(tensor.untyped_storage().nbytes() for tensor in own if tensor.numel())
 
@@ -326,7 +326,7 @@ class CheckedExecutor(Executor):
     def _parameters(self, value: Value) -> int:
         """The checksum of parameters; of a version also while layers see another one."""
         owner = self.state.owners[value.index]
-        if not isinstance(owner, Versions):
+        if not isinstance(owner, Versions) or self.program.in_flight is not None:
             return self._seen(value.index)
         return checksum(owner.alive[value.step])
 

@@ -277,7 +277,7 @@ def swapped_slices(rank: int, put: Any) -> None:
 
 
 def slice_not_gathered(rank: int, put: Any) -> None:
-    put(SlicedGroup, "gather", lambda self, comm, ranks, by, version: [])
+    put(SlicedGroup, "gather", lambda self, comm, ranks: [])
 
 
 def slice_in_the_wrong_place(rank: int, put: Any) -> None:
