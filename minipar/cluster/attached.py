@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 
 from minipar.cluster import agreement, light_torch, worker
 from minipar.cluster.far import Driver, FarRank, accept, connect
-from minipar.cluster.ranks import Call, Calling
-from minipar.costs.device import DeviceSpec
+from minipar.cluster.ranks import Call, Ranks
 from minipar.errors import PlanError, RankDied, RankError
 
 _PATIENCE = 60.0  # seconds in which an engine must connect
@@ -35,7 +34,7 @@ class Place(NamedTuple):
     port: int
 
 
-class Attached(Calling):
+class Attached(Ranks):
     """Engines of ipyparallel as ranks, in the order of `client.ids`; `Cluster.attach` makes it.
 
     Ranks keep their state between runs, also when one fails. An engine that ends is not replaced: the next run raises
@@ -50,7 +49,8 @@ class Attached(Calling):
         places = [Place(*one) for one in client[ids].apply_sync(_place)]
         here = _place()
         local = {place.network for place in places} == {here.network}
-        self._threads = threads
+        self.size, self.threads = len(ids), threads
+        self.size_hint = f"{self.size} engines are attached"
         token = secrets.token_hex(32)
         with socket.create_server(("127.0.0.1" if local else "", 0), backlog=len(ids)) as listener:
             address = agreement.LOOPBACK if local else here.address
@@ -71,38 +71,8 @@ class Attached(Calling):
         self._driver = Driver(controls, len(ids), "start another engine, and attach again", time.time_ns(), echo=True)
         self._closed = False
         devices = self.run(_device)
-        self._device = devices[0][0].partition(":")[0]
-        self._carrier = "nccl" if devices[0][1] == "nccl" else "local"
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._driver.size
-
-    @property
-    def size_hint(self) -> str:
-        """The number of ranks, in words that follow what a plan needs."""
-        return f"{self.size} engines are attached"
-
-    @property
-    def device(self) -> str:
-        """Where the ranks compute: "cpu" or "cuda"."""
-        return self._device
-
-    @property
-    def threads(self) -> int:
-        """Torch's threads in each rank."""
-        return self._threads
-
-    @property
-    def carrier(self) -> str:
-        """What carries the tensors of programs: "nccl", or "local" for `comm`'s own messages."""
-        return self._carrier
-
-    @property
-    def emulates(self) -> DeviceSpec | None:
-        """None: these ranks emulate no device."""
-        return None
+        self.device = devices[0][0].partition(":")[0]
+        self.carrier = "nccl" if devices[0][1] == "nccl" else "local"
 
     @property
     def state(self) -> str:

@@ -37,8 +37,7 @@ from typing import Any
 
 from minipar.cluster import failures, launch, notes, threads, wire, worker
 from minipar.cluster.failures import Failure, as_exception
-from minipar.cluster.interrupt import Interrupts
-from minipar.cluster.members import SETTLE, SETTLE_AFTER_LOST_PEER, Round, exchanged, unpack
+from minipar.cluster.members import SETTLE, SETTLE_AFTER_LOST_PEER, Interrupts, Round, exchanged, unpack
 from minipar.cluster.output import Output, Printer
 from minipar.cluster.parcel import Parcel
 from minipar.cluster.processes import readable
@@ -442,10 +441,9 @@ class Driver:
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 return
-            due = self._output.wait()
+            due = self._output.show()
             self._listen(heard, left if due is None else due if left is None else min(left, due))
             self._call(heard)
-            self._output.show()
         if heard.failures and not heard.called_back:
             self._settle(heard)
 
@@ -535,6 +533,7 @@ class _Printing:
 
     def __init__(self, rank: int, output: Output) -> None:
         outlet, self._inlet = os.pipe()
+        os.set_blocking(outlet, False)
         self._printer = Printer(rank, outlet, output)
 
     def write(self, data: bytes) -> None:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from minipar.cluster.processes import kill_group
@@ -26,7 +27,8 @@ _EXPORT = "torch.export._trace"  # what the first capture by torch.export import
 class Process(Protocol):
     """A rank's process, however it was started."""
 
-    pid: int
+    @property
+    def pid(self) -> int: ...
 
     @property
     def has_parent(self) -> bool:
@@ -44,10 +46,9 @@ class Process(Protocol):
 
 
 class Zygote:
-    """The helper process of this driver; see zygote.py. Threads may share it. `settings`: of glibc; default: the usual
-    ones (`settings_of_glibc`)."""
+    """The helper process of this driver; see zygote.py. Threads may share it. `settings`: of glibc."""
 
-    def __init__(self, settings: str | None = None) -> None:
+    def __init__(self, settings: str) -> None:
         self.folder = scratch_folder()
         self._exits: dict[int, int] = {}
         self._lock = threading.Lock()
@@ -66,7 +67,7 @@ class Zygote:
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # the notebook's stop button signals the kernel's whole group
             # Without this, asking whether there is a GPU would make CUDA unusable in every process forked later.
-            env={**_with_settings(settings), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+            env={**child_environment(settings), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         )
         theirs.close()
         spare.close()
@@ -176,25 +177,25 @@ class Zygote:
             self._process.wait()
 
 
+@dataclass(frozen=True)
 class Forked:
     """A process that the zygote forked."""
 
-    def __init__(self, zygote: Zygote, pid: int) -> None:
-        self.pid = pid
-        self._zygote = zygote
+    zygote: Zygote
+    pid: int
 
     @property
     def has_parent(self) -> bool:
-        return self._zygote.alive
+        return self.zygote.alive
 
     def signal(self, number: int) -> None:
-        self._zygote.signal(self.pid, number)
+        self.zygote.signal(self.pid, number)
 
     def kill(self) -> None:
-        self._zygote.kill(self.pid)
+        self.zygote.kill(self.pid)
 
     def wait(self, seconds: float) -> int | None:
-        return self._zygote.status(self.pid, seconds)
+        return self.zygote.status(self.pid, seconds)
 
 
 class Spawned:
@@ -228,7 +229,7 @@ class Spawned:
         return status
 
 
-def fork(control: int, out: int, err: int, settings: str | None = None) -> Forked:
+def fork(control: int, out: int, err: int, settings: str) -> Forked:
     """A rank from this process's zygote. RankError when the zygote cannot run."""
     for _ in range(2):  # (only a request shows that a zygote was killed)
         helper = zygote(settings)
@@ -239,12 +240,12 @@ def fork(control: int, out: int, err: int, settings: str | None = None) -> Forke
     raise RankError("the helper process that ranks are forked from ends at once; start='spawn' does without it")
 
 
-def spawn(control: int, out: int, err: int, settings: str | None = None) -> Spawned:
+def spawn(control: int, out: int, err: int, settings: str) -> Spawned:
     """A rank as a fresh interpreter that inherits the three descriptors."""
     tend(scratch_folder())
     theirs, ours = os.pipe()
     tie = "1" if threading.current_thread() is threading.main_thread() else "0"
-    command = interpreter("from minipar.cluster.spawned import main; main(sys.argv[1:])")
+    command = interpreter("from minipar.cluster.worker import spawned; spawned(sys.argv[1:])")
     try:
         process = subprocess.Popen(
             [*command, str(control), str(theirs), str(os.getpid()), tie],
@@ -253,7 +254,7 @@ def spawn(control: int, out: int, err: int, settings: str | None = None) -> Spaw
             stdout=out,
             stderr=err,
             start_new_session=True,
-            env=_with_settings(settings),
+            env=child_environment(settings),
         )
     except BaseException:
         os.close(ours)
@@ -309,29 +310,16 @@ def _is_from_elsewhere(name: str, home: str) -> bool:
 _MEMORY = ("hugetlb=1", "mmap_max=0", f"trim_threshold={1 << 30}", "tcache_count=0")
 
 
-def child_environment(keep_freed_memory: bool = True) -> dict[str, str]:
-    """The driver's environment, with settings for glibc if freed memory is to be kept. The user's own settings come
-    last, so they win."""
-    found = dict(os.environ)
-    if keep_freed_memory:
-        settings = [*(f"glibc.malloc.{setting}" for setting in _MEMORY), os.environ.get("GLIBC_TUNABLES", "")]
-        found["GLIBC_TUNABLES"] = ":".join(filter(None, settings))
-    return found
+def settings_of_glibc(keep_freed_memory: bool = True) -> str:
+    """The settings of glibc for ranks that are started now; the user's own come last, so they win. A rank that is
+    started in another one's place gets those of its cluster, whatever the environment says by then."""
+    ours = [f"glibc.malloc.{setting}" for setting in _MEMORY if keep_freed_memory]
+    return ":".join(filter(None, [*ours, os.environ.get("GLIBC_TUNABLES", "")]))
 
 
-def settings_of_glibc(keep_freed_memory: bool) -> str:
-    """The settings of glibc for ranks that are started now. A rank that is started in another one's place gets those of
-    its cluster, whatever the environment says by then."""
-    return child_environment(keep_freed_memory).get("GLIBC_TUNABLES", "")
-
-
-def _with_settings(settings: str | None) -> dict[str, str]:
-    found = child_environment(settings is None)
-    if settings:
-        found["GLIBC_TUNABLES"] = settings
-    elif settings is not None:
-        found.pop("GLIBC_TUNABLES", None)
-    return found
+def child_environment(settings: str | None = None) -> dict[str, str]:
+    """The driver's environment, with these settings of glibc; default: the usual ones."""
+    return {**os.environ, "GLIBC_TUNABLES": settings_of_glibc() if settings is None else settings}
 
 
 # The keys have the pid, since a process that the driver forked must neither use nor close the driver's helpers, and
@@ -344,18 +332,18 @@ _LONGEST, _BELOW = 103, len("/minipar-12345678/cluster-12345678/1000-10.1023")
 _lock = threading.Lock()
 
 
-def zygote(settings: str | None = None) -> Zygote:
+def zygote(settings: str) -> Zygote:
     """This process's zygote; started at the first call (seconds, while it imports torch), then kept. There is one for
     ranks that keep freed memory, one for ranks that do not, and others if the user's GLIBC_TUNABLES change: glibc reads
     its settings when a process starts."""
-    key = os.getpid(), settings_of_glibc(True) if settings is None else settings
+    key = os.getpid(), settings
     with _lock:
         found = _zygotes.get(key)
         if found is not None and not found.alive:
             found.close()
             found = None
         if found is None:
-            found = _zygotes[key] = Zygote(key[1])
+            found = _zygotes[key] = Zygote(settings)
         return found
 
 

@@ -28,8 +28,7 @@ from minipar.cluster import agreement, failures, launch, light_torch, worker
 from minipar.cluster.far import LINGER, Driver, FarRank, accept, connect
 from minipar.cluster.members import unpack
 from minipar.cluster.parcel import Parcel, pack
-from minipar.cluster.ranks import Call, Calling, Ranks
-from minipar.costs.device import DeviceSpec
+from minipar.cluster.ranks import Call, Ranks
 from minipar.errors import PlanError, RankError
 
 P = ParamSpec("P")
@@ -57,7 +56,7 @@ def refuse(what: str) -> None:
         )
 
 
-class Launched(Calling):
+class Launched(Ranks):
     """The processes that torchrun started, as ranks. `Launched.here()` gives it, the same one at every call.
 
     All processes make the same calls in the same order: those of `train`, `evaluate`, ... and of the methods here. Each
@@ -73,8 +72,15 @@ class Launched(Calling):
 
     def __init__(self) -> None:
         light_torch.postpone_compiler()
+        import torch
+
         agreed = agreement.agree()
-        self._agreed = agreed
+        self.rank, self.size = agreed.rank, agreed.size
+        self.size_hint = (
+            f"torchrun started {self.size} (WORLD_SIZE); give it another --nnodes or --nproc-per-node, or another plan"
+        )
+        self.device, self.threads = agreed.device.partition(":")[0], torch.get_num_threads()
+        self.carrier = "nccl" if agreed.backend == "nccl" else "local"
         self._leading = False  # whether rank 0 is in a call that the others know of
         self._driver: Driver | None = None
         self._far: FarRank | None = None
@@ -102,45 +108,6 @@ class Launched(Calling):
             _here = Launched()
         return _here
 
-    @property
-    def rank(self) -> int:
-        """The number of this process."""
-        return self._agreed.rank
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._agreed.size
-
-    @property
-    def size_hint(self) -> str:
-        """The number of ranks, in words that follow what a plan needs."""
-        return (
-            f"torchrun started {self.size} (WORLD_SIZE); give it another --nnodes or --nproc-per-node, or another plan"
-        )
-
-    @property
-    def device(self) -> str:
-        """Where the ranks compute: "cpu" or "cuda"."""
-        return self._agreed.device.partition(":")[0]
-
-    @property
-    def threads(self) -> int:
-        """Torch's threads in each rank."""
-        import torch
-
-        return torch.get_num_threads()
-
-    @property
-    def carrier(self) -> str:
-        """What carries the tensors of programs: "nccl", or "local" for `comm`'s own messages."""
-        return "nccl" if self._agreed.backend == "nccl" else "local"
-
-    @property
-    def emulates(self) -> DeviceSpec | None:
-        """None: these ranks emulate no device."""
-        return None
-
     def __repr__(self) -> str:
         return f"Launched(rank {self.rank} of {self.size}, {self.device})"
 
@@ -156,9 +123,9 @@ class Launched(Calling):
             assert self._driver is not None
             return self._driver.perform(call)
 
-        return lead() if self._leading else self.together("Launched.run", lead)
+        return lead() if self._leading else self.on_rank_0("Launched.run", lead)
 
-    def together(self, name: str, call: Callable[[], T]) -> T:
+    def on_rank_0(self, name: str, call: Callable[[], T]) -> T:
         """What `call()` gives on rank 0, on all ranks. The others run what it needs of them meanwhile; their own `call`
         is not called. `name` must be the same everywhere.
 
@@ -203,7 +170,7 @@ def _packed_error(error: BaseException) -> Parcel:
 def _follow(far: FarRank, name: str) -> Any:
     """On another rank than 0: take part in its call until that ends."""
     rank = far.seat.rank
-    with _told():
+    with _shown_elsewhere():
         leads = far.await_call()
     if leads != name:
         wrong = RankError(
@@ -211,9 +178,9 @@ def _follow(far: FarRank, name: str) -> Any:
             "minipar in the same order"
         )
         far.seat.send(("error", -1, failures.capture(wrong, hide=__file__)))
-        with _told():
+        with _shown_elsewhere():
             raise wrong
-    with _told():
+    with _shown_elsewhere():
         _, kind, parcel = far.serve()
         value = unpack(parcel, f"what {name} gave on rank 0")
         if kind == "error":
@@ -222,12 +189,12 @@ def _follow(far: FarRank, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _shown_elsewhere() -> Iterator[None]:
     """What is raised here need not be shown: rank 0 or torchrun tells it."""
     try:
         yield
     except BaseException as error:
-        error._told_by_rank_0 = True  # type: ignore[attr-defined]
+        error._shown_by_rank_0 = True  # type: ignore[attr-defined]
         raise
 
 
@@ -236,7 +203,7 @@ def _be_silent(far: FarRank) -> None:
     before = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if getattr(error, "_told_by_rank_0", False):
+        if getattr(error, "_shown_by_rank_0", False):
             far.await_end()
         else:
             before(kind, error, trace)
@@ -269,6 +236,6 @@ def driven(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if not started():
             return function(*args, **kwargs)
-        return Launched.here().together(function.__qualname__, lambda: function(*args, **kwargs))
+        return Launched.here().on_rank_0(function.__qualname__, lambda: function(*args, **kwargs))
 
     return call

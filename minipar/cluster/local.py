@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shutil
 import socket
@@ -19,7 +20,7 @@ from minipar.cluster.attached import Attached
 from minipar.cluster.failures import as_deadlock, as_exception, lost_state, who_waits
 from minipar.cluster.members import GRACE, GRACE_AFTER_FAILURE, Members, Round, exchanged
 from minipar.cluster.parcel import Parcel
-from minipar.cluster.ranks import MOST_LOCAL, Call, Calling, check_ranks
+from minipar.cluster.ranks import MOST_LOCAL, Call, Ranks, check_ranks
 from minipar.cluster.watchdog import Watchdog
 from minipar.costs.device import DeviceSpec
 from minipar.errors import PlanError, RankError
@@ -30,7 +31,7 @@ _STARTS = ("auto", "fork", "spawn")
 _TRANSPORTS = ("local", "gloo")
 
 
-class Cluster(Calling):
+class Cluster(Ranks):
     """`n` processes on this machine, one for each rank, that run functions for the driver.
 
     `device`: "cpu", "cuda" (rank r uses GPU r modulo the number of GPUs), or "auto" (cuda where each rank can have
@@ -94,8 +95,11 @@ class Cluster(Calling):
         except BaseException:
             self.close()
             raise
-        self._device = self._members.ranks[0].device.partition(":")[0]
-        self._emulates = spec
+        devices = {rank.device for rank in self._members.ranks.values()}
+        self.size, self.threads, self.transport, self.emulates = n, threads, transport, spec
+        self.size_hint = f"the cluster has {n}"
+        self.device = self._members.ranks[0].device.partition(":")[0]
+        self.carrier = "nccl" if self.device == "cuda" and len(devices) == n else transport
 
     @staticmethod
     def attach(client: Any, threads: int = 1) -> Attached:
@@ -105,37 +109,6 @@ class Cluster(Calling):
         an engine cannot connect to this process; what it raises at its start.
         """
         return Attached(client, threads)
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        return self._members.size
-
-    @property
-    def size_hint(self) -> str:
-        """The number of ranks, in words that follow what a plan needs."""
-        return f"the cluster has {self.size}"
-
-    @property
-    def threads(self) -> int:
-        """Torch's threads in each rank."""
-        return self._members.threads
-
-    @property
-    def device(self) -> str:
-        """Where the ranks compute: "cpu" or "cuda"."""
-        return self._device
-
-    @property
-    def transport(self) -> str:
-        """What carries tensors on the CPU from rank to rank: "local" or "gloo"."""
-        return self._members.transport
-
-    @property
-    def carrier(self) -> str:
-        """What carries the tensors of programs: "nccl" where every rank has a GPU of its own, or `transport`."""
-        devices = {rank.device for rank in self._members.ranks.values()}
-        return "nccl" if self.device == "cuda" and len(devices) == self.size else self.transport
 
     @property
     def patience(self) -> float | None:
@@ -152,11 +125,6 @@ class Cluster(Calling):
         self._patience = None if seconds is None else float(seconds)
 
     @property
-    def emulates(self) -> DeviceSpec | None:
-        """The device that every rank emulates; None if they emulate none."""
-        return self._emulates
-
-    @property
     def state(self) -> str:
         """One of "ready", "busy", "closed", or how many ranks are alive (the others start at the next call)."""
         if not self._close.alive:
@@ -168,7 +136,7 @@ class Cluster(Calling):
 
     @property
     def _what(self) -> str:
-        emulated = "" if self._emulates is None else f" emulating {self._emulates}"
+        emulated = "" if self.emulates is None else f" emulating {self.emulates}"
         return f"{self.device}{emulated}{' over gloo' if self.transport == 'gloo' else ''}"
 
     def __repr__(self) -> str:
@@ -189,7 +157,8 @@ class Cluster(Calling):
         members = self._members
         self._run += 1
         heard = Round(self._run, frozenset(active), call.callback, revivals=call.revivals, show=call.show)
-        watch = Watchdog(self._patience, local=self.carrier == "local", tended=call.tended)
+        patience = math.inf if self._patience is None else self._patience
+        watch = Watchdog(patience, local=self.carrier == "local", tended=call.tended)
         try:
             for death in members.heal():
                 warnings.warn(f"{death.line}; it starts anew, without its state", RuntimeWarning, stacklevel=5)
@@ -280,8 +249,8 @@ def _check_count(name: str, value: object, most: int | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise PlanError(f"{name}={value!r}: must be a whole number of at least 1")
     if most is not None and value > most:
-        told = value if value.bit_length() < 64 else "a number of very many digits"
-        raise PlanError(f"{name}={told}: one machine has room for at most {most:,} ranks")
+        shown = value if value.bit_length() < 64 else "a number of very many digits"
+        raise PlanError(f"{name}={shown}: one machine has room for at most {most:,} ranks")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -13,13 +13,13 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any, NamedTuple
 
 from minipar.cluster import launch, stacks, wire
 from minipar.cluster.failures import Failure
-from minipar.cluster.interrupt import Interrupts
 from minipar.cluster.notes import Page
 from minipar.cluster.output import USUAL, Output, Printer, Show
 from minipar.cluster.parcel import Parcel, pack_call
@@ -38,6 +38,72 @@ _LONGEST_END = 2.0  # that a rank may take from the moment when the system begin
 # Seconds that interrupted ranks have to answer before they are killed: after a failure, and else.
 GRACE_AFTER_FAILURE = 0.25
 GRACE = 0.5
+
+
+@dataclass(eq=False)
+class Interrupts:
+    """Interrupts, such as by the stop button of a notebook, while the driver listens to its ranks.
+
+    Inside of `with interrupts:` an interrupt raises KeyboardInterrupt as usual. Inside of `with interrupts.held():`
+    it does so only at the end: else half a message of a rank would be lost, and the next message with it. A second one
+    does not wait. In threads other than the main one this does nothing, since they are not interrupted. Both may be
+    entered again inside."""
+
+    holding: int = 0
+    _before: Any = None
+    _entered: int = 0
+    _missed: bool = False
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._entered += 1
+        before = signal.getsignal(signal.SIGINT)
+        if self._entered == 1 and callable(before):
+            self._before = before
+            signal.signal(signal.SIGINT, self._pressed)
+
+    def __exit__(self, *_: object) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        self._entered -= 1
+        if not self._entered and self._before is not None:
+            before, self._before = self._before, None
+            signal.signal(signal.SIGINT, before)
+
+    def _pressed(self, number: int, frame: FrameType | None) -> None:
+        if self.holding and not self._missed:
+            self._missed = True
+        elif self._before is not None:
+            self._before(number, frame)
+
+    def release(self) -> None:
+        """What has waited comes now, unless something still holds it."""
+        if self._missed and not self.holding:
+            self._missed = False
+            self._pressed(signal.SIGINT, None)
+
+    def held(self) -> _Held:
+        """While entered, an interrupt waits, if these interrupts are entered, too."""
+        return _Held(self)
+
+    @contextlib.contextmanager
+    def shielded(self) -> Iterator[None]:
+        """While entered, an interrupt waits."""
+        with self, self.held():
+            yield
+
+
+@dataclass(frozen=True)
+class _Held:
+    interrupts: Interrupts
+
+    def __enter__(self) -> None:
+        self.interrupts.holding += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.interrupts.holding -= 1
+        self.interrupts.release()
 
 
 @dataclass
@@ -156,6 +222,7 @@ class Members:
                     ends = []
                     for _ in range(2):
                         outlet, inlet = os.pipe()
+                        os.set_blocking(outlet, False)
                         undo.callback(os.close, outlet)
                         inlets.callback(os.close, inlet)
                         printers.append(Printer(rank, outlet, self.output))
@@ -221,7 +288,7 @@ class Members:
         """Read output and reports until no rank is left in `heard.waiting`, until no more failures are expected, until
         `watch` finds a deadlock, or for so many seconds."""
         deadline = None if seconds is None else time.monotonic() + seconds
-        told = len(heard.failures)
+        known = len(heard.failures)
         self.output.begin(heard.ranks, heard.show)
         for rank in [rank for rank in heard.waiting if not self.ranks[rank].alive]:
             heard.failures.append(_death(self.ranks[rank]))
@@ -233,7 +300,7 @@ class Members:
                 if watch.due():
                     heard.stuck = watch.look(self.pages(heard.waiting), self.pages(self.ranks.keys() - heard.waiting))
                 left = watch.interval
-            due = self.output.wait()
+            due = self.output.show()
             if due is not None:
                 left = due if left is None else min(left, due)
             for key, _ in self.selector.select(left):
@@ -248,11 +315,10 @@ class Members:
                         printer.pump()
                     if not printer.open:
                         self.selector.unregister(printer.descriptor)
-            self.output.show()
-            for failure in heard.failures[told:]:
+            for failure in heard.failures[known:]:
                 until = time.monotonic() + (SETTLE_AFTER_LOST_PEER if failure.lost_peer else SETTLE)
                 deadline = until if deadline is None else min(deadline, until)
-            told = len(heard.failures)
+            known = len(heard.failures)
             if last:
                 break
         if heard.failures and not heard.called_back and all(one.lost_peer for one in heard.failures):

@@ -14,15 +14,21 @@ A reader may see half a note: the driver reads again later, and a dead rank writ
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import struct
 import tempfile
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from typing import Any, ParamSpec, TypeVar
 
 from minipar.errors import RankError
 
+P = ParamSpec("P")
+T = TypeVar("T")
 SIZE = 1024
 LABEL_BYTES = 256
 _SINCE, _OPERATION = 512, 520
@@ -30,6 +36,7 @@ _OPERATION_BYTES = 256
 _END = _INTERRUPTED = _OPERATION + _OPERATION_BYTES
 _TIME, _RUN = struct.Struct("<d"), struct.Struct("<q")
 _NEVER = bytes(8)
+_DEVICE = "its GPU, in "
 
 # A process that is no rank writes to a page that nobody reads, so that callers need not check whether they are in one.
 _page = mmap.mmap(-1, SIZE)
@@ -62,7 +69,7 @@ def waiting(what: str, since: float) -> None:
     _TIME.pack_into(_page, _SINCE, since)
 
 
-@lru_cache(4096)  # a program waits for the same messages in every step
+@functools.lru_cache(4096)  # a program waits for the same messages in every step
 def _operation(what: str) -> bytes:
     return what.encode()[:_OPERATION_BYTES].ljust(_OPERATION_BYTES, b"\0")
 
@@ -85,6 +92,42 @@ def interrupted() -> int:
 def ask_to_end(run: int) -> None:
     """A thread of this process asks it to end this run; 0: nobody does."""
     _RUN.pack_into(_page, _INTERRUPTED, run)
+
+
+# A rank that waits for its GPU spins: it uses a whole core, as if it were busy. Where ranks wait for each other over
+# NCCL, that is what all of them do: a receive is a kernel that ends when the message has come, and a rank waits for the
+# kernel. From outside nobody sees whether a GPU computes or waits for a message; the watchdog only sees for how long.
+
+
+def note_device_waits() -> None:
+    """In a rank with a GPU: from now on torch's `synchronize` of a device, an event or a stream says that it waits.
+    (What waits inside of torch's own code, such as `Tensor.item`, does not: such a rank counts as busy.)"""
+    import torch
+
+    owners: dict[str, Any] = {"": torch.cuda, "Event.": torch.cuda.Event, "Stream.": torch.cuda.Stream}
+    for name, owner in owners.items():
+        owner.synchronize = noted(owner.synchronize, f"torch.cuda.{name}synchronize")
+
+
+def noted(wait: Callable[P, T], name: str) -> Callable[P, T]:
+    """A function that waits for a GPU, and says so if the rank's main thread calls it."""
+
+    @functools.wraps(wait)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if threading.current_thread() is not threading.main_thread():
+            return wait(*args, **kwargs)
+        waiting(_DEVICE + name, time.monotonic())
+        try:
+            return wait(*args, **kwargs)
+        finally:
+            going_on()
+
+    return call
+
+
+def is_device_wait(operation: str) -> bool:
+    """Whether an operation of a rank's notes is such a wait."""
+    return operation.startswith(_DEVICE)
 
 
 # In the driver

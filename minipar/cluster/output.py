@@ -18,7 +18,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 HOLD = 0.05  # seconds
 COUNT = 1.0  # seconds for which a line that a rank repeats is counted, if no other line comes
@@ -63,21 +63,21 @@ class Show:
 USUAL = Show()
 
 
+@dataclass(eq=False)
 class Output:
     """What the ranks of one cluster have printed and is not shown yet."""
 
-    def __init__(self) -> None:
-        self._held: dict[int, deque[_Printed]] = {}
-        self._active: tuple[int, ...] = ()
-        self._finished: set[str] = set()  # bars of the first rank
-        self._aside: list[tuple[int, _Printed]] = []  # bars of others, finished while the first rank's goes on
-        self._bar = ""  # the present state of the first rank's bar
-        self._drawn = ""  # the text in the last line of the screen
-        self._drawn_at = 0.0
-        self._last: dict[int, tuple[str, int]] = {}  # each rank's last line, and how many times it came
-        self._how = USUAL
-        self._taken: Counter[int] = Counter()  # characters of each rank that are shown, or will be
-        self._cut: Counter[int] = Counter()  # those that are not
+    _held: dict[int, deque[_Printed]] = field(default_factory=dict)
+    _active: tuple[int, ...] = ()
+    _finished: set[str] = field(default_factory=set)  # bars of the first rank
+    _aside: list[tuple[int, _Printed]] = field(default_factory=list)  # bars of others; the first rank's goes on
+    _bar: str = ""  # the present state of the first rank's bar
+    _drawn: str = ""  # the text in the last line of the screen
+    _drawn_at: float = 0.0
+    _last: dict[int, tuple[str, int]] = field(default_factory=dict)  # each rank's last line, and how often it came
+    _how: Show = USUAL
+    _taken: Counter[int] = field(default_factory=Counter)  # characters of each rank that are shown, or will be
+    _cut: Counter[int] = field(default_factory=Counter)  # those that are not
 
     def begin(self, ranks: Iterable[int], how: Show = USUAL) -> None:
         """A new run of these ranks: lines are folded among them, and the first one shows its progress."""
@@ -132,16 +132,13 @@ class Output:
         (self._taken if room else self._cut)[rank] += size
         return room and not self._how.quiet
 
-    def wait(self) -> float | None:
-        """Seconds until `show` has something to print; None if there is nothing."""
+    def show(self) -> float | None:
+        """Print what is due, all at once. Returns the seconds until something else is; None if there is nothing."""
+        self._write(self._fold(time.monotonic()))
         due = [self._due(held) for held in self._held.values() if held]
         if self._wanted != self._drawn:
             due.append(self._drawn_at + _REDRAW)
         return max(0.0, min(due) - time.monotonic()) if due else None
-
-    def show(self) -> None:
-        """Print what is due, all at once."""
-        self._write(self._fold(time.monotonic()))
 
     def flush(self) -> None:
         """Print everything."""
@@ -215,16 +212,15 @@ def name_ranks(ranks: list[int]) -> str:
     return f"ranks {', '.join(map(str, ranks))}"
 
 
+@dataclass(eq=False)
 class Printer:
-    """Reads one pipe of one rank; gives whole lines and the states of progress bars to the Output."""
+    """Reads one pipe of one rank, which never blocks; gives whole lines and states of progress bars to the Output."""
 
-    def __init__(self, rank: int, descriptor: int, output: Output) -> None:
-        self.descriptor = descriptor
-        self.open = True
-        self._rank = rank
-        self._output = output
-        self._rest = b""
-        os.set_blocking(descriptor, False)
+    rank: int
+    descriptor: int
+    output: Output
+    open: bool = True
+    _rest: bytes = b""
 
     def pump(self, limit: int = _CHUNK) -> None:
         """Read the output that has arrived, at most about `limit` bytes; never blocks."""
@@ -235,6 +231,8 @@ class Printer:
             except BlockingIOError:
                 break
             self.open = bool(data)
+            if not data:
+                break
             total += len(data)
             *lines, self._rest = (self._rest + data).split(b"\n")
             if len(self._rest) > _LONGEST and b"\r" not in self._rest:
@@ -244,7 +242,7 @@ class Printer:
             before, back, state = self._rest.rpartition(b"\r")
             if back and (state or before):
                 self._rest = back + state  # (earlier states are not needed any more)
-                self._output.bar(self._rank, _text(state).rstrip())
+                self.output.bar(self.rank, _text(state).rstrip())
 
     def finish(self) -> None:
         """Read all output that has arrived, also a last line without an end."""
@@ -258,11 +256,11 @@ class Printer:
         text = _text(state)
         if not back:
             if text or b"\x1b" not in line:  # (a line of cursor moves alone is not shown)
-                self._output.line(self._rank, text, times)
+                self.output.line(self.rank, text, times)
         elif text.strip():
-            self._output.bar_ended(self._rank, text.rstrip())
+            self.output.bar_ended(self.rank, text.rstrip())
         else:
-            self._output.bar(self._rank, "")
+            self.output.bar(self.rank, "")
 
 
 def _text(data: bytes) -> str:

@@ -4,7 +4,7 @@ Cluster     processes that this driver started, on its machine (local.py)
 Launched    processes that torchrun started, on any number of machines; the first one is also the driver (launched.py)
 Attached    engines of ipyparallel (attached.py)
 
-Each of them says how it carries out a `Call`; `Calling` makes calls of the methods that users know.
+Each of them says how it carries out a `Call`; `Ranks` makes calls of the methods that users know.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from minipar.cluster import worker
 from minipar.cluster.output import USUAL, Show
@@ -25,60 +25,6 @@ Callback = Callable[[int, Any], None]
 # Before it computes anything, a rank takes 4 MB of memory, and 4 descriptors of its driver: so many ranks take 16 GB,
 # and as many descriptors as a process rarely may have.
 MOST_LOCAL = 4096
-
-
-class Ranks(Protocol):
-    """Processes, numbered from 0, that run functions for a driver. A function that is run finds its own number by
-    `worker.context()`, and reaches the other ranks by `communicator.create()`.
-
-    Everything that takes a cluster takes any object with these properties and methods.
-    """
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-
-    @property
-    def device(self) -> str:
-        """Where the ranks compute: "cpu" or "cuda"."""
-
-    @property
-    def threads(self) -> int:
-        """Torch's threads in each rank."""
-
-    @property
-    def carrier(self) -> str:
-        """What carries the tensors of programs: "local" (messages that a waiting rank reads), "gloo" or "nccl"."""
-
-    @property
-    def emulates(self) -> DeviceSpec | None:
-        """The device that every rank emulates; None if they emulate none."""
-
-    @property
-    def size_hint(self) -> str:
-        """How many ranks there are and, where that helps, how to get others, in words that follow what a plan needs."""
-
-    def run(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call `function(*args, **kwargs)` on every rank; the results in rank order. Raises what a rank raises, with
-        its traceback there as a note; RankDied when its process ended."""
-
-    def run_on(self, ranks: Iterable[int], function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """`run` on these ranks only; the results in the order of `ranks`."""
-
-    def run_with(self, callback: Callback, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
-        """`run`, calling `callback(rank, value)` in the driver for each `report(value)` of a rank."""
-
-    def run_reviving(
-        self, revivals: int, callback: Callback, function: Callable[..., Any], /, *args: Any, **kwargs: Any
-    ) -> list[Any]:
-        """`run_with`, but a rank that dies is started again, for so many deaths. PlanError where that cannot be."""
-
-    def end_rank(self, rank: int) -> None:
-        """End the process of a rank that hangs; called from a callback of `run_with` or `run_reviving`."""
-
-    @staticmethod
-    def report(value: Any) -> None:
-        """In a function that a rank runs: send `value` to the callback of `run_with`."""
 
 
 @dataclass(frozen=True)
@@ -101,13 +47,29 @@ class Call:
     show: Show = USUAL
 
 
-class Calling(ABC):
-    """The methods of `Ranks` that call a function, for all ranks that can carry out a `Call`."""
+class Ranks(ABC):
+    """Processes, numbered from 0, that run functions for a driver. A function that is run finds its own number by
+    `worker.context()`, and reaches the other ranks by `communicator.create()`. Everything that takes a cluster takes
+    any object with these attributes and methods.
 
-    @property
+    size        the number of ranks
+    size_hint   how many they are and, where that helps, how to get others, in words that follow what a plan needs
+    device      where they compute: "cpu" or "cuda"
+    threads     torch's threads in each of them
+    carrier     what carries the tensors of programs: "local" (messages that a waiting rank reads), "gloo" or "nccl"
+    emulates    the device that every rank emulates; None if they emulate none
+    """
+
+    size: int
+    size_hint: str
+    device: str
+    threads: int
+    carrier: str
+    emulates: DeviceSpec | None = None
+
     @abstractmethod
-    def size(self) -> int:
-        """The number of ranks."""
+    def end_rank(self, rank: int) -> None:
+        """End the process of a rank that hangs; called from a callback of `run_with` or `run_reviving`."""
 
     @abstractmethod
     def perform(self, call: Call) -> list[Any]:

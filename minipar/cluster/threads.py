@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import _thread
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from minipar.errors import RankError
 
+T = TypeVar("T")
+
+_NAP = 5e-4  # seconds before a helper begins: a thread that waits at once does the work itself, and faster
 _LONGEST = 10.0  # seconds that a thread may take until its first line
 
 
@@ -89,3 +95,44 @@ class InTurn:
             self._more.notify()
         if self._ended is not None and patient:
             self._ended.wait()
+
+
+@dataclass(eq=False)
+class Helper(ABC, Generic[T]):
+    """A thread that goes on with what was begun while a rank's main thread computes. It starts when first needed.
+    Subclasses define `turn`: it works for all in `waiting`, and removes, under `lock`, those that are finished."""
+
+    name: str
+    waiting: set[T] = field(default_factory=set)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    _wake: threading.Event = field(default_factory=threading.Event)
+    _started: bool = False
+    _closed: bool = False
+
+    @abstractmethod
+    def turn(self) -> None:
+        """Go on for a while with all in `waiting`; sleep a little if there is nothing to do yet."""
+
+    def watch(self, one: T) -> None:
+        """Put this one in `waiting`, and start the thread or wake it."""
+        with self.lock:
+            if one in self.waiting:
+                return
+            self.waiting.add(one)
+        if not self._started:
+            start(self._run, self.name)
+            self._started = True
+        self._wake.set()
+
+    def close(self) -> None:
+        """End the thread."""
+        self._closed = True
+        self._wake.set()
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._wake.wait()
+            self._wake.clear()
+            time.sleep(_NAP)
+            while self.waiting and not self._closed:
+                self.turn()

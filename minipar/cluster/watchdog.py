@@ -14,7 +14,7 @@ is doubtful, since ranks then try again from time to time.
 A rank that was stopped (SIGSTOP) does not go on by itself. After `STOPPED` seconds it is a deadlock, even where the
 others are at work, or the rank has no part in what they do: sooner or later they would wait for it.
 
-A rank that waits for its GPU spins, and uses CPU time; its notes say that it waits (device_waits.py). Its GPU may wait
+A rank that waits for its GPU spins, and uses CPU time; its notes say that it waits (notes.py). Its GPU may wait
 for another rank, or compute. So it counts as waiting only after several times the patience, in one and the same call.
 """
 
@@ -22,11 +22,11 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from minipar.cluster import device_waits, stacks
+from minipar.cluster import stacks
 from minipar.cluster.failures import AT_WORK
-from minipar.cluster.notes import Page
+from minipar.cluster.notes import Page, is_device_wait
 from minipar.cluster.stacks import Entry, Frame
 
 _TRIES = 5
@@ -55,26 +55,34 @@ class Seen:
 _STOPPED = Seen("", 0.0, 0, True)
 
 
+@dataclass(eq=False)
 class Watchdog:
     """Checks the ranks of one run from time to time. Pauses of the driver itself do not count: it may have been
-    stopped, and the ranks with it."""
+    stopped, and the ranks with it.
 
-    def __init__(self, patience: float | None, local: bool = True, tended: bool = False) -> None:
-        """`patience`: in seconds; None: it never finds a deadlock. `local`: whether all messages are carried by this
-        machine's memory and sockets. `tended`: whether the ranks notice by themselves if one is stopped, and what to do
-        then; so they get more time for that."""
-        self.patience = math.inf if patience is None else patience
-        self.interval = self._usual = min(max(self.patience / 5, _SHORTEST), _LONGEST)
-        self._seen: dict[int, Seen] = {}
-        self.same = 0.0  # seconds for which nothing has changed
-        self.lasted = 0.0  # seconds for which what `look` found has been so
-        self._stopped: dict[int, float] = {}  # for how many seconds each rank has been stopped, of those that are
-        self._local, self._tended = local and patience is not None, tended
-        self._still = 0.0  # seconds for which all have slept, too
-        self._frames: dict[int, list[Frame]] = {}  # the stacks that were read last
-        self._waiting: dict[int, list[Frame]] = {}  # those of ranks that seemed to wait in torch's own communication
-        self._used: dict[int, int] = {}  # CPU time of each rank when that began
-        self._looked = time.monotonic()
+    patience   in seconds; without end: it never finds a deadlock
+    local      whether all messages are carried by this machine's memory and sockets
+    tended     whether the ranks notice by themselves if one is stopped, and what to do then; so they get more time
+    """
+
+    patience: float = math.inf
+    local: bool = True
+    tended: bool = False
+    same: float = 0.0  # seconds for which nothing has changed
+    lasted: float = 0.0  # seconds for which what `look` found has been so
+    _seen: dict[int, Seen] = field(default_factory=dict)
+    _stopped: dict[int, float] = field(default_factory=dict)  # for how many seconds each rank has been stopped
+    _still: float = 0.0  # seconds for which all have slept, too
+    _frames: dict[int, list[Frame]] = field(default_factory=dict)  # the stacks that were read last
+    _waiting: dict[int, list[Frame]] = field(default_factory=dict)  # of ranks that seemed to wait in torch's own code
+    _used: dict[int, int] = field(default_factory=dict)  # CPU time of each rank when that began
+    _looked: float = field(default_factory=time.monotonic)
+
+    @property
+    def interval(self) -> float:
+        """Seconds between two checks."""
+        usual = min(max(self.patience / 5, _SHORTEST), _LONGEST)
+        return min(usual, _OFTEN) if self._stopped else usual
 
     def due(self) -> bool:
         """Whether it is time for the next check."""
@@ -99,7 +107,7 @@ class Watchdog:
             return self._waits(ranks, seen)
         if self.same < self.patience:
             return None
-        on_devices = any(device_waits.is_one(one.operation) for one in seen.values() if one.since)
+        on_devices = any(is_device_wait(one.operation) for one in seen.values() if one.since)
         if on_devices and self.same < self.patience * _FOR_DEVICES:
             return None
         found = self._waits(ranks, seen)
@@ -127,9 +135,8 @@ class Watchdog:
             return None
         before = self._stopped
         self._stopped = {rank: before[rank] + passed if rank in before else 0.0 for rank in seen if seen[rank].stopped}
-        self.interval = min(self._usual, _OFTEN) if self._stopped else self._usual
         self.lasted = max(self._stopped.values(), default=-1.0)
-        limit = _TENDED if self._tended else min(self.patience, STOPPED)
+        limit = _TENDED if self.tended else min(self.patience, STOPPED)
         return self._doings(ranks, seen) if self.lasted >= limit else None
 
     def waits(self, ranks: list[Entry]) -> dict[int, str] | None:
@@ -154,7 +161,7 @@ class Watchdog:
 
     def _note_stillness(self, passed: float, ranks: list[Entry]) -> None:
         """Count for how long all ranks have slept, if all that have not ended wait for another one."""
-        sure = self._local and all(_is_sure(one) for one in self._seen.values())
+        sure = self.local and self.patience < math.inf and all(_is_sure(one) for one in self._seen.values())
         used = {rank: stacks.cpu_and_state(process.pid)[0] for rank, process, _ in ranks} if sure else {}
         if not self._still:
             self._used = used
@@ -164,7 +171,7 @@ class Watchdog:
 
 
 def _is_sure(seen: Seen) -> bool:
-    doubtful = device_waits.is_one(seen.operation) or seen.operation.startswith(_DOUBTFUL)
+    doubtful = is_device_wait(seen.operation) or seen.operation.startswith(_DOUBTFUL)
     return bool(seen.since) and not seen.stopped and not doubtful
 
 

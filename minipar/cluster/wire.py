@@ -17,7 +17,6 @@ from typing import Any
 from minipar.cluster.parcel import MemoryFile
 
 _LENGTH = struct.Struct("!Q")
-_SMALL = 1 << 16  # below this one copy is cheaper than a second system call
 _DESCRIPTOR = struct.Struct("@i")
 _CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
@@ -62,11 +61,8 @@ def send(sock: socket.socket, message: Any, look: Callable[[], None] = lambda: N
                 break
             except BlockingIOError:
                 look()
-    if len(data) < _SMALL:
-        _send_all(sock, header + data, look)
-    else:
-        _send_all(sock, header, look)
-        _send_all(sock, data, look)
+    _send_all(sock, header, look)
+    _send_all(sock, data, look)
 
 
 def _send_all(sock: socket.socket, data: bytes, look: Callable[[], None]) -> None:
@@ -80,11 +76,7 @@ def _send_all(sock: socket.socket, data: bytes, look: Callable[[], None]) -> Non
 
 def receive(sock: socket.socket) -> Any:
     """Read one message; blocks until it is complete. EOFError when the other end is gone."""
-    inbox = Inbox(sock)
-    while True:
-        message = inbox.read(blocking=True)
-        if message is not None:
-            return message
+    return Inbox(sock).read(blocking=True)
 
 
 class Inbox:

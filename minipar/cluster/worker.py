@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import fcntl
 import os
 import random
 import signal
@@ -18,15 +19,23 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
-from minipar.cluster import device_waits, failures, notes, stacks, threads, wire
+from minipar.cluster import failures, notes, stacks, threads, wire
+from minipar.cluster.light_torch import postpone_compiler
 from minipar.cluster.parcel import Parcel, pack, unpack
-from minipar.cluster.processes import LOST_DRIVER, end, flush_native, tie_grandchildren
+from minipar.cluster.processes import (
+    LOST_DRIVER,
+    die_with_parent,
+    end,
+    flush_native,
+    tie_grandchildren,
+    yield_to_others,
+)
 from minipar.errors import PlanError, RankError
 
 _IMPORT = "<frozen importlib._bootstrap>"  # where Python imports modules
@@ -76,6 +85,7 @@ class Context:
     store: str
 
 
+@dataclass(eq=False)
 class Seat:
     """The one mutable record of this process as a rank.
 
@@ -83,29 +93,22 @@ class Seat:
     far       the driver may be on another machine, so that no memory file can be passed to it
     """
 
-    def __init__(
-        self,
-        deliver: Callable[[tuple[Any, ...]], None],
-        rank: int,
-        size: int,
-        device: str,
-        backend: str,
-        transport: str,
-        far: bool = False,
-    ) -> None:
-        self.deliver = deliver
-        self.rank, self.size = rank, size
-        self.device, self.backend, self.transport = device, backend, transport
-        self.far = far
-        self.run = 0
-        self.context: Context | None = None
-        self.lock = threading.Lock()  # user threads may report while the loop answers
-        self.outdated: Callable[[], None] | None = None
-        # When the driver's SIGINT may raise KeyboardInterrupt: at most once in each run, and only while it runs.
-        self.interruptible = False
-        self.holding = False
-        self.missed = False
-        self.taken = 0  # the last run whose signal of the driver has come
+    deliver: Callable[[tuple[Any, ...]], None]
+    rank: int
+    size: int
+    device: str
+    backend: str
+    transport: str
+    far: bool = False
+    run: int = 0
+    context: Context | None = None
+    lock: threading.Lock = field(default_factory=threading.Lock)  # user threads may report while the loop answers
+    outdated: Callable[[], None] | None = None
+    # When the driver's SIGINT may raise KeyboardInterrupt: at most once in each run, and only while it runs.
+    interruptible: bool = False
+    holding: bool = False
+    missed: bool = False
+    taken: int = 0  # the last run whose signal of the driver has come
 
     def send(self, message: tuple[Any, ...]) -> None:
         """Send one message to the driver. An interrupt waits until that is done: after half a message, the next ones
@@ -128,9 +131,9 @@ class Seat:
         """Handle SIGINT. A module that is half imported would be unusable for good: its import comes to its end. A
         signal of the driver may be late; one that was for an earlier run does nothing."""
         asked = notes.interrupted()
-        late = asked not in (0, self.taken, self.run)
+        of_earlier_run = asked not in (0, self.taken, self.run)
         self.taken = asked
-        if late:
+        if of_earlier_run:
             return
         if self.holding:
             self.missed = True
@@ -280,6 +283,48 @@ def serve(control: socket.socket) -> None:
         end(status)  # and everything that this process has started
 
 
+def spawned(arguments: list[str]) -> None:
+    """A rank as a fresh interpreter, where forking is not wanted: slower to start, otherwise the same.
+
+    arguments   [CONTROL, LIFE, DRIVER_PID, TIE]; for TIE see zygote.py
+
+    LIFE is the read end of a pipe that the driver holds open. On Linux it is asynchronous: when the driver ends,
+    however it ends, the system signals this rank's whole process group, and the default action of that signal is to end
+    it. That needs no thread, reaches ranks that are busy in native code, and (unlike TIE) does not depend on which of
+    the driver's threads started the rank. Elsewhere that signal is ignored by default: a small process waits for the
+    end of the pipe.
+    """
+    control, life, driver = (int(argument) for argument in arguments[:3])
+    if arguments[3] == "1":
+        die_with_parent(driver)
+    if sys.platform == "linux":
+        fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpid())  # negative: the process group; this process leads its session
+        fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
+    else:
+        _guard(life, control)
+    if os.getppid() != driver:
+        return  # the driver ended before the pipe was armed
+    yield_to_others()
+    postpone_compiler()
+    serve(socket.socket(fileno=control))
+
+
+def _guard(life: int, control: int) -> None:
+    """Fork a process that kills this rank's process group, itself included, when the pipe ends. (Nothing that a fork
+    would disturb is imported yet.)"""
+    if os.fork():
+        os.close(life)
+        return
+    try:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for descriptor in (control, 1, 2):  # by their ends the driver sees that the rank has ended
+            os.close(descriptor)
+        os.read(life, 1)
+        os.killpg(0, signal.SIGKILL)
+    finally:
+        os._exit(70)
+
+
 def _serve(control: socket.socket) -> None:
     global _rank
     setup: Setup = _receive(control)
@@ -356,7 +401,7 @@ def _choose_device(setup: Setup) -> tuple[str, str]:
         raise PlanError("device='cuda': no GPU that torch can use is here; use device='cpu' or device='auto'")
     index = setup.rank % count
     torch.cuda.set_device(index)
-    device_waits.tell()
+    notes.note_device_waits()
     # (in autograd's own thread, which has not used the GPU before; cuBLAS then makes a context, and says so)
     warnings.filterwarnings("ignore", "Attempting to run cuBLAS, but there was no current CUDA context")
     # NCCL refuses two ranks on one GPU; gloo then carries the data through host memory.

@@ -5,8 +5,8 @@ shorter. So a receiver must know shape and dtype beforehand:
 
     first time a layer's output of n rows crosses a link     header (structure, shapes, dtypes) | data
     afterwards                                               data
-    when its form has changed (a longer sequence)            header | data, where waiting reads the messages (a `Reader`
-                                                             of transport/); elsewhere an error
+    when its form has changed (a longer sequence)            header | data, where waiting reads the messages (through
+                                                             sockets.py); elsewhere an error
     several tensors in one value, or values in one SEND      one message, if they are short (packing.py)
     gradients                                                like the output that was sent, without a header
     gradients where ranks share layers                       like outputs, with a header: they may cross a link in
@@ -30,8 +30,8 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -117,6 +117,7 @@ def acknowledgements(program: Program, rank: int) -> dict[tuple[int, int], int]:
     return known
 
 
+@dataclass(eq=False)
 class Links:
     """All links of a rank, kept from one pass through its program to the next.
 
@@ -126,31 +127,27 @@ class Links:
     ended: given the handles of receives that have just been posted, and the peer, when they end, if a device knows that
     """
 
-    def __init__(
-        self,
-        program: Program,
-        comm: Communicator,
-        rows: Callable[[Value], int],
-        emulated: bool = False,
-        ended: Callable[[Sequence[Any], int], Any] = lambda handles, peer: None,
-    ) -> None:
-        self.program = program
-        self.comm = comm
-        self.rows = rows
-        self.emulated = emulated
-        self.ended = ended
-        self.width = max(program.layers, len(program.edges))
-        self.forms: dict[Any, Any] = {}  # (direction, peer, kind, index, rows) -> form of the value
-        self.known: dict[tuple[int, Values], _Known] = {}  # by peer and message; two peers may get the same message
-        self.changed = False  # whether some form has changed; until then, forms need not be checked again
-        self.gradients: dict[Any, Any] = {}  # (peer, layer, rows) or an output's form -> the form of its gradients
-        self.first: dict[Any, Any] = {}  # (peer, kind, index, rows) -> the form that a value was first sent in
-        self.sent: dict[tuple[int, Value], Any] = {}  # by peer and value, once some form has changed
-        self.here: dict[Values, Values] = {}  # message -> the values of it that travel in this pass
-        self.done = acknowledgements(program, comm.rank)
-        self.inboxes: dict[int, _Inbox] = {}
-        self.outgoing: dict[int, deque[list[Handle]]] = {}
-        self.completed: dict[int, int] = {}
+    program: Program
+    comm: Communicator
+    rows: Callable[[Value], int]
+    emulated: bool = False
+    ended: Callable[[Sequence[Any], int], Any] = lambda handles, peer: None
+    forms: dict[Any, Any] = field(default_factory=dict)  # (direction, peer, kind, index, rows) -> form of the value
+    known: dict[tuple[int, Values], _Known] = field(default_factory=dict)  # by peer and message; two may get the same
+    changed: bool = False  # whether some form has changed; until then, forms need not be checked again
+    gradients: dict[Any, Any] = field(
+        default_factory=dict
+    )  # (peer, layer, rows) or an output's form -> of its gradients
+    first: dict[Any, Any] = field(default_factory=dict)  # (peer, kind, index, rows) -> the form that was first sent
+    sent: dict[tuple[int, Value], Any] = field(default_factory=dict)  # by peer and value, once some form has changed
+    here: dict[Values, Values] = field(default_factory=dict)  # message -> the values of it that travel in this pass
+    inboxes: dict[int, _Inbox] = field(default_factory=dict)
+    outgoing: dict[int, deque[list[Handle]]] = field(default_factory=dict)
+    completed: dict[int, int] = field(default_factory=dict)
+    done: dict[tuple[int, int], int] = field(default_factory=dict)  # see `acknowledgements`
+
+    def __post_init__(self) -> None:
+        program, comm = self.program, self.comm
         for ins in program.ranks[comm.rank]:
             if ins.op is Op.RECV:
                 inbox = self.inboxes.setdefault(ins.peer, _Inbox(self, ins.peer))
@@ -158,6 +155,13 @@ class Links:
                 inbox.order.append(ins.writes)
             elif ins.op is Op.SEND:
                 self.outgoing[ins.peer] = deque()
+        if self.inboxes:
+            self.done = acknowledgements(program, comm.rank)
+
+    @cached_property
+    def width(self) -> int:
+        """How many values a micro-batch may have on its way."""
+        return max(self.program.layers, len(self.program.edges))
 
     def tag(self, value: Value) -> int:
         """A different number for every value, so that a message can never be taken for another one."""
@@ -296,20 +300,20 @@ class Links:
                     handle.wait()
 
 
+@dataclass(eq=False)
 class _Inbox:
     """The receives from one peer, in the order of its sends."""
 
-    def __init__(self, links: Links, peer: int) -> None:
-        self.links = links
-        self.peer = peer
-        self.order: list[Values] = []
-        self.positions: dict[Values, int] = {}
-        self.reached = 0
-        self.posted = 0
-        self.due = 0
-        self.read = 0  # how many messages, in the order of sends, were read
-        self.header: tuple[Tensor, Handle] | None = None
-        self.open: dict[Values, Received] = {}
+    links: Links
+    peer: int
+    order: list[Values] = field(default_factory=list)
+    positions: dict[Values, int] = field(default_factory=dict)
+    reached: int = 0
+    posted: int = 0
+    due: int = 0
+    read: int = 0  # how many messages, in the order of sends, were read
+    header: tuple[Tensor, Handle] | None = None
+    open: dict[Values, Received] = field(default_factory=dict)
 
     def post(self, due: int) -> None:
         """Post receives until `due` of them are, or until one whose form is not known yet."""
@@ -374,9 +378,9 @@ class _Inbox:
             return
         if message not in self.open:
             self.post(self.positions[message] + 1)
-        told = False  # whether a header has announced the form
+        announced_now = False  # whether a header has announced the form
         while message not in self.open:
-            told = True
+            announced_now = True
             if self.header is None:
                 raise RankError(f"{message[0]} from rank {self.peer} is expected before its form is known")
             buffer, announced = self.header
@@ -387,7 +391,7 @@ class _Inbox:
             self.posted += 1
             self.post(self.due)
         received = self.open[message]
-        if links.changed and not told and (forms := self._forms(here)) != received.forms:
+        if links.changed and not announced_now and (forms := self._forms(here)) != received.forms:
             received = self._make(message, forms)
         header = links.tag(here[0]) + _HEADER
         for k, handle in enumerate(received.handles):

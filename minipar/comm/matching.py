@@ -20,21 +20,23 @@ A collective in the group's shared memory (arena.py) is not over when it has sta
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from minipar.cluster import worker
-from minipar.comm.helper import Helper
+from minipar.cluster.threads import Helper
 from minipar.comm.transport.arena import Arena, Exchange
 from minipar.comm.transport.board import fingerprint
-from minipar.comm.transport.futex import fence
 from minipar.comm.transport.interface import Board
+from minipar.comm.transport.shared_memory import fence
 from minipar.errors import CollectiveMismatch
 
 # Both get the flags of all members, in their order.
@@ -47,22 +49,22 @@ _ALL_THERE = 0.1  # seconds that the others have to announce theirs, so that a m
 _names: dict[str, int] = {}
 
 
+@dataclass(eq=False)
 class Collective:
     """One collective: announced, then started, then complete. What `Handle` calls a work."""
 
-    def __init__(self, matcher: Matcher, text: str, number: int, hashed: int, flag: bool, start: Start) -> None:
-        self.matcher = matcher
-        self.text = text
-        self.number = number
-        self.hashed = hashed
-        self.flag = flag
-        self.word = 0  # its entry on the board, once it is there
-        self.start: Start | None = start
-        self.small: tuple[torch.Tensor, Reduce] | None = None
-        self.exchange: Exchange | None = None
-        self.work: Any = None
-        self.error: BaseException | None = None
-        self.calls: list[Callable[[Any], None]] = []
+    matcher: Matcher
+    text: str
+    number: int
+    hashed: int
+    flag: bool
+    start: Start | None
+    small: tuple[torch.Tensor, Reduce] | None = None
+    exchange: Exchange | None = None
+    word: int = 0  # its entry on the board, once it is there
+    work: Any = None
+    error: BaseException | None = None
+    calls: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -133,43 +135,35 @@ class Collective:
             return
         with self.matcher.lock:
             if self.start is not None:
-                self.calls.append(lambda _: call())
+                self.calls.append(call)
                 return
-        self._call_when_done(lambda _: call())
+        self._call_when_done(call)
 
-    def _call_when_done(self, call: Callable[[Any], None]) -> None:
+    def _call_when_done(self, call: Callable[[], None]) -> None:
         if self.work is None:
-            call(None)
-            return
-        if isinstance(self.work, Exchange):
-            self.work.when_done(lambda: call(None))
-            return
-        try:
-            self.work.get_future().add_done_callback(call)
-        except RuntimeError:
-            return
+            call()
+        elif isinstance(self.work, Exchange):
+            self.work.when_done(call)
+        else:
+            with contextlib.suppress(RuntimeError):  # (the backend cannot do that)
+                self.work.get_future().add_done_callback(lambda _: call())
 
 
+@dataclass(eq=False)
 class Matcher:
     """The collectives of one group, in order. `sliced`: whether the calling thread itself waits for works (gloo).
-    `lost`: gives a member whose host is known to be cut off."""
+    `starter`: continues what nobody waits for. `lost`: gives a member whose host is known to be cut off."""
 
-    def __init__(
-        self,
-        members: tuple[int, ...],
-        board: Board,
-        sliced: bool,
-        starter: Starter,
-        lost: Callable[[], int | None] = lambda: None,
-    ) -> None:
-        self.members = members
-        self.board = board
-        self.sliced = sliced
-        self.arena: Arena | None = None  # where the group has one
-        self.lock = threading.RLock()
-        self._number = self._announced = 0
-        self._queue: deque[Collective] = deque()
-        self._starter, self._lost = starter, lost
+    members: tuple[int, ...]
+    board: Board
+    sliced: bool
+    starter: Starter
+    lost: Callable[[], int | None] = lambda: None
+    arena: Arena | None = None  # where the group has one
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    _number: int = 0
+    _announced: int = 0
+    _queue: deque[Collective] = field(default_factory=deque)
 
     def submit(
         self,
@@ -178,14 +172,14 @@ class Matcher:
         key: str | None = None,
         flag: bool = False,
         small: tuple[torch.Tensor, Reduce] | None = None,
-        alone: bool = True,
+        unattended: bool = True,
         exchange: Exchange | None = None,
     ) -> Collective:
         """Announce a collective, which starts now or later: the `exchange` in shared memory, or the function for the
         `small` tensors of all ranks, or `start`.
 
-        text    what it is, for errors; all ranks must agree in `key`, or in `text` if there is no key
-        alone   whether it must go on while nobody waits for it (False if the caller waits at once)
+        text         what it is, for errors; all ranks must agree in `key`, or in `text` if there is no key
+        unattended   whether it must go on while nobody waits for it (False if the caller waits at once)
 
         What the backend refuses at once is raised here.
         """
@@ -197,14 +191,13 @@ class Matcher:
             hashed = _names[key or text] = fingerprint(key or text)
         with self.lock:
             self._number += 1
-            one = Collective(self, text, self._number, hashed, flag, start)
-            one.small, one.exchange = small, exchange
+            one = Collective(self, text, self._number, hashed, flag, start, small, exchange)
             if exchange is not None and not self._queue:
                 exchange.begin()
             self._queue.append(one)
             self.progress()
-            if alone and self.sliced and not self.idle:
-                self._starter.watch(self)
+            if unattended and self.sliced and not self.idle:
+                self.starter.watch(self)
         if not self.sliced and one.start is not None:  # NCCL orders its work by the calling thread's stream
             self.wait_until_started(one)
         if one.error is not None and not isinstance(one.error, CollectiveMismatch):
@@ -276,7 +269,7 @@ class Matcher:
 
     def check(self) -> None:
         """ConnectionError if a member's host is known to be cut off."""
-        gone = self._lost()
+        gone = self.lost()
         if gone is not None:
             raise ConnectionError(f"rank {gone} is gone, or its host is cut off")
 

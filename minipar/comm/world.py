@@ -21,13 +21,12 @@ import torch.distributed as dist
 from minipar.cluster import agreement, notes
 from minipar.cluster.worker import Context
 from minipar.comm.handles import Handle
-from minipar.comm.lanes import Lane
 from minipar.comm.matching import Collective, Matcher, Starter
+from minipar.comm.playing import Lane
 from minipar.comm.transport.arena import Arena, Exchange, Steps
 from minipar.comm.transport.gloo import Gloo
-from minipar.comm.transport.interface import Messages, Reader, Transport
-from minipar.comm.transport.local import LocalTransport
-from minipar.comm.transport.mixed import Mixed
+from minipar.comm.transport.interface import Messages, Transport
+from minipar.comm.transport.local import LocalTransport, Mixed
 from minipar.comm.transport.nccl import Nccl
 from minipar.comm.transport.sockets import Far, Sockets
 from minipar.errors import RankError
@@ -71,7 +70,7 @@ class World:
         self.host = host
         self.group(self.everyone, host)
         self.messages: Messages = host.messages
-        self.reader: Reader | None = host.reader
+        self.reader: Sockets | None = host.reader
         self.gpus: Transport | None = None  # what carries tensors on GPUs; None: they go through host memory
         if backend == "nccl" and size > 1:
             self.gpus = Nccl(store, rank, self.everyone, device, host)
@@ -123,7 +122,7 @@ class RankGroup:
     def __init__(self, world: World, transport: Transport, members: tuple[int, ...]) -> None:
         self.world, self.transport, self.members = world, transport, members
         self.index = members.index(world.rank)
-        self.made: Any = None  # its process group
+        self._backend: Any = None  # its process group
         self.arena: Arena | None = None
         with _connecting(members):
             board = transport.board(transport.name, members)
@@ -134,16 +133,16 @@ class RankGroup:
             self.arena = self.matcher.arena = transport.memory(members, self.meet)
         if transport.at_once(members):
             with _connecting(members):
-                self.made = transport.process_group(members)
+                self._backend = transport.process_group(members)
 
     @property
     def backend(self) -> Any:
         """Its gloo or NCCL group; the first use waits for all members, and this wait cannot be interrupted."""
-        if self.made is None:
+        if self._backend is None:
             self.meet()
             with _connecting(self.members):
-                self.made = self.transport.process_group(self.members)
-        return self.made
+                self._backend = self.transport.process_group(self.members)
+        return self._backend
 
     def sums(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is so small that its collectives need no more than the announcement."""
@@ -165,7 +164,7 @@ class RankGroup:
         *args: Any,
         small: Any = None,
         key: str | None = None,
-        alone: bool = True,
+        unattended: bool = True,
     ) -> Collective:
         """Announce a collective whose arguments do not depend on the others'."""
         exchange = None
@@ -174,7 +173,7 @@ class RankGroup:
         elif small is None and not shared:
             self.backend  # noqa: B018  (this makes it while all ranks are here)
         return self.matcher.submit(
-            text, lambda _: way.backend(self.backend, self.index, *args), key, False, small, alone, exchange
+            text, lambda _: way.backend(self.backend, self.index, *args), key, False, small, unattended, exchange
         )
 
     def meet(self, row: list[int] | None = None) -> list[list[int]]:
@@ -182,7 +181,7 @@ class RankGroup:
         found: list[list[int]] = []
         mine = torch.tensor(row or [], dtype=torch.int64)
         small = (mine, lambda rows, _: found.extend(one.tolist() for one in rows))
-        self.wait(self.matcher.submit("the making of a group", lambda _: None, small=small, alone=False))
+        self.wait(self.matcher.submit("the making of a group", lambda _: None, small=small, unattended=False))
         return found
 
     def wait(self, work: Collective) -> None:
@@ -267,8 +266,9 @@ def _host(
     `path`, the names of sockets with `sockets`."""
     far = frozenset(peer for peer, host in enumerate(hosts) if host != hosts[rank])
     gloo = Gloo(store, rank, everyone, address, f"ranks are on {len(set(hosts))} hosts" if far else "")
-    local = LocalTransport(path, gloo, Sockets(rank, sockets, Far(far, address, store, token) if far else None))
-    return Mixed(local, hosts) if far else local
+    if far:
+        return Mixed(path, gloo, Sockets(rank, sockets, Far(far, address, store, token)), hosts)
+    return LocalTransport(path, gloo, Sockets(rank, sockets))
 
 
 def _agree_on_folder(store: dist.Store, rank: int, hosts: tuple[str, ...]) -> str:

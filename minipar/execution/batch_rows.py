@@ -67,11 +67,6 @@ class BatchRows:
         whole = sum(weight for _, weight in found)
         return sum(own for own, _ in found) / whole if whole else 1 / self.program.replicas
 
-    def forget(self, step: int) -> None:
-        """Forget the batch of a step that is over."""
-        self.parts.pop(step, None)
-        self.counts.pop(step, None)
-
     def nbytes(self, inputs: bool, targets: bool) -> int:
         """Bytes of the batches that are in memory: of their inputs and of their targets, each only if asked for."""
         used = [(part.x, inputs, _mine(part)) for part in self.parts.values()]

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -29,18 +29,18 @@ from minipar.execution import naming_layers, repartition
 from minipar.execution.compute import Compute
 from minipar.execution.dtypes import check_narrow, narrow
 from minipar.execution.dynamic_schedule import DynamicSchedule
-from minipar.execution.elementwise import check_update
 from minipar.execution.emulation import Delays, EmulatedDevice, end_of, stamp_later
 from minipar.execution.fitting import check_fit
 from minipar.execution.following import Walked
 from minipar.execution.mean_loss import Loss
-from minipar.execution.offloading import Offloading, TierCopy, frozen_parameters
+from minipar.execution.offloading import Offloading, TierCopy
 from minipar.execution.owners import Slice
 from minipar.execution.state import State
 from minipar.execution.streams import Mark, Streams, read_all, streams_of
-from minipar.execution.updating import Optimizer, Scheduler, Update, forms_of
+from minipar.execution.updating import Optimizer, Scheduler, Update, check_update, forms_of
 from minipar.models import randomness, selective_checkpoint
 from minipar.models.network import edges_of
+from minipar.models.nodes import Cut
 from minipar.models.parameter_groups import parameters_of
 from minipar.models.tensors import count_bytes, layers_of
 from minipar.program import (
@@ -59,8 +59,10 @@ from minipar.program import (
     tier,
 )
 from minipar.program.comm_volume import by_algorithm
-from minipar.sharding.nodes import Cut
 from minipar.strategies.passes.versions import without_versions
+
+if TYPE_CHECKING:
+    from minipar.execution.memory.tracker import Tracker
 
 _WALKED = (
     Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND, Op.RECV, Op.STEP
@@ -143,22 +145,6 @@ def _sums_beside(instructions: Sequence[Instruction]) -> bool:
     return False
 
 
-class MemoryWatch(Protocol):
-    """An observer of a rank that runs, such as a memory tracker."""
-
-    def at(self, index: int) -> None:
-        """The rank has come to an instruction, which ends where the next one begins."""
-
-    def received(self, content: Any) -> None:
-        """A message was received."""
-
-    def given(self, tensor: Tensor) -> None:
-        """A tensor is the host's from now on."""
-
-    def aside(self) -> AbstractContextManager[None]:
-        """While entered, new memory belongs to the host and does not count as the device's."""
-
-
 class Executor:
     """One rank's part of a program: layers, optimizer, links and buffers, kept from step to step.
 
@@ -207,13 +193,13 @@ class Executor:
         self.groups, self.buckets = groups, self.state.buckets
         on_host = {ins.layers for ins in program.ranks[comm.rank] if ins.op is Op.STEP and ins.stream == "host"}
         self.optimizers = {k: o for k, o in self.state.optimizers.items() if k not in on_host}  # those of the device
-        frozen = frozen_parameters(program, layers, self.compute.layers.values())
+        mine = list(self.compute.layers.values())
         if program.precision == "bf16":
             # These are the tensors that are not trained: buffers, and frozen parameters before they are offloaded.
-            narrow(nn.ModuleList(self.compute.layers.values()))
-        self.offloading = Offloading(program, comm.rank, self.state, self.compute.kept, frozen, self.streams)
+            narrow(nn.ModuleList(mine))
+        self.offloading = Offloading(program, comm.rank, self.state, self.compute.kept, layers, mine, self.streams)
         self.live: dict[Value, Any] = {}
-        self.watch: MemoryWatch | None = None
+        self.watch: Tracker | None = None
         self.walked: Walked | None = None  # reports a pass while it runs
         self.follow(program, delays)
 
@@ -400,7 +386,7 @@ class Executor:
             self.device.ended(joined, index)
         for other in self.instructions[index].writes:
             self.pending.pop(other, None)
-        if self.watch is not None and repartitions(self.instructions[index]):
+        if self.watch is not None and repartitions(self.instructions[index]) and value in self.live:
             self.watch.received(self.live[value])
         self.ends[index] = self.ends[index] or self.streams.mark()
 

@@ -105,11 +105,6 @@ class SlicedGroup(Owner):
         self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
         return comm.iall_gather(self.part.data, self.flat, ranks)
 
-    def gathered(self, value: Value) -> tuple[Tensor | None, Tensor]:
-        """This rank's slice of parameters that are gathered, if this was not the last that needed it; and all of
-        them."""
-        return self.part.data, self.flat
-
     def take_gradients(self, ins: Instruction) -> None:
         (whole,) = self.trained
         for piece, (begin, end) in zip(self.pieces if self._cuts else (), self._cuts, strict=True):

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from minipar.costs.analytic import WHOLE, Division
-from minipar.costs.device import HARDWARE, holding
+from minipar.costs.device import holding, known_hardware
 from minipar.errors import PlanError
 from minipar.models import table
 from minipar.models.sizes import Sizes, Transformer, of_preset, sizes
@@ -203,8 +203,8 @@ def ways_that_fit(
     """At most `most` changes of the plan with which every rank fits, the smallest change of each kind. Each comes with
     the bytes of the fullest rank."""
 
-    def peak(made: Plan) -> int:
-        return max(rank.total for rank in per_rank(made, model, batch, division, **overrides))
+    def peak(built: Plan) -> int:
+        return max(rank.total for rank in per_rank(built, model, batch, division, **overrides))
 
     return fitting.ways_that_fit(fitting.lighter(plan, batch), peak, capacity, most)
 
@@ -284,7 +284,7 @@ def show_report(result: dict[str, Any]) -> str:
     fits = result["fits"]
     others = [
         f"{name} ({spec.memory / scale:.3g} {unit})"
-        for name, spec in HARDWARE.items()
+        for name, spec in known_hardware().items()
         if name not in fits and spec.memory is not None
     ]
     lines.append(f"fits on: {', '.join(fits) or 'none of the hardware presets'}")

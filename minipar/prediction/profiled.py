@@ -18,7 +18,6 @@ from minipar.program import (
     Value,
     home,
     output,
-    piece_in,
     tier,
 )
 from minipar.program.comm_volume import NAMES, by_algorithm, changes, hops, of_collective, of_message
@@ -242,10 +241,8 @@ class ProfiledCosts:
         """Bytes of a parameter server's part of a group: of its parameters, a gradient, or its optimizer's state."""
         if not self._shares and self.program.serving is not None:
             self._shares.extend(shares_of(self.program.groups, self.program.serving.servers))
-        g, piece = value.index, piece_in(value)
-        part = piece[1] - piece[0] if piece else self._shares[rank - self.program.workers].get(g, 0)
-        if value.kind != "pushed":
-            part *= self.program.groups[g].shards(self.program.sharing_mesh)
+        g = value.index
+        part = self._shares[rank - self.program.workers].get(g, 0)
         whole = max(1, self.profile.gradient_bytes[g])
         return self.profile.optimizer_bytes[g] * part // whole if value.kind == "served_state" else part
 

@@ -48,11 +48,7 @@ Contract = Synchronous | Local | Staleness
 
 @dataclass(frozen=True)
 class Serving:
-    """The last `servers` ranks are parameter servers, and follow a rule of `program.server_rule`: `mode`.
-
-    overlapping   whether the steps of a replica overlap, since it is a pipeline without flushes
-    """
+    """The last `servers` ranks are parameter servers, and follow a rule of `program.server_rule`: `mode`."""
 
     servers: int = 1
     mode: str = "sync"
-    overlapping: bool = False

@@ -39,7 +39,7 @@ Seconds = Callable[[Instruction], float]
 PLACES = (
     "layers", "bucket", "checkpoint", "slices", "versions", "zero", "priority", "data_parallel", "compress",
     "forms", "parts", "copies", "local_steps", "host_layers", "offload", "clip", "parameter_server",
-    "virtual_workers", "transfers", "update", "fuse",
+    "transfers", "update", "fuse",
 )  # fmt: skip
 
 
@@ -111,10 +111,10 @@ class Pass:
 
     def __call__(self, draft: Draft) -> Draft:
         """The draft after this pass. Errors: PlanError if a pass of your own returns no Draft, or other ranks."""
-        made = self.rewrite(draft)
+        built = self.rewrite(draft)
         if self.after:
-            _check(self.name, draft, made)
-        return made
+            _check(self.name, draft, built)
+        return built
 
     @property
     def summary(self) -> str:
@@ -166,13 +166,13 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
     return found
 
 
-def _check(name: str, given: Draft, made: object) -> None:
-    if not isinstance(made, Draft):
-        raise PlanError(f"pass {name!r}: gave {made!r}; it must return a Draft, such as draft.each(...)")
-    for before, after in ((given.ranks, made.ranks), (given.update, made.update), (given.state, made.state)):
+def _check(name: str, given: Draft, built: object) -> None:
+    if not isinstance(built, Draft):
+        raise PlanError(f"pass {name!r}: gave {built!r}; it must return a Draft, such as draft.each(...)")
+    for before, after in ((given.ranks, built.ranks), (given.update, built.update), (given.state, built.state)):
         if len(before) != len(after):
             raise PlanError(f"pass {name!r}: gave {len(after)} ranks for {len(before)}; it must keep their number")
-    for rows in (made.ranks, made.update):
+    for rows in (built.ranks, built.update):
         for rank, row in enumerate(rows):
             wrong = next((ins for ins in row if not isinstance(ins, Instruction)), None)
             if wrong is not None:

@@ -4,7 +4,7 @@
     urgent     2, 1, 0                   the next forward needs layer 0 first
     order         2    0    1            the link is free after 2: by then 1 and 0 are ready, and 0 is more urgent
 
-Sums of gradients by priority (`passes/priority.py`) and parameter servers (`passes/parameter_server.py`) go by it.
+Sums of gradients by priority (`passes/priority.py`) go by it.
 """
 
 from __future__ import annotations

@@ -171,11 +171,6 @@ def test_ranks_of_a_host_that_are_no_neighbours(
     assert any("no neighbours" in str(one.message) for one in recwarn) is warns
 
 
-def test_gpus_that_are_left_unused_are_told(recwarn: pytest.WarningsRecorder) -> None:
-    agreement._warn(given := claims(("a", "x"), ("a", "x")), decide(given)[0])
-    assert "2 ranks compute on the CPU: there are 1 GPU" in str(recwarn.pop().message)
-
-
 def test_without_torchrun_it_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

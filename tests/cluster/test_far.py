@@ -147,31 +147,6 @@ def test_a_rank_that_cannot_be_interrupted_ends_after_the_driver(far: Far) -> No
     assert far.processes[1].wait(15) == 1
 
 
-LATE = """
-import sys, time
-from minipar.cluster import far
-far._LOST_AFTER = 3
-control = far.connect(("127.0.0.1", int(sys.argv[1])), bytes.fromhex(sys.argv[2]), 0, 30)
-time.sleep(5)  # (it computes, between two calls)
-rank = far.FarRank(control, 0, 1, "cpu", "gloo")
-print(rank.await_call(), rank.serve())
-"""
-
-
-def test_a_rank_may_come_late_to_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it is sent waits until then: the system closes a connection that takes nothing for some seconds."""
-    monkeypatch.setattr(far_module, "_LOST_AFTER", 3)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        command = [sys.executable, "-c", LATE, str(listener.getsockname()[1]), TOKEN.hex()]
-        late = subprocess.Popen(command, env=child_environment(), stdout=subprocess.PIPE, text=True)
-        driver = Driver(accept(listener, TOKEN, [0], 60), 1, "start again")
-    driver.begin("a call")
-    assert driver.perform(Call([0], len, (bytes(20_000_000),))) == [20_000_000]
-    driver.tell(("end", "well"))
-    assert late.communicate(timeout=60)[0] == "a call ('end', 'well')\n"
-    driver.close()
-
-
 def test_an_interrupt_that_comes_before_the_function_ends_it() -> None:
     seat = worker.Seat(lambda message: None, 0, 1, "cpu", "gloo", "torchrun", far=True)
     ended_soon: list[bool] = []
@@ -201,12 +176,3 @@ def test_an_interrupt_that_comes_before_the_function_ends_it() -> None:
     with far_module._interruptible(lambda ended: None), worker.seated(seat):
         kind, answer = worker.run_interruptibly(seat, pack_call(press, (), {}, inside=True))
     assert (kind, answer.name) == ("error", "KeyboardInterrupt")
-
-
-def test_ranks_end_with_their_driver_and_it_notices_their_death(far: Far) -> None:
-    begin = time.monotonic()
-    with pytest.raises(RankDied, match="rank 1 ended"):
-        far.run(lambda: os.kill(os.getpid(), signal.SIGKILL) if worker.context().rank else time.sleep(60))
-    assert time.monotonic() - begin < 20
-    far.driver.tell(("end", "well"))
-    assert far.processes[0].communicate(timeout=20)[0] == "('end', 'well')\n"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -19,7 +17,6 @@ from minipar.errors import PlanError
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}  # the same output everywhere
-NOTEBOOK = ROOT / "tests" / "notebooks" / "ranks.ipynb"
 
 
 @dataclass
@@ -86,28 +83,6 @@ def test_output_has_the_ranks_name_and_the_same_line_is_shown_once(notebook: Not
     assert notebook("%%ranks\nif rank == 2: print('only me')").text == "[rank 2] only me\n"
 
 
-def test_output_appears_while_the_cell_runs(notebook: Notebook, tmp_path: Path) -> None:
-    notebook.begin(2)
-    go = tmp_path / "go"
-    seen: list[str] = []
-
-    def see(text: str) -> None:
-        seen.append(text)
-        if "first" in "".join(seen) and "9/9" in "".join(seen):
-            go.touch()  # the cell waits for it, so its lines have been shown before it ended
-
-    code = (
-        "%%ranks\nimport pathlib, time, tqdm\nprint('first')\n"
-        "for _ in tqdm.tqdm(range(9), mininterval=0): pass\n"
-        f"end = time.monotonic() + 30\n"
-        f"while not pathlib.Path({str(go)!r}).exists() and time.monotonic() < end: time.sleep(0.01)\n"
-        "time.monotonic() < end"
-    )
-    answer = notebook(code, see=see)
-    assert answer.text.startswith("[ranks 0-1] first\n")
-    assert answer.text.endswith("ranks 0-1 => True\n")
-
-
 def test_what_is_not_shown(notebook: Notebook) -> None:
     notebook.begin(4)
     assert notebook("%%ranks\n5;") == Answer()
@@ -172,16 +147,6 @@ def test_an_error_is_the_cells_own_with_the_ranks_traceback(notebook: Notebook) 
     ]
     assert notebook("len(In) - 1").value == str(int(number[1]) + 1)
     assert notebook("%%ranks\nkept").text == "rank 0 => 0\nrank 1 => 1\nrank 2 => 2\nrank 3 => 3\n"
-
-
-def test_consequences_of_an_error_are_not_shown(notebook: Notebook) -> None:
-    notebook.begin(3)
-    notebook("%%ranks\nkept = 1")
-    shown = notebook("%%ranks\nif rank == 1:\n    comm.close(); raise KeyError('cause')\ncomm.allreduce([1])").error[2]
-    assert shown.startswith("raised on rank 1:\n")
-    assert "    comm.close(); raise KeyError('cause')" in shown
-    assert not re.search(r"by peer|gloo", shown)
-    assert notebook("%%ranks --only 1\nkept").text == "rank 1 => 1\n"
 
 
 def test_death_of_a_rank(notebook: Notebook) -> None:
@@ -338,15 +303,3 @@ def test_a_deadlock_of_all_is_reported_soon_and_at_an_interrupt_at_once(notebook
     shown = notebook(code, interrupt).error[2]
     assert shown.startswith("KeyboardInterrupt: the ranks were interrupted\n")
     assert re.search(pattern, shown, re.DOTALL)
-
-
-@pytest.mark.extra("::test_output_has_the_ranks_name_and_the_same_line_is_shown_once")
-def test_a_notebook_passes_nbval() -> None:
-    command = [sys.executable, "-m", "pytest", "--nbval", "--nbval-current-env", "-q", "-p", "no:cacheprovider"]
-    result = subprocess.run(
-        [*command, str(NOTEBOOK)], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=120, check=False
-    )
-    cells = NOTEBOOK.read_text().count('"cell_type": "code"')
-    assert cells > 10
-    assert f"{cells} passed" in result.stdout, result.stdout[-3000:]
-    assert result.returncode == 0

@@ -1,4 +1,4 @@
-"""The protocol `Ranks`: what fulfils it, and that everything that takes a cluster takes any of them."""
+"""`Ranks`: what they have, and that everything that takes a cluster takes any of them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from minipar import PlanError, data, evaluate, models, train
 from minipar.cluster import Cluster
 from minipar.cluster.attached import Attached
 from minipar.cluster.launched import Launched
-from minipar.cluster.ranks import MOST_LOCAL, Calling, Ranks
+from minipar.cluster.ranks import MOST_LOCAL, Ranks
 from tests.conftest import Clusters
 
-NAMES = {name for name in vars(Ranks) if not name.startswith("_")}
+NAMES = {name for name in (*vars(Ranks), *Ranks.__annotations__) if not name.startswith("_")} - {"perform"}
 
 
 class Passing:
-    """Ranks that pass on to others what the protocol has, and nothing else."""
+    """Ranks that pass on to others what `Ranks` promises, and nothing else."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -28,18 +28,18 @@ class Passing:
 
     def __getattr__(self, name: str) -> Any:
         if name not in NAMES:
-            raise AssertionError(f"{name} is not in the protocol")
+            raise AssertionError(f"{name} is not promised")
         self.asked.add(name)
         return getattr(self._ranks, name)
 
 
-def test_a_cluster_has_everything() -> None:
+def test_a_cluster_has_everything(clusters: Clusters) -> None:
     assert {"size", "device", "run", "run_on", "run_with", "report"} < NAMES
-    assert {name for name in NAMES if hasattr(Cluster, name)} == NAMES
+    assert {name for name in NAMES if hasattr(clusters(2), name)} == NAMES
 
 
-@pytest.mark.parametrize("plan", ["dp=2 microbatches=2", "pp=2 microbatches=2 schedule=1f1b"])
-def test_training_needs_only_what_the_protocol_has(clusters: Clusters, plan: str) -> None:
+@pytest.mark.parametrize("plan", ["pp=2 microbatches=2 schedule=1f1b"])
+def test_training_needs_only_what_ranks_promise(clusters: Clusters, plan: str) -> None:
     ranks = Passing(clusters(2))
     model = partial(models.mlp, (8, 6, 10))
     given: Any = ranks
@@ -66,7 +66,7 @@ def test_a_rank_reports_by_the_cluster_as_well(clusters: Clusters) -> None:
 
 @pytest.mark.parametrize("kind", [Cluster, Launched, Attached])
 def test_calls_are_made_in_one_place(kind: type) -> None:
-    assert issubclass(kind, Calling)
+    assert issubclass(kind, Ranks)
     assert {"run", "run_on", "run_with", "run_reviving", "report"} & vars(kind).keys() == set()
 
 

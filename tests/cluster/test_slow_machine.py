@@ -69,26 +69,6 @@ def test_an_interrupt_that_comes_after_its_run_is_none(cluster: Cluster, monkeyp
     assert all(keeps(cluster))
 
 
-def test_an_interrupt_of_someone_else_counts_after_one_of_the_driver(cluster: Cluster) -> None:
-    def fail() -> None:
-        if worker.context().rank == 0:
-            raise ValueError("only here")
-        time.sleep(60)
-
-    def interrupt_oneself() -> str:
-        try:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)
-        except KeyboardInterrupt:
-            return "interrupted"
-        return "nothing came"
-
-    assert cluster.run(interrupt_oneself) == ["interrupted"] * 3
-    with pytest.raises(ValueError, match="only here"):
-        cluster.run(fail)
-    assert cluster.run(interrupt_oneself) == ["interrupted"] * 3
-
-
 def test_an_interrupt_that_comes_before_the_function_ends_it(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -41,18 +41,6 @@ def create() -> Communicator:
 # allreduce
 
 
-def test_two_workers_sum_their_lists() -> None:
-    def f() -> tuple[list[int], list[int]]:
-        comm = create()
-        mine = [[1, 2, 3], [1, 0, 1]][comm.rank]
-        return comm.allreduce(mine), mine
-
-    with Cluster(2, device="cpu") as two:
-        results = two.run(f)
-    assert results == [([2, 2, 4], [1, 2, 3]), ([2, 2, 4], [1, 0, 1])]
-    assert all(type(number) is int for number in results[0][0])
-
-
 @pytest.mark.parametrize(
     ("by_rank", "op", "expected"),
     [
@@ -75,37 +63,6 @@ def test_numbers_and_lists(cluster: Cluster, by_rank: list[Any], op: Any, expect
     for result in cluster.run(f):
         assert result == expected
         assert type(result) is type(expected)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int64", "int32", "int16", "int8", "uint8"])
-@pytest.mark.parametrize("kind", ["array", "tensor"])
-def test_arrays_and_tensors_keep_type_dtype_and_shape(cluster: Cluster, kind: str, dtype: str) -> None:
-    def f() -> tuple[Any, bool]:
-        whole = np.arange(12, dtype=dtype).reshape(3, 4) + worker.context().rank
-        x: Any = whole.astype(dtype).T  # not contiguous
-        if kind == "tensor":
-            x = torch.from_numpy(x)
-        before = x.copy() if kind == "array" else x.clone()
-        return create().allreduce(x), bool((x == before).all())
-
-    expected = (3 * np.arange(12).reshape(3, 4) + 3).T
-    for result, unchanged in cluster.run(f):
-        assert unchanged
-        assert type(result) is (np.ndarray if kind == "array" else torch.Tensor)
-        assert str(result.dtype).removeprefix("torch.") == dtype
-        np.testing.assert_array_equal(np.asarray(result), expected)
-
-
-def test_a_parameter_gives_a_plain_tensor(cluster: Cluster) -> None:
-    def f() -> tuple[torch.Tensor, torch.Tensor]:
-        parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
-        return create().allreduce(parameter, "avg"), parameter.detach()
-
-    for average, parameter in cluster.run(f):
-        assert type(average) is torch.Tensor
-        assert not average.requires_grad
-        assert average.dtype == torch.bfloat16
-        assert average.tolist() == parameter.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -131,71 +88,7 @@ def test_what_cannot_be_reduced_is_told(cluster: Cluster, x: Any, op: Any, text:
         cluster.run(lambda: create().allreduce(x, op))
 
 
-@pytest.mark.parametrize(
-    ("by_rank", "text"),
-    [
-        ([[1, 2], [1, 2, 3], [1, 2]], "rank 0 has a list of 2 int64 for sum, rank 1 has a list of 3 int64 for sum"),
-        ([torch.ones(2, 3)] * 2 + [torch.ones(3, 2)], "rank 0 has a tensor of 2x3 .* rank 2 has a tensor of 3x2"),
-        ([torch.ones(1), torch.ones(1).int(), torch.ones(1)], "float32 .* rank 1 has a tensor of 1 int32"),
-        ([[1.0], np.ones(1), [1.0]], "rank 1 has an array of 1 float64"),
-    ],
-)
-def test_ranks_that_differ_are_told_on_every_rank(cluster: Cluster, by_rank: list[Any], text: str) -> None:
-    # Without the check gloo aborts the process on a difference in size, and mixes up bytes on one in dtype.
-    def f() -> str:
-        comm = create()
-        try:
-            return f"got {comm.allreduce(by_rank[comm.rank])}"
-        except RankError as error:
-            return str(error)
-
-    results = cluster.run(f)
-    assert len(set(results)) == 1
-    with pytest.raises(RankError, match=text):
-        raise RankError(results[0])
-
-
-def test_ranks_with_different_operations_are_told(cluster: Cluster) -> None:
-    with pytest.raises(RankError, match=r"ranks differ: rank 0 has .* for sum, rank 1 has .* for max"):
-        cluster.run(lambda: create().allreduce([1], max if worker.context().rank else sum))
-
-
-def test_lists_of_whole_numbers_need_no_communication_to_be_understood() -> None:
-    kind, tensor = values.to_tensor([[1, 2], [3, 4]], "sum")
-    assert (kind, tensor.dtype, values.from_tensor(kind, tensor)) == ("list", torch.int64, [[1, 2], [3, 4]])
-
-
 # Point to point
-
-
-def test_a_ring_of_sends_and_receives(cluster: Cluster) -> None:
-    def f() -> tuple[list[float], bool, list[bool]]:
-        comm = create()
-        ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        mine, got = torch.full((2, 2), float(comm.rank)), torch.empty(2, 2)
-        handles = [comm.isend(mine, ahead, 5), comm.irecv(got, behind, 5)]
-        for handle in handles:
-            handle.wait()
-            handle.wait()  # a second time does nothing
-        return got.flatten().tolist(), not comm.pending, [handle.done() for handle in handles]
-
-    assert cluster.run(f) == [([float((rank - 1) % 3)] * 4, True, [True, True]) for rank in range(3)]
-
-
-def test_messages_are_told_apart_by_their_tags(cluster: Cluster) -> None:
-    def f() -> list[list[float]]:
-        comm = create()
-        if comm.rank == 0:
-            for handle in [comm.isend(torch.full((3,), float(tag)), 1, tag) for tag in range(4)]:
-                handle.wait()
-        elif comm.rank == 1:
-            got = {tag: torch.empty(3) for tag in (3, 1, 0, 2)}
-            for handle in [comm.irecv(tensor, 0, tag) for tag, tensor in got.items()]:
-                handle.wait()
-            return [got[tag].tolist() for tag in range(4)]
-        return []
-
-    assert cluster.run(f)[1] == [[float(tag)] * 3 for tag in range(4)]
 
 
 def test_a_dropped_handle_keeps_its_tensor_until_it_is_sent(cluster: Cluster) -> None:
@@ -243,49 +136,6 @@ def test_calls_that_cannot_be_are_told(cluster: Cluster, call: Any, text: str) -
 
 
 # Groups
-
-
-def test_sums_within_groups_that_overlap(cluster: Cluster) -> None:
-    groups = [(0, 1), (1, 2), (0, 2), (0, 1, 2), (0,)]
-
-    def f() -> tuple[dict[tuple[int, ...], list[float]], int]:
-        comm = create()
-        order = groups if comm.rank == 0 else groups[::-1]  # however they are listed, no two wait for each other
-        comm.prepare(order)
-        comm.prepare(order)
-        made = len(comm._world.groups)
-        mine = [group for group in groups if comm.rank in group]
-        tensors = {group: torch.full((2,), 10.0**comm.rank) for group in mine}
-        handles = [comm.iallreduce(tensors[group], group) for group in mine]
-        for handle in handles:
-            handle.wait()
-        return {group: tensor.tolist() for group, tensor in tensors.items()}, made
-
-    for rank, (sums, made) in enumerate(cluster.run(f)):
-        expected = {group: [float(sum(10**r for r in group))] * 2 for group in groups if rank in group}
-        assert sums == expected
-        assert made == 3  # two pairs and all
-
-
-def test_done_tells_without_blocking(cluster: Cluster) -> None:
-    def f() -> tuple[bool, bool, float]:
-        comm = create()
-        comm.barrier()
-        if comm.rank == 2:
-            time.sleep(0.8)
-        x = torch.ones(4)
-        handle = comm.iallreduce(x, (0, 1, 2))
-        early = handle.done()
-        deadline = time.monotonic() + 5
-        while not handle.done() and time.monotonic() < deadline:
-            time.sleep(0.001)
-        late = handle.done()
-        handle.wait()
-        return early, late, x.sum().item()
-
-    results = cluster.run(f)
-    assert [early for early, _, _ in results[:2]] == [False, False]
-    assert [(late, total) for _, late, total in results] == [(True, 12.0)] * 3
 
 
 def test_barrier_waits_for_the_last(cluster: Cluster) -> None:
@@ -445,28 +295,6 @@ def test_gloo_listens_on_the_loopback_alone(cluster: Cluster) -> None:
 
     for addresses in cluster.run(f):
         assert set(addresses) == {"0100007F"}  # 127.0.0.1
-
-
-def test_gloo_has_no_thread_before_it_is_used() -> None:
-    def threads() -> list[str]:
-        return [name for path in Path("/proc/self/task").iterdir() if "gloo" in (name := (path / "comm").read_text())]
-
-    def without() -> list[str]:
-        comm = create()
-        comm.allreduce(torch.ones(100_000))
-        if comm.rank == 0:
-            comm.send([1], 1)
-        elif comm.rank == 1:
-            comm.recv(0)
-        return threads()
-
-    def by_gloo() -> list[str]:
-        create().allreduce(torch.ones(1), algorithm="backend")
-        return threads()
-
-    with Cluster(2, device="cpu") as two:
-        assert two.run(without) == [[], []]
-        assert all(two.run(by_gloo))
 
 
 def test_outside_a_rank_it_says_where_to_call_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,13 +51,6 @@ def test_one_tensor_goes_as_it_is_and_long_ones_alone():
     assert parts_of(turned)[0].is_contiguous()
 
 
-def test_a_single_element_of_any_stride():
-    """As `expand` and the backward of a mean make it: contiguous for torch, although its stride is 0."""
-    one = torch.full((1, 1), 2.5, dtype=torch.float64).as_strided((1, 1), (0, 0))
-    (message,) = parts_of((one, torch.ones(2)))
-    assert message[:8].view(torch.float64).item() == 2.5
-
-
 @pytest.mark.parametrize("together", [True, False])
 def test_messages_of_a_pipeline(clusters, monkeypatch, together):
     """A border that three tensors cross: one message forward, one backward for two gradients."""

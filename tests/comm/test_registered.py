@@ -102,7 +102,6 @@ def test_a_rank_that_does_not_know_a_name_says_what_to_do(clusters):
     "text",
     [
         "dp=4 algorithm=ring overlap=none bucket=none microbatches=2 clip=0.1",
-        "dp=2 pp=2 microbatches=3 algorithm=to-and-fro overlap=none bucket=0.0001",
         "pp=2 schedule=chimera microbatches=4 algorithm=to-and-fro overlap=none",
         "dp=2 algorithm=to-and-fro overlap=none compress=powersgd:6",  # (no factors would be smaller: all is sent)
     ],

@@ -65,7 +65,11 @@ class Hosts:
     def torchrun(self, what: str, folder: Path) -> list[subprocess.Popen[str]]:
         """Start the script with two ranks on each host."""
         words = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=10.77.0.1", "--master-port=29511"]
-        environment = {**child_environment(), "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'widgets'}"}
+        environment = {
+            **child_environment(),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'widgets'}",
+        }
         environment.pop("MINIPAR_HOST", None)
         started = []
         for k, name in enumerate(self.names):

@@ -82,7 +82,6 @@ OF_CHAINS = [
     "pp=4 inference=true microbatches=3",
     "dp=2 sync=ps mode=sync microbatches=2",
     "dp=3 sync=ps mode=ssp:1 servers=1 on_death=continue",
-    "pp=2 sync=ps mode=async servers=2 on_death=continue microbatches=3",
 ]
 NOT_EXACT = [
     "dp=4 compress=bf16",
@@ -100,7 +99,7 @@ CASES = [
     ("pp=4 schedule=1f1b microbatches=3", DIAMOND),
 ]
 ELSEWHERE = {"in_flight", "update_every"}  # keys of AMPNet, which is refused
-NOT_OF_STRATEGIES = {"offload_folder", "offload_limit", "extra_passes", "check"}
+NOT_OF_STRATEGIES = {"offload_folder", "offload_limit", "extra_passes"}
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from minipar.costs.unit import UnitCosts
 from minipar.errors import NotFinite, RankError
 from minipar.execution.execution import Job, _whole
 from minipar.execution.executor import Executor
-from minipar.execution.finite import Finite
+from minipar.execution.mean_loss import Finite
 from minipar.execution.streams import HostStreams, Later, PinnedPool
 from minipar.models.parameter_groups import shape_of
 from minipar.models.tensors import Unchanged

@@ -66,19 +66,24 @@ def _splitmix(z: Any) -> Any:
     return z ^ (z >> np.uint64(31))
 
 
+def draw_by_row(model: nn.Module, where: dict[str, int]) -> None:
+    """Replace every nn.Dropout of a model."""
+    made: dict[nn.Module, DropoutByRow] = {}  # one that is used twice has the name of its first place
+    for name, module in [*model.named_modules()]:
+        for child, old in [*module._modules.items()]:
+            if type(old) is nn.Dropout:
+                if old not in made:
+                    made[old] = DropoutByRow(old.p, f"{name}.{child}" if name else child, where)
+                setattr(module, child, made[old].train(old.training))
+
+
 class Plain:
     """A model in plain torch: whole, with its optimizer, and where its dropouts are."""
 
     def __init__(self, spec: Spec, seed: int, lr: float, momentum: float, nudge: float = 0.0) -> None:
         self.where = {"seed": seed, "step": 0, "row": 0}
         self.model = build(spec)
-        made: dict[nn.Module, DropoutByRow] = {}  # one that is used twice has the name of its first place
-        for name, module in [*self.model.named_modules()]:
-            for child, old in [*module._modules.items()]:
-                if type(old) is nn.Dropout:
-                    if old not in made:
-                        made[old] = DropoutByRow(old.p, f"{name}.{child}" if name else child, self.where)
-                    setattr(module, child, made[old].train(old.training))
+        draw_by_row(self.model, self.where)
         self.loss = loss_of(spec.loss)
         self.named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if nudge:

@@ -129,9 +129,6 @@ def draw(dice: random.Random, facts: Facts) -> Words:
         words["algorithm"] = dice.choice(algorithms)
     if special in ("", "host", "bf16") and dice.random() < 0.12:
         words["clip"] = dice.choice(["0.001", "0.1", "100"])
-    unchecked = {"local_steps", "offload", "host_layers"} & words.keys() or words.get("overlap") == "priority"
-    if (wild or not (unchecked or schedule in STALE)) and dice.random() < 0.15:
-        words["check"] = "true"
     return words
 
 
@@ -147,8 +144,6 @@ def _stale(dice: random.Random, facts: Facts, schedule: str, dp: int) -> Words:
             words["compress"] = dice.choice(["bf16", "fp16"])
     if facts.narrow and "compress" not in words and dice.random() < 0.15:
         words["precision"] = "bf16"
-    if dice.random() < 0.15:
-        words["check"] = "true"
     return words
 
 
@@ -202,8 +197,6 @@ def _served(dice: random.Random, facts: Facts) -> Words:
         words["compress"] = dice.choice(["bf16", "fp16", "topk:0.5", "topk:0.01"])
     if special == "bf16" and facts.narrow:
         words["precision"] = "bf16"
-    if 2 * dp + servers <= MOST_RANKS + 1 and facts.layers > 1 and dice.random() < 0.5:
-        words["pp"] = "2"  # (every rank of a pipeline works with the servers)
     return words
 
 

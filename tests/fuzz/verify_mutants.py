@@ -100,17 +100,11 @@ ON_AXES: list[tuple[str, Shape, int]] = [  # programs whose ranks share layers a
     ("pp=2 tp=2 ep=2 place=0,0,1,1,0,1", EXPERTS, 1),
     ("dp=2 tp=2 ep=2 zero=2 bucket=none", EXPERTS, 1),
 ]  # fmt: skip
-VIRTUAL: list[tuple[str, Shape, int]] = [  # parameter servers with pipelines without flushes
-    ("dp=2 pp=2 sync=ps schedule=pipedream microbatches=2", PLAIN, 1),
-    ("dp=2 pp=2 sync=ps servers=2 schedule=pipedream-2bw microbatches=2 overlap=none", DIMS, 3),
-    ("pp=2 sync=ps servers=3 schedule=pipedream-vertical microbatches=3", FROZEN, 1),
-    ("dp=2 sync=ps servers=2 schedule=pipedream-2bw microbatches=2", shape(3, tied=[(0, 2)]), 3),
-    ("pp=2 sync=ps schedule=pipedream checkpoint=1 microbatches=2", PLAIN, 1),
-]
 DECIDED: list[tuple[str, Shape, int]] = [  # servers decide as they run: the programs are those that happen
     ("dp=2 sync=ps mode=async microbatches=2", PLAIN, 2),
-    ("dp=2 pp=2 sync=ps mode=async servers=2 schedule=pipedream microbatches=2", PLAIN, 2),
-    ("dp=2 pp=2 sync=ps mode=ssp:0 schedule=pipedream-2bw microbatches=2", FROZEN, 3),
+    ("dp=2 sync=ps mode=async servers=2", FROZEN, 2),
+    ("dp=3 sync=ps mode=ssp:0 servers=2", PLAIN, 3),
+    ("dp=3 sync=ps mode=k-of-n:2/3 checkpoint=1", PLAIN, 3),
 ]
 PLANS: list[tuple[str, Shape, int]] = [  # words, model, steps
     *[(f"pp=2 microbatches=3 schedule={name}", m, 1) for name in ("naive", "gpipe", "1f1b") for m in (PLAIN, TIED)],
@@ -177,12 +171,8 @@ PLANS: list[tuple[str, Shape, int]] = [  # words, model, steps
     ("pp=3 schedule=ampnet microbatches=2 in_flight=2 update_every=2", PLAIN, 2),
     *[(f"dp=2 sync=ps servers={n}", PLAIN, 2) for n in (1, 2)],
     ("dp=3 sync=ps microbatches=2", FROZEN, 1),
-    ("dp=2 sync=ps overlap=priority servers=2", PLAIN, 2),
-    (f"dp=2 sync=ps overlap=priority servers=2 bucket={32 / 2**20}", DIMS, 2),
     ("dp=2 sync=ps schedule=zb-h1 microbatches=2", PLAIN, 1),
     ("dp=2 sync=ps compress=topk:0.5 servers=2", PLAIN, 1),
-    ("dp=2 sync=ps schedule=terapipe slices=2", CAUSAL, 1),
-    *VIRTUAL,
     ("tp=2 microbatches=2", divided(uniform(2), 2), 2),
     ("tp=2 pp=2 checkpoint=1 microbatches=2", divided(uniform(2), 2), 1),
     ("tp=2 dp=2 zero=1 clip=1.0 bucket=none", divided(uniform(1), 2), 1),
@@ -529,7 +519,7 @@ class _Mutator:
         elif name == "serving":
             new = random.choice(
                 (None, Serving(), Serving(2), Serving(1, "async"), Serving(9), Serving(0), Serving(1, "x"),
-                 Serving(overlapping=True), Serving(1, "k-of-n:1/2", True))
+                 Serving(1, "k-of-n:1/2"))
             )  # fmt: skip
         elif name in ("clip", "room", "in_flight"):
             new = random.choice((None, 0, 1, 2, -1, float("nan")))

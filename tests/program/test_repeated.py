@@ -89,6 +89,7 @@ def test_all_readers_find_the_same(words: str) -> None:
     program = compiled(words)
     plain, costs = rank_by_rank(program), Even()
     assert isinstance(program.ranks, Repeated)
+    assert program.ranks.is_whole()  # (`compile` takes that for granted)
     assert program == plain
     assert plain == program
     assert hash(program.ranks) == hash(plain.ranks)
@@ -189,7 +190,7 @@ def test_a_sum_that_is_missing_or_doubled_is_found_where_only_one_replica_is_loo
             assert isinstance(ranks, Repeated)
             with pytest.raises(ProgramError, match=says):
                 verify(replace(program, ranks=ranks))
-            assert len(ranks.made) == len(ranks.rows)
+            assert len(ranks.known) == len(ranks.rows)
 
 
 # who goes the plain way -----------------------------------------------------------------------------------------------
@@ -252,6 +253,6 @@ def test_only_one_pipeline_is_made_checked_and_simulated() -> None:
     trace = simulate(program, costs)
     assert len(trace.bytes_sent()) == len(trace.peak_memory()) == len(trace.in_flight()) == 512
     assert trace.summary().startswith(f"predicted trace: 512 ranks, {len(program)} instructions")
-    assert sorted(program.ranks.made) == [0, 4, 8, 12]
+    assert sorted(program.ranks.known) == [0, 4, 8, 12]
     own = sum(ins.op in COMPUTE for row in program.ranks.rows for ins in row)
     assert costs.asked == own < len(program) / 128

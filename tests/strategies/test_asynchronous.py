@@ -308,7 +308,7 @@ def test_the_recorded_order_is_that_without_recomputation(name):
     groups = tuple(Group((l,), one if l in (0, 1, 3, 5) else none) for l in range(6))
     shape = Shape(6, groups)
     plain, again = (
-        order_of(Plan.parse(f"pp=2 schedule={name} microbatches=3{rest}").compile(shape, steps=4)).ranks
+        order_of(Plan.parse(f"pp=2 schedule={name} microbatches=3{rest}").compile(shape, steps=4)).entries
         for rest in ("", " checkpoint=1")
     )
     assert again == plain

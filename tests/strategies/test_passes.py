@@ -34,7 +34,6 @@ LISTS = {
     "pp=2 schedule=terapipe slices=4": "layers slices data_parallel transfers update fuse",
     "dp=2 sync=ps checkpoint=2": "layers checkpoint parameter_server fuse",  # (servers update)
     "pp=2 schedule=pipedream checkpoint=1": "layers checkpoint versions transfers fuse",
-    "dp=2 pp=2 schedule=pipedream sync=ps": "layers versions virtual_workers transfers fuse",
     "dp=2 pp=2 zero=1 clip=1 inference=true": "layers transfers fuse",  # (nothing is trained)
 }
 

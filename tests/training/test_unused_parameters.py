@@ -55,7 +55,6 @@ def model():
         "dp=2 offload=optimizer",
         "dp=2 sync=ps",
         "dp=2 sync=ps servers=2 microbatches=2",
-        "dp=2 pp=2 sync=ps overlap=priority",
         "dp=2 sync=ps mode=async",
     ],
 )

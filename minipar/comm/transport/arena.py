@@ -23,12 +23,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from minipar.comm.transport import futex
-from minipar.comm.transport.futex import fence
+from minipar.comm.transport import shared_memory
+from minipar.comm.transport.shared_memory import fence
 from minipar.errors import RankError
 
 _LINE = 128  # bytes between two counters: no two on one line of a cache
@@ -114,7 +115,7 @@ class Arena:
         fence()
         self.posted += 1
         self._words[self.index * _LINE // 8] = self.posted
-        futex.wake(self._address + self.index * _LINE)
+        shared_memory.wake(self._address + self.index * _LINE)
         return self.posted
 
     # who runs them ---------------------------------------------------------------------------------------------------
@@ -181,7 +182,7 @@ class Arena:
             return
         member, value = behind
         began = time.monotonic()
-        futex.wait(self._address + member * _LINE, value & 0xFFFFFFFF, until is None)
+        shared_memory.wait(self._address + member * _LINE, value & 0xFFFFFFFF, until is None)
         if until is None or time.monotonic() - began < _LATE:
             return
         members, number = exchange.need
@@ -191,19 +192,19 @@ class Arena:
                 raise ConnectionError(f"rank {ended} is gone")
 
 
+@dataclass(eq=False)
 class Exchange:
     """One collective in an arena, under way."""
 
-    def __init__(self, arena: Arena, steps: Steps) -> None:
-        self.arena = arena
-        self.need: Need = ((), 0)
-        self.error: BaseException | None = None
-        self.done = False
-        self.begun = 0  # posts done by `begin`, two at most
-        self._steps: Iterator[Need] = steps
-        self._calls: list[Callable[[], None]] = []
-        self._told = False
-        self._lock = threading.Lock()
+    arena: Arena
+    steps: Iterator[Need]
+    need: Need = ((), 0)
+    error: BaseException | None = None
+    done: bool = False
+    begun: int = 0  # posts done by `begin`, two at most
+    _calls: list[Callable[[], None]] = field(default_factory=list)
+    _finished: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self) -> None:
         """Do the first step at once, if nothing is under way and it need not wait for anyone."""
@@ -212,11 +213,11 @@ class Exchange:
             return
         with arena.lock, torch.no_grad():
             before = arena.posted
-            need = next(self._steps, None)
+            need = next(self.steps, None)
             if need is not None and arena.posted == before and arena.lagging(need) is None:
-                need = next(self._steps, None)
+                need = next(self.steps, None)
             if need is None:  # that was all
-                need, self._steps = ((), 0), iter(())
+                need, self.steps = ((), 0), iter(())
             self.need, self.begun = need, arena.posted - before
 
     def advance(self) -> bool:
@@ -226,7 +227,7 @@ class Exchange:
             with torch.no_grad():
                 while self.error is None and arena.lagging(self.need) is None:
                     try:
-                        self.need = next(self._steps)
+                        self.need = next(self.steps)
                     except StopIteration:
                         return True
                     except Exception as error:
@@ -239,7 +240,7 @@ class Exchange:
     def finish(self) -> None:
         """It is complete: run the calls of `when_done`."""
         with self._lock:
-            self._told = True
+            self._finished = True
             calls, self._calls = self._calls, []
         for call in calls:
             call()
@@ -268,7 +269,7 @@ class Exchange:
     def when_done(self, call: Callable[[], None]) -> None:
         """Call `call` when it is complete, from the thread that completes it."""
         with self._lock:
-            if not self._told:
+            if not self._finished:
                 self._calls.append(call)
                 return
         call()

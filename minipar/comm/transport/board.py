@@ -10,7 +10,7 @@ tensor. A word behind the ring says how many collectives the rank has settled, t
 entry for collective n + DEPTH overwrites that for n, but only when all ranks have settled n. Ranks that wait sleep on
 one more word, the gong: the rank that announces a collective last writes its number there, and wakes all at once.
 
-There is a `fence` (futex.py says why) between a small tensor and the word that announces it, on both sides, and between
+There is a `fence` (shared_memory.py) between a small tensor and the word that announces it, on both sides, and between
 the last read of others' entries and the word that lets them be overwritten.
 """
 
@@ -23,8 +23,8 @@ import os
 
 import torch
 
-from minipar.comm.transport import futex
-from minipar.comm.transport.futex import fence
+from minipar.comm.transport import shared_memory
+from minipar.comm.transport.shared_memory import fence
 from minipar.errors import RankError
 
 DEPTH = 64
@@ -107,7 +107,7 @@ class Board:
         fence()
         if self._complete(number):
             self._words[self._gong] = number
-            futex.wake(self._address)
+            shared_memory.wake(self._address)
         return word
 
     def _complete(self, number: int) -> bool:
@@ -119,7 +119,7 @@ class Board:
         value = self._words[self._gong]
         fence()
         if not self._complete(number):
-            futex.wait(self._address, value & 0xFFFFFFFF)
+            shared_memory.wait(self._address, value & 0xFFFFFFFF)
 
     def compare(self, number: int, word: int) -> bool | None:
         """Whether all entries agree with `word`, this rank's own: False as soon as one differs, None while some are

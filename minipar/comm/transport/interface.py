@@ -7,12 +7,15 @@ method here, so that no caller has to know which of them it has.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
 from minipar.comm.transport.arena import Arena
+
+if TYPE_CHECKING:
+    from minipar.comm.transport.sockets import Sockets
 
 Meet = Callable[[list[int]], list[list[int]]]  # waits for all members of a group, and returns each one's numbers
 
@@ -96,26 +99,6 @@ class OwnMessages(Messages, Protocol):
         """End them. What was not delivered is lost, and what waits for a message fails."""
 
 
-class Receive(Work, Protocol):
-    """A receive that reads what comes. `done`: whether its own message has come."""
-
-    done: bool
-
-
-class Reader(Messages, Protocol):
-    """Messages that a waiting rank reads itself: it can check whether one is here, and may find another one first."""
-
-    def receive(self, tensor: Tensor, peer: int, tag: int, unless: int | None = None) -> Receive:
-        """`unless`: the tag of a message that may come in its place: then `wait` returns, and `done` stays False."""
-
-    def take(self, tensor: Tensor, peer: int, tag: int) -> bool:
-        """Receive the message, if it is the next one and already here; returns whether it was. Never waits."""
-
-    def readable(self, peers: Sequence[int], seconds: float) -> bool:
-        """Whether a message of one of these peers is here, or comes within so many seconds. True also if a peer is
-        gone: receiving from it raises the error."""
-
-
 class Transport(ABC):
     """How one rank reaches all others. Every rank of a world makes the same one."""
 
@@ -131,9 +114,9 @@ class Transport(ABC):
         """Its messages. The first use may wait for all ranks."""
 
     @property
-    def reader(self) -> Reader | None:
-        """The same messages, if a waiting rank reads them itself. None: a message arrives sooner if its receive is
-        posted sooner, and its size must be known then."""
+    def reader(self) -> Sockets | None:
+        """The same messages, if a waiting rank reads them itself: it can check whether one is here, or find another one
+        first. None: a message arrives sooner if its receive is posted sooner, and its size must be known then."""
         return None
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""The transport of ranks of one machine: messages through sockets, collectives in shared memory.
+"""The transport of ranks of one machine: messages through sockets, collectives in shared memory; `Mixed` of several.
 
 gloo does the collectives that `algorithm="backend"` asks for, and all of them where ranks cannot share memory.
 """
@@ -15,28 +15,29 @@ from minipar.comm.transport import arena, shared_memory
 from minipar.comm.transport.arena import Arena
 from minipar.comm.transport.board import Board, fingerprint
 from minipar.comm.transport.gloo import Gloo
-from minipar.comm.transport.interface import Meet, Messages, OwnMessages, Reader, Transport
+from minipar.comm.transport.interface import Board as Announced
+from minipar.comm.transport.interface import Meet, OwnMessages, Transport
 from minipar.comm.transport.sockets import Sockets
 
 
 class LocalTransport(Transport):
-    """`path`: how the files of its boards begin. `sockets`: for its messages; without them gloo carries these."""
+    """`path`: how the files of its boards begin. `sockets`: for its messages."""
 
     name = "local"
     own_thread = True
     without = ""
 
-    def __init__(self, path: str, gloo: Gloo, sockets: Sockets | None) -> None:
+    def __init__(self, path: str, gloo: Gloo, sockets: Sockets) -> None:
         self.path, self.gloo, self.sockets = path, gloo, sockets
         self.rank = gloo.rank
         self.watched: dict[int, int] = {}  # rank -> a descriptor of its process
 
     @property
-    def messages(self) -> Messages:
-        return self.gloo.messages if self.sockets is None else self.sockets
+    def messages(self) -> Sockets:
+        return self.sockets
 
     @property
-    def reader(self) -> Reader | None:
+    def reader(self) -> Sockets:
         return self.sockets
 
     def process_group(self, members: tuple[int, ...]) -> Any:
@@ -45,11 +46,11 @@ class LocalTransport(Transport):
     def at_once(self, members: tuple[int, ...]) -> bool:
         return False
 
-    def board(self, kind: str, members: tuple[int, ...]) -> Board:
+    def board(self, kind: str, members: tuple[int, ...]) -> Announced:
         return Board(f"{self.path}-{kind}-{fingerprint(str(members)):x}", members, members.index(self.rank))
 
     def line(self, members: tuple[int, ...]) -> OwnMessages:
-        return self.gloo.line(members) if self.sockets is None else self.sockets.among(members)
+        return self.sockets.among(members)
 
     def memory(self, members: tuple[int, ...], meet: Meet) -> Arena | None:
         """An arena that all members have mapped. If one of them cannot map it, all get None."""
@@ -94,8 +95,8 @@ class LocalTransport(Transport):
 
     def _explain(self, reason: str) -> None:
         """Note why shared memory is not used; where the system could have it, also warn, once."""
-        told, self.without = bool(self.without), self.without or reason
-        if not told and sys.platform == "linux":
+        known, self.without = bool(self.without), self.without or reason
+        if not known and sys.platform == "linux":
             warnings.warn(f"no shared memory between ranks ({reason}): gloo is used", stacklevel=2)
 
     @property
@@ -103,8 +104,47 @@ class LocalTransport(Transport):
         return self.gloo.native
 
     def close(self, under_way: bool) -> None:
-        if self.sockets is not None:
-            self.sockets.close()
+        self.sockets.close()
         for descriptor in self.watched.values():
             os.close(descriptor)
         self.watched.clear()
+
+
+class Mixed(LocalTransport):
+    """The transport of ranks on several hosts: each pair and each group goes the shortest way that all of it has.
+
+    ranks        0 1 | 2 3             two hosts
+    messages     0 - 1                 a socket of this machine, and a ring in shared memory
+                 1 - 2                 a TCP socket
+    collectives  0,1                   shared memory
+                 1,2 and 0,1,2,3       gloo, as a whole
+
+    `hosts`: by rank, the name of its host.
+    """
+
+    name = "gloo"  # (so that its groups announce in the process groups that do their collectives)
+
+    def __init__(self, path: str, gloo: Gloo, sockets: Sockets, hosts: tuple[str, ...]) -> None:
+        super().__init__(path, gloo, sockets)
+        self.hosts, self.without = hosts, gloo.without
+
+    def _on_one_host(self, members: tuple[int, ...]) -> bool:
+        return len({self.hosts[rank] for rank in members}) == 1
+
+    def at_once(self, members: tuple[int, ...]) -> bool:
+        return not self._on_one_host(members)
+
+    def board(self, kind: str, members: tuple[int, ...]) -> Announced:
+        self.sockets.warm_up([self._next(members)])
+        return super().board(kind, members) if self._on_one_host(members) else self.gloo.board(kind, members)
+
+    def _next(self, members: tuple[int, ...]) -> int:
+        """The member after this rank, in a ring: each watches its connection with the next one."""
+        return members[(members.index(self.rank) + 1) % len(members)]
+
+    def lost(self, members: tuple[int, ...]) -> int | None:
+        after = self._next(members)
+        return after if self.sockets.lost(after) else None
+
+    def memory(self, members: tuple[int, ...], meet: Meet) -> Arena | None:
+        return super().memory(members, meet) if self._on_one_host(members) else None

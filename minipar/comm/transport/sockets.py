@@ -37,7 +37,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from minipar.cluster.processes import readable
-from minipar.comm.helper import Helper
+from minipar.cluster.threads import Helper
 from minipar.comm.transport import shared_memory, stream
 from minipar.comm.transport.interface import DONE, Work
 from minipar.comm.transport.stream import Stream

@@ -3,9 +3,9 @@
     | bytes written | bytes read | writer waits | reader waits |  ring of data: byte k of the stream at k mod CAPACITY
 
 Writer and reader copy in pieces and update their number after each, so that both work on a long message at once. Each
-word has one writer. There is a `fence` (futex.py) between data and the number that announces it, and between the number
-and the check whether the other end waits. An end that goes to sleep announces it first, and then checks once more, so
-that no wake-up is lost.
+word has one writer. There is a `fence` (shared_memory.py) between data and the number that announces it, and between
+the number and the check whether the other end waits. An end that goes to sleep announces it first, and then checks once
+more, so that no wake-up is lost.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import mmap
 
 import torch
 
-from minipar.comm.transport import futex
-from minipar.comm.transport.futex import fence
+from minipar.comm.transport import shared_memory
+from minipar.comm.transport.shared_memory import fence
 
 CAPACITY = 4 << 20
 SIZE = CAPACITY + 4096
@@ -77,7 +77,7 @@ class Stream:
         self._words[which] = self._own
         fence()
         if self._words[waits]:
-            futex.wake(self._address + 8 * which)
+            shared_memory.wake(self._address + 8 * which)
 
     def wait_to_write(self) -> None:
         """Sleep until there is room, or for half a millisecond, since two threads of the writer may wait here."""
@@ -93,5 +93,5 @@ class Stream:
         fence()
         value = words[which]
         if abs(self._own - value) == ahead:
-            futex.wait(self._address + 8 * which, value & 0xFFFFFFFF, short)
+            shared_memory.wait(self._address + 8 * which, value & 0xFFFFFFFF, short)
         words[waits] = 0

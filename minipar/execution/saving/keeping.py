@@ -133,8 +133,9 @@ class Storing:
             pieces = list(collect(executor, outline))
         except SaveError as error:  # no error yet, since it may not be needed; `run.save` raises it
             reason = error.reason
-        total = int(executor.comm.allreduce(sum(count_bytes(piece.values) for piece in pieces)))
-        return Share(header, reason=reason) if reason else self.brought(header, pieces, total)
+        total = torch.tensor([sum(count_bytes(piece.values) for piece in pieces)])
+        executor.comm.iallreduce(total, tuple(range(executor.comm.size)), "bytes of the state").wait()
+        return Share(header, reason=reason) if reason else self.brought(header, pieces, int(total))
 
     def brought(self, header: Header, pieces: Sequence[SavedSlice], total: int) -> Share:
         """Pieces for the driver, if it wants the state of the run, which has `total` bytes."""
@@ -204,14 +205,6 @@ def model_of(shares: Sequence[Share], what: str) -> dict[str, Tensor]:
             whole = tensors.setdefault(name, torch.empty(piece.shape, dtype=piece.values.dtype))
             whole.view(-1)[piece.start : piece.start + piece.values.numel()] = piece.values
     return tensors
-
-
-def export_folder(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Write the model of a saved run to one safetensors file, each parameter whole, under its name.
-
-    A tied parameter is written once, under its first name: `safetensors.torch.load_model` reads it. SaveError.
-    """
-    _export(model_in(folder), path)
 
 
 def model_in(folder: str | os.PathLike[str]) -> dict[str, Tensor]:

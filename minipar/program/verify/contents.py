@@ -25,7 +25,6 @@ from operator import and_
 from minipar.errors import ProgramError
 from minipar.program import (
     COPIES,
-    SERVICE,
     Instruction,
     Op,
     Program,
@@ -103,8 +102,6 @@ class Contents:
                 self._copy(rank, index, ins)
             elif repartitions(ins):
                 continue  # (its forms are looked at in forms.py, and in step with all ranks by `order`)
-            elif op in SERVICE:
-                self._serve(rank, index, ins)
             elif ins.group:
                 self.brought[rank, index] = self._bring(rank, ins)
                 if joined:
@@ -112,9 +109,6 @@ class Contents:
                     self._collect(rank, index, ins, self._of_all(ins, brought))
             else:
                 self._compute(rank, index, ins)
-
-    def _serve(self, rank: int, index: int, ins: Instruction) -> None:
-        """Something is exchanged with a server. (service.py checks what is sent.)"""
 
     # the end
 

@@ -26,7 +26,6 @@ STATE = (
 STUMBLES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 _MANY = 100_000  # layers, micro-batches or steps; fewer are not counted
 _MODE = re.compile(r"sync|async|ssp:[0-9]+|k-of-n:[0-9]+/[0-9]+")
-_PIECE = re.compile(r"[0-9]+:[0-9]+")
 _COMPRESSED = re.compile(r"none|bf16|fp16|topk:[0-9.e+-]+|powersgd:[1-9][0-9]*")
 
 
@@ -70,7 +69,7 @@ def _is_value(value: object) -> bool:
         and type(value.kind) is str
         and all(map(_whole, value[1:4]))
         and type(value.form) is str
-        and (is_form(value.form) or (value.kind == "pushed" and _PIECE.fullmatch(value.form) is not None))
+        and is_form(value.form)
     )
 
 
@@ -100,7 +99,7 @@ _OWN: dict[str, Rule] = {
     "room": (lambda value: value is None or _whole(value, 0), "bytes, or None"),
     "chunks": (lambda value: _wholes(value, 0), "a tuple of sizes in bytes"),
     "selective": _FLAG,
-    "serving": (lambda value: value is None or _is_serving(value), "Serving(servers, mode, overlapping), or None"),
+    "serving": (lambda value: value is None or _is_serving(value), "Serving(servers, mode), or None"),
     "in_flight": (lambda value: value is None or _whole(value, 1), "a whole number from 1 on, or None"),
     "slices": (lambda value: _whole(value, 1) or (value != () and _wholes(value, 1)), "how many, or each one's length"),
     "carries": (lambda value: _wholes(value, 0), "a tuple of layers"),
@@ -108,7 +107,6 @@ _OWN: dict[str, Rule] = {
     "forms": (lambda value: _tuple_of(_is_forms, value), "a tuple of Forms for each layer"),
     "inputs": (lambda value: _is_inputs(value), '"", "S0", "S1", or one of these for each axis, such as "S0/S1"'),
     "names": (lambda value: _tuple_of(lambda name: type(name) is str, value), "a tuple of texts"),
-    "checked": _FLAG,
 }  # fmt: skip
 
 
@@ -157,7 +155,6 @@ def _is_compression(value: object) -> bool:
 
 def _is_serving(value: object) -> bool:
     fits = isinstance(value, Serving) and _whole(value.servers, 1) and type(value.mode) is str
-    fits = fits and type(value.overlapping) is bool  # type: ignore[attr-defined]
     return fits and bool(_MODE.fullmatch(value.mode))  # type: ignore[attr-defined]
 
 
@@ -238,15 +235,15 @@ def _check_mesh(program: Program) -> None:
     names, product = [name for name, _ in program.mesh], 1
     for _, size in program.mesh:
         product *= size
-    told = ", ".join(f"{name}={size}" for name, size in program.mesh)
+    words = ", ".join(f"{name}={size}" for name, size in program.mesh)
     if product != program.workers or len(set(names)) < len(names):
         raise ProgramError(
-            f"mesh {told}: has {several(product, 'place')} for {several(program.workers, 'rank')}; sizes multiply to "
+            f"mesh {words}: has {several(product, 'place')} for {several(program.workers, 'rank')}; sizes multiply to "
             "the number of ranks that hold layers"
         )
     before = program.mesh[: names.index("dp")] if "dp" in names else ()
     if any(size > 1 for _, size in before):
-        raise ProgramError(f"mesh {told}: dp must be the first axis; replicas are runs of neighbouring ranks")
+        raise ProgramError(f"mesh {words}: dp must be the first axis; replicas are runs of neighbouring ranks")
 
 
 def _check_model(program: Program) -> None:

@@ -96,22 +96,15 @@ def recompute(
     return result
 
 
-def _chains(draft: Draft, rank: int) -> list[range]:
-    """The chains of trained layers that a rank has of a model with branches."""
+def _segments(draft: Draft, rank: int) -> list[range]:
+    """The segments of a rank of a model with branches: each is a part of a chain of its trained layers."""
     layout = draft.layout
     alone, found = wiring(layout.shape.edges, layout.shape.layers).alone, []
     for part in map(layout.trained, layout.placement[rank]):
         begins = [layer for layer in part if layer == part.start or layer not in alone]
-        found += [range(start, stop) for start, stop in pairwise([*begins, part.stop])]
-    return found
-
-
-def _segments(draft: Draft, rank: int) -> list[range]:
-    """The segments of a rank of a model with branches: each is a part of a chain."""
-    found = []
-    for chain in _chains(draft, rank):
-        cuts = cut(draft.plan.checkpoint, chain, None, 1)
-        found += [range(chain.start + one.start, chain.start + one.stop) for one in cuts]
+        for start, stop in pairwise([*begins, part.stop]):
+            cuts = cut(draft.plan.checkpoint, range(start, stop), None, 1)
+            found += [range(start + one.start, start + one.stop) for one in cuts]
     return found
 
 

@@ -31,6 +31,8 @@ def place(draft: Draft) -> Draft:
 
 def find(chosen: Sequence[str], shape: Shape) -> frozenset[int]:
     """The layers that were chosen, by name or number. Errors: PlanError for unknown ones, or half of a tied set."""
+    if not chosen:
+        return frozenset()
     known = shape.own_names
     names = {name: k for k, name in reversed(list(enumerate(known)))}
     numbers = {str(k): k for k in range(shape.own_layers)}

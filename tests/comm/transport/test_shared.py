@@ -56,7 +56,7 @@ def calls(comm: Any, what: str) -> None:
             comm.send(x, 0)
 
 
-@pytest.mark.parametrize("what", ["allreduce", "reduce_scatter", "broadcast", "message"])
+@pytest.mark.parametrize("what", ["allreduce", "message"])
 def test_a_rank_that_is_killed_in_the_middle(cluster: Cluster, what: str) -> None:
     """Rank 1 dies at a random moment of many; the others come back with their state."""
 
@@ -113,7 +113,7 @@ def test_without_a_driver_the_others_notice_by_themselves() -> None:
         assert three.run(f)[0] == "rank 1 is gone"
 
 
-@pytest.mark.parametrize("what", ["allreduce", "reduce_scatter", "broadcast"])
+@pytest.mark.parametrize("what", ["allreduce"])
 def test_stop_reaches_ranks_in_shared_memory(what: str) -> None:
     """All have announced the collective; rank 1 does not go on with it."""
 
@@ -195,28 +195,6 @@ def test_nothing_is_left_anywhere(tmp_path: Path) -> None:
         assert not any("/dev/shm" in name for name in inside)
     finally:
         three.close()
-
-
-def test_threads_do_not_grow_with_groups_or_peers(cluster: Cluster) -> None:
-    def f() -> tuple[int, int]:
-        comm = communicator.create()
-        comm.prepare([(0, 1), (1, 2), (0, 2), ALL])
-        total()
-        started = threading.active_count()
-        for group in [(0, 1), (1, 2), (0, 2), ALL]:
-            if comm.rank in group:
-                comm.iallreduce(torch.ones(2_000_000), group).wait()
-        for peer in ALL:
-            if peer != comm.rank:
-                comm.isend(torch.ones(3_000_000), peer)
-        for peer in ALL:
-            if peer != comm.rank:
-                comm.irecv(torch.empty(3_000_000), peer).wait()
-        comm.barrier()
-        return started, threading.active_count()
-
-    for started, ended in cluster.run(f):
-        assert ended <= started + 2  # one for collectives, one for messages
 
 
 # The parts alone
@@ -335,14 +313,3 @@ def test_a_stream_keeps_every_byte_in_order() -> None:
     thread.join(5)
     assert not failed
     assert bytes(got) == data.tobytes()
-
-
-def test_a_stream_that_is_full_takes_nothing_more() -> None:
-    memory = mmap.mmap(-1, stream.SIZE)
-    writer, reader = Stream(memory), Stream(memory)
-    assert writer.write(memoryview(bytes(stream.CAPACITY + 5))) == stream.CAPACITY
-    assert writer.write(memoryview(b"x")) == 0
-    assert reader.read(memoryview(bytearray(3))) == 3
-    assert writer.write(memoryview(b"abcd")) == 3
-    assert reader.read(memoryview(bytearray(stream.CAPACITY))) == stream.CAPACITY
-    assert reader.read(memoryview(bytearray(1))) == 0
