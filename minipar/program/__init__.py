@@ -273,14 +273,6 @@ class Program:
         own = tuple(mesh.coordinates(rank).get("dp", 0) for rank in workers)
         return own + tuple(range(self.replicas, self.replicas + servers))
 
-    @cached_property
-    def ranks_of_replicas(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each replica."""
-        found: list[list[int]] = [[] for _ in range(self.replicas)]
-        for rank in range(self.workers):
-            found[self.replica(rank)].append(rank)
-        return tuple(map(tuple, found))
-
     @property
     def workers(self) -> int:
         """The ranks that hold layers: all but parameter servers."""
