@@ -1,15 +1,13 @@
 # make demo    train a small GPT on 4 local ranks beside plain torch, and write demo.html
-# make test    ruff, mypy and all tests, every cell of the lessons included (20 to 25 minutes on 2 cores)
+# make test    ruff, mypy and all tests, every cell of the lessons included (14 minutes on 2 cores at most)
 # make check   ruff, mypy and the fast half of the tests: of the rooms that need no ranks (2 minutes at most)
 # make lab     JupyterLab, in lessons/
 # make lessons run the lessons again and save their outputs, after an edit
 # make gallery docs/gallery.md and its pictures, after a change of a view
 # make bench   measured values beside their targets
-# make soak    random faults, stop buttons, kills and inputs of parsers, for 30 minutes at most: docs/reliability.md;
-#              then every pair of keys, and threes, beside plain torch (75 minutes): docs/combinations.md
-#              (make soak-faults, make soak-combinations: one of the two)
-# make thorough  other long checks (hours): 120 kills of a server, 3000 random models under random plans, all cases of
-#              tests, 20000 mutants of programs, what is predicted of each pair of keys, all benchmarks
+# make soak    random faults, stop buttons, kills and inputs of parsers, for 30 minutes at most: docs/reliability.md
+# make thorough  other long checks (hours): 120 kills of a server, 3000 random models under random plans, plans with
+#              threes of keys, all cases of tests, 20000 mutants of programs, all benchmarks
 # make lint    ruff and mypy alone
 # make book    the course as a static site, in build/book, from the saved outputs
 # make test-latest    all tests with the newest versions of everything, in an environment of its own
@@ -22,7 +20,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check lab lessons gallery book test-latest bench soak soak-faults soak-combinations thorough lint clean
+.PHONY: demo test check lab lessons gallery book test-latest bench soak thorough lint clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -58,19 +56,13 @@ gallery: $(READY)
 bench: $(READY)
 	$(BIN)/python -m benchmarks $(BENCH_ARGS)
 
-soak: soak-faults soak-combinations
-
-soak-faults: $(READY)
+soak: $(READY)
 	timeout 1800 $(BIN)/python -m tests.faults.campaign --count 1000 --seconds 1700 --write docs/reliability.md
 
-soak-combinations: $(READY)
-	$(BIN)/python -m tests.fuzz.matrix --write docs/combinations.md $(MATRIX_ARGS)
-
 thorough: $(READY)
-	$(BIN)/python -m tests.faults.checking --write docs/reliability.md
 	$(BIN)/python -m tests.comm.kills $(SOAK_ARGS)
 	$(BIN)/python -m tests.fuzz.campaign $(FUZZ_ARGS)
-	$(BIN)/python -m tests.fuzz.predicted --write docs/combinations.md
+	$(BIN)/python -m tests.fuzz.core --threes 300
 	$(BIN)/python -m tests.outside
 	$(BIN)/python -m pytest --thorough tests
 	$(BIN)/python -m tests.fuzz.verify_mutants --count 20000

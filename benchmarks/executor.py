@@ -1,14 +1,13 @@
 """The executor's own cost per instruction, in a pipeline so small that the computation itself takes almost no time.
 
-Three values: the CPU time of an instruction with all torch calls (layers of width 8, messages of 256 bytes); and
+Two values: the CPU time of an instruction with all torch calls (layers of width 8, messages of 256 bytes); and
 minipar's own part of it, from a second run without torch's work: layers return a constant, messages and backward calls
-do nothing. And how much longer a step takes whose ranks check it (`check=true`), with layers of width 256.
+do nothing.
 """
 
 from __future__ import annotations
 
 import time
-from copy import deepcopy
 from functools import partial
 from statistics import median
 from typing import Any
@@ -20,7 +19,6 @@ from torch import nn
 from benchmarks.harness import Row
 from minipar import Cluster, Plan
 from minipar.comm import communicator
-from minipar.execution.checking import CheckedExecutor
 from minipar.execution.executor import Executor
 from minipar.models.parameter_groups import shape_of
 
@@ -74,32 +72,11 @@ def _without_torch(executor: Executor, x: torch.Tensor, y: torch.Tensor) -> None
         executor.run(lambda step: (x, y))
 
 
-def _checked(plan: Plan, steps: int) -> float:
-    """CPU time of a step with `check=true`, as a multiple of that without."""
-    comm = communicator.create()
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)))
-    program = plan.compile(shape_of(list(model)))
-    batch = torch.randn(512, 256), torch.randn(512, 256)
-    optimizer, times = partial(torch.optim.SGD, lr=1e-3), []
-    for kind in (Executor, CheckedExecutor):
-        executor = kind(program, comm, deepcopy(model), nn.functional.mse_loss, optimizer)
-        found = []
-        for _ in range(steps):
-            comm.barrier()
-            start = time.process_time()
-            executor.run(lambda step: batch)
-            found.append(time.process_time() - start)
-        times.append(median(found))
-    return times[1] / times[0]
-
-
 def measure(quick: bool = False) -> list[Row]:
     with Cluster(4) as cluster:
         found = cluster.run(_measure, Plan(pp=4, microbatches=8), 20 if quick else 100)
-        checked = cluster.run(_checked, Plan(pp=2, dp=2, microbatches=4), 5 if quick else 20)
     whole, own = (median(column) * 1e3 for column in zip(*found, strict=True))
     return [
         Row("executor, own time per instruction, without torch calls", own, "ms", 0.1),
         Row("executor, CPU time per instruction, with torch calls", whole, "ms", 0.25),
-        Row("executor, CPU time of a step with check=true / without", median(checked), "x"),
     ]

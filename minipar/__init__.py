@@ -27,7 +27,6 @@ if TYPE_CHECKING:  # type checkers and editors read this; a test checks that it 
     from minipar.cluster.launched import Launched as Launched
     from minipar.comm import communicator as communicator
     from minipar.costs.device import DeviceSpec as DeviceSpec
-    from minipar.errors import CheckFailed as CheckFailed
     from minipar.errors import CollectiveMismatch as CollectiveMismatch
     from minipar.errors import Deadlock as Deadlock
     from minipar.errors import DeviceOutOfMemory as DeviceOutOfMemory
@@ -67,7 +66,7 @@ if TYPE_CHECKING:  # type checkers and editors read this; a test checks that it 
     from minipar.training.training import train as train
     from minipar.training.tuning import bucket_curve as bucket_curve
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _homes = {
     "minipar.program": ("Program", "Mesh", "Instruction", "Forward", "Backward", "BackwardInput", "BackwardWeight"),
@@ -97,7 +96,6 @@ _homes = {
         "RankError",
         "RankDied",
         "Deadlock",
-        "CheckFailed",
         "CollectiveMismatch",
         "DeviceOutOfMemory",
         "SaveError",

@@ -26,6 +26,7 @@ from minipar.program import Op
 from minipar.program.mesh import AXES, Mesh
 from minipar.program.rows import MOST_ROWS
 from minipar.strategies import schedules
+from minipar.strategies.keys import check_keys
 from minipar.strategies.plan import Plan, table
 from minipar.strategies.rows_said import rows_said
 from minipar.wording import several
@@ -115,10 +116,10 @@ def _parser() -> _Parser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, show: Any, text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text, description=text)
-        made.add_argument("--json", action="store_true", help="print one JSON object")
-        made.set_defaults(command=run, show=show)
-        return made
+        built = commands.add_parser(name, help=text, description=text)
+        built.add_argument("--json", action="store_true", help="print one JSON object")
+        built.set_defaults(command=run, show=show)
+        return built
 
     one = command("simulate", _simulate, _show_simulate, "predict a plan's step with costs given by hand")
     one.add_argument("plan", metavar="PLAN", help="key=value words in one string, such as 'pp=4 microbatches=8'")
@@ -225,7 +226,8 @@ def _parser() -> _Parser:
 
     one = command("schedules", _schedules, _show_schedules, "list the schedules, with their constraints")
     one.add_argument("--markdown", action="store_true", help="as a Markdown table, which docs/schedules.md has")
-    one = command("keys", _keys, _show_keys, "list the keys of a plan, what they take, and what does not go together")
+    one = command("keys", _keys, _show_keys, "list the keys of a plan; of a few all that they take and do not go with")
+    one.add_argument("names", metavar="NAME", nargs="*", help="of which keys to say all (default: a line of each)")
     one.add_argument("--markdown", action="store_true", help="as docs/combinations.md: which choices go together")
     command("doctor", _doctor, _show_doctor, "what works on this machine")
     one = command("bench", _bench, _show_bench, "run the benchmarks: minipar beside torch's own tools")
@@ -458,12 +460,12 @@ def _to_train(name: str, seed: int) -> tuple[Any, Any, Any]:
 
     if ":" not in name:
         return partial(models.build, name), data.for_model(name, seed=seed), models.loss_of(name)
-    made = _called(name, "(model, data) or (model, data, loss)")
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
+    built = _called(name, "(model, data) or (model, data, loss)")
+    if not isinstance(built, tuple) or len(built) not in (2, 3):
         raise PlanError(f"--model {name}: must return (model, data) or (model, data, loss), as `train` takes them")
     from torch.nn.functional import cross_entropy
 
-    return made if len(made) == 3 else (*made, cross_entropy)
+    return built if len(built) == 3 else (*built, cross_entropy)
 
 
 def _service(run: Run, plan: Plan) -> dict[str, Any]:
@@ -585,10 +587,10 @@ def _own_model(text: str) -> Any:
     """The numbers of a model that `module:build` gives, with an example of its input."""
     from minipar.models.counting import chain_of
 
-    made = _called(text, "(model, example)")
-    if not isinstance(made, tuple) or len(made) != 2:
+    built = _called(text, "(model, example)")
+    if not isinstance(built, tuple) or len(built) != 2:
         raise PlanError(f"--model {text}: must return (model, example), with an example of the model's input")
-    return chain_of(*made, name=text)
+    return chain_of(*built, name=text)
 
 
 def _called(text: str, what: str) -> Any:
@@ -777,9 +779,9 @@ def _show_shard(result: dict[str, Any]) -> str:
     found: dict[tuple[str, ...], list[int]] = {}
     for (layer, phase, op, axis), ones in kinds.items():
         size, time = (sum(one[key] for one in ones) for key in ("bytes", "time"))
-        told = f"{phase}: {len(ones)} {op} over {axis}", f"{size / 2**20:.3f} MiB", f"{time * 1e3:.3f} ms"
-        found.setdefault(told, []).append(int(layer) if layer else -1)
-    rows = [(_numbers(layers), *told) for told, layers in found.items()]
+        words = f"{phase}: {len(ones)} {op} over {axis}", f"{size / 2**20:.3f} MiB", f"{time * 1e3:.3f} ms"
+        found.setdefault(words, []).append(int(layer) if layer else -1)
+    rows = [(_numbers(layers), *words) for words, layers in found.items()]
     lines += ["", "collectives of one layer, by layer: bytes on each rank, time", *(_columns(rows) or ["  none"])]
     total = sum(one["bytes"] for one in result["collectives"]), sum(one["time"] for one in result["collectives"])
     count = several(len(result["collectives"]), "collective")
@@ -860,24 +862,37 @@ def _show_schedules(result: dict[str, Any]) -> str:
 
 
 def _keys(options: argparse.Namespace) -> dict[str, Any]:
-    return {"keys": [{"name": name, **row} for name, row in table().items()], "markdown": options.markdown}
+    known = table()
+    check_keys(options.names, list(known))
+    rows = [{"name": name, **known[name]} for name in options.names or known]
+    return {"keys": rows, "names": options.names, "markdown": options.markdown}
 
 
 def _show_keys(result: dict[str, Any]) -> str:
     if result["markdown"]:
-        from minipar.strategies.exclusions import page
+        from minipar.strategies.combinations import page
 
         return page()
+    if result["names"]:
+        return "\n".join(map(_key, result["keys"]))
+    wide = max(len(row["name"]) for row in result["keys"])
     lines = []
     for row in result["keys"]:
-        lines.append(f"{row['name']} = {row['default'] or '(nothing)'}    of: {row['domain']}")
-        lines += textwrap.wrap(row["help"], 112, initial_indent="    ", subsequent_indent="    ")
-        if row["needs"]:
-            lines.append(f"    only with {row['needs']}")
-        for own in dict.fromkeys(other["words"] for other in row["excludes"]):
-            against = [f"{other['with']} ({other['why']})" for other in row["excludes"] if other["words"] == own]
-            words = f"{own}: not with {'; '.join(against)}"
-            lines += textwrap.wrap(words, 112, initial_indent="    ", subsequent_indent="      ")
+        text = textwrap.shorten(row["help"], 86 - wide, placeholder=" ...")
+        lines.append(f"{row['name']:{wide}}  {row['default'] or '-':10}  {text}")
+    return "\n".join([*lines, "", "minipar keys NAME says all of one: its values, and what it does not go with."])
+
+
+def _key(row: dict[str, Any]) -> str:
+    """All of one key: its values, its default, its help, what it needs, and what it does not go with."""
+    lines = [f"{row['name']} = {row['default'] or '(nothing)'}    of: {row['domain']}"]
+    lines += textwrap.wrap(row["help"], 112, initial_indent="    ", subsequent_indent="    ")
+    if row["needs"]:
+        lines.append(f"    only with {row['needs']}")
+    for own in dict.fromkeys(other["words"] for other in row["excludes"]):
+        against = [f"{other['with']} ({other['why']})" for other in row["excludes"] if other["words"] == own]
+        words = f"{own}: not with {'; '.join(against)}"
+        lines += textwrap.wrap(words, 112, initial_indent="    ", subsequent_indent="      ")
     return "\n".join(lines)
 
 

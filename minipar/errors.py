@@ -80,20 +80,6 @@ class NotFinite(RankError):
     microbatch: int = -1
 
 
-class CheckFailed(RankError):
-    """A run-time check of `check=true` has failed: something is silently wrong.
-
-    rank, step, index    where it is wrong first: `index` is the instruction's place in the rank's list
-    instruction, layers  that instruction in words, and the layers or parameter groups that it works on
-    """
-
-    rank: int = -1
-    step: int = -1
-    index: int = -1
-    instruction: str = ""
-    layers: tuple[int, ...] = ()
-
-
 class CollectiveMismatch(RankError):
     """Ranks of a group started different collectives; nothing was sent. The error names the collective of each rank."""
 

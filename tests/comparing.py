@@ -87,9 +87,8 @@ _captured: dict[bytes, PickledGraphs | None] = {}
 def _plainly(job: bytes, steps: int, clip: float | None) -> Reference:
     """What plain torch makes of a job, in this process. Many plans are compared with the same."""
     model, data, loss, dtype = cloudpickle.loads(job)
-    options = {"steps": steps, "clip": clip}
     with torch.random.fork_rng(devices=[]):
-        return run(task_of(Job(model, data, loss=loss, optimizer=sgd, dtype=dtype), "plain", options))
+        return run(task_of(Job(model, data, loss=loss, optimizer=sgd, dtype=dtype), steps, clip=clip))
 
 
 def _compare(found: Run | Execution, expected: Reference, bound: float) -> None:

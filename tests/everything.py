@@ -57,6 +57,7 @@ FAST = (
 NOTHING = 5  # pytest's status when the arguments select no test
 # For parts without notebooks: the options of pyproject.toml without nbval, which takes 2 seconds to import.
 NO_NOTEBOOKS = ("-pno:nbval", "--override-ini=addopts=-ra --strict-markers --import-mode=importlib")
+NOTEBOOKS = ("-ptests.notebooks.warm",)  # their kernels are forked
 
 
 @dataclass
@@ -77,7 +78,7 @@ class Part:
 
 
 def pytest(name: str, *arguments: str) -> Part:
-    options = () if name.startswith("lessons") else NO_NOTEBOOKS
+    options = NOTEBOOKS if name.startswith("lessons") else NO_NOTEBOOKS
     return Part(name, [sys.executable, "-m", "pytest", *options, *arguments])
 
 

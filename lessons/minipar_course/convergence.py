@@ -30,8 +30,9 @@ from minipar.models.parameter_groups import shape_of
 from minipar.models.tensors import layers_of
 from minipar.prediction.simulator import simulate
 from minipar.strategies.plan import Plan
-from minipar.trace.recorded_order import order_of
-from minipar.training.reference import Order, build, reader, replay_order, train_plainly
+from minipar.trace.recorded_order import RecordedOrder, order_of
+from minipar.training.reference import Job as PlainJob
+from minipar.training.reference import Replay, build, reader, train_plainly
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -103,11 +104,11 @@ def replayed(
         for seed in seeds:
             model = build(partial(models.mlp, WIDTHS, activation=torch.nn.Tanh), seed, torch.float32)
             batches = reader(datasets.digits(seed), batch, torch.float32)
-            how = (model, batches, torch.nn.functional.cross_entropy, optimizer)
+            job = PlainJob(model, batches, torch.nn.functional.cross_entropy, optimizer, seed, keep_gradients=False)
             if plan.asynchronous:
-                done = replay_order(*how, _order(plan, steps), seed, keep_gradients=False)
+                done = Replay(job, _order(plan, steps)).train()
             else:
-                done = train_plainly(*how, steps, seed, keep_gradients=False)
+                done = train_plainly(job, steps)
             found[name].append(by_step(done.losses, steps))
     torch.set_num_threads(threads)
     return found
@@ -124,10 +125,10 @@ def _trained(
 
 
 @cache  # (it depends neither on the seed nor on the learning rate)
-def _order(plan: Plan, steps: int) -> Order:
+def _order(plan: Plan, steps: int) -> RecordedOrder:
     """In which order the ranks of an asynchronous plan work, as it is predicted."""
     program = plan.compile(layers=len(WIDTHS) - 1, steps=steps)
-    return Order(**order_of(simulate(program, forward=1, backward=2).program)._asdict())
+    return order_of(simulate(program, forward=1, backward=2).program)
 
 
 def by_step(losses: Sequence[float], steps: int) -> list[float]:

@@ -10,7 +10,7 @@ the views in place. Where there is none, the sum says whether any rank has one (
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,6 @@ class Buckets:
     """The gradient buffers of one rank, one for each ALL_REDUCE of its program (and dtype).
 
     groups[g] are the trainable parameters of group g on this rank.
-
-    exact   the ranks whose sums are not compressed, whatever `compress` says
     """
 
     def __init__(
@@ -39,9 +37,8 @@ class Buckets:
         comm: Communicator,
         compress: str = "none",
         algorithm: str | None = None,
-        exact: Collection[tuple[int, ...]] = (),
     ) -> None:
-        self.groups, self.algorithm, self.exact = groups, algorithm, exact
+        self.groups, self.algorithm = groups, algorithm
         self.buffers: dict[tuple[int, ...], list[Tensor]] = {}
         self.views: dict[int, list[Tensor]] = {}
         self.filled: set[int] = set()
@@ -55,7 +52,7 @@ class Buckets:
                 self.buffers[ins.layers] = self._allocate(ins.layers, comm.device)
         self.compressor = None if compress == "none" else Compressor(comm, compress, algorithm)
         if self.compressor is not None:
-            for each in (ins for ins in instructions if ins.op is Op.ALL_REDUCE and ins.group not in exact):
+            for each in (ins for ins in instructions if ins.op is Op.ALL_REDUCE):
                 for key, whole, _ in self._messages(each):
                     self.compressor.prepare(key, whole)
 
@@ -98,14 +95,10 @@ class Buckets:
         """Start summing the gradients of an ALL_REDUCE over its group of ranks."""
         for g in ins.layers:
             self.fill(g)  # a rank whose micro-batches had no rows has none
-        piece, compressor = piece_of(ins), None if ins.group in self.exact else self.compressor
-        if piece:
-            handles = []
-            for key, part, _ in self._messages(ins):
-                if compressor is None:
-                    handles.append(comm.iallreduce(part, ins.group, str(ins), self.algorithm))
-                else:
-                    handles += compressor.all_reduce(key, part, (), ins.group, str(ins))
+        compressor = self.compressor
+        if piece := piece_of(ins):
+            parts = self._cut(ins, piece)
+            handles = [comm.iallreduce(part, ins.group, str(ins), self.algorithm) for part in parts]
             if not ins.writes:
                 self.under_way.setdefault(ins.layers, []).extend(handles)
                 return handles
@@ -135,11 +128,7 @@ class Buckets:
         return handles
 
     def _messages(self, ins: Instruction) -> Iterator[tuple[tuple[int, ...], Tensor, list[torch.Size]]]:
-        """The messages of an ALL_REDUCE: a name, a flat tensor of gradients end to end, and their shapes. (A piece has
-        no shape.)"""
-        if piece := piece_of(ins):
-            yield from (((*ins.layers, piece[0], k), part, []) for k, part in enumerate(self._cut(ins, piece)))
-            return
+        """The messages of an ALL_REDUCE: a name, a flat tensor of gradients end to end, and their shapes."""
         if ins.layers in self.buffers:
             if len(self.buffers[ins.layers]) != 1:
                 raise RankError(f"{ins}: gradients of several dtypes are not compressed together; bucket=none can")

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any
 
-from minipar.costs.hardware import PRESETS as hardware_presets
 from minipar.costs.protocol import Costs
 from minipar.costs.quantities import quantity
 from minipar.errors import PlanError
@@ -84,12 +84,12 @@ class DeviceSpec:
 
     @staticmethod
     def parse(text: str | DeviceSpec) -> DeviceSpec:
-        """The spec that `text` names: a preset's name (from PRESETS or HARDWARE), and `key=value` words that change it.
+        """The spec that `text` names: a preset (of PRESETS or `known_hardware`), and `key=value` words that change it.
 
         Errors: PlanError for an unknown word."""
         if isinstance(text, DeviceSpec):
             return text
-        presets = {**PRESETS, **HARDWARE}
+        presets = {**PRESETS, **known_hardware()}
         spec = DeviceSpec()
         times: dict[str, float] = {}
         known = [f.name for f in fields(DeviceSpec) if f.name not in ("costs", "name")]
@@ -132,22 +132,28 @@ PRESETS: dict[str, DeviceSpec] = {
     "nvlink-like": DeviceSpec(bandwidth=200e9, latency=5e-6, host_bandwidth=25e9, name="nvlink-like"),
 }
 
-# The presets of costs/hardware.py as devices: peaks, without the efficiency that is reached.
-HARDWARE: dict[str, DeviceSpec] = {
-    name: DeviceSpec(
-        one.flops, one.memory, one.near, one.near_latency, one.host_bandwidth, one.disk_bandwidth, name=name
-    )
-    for name, one in hardware_presets.items()
-}
+
+@cache
+def known_hardware() -> dict[str, DeviceSpec]:
+    """The presets of costs/hardware.py as devices, by name: peaks, without the efficiency that is reached."""
+    from minipar.costs.hardware import PRESETS as machines  # (tables that a run on this machine does not need)
+
+    return {
+        name: DeviceSpec(
+            one.flops, one.memory, one.near, one.near_latency, one.host_bandwidth, one.disk_bandwidth, name=name
+        )
+        for name, one in machines.items()
+    }
 
 
 def hardware(name: str) -> DeviceSpec:
-    """The spec of HARDWARE called `name`. Errors: `PlanError`, which lists all names."""
-    if name not in HARDWARE:
-        raise PlanError(f"hardware {name!r}: no such preset; there are {', '.join(HARDWARE)}")
-    return HARDWARE[name]
+    """The spec of `known_hardware` called `name`. Errors: `PlanError`, which lists all names."""
+    known = known_hardware()
+    if name not in known:
+        raise PlanError(f"hardware {name!r}: no such preset; there are {', '.join(known)}")
+    return known[name]
 
 
 def holding(size: int) -> tuple[str, ...]:
-    """The names in HARDWARE of devices with at least `size` bytes of memory."""
-    return tuple(name for name, spec in HARDWARE.items() if spec.memory is not None and spec.memory >= size)
+    """The names in `known_hardware` of devices with at least `size` bytes of memory."""
+    return tuple(name for name, spec in known_hardware().items() if spec.memory is not None and spec.memory >= size)

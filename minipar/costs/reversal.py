@@ -1,14 +1,14 @@
-"""Optimal recomputation of a chain: revolve for equal layers, rotor for unequal ones.
+"""Optimal recomputation of a chain of unequal layers: rotor.
 
-Both answer the question: where must forward leave checkpoints, so that the backward costs least? Both recurse on the
-first checkpoint, at layer k: run forward to it, solve the layers after it with one checkpoint less, then solve the
-layers before it with all checkpoints (they run forward again).
+Where must forward leave checkpoints, so that the backward costs least? The search recurses on the first checkpoint, at
+layer k: run forward to it, solve the layers after it in the memory that it leaves, then solve the layers before it in
+all of the memory (they run forward again).
 
-    s ......... k ......... t         cost(s, t, c) = min over k of  (k - s)  +  cost(k, t, c - 1)  +  cost(s, k, c)
-      advance     c - 1 left          then again from s: all c
+    s ......... k ......... t         cost(s, t, m) = min over k of  (k - s)  +  cost(k, t, m - size)  +  cost(s, k, m)
+      advance     m - size left       then again from s: all of m
 
-revolve counts checkpoints, and saves only one layer at a time. rotor counts bytes, and may also keep what a layer
-saves, so that this layer never runs again: with enough memory it recomputes nothing.
+For equal layers, of which only checkpoints are counted, that is revolve. rotor counts bytes, and may also keep what a
+layer saves, so that this layer never runs again: with enough memory it recomputes nothing.
 
 Sources: Griewank and Walther, "Algorithm 799: revolve", ACM TOMS 2000; Beaumont et al., "Optimal checkpointing for
 heterogeneous chains", 2019 (rotor; "persistent": a checkpoint stays until the backward that ends its use).
@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 from minipar.costs.recomputation import Chain, Move, keep_everything, moves, needed
 from minipar.errors import PlanError
 from minipar.program import Op
-from minipar.wording import several
 
 if TYPE_CHECKING:
     import numpy as np
@@ -32,66 +31,6 @@ if TYPE_CHECKING:
 
 LayerPass = tuple[Op, int, bool]  # op, layer, saves
 SLOTS = 500  # rotor divides a budget into so many slots; sizes are rounded up to whole slots
-
-
-# equal layers --------------------------------------------------------------------------------------------------------
-
-
-def repetitions(layers: int, checkpoints: int) -> int:
-    """The least r with C(c + r, c) >= N: how often a layer of the chain runs at most before its backward."""
-    r = 0
-    while math.comb(checkpoints + r, checkpoints) < layers:
-        r += 1
-    return r
-
-
-def advances(layers: int, checkpoints: int) -> int:
-    """The least number of forwards without saving with which N equal layers can be reversed: r N - C(c + r, c + 1).
-
-    The chain's input is one of the c checkpoints. In addition each layer has one forward with saving.
-    """
-    if layers < 1 or checkpoints < 1:
-        raise PlanError(
-            f"revolve: {several(layers, 'layer')}, {checkpoints} checkpoints; both are at least 1, the input is one"
-        )
-    r = repetitions(layers, checkpoints)
-    return r * layers - math.comb(checkpoints + r, checkpoints + 1)
-
-
-def revolve(layers: int, checkpoints: int) -> tuple[Move, ...]:
-    """The schedule with `advances(layers, checkpoints)` forwards without saving. It saves only one layer at a time.
-
-    It takes O(N) work for each checkpoint; the recursion is as deep as the number of checkpoints.
-    """
-    advances(layers, checkpoints)  # (it refuses impossible numbers)
-    draft: list[LayerPass] = []
-    front = -1  # the last layer that has run
-
-    def run(start: int, stop: int, saves: bool) -> None:
-        nonlocal front
-        for layer in range(start, stop):
-            draft.append((Op.FORWARD if layer > front else Op.RECOMPUTE, layer, saves))
-            front = max(front, layer)
-
-    def reverse(start: int, stop: int, free: int) -> None:
-        while stop - start > 1:
-            k = stop - 1 if free == 1 else start + _first_checkpoint(stop - start, free)
-            run(start, k, False)
-            reverse(k, stop, max(1, free - 1))
-            stop = k
-        run(start, stop, True)
-        draft.append((Op.BACKWARD, start, False))
-
-    reverse(0, layers, checkpoints)
-    return moves(draft)
-
-
-def _first_checkpoint(layers: int, checkpoints: int) -> int:
-    """How many layers to run before the first checkpoint, so that the number of forwards is least."""
-    return min(range(1, layers), key=lambda k: k + advances(layers - k, checkpoints - 1) + advances(k, checkpoints))
-
-
-# unequal layers ------------------------------------------------------------------------------------------------------
 
 
 def rotor(chain: Chain, budget: int, in_flight: int = 1, slots: int = SLOTS) -> tuple[Move, ...]:

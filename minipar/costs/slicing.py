@@ -13,14 +13,11 @@ inner loop).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 import numpy as np
 
-from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError
-from minipar.program import BACKWARDS, COMPUTE, Instruction, Op, Program, Value
 from minipar.wording import several
 
 SliceTime = Callable[[int, int], float]  # (length, context), both in tokens -> time
@@ -110,70 +107,3 @@ def _within(table: np.ndarray, limit: float, edges: Sequence[int]) -> tuple[floa
         lengths.append(edges[b] - edges[before[b]])
         b = before[b]
     return float(sums[n]), tuple(reversed(lengths))
-
-
-@dataclass(frozen=True)
-class FittedTime:
-    """t(length, context) = a + b length + c context + d length^2 + e length context, fitted to measured times."""
-
-    factors: tuple[float, ...]
-
-    def __call__(self, length: int, context: int) -> float:
-        return max(0.0, float(np.dot(self.factors, _terms(length, context))))
-
-
-def fit(measured: dict[tuple[int, int], float]) -> FittedTime:
-    """A formula for the times of all slices, from 5 or more measured ones: {(length, context): seconds}.
-
-    It has the least squares of relative errors, so short slices count as much as long ones. Errors: PlanError for
-    fewer.
-    """
-    if len(measured) < 5:
-        raise PlanError(
-            f"measured: {several(len(measured), 'slice')}; a fit needs at least 5, of several lengths and contexts"
-        )
-    seconds = np.array(list(measured.values()))
-    terms = np.array([_terms(*key) for key in measured])
-    factors, *_ = np.linalg.lstsq(terms / seconds[:, None], np.ones(len(seconds)), rcond=None)
-    return FittedTime(tuple(map(float, factors)))
-
-
-def _terms(length: int, context: int) -> tuple[float, ...]:
-    return 1.0, length, context, length * length, length * context
-
-
-@dataclass(frozen=True)
-class SliceCosts:
-    """Costs for `simulate`: on each rank a slice's forward takes time(length, context), its backward `backward` times
-    that.
-
-    tokens   number of tokens of a sequence; the program's slices say how it is cut
-    """
-
-    program: Program
-    tokens: int
-    time: SliceTime
-    backward: float = 2.0
-    latency: float = 0.0
-    _times: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        ranges = token_ranges(self.program.slices, self.tokens)
-        self._times.extend(self.time(len(tokens), tokens.start) for tokens in ranges)
-
-    def compute(self, rank: int, ins: Instruction) -> float:
-        if ins.op not in COMPUTE or ins.op is Op.STEP:
-            return 0.0
-        share = len(ins.layers) / max(1, len(self.program.share[rank]))
-        factor = self.backward if ins.op is Op.BACKWARD else self.backward / 2 if ins.op in BACKWARDS else 1.0
-        return self._times[ins.microbatch % len(self._times)] * share * factor
-
-    def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
-        return UnitCosts(self.program, latency=self.latency).transfer(rank, ins)
-
-    def collective(self, ins: Instruction) -> float:
-        return 0.0
-
-    def size(self, rank: int, value: Value) -> float:
-        """Memory in units of a rank's activations of one slice."""
-        return 1 / max(1, len(self.program.share[rank])) if value.kind == "saved" else 0.0

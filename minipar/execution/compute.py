@@ -24,13 +24,12 @@ from minipar.data.batches import Batch, BatchPart
 from minipar.errors import MiniparError
 from minipar.execution import autograd_entry, layer_calls, naming_layers, repartition
 from minipar.execution.batch_rows import BatchRows
-from minipar.execution.finite import Finite
 from minipar.execution.fitting import row_major
 from minipar.execution.layer_calls import Call, LayerCall, Made, Sizes
-from minipar.execution.mean_loss import Loss, MeanLoss, Target
+from minipar.execution.mean_loss import Finite, Loss, MeanLoss, Target
 from minipar.execution.remembered import Remembered, will_run_again
 from minipar.execution.saved_tensors import SavedTensors
-from minipar.execution.sequence_state import SequenceState, carried, on_slices
+from minipar.execution.sliced import SequenceState, carried, on_slices
 from minipar.execution.split_backward import Arrived, input_half, left, noting_hooks, weight_half
 from minipar.execution.streams import Later, Streams, streams_of
 from minipar.execution.tails import Tails
@@ -45,7 +44,7 @@ from minipar.strategies.passes import offload
 from minipar.strategies.rewriting import computed_on_host
 
 
-def _told(backward: Callable[[Compute, Instruction, dict[Value, Any]], None]) -> Any:
+def _naming_layers(backward: Callable[[Compute, Instruction, dict[Value, Any]], None]) -> Any:
     """Raise an exception of a backward again, with the names of the layers of this call of autograd's engine."""
 
     def run(self: Compute, ins: Instruction, live: dict[Value, Any]) -> None:
@@ -289,7 +288,7 @@ class Compute:
 
     # backward --------------------------------------------------------------------------------------------------------
 
-    @_told
+    @_naming_layers
     def backward(self, ins: Instruction, live: dict[Value, Any]) -> None:
         i, step = ins.microbatch, ins.step
         if not self.rows.count(ins):
@@ -306,7 +305,7 @@ class Compute:
         self._forget(ins)
         self._hand_back(ins, given, received, live)
 
-    @_told
+    @_naming_layers
     def backward_input(self, ins: Instruction, live: dict[Value, Any]) -> None:
         """Run the input half of a backward; what it leaves is `saved_weight`. See `execution/split_backward.py`."""
         i, step = ins.microbatch, ins.step
@@ -325,7 +324,7 @@ class Compute:
         self._forget(ins)
         self._hand_back(ins, given, received, live)
 
-    @_told
+    @_naming_layers
     def backward_weight(self, ins: Instruction, live: dict[Value, Any]) -> None:
         """Run the weight half of a backward, from the gradients that the input half kept."""
         if self.rows.count(ins):

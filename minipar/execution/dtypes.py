@@ -60,7 +60,7 @@ def convert(model: nn.Module, dtype: torch.dtype) -> None:
             f"dtype={dtype_name(dtype)}: the model is of {name}, but {other}; possible is dtype=torch.{name}, "
             "which leaves everything as it is, or a model of one type"
         )
-    if not other:
+    if not other and dtype is not main:
         _change(model, dtype)
 
 

@@ -15,7 +15,7 @@ from minipar.cluster.ranks import Ranks
 from minipar.comm.links import Links
 from minipar.errors import PlanError
 from minipar.program import Action, Forward, Instruction, Program, Staleness, Value, grad_output, output
-from minipar.strategies.rewriting import ActionKey, Leaving, actions_of
+from minipar.strategies.rewriting import ActionKey, actions_of
 from minipar.strategies.schedules.ampnet import choose
 
 _LOOK = 0.05  # seconds of a wait, after which the rank checks again
@@ -58,7 +58,6 @@ class DynamicSchedule:
         row, ranks, m = self.program.ranks[self.rank], len(self.program.ranks), self.program.microbatches
         self.order: list[Action] = []
         self.executed: list[int] = []
-        self.leaving = Leaving()
         forwards = backwards = 0
         since = 0.0  # when the rank began to wait, if it does
         while forwards + backwards < 2 * self.total:
@@ -80,7 +79,6 @@ class DynamicSchedule:
             step, i = divmod(action.microbatch, m)
             forwards, backwards = forwards + there, backwards + (not there)
             self.order.append(action)
-            self.leaving.next_action()
             for index in self.blocks[there, i, step]:
                 self.executed.append(index)
                 yield index, row[index]

@@ -70,14 +70,13 @@ def delays(costs: EmulatedCosts, rank: int) -> Delays:
 class Pacing:
     """What the driver tells emulated parameter servers.
 
-    replies   of each server what its answer to a worker's step takes: (seconds on the link, latency). By worker, step
-              and group; -1: all groups at once
-    updates   seconds that an update takes on each server, by group; by -1 - rule, where a rule updates all its groups
-              at once; None: as long as it takes
+    replies   of each server what its answer to a worker's step takes: (seconds on the link, latency). By worker and
+              step
+    updates   seconds that an update takes on each server; None: as long as it takes
     """
 
-    replies: tuple[dict[tuple[int, int, int], tuple[float, float]], ...]
-    updates: tuple[dict[int, float], ...] | None
+    replies: tuple[dict[tuple[int, int], tuple[float, float]], ...]
+    updates: tuple[float, ...] | None
 
 
 @dataclass

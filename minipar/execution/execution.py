@@ -30,29 +30,28 @@ from minipar.data import loading
 from minipar.data.batches import Batch, BatchPart, check_batch, gives_rows, read_part
 from minipar.errors import PlanError
 from minipar.execution.affinity import on_own_core
-from minipar.execution.checking import CheckedExecutor
 from minipar.execution.dtypes import check_narrow, convert, matching, narrow
 from minipar.execution.dynamic_schedule import check_carrier
-from minipar.execution.elementwise import check_update
 from minipar.execution.emulation import Delays, delays
 from minipar.execution.executor import Executor, Gradient, PassRecord, Shard
-from minipar.execution.finite import Finite, check_choice
 from minipar.execution.fitting import check_parameters, row_major
 from minipar.execution.following import Callback, Following, Observer, Telling
+from minipar.execution.mean_loss import Finite, check_choice
 from minipar.execution.measuring.copying import measure_copies
 from minipar.execution.measuring.profiler import profile
 from minipar.execution.memory.tape import record
-from minipar.execution.memory.watching import SERIES, Watching
+from minipar.execution.memory.tracker import SERIES, Watching
 from minipar.execution.owners import Slice, assemble
 from minipar.execution.saving.contents import outline_of
 from minipar.execution.saving.folder import Header
 from minipar.execution.saving.keeping import NOTHING, Share, Storing
 from minipar.execution.sliced import count_tokens, ranges_of
-from minipar.execution.updating import Optimizer, Scheduler, Update, forms_of
+from minipar.execution.updating import Optimizer, Scheduler, Update, check_update, forms_of
 from minipar.models import selective_checkpoint
-from minipar.models.losses import check_loss, raise_unless_again, scalar, try_loss, try_tokens
+from minipar.models.losses import check_loss, is_known, raise_unless_again, scalar, try_loss, try_tokens
 from minipar.models.mixture_gpt import Load, total
 from minipar.models.network import Network, edges_of
+from minipar.models.nodes import Cut, ShardedModel
 from minipar.models.parameter_groups import shape_of
 from minipar.models.randomness import split_sensitive
 from minipar.models.tensors import (
@@ -75,8 +74,6 @@ from minipar.program.comm_volume import changing
 from minipar.program.mesh import SHARING, Mesh
 from minipar.program.shape import Shape
 from minipar.program.verify.verifier import verify
-from minipar.sharding.nodes import Cut, ShardedModel
-from minipar.sharding.sharded import capture_graphs, local_model, pickled, unpickled
 from minipar.strategies.keys import at_least_1
 from minipar.strategies.passes import host_layers
 from minipar.strategies.passes.versions import as_it_happened
@@ -175,6 +172,8 @@ class Job:
         which axes; `inputs` and `slices`: see `Program`."""
         count = sharers if isinstance(sharers, int) else sharers.size
         known = self.graphs is not None and self.graphs[:2] == (count, slices)
+        from minipar.sharding.sharded import local_model, unpickled
+
         graphs = unpickled(self.graphs.data) if known and self.graphs is not None else None
         x, cut = self._example(slices)
         return local_model(model, index, sharers, x, self.annotations, inputs, cut, graphs)
@@ -182,6 +181,8 @@ class Job:
     def capture(self, count: int, slices: int | tuple[int, ...]) -> PickledGraphs | None:
         """In one rank: the model as graphs, for all ranks that share it. None where graphs cannot be sent."""
         x, cut = self._example(slices)
+        from minipar.sharding.sharded import capture_graphs, pickled
+
         graphs = capture_graphs(self.build(), count, x, cut)
         try:
             return PickledGraphs(count, slices, pickled(graphs))
@@ -373,7 +374,8 @@ def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Ranks)
     computing = Plan.parse(words)
     if program.slice_count > 1:
         computing = replace(computing, schedule="terapipe", slices=program.slices)
-    (facts,) = cluster.run_on([0], profile_job, job, rows, False, computing)
+    halves = any(Op.BACKWARD_WEIGHT in ops for ops in program.ops)
+    (facts,) = cluster.run_on([0], profile_job, job, rows, False, computing, halves)
     return EmulatedCosts(program, spec, ProfiledCosts(program, facts.profile, job.batch))
 
 
@@ -473,8 +475,7 @@ def _passes(
     if job.evaluate is None and not trains and any(p.requires_grad for p in model.parameters()):
         model.eval()  # inference
     outline = outline_of(model)
-    kind = CheckedExecutor if program.checked else Executor
-    executor = kind(program, comm, model, job.loss, job.optimizer, job.seed, mine, job.scheduler)
+    executor = Executor(program, comm, model, job.loss, job.optimizer, job.seed, mine, job.scheduler)
     executor.walked = telling.walked
     executor.compute.finite = None if job.on_nan == "ignore" else Finite(comm.rank, job.on_nan, worker.report)
     asked, update = ending is not None and ending.path != "", executor.state.update
@@ -603,7 +604,8 @@ def profile_job(
 ) -> Facts:
     """In one rank: the facts of a job, its layers profiled for these numbers of rows, as the plan will have them.
 
-    memory   also record what each layer allocates, in order; `split`: in the halves of its backward, too
+    memory   also record what each layer allocates, in order
+    split    also measure the halves of each backward
     sliced   what updates slices of parameters, for errors; "" if nothing does. An optimizer that cannot is refused
     parts    micro-batches of a step, on all replicas: a loss that is not the weighted mean of theirs is refused
     """
@@ -640,7 +642,7 @@ def profile_job(
     layered = cast(nn.Sequential, model)
     at_home = host_layers.find(plan.host_layers, shape)
     host_steps = plan.sync == "ps" or bool({*plan.offload} - {"activations"})
-    measured = profile(layered, (x, y), loss, rows, 3, threads, optimizer, slices, again, at_home, host_steps)
+    measured = profile(layered, (x, y), loss, rows, 3, threads, optimizer, slices, again, at_home, host_steps, split)
     tapes = record(layered, x, y, loss, rows, optimizer, split, shape.edges, slices) if memory else None
     copies = Copies()
     if plan.offload:
@@ -654,6 +656,8 @@ def profile_job(
 def _try_loss(job: Job, model: nn.Module, x: Any, plan: Plan, parts: int) -> tuple[Any, str]:
     """What `losses.try_loss` says of a job's loss, on targets of its first batch and outputs near the model's. It is
     tried on parts of sequences, too, where the plan cuts them."""
+    if is_known(job.loss):
+        return None, ""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     device = worker.context().device
     with torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []), torch.no_grad():

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -29,18 +29,18 @@ from minipar.execution import naming_layers, repartition
 from minipar.execution.compute import Compute
 from minipar.execution.dtypes import check_narrow, narrow
 from minipar.execution.dynamic_schedule import DynamicSchedule
-from minipar.execution.elementwise import check_update
 from minipar.execution.emulation import Delays, EmulatedDevice, end_of, stamp_later
 from minipar.execution.fitting import check_fit
 from minipar.execution.following import Walked
 from minipar.execution.mean_loss import Loss
-from minipar.execution.offloading import Offloading, TierCopy, frozen_parameters
+from minipar.execution.offloading import Offloading, TierCopy
 from minipar.execution.owners import Slice
 from minipar.execution.state import State
 from minipar.execution.streams import Mark, Streams, read_all, streams_of
-from minipar.execution.updating import Optimizer, Scheduler, Update, forms_of
+from minipar.execution.updating import Optimizer, Scheduler, Update, check_update, forms_of
 from minipar.models import randomness, selective_checkpoint
 from minipar.models.network import edges_of
+from minipar.models.nodes import Cut
 from minipar.models.parameter_groups import parameters_of
 from minipar.models.tensors import count_bytes, layers_of
 from minipar.program import (
@@ -57,11 +57,12 @@ from minipar.program import (
     home,
     repartitions,
     tier,
-    version_of,
 )
 from minipar.program.comm_volume import by_algorithm
-from minipar.sharding.nodes import Cut
 from minipar.strategies.passes.versions import without_versions
+
+if TYPE_CHECKING:
+    from minipar.execution.memory.tracker import Tracker
 
 _WALKED = (
     Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND, Op.RECV, Op.STEP
@@ -116,7 +117,7 @@ def _lines(instructions: Sequence[Instruction], streams: Streams) -> list[_Prepa
             tuple([value for value in ins.reads if value in moved]),
             tuple([value.index for value in ins.writes if value.kind == "grad"]),
             tuple([value for value in ins.frees if value.kind not in _ELSEWHERE]),
-            tuple([v for v in ins.frees if v.kind in ("param", "param_shard") or version_of(v) >= 0]),
+            tuple([v for v in ins.frees if v.kind in ("param", "param_shard")]),
             ins.stream == "host",
             tuple([v for v in ins.reads if tier(v) == "host" and (ins.stream == "host" or ins.op in COLLECTIVES)]),
             time.perf_counter if ins.stream == "host" else streams.mark,
@@ -142,22 +143,6 @@ def _sums_beside(instructions: Sequence[Instruction]) -> bool:
         if ins.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER) and not repartitions(ins):
             started.update(value for value in ins.writes if value not in ins.frees)
     return False
-
-
-class MemoryWatch(Protocol):
-    """An observer of a rank that runs, such as a memory tracker."""
-
-    def at(self, index: int) -> None:
-        """The rank has come to an instruction, which ends where the next one begins."""
-
-    def received(self, content: Any) -> None:
-        """A message was received."""
-
-    def given(self, tensor: Tensor) -> None:
-        """A tensor is the host's from now on."""
-
-    def aside(self) -> AbstractContextManager[None]:
-        """While entered, new memory belongs to the host and does not count as the device's."""
 
 
 class Executor:
@@ -208,13 +193,13 @@ class Executor:
         self.groups, self.buckets = groups, self.state.buckets
         on_host = {ins.layers for ins in program.ranks[comm.rank] if ins.op is Op.STEP and ins.stream == "host"}
         self.optimizers = {k: o for k, o in self.state.optimizers.items() if k not in on_host}  # those of the device
-        frozen = frozen_parameters(program, layers, self.compute.layers.values())
+        mine = list(self.compute.layers.values())
         if program.precision == "bf16":
             # These are the tensors that are not trained: buffers, and frozen parameters before they are offloaded.
-            narrow(nn.ModuleList(self.compute.layers.values()))
-        self.offloading = Offloading(program, comm.rank, self.state, self.compute.kept, frozen, self.streams)
+            narrow(nn.ModuleList(mine))
+        self.offloading = Offloading(program, comm.rank, self.state, self.compute.kept, layers, mine, self.streams)
         self.live: dict[Value, Any] = {}
-        self.watch: MemoryWatch | None = None
+        self.watch: Tracker | None = None
         self.walked: Walked | None = None  # reports a pass while it runs
         self.follow(program, delays)
 
@@ -289,11 +274,8 @@ class Executor:
                 for value in ins.writes:
                     pending[value] = (index, ins.peer)
                 continue
-            arriving = line.arriving
-            if self.dynamic is not None:
-                arriving += self.dynamic.leaving.waits(ins)
             if pending:
-                for value in arriving:
+                for value in line.arriving:
                     if value in pending:
                         self._await(value)
             if line.by_host:
@@ -404,7 +386,7 @@ class Executor:
             self.device.ended(joined, index)
         for other in self.instructions[index].writes:
             self.pending.pop(other, None)
-        if self.watch is not None and repartitions(self.instructions[index]):
+        if self.watch is not None and repartitions(self.instructions[index]) and value in self.live:
             self.watch.received(self.live[value])
         self.ends[index] = self.ends[index] or self.streams.mark()
 
@@ -462,9 +444,6 @@ class Executor:
     def _copy(self, index: int, ins: Instruction) -> None:
         with self._aside() if tier(ins.writes[0]) == "host" else nullcontext():
             copy = self.offloading.start(ins, self.live)
-        for value in self.lines[index].released if ins.op is Op.OFFLOAD else ():
-            if value != ins.reads[0]:  # (that is freed when it is copied)
-                self.state.release(value)
         copy.end = self.device.copied(ins, copy.nbytes) if self.device is not None else None
         self.pending[ins.writes[0]] = (index, copy)
         if copy.on_stream:
@@ -482,11 +461,8 @@ class Executor:
         return nullcontext() if self.watch is None else self.watch.aside()
 
     def _step(self, ins: Instruction) -> None:
-        if ins.stream == "host":
-            with self._aside():
-                self._update(ins)
-                return self.offloading.updated(ins)
-        return self._update(ins)
+        with self._aside() if ins.stream == "host" else nullcontext():
+            self._update(ins)
 
     def _update(self, ins: Instruction) -> None:
         # Where receives of a later step may be posted already, the host does not wait for the losses of this one.
@@ -500,20 +476,8 @@ class Executor:
                     for p, grad in self.state.gradients([g]):
                         name = self.names[id(p)]
                         own = grad * share if isinstance(grad, Tensor) and share != 1 else grad
-                        if self._has_another(g):
-                            continue
                         kept[name] = Shard(self.cuts[name], own) if name in self.cuts else own
         self.state.step(ins)
-
-    def _has_another(self, group: int) -> bool:
-        """Whether an earlier rank of the same replica brings the same gradient, where those of replicas that train
-        alone are added."""
-        program, rank = self.program, self.comm.rank
-        if not program.local_steps:
-            return False
-        before = range(program.replica(rank) * (program.workers // program.replicas), rank)
-        alike = [r for r in before if program.part(r, group, "S") == program.part(rank, group, "S")]
-        return any(home(v).kind == "param" and v.index == group for r in alike for v in program.state[r])
 
     def size(self, value: Value) -> int:
         """Bytes of a value on this rank, as they were measured."""

@@ -3,10 +3,14 @@
     loss of a step = the sum over micro-batches of (mean loss of a micro-batch * what it counts / what the step counts)
 
 What is counted are rows, or target elements, or what the loss itself counts: see `models/losses.py`.
+
+A loss that is not a finite number is found where it is computed, before any update uses it. (Of an asynchronous program
+on a GPU, as soon as the host knows it.)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,14 +18,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from minipar.errors import MiniparError, RankError
+from minipar.errors import MiniparError, NotFinite, PlanError, RankError
 from minipar.execution import naming_layers
+from minipar.execution.following import Warned
 from minipar.execution.streams import Later
 from minipar.models.losses import counted, counts_elements, says_count
 from minipar.models.tensors import differentiable, map_tensors, single
 from minipar.program import Program
 
 Loss = Callable[[Any, Any], Tensor]
+
+ON_NAN = ("stop", "warn", "ignore")
 
 
 class Target(NamedTuple):
@@ -30,13 +37,11 @@ class Target(NamedTuple):
     y        the targets of a micro-batch, or of a slice of it
     counts   how much they count in a mean
     whole    how much all targets of the step count
-    nothing  whether its micro-batch has a mean of its own, and that is of nothing
     """
 
     y: Any
     counts: float
     whole: float
-    nothing: bool = False
 
 
 class MeanLoss:
@@ -51,7 +56,7 @@ class MeanLoss:
         self.later = later
         self.loss, self.rank, self.narrow = loss, rank, program.precision == "bf16"
         self.every = program.every
-        self.means = (self.every or 1) * (1 if program.local_steps else program.replicas)
+        self.means = (self.every or 1) * program.replicas
 
     def target(self, y: Any, mine: Any, share: float, weight: float) -> Target:
         """The target of an instruction.
@@ -64,11 +69,11 @@ class MeanLoss:
         whole = weight if own is None else (own or 1) * self.means
         if not (counts_elements(y) or says_count(self.loss)):  # (then rows are counted, and a slice has part of each)
             whole /= share
-        return Target(mine, counted(mine, self.loss), whole, own == 0)
+        return Target(mine, counted(mine, self.loss), whole)
 
     def __call__(self, output: Any, target: Target) -> Tensor:
         """The share of one output of the last layer. Errors: RankError for a loss that is no mean, or that fails."""
-        y, counts, whole, _ = target
+        y, counts, whole = target
         if counts == 0:  # every target is ignored: torch's mean would be 0/0
             return torch.stack([t.sum() for t in self._read(output, y)]).sum() * 0.0
         try:
@@ -113,3 +118,36 @@ def _check_count(counts: float, count: float) -> None:
             f"the loss gave (sum, count) with count {count:g}, but its targets weigh {counts:g}; say what it counts, "
             "of y alone, with losses.weighted(loss, count=lambda y: ...)"
         )
+
+
+def check_choice(on_nan: str) -> str:
+    """`on_nan` itself; PlanError if it is unknown."""
+    if on_nan not in ON_NAN:
+        raise PlanError(f"on_nan={on_nan}: unknown; possible are {', '.join(ON_NAN)}")
+    return on_nan
+
+
+class Finite:
+    """In a rank: checks the loss of each micro-batch that it computes.
+
+    on_nan   "stop": NotFinite at the first one that is not finite; "warn": `report` it once; "ignore": nothing
+    """
+
+    def __init__(self, rank: int, on_nan: str, report: Callable[[Warned], None]) -> None:
+        self.rank, self.on_nan, self._report = rank, on_nan, report
+
+    def __call__(self, value: float, step: int, microbatch: int, rows: range) -> None:
+        """Check the loss of these rows of a step's batch."""
+        if self.on_nan == "ignore" or math.isfinite(value):
+            return
+        what = f"the loss is {value} in step {step}, rank {self.rank}, micro-batch {microbatch}"
+        of = f"rows {rows.start} to {rows.stop - 1} of the batch"
+        if self.on_nan == "stop":
+            error = NotFinite(
+                f"{what} ({of}); possible: a smaller learning rate, clip=1.0 in the plan, a look at these rows, "
+                'or train(..., on_nan="warn") to go on'
+            )
+            error.step, error.rank, error.microbatch = step, self.rank, microbatch
+            raise error
+        self.on_nan = "ignore"
+        self._report(Warned(f'{what} ({of}); the run goes on, as on_nan="warn" says'))

@@ -11,8 +11,7 @@ Copies run on threads, one per tier and direction; those between a GPU and the h
 (streams.py), and the stream that computes waits where a thread would. The rank's own thread starts them, and frees what
 they have copied.
 When a store has no room, the tensors stay where they are, the step goes on with them, and the error is raised at its
-end: then parameters and optimizer are those after the step, and the run can go on. Where there is no room for a version
-of parameters, the run ends at once: an older one is needed in its place.
+end: then parameters and optimizer are those after the step, and the run can go on.
 """
 
 from __future__ import annotations
@@ -32,12 +31,11 @@ from torch import Tensor, nn
 from minipar.errors import StoreError
 from minipar.execution.memory.disk import DiskStore
 from minipar.execution.memory.stores import Tier, host_store
-from minipar.execution.parameter_versions import Versioned
 from minipar.execution.saved_tensors import SavedTensors
 from minipar.execution.state import State
 from minipar.execution.streams import Copy, Mark, StreamCopy, Streams, on_host
 from minipar.models.tensors import count_bytes, map_tensors, resize, tensors
-from minipar.program import COPIES, Instruction, LayerRun, Op, Program, Value, home, host, tier, version_of
+from minipar.program import COPIES, Instruction, LayerRun, Op, Program, Value, home, host, tier
 
 
 def _nothing() -> None:
@@ -45,9 +43,7 @@ def _nothing() -> None:
 
 
 def _any_time(ins: Instruction) -> bool:
-    source = ins.reads[0]
-    version = version_of(source) >= 0 and tier(source) == "device"
-    return ins.op is Op.FETCH or not (version or source.kind in ("saved", "grad", "grad_shard"))
+    return ins.op is Op.FETCH or ins.reads[0].kind not in ("saved", "grad", "grad_shard")
 
 
 class TierCopy:
@@ -123,7 +119,7 @@ class Offloading:
     """What one rank has copied away from its device, kept from step to step.
 
     kept     per layer, micro-batch and step: what autograd keeps of it
-    frozen   per group its frozen parameters on this rank
+    layers   of the whole model; `mine` are those of this rank
     """
 
     def __init__(
@@ -132,38 +128,21 @@ class Offloading:
         rank: int,
         state: State,
         kept: dict[LayerRun, SavedTensors],
-        frozen: Sequence[Sequence[Tensor]],
+        layers: Sequence[nn.Module],
+        mine: Iterable[nn.Module],
         streams: Streams,
     ) -> None:
-        self.streams = streams
-        copies = [ins for ins in program.ranks[rank] if ins.op in COPIES]
-        self.program, self.state, self.kept, self.frozen = program, state, kept, frozen
-        self.device = state.comm.device
-        held = program.state[rank] if program.state else frozenset()
-        self.held = frozenset(value for value in held if value.index not in state.at_home)  # (those never move)
+        self.program, self.state, self.kept, self.streams = program, state, kept, streams
         self.stores: dict[str, Tier] = {}
         self.under_way: list[tuple[Instruction, TierCopy]] = []
         self.failed: StoreError | None = None
         self._to_host: dict[Value, Copy] = {}  # copies on streams that the host has not waited for
         self._stays: set[Value] = set()  # what could not be copied away
-        self._unwritten: dict[Value, Any] = {}  # contents that are on their way
-        self._fixed: dict[int, list[Tensor]] = {}  # the host's copies of frozen parameters
-        self._away = {g for ins in copies if ins.op is Op.FETCH for g in ins.layers if self._is_away(ins.writes[0])}
-        # Groups of which there are versions. Their frozen parameters, which have none, stay on the device.
-        self._versions = {
-            v.index: owner
-            for v in self.held
-            if version_of(v) >= 0 and isinstance(owner := state.owners[v.index], Versioned)
-        }
-        self._on_disk = {v.index for v in self.held if tier(v) == "disk" and "param" in v.kind}
-        if not copies:
-            return
-        self.stores["host"] = host_store(streams, program.room)
-        if any(tier(value) == "disk" for ins in copies for value in (ins.reads[0], ins.writes[0])):
-            self.stores["disk"] = DiskStore(program.folder or None, program.room)
-        # (after an error nobody calls `close`: then the finalizer does the same)
-        self._finish = weakref.finalize(self, _close, streams, list(self.stores.values()))
-        self._begin()
+        self._away: set[int] = set()  # groups whose parameters are not on the device between steps
+        copies = [ins for ins in program.ranks[rank] if ins.op in COPIES]
+        if copies:
+            self.frozen = frozen_parameters(program, layers, mine)
+            self._begin(copies, program.state[rank] if program.state else frozenset())
 
     def close(self) -> None:
         """End the threads and free everything, files included."""
@@ -172,16 +151,25 @@ class Offloading:
 
     def _is_away(self, value: Value) -> bool:
         """Whether a group's parameters are not on the device between steps."""
-        plain = value._replace(step=0) if version_of(value) >= 0 else value  # (the version that a pass begins with)
-        return value.kind in ("param", "param_shard") and plain not in self.held
+        return value.kind in ("param", "param_shard") and value not in self.held
 
-    def _begin(self) -> None:
-        """Move everything to where it is kept between steps."""
+    def _begin(self, copies: Sequence[Instruction], held: frozenset[Value]) -> None:
+        """Move everything to where it is kept between steps. `held`: what this rank has then."""
+        self.device = self.state.comm.device
+        self.held = frozenset(value for value in held if value.index not in self.state.at_home)  # (those never move)
+        self._unwritten: dict[Value, Any] = {}  # contents that are on their way
+        self._fixed: dict[int, list[Tensor]] = {}  # the host's copies of frozen parameters
+        self._away = {g for ins in copies if ins.op is Op.FETCH for g in ins.layers if self._is_away(ins.writes[0])}
+        self._on_disk = {v.index for v in self.held if tier(v) == "disk" and "param" in v.kind}
+        self.stores["host"] = host_store(self.streams, self.program.room)
+        if any(tier(value) == "disk" for ins in copies for value in (ins.reads[0], ins.writes[0])):
+            self.stores["disk"] = DiskStore(self.program.folder or None, self.program.room)
+        # (after an error nobody calls `close`: then the finalizer does the same)
+        self._finish = weakref.finalize(self, _close, self.streams, list(self.stores.values()))
         for g in self._away:
             for p in (*self.state.owners[g].owned, *self.frozen[g]):
                 if p.untyped_storage().nbytes() != _bytes([p]) or not p.is_contiguous():
                     p.data = p.data.clone(memory_format=torch.contiguous_format)  # a storage of its own, to be resized
-            self.state.owners[g].take_storages()
         for g in self._on_disk:
             self.state.owners[g].make_resizable()
         for value in sorted(self.held):
@@ -189,18 +177,13 @@ class Offloading:
                 continue
             store, masters = self.stores[tier(value)], self._masters(value.index)
             if tier(value) == "host" and masters:
-                store.hold(self._key(value), _bytes(masters))
+                store.hold(value, _bytes(masters))
             else:
                 for k, tensor in enumerate(masters or self._device(value.index)):
-                    store.put((self._key(value), k), tensor).result()
+                    store.put((value, k), tensor).result()
                 resize(masters, False)
         for g in self._away:
             resize(self._device(g), False)
-
-    def _key(self, value: Value) -> Value:
-        """The name under which a store has a value: versions are numbered through all passes."""
-        owner = self._versions.get(value.index)
-        return value if owner is None or version_of(value) < 0 else owner.updated.through(value)
 
     @contextmanager
     def all_here(self) -> Iterator[None]:
@@ -212,8 +195,8 @@ class Offloading:
             found = self._elsewhere(value)
             if host(home(value)) not in self._stays and home(value) not in self._stays:
                 resize(found, True)
-                store, key = self.stores[tier(value)], self._key(value)
-                for copy in [store.fetch((key, k), tensor) for k, tensor in enumerate(found)]:
+                store = self.stores[tier(value)]
+                for copy in [store.fetch((value, k), tensor) for k, tensor in enumerate(found)]:
                     copy.result()
         for g in self._away:
             resize(self._device(g), True)
@@ -225,7 +208,7 @@ class Offloading:
                 master.copy_(tensor)
         for value in stored:
             for k, tensor in enumerate(self._elsewhere(value)):
-                self.stores[tier(value)].put((self._key(value), k), tensor).result()
+                self.stores[tier(value)].put((value, k), tensor).result()
             resize(self._elsewhere(value), False)
         for g in self._away:
             resize(self._device(g), False)
@@ -238,29 +221,11 @@ class Offloading:
             return self.state.optimizer_tensors(value.index)
         return masters or self._device(value.index)
 
-    def keeps(self, g: int) -> bool:
-        """Whether a group's parameters are not on the device between steps."""
-        return g in self._away
-
-    def put_away(self, value: Value, tensors: Sequence[Tensor]) -> None:
-        """Keep these as a group's parameters, or as a version of them, where they are kept; frozen ones stay as they
-        are."""
-        for k, tensor in enumerate(tensors):
-            self.stores[tier(value)].put((self._key(value), k), tensor).result()
-        if version_of(value) >= 0:
-            self._versions[value.index].versions.elsewhere.add(value.step)
-
-    def forget(self, value: Value) -> None:
-        """A version that is kept away is not needed any more."""
-        owner = self._versions[value.index]
-        _drop(self.stores[tier(value)], [(self._key(value), k) for k in range(len(owner.owned))])
-        owner.leave(value)
-
     # the tensors of a value ------------------------------------------------------------------------------------------
 
     def _device(self, g: int) -> list[Tensor]:
         """What the device holds of a group between steps, or would: `param`, or `param_shard`."""
-        frozen = self.frozen[g] if g in self._away and g not in self._versions else ()
+        frozen = self.frozen[g] if g in self._away else ()
         return [p.data for p in (*self.state.owners[g].owned, *frozen)]
 
     def _masters(self, g: int) -> list[Tensor]:
@@ -268,14 +233,12 @@ class Offloading:
         masters = self.state.owners[g].masters
         if not masters:
             return []
-        if g in self._away and g not in self._fixed and g not in self._versions:
+        if g in self._away and g not in self._fixed:
             self._fixed[g] = [on_host(p.data, pinned=g not in self._on_disk) for p in self.frozen[g]]
         return [*(p.data for p in masters), *self._fixed.get(g, ())]
 
     def _tensors(self, value: Value) -> list[Tensor]:
         """Parameters and optimizer states on the device or on the host."""
-        if version_of(value) >= 0:
-            return self._versions[value.index].tensors_of(value)
         if tier(value) == "device":
             return self._device(value.index)
         if "param" in value.kind:
@@ -299,8 +262,6 @@ class Offloading:
             else:
                 copy = self._fetch(ins)
         except StoreError as error:
-            if version_of(source) >= 0:
-                raise
             copy = TierCopy(self.streams, failed=error)
         self.under_way.append((ins, copy))
         last = copy.copies[-1] if copy.copies else None
@@ -311,8 +272,8 @@ class Offloading:
     def settle(self) -> None:
         """Free what has been copied away, on the rank's own thread.
 
-        What autograd keeps, gradients and versions of parameters are freed only when the program waits for their copy:
-        the memory that a step needs should not depend on the link's speed.
+        What autograd keeps and gradients are freed only when the program waits for their copy: the memory that a step
+        needs should not depend on the link's speed.
         """
         for entry in [
             entry for entry in self.under_way if entry[1].arrived and (entry[1].awaited or _any_time(entry[0]))
@@ -324,7 +285,7 @@ class Offloading:
                 copy.let_go()
                 if ins.op is Op.OFFLOAD:
                     self._stays.discard(ins.reads[0])
-            elif ins.op is Op.FETCH or version_of(ins.reads[0]) >= 0:
+            elif ins.op is Op.FETCH:
                 raise error
             else:
                 self._stays.add(ins.reads[0])
@@ -353,16 +314,10 @@ class Offloading:
         found = self.kept.get((value.index, value.microbatch, value.step)) if value.kind == "saved" else None
         return [] if found is None else [slot.bytes() for slot in found.slots]
 
-    def contents(self, value: Value) -> list[Tensor]:
-        """The tensors of a value in its tier, if it is saved, or parameters or optimizer states."""
-        if value.kind == "saved":
-            return self.brought(value)
-        return self._tensors(value) if "param" in value.kind or "optimizer" in value.kind else []
-
     def release(self, value: Value) -> None:
         """Free the device's copy of a group's parameters, which another tier has, too."""
         g = value.index
-        if g not in self._away or g in self._versions or (value.kind == "param" and g in self.program.scattered):
+        if g not in self._away or (value.kind == "param" and g in self.program.scattered):
             return
         if not any(value.index == g and "param" in value.kind for value in self._stays):
             resize(self._device(g), False)
@@ -436,47 +391,22 @@ class Offloading:
     def _put(self, source: Value, target: Value) -> TierCopy:
         store = self.stores[tier(target)]
         found = self._tensors(source)
-        let_go = partial(resize, found, False)
-        if version_of(source) >= 0 and tier(source) == "device":
-            versions = self._versions[source.index].among(source)
-            versions.elsewhere.add(source.step)
-            let_go = partial(versions.let_go, source.step)
-        jobs = [store.put((self._key(target), k), tensor) for k, tensor in enumerate(found)]
-        return TierCopy(self.streams, jobs, _bytes(found), let_go)
+        jobs = [store.put((target, k), tensor) for k, tensor in enumerate(found)]
+        return TierCopy(self.streams, jobs, _bytes(found), partial(resize, found, False))
 
     def _fetch(self, ins: Instruction) -> TierCopy:
         source, target = ins.reads[0], ins.writes[0]
-        masters = self._masters(source.index)
-        if version_of(target) >= 0 and tier(target) == "device":
-            found = list(self.state.owners[target.index].room(ins))
-        else:
-            found = masters if version_of(target) >= 0 else self._tensors(target)
+        masters, found = self._masters(source.index), self._tensors(target)
         if target in self._stays:
             return TierCopy(self.streams)
         if tier(target) == "host" or target.index in self._away:  # (others may be part of a larger storage)
             resize(found, True)
-        store, key, let_go = self.stores[tier(source)], self._key(source), _nothing
-        if version_of(source) >= 0 and tier(source) == "host" and masters:
-            masters = self._tensors(source)
+        store = self.stores[tier(source)]
         if masters and (tier(source) == "host" or host(home(source)) in self._stays):
             jobs = [self.streams.copy(*pair, Op.FETCH.value) for pair in zip(masters, found, strict=True)]
-            keys: list[Hashable] = [key]
         else:
-            keys = [(key, k) for k in range(len(found))]
-            jobs = [store.fetch(each, tensor) for each, tensor in zip(keys, found, strict=True)]
-        if source in ins.frees:  # the last use of a version
-            self._versions[source.index].leave(source)
-            let_go = partial(_drop, store, keys)
-        return TierCopy(self.streams, jobs, _bytes(found), let_go)
-
-    def updated(self, ins: Instruction) -> None:
-        """A STEP on the host has made versions that stay there, and perhaps replaced those before."""
-        for value in (*ins.frees, *ins.writes):
-            if value._replace(step=0) not in self.held:
-                continue
-            self.stores["host"].drop(self._key(value))
-            if value in ins.writes:
-                self.stores["host"].hold(self._key(value), _bytes(self._masters(value.index)))
+            jobs = [store.fetch((source, k), tensor) for k, tensor in enumerate(found)]
+        return TierCopy(self.streams, jobs, _bytes(found))
 
 
 def _close(streams: Streams, stores: list[Tier]) -> None:

@@ -3,8 +3,7 @@
     Owner       the layers' own parameters are what the optimizer updates
     Wide        precision=bf16: the layers have bfloat16, the optimizer float32 copies
     Sliced      this rank updates a slice (`parameter_slices.py`)
-    Leading,    an asynchronous program: the optimizer works on the newest version (`parameter_versions.py`)
-    Versions
+    Versions    an asynchronous program: the optimizer works on the newest version (`parameter_versions.py`)
 
 Where STEP runs on the host, the optimizer of an Owner or of a Sliced works on copies there.
 """
@@ -86,9 +85,6 @@ class Owner:
         """Where there are several versions of the parameters: their values in each of them, with the parameters."""
         return []
 
-    def take_storages(self) -> None:
-        """What the rank owns has been given other storages before the first pass."""
-
     # while a program runs --------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
@@ -104,10 +100,6 @@ class Owner:
         """Free the gradient, which the device does not need any more."""
         for p in (*self.params, *self.owned):
             p.grad = None
-
-    def room(self, ins: Instruction) -> Sequence[Tensor]:
-        """Where a FETCH of the group's parameters brings what the device holds between steps."""
-        return [p.data for p in self.owned]
 
     # a step ----------------------------------------------------------------------------------------------------------
 

@@ -100,17 +100,10 @@ class SlicedGroup(Owner):
         if self.scattered:
             self.flat.untyped_storage().resize_(0)
 
-    def gather(
-        self, comm: Communicator, ranks: tuple[int, ...], algorithm: str | None = None, version: int = -1
-    ) -> list[Handle]:
-        """Start to gather the parameters of the layers from the slices of all ranks, perhaps those of a version."""
+    def gather(self, comm: Communicator, ranks: tuple[int, ...]) -> list[Handle]:
+        """Start to gather the parameters of the layers from the slices of all ranks."""
         self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
-        return comm.iall_gather(self.part.data, self.flat, ranks, algorithm)
-
-    def gathered(self, value: Value) -> tuple[Tensor | None, Tensor]:
-        """This rank's slice of parameters that are gathered, if this was not the last that needed it; and all of
-        them."""
-        return self.part.data, self.flat
+        return comm.iall_gather(self.part.data, self.flat, ranks)
 
     def take_gradients(self, ins: Instruction) -> None:
         (whole,) = self.trained
@@ -152,29 +145,24 @@ class SlicedGroup(Owner):
         }[kind]
 
 
-def pack_gradients(slices: Sequence[SlicedGroup], device: torch.device, part: tuple[int, int] | None = None) -> Tensor:
+def pack_gradients(slices: Sequence[SlicedGroup], device: torch.device) -> Tensor:
     """Whole gradients of some groups in one message: first what goes to the first rank, and so on.
 
-    A parameter may lie across the border of two slices. `part`: of what goes to each rank only these elements.
+    A parameter may lie across the border of two slices.
     """
-    first, last = part or (0, sum(each.size for each in slices))
-    n = slices[0].n
-    packed = torch.empty(n * (last - first), dtype=slices[0].params[0].dtype, device=device)
-    rows = packed.view(n, last - first)
+    n, size = slices[0].n, sum(each.size for each in slices)
+    packed = torch.empty(n * size, dtype=slices[0].params[0].dtype, device=device)
+    rows = packed.view(n, size)
     grads: list[Tensor] = []
     places: list[Tensor] = []
     column = 0
     for each in slices:
         for grad, begin, end, k, place in _packed(each):
-            low, high = max(first, column + place), min(last, column + place + end - begin)
-            if low >= high:
-                continue
-            target = rows[k, low - first : high - first]
+            target = rows[k, column + place : column + place + end - begin]
             if grad is None:
                 target.zero_()
             else:
-                begin -= column + place
-                grads.append(grad[begin + low : begin + high])
+                grads.append(grad[begin:end])
                 places.append(target)
         column += each.size
     if grads:
@@ -191,33 +179,6 @@ def _packed(group: SlicedGroup) -> Iterator[tuple[Tensor | None, int, int, int, 
         yield from ((grad, *run) for run in _runs(start, p.numel(), group.size))
         start += p.numel()
     yield from ((None, *run) for run in _runs(start, group.n * group.size - start, group.size))
-
-
-def join_gradients(slices: Sequence[SlicedGroup], device: torch.device, part: tuple[int, int] | None = None) -> Tensor:
-    """Whole gradients of some groups, end to end; `part`: only these elements."""
-    params = [p for each in slices for p in each.params]
-    first, last = part or (0, sum(p.numel() for p in params))
-    joined = torch.empty(last - first, dtype=params[0].dtype, device=device)
-    start = 0
-    for p in params:
-        low, high = max(first, start), min(last, start + p.numel())
-        if low < high and p.grad is None:
-            joined[low - first : high - first].zero_()
-        elif low < high and p.grad is not None:
-            joined[low - first : high - first].copy_(p.grad.reshape(-1)[low - start : high - start])
-        start += p.numel()
-    return joined
-
-
-def cut_slices(slices: Sequence[SlicedGroup], joined: Tensor, first: int, sums: Tensor) -> None:
-    """Add to `sums` this rank's slices of gradients that lie end to end, from their element `first` on."""
-    start = place = 0
-    for each in slices:
-        count, begin = sum(p.numel() for p in each.params), start + each.k * each.size
-        low, high = max(first, begin), min(first + len(joined), begin + each.size, start + count)
-        if low < high:
-            sums[place + low - begin : place + high - begin] += joined[low - first : high - first]
-        start, place = start + count, place + each.size
 
 
 def _runs(start: int, count: int, size: int) -> list[tuple[int, int, int, int]]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from minipar.comm.communicator import Communicator
 from minipar.comm.handles import Handle, Then
 from minipar.errors import RankError
+from minipar.models.nodes import Cut
 from minipar.models.tensors import differentiable, map_tensors, tensors
 from minipar.program import Instruction, Op, Value
 from minipar.program.comm_volume import changing
@@ -38,8 +39,9 @@ from minipar.program.forms import (
     rows_left,
     shard_of,
 )
-from minipar.sharding import unequal
-from minipar.sharding.nodes import Cut
+
+if TYPE_CHECKING:
+    from minipar.sharding import unequal
 
 Finish = Callable[[], Tensor]  # the tensor in its new form, once the messages are through
 
@@ -59,6 +61,8 @@ def start(
     counts  how many ranks there are along each axis
     """
     (source,), (target,) = ins.reads, ins.writes
+    if source not in live:  # a micro-batch without rows, which the other ranks have not either
+        return []
     content = live[source]
     several = content if isinstance(content, list) else tensors(content)  # (gradients are a list, None among them)
     handles: list[Handle] = []
@@ -70,6 +74,8 @@ def start(
     left = rows_between(source.form, target.form, counts, rows, len(several))
     for tensor, old, new, own_rows in zip(several, before, after, left, strict=True):
         if old == COUNTS and any(letter[0] == "U" for letter in before):
+            from minipar.sharding import unequal
+
             table = unequal.table_of(tensor, len(ins.group))
         if old != new:
             moving.append(tensor)
@@ -137,6 +143,8 @@ def _exchange(
     tensor: Tensor, of: int, table: unequal.Table, ins: Instruction, comm: Communicator
 ) -> tuple[Handle, Finish]:
     """Start to exchange unequal parts: every rank has the table, and so knows what it gets."""
+    from minipar.sharding import unequal
+
     index = ins.group.index(comm.rank)
     sizes = unequal.sizes(table, of)
     taken = [row[index] for row in sizes]
@@ -149,6 +157,8 @@ def _exchange(
 
 def _like_equal_parts(tensor: Tensor, of: int, table: unequal.Table, index: int) -> Tensor:
     """A tensor without memory, of which a rank would send as many bytes, if its parts were equal."""
+    from minipar.sharding import unequal
+
     sent = unequal.sizes(table, of)[index]
     nbytes = (sum(sent) - sent[index]) * math.prod(tensor.shape[1:]) * tensor.itemsize
     return torch.empty(round(nbytes * len(sent) / (len(sent) - 1)), dtype=torch.uint8, device="meta")

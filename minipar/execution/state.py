@@ -10,7 +10,6 @@ others (ZeRO), or where what is sent is the largest part of a sum (compress=topk
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,21 +17,12 @@ from torch import Tensor, nn
 
 from minipar.comm.buckets import Buckets
 from minipar.comm.communicator import Communicator
-from minipar.comm.compression import NARROW, narrowed
 from minipar.comm.handles import Handle, Then
 from minipar.comm.missing import is_missing
 from minipar.execution.correction import ByStaleness
 from minipar.execution.owners import Owner, Slice, Wide
-from minipar.execution.parameter_slices import SlicedGroup, cut_slices, join_gradients, pack_gradients
-from minipar.execution.parameter_versions import (
-    HostVersions,
-    Leading,
-    ScatteredVersions,
-    SlicedVersions,
-    Versioned,
-    Versions,
-    WideVersions,
-)
+from minipar.execution.parameter_slices import SlicedGroup, pack_gradients
+from minipar.execution.parameter_versions import Versions
 from minipar.execution.updating import Count, OptimizerPart, Update
 from minipar.models.tensors import count_bytes
 from minipar.program import (
@@ -44,13 +34,9 @@ from minipar.program import (
     home,
     norm,
     optimizer_shard,
-    piece_of,
-    repartitions,
-    tier,
     version_of,
 )
 from minipar.program.verify.staleness import delay
-from minipar.strategies.passes.compress import keeps_residual
 from minipar.strategies.rewriting import computed_on_host
 
 
@@ -77,16 +63,11 @@ class State:
         _, self.at_home = computed_on_host(instructions)  # groups of layers that are computed on the host
         self.owners = choose_owners(program, comm, groups, self.at_home)
         self.slices = {owner.number: owner for owner in self.owners if isinstance(owner, SlicedGroup)}
-        self.versions = any(isinstance(owner, Versioned) for owner in self.owners)
+        self.versions = any(isinstance(owner, Versions) for owner in self.owners)
         self.sums: dict[tuple[int, ...], Tensor] = {}  # of the gradients of a bucket, this rank's slices
         self.squares = torch.zeros(1, dtype=torch.float64, device=comm.device)
-        self.under_way: dict[tuple[int, ...], list[Handle]] = {}  # pieces of gradients whose slices are being summed
         sizes = [sum(group.tensors) for group in program.groups]
-        exact = {ins.group for ins in instructions if ins.group and not program.compresses(ins)}
-        self.buckets = Buckets(instructions, groups, sizes, comm, program.compress, program.algorithm or None, exact)
-        for ins in instructions if keeps_residual(program.compress) else ():
-            if ins.op is Op.REDUCE_SCATTER and not repartitions(ins):
-                self._prepare(ins)
+        self.buckets = Buckets(instructions, groups, sizes, comm, program.compress, program.algorithm or None)
         steps = dict.fromkeys(ins.layers for ins in instructions if ins.op is Op.STEP)
         for g in dict.fromkeys(g for layers in steps for g in layers):
             self.owners[g].make_pieces(names, update.group_of)
@@ -120,14 +101,12 @@ class State:
 
         share   where parameters are averaged, how much those of this rank weigh
         """
-        if ins.op is Op.ALL_REDUCE and home(ins.reads[0]).kind == "param":
+        if ins.op is Op.ALL_REDUCE and ins.reads[0].kind == "param":
             return self._average(ins, share)
         if ins.op is Op.REDUCE_SCATTER:
             return self._reduce_scatter(ins)
         if ins.op is Op.ALL_GATHER:
-            by = self.program.algorithm or None
-            made = {value.index: version_of(value) for value in ins.writes}
-            return [handle for g in ins.layers for handle in self.slices[g].gather(self.comm, ins.group, by, made[g])]
+            return [handle for g in ins.layers for handle in self.slices[g].gather(self.comm, ins.group)]
         if ins.op is Op.NORM:
             return [self._norm(ins)]
         return self.buckets.all_reduce(ins, self.comm)
@@ -150,75 +129,21 @@ class State:
         return handles
 
     def _reduce_scatter(self, ins: Instruction) -> list[Handle]:
-        slices, part, device = [self.slices[g] for g in ins.layers], self._part(ins), self.comm.device
-        whole = keeps_residual(self.program.compress)  # (what is sent is made of whole gradients)
-        message = (join_gradients if whole else pack_gradients)(slices, device, part)
-        last, add = bool(ins.writes), grad_shard(ins.layers[0]) in ins.reads
-        for p in (p for each in slices if last for p in each.params):
+        slices = [self.slices[g] for g in ins.layers]
+        message, add = pack_gradients(slices, self.comm.device), grad_shard(ins.layers[0]) in ins.reads
+        for p in (p for each in slices for p in each.params):
             p.grad = None
-        if self.program.compress in NARROW:
-            message = narrowed(message, self.program.compress)
-        if not add and ins.layers not in self.under_way:
-            self._make_sums(ins.layers, whole)
-        sums, handles = self.sums[ins.layers], self.under_way.pop(ins.layers, [])
-        if whole:
-            handles += self._sum_whole(ins, message, sums)
-        elif len(message):
-            handles.append(self._scatter(message, sums if part is None else sums[slice(*part)], ins.group, add))
-        if not last:
-            self.under_way[ins.layers] = handles
-        return handles  # (waiting for the last piece waits for all)
+        if not add:
+            self._make_sums(ins.layers)
+        return [self.comm.ireduce_scatter(message, self.sums[ins.layers], ins.group, add)]
 
-    def _part(self, ins: Instruction) -> tuple[int, int] | None:
-        """Which elements a piece has: of each slice; or, where what is sent is made of whole gradients, of these."""
-        piece, (g, *_) = piece_of(ins), ins.layers
-        if piece is None:
-            return None
-        count, size = self.slices[g].size, sum(self.program.groups[g].tensors)
-        if keeps_residual(self.program.compress):
-            count = sum(p.numel() for p in self.groups[g])
-        begin, end = (round(at * count / size) for at in piece)
-        return begin, end
-
-    def _make_sums(self, layers: tuple[int, ...], zeros: bool) -> None:
+    def _make_sums(self, layers: tuple[int, ...]) -> None:
         """Make room for this rank's slices of the gradients of a bucket."""
         slices = [self.slices[g] for g in layers]
         sizes = [each.size for each in slices]
-        make = torch.zeros if zeros else torch.empty
-        self.sums[layers] = make(sum(sizes), dtype=slices[0].part.dtype, device=self.comm.device)
+        self.sums[layers] = torch.empty(sum(sizes), dtype=slices[0].part.dtype, device=self.comm.device)
         for each, place in zip(slices, self.sums[layers].split(sizes), strict=True):
             each.part.grad = place
-
-    def _scatter(self, packed: Tensor, sums: Tensor, ranks: tuple[int, ...], add: bool) -> Handle:
-        """Start to sum what was packed, perhaps in shorter numbers."""
-        by = self.program.algorithm or None
-        if self.program.compress not in NARROW:
-            return self.comm.ireduce_scatter(packed, sums, ranks, add, by)
-        found = torch.empty(len(sums), dtype=packed.dtype, device=packed.device)
-
-        def widen() -> None:
-            sums.add_(found) if add else sums.copy_(found)
-
-        return Then(self.comm.ireduce_scatter(packed, found, ranks, False, by), widen)
-
-    def _prepare(self, ins: Instruction) -> None:
-        """Make room for what a sum of whole gradients, or a piece of it, leaves out."""
-        compressor, key = self.buckets.compressor, _message_of(ins)
-        if compressor is None or key in compressor.residuals:
-            return
-        params = [p for g in ins.layers for p in self.groups[g]]
-        begin, end = self._part(ins) or (0, sum(p.numel() for p in params))
-        compressor.prepare(key, params[0].detach().new_empty(()).expand(end - begin))
-
-    def _sum_whole(self, ins: Instruction, joined: Tensor, sums: Tensor) -> list[Handle]:
-        """Start a sum of whole gradients, or a piece of it, of which less is sent; this rank keeps its slices."""
-        compressor, slices = self.buckets.compressor, [self.slices[g] for g in ins.layers]
-        assert compressor is not None
-        shapes = [p.shape for each in slices for p in each.params]
-        handles = compressor.all_reduce(_message_of(ins), joined, shapes, ins.group, str(ins))
-        first, _ = self._part(ins) or (0, 0)
-        before = handles[-1] if handles else Handle(None, None, set())
-        return [*handles[:-1], Then(before, partial(cut_slices, slices, joined, first, sums))]
 
     def _norm(self, ins: Instruction) -> Handle:
         """Sum the squares of all gradients, each counted once: a slice here, or the part of this one of its holders."""
@@ -303,15 +228,9 @@ class State:
         if value.kind == "norm":
             return count_bytes(self.squares)
         if value.kind == "residual":
-            return count_bytes(self.groups[value.index]) * (2 if self.program.precision == "bf16" else 1)
+            return count_bytes(self.groups[value.index])
         states = self._states(value.index) if value.kind in ("optimizer_state", "optimizer_shard") else []
         return sum(count_bytes(list(state.values())) for state in states) + self.owners[value.index].nbytes(value.kind)
-
-
-def _message_of(ins: Instruction) -> tuple[int, ...]:
-    """A name for the message of a sum, or of a piece of it."""
-    piece = piece_of(ins)
-    return ins.layers if piece is None else (*ins.layers, *piece)
 
 
 def choose_owners(
@@ -326,33 +245,22 @@ def choose_owners(
     wide = narrow and updates and program.serving is None  # (else the servers have the wide ones, or nobody)
     held = program.state[comm.rank] if program.state else frozenset()
     sliced = {g for g in program.sharded if optimizer_shard(g) in set(map(home, held))}
-    kept = {v.index: "device" if v.index in at_home else tier(v) for v in held if version_of(v) >= 0}
+    kept = {v.index for v in held if version_of(v) >= 0}
     on_host = {g for ins in instructions if ins.op is Op.STEP and ins.stream == "host" for g in ins.layers} - at_home
     found: list[Owner] = []
     for g, params in enumerate(groups):
         group = program.groups[g]
         shards = program.part(comm.rank, g, "S")[1]
         holders = max(1, program.holders[g] // shards)
-        if program.local_steps:
-            holders = max(1, holders // program.replicas)
         for p in params if narrow and not wide else ():
             p.data = p.data.to(torch.bfloat16)
         if g in sliced:
             ranks = program.slicing(g, comm.rank)
             place = ranks.index(comm.rank), len(ranks), comm.device
-            if g not in kept:
-                found.append(SlicedGroup(g, params, group, *place, narrow, g in program.scattered))
-            elif g in program.scattered:
-                found.append(ScatteredVersions(g, params, group, *place, narrow, kept[g], g in on_host))
-            else:
-                found.append(SlicedVersions(g, params, group, *place, narrow))
+            found.append(SlicedGroup(g, params, group, *place, narrow, g in program.scattered))
             found[g].holders = program.sharing // shards
-        elif g in kept and g in on_host:
-            found.append(HostVersions(g, params, group, holders, narrow, kept[g]))
-        elif g in kept:
-            found.append((WideVersions if wide else Versions)(g, params, group, holders, kept[g]))
-        elif program.in_flight is not None and not narrow and g not in on_host:
-            found.append(Leading(g, params, group, holders))
+        elif g in kept or program.in_flight is not None:
+            found.append(Versions(g, params, group, holders, wide))
         elif wide and g not in on_host:
             found.append(Wide(g, params, group, holders))
         else:

@@ -2,7 +2,7 @@
 
     whole plans       space, exhaustive, planned, reasons,         which tp, pp, ZeRO, ... is the fastest, and why;
                       way_out                                      what would do where none fits
-    forms             operator_graph, layer_graph, moves           captured layers as a cost graph
+    forms             operator_graph, moves                        captured layers as a cost graph
                       forms_found                                  answers as annotations that `train` runs
     searches          intra, priced, elimination, chain,           on one cost graph (cost_graph), compared by
                       annealing, learned, greedy, brute_force      answer and side_by_side

@@ -9,7 +9,7 @@ that one node writes to the form that the other one reads, there and back. The t
 nodes and edges, as if nothing overlapped; its memory is the sum over the nodes. `numpy.inf` in a table: these two
 choices do not go together.
 
-`operator_graph` makes one from captured operators, and `layer_graph` from whole layers. A search takes any cost graph.
+`operator_graph` makes one from captured operators. A search takes any cost graph.
 """
 
 from __future__ import annotations

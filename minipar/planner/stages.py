@@ -23,10 +23,9 @@ Sources: Zheng et al., "Alpa", 2022, section 5.2; Narayanan et al., "PipeDream",
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import combinations, product
 from time import perf_counter
 
 import numpy as np
@@ -225,41 +224,11 @@ def _read(costs: StageCosts, choice: Sequence[Table], behind: int, devices: int,
         last, k = (int(x) for x in choice[behind if len(choice) > 1 else 0][first, left])
         found.append((first, last, k))
         first, left, behind = last, left - math.prod(costs.submeshes[k]), behind - 1
-    made = []
+    built = []
     for s, (a, b, k) in enumerate(found):
         held = costs.memory[k, a, b] + (len(found) - s) * costs.activations[k, a, b]
-        made.append(Stage(a, b, costs.submeshes[k], float(costs.time[k, a, b]), float(held)))
-    return Staged(tuple(made), microbatches, step_time([stage.time for stage in made], microbatches))
-
-
-def every_division(
-    costs: StageCosts, nodes: int, per_node: int, microbatches: int, budget: float | None = None
-) -> Staged:
-    """Brute force over all stages and submeshes, for small cases. Errors: as `stages`."""
-    devices = nodes * per_node
-    _check(costs, devices, microbatches)
-    found = list(_divisions(costs, devices, microbatches, budget))
-    if not found:
-        raise PlanError(_nothing(costs, nodes, per_node, budget))
-    return min(found, key=lambda one: one.time)
-
-
-def _divisions(costs: StageCosts, devices: int, microbatches: int, budget: float | None) -> Iterator[Staged]:
-    numbered = list(enumerate(costs.submeshes))
-    for count in range(1, min(costs.layers, devices) + 1):
-        for cuts in combinations(range(1, costs.layers), count - 1):
-            borders = [0, *cuts, costs.layers]
-            for picked in product(numbered, repeat=count):
-                if sum(n * m for _, (n, m) in picked) != devices:
-                    continue
-                made = []
-                for s, (k, mesh) in enumerate(picked):
-                    a, b = borders[s], borders[s + 1]
-                    held = costs.memory[k, a, b] + (count - s) * costs.activations[k, a, b]
-                    made.append(Stage(a, b, mesh, float(costs.time[k, a, b]), float(held)))
-                fits = budget is None or all(stage.memory <= budget * (1 + 1e-9) for stage in made)
-                if fits and all(math.isfinite(stage.time) for stage in made):
-                    yield Staged(tuple(made), microbatches, step_time([x.time for x in made], microbatches))
+        built.append(Stage(a, b, costs.submeshes[k], float(costs.time[k, a, b]), float(held)))
+    return Staged(tuple(built), microbatches, step_time([stage.time for stage in built], microbatches))
 
 
 def _check(costs: StageCosts, devices: int, microbatches: int) -> None:

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 
 from minipar.costs.measured import Profile
 from minipar.errors import DeviceOutOfMemory, MiniparError
-from minipar.prediction import fitting
 from minipar.prediction.memory import predict_memory
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
 from minipar.prediction.recorded import Tapes
@@ -46,18 +45,20 @@ def ways_that_fit(
     Changed plans come first, then a smaller batch, then more ranks, then a device as large as this plan needs.
     measure(rows)   shape, profile and tapes of the model for these numbers of rows, and bytes of a batch's x and y
     """
-    families = [[(f'"{made}"', (made, batch)) for made in family] for family in fitting.nearby(plan, batch)]
+    from minipar.prediction import fitting  # (formulas that a run which fits does not need)
+
+    families = [[(f'"{built}"', (built, batch)) for built in family] for family in fitting.nearby(plan, batch)]
     smaller = [batch // k for k in (2, 4, 8) if batch // k >= plan.dp * plan.total_microbatches]
     families.append([(f"batch={rows}", (plan, rows)) for rows in smaller])
     for family in fitting.wider(plan, batch):
-        families.append([(f'"{made}" on {made.ranks} ranks', (made, batch)) for made in family])
+        families.append([(f'"{built}" on {built.ranks} ranks', (built, batch)) for built in family])
     tried = [*(one for family in families for one in family), ("", (plan, batch))]
-    rows = {n for _, (made, b) in tried for n in microbatch_rows(b, made.dp, made.total_microbatches)}
+    rows = {n for _, (built, b) in tried for n in microbatch_rows(b, built.dp, built.total_microbatches)}
     measured = measure(tuple(sorted(rows)))
 
     def peak(one: tuple[Plan, int]) -> int:
-        made, rows = one
-        program = made.compile(measured[0], costs=measured[1])
+        built, rows = one
+        program = built.compile(measured[0], costs=measured[1])
         x, y = (size * rows // batch for size in measured[3])
         return max(peaks(program, (*measured[:3], (x, y)), rows))
 
@@ -71,11 +72,11 @@ def advised(error: DeviceOutOfMemory, found: list[tuple[str, int]]) -> DeviceOut
     """The error with the ways that are predicted to fit. They take the place of those that the rank itself gave: it
     knows only what was allocated when it failed, and a step may need more than that later."""
     ways = [f"{text} (peak {mib(peak)})" for text, peak in found]
-    made = DeviceOutOfMemory(
+    built = DeviceOutOfMemory(
         error.reason.partition("; possible: ")[0] + "; predicted to fit: " + "; ".join(ways), error.details
     )
-    made.__dict__.update({**error.__dict__, "reason": made.reason, "ways_out": tuple(ways)})
-    return made
+    built.__dict__.update({**error.__dict__, "reason": built.reason, "ways_out": tuple(ways)})
+    return built
 
 
 @contextmanager

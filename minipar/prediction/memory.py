@@ -16,7 +16,6 @@ The tapes say where each tensor of an output lies: several may be parts of one s
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -35,12 +34,10 @@ from minipar.program import (
     grad,
     grad_carry,
     grad_output,
-    grad_shard,
     home,
     output,
     param,
     param_shard,
-    piece_of,
     repartitions,
     tier,
     version_of,
@@ -49,7 +46,6 @@ from minipar.program.comm_volume import changing, packed
 from minipar.program.forms import letters, parts_of
 from minipar.program.graph_cuts import pieces_of
 from minipar.strategies.passes.compress import row_bytes, top
-from minipar.strategies.rewriting import computed_on_host
 from minipar.trace import Trace
 from minipar.trace.lifetimes import KINDS, series_of
 from minipar.trace.memory_series import Series
@@ -124,7 +120,7 @@ class Walk:
         self.read: dict[
             tuple[int, int, int], list[Storage]
         ] = {}  # (layer, micro-batch, step) -> inputs that the layer's graph holds
-        self.made: dict[tuple[int, int, int], list[Storage]] = {}  # the same -> those of its output that it holds, too
+        self.outputs: dict[tuple[int, int, int], list[Storage]] = {}  # the same -> those of its output, held too
         self.saved: dict[tuple[int, int, int], int] = {}
         self.carried: dict[tuple[int, int, int], Storage] = {}  # carries that a layer's graph holds
         self.left: dict[tuple[int, int, int], Storage] = {}  # gradients that wait for a weight half
@@ -138,12 +134,9 @@ class Walk:
         self.kept = {value.index for value in self.state if value.kind == "grad"}
         row = program.ranks[rank]
         self.receives: dict[int, list[tuple[Value, ...]]] = {}
-        self.of_step: dict[int, Counter[int]] = {}  # peer -> how many of the receives are of each pass
         for ins in row:
             if ins.op is Op.RECV:
                 self.receives.setdefault(ins.peer, []).append(ins.writes)
-                self.of_step.setdefault(ins.peer, Counter())[program.pass_of(ins)] += 1
-        self.step = 0
         self.posted = dict.fromkeys(self.receives, 0)
         self.reached = dict.fromkeys(self.receives, 0)
         before = self.series.before
@@ -152,15 +145,10 @@ class Walk:
                 continue  # (what is pushed is the host's, and so is what it leaves out)
             owner = KINDS[value.kind], -1 if value.kind == "grad" else self.layer_of(value.index)
             before[owner] = before.get(owner, 0) + sizes.size(rank, value)
-        _, at_home = computed_on_host(row)
         for value in self.state:
-            if version_of(value) >= 0 and tier(value) == "device":
-                size, layer = self._size_of_version(value), self.layer_of(value.index)
+            if version_of(value) >= 0:
+                size, layer = sizes.size(rank, grad(value.index)), self.layer_of(value.index)
                 self.live[value] = Storage(size, layer, "parameters", {"live"})
-            elif version_of(value) >= 0 and value.index not in at_home:  # (frozen ones have no versions, and stay)
-                owner = "parameters", self.layer_of(value.index)
-                frozen = sizes.size(rank, home(value)) - self._size_of_version(value)
-                before[owner] = before.get(owner, 0) + frozen
         for g in self._passed_on():
             owner = "optimizer", self.layer_of(g)
             before[owner] = before.get(owner, 0) + sizes.size(rank, param_shard(g))
@@ -216,9 +204,6 @@ class Walk:
     # instructions ----------------------------------------------------------------------------------------------------
 
     def instruction(self, ins: Instruction) -> None:
-        if self.program.serving is not None and self.program.pass_of(ins) > self.step:
-            self.step = self.program.pass_of(ins)
-            self.post(self.program.receives_ahead)
         for value in ins.reads:
             self.release(self.leaving.pop(value, None), "copy")
             if unpacked := self.unpacked.pop(value, []):
@@ -264,8 +249,6 @@ class Walk:
             else:
                 self.change(size, "activations", ins.layers[0])
                 self.brought.add(home(ins.reads[0])[1:4])
-        elif ins.op in (Op.FETCH, Op.PULL) and version_of(ins.writes[0]) >= 0:
-            self.versions(ins)
         elif ins.op is Op.STEP:
             self.versions(ins)
             need = self._workspace(ins.layers)
@@ -293,12 +276,11 @@ class Walk:
             self.filled -= set(ins.layers)
 
     def _leaves(self, ins: Instruction) -> Storage | None:
-        """The gradient, or the version of parameters, that an OFFLOAD copies away and then frees: it is there until the
-        rank waits for the copy."""
+        """The gradient that an OFFLOAD copies away and then frees: it is there until the rank waits for the copy."""
         if ins.op is not Op.OFFLOAD or ins.reads[0] not in ins.frees:
             return None
         value = ins.reads[0]
-        if (value.kind == "grad_shard" or version_of(value) >= 0) and value in self.live:
+        if value.kind == "grad_shard" and value in self.live:
             size, kind = self.live[value].size, self.live[value].kind
         elif value.kind == "grad" and value.index in self.filled - self.kept:
             size, kind = self.sizes.size(self.rank, value), "gradients"
@@ -320,38 +302,21 @@ class Walk:
                 for other in self.handed_on.pop(value, ()):
                     self.release(other, f"live {value}")
 
-    def _size_of_version(self, value: Value) -> int:
-        """Bytes of the trainable parameters, or of a slice of them."""
-        sliced = home(value).kind == "param_shard"
-        return self.sizes.size(self.rank, grad_shard(value.index) if sliced else grad(value.index))
-
     def versions(self, ins: Instruction) -> None:
         """Make the next version of parameters, in place of the newest one if nothing needs that any more."""
         for value in ins.writes:
-            if version_of(value) >= 0 and not (ins.op is Op.PULL and value in self.live):  # (a part of one comes)
+            if version_of(value) >= 0:
                 before = value._replace(step=value.step - 1)
-                size = self._size_of_version(value)
+                size = self.sizes.size(self.rank, grad(value.index))
                 in_place = self.live.pop(before, None) if before in ins.frees else None
                 self.live[value] = in_place or self.make(size, self.layer_of(value.index), "live", "parameters")
 
     def reduce_scatter(self, ins: Instruction) -> None:
         """Gradients are packed into a message, which stays until it is summed with the messages of other ranks. These
         are read in memory that the ranks share, without a copy."""
-        size, piece = sum(self.sizes.size(self.rank, buffer(g)) for g in ins.layers), piece_of(ins)
-        if piece is not None:
-            size = size * (piece[1] - piece[0]) // sum(self.program.groups[ins.layers[0]].tensors)
-        message = self.make(size, -1, "message", "buffers")
+        message = self.make(sum(self.sizes.size(self.rank, buffer(g)) for g in ins.layers), -1, "message", "buffers")
         self.free(ins)
-        sums = ins._replace(writes=tuple(map(grad_shard, ins.layers)))  # (the first piece makes room for all)
-        if self._compresses(ins):  # (made of whole gradients, which lie in the message)
-            self.other(sums)
-            self.under_way.setdefault(ins.layers, []).append(message)
-            return self.compressed(ins)
-        if self.program.compress != "none":  # in shorter numbers, which the sum comes in, too
-            short = sum(part.bytes for part in ins.parts)
-            self.release(message, "message")
-            message = self.make(short + short // len(ins.group), -1, "message", "buffers")
-        self.other(sums)
+        self.other(ins)
         self._sent(ins, message)
 
     def repartition(self, ins: Instruction) -> None:
@@ -361,7 +326,7 @@ class Walk:
         there = self.storages_of(source)
         changed = self.sizes.size(self.rank, changing(ins))
         stays = max(0, self.sizes.size(self.rank, source) - changed)
-        made = max(0, self.sizes.size(self.rank, target) - stays)
+        built = max(0, self.sizes.size(self.rank, target) - stays)
         stay, new = self._parts(source, target)
         kept = _within(there, stays) if stay is None else [storage for storage in there if storage in stay]
         messages = [storage for storage in there if storage not in kept]
@@ -381,12 +346,12 @@ class Walk:
         if ins.op is Op.ALL_REDUCE or ins.op is Op.REDUCE_SCATTER:
             if ins.op is Op.REDUCE_SCATTER:  # all parts, behind each other
                 messages.append(self.make(changed, -1, "message", "buffers"))
-            self.live[target] = self.make(made, target.index, "live", "buffers")
+            self.live[target] = self.make(built, target.index, "live", "buffers")
             new = [self.live[target] if own is None else own for own in new]
         else:  # the parts of all ranks; of an exchange also what is given for them
             copies = len(ins.group) if ins.op is Op.ALL_GATHER else 2
             messages.append(self.make(copies * changed, -1, "message", "buffers"))
-            self.joined[target] = made
+            self.joined[target] = built
         self.messages[target] = messages
         if stay is not None:
             self.lies[target] = new
@@ -435,10 +400,8 @@ class Walk:
         self.unpacked.update((value, once) for value in ins.writes)
 
     def _compresses(self, ins: Instruction) -> bool:
-        """Whether this is a compressed sum of whole gradients, or of a piece of one."""
-        if ins.op is Op.REDUCE_SCATTER:
-            return any(value.kind == "residual" for value in ins.reads)
-        return ins.op is Op.ALL_REDUCE and home(ins.reads[0]).kind == "grad" and self.program.compresses(ins)
+        """Whether this is a compressed sum of gradients."""
+        return ins.op is Op.ALL_REDUCE and ins.reads[0].kind == "grad" and self.program.compress != "none"
 
     def compressed(self, ins: Instruction) -> None:
         """A compressed sum of gradients, as `comm.compression` computes it."""
@@ -455,24 +418,9 @@ class Walk:
             self._sent(ins, self.make(sum(part.bytes for part in ins.parts), -1, "message", "buffers"))
 
     def _summed(self, ins: Instruction) -> list[int]:
-        """Bytes of what each message of a sum leaves out, if it leaves out everything: of its part of the residual."""
+        """Bytes of what each message of a sum leaves out, if it leaves out everything."""
         sizes = [size for g in ins.layers for size in self.program.groups[g].tensors]
-        if (piece := piece_of(ins)) is not None:
-            sizes = [piece[1] - piece[0]]
-        sizes = [size * self._wider // self._unit(ins) for size in sizes]
         return [sum(sizes)] if ins.parts[0].layer < 0 else sizes
-
-    def _unit(self, ins: Instruction) -> int:
-        """How many times as large as they are the program says that the gradients of a sum, and its parts, are: with
-        precision=bf16 it may have the sizes of float32."""
-        real = sum(self.sizes.size(self.rank, grad(g)) for g in ins.layers)
-        said = sum(sum(self.program.groups[g].tensors) for g in ins.layers)
-        return max(1, round(said / real)) if real else 1
-
-    @property
-    def _wider(self) -> int:
-        """How many times as large as a gradient its residual is."""
-        return 2 if self.program.precision == "bf16" else 1
 
     def _factors(self, ins: Instruction) -> tuple[int, int]:
         """Bytes of the left factors of a sum's gradients, including gradients that are sent whole, and of the right
@@ -480,31 +428,27 @@ class Walk:
         first = second = 0
         parts = iter(ins.parts)
         for size in self._summed(ins):
-            left = next(parts).bytes // self._unit(ins)
+            left = next(parts).bytes
             first += left
             if left < size:  # (factors are smaller than their gradient)
-                second += next(parts).bytes // self._unit(ins)
+                second += next(parts).bytes
         return first, second
 
     def _largest(self, ins: Instruction) -> None:
         """For each message: the absolute values, the largest ones with their places, and the rows of all ranks."""
         messages: list[Storage] = []
         for size, part in zip(self._summed(ins), ins.parts, strict=True):
-            rows, wider = part.bytes // self._unit(ins), self._wider
-            row = rows // len(ins.group)
+            row = part.bytes // len(ins.group)
             count = next(
-                count
-                for item in (4, 8, 2)
-                if row_bytes(count := top(size // item, self.program.compress), item // wider) == row
+                count for item in (4, 8, 2) if row_bytes(count := top(size // item, self.program.compress), item) == row
             )
             values, places = row - 4 * count, 8 * count
-            for change in (size, values * wider + places, -size - values * wider):
+            for change in (size, values + places, -size - values):
                 self.change(change, "temporary", -1)
             mine = self.make(row, -1, "walk", "buffers")
-            both = values if wider == 1 else values * wider + values  # (and rounded)
-            for change in (both, -both):
+            for change in (values, -values):
                 self.change(change, "temporary", -1)
-            messages.append(self.make(rows, -1, "message", "buffers"))
+            messages.append(self.make(part.bytes, -1, "message", "buffers"))
             self.change(-places, "temporary", -1)
             self.release(mine, "walk")
             self._unpacked_later(ins, places)
@@ -538,12 +482,9 @@ class Walk:
                 self.live[value] = self.make(self.sizes.size(self.rank, value), value.index, "live", kind)
 
     def post(self, ahead: int, *peers: int) -> None:
-        """Allocate the buffers of receives that are posted now. (A worker of parameter servers posts nothing for
-        the next pass.)"""
+        """Allocate the buffers of receives that are posted now."""
         for peer in peers or self.receives:
             due = min(self.reached[peer] + ahead, len(self.receives[peer]))
-            if self.program.serving is not None:
-                due = min(due, sum(count for step, count in self.of_step[peer].items() if step <= self.step))
             while self.posted[peer] < due:
                 values = self.receives[peer][self.posted[peer]]
                 self.posted[peer] += 1
@@ -598,30 +539,30 @@ class Walk:
                     if read:
                         self.hold(value, f"read by {key}")
                         self.read.setdefault(key, []).append(value)
-                made = self._play_forward(tape.forward if trains else tape.plain, layer)
-                own, lies = _own(made, tape, lies)
+                built = self._play_forward(tape.forward if trains else tape.plain, layer)
+                own, lies = _own(built, tape, lies)
                 if trains:
                     self.saved[key] = sum(size for size, what in tape.forward if what == "saved")
                     numbers = {-1 - lie.storage for lie in tape.lies if lie.kept and lie.storage < 0}
                     if lies or keeps(tape.backward, "output"):
-                        self.made[key] = [storage for k, storage in enumerate(own) if not lies or k in numbers]
-                        for storage in self.made[key]:
+                        self.outputs[key] = [storage for k, storage in enumerate(own) if not lies or k in numbers]
+                        for storage in self.outputs[key]:
                             self.hold(storage, f"made by {key}")
                 self._carry_on(ins, key, tape, trains)
-                passed = self._handed_on(output(layer, i, step), made, given)
+                passed = self._handed_on(output(layer, i, step), built, given)
                 if lies:
-                    made, passed = own[0], [one for one in dict.fromkeys(lies) if one not in (None, own[0])]
+                    built, passed = own[0], [one for one in dict.fromkeys(lies) if one not in (None, own[0])]
                 if layer == piece[0]:
                     borrowed += given
                 for value in given:
                     if value not in borrowed and value not in passed:
                         self.release(value, "walk")
-                given = [made, *passed]
+                given = [built, *passed]
             handed_on = self.named(output(piece[-1], i, step), ins.writes)
             if handed_on in ins.writes:
                 self.release(self.live.pop(handed_on, None), "live")
-                self.hold(made, "live")
-                self.live[handed_on] = made
+                self.hold(built, "live")
+                self.live[handed_on] = built
                 for storage in passed:
                     self.hold(storage, f"live {handed_on}")
                 self.handed_on[handed_on] = passed
@@ -642,28 +583,28 @@ class Walk:
             found.append(whole if whole is None or count == 1 else self.make(whole.size // count, layer - 1, "walk"))
         return found
 
-    def _handed_on(self, value: Value, made: Storage | None, given: Sequence[Storage]) -> list[Storage]:
+    def _handed_on(self, value: Value, built: Storage | None, given: Sequence[Storage]) -> list[Storage]:
         """The storages that a node was given and hands on: the value has more bytes than the node has made."""
         forms = self.program.forms
         if not forms:
             return []
         form = value.form or (forms[value.index].writes if value.kind == "output" else "")
         whole = self.sizes.size(self.rank, value._replace(form=form))
-        return _within(given, whole - (made.size if made is not None else 0))
+        return _within(given, whole - (built.size if built is not None else 0))
 
     def _carry_on(self, ins: Instruction, key: tuple[int, int, int], tape: LayerTape, trains: bool) -> None:
         """What a layer keeps of a slice for the next slice. Its bytes are counted already."""
         size = sum(delta for delta, what in (tape.forward if trains else tape.plain) if what == "carry")
         if not size:
             return
-        made = self.storage(size, key[0])
+        built = self.storage(size, key[0])
         if trains and keeps(tape.backward, "carry"):
-            self.hold(made, f"made by {key}")
-            self.carried[key] = made
+            self.hold(built, f"made by {key}")
+            self.carried[key] = built
         if (value := carry(*key)) in ins.writes:
-            self.hold(made, "live")
-            self.live[value] = made
-        self.release(made, "walk")
+            self.hold(built, "live")
+            self.live[value] = built
+        self.release(built, "walk")
 
     def _play_forward(self, tape: Tape, layer: int) -> Storage:
         size = 0
@@ -717,7 +658,7 @@ class Walk:
         leaves = self._copied_leaves(back, arriving, layer) if back is not None and last else {}
         groups, fresh = self.groups(layer)
         left = self.saved.pop(key, 0)
-        made = carried = 0
+        built = carried = 0
         for delta, what in tape.backward if fresh else tape.later:
             if what == "saved":
                 if key not in self.brought:
@@ -736,7 +677,7 @@ class Walk:
                     for storage in received:
                         self.release(storage, "walk")
             elif what == "grad_input":
-                made += delta
+                built += delta
                 self.change(delta, "activations", layer - 1)
             elif what == "carry":
                 self.release(self.carried.pop(key, None), f"made by {key}")
@@ -750,18 +691,18 @@ class Walk:
         self.release(self.carried.pop(key, None), f"made by {key}")
         if carried:
             self.live[grad_carry(layer, i - 1, step)] = Storage(carried, layer, holders={"live"})
-        apart = self.given_to_each(layer, i, step, made)
+        separate = self.given_to_each(layer, i, step, built)
         self.change(-left, "activations", layer)
         self.let_go_of_output(key)
         copied += self.fill(layer, groups, fresh)
         if back is not None:
-            return self._handed_back(back, arriving, leaves, made, layer, apart)
-        made += apart
-        if not made and received and layer > self.program.first_trainable:
+            return self._handed_back(back, arriving, leaves, built, layer, separate)
+        built += separate
+        if not built and received and layer > self.program.first_trainable:
             return received  # the layer returns the gradient that it received
         for storage in received:
             self.release(storage, "walk")
-        return [Storage(made, layer - 1, holders={"walk"})] if made else []
+        return [Storage(built, layer - 1, holders={"walk"})] if built else []
 
     def _copied_leaves(self, back: Back, arriving: Sequence[Storage], layer: int) -> dict[int, Storage]:
         """The gradients of a piece's inputs that are copies, by number. Autograd gives a leaf the gradient that the
@@ -780,21 +721,21 @@ class Walk:
         back: Back,
         arriving: Sequence[Storage],
         leaves: Mapping[int, Storage],
-        made: int,
+        built: int,
         layer: int,
-        apart: int,
+        separate: int,
     ) -> list[Storage]:
         """The storages of the gradients of a layer's input: those that it has made, of so many bytes together, and
         those of gradients that it was given, or of copies of them for `leaves`. `apart`: bytes of copies for several
         inputs."""
         sizes = {lie.storage: lie.bytes for lie in back.lies if lie.storage < 0}
-        if sum(sizes.values()) == made and not apart:
+        if sum(sizes.values()) == built and not separate:
             own = {k: Storage(size, layer - 1, holders={"walk"}) for k, size in sizes.items()}
             own |= dict(enumerate(arriving))
             self.arriving = [leaves.get(k) or own[lie.storage] for k, lie in enumerate(back.lies)]
             found = list(dict.fromkeys(self.arriving))
         else:
-            found = [Storage(made + apart, layer - 1, holders={"walk"})] if made + apart else []
+            found = [Storage(built + separate, layer - 1, holders={"walk"})] if built + separate else []
             for storage in leaves.values():
                 self.release(storage, "walk")
         for storage in found:
@@ -819,7 +760,7 @@ class Walk:
 
     def let_go_of_output(self, key: tuple[int, int, int]) -> None:
         """The graph of a layer releases what it holds of its output."""
-        for storage in self.made.pop(key, ()):
+        for storage in self.outputs.pop(key, ()):
             self.release(storage, f"made by {key}")
 
     # branches: an output gets a gradient from each of its readers, and a layer may have several inputs
@@ -837,7 +778,7 @@ class Walk:
             self.change(-2 * size, "temporary", layer)
         return self.make(size, layer, "walk")
 
-    def given_to_each(self, layer: int, i: int, step: int, made: int) -> int:
+    def given_to_each(self, layer: int, i: int, step: int, built: int) -> int:
         """The gradients of several inputs are separate tensors. Counts and returns the bytes that they need beyond
         `made`.
 
@@ -846,36 +787,36 @@ class Walk:
         into = self.program.wiring.into[layer]
         if len(into) < 2 or layer <= self.program.first_trainable:
             return 0
-        more = sum(self.sizes.size(self.rank, grad_output(e, i, step)) for e in into) - made
+        more = sum(self.sizes.size(self.rank, grad_output(e, i, step)) for e in into) - built
         self.change(more, "activations", layer - 1)
         return more
 
-    def hand_back(self, ins: Instruction, made: list[Storage]) -> None:
+    def hand_back(self, ins: Instruction, built: list[Storage]) -> None:
         """Pass the gradients of an instruction's inputs, which the walk holds, to the layers that made these inputs."""
-        found = made[0] if made else None
+        found = built[0] if built else None
         first, layer = self.program.first_trainable, ins.layers[0]
         into, inputs = self.program.wiring.into[layer], self.program.wiring.inputs[layer]
-        apart = len(into) > 1 and ins.op is Op.BACKWARD
-        if apart:
+        separate = len(into) > 1 and ins.op is Op.BACKWARD
+        if separate:
             self.arriving = []
-            for storage in made:
+            for storage in built:
                 self.release(storage, "walk")
         given = [storage for value in ins.reads if value.kind == "grad_output" for storage in self.storages_of(value)]
         for e, source in zip(into, inputs, strict=True):
             value = self.named(grad_output(e, ins.microbatch, ins.step), ins.writes)
             if source < first:
                 continue
-            self.handed_on[value] = made[1:] if self.arriving else self._handed_on(value, found, given)
+            self.handed_on[value] = built[1:] if self.arriving else self._handed_on(value, found, given)
             if self.arriving:
                 self.lies[value] = list(self.arriving)
             for storage in self.handed_on[value]:
                 self.hold(storage, f"live {value}")
-            if apart:
+            if separate:
                 self.live[value] = self.make(self.sizes.size(self.rank, value), source, "live")
             elif found is not None:
                 self.hold(found, f"live {value}")  # an input half gives parts of one tensor
                 self.live[value] = found
-        for storage in made:
+        for storage in built:
             self.release(storage, "walk")
 
     # gradients -------------------------------------------------------------------------------------------------------
@@ -904,7 +845,9 @@ class Walk:
         return copied
 
 
-def _own(made: Storage, tape: LayerTape, given: Sequence[Storage | None]) -> tuple[list[Storage], list[Storage | None]]:
+def _own(
+    built: Storage, tape: LayerTape, given: Sequence[Storage | None]
+) -> tuple[list[Storage], list[Storage | None]]:
     """The storages that a layer has made for its output, and that of each tensor of the output; [] if that is not
     known: then the output is one storage.
 
@@ -912,14 +855,14 @@ def _own(made: Storage, tape: LayerTape, given: Sequence[Storage | None]) -> tup
     given   of each tensor that the layer was given, its storage
     """
     sizes = {lie.storage: lie.bytes for lie in tape.lies if lie.storage < 0}
-    if sum(sizes.values()) != made.size or any(lie.storage >= len(given) for lie in tape.lies):
-        return [made], []
+    if sum(sizes.values()) != built.size or any(lie.storage >= len(given) for lie in tape.lies):
+        return [built], []
     if not sizes:  # it hands on what it was given, or nobody knows
-        return [made], [given[lie.storage] for lie in tape.lies]
-    rest = [Storage(size, made.layer, made.kind, set(made.holders)) for size in list(sizes.values())[1:]]
-    made.size = next(iter(sizes.values()))
-    own = dict(zip(sizes, [made, *rest], strict=True))
-    return [made, *rest], [own[lie.storage] if lie.storage < 0 else given[lie.storage] for lie in tape.lies]
+        return [built], [given[lie.storage] for lie in tape.lies]
+    rest = [Storage(size, built.layer, built.kind, set(built.holders)) for size in list(sizes.values())[1:]]
+    built.size = next(iter(sizes.values()))
+    own = dict(zip(sizes, [built, *rest], strict=True))
+    return [built, *rest], [own[lie.storage] if lie.storage < 0 else given[lie.storage] for lie in tape.lies]
 
 
 def _within(storages: Sequence[Storage], size: int) -> list[Storage]:

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from minipar.costs.analytic import WHOLE, Division
-from minipar.costs.device import HARDWARE, holding
+from minipar.costs.device import holding, known_hardware
 from minipar.errors import PlanError
 from minipar.models import table
 from minipar.models.sizes import Sizes, Transformer, of_preset, sizes
@@ -143,14 +143,13 @@ def _states_term(plan: Plan, detail: Detail, kind: str) -> Term:
     parts = [*([f"{whole:,}"] if whole or not shared else []), *cuts]
     names = [*(["W"] if whole and shared else [] if shared else ["P"]), *(f"{x} ÷ N" for x in letters)]
     copies = own.versions - 1 if kind == "parameters" else 0
-    times = f"{own.versions} × " if copies and shared else ""  # there are slices of older versions
-    if copies and not shared:  # older versions of the weights stay whole
+    if copies:  # older versions of the weights stay whole
         total = own.whole + sum(numbers for numbers, _ in own.shared)
         parts, names = [*parts, f"{copies} × {total:,}"], [*names, "v P"]
     bracket = len(parts) > 1
     filled, formula = " + ".join(parts), " + ".join(names)
-    filled = f"{each} B × {times}({filled})" if bracket else f"{each} B × {times}{filled}"
-    formula = f"{kind[0]} × {'v × ' if times else ''}" + (f"({formula})" if bracket else formula)
+    filled = f"{each} B × ({filled})" if bracket else f"{each} B × {filled}"
+    formula = f"{kind[0]} × " + (f"({formula})" if bracket else formula)
     bytes_here: int = getattr(detail.memory, kind)
     there: int = getattr(own.states, kind)
     if there and not bytes_here:
@@ -204,8 +203,8 @@ def ways_that_fit(
     """At most `most` changes of the plan with which every rank fits, the smallest change of each kind. Each comes with
     the bytes of the fullest rank."""
 
-    def peak(made: Plan) -> int:
-        return max(rank.total for rank in per_rank(made, model, batch, division, **overrides))
+    def peak(built: Plan) -> int:
+        return max(rank.total for rank in per_rank(built, model, batch, division, **overrides))
 
     return fitting.ways_that_fit(fitting.lighter(plan, batch), peak, capacity, most)
 
@@ -285,7 +284,7 @@ def show_report(result: dict[str, Any]) -> str:
     fits = result["fits"]
     others = [
         f"{name} ({spec.memory / scale:.3g} {unit})"
-        for name, spec in HARDWARE.items()
+        for name, spec in known_hardware().items()
         if name not in fits and spec.memory is not None
     ]
     lines.append(f"fits on: {', '.join(fits) or 'none of the hardware presets'}")

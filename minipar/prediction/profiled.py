@@ -16,12 +16,9 @@ from minipar.program import (
     Op,
     Program,
     Value,
-    grad,
     home,
     output,
-    piece_in,
     tier,
-    version_of,
 )
 from minipar.program.comm_volume import NAMES, by_algorithm, changes, hops, of_collective, of_message
 from minipar.program.forms import COUNTS
@@ -147,8 +144,6 @@ class ProfiledCosts:
             else:
                 line = copies.to_host if away else copies.from_host
             count = max(1, len(self.program.groups[value.index].tensors)) if value.microbatch < 0 else 1
-            if version_of(ins.writes[0]) >= 0 and home(value).kind == "param":
-                value = grad(value.index)  # (frozen parameters have no versions)
             return self.size(rank, value) * line.per_byte + count * line.fixed, 0.0
         size = of_message(self.size, rank, ins)
         if size and self.calibration is not None:
@@ -246,10 +241,8 @@ class ProfiledCosts:
         """Bytes of a parameter server's part of a group: of its parameters, a gradient, or its optimizer's state."""
         if not self._shares and self.program.serving is not None:
             self._shares.extend(shares_of(self.program.groups, self.program.serving.servers))
-        g, piece = value.index, piece_in(value)
-        part = piece[1] - piece[0] if piece else self._shares[rank - self.program.workers].get(g, 0)
-        if value.kind != "pushed":
-            part *= self.program.groups[g].shards(self.program.sharing_mesh)
+        g = value.index
+        part = self._shares[rank - self.program.workers].get(g, 0)
         whole = max(1, self.profile.gradient_bytes[g])
         return self.profile.optimizer_bytes[g] * part // whole if value.kind == "served_state" else part
 

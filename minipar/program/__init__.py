@@ -7,8 +7,8 @@ instruction waits for which, and how much memory is live. No dependency is writt
     rank 0   F 0:2 mb0 | SEND output(1) mb0 -> 1 | ...          | RECV grad_output(1) mb0 <- 1 | B 0:2 mb0 | STEP 0:2
     rank 1               RECV output(1) mb0 <- 0 | F 2:4 mb0 | B 2:4 mb0 | SEND grad_output(1) mb0 -> 0     | STEP 2:4
 
-Instructions, values, actions of schedules and contracts have modules of their own in this package. Import their names
-from here.
+Instructions (with actions of schedules), values and contracts have modules of their own in this package. Import their
+names from here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 from minipar.program import edges as graphs
-from minipar.program.actions import Action, Backward, BackwardInput, BackwardWeight, Forward
 from minipar.program.consistency import Contract, Local, Serving, Staleness, Synchronous
 from minipar.program.forms import Forms, needed
 from minipar.program.instructions import (
@@ -34,13 +33,16 @@ from minipar.program.instructions import (
     PORT,
     SERVICE,
     TRANSFERS,
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
     Instruction,
     Op,
     Part,
-    Portion,
     message,
     piece_of,
-    portions,
     repartitions,
     span,
 )  # fmt: skip
@@ -68,7 +70,6 @@ from minipar.program.values import (
     output,
     param,
     param_shard,
-    piece_in,
     pushed,
     residual,
     saved,
@@ -105,7 +106,6 @@ __all__ = [
     "Mesh",
     "Op",
     "Part",
-    "Portion",
     "Program",
     "Serving",
     "Staleness",
@@ -132,9 +132,7 @@ __all__ = [
     "output",
     "param",
     "param_shard",
-    "piece_in",
     "piece_of",
-    "portions",
     "pushed",
     "repartitions",
     "residual",
@@ -219,7 +217,6 @@ class Program:
                      each has all of them; "S0": a part of the rows; "S1": of the tokens of every row; "S0/S1": of the
                      rows along the first axis, and of their tokens along the second
     names            the names of the layers, for messages; (): they are not known
-    checked          True: the ranks check what they compute and send while they run
     """
 
     ranks: Sequence[tuple[Instruction, ...]]
@@ -249,7 +246,6 @@ class Program:
     forms: tuple[Forms, ...] = ()
     inputs: str = ""
     names: tuple[str, ...] = field(default=(), compare=False)
-    checked: bool = False
 
     def __len__(self) -> int:
         return sum(self.of_each(lambda rank: len(self.ranks[rank])))
@@ -296,40 +292,6 @@ class Program:
         return self.serving is not None and not any(self.ranks[self.workers :])
 
     @property
-    def virtual_workers(self) -> bool:
-        """Whether the replicas of parameter servers are pipelines without flushes: each rank pushes its updates, and
-        pulls versions of its parameters."""
-        return self.serving is not None and self.serving.overlapping
-
-    @cached_property
-    def served_workers(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each worker of the servers' rule. Such a worker is a replica. Where stages do not wait for each
-        other, and servers decide as they run, it is a stage of one: each stage has a rule of its own, and worker r *
-        `rules` + s is stage s of replica r."""
-        if not self.virtual_workers or (self.serving is not None and self.serving.mode == "sync"):
-            return self.ranks_of_replicas
-        mesh, found = Mesh(self.mesh), dict[tuple[int, int], list[int]]()
-        for rank in range(self.workers):
-            found.setdefault((self.replica(rank), mesh.coordinates(rank).get("pp", 0)), []).append(rank)
-        return tuple(tuple(found[key]) for key in sorted(found))
-
-    @property
-    def rules(self) -> int:
-        """How many rules parameter servers follow: one, or one for each stage."""
-        return len(self.served_workers) // self.replicas
-
-    @property
-    def served_steps(self) -> int:
-        """How many steps, as parameter servers count them, a worker does: where its steps overlap, these are its
-        updates."""
-        return self.updates if self.virtual_workers else self.steps
-
-    def pass_of(self, ins: Instruction) -> int:
-        """The number of the pass in which a worker of parameter servers runs an instruction: each step is one, or the
-        whole program, where steps overlap."""
-        return 0 if self.virtual_workers else ins.step
-
-    @property
     def slice_count(self) -> int:
         """How many slices a sequence is cut into."""
         return self.slices if isinstance(self.slices, int) else len(self.slices)
@@ -346,10 +308,7 @@ class Program:
     @property
     def local_steps(self) -> int:
         """How many updates a replica does alone before all average their parameters; 0: it does none alone."""
-        contract = self.contract
-        if self.replicas == 1 or isinstance(contract, Synchronous):
-            return 0
-        return contract.steps if isinstance(contract, Local) else contract.local
+        return self.contract.steps if isinstance(self.contract, Local) and self.replicas > 1 else 0
 
     @cached_property
     def sharing(self) -> int:
@@ -418,11 +377,6 @@ class Program:
         both = zip_longest(self.places(rank), form.split("/"), fillvalue="")
         return all(not place or place[0] == 0 or part in letters for place, part in both)
 
-    def compresses(self, ins: Instruction) -> bool:
-        """Whether a sum of gradients is a compressed one. The sum over the ranks that share a layer is not: it comes
-        before that over the replicas, and makes the gradient that is compressed."""
-        return self.compress != "none" and not (self.sharing > 1 and set(ins.group) <= set(self.sharers(ins.group[0])))
-
     def form_of(self, value: Value, layers: Sequence[int], *, written: bool) -> str:
         """The form in which an instruction on these layers reads or writes an output, or the gradient of one."""
         if not self.forms:
@@ -456,17 +410,12 @@ class Program:
 
     @cached_property
     def updates(self) -> int:
-        """How often the parameters change: once a step; in an asynchronous program, as often as its STEPs count, or
-        its PUSHes."""
+        """How often the parameters change: once a step; in an asynchronous program, as often as its STEPs
+        count."""
         if isinstance(self.contract, Synchronous):
             return self.steps
-        rows, last = [self.ranks[rank] for rank in sorted(set(self.representatives))], self.last_of_update
-        return max((1 + ins.step for row in rows for ins in row if ins.op is last), default=0)
-
-    @property
-    def last_of_update(self) -> Op:
-        """What a rank does with the gradients of an update: it updates its parameters, or pushes them."""
-        return Op.PUSH if self.virtual_workers else Op.STEP
+        rows = [self.ranks[rank] for rank in sorted(set(self.representatives))]
+        return max((1 + ins.step for row in rows for ins in row if ins.op is Op.STEP), default=0)
 
     @cached_property
     def sharded(self) -> frozenset[int]:

@@ -14,7 +14,6 @@ from minipar.program.instructions import (
     Instruction,
     Op,
     message,
-    portions,
     repartitions,
 )  # fmt: skip
 from minipar.program.values import Value, home
@@ -44,7 +43,7 @@ def check_links(program: Program, ranks: Collection[int]) -> None:
             if op not in SERVICE and program.sharing > 1 and program.shard(peer) != program.shard(rank):
                 _check_places(program, rank, index)
             link = (rank, peer) if op in PARTNERS else (peer, rank)
-            content = (portions(ins), ins.step) if op in SERVICE else message(ins)
+            content = (ins.layers, ins.step) if op in SERVICE else message(ins)
             sides[op].setdefault(link, []).append((content, index))
     for giver, taker in PARTNERS.items():
         if program.undecided and giver in SERVICE:

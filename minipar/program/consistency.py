@@ -35,16 +35,12 @@ class Staleness:
     every      how many micro-batches an update uses: each has the mean loss of its own rows, and the update takes the
                mean of these. None: all micro-batches of a step, with the mean loss over the step's rows
     stashed    True: a backward uses the version that its forward used; False: it uses the newest version
-    local      0: an update has the gradients of all replicas. Otherwise every replica updates its own parameters, as
-               with `Local`, and those of a rank are averaged over the replicas after every `local` of its updates and
-               after its last one, before anything uses them
     """
 
     bound: int | None = None
     versions: int | None = None
     every: int | None = None
     stashed: bool = True
-    local: int = 0
 
 
 Contract = Synchronous | Local | Staleness
@@ -52,11 +48,7 @@ Contract = Synchronous | Local | Staleness
 
 @dataclass(frozen=True)
 class Serving:
-    """The last `servers` ranks are parameter servers, and follow a rule of `program.server_rule`: `mode`.
-
-    overlapping   whether the steps of a replica overlap, since it is a pipeline without flushes
-    """
+    """The last `servers` ranks are parameter servers, and follow a rule of `program.server_rule`: `mode`."""
 
     servers: int = 1
     mode: str = "sync"
-    overlapping: bool = False

@@ -1,8 +1,12 @@
-"""Instructions: each is one line of what a rank does. `Op` names everything that a rank can do."""
+"""Instructions: each is one line of what a rank does. `Op` names everything that a rank can do.
+
+Actions are what a schedule yields: forwards and backwards of micro-batches through chunks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -55,7 +59,7 @@ SERVICE = (Op.PUSH, Op.PULL, Op.ACCEPT, Op.APPLY, Op.REPLY)
 class Part(NamedTuple):
     """One part of a fused instruction: a layer's compute, or one message of a collective, which sends so many `bytes`.
 
-    `start` and `end`, if it is for a piece of a gradient (or of parameters) only: the bytes of these; otherwise -1.
+    `start` and `end`, if it is for a piece of a gradient only: the bytes of these; otherwise -1.
     """
 
     op: Op
@@ -119,41 +123,12 @@ def repartitions(ins: Instruction) -> bool:
     return bool(ins.group) and len(ins.reads) == 1 and ins.reads[0][0] in MOVED
 
 
-_IN_PIECES = frozenset((Op.ALL_REDUCE, Op.REDUCE_SCATTER, *SERVICE))
-
-
 def piece_of(ins: Instruction) -> tuple[int, int] | None:
-    """First byte and end of the piece of a gradient that an ALL_REDUCE or a REDUCE_SCATTER sums, or that goes to a
-    parameter server, is applied there, or comes back from it as parameters; None if it is all of it. With a
-    REDUCE_SCATTER these are bytes of all slices together: it sums as much of each of them."""
-    if ins.op not in _IN_PIECES or len(ins.parts) != 1 or ins.parts[0].start < 0:
+    """First byte and end of the piece of a gradient that an ALL_REDUCE or a REDUCE_SCATTER sums; None if it is all of
+    it. With a REDUCE_SCATTER these are bytes of all slices together: it sums as much of each of them."""
+    if ins.op not in (Op.ALL_REDUCE, Op.REDUCE_SCATTER) or len(ins.parts) != 1 or ins.parts[0].start < 0:
         return None
     return ins.parts[0].start, ins.parts[0].end
-
-
-class Portion(NamedTuple):
-    """What parameter servers receive, update and send by itself: all that a server keeps of a parameter group, or the
-    bytes `start` to `end` of the group's tensors, one after another."""
-
-    group: int
-    start: int = -1
-    end: int = -1
-
-    @property
-    def form(self) -> str:
-        """The form of a gradient that was pushed, if this is a piece of it."""
-        return f"{self.start}:{self.end}" if self.start >= 0 else ""
-
-    def __str__(self) -> str:
-        return f"{self.group}[{self.form}]" if self.form else f"{self.group}"
-
-
-def portions(ins: Instruction) -> tuple[Portion, ...]:
-    """What a message between a worker and a parameter server, or an update there, is of."""
-    piece = piece_of(ins)
-    if piece is None or len(ins.layers) != 1:  # (verify refuses a piece of several groups)
-        return tuple(Portion(g) for g in ins.layers)
-    return (Portion(ins.layers[0], *piece),)
 
 
 def _moved(values: Sequence[Value]) -> str:
@@ -177,3 +152,47 @@ def span(layers: Sequence[int]) -> str:
         else:
             runs.append([layer, layer + 1])
     return ",".join(str(a) if b == a + 1 else f"{a}:{b}" for a, b in runs)
+
+
+# actions of schedules ------------------------------------------------------------------------------------------------
+
+
+# (Not tuples: Forward(0) and Backward(0) must differ.)
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A schedule's action: run the forward of micro-batch `microbatch` through chunk `chunk` of this rank.
+
+    beside   the next backward is part of the same work, because kernels of both overlap (DualPipe). The output of the
+             forward is sent when both are done
+    """
+
+    microbatch: int
+    chunk: int = 0
+    beside: bool = field(default=False, repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """A schedule's action: the whole backward of one micro-batch through one chunk."""
+
+    microbatch: int
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardInput:
+    """A schedule's action: only the gradient of the chunk's input (the zero-bubble papers' B)."""
+
+    microbatch: int
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeight:
+    """A schedule's action: only the gradient of the chunk's weights (the zero-bubble papers' W)."""
+
+    microbatch: int
+    chunk: int = 0
+
+
+Action = Forward | Backward | BackwardInput | BackwardWeight

@@ -1,8 +1,7 @@
 """When a parameter server applies gradients, and when it answers: the simulator and real servers follow this rule.
 
-A worker is a replica, of one or more ranks, or a stage of one (`Rules`): it has pushed when all its ranks have pushed
-to all servers, it asks when all its ranks ask, and they are answered together. Its clock is the number of its next
-step; the version is the number of updates so far.
+A worker is a replica, of one rank: it has pushed when all servers have its gradient. Its clock is the number of its
+next step; the version is the number of updates so far.
 
     sync          update v takes the gradients of step v of all workers; a worker that has pushed waits for the update
     async         every gradient is an update of its own, at once; nobody waits
@@ -18,7 +17,6 @@ gradients in it were computed from.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
@@ -90,8 +88,7 @@ JOIN, ANSWER, TAKE, DROP, APPLY, LEAVE, REMOVE = Kind  # (module variables are l
 
 
 class Row(NamedTuple):
-    """One line of the servers' log. All servers have the same log. In an APPLY, worker and step are -1; of several
-    rules (`Rules`), rule s has -1 - s as its worker."""
+    """One line of the servers' log. All servers have the same log. In an APPLY, worker and step are -1."""
 
     kind: Kind
     worker: int
@@ -148,12 +145,25 @@ class Consistency:
         self.absent.discard(worker)
         self.asking[worker] = None
 
+    def forget(self, worker: int) -> None:
+        """A worker asks no more."""
+        self.asking.pop(worker, None)
+
     def leave(self, worker: int, removed: bool = False) -> Row:
         """A worker has finished, or was removed, so that nobody waits for it any longer."""
         self.members.discard(worker)
         self.absent.discard(worker)
         self.asking.pop(worker, None)
         return Row(REMOVE if removed else LEAVE, worker, self.clocks.get(worker, 0), self.version)
+
+    @property
+    def over(self) -> bool:
+        """Whether no worker takes part any more."""
+        return not self.members
+
+    def clock(self, worker: int) -> int:
+        """The number of a worker's next step, or where steps are those of all workers, of the next update."""
+        return self.clocks.get(worker, 0) if self.each else self.version
 
     # what to do next
 
@@ -230,100 +240,3 @@ class Consistency:
         else:
             self.members.discard(worker)
             self.asking.pop(worker, None)
-
-
-class Rules:
-    """One rule, or several that know nothing of each other.
-
-    Stages of a pipeline that never drains do not wait for each other, so each of them follows a rule of its own. With
-    n rules, worker r * n + s is stage s of replica r, and worker r of rule s.
-
-        stage 1    ANSWER 1, ANSWER 3 | TAKE 3, APPLY | ANSWER 3 | TAKE 1, APPLY ...      2 replicas of 2 stages
-        stage 0    ANSWER 0, ANSWER 2                              | TAKE 2, APPLY ...
-
-    order   a recorded log, from which they go on
-    """
-
-    def __init__(self, mode: Mode, workers: int, steps: int, rules: int = 1, order: Iterable[Row] = ()) -> None:
-        self.mode, self.count = mode, rules
-        self.each = [Consistency(mode, workers // rules, steps) for _ in range(rules)]
-        for row in order:
-            self.follow(row)
-
-    def _of(self, worker: int) -> Consistency:
-        return self.each[worker % self.count]
-
-    def _named(self, rule: int, row: Row) -> Row:
-        """A row of a rule as it stands in the log of all."""
-        return row._replace(worker=row.worker * self.count + rule if row.worker >= 0 else -1 - rule)
-
-    def _workers(self, found: Callable[[Consistency], Iterable[int]]) -> list[int]:
-        return [w * self.count + s for s, rule in enumerate(self.each) for w in found(rule)]
-
-    @property
-    def members(self) -> set[int]:
-        return set(self._workers(lambda rule: rule.members))
-
-    @property
-    def absent(self) -> set[int]:
-        return set(self._workers(lambda rule: rule.absent))
-
-    @absent.setter
-    def absent(self, workers: Iterable[int]) -> None:
-        for rule in self.each:
-            rule.absent = set()
-        for worker in workers:
-            self._of(worker).absent.add(worker // self.count)
-
-    @property
-    def pushed(self) -> dict[int, int]:
-        return {w * self.count + s: step for s, rule in enumerate(self.each) for w, step in rule.pushed.items()}
-
-    @property
-    def asking(self) -> list[int]:
-        return self._workers(lambda rule: rule.asking)
-
-    @property
-    def version(self) -> int:
-        """The number of updates so far, of the rule that is furthest behind."""
-        return min(rule.version for rule in self.each)
-
-    def clock(self, worker: int) -> int:
-        """The number of a worker's next step, or where steps are those of all workers, of the next update."""
-        rule = self._of(worker)
-        return rule.clocks.get(worker // self.count, 0) if self.mode.each else rule.version
-
-    @property
-    def over(self) -> bool:
-        """Whether no worker takes part any more."""
-        return not any(rule.members for rule in self.each)
-
-    def join(self, worker: int) -> Row:
-        return self._named(worker % self.count, self._of(worker).join(worker // self.count))
-
-    def push(self, worker: int, step: int) -> None:
-        self._of(worker).push(worker // self.count, step)
-
-    def known(self, worker: int, step: int) -> bool:
-        return self._of(worker).known(worker // self.count, step)
-
-    def ask(self, worker: int) -> None:
-        self._of(worker).ask(worker // self.count)
-
-    def forget(self, worker: int) -> None:
-        """A worker asks no more."""
-        self._of(worker).asking.pop(worker // self.count, None)
-
-    def leave(self, worker: int, removed: bool = False) -> Row:
-        return self._named(worker % self.count, self._of(worker).leave(worker // self.count, removed))
-
-    def decide(self) -> list[Row]:
-        """The next action that is ready, as `Consistency.decide` gives it, of the first rule that has one."""
-        for s, rule in enumerate(self.each):
-            if rows := rule.decide():
-                return [self._named(s, row) for row in rows] if self.count > 1 else rows
-        return []
-
-    def follow(self, row: Row) -> None:
-        worker = row.worker // self.count if row.worker >= 0 else -1
-        self.each[row.worker % self.count if row.worker >= 0 else -1 - row.worker].follow(row._replace(worker=worker))

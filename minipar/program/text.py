@@ -50,7 +50,7 @@ def to_json(program: Program) -> dict[str, Any]:
         **({"chunks": list(program.chunks)} if program.chunks else {}),
         **({"final": [refs(sorted(values)) for values in program.final]} if program.final else {}),
         **({} if program.in_flight is None else {"in_flight": program.in_flight}),
-        **({} if program.serving is None else {"serving": _serving(program.serving)}),
+        **({} if program.serving is None else {"serving": [program.serving.servers, program.serving.mode]}),
         **({"staleness": list(astuple(program.contract))} if isinstance(program.contract, Staleness) else {}),
         **({"selective": True} if program.selective else {}),
         **({} if program.slices == 1 else {"slices": program.slices, "carries": list(program.carries)}),
@@ -58,7 +58,6 @@ def to_json(program: Program) -> dict[str, Any]:
         **({"forms": [list(forms) for forms in program.forms]} if program.forms else {}),
         **({"inputs": program.inputs} if program.inputs else {}),
         **({"names": list(program.names)} if program.names else {}),
-        **({"checked": True} if program.checked else {}),
         "state": [refs(sorted(values)) for values in program.state],
         "ranks": ranks,
         "values": [list(value if value.form else value[:4]) for value in names],
@@ -125,14 +124,9 @@ def from_json(data: dict[str, Any]) -> Program:
         forms=_read(data, "forms", lambda found: tuple(Forms(*each) for each in found)),
         inputs=data.get("inputs", ""),
         names=_read(data, "names", tuple),
-        checked=data.get("checked", False),
     )  # fmt: skip
     fields.check_types(program)
     return program
-
-
-def _serving(serving: Serving) -> list[int | str | bool]:
-    return [serving.servers, serving.mode, *([True] if serving.overlapping else [])]
 
 
 def _read(data: dict[str, Any], name: str, make: Callable[[Any], T], default: object = ()) -> T:
@@ -168,4 +162,10 @@ def _slices(found: int | list[int]) -> int | tuple[int, ...]:
 def _contract(data: dict[str, Any]) -> Contract:
     if "local_steps" in data:
         return Local(data["local_steps"])
-    return _read(data, "staleness", lambda found: Staleness(*found)) if "staleness" in data else Synchronous()
+    return _read(data, "staleness", _staleness) if "staleness" in data else Synchronous()
+
+
+def _staleness(found: list[Any]) -> Staleness:
+    return Staleness(
+        *(found[:4] if found[4:] == [0] else found)
+    )  # (programs of before end with a number of local steps)

@@ -156,18 +156,9 @@ def served_state(group: int) -> Value:
     return Value("served_state", group)
 
 
-def pushed(group: int, worker: int, step: int, piece: str = "") -> Value:
-    """A server's part of the gradient of one group that a worker has pushed, or a piece of that. (Its `microbatch` is
-    the worker.)"""
-    return Value("pushed", group, worker, step, piece)
-
-
-def piece_in(value: Value) -> tuple[int, int] | None:
-    """First byte and end of a piece of a gradient that was pushed; None if this is all that a server has of it."""
-    if value.kind != "pushed" or not value.form:
-        return None
-    start, _, end = value.form.partition(":")
-    return int(start), int(end)
+def pushed(group: int, worker: int, step: int) -> Value:
+    """A server's part of the gradient of one group that a worker has pushed. (Its `microbatch` is the worker.)"""
+    return Value("pushed", group, worker, step)
 
 
 def norm() -> Value:

@@ -3,11 +3,10 @@
     server -> client   32 random bytes                       nothing else is read before the proof;
     client -> server   32 random bytes | proof               a proof is the HMAC-SHA256 of both numbers under the token
     server -> client   proof
-    both               header (what, key, worker, step, version, number, bytes, times) | bytes ...
+    both               header (what, key, worker, step, version, number, bytes, two reals) | bytes ...
 
 Nothing that a peer sends is unpickled or evaluated: payloads are tensors' bytes, which are read straight into memory of
-their size, and small JSON texts. TCP_NODELAY is set: else a header would wait for the acknowledgement of the message
-before (44 ms).
+their size, and short texts.
 """
 
 from __future__ import annotations
@@ -19,47 +18,49 @@ import hmac
 import os
 import socket
 import struct
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
 from torch import Tensor
 
 from minipar.cluster import stacks
+from minipar.comm.transport.sockets import keep_alive
 
-HEADER = struct.Struct("<iiiqqqqqq")
+HEADER = struct.Struct("<iiiqqqqdd")
 _CREDENTIALS = struct.Struct("3i")  # of the process at the other end of a Unix socket: process, user, group
 NONCE = PROOF = 32
 _BUFFER = 4 << 20  # bytes that are requested; the kernel gives what its limits allow
-_STAGE = 1 << 14  # bytes that are received before it is known where they belong
 MOST_TEXT = 1 << 16  # bytes of a text
 
 
 class What(IntEnum):
-    HELLO = 1  # client: who it is (JSON)
-    WELCOME = 2  # server: the number of its incarnation
+    HELLO = 1  # client: who it is, a worker or (`key`) a server; its bytes are the digest of the keys that it expects
+    WELCOME = 2  # server: it knows the client now
     PUSH = 3  # worker: its part of one key's gradient
-    ACK = 4  # worker to server 0: request to say when this step's gradient is at all servers; and the answer
-    PULL = 5  # worker to server 0
-    ANSWER = 6  # a server's parameters
-    LEAVE = 7  # worker to server 0
-    REFUSED = 8  # server: the reason (text), before it closes the connection
-    CLOSED = 9  # server: it has ended
-    HAVE = 10  # other server to server 0: a step's gradient is whole here
-    ROW = 11  # server 0 to the others: the next row of the order
-    SAVE = 12  # server 0 to the others: write a snapshot
-    SAVED = 13  # other server to server 0: the snapshot is on the disk
-    RESTORE = 14  # server 0 to the others: go back to a snapshot
-    FORGET = 15  # server 0 to the others: a worker began anew; its earlier gradients count only if they are whole
-    PART = 17  # a server's parameters of one group, where each is served by itself
-    NORM = 16  # other server to server 0: the squares of its part of an update's gradient; and the answer: of all parts
+    PULL = 4  # worker to server 0: it has done a step, and asks for the parameters of the next one
+    ANSWER = 5  # a server's parameters
+    LEAVE = 6  # worker to server 0
+    REFUSED = 7  # server: the reason (text), before it closes the connection
+    CLOSED = 8  # server: it has ended
+    HAVE = 9  # other server to server 0: a step's gradient is whole here
+    ROW = 10  # server 0 to the others: the next row of the order
+    FORGET = 11  # server 0 to the others: a worker began anew; its earlier gradient does not count
+    NORM = 12  # other server to server 0: the squares of its part of an update's gradient; and the answer: of all parts
 
 
-PUSH = What.PUSH  # (a global name is found faster than a member of an Enum)
-FROM_WORKERS = frozenset((What.PULL, What.ACK, What.LEAVE))  # these have no bytes, like those between servers
-BETWEEN_SERVERS = frozenset((What.HAVE, What.ROW, What.SAVE, What.SAVED, What.FORGET, What.CLOSED, What.NORM))
+FROM_WORKERS = frozenset((What.PULL, What.LEAVE))  # these have no bytes, like those between servers
+BETWEEN_SERVERS = frozenset((What.HAVE, What.ROW, What.FORGET, What.CLOSED, What.NORM))
 
 
 class Message(NamedTuple):
+    """A header. `number` is of a PUSH all rows of the step, of which `version` are the worker's; otherwise the worker's
+    session. `lasts` is of a NORM the sum of the squares.
+
+    On emulated links `moment` says when a message begins to arrive, or was sent (0: with the message before), and
+    `lasts` for how many seconds the link is busy with it.
+    """
+
     what: int
     key: int = 0
     worker: int = 0
@@ -67,65 +68,23 @@ class Message(NamedTuple):
     version: int = 0
     number: int = 0
     size: int = 0
-    moment: int = 0  # on emulated links, in ns: when it begins to arrive, or was sent; 0: with the message before
-    lasts: int = 0  # on emulated links, in ns: how long the link is busy with it
+    moment: float = 0.0
+    lasts: float = 0.0
+
+    def parts(self, data: memoryview | bytes = b"") -> list[memoryview]:
+        """What goes through the socket: the header, and these bytes."""
+        header = HEADER.pack(*self._replace(size=len(data)))
+        return [memoryview(header), memoryview(data)] if len(data) else [memoryview(header)]
 
 
-def nanoseconds(moment: float) -> int:
-    """A time as a message carries it."""
-    return round(moment * 1e9)
-
-
-def bits_of(value: float) -> int:
-    """A number with all its digits, as a message carries it."""
-    return int(struct.unpack("!q", struct.pack("!d", value))[0])
-
-
-def number_of(bits: int) -> float:
-    """A number that a message carried."""
-    return float(struct.unpack("!d", struct.pack("!q", bits))[0])
-
-
-def seconds(moment: int) -> float:
-    """A time that a message carried."""
-    return moment / 1e9
-
-
-class Stage:
-    """Bytes that were received and not used yet: one call can receive several short messages."""
-
-    def __init__(self, ahead: bytes = b"") -> None:
-        self.memory = memoryview(bytearray(max(_STAGE, len(ahead))))
-        self.start, self.stop = 0, len(ahead)
-        self.memory[: self.stop] = ahead
-
-    def __len__(self) -> int:
-        return self.stop - self.start
-
-    def room(self) -> memoryview:
-        """Memory for more bytes, behind those that are there."""
-        if not self.start and not self.stop:
-            return self.memory
-        rest = self.stop - self.start
-        self.memory[:rest] = self.memory[self.start : self.stop]
-        self.start, self.stop = 0, rest
-        return self.memory[rest:]
-
-    def header(self) -> Message:
-        """Take a header, all of which must be there."""
-        start = self.start
-        self.start += HEADER.size
-        return Message(*HEADER.unpack_from(self.memory, start))
-
-    def take(self, into: memoryview) -> int:
-        """Take the bytes that are there, at most as many as fit in `into`; returns how many."""
-        size = min(len(into), self.stop - self.start)
-        into[:size] = self.memory[self.start : self.start + size]
-        self.start += size
-        return size
-
-    def rest(self) -> bytes:
-        return bytes(self.memory[self.start : self.stop])
+def rest_of(parts: Sequence[memoryview], done: int) -> list[memoryview]:
+    """What is left of some bytes when the first `done` of them are sent."""
+    rest = []
+    for part in parts:
+        if done < len(part):
+            rest.append(part[done:])
+        done = max(0, done - len(part))
+    return rest
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -136,23 +95,29 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 
-def listen(address: str) -> tuple[socket.socket, str]:
-    """A listening socket, and the address that it has got. `address`: "unix:PATH" (made anew), or "tcp:HOST:PORT", of
-    which the port 0 is any that is free."""
+def place_of(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
+    """What an address means: "unix:PATH" or "tcp:HOST:PORT"."""
     kind, _, rest = address.partition(":")
     if kind == "unix":
+        return socket.AF_UNIX, rest
+    host, _, port = rest.rpartition(":")
+    return socket.AF_INET6 if ":" in host else socket.AF_INET, (host, int(port))
+
+
+def listen(address: str) -> tuple[socket.socket, str]:
+    """A listening socket, and the address that it has got: a Unix socket is made anew, and port 0 is any that is
+    free."""
+    family, place = place_of(address)
+    if isinstance(place, str):
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(rest)
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(rest)
-        os.chmod(rest, 0o600)
+            os.unlink(place)
+        listener = socket.socket(family)
+        listener.bind(place)
+        os.chmod(place, 0o600)
+        listener.listen(128)
     else:
-        host, _, port = rest.rpartition(":")
-        listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, int(port)))
-        address = f"tcp:{host}:{listener.getsockname()[1]}"
-    listener.listen(128)
+        listener = socket.create_server(place, family=family, backlog=128)
+        address = f"tcp:{place[0]}:{listener.getsockname()[1]}"
     listener.setblocking(False)
     return listener, address
 
@@ -162,19 +127,16 @@ def prepare(connection: socket.socket) -> None:
     for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
         with contextlib.suppress(OSError):  # macOS gives nothing where Linux gives what its limits allow
             connection.setsockopt(socket.SOL_SOCKET, option, _BUFFER)
-    if connection.family == socket.AF_INET:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if connection.family != socket.AF_UNIX:
+        keep_alive(connection)
 
 
 def process_behind(connection: socket.socket) -> int:
     """The process at the other end of a Unix socket; 0 where it cannot be known, as over TCP and on macOS."""
     if connection.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
         return 0
-    found: tuple[int, int, int] = _CREDENTIALS.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )
-    return found[0]
+    data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(data)[0])
 
 
 def at_work(process: int) -> bool:

@@ -4,8 +4,7 @@
     compress=topk:0.01      [ the largest 1 % of the piece ][ where they are ]     the rest: in the next gradient
 
 A server adds what it has unpacked, so all its modes work as with whole gradients. What topk has left out stays with the
-worker, and counts when the step is over: a step that is done again, since servers went back, begins with what it began
-with.
+worker.
 """
 
 from __future__ import annotations
@@ -19,23 +18,18 @@ from minipar.strategies.passes.compress import keeps_residual, pushed_bytes, top
 
 
 class Packer:
-    """A worker's end. `left` has what was left out of each piece until the last step, `leaving` until this one."""
+    """A worker's end. `left` has what was left out of each piece until now."""
 
     def __init__(self, choice: str) -> None:
         self.choice = choice
         self.left: dict[tuple[int, int], Tensor] = {}
-        self.leaving: dict[tuple[int, int], Tensor] = {}
-        self.packed: dict[tuple[int, int], Tensor] = {}  # pieces of this step, in case they must be sent again
 
     def pack(self, key: tuple[int, int], piece: Tensor) -> Tensor:
-        """What is sent of a flat piece of a gradient, as bytes. Asked again in the same step, it gives the same."""
-        if key not in self.packed:
-            self.packed[key] = self._pack(key, piece)
-        return self.packed[key]
-
-    def _pack(self, key: tuple[int, int], piece: Tensor) -> Tensor:
+        """What is sent of a flat piece of a gradient."""
+        if self.choice == "none":
+            return piece
         if not keeps_residual(self.choice):
-            return narrowed(piece, self.choice).view(torch.uint8)
+            return narrowed(piece, self.choice)
         whole = piece + self.left[key] if key in self.left else piece.clone()
         count, size = top(len(whole), self.choice), whole.element_size()
         places = whole.abs().topk(count, sorted=False).indices
@@ -43,24 +37,12 @@ class Packer:
         row[: count * size] = whole[places].view(torch.uint8)
         row[count * size :][: count * 4] = places.to(torch.int32).view(torch.uint8)
         whole[places] = 0
-        self.leaving[key] = whole
+        self.left[key] = whole
         return row
-
-    def step_is_over(self) -> None:
-        """The servers have this step's gradient, and the next step begins."""
-        self.left |= self.leaving
-        self.void()
-
-    def void(self) -> None:
-        """This step's gradient does not count."""
-        self.leaving.clear()
-        self.packed.clear()
 
 
 def unpack(data: memoryview, into: Tensor, choice: str) -> None:
     """A server's end: the piece of a gradient that a worker has packed."""
-    if not into.numel():
-        return
     row = torch.frombuffer(data, dtype=torch.uint8)
     if not keeps_residual(choice):
         into.copy_(row.view(NARROW[choice]))

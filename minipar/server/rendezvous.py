@@ -2,10 +2,10 @@
 hosts. Both have texts by name:
 
 handle.json          token, keys, how many servers, whether they use TCP (written once, before any server starts)
-address 0, ...       where a server listens: it is bound first, and says it then, each time that it starts
+address 0, ...       where a server listens: it is bound first, and says it when it can serve
 closed               exists when the servers have ended
 
-The folder also has the servers' Unix sockets (0, 1, ...), and on each host the snapshots of its servers (snapshot.py).
+The folder also has the servers' Unix sockets (0, 1, ...).
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from minipar.errors import RankError
+from minipar.errors import RankError, ServerClosed
 from minipar.server.connection import Connection
-from minipar.server.framing import Message, What
 from minipar.server.shard import ParameterKey, pieces_of
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-RETRY = 0.01  # seconds between two tries to connect
+_RETRY = 0.01  # seconds between two tries to connect
+# A server has not started, or is so busy that too many clients wait for it.
+_NOT_THERE = (ConnectionError, FileNotFoundError, TimeoutError, BlockingIOError)
 _HANDLE, _CLOSED = "handle.json", "closed"
 
 
@@ -35,7 +36,7 @@ _HANDLE, _CLOSED = "handle.json", "closed"
 class Meeting:
     """Where servers and workers meet.
 
-    folder    of this host, for sockets and snapshots
+    folder    of this host, for sockets
     store     where they publish texts; None: in the folder, if all are on one host
     address   of this host, at which servers listen; "": they use Unix sockets
     """
@@ -75,13 +76,9 @@ class ServerHandle:
     token: bytes
     keys: tuple[ParameterKey, ...]
 
-    @property
-    def folder(self) -> str:
-        return self.meeting.folder
-
     def place(self, server: int) -> str:
         """Where a server is to listen, which is its own host; a port 0 is replaced by one that is free."""
-        return f"tcp:{self.meeting.address or '127.0.0.1'}:0" if self.tcp else f"unix:{self.folder}/{server}"
+        return f"tcp:{self.meeting.address or '127.0.0.1'}:0" if self.tcp else f"unix:{self.meeting.folder}/{server}"
 
     def address(self, server: int) -> str:
         """Where a server listens. ConnectionError if it has not started."""
@@ -103,7 +100,7 @@ def open_folder(
 ) -> ServerHandle:
     """Write the handle of new servers to a folder, which is made if needed, or another meeting place. They use Unix
     sockets, or TCP if they are on several hosts or `tcp` says so."""
-    place = _meeting(meeting)
+    place = Meeting(meeting) if isinstance(meeting, str) else meeting
     if servers < 1:
         raise RankError(f"servers={servers}: must be at least 1")
     if not all(pieces_of(keys, servers)):
@@ -117,62 +114,29 @@ def open_folder(
 
 def read_handle(meeting: str | Meeting) -> ServerHandle:
     """The handle in a folder, or another meeting place; RankError if there is none."""
-    place = _meeting(meeting)
+    place = Meeting(meeting) if isinstance(meeting, str) else meeting
     text = place.find(_HANDLE)
     if text is None:
         raise RankError(f"{place.folder}: no parameter server has its handle there")
     data = json.loads(text)
-    keys = tuple(
-        ParameterKey(name, tuple(shape), dtype, cut and tuple(cut), part and tuple(part))
-        for name, shape, dtype, cut, part in data["keys"]
-    )
+    keys = tuple(ParameterKey(name, tuple(shape), dtype) for name, shape, dtype in data["keys"])
     return ServerHandle(place, data["servers"], data["tcp"], bytes.fromhex(data["token"]), keys)
 
 
-def _meeting(given: str | Meeting) -> Meeting:
-    return Meeting(given) if isinstance(given, str) else given
-
-
-@dataclass(frozen=True)
-class Introduction:
-    """The first message of a client that connects to a server: a worker and its life, or another server.
-
-    keys        `shard.digest` of the keys that it expects
-    life        of a worker: another number each time that it begins anew
-    snapshots   of a server: the numbers of those that it can read
-    """
-
-    keys: str
-    worker: int = -1
-    life: int = 0
-    server: int = -1
-    snapshots: list[int] = field(default_factory=list)
-
-    def text(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @staticmethod
-    def read(text: bytes) -> Introduction | None:
-        """The introduction in a received text; None if it is not one."""
-        try:
-            data = json.loads(text)
-            worker, life, server = (int(data[name]) for name in ("worker", "life", "server"))
-            return Introduction(str(data["keys"]), worker, life, server, [int(n) for n in data["snapshots"]])
-        except (ValueError, TypeError, KeyError):
-            return None
-
-
-def present(handle: ServerHandle, who: Introduction) -> tuple[Connection, Message] | None:
-    """Introduce a server to server 0, and wait for its answer, which comes when all other servers are there, too.
-
-    None when the servers have ended meanwhile.
-    """
+def reach(
+    handle: ServerHandle, server: int, patience: float, look: Callable[[int], None] = lambda process: None
+) -> Connection:
+    """A connection to a server, which is tried for so many seconds. Errors: RankError if nobody is there, or this is no
+    server; ServerClosed if the servers have ended."""
+    until = time.monotonic() + patience
     while True:
+        if handle.closed:
+            raise ServerClosed(f"the servers of {handle.meeting.folder} have ended")
         try:
-            connection = Connection(handle.address(0), handle.token, 2.0)
-            connection.send(Message(What.HELLO), who.text())
-            return connection, connection.receive()
-        except (OSError, ConnectionError):
-            if handle.closed:
-                return None
-            time.sleep(RETRY)
+            return Connection(handle.address(server), handle.token, f"server {server}", look)
+        except _NOT_THERE as error:
+            if time.monotonic() > until:
+                reason = f"no server {server} at {handle.meeting.folder} for {patience:g} s"
+                raise RankError(f"{reason} ({error or type(error).__name__})") from error
+        look(0)
+        time.sleep(_RETRY)

@@ -7,8 +7,7 @@
 
 The files are those of any run (`execution/saving`), so that a run goes on with other servers, other workers, or none.
 At the end of a run all servers have the same version in every mode. During a run workers are at one step only in modes
-sync and k-of-n. Where servers go back (on_death="continue") they write again, and may write something else: each time
-into a folder of its own.
+sync and k-of-n.
 """
 
 from __future__ import annotations
@@ -32,65 +31,45 @@ class Wrote(NamedTuple):
     """A rank has written its part of a step, and the state of the scheduler, if it has one."""
 
     step: int
-    incarnation: int
     schedule: dict[str, Any] | None
 
 
 @dataclass
 class Part:
-    """In a rank: it writes part number `part` of what is saved. `steps`: of the run; `reviving`: servers may go
-    back."""
+    """In a rank: it writes part number `part` of what is saved. `steps`: of the run."""
 
     storing: Storing
     part: int
     steps: int
-    reviving: bool
-    _done: tuple[int, int] = (0, 0)  # the last step that was written, and the incarnation of the servers then
+    _done: int = 0  # the last step that was written
 
-    def due(self, version: int, incarnation: int) -> int:
-        """The step to be saved now, where `version` updates are made; 0: none."""
-        every = self.storing.every
-        last = version // every * every if every else 0
-        return last if last < self.steps and self._done != (last, incarnation) else 0
-
-    def reached(
-        self, version: int, incarnation: int, pieces: Pieces, optimizer: str = "", schedule: Any = lambda: None
-    ) -> None:
+    def reached(self, version: int, pieces: Pieces, optimizer: str = "", schedule: Any = lambda: None) -> None:
         """`version` updates are made: write the part of the last step that is to be saved, if it is not there yet."""
-        due = self.due(version, incarnation)
-        if not due:
-            return
-        self._done = due, incarnation
-        step = self.storing.first + due
-        self._write(step, self._token(incarnation), pieces, optimizer)
-        worker.report(Wrote(step, incarnation, schedule()))
+        every = self.storing.every
+        due = version // every * every if every else 0
+        if self._done < due < self.steps:
+            self._done, step = due, self.storing.first + due
+            self._write(step, pieces, optimizer)
+            worker.report(Wrote(step, schedule()))
 
     def end(self, header: Header, pieces: Pieces, optimizer: str = "", share: float = 1.0) -> Share:
         """At the end of the run: write the part, and bring it to the driver, if that is wanted. `share`: what this rank
         has of the whole state."""
         header = replace(header, optimizer=optimizer)
         if self.storing.folder:
-            self._write(header.step, self.storing.token, pieces, optimizer, again=True)
+            self._write(header.step, pieces, optimizer, again=True)
         if self.storing.keep == 0:
             return self.storing.brought(header, (), 1)
         found = list(pieces())
         return self.storing.brought(header, found, round(sum(count_bytes(piece.values) for piece in found) / share))
 
-    def _token(self, incarnation: int) -> str:
-        return token_of(self.storing.token, incarnation if self.reviving else 0)
-
-    def _write(self, step: int, token: str, pieces: Pieces, optimizer: str, again: bool = False) -> None:
+    def _write(self, step: int, pieces: Pieces, optimizer: str, again: bool = False) -> None:
         from minipar.execution.saving.storage import write
 
-        path = step_folder(self.storing.folder, step, token)
-        if again or not os.path.exists(os.path.join(path, f"part-{self.part}.json")):  # (by an earlier life)
+        path = step_folder(self.storing.folder, step, self.storing.token)
+        if again or not os.path.exists(os.path.join(path, f"part-{self.part}.json")):  # (by an earlier process)
             with writing(self.storing.folder):
                 write(path, self.part, optimizer, pieces())
-
-
-def token_of(token: str, incarnation: int) -> str:
-    """The token of a run, or another one for each incarnation of servers that may go back."""
-    return f"{int(token, 16) ^ (incarnation & 0xFFFFFFFF):08x}"
 
 
 @dataclass
@@ -104,31 +83,28 @@ class Saving:
     storing: Storing
     header: Header
     parts: int
-    reviving: bool
-    _heard: dict[tuple[int, int], dict[int, Wrote]] = field(default_factory=dict)  # what each rank has said of a step
+    _heard: dict[int, dict[int, Wrote]] = field(default_factory=dict)  # what each rank has said of a step
     _before: str = ""
 
     def heard(self, rank: int, wrote: Wrote) -> None:
-        """A rank has written its part of a step. It counts once, although it may say so again in its next life."""
-        key = wrote.step, wrote.incarnation
-        found = self._heard.setdefault(key, {})
+        """A rank has written its part of a step. It counts once, although it may say so again when it starts again."""
+        found = self._heard.setdefault(wrote.step, {})
         found[rank] = wrote
         if len(found) < self.parts:
             return
-        del self._heard[key]
+        del self._heard[wrote.step]
         schedule = next((one.schedule for one in found.values() if one.schedule is not None), None)
-        token = token_of(self.storing.token, wrote.incarnation if self.reviving else 0)
-        self._commit(wrote.step, token, schedule, clean=False)
+        self._commit(wrote.step, schedule, clean=False)
         if self._before:
             shutil.rmtree(self._before, ignore_errors=True)
-        self._before = step_folder(self.storing.folder, wrote.step, token)
+        self._before = step_folder(self.storing.folder, wrote.step, self.storing.token)
 
     def finish(self, last: Header) -> None:
         """All ranks have written the last step."""
         if self.storing.folder:
-            self._commit(last.step, self.storing.token, last.schedule, clean=True)
+            self._commit(last.step, last.schedule, clean=True)
 
-    def _commit(self, step: int, token: str, schedule: dict[str, Any] | None, clean: bool) -> None:
+    def _commit(self, step: int, schedule: dict[str, Any] | None, clean: bool) -> None:
         with writing(self.storing.folder):
             header = replace(self.header, step=step, schedule=schedule)
-            commit(self.storing.folder, step, token, self.parts, header, clean)
+            commit(self.storing.folder, step, self.storing.token, self.parts, header, clean)

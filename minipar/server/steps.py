@@ -13,14 +13,15 @@ from typing import NamedTuple
 from torch import Tensor
 
 from minipar.execution.following import Span, window
-from minipar.program import Instruction, Program
+from minipar.program import Program
+from minipar.strategies.served_order import blocks_of
 from minipar.trace import Trace
 from minipar.trace.memory_series import Series
 
 
 class Step(NamedTuple):
     """A step that a worker has done: its share of the mean loss, its `rows` of the `of` rows of the step, and gradients
-    by parameter name (if kept). On real ranks also when each instruction ran, sizes as in `Compute`, bytes of input
+    by parameter name (if kept). Also when each instruction ran, sizes as in `Compute`, bytes of input
     rows, by how much these times may be wrong against those of another host, and what happened to the worker's memory,
     if that was followed."""
 
@@ -61,22 +62,17 @@ class Progress:
 
     def __init__(self, program: Program) -> None:
         self.program = program
-        self._blocks: list[dict[int, list[Instruction]]] = [{} for _ in range(program.workers)]
-        for worker, blocks in enumerate(self._blocks):
-            for ins in program.ranks[worker]:
-                blocks.setdefault(program.pass_of(ins), []).append(ins)
-        self._told: dict[int, list[Step]] = {}
+        self._blocks = [blocks_of(program, worker) for worker in range(program.workers)]
+        self._steps: dict[int, list[Step]] = {}
         self._rows: dict[int, list[Span]] = {}
         self._last: dict[int, tuple[float, float]] = {}  # worker that takes part -> start and end of its last step
 
     def heard(self, step: Step) -> None:
         """A worker has done a step."""
-        done = self._told.setdefault(step.step, [])
+        done = self._steps.setdefault(step.step, [])
         if any(one.worker == step.worker for one in done):
             return  # (a worker that was started again did it once more)
         done.append(step._replace(gradients={}, sizes={}, series=None))
-        if not step.times:  # (of a step that has run in the pass of the one before it)
-            return
         row = zip(self._blocks[step.worker][step.step], step.times, strict=True)
         self._rows.setdefault(step.worker, []).extend((ins, start, end) for ins, (start, end) in row)
         self._last[step.worker] = min(a for a, _ in step.times), max(b for _, b in step.times)
@@ -90,18 +86,18 @@ class Progress:
 
     @property
     def done(self) -> int:
-        return min(self.program.steps, sum(map(len, self._told.values())) // self.program.workers)
+        return min(self.program.steps, sum(map(len, self._steps.values())) // self.program.workers)
 
     @property
     def losses(self) -> list[float]:
-        return [mean_loss(self._told.get(s, ())) for s in range(self.done)]
+        return [mean_loss(self._steps.get(s, ())) for s in range(self.done)]
 
     @property
     def trace(self) -> Trace | None:
         if not self._last:
             return None
         worker = min(self._last, key=lambda w: self._last[w][1])
-        step = max(s for s, done in self._told.items() if any(one.worker == worker for one in done))
+        step = max(s for s, done in self._steps.items() if any(one.worker == worker for one in done))
         rows = [self._rows.get(w, []) for w in range(self.program.workers)]
         what = f"the time of step {step + 1} of rank {worker}; what the servers do is in the trace of the whole run"
         return window(self.program, rows, *self._last[worker], what)

@@ -28,16 +28,10 @@ class Switchboard:
         self.selector.register(listener, selectors.EVENT_READ)
         self.peers: set[Peer] = set()
         self.writing: set[Peer] = set()  # those for which the selector also waits for room to write
-        self.unread: list[Peer] = []  # those with messages left, since they had more than one turn handles
 
     def wait(self, seconds: float) -> None:
         """Wait until something arrives or can be written, at most so long, and handle it."""
-        unread, self.unread = self.unread, []
-        ready = self.selector.select(0 if unread else seconds)
-        for peer in unread:
-            if peer in self.peers:
-                self._attend(peer, selectors.EVENT_READ)
-        for key, events in ready:
+        for key, events in self.selector.select(seconds):
             if key.fileobj is self.listener:
                 self._accept()
             elif key.fileobj in self.peers:  # (an event before may have ended it)
@@ -49,20 +43,15 @@ class Switchboard:
             connection, _ = self.listener.accept()
         except OSError:
             return
-        self.add(Peer(connection, self.token, self.target, self.done))
+        self.adopt(connection, self.token)
 
-    def adopt(self, connection: socket.socket, ahead: bytes = b"") -> Peer:
-        """Add a connection that this process has made itself, as a client. `ahead`: bytes that it has read already."""
-        peer = Peer(connection, b"", self.target, self.done, ahead)
-        self.add(peer)
-        if ahead:
-            self.unread.append(peer)
-        return peer
-
-    def add(self, peer: Peer) -> None:
+    def adopt(self, connection: socket.socket, token: bytes = b"") -> Peer:
+        """Add a connection. Without a token it is one that this process has made itself, as a client."""
+        peer = Peer(connection, token, self.target, self.done)
         self.selector.register(peer, selectors.EVENT_READ)
         self.peers.add(peer)
         self._watch(peer)
+        return peer
 
     def _attend(self, peer: Peer, events: int) -> None:
         try:
@@ -79,8 +68,6 @@ class Switchboard:
             self.gone(peer)
         else:
             self._watch(peer)
-            if peer.unread:
-                self.unread.append(peer)
 
     def _watch(self, peer: Peer) -> None:
         """Let the selector wait for room to write only if something is to be written."""
@@ -88,7 +75,7 @@ class Switchboard:
             self.writing.symmetric_difference_update((peer,))
             self.selector.modify(peer, selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.busy else 0))
 
-    def tell(
+    def send(
         self,
         peer: Peer | None,
         message: Message,
@@ -108,11 +95,8 @@ class Switchboard:
             self.writing.discard(peer)
         peer.close()
 
-    def drop_all(self) -> None:
+    def close(self) -> None:
         for peer in list(self.peers):
             self.drop(peer)
-
-    def close(self) -> None:
-        self.drop_all()
         self.selector.close()
         self.listener.close()

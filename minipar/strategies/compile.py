@@ -14,10 +14,9 @@ from typing import TYPE_CHECKING
 
 from minipar.costs.measured import Profile
 from minipar.costs.protocol import Costs
-from minipar.costs.recomputation import LayerCosts
+from minipar.costs.recomputation import LayerCosts, Move
 from minipar.errors import PlanError
 from minipar.program import (
-    SERVICE,
     Action,
     Contract,
     Forward,
@@ -53,7 +52,6 @@ from minipar.strategies.passes import (
     transfers,
     update,
     versions,
-    virtual_workers,
     zero,
 )
 from minipar.strategies.schedules.registry import find
@@ -64,12 +62,11 @@ if TYPE_CHECKING:
 
 def passes_of(plan: Plan) -> tuple[Pass, ...]:
     """The passes that a plan needs, in order."""
-    trains, served, late = not plan.inference, plan.sync == "ps", plan.overlap == "priority"
+    trains, served, by_priority = not plan.inference, plan.sync == "ps", plan.overlap == "priority"
     updates = trains and not served  # a rank updates what it holds
     flushed = updates and not plan.asynchronous  # and does so once a step
     several = plan.dp * (1 if plan.asynchronous else plan.pp) > 1  # (tied layers may be on two ranks)
-    pieces = late and (several or served)  # go by priority; sums of ranks that share layers alone do not
-    alone = plan.local_steps > 0 and (plan.pp == 1 or plan.asynchronous)  # nothing is summed
+    pieces = by_priority and several  # go by priority
     table = (
         ("layers", layers.expand_layers, True),
         ("bucket", data_parallel.choose_size, trains and plan.messages == "auto" and not pieces),
@@ -77,9 +74,8 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
         ("slices", slices.add_carries, plan.slice_count > 1),
         ("versions", versions.keep_versions, plan.asynchronous),
         ("zero", zero.shard, updates and plan.zero > 0 and (plan.dp > 1 or (plan.pp > 1 and plan.copies))),
-        ("piece", priority.choose_piece, flushed and several and late and plan.messages == "auto"),
-        ("priority", priority.sum_by_priority, flushed and several and late),
-        ("data_parallel", data_parallel.sum_gradients, updates and several and not late and not alone),
+        ("priority", priority.sum_by_priority, flushed and several and by_priority),
+        ("data_parallel", data_parallel.sum_gradients, updates and several and not (by_priority or plan.local_steps)),
         ("compress", compress.compress, updates and plan.compress != "none"),
         ("forms", forms.change_forms, plan.sharing > 1),
         ("parts", forms.sum_parts, updates and plan.sharing > 1),
@@ -88,10 +84,9 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
         ("host_layers", host_layers.place, bool(plan.host_layers)),
         ("offload", offload.offload, bool(plan.offload)),
         ("clip", clip.clip, flushed and plan.clip is not None),
-        ("parameter_server", parameter_server.push_and_pull, served and not plan.asynchronous),
-        ("virtual_workers", virtual_workers.push_and_pull_versions, served and plan.asynchronous),
+        ("parameter_server", parameter_server.push_and_pull, served),
         ("transfers", transfers.send_and_receive, plan.pp > 1),
-        ("update", priority.update_late if late else update.update_at_the_end, flushed),
+        ("update", priority.update_late if by_priority else update.update_at_the_end, flushed),
         ("fuse", fuse.fuse_layers, True),
     )
     found: list[Pass] = []
@@ -110,25 +105,28 @@ def program_of(
     costs_of: Callable[[Program], Costs] | None = None,
 ) -> Program:
     """The program of `steps` training steps, which is not verified yet. The arguments are those of `Plan.compile`."""
-    together = steps if plan.asynchronous else 1  # steps in one draft
-    actions = [plan.actions(rank, together, len(mine)) for rank, mine in enumerate(layout.placement)]
+    steps_at_once = steps if plan.asynchronous else 1  # steps in one draft
+    actions = [plan.actions(rank, steps_at_once, len(mine)) for rank, mine in enumerate(layout.placement)]
     _check(plan, layout, actions)
-    seconds = _seconds(plan, shape, layout, costs, costs_of)
-    moves = segments.schedules(plan.checkpoint, layout, actions, costs, slices=plan.slice_count)
+    timed = plan.bucket == "auto" or plan.overlap == "priority"  # (a pass needs the times of instructions)
+    seconds = _seconds(plan, shape, layout, costs, costs_of) if timed else ()
+    moves: list[tuple[Move, ...]] = [()] * len(layout.split)
+    if plan.checkpoint not in ("none", "selective"):
+        moves = segments.schedules(plan.checkpoint, layout, actions, costs, slices=plan.slice_count)
     passes = passes_of(plan)
     bucket = plan.messages
     if isinstance(bucket, tuple) and shape.nodes:  # a layer's gradient is complete with that of its first node
         bucket = tuple(shape.firsts[layer] for layer in bucket)
     draft = Draft(plan, layout, -1, (), steps=steps, actions=actions, moves=moves, bucket=bucket, seconds=seconds)
-    draft = replace(draft, costs=LayerCosts.of(costs) if isinstance(costs, Profile) else costs)
     rows: list[list[Instruction]] = [[] for _ in range(plan.ranks - layout.mesh.size + plan.pp)]
-    for _ in range(0, steps, together):
+    for _ in range(0, steps, steps_at_once):
         draft = draft.following()
         for each in passes:
             draft = each(draft)
         for mine, more in zip(rows, draft.ranks, strict=True):
             mine += more
-    ranks, servers = repeat(rows[: plan.pp], layout.mesh), tuple(map(tuple, rows[plan.pp :]))
+    whole = plan.sync != "ps" and not plan.extra_passes  # (messages to servers leave a pipeline)
+    ranks, servers = repeat(rows[: plan.pp], layout.mesh, whole), tuple(map(tuple, rows[plan.pp :]))
     return Program(
         (*ranks, *servers) if servers else ranks,
         shape.layers,
@@ -147,7 +145,7 @@ def program_of(
         folder=plan.offload_folder,
         room=plan.offload_limit,  # type: ignore[arg-type]
         selective=plan.checkpoint == "selective",
-        serving=Serving(plan.servers, plan.mode, plan.asynchronous) if plan.sync == "ps" else None,
+        serving=Serving(plan.servers, plan.mode) if plan.sync == "ps" else None,
         in_flight=plan.numbers["in_flight"] if plan.deciding else None,
         slices=plan.cut,
         carries=shape.carries if plan.slice_count > 1 else (),
@@ -155,17 +153,19 @@ def program_of(
         forms=shape.forms,
         inputs=shape.inputs,
         names=shape.names if shape.forms else (),
-        checked=plan.check,
     )
 
 
 def _contract(plan: Plan) -> Contract:
     """The contract: how old the parameters may be from which a gradient is computed."""
-    asynchronous, mode = find(plan.schedule).asynchronous, Mode.parse(plan.mode, plan.dp)
+    asynchronous = find(plan.schedule).asynchronous
     if asynchronous:
-        return replace(asynchronous.promise(plan.pp, plan.numbers), local=plan.local_steps)
+        return asynchronous.promise(plan.pp, plan.numbers)
     if plan.local_steps:
         return Local(plan.local_steps)
+    if plan.sync != "ps":
+        return Synchronous()
+    mode = Mode.parse(plan.mode, plan.dp)
     return Synchronous() if mode.kind == "sync" else Staleness(mode.staleness(plan.dp))
 
 
@@ -176,16 +176,14 @@ def _seconds(
     costs: LayerCosts | Profile | None,
     costs_of: Callable[[Program], Costs] | None,
 ) -> list[Seconds]:
-    """For each rank of the pipeline, the times of its instructions, if a pass of the plan needs them; otherwise []."""
-    if not (plan.bucket == "auto" or plan.overlap == "priority"):
-        return []
+    """For each rank of the pipeline, the times of its instructions."""
     if costs_of is None:
         return [_guess(layout)] * plan.pp
     known = costs_of(program_of(replace(plan, bucket="none", overlap="backward"), shape, layout, 1, costs))
 
     def of(rank: int) -> Seconds:
         def seconds(ins: Instruction) -> float:
-            if ins.op in SERVICE:
+            if ins.op is Op.PUSH or ins.op is Op.PULL:
                 return known.transfer(rank, ins)[0]
             return known.collective(ins) if ins.group else known.compute(rank, ins)
 
@@ -209,7 +207,7 @@ def _guess(layout: Layout) -> Seconds:
 
 def _check(plan: Plan, layout: Layout, actions: Sequence[Sequence[Action]]) -> None:
     """Refuse choices that do not go together with the actions of the schedule."""
-    exclusions.check(plan, late=True)
+    exclusions.check(plan, compiled=True)
     copies = Counter(stage for mine in layout.placement for stage in mine)
     if max(copies.values()) > 1:
         for rank, mine in enumerate(layout.placement):

@@ -1,7 +1,7 @@
-"""Which choices of a plan do not go together, and why. Refusals, help and the matrix are made from this one table.
+"""Which choices of a plan do not go together, and why. Refusals, help and the page are made from this table.
 
-A refusal is fundamental if the two choices contradict each other. All others are combinations that nobody has built
-yet.
+A refusal is fundamental if the two choices contradict each other. All others are not built: a pair of choices is
+offered where it needs no code of its own.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ class KeyValues:
     """Some of the values of a key.
 
     words     the values, described for a table
-    made      whether a plan has made this choice
+    chosen    whether a plan has made this choice
     instead   what is possible in its place
-    late      whether only the schedule's actions show it, so that only `Plan.compile` can check it
+    after_compile   whether only the schedule's actions show it, so that only `Plan.compile` can check it
     """
 
     key: str
     words: str
-    made: Callable[[Plan], bool]
+    chosen: Callable[[Plan], bool]
     instead: str
-    late: bool = False
+    after_compile: bool = False
 
-    def told(self, plan: Plan) -> str:
+    def written(self, plan: Plan) -> str:
         """The key with the value that the plan gives it."""
         return f"{self.key}={shown(getattr(plan, self.key))}"
 
@@ -58,6 +58,17 @@ class Exclusion:
     def kind(self) -> str:
         """Why it is refused: the two contradict each other, or nobody has built it."""
         return "fundamental" if self.fundamental else "not built"
+
+
+class Excluded(PlanError):
+    """A plan has two choices that do not go together: a `row` of the table."""
+
+    def __init__(self, plan: Plan, row: Exclusion) -> None:
+        super().__init__(
+            f"{row.one.written(plan)}: not together with {row.other.written(plan)} ({row.why}; {row.kind}); "
+            f"possible is {row.possible}"
+        )
+        self.row = row
 
 
 @dataclass(frozen=True)
@@ -85,6 +96,7 @@ def shown(value: object) -> str:
 # choices --------------------------------------------------------------------------------------------------------------
 
 REPLICAS = KeyValues("dp", "dp of 2 or more", lambda plan: plan.dp > 1, "dp=1")
+STAGES = KeyValues("pp", "pp of 2 or more", lambda plan: plan.pp > 1, "pp=1")
 ROUNDS = KeyValues("accumulate", "accumulate of 2 or more", lambda plan: plan.accumulate > 1, "accumulate=1")
 SPLIT = KeyValues("split", "split", lambda plan: plan.split is not None, "no split=")
 CHUNKS = KeyValues("chunks", "chunks", lambda plan: plan.chunks is not None, "no chunks=")
@@ -93,21 +105,20 @@ MESSAGES = KeyValues("bucket", "bucket", lambda plan: plan.bucket is not None, "
 WHOLES = KeyValues(
     "bucket", "bucket=flat, 4x or layers",
     lambda plan: not isinstance(plan.messages, (int, float)) and plan.messages not in ("none", "auto"),
-    "bucket=none, auto or a size",
+    "bucket=none or a size",
 )  # fmt: skip
+BEST_SIZE = KeyValues("bucket", "bucket=auto", lambda plan: plan.bucket == "auto", "bucket=none or a size")
 LATE_SUMS = KeyValues(
     "overlap", "overlap=none, priority", lambda plan: plan.overlap != "backward", "overlap=backward"
 )  # fmt: skip
 PRIORITY = KeyValues("overlap", "overlap=priority", lambda plan: plan.overlap == "priority", "overlap=backward")
-PIECES = KeyValues(
-    "bucket", "bucket of a size or auto, with overlap=priority",
-    lambda plan: plan.overlap == "priority" and plan.bucket not in (None, "none"),
-    "bucket=none",
-)  # fmt: skip
 LOCAL = KeyValues("local_steps", "local_steps", lambda plan: plan.local_steps > 0, "local_steps=0")
 COMPRESSED = KeyValues("compress", "compress", lambda plan: plan.compress != "none", "compress=none")
 SHORTER = KeyValues(
     "compress", "compress=bf16, fp16", lambda plan: plan.compress in ("bf16", "fp16"), "compress=topk:0.01, powersgd:1"
+)
+LEAVING_OUT = KeyValues(
+    "compress", "compress=topk, powersgd", lambda plan: plan.compress.startswith(("topk", "powersgd")), "compress=none"
 )
 LARGEST = KeyValues(
     "compress", "compress=topk", lambda plan: plan.compress.startswith("topk"), "compress=bf16, powersgd:1"
@@ -122,34 +133,21 @@ INFERENCE = KeyValues("inference", "inference", lambda plan: plan.inference, "in
 CLIP = KeyValues("clip", "clip", lambda plan: plan.clip is not None, "clip=none")
 BF16 = KeyValues("precision", "precision=bf16", lambda plan: plan.precision == "bf16", "precision=float32")
 OFFLOAD = KeyValues("offload", "offload", lambda plan: bool(plan.offload), "offload=none")
-OFFLOADED_OPTIMIZER = KeyValues(
-    "offload", "offload=optimizer", lambda plan: "optimizer" in plan.offload, "offload=parameters, activations"
-)
+OFFLOADED_STATES = KeyValues(
+    "offload", "offload=optimizer, parameters", lambda plan: bool({"optimizer", "parameters"} & {*plan.offload}),
+    "offload=activations",
+)  # fmt: skip
 OFFLOADED_PARAMETERS = KeyValues(
     "offload", "offload=parameters", lambda plan: "parameters" in plan.offload, "offload=optimizer"
 )
+HOST_LAYERS = KeyValues("host_layers", "host_layers", lambda plan: bool(plan.host_layers), "host_layers=none")
+SLICED = KeyValues("slices", "slices", lambda plan: plan.slice_count > 1, "no slices=")
 OPERATORS = KeyValues("tp", "tp of 2 or more", lambda plan: plan.tp > 1, "tp=1")
 CONTEXT = KeyValues(
     "context_parallel", "context_parallel of 2 or more", lambda plan: plan.context_parallel > 1, "context_parallel=1"
 )
 EXPERTS = KeyValues("ep", "ep of 2 or more", lambda plan: plan.ep > 1, "ep=1")
 SERVERS = KeyValues("sync", "sync=ps", lambda plan: plan.sync == "ps", "sync=allreduce")
-ARRIVING = KeyValues(
-    "mode",
-    "mode=async, ssp, k-of-n",
-    lambda plan: plan.sync == "ps" and str(plan.mode).partition(":")[0] != "sync",
-    "mode=sync",
-)
-FIRST_ONES = KeyValues(
-    "mode", "mode=k-of-n", lambda plan: plan.sync == "ps" and str(plan.mode).startswith("k-of-n"), "mode=sync, ssp:1"
-)
-VIRTUAL = KeyValues(
-    "schedule", "schedule without flushes, with sync=ps", lambda plan: plan.sync == "ps" and plan.asynchronous,
-    "a synchronous schedule such as 1f1b",
-)  # fmt: skip
-REVIVING = KeyValues(
-    "on_death", "on_death=continue", lambda plan: plan.on_death == "continue", "on_death=abort"
-)  # fmt: skip
 ALGORITHM = KeyValues("algorithm", "algorithm", lambda plan: plan.algorithm != "default", "algorithm=default")
 ASYNCHRONOUS = KeyValues(
     "schedule", "schedule without flushes", lambda plan: plan.asynchronous, "a synchronous schedule such as 1f1b"
@@ -163,27 +161,19 @@ DYNAMIC = KeyValues(
 UNSUMMED = KeyValues(
     "schedule",
     "schedule without flushes, of one replica",
-    lambda plan: plan.asynchronous and plan.dp == 1 and plan.sync != "ps",
+    lambda plan: plan.asynchronous and plan.dp == 1,
     "dp=2 with a schedule such as pipedream",
 )
 HALVES = KeyValues(
     "schedule", "schedule of backwards in halves", lambda plan: plan.splits,
-    "a schedule of whole backwards such as 1f1b", late=True,
+    "a schedule of whole backwards such as 1f1b", after_compile=True,
 )  # fmt: skip
 
 
-def _one_by_one(plan: Plan) -> bool:
-    rules = find(plan.schedule).asynchronous
-    return rules is not None and plan.pp == 1 and rules.promise(1, plan.numbers).every is not None
-
-
-ONE_BY_ONE = KeyValues(
-    "schedule", "schedule that updates after each micro-batch, of one stage", _one_by_one, "pipedream-2bw, or pp=2"
-)  # fmt: skip
 IN_STEP = KeyValues("batch_copies", "batch_copies of 2 or more", lambda plan: plan.batch_copies > 1, "batch_copies=1")
 COPIES = KeyValues(
     "schedule", "schedule with copies of a stage", lambda plan: plan.copies,
-    "a schedule of one copy such as 1f1b", late=True,
+    "a schedule of one copy such as 1f1b", after_compile=True,
 )  # fmt: skip
 
 
@@ -211,11 +201,10 @@ _DECIDES_ALONE_REPLICAS = (
     "each rank decides by what has come to it, so the updates of replicas have other micro-batches, and their sums "
     "would wait for each other"
 )
-
-_NOT_IN_VIRTUAL_WORKERS = (
-    (FIRST_ONES, "who is late is dropped and leaves steps out, and stages of a replica would leave out different ones"),
-    (REVIVING, "its steps in flight have used versions that nobody has any more, and cannot be done again"),
-)
+_WHOLE = "parameter servers serve replicas of one rank, which compute a whole model from what they pull"
+_NOT_ON_SERVERS = (
+    STAGES, OPERATORS, CONTEXT, EXPERTS, ASYNCHRONOUS, PRIORITY, OFFLOAD, HOST_LAYERS, SLICED
+)  # fmt: skip
 
 EXCLUSIONS = (
     Exclusion(PLACE, SPLIT, _PLACES, fundamental=True),
@@ -237,30 +226,11 @@ EXCLUSIONS = (
     Exclusion(OFFLOADED_PARAMETERS, ZERO_BELOW_3, "it keeps whole parameters on the device", fundamental=True),
     Exclusion(PRIORITY, CLIP, f"{_AT_ONCE}, and the norm needs all gradients", fundamental=True),
     Exclusion(PRIORITY, WHOLES, "gradients go in pieces of `bucket` MiB, or whole", fundamental=True),
-    Exclusion(
-        LOW_RANK,
-        PIECES,
-        "a gradient is a product of narrow matrices as a whole, and a piece of its numbers is no matrix",
-        fundamental=True,
-    ),
     Exclusion(COMPRESSED, LOCAL, "replicas send each other no gradients that could be made smaller", fundamental=True),
     Exclusion(SHORTER, BF16, "gradients have 16 bits already", fundamental=True),
     Exclusion(LOCAL, ZERO, f"{_ALONE}, with whole states", fundamental=True),
     Exclusion(LOCAL, PRIORITY, f"{_ALONE}, and sends no gradients to others", fundamental=True),
-    Exclusion(
-        ARRIVING,
-        PRIORITY,
-        "an update is of whole gradients, and a step's parameters are of one version: that is known when a worker's "
-        "last layer is there, and priority answers the others before it",
-        fundamental=True,
-    ),
     Exclusion(SERVERS, ZERO, "the servers hold the optimizer's state, and share it out", fundamental=True),
-    Exclusion(
-        SERVERS,
-        OFFLOADED_OPTIMIZER,
-        "the servers keep its states, in the memory of their hosts, and no worker has any",
-        fundamental=True,
-    ),
     Exclusion(SERVERS, INFERENCE, "nothing is updated", fundamental=True),
     Exclusion(
         SERVERS, LOW_RANK, "all ranks sum its factors together, and go on with what they have summed", fundamental=True
@@ -278,17 +248,8 @@ EXCLUSIONS = (
         "it updates without rounds: microbatches=, or update_every= of ampnet, say how often",
         fundamental=True,
     ),
-    Exclusion(ZERO, UNSUMMED, "it has no replicas", fundamental=True),
     Exclusion(CLIP, ASYNCHRONOUS, "the norm of all gradients is known only after a flush", fundamental=True),
     Exclusion(INFERENCE, ASYNCHRONOUS, "nothing is updated", fundamental=True),
-    *(Exclusion(VIRTUAL, other, why, fundamental=True) for other, why in _NOT_IN_VIRTUAL_WORKERS),
-    Exclusion(
-        SERVERS,
-        DYNAMIC,
-        "a rank that decides as it runs updates its layers between two messages, so as to wait for nobody; each update "
-        "would wait for the servers",
-        fundamental=True,
-    ),
     Exclusion(PRIORITY, ASYNCHRONOUS, "forwards use a version that is there, and wait for no sum", fundamental=True),
     Exclusion(COMPRESSED, UNSUMMED, _NO_SUMS, fundamental=True),
     Exclusion(LATE_SUMS, UNSUMMED, _NO_SUMS, fundamental=True),
@@ -297,13 +258,69 @@ EXCLUSIONS = (
     Exclusion(ALGORITHM, LARGEST, "the largest numbers of all ranks are gathered, and not summed", fundamental=True),
     Exclusion(ALGORITHM, LOCAL, "replicas do not sum their gradients", fundamental=True),
     Exclusion(ALGORITHM, SERVERS, "servers sum the gradients", fundamental=True),
+    *(Exclusion(SERVERS, other, _WHOLE, fundamental=False) for other in _NOT_ON_SERVERS),
     *(
         Exclusion(shared, other, why, fundamental)
         for shared in (OPERATORS, CONTEXT, EXPERTS)
-        for other, why, fundamental in ((DYNAMIC, _DECIDES_ALONE, True),)
+        for other, why, fundamental in (
+            (DYNAMIC, _DECIDES_ALONE, True),
+            (ASYNCHRONOUS, "versions of parameters are whole", False),
+            (PRIORITY, "gradients are summed in order of urgency over replicas alone", False),
+            (COMPRESSED, "only sums of whole layers' gradients are made smaller", False),
+            (HOST_LAYERS, "layers on the host are whole", False),
+            (LOCAL, "replicas that train alone are of one rank each", False),
+        )
     ),
-    Exclusion(
-        IN_STEP, ONE_BY_ONE, "a micro-batch begins with what the update of the one before it makes", fundamental=True
+    *(
+        Exclusion(one, ASYNCHRONOUS, why)
+        for one, why in (
+            (ZERO, "every rank keeps whole versions of its parameters"),
+            (OFFLOAD, "versions of parameters, and what uses them, stay on the device"),
+            (HOST_LAYERS, "versions of parameters are on the device"),
+            (LOCAL, "replicas sum the gradients of every update"),
+            (LEAVING_OUT, "sums carry all of a gradient"),
+            (ALGORITHM, "gradients are summed by the default algorithm"),
+        )
+    ),
+    *(
+        Exclusion(PRIORITY, other, why)
+        for other, why in (
+            (ZERO, "it orders sums of whole gradients"),
+            (BEST_SIZE, "its size is found for sums that end with the step"),
+            (COMPRESSED, "pieces of gradients are sent as they are"),
+        )
+    ),
+    *(
+        Exclusion(other, ZERO, why)
+        for other, why in (
+            (COMPRESSED, "slices of gradients are summed as they are"),
+            (ALGORITHM, "slices are summed and gathered by the default algorithm"),
+        )
+    ),
+    Exclusion(LEAVING_OUT, BF16, "its messages are of numbers in the model's own type"),
+    *(
+        Exclusion(LOCAL, other, why)
+        for other, why in (
+            (OFFLOADED_STATES, "parameters are averaged on the device"),
+            (STAGES, "replicas that train alone are of one rank each"),
+            (CLIP, "the norm is of the gradients of all replicas"),
+        )
+    ),
+    *(
+        Exclusion(HOST_LAYERS, other, why)
+        for other, why in (
+            (ZERO, "layers on the host keep whole states there"),
+            (OFFLOAD, "each says by itself what is on the host"),
+            (REPLICAS, "gradients are summed on the device"),
+            (STAGES, "what stages send each other is on the device"),
+        )
+    ),
+    *(
+        Exclusion(IN_STEP, other, why)
+        for other, why in (
+            (STAGES, "micro-batches go in step on ranks that wait for no other stage"),
+            (ZERO, "slices of gradients are summed micro-batch by micro-batch"),
+        )
     ),
     Exclusion(
         ZERO_ABOVE_1,
@@ -320,7 +337,7 @@ SHARED_BY_SEVERAL = Need(
     "tp=2 with microbatches=2",
     "tp=2 microbatches=2",
 )
-SERVED = Need("parameter servers", SERVERS.made, "sync=ps", "sync=ps")
+SERVED = Need("parameter servers", SERVERS.chosen, "sync=ps", "sync=ps")
 SHARDED_GRADIENTS = Need("sharded gradients", lambda plan: plan.zero >= 2, "zero=2, zero=3", "zero=2")
 GATHERED = Need(
     "parameters that come layer by layer",
@@ -328,7 +345,7 @@ GATHERED = Need(
     "zero=3, offload=parameters",
     "zero=3",
 )
-AWAY = Need("what is offloaded", OFFLOAD.made, "offload=activations, optimizer, parameters", "offload=optimizer")
+AWAY = Need("what is offloaded", OFFLOAD.chosen, "offload=activations, optimizer, parameters", "offload=optimizer")
 ON_DISK = Need(
     "what is offloaded to the disk",
     lambda plan: bool(plan.offload) and plan.offload_to == "disk",
@@ -337,14 +354,13 @@ ON_DISK = Need(
 )
 
 
-def check(plan: Plan, late: bool = False) -> None:
-    """Refuse the first two choices of a plan that do not go together; with `late` only those that its actions show."""
+def check(plan: Plan, compiled: bool = False) -> None:
+    """Refuse the first two choices of a plan that do not go together; with `compiled` only those that its actions
+    show."""
     for row in EXCLUSIONS:
-        if (row.one.late or row.other.late) is late and row.one.made(plan) and row.other.made(plan):
-            raise PlanError(
-                f"{row.one.told(plan)}: not together with {row.other.told(plan)} ({row.why}; {row.kind}); "
-                f"possible is {row.possible}"
-            )
+        both = row.one, row.other
+        if any(choice.after_compile for choice in both) is compiled and all(choice.chosen(plan) for choice in both):
+            raise Excluded(plan, row)
 
 
 def check_needs(plan: Plan, key: str, default: object, need: Need) -> None:
@@ -352,30 +368,3 @@ def check_needs(plan: Plan, key: str, default: object, need: Need) -> None:
     value = getattr(plan, key)
     if value != default and not need.there(plan):
         raise PlanError(f"{key}={shown(value)}: is of {need.what}; possible is {need.possible}")
-
-
-INTRODUCTION = """# What goes together
-
-The keys of a plan go together, but for these pairs of choices. Each is fundamental: the two contradict each other. None
-is refused because nobody has built it yet, which an `o` would say. (A model can exclude a choice, too: branches, tied
-layers, layers that take whole sequences. The message says so then.)
-
-This page is made from the table that refuses, as `minipar keys --markdown` prints it. What was run of it stands below.
-"""
-
-
-def page() -> str:
-    """The table as a page (docs/combinations.md): a matrix of the choices, and the reasons."""
-    choices = list(dict.fromkeys(choice for row in EXCLUSIONS for choice in (row.one, row.other)))
-    sign = {}
-    for row in EXCLUSIONS:
-        sign[row.one, row.other] = sign[row.other, row.one] = "x" if row.fundamental else "o"
-    lines = [INTRODUCTION, "| | choice | " + " | ".join(str(n) for n in range(1, len(choices) + 1)) + " |"]
-    lines.append("|" + "---|" * (len(choices) + 2))
-    for n, one in enumerate(choices, 1):
-        cells = [sign.get((one, other), " ") for other in choices]
-        lines.append(f"| {n} | {one.words} | " + " | ".join(cells) + " |")
-    lines += ["", "| choice | not together with | since | |", "|---|---|---|---|"]
-    for row in EXCLUSIONS:
-        lines.append(f"| {row.one.words} | {row.other.words} | {row.why} | {row.kind} |")
-    return "\n".join(lines)

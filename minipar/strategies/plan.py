@@ -27,13 +27,12 @@ from minipar.program.forms import WHOLE, letter_of
 from minipar.program.mesh import SHARING
 from minipar.program.server_rule import Mode
 from minipar.program.shape import Shape, divided, frozen, in_parts, uniform
-from minipar.program.verify.verifier import verify
+from minipar.program.verify.verifier import prove, verify
 from minipar.strategies import as_written, branches, compile, exclusions, keys, plan_file, segments
 from minipar.strategies.draft import Pass
 from minipar.strategies.keys import key, one_of, perhaps, whole
 from minipar.strategies.layout import Layout, place
 from minipar.strategies.passes import host_layers
-from minipar.strategies.passes.compress import keeps_residual
 from minipar.strategies.schedules.registry import OPTIONS
 from minipar.wording import several
 
@@ -104,7 +103,7 @@ class Plan:
         keys.BUCKET,
         "size of gradient messages: MiB; none: one message per parameter; flat: one for all; 4x: four of about equal "
         "size; 7,3: these layers end one; auto: the size that is predicted to be best. Default 25, or 8 with zero=3, "
-        "whose layers come one by one, or none where servers answer a schedule without flushes layer by layer",
+        "whose layers come one by one",
     )
     overlap: str = key(
         "backward",
@@ -116,7 +115,7 @@ class Plan:
         0,
         whole(0),
         "every replica trains by itself for so many steps, then their parameters are averaged; 0: gradients are summed "
-        "in each. Without flushes every stage counts its own updates, and is averaged after so many of them",
+        "in each",
     )
     compress: str = key(
         "none",
@@ -167,14 +166,13 @@ class Plan:
     sync: str = key(
         "allreduce",
         one_of("allreduce", "ps"),
-        "how replicas agree: ps: they push gradients to parameter servers, and pull parameters; without flushes each "
-        "stage does so by itself, update by update",
+        "how replicas agree: ps: they push gradients to parameter servers, and pull parameters; each is one rank",
     )
     mode: str = key(
         "sync",
         keys.MODE,
-        "of servers: async: each gradient is an update; ssp:S: the same, with nobody more than S steps (without "
-        "flushes, updates) ahead; k-of-n:K/N: the first K gradients of a step",
+        "of servers: async: each gradient is an update; ssp:S: the same, with nobody more than S steps "
+        "ahead; k-of-n:K/N: the first K gradients of a step",
         exclusions.SERVED,
     )
     servers: int = key(1, whole(1), "parameter servers; they are ranks beside the workers", exclusions.SERVED)
@@ -190,11 +188,6 @@ class Plan:
         "by which gradients of replicas are summed, and slices gathered; default: shared memory, or the backend's own",
     )
     extra_passes: tuple[str, ...] | str = key((), keys.PASSES, "passes of your own, by the names of @minipar.pass_")
-    check: bool = key(
-        False,
-        keys.TRUTH,
-        "the ranks check what they compute and send, and name the first instruction that is wrong; slower",
-    )
     annotations: tuple[tuple[str, str], ...] | Mapping[str, str] | str = key(
         (),
         keys.ANNOTATIONS,
@@ -210,17 +203,20 @@ class Plan:
 
     def __post_init__(self) -> None:
         table = {field.name: (field.default, field.metadata["key"]) for field in fields(self)}
-        for name, (_, row) in table.items():
-            keys.check_size(name, getattr(self, name))
-            object.__setattr__(self, name, row.domain.read(name, getattr(self, name)))
+        for name, (default, row) in table.items():
+            value = getattr(self, name)
+            if value is not default:
+                keys.check_size(name, value)
+                object.__setattr__(self, name, row.domain.read(name, value))
         schedule = strategies.find(self.schedule)
         for name in OPTIONS:
             schedule.check(name, getattr(self, name))
         stages = self.pp * (self.chunks or schedule.chunks)
         if stages > MOST_STAGES:
-            told = f"pp={self.pp}" if self.chunks is None else f"pp={self.pp} chunks={self.chunks}"
-            raise PlanError(f"{told}: {stages} stages; possible are up to {MOST_STAGES}")
-        object.__setattr__(self, "place", branches.parse(self.place, self.pp))
+            words = f"pp={self.pp}" if self.chunks is None else f"pp={self.pp} chunks={self.chunks}"
+            raise PlanError(f"{words}: {stages} stages; possible are up to {MOST_STAGES}")
+        if self.place is not None:
+            object.__setattr__(self, "place", branches.parse(self.place, self.pp))
         exclusions.check(self)
         if self.split is not None:
             held = self.placement()
@@ -345,11 +341,8 @@ class Plan:
 
     @property
     def messages(self) -> float | str | tuple[int, ...]:
-        """`bucket`, or its default, which depends on `zero`. What leaves some of a gradient out has it whole; where
-        servers answer a pipeline without flushes, every layer goes by itself."""
-        whole = self.overlap == "priority" and keeps_residual(self.compress)
-        whole = whole or (self.sync == "ps" and self.asynchronous)
-        return ("none" if whole else 8 if self.zero == 3 else 25) if self.bucket is None else self.bucket
+        """`bucket`, or its default, which depends on `zero`."""
+        return (8 if self.zero == 3 else 25) if self.bucket is None else self.bucket
 
     @property
     def cut(self) -> int | tuple[int, ...]:
@@ -438,12 +431,15 @@ class Plan:
     ) -> Layout:
         """Which rank holds which layers of a model of this shape. With split="auto" it needs `costs` of the layers; for
         `costs_of` and `time_of` see `compile`."""
-        keys.check_causal(self, shape)
-        branches.check_shape(self, shape)
+        if self.slice_count > 1:
+            keys.check_causal(self, shape)
+        if self.place is not None or shape.edges:
+            branches.check_shape(self, shape)
         if isinstance(self.bucket, tuple) and self.bucket[0] >= shape.own_layers:
             words, layers = ",".join(map(str, self.bucket)), shape.own_layers
             raise PlanError(f"bucket={words}: the model has {layers} layers; possible are 0 to {layers - 1}")
-        host, microbatches = host_layers.find(self.host_layers, shape), self.total_microbatches * self.slice_count
+        host = host_layers.find(self.host_layers, shape)
+        microbatches = self.total_microbatches * self.slice_count
         if self.place is not None:
             split, placement = branches.stages(branches.ranks_of(self.place, shape, self.pp), self.pp)
             return Layout(shape, self.dp, self.pp, split, microbatches, placement, host, self.shared)
@@ -487,8 +483,8 @@ class Plan:
 
         def known(layout: Layout) -> tuple[Program, Costs]:
             assert costs_of is not None
-            made = program(layout)
-            return made, costs_of(made)
+            built = program(layout)
+            return built, costs_of(built)
 
         def time(layout: Layout) -> float:
             assert time_of is not None
@@ -550,7 +546,6 @@ class Plan:
             program = compile.program_of(self, shape, layout, steps, costs, costs_of)
             if check:
                 self._verify(program, layout, steps)
-            keys.check_algorithm(self, program)
         return program
 
     def sketch(self) -> Program:
@@ -577,8 +572,8 @@ class Plan:
         alone = 2 * layers * self.total_microbatches * self.slice_count * steps + 4 * self.pp * steps
         for size, most, whose in ((alone, MOST, "of one replica"), (alone * self.dp * self.sharing, 2 * MOST, "")):
             if size > most:
-                told = f"about {size} instructions {whose}".rstrip()
-                raise PlanError(f"plan {self}: {told} in {steps} steps; possible are up to {most}")
+                words = f"about {size} instructions {whose}".rstrip()
+                raise PlanError(f"plan {self}: {words} in {steps} steps; possible are up to {most}")
 
     def _check_actions(self, ranks: int, pieces: int) -> None:
         """Refuse to list the actions of so many ranks, if there would be too many: forwards and backwards."""
@@ -604,11 +599,11 @@ class Plan:
         """Verify the program. The error names the action of the schedule that is wrong, if there is one, and the user's
         own passes that rewrote the program."""
         try:
-            verify(program)
+            (verify if self.extra_passes else prove)(program)
         except ProgramError as error:
             if self.extra_passes:
-                told = f"the plan's own passes rewrote this program: {', '.join(self.extra_passes)}"
-                error.details = f"{error.details}\n{told}" if error.details else told
+                words = f"the plan's own passes rewrote this program: {', '.join(self.extra_passes)}"
+                error.details = f"{error.details}\n{words}" if error.details else words
             raise self._as_written(layout, steps, error) from None
 
     def _as_written(self, layout: Layout, steps: int, error: ProgramError) -> ProgramError:
@@ -619,9 +614,9 @@ class Plan:
         found = as_written.mistake(chosen, layout.placement, layout.microbatches * count, trained)
         if not found:
             return error
-        told = ProgramError(f"schedule={self.schedule}: {found}", str(error))
-        told.places = error.places
-        return told
+        named = ProgramError(f"schedule={self.schedule}: {found}", str(error))
+        named.places = error.places
+        return named
 
     def actions(self, rank: int, steps: int = 1, held: int = 1) -> list[Action]:
         """The schedule of one rank, repeated for every round of accumulation.
@@ -711,13 +706,14 @@ def table() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _told() -> str:
-    width = max(len(name) for name in table()) + 2
+def _help() -> str:
+    """What `help(Plan)` says of the keys."""
     lines = []
-    for name, row in table().items():
-        words = f"{row['help']} [{row['domain']}]"
-        lines += textwrap.wrap(words, 116, initial_indent=f"    {name:{width}}", subsequent_indent=" " * (width + 4))
+    for field in fields(Plan):
+        row: keys.Key = field.metadata["key"]
+        words = f"{row.help} [{row.domain.words}]"
+        lines += textwrap.wrap(words, 116, initial_indent=f"    {field.name:19}", subsequent_indent=" " * 23)
     return "\n".join(lines)
 
 
-Plan.__doc__ = f"{Plan.__doc__}\n\n{_told()}\n    "
+Plan.__doc__ = f"{Plan.__doc__}\n\n{_help()}\n    "

@@ -1,6 +1,6 @@
 """A plan as a file, in TOML: one key a line, in the order of the key table, without what has its default.
 
-    # A plan of minipar 0.1.0. Keys that are not here have their defaults: see `minipar keys`.
+    # A plan of minipar 0.2.0. Keys that are not here have their defaults: see `minipar keys`.
     # ranks of the pipeline
     pp = 4
     # micro-batches of each replica and round
@@ -36,7 +36,7 @@ except ModuleNotFoundError:  # Python 3.10
     tomllib = None  # type: ignore[assignment, unused-ignore]
 
 
-VERSION = "0.1.0"  # of minipar, whose root a room below cannot import; a test compares the two
+VERSION = "0.2.0"  # of minipar, whose root a room below cannot import; a test compares the two
 
 
 def save(plan: Plan, path: str | os.PathLike[str]) -> None:

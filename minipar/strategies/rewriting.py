@@ -9,8 +9,6 @@ from collections.abc import Callable, Collection, Container, Iterable, Mapping, 
 from itertools import pairwise
 
 from minipar.program import (
-    COMPUTE,
-    COPIES,
     TRANSFERS,
     Instruction,
     Op,
@@ -71,81 +69,28 @@ def action_of(ins: Instruction) -> ActionKey | None:
     """Which forward or backward an instruction of a micro-batch belongs to."""
     if ins.microbatch < 0:
         return None
-    moved = home((ins.reads or ins.writes)[0]).kind if ins.op in TRANSFERS or ins.op in COPIES else ""
-    there = ins.op is Op.FORWARD or moved == "output" or (moved == "saved" and ins.op is Op.OFFLOAD)
+    there = ins.op is Op.FORWARD or (ins.op in TRANSFERS and (ins.reads or ins.writes)[0].kind == "output")
     return there, ins.microbatch, ins.step
 
 
-def by_action(row: Sequence[Instruction], rewrite: Rewrite) -> list[Instruction]:
-    """The row in which `rewrite` has replaced the instructions of each action. An update belongs to the backward before
-    it."""
-    parts: list[list[Instruction]] = []
-    last: ActionKey | None = None
-    for ins in row:
-        action = action_of(ins) or last
-        if not parts or action != last:
-            parts.append([])
-        parts[-1].append(ins)
-        last = action
-    return [ins for part in parts for ins in rewrite(part)]
-
-
 def actions_of(program: Program, rank: int) -> list[ActionKey]:
-    """For each instruction of a rank, the action that it belongs to. A copy of parameters which the device does not
-    keep belongs to the action that it is for."""
-    row = program.ranks[rank]
-    held = {value._replace(step=-1) for value in (program.state[rank] if program.state else ())}
-    found: list[ActionKey | None] = []
-    reader: dict[Value, ActionKey | None] = {}  # the action that reads a value next
-    for ins in reversed(row):
-        action = action_of(ins)
-        if ins.op is Op.FETCH and action is None and ins.writes[0]._replace(step=-1) not in held:
-            action = reader.get(ins.writes[0])
-        reader.update(dict.fromkeys(ins.reads, action))
-        found.append(action)
-    last, result = next(filter(None, reversed(found)), (True, 0, 0)), []
-    for action in reversed(found):
+    """For each instruction of a rank, the action that it belongs to. An update belongs to the backward before it."""
+    found = [action_of(ins) for ins in program.ranks[rank]]
+    last, result = next(filter(None, found), (True, 0, 0)), []
+    for action in found:
         last = action or last
         result.append(last)
     return result
-
-
-class Leaving:
-    """What forwards have copied away, while a rank decides as it runs: the first layer of its next action waits for it,
-    so that the memory is free then."""
-
-    def __init__(self) -> None:
-        self._now: list[Value] = []
-        self._before: list[Value] = []
-
-    def next_action(self) -> None:
-        self._before += self._now
-        self._now = []
-
-    def waits(self, ins: Instruction) -> tuple[Value, ...]:
-        """What the next instruction waits for in addition to what it reads."""
-        if ins.op is Op.OFFLOAD and ins.reads[0].kind == "saved":
-            self._now.append(ins.writes[0])
-        elif ins.op is Op.FETCH and ins.reads[0] in self._before:
-            self._before.remove(ins.reads[0])
-        elif self._before and ins.op in COMPUTE and ins.op is not Op.STEP and ins.stream == "compute":
-            found, self._before = tuple(self._before), []
-            return found
-        return ()
 
 
 # held by whom ---------------------------------------------------------------------------------------------------------
 
 
 def summed(draft: Draft, rank: int) -> dict[int, tuple[int, ...]]:
-    """The groups whose whole gradient the update of a rank reads, and that several ranks hold; each with these ranks.
-    A replica that trains alone sums only gradients of its own ranks."""
+    """The groups whose whole gradient the update of a rank reads, and that several ranks hold; each with these
+    ranks."""
     steps = [ins for ins in draft.update[rank] if ins.op is Op.STEP]
-    found = shared(draft.layout, [value.index for ins in steps for value in ins.reads if value.kind == "grad"])
-    if not draft.plan.local_steps:
-        return found
-    inside = {g: tuple(r for r in ranks if r in draft.layout.first_replica) for g, ranks in found.items()}
-    return {g: ranks for g, ranks in inside.items() if len(ranks) > 1}
+    return shared(draft.layout, [value.index for ins in steps for value in ins.reads if value.kind == "grad"])
 
 
 def keep_gradients(draft: Draft, groups: Sequence[Collection[int]]) -> Draft:
@@ -245,14 +190,11 @@ def copy_of(
 
 
 def in_two(ins: Instruction, on_host: Callable[[int], bool]) -> list[Instruction]:
-    """A STEP as two: one on the device, and one on the host. An average of parameters of the host is there. `on_host`
-    says whether a group's parameters are there."""
+    """A STEP as two: one on the device, and one on the host. `on_host` says whether a group's parameters are there."""
     there = tuple(g for g in ins.layers if on_host(g))
     here = tuple(g for g in ins.layers if g not in there)
     if not there:
         return [ins]
-    if ins.op is not Op.STEP:
-        return [renamed(ins, host)]
     both = [of_groups(ins, here), renamed(of_groups(ins, there), host)._replace(stream="host")]
     return [part for part in both if part.layers]
 

@@ -114,8 +114,6 @@ def schedules(
         for c, stage in enumerate(layout.placement[rank]):
             flying[stage] = max(flying[stage], in_flight(action for action in chosen if action.chunk == c))
     budget = budget_of(choice)
-    if budget is not None and layout.shape.edges:
-        return [()] * count  # (the pass itself finds them: `branch_budget.py`)
     if budget is not None and costs is not None:
         waiting = [0] * count
         for rank, chosen in enumerate(actions):
@@ -176,6 +174,10 @@ def _check(choice: Checkpoint, layout: Layout, costs: LayerCosts | None) -> None
     if costs is not None and len(costs.forward) != layout.shape.layers:
         raise PlanError(f"costs: of {several(len(costs.forward), 'layer')}, but the model has {layout.shape.layers}")
     check_layers(choice, layout.shape.own_layers)
+    if budget_of(choice) is not None and layout.shape.edges:
+        raise PlanError(
+            f"checkpoint={text(choice)}: not built for a model with branches; possible are sqrt, K or layers"
+        )
     if budget_of(choice) is not None and costs is None:
         raise PlanError(
             f"checkpoint={text(choice)}: a budget needs the sizes of the layers; give compile(..., costs=profile), "
@@ -253,8 +255,8 @@ def _within(
 
 def too_small(budget: int, least: int, where: str) -> PlanError:
     """The error for a budget below what a rank needs at least; `where` it does."""
-    told = f"checkpoint: a budget of {_size(budget)} is too small; the least is {_size(least, up=True)}"
-    return PlanError(f"{told}{where}")
+    words = f"checkpoint: a budget of {_size(budget)} is too small; the least is {_size(least, up=True)}"
+    return PlanError(f"{words}{where}")
 
 
 def _left(costs: LayerCosts, layers: range) -> int:

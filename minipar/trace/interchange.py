@@ -1,4 +1,4 @@
-"""Traces for other tools: Perfetto (Chrome Trace Event JSON), and Holistic Trace Analysis, which reads torch's traces.
+"""Traces for other tools: Perfetto (Chrome Trace Event JSON).
 
     rank 0   compute |F0|F1|    |B0|        a process per rank, a thread per stream, a slice per instruction;
              send 1     \\                   an arrow from each SEND to the instruction that reads the sent value;
@@ -6,8 +6,7 @@
              compute      |F0|B0|
 
 Formats: the Trace Event Format document, which chrome://tracing and Perfetto follow (complete, metadata, flow and
-counter events; times in microseconds), and what HTA 0.5.0 (Meta, github.com/facebookresearch/HolisticTraceAnalysis)
-reads. `kineto.py` reads such files.
+counter events; times in microseconds). `kineto.py` reads such files.
 """
 
 from __future__ import annotations
@@ -19,8 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from minipar.errors import MiniparError
-from minipar.program import COLLECTIVES, COMPUTE, TRANSFERS, Op
+from minipar.program import COLLECTIVES, TRANSFERS
 from minipar.program.rule import Place
 from minipar.trace import labels
 from minipar.trace.critical_path import messages
@@ -29,7 +27,7 @@ from minipar.trace.kineto import OURS, Source, from_kineto
 if TYPE_CHECKING:
     from minipar.trace import Trace
 
-__all__ = ["Source", "from_kineto", "to_hta", "to_perfetto"]
+__all__ = ["Source", "from_kineto", "to_perfetto"]
 
 Entry = dict[str, Any]
 
@@ -187,82 +185,3 @@ def _counters(trace: Trace, now: Nanoseconds) -> Iterable[Entry]:
 
 
 # Holistic Trace Analysis ----------------------------------------------------------------------------------------------
-
-COSTUMES = {
-    Op.ALL_REDUCE: "ncclDevKernel_AllReduce",
-    Op.ALL_TO_ALL: "ncclDevKernel_SendRecv",
-    Op.SEND: "ncclDevKernel_SendRecv",
-    Op.RECV: "ncclDevKernel_SendRecv",
-    Op.OFFLOAD: "Memcpy DtoH",
-    Op.FETCH: "Memcpy HtoD",
-}
-
-
-def to_hta(trace: Trace, folder: str | os.PathLike[str]) -> list[Path]:
-    """One file per rank, `rank_0.json` and so on, in the form of a torch profiler's trace of a GPU. Returns the paths.
-
-    HTA knows only GPUs, so everything is written as if it ran on one. An instruction is a kernel on a CUDA stream
-    (compute on 7, the others from 8 on). A `cudaLaunchKernel` launches it when its stream is free. Communication, also
-    over gloo or only simulated, has the names of NCCL's kernels, because HTA recognises it by these. A RECV lasts from
-    the start of its SEND (or from its posting, if that is later) to its arrival. Times are whole microseconds, because
-    HTA shortens others, each by up to 2 us. Two `Memset` of length 0 mark the ends of the trace's span, so that HTA's
-    idle time is that of the whole makespan: compute + communication alone (HTA's non_compute) + idle = makespan, where
-    compute is `trace.busy`. In a simulation whose communication takes no time, HTA's non_compute is 0, and its idle
-    time is the `bubble_of_total`. Errors: MiniparError for an empty trace, bad times, or a folder that holds other
-    traces (HTA would read these, too).
-    """
-    labels.check([trace])
-    now = clock(trace)
-    where = spans(trace, now)
-    for send, receive in messages(trace.program):
-        start, end = where[receive]
-        where[receive] = (min(max(start, where[send][0]), end), end)
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    paths = [target / f"rank_{rank}.json" for rank in range(len(trace.program.ranks))]
-    others = sorted({p.name for p in target.iterdir() if p.suffix in (".json", ".gz")} - {p.name for p in paths})
-    if others:
-        raise MiniparError(
-            f"the folder {target} holds {len(others)} other traces ({', '.join(others[:3])}), which HTA would read as "
-            "ranks of this one: choose an empty folder"
-        )
-    ends = (now(trace.span[0]), now(trace.span[1]))
-    for rank, path in enumerate(paths):
-        whole = {
-            "schemaVersion": 1,
-            "distributedInfo": {"rank": rank, "world_size": len(paths), "backend": "nccl"},
-            "displayTimeUnit": "ms",
-            "traceEvents": _kernels(trace, rank, where, ends),
-        }
-        _write(path, json.dumps(whole))  # (with a space after each colon: HTA needs it to find the rank)
-    return paths
-
-
-def _kernels(trace: Trace, rank: int, where: dict[Place, tuple[int, int]], ends: tuple[int, int]) -> list[Entry]:
-    host = 10_000 + rank
-    numbers = {"compute": 7}
-    free: dict[int, int] = {}
-    events: list[Entry] = []
-
-    def kernel(cat: str, name: str, stream: int, span: tuple[int, int], **more: Any) -> None:
-        start, end = (round(time / 1e3) for time in span)
-        args = {"stream": stream, "correlation": len(events) + 1, "device": 0}
-        launch = {"name": "cudaLaunchKernel", "cat": "cuda_runtime", "pid": host, "tid": host}
-        ready = min(free.get(stream, start), start)
-        events.append({"ph": "X", **launch, "ts": ready, "dur": 0, "args": {"correlation": args["correlation"]}})
-        place = {"name": name, "cat": cat, "pid": 0, "tid": stream}
-        events.append({"ph": "X", **place, "ts": start, "dur": end - start, "args": args | more})
-        free[stream] = max(end, free.get(stream, end))
-
-    row = trace.program.ranks[rank]
-    kernel("gpu_memset", "Memset (begin)", 0, (ends[0], ends[0]))
-    for k in sorted(range(len(row)), key=lambda k: where[rank, k]):
-        ins = row[k]
-        stream = numbers.setdefault(ins.stream, 7 + len(numbers))
-        name = ins.name or f"{labels.kind_of(ins)} {str(ins).split()[1] if ins.layers else ''}".strip()
-        if ins.op not in COMPUTE:
-            name = COSTUMES[ins.op]
-        cat = "kernel" if ins.op in (*COMPUTE, *TRANSFERS, *COLLECTIVES) else "gpu_memcpy"
-        kernel(cat, name, stream, where[rank, k], instruction=str(ins))
-    kernel("gpu_memset", "Memset (end)", 0, (ends[1], ends[1]))
-    return events

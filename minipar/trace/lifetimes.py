@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from minipar.costs.unit import KEPT
-from minipar.program import Instruction, Op, Value, chunk, grad, grad_shard, tier, version_of
+from minipar.program import Instruction, Op, Value, chunk, grad, tier, version_of
 from minipar.trace.memory_series import ALL_KINDS, CODES, Curve, Series
 
 if TYPE_CHECKING:
@@ -35,15 +35,6 @@ KINDS = {
 }
 
 
-def _size(trace: Trace, rank: int, value: Value) -> float:
-    """Bytes of a value. A version of parameters has only the trainable ones, because the frozen ones exist once."""
-    if version_of(value) >= 0 and value.kind == "param_shard":
-        value = grad_shard(value.index)
-    elif version_of(value) >= 0 and value.index not in trace.program.scattered:
-        value = grad(value.index)
-    return trace.size(rank, value)
-
-
 class Life(NamedTuple):
     """One value while it is live: from the start of the instruction that writes it to the end of the one that frees it.
 
@@ -58,7 +49,7 @@ class Life(NamedTuple):
     held: bool = False
 
 
-def lives(trace: Trace, rank: int) -> list[Life]:
+def live_values(trace: Trace, rank: int) -> list[Life]:
     """The life of every value on the device of a rank, those that it begins with first. A version of parameters that is
     updated in place has one life, under its first name."""
     return [Life(*one) for one in _found(trace, rank, all_of_them=True)]
@@ -86,7 +77,8 @@ def _found(trace: Trace, rank: int, all_of_them: bool) -> list[list[Any]]:
         for value in ins.writes if op is not STEP else _not_in_place(ins, live):
             kind = value[0]
             if kind in followed and value not in live:
-                size = _size(trace, rank, value) if version_of(value) >= 0 else size_of(rank, value)
+                # (a version of parameters has only the trainable ones: frozen ones exist once)
+                size = size_of(rank, grad(value.index) if version_of(value) >= 0 else value)
                 if size or all_of_them:
                     # (what an input half leaves is part of the memory that it frees)
                     start = ends[k] if kind == "saved_weight" else starts[k]
@@ -139,7 +131,10 @@ def lifetimes(trace: Trace, rank: int) -> Curve:
     if not found:
         return Curve([], [], {name: [] for name in ALL_KINDS})
     values, starts, ends, sizes, held = zip(*found, strict=True)
-    freed = [_size(trace, rank, v) if had and end is not None else size for v, _, end, size, had in found]
+    freed = [
+        trace.size(rank, grad(v.index) if version_of(v) >= 0 else v) if had and end is not None else size
+        for v, _, end, size, had in found
+    ]
     codes = [CODES[KINDS[value[0]]] for value in values]
     # each life makes two changes: their time, whether they allocate, by how much, of which kind
     time, change = np.array((starts, ends), float).T.ravel(), np.array((sizes, freed), float).T.ravel()

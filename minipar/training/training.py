@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -21,12 +21,22 @@ from minipar.costs.device import DeviceSpec
 from minipar.costs.measured import Profile
 from minipar.costs.rates import Calibration, Copies
 from minipar.data import loading
-from minipar.errors import MiniparError, PlanError
+from minipar.errors import MiniparError, PlanError, SaveError
 from minipar.execution.dynamic_schedule import check_carrier
 from minipar.execution.emulation import delays
-from minipar.execution.execution import Job, Loss, Model, captured_once, emulated_costs, execute, profile_job
-from minipar.execution.finite import check_choice
+from minipar.execution.execution import (
+    Execution,
+    Facts,
+    Job,
+    Loss,
+    Model,
+    captured_once,
+    emulated_costs,
+    execute,
+    profile_job,
+)
 from minipar.execution.following import Callback, Observer
+from minipar.execution.mean_loss import check_choice
 from minipar.execution.measuring.calibration import quick_calibration
 from minipar.execution.saving import keeping, restarting
 from minipar.execution.saving.folder import open_folder
@@ -42,16 +52,18 @@ from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
 from minipar.prediction.simulator import simulate
 from minipar.program import Program, Staleness
 from minipar.program.shape import Shape
-from minipar.server.serving import Service, execute_served, pacing_of
-from minipar.sharding.propagation import Preset, experts, sequence_parallel
-from minipar.strategies.keys import at_least_1, form_pairs
+from minipar.strategies.keys import at_least_1
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
-from minipar.trace.recorded_order import order_of
+from minipar.trace.recorded_order import RecordedOrder, local_order, order_of, served_order
 from minipar.training import notebook, own_program, plainly
 from minipar.training.reference import Reference, gradient_error
 from minipar.wording import several
 
+if TYPE_CHECKING:
+    from minipar.server.serving import Service
+
+Rates = Callable[[Program], Calibration | None]
 FEW_STAGES = 8  # so many ranks start within a few seconds: there the first of them counts the model's layers
 
 
@@ -268,33 +280,18 @@ def train(
     check_loss(loss)
     check_choice(on_nan)
     every = 0 if save_every is None else at_least_1("save_every", save_every)
-    if every and save is None:
-        raise PlanError(f"save_every={every}: needs save=folder")
-    sharding = (plan.zero and plan.dp > 1) or plan.sync == "ps"
-    sliced = f"plan {str(plan)!r} shards optimizer states" if sharding else ""
-    if plan.asynchronous and every:
-        raise PlanError(f"save_every={every}: schedule={plan.schedule} has no flush; possible is save=, at the end")
-    if memory and plan.schedule == "ampnet":
-        raise PlanError("memory=True: schedule=ampnet decides its order as it runs; possible are the other schedules")
+    _check_options(plan, every, save is not None, memory, callback is not None)
     cluster = given_or_here(cluster)
     check_size(cluster, plan.ranks, f"plan {plan}")
     if cluster is None and program is None and plan.place is None and plan.pp > FEW_STAGES:
         _check_stages(plan, model)
-    if plan.sync == "ps":
-        if every and plan.mode.startswith(("async", "ssp")):
-            raise PlanError(
-                f"save_every={every}: with mode={plan.mode} workers are at different steps; possible are save=, at the "
-                "end, and mode=sync"
-            )
-        if callback is not None:
-            raise PlanError("callback: not together with sync=ps, whose workers are at different steps; use watch=")
     storing, steps = restarting.going_on(keeping.storing(resume, save, every, keep), steps)
     feeding = loading.read_ahead(data, steps, storing.first, seed, batch)
     with feeding as (data, batch), nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
         if plan.deciding:
             check_carrier(ranks, f"schedule={plan.schedule}")
         quiet = plan.inference and not keep_modes
-        forms = annotations if annotations is not None else dict(form_pairs(plan.annotations)) or None
+        forms = annotations if annotations is not None else dict(plan.annotations) or None  # type: ignore[arg-type]
         if forms is None and plan.sharing > 1:
             forms = annotations_of(plan)
         job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, quiet, on_nan, forms)
@@ -303,128 +300,178 @@ def train(
         saved = storing.plainly() if reference or check else None  # (the run may save to the same folder)
         bar = partial(tqdm, disable=not progress, leave=False)
         with bar(total=1, desc="profile, one layer at a time") as meter:
-            rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
-            own_means = plan.asynchronous and plan.schedule != "pipedream-2bw"  # of each micro-batch
-            parts = 1 if own_means else plan.dp * plan.total_microbatches
-            job = captured_once(job, plan.sharing, plan.cut, ranks)
-            (facts,) = ranks.run_on([0], profile_job, job, rows, memory, _of_layers(plan), split, sliced, parts)
+            job, facts = _profiled(job, plan, ranks, memory, split)
             meter.update()
-        if facts.counted_form is not None:
-            job = replace(job, loss=Weighted(loss, Counting(loss, facts.counted_form)))
-        if facts.loss_note:
-            warnings.warn(facts.loss_note, stacklevel=2)
-        parts = plan.dp * plan.total_microbatches * plan.slice_count
-        if facts.split_sensitive and parts > 1:
-            names = ", ".join(facts.split_sensitive)
-            warnings.warn(
-                f"the batch is split into {parts} parts, and the results of some layers depend on how: {names}; "
-                "they are one device's with dp=1, microbatches=1 and accumulate=1",
-                stacklevel=2,
-            )
-        if storing.saved is not None and (told := other_scheduler(storing.saved.header.schedule, facts.scheduler)):
-            warnings.warn(f"{storing.saved.folder}: {told}", stacklevel=2)
-        served = plan.sync == "ps"  # (its steps overlap, so one program has all of them)
-        cores = available_cores() if ranks.device == "cpu" else None
-        needed = plan.ranks > 1 and (ranks.emulates is None or not ranks.emulates.emulates)
-
-        def calibrated(program: Program) -> Calibration | None:
-            if calibration is not None or not needed:
-                return calibration
-            return quick_calibration(ranks, program, algorithms=plan.algorithm != "default", progress=progress)
-
-        def costs_of(program: Program) -> ProfiledCosts | EmulatedCosts:
-            rates = calibrated(program)
-            return costs_for(program, facts.profile, job.batch, rates, ranks.emulates, facts.copies)
-
-        def predicted_run(program: Program) -> Trace:
-            known = cores, facts.data_bytes, calibrated(program), ranks.emulates, facts.copies
-            return predict(program, facts.profile, job.batch, *known)
-
+        _warn(plan, facts, storing)
+        rates = partial(_rates, calibration, ranks, plan.algorithm != "default", progress)
+        served = plan.sync == "ps"  # (then one program has all steps)
         block = steps if served or plan.asynchronous else plan.block(steps, every)
-        planned = as_emulated(facts.profile, ranks.emulates)
-
-        def time_of(program: Program) -> float:
-            return predicted_run(program).time
-
-        shape = _as_served(facts.shape, dtype) if served and plan.precision == "bf16" else facts.shape
-        compiled = partial(plan.compile, shape, costs=planned, costs_of=costs_of, time_of=time_of)
+        compiled = _compiler(plan, facts, job, ranks, rates)
         if program is None:
-            made, rest = compiled(steps=block), compiled(steps=steps % block) if steps % block else None
+            main, rest = compiled(steps=block), compiled(steps=steps % block) if steps % block else None
         else:
-            made, rest = own_program.check(program, plan, shape, steps), None
-            block = made.steps
-        predicted = predicted_run(made)
-        if facts.tapes is not None:
-            costs_there = ProfiledCosts(predicted.program, facts.profile, job.batch)
-            predicted = with_memory(predicted, facts.tapes, costs_there)
+            main, rest = own_program.check(program, plan, facts.shape, steps), None
+            block = main.steps
+        predicted = _predicted(main, facts, job, ranks, rates)
 
         def measure(rows: tuple[int, ...]) -> Measured:
             (known,) = ranks.run_on([0], profile_job, job, rows, True, None, split)
             assert known.tapes is not None
             return known.shape, known.profile, known.tapes, known.data_bytes
 
-        if served:
-            with advising(plan, job.batch, measure):
-                return _train_served(
-                    plan, made, job, ranks, predicted, reference, check, bar, watch, storing, saved, memory,
-                    facts.shape.nodes,
-                )  # fmt: skip
-        with bar(total=steps, desc=str(plan)) as meter, advising(plan, job.batch, measure):
+        service: Service | None = None
+        with advising(plan, job.batch, measure):
+            if served:
+                done, service = _serve(main, job, ranks, plan, check, memory, watch, storing, bar)
+            else:
+                with bar(total=steps, desc=str(plan)) as meter:
 
-            def tell(k: int, loss: float) -> None:
-                meter.set_postfix(loss=f"{loss:.4g}", refresh=False)
-                meter.update(block if k < steps // block else steps % block)
+                    def report(k: int, loss: float) -> None:
+                        meter.set_postfix(loss=f"{loss:.4g}", refresh=False)
+                        meter.update(block if k < steps // block else steps % block)
 
-            done = execute(
-                made,
-                job,
-                cluster=ranks,
-                passes=steps // block,
-                rest=rest,
-                keep_gradients=check,
-                check=False,
-                memory=memory,
-                storing=storing,
-                watch=watch,
-                callback=callback,
-                report=tell,
-            )
+                    done = execute(
+                        main, job, cluster=ranks, passes=steps // block, rest=rest, keep_gradients=check, check=False,
+                        memory=memory, storing=storing, watch=watch, callback=callback, report=report,
+                    )  # fmt: skip
         sizes = ([block] * (steps // block) + ([steps % block] if rest is not None else []))[: len(done.times)]
-        steps = sum(sizes)
         plain: Reference | None = None
         plain_time: float | None = None
         if reference or check:
-            alone = plan.local_steps and not plan.inference
-            local = (plan.dp, plan.total_microbatches, plan.local_steps) if alone else None
-            with bar(total=steps, desc="plain torch, one process") as meter:
-                ask = partial(
-                    plainly.replay_order if plan.asynchronous else plainly.train_reference,
-                    job,
-                    keep_gradients=check,
-                    storing=storing,
-                    saved=saved,
-                    threads=ranks.threads,
-                    report=lambda k: meter.update(),
-                )
-                if plan.asynchronous:
-                    plain = ask(order_of(done.program, facts.shape.nodes))
-                else:
-                    plain = ask(steps, clip=plan.clip, inference=plan.inference, replicas=local)
-                    plain_time = plain.seconds
+            work = _plain_work(plan, done, service, sum(sizes))
+            with bar(total=sum(sizes), desc="plain torch, one process") as meter:
+                plain = plainly.train_reference(
+                    job, work, keep_gradients=check, clip=plan.clip, inference=plan.inference, storing=storing,
+                    saved=saved, threads=ranks.threads, report=lambda k: meter.update(),
+                )  # fmt: skip
+            plain_time = plain.seconds if isinstance(work, int) else None
+    times = [seconds / size for seconds, size in zip(done.times, sizes, strict=True) for _ in range(size)]
     return Run(
-        plan,
-        done.program,
-        done.losses,
-        done.trace,
-        predicted,
-        [seconds / size for seconds, size in zip(done.times, sizes, strict=True) for _ in range(size)],
-        done.gradients,
-        plain,
-        plain_time,
-        storing.first,
-        done.shares,
-        load=done.load,
-    )
+        plan, done.program, done.losses, done.trace, predicted, times if service is None else done.times,
+        done.gradients, plain, plain_time, storing.first, done.shares, service, done.load,
+    )  # fmt: skip
+
+
+def _check_options(plan: Plan, every: int, saves: bool, memory: bool, callback: bool) -> None:
+    """Refuse options of `train` that do not go with a plan."""
+    if every and not saves:
+        raise PlanError(f"save_every={every}: needs save=folder")
+    if plan.asynchronous and every:
+        raise PlanError(f"save_every={every}: schedule={plan.schedule} has no flush; possible is save=, at the end")
+    if memory and plan.schedule == "ampnet":
+        raise PlanError("memory=True: schedule=ampnet decides its order as it runs; possible are the other schedules")
+    if plan.sync != "ps":
+        return
+    if every and plan.mode.startswith(("async", "ssp")):
+        raise PlanError(
+            f"save_every={every}: with mode={plan.mode} workers are at different steps; possible are save=, at the "
+            "end, and mode=sync"
+        )
+    if callback:
+        raise PlanError("callback: not together with sync=ps, whose workers are at different steps; use watch=")
+
+
+def _profiled(job: Job, plan: Plan, ranks: Ranks, memory: bool, split: bool) -> tuple[Job, Facts]:
+    """What one rank measures of the model's layers, and the job with what it found: graphs, and what a loss counts."""
+    sharding = (plan.zero and plan.dp > 1) or plan.sync == "ps"
+    sliced = f"plan {str(plan)!r} shards optimizer states" if sharding else ""
+    rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
+    own_means = plan.asynchronous and plan.schedule != "pipedream-2bw"  # of each micro-batch
+    parts = 1 if own_means else plan.dp * plan.total_microbatches
+    job = captured_once(job, plan.sharing, plan.cut, ranks)
+    (facts,) = ranks.run_on([0], profile_job, job, rows, memory, _of_layers(plan), split, sliced, parts)
+    if facts.counted_form is not None:
+        job = replace(job, loss=Weighted(job.loss, Counting(job.loss, facts.counted_form)))
+    return job, facts
+
+
+def _warn(plan: Plan, facts: Facts, storing: keeping.Storing) -> None:
+    """Warn of what makes results differ from one device's, and of a saved schedule that does not fit."""
+    if facts.loss_note:
+        warnings.warn(facts.loss_note, stacklevel=3)
+    parts = plan.dp * plan.total_microbatches * plan.slice_count
+    if facts.split_sensitive and parts > 1:
+        names = ", ".join(facts.split_sensitive)
+        warnings.warn(
+            f"the batch is split into {parts} parts, and the results of some layers depend on how: {names}; "
+            "they are one device's with dp=1, microbatches=1 and accumulate=1",
+            stacklevel=3,
+        )
+    if storing.saved is not None and (note := other_scheduler(storing.saved.header.schedule, facts.scheduler)):
+        warnings.warn(f"{storing.saved.folder}: {note}", stacklevel=3)
+
+
+def _rates(
+    given: Calibration | None, ranks: Ranks, algorithms: bool, progress: bool, program: Program
+) -> Calibration | None:
+    """What messages and collectives of a program cost on the cluster; None for one rank, and for emulated devices."""
+    if given is not None or len(program.ranks) == 1 or (ranks.emulates is not None and ranks.emulates.emulates):
+        return given
+    return quick_calibration(ranks, program, algorithms=algorithms, progress=progress)
+
+
+def _compiler(plan: Plan, facts: Facts, job: Job, ranks: Ranks, rates: Rates) -> Callable[..., Program]:
+    """What makes the plan's program of so many steps, by what was measured."""
+
+    def costs_of(program: Program) -> ProfiledCosts | EmulatedCosts:
+        return costs_for(program, facts.profile, job.batch, rates(program), ranks.emulates, facts.copies)
+
+    def time_of(program: Program) -> float:
+        return _predicted(program, facts, job, ranks, rates, memory=False).time
+
+    shape = facts.shape
+    if plan.sync == "ps" and plan.precision == "bf16":
+        shape = _as_served(shape, job.dtype)
+    planned = as_emulated(facts.profile, ranks.emulates)
+    return partial(plan.compile, shape, costs=planned, costs_of=costs_of, time_of=time_of)
+
+
+def _predicted(program: Program, facts: Facts, job: Job, ranks: Ranks, rates: Rates, memory: bool = True) -> Trace:
+    """The predicted trace of a program, and with `memory` every allocation, if that was measured."""
+    cores = available_cores() if ranks.device == "cpu" else None
+    known = cores, facts.data_bytes, rates(program), ranks.emulates, facts.copies
+    found = predict(program, facts.profile, job.batch, *known)
+    if facts.tapes is None or not memory:
+        return found
+    return with_memory(found, facts.tapes, ProfiledCosts(found.program, facts.profile, job.batch))
+
+
+def _serve(
+    program: Program,
+    job: Job,
+    ranks: Ranks,
+    plan: Plan,
+    keep_gradients: bool,
+    memory: bool,
+    watch: Observer | None,
+    storing: keeping.Storing,
+    bar: Callable[..., Any],
+) -> tuple[Execution, Service]:
+    """The run with parameter servers."""
+    from minipar.server.serving import execute_served, pacing_of
+
+    slow, pacing = None, None
+    if ranks.emulates is not None and ranks.emulates.emulates:
+        costs = emulated_costs(program, ranks.emulates, job, ranks)
+        slow = [delays(costs, rank) for rank in range(program.workers)]
+        pacing = pacing_of(costs) if costs.links else None
+    with bar(total=program.steps * program.workers, desc=str(plan)) as meter:
+        return execute_served(
+            program, job, ranks, on_death=plan.on_death, keep_gradients=keep_gradients, slow=slow, pacing=pacing,
+            report=lambda k: meter.update(), watch=watch, storing=storing, memory=memory,
+        )  # fmt: skip
+
+
+def _plain_work(plan: Plan, done: Execution, service: Service | None, steps: int) -> int | RecordedOrder:
+    """What plain torch does, to be compared: so many steps, or what was done where that gives other numbers."""
+    if service is not None:
+        exact = plan.mode == "sync" and not service.silent
+        return steps if exact else served_order(service.order, plan.dp, plan.total_microbatches)
+    if plan.asynchronous:
+        return order_of(done.program)
+    if plan.local_steps and plan.dp > 1 and not plan.inference:
+        return local_order(steps, plan.dp, plan.total_microbatches, plan.local_steps)
+    return steps
 
 
 def _as_served(shape: Shape, dtype: torch.dtype) -> Shape:
@@ -435,58 +482,6 @@ def _as_served(shape: Shape, dtype: torch.dtype) -> Shape:
         for group in shape.groups
     )
     return replace(shape, groups=groups, itemsize=dtype.itemsize)
-
-
-def _train_served(
-    plan: Plan,
-    program: Program,
-    job: Job,
-    ranks: Ranks,
-    predicted: Trace,
-    reference: bool,
-    check: bool,
-    bar: Callable[..., Any],
-    watch: Observer | None,
-    storing: keeping.Storing,
-    saved: plainly.Saved,
-    memory: bool,
-    nodes: tuple[int, ...],
-) -> Run:
-    """The rest of `train` with parameter servers."""
-    slow, pacing = None, None
-    if ranks.emulates is not None and ranks.emulates.emulates:
-        costs = emulated_costs(program, ranks.emulates, job, ranks)
-        slow = [delays(costs, rank) for rank in range(program.workers)]
-        pacing = pacing_of(costs) if costs.links else None
-    with bar(total=program.served_steps * program.workers, desc=str(plan)) as meter:
-        done, service = execute_served(
-            program, job, ranks, on_death=plan.on_death, keep_gradients=check, slow=slow, pacing=pacing,
-            report=lambda k: meter.update(), watch=watch, storing=storing,
-            memory=memory,
-        )  # fmt: skip
-    plain: Reference | None = None
-    plain_time: float | None = None
-    if (reference or check) and plan.asynchronous:
-        order = order_of(done.program, nodes)
-        replay = plainly.replay_order
-        if plan.mode != "sync":
-            replay = partial(plainly.replay_stages, rows=service.order)
-        plain = replay(job, order, keep_gradients=check, threads=ranks.threads, storing=storing, saved=saved)
-    elif (reference or check) and plan.mode == "sync" and not service.silent:
-        plain = plainly.train_reference(
-            job, program.steps, clip=plan.clip, keep_gradients=check, threads=ranks.threads, storing=storing,
-            saved=saved,
-        )  # fmt: skip
-        plain_time = plain.seconds
-    elif reference or check:
-        parts = program.microbatches // program.slice_count
-        plain = plainly.replay_service(
-            job, service.order, plan.dp, program.steps, parts, ranks.threads, plan.clip, storing, saved
-        )
-    return Run(
-        plan, done.program, done.losses, done.trace, predicted, done.times, done.gradients, plain, plain_time,
-        storing.first, done.shares, service,
-    )  # fmt: skip
 
 
 @driven
@@ -511,7 +506,15 @@ def resume(
     header = open_folder(folder).header
     dtype = dtype_named(header.dtype)
     known: dict[str, Any] = {"batch": header.batch, "seed": header.seed, "dtype": dtype, "resume": folder}
-    return train(model, data, header.plan if plan is None else plan, steps=steps, **(known | options))
+    if plan is None:
+        try:
+            plan = Plan.parse(header.plan)
+        except PlanError as error:  # (of an older version, which had other keys and pairs of them)
+            raise SaveError(
+                f"{os.fspath(folder)}: was saved under {header.plan!r}, which is no plan ({error.reason}); possible is "
+                "resume(..., plan=...)"
+            ) from error
+    return train(model, data, plan, steps=steps, **(known | options))
 
 
 def costs_for(
@@ -531,6 +534,8 @@ def annotations_of(plan: Plan) -> Mapping[str, str] | None:
     """The forms that a plan's keys stand for; those of all others follow. None: the model's names say it."""
     if plan.sharing == plan.tp and not plan.sequence_parallel:
         return None
+    from minipar.sharding.propagation import Preset, experts, sequence_parallel
+
     found = experts("ep") if plan.ep > 1 else Preset()
     return Preset({**found, **sequence_parallel()}) if plan.sequence_parallel else found
 
@@ -544,8 +549,8 @@ def _check_stages(plan: Plan, model: Model) -> None:
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             given = isinstance(model, (torch.nn.Module, list, tuple))
-            made: Any = model if given else cast(Callable[[], Any], model)()
-        layers = len(layers_of(made) if isinstance(made, torch.nn.Module) else list(made))
+            built: Any = model if given else cast(Callable[[], Any], model)()
+        layers = len(layers_of(built) if isinstance(built, torch.nn.Module) else list(built))
     except Exception:
         return
     if layers:
@@ -591,7 +596,7 @@ def predict(
     data = []
     for rank, held in enumerate(program.placement):  # (servers hold no rows)
         size = (0 in held) * data_bytes[0] + (program.layers - 1 in held) * data_bytes[1]
-        lasting = isinstance(program.contract, Staleness) and (program.serving is None or program.virtual_workers)
+        lasting = isinstance(program.contract, Staleness) and program.serving is None
         steps = program.steps if lasting else 1  # all are held until the run ends
         data.append(round(steps * of_rows.rows_of(rank) / batch * size) if held else 0)
     note = "predicted from a profile of one layer at a time on one device"

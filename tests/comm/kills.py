@@ -1,7 +1,7 @@
 """A campaign of random kills: `python -m tests.comm.kills [CASES] [SEED]`. `make thorough` runs it, tests use parts.
 
-Each case trains a few numbers on 3 workers and 1 or 2 servers in a random mode, and ends one process with SIGKILL at a
-random point of that process's own work. The result must be as if nothing had happened: the parameters are exactly those
+Each case trains a few numbers on 3 workers and 1 or 2 servers in a random mode, and ends one worker with SIGKILL at a
+random point of its own work. The result must be as if nothing had happened: the parameters are exactly those
 of a replay of the recorded order in plain torch, and the order contains every gradient.
 """
 
@@ -25,11 +25,12 @@ from minipar.cluster import Cluster, worker
 from minipar.errors import ServerClosed
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server import process, pushing, rendezvous
+from minipar.server.framing import What
 from minipar.server.process import Settings
 from minipar.server.shard import key_of
 
 WORKERS = 3
-POINTS = ("push", "pull", "compute", "apply", "snapshot")
+POINTS = ("push", "pull", "compute")
 MODES = ("sync", "async", "ssp:0", "ssp:2", "k-of-n:2/3")
 OPTIMIZERS = {
     "sgd": partial(torch.optim.SGD, lr=0.1),
@@ -59,8 +60,6 @@ class Kill:
     seen: Counter = None
 
     def __call__(self, point):
-        if point == "snapshot":
-            note(self.folder, "snapshots", os.getpid(), time.time())
         if point != self.point:
             return
         self.seen[point] += 1
@@ -83,30 +82,32 @@ def notes(folder, name):
     return [json.loads(line) for line in open(path)] if os.path.exists(path) else []
 
 
-def take_part(folder, settings, point, victim, count, slow, acknowledge):
+def take_part(folder, settings, point, victim, count, slow):
     """In a rank: a worker, or one of the servers after them."""
     rank = worker.context().rank
     reach = Kill(folder, point if rank == victim else "", count, Counter())
     note(folder, "pids", os.getpid())
     if rank >= WORKERS:
-        return process.serve(folder, rank - WORKERS, settings, initial(), reach, worker.report)
+        return process.serve(folder, rank - WORKERS, settings, initial(), worker.report)
     try:
-        ps = pushing.connect(folder, rank, reach=reach)
+        ps = pushing.connect(folder, rank)
     except ServerClosed:
         return None
+    for connection in ps.connections:
+        connection.send = partial(send_and_reach, connection.send, reach)
     while (step := ps.next_step()) is not None:
         if rank == 0 and slow:
             time.sleep(slow)
-        note(folder, f"computed-{rank}", step, time.time())
         for k in range(3):
             found = gradient(ps.pull(k), step, rank, k)
             reach("compute")
             ps.push(k, found)
-        if acknowledge and not ps.void:
-            ps.acknowledge()
-            if not ps.void:
-                note(folder, f"acknowledged-{rank}", step, time.time())
     return None
+
+
+def send_and_reach(send, reach, message, data=b""):
+    send(message, data)
+    reach({What.PUSH: "push", What.PULL: "pull"}.get(message.what, ""))
 
 
 def replay(order, optimizer, rows=lambda take: 1, of=1):
@@ -141,7 +142,6 @@ class Case:
     victim: int
     count: int
     slow: float
-    acknowledge: bool
     steps: int = 8
 
 
@@ -149,15 +149,13 @@ def draw(number, seed):
     """Case `number` of a campaign: the points come in turn, all else at random."""
     dice = random.Random(f"{seed}/{number}")
     point, servers = POINTS[number % len(POINTS)], dice.choice((1, 2))
-    on_server = point in ("apply", "snapshot")
-    victim = WORKERS + dice.randrange(servers) if on_server else dice.randrange(WORKERS)
-    most = {"push": 21, "compute": 21, "pull": 8, "apply": 16, "snapshot": 4}[point]
+    victim = dice.randrange(WORKERS)
+    most = {"push": 21, "compute": 21, "pull": 8}[point]
     mode = dice.choice(MODES)
     if mode == "k-of-n:2/3" and victim == 0:
         victim = 1  # (a straggler may not get far)
-    count = dice.randint(1, most // 2 if mode == "k-of-n:2/3" and not on_server else most)
-    return Case(point, mode, servers, dice.choice(list(OPTIMIZERS)), victim, count,
-                dice.choice((0.0, 0.003)), dice.random() < 0.7)  # fmt: skip
+    count = dice.randint(1, most // 2 if mode == "k-of-n:2/3" else most)
+    return Case(point, mode, servers, dice.choice(list(OPTIMIZERS)), victim, count, dice.choice((0.0, 0.003)))
 
 
 def run(case, cluster):
@@ -166,12 +164,10 @@ def run(case, cluster):
         optimizer = OPTIMIZERS[case.optimizer]
         mode = Mode.parse(case.mode, WORKERS)
         rendezvous.open_folder(folder, [key_of(k, v) for k, v in enumerate(initial())], case.servers)
-        settings = Settings(WORKERS, case.steps, optimizer, mode, snapshot_every=3, patience=20.0)
-        heard = []
+        settings = Settings(WORKERS, case.steps, optimizer, mode, patience=20.0)
         found = cluster.run_reviving(
-            1, lambda rank, fact: heard.append((rank, *fact)), take_part, folder, settings, case.point, case.victim,
-            case.count, case.slow, case.acknowledge,
-        )  # fmt: skip
+            1, lambda rank, fact: None, take_part, folder, settings, case.point, case.victim, case.count, case.slow
+        )
         served = found[WORKERS:]
         order = [Row(*row) for row in served[0].order]
         values, taken, stale = replay(order, optimizer)
@@ -186,24 +182,9 @@ def run(case, cluster):
             assert all(len({w for w, _ in update}) == need for update in taken)
         bound = mode.staleness(WORKERS)
         assert bound is None or max(stale) <= bound
-        nothing_lost(folder, heard)
         left = [pid for (pid,) in notes(folder, "pids") if not member(pid, cluster) and alive(pid)]
         assert not left, f"processes {left} are left"
         return os.path.exists(f"{folder}/killed")
-
-
-def nothing_lost(folder, heard):
-    """What was acknowledged before a snapshot that servers went back to is not computed again."""
-    lead = [moment for pid, moment in notes(folder, "snapshots")]
-    for number in {fact[2] for fact in heard if fact[1] == "restored" and fact[2]}:
-        written = min(lead) if number == 1 else None
-        if written is None:
-            continue
-        for who in range(WORKERS):
-            computed = notes(folder, f"computed-{who}")
-            for step, moment in notes(folder, f"acknowledged-{who}"):
-                if moment < written:
-                    assert not [t for s, t in computed if s == step and t > moment], f"worker {who} lost step {step}"
 
 
 def member(pid, cluster):

@@ -1,70 +1,17 @@
 """Revolve and rotor, compared with a search of all schedules."""
 
-from functools import cache
 from itertools import product
-from math import comb, inf
+from math import inf
 from random import Random
 
 import pytest
 
 from minipar import PlanError, verify
 from minipar.costs.recomputation import Chain, LayerCosts, halves, keep_everything, memory, moves, recomputed, time
-from minipar.costs.reversal import advances, minimum, needed, repetitions, revolve, rotor
+from minipar.costs.reversal import minimum, needed, rotor
 from minipar.program import Op
 from tests.fuzz.verify_interpreter import judge
-from tests.recomputing import single_device, words
-
-# revolve -------------------------------------------------------------------------------------------------------------
-
-
-@cache
-def fewest(layers, checkpoints):
-    """The recursion itself: the first checkpoint is tried everywhere."""
-    if layers == 1:
-        return 0
-    if checkpoints == 1:
-        return layers * (layers - 1) // 2
-    return min(k + fewest(layers - k, checkpoints - 1) + fewest(k, checkpoints) for k in range(1, layers))
-
-
-def test_the_closed_formula_is_the_least_of_the_recursion():
-    for layers, checkpoints in product(range(1, 41), range(1, 9)):
-        assert advances(layers, checkpoints) == fewest(layers, checkpoints)
-
-
-def test_the_longest_chain_is_a_binomial_coefficient():
-    for checkpoints, r in product(range(1, 6), range(1, 6)):
-        longest = comb(checkpoints + r, checkpoints)
-        assert repetitions(longest, checkpoints) == r
-        assert repetitions(longest + 1, checkpoints) == r + 1
-
-
-@pytest.mark.parametrize("layers", [1, 2, 3, 10, 33, 64])
-@pytest.mark.parametrize("checkpoints", [1, 2, 3, 5, 64])
-def test_revolve_runs_as_often_and_keeps_as_much_as_it_says(layers, checkpoints):
-    schedule = revolve(layers, checkpoints)
-    assert sum(m.op is not Op.BACKWARD and not m.saves for m in schedule) == advances(layers, checkpoints)
-    assert [m.layer for m in schedule if m.op is Op.BACKWARD] == list(reversed(range(layers)))
-    assert [m.layer for m in schedule if m.op is not Op.BACKWARD and m.saves] == list(reversed(range(layers)))
-    # what is kept between moves: the checkpoints besides the input, and the output that is being handed on
-    outputs = Chain(*((0.0,) * layers,) * 2, (1,) * layers, *((0,) * layers,) * 2)
-    assert memory(outputs, schedule)[1] <= min(checkpoints - 1, layers) + 2
-
-
-def test_revolve_on_ten_layers_with_three_checkpoints():
-    schedule = revolve(10, 3)
-    assert words(schedule).startswith("F0 F1 F2 F3 F4 F5 F6 F7 F8 F9* B9 ")
-    assert advances(10, 3) == 15  # 10 = C(3 + 2, 3): two repetitions, 2 * 10 - C(5, 4)
-    program = single_device(10, schedule)
-    verify(program)
-    assert judge(program) == ""
-
-
-@pytest.mark.parametrize(("layers", "checkpoints"), [(0, 1), (3, 0)])
-def test_revolve_refuses_what_cannot_be(layers, checkpoints):
-    with pytest.raises(PlanError, match=f"^revolve: {layers} layers, {checkpoints} checkpoints; both are at least 1"):
-        revolve(layers, checkpoints)
-
+from tests.recomputing import single_device
 
 # rotor ---------------------------------------------------------------------------------------------------------------
 

@@ -109,7 +109,7 @@ def test_open(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: p
     # Installed: the lessons are a folder of the package, and a working copy is opened.
     package = tmp_path / "minipar"
     shutil.copytree(LESSONS, package / "lessons")
-    monkeypatch.setattr(lessons, "__file__", str(package / "course" / "lessons.py"))
+    monkeypatch.setattr(lessons, "__file__", str(tmp_path / "minipar_course" / "lessons.py"))
     monkeypatch.chdir(tmp_path)
     assert said(capsys, "lessons", "open", "1")["command"] == [*begin, str(Path("minipar-lessons") / FIRST)]
     assert sorted(path.name for path in (tmp_path / "minipar-lessons").glob(lessons.NAMES)) == NAMES

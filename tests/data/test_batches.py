@@ -21,6 +21,7 @@ from minipar.errors import PlanError, RankError
 from minipar.execution.execution import Job, execute
 from minipar.models.parameter_groups import shape_of
 from minipar.strategies import schedules
+from minipar.training.reference import Job as PlainJob
 from minipar.training.reference import gradient_error, train_plainly
 
 pytestmark = pytest.mark.many(6)
@@ -73,7 +74,7 @@ def ran(clusters, text: str, work: Job, passes: int):
 
 
 def equal_to_plain_torch(done, work: Job, passes: int) -> None:
-    plain = train_plainly(work.build(), work.batches, work.loss, work.optimizer, passes, work.seed)
+    plain = train_plainly(PlainJob(work.build(), work.batches, work.loss, work.optimizer, work.seed), passes)
     assert done.losses == pytest.approx(plain.losses, rel=1e-12)
     for found, expected in zip(done.gradients, plain.gradients, strict=True):
         assert gradient_error(found, expected) <= 1e-12

@@ -18,8 +18,7 @@ from minipar.cli import main
 from minipar.comm import communicator
 from minipar.execution.execution import Job, execute
 from minipar.execution.executor import Executor
-from minipar.execution.memory.capacity import out_of_memory, ways_out
-from minipar.execution.memory.tracker import Tracker
+from minipar.execution.memory.tracker import Tracker, out_of_memory, ways_out
 from minipar.models.parameter_groups import shape_of
 from minipar.prediction.advice import advised
 from minipar.prediction.fitting import nearby, wider

@@ -38,18 +38,9 @@ def cut_off(width: int = 6) -> nn.Sequential:
     "text",
     [
         "microbatches=3",
-        "dp=2 bucket=none",
-        "dp=2 bucket=none checkpoint=1",
         "dp=2 zero=3",
-        "dp=2 bucket=0.0001 microbatches=2",
-        "pp=2 microbatches=3 split=4,3",
         "pp=2 microbatches=3 split=5,2 schedule=zb-h1",
-        "pp=2 microbatches=4 split=5,2 schedule=chimera",
-        "pp=2 microbatches=3 split=3,4",
-        "pp=3 microbatches=3 split=1,2,4",
         "pp=3 microbatches=2 split=2,1,4 schedule=zb-h1",
-        "pp=2 microbatches=4 split=1,2,2,2 schedule=zb-v",
-        "pp=2 microbatches=5 split=2,1,1,3 schedule=dualpipe-v",
         "pp=2 dp=2 microbatches=2 split=3,4 zero=1 checkpoint=1",
     ],
 )

@@ -52,7 +52,7 @@ def run(plan: str, cluster: Cluster, passes: int = 2) -> tuple[Execution, Trace]
     spec = cluster.emulates
     assert spec is not None
     rows = microbatch_rows(64, program.replicas, program.microbatches)
-    (facts,) = cluster.run_on([0], profile_job, job(), rows)
+    (facts,) = cluster.run_on([0], profile_job, job(), rows, split=True)
     predicted = simulate(program, EmulatedCosts(program, spec, ProfiledCosts(program, facts.profile, 64)))
     return execute(program, job(), cluster=cluster, passes=passes), predicted
 

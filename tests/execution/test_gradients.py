@@ -1,4 +1,4 @@
-"""The contract: every strategy, and every composition, gives plain torch's loss and gradients, under plain SGD.
+"""Models and batches with which plain torch's gradients are easily missed. (Plans: tests/fuzz/test_core.py.)
 
 The reference is the whole batch in one process without the executor; float64, so that 1e-12 leaves no room for a
 wrong scale, a lost micro-batch, or a doubled one.
@@ -10,42 +10,14 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, note, settings
-from hypothesis import strategies as st
 
 from minipar import Plan
-from tests.comparing import check, trained
-from tests.toys import KINDS, rows, toy, two_ties
+from tests.comparing import check
+from tests.toys import rows, toy, two_ties
 
 pytestmark = pytest.mark.many(3)
 
 cross_entropy = torch.nn.functional.cross_entropy
-
-
-PLANS = [
-    "dp=1 pp=1",
-    "dp=1 pp=1 microbatches=4",
-    "microbatches=2 accumulate=3",
-    "dp=2 bucket=none",
-    "dp=2 bucket=flat",
-    "dp=4 bucket=0.0001 microbatches=2",
-    "dp=4 bucket=0.0001 microbatches=2 overlap=none",
-    "pp=2 schedule=naive microbatches=3",
-    "pp=2 schedule=gpipe microbatches=3",
-    "pp=4 schedule=gpipe microbatches=8",
-    "pp=4 schedule=1f1b microbatches=8",
-    "pp=4 schedule=eager-1f1b microbatches=8",
-    "pp=4 schedule=1f1b microbatches=2",
-    "pp=2 dp=2 schedule=1f1b microbatches=4 bucket=0.0001",
-    "pp=2 dp=2 schedule=gpipe microbatches=2 accumulate=2 bucket=none",
-    "pp=2 dp=2 schedule=eager-1f1b microbatches=3 bucket=flat",
-]
-
-
-@pytest.mark.parametrize("text", PLANS)
-def test_every_composition_equals_plain_torch(clusters, text):
-    model = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), tied=True, frozen=(1,))
-    check(clusters, Plan.parse(text), model, rows(17))
 
 
 @pytest.mark.parametrize("text", ["pp=4 microbatches=8", "dp=4 microbatches=2", "pp=2 dp=2 microbatches=4"])
@@ -55,14 +27,16 @@ def test_uneven_and_missing_rows(clusters, text, count):
     check(clusters, Plan.parse(text), partial(toy, ("linear", "tuples", "dropout"), tied=True), rows(count))
 
 
-@pytest.mark.parametrize("split", ["1,1,1,4", "4,1,1,1", "2,1,3,1"])
-def test_uneven_splits(clusters, split):
-    plan = Plan(pp=4, split=split, microbatches=3)
-    check(clusters, plan, partial(toy, ("linear", "tuples", "dropout"), tied=True), rows(10))
+FROZEN = [
+    "pp=4 microbatches=3",
+    "dp=2 pp=2 microbatches=2 zero=2 bucket=none",
+    "pp=2 schedule=zb-v microbatches=4",
+    "dp=2 zero=3 offload=activations,optimizer,parameters offload_to=disk",
+]
 
 
-@pytest.mark.parametrize("frozen", [(0,), (0, 1, 2), (3,), (-1,), (0, 1, 2, 3, 4, 5, 6)])
-@pytest.mark.parametrize("text", ["pp=4 microbatches=3", "pp=2 dp=2 microbatches=2 bucket=none", "dp=2"])
+@pytest.mark.parametrize("frozen", [(0, 1, 2), (-1,), (0, 1, 2, 3, 4, 5, 6)])
+@pytest.mark.parametrize("text", FROZEN)
 def test_frozen_layers(clusters, text, frozen):
     """Also a whole first stage without gradients, and a model in which nothing is trained."""
     check(clusters, Plan.parse(text), partial(toy, ("tuples", "linear", "linear"), frozen=frozen), rows(9))
@@ -111,35 +85,6 @@ def test_float32_within_its_own_bound(clusters):
 def test_two_tied_sets_across_stages_in_opposite_order(clusters):
     check(clusters, Plan.parse("pp=4 dp=1 microbatches=3 bucket=none"), two_ties, rows(8))
     check(clusters, Plan.parse("pp=2 dp=2 microbatches=3 bucket=0.0001"), two_ties, rows(8))
-
-
-@st.composite
-def cases(draw):
-    dp, pp = draw(st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4)]))
-    kinds = tuple(draw(st.lists(st.sampled_from(KINDS), min_size=2, max_size=5)))
-    layers = 2 + len(kinds) + 2 * kinds.count("tuples")
-    cuts = sorted(draw(st.permutations(range(1, layers)))[: pp - 1])
-    split = tuple(b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True))
-    plan = Plan(
-        dp=dp,
-        pp=pp,
-        split=split,
-        schedule=draw(st.sampled_from(["naive", "gpipe", "1f1b", "eager-1f1b"])),
-        microbatches=draw(st.integers(1, 5)),
-        accumulate=draw(st.integers(1, 2)),
-        bucket=draw(st.sampled_from(["none", "flat", 0.0001, 25])),
-        overlap=draw(st.sampled_from(["none", "backward"])),
-    )
-    frozen = tuple(draw(st.sets(st.integers(0, layers - 1), max_size=3)))
-    return plan, partial(toy, kinds, tied=draw(st.booleans()), frozen=frozen), rows(draw(st.integers(1, 20)))
-
-
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(cases())
-def test_random_plans_of_random_models(clusters, case):
-    plan, model, data = case
-    note(f"{plan} {model} {len(data[0])} rows")
-    trained(clusters, plan, model, data)
 
 
 def reused() -> torch.nn.Sequential:

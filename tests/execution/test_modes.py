@@ -70,7 +70,6 @@ def test_what_is_in_evaluation_mode_stays_so(clusters, text):
 def test_modes_beside_dropout_that_is_on_memory_and_a_saved_run(clusters, tmp_path):
     first = run(clusters, frozen_norm, "pp=2 microbatches=2", memory=True, save=tmp_path)
     assert first.max_gradient_error() <= 1e-12
-    assert first.reference.replaced == ("3",)
     again = resume(tmp_path, frozen_norm, rows(12), "dp=2", steps=2, loss=mse, cluster=clusters(2), check=True,
                    progress=False, optimizer=partial(torch.optim.SGD, lr=0.1))  # fmt: skip
     assert again.max_gradient_error() <= 1e-12

@@ -42,7 +42,8 @@ def test_buffers_of_a_step_are_used_again():
     store.put("x", tensor).result()
     kept = store._kept["x"]
     assert kept.is_pinned()
-    assert torch.equal(store.get("x"), tensor.cpu())
+    store.fetch("x", into := torch.empty_like(tensor)).result()
+    assert torch.equal(into, tensor)
     store.drop("x")
     store.put("y", tensor).result()
     assert store._kept["y"].data_ptr() == kept.data_ptr()

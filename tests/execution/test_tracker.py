@@ -11,7 +11,7 @@ from torch import nn
 
 from minipar import Cluster, MiniparError, Plan, data, models, train
 from minipar.execution.execution import Job, execute
-from minipar.execution.memory.watching import SERIES
+from minipar.execution.memory.tracker import SERIES
 from minipar.models.parameter_groups import shape_of
 from minipar.program import Op
 

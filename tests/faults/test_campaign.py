@@ -1,20 +1,38 @@
-"""The campaign of faults in a short form: every fault is explained and healed, and nothing is left behind."""
+"""A rank that is killed, one that raises, and the stop button: each is explained and healed, and leaves nothing behind.
+
+The campaign tries all other faults, at random moments.
+"""
 
 from __future__ import annotations
 
-import math
-import random
+from collections.abc import Iterator
 
-from tests.faults.campaign import SAVED, cases, part, table
+import pytest
+
+from tests.faults.campaign import Campaign, Tally
+
+PLAN = "dp=2 pp=2 zero=1 microbatches=4"
+pytestmark = pytest.mark.ranks
 
 
-def test_a_few_faults_are_explained_and_healed():
-    timed, others = cases(10)
-    todo = [*timed[:2], *timed[2::6], *others]
-    random.Random(3).shuffle(todo)
-    found = part(todo, seed=3, end=math.inf, show=False, strategies=(*SAVED, "dp=3 sync=ps"))
-    problems = [problem for one in found.tallies for problem in one.problems]
-    assert not problems, "\n".join(problems)
-    tried = sum(one.tried for one in found.tallies)
-    assert tried >= len(todo) - 2  # (a fault that came after its training each time is not counted)
-    assert f"| all | {tried} | 100.0 % |" in table(found)
+@pytest.fixture(scope="module")
+def campaign() -> Iterator[Campaign]:
+    found = Campaign(3, (PLAN,))
+    yield found
+    found.close()
+
+
+def good(found: Tally) -> bool:
+    assert not found.problems, "\n".join(found.problems)
+    return found.tried == found.explained == 1 and found.healed >= 1 and not found.left and not found.wrong
+
+
+@pytest.mark.parametrize(("fault", "rank", "where"), [("SIGKILL", 2, "B"), ("raise", 1, "optimizer")])
+def test_a_fault_inside_a_rank(campaign: Campaign, fault: str, rank: int, where: str) -> None:
+    assert campaign.inside(PLAN, fault, rank, where, 2)
+    assert good(campaign.tally(fault))
+
+
+def test_the_stop_button(campaign: Campaign) -> None:
+    campaign.guarded("button", (False,))  # (again if it was pressed after the training)
+    assert good(campaign.tally("stop button"))

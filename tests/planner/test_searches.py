@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from minipar.errors import PlanError
-from minipar.planner.annealing import Timeline, anneal, simulate
+from minipar.planner.annealing import anneal
 from minipar.planner.answer import compare
 from minipar.planner.brute_force import brute_force
 from minipar.planner.chain import chain
@@ -135,36 +135,6 @@ def test_annealing_finds_the_best_of_a_small_graph():
     assert anneal(graph, proposals=4000, temperature=0.05).time == brute_force(graph).time
     with pytest.raises(PlanError, match="start needs more memory"):
         anneal(graph.within(0.0), start=[0] * 6)
-
-
-def test_delta_simulation_equals_the_full_one():
-    graph = random_graph(5, nodes=30, impossible=0.0)
-    random = np.random.default_rng(0)
-    choices = [0] * 30
-    line = Timeline(graph, choices)
-    touched = []
-    for _ in range(200):
-        node = int(random.integers(30))
-        choice = int(random.integers(len(graph.nodes[node].labels)))
-        before, other = line.time, list(choices)
-        other[node] = choice
-        assert line.change(node, choice) == simulate(graph, other)
-        touched.append(line.touched)
-        if random.random() < 0.5:
-            line.undo()
-            assert line.time == before == simulate(graph, choices)
-        else:
-            choices = other
-    assert sum(touched) < 0.6 * len(touched) * len(line.tasks), "only what a change touches is simulated again"
-
-
-def test_overlap_hides_messages():
-    """Two nodes of 4 s, and a message of 3 s between the first and a third one: it travels beside the second."""
-    nodes = tuple(Node(name, ("only",), (4.0,)) for name in "abc")
-    graph = CostGraph(nodes, (Edge(0, 2, np.array([[3.0]])),))
-    assert graph.seconds((0, 0, 0)) == 15
-    assert simulate(graph, (0, 0, 0)) == 12
-    assert "12" in anneal(graph, overlap=True).notes
 
 
 def test_choices_that_are_left_out_change_no_optimum():

@@ -154,20 +154,14 @@ class OnPaper:
         return {"output": table.output, "grad_output": table.gradient, "saved": table.saved}[value.kind][value.index]
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "1", "2", "sqrt", "3,6", "96MiB"])
+@pytest.mark.parametrize("checkpoint", ["none", "1", "2", "3,6", "96MiB"])
 @pytest.mark.parametrize(
     "words",
     [
         "",
-        "pp=2 microbatches=4",
         "pp=4 microbatches=8",
-        "pp=4 microbatches=8 schedule=gpipe",
-        "pp=3 microbatches=4 schedule=eager-1f1b",
         "dp=2 pp=2 microbatches=2 accumulate=2",
-        "pp=4 microbatches=8 schedule=chimera",
-        "pp=2 microbatches=4 schedule=interleaved",
         "pp=2 microbatches=6 schedule=looped-bfs chunks=2",
-        "pp=3 microbatches=6 split=auto",
         "pp=3 microbatches=6 schedule=interleaved chunks=3",
     ],
 )
@@ -271,16 +265,9 @@ def test_offload_moves_bytes_to_the_host() -> None:
     ("text", "says"),
     [
         ("zero=4", "zero=4: must be a whole number from 0 to 3"),
-        ("zero=1 zero=2", "plan key 'zero': given twice"),
-        ("zero", "plan word 'zero': must be key=value, such as pp=2"),
         ("zero=", "must be key=value"),
-        ("zer=1", "plan key 'zer': unknown; possible are dp, .*zero.*did you mean zero"),
-        ("checkpoint=some", "checkpoint=some: must be none, sqrt, selective .attention core., K"),
         ("checkpoint=9", "checkpoint=9: the model has 6 layers; possible are 1 to 6"),
-        ("checkpoint=1KiB", "too small; the least is"),
         ("precision=fp8", "precision=fp8: unknown; possible are float32, bf16"),
-        ("offload=disk", "offload=disk: must be none, or a list of activations, optimizer, parameters"),
-        ("pp=7", "pp=7: more stages than layers .6.; possible are 1 to 6"),
         ("pp=two", "pp=two: must be a whole number"),
     ],
 )

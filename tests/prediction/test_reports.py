@@ -63,12 +63,12 @@ def test_the_table_reads_well(capsys):
 
 
 def test_large_plans_answer_at_once(capsys):
-    start = time.perf_counter()
+    start = time.process_time()
     found = data(capsys, "zero=3 dp=1024 checkpoint=sqrt precision=bf16", "--model", "gpt3-175b")
     assert len(found["per_rank"]) == 1024
     _, out, _ = memory(capsys, "zero=1 dp=1024 pp=16 microbatches=64 precision=bf16", "--model", "megatron-1t")
     assert "0, 16, ... 16368 (1024)" in out
-    assert time.perf_counter() - start < 20  # less than a second; the bound allows for a busy machine
+    assert time.process_time() - start < 20  # less than a second on a free machine
 
 
 @pytest.mark.parametrize(

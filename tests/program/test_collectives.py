@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import product
@@ -290,8 +288,3 @@ def test_ranks_that_all_wait_first_are_a_deadlock():
 def test_costs_are_no_negative_numbers():
     with pytest.raises(PlanError, match="beta=-1"):
         AlphaBeta(RING, 0.0, -1.0)
-
-
-def test_algorithms_need_no_torch():
-    code = "import sys, minipar.prediction.choice, minipar.program.comm_volume\nprint('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"

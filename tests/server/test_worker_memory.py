@@ -37,11 +37,6 @@ def go(cluster, words=WORDS, rows=16, **more):
         "dp=2 sync=ps servers=2 microbatches=2 mode=async checkpoint=1 compress=topk:0.1",
         "dp=2 sync=ps servers=2 precision=bf16",
         "dp=2 sync=ps microbatches=2 schedule=zb-h1 clip=0.1",
-        "dp=2 sync=ps microbatches=2 offload=parameters,activations",
-        "dp=2 sync=ps microbatches=2 host_layers=0",
-        "dp=2 sync=ps overlap=priority servers=2 microbatches=2",
-        "dp=2 sync=ps overlap=priority microbatches=2 offload=parameters bucket=0.01",
-        "tp=2 sequence_parallel=true sync=ps servers=2 checkpoint=1",
     ],
 )
 def test_memory_is_as_predicted(clusters, words):
@@ -57,40 +52,6 @@ def test_memory_is_as_predicted(clusters, words):
         else:
             assert peak.by_kind["optimizer"] > 0
     assert len(str(run.memory).splitlines()) == len(run.program.ranks)
-
-
-def test_memory_of_a_pipeline_is_as_predicted(clusters):
-    """Step by step, but for the first one, in which ranks look what their layers do."""
-    run = go(clusters(5), "pp=2 dp=2 sync=ps overlap=priority microbatches=2", memory=True)
-    for rank, (measured, predicted) in enumerate(list(zip(run.trace.series, run.predicted.series, strict=True))[:4]):
-        (_, *mine), (_, *expected) = (highest(each, run.program, rank) for each in (measured, predicted))
-        assert mine == pytest.approx(expected, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        "dp=2 schedule=pipedream servers=2",
-        "schedule=pipedream-2bw host_layers=0 compress=topk:0.1",
-        "schedule=pipedream-vertical tp=2",
-    ],
-)
-def test_memory_of_versions_is_as_predicted(clusters, words):
-    plan = Plan.parse(f"pp=2 sync=ps microbatches=2 {words}")
-    run = go(clusters(plan.ranks), plan, memory=True)
-    for measured, predicted in zip(run.trace.series, run.predicted.series, strict=True):
-        assert measured.peak().bytes == pytest.approx(predicted.peak().bytes, rel=0.01)
-
-
-def highest(series, program, rank):
-    """The peak of each step."""
-    size = len(program.ranks[rank]) // program.steps
-    now, found = sum(series.before.values()), [0] * program.steps
-    for index, delta in zip(series.indices, series.deltas, strict=True):
-        now += delta
-        step = min(index // size, program.steps - 1)
-        found[step] = max(found[step], now)
-    return found
 
 
 def test_a_worker_is_limited_to_the_byte(clusters):

@@ -7,8 +7,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from minipar.models.nodes import Cut, Held, Node
 from minipar.program.forms import Forms
-from minipar.sharding.nodes import Cut, Held, Node
 
 
 class Block(nn.Module):

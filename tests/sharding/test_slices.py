@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from minipar import PlanError, models
+from minipar.models.nodes import ShardedModel, SlicedNode
 from minipar.models.parameter_groups import shape_of
 from minipar.models.sliced import Sliced
 from minipar.models.tensors import tensors
 from minipar.program.mesh import Mesh
 from minipar.sharding.capture import capture_model
-from minipar.sharding.nodes import ShardedModel, SlicedNode
 from minipar.sharding.propagation import sequence_parallel
 from minipar.sharding.sharded import Graphs, capture_graphs, local_model
 from tests.sharding import by_hand

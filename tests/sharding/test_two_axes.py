@@ -60,36 +60,12 @@ def test_operators_and_tokens(clusters: Any, name: str) -> None:
               loss=by_token if name in TRANSFORMERS else functional.cross_entropy))  # fmt: skip
 
 
-@pytest.mark.many(10)
-@pytest.mark.parametrize(
-    "words",
-    [
-        f"{GRID} sequence_parallel=true clip=0.1 microbatches=3",
-        f"pp=2 {GRID} microbatches=2 schedule=zb-h1 checkpoint=1",
-        f"dp=2 {GRID} zero=1 sequence_parallel=true",
-        f"dp=2 {GRID} zero=3 microbatches=2",
-        f"{GRID} checkpoint=selective batch_copies=2 microbatches=2",
-        f"{GRID} offload=activations,optimizer",
-        f"{GRID} host_layers=1 bucket=none",
-        f"dp=2 {GRID} overlap=priority",
-        f"{GRID} sequence_parallel=true microbatches=2 check=true",
-    ],
-)
-def test_with_other_keys(clusters: Any, words: str) -> None:
-    right(trained(clusters, partial(gpt, tied=True, fused=False), words, optimizer=ADAM), 1e-10)
-
-
-@pytest.mark.extra("sharding/test_other_ways.py::test_replicas_of_ranks_that_share_layers")
-def test_replicas_that_train_alone(clusters: Any) -> None:
-    right(trained(clusters, gpt, f"dp=2 {GRID} local_steps=2 sequence_parallel=true", steps=3))
-
-
 @pytest.mark.many(20)
 @pytest.mark.parametrize(
     "words",
     [
         "tp=2 ep=2 microbatches=2",
-        "tp=2 ep=2 sequence_parallel=true check=true",
+        "tp=2 ep=2 sequence_parallel=true",
         "dp=2 tp=2 ep=2 zero=2 clip=0.5",
         "context_parallel=2 ep=2 microbatches=3",
         "pp=2 tp=2 ep=2 microbatches=2",
@@ -99,14 +75,6 @@ def test_replicas_that_train_alone(clusters: Any) -> None:
 @pytest.mark.parametrize("capacity", [1.0, None], ids=["capacity", "unequal"])
 def test_with_experts(clusters: Any, words: str, capacity: float | None) -> None:
     right(trained(clusters, partial(MIXTURE, capacity=capacity), words, loss=models.mixture_loss), 1e-10)
-
-
-@pytest.mark.extra("sharding/test_other_ways.py::test_a_run_equals_the_replay_of_its_order")
-@pytest.mark.parametrize("words", [f"pp=2 {GRID} schedule=pipedream microbatches=3", f"{GRID} schedule=pipedream-2bw"])
-def test_without_flushes(clusters: Any, words: str) -> None:
-    found = trained(clusters, gpt, words, optimizer=ADAM)
-    assert found.max_gradient_error() < 1e-10
-    assert found.max_parameter_error() < 1e-10
 
 
 class Flat(nn.Module):
@@ -141,32 +109,10 @@ def test_parts_of_rows_and_of_their_tokens_in_one_dimension(clusters: Any, words
     right(trained(clusters, flat_mixture, words, loss=models.mixture_loss), 1e-10)
 
 
-# Servers, saves -------------------------------------------------------------------------------------------------------
+# Saves ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.extra("server/test_serving.py::test_ranks_that_share_layers_pull_and_push_what_they_have")
-@pytest.mark.many(6)
-@pytest.mark.parametrize(
-    "words",
-    [
-        f"{GRID} sync=ps servers=2 microbatches=2",
-        f"{GRID} sync=ps sequence_parallel=true check=true clip=0.1",
-        f"{GRID} sync=ps overlap=priority",
-    ],
-)
-def test_servers_keep_each_shard_once(clusters: Any, words: str) -> None:
-    right(trained(clusters, partial(gpt, tied=True), words), 1e-10)
-
-
-@pytest.mark.extra("server/test_serving.py::test_ranks_that_share_layers_pull_and_push_what_they_have")
-def test_experts_at_servers(clusters: Any) -> None:
-    right(trained(clusters, MIXTURE, "tp=2 ep=2 sync=ps servers=2", loss=models.mixture_loss), 1e-10)
-
-
-@pytest.mark.extra("sharding/test_ranks.py::test_what_one_mesh_saved_goes_on_under_another")
-@pytest.mark.many(6)
-@pytest.mark.parametrize(("first", "then"), [(GRID, "dp=2"), ("pp=2", f"{GRID} sequence_parallel=true"),
-                                             (f"dp=2 {GRID} zero=1", "tp=2")])  # fmt: skip
+@pytest.mark.parametrize(("first", "then"), [(GRID, "dp=2"), ("pp=2", f"{GRID} sequence_parallel=true")])
 def test_a_run_is_saved_and_goes_on_under_another_mesh(clusters: Any, tmp_path: Any, first: str, then: str) -> None:
     options: dict[str, Any] = {"optimizer": ADAM, "dtype": torch.float64, "progress": False, "check": True}
     trained(clusters, gpt, first, optimizer=ADAM, save=str(tmp_path))
@@ -174,20 +120,6 @@ def test_a_run_is_saved_and_goes_on_under_another_mesh(clusters: Any, tmp_path: 
     again = resume(tmp_path, gpt, texts(), plan, cluster=clusters(plan.ranks), steps=1, **options)
     assert again.first_step == 2
     assert again.max_gradient_error() < 1e-10
-
-
-# Memory and bytes -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.extra("sharding/test_ranks.py::test_bytes_and_memory_are_as_predicted")
-def test_memory_and_messages_are_as_predicted(clusters: Any) -> None:
-    found = trained(clusters, partial(gpt, layers=4), f"{GRID} sequence_parallel=true microbatches=2", memory=True,
-                    check=False, steps=3)  # fmt: skip
-    assert found.predicted.peak_memory() == pytest.approx(found.trace.peak_memory(), rel=0.01)
-    for rank, row in enumerate(found.program.ranks):
-        for ins in row:
-            if ins.group:
-                assert found.predicted.sent(rank, ins) == found.trace.sent(rank, ins)
 
 
 # Programs -------------------------------------------------------------------------------------------------------------

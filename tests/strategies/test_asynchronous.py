@@ -150,11 +150,6 @@ def test_programs_survive_json():
         ("pp=4 schedule=pipedream-2bw microbatches=2", "microbatches=2 with pp=4.*third version.*microbatches=3"),
         ("pp=2 dp=2 schedule=ampnet", "dp=2: not together with schedule=ampnet.*dp=1"),
         ("pp=2 schedule=ampnet clip=1", "clip=1.0: not together with schedule=ampnet.*flush"),
-        ("pp=2 schedule=pipedream zero=1", "zero=1: not together.*zero=0"),
-        (
-            "tp=2 schedule=pipedream microbatches=2 batch_copies=2",
-            "batch_copies=2: not together.*pipedream-2bw, or pp=2 or batch_copies=1",
-        ),
         ("pp=2 schedule=pipedream-2bw accumulate=2", "accumulate=2: not together.*accumulate=1"),
         ("pp=2 schedule=pipedream in_flight=2", "in_flight=2: schedule=pipedream has none; possible with ampnet"),
         ("pp=2 schedule=ampnet update_every=0", "update_every=0: must be a whole number of at least 1"),
@@ -284,17 +279,6 @@ def test_an_update_has_the_gradients_of_all_replicas_once():
     assert "counts micro-batch 0 of step 0 (layer 0) twice: grad(0) was summed over these ranks before" in twice
 
 
-def test_a_version_is_used_when_all_its_slices_are_there():
-    def early(row):
-        k = next(k for k, ins in enumerate(row) if ins.op is Op.ALL_GATHER)
-        assert row[k + 1].op is Op.FORWARD
-        row[k : k + 2] = row[k + 1], row[k]
-
-    program = compiled("pipedream", pp=2, m=2, dp=2, zero=1)
-    verify(program)
-    assert "uses param(0) v1, of which its rank has made a slice only" in broken(program, 0, early)
-
-
 def test_replicas_sum_while_the_backward_goes_on():
     program = compiled("pipedream-2bw", pp=1, m=2, steps=2, layers=3, dp=2, bucket="none")
     texts = [str(ins) for ins in program.ranks[0] if ins.step == 0 and ins.microbatch != 0]
@@ -324,7 +308,7 @@ def test_the_recorded_order_is_that_without_recomputation(name):
     groups = tuple(Group((l,), one if l in (0, 1, 3, 5) else none) for l in range(6))
     shape = Shape(6, groups)
     plain, again = (
-        order_of(Plan.parse(f"pp=2 schedule={name} microbatches=3{rest}").compile(shape, steps=4)).ranks
+        order_of(Plan.parse(f"pp=2 schedule={name} microbatches=3{rest}").compile(shape, steps=4)).entries
         for rest in ("", " checkpoint=1")
     )
     assert again == plain

@@ -94,7 +94,6 @@ PLANS = [
     "pp=2 dp=2 zero=3 microbatches=3",
     "pp=2 dp=2 zero=2 reduce=step microbatches=3 bucket=none",
     "pp=2 dp=2 overlap=priority",
-    "pp=2 dp=2 local_steps=2",
     "pp=2 dp=2 compress=bf16",
     "pp=2 offload=optimizer,parameters microbatches=2",
     "pp=2 inference=true microbatches=3",
@@ -194,7 +193,10 @@ def test_the_picture_says_where_branches_are() -> None:
         ("pp=2 place=branches schedule=terapipe", "schedule=terapipe: is for chains"),
         ("pp=2 schedule=pipedream", "schedule=pipedream: is for chains, not of a model with branches"),
         ("pp=2 schedule=terapipe", "schedule=terapipe: is for chains"),
-        ("pp=2 checkpoint=1MiB", "checkpoint=1MiB: a budget needs the sizes of the layers"),
+        (
+            "pp=2 checkpoint=1MiB",
+            "checkpoint=1MiB: not built for a model with branches; possible are sqrt, K",
+        ),
     ],
 )
 def test_refusals(text: str, message: str) -> None:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from minipar import Backward, Forward, Plan, Program, ProgramError, simulate, verify
 from minipar.costs.recomputation import LayerCosts, in_segments
-from minipar.costs.reversal import revolve
 from minipar.program import Op, output, param, saved
 from minipar.program.shape import Shape
 from minipar.strategies.layout import Layout
@@ -19,17 +18,15 @@ from minipar.strategies.passes.layers import expand
 from minipar.strategies.segments import budget_of
 from tests.fuzz.verify_interpreter import judge
 from tests.interpreters import (
-    BUILT_IN,
     SIMPLE,
     RandomCosts,
     brute_force,
     compiled,
-    fitted,
     mutations,
     programs,
     shape,
 )
-from tests.recomputing import ByLayer, single_device
+from tests.recomputing import ByLayer
 
 pytestmark = pytest.mark.many(3)
 
@@ -139,33 +136,6 @@ def test_every_plan_with_checkpoints_verifies_and_is_right(plain, choice):
     costs = RandomCosts(len(program))
     trace = simulate(program, costs)
     assert (trace.starts, trace.ends) == brute_force(program, costs)
-
-
-MODELS = {
-    "plain": shape(8),
-    "tied": shape(8, tied=[(0, 7), (1, 2, 5)]),
-    "frozen start": shape(8, frozen=[0, 1, 2]),
-    "frozen middle": shape(8, frozen=[1, 4]),
-    "frozen and tied": shape(8, tied=[(3, 7)], frozen=[0, 1, 4]),
-    "all frozen": shape(8, frozen=range(8)),
-}
-
-
-@pytest.mark.many(28)
-@pytest.mark.parametrize("schedule", BUILT_IN)
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("choice", ["sqrt", "1", "3", "8", "2,5"])
-def test_every_schedule_on_every_kind_of_model(schedule, model, choice):
-    for words in (
-        "pp=4 microbatches=5",
-        "pp=3 split=1,5,2 microbatches=3",
-        "pp=2 dp=2 microbatches=3 accumulate=2 bucket=none",
-        "pp=2 dp=2 microbatches=2 bucket=flat overlap=none",
-        "dp=3 overlap=none microbatches=2",
-    ):
-        program = compiled(f"{fitted(words, schedule, 8)} checkpoint={choice}", MODELS[model], steps=2)
-        verify(program)
-        assert judge(program) == ""
 
 
 def test_gradients_are_sent_as_early_as_without_checkpoints():
@@ -298,15 +268,3 @@ def test_fusing_changes_neither_time_nor_gradients_and_never_adds_memory(plan, m
     a, b = simulate(long, ByLayer(costs)), simulate(short, ByLayer(costs))
     assert a.time == pytest.approx(b.time)
     assert all(x >= y for x, y in zip(a.peak_memory(), b.peak_memory(), strict=True))
-
-
-def test_a_schedule_with_many_runs_of_a_layer_verifies_simulates_and_survives_json():
-    program = single_device(10, revolve(10, 3), microbatches=3)
-    verify(program)
-    assert judge(program) == ""
-    runs = Counter(ins.layers[0] for ins in program.ranks[0] if ins.op in (Op.FORWARD, Op.RECOMPUTE))
-    assert max(runs.values()) == 3 * 3  # two repetitions, and once to save
-    without = [ins for ins in program.ranks[0] if ins.op is Op.RECOMPUTE and saved(ins.layers[0], 0) not in ins.writes]
-    assert without
-    assert simulate(program, ByLayer(LayerCosts.equal(10))).time == 3 * (10 * 3 + 15)
-    assert Program.from_json(program.to_json()) == program

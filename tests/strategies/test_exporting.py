@@ -195,66 +195,8 @@ def test_configuration_of_torchtitan():
         ),
         (
             "megatron",
-            "pp=2 accumulate=2 microbatches=4",
-            "accumulate=2: Megatron-LM drains its pipeline once a step; possible is accumulate=1 microbatches=8",
-        ),
-        (
-            "megatron",
-            "checkpoint=sqrt",
-            (
-                "checkpoint=sqrt: Megatron-LM recomputes segments of equal numbers of blocks; possible is "
-                "checkpoint=3, checkpoint=selective"
-            ),
-        ),
-        (
-            "megatron",
-            "dp=2 local_steps=4",
-            "local_steps=4: Megatron-LM sums gradients in every step; possible is local_steps=0",
-        ),
-        (
-            "megatron",
-            "pp=2 place=0,1,0,1",
-            "place=0,1,0,1: Megatron-LM has stages of neighbouring layers",
-        ),
-        (
-            "megatron",
-            "dp=2 sync=ps",
-            "sync=ps: Megatron-LM has no parameter servers; possible is sync=allreduce",
-        ),
-        (
-            "megatron",
             "dp=2 overlap=priority",
             "overlap=priority: Megatron-LM sends gradients during the backward",
-        ),
-        (
-            "megatron",
-            "dp=2 offload=optimizer",
-            "offload=optimizer: Megatron-LM offloads its distributed optimizer; possible is zero=1",
-        ),
-        (
-            "megatron",
-            "dp=2 zero=2 reduce=step",
-            "reduce=step: Megatron-LM sums sharded gradients after each",
-        ),
-        (
-            "megatron",
-            "ep=2",
-            "ep=2: Megatron-LM is given a model without experts",
-        ),
-        (
-            "megatron",
-            "tp=2 annotations=*.mlp.0=S-1@tp",
-            "annotations=*.mlp.0=S-1@tp: Megatron-LM divides layers by rules",
-        ),
-        (
-            "megatron",
-            "pp=2 split=3,3",
-            "split=3,3: sums to 6, but the model has 12 layers",
-        ),
-        (
-            "deepspeed",
-            "pp=2 dp=2 zero=2",
-            "zero=2: DeepSpeed has only ZeRO-1 in a pipeline; possible is zero=1, or pp=1",
         ),
         (
             "deepspeed",
@@ -262,70 +204,9 @@ def test_configuration_of_torchtitan():
             "split=5,7: DeepSpeed divides layers evenly, by parameters or by their type",
         ),
         (
-            "deepspeed",
-            "pp=2 tp=2",
-            "tp=2: DeepSpeed divides operators only without a pipeline; possible is tp=1, or pp=1",
-        ),
-        (
-            "deepspeed",
-            "context_parallel=3",
-            (
-                "context_parallel=3: DeepSpeed exchanges tokens for heads, of which there are 4; possible is "
-                "one of 1, 2, 4"
-            ),
-        ),
-        (
-            "deepspeed",
-            "dp=2 zero=1 offload=optimizer offload_to=disk",
-            "offload=optimizer: DeepSpeed needs a folder",
-        ),
-        (
-            "deepspeed",
-            "dp=2 compress=topk:0.1",
-            "compress=topk:0.1: DeepSpeed sends whole gradients, in shorter numbers",
-        ),
-        (
-            "torchtitan",
-            "tp=2",
-            (
-                "tp=2: torchtitan divides the sequence between divided operators; possible is tp=2 "
-                "sequence_parallel=true"
-            ),
-        ),
-        (
-            "torchtitan",
-            "dp=2 zero=1",
-            "zero=1: torchtitan shards gradients together with the optimizer's state; possible is zero=2",
-        ),
-        (
             "torchtitan",
             "dp=2 pp=2",
             "dp=2: torchtitan has replicas of whole parameters only without pp and tp; possible",
-        ),
-        (
-            "torchtitan",
-            "context_parallel=2",
-            "context_parallel=2: torchtitan shards all parameters over ranks that share",
-        ),
-        (
-            "torchtitan",
-            "pp=4 microbatches=6 schedule=interleaved",
-            "group=none: torchtitan takes 6 micro-batches with pp=4 in groups of 6; possible is group=6",
-        ),
-        (
-            "torchtitan",
-            "pp=2 precision=bf16",
-            "precision=bf16: torchtitan mixes precisions by FSDP",
-        ),
-        (
-            "torchtitan",
-            "dp=2 overlap=none",
-            "overlap=none: torchtitan always overlaps gradients with the backward",
-        ),
-        (
-            "torchtitan",
-            "checkpoint=2",
-            "checkpoint=2: torchtitan recomputes every block by itself",
         ),
         (
             "torchtitan",

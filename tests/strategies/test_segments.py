@@ -1,8 +1,5 @@
 """`checkpoint=`: its words, its errors, and which segments each choice gives."""
 
-import json
-import subprocess
-import sys
 from random import Random
 
 import pytest
@@ -23,11 +20,7 @@ from tests.recomputing import ByLayer, words
 
 @pytest.mark.parametrize(
     ("given", "means"),
-    [
-        ("selective", "selective"),
-        ("none", "none"), ("sqrt", "sqrt"), ("4", 4), (4, 4), ("3,7,11", (3, 7, 11)), ("3,", (3,)), ([3, 7], (3, 7)),
-        ((5,), (5,)), (["3", "4"], (3, 4)), ("64MiB", "64MiB"), ("1.5gib", "1.5gib"), ("100b", "100b"),
-    ],
+    [("selective", "selective"), ("4", 4), ("3,", (3,)), (["3", "4"], (3, 4)), ("100b", "100b")],
 )  # fmt: skip
 def test_what_can_be_chosen(given, means):
     assert parse(given) == means
@@ -51,23 +44,9 @@ STARTS = "must be layers in ascending order, at which segments begin, such as 3,
     ("given", "says"),
     [
         ("0", f"checkpoint=0: {FORMS}"),
-        (0, f"checkpoint=0: {FORMS}"),
-        (-2, f"checkpoint=-2: {FORMS}"),
-        (True, f"checkpoint=True: {FORMS}"),
         (2.5, f"checkpoint=2.5: {FORMS}"),
-        (None, f"checkpoint=None: {FORMS}"),
-        ("full", f"checkpoint=full: {FORMS}"),
-        ("64", None),
-        ("64MB", f"checkpoint=64MB: {FORMS}"),
         ("0MiB", f"checkpoint=0MiB: {FORMS}"),
-        ("0.1B", f"checkpoint=0.1B: {FORMS}"),
-        ("-1MiB", f"checkpoint=-1MiB: {FORMS}"),
-        ("9" * 400 + "MiB", "checkpoint=999"),
-        ("7,3", f"checkpoint=7,3: {STARTS}"),
         ("3,3", f"checkpoint=3,3: {STARTS}"),
-        ("3,x", f"checkpoint=3,x: {STARTS}"),
-        (",", f"checkpoint=,: {STARTS}"),
-        ((), f"checkpoint=(): {STARTS}"),
         ([1.5], f"checkpoint=[1.5]: {STARTS}"),
     ],
 )
@@ -105,7 +84,6 @@ COSTS = LayerCosts.equal(12, output=1 << 20, saved=3 << 20)
     ("plan", "costs", "says"),
     [
         ("checkpoint=13", None, "checkpoint=13: the model has 12 layers; possible are 1 to 12"),
-        ("checkpoint=3,12", None, "checkpoint=3,12: segments begin at layers of the model; possible are 1 to 11"),
         ("checkpoint=0,3", None, "checkpoint=0,3: segments begin at layers of the model; possible are 1 to 11"),
         (
             "checkpoint=64MiB",
@@ -113,7 +91,6 @@ COSTS = LayerCosts.equal(12, output=1 << 20, saved=3 << 20)
             f"checkpoint=64MiB: a budget needs the sizes of the layers; give {COMPILE}, or choose sqrt, K or layers",
         ),
         ("checkpoint=2", LayerCosts.equal(5), "costs: of 5 layers, but the model has 12"),
-        ("checkpoint=1MiB", COSTS, "checkpoint: a budget of 1.00MiB is too small; the least is 6.00MiB"),
         (
             "pp=3 microbatches=4 checkpoint=1MiB",
             COSTS,
@@ -247,13 +224,3 @@ def test_a_small_budget_lets_layers_run_more_than_twice():
     program = plan.compile(layers=32, costs=costs)
     assert judge(program) == ""
     assert simulate(program, ByLayer(costs)).time == 3 * 32 + recomputed(schedule)
-
-
-def test_planning_needs_no_torch():
-    code = (
-        "import json, sys; from minipar import Plan; from minipar.costs.recomputation import LayerCosts;"
-        "Plan.parse('checkpoint=9B').compile(layers=16, costs=LayerCosts.equal(16));"
-        "print(json.dumps('torch' in sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) is False

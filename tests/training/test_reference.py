@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import sys
@@ -18,6 +19,8 @@ from minipar import Cluster, RankDied, RankError, train
 from minipar.cluster import launch
 from minipar.execution.execution import Job
 from minipar.models.randomness import RowDropout, at
+from minipar.strategies.served_order import in_step
+from minipar.trace.recorded_order import Entry, RecordedOrder, local_order, served_order
 from minipar.training import plainly, reference
 from minipar.training.reference import Masks, gradient_error
 from tests.toys import rows, toy
@@ -42,7 +45,7 @@ def alone(request):
         helper.close()
         assert mark.exists()  # ranks of other helpers have their sockets there
         with pytest.raises(EOFError):
-            reference.receive(process.control)
+            process.control.recv()
         assert not process.alive  # though nobody is left who could tell its status
     process.end()
 
@@ -93,11 +96,10 @@ def job(model, **more) -> Job:
 
 
 def test_the_process_imports_nothing_of_the_engine(alone):
-    task = plainly.task_of(job(NOTEBOOK["clean_model"]), "plain", {"steps": 2})
+    task = plainly.task_of(job(NOTEBOOK["clean_model"]), 2)
     found = alone.ask(task, 1, lambda step: None)
     assert len(found.losses) == 2
-    assert found.replaced == ("1",)
-    model = plainly.task_of(job(partial(toy, ("linear",))), "plain", {"steps": 1})
+    model = plainly.task_of(job(partial(toy, ("linear",))), 1)
     alone.ask(model, 1, lambda step: None)  # of a module that it can import
 
 
@@ -105,14 +107,12 @@ def test_no_optimizer_imports_torchs_compiler(alone):
     for optimizer in (torch.optim.SGD, torch.optim.AdamW):
         recipe = partial(optimizer, lr=0.1)
         for name in ("clean_model", "light_model"):  # the second job finds what the first one imported
-            alone.ask(
-                plainly.task_of(job(NOTEBOOK[name], optimizer=recipe), "plain", {"steps": 2}), 1, lambda step: None
-            )
+            alone.ask(plainly.task_of(job(NOTEBOOK[name], optimizer=recipe), 2), 1, lambda step: None)
 
 
 def test_every_step_is_reported(alone):
     told: list[int] = []
-    alone.ask(plainly.task_of(job(NOTEBOOK["clean_model"]), "plain", {"steps": 3}), 1, told.append)
+    alone.ask(plainly.task_of(job(NOTEBOOK["clean_model"]), 3), 1, told.append)
     assert told == [0, 1, 2]
 
 
@@ -170,12 +170,51 @@ def test_masks_are_those_of_the_engine(shape, p):
 
 def test_what_looks_at_the_same_memory_still_does_there(alone):
     base = torch.zeros(4)
-    task = plainly.task_of(Job(NOTEBOOK["clean_model"], (base[:2], base[2:])), "plain", {"steps": 1})
-    import cloudpickle
-
-    found = cloudpickle.loads(plainly._pickled(task))["data"]
+    task = plainly.task_of(Job(NOTEBOOK["clean_model"], (base[:2], base[2:])), 1)
+    found = torch.load(io.BytesIO(plainly._pickled(task)), weights_only=False)["data"]
     assert found[0].untyped_storage().data_ptr() == found[1].untyped_storage().data_ptr()
     assert found[1].storage_offset() == 2
+
+
+# the replay -----------------------------------------------------------------------------------------------------------
+
+
+def plain_job() -> reference.Job:
+    model = reference.build(partial(toy, ("linear", "tuples", "dropout")), 0, torch.float64)
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    return reference.Job(model, reference.reader(rows(9), 9, torch.float64), mse, sgd)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        local_order(3, 1, 2, 2),
+        served_order([row for step in range(3) for row in in_step(2, step)], 2, 2),
+        RecordedOrder(
+            tuple(
+                Entry(stage, what, i, i // 2) if what != "update" else Entry(stage, what, -1, i // 2 + 1)
+                for i in range(6)
+                for what, stages in (("forward", (0, 1)), ("backward", (1, 0)), ("update", (0, 1) if i % 2 else ()))
+                for stage in stages
+            ),
+            layers=((0, 1, 2), (3, 4, 5, 6)),
+            microbatches=2,
+        ),
+    ],
+    ids=["local", "served", "stages"],
+)  # fmt: skip
+def test_a_log_of_what_one_device_does_gives_the_same_and_a_wrong_one_does_not(order):
+    plain = reference.train_plainly(plain_job(), 3)
+    found = reference.Replay(plain_job(), order).train()
+    assert found.losses == pytest.approx(plain.losses, abs=1e-12)
+    assert gradient_error(found.parameters, plain.parameters) <= 1e-12
+    stale = [
+        e._replace(version=1) if e.version == 2 and e.what in ("forward", "backward") else e for e in order.entries
+    ]
+    other = reference.Replay(plain_job(), order._replace(entries=tuple(stale))).train()
+    assert gradient_error(other.parameters, plain.parameters) > 1e-6
+    with pytest.raises(ValueError, match="the order cannot be: Entry"):
+        reference.Replay(plain_job(), order._replace(entries=tuple(order.entries[1:]))).train()
 
 
 # the error ------------------------------------------------------------------------------------------------------------

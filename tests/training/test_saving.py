@@ -433,14 +433,12 @@ def test_export(clusters, tmp_path):
     run = trained(clusters, "dp=2 pp=2 zero=3", steps=2)
     run.export(tmp_path / "model.safetensors")
     run.save(tmp_path / "run")
-    keeping.export_folder(tmp_path / "run", tmp_path / "again.safetensors")
-    files = [load_file(tmp_path / name) for name in ("model.safetensors", "again.safetensors")]
-    same(*files)
+    same(load_file(tmp_path / "model.safetensors"), keeping.model_in(tmp_path / "run"))
     model = Job(MODEL, Stream(), dtype=torch.float64).build()
     load_model(model, tmp_path / "model.safetensors")
     same({f"parameters/{name}": p.detach() for name, p in model.named_parameters()},
          {k: v for k, v in read(open_folder(tmp_path / "run")).items() if k.startswith("parameters/")})  # fmt: skip
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["again.safetensors", "model.safetensors", "run"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["model.safetensors", "run"]
     with pytest.raises(SaveError, match=r"cannot save there: .*No such file"):
         run.export(tmp_path / "nowhere" / "model.safetensors")
 
@@ -454,6 +452,14 @@ def test_wrong_requests(clusters, tmp_path):
         resume(tmp_path / "nowhere", MODEL, Stream())
     assert "SaveError" in dir(minipar)
     assert minipar.resume is resume
+
+
+def test_a_plan_of_an_older_version_is_named(clusters, tmp_path, monkeypatch):
+    saved = saved_by(clusters, ALONE, job(), tmp_path)
+    older = replace(saved, header=replace(saved.header, plan="dp=2 check=true"))
+    monkeypatch.setattr("minipar.training.training.open_folder", lambda folder: older)
+    with pytest.raises(SaveError, match=r"was saved under 'dp=2 check=true', .*'check': unknown.* resume\(.*plan="):
+        resume(tmp_path, MODEL, Stream())
 
 
 @dataclass(frozen=True)

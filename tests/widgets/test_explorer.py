@@ -163,9 +163,9 @@ def test_moving_a_slider_is_quick() -> None:
     explorer = ScheduleExplorer(schedule="1f1b", stages=16, microbatches=63)
     best = 9.0
     for m in (64, 62, 61):
-        start = time.perf_counter()
+        start = time.process_time()
         explorer.microbatches.value = m
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     assert best < 2.0
 
 

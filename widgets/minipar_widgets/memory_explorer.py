@@ -13,7 +13,7 @@ import traitlets
 
 from minipar import strategies
 from minipar.costs.analytic import Division
-from minipar.costs.device import HARDWARE, hardware
+from minipar.costs.device import hardware, known_hardware
 from minipar.errors import MiniparError, PlanError
 from minipar.models.sizes import Transformer, names, sizes
 from minipar.models.table import PRESETS
@@ -205,7 +205,7 @@ class MemoryExplorer(Explorer):
             "heads": number("heads", 25, 1000),
             "context": number("context", 1024, 1_000_000),
             "vocab": number("vocab", 50257, 1_000_000),
-            "device": pick("device", [*HARDWARE, "own"], "a100-80gb"),
+            "device": pick("device", [*known_hardware(), "own"], "a100-80gb"),
             "capacity": ipywidgets.BoundedFloatText(80, min=0.001, max=1e6, description="memory (GB)", **lazy),
             "dp": pick("dp", _POWERS, chosen.dp),
             "pp": pick("pp", [1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64], chosen.pp),

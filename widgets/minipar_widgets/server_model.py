@@ -117,15 +117,10 @@ def served(trace: Trace, order: Sequence[Row] = ()) -> Served:
             f"mode={program.serving.mode}: what servers do is known when they have done it; possible is a trace of "
             "simulate(program) or train(...)"
         )
-    if program.virtual_workers:
-        raise MiniparError(
-            "ServerView shows workers that pull, compute and push step by step, and here steps overlap; possible is "
-            "the Timeline of this trace"
-        )
     zero = trace.span[0]
     acts = tuple(_acts(trace, rank, zero) for rank in range(program.workers, len(program.ranks)))
     given = {(act.peer, act.step): act.version for mine in acts for act in mine if act.what == "answers"}
-    updates = list({act.step: act.end for act in acts[0] if act.what == "updates"}.values())
+    updates = [act.end for act in acts[0] if act.what == "updates"]
     into = _updates(trace)
     found = [_steps(trace, rank, zero, given, into, updates) for rank in range(program.workers)]
     count = sum(map(len, found))
@@ -140,7 +135,7 @@ def served(trace: Trace, order: Sequence[Row] = ()) -> Served:
         Worker(
             rank,
             steps,
-            _away(steps, returns.get(program.replica(rank), []) if order else None, gap),
+            _away(steps, returns.get(rank, []) if order else None, gap),
             middle[rank] / usual if usual else 1.0,
         )
         for rank, steps in enumerate(found)
@@ -151,7 +146,7 @@ def served(trace: Trace, order: Sequence[Row] = ()) -> Served:
 def _acts(trace: Trace, rank: int, zero: float) -> tuple[Act, ...]:
     version, found = 0, []
     for k, ins in enumerate(trace.program.ranks[rank]):
-        version = ins.step + 1 if ins.op is Op.APPLY else version  # (layers may be updated one by one)
+        version = ins.step + 1 if ins.op is Op.APPLY else version
         start, end = trace.starts[rank][k] - zero, trace.ends[rank][k] - zero
         found.append(Act(_SERVER[ins.op], start, end, ins.peer, ins.step, version))
     return tuple(found)
@@ -161,7 +156,7 @@ def _updates(trace: Trace) -> dict[tuple[int, int], int]:
     """The update that each gradient went into, by worker and step."""
     program = trace.program
     found: dict[tuple[int, int], int] = {}
-    for row in program.ranks[program.workers :]:  # (of a pipeline's ranks, some have nothing on some servers)
+    for row in program.ranks[program.workers :]:
         for ins in (ins for ins in row if ins.op is Op.APPLY):
             found |= {(value.microbatch, value.step): ins.step for value in ins.reads if value.kind == "pushed"}
     return found

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import threading
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -273,10 +272,6 @@ class Timeline(View):
     def to_perfetto(self, path: str | os.PathLike[str] | None = None) -> str:
         """The trace (of two, the measured one) for ui.perfetto.dev, as `Trace.to_perfetto` gives it."""
         return self.traces[-1].to_perfetto(path)
-
-    def to_hta(self, folder: str | os.PathLike[str]) -> list[Path]:
-        """The trace (of two, the measured one) as a file per rank, which Holistic Trace Analysis opens."""
-        return self.traces[-1].to_hta(folder)
 
     def picture(self, dark: bool | None = False) -> bytes:
         if not self.about["large"]:

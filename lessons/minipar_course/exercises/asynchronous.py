@@ -193,7 +193,7 @@ def _pipeline(
     from minipar.models.parameter_groups import shape_of
     from minipar.models.tensors import layers_of
     from minipar.trace.recorded_order import order_of
-    from minipar.training.reference import replay_order
+    from minipar.training import reference
 
     generator = torch.Generator().manual_seed(ranks)
     rows = torch.randn(updates, 3, generator=generator), torch.randn(updates, 2, generator=generator)
@@ -203,7 +203,7 @@ def _pipeline(
     model = job.build()
     plan = Plan(pp=ranks, microbatches=updates, schedule="pipedream-vertical")
     order = order_of(plan.compile(shape_of(layers_of(model))))
-    done = replay_order(job.build(), job.batches, mse, sgd, order)  # type: ignore[arg-type]
+    done = reference.Replay(reference.Job(job.build(), job.batches, mse, sgd), order).train()
     start = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     right = torch.cat([p.flatten() for p in done.parameters.values()])
     asked: list[tuple[int, bool]] = []

@@ -10,7 +10,7 @@ from typing import Any
 from minipar.costs.unit import UnitCosts
 from minipar.errors import MiniparError
 from minipar.prediction.simulator import simulate
-from minipar.program import Instruction, Op, Program, Value, piece_in
+from minipar.program import Instruction, Op, Program, Value
 from minipar.program.server_rule import Consistency, Kind, Mode
 from minipar.program.shape import uniform
 from minipar.strategies.plan import Plan
@@ -259,8 +259,6 @@ class _Straggling:
     def size(self, rank: int, value: Value) -> float:
         assert self.program.serving is not None
         groups, server = self.program.groups, rank - self.program.workers
-        if piece := piece_in(value):
-            return piece[1] - piece[0]
         if value.kind in ("served", "pushed") and server >= 0:
             return shares_of(groups, self.program.serving.servers)[server].get(value.index, 0)
         return sum(groups[value.index].tensors) if value.kind in ("param", "grad") else 0

@@ -32,7 +32,7 @@ from minipar.execution.split_backward import input_half, left, weight_half
 from minipar.execution.streams import synchronize
 from minipar.execution.tails import Tails
 from minipar.models.network import edges_of
-from minipar.models.parameter_groups import groups_of, shape_of
+from minipar.models.parameter_groups import groups_of
 from minipar.models.tensors import (
     count_bytes,
     count_rows,
@@ -71,6 +71,7 @@ def profile(
     recompute: bool = False,
     on_host: Collection[int] = (),
     host_steps: bool = False,
+    halves: bool = True,
 ) -> Profile:
     """Time and weigh each layer of `model` for every number of rows in `rows`, and one step of `optimizer`.
 
@@ -82,6 +83,7 @@ def profile(
     recompute also time each layer as the end of a recomputation (not of slices)
     on_host   layers that a rank with a GPU computes on its host: they are measured there
     host_steps   also time, beside a GPU, the optimizer's step on the host
+    halves    also time the two halves of each backward: the gradients of inputs, and those of weights
     threads   CPU threads that a layer may use. With one, times are of that thread's own work, so that other programs
               on the machine do not disturb them; with more, and on a GPU, they are by the clock
 
@@ -120,7 +122,7 @@ def profile(
                     if recompute and tokens is None:
                         for each in run:
                             each.recompute(repeats, clock)
-                    costs[key] += _time_run(run, repeats, clock)
+                    costs[key] += _time_run(run, repeats, clock, halves)
         trained = [h.trainable for h in held]
         step_seconds, optimizer_bytes = _measure_step(trained, optimizer, repeats, clock)
         host_step_seconds = 0.0
@@ -143,51 +145,16 @@ def profile(
         optimizer_bytes=optimizer_bytes,
         step_seconds=step_seconds,
         host_step_seconds=host_step_seconds,
-        backward_input=table(lambda c: c.input_half),
-        backward_weight=table(lambda c: c.weight_half),
+        backward_input=table(lambda c: c.input_half) if halves else {},
+        backward_weight=table(lambda c: c.weight_half) if halves else {},
         forward_flops=table(lambda c: c.forward_flops),
         backward_flops=table(lambda c: c.backward_flops),
-        saved_weight_bytes=table(lambda c: c.left),
+        saved_weight_bytes=table(lambda c: c.left) if halves else {},
         carry_bytes=table(lambda c: c.weights.carry),
         grad_carry_bytes=table(lambda c: c.weights.grad_carry),
         recompute=table(lambda c: c.recompute) if recompute and not slices else {},
         **between.tables(),
     )
-
-
-def slice_times(
-    model: Iterable[nn.Module],
-    batch: tuple[Any, Any],
-    loss: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy,
-    parts: int = 4,
-    repeats: int = 3,
-) -> dict[tuple[int, int], float]:
-    """Seconds of forward and backward through all layers, by (length, context) of a slice in tokens.
-
-    batch   (x, y) of shapes (rows, tokens, ...)
-    parts   lengths and contexts are multiples of a `parts`-th of the tokens, and half of it
-
-        times = slice_times(model, (x, y))
-        lengths = best_slices(tokens, stages, fit(times))        slices=4,3,2,2
-
-    Errors: PlanError for a model whose layers take whole sequences, or too few tokens.
-    """
-    layers, tokens, rows = list(model), sliced.count_tokens(batch), count_rows(batch[0])
-    if whole := shape_of(layers).whole:
-        raise PlanError(f"model: layer {whole} takes whole sequences; possible are minipar.models.Sliced")
-    step = tokens // parts
-    if parts < 2 or step < 2:
-        raise PlanError(f"parts={parts}: of {tokens} tokens; possible are 2 to {tokens // 2} parts")
-    found: dict[tuple[int, int], float] = {}
-    for context in range(0, tokens, step):
-        for length in (step // 2, *range(step, tokens - context + 1, step)):
-            before = [range(context)] if context else []
-            slices = [*before, range(context, context + length)]
-            given = take_tokens(batch, range(context + length))
-            measured = profile(layers, given, loss, [rows], repeats, slices=slices)
-            key = rows * len(slices) + len(slices) - 1
-            found[length, context] = sum(measured.forward[key]) + sum(measured.backward[key])
-    return found
 
 
 # forms ----------------------------------------------------------------------------------------------------------------
@@ -289,7 +256,7 @@ class _Measured:
     given: int  # bytes of its input, unless that is the rows themselves
     seconds: dict[str, list[float]]
     left: list[int] = field(default_factory=list)  # bytes between the halves of its backward
-    slice: sliced.Alone | None = None
+    slice: sliced.OneSlice | None = None
 
     def forward(self, clock: _Stopwatch) -> tuple[Any, list[Tensor]]:
         """A timed forward: the input as a leaf, and the tensors that a backward starts from."""
@@ -354,7 +321,7 @@ def _runs(
             final = final[0], _on(places[l], final[1])
         loss = partial(_of_output, *final) if last else None
         given = detach(value, l > trainable_from)
-        part = None if here is None else sliced.Alone(layer, here[0], here[2].get(l), here[1], l >= trainable_from)
+        part = None if here is None else sliced.OneSlice(layer, here[0], here[2].get(l), here[1], l >= trainable_from)
         try:
             find_overwriting(layer, given, part)
             with FlopCounterMode(display=False, custom_mapping=_FLOPS) as forward:
@@ -397,13 +364,13 @@ def _forward(run: Callable[[Any], Any], loss: Loss | None, given: Any) -> tuple[
     return output, [loss(output)] if loss else differentiable(output)
 
 
-def _kept_anyway(target: Any, part: sliced.Alone | None) -> list[Tensor]:
+def _kept_anyway(target: Any, part: sliced.OneSlice | None) -> list[Tensor]:
     """The loss's targets; for a slice also what the layer takes and carries on beside its input and output."""
     return [*tensors(target), *(tensors(part.beside) if part else ())]
 
 
-def _time_run(run: list[_Measured], repeats: int, clock: _Stopwatch) -> list[_LayerCost]:
-    """The layers of a run, forwards in order and backwards in reverse; then again with backwards in halves."""
+def _time_run(run: list[_Measured], repeats: int, clock: _Stopwatch, halves: bool) -> list[_LayerCost]:
+    """The layers of a run, forwards in order and backwards in reverse; then again with backwards in `halves`."""
     for _ in range(repeats):
         graphs = [each.forward(clock) for each in run]
         for each in reversed(run):
@@ -414,7 +381,26 @@ def _time_run(run: list[_Measured], repeats: int, clock: _Stopwatch) -> list[_La
                 autograd_entry.backward(edges, gradients)
             each.seconds["backward"].append(clock() - start if ends else 0.0)
             del ends, edges
-    for _ in range((repeats + 1) // 2):
+    if halves:
+        _time_halves(run, (repeats + 1) // 2, clock)
+    return [
+        _LayerCost(
+            median(each.seconds["forward"]),
+            median(each.seconds["backward"]),
+            median(each.seconds["input half"] or [0.0]),
+            median(each.seconds["weight half"] or [0.0]),
+            each.weights,
+            *each.flops,
+            each.left[0] if each.left else 0,
+            median(each.seconds["recompute"] or each.seconds["forward"]),
+        )
+        for each in run
+    ]
+
+
+def _time_halves(run: list[_Measured], repeats: int, clock: _Stopwatch) -> None:
+    """The layers of a run, forwards in order and backwards in reverse and in halves; what the input half leaves."""
+    for _ in range(repeats):
         graphs = [each.forward(clock) for each in run]
         for each in reversed(run):
             given, ends = graphs.pop()
@@ -434,19 +420,6 @@ def _time_run(run: list[_Measured], repeats: int, clock: _Stopwatch) -> list[_La
             each.seconds["weight half"].append(clock() - middle if arrived else 0.0)
             each.seconds["input half"].append(middle - start if inputs and ends else 0.0)
             del given, ends, edges, inputs, arrived
-    return [
-        _LayerCost(
-            median(each.seconds["forward"]),
-            median(each.seconds["backward"]),
-            median(each.seconds["input half"]),
-            median(each.seconds["weight half"]),
-            each.weights,
-            *each.flops,
-            each.left[0],
-            median(each.seconds["recompute"] or each.seconds["forward"]),
-        )
-        for each in run
-    ]
 
 
 def _ones(ends: Sequence[Tensor]) -> list[Tensor]:

@@ -1,10 +1,8 @@
 """Where a run's bytes are: measured storage by storage, and bounded by a device's capacity.
 
     storages.py     follows live storages by torch's dispatch hooks
-    tracker.py      that, for a rank's executor: kinds, layers, instructions, capacity
-    watching.py     whether a run follows its memory, and for how many passes it keeps what happened
+    tracker.py      that, for a rank's executor: kinds, layers, instructions, capacity; what `DeviceOutOfMemory` says
     tape.py         what one layer allocates and frees, in order, alone on one device
-    capacity.py     what `DeviceOutOfMemory` says
     stores.py, disk.py   what is kept on the host and on the disk
 
 A dispatch mode follows every storage to the byte, says afterwards what kind it was, and ties each change to an

@@ -1,9 +1,7 @@
 """Slower tiers for tensors: the host's memory, or files on a disk.
 
     store.put(key, tensor)     starts to copy it away, and returns a future; until it is done the tensor must stay
-    store.prefetch(key)        starts to bring it back
-    store.get(key)             the tensor, when it is back; what was put stays there until it is put again or dropped
-    store.fetch(key, into)     starts to copy it into an existing tensor, and returns a future
+    store.fetch(key, into)     starts to copy it into an existing tensor, and returns a future; what was put stays
 
 Copies run on two threads of the store, one per direction, in order, while the rank computes; those between a GPU and
 the host's memory run on two streams of the GPU. A read waits for a put that is under way. A store has a capacity, and
@@ -16,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, wait
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,20 +24,6 @@ from minipar.errors import StoreError
 from minipar.execution.streams import Copy, StreamCopy, Streams
 from minipar.program import Op
 from minipar.wording import several
-
-
-class Store(Protocol):
-    """Where tensors are kept away from the device. StoreError when there is no room, for an unknown key, for damage."""
-
-    def put(self, key: Hashable, tensor: Tensor) -> Copy: ...
-    def prefetch(self, key: Hashable) -> None: ...
-    def get(self, key: Hashable) -> Tensor: ...
-    def fetch(self, key: Hashable, into: Tensor) -> Copy: ...
-    def drop(self, key: Hashable) -> None: ...
-    def hold(self, key: Hashable, size: int) -> None: ...
-    def close(self) -> None: ...
-    @property
-    def bytes(self) -> int: ...
 
 
 class Ledger:
@@ -81,25 +65,12 @@ class Tier(ABC):
         self._thread = threads.InTurn(f"copies to {self.tier}")
         self._reader = threads.InTurn(f"copies from {self.tier}")
         self._written: dict[Hashable, Future[None]] = {}
-        self._back: dict[Hashable, Future[Tensor]] = {}
 
     def put(self, key: Hashable, tensor: Tensor) -> Copy:
         """Start to copy a tensor away. It must stay as it is until the future is done."""
         self._ledger.take(key, tensor.numel() * tensor.element_size())
-        self._back.pop(key, None)
         written = self._written[key] = self._thread.submit(self._write, key, tensor.detach())
         return written
-
-    def prefetch(self, key: Hashable) -> None:
-        """Start to bring a tensor back."""
-        self._ledger.known(key)
-        if key not in self._back:
-            self._back[key] = self._reader.submit(self._read_written, self._written.get(key), self._read, key)
-
-    def get(self, key: Hashable) -> Tensor:
-        """A tensor as it was put, in memory of its own; waits for it."""
-        self.prefetch(key)
-        return self._back.pop(key).result()
 
     def fetch(self, key: Hashable, into: Tensor) -> Copy:
         """Start to copy a tensor into `into`, which has its shape; to another dtype it is converted."""
@@ -120,7 +91,6 @@ class Tier(ABC):
 
     def drop(self, key: Hashable) -> None:
         """Forget a tensor; nothing happens for an unknown key."""
-        self._back.pop(key, None)
         self._written.pop(key, None)
         if self._ledger.sizes.pop(key, None) is not None:
             self._thread.submit(self._forget, key)
@@ -139,9 +109,6 @@ class Tier(ABC):
 
     @abstractmethod
     def _write(self, key: Hashable, tensor: Tensor) -> None: ...
-
-    @abstractmethod
-    def _read(self, key: Hashable) -> Tensor: ...
 
     @abstractmethod
     def _read_into(self, key: Hashable, into: Tensor) -> None: ...
@@ -164,9 +131,6 @@ class HostStore(Tier):
         if kept is None or (kept.shape, kept.dtype) != (tensor.shape, tensor.dtype):
             kept = self._kept[key] = torch.empty(tensor.shape, dtype=tensor.dtype)
         kept.copy_(tensor)
-
-    def _read(self, key: Hashable) -> Tensor:
-        return self._kept[key].clone()
 
     def _read_into(self, key: Hashable, into: Tensor) -> None:
         into.copy_(self._kept[key])
@@ -199,14 +163,6 @@ class PinnedStore(HostStore):
     def _noted(self, key: Hashable, copy: Copy) -> Copy:
         self._last[key] = replace(copy, tensors=()) if isinstance(copy, StreamCopy) else copy
         return copy
-
-    def prefetch(self, key: Hashable) -> None:
-        self._ledger.known(key)
-
-    def get(self, key: Hashable) -> Tensor:
-        self._ledger.known(key)
-        self._last[key].result()
-        return self._read(key)
 
     def drop(self, key: Hashable) -> None:
         if self._ledger.sizes.pop(key, None) is not None:

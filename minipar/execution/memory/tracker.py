@@ -21,24 +21,30 @@ A storage belongs to the layer whose forward ran, or whose output's gradient was
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
+from minipar.errors import DeviceOutOfMemory
 from minipar.execution.executor import Executor
-from minipar.execution.memory.capacity import out_of_memory
 from minipar.execution.memory.storages import FollowedStorage, Storages
 from minipar.models.tensors import differentiable, tensors
-from minipar.program import BACKWARDS, Op, version_of
-from minipar.trace.memory_series import Series
+from minipar.program import BACKWARDS, Op, Program
+from minipar.program.mesh import Mesh
+from minipar.strategies.plan import Plan
+from minipar.trace.memory_series import Series, by_kind, mib, owners
 
 # The method before `noting_hooks` replaces it: a split backward notes the hooks that layers register, and does not
 # split where there are some. The tracker's hook may run in both halves: it only says which layer is at work.
 _register_hook: Any = torch.Tensor.register_hook
+
+SERIES = 8  # how many of the last passes keep everything
 
 _COMPUTE = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT)
 
@@ -152,7 +158,7 @@ class Tracker(Storages):
         try:
             yield
         finally:
-            self._taking = before  # (what checks a step on the host is entered within it)
+            self._taking = before  # (it may be entered within itself)
 
     def take_series(self) -> Series:
         """What happened since the last call, or the beginning; a pass through the program ends here."""
@@ -194,8 +200,6 @@ class Tracker(Storages):
         ins = executor.instructions[self.index] if self.index >= 0 else None
         if ins is not None and ins.op is Op.STEP:
             self._find_states()
-            self._find_versions()
-        elif ins is not None and ins.op in (Op.FETCH, Op.ALL_GATHER, Op.PULL) and version_of(ins.writes[0]) >= 0:
             self._find_versions()
         elif ins is not None and ins.op is not Op.FORWARD:
             moved = ins.reads + ins.writes  # (only the last piece of a gradient writes it)
@@ -286,3 +290,124 @@ def allocator(device: torch.device) -> dict[str, int]:
     }
     torch.cuda.reset_peak_memory_stats(device)
     return stats
+
+
+# for a whole run ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Watching:
+    """Whether a rank's memory is followed, and why: to see it, to bound it, or both. `execute` sends this to its ranks.
+
+    series: bring back what happened; capacity: bytes of the emulated device, if it has a limit."""
+
+    series: bool = False
+    capacity: int | None = None
+
+    def start(self, executor: Executor) -> Followed:
+        """Follow the executor from now on, if there is a reason to. DeviceOutOfMemory if its layers do not fit."""
+        wanted = self.series or self.capacity is not None
+        return Followed(Tracker(executor, self.capacity) if wanted else None)
+
+
+@dataclass
+class Followed:
+    """Entered for every pass of an executor through its program."""
+
+    tracker: Tracker | None
+    passes: int = 0
+    series: dict[int, Series] = field(default_factory=dict)
+
+    def __enter__(self) -> None:
+        if self.tracker is not None:
+            self.tracker.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        if self.tracker is None:
+            return
+        self.tracker.__exit__(kind, error, where)
+        if error is not None:
+            self.tracker.close()  # so that nothing of the rank outlives the error
+            return
+        self.series[self.passes] = self.tracker.take_series()
+        self.series.pop(self.passes - SERIES, None)
+        self.passes += 1
+
+    @property
+    def last(self) -> Series:
+        """The series of the last pass."""
+        assert self.tracker is not None
+        return replace(self.series[self.passes - 1], highest=self.tracker.highest)
+
+    def series_of_passes(self) -> dict[int, Series]:
+        """The series that were kept, by pass. The `highest` of each is the most that any pass needed."""
+        assert self.tracker is not None
+        return {k: replace(series, highest=self.tracker.highest) for k, series in self.series.items()}
+
+
+# when the device is full ----------------------------------------------------------------------------------------------
+
+
+def out_of_memory(
+    program: Program, rank: int, doing: str, held: Mapping[tuple[str, int], int], request: int, capacity: int
+) -> DeviceOutOfMemory:
+    """The error of an allocation of `request` bytes, which `held`, bytes by (kind, layer), includes already."""
+    kinds = {kind: size for kind, size in by_kind(dict(held)).items() if size}
+    needed = sum(kinds.values())
+    largest = sorted(kinds, key=lambda kind: -kinds[kind])
+    ways = ways_out(program, kinds, needed, capacity)
+    summary = ", ".join(f"{kind} {mib(kinds[kind])}" for kind in largest[:3])
+    error = DeviceOutOfMemory(
+        f"rank {rank}: {doing} needs {mib(request)} more, which makes {mib(needed)} of the {mib(capacity)} that its "
+        f"device holds ({summary}); possible: {'; '.join(ways)}",
+        "\n".join(["largest owners:", *(f"  {_owner(*one)}" for one in owners(dict(held))[:6])]),
+    )
+    error.rank, error.instruction, error.capacity, error.needed = rank, doing, capacity, needed
+    error.by_kind, error.ways_out = kinds, ways
+    return error
+
+
+def _owner(kind: str, layer: int, size: int) -> str:
+    return f"{mib(size):>12}  {kind}" + (f" of layer {layer}" if layer >= 0 else "")
+
+
+def ways_out(program: Program, kinds: Mapping[str, int], needed: int, capacity: int) -> tuple[str, ...]:
+    """Three changes of the plan; those that free most come first. Sizes are what this rank holds now, scaled."""
+    rows = sum(kinds.get(kind, 0) for kind in ("activations", "buffers", "temporary", "data"))
+    states = {kind: kinds.get(kind, 0) for kind in ("parameters", "gradients", "optimizer")}
+    fixed = sum(states.values())
+    dp, pp, m = program.replicas, Mesh(program.mesh).length("pp"), program.microbatches
+    known = {field.name for field in fields(Plan)}
+    found: list[tuple[int, str]] = []  # bytes freed, and how
+
+    def offer(freed: float, text: str) -> None:
+        if freed > 0:
+            found.append((round(freed), f"{text} ({mib(needed)} -> about {mib(needed - freed)})"))
+
+    key = "microbatches" if pp == 1 else "accumulate"
+    offer(rows / 2, f"{key}: twice as many micro-batches, of half the rows each")
+    alone = program.serving is None  # a worker of parameter servers has the whole model, and no optimizer
+    if "checkpoint" in known:
+        offer(kinds.get("activations", 0) / 2, "checkpoint=sqrt: recompute activations instead of keeping them")
+    if alone and pp < program.layers:
+        offer((fixed + rows) / 2, f"pp={pp * 2}: half the layers on each rank")
+    if alone and "zero" in known:
+        n = max(dp, 2)
+        more = "" if dp > 1 else " dp=2"
+        offer(states["optimizer"] * (1 - 1 / n), f"zero=1{more}: optimizer states sharded over {n} ranks")
+        offer(fixed * (1 - 1 / n), f"zero=3{more}: all model states sharded over {n} ranks")
+    if alone and "offload" in known:
+        offer(states["optimizer"], "offload=optimizer: its states on the host")
+    fraction = (capacity - fixed) / rows if rows else 0.0
+    if 0 < fraction < 1:
+        found.append((needed - capacity, f"a smaller batch: about {fraction:.0%} of the rows"))
+    elif rows:
+        offer(rows / 2, "a smaller batch: half the rows")
+    if dp > 1 and m > 1:
+        found.append((0, "more replicas of fewer rows: a larger dp with the same batch"))
+    found.append((0, "a smaller model: fewer or narrower layers"))
+    found.append((0, "an optimizer with less state, such as SGD without momentum"))
+    found.append((0, f"a device with at least {mib(needed)}"))
+    return tuple(text for _, text in sorted(found, key=lambda one: -one[0])[:3])

@@ -22,9 +22,9 @@ from minipar.errors import SaveError
 from minipar.execution.executor import Executor
 from minipar.execution.saving.folder import SavedParameter
 from minipar.execution.updating import Updated
+from minipar.models.nodes import Cut, Node
 from minipar.models.tensors import dtype_name, layers_of
 from minipar.program import Program
-from minipar.sharding.nodes import Cut, Node
 from minipar.strategies.passes.compress import keeps_residual
 
 SMALL = 1 << 20  # bytes; what is larger, and held by several ranks, is written by all of them, a part each
@@ -365,29 +365,16 @@ def restore_untrained(
             _copy(source, f"buffers/{name}", values)
 
 
-def restore_slices(
-    pieces: Sequence[Updated],
-    optimizer: torch.optim.Optimizer | None,
-    source: SavedSource,
-    cuts: Sequence[Cut | None],
-) -> None:
-    """Give slices on the CPU, and the optimizer that updates them, what was saved. `cuts`: of which parts of tensors
-    they are slices; None: of whole ones."""
+def restore_slices(pieces: Sequence[Updated], optimizer: torch.optim.Optimizer, source: SavedSource) -> None:
+    """Give slices on the CPU, and the optimizer that updates them, what was saved."""
     shapes = {run.name: run.shape for piece in pieces for run in piece.runs}
-    parts: dict[int, tuple[Updated, SavedSource]] = {}
-    for cut in dict.fromkeys(cuts):
-        some = [piece for piece, own in zip(pieces, cuts, strict=True) if own == cut]
-        names = [run.name for piece in some for run in piece.runs]
-        here = source if cut is None else _Local(source, dict.fromkeys(names, cut))
-        here.fill({
-            (f"parameters/{name}", begin): piece.parameter.data[place : place + end - begin]
-            for piece in some for name, _, begin, end, place in piece.runs
-        })  # fmt: skip
-        parts |= {id(piece.parameter): (piece, here) for piece in some}
-    for own, settings in _parameters(optimizer) if optimizer is not None else ():
-        assert optimizer is not None
-        piece, here = parts[id(own)]
-        _give(optimizer, own, settings, _found_of_slice(here, piece, shapes))
+    source.fill({
+        (f"parameters/{name}", begin): piece.parameter.data[place : place + end - begin]
+        for piece in pieces for name, _, begin, end, place in piece.runs
+    })  # fmt: skip
+    own = {id(piece.parameter): piece for piece in pieces}
+    for parameter, settings in _parameters(optimizer):
+        _give(optimizer, parameter, settings, _found_of_slice(source, own[id(parameter)], shapes))
 
 
 def read_whole(source: SavedSource) -> dict[str, dict[str, Any]]:

@@ -207,14 +207,6 @@ def model_of(shares: Sequence[Share], what: str) -> dict[str, Tensor]:
     return tensors
 
 
-def export_folder(folder: str | os.PathLike[str], path: str | os.PathLike[str]) -> None:
-    """Write the model of a saved run to one safetensors file, each parameter whole, under its name.
-
-    A tied parameter is written once, under its first name: `safetensors.torch.load_model` reads it. SaveError.
-    """
-    _export(model_in(folder), path)
-
-
 def model_in(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The parameters and buffers of a saved run, each whole, by name. SaveError."""
     from minipar.execution.saving.storage import Reading

@@ -25,7 +25,6 @@ from operator import and_
 from minipar.errors import ProgramError
 from minipar.program import (
     COPIES,
-    SERVICE,
     Instruction,
     Op,
     Program,
@@ -34,13 +33,11 @@ from minipar.program import (
     grad,
     grad_shard,
     home,
-    host,
     param,
     param_shard,
     piece_of,
     repartitions,
     tier,
-    version_of,
 )  # fmt: skip
 from minipar.program.diagnostics import at, refuse
 from minipar.program.rule import Place
@@ -105,8 +102,6 @@ class Contents:
                 self._copy(rank, index, ins)
             elif repartitions(ins):
                 continue  # (its forms are looked at in forms.py, and in step with all ranks by `order`)
-            elif op in SERVICE:
-                self._serve(rank, index, ins)
             elif ins.group:
                 self.brought[rank, index] = self._bring(rank, ins)
                 if joined:
@@ -114,9 +109,6 @@ class Contents:
                     self._collect(rank, index, ins, self._of_all(ins, brought))
             else:
                 self._compute(rank, index, ins)
-
-    def _serve(self, rank: int, index: int, ins: Instruction) -> None:
-        """Something is exchanged with a server. (service.py checks what is sent.)"""
 
     # the end
 
@@ -164,7 +156,7 @@ class Contents:
                 newest[value.index] = max(newest.get(value.index, 0), updates)
         for value in sorted(self.program.state[rank]) if newest else ():
             copied = home(value).kind != "residual" and (tier(value) != "device" or "param" in value.kind)
-            found = known.get(value._replace(step=-1) if version_of(value) >= 0 else value, 0)
+            found = known.get(value, 0)
             if copied and value.index in newest and found != newest[value.index]:
                 raise ProgramError(
                     f"rank {rank} ends with {value} after {several(found, 'update')}, but with another"
@@ -180,7 +172,7 @@ class Contents:
         known = self.known[rank]
         found = known.get(source, 0)
         if home(source).kind == "param":
-            self._check_round(rank, index, source.index, version_of(source) if version_of(source) >= 0 else found)
+            self._check_round(rank, index, source.index, found)
         newer = known.get(target, 0) if "grad" not in target.kind else 0
         if newer > found:
             reason = (
@@ -229,13 +221,12 @@ class Contents:
         later."""
         known = self.known[rank]
         if ins.op is Op.ALL_GATHER:
-            named = {value.index: value.step for value in ins.reads if value.kind == "param_shard"}  # (of versions)
-            return {g: named[g] if named.get(g, -1) >= 0 else known.get(param_shard(g), 0) for g in ins.layers}
+            return {g: known.get(param_shard(g), 0) for g in ins.layers}
         if ins.op is Op.REDUCE_SCATTER:
             freed = {value.index for value in ins.frees if value.kind == "grad"}
             return {g: known.pop(grad(g), 0) if g in freed else known.get(grad(g), 0) for g in ins.layers}
         if _averages(ins):
-            return {v.index: version_of(v) if version_of(v) >= 0 else known.get(v, 0) for v in ins.reads}
+            return {v.index: known.get(v, 0) for v in ins.reads}
         return {v.index: known.get(v, 0) for v in ins.reads if "grad" in v.kind and v.index in ins.layers}
 
     def _of_all(self, ins: Instruction, brought: dict[int, dict[int, int]]) -> dict[int, dict[int, int]]:
@@ -286,7 +277,7 @@ class Contents:
                 return
         for r in self._given(of_each):
             if ins.op is Op.ALL_REDUCE:
-                self.known[r][grad(g) if grad(g) in ins.reads else host(grad(g))] = total
+                self.known[r][grad(g)] = total
                 continue
             before = self.known[r].get(grad_shard(g), 0)
             if before & total:
@@ -328,10 +319,7 @@ class Contents:
             reason = f"{at(self.program, rank, index)} gathers slices after different numbers of updates: {told}"
             raise refuse(self.program, rank, index, reason)
         for r in self._given(updates):
-            self._gathered(r, group, updates[r])
-
-    def _gathered(self, rank: int, group: int, updates: int) -> None:
-        self.known[rank][param(group)] = updates
+            self.known[r][param(group)] = updates[r]
 
     def _average(self, rank: int, index: int, group: int, updates: dict[int, int]) -> None:
         """The parameters of a group are averaged: all replicas must take part, each after the same number of
@@ -360,7 +348,7 @@ class Contents:
 
     def _check_round(self, rank: int, index: int, group: int, updates: int) -> None:
         """The parameters that an instruction uses, or copies, were averaged when it was due, and at no other time.
-        `updates` is how many they have had. (If there are newer ones, these were looked at when the next were made.)"""
+        `updates` is how many they have had."""
         if not self.local or updates != self.updated[rank].get(group):
             return
         ins, found = self.program.ranks[rank][index], self.alone[rank][group]
@@ -383,8 +371,6 @@ class Contents:
             if not group.trainable:
                 continue
             counted, holders = {r for r, found in brought.items() if g in found}, holds[g]
-            if self.local:  # each replica has a norm of its own
-                holders = {r for r in holders if self.program.replica(r) == self.program.replica(rank)}
             if counted != holders:
                 reason = f"{at(self.program, rank, index)} counts grad({g}) on ranks {sorted(counted)}; it is on"
                 raise refuse(self.program, rank, index, f"{reason} {sorted(holders)}")
@@ -493,7 +479,7 @@ class Contents:
 
 def _averages(ins: Instruction) -> bool:
     """Whether a collective averages parameters."""
-    return ins.op is Op.ALL_REDUCE and bool(ins.reads) and home(ins.reads[0]).kind == "param"
+    return ins.op is Op.ALL_REDUCE and bool(ins.reads) and ins.reads[0].kind == "param"
 
 
 def _turned(mask: int, fields: int, width: int, by: int, size: int) -> int:

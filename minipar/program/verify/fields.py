@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from minipar.errors import PlanError, ProgramError
@@ -27,7 +26,6 @@ STATE = (
 STUMBLES = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError, ValueError)
 _MANY = 100_000  # layers, micro-batches or steps; fewer are not counted
 _MODE = re.compile(r"sync|async|ssp:[0-9]+|k-of-n:[0-9]+/[0-9]+")
-_PIECE = re.compile(r"[0-9]+:[0-9]+")
 _COMPRESSED = re.compile(r"none|bf16|fp16|topk:[0-9.e+-]+|powersgd:[1-9][0-9]*")
 
 
@@ -71,7 +69,7 @@ def _is_value(value: object) -> bool:
         and type(value.kind) is str
         and all(map(_whole, value[1:4]))
         and type(value.form) is str
-        and (is_form(value.form) or (value.kind == "pushed" and _PIECE.fullmatch(value.form) is not None))
+        and is_form(value.form)
     )
 
 
@@ -101,7 +99,7 @@ _OWN: dict[str, Rule] = {
     "room": (lambda value: value is None or _whole(value, 0), "bytes, or None"),
     "chunks": (lambda value: _wholes(value, 0), "a tuple of sizes in bytes"),
     "selective": _FLAG,
-    "serving": (lambda value: value is None or _is_serving(value), "Serving(servers, mode, overlapping), or None"),
+    "serving": (lambda value: value is None or _is_serving(value), "Serving(servers, mode), or None"),
     "in_flight": (lambda value: value is None or _whole(value, 1), "a whole number from 1 on, or None"),
     "slices": (lambda value: _whole(value, 1) or (value != () and _wholes(value, 1)), "how many, or each one's length"),
     "carries": (lambda value: _wholes(value, 0), "a tuple of layers"),
@@ -109,7 +107,6 @@ _OWN: dict[str, Rule] = {
     "forms": (lambda value: _tuple_of(_is_forms, value), "a tuple of Forms for each layer"),
     "inputs": (lambda value: _is_inputs(value), '"", "S0", "S1", or one of these for each axis, such as "S0/S1"'),
     "names": (lambda value: _tuple_of(lambda name: type(name) is str, value), "a tuple of texts"),
-    "checked": _FLAG,
 }  # fmt: skip
 
 
@@ -143,7 +140,7 @@ def _is_contract(value: object) -> bool:
         return _whole(value.steps, 1)
     if isinstance(value, Staleness):
         numbers = ((value.bound, 0), (value.versions, 1), (value.every, 1))
-        return _whole(value.local, 0) and all(number is None or _whole(number, least) for number, least in numbers)
+        return all(number is None or _whole(number, least) for number, least in numbers)
     return type(value) is Synchronous
 
 
@@ -158,7 +155,6 @@ def _is_compression(value: object) -> bool:
 
 def _is_serving(value: object) -> bool:
     fits = isinstance(value, Serving) and _whole(value.servers, 1) and type(value.mode) is str
-    fits = fits and type(value.overlapping) is bool  # type: ignore[attr-defined]
     return fits and bool(_MODE.fullmatch(value.mode))  # type: ignore[attr-defined]
 
 
@@ -204,11 +200,18 @@ def check_fields(program: Program) -> None:
     _check_model(program)
     _check_state(program)
     if program.local_steps and (program.sharded or program.serving is not None):
-        contract, what = program.contract, "slices" if program.serving is None else "servers"
-        possible = replace(contract, local=0) if isinstance(contract, Staleness) else Synchronous()
+        what = "slices" if program.serving is None else "servers"
         raise ProgramError(
-            f"contract={contract}: replicas that train alone have whole states, no {what}; possible is {possible}"
+            f"contract={program.contract}: replicas that train alone have whole states, no {what}; possible is "
+            f"{Synchronous()}"
         )
+    if program.local_steps and (program.workers > program.replicas or program.clip is not None):
+        raise ProgramError(f"contract={program.contract}: of replicas of one rank each, without clip")
+    if program.sharing > 1 and program.serving is None:
+        if isinstance(program.contract, Staleness):
+            raise ProgramError(f"contract={program.contract}: of whole layers; possible is a mesh of dp and pp")
+        if program.compress != "none":
+            raise ProgramError(f"compress={program.compress}: of whole layers; possible is a mesh of dp and pp")
     if program.in_flight is not None:
         _check_deciding(program)
 
@@ -232,15 +235,15 @@ def _check_mesh(program: Program) -> None:
     names, product = [name for name, _ in program.mesh], 1
     for _, size in program.mesh:
         product *= size
-    told = ", ".join(f"{name}={size}" for name, size in program.mesh)
+    words = ", ".join(f"{name}={size}" for name, size in program.mesh)
     if product != program.workers or len(set(names)) < len(names):
         raise ProgramError(
-            f"mesh {told}: has {several(product, 'place')} for {several(program.workers, 'rank')}; sizes multiply to "
+            f"mesh {words}: has {several(product, 'place')} for {several(program.workers, 'rank')}; sizes multiply to "
             "the number of ranks that hold layers"
         )
     before = program.mesh[: names.index("dp")] if "dp" in names else ()
     if any(size > 1 for _, size in before):
-        raise ProgramError(f"mesh {told}: dp must be the first axis; replicas are runs of neighbouring ranks")
+        raise ProgramError(f"mesh {words}: dp must be the first axis; replicas are runs of neighbouring ranks")
 
 
 def _check_model(program: Program) -> None:
@@ -285,6 +288,11 @@ def _check_state(program: Program) -> None:
             version = version_of(value) == 0 and stale
             if home(value).kind not in STATE or value.microbatch != -1 or (value.step != -1 and not version):
                 raise ProgramError(f"rank {rank} begins with {value}; possible is the state of parameter groups")
+            if stale and program.serving is None and (home(value) != value or "shard" in value.kind):
+                raise ProgramError(
+                    f"rank {rank} begins with {value}, but its contract is {program.contract}; possible are whole "
+                    "parameter groups on the device"
+                )
             if not 0 <= value.index < len(program.groups):
                 raise ProgramError(
                     f"rank {rank} begins with {value}, but groups count from 0 to {len(program.groups) - 1}"

@@ -23,11 +23,7 @@ from minipar.program import (
     Staleness,
     Value,
     grad,
-    grad_shard,
-    home,
-    host,
     param,
-    param_shard,
     version_of,
 )
 from minipar.program.diagnostics import at, refuse
@@ -42,10 +38,6 @@ def versions_of(row: Iterable[Instruction]) -> Iterator[Versions]:
     """For each instruction of a rank, the version of the parameters that it used, and the version that it made."""
     updates = 0
     for ins in row:
-        if ins.op is Op.STEP and ins.stream == "host":  # (what it updates there has no versions)
-            updates = ins.step + 1
-            yield ins.step, updates
-            continue
         named = max(map(version_of, ins.reads), default=-1)
         used = None if ins.op not in COMPUTE else named if named >= 0 else updates
         if ins.op is not Op.STEP:
@@ -85,13 +77,8 @@ def alive(row: Sequence[Instruction]) -> int:
             if version_of(value) >= 0:
                 there[value.index].discard(value)
         if ins.op is not Op.FORWARD and ins.op not in BACKWARDS:
-            most = max([most, *(_count(there[value.index]) for value in ins.writes if version_of(value) >= 0)])
+            most = max([most, *(len(there[value.index]) for value in ins.writes if version_of(value) >= 0)])
     return most
-
-
-def _count(values: Iterable[Value]) -> int:
-    """How many versions there are among some values; a version may be in several places."""
-    return len({value.step for value in values})
 
 
 def delay(program: Program, rank: int) -> int:
@@ -105,7 +92,7 @@ class StaleContents(Contents):
     """The contents of values in a program whose contract is `Staleness`.
 
     used     for each rank: (group, step, micro-batch) -> the version that its forward used
-    alive    for each rank: group -> its versions, in each place where they are
+    alive    for each rank: group -> its versions
 
     What is known of parameters is how many updates the newest version there has had.
     """
@@ -120,7 +107,7 @@ class StaleContents(Contents):
         for rank, held in enumerate(program.state):
             self.alive[rank] = {v.index: {v} for v in held if version_of(v) >= 0}
         self.trained = [group.trainable for group in program.groups]
-        self.own_updates = bool(self.local)  # whether an update has the gradients of one replica
+        self.own_updates = False  # whether an update has the gradients of one replica
 
     def _microbatches(self) -> int:
         return self.program.microbatches * self.program.steps
@@ -132,81 +119,32 @@ class StaleContents(Contents):
     def _compute(self, rank: int, index: int, ins: Instruction) -> None:
         used, known = self.used[rank], self.known[rank]
         for value in ins.reads:
-            if home(value).kind != "param" or not self.trained[value.index]:
+            if value.kind != "param" or not self.trained[value.index]:
                 continue
-            g, version, newest = value.index, value.step, known.get(value._replace(step=-1), 0)
+            g, version, newest = value.index, value.step, known.get(param(value.index), 0)
             if version < 0:
                 raise self._refuse(rank, index, f"uses {value} without saying which version")
-            if known.get(param_shard(g), 0) >= version > newest and g not in self.program.scattered:
-                raise self._refuse(rank, index, f"uses {value}, of which its rank has made a slice only")
             key = g, ins.step, ins.microbatch
             own = used.setdefault(key, version) if ins.op is Op.FORWARD else used.get(key, version)
             if (self.contract.stashed or ins.op is Op.FORWARD) and own != version:
                 raise self._refuse(rank, index, f"uses {value}, but the forward of its micro-batch used v{own}")
-            self._check_round(rank, index, g, version)
             if not self.contract.stashed and version != newest:
                 raise self._refuse(rank, index, f"uses {value}, which is not the newest, v{newest}")
         if ins.op in BACKWARDS and ins.op is not Op.BACKWARD_INPUT:
             made = {g for layer in ins.layers for g in self.program.groups_of_layer[layer] if self.trained[g]}
-            if lost := made - {value.index for value in ins.writes if home(value).kind == "grad"}:
+            if lost := made - {value.index for value in ins.writes if value.kind == "grad"}:
                 raise self._refuse(rank, index, f"makes {grad(min(lost))}, but does not write it")
             self._contribute(rank, ins, self._bit(rank, ins))
         self._free(rank, ins.frees)
 
     def _copy(self, rank: int, index: int, ins: Instruction) -> None:
-        """What is copied from parameters without versions, of which there are the newest ones, is a version; a version
-        stays the same one."""
-        (target,), source = ins.writes, ins.reads[0]
-        version = version_of(target)
-        if version < 0:
-            return super()._copy(rank, index, ins)
-        if home(source).kind == "param" and version_of(source) >= 0:
-            self._check_round(rank, index, source.index, version)
-        g, known, plain = target.index, self.known[rank], target._replace(step=-1)
-        if version_of(source) >= 0:
-            known[plain] = max(known.get(plain, 0), version)
-        else:
-            super()._copy(rank, index, ins._replace(writes=(plain,)))
-            found = known.get(param_shard(g) if home(source).kind == "param_shard" else plain, 0)
-            if version != found:
-                raise self._refuse(rank, index, f"makes {target} of parameters after {several(found, 'update')}")
-        self._make(rank, index, ins)
-
-    def _bring(self, rank: int, ins: Instruction) -> dict[int, int]:
-        for value in ins.writes:
-            if version_of(value) >= 0:
-                self.alive[rank].setdefault(value.index, set()).add(value)
-        self._free(rank, ins.frees)
-        return super()._bring(rank, ins)
-
-    def _gathered(self, rank: int, group: int, updates: int) -> None:
-        """A version is whole. (It may be older than others that are.)"""
-        known = self.known[rank]
-        known[param(group)] = max(known.get(param(group), 0), updates)
-
-    def _check_complete(self, rank: int, index: int, gradient: Value, found: int) -> None:
-        """What a STEP on the host takes."""
-        self._check_update(rank, index, gradient.index, self.program.ranks[rank][index].step, found)
+        raise self._refuse(rank, index, "copies to or from another tier; without flushes all stays on the device")
 
     def _check_step(self, rank: int, index: int, ins: Instruction) -> None:
-        there = ins.stream == "host"
-        if there and not any(version_of(value) >= 0 for value in ins.reads):
-            for value in ins.reads:
-                if "grad" in value.kind and value not in ins.frees:
-                    raise self._refuse(rank, index, f"keeps {value}, which would go into the next update, too")
-            return self._check_step_on_host(rank, index, ins)
         known = self.known[rank]
         for g in ins.layers:
-            values = param(g), grad(g), param_shard(g), grad_shard(g)
-            whole, gradient, part, gradient_part = map(host, values) if there else values
-            sliced = gradient_part in ins.reads
-            updated, gradient = (part, gradient_part) if sliced else (whole, gradient)
-            if g in self.program.scattered:
-                whole = updated
-            newest = known.get(updated, 0)
-            old, new = (whole._replace(step=newest + k) for k in (0, 1))
-            if sliced and known.get(whole, 0) != newest:
-                raise self._refuse(rank, index, f"updates {old}, of which its rank has made a slice only")
+            whole, gradient, newest = param(g), grad(g), known.get(param(g), 0)
+            old, new = (param(g, newest + k) for k in (0, 1))
             if old not in ins.reads:
                 raise self._refuse(rank, index, f"does not update the newest parameters, {old}")
             if new not in ins.writes:
@@ -217,15 +155,9 @@ class StaleContents(Contents):
                 raise self._refuse(rank, index, f"keeps {gradient}, which would go into the next update, too")
             if others := {v for v in ins.writes if v.kind == whole.kind and v.index == g} - {new}:
                 raise self._refuse(rank, index, f"writes {min(others)}; possible is {new} alone")
-            found = known.get(gradient, 0)
-            self._check_update(rank, index, g, newest, found)
-            if self.local:
-                self._step_alone(rank, index, g, found & ~self._all(g, rank))
+            self._check_update(rank, index, g, newest, known.get(gradient, 0))
             known[gradient] = 0
-            known[updated] = newest + 1
-        for value in ins.writes if there else ():
-            if home(value).kind in ("optimizer_state", "optimizer_shard"):
-                known[value] = ins.step + 1
+            known[whole] = newest + 1
         self._make(rank, index, ins)
 
     def _make(self, rank: int, index: int, ins: Instruction) -> None:
@@ -236,35 +168,30 @@ class StaleContents(Contents):
                 alive.setdefault(value.index, set()).add(value)
         self._free(rank, ins.frees)
         for value in ins.writes:
-            if version_of(value) >= 0 and most is not None and (found := _count(alive[value.index])) > most:
+            if version_of(value) >= 0 and most is not None and (found := len(alive[value.index])) > most:
                 what = f"leaves {several(found, 'version')} of param({value.index}) alive; the program promises {most}"
                 raise self._refuse(rank, index, what)
 
     def _check_update(self, rank: int, index: int, g: int, newest: int, made: int) -> None:
-        """The gradient of an update has whole micro-batches, the same ones of all replicas (or those of its own, if it
-        trains alone), as many as the contract says, and none is too stale. `made` are its contributions."""
+        """The gradient of an update has whole micro-batches, the same ones of all replicas, as many as the contract
+        says, and none is too stale. `made` are its contributions."""
         program = self.program
-        own = program.replica(rank), program.part(rank, g, "P")[0]
+        own = program.replica(rank)
         found = {
-            (replica, part): [self._places(g, made >> slot, replica, part) for slot in self.bits[g].values()]
-            for replica in ([own[0]] if self.own_updates else range(program.replicas))
-            for part in range(self.parts[g])
+            replica: [self._places(made >> slot, replica) for slot in self.bits[g].values()]
+            for replica in ([own] if self.own_updates else range(program.replicas))
         }
         places = found[own][0]
-        for (replica, part), of_layers in found.items():
+        for replica, of_layers in found.items():
             for other in of_layers:
                 if other == places:
                     continue
                 step, i = min(other ^ places)
                 what = f"comes before its gradients are complete: grad({g}) lacks"
-                if (replica, part) == own:
+                if replica == own:
                     raise self._refuse(rank, index, f"{what} a layer of micro-batch {i} of step {step}")
-                if replica != own[0]:
-                    what += f" micro-batch {i} of step {step} of replica {replica}; ALL_REDUCE of grad({g})"
-                    raise self._refuse(rank, index, f"{what} over replicas is missing")
-                ranks = ",".join(map(str, program.sharers(rank, program.spread(g, "P"))))
-                what += f" part {part} of micro-batch {i} of step {step}; ALL_REDUCE of grad({g}) over {ranks}"
-                raise self._refuse(rank, index, f"{what}, the ranks that share its layer, is missing")
+                what += f" micro-batch {i} of step {step} of replica {replica}; ALL_REDUCE of grad({g})"
+                raise self._refuse(rank, index, f"{what} over replicas is missing")
         if not places:
             raise self._refuse(rank, index, f"updates param({g}) without a gradient")
         every, m = self.contract.every, program.microbatches
@@ -287,17 +214,13 @@ class StaleContents(Contents):
         row = self.program.ranks[rank]
         return any(ins.op is Op.STEP and ins.step > row[index].step for ins in row[index + 1 :])
 
-    def _places(self, group: int, mask: int, replica: int, part: int) -> set[StepMicrobatch]:
-        """The (step, micro-batch) pairs of a mask whose lowest bits belong to one layer: those of one replica, and of
-        one part of a gradient."""
-        program, parts = self.program, self.parts[group]
-        count = program.steps * program.microbatches * parts
+    def _places(self, mask: int, replica: int) -> set[StepMicrobatch]:
+        """The (step, micro-batch) pairs of a mask whose lowest bits belong to one layer: those of one replica."""
+        count = self.program.steps * self.program.microbatches
         mask = (mask >> replica * count) & ((1 << count) - 1)
         found = set()
         while mask:
-            bit, which = divmod((mask & -mask).bit_length() - 1, parts)
-            if which == part:
-                found.add(divmod(bit, program.microbatches))
+            found.add(divmod((mask & -mask).bit_length() - 1, self.program.microbatches))
             mask &= mask - 1
         return found
 
@@ -311,15 +234,10 @@ class StaleContents(Contents):
 
     def name(self, group: int, mask: int) -> str:
         """The first contribution in a mask, in words."""
-        bit, part = divmod((mask & -mask).bit_length() - 1, self.parts[group])
-        size = self.program.replicas * self.program.microbatches * self.program.steps
-        slot, rest = divmod(bit, size)
-        step, i = divmod(rest % (self.program.microbatches * self.program.steps), self.program.microbatches)
-        part_of = f"part {part} of " if self.parts[group] > 1 else ""
-        replica = rest // (self.program.microbatches * self.program.steps)
-        whose = f" of replica {replica}" if self.own_updates else ""
-        layer = self.program.title(self.program.groups[group].layers[slot])
-        return f"{part_of}micro-batch {i} of step {step}{whose} (layer {layer})"
+        program = self.program
+        slot, rest = divmod((mask & -mask).bit_length() - 1, program.replicas * program.microbatches * program.steps)
+        step, i = divmod(rest % (program.microbatches * program.steps), program.microbatches)
+        return f"micro-batch {i} of step {step} (layer {program.title(program.groups[group].layers[slot])})"
 
 
 def settled(program: Program, rank: int, live: set[Value]) -> set[Value]:

@@ -46,7 +46,6 @@ from minipar.program import (
     piece_of,
     repartitions,
     tier,
-    version_of,
 )
 from minipar.program.collector import paused
 from minipar.program.diagnostics import at, refuse
@@ -55,7 +54,6 @@ from minipar.program.verify import fields, forms, service, slices
 from minipar.program.verify.contents import Contents
 from minipar.program.verify.contributions import check_contributions, check_moves, result
 from minipar.program.verify.staleness import StaleContents, settled
-from minipar.program.verify.virtual_workers import ServedContents
 
 
 class Planned(Protocol):
@@ -79,9 +77,16 @@ def verify(program: Program | Planned) -> None:
                 "Plan.parse('pp=4 microbatches=8').compile(layers=8) makes a program of words"
             )
         program = program.sketch()
+    prove(program, whole=True)
+
+
+def prove(program: Program, whole: bool = False) -> None:
+    """As `verify`, for a program whose own fields are right, since a plan has made them; with `whole` these are checked
+    as well. Errors: ProgramError."""
     with paused():
         try:
-            fields.check_fields(program)
+            if whole:
+                fields.check_fields(program)
             _check(program)
         except fields.STUMBLES as error:
             raise fields.explain(program, error) from error
@@ -126,17 +131,14 @@ def _verify(program: Program, ranks: Collection[int]) -> None:
         mesh = Mesh(program.mesh)
         workers = [rank for rank in ranks if rank < mesh.size]
         pipelines = {mesh.group(rank, "pp") if mesh.length("pp") > 1 else (rank,) for rank in workers}
-        for pipeline in sorted(pipelines) if program.serving is None or program.virtual_workers else ():
+        for pipeline in sorted(pipelines) if program.serving is None else ():
             _check_microbatches(program, pipeline)
-    turns = order(program, ranks) if not program.virtual_workers else list(order(program, ranks))
+    turns = order(program, ranks)
     left = {rank: _check_rank(program, rank) for rank in ranks}
-    virtual = program.virtual_workers
-    stale = isinstance(program.contract, Staleness) and (program.serving is None or virtual) and not program.chunks
+    stale = isinstance(program.contract, Staleness) and program.serving is None and not program.chunks
     if program.serving is not None:
         service.check_service(program, turns)
-    if virtual:
-        ServedContents(program).follow(turns)
-    elif program.serving is None and not program.chunks:
+    elif not program.chunks:
         (StaleContents(program) if stale else Contents(program, ranks)).follow(turns)
     found = result(program, turns) if program.chunks else []
     for rank, live in left.items():
@@ -224,12 +226,12 @@ def _check_instructions(program: Program, ranks: Collection[int]) -> None:
             if (op, layers) not in known:
                 _check_layers(program, rank, index)
                 known[op, layers] = _needs(program, op, layers)
-            needed, made = known[op, layers]
+            needed, built = known[op, layers]
             if op is Op.STEP or op in COLLECTIVES:
-                needed, made = _check_state_work(program, rank, index, needed, made, own)
+                needed, built = _check_state_work(program, rank, index, needed, built, own)
             elif op is Op.RECOMPUTE:
                 again = True
-            if stream == "host" or op is Op.NORM or (op is Op.ALL_REDUCE and reads and " " in reads[0].kind):
+            if stream == "host" or op is Op.NORM:
                 reads, writes = _on_host(program, rank, index)
             missing = needed.difference([value[:2] for value in reads])
             if missing:
@@ -237,7 +239,7 @@ def _check_instructions(program: Program, ranks: Collection[int]) -> None:
                 reason = f"{at(program, rank, index)} needs {kind}({k}), but does not read it"
                 raise refuse(program, rank, index, reason)
             for value in writes:
-                if value[:2] not in made and value[0] not in carried:
+                if value[:2] not in built and value[0] not in carried:
                     raise refuse(program, rank, index, f"{at(program, rank, index)} cannot make {value}")
             if layers and (program.forms or program.sharing > 1):
                 forms.check_forms(program, rank, index)
@@ -268,23 +270,24 @@ def _check_layers(program: Program, rank: int, index: int) -> None:
     """The layers of a compute instruction follow each other. The groups of a collective or STEP exist, and each is
     named once."""
     ins = program.ranks[rank][index]
-    op, layers, where = ins.op, ins.layers, at(program, rank, index)
-    if op not in _ON_LAYERS and op is not Op.STEP and op not in COLLECTIVES:
-        raise refuse(program, rank, index, f"{where}: {op.value} is of collectives and servers, not of training")
+    op, layers = ins.op, ins.layers
     count = program.layers if op in _ON_LAYERS else len(program.groups)
-    if not layers or min(layers) < 0 or max(layers) >= count:
-        raise refuse(program, rank, index, f"{where} works on a layer or parameter group that is not there")
-    if len(set(layers)) < len(layers):
-        raise refuse(program, rank, index, f"{where} names {_twice(layers)} twice; possible is each once")
-    if op not in _ON_LAYERS:
+    reason = ""
+    if op not in _ON_LAYERS and op is not Op.STEP and op not in COLLECTIVES:
+        reason = f": {op.value} is of collectives and servers, not of training"
+    elif not layers or min(layers) < 0 or max(layers) >= count:
+        reason = " works on a layer or parameter group that is not there"
+    elif len(set(layers)) < len(layers):
+        reason = f" names {_twice(layers)} twice; possible is each once"
+    elif op not in _ON_LAYERS:
         return
-    if program.edges and not program.wiring.alone.issuperset(sorted(layers)[1:]):
-        reason = f"{where}: its layers are no chain; possible is one instruction for each"
-        raise refuse(program, rank, index, reason)
-    if layers != tuple(range(layers[0], layers[-1] + 1)):
-        told = ",".join(map(str, layers))
-        reason = f"{where}: layers {told} do not follow each other; possible are neighbours, ascending, such as "
-        raise refuse(program, rank, index, f"{reason}{','.join(map(str, range(min(layers), max(layers) + 1)))}")
+    elif program.edges and not program.wiring.alone.issuperset(sorted(layers)[1:]):
+        reason = ": its layers are no chain; possible is one instruction for each"
+    elif layers != tuple(range(layers[0], layers[-1] + 1)):
+        given, possible = (",".join(map(str, each)) for each in (layers, range(min(layers), max(layers) + 1)))
+        reason = f": layers {given} do not follow each other; possible are neighbours, ascending, such as {possible}"
+    if reason:
+        raise refuse(program, rank, index, at(program, rank, index) + reason)
     if program.forms:
         forms.check_inside(program, rank, index)
 
@@ -353,14 +356,12 @@ def _check_copy(program: Program, rank: int, index: int, own: _State) -> None:
         raise refuse(program, rank, index, f"{where}: {ins.op.value} copies one value")
     source, target = ins.reads[0], ins.writes[0]
     down = TIERS.index(tier(target)) - TIERS.index(tier(source))
-    newest = version_of(source) < 0 <= version_of(target)  # (a tier with one copy has the newest version)
-    plain = target._replace(step=-1) if newest else target
-    slice_of_it = home(source).kind == "param_shard" and plain == param(source.index)
-    if not (home(source) == home(plain) or slice_of_it) or (down <= 0 if ins.op is Op.OFFLOAD else down >= 0):
+    slice_of_it = home(source).kind == "param_shard" and target == param(source.index)
+    if not (home(source) == home(target) or slice_of_it) or (down <= 0 if ins.op is Op.OFFLOAD else down >= 0):
         raise refuse(program, rank, index, f"{where} cannot make {target} of {source}")
     if source.microbatch >= 0 and (source.microbatch, source.step) != (ins.microbatch, ins.step):
         raise _mislabelled(program, rank, index, source)
-    if (plain.microbatch, plain.step) != (source.microbatch, source.step):
+    if (target.microbatch, target.step) != (source.microbatch, source.step):
         raise _mislabelled(program, rank, index, target)
     if ins.layers != (source.index,):
         raise refuse(program, rank, index, f"{where} copies {source}; possible is layers=({source.index},)")
@@ -384,122 +385,118 @@ def _check_state_work(
     rank: int,
     index: int,
     needed: frozenset[tuple[str, int]],
-    made: frozenset[tuple[str, int]],
+    built: frozenset[tuple[str, int]],
     own: _State,
 ) -> tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]:
     """An instruction on parameter groups names all that it changes. Returns what it must read, and what it can
     write."""
-    ins, where = program.ranks[rank][index], at(program, rank, index)
+    ins = program.ranks[rank][index]
     op, groups = ins.op, ins.layers
     if type(ins.microbatch) is not int or type(ins.step) is not int:
         fields.check_instruction(rank, index, ins)
     if ins.stream == "host" and op is not Op.STEP:
         raise _not_on_host(program, rank, index)
     if op is Op.ALL_REDUCE:
-        return _check_sum(program, rank, index, made, own)
+        return _check_sum(program, rank, index, built, own)
     if op is Op.STEP:
         frozen = [g for g in groups if not program.groups[g].trainable]
         if frozen:
-            raise refuse(program, rank, index, f"{where} updates param({frozen[0]}), which has nothing to train")
+            reason = f"{at(program, rank, index)} updates param({frozen[0]}), which has nothing to train"
+            raise refuse(program, rank, index, reason)
         for g in groups:
             if (other := own.updated.setdefault(g, groups)) != groups:
-                told = ",".join(map(str, other))
-                reason = f"{where}: an optimizer has groups {told} together, as in an earlier STEP"
+                words = ",".join(map(str, other))
+                reason = f"{at(program, rank, index)}: an optimizer has groups {words} together, as in an earlier STEP"
                 raise refuse(program, rank, index, f"{reason}; possible is that in every step")
     elif op is Op.NORM:
         if len(set(ins.reads)) < len(ins.reads):
-            reason = (
-                f"{where} counts {sorted(ins.reads, key=ins.reads.count)[-1]} twice; possible is each gradient once"
-            )
+            twice = sorted(ins.reads, key=ins.reads.count)[-1]
+            reason = f"{at(program, rank, index)} counts {twice} twice; possible is each gradient once"
             raise refuse(program, rank, index, reason)
     else:
         _check_slices(program, rank, index, own)
-    if op is Op.REDUCE_SCATTER:
-        if _leaves_out(program, ins):
-            rest = frozenset(("residual", g) for g in groups)
-            needed, made = needed | rest, made | rest
-        _check_piece(program, rank, index)
-        if (
-            piece_of(ins) is not None and not ins.writes and not ins.frees
-        ):  # (the last piece writes what all have summed)
-            return needed, made
+    if op is Op.REDUCE_SCATTER and (piece_of(ins) is not None or program.compress != "none"):
+        reason = "slices are summed whole, as they are; possible are one part that begins at -1, and compress=none"
+        raise refuse(program, rank, index, f"{at(program, rank, index)}: {reason}")
     written = {value[:2] for value in (_on_host(program, rank, index)[1] if ins.stream == "host" else ins.writes)}
-    lacking = made - written - ({("norm", 0)} if op is Op.STEP else set())
+    lacking = built - written - ({("norm", 0)} if op is Op.STEP else set())
     if lacking:
         kind, k = min(lacking)
-        raise refuse(program, rank, index, f"{where} changes {kind}({k}), but does not write it")
-    return needed, made
+        raise refuse(program, rank, index, f"{at(program, rank, index)} changes {kind}({k}), but does not write it")
+    return needed, built
 
 
 def _check_slices(program: Program, rank: int, index: int, own: _State) -> None:
     """The slices of a group lie on all ranks that hold it, in the order of these ranks."""
-    ins, where = program.ranks[rank][index], at(program, rank, index)
+    ins = program.ranks[rank][index]
     for g in ins.layers:
         if optimizer_shard(g) not in own.held:
-            raise refuse(program, rank, index, f"{where}: rank {rank} has no slice of parameter group {g}")
+            raise refuse(
+                program, rank, index, f"{at(program, rank, index)}: rank {rank} has no slice of parameter group {g}"
+            )
         if ins.group != (wanted := program.slicing(g, rank)):
-            told = ",".join(map(str, wanted))
-            reason = f"{where}: the slices of group {g} are those of ranks {told}, one after the other"
+            words = ",".join(map(str, wanted))
+            reason = (
+                f"{at(program, rank, index)}: the slices of group {g} are those of ranks {words}, one after the other"
+            )
             raise refuse(program, rank, index, f"{reason}; possible is a group of these")
 
 
 def _check_sum(
-    program: Program, rank: int, index: int, made: frozenset[tuple[str, int]], own: _State
+    program: Program, rank: int, index: int, built: frozenset[tuple[str, int]], own: _State
 ) -> tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]:
     """An ALL_REDUCE reads and writes only the gradients of its groups, or the parameters of replicas that train alone.
     The groups of a buffer are the same in every step."""
-    ins, where = program.ranks[rank][index], at(program, rank, index)
+    ins = program.ranks[rank][index]
     first = ins.reads[0].kind if ins.reads else ""
     summed = frozenset((first, g) for g in ins.layers)
     if program.sharing > 1:
         forms.check_shards(program, rank, index)
-    if first in ("param", "host param"):
+    if first == "param":
         if not program.local_steps:
-            reason = f"{where} sums parameters; possible with contract Local, or Staleness(local=...)"
+            reason = f"{at(program, rank, index)} sums parameters; possible with contract Local"
             raise refuse(program, rank, index, reason)
         if others := set(ins.reads) ^ set(ins.writes):
-            reason = f"{where} averages what it reads, but reads or writes {min(others)} only"
+            reason = f"{at(program, rank, index)} averages what it reads, but reads or writes {min(others)} only"
             raise refuse(program, rank, index, reason)
         rest: frozenset[tuple[str, int]] = frozenset()
-    elif home(ins.reads[0]).kind == "grad" if ins.reads else False:
-        rest = frozenset((first.replace("grad", "residual"), g) for g in ins.layers)  # (on the host, if they are there)
+    elif first == "grad":
+        rest = frozenset(("residual", g) for g in ins.layers)
     else:
-        raise refuse(program, rank, index, f"{where} sums gradients, but reads none")
+        raise refuse(program, rank, index, f"{at(program, rank, index)} sums gradients, but reads none")
     read, written = (frozenset(value[:2] for value in values) for values in (ins.reads, ins.writes))
-    needed = summed | rest if _leaves_out(program, ins) else summed
+    needed = summed | rest if program.compress.startswith(("topk", "powersgd")) else summed
     piece = piece_of(ins)
     _check_piece(program, rank, index)
     nothing = piece is not None and not written  # (the last piece writes for all)
     for does, found, wanted in (("read", read, needed), ("write", written, frozenset() if nothing else needed)):
         if wanted - found:
             kind, k = min(wanted - found)
-            raise refuse(program, rank, index, f"{where} needs to {does} {kind}({k})")
+            raise refuse(program, rank, index, f"{at(program, rank, index)} needs to {does} {kind}({k})")
         if found - summed - rest:
             kind, k = min(found - summed - rest)
-            raise refuse(program, rank, index, f"{where} cannot {does} {kind}({k})")
+            raise refuse(program, rank, index, f"{at(program, rank, index)} cannot {does} {kind}({k})")
     if ins.frees:
-        raise refuse(program, rank, index, f"{where} frees {ins.frees[0]}, which it changes; possible is frees=()")
+        raise refuse(
+            program,
+            rank,
+            index,
+            f"{at(program, rank, index)} frees {ins.frees[0]}, which it changes; possible is frees=()",
+        )
     flat = any(part.layer < 0 for part in ins.parts)
     for g in ins.layers if flat and rest else ():
         if (other := own.buffers.setdefault(g, ins.layers)) != ins.layers:
-            told = ",".join(map(str, other))
-            reason = f"{where}: grad({g}) lies in the buffer of groups {told}; possible are the same groups in"
-            raise refuse(program, rank, index, f"{reason} every step")
-    if " " in first:  # on the host
-        summed = frozenset(home(Value(*pair, -1, -1))[:2] for pair in summed)
-    return summed, made | summed
-
-
-def _leaves_out(program: Program, ins: Instruction) -> bool:
-    """Whether a sum of gradients leaves something out, which waits in a residual."""
-    return program.compress.startswith(("topk", "powersgd")) and program.compresses(ins)
+            groups = ",".join(map(str, other))
+            reason = f"{at(program, rank, index)}: grad({g}) lies in the buffer of groups {groups}"
+            raise refuse(program, rank, index, f"{reason}; possible are the same groups in every step")
+    return summed, built | summed
 
 
 def _check_piece(program: Program, rank: int, index: int) -> None:
-    """A piece of a gradient has some of its bytes, and all numbers of these."""
+    """A piece of a gradient has some of its bytes, and all numbers of these as they are."""
     ins = program.ranks[rank][index]
-    piece, matrix = piece_of(ins), program.compress.startswith("powersgd")
-    if piece is not None and (len(ins.layers) > 1 or ins.parts[0].layer >= 0 or piece[1] <= piece[0] or matrix):
+    piece, whole = piece_of(ins), program.compress != "none"
+    if piece is not None and (len(ins.layers) > 1 or ins.parts[0].layer >= 0 or piece[1] <= piece[0] or whole):
         raise refuse(
             program, rank, index,
             f"{at(program, rank, index)}: a piece is of one gradient, with all its numbers, in a buffer (layer=-1), "
@@ -543,13 +540,13 @@ def _needs(
     }
     given = {("grad_output", e) for e in program.wiring.out[last]} or {("output", last)}
     wires = program.wiring
-    made = {
+    built = {
         ("grad_output", e)
         for layer in layers
         for e, source in zip(wires.into[layer], wires.inputs[layer], strict=True)
         if source >= first
     }
-    return frozenset(params | kept | given), frozenset(made | (grads if op is Op.BACKWARD else left))
+    return frozenset(params | kept | given), frozenset(built | (grads if op is Op.BACKWARD else left))
 
 
 def _needs_of_state(
@@ -631,7 +628,7 @@ def _check_microbatches(program: Program, ranks: Sequence[int]) -> None:
 def _check_rank(program: Program, rank: int) -> set[Value]:
     """Check one rank alone. Returns the values that are live after its last instruction."""
     live: set[Value] = set(program.state[rank]) if program.state else set()
-    together: dict[int, tuple[int, ...]] = {}  # group -> the groups of the REDUCE_SCATTER that made its slices
+    joined: dict[int, tuple[int, ...]] = {}  # group -> the groups of the REDUCE_SCATTER that made its slices
     for index, ins in enumerate(program.ranks[rank]):
         for value in ins.reads:
             if value not in live:
@@ -641,11 +638,11 @@ def _check_rank(program: Program, rank: int) -> set[Value]:
                 raise _written_twice(program, rank, index, value)
         if ins.op is Op.REDUCE_SCATTER:
             for g in ins.layers:
-                if grad_shard(g) in ins.reads and together.get(g) != ins.layers:
+                if grad_shard(g) in ins.reads and joined.get(g) != ins.layers:
                     reason = f"{at(program, rank, index)} adds to the slices of group {g}, which came with groups"
-                    told = f"{reason} {together.get(g, ())}; possible are the same groups in the same order"
-                    raise refuse(program, rank, index, told)
-            together.update(dict.fromkeys(ins.layers, ins.layers))
+                    words = f"{reason} {joined.get(g, ())}; possible are the same groups in the same order"
+                    raise refuse(program, rank, index, words)
+            joined.update(dict.fromkeys(ins.layers, ins.layers))
         live.update(ins.writes)
         for value in ins.frees:
             if value not in live:

@@ -19,8 +19,7 @@ RECOMPUTE needs no message: it reads a checkpoint of its own rank. It comes befo
 gradient, so it runs while the gradient is under way.
 
 In a model with branches a segment also ends where a layer reads several outputs, or where several layers read one. All
-outputs at which a segment ends are checkpoints. A budget lets as many chains keep everything as it has room for
-(`branch_budget.py`).
+outputs at which a segment ends are checkpoints.
 
 Sources: Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016; for budgets Griewank and Walther 2000
 (revolve) and Beaumont et al. 2019 (rotor), see `minipar.costs.reversal`. `segments.py` turns `checkpoint=` into moves.
@@ -34,9 +33,8 @@ from itertools import groupby, pairwise
 from minipar.costs.recomputation import Move, at_once, halves
 from minipar.program import Instruction, LayerRun, Op, output, saved
 from minipar.program.edges import wiring
-from minipar.strategies import branch_budget
 from minipar.strategies.draft import Draft
-from minipar.strategies.segments import budget_of, cut, in_flight, too_small
+from minipar.strategies.segments import cut
 
 NEEDS_SAVED = (Op.BACKWARD, Op.BACKWARD_INPUT)
 
@@ -44,8 +42,6 @@ NEEDS_SAVED = (Op.BACKWARD, Op.BACKWARD_INPUT)
 def recompute_segments(draft: Draft) -> Draft:
     """Forward keeps only checkpoints; the layers between them run forward again before their backward."""
     layout, moves = draft.layout, draft.moves
-    if layout.shape.edges and budget_of(draft.plan.checkpoint) is not None:
-        return draft.each(lambda rank, row: _within_budget(draft, rank, row))
     if layout.shape.edges:
         return draft.each(lambda rank, row: recompute_branches(row, _segments(draft, rank)))
 
@@ -100,37 +96,16 @@ def recompute(
     return result
 
 
-def _chains(draft: Draft, rank: int) -> list[range]:
-    """The chains of trained layers that a rank has of a model with branches."""
+def _segments(draft: Draft, rank: int) -> list[range]:
+    """The segments of a rank of a model with branches: each is a part of a chain of its trained layers."""
     layout = draft.layout
     alone, found = wiring(layout.shape.edges, layout.shape.layers).alone, []
     for part in map(layout.trained, layout.placement[rank]):
         begins = [layer for layer in part if layer == part.start or layer not in alone]
-        found += [range(start, stop) for start, stop in pairwise([*begins, part.stop])]
+        for start, stop in pairwise([*begins, part.stop]):
+            cuts = cut(draft.plan.checkpoint, range(start, stop), None, 1)
+            found += [range(start + one.start, start + one.stop) for one in cuts]
     return found
-
-
-def _segments(draft: Draft, rank: int) -> list[range]:
-    """The segments of a rank of a model with branches: each is a part of a chain."""
-    found = []
-    for chain in _chains(draft, rank):
-        cuts = cut(draft.plan.checkpoint, chain, None, 1)
-        found += [range(chain.start + one.start, chain.start + one.stop) for one in cuts]
-    return found
-
-
-def _within_budget(draft: Draft, rank: int, row: Sequence[Instruction]) -> list[Instruction]:
-    """A rank of a model with branches, of which as much is kept as the budget has room for."""
-    budget, shape = budget_of(draft.plan.checkpoint), draft.layout.shape
-    assert budget is not None
-    assert draft.costs is not None  # (`segments.schedules` asks for them)
-    flying = in_flight(draft.actions[rank])
-    found, least = branch_budget.within(
-        budget, row, _chains(draft, rank), flying, draft.costs, shape.edges, recompute_branches
-    )
-    if least > budget:
-        raise too_small(budget, least, f" on rank {rank}" if draft.layout.pp > 1 else "")
-    return recompute_branches(row, found)
 
 
 def recompute_branches(row: Sequence[Instruction], segments: Sequence[range]) -> list[Instruction]:

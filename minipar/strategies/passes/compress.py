@@ -11,20 +11,7 @@ Low-Rank Gradient Compression for Distributed Optimization", NeurIPS 2019 (low r
 What topk and powersgd leave out is added to the next step's gradient (error feedback). Until then it is kept in
 `residual(g)`, which is as large as the gradient, and which the collective reads and writes. Over all ranks, the sum of
 what was sent and what is kept equals the sum of the gradients. In the program the sum is still an ALL_REDUCE; its parts
-say what is sent. Shorter numbers, and the largest ones, can be those of a piece of a gradient, too.
-With ZeRO (REDUCE_SCATTER) shorter numbers travel as the gradients would. But what topk and powersgd send is made of
-whole gradients, and is small. So all ranks get all of it, as they do without ZeRO, and each keeps its slices of the
-sum; and all that it has left out, which is as large as its whole gradients.
-Where ranks share layers, topk chooses among the elements of shards and among those of whole gradients in messages of
-their own: ranks have other shards, and must choose the same elements of what they have whole, or it drifts apart. Of a
-gradient of which each of them makes a part, the parts are summed first, exactly (`forms.py`); what is made smaller is
-the sum over the replicas:
-
-    tp=2 dp=2      ALL_REDUCE over 0,1 [ whole gradient ]     ALL_REDUCE over 0,2 [ the largest 1 % ]
-With precision=bf16 gradients have 16 bits, and what is left out of them 32: so what rounding takes away is sent later,
-too. The numbers that topk sends have 16 bits, the factors of powersgd 32.
-With parameter servers (`parameter_server.py`) what workers push is smaller in the same way, each piece of a tensor by
-itself.
+say what is sent. With parameter servers (`parameter_server.py`) what workers push is smaller in the same way.
 """
 
 from __future__ import annotations
@@ -33,20 +20,15 @@ import math
 from collections.abc import Sequence
 
 from minipar.errors import PlanError
-from minipar.program import Instruction, Op, Part, home, piece_of, residual
+from minipar.program import Instruction, Op, Part, residual
 from minipar.program.shape import Shape
 from minipar.strategies.draft import Draft
-from minipar.strategies.rewriting import of_groups
 
 
 def compress(draft: Draft) -> Draft:
     """Sums of gradients carry less than the gradients; what is left out waits for the next step."""
-    shape, choice, narrow = draft.layout.shape, draft.plan.compress, draft.plan.precision == "bf16"
-    draft = draft.each(
-        lambda rank, row: [
-            _smaller(each, shape, choice, narrow) for ins in row for each in _of_one_form(ins, shape, choice)
-        ]
-    )
+    shape, choice = draft.layout.shape, draft.plan.compress
+    draft = draft.each(lambda rank, row: [_smaller(ins, shape, choice) for ins in row])
     written = [{v for ins in row for v in ins.writes if v.kind == "residual"} for row in draft.ranks]
     return draft.each_state(lambda rank, held: held | written[rank])
 
@@ -76,59 +58,27 @@ def keeps_residual(choice: str) -> bool:
     return choice.startswith(("topk", "powersgd"))
 
 
-def _of_one_form(ins: Instruction, shape: Shape, choice: str) -> list[Instruction]:
-    """A sum of gradients whose elements topk chooses among; as two sums, if some gradients are shards and others are
-    whole."""
-    if not choice.startswith("topk") or not _sums(ins):
-        return [ins]
-    shards = tuple(g for g in ins.layers if shape.groups[g].is_cut)
-    wholes = tuple(g for g in ins.layers if g not in shards)
-    if not shards or not wholes:
-        return [ins]
-    waits = tuple(value for value in ins.reads if value.index not in ins.layers)
-    halves = (of_groups(ins, shards), of_groups(ins, wholes))
-    return [half._replace(reads=half.reads + waits) for half in halves]
-
-
-def _sums(ins: Instruction) -> bool:
-    """Whether an instruction sums gradients."""
-    return ins.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER) and home(ins.reads[0]).kind == "grad"
-
-
-def _smaller(ins: Instruction, shape: Shape, choice: str, narrow: bool) -> Instruction:
+def _smaller(ins: Instruction, shape: Shape, choice: str) -> Instruction:
     """A sum of gradients with smaller messages; any other instruction unchanged."""
-    if not _sums(ins):
+    if ins.op is not Op.ALL_REDUCE:
         return ins
-    piece, part = piece_of(ins), ins.parts[0]
-    if not keeps_residual(choice) and (piece or ins.op is Op.REDUCE_SCATTER):
-        return ins._replace(parts=(part._replace(bytes=_in_16_bits(part.bytes, shape)),))
-    if piece:
-        sent = _largest((piece[1] - piece[0]) // shape.itemsize, shape, choice, len(ins.group), narrow)
-        parts = [part._replace(op=Op.ALL_GATHER, bytes=sent)]
-    else:
-        tensors = [(g, t) for g in ins.layers for t in range(len(shape.groups[g].tensors))]
-        messages = [tensors] if part.layer < 0 else [[one] for one in tensors]
-        parts = [part for one in messages for part in _carried(one, shape, choice, len(ins.group), narrow)]
+    part = ins.parts[0]
+    tensors = [(g, t) for g in ins.layers for t in range(len(shape.groups[g].tensors))]
+    messages = [tensors] if part.layer < 0 else [[one] for one in tensors]
+    parts = [part for one in messages for part in _carried(one, shape, choice, len(ins.group))]
     kept = tuple(map(residual, ins.layers)) if keeps_residual(choice) else ()
-    writes = ins.writes + kept if ins.writes else ()  # (the last piece writes for all)
-    return ins._replace(reads=ins.reads + kept, writes=writes, parts=tuple(parts))
+    return ins._replace(reads=ins.reads + kept, writes=ins.writes + kept, parts=tuple(parts))
 
 
-def _in_16_bits(size: int, shape: Shape) -> int:
-    return 2 * size // shape.itemsize
-
-
-def _carried(tensors: Sequence[tuple[int, int]], shape: Shape, choice: str, ranks: int, narrow: bool) -> list[Part]:
-    """The parts that are sent in place of one message of these tensors, given as (parameter group, place in it). Their
-    bytes are to those of the shape's tensors as what is sent is to the gradients, which with `narrow` have 16 bits."""
+def _carried(tensors: Sequence[tuple[int, int]], shape: Shape, choice: str, ranks: int) -> list[Part]:
+    """The parts that are sent in place of one message of these tensors, given as (parameter group, place in it)."""
     layer = -1 if len(tensors) > 1 else tensors[0][0]
     sizes = [shape.groups[g].tensors[t] // shape.itemsize for g, t in tensors]
     kind, _, number = choice.partition(":")
     if kind in ("bf16", "fp16"):
         return [Part(Op.ALL_REDUCE, layer, 2 * sum(sizes))]
-    item, wide = (2, 4) if narrow else (shape.itemsize, shape.itemsize)  # of a gradient, and of what is left out
     if kind == "topk":
-        return [Part(Op.ALL_GATHER, layer, _largest(sum(sizes), shape, choice, ranks, narrow))]
+        return [Part(Op.ALL_GATHER, layer, ranks * row_bytes(top(sum(sizes), choice), shape.itemsize))]
     if not shape.dims:
         raise PlanError(f"compress={choice}: needs the shapes of all tensors; compile for shape_of(model)")
     first = second = 0
@@ -136,14 +86,7 @@ def _carried(tensors: Sequence[tuple[int, int]], shape: Shape, choice: str, rank
         factors = low_rank(shape.dims[g][t], int(number))
         first += size if factors is None else factors[0] * factors[2]
         second += 0 if factors is None else factors[1] * factors[2]
-    scale = wide * shape.itemsize // item
-    return [Part(Op.ALL_REDUCE, layer, count * scale) for count in (first, second) if count]
-
-
-def _largest(count: int, shape: Shape, choice: str, ranks: int, narrow: bool) -> int:
-    """Bytes in which all ranks send the largest of so many numbers, to those of the shape's tensors as above."""
-    item = 2 if narrow else shape.itemsize
-    return ranks * row_bytes(top(count, choice), item) * shape.itemsize // item
+    return [Part(Op.ALL_REDUCE, layer, count * shape.itemsize) for count in (first, second) if count]
 
 
 def top(count: int, choice: str) -> int:

@@ -92,17 +92,16 @@ def sum_parts(draft: Draft) -> Draft:
     """Gradients of which every sharing rank makes a part are summed over these ranks, before others use them.
 
     Those that nothing else sums go in buckets, as `data_parallel` sums gradients. Others lie in a buffer of that sum
-    already, and have one message for each tensor; so have those of a schedule without flushes, with a sum for each
-    STEP in the rows (`versions.py`).
+    already, and have one message for each tensor.
     """
-    layout, plan = draft.layout, draft.plan
+    layout = draft.layout
     axes = {g: _partial(group.form, layout) for g, group in enumerate(layout.shape.groups) if "P" in group.form}
     partial = frozenset(axes)
     bucketed: list[frozenset[int]] = [frozenset()] * layout.pp
-    if draft.bucket != "none" and not plan.asynchronous:
+    if draft.bucket != "none":
         used = [{v.index for ins in row if ins.group for v in ins.reads if v.kind == "grad"} for row in draft.ranks]
-        made = [{g for g in last_writes(row, "grad") if not layout.on_host(g)} for row in draft.ranks]
-        bucketed = [partial & made[rank] - used[rank] for rank in range(layout.pp)]
+        built = [set(last_writes(row, "grad")) for row in draft.ranks]
+        bucketed = [partial & built[rank] - used[rank] for rank in range(layout.pp)]
 
     def rewrite(rank: int, row: Sequence[Instruction]) -> list[Instruction]:
         ranks = {g: layout.sharers(rank, found) for g, found in axes.items()}
@@ -145,7 +144,7 @@ def _one_by_one(
             places.setdefault(open_.pop(value), []).append(value.index)
 
     for k, ins in enumerate(row):
-        if ins.group or ins.op in (Op.OFFLOAD, Op.STEP):  # it uses the gradient as it is
+        if ins.group or ins.op is Op.OFFLOAD:  # it uses the gradient as it is
             close([value for value in ins.reads if value in open_])
         else:
             open_.update({value: k for value in ins.writes if value in wanted})

@@ -10,21 +10,6 @@
 Sources: Ren et al., "ZeRO-Offload", ATC 2021 (gradients go to the host, parameters come back: 2 P bytes each way);
 Rajbhandari et al., "ZeRO-Infinity", SC 2021 (parameters, and the disk); Rhu et al., "vDNN", MICRO 2016 (activations).
 
-Without flushes a rank has several versions of its parameters, and the optimizer's copy on the host is the newest one:
-
-    B1 mb0 | OFFLOAD grad(1) | B0 mb0 | OFFLOAD grad(0) | STEP 0 on the host | FETCH param(0) v1 | STEP 1 ... | F0 mb2
-
-With offload=parameters all versions are kept away, and each is fetched where it is used. What uses it last frees it:
-
-    FETCH param(0) v0 | F0 mb1 | FETCH param(0) v0 | B0 mb0 | FETCH param(0) v0 | STEP 0 v1 | OFFLOAD param(0) v1 | ...
-
-With zero=3 these are slices of versions. Each is fetched where a version is gathered, and freed with the gather.
-Versions that come from parameter servers are pulled to where they are kept, and no STEP fetches one.
-
-A rank that decides as it runs takes the copies with the action that they belong to, in whatever order that comes:
-
-    F 0 mb2 | OFFLOAD saved(0) | F 1 mb2 | OFFLOAD saved(1)  -  FETCH saved(1) mb0 | FETCH saved(0) | B 1 mb0 | B 0 mb0
-
 With offload_to=disk an optimizer state and its copy of the parameters are fetched to the host for their group's STEP,
 and written back after it. Copies in one direction run in order. What autograd keeps is copied while one compute
 instruction runs. The compute instruction after that waits for the copy. So the memory is free at that point of the
@@ -36,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 
 from minipar.program import (
     COLLECTIVES,
@@ -44,27 +29,14 @@ from minipar.program import (
     Op,
     Value,
     disk,
-    home,
     host,
     optimizer_shard,
     optimizer_state,
     param,
     param_shard,
-    tier,
-    version_of,
 )
 from minipar.strategies.draft import Draft
-from minipar.strategies.rewriting import (
-    also_free,
-    by_action,
-    by_update,
-    copy_of,
-    insert,
-    of_groups,
-    renamed,
-    uses,
-    without,
-)
+from minipar.strategies.rewriting import also_free, copy_of, insert, of_groups, uses
 
 BESIDE = 1  # compute instructions that run while a saved value is copied away
 IN_FLIGHT = 2  # gradients that are copied away at the same time; a third one waits for the first
@@ -99,7 +71,7 @@ class Away:
         return disk if self.to == "disk" else host
 
     def updated(self, group: int) -> Value:
-        """The parameters that a STEP on the host updates, where these are no versions."""
+        """The parameters that a STEP on the host updates."""
         return param_shard(group) if group in self.sharded else param(group)
 
 
@@ -109,45 +81,12 @@ def offload(draft: Draft) -> Draft:
 
     def rewrite(rank: int, row: Sequence[Instruction]) -> Sequence[Instruction]:
         rule, held = rules[rank], draft.state[rank]
-        if draft.plan.deciding:
-            last = rank == draft.layout.pp - 1  # (where each backward comes right after its forward)
-            row = by_action(row, lambda part: _with_action(part, rule, held, not last))
-        else:
-            row = _fetch_parameters(row, rule, held) if "parameters" in rule.what else row
-            row = _offload_activations(row, rule) if "activations" in rule.what else row
-        if "optimizer" in rule.what:
-            row = by_update(row, draft.step, lambda step, part: _offload_gradients(part, rule, held, step))
-        if draft.plan.sync == "ps":
-            return _updated_elsewhere(row, rule)
-        return _one_by_one([each for part in _updates_apart(row) for each in _update(part, rule)])
+        row = _fetch_parameters(row, rule, held) if "parameters" in rule.what else row
+        row = _offload_activations(row, rule) if "activations" in rule.what else row
+        return _offload_gradients(row, rule, held, draft.step) if "optimizer" in rule.what else row
 
     moved = draft.each(rewrite).each_update(lambda rank, row: _update(row, rules[rank]))
     return moved.each_state(lambda rank, held: _state(held, rules[rank]))
-
-
-def _updates_apart(row: Sequence[Instruction]) -> list[list[Instruction]]:
-    """A row in parts: what belongs to an update (of a schedule without flushes), and what is between two updates."""
-    return [list(part) for _, part in groupby(row, lambda ins: ins.step if _updates(ins) else -1)]
-
-
-def _updates(ins: Instruction) -> bool:
-    """Whether this is a STEP, or averages what one has made."""
-    return ins.op is Op.STEP or (ins.op is Op.ALL_REDUCE and home(ins.reads[0]).kind == "param")
-
-
-def _one_by_one(row: Sequence[Instruction]) -> list[Instruction]:
-    """A version is fetched after another one that was made and copied away is gone."""
-    result: list[Instruction] = []
-    leaving: list[Value] = []
-    for ins in row:
-        if ins.op is Op.OFFLOAD and version_of(ins.reads[0]) >= 0 and tier(ins.reads[0]) == "device":
-            leaving += ins.writes
-        elif ins.op is Op.FETCH and version_of(ins.writes[0]) >= 0 and leaving:
-            gone = ins.reads[0] if ins.reads[0] in leaving else leaving[0]
-            leaving.remove(gone)
-            ins = ins._replace(reads=tuple(dict.fromkeys((*ins.reads, gone))))
-        result.append(ins)
-    return result
 
 
 def _state(state: Iterable[Value], rule: Away) -> set[Value]:
@@ -164,19 +103,15 @@ def _state(state: Iterable[Value], rule: Away) -> set[Value]:
 
 
 def _update(update: Sequence[Instruction], rule: Away) -> list[Instruction]:
-    """A rank's update with one STEP for each group, which runs on the host if the optimizer's state is there. Averages
-    of parameters, which are of one group each, are where the STEP is."""
+    """A rank's update with one STEP for each group, which runs on the host if the optimizer's state is there."""
     if not {"optimizer", "parameters"}.intersection(rule.what):
         return list(update)
     result: list[Instruction] = []
-    averages = {ins.layers[0]: ins for ins in update if _averages_here(ins)}
     for ins in update:
-        if _averages_here(ins):
-            continue
-        if ins.op is not Op.STEP or ins.stream == "host":  # (the STEP of layers on the host)
+        if ins.op is not Op.STEP:
             result.append(ins)
             continue
-        parts = [_step(of_groups(ins, (g,)), g, rule, averages.get(g)) for g in ins.layers]
+        parts = [_step(of_groups(ins, (g,)), g, rule) for g in ins.layers]
         for k, (before, steps, _) in enumerate(parts):
             result += before if k == 0 else []
             result += parts[k + 1][0] if k + 1 < len(parts) else []
@@ -186,84 +121,35 @@ def _update(update: Sequence[Instruction], rule: Away) -> list[Instruction]:
     return result
 
 
-def _updated_elsewhere(row: Sequence[Instruction], rule: Away) -> list[Instruction]:
-    """Where servers update: a STEP only says when a version is replaced, by one that comes to where they are kept."""
-    if "parameters" not in rule.what:
-        return list(row)
-
-    def kept(value: Value) -> Value:
-        return rule.far(value) if tier(value) == "device" and version_of(value) >= 0 else value
-
-    return [renamed(ins, kept) if ins.op is Op.STEP else ins for ins in row]
-
-
-def _averages_here(ins: Instruction) -> bool:
-    """Whether this averages parameters of the device."""
-    return ins.op is Op.ALL_REDUCE and ins.reads[0].kind == "param"
-
-
-def _step(
-    own: Instruction, g: int, rule: Away, average: Instruction | None
-) -> tuple[list[Instruction], list[Instruction], list[Instruction]]:
-    """For one group: the copies before its STEP; the STEP, the average of what it has made, and the copy of the new
-    parameters to the device; the copies after that."""
+def _step(own: Instruction, g: int, rule: Away) -> tuple[list[Instruction], list[Instruction], list[Instruction]]:
+    """For one group: the copies before its STEP; the STEP, and the copy of the new parameters to the device; the copies
+    after that."""
     step = own.step
-    averages = [] if average is None else [average]
-    # The parameters that the device has before and after it; without flushes these are two versions.
-    old, here = (next(v for v in values if v.kind in ("param", "param_shard")) for values in (own.reads, own.writes))
-    last = (old,) if old in own.frees else ()  # the old version, if nothing else needs it
+    here = next(v for v in own.writes if v.kind in ("param", "param_shard"))  # what the device has
     if "optimizer" not in rule.what:
-        before = [copy_of(Op.FETCH, rule.far(old), old, step, tuple(map(rule.far, last)))]
-        gone = (here,) if last or old == here else (here, old)
-        return before, [own, *averages], [copy_of(Op.OFFLOAD, here, rule.far(here), step, gone)]
+        before = [copy_of(Op.FETCH, rule.far(here), here, step)]
+        return before, [own], [copy_of(Op.OFFLOAD, here, rule.far(here), step, (here,))]
     state = optimizer_shard(g) if g in rule.sharded else optimizer_state(g)
     whole = "parameters" not in rule.what
-    given, made = (rule.updated(g), rule.updated(g)) if whole else (old, here)
+    updated = rule.updated(g) if whole else here
     gradients = tuple(host(v) for v in own.reads if v.kind in ("grad", "grad_shard"))
-    replaced = () if whole else tuple(map(host, (old,) if rule.to == "disk" and old != here else last))
     steps = [
         own._replace(
-            reads=(*gradients, host(given), host(state)),
-            writes=(host(made), host(state)),
-            frees=gradients + replaced,
+            reads=(*gradients, host(updated), host(state)),
+            writes=(host(updated), host(state)),
+            frees=gradients,
             stream="host",
         )
     ]
-    steps += [renamed(each, lambda value: host(made)) for each in averages]
     if whole:
-        steps.append(copy_of(Op.FETCH, host(made), here, step, last))
+        steps.append(copy_of(Op.FETCH, host(updated), here, step))
     if rule.to != "disk":
         return [], steps, []
-    freed = () if whole else tuple(map(disk, last))
-    before = [
-        copy_of(Op.FETCH, disk(given), host(given), step, freed),
-        copy_of(Op.FETCH, disk(state), host(state), step),
-    ]
+    before = [copy_of(Op.FETCH, disk(v), host(v), step) for v in (updated, state)]
     # (the host's copy must stay until the device has been given the new parameters)
     waits = (here,) if whole else ()
-    after = [copy_of(Op.OFFLOAD, host(v), disk(v), step, (host(v),), waits) for v in (made, state)]
+    after = [copy_of(Op.OFFLOAD, host(v), disk(v), step, (host(v),), waits) for v in (updated, state)]
     return before, steps, after
-
-
-def _with_action(
-    part: Sequence[Instruction], rule: Away, held: Collection[Value], waits: bool
-) -> Sequence[Instruction]:
-    """A forward or backward of a rank that decides in what order it takes them, with the copies that belong to it:
-    parameters are fetched for it, and what a forward keeps leaves and comes back with the backward, if that `waits`."""
-    if "parameters" in rule.what:
-        part = _fetch_parameters(part, rule, held)
-    if "activations" not in rule.what or not waits:
-        return part
-    compute = [k for k, ins in enumerate(part) if ins.stream == "compute" and ins.op is not Op.STEP]
-    before: dict[int, list[Instruction]] = {}
-    after: dict[int, list[Instruction]] = {}
-    for n, k in enumerate(compute):
-        for v in (v for v in part[k].reads if v.kind == "saved"):
-            found = copy_of(Op.FETCH, rule.far(v), v, v.step, (rule.far(v),))
-            before.setdefault(compute[max(0, n - 1)], []).append(found)
-        for v in (v for v in part[k].writes if v.kind == "saved"):
-            after.setdefault(k, []).append(copy_of(Op.OFFLOAD, v, rule.far(v), v.step, (v,)))
-    return insert(part, before, after)
 
 
 # activations --------------------------------------------------------------------------------------------------------
@@ -277,8 +163,6 @@ def _offload_activations(row: Sequence[Instruction], rule: Away) -> list[Instruc
     places = {k: n for n, k in enumerate(compute)}
     for k, ins in enumerate(row):
         if k not in places:
-            for value in ins.frees:  # (it is copied to layers on the host)
-                idle.pop(value, None)
             continue
         n = places[k]
         for value in ins.reads:
@@ -314,10 +198,7 @@ def offloaded(instructions: Iterable[Instruction]) -> frozenset[Value]:
 
 def _offload_gradients(row: Sequence[Instruction], rule: Away, held: Collection[Value], step: int) -> list[Instruction]:
     """`held` is what the rank would hold between steps. Gradients in it are in a buffer that stays, so they are not
-    freed. Without flushes a gradient goes to the host after the version that its update replaces has come, if the
-    device keeps versions."""
-    here = () if "parameters" in rule.what else held
-    versions = {v.index: v._replace(step=step) for v in here if version_of(v) >= 0 and tier(v) == "device"}
+    freed."""
     last: dict[int, tuple[int, Value]] = {}  # group -> place where its gradient is complete, and the gradient's value
     used: dict[Value, int] = {}  # where each value is read last (a sum may wait for the one before it)
     for k, ins in enumerate(row):
@@ -337,7 +218,6 @@ def _offload_gradients(row: Sequence[Instruction], rule: Away, held: Collection[
     for k, values in sorted(after.items()):
         for value in values:
             waits = tuple(out[-IN_FLIGHT:][:1]) if len(out) >= IN_FLIGHT else ()
-            waits += (versions[value.index],) if value.index in versions else ()
             frees = () if value in held else (value,)
             out.append(host(value))
             copies.setdefault(k, []).append(copy_of(Op.OFFLOAD, value, out[-1], step, frees, waits))
@@ -348,44 +228,36 @@ def _offload_gradients(row: Sequence[Instruction], rule: Away, held: Collection[
 
 
 def _fetch_parameters(row: Sequence[Instruction], rule: Away, held: Collection[Value]) -> list[Instruction]:
-    """Parameters are fetched before they are used, and freed after it. Of a version, no use before the STEP that
-    replaces it is together with one after it, since that STEP fetches it for itself."""
+    """Parameters are fetched before they are used, and freed after it."""
     compute = [k for k, ins in enumerate(row) if ins.stream == "compute" and ins.op is not Op.STEP]
     order = {k: n for n, k in enumerate(compute)}
-    updates = {ins.step: k for k, ins in enumerate(row) if _updates(ins)}  # (where they end)
-    own = {v[:2] for v in held if version_of(v) >= 0 and tier(v) == "device"}
-    versions = {v for ins in row for v in ins.reads if version_of(v) >= 0 and v[:2] in own}
-    row = [ins if ins.op is Op.STEP else without(ins, versions) for ins in row]
     before: dict[int, list[Instruction]] = {}
     after: dict[int, list[Value]] = {}
-    kept = {v for v in held if v.kind in ("param", "param_shard") and version_of(v) < 0}
-    for value, read in uses(row, kept | versions).items():
-        replaced = updates.get(version_of(value), len(row))
+    kept = {v for v in held if v.kind in ("param", "param_shard")}
+    for value, read in uses(row, kept).items():
         if value.kind == "param_shard":
             places = [k for k in read if row[k].op is not Op.STEP]
             # A slice has the frozen parameters of its layers, too, so that it stays until those gathered from it are
-            # freed. Of a version, whose frozen parameters stay anyway, it is free when it was sent.
+            # freed.
             ends = [k for k, ins in enumerate(row) if param(value.index) in ins.frees]
-            spans = [(k, k if value in versions else min(end for end in ends if end >= k)) for k in places]
+            spans = [(k, min(end for end in ends if end >= k)) for k in places]
         else:
             places = [k for k in read if k in order]
             first, spans = (places or [-1])[0], []
             for k, then in pairwise([*places, -1]):
                 between = {row[other].layers for other in compute[order[k] + 1 : order.get(then, 0)]}
-                if then < 0 or len(between) > rule.prefetch or k < replaced < then:
+                if then < 0 or len(between) > rule.prefetch:
                     spans.append((first, k))
                     first = then
         there: list[tuple[int, int]] = []  # places of a FETCH and of the last use after it
         for start, end in spans:
-            made = 1 + (replaced if start > replaced else updates.get(version_of(value) - 1, -1))
             n = sum(other < start for other in compute) - rule.prefetch
-            fetched = max(made, min(start, compute[max(0, n)]))
+            fetched = min(start, compute[max(0, n)])
             if there and fetched <= there[-1][1]:  # it stays if it would be fetched again before it is freed
                 there[-1] = there[-1][0], end
             else:
                 there.append((fetched, end))
         for fetched, end in there:
-            last = (rule.far(value),) if end == there[-1][1] and replaced < end else ()
-            before.setdefault(fetched, []).append(copy_of(Op.FETCH, rule.far(value), value, row[end].step, last))
+            before.setdefault(fetched, []).append(copy_of(Op.FETCH, rule.far(value), value, row[end].step))
             after.setdefault(end, []).append(value)
     return insert(also_free(row, after), before)

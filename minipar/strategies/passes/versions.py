@@ -16,14 +16,13 @@ passes after this one find a STEP for each update in the rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
 from minipar.errors import PlanError
 from minipar.program import (
     BACKWARDS,
-    COPIES,
     Action,
     Forward,
     Instruction,
@@ -32,15 +31,13 @@ from minipar.program import (
     Staleness,
     Value,
     grad,
-    home,
     optimizer_state,
     param,
-    repartitions,
     version_of,
 )
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
-from minipar.strategies.rewriting import ActionKey, Leaving, actions_of, computed_on_host, in_two, renamed
+from minipar.strategies.rewriting import ActionKey, actions_of, renamed
 from minipar.strategies.schedules.registry import Used, find, newest
 
 Blocks = dict[ActionKey, list[Instruction]]
@@ -85,7 +82,7 @@ def with_versions(
     instructions: Sequence[Instruction], layout: Layout, rank: int, contract: Staleness, version: Used
 ) -> list[Instruction]:
     """One rank's forwards and backwards with the versions that they use, and its STEPs. A STEP comes after the SENDs of
-    the backward before it, and after the collectives that give what is sent another form, or copies from the host.
+    the backward before it.
 
     If the instructions have versions already, from another order, these are replaced and their frees are found again.
     """
@@ -103,7 +100,6 @@ def with_versions(
     last: dict[Value, int] = {}  # parameters of a version -> the place of their last read
     result: list[Instruction] = []
     states, grads = tuple(map(optimizer_state, groups)), tuple(map(grad, groups))
-    _, there = computed_on_host(instructions)
     done = updates = 0
     due = False
     new = tuple.__new__  # (takes half the time of calling Instruction)
@@ -113,20 +109,17 @@ def with_versions(
             named[version] = {g: param(g, version) for g in groups}
         return named[version]
 
-    def step() -> list[Instruction]:
+    def step() -> Instruction:
         old, new = (tuple(params(version).values()) for version in (updates, updates + 1))
-        whole = Instruction(Op.STEP, groups, -1, updates, grads + old + states, new + states, grads)
-        found = in_two(whole, there.__contains__)
-        for k, each in enumerate(found, len(result)):
-            last.update((value, k) for value in each.reads if version_of(value) >= 0)
-        return found
+        last.update(dict.fromkeys(old, len(result)))
+        return Instruction(Op.STEP, groups, -1, updates, grads + old + states, new + states, grads)
 
     for ins in instructions:
         op = ins.op
-        if due and op is not SEND and not repartitions(ins) and not _comes_back(ins):
-            result += step()
+        if due and op is not SEND:
+            result.append(step())
             updates, due = updates + 1, False
-        if op is SEND or op is RECV or ins.group or op in COPIES:
+        if op is SEND or op is RECV:
             result.append(ins)
             continue
         i = ins.step * m + ins.microbatch
@@ -135,11 +128,11 @@ def with_versions(
         given = params(used.get(i, updates) if op is FORWARD or contract.stashed else updates)
         reads = []
         for value in ins.reads:
-            if home(value).kind == "param" and value.index in given:
-                value = given[value.index]._replace(kind=value.kind)
+            if value.kind == "param" and value.index in given:
+                value = given[value.index]
                 last[value] = len(result)
             reads.append(value)
-        frees = tuple([value for value in ins.frees if home(value).kind != "param"])
+        frees = tuple([value for value in ins.frees if value.kind != "param"])
         result.append(new(Instruction, (*ins[:4], tuple(reads), ins.writes, frees, *ins[7:])))
         if op in BACKWARDS:
             left[i] = left.get(i, depth) - len(ins.layers)
@@ -147,7 +140,7 @@ def with_versions(
                 done += 1
                 due = done % every == 0 or done == total
     if due:
-        result += step()
+        result.append(step())
         updates += 1
     # The last instruction that reads a version frees it. The newest version stays.
     for value, k in sorted(last.items()):
@@ -175,27 +168,9 @@ def as_it_happened(
         blocks = blocks_of(program, rank) if known is None else known[rank]
         m = program.microbatches
         places = [(isinstance(action, Forward), action.microbatch % m, action.microbatch // m) for action in order]
-        if program.in_flight is not None and version is newest:
-            ranks.append(tuple(_in_order(places, blocks)))
-        else:
-            plain = [ins for place in places for ins in blocks.get(place, ()) if ins.op is not Op.STEP]
-            ranks.append(tuple(with_versions(plain, layout, rank, program.contract, version)))
+        plain = [ins for place in places for ins in blocks.get(place, ()) if ins.op is not Op.STEP]
+        ranks.append(tuple(with_versions(plain, layout, rank, program.contract, version)))
     return replace(program, ranks=tuple(ranks), in_flight=None)
-
-
-def _in_order(places: Sequence[ActionKey], blocks: Blocks) -> Iterator[Instruction]:
-    """A rank's actions in the order that it has decided. Backwards and updates are in one order always; which version a
-    forward has used depends on it."""
-    leaving, updates = Leaving(), 0
-    for place in places:
-        leaving.next_action()
-        for ins in blocks.get(place, ()):
-            waits = leaving.waits(ins)
-            if ins.op is Op.STEP:
-                updates = ins.step + 1
-            elif place[0]:
-                ins = renamed(ins, partial(_numbered, updates))
-            yield ins._replace(reads=(*ins.reads, *waits)) if waits else ins
 
 
 def _numbered(number: int, value: Value) -> Value:
@@ -223,11 +198,6 @@ def blocks_of(program: Program, rank: int) -> Blocks:
     for place, ins in zip(actions_of(program, rank), program.ranks[rank], strict=True):
         blocks.setdefault(place, []).append(ins)
     return blocks
-
-
-def _comes_back(ins: Instruction) -> bool:
-    """Whether a gradient that a layer on the host has made is copied, to be sent to another rank."""
-    return ins.op is Op.FETCH and home(ins.reads[0]).kind == "grad_output"
 
 
 def layout_of(program: Program) -> Layout:

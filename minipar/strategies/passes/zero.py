@@ -19,8 +19,6 @@ are under way, and the slices.
       [RS3][RS2 ][RS1][RS0]  [AG3][AG2 ][AG1][AG0]     zero=1 and 2 update bucket by bucket: a bucket's parameters are
                                                        gathered while the next bucket is updated
 
-overlap=priority sends each group by itself, in the order in which the next forward needs it (`priority.py`).
-
 overlap=none sums all buckets after the backward, and gathers all after one STEP. So does the gather where the optimizer
 works on the host, since parameters come from there before they are gathered.
 
@@ -34,27 +32,21 @@ layers ahead, and freed after it. They are not freed if no more than `prefetch` 
 for example where the backward follows the forward. So `prefetch` + 1 layers are whole at a time, and where forward ends
 and backward begins, as many gathers are saved.
 
-Without flushes replicas do this for every update: each replica's optimizer makes its slices of the next version. With
-zero=3 only the slices of versions are kept, and a version is gathered where it is used:
-
-    AG0 v0 | F0 mb1 | AG0 v0 | B0 mb0 | RS0 | STEP 0 v1 (slices) | AG0 v1 | F0 mb2 | AG0 v0 | B0 mb1 | RS0 | STEP 0 v2
-
 A group that is tied between stages stays whole and is summed by an all-reduce, because its slices would belong to ranks
-with different work. Frozen parameters stay whole, too, and those of layers on the host. Where a stage has copies, all
+with different work. Frozen parameters stay whole, too. Where a stage has copies, all
 ranks that hold it share out its optimizer state.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby, pairwise
 
-from minipar.program import Instruction, Op, Part, Value, buffer, grad, grad_shard, param, param_shard, version_of
+from minipar.program import Instruction, Op, Part, Value, buffer, grad, grad_shard, param, param_shard
 from minipar.strategies.buckets import split_buckets
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
-from minipar.strategies.rewriting import also_free, by_update, collective, insert, of_groups, renamed, uses, without
+from minipar.strategies.rewriting import also_free, collective, insert, of_groups, renamed, uses
 
 # Buckets of gradients under way at the same time, each with its buffer; the next bucket waits. In zero=1 nothing waits:
 # a buffer is as large as the whole gradients that it replaces, for which there is room.
@@ -68,12 +60,8 @@ def shard(draft: Draft) -> Draft:
     buckets = [_buckets(row, draft, rank, sharded[rank]) for rank, row in enumerate(draft.ranks)]
 
     def rewrite(rank: int, row: Sequence[Instruction]) -> Sequence[Instruction]:
-        def scatter(step: int, part: Sequence[Instruction]) -> list[Instruction]:
-            return _scatter_gradients(part, replace(draft, step=step), rank, buckets[rank])
-
-        if level == 3:
-            row = _gather_parameters(row, draft, sharded[rank])
-        return update(rank, by_update(row, draft.step, scatter)) if buckets[rank] else row
+        row = _gather_parameters(row, draft, sharded[rank]) if level == 3 else row
+        return _scatter_gradients(row, draft, rank, buckets[rank]) if buckets[rank] else row
 
     def update(rank: int, row: Sequence[Instruction]) -> list[Instruction]:
         """STEP on slices; in zero=1 and 2 their parameters are gathered after it."""
@@ -84,23 +72,17 @@ def shard(draft: Draft) -> Draft:
         if level == 3:
             return [ins]
         if plan.overlap == "none" or "optimizer" in plan.offload:
-            found = _together(sorted(sharded[rank]), draft)
+            found = split_buckets(sorted(sharded[rank]), layout.shape.groups, draft.bucket)
             return [ins, *_gathers(found, ins, draft)]
         return _by_bucket(ins, buckets[rank], draft)
 
     draft = draft.each(rewrite).each_update(update)
-    if level == 3:
-        draft = draft.each(lambda rank, row: _freed_slices(row))
     return draft.each_state(lambda rank, held: [_sliced(value, sharded[rank], level) for value in held])
 
 
 def _gathers(buckets: Sequence[Sequence[int]], step: Instruction, draft: Draft) -> list[Instruction]:
     """The ALL_GATHERs of parameters of which each rank has updated its part in a STEP."""
-    made = {value.index: value for value in step.writes if value.kind == "param"}  # (perhaps a version)
-    return [
-        renamed(_all_gather(groups, draft.layout, step.step, param), lambda value: made.get(value.index, value))
-        for groups in buckets
-    ]
+    return [_all_gather(groups, draft.layout, step.step, param) for groups in buckets]
 
 
 def _by_bucket(step: Instruction, buckets: Sequence[Sequence[int]], draft: Draft) -> list[Instruction]:
@@ -115,9 +97,8 @@ def _by_bucket(step: Instruction, buckets: Sequence[Sequence[int]], draft: Draft
 
 def sharded_groups(layout: Layout, rank: int) -> frozenset[int]:
     """The groups of a rank whose optimizer state is sharded: other ranks of the same replica hold them as copies, or
-    not at all. Those on the host, where there is room, stay whole."""
-    device = (g for g in layout.trainable(rank) if not layout.on_host(g))
-    return frozenset(g for g in device if len(layout.holders(g)) == layout.dp or layout.copied(g))
+    not at all."""
+    return frozenset(g for g in layout.trainable(rank) if len(layout.holders(g)) == layout.dp or layout.copied(g))
 
 
 def _sliced(value: Value, sharded: frozenset[int], level: int) -> Value:
@@ -130,49 +111,22 @@ def _sliced(value: Value, sharded: frozenset[int], level: int) -> Value:
 
 def _gather_parameters(row: Sequence[Instruction], draft: Draft, sharded: frozenset[int]) -> list[Instruction]:
     """A rank's instructions with parameters gathered ahead of their use, and freed after it."""
-    prefetch, updates = draft.plan.prefetch, {ins.step: k for k, ins in enumerate(row) if ins.op is Op.STEP}
+    prefetch = draft.plan.prefetch
     whole = {v for ins in row for v in ins.reads if v.kind == "param" and v.index in sharded}
-    row = [ins if ins.op is Op.STEP else without(ins, whole) for ins in row]
-    before: dict[int, dict[int, list[Value]]] = {}  # place of a gather -> place of the first use -> what is gathered
+    before: dict[int, dict[int, list[int]]] = {}  # place of a gather -> place of the first use -> what is gathered
     after: dict[int, list[Value]] = {}
-    for value, read in sorted(uses(row, whole).items()):
-        places = [k for k in read if row[k].op is not Op.STEP]  # (that works on the slices)
-        made = updates.get(version_of(value) - 1, -1) + 1
-        first = (places or [0])[0]
+    for value, places in sorted(uses(row, whole).items()):
+        first = places[0]
         for k, then in pairwise([*places, len(row)]):
             if then == len(row) or not _soon(row, k, then, prefetch):
-                before.setdefault(max(made, first - prefetch), {}).setdefault(first, []).append(value)
+                before.setdefault(max(0, first - prefetch), {}).setdefault(first, []).append(value.index)
                 after.setdefault(k, []).append(value)
                 first = then
     gathers = {
-        k: [_gather_slices(values, draft.layout, row[first].step) for first, values in sorted(found.items())]
+        k: [_all_gather(groups, draft.layout, row[first].step, param_shard) for first, groups in sorted(found.items())]
         for k, found in before.items()
     }
     return insert(also_free(row, after), gathers)
-
-
-def _gather_slices(values: Sequence[Value], layout: Layout, step: int) -> Instruction:
-    """The ALL_GATHER of whole parameters from slices that are values of their own, and perhaps versions."""
-    made = {value.index: value for value in values}
-    plain = _all_gather(list(made), layout, step, param_shard)
-    return renamed(plain, lambda value: value._replace(step=made[value.index].step))
-
-
-def _freed_slices(row: Sequence[Instruction]) -> list[Instruction]:
-    """A rank's instructions, in which the last one that reads the slices of a version frees them. The newest version
-    stays."""
-    last: dict[Value, int] = {}
-    newest: dict[int, int] = {}
-    for k, ins in enumerate(row):
-        for value in (*ins.reads, *ins.writes):
-            if value.kind == "param_shard" and version_of(value) >= 0:
-                last[value] = k
-                newest[value.index] = max(newest.get(value.index, 0), value.step)
-    old: dict[int, list[Value]] = {}
-    for value, k in sorted(last.items()):
-        if value.step < newest[value.index]:
-            old.setdefault(k, []).append(value)
-    return also_free([without(ins, last) for ins in row], old)
 
 
 def _soon(row: Sequence[Instruction], k: int, then: int, prefetch: int) -> bool:
@@ -233,15 +187,8 @@ def _buckets(row: Sequence[Instruction], draft: Draft, rank: int, sharded: froze
 
     found: list[list[int]] = []
     for _, mine in groupby(sorted(sharded, key=order), key=stage_of.__getitem__):
-        found += _together(list(mine), draft)
+        found += split_buckets(list(mine), table, draft.bucket)
     return found
-
-
-def _together(groups: Sequence[int], draft: Draft) -> list[list[int]]:
-    """These groups in buckets. By priority each is sent by itself."""
-    if draft.plan.overlap == "priority":
-        return [[g] for g in groups]
-    return split_buckets(groups, draft.layout.shape.groups, draft.bucket)
 
 
 def _scatter_gradients(
@@ -265,13 +212,12 @@ def _scatter_gradients(
                 place += 1  # parameters are needed earlier than gradients
             after.setdefault(place, []).append((i, groups))
 
-    in_turn = plan.zero > 1 and plan.overlap != "priority"
     started: list[tuple[Value, ...]] = []
     scatters: dict[int, list[Instruction]] = {}
     for k, messages in sorted(after.items()):
         for i, groups in messages:
             part = tuple(map(grad_shard, groups))
-            waits = started[-IN_FLIGHT] if len(started) >= IN_FLIGHT and in_turn else ()
+            waits = started[-IN_FLIGHT] if len(started) >= IN_FLIGHT and plan.zero > 1 else ()
             scatters.setdefault(k, []).append(
                 _reduce_scatter(groups, draft.layout, draft.step, i, (part if part in started else ()) + waits)
             )

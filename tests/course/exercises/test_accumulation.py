@@ -42,13 +42,6 @@ def weighted(weight, between=None):
     return accumulate
 
 
-def all_at_once(model, loss, parts):
-    rows = sum(len(x) for x, _ in parts)
-    total = sum(loss(model(x), y) * len(x) / rows for x, y in parts)
-    total.backward()
-    return total.item()
-
-
 def test_weights_by_rows():
     assert check(weighted(lambda n, rows, parts: n / rows), tasks.ACCUMULATE)
 
@@ -57,26 +50,7 @@ def test_weights_by_rows():
     ("answer", "reason", "hint"),
     [
         (weighted(lambda n, rows, parts: 1), "parts of 4, 4 rows the gradients are not", "these are the sums"),
-        (
-            weighted(lambda n, rows, parts: 1 / parts),
-            "parts of 4, 3, 3 rows the gradients",
-            "more rows must count more",
-        ),
-        (weighted(lambda n, rows, parts: n), "the gradients are not", "divide by the number of all rows"),
-        (
-            weighted(lambda n, rows, parts: n / rows, lambda model: model.zero_grad()),
-            "the gradients are not",
-            "last part alone",
-        ),
         (weighted(lambda n, rows, parts: 3 * n / rows), "the gradients are not", "what must it be multiplied by"),
-        (all_at_once, "times the memory of one part is held", "a graph lives until its backward"),
-        (lambda model, loss, parts: None, "no parameter has a gradient", "backward"),
-        (
-            lambda *given: weighted(lambda n, rows, parts: n / rows)(*given) * 2,
-            "returns",
-            "mean loss of the whole batch",
-        ),
-        (lambda model, loss: 0.0, "raised TypeError", "check its arguments"),
         (5, "5 is no function", "def accumulate"),
     ],
 )
@@ -102,9 +76,7 @@ def test_as_few_as_fit():
     ("answer", "hint"),
     [
         (lambda n, f, a, c: max(1, math.ceil(n * a / (c - f))), "rows are whole"),
-        (lambda n, f, a, c: max(1, math.ceil(n * a / c)), "however small the parts are"),
         (lambda n, f, a, c: max(1, (n * a) // (c - f)), "rounded down"),
-        (lambda n, f, a, c: fewest(n, f, a, c) or n, "not even one row"),
         (lambda n, f, a, c: n, "try m = 1, 2, 3"),
     ],
 )
@@ -132,16 +104,7 @@ def test_a_search_finds_a_plan():
     ("answer", "reason", "hint"),
     [
         (lambda rows, capacity: "microbatches=1", "needs 1280 MiB; the device has 800", "the fastest where it fits"),
-        (lambda rows, capacity: f"microbatches={rows}", "88.8 ms are possible in 1300 MiB", "needs least"),
-        (lambda rows, capacity: "checkpoint=sqrt", "are possible", "try many"),
-        (
-            lambda rows, capacity: "offload=activations",
-            "there is one device; possible keys are microbatches",
-            "try many",
-        ),
         (lambda rows, capacity: "dp=4", "there is one device", "try many"),
-        (lambda rows, capacity: "checkpoint=many", "must be none, sqrt", "try many"),
-        (lambda rows, capacity: "microbatches=64", "64 micro-batches, but only 32 rows", "try many"),
         (lambda rows, capacity: 3, "gives 3: ", "try many"),
     ],
 )

@@ -40,7 +40,7 @@ def stub(*arguments: Any) -> Any:
     raise NotImplementedError("your code here")
 
 
-@pytest.mark.parametrize("task", [tasks.RING, tasks.NAIVE_DDP, tasks.SERVER, tasks.ZERO_3, tasks.ONE_F_ONE_B])
+@pytest.mark.parametrize("task", [tasks.RING, tasks.SERVER, tasks.ONE_F_ONE_B])
 def test_a_stub_is_told_that_nothing_is_written(task, clusters):
     verdict = task.judge(stub, clusters)
     assert not verdict
@@ -66,11 +66,6 @@ def to_everybody(x):
     return x
 
 
-def by_the_backend(x):
-    dist.all_reduce(x)
-    return x
-
-
 def mean_of_all(x):
     return solution("my_allreduce")(x) / dist.get_world_size()
 
@@ -79,10 +74,7 @@ def mean_of_all(x):
     ("answer", "reason", "hint"),
     [
         (to_everybody, "but a rank sends 128 bytes; 128 are enough|a rank sends 288 bytes; 144 are enough", "chunks"),
-        (by_the_backend, "calls all_reduce, which does the work itself", "recv, send"),
         (lambda x: x, "rank 0 has", "what the rank began with"),
-        (mean_of_all, "rank 0 has", "that is the mean"),
-        (lambda x: None, "returned None", "reduce|add"),
         (lambda x: x[:3], "rank 0 has", "first p - 1 steps"),
     ],
 )
@@ -93,31 +85,14 @@ def test_wrong_rings(answer, reason, hint, clusters):
 # halving and doubling ------------------------------------------------------------------------------------------------
 
 
-def halved_only(x):
-    """Halving without doubling: each rank has the sum of its own part."""
-    rank, distance = dist.get_rank(), dist.get_world_size() // 2
-    part = x
-    while distance:
-        low, high = part[: len(part) // 2], part[len(part) // 2 :]
-        mine, theirs = (high, low) if rank & distance else (low, high)
-        arrived = torch.empty_like(mine)
-        sending = dist.isend(theirs, rank ^ distance)
-        dist.recv(arrived, rank ^ distance)
-        sending.wait()
-        mine += arrived
-        part, distance = mine, distance // 2
-    return x
-
-
 @pytest.mark.parametrize(
     ("answer", "reason", "hint"),
     [
         (lambda x: solution("my_allreduce")(x), "but a rank sends 6 messages; 4 are enough", "distance p/2"),
-        (halved_only, "rank 0 has", "on the way back"),
         (mean_of_all, "rank 0 has", "that is the mean"),
         (lambda x: x, "rank 0 has", "what the rank began with"),
     ],
-    ids=["ring", "half of it", "mean", "nothing"],
+    ids=["ring", "mean", "nothing"],
 )
 def test_wrong_halvings(answer, reason, hint, clusters):
     is_told(tasks.HALVING.judge(answer, clusters), reason, hint)
@@ -154,13 +129,10 @@ def accumulated(weight: str = "rows", each: bool = False, parts: int = 4, divide
     ("answer", "reason", "hint"),
     [
         (accumulated(weight="parts"), "not plain torch's", "with more rows counts more"),
-        (accumulated(weight="no"), "not plain torch's", "a mean over all rows was asked for"),
         (accumulated(divide=False), "not plain torch's", "p times too large"),
-        (accumulated(each=True), "a rank sends 4.0 times the bytes", "after the last part"),
-        (accumulated(parts=1), "a rank holds up to", "forward and backward of one part"),
         (stub, "nothing is written here yet", "raise"),
     ],
-    ids=["equal parts", "sums", "not divided", "a sum each", "one part", "stub"],
+    ids=["equal parts", "not divided", "stub"],
 )
 def test_wrong_accumulations(answer, reason, hint, clusters):
     is_told(tasks.ACCUMULATED.judge(answer, clusters), reason, hint)
@@ -212,13 +184,10 @@ def one_sum_each(model, batches, loss, lr, overlap=True):
     ("answer", "reason", "hint"),
     [
         (plain_sgd, "not plain torch's", "nothing was exchanged"),
-        (ddp(begin=False), "not plain torch's", "do they begin with the same ones"),
         (ddp(divide=False), "not plain torch's", "p times too large"),
-        (ddp(zero=False), "not plain torch's", "set the gradients to zero"),
-        (lambda *_: None, "nothing has changed them", "in place"),
         (ddp(every_step=True), "a rank sends 1.3 times the bytes", "once all weights"),
     ],
-    ids=["alone", "own weights", "sum", "no zero", "nothing", "weights each step"],
+    ids=["alone", "sum", "weights each step"],
 )
 def test_wrong_loops(answer, reason, hint, clusters):
     is_told(tasks.NAIVE_DDP.judge(answer, clusters), reason, hint)
@@ -287,11 +256,10 @@ def server(push: bool = True, divide: int = 1, by: str = "messages") -> Callable
     ("answer", "reason", "hint"),
     [
         (server(divide=0), "not plain torch's", "divide by the number of workers"),
-        (server(divide=9), "not plain torch's", "divides the sum of the gradients"),
         (server(by="broadcast"), "calls broadcast", "use send and recv"),
         (server(push=False), "a worker sends 2.0 times the bytes of its gradients", "pushes its gradients"),
     ],
-    ids=["all ranks", "sum", "broadcast", "both"],
+    ids=["all ranks", "broadcast", "both"],
 )
 def test_wrong_servers(answer, reason, hint, clusters):
     is_told(tasks.SERVER.judge(answer, clusters), reason, hint)
@@ -336,14 +304,10 @@ def own_chunk_only(model, batches, loss, lr):
     ("task", "answer", "reason", "hint"),
     [
         (tasks.ZERO_1, own_chunk_only, "not plain torch's", "all_gather brings it those of the others"),
-        (tasks.ZERO_1, with_momentum(factor=0.0), "not plain torch's", "the momentum is missing"),
-        (tasks.ZERO_1, with_momentum(divide=False), "not plain torch's", "p times too large"),
         (tasks.ZERO_1, with_momentum(), "a rank holds up to", "only its part of momentum"),
-        (tasks.ZERO_2, "my_zero1", "a rank holds up to", "only its part of gradients and momentum"),
-        (tasks.ZERO_3, "my_zero2", "a rank holds up to", "only its part of parameters"),
         (tasks.ZERO_1, "my_zero3", "a rank sends 3.3 Ψ (N-1)/N numbers in a step; 2 are enough", "reduce_scatter"),
     ],
-    ids=["own chunk", "no momentum", "sum", "data parallel", "1 for 2", "2 for 3", "3 for 1"],
+    ids=["own chunk", "data parallel", "3 for 1"],
 )
 def test_wrong_shares(task, answer, reason, hint, clusters):
     is_told(task.judge(solution(answer) if isinstance(answer, str) else answer, clusters), reason, hint)
@@ -393,48 +357,21 @@ def plainly(layers, x):
     ("task", "answer", "reason", "hint"),
     [
         (tasks.CHECKPOINT, plainly, "bytes live after the forward", "save the input alone"),
-        (tasks.CHECKPOINT, checkpointed(random=False), "the gradients of the input differ from", "same random numbers"),
-        (tasks.CHECKPOINT, checkpointed(back=False), "random numbers after the backward", "put the state"),
-        (tasks.CHECKPOINT, checkpointed(runs=2), "a layer runs 3 times", "2 runs"),
         (
             tasks.CHECKPOINT,
             checkpointed(grads=False),
             "the gradients of the parameters differ from",
             "run the layer again",
         ),
-        (tasks.CHECKPOINT, stub, "nothing is written here yet", "raise"),
-        (tasks.OFFLOAD, plainly, "bytes live after the forward", "unpack(name) reads it"),
         (tasks.OFFLOAD, checkpointed(), "a layer runs 2 times", "1 run"),
     ],
-    ids=["plain", "random numbers", "generator", "twice", "no gradients", "stub", "nothing offloaded", "recomputed"],
+    ids=["plain", "no gradients", "recomputed"],
 )
 def test_wrong_graphs(task, answer, reason, hint):
     is_told(task.judge(answer), reason, hint)
 
 
 # pipelines -----------------------------------------------------------------------------------------------------------
-
-
-def one_by_one(stage, batches, loss, lr):
-    """Right, but each micro-batch goes forward and backward before the next one begins."""
-    rank, p = dist.get_rank(), dist.get_world_size()
-    for x, y in batches:
-        stage.zero_grad()
-        for rows, target in zip(x.chunk(16), y.chunk(16), strict=True):
-            value = torch.empty_like(rows) if rank else rows
-            if rank:
-                dist.recv(value, rank - 1)
-                value.requires_grad_()
-            output, gradient = stage(value), None
-            if rank < p - 1:
-                dist.send(output.detach(), rank + 1)
-                gradient = torch.empty_like(output)
-                dist.recv(gradient, rank + 1)
-            (output if rank < p - 1 else loss(output, target) / 16).backward(gradient)
-            if rank:
-                dist.send(value.grad, rank - 1)
-        for parameter in stage.parameters():
-            parameter.data -= lr * parameter.grad
 
 
 def gpipe(microbatches: int = 16, scale: bool = True, whole: bool = True, wanted: bool = True) -> Callable[..., None]:
@@ -477,14 +414,10 @@ def gpipe(microbatches: int = 16, scale: bool = True, whole: bool = True, wanted
     ("task", "answer", "reason", "hint"),
     [
         (tasks.GPIPE, gpipe(scale=False), "not plain torch's", "divide it by the number of micro-batches"),
-        (tasks.GPIPE, gpipe(whole=False), "not plain torch's", "only the last micro-batch counts"),
-        (tasks.GPIPE, gpipe(microbatches=1), "sends 2 messages in 2 steps", "send each one as soon as it is done"),
         (tasks.GPIPE, gpipe(wanted=False), "raised TypeError", "something is None there"),
-        (tasks.GPIPE, one_by_one, "sends 1 micro-batch before its first backward, and not 16", "then all backwards"),
-        (tasks.ONE_F_ONE_B, one_by_one, "sends 1 micro-batch before its first backward, and not 2", "p - r forwards"),
         (tasks.ONE_F_ONE_B, gpipe(), "the first stage holds up to", "one backward after each forward"),
     ],
-    ids=["scale", "zero", "naive", "no gradient", "one by one", "one by one for 1f1b", "gpipe"],
+    ids=["scale", "no gradient", "gpipe"],
 )
 def test_wrong_pipelines(task, answer, reason, hint, clusters):
     is_told(task.judge(answer, clusters), reason, hint)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,8 +10,6 @@ import pytest
 from minipar.program.collectives.own import Copy, Move, Reduce, Send, Setting
 from minipar_course.exercise import check
 from minipar_course.exercises import collectives as tasks
-
-Moves = Callable[[Setting, int], Any]
 
 
 def stub(*arguments: object) -> Any:
@@ -40,15 +35,10 @@ def test_a_stub_is_told_that_nothing_is_written(task):
     ("answer", "words"),
     [
         (empty, "no rank makes a move"),
-        (lambda setting, rank: None, "gave None"),
-        (lambda setting: iter(()), "raised TypeError"),
-        (lambda setting, rank: iter([7]), "which is no move"),
         (lambda setting, rank: iter([Send(0, 1 - min(rank, 1))]), "needs a list of chunks"),
-        (lambda setting, rank: iter([Send([0], rank)]), "needs another rank"),
-        (lambda setting, rank: itertools.repeat(Send([0], 1 - min(rank, 1))), "does a loop end?"),
         (3, "3 is no function"),
     ],
-)  # fmt: skip
+)
 def test_what_is_no_collective(task, answer, words):
     verdict = check(answer, task)
     assert not verdict
@@ -86,20 +76,11 @@ def one_by_one(setting: Setting, rank: int) -> Iterator[Move]:
         yield from (Send([0], other) for other in range(setting.ranks) if other != rank)
 
 
-def from_rank_0(setting: Setting, rank: int) -> Iterator[Move]:
-    yield from doubling(setting._replace(root=0), rank)
-
-
 def powers_only(setting: Setting, rank: int) -> Iterator[Move]:
     p, place, reach = setting.ranks, (rank - setting.root) % setting.ranks, 1
     while reach < p:
         yield Send([0], (rank + reach) % p) if place < reach else Copy([0], (rank - reach) % p)
         reach *= 2
-
-
-def send_first(setting: Setting, rank: int) -> Iterator[Move]:
-    moves = list(doubling(setting, rank))
-    yield from sorted(moves, key=lambda move: isinstance(move, Copy))
 
 
 def forgets_some(setting: Setting, rank: int) -> Iterator[Move]:
@@ -117,12 +98,10 @@ def test_the_reference_broadcast_passes():
     ("answer", "reason", "hint"),
     [
         (one_by_one, "takes 7.1 ms; the target is 3.3 ms", "rank 0 sends most: 7 tensors in 7 messages"),
-        (from_rank_0, "root 3", "only send a chunk that it holds"),
         (powers_only, "with 8 ranks", "Send"),
-        (send_first, "reads chunk(0) before", "only send a chunk that it holds"),
         (forgets_some, "rank 2 must end with chunk(0), but never has it", "follow"),
     ],
-)  # fmt: skip
+)
 def test_other_broadcasts_are_told_why(answer, reason, hint):
     verdict = check(answer, tasks.BROADCAST)
     assert not verdict
@@ -144,25 +123,9 @@ def ring(setting: Setting, rank: int, again: type = Copy, first: type = Reduce, 
         yield again([(rank - 1 - step) % p], left)
 
 
-def waits_first(setting: Setting, rank: int) -> Iterator[Move]:
-    moves = list(ring(setting, rank))
-    for send, take in zip(moves[::2], moves[1::2], strict=True):
-        yield from (take, send)
-
-
 def wrong_chunk(setting: Setting, rank: int) -> Iterator[Move]:
     for move in ring(setting, rank):
         yield move if isinstance(move, Send) else move._replace(chunks=[(c + 1) % setting.ranks for c in move.chunks])
-
-
-def central(setting: Setting, rank: int) -> Iterator[Move]:
-    every, others = range(setting.ranks), range(1, setting.ranks)
-    if rank:
-        yield Send(every, 0)
-        yield Copy(every, 0)
-    else:
-        yield from (Reduce(every, other) for other in others)
-        yield from (Send(every, other) for other in others)
 
 
 def test_the_reference_ring_passes():
@@ -175,15 +138,10 @@ def test_the_reference_ring_passes():
     ("answer", "reason", "hint"),
     [
         (lambda s, r: ring(s, r, again=Reduce), "counts rank 0's 2 times", "added twice"),
-        (lambda s, r: ring(s, r, first=Copy), "lacks rank", "replaced by Copy"),
-        (lambda s, r: ring(s, r, forget=1), "lacks rank", "follow that chunk"),
-        (lambda s, r: ring(s, r, forget=s.ranks - 1), "lacks rank", "follow that chunk"),
         (wrong_chunk, "receive order differs from send order", "with the same chunks"),
-        (waits_first, "deadlock", "a send never waits"),
-        (central, "takes 16.2 ms; the target is 6.6 ms", "rank 0 sends most: 3 tensors in 3 messages"),
         (lambda s, r: ring(s._replace(ranks=4), r), "with 2 ranks", "Send(chunks, to)"),
     ],
-)  # fmt: skip
+)
 def test_other_rings_are_told_why(answer, reason, hint):
     verdict = check(answer, tasks.RING)
     assert not verdict
@@ -248,9 +206,3 @@ def test_right_in_one_size_only():
     verdict = check(eight, tasks.TWO_NODES)
     assert not verdict
     assert "with 4 ranks on 2 nodes" in verdict.reason
-
-
-def test_checking_needs_no_torch():
-    code = "import sys; from minipar_course.exercises import collectives; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout == "False\n"

@@ -15,7 +15,7 @@ def stub(*arguments: object) -> Any:
     raise NotImplementedError("your code here")
 
 
-@pytest.mark.parametrize("task", [tasks.STEP_TIME, tasks.SHARES, tasks.BUCKETS, tasks.FOUR_DEVICES])
+@pytest.mark.parametrize("task", [tasks.STEP_TIME, tasks.BUCKETS, tasks.FOUR_DEVICES])
 def test_a_stub_is_told_that_nothing_is_written(task):
     verdict = check(stub, task)
     assert not verdict
@@ -47,33 +47,14 @@ def rounded_down(rank, ranks, size):
     return range(rank * (size // ranks), (rank + 1) * (size // ranks))
 
 
-def rounded_up(rank, ranks, size):
-    each = -(-size // ranks)
-    return range(rank * each, min(size, (rank + 1) * each))
-
-
-def like_a_sampler(rank, ranks, size):
-    """Every rank as many rows: some of them twice."""
-    each = -(-size // ranks)
-    return [(rank + k * ranks) % max(1, size) for k in range(each)]
-
-
 @pytest.mark.parametrize(
     ("answer", "reason", "hint"),
     [
         (rounded_down, "10 rows on 4 ranks: nobody trains row 8", "that do not divide evenly"),
-        (rounded_up, "rank 0 has 3 rows and rank 3 has 1", "all wait for the slowest"),
-        (like_a_sampler, "row 0 is trained 2 times, by ranks 0, 2", "weighs twice in the gradient"),
-        (lambda rank, ranks, size: range(size), "row 0 is trained 4 times, by ranks 0, 1, 2, 3", "twice"),
-        (lambda rank, ranks, size: in_runs(rank, ranks, size + 1), "row 10 is given out, and there is none", "0 to 9"),
         (lambda rank, ranks, size: in_runs(rank, 4, 10), "7 rows on 1 rank: nobody trains row 2", "evenly"),
-        (lambda rank, ranks, size: 3, "gives 3, which is no list of rows", "a range, or a list"),
-        (lambda rank, ranks, size: ["a"], "gives ['a'], which is no list of rows", "a range, or a list"),
-        (lambda rank, ranks: [], "raised TypeError", "check its arguments"),
-        (lambda rank, ranks, size: [1 // 0], "raised ZeroDivisionError", "mend that line"),
         (3, "3 is no function", "def my_rows"),
     ],
-)  # fmt: skip
+)
 def test_other_shares_are_told_why(answer, reason, hint):
     verdict = check(answer, tasks.SHARES)
     assert not verdict
@@ -96,11 +77,6 @@ def best_buckets(sizes, backward, alpha, beta):
     return ends[0][1]
 
 
-def of_two(sizes, *_):
-    layers = list(range(len(sizes) - 1, -1, -1))
-    return [layers[k : k + 2] for k in range(0, len(layers), 2)]
-
-
 def test_the_reference_buckets_pass():
     assert check(best_buckets, tasks.BUCKETS)
 
@@ -121,15 +97,10 @@ def test_the_best_time_is_that_of_all_ways_to_cut(case):
     ("answer", "reason", "hint"),
     [
         (lambda sizes, *_: [[k] for k in reversed(range(len(sizes)))], "latencies alone are 18 ms", "costs alpha"),
-        (lambda sizes, *_: [list(reversed(range(len(sizes))))], "begin after 12 ms", "cannot begin before"),
-        (of_two, "23 ms are possible", "where the last bucket could begin"),
-        (lambda sizes, *_: [[0]], "every layer must be in one bucket, from layer 5 down to 0", ""),
         (lambda sizes, *_: [list(range(len(sizes)))], "from layer 5 down to 0", ""),
-        (lambda sizes, *_: [[], *best_buckets(sizes, *_)], "every layer must be in one bucket", ""),
-        (lambda sizes, *_: 4, "cannot be read as an answer", ""),
         (lambda sizes, *_: None, "gives None", "return"),
     ],
-)  # fmt: skip
+)
 def test_other_buckets_are_told_why(answer, reason, hint):
     verdict = check(answer, tasks.BUCKETS)
     assert not verdict
@@ -151,20 +122,10 @@ def test_the_reference_plan_passes():
     ("words", "reason", "hint"),
     [
         ("dp=4", "needs 257.3 MiB on rank 0", "too much of: activations 201.1 MiB"),
-        ("dp=4 microbatches=2", "fits, 156.8 MiB, but takes 0.762 s", "when can the first one be sent"),
-        ("dp=4 microbatches=2 bucket=auto", "takes 0.619 s", "when can the first one be sent"),
-        ("dp=4 checkpoint=sqrt bucket=auto", "takes 0.668 s", "recomputing takes 0.153 s"),
-        ("dp=2 microbatches=4", "fits, 156.8 MiB, but takes 1.23 s", "for messages"),
-        ("dp=8", "needs 8 devices", "there are 4"),
         ("dp=2 pp=2", "cannot be", "pp=1"),
-        ("dp=4 compress=bf16", "compress=bf16 trains otherwise than one device does", ""),
-        ("dp=4 local_steps=4", "local_steps=4 trains otherwise", ""),
-        ("dp=3 sync=ps mode=async", "mode=async trains otherwise", ""),
-        ("dp=4 microbatches=2 precision=bf16", "trains in bf16", "precision=float32"),
-        ("dp=four", "cannot be", "a whole number"),
         (4, "4 is no plan", "return its words"),
     ],
-)  # fmt: skip
+)
 def test_other_plans_are_told_why(words, reason, hint):
     verdict = check(lambda: words, tasks.FOUR_DEVICES)
     assert not verdict

@@ -22,17 +22,21 @@ def test_a_stub_is_told_that_nothing_is_written(task: Any) -> None:
 @pytest.mark.parametrize(
     ("answer", "task", "reason", "hint"),
     [
-        (lambda tokens, experts, top, capacity: int(capacity * tokens * top // experts), tasks.ROOM, "the engine",
-         "rounded up"),
-        (lambda tokens, experts, top, capacity: -(-capacity * tokens // experts), tasks.ROOM, "the engine", "`top`"),
-        (lambda chosen, room: [k if k < room else None for k in range(len(chosen))], tasks.PLACES, "right is",
-         "a queue of its own"),
-        (lambda chosen, room: tasks._last_come(chosen, room), tasks.PLACES, "right is", "comes first keeps"),
-        (lambda chances: tasks._balance(chances) / len(chances[0]), tasks.BALANCE, "right is",
-         "times the number of experts"),
+        (
+            lambda tokens, experts, top, capacity: int(capacity * tokens * top // experts),
+            tasks.ROOM,
+            "the engine",
+            "rounded up",
+        ),
+        (
+            lambda chosen, room: [k if k < room else None for k in range(len(chosen))],
+            tasks.PLACES,
+            "right is",
+            "a queue of its own",
+        ),
         (lambda chances: 1.0, tasks.BALANCE, "right is", "share of tokens"),
     ],
-)  # fmt: skip
+)
 def test_mistakes(answer: Any, task: Any, reason: str, hint: str) -> None:
     is_told(check(answer, task), reason, hint)
 
@@ -81,11 +85,10 @@ def everywhere(gate: bool = True, divide: bool = True) -> Callable[..., None]:
     ("answer", "reason", "hint"),
     [
         (stub, "nothing is written here yet", "raise"),
-        (everywhere(gate=False), "not plain torch's", "the gate is on every rank"),
         (everywhere(divide=False), "not plain torch's", "the sum over all ranks' losses"),
         (everywhere(), "a rank sends", "to the rank of its expert, and to no other one"),
     ],
-    ids=["stub", "own gate", "sum", "to everybody"],
+    ids=["stub", "sum", "to everybody"],
 )
 def test_wrong_experts(answer: Any, reason: str, hint: str, clusters: Any) -> None:
     is_told(tasks.EXPERT_PARALLEL.judge(answer, clusters), reason, hint)

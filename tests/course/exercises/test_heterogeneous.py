@@ -41,10 +41,7 @@ def test_the_best_layers():
     ("answer", "reason", "hint"),
     [
         (lambda p, o, out, c: set(), "take 1120 on the device, which holds 700", "does what is left fit?"),
-        (lambda p, o, out, c: set(range(len(p))), "ms are possible", "50 times as slow"),
         (tasks._by_size, "ms are possible", "large is not enough"),
-        (lambda p, o, out, c: {0}, "ms are possible", "often right"),
-        (lambda p, o, out, c: [9], "layers count from 0 to 4", "try them all"),
         (lambda p, o, out, c: 1, "cannot be read as an answer", "try them all"),
     ],
 )
@@ -92,7 +89,6 @@ def test_offloaded_in_time():
     ("answer", "reason", "hint"),
     [
         (away(lambda n: ()), "needs 33 MiB; the target is 15 MiB", "activations 33 MiB"),
-        (away(all_but_two, ahead=0), "the target is 240 ms", "one backward earlier"),
         (away(lambda n: (), again=run_again), "takes 310 ms", "70 ms are forwards that run again"),
         (away(lambda n: range(n), ahead=9), "cannot run", "goes to the host 1 times, and comes back 0 times"),
     ],

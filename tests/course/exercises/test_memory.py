@@ -107,9 +107,7 @@ def test_buffers():
             "layer 3 overwrites the output of layer 1",
             "right for a chain",
         ),
-        (lambda last: list(range(len(last))), "4 buffers; 2 are enough", "never uses a buffer again"),
         (lambda last: [0] * len(last), "layer 1 overwrites the output of layer 0", "buffers of outputs"),
-        (lambda last: [0], "gives 1 buffers; there are 4 outputs", "buffers"),
         (lambda last: 2, "cannot be read as an answer", "buffers"),
     ],
 )
@@ -140,24 +138,15 @@ def test_an_update_as_soon_as_its_gradient_is_there():
 @pytest.mark.parametrize(
     ("answer", "reason", "hint"),
     [
-        (lambda n: forwards(n) + [(B, k) for k in reversed(range(n))], "needs 260 MiB; the target is 233 MiB",
-            "gradients 64 MiB"),
-        (lambda n: forwards(n) + [(B, k) for k in range(n)], "cannot run", "what does it need"),
-        (lambda n: early(n)[:-2], "cannot run", "(B, 0) comes 0 times"),
-        (lambda n: forwards(n) + early(n), "cannot run", "to run it again is R"),
-        (lambda n: [*early(n), (STEP, 0)], "cannot run", ""),
-        (lambda n: [*forwards(n), (R, 0), *early(n)[n:]], "takes 250 ms; the target is 240 ms",
-            "10 ms are forwards that run again"),
+        (
+            lambda n: forwards(n) + [(B, k) for k in reversed(range(n))],
+            "needs 260 MiB; the target is 233 MiB",
+            "gradients 64 MiB",
+        ),
         (lambda n: itertools.repeat((F, 0)), "yields more than 800 pairs", "does a loop end?"),
-        (lambda n: [], "yields nothing", "pairs"),
-        (lambda n: 7, "gives 7", "pairs"),
-        (lambda n: [F], "pair 0 is", "a pair is (op, layer)"),
-        (lambda n: [("F", 0)], "pair 0 is ('F', 0)", "a pair is (op, layer)"),
-        (lambda n: [(F, n)], "(F, 8)", "layers count from 0 to 7"),
-        (lambda n: 1 / 0, "ZeroDivisionError", "mend that line first"),
         (4, "4 is no function", "def mine(layers)"),
     ],
-)  # fmt: skip
+)
 def test_wrong_orders(answer, reason, hint):
     verdict = check(answer, tasks.GRADIENTS)
     assert not verdict
@@ -175,11 +164,16 @@ def device(layers: int, **more: Any) -> Device:
 def test_who_reads_last_frees():
     row = program_of(early(3), device(3)).ranks[0]
     assert [" ".join(map(str, ins.frees)) for ins in row] == [
-        "", "", "",
-        "saved(2) mb0 output(2) mb0 output(1) mb0", "grad(2)",
-        "saved(1) mb0 grad_output(1) mb0 output(0) mb0", "grad(1)",
-        "saved(0) mb0 grad_output(0) mb0", "grad(0)",
-    ]  # fmt: skip
+        "",
+        "",
+        "",
+        "saved(2) mb0 output(2) mb0 output(1) mb0",
+        "grad(2)",
+        "saved(1) mb0 grad_output(1) mb0 output(0) mb0",
+        "grad(1)",
+        "saved(0) mb0 grad_output(0) mb0",
+        "grad(0)",
+    ]
 
 
 def test_a_run_that_is_repeated_keeps_nothing():

@@ -24,16 +24,21 @@ def test_a_stub_is_told_that_nothing_is_written(task: Any) -> None:
 @pytest.mark.parametrize(
     ("answer", "task", "reason", "hint"),
     [
-        (lambda shape, form, ranks: tuple(n // ranks for n in shape) if form[0] == "S" else shape, tasks.PART,
-         "right is", "cuts one dimension"),
-        (lambda shape, form, ranks: (shape[0] // ranks, *shape[1:]) if form in ("P", "S0") else
-         tasks._part(shape, form, ranks), tasks.PART, "part_of((8, 6), 'P', 4)", "as large as the whole"),
-        (lambda x, w: "P" if "P" in (x, w) else tasks._product(x, w) or "no", tasks.PRODUCT,
-         "form_of_product('P', 'P') gives 'P'; right is 'no'", "ac + bd"),
-        (lambda x, w: "R", tasks.PRODUCT, "right is 'P'", "rank 0 multiplies what it has"),
+        (
+            lambda shape, form, ranks: tuple(n // ranks for n in shape) if form[0] == "S" else shape,
+            tasks.PART,
+            "right is",
+            "cuts one dimension",
+        ),
+        (
+            lambda x, w: "P" if "P" in (x, w) else tasks._product(x, w) or "no",
+            tasks.PRODUCT,
+            "form_of_product('P', 'P') gives 'P'; right is 'no'",
+            "ac + bd",
+        ),
         (lambda x, w: None, tasks.PRODUCT, "gives None", "return"),
     ],
-)  # fmt: skip
+)
 def test_wrong_forms(answer: Any, task: Any, reason: str, hint: str) -> None:
     is_told(check(answer, task), reason, hint)
 
@@ -42,13 +47,10 @@ def test_wrong_forms(answer: Any, task: Any, reason: str, hint: str) -> None:
     ("forms", "reason", "hint"),
     [
         ({}, "it may store 3,584", "divides its weight"),
-        ({"0.gate": "S1 on tp", "0.up": "S1 on tp", "0.down": "P on tp", "0.head": "S1 on tp"},
-         "may send 2,048", "gather"),
         ({"0.gate": "S1 on tp", "0.up": "S1 on tp", "0.down": "S1 on tp"}, "may send 2,048", "columns, then rows"),
-        ({"gate": "S1 on tp"}, "no operator or parameter has such a name", "names what is possible"),
         ("S1", "gives 'S1'", "return names and forms"),
     ],
-)  # fmt: skip
+)
 def test_wrong_annotations(forms: Any, reason: str, hint: str) -> None:
     is_told(check(lambda: forms, tasks.ANNOTATED), reason, hint)
 
@@ -97,11 +99,10 @@ def mlp(enter: bool = True, biases: bool = False, gather: bool = False) -> Calla
     ("answer", "reason", "hint"),
     [
         (stub, "nothing is written here yet", "raise"),
-        (mlp(enter=False), "not plain torch's", "a part of the gradient of a block's input"),
         (mlp(biases=True), "not plain torch's", "p times in the sum"),
         (mlp(gather=True), "a rank sends", "weights never move"),
     ],
-    ids=["stub", "no f", "biases", "gathered"],
+    ids=["stub", "biases", "gathered"],
 )
 def test_wrong_perceptrons(answer: Any, reason: str, hint: str, clusters: Any) -> None:
     is_told(tasks.MLP.judge(answer, clusters), reason, hint)
@@ -140,11 +141,10 @@ def head(largest: bool = True, total: bool = True, gather: bool = False) -> Call
     ("answer", "reason", "hint"),
     [
         (stub, "nothing is written here yet", "raise"),
-        (head(largest=False, total=False), "not plain torch's", "over its own classes"),
         (head(largest=False), "not plain torch's", "subtracts its own maximum"),
         (head(gather=True), "a rank sends", "scores stay where they are"),
     ],
-    ids=["stub", "own classes", "own maximum", "gathered"],
+    ids=["stub", "own maximum", "gathered"],
 )
 def test_wrong_heads(answer: Any, reason: str, hint: str, clusters: Any) -> None:
     is_told(tasks.CROSS_ENTROPY.judge(answer, clusters), reason, hint)

@@ -12,7 +12,7 @@ import pytest
 from minipar import Plan
 from minipar.costs.partition import partition
 from minipar_course.exercise import check
-from minipar_course.exercises.partitions import CUT, FIT, SEARCH, STEP_TIME, even, greedy
+from minipar_course.exercises.partitions import CUT, FIT, SEARCH, STEP_TIME
 
 
 def stub(*arguments: Any) -> Any:
@@ -30,11 +30,7 @@ def test_the_time_of_unequal_stages() -> None:
     ("answer", "reason", "hint"),
     [
         (stub, "nothing is written here yet", ""),
-        (lambda t, m: m * max(t), "step_time([3.0, 3.0, 3.0, 3.0], 8) gives 24.0; right is 33", "has to reach it, too"),
-        (lambda t, m: m * sum(t), "gives 96.0; right is 33", "one micro-batch at a time"),
         (lambda t, m: (m + len(t) - 1) * max(t), "step_time([9.0, 32.0, 6.0, 2.0], 8) gives 352.0", "less to fill"),
-        (lambda t, m: sum(t) + m * max(t), "gives 36.0; right is 33", "in the sum once already"),
-        (lambda t, m: (m + len(t) - 1) * sum(t) / len(t), "gives 134.75; right is 273", "the mean stage"),
         (lambda t, m: 33, "gives 33; right is 273", "how long after it"),
     ],
 )
@@ -68,13 +64,7 @@ def test_the_best_cut() -> None:
     ("answer", "reason", "hint"),
     [
         (stub, "nothing is written here yet", ""),
-        (even, "gives [2, 2, 2]: stage 2 takes 12; with [3, 2, 1]", "equal numbers of layers are not equal work"),
-        (greedy, "cut([1.0, 8.0, 16.0, 16.0, 4.0, 2.0, 2.0, 1.0], 4) gives", "what is left falls to the last one"),
-        (lambda costs, stages: [len(costs)], "a split is 3 numbers of layers, each of at least 1", "A(k, j)"),
         (lambda costs, stages: [1] * stages, "gives [1, 1, 1], 3 layers together; there are 6", "A(k, j)"),
-        (lambda costs, stages: [0, *even(costs, stages - 1)], "each of at least 1", "A(k, j)"),
-        (lambda costs, stages: [1.5] * stages, "each of at least 1", "A(k, j)"),
-        (lambda costs, stages: 2, "cannot be read as an answer", ""),
         (lambda costs, stages: None, "gives None", "return"),
     ],
 )
@@ -111,21 +101,6 @@ def climb(time: Time, nodes: int, ranks: int, calls: int, random: random.Random)
     return best
 
 
-def at_random(time: Time, nodes: int, ranks: int, calls: int, random: random.Random) -> list[int]:
-    return min(([random.randrange(ranks) for _ in range(nodes)] for _ in range(calls)), key=time)
-
-
-def in_turn(time: Time, nodes: int, ranks: int, calls: int, random: random.Random) -> list[int]:
-    return [node % ranks for node in range(nodes)]
-
-
-def greedy_only(time: Time, nodes: int, ranks: int, calls: int, random: random.Random) -> list[int]:
-    """One more question than is allowed."""
-    for _ in range(calls + 1):
-        time([0] * nodes)
-    return [0] * nodes
-
-
 def test_hill_climbing_finds_good_placements() -> None:
     verdict = check(climb, SEARCH)
     assert verdict
@@ -136,13 +111,7 @@ def test_hill_climbing_finds_good_placements() -> None:
     ("answer", "reason", "hint"),
     [
         (stub, "nothing is written here yet", ""),
-        (at_random, "in the mean; the target is 86.5", "do not begin anew each time"),
-        (in_turn, "in the mean; the target is 86.5", "do not begin anew each time"),
-        (greedy_only, "your search asked more than 400 times", "count your questions"),
         (lambda time, nodes, ranks, calls, random: None, "gives None, which is no placement", "a list of 18 ranks"),
-        (lambda time, nodes, ranks, calls, random: [ranks] * nodes, "which is no placement", "from 0 to 3"),
-        (lambda time, nodes, ranks, calls, random: [0], "gives [0], which is no placement", "a list of 18 ranks"),
-        (lambda time, nodes, ranks, calls, random: time([0]) or [0], "your search raised PlanError", "mend that line"),
         (lambda time: [0] * 18, "your search raised TypeError", "check its arguments"),
     ],
 )
@@ -179,16 +148,7 @@ def test_the_target_is_what_1f1b_can_reach() -> None:
     ("answer", "reason", "hint"),
     [
         (stub, "nothing is written here yet", ""),
-        (words((2, 4, 3, 3)), "is no function", "def plan()"),
-        (lambda: (2, 4, 3, 3), "gives (2, 4, 3, 3), not a plan", "return words such as"),
-        (lambda: None, "gives None, not a plan", "return words such as"),
-        (lambda: words((4, 3, 2, 3)), "it takes 146 units, and rank 0 keeps 112; there is room for 64", "early stages"),
-        (lambda: words((3, 3, 3, 3)), "rank 0 keeps 88; there is room for 64", "early stages"),
         (lambda: words((2, 3, 3, 4)), "and rank 0 keeps 64; the target is 158 units", "Which of those that fit"),
-        (lambda: words((2, 2, 2)), "that plan cannot be: split=2,2,2", "the line above"),
-        (lambda: "pp=4 split", "that plan cannot be: plan word 'split'", "the line above"),
-        (lambda: "pp=2 microbatches=8", "one pipeline of 4 ranks, with 8 micro-batches", "you gave `dp=1 pp=2"),
-        (lambda: "pp=4 microbatches=2 split=2,4,3,3", "one pipeline of 4 ranks, with 8 micro-batches", "you gave"),
         (lambda: "pp=4 dp=2 microbatches=8 split=2,4,3,3", "what was asked for: one pipeline", "you gave `dp=2"),
     ],
 )

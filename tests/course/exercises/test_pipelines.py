@@ -47,19 +47,7 @@ def test_the_fewest_microbatches() -> None:
     ("answer", "reason", "hint"),
     [
         (stub, "nothing is written here yet", "in the place of the `raise`"),
-        (lambda p, b: math.ceil((p - 1) / b), "fewest(4, 0.25) gives 12; but 11 are enough", "is m + p - 1, not m"),
-        (lambda p, b: max(1, int((p - 1) * (1 - b) / b)), "gives 11; with so many the bubble is 31.2%", "round up"),
-        (
-            lambda p, b: max(1, round((p - 1) * (1 - b) / b)),
-            "fewest(3, 0.6) gives 1; with so many the bubble is 66.7%",
-            "rounded to the nearest",
-        ),
-        (lambda p, b: 9 * (p - 1), "gives 27; but 26 are enough", "that is for a tenth only"),
         (lambda p, b: 1, "gives 1; with so many the bubble is 75.0% of the total, more than 25.0%", "solve that for m"),
-        (lambda p, b: 10**9, "gives 1000000000; far fewer are enough", ""),
-        (lambda p, b: (p - 1) * (1 - b) / b, "fewest(6, 0.3) gives 11.66", "solve that for m"),
-        (lambda p, b: None, "gives None", "return"),
-        (lambda p, b: "nine", "cannot be read as an answer", ""),
         (9, "9 is no function", "def fewest(stages, bubble)"),
     ],
 )
@@ -104,7 +92,6 @@ def test_breadth_first(register: Callable[..., Generator]) -> None:
     ("answer", "reason"),
     [
         (stub, "nothing is written here yet"),
-        (breadth_first(iter), "wait for each other in a circle"),
         (one_chunk_only, "rank 0 never yields Forward(0, 1)"),
         (chunk_by_chunk, "units; the target is 28.5"),
     ],
@@ -139,9 +126,7 @@ def test_one_forward_more_hides_a_hop(register: Callable[..., Generator]) -> Non
     ("answer", "reason"),
     [
         (stub, "nothing is written here yet"),
-        (with_warm_up(lambda d, p: p - 1 - d), "it can run, but takes 41 units; the target is 37"),
         (with_warm_up(lambda d, p: 2 * (p - 1 - d)), "it can run, but rank 0 holds 7 activations; the target is 5"),
-        (with_warm_up(lambda d, p: 8), "it can run, but rank 0 holds 8 activations; the target is 5"),
         (with_warm_up(lambda d, p: min(2 * (p - 1 - d), p)), "it can run, but takes 44 units; the target is 37"),
     ],
 )

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -77,12 +75,7 @@ def test_the_right_formula_passes_in_any_form() -> None:
     ("answer", "words"),
     [
         (lambda p, m, f, b: m * (f + b), "that is how long a rank works"),
-        (lambda p, m, f, b: p * m * (f + b), "one micro-batch at a time"),
-        (lambda p, m, f, b: (p + m) * (f + b), "one too many"),
-        (lambda p, m, f, b: (m + p - 1) * f + m * b, "must it not drain"),
         (lambda p, m, f, b: (m + p - 1) * f, "forwards alone"),
-        (lambda p, m, f, b: (m + p - 1) * 3 * f, "the last rank begins (stages - 1) forwards late"),
-        (lambda p, m, f, b: m * p**2 * (f + b), "it is right only where stages=1. the last rank"),
         (lambda p, m, f, b: 33, "the last rank begins (stages - 1) forwards late"),
     ],
 )
@@ -104,12 +97,7 @@ def test_a_wrong_formula_is_shown_the_smallest_case_that_it_misses() -> None:
     ("answer", "words"),
     [
         (33, "33 is one number; the answer is a function"),
-        (None, "None is one number"),
-        (lambda p, m, f, b: None, "gives None"),
-        (lambda p, m, f, b: True, "gives True"),
         (lambda p, m, f, b: "33", "gives '33'"),
-        (lambda p, m, f, b: float("nan"), "gives nan"),
-        (lambda p, m: 33, "raised TypeError"),
         (lambda p, m, f, b: 1 / 0, "raised ZeroDivisionError: division by zero"),
     ],
 )
@@ -161,18 +149,9 @@ def only(*actions: Action) -> Generator:
     return lambda rank, stages, microbatches: iter(actions)
 
 
-def endless(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
-    while True:
-        yield Forward(0)
-
-
 def unknown_name(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
     for i in range(microbatch):  # type: ignore[name-defined]  # noqa: F821
         yield Forward(i)
-
-
-def numbers(rank: int, stages: int, microbatches: int) -> Iterator[int]:
-    yield from range(microbatches)
 
 
 def twice(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
@@ -181,37 +160,14 @@ def twice(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
     yield from map(Backward, range(microbatches))
 
 
-def forwards_only(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
-    yield from map(Forward, range(microbatches))
-
-
-def backwards_first(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
-    for i in range(microbatches):
-        yield Backward(i)
-        yield Forward(i)
-
-
-def one_too_many(rank: int, stages: int, microbatches: int) -> Iterator[Action]:
-    yield from map(Forward, range(1, microbatches + 1))
-
-
 @pytest.mark.parametrize(
     ("answer", "reason", "hint"),
     [
         (only(), "rank 0 never yields Forward(0)", "rank 0 yields nothing"),
-        (lambda rank, stages, microbatches: None, "gave None", "rank 0 yields nothing"),
-        (lambda rank: iter(()), "raised TypeError", "check its arguments"),
-        (numbers, "yielded 0", "rank 0 yields Forward(0) never"),
-        (endless, "yields more than 32 actions", "does a loop end?"),
-        (unknown_name, "raised NameError: name 'microbatch' is not defined", "mend that line"),
         (twice, "rank 0: Forward(0) comes twice, as actions 0 and 8", "rank 0 yields Forward(0) 2 times"),
-        (forwards_only, "rank 0 never yields Backward(0)", "rank 0 yields Backward(0) never"),
-        (backwards_first, "rank 0: Backward(0) comes before Forward(0)", "rank 0 yields Backward(0) before Forward(0)"),
-        (one_too_many, "micro-batches count from 0 to 7", "rank 0 yields Forward(0) never"),
-        (only(Forward([1])), "micro-batches count from 0 to 7", "rank 0 yields Forward(0) never"),  # type: ignore[arg-type]
         (alternating(lambda rank, stages: rank), "wait for each other in a circle, 0 -> 1 -> 0", "read each line"),
     ],
-)  # fmt: skip
+)
 def test_schedules_that_cannot_run(
     register: Callable[[Generator], Generator], answer: Generator, reason: str, hint: str
 ) -> None:
@@ -291,13 +247,6 @@ def test_the_cases_of_the_formula_tell_common_mistakes_apart() -> None:
     for k, (formula, hint) in enumerate(GPIPE_TIME.mistakes):
         assert check(formula, GPIPE_TIME).hint == hint, k
     assert exercise.check(GPIPE_TIME.truth, GPIPE_TIME)
-
-
-def test_checking_needs_no_torch() -> None:
-    code = "import sys; from minipar_course import exercise as e; "
-    code += "e.check(len, e.GPIPE_TIME); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
-    assert done.stdout == "False\n"
 
 
 def test_schedules_of_chunks_and_halves(register):

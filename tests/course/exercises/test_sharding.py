@@ -39,9 +39,7 @@ def test_bytes():
     ("answer", "hint"),
     [
         (lambda psi, n, stage: 16 * -(-psi // n) if stage else 16 * psi, "stage by stage"),
-        (tasks._shared(1, 2, 3), "the other way round"),
         (tasks._shared(3, 1, 2), "stage 1 are the optimizer's states"),
-        (lambda psi, n, stage: bytes_on_a_rank(psi // n * n, n, stage), "which of them does this stage divide"),
         (lambda psi, n, stage: 16 * psi, "which of them does this stage divide"),
     ],
 )
@@ -87,9 +85,7 @@ def test_an_optimizer_in_parallel():
     ("answer", "reason", "hint"),
     [
         (updating(in_place=False), "on a single rank, without any sum", "in place"),
-        (updating(scale=2.0), "on a single rank", "momentum"),
         (lambda comm, parameters, gradient, momentum: None, "it gives NoneType", ""),
-        (lambda comm, parameters, gradient: parameters, "raised TypeError", "check its arguments"),
         (3, "3 is no function", "def update"),
     ],
 )
@@ -154,7 +150,6 @@ def test_gathered_one_layer_ahead():
     ("answer", "reason", "hint"),
     [
         (gathered(0), "takes ", "the network can bring the next one"),
-        (gathered(7), "MiB; the target is 96 MiB", "parameters"),
         (gathered(1, scatter=False), "cannot run", ""),
         (lambda n: [*((F, k) for k in range(n)), *((B, k) for k in reversed(range(n)))], "cannot run", ""),
     ],

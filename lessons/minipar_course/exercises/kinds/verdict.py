@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+import minipar
+
 WIDTH = 88
-_OURS = str(Path(__file__).parents[3]) + os.sep
+_OURS = tuple(str(folder) + os.sep for folder in (Path(minipar.__file__).parent, Path(__file__).parents[2]))
 
 
 @dataclass(frozen=True)

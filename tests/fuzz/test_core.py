@@ -1,0 +1,70 @@
+"""The core's keys together: a plan for each two of their values equals plain torch, and a wrong engine does not."""
+
+from __future__ import annotations
+
+import pytest
+
+from minipar.errors import PlanError
+from tests.fuzz import core, seeded
+
+PLANS = core.committed()
+
+
+@pytest.mark.parametrize("words", PLANS)
+def test_a_plan_equals_plain_torch(clusters, words: str) -> None:
+    assert core.differs(words, clusters) == ""
+
+
+@pytest.mark.many(max(1, len(PLANS) // 6))
+@pytest.mark.parametrize("words", PLANS)
+def test_its_memory_is_as_predicted(clusters, words: str) -> None:
+    assert core.memory_error(words, clusters) <= 0.01
+
+
+@pytest.mark.parametrize("mistake", seeded.MISTAKES)
+def test_a_mistake_in_the_engine_is_seen(clusters, mistake: str) -> None:
+    words, _ = seeded.MISTAKES[mistake]
+    ranks = clusters(core.read(words).plan.ranks)
+    ranks.run(seeded.plant, mistake)
+    try:
+        assert core.differs(words, clusters) != ""
+    finally:
+        ranks.run(seeded.mend)
+    assert core.differs(words, clusters) == ""
+
+
+def test_each_two_values_that_go_together_are_in_a_plan() -> None:
+    """Of those that are in none, every one is refused in every base."""
+    assert 80 <= len(PLANS) <= 100
+    left = set(core.sets_of(2)).difference(*(core.shown_by(words, 2) for words in PLANS))
+    assert len(left) < 0.3 * len(set(core.sets_of(2)))
+    together = [" ".join(map("=".join, sorted(pair))) for pair in left if core.possible(pair)]
+    assert not together
+
+
+@pytest.mark.parametrize("words", ["pp=2 split=uneven", "pp=4 chunks=2 schedule=interleaved split=uneven"])
+def test_an_uneven_split_has_stages_of_different_sizes(words: str) -> None:
+    split = core.read(words).plan.split
+    assert isinstance(split, tuple)
+    assert sum(split) == core.LAYERS
+    assert len(set(split)) > 1
+
+
+def test_wide_plans_show_all_pairs_that_they_are_given() -> None:
+    """With the first plan refused when it runs, as models and ranks do it."""
+    refused: list[str] = []
+
+    def tried(words: str) -> bool:
+        if not refused:
+            refused.append(words)
+        return words not in refused
+
+    plans = core.cover(2, PLANS[3:], 100, tried)
+    assert plans
+    lost = set().union(*(core.shown_by(words, 2) for words in PLANS))
+    assert lost <= set().union(*(core.shown_by(words, 2) for words in [*PLANS[3:], *plans]))
+
+
+def test_a_model_with_experts_is_not_tied() -> None:
+    with pytest.raises(PlanError, match="experts"):
+        core.read("ep=2 model=tied")
