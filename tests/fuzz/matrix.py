@@ -39,7 +39,8 @@ from minipar.cluster import Cluster
 from minipar.costs.recomputation import LayerCosts
 from minipar.errors import PlanError
 from minipar.strategies import schedules
-from minipar.strategies.exclusions import EXCLUSIONS, page, shown
+from minipar.strategies.combinations import page
+from minipar.strategies.exclusions import EXCLUSIONS, shown
 from minipar.strategies.schedules.registry import OPTIONS
 from tests.fuzz.trial import Outcome, trial
 
