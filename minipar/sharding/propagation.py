@@ -66,17 +66,6 @@ class Repartition:
     backward: Path | None
     parameter: bool = False
 
-    def explain(self) -> str:
-        """Both operators, both forms, and what happens between them."""
-        writer = f"{self.writer} writes it as" if self.writer else "it is given as"
-        readers = ", ".join(name or "the layer's end" for name in self.readers)
-        verb = "reads" if len(self.readers) == 1 else "read"
-        lines = [f"{self.value}: {writer} {self.forward.start}, {readers} {verb} it as {self.forward.end}"]
-        lines += [f"  forward: {step.explain()}" for step in self.forward.steps]
-        if self.backward is not None:
-            lines += [f"  backward: {step.explain()}" for step in self.backward.steps]
-        return "\n".join(lines)
-
 
 @dataclass(frozen=True)
 class Collective:
@@ -144,11 +133,6 @@ class Sharding:
                 nbytes = inside.elements * self.graph.tensors[one.operator.inputs[0]].itemsize
                 time = _seconds(inside.op, self.mesh.length(axis), nbytes, self.links.get(axis, DEFAULT_LINK))
                 yield Collective(inside.op, value, axis, nbytes, time, inside.phase, inside.why)
-
-    def explain(self) -> str:
-        """Every operator that is divided, and every place where a value changes its form."""
-        lines = [str(one) for one in self.operators if any(c.divided for c in one.choices.values())]
-        return "\n".join([*lines, *(move.explain() for move in self.repartitions)])
 
 
 def _of_move(move: Repartition) -> Iterator[Collective]:

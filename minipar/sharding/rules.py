@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from minipar.errors import PlanError
-from minipar.sharding.forms import I, P, Placement, R, S, U, divides, nearest
+from minipar.sharding.forms import I, P, Placement, R, S, U, divides
 from minipar.sharding.graph import Operator, Shape, Slot
 
 Factors = tuple[tuple[str, int], ...]  # of one dimension: letters and sizes, the slowest first
@@ -348,60 +348,6 @@ def _sums(line: Line) -> Iterator[Choice]:
 
 def _readable(letter: str) -> str:
     return f"dimension {letter[1:]} before it" if letter.startswith(".") else letter
-
-
-def infer(operator: Operator, ins: Shapes, outs: Shapes, ranks: int, given: Sequence[Placement]) -> Choice:
-    """The choice that reads its inputs in these forms. Inputs that are R may be given as I.
-
-    Errors: PlanError with the operator, the input, the reason and the nearest possible choice.
-    """
-    wanted = [(k, p) for k, p in enumerate(given)]
-    possible = choices(operator, ins, outs, ranks, wanted)
-    for choice in possible:
-        if choice.ins == tuple(given):
-            return choice
-    if all(p == R for p in given):
-        return whole(operator, R)
-    for choice in possible:
-        if all(a == b or (a.kind, b.kind) == ("I", "R") for a, b in zip(given, choice.ins, strict=True)):
-            return choice
-    raise PlanError(refusal(operator, ins, outs, ranks, given))
-
-
-def refusal(operator: Operator, ins: Shapes, outs: Shapes, ranks: int, given: Sequence[Placement]) -> str:
-    """Why an operator cannot read these forms, and the nearest choice that it can."""
-    possible = choices(operator, ins, outs, ranks, list(enumerate(given)))
-    name = f"{operator.name} ({operator.op})"
-
-    def distance(choice: Choice) -> tuple[int, int]:
-        other = [
-            k for k, (a, b) in enumerate(zip(given, choice.ins, strict=True)) if a != b and not (a.whole and b.whole)
-        ]
-        return len(other), 0 if choice.divided else 1
-
-    best = min(possible, key=distance)
-    near = f"the nearest choice is {best}"
-    for k, p in enumerate(given):
-        tensor = operator.inputs[k] if k < len(operator.inputs) else f"input {k}"
-        if p.kind == "S" and not divides(ins[k], p, ranks):
-            return f"{name}: {tensor} as {p}: {_why_not(ins[k], p, ranks)}; {nearest(ins[k], p, ranks)}"
-        if p == P and not any(c.ins[k] == P for c in possible):
-            return (
-                f"{name}: {tensor} is part of a sum (P), and the operator is not linear in it; read it as R "
-                f"(all_reduce) or as S (reduce_scatter); {near}"
-            )
-        if p.kind == "S" and not any(c.ins[k] == p for c in possible):
-            known = RULES.get(operator.op)
-            reason = "has no rule, and is computed whole" if known is None else "needs all of that dimension"
-            return f"{name}: {tensor} as {p}: the operator {reason}; {near}"
-    forms = ", ".join(f"{t} as {p}" for t, p in zip(operator.inputs, given, strict=True))
-    return f"{name}: {forms} do not fit together; {near}"
-
-
-def _why_not(shape: Shape, p: Placement, ranks: int) -> str:
-    if p.dim >= len(shape):
-        return f"the tensor has {len(shape)} dimensions"
-    return f"{shape[p.dim]} elements cannot be cut into {p.pieces * ranks} equal blocks"
 
 
 # The rules ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from minipar import PlanError
 from minipar.sharding import local
 from minipar.sharding.checking import check_rule, operator_of
 from minipar.sharding.forms import I, P, R, S
-from minipar.sharding.rules import RULES, Choice, choices, infer, parse, rule
+from minipar.sharding.rules import RULES, Choice, choices, parse, rule
 
 aten = torch.ops.aten
 LINEAR = aten.linear.default
@@ -241,46 +241,6 @@ def test_lines_that_do_not_fit():
         parse("ab->ab", [(2, 2, 2)], [(2, 2, 2)])
     with pytest.raises(PlanError, match="needs its library"):
         rule("op", "a->a")
-
-
-# Choosing by what is read ---------------------------------------------------------------------------------------------
-
-
-def read(call, given, forms, ranks=2):
-    operator, tensors = operator_of(call, *given)
-    result = local.call(operator, tensors)
-    results = result if isinstance(result, (list, tuple)) else [result]
-    return infer(operator, [tuple(x.shape) for x in tensors], [tuple(x.shape) for x in results], ranks, forms)
-
-
-def test_the_output_follows_from_what_is_read():
-    linear = LINEAR, (t(4, 12), t(16, 12), t(16))
-    assert read(*linear, (R, S(0), S(0))).outs == (S(1),)
-    assert read(*linear, (I, S(0), S(0))).ins == (R, S(0), S(0))  # f: I is read as R
-    assert read(*linear, (S(1), S(1), P)).outs == (P,)
-    assert read(*linear, (I, I, I)).outs == (I,)
-    assert read(*linear, (R, R, R)).outs == (R,)
-    assert read(aten.view.default, (t(4, 8, 24), [4, 8, 3, 4, 2]), (S(2, 3),)).outs == (S(3),)
-    assert read(aten.view.default, (t(4, 8, 6), [32, 6]), (S(1),)).outs == (S(0, 4),)  # a part of each row
-
-
-@pytest.mark.parametrize(
-    ("call", "given", "forms", "words"),
-    [
-        (aten.gelu.default, (t(4, 8),), (P,), ["aten::gelu", "input 0", "not linear", "all_reduce"]),
-        (LINEAR, (t(4, 13), t(16, 13)), (S(1), S(1)), ["13 elements", "S0 (4 elements)"]),
-        (aten.softmax.int, (t(4, 8), -1), (S(5),), ["2 dimensions"]),
-        (NORM, (t(4, 8), [8]), (S(1),), ["needs all of that dimension", "nearest choice is S0 -> S0"]),
-        (aten.add.Tensor, (t(4, 8), t(4, 8)), (S(0), S(1)), ["do not fit together", "S0,S0 -> S0"]),
-        (LINEAR, (t(4, 12), t(16, 12), t(16)), (S(1), S(1), R), ["do not fit", "S1,S1,P -> P"]),
-        (aten.flip.default, (t(4, 8), [0]), (S(1),), ["no rule", "computed whole"]),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_read_is_refused_with_the_nearest_choice(call, given, forms, words):
-    with pytest.raises(PlanError) as caught:
-        read(call, given, forms)
-    assert all(word in str(caught.value) for word in words), str(caught.value)
-    assert "nearest choice" in str(caught.value)
 
 
 # Counting -------------------------------------------------------------------------------------------------------------
