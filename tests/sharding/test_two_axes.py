@@ -120,25 +120,6 @@ def test_parts_of_rows_and_of_their_tokens_in_one_dimension(clusters: Any, words
 # Servers, saves -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.extra("server/test_serving.py::test_ranks_that_share_layers_pull_and_push_what_they_have")
-@pytest.mark.many(6)
-@pytest.mark.parametrize(
-    "words",
-    [
-        f"{GRID} sync=ps servers=2 microbatches=2",
-        f"{GRID} sync=ps sequence_parallel=true clip=0.1",
-        f"{GRID} sync=ps overlap=priority",
-    ],
-)
-def test_servers_keep_each_shard_once(clusters: Any, words: str) -> None:
-    right(trained(clusters, partial(gpt, tied=True), words), 1e-10)
-
-
-@pytest.mark.extra("server/test_serving.py::test_ranks_that_share_layers_pull_and_push_what_they_have")
-def test_experts_at_servers(clusters: Any) -> None:
-    right(trained(clusters, MIXTURE, "tp=2 ep=2 sync=ps servers=2", loss=models.mixture_loss), 1e-10)
-
-
 @pytest.mark.parametrize(("first", "then"), [(GRID, "dp=2"), ("pp=2", f"{GRID} sequence_parallel=true")])
 def test_a_run_is_saved_and_goes_on_under_another_mesh(clusters: Any, tmp_path: Any, first: str, then: str) -> None:
     options: dict[str, Any] = {"optimizer": ADAM, "dtype": torch.float64, "progress": False, "check": True}
