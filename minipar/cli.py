@@ -116,10 +116,10 @@ def _parser() -> _Parser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, show: Any, text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text, description=text)
-        made.add_argument("--json", action="store_true", help="print one JSON object")
-        made.set_defaults(command=run, show=show)
-        return made
+        built = commands.add_parser(name, help=text, description=text)
+        built.add_argument("--json", action="store_true", help="print one JSON object")
+        built.set_defaults(command=run, show=show)
+        return built
 
     one = command("simulate", _simulate, _show_simulate, "predict a plan's step with costs given by hand")
     one.add_argument("plan", metavar="PLAN", help="key=value words in one string, such as 'pp=4 microbatches=8'")
@@ -460,12 +460,12 @@ def _to_train(name: str, seed: int) -> tuple[Any, Any, Any]:
 
     if ":" not in name:
         return partial(models.build, name), data.for_model(name, seed=seed), models.loss_of(name)
-    made = _called(name, "(model, data) or (model, data, loss)")
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
+    built = _called(name, "(model, data) or (model, data, loss)")
+    if not isinstance(built, tuple) or len(built) not in (2, 3):
         raise PlanError(f"--model {name}: must return (model, data) or (model, data, loss), as `train` takes them")
     from torch.nn.functional import cross_entropy
 
-    return made if len(made) == 3 else (*made, cross_entropy)
+    return built if len(built) == 3 else (*built, cross_entropy)
 
 
 def _service(run: Run, plan: Plan) -> dict[str, Any]:
@@ -587,10 +587,10 @@ def _own_model(text: str) -> Any:
     """The numbers of a model that `module:build` gives, with an example of its input."""
     from minipar.models.counting import chain_of
 
-    made = _called(text, "(model, example)")
-    if not isinstance(made, tuple) or len(made) != 2:
+    built = _called(text, "(model, example)")
+    if not isinstance(built, tuple) or len(built) != 2:
         raise PlanError(f"--model {text}: must return (model, example), with an example of the model's input")
-    return chain_of(*made, name=text)
+    return chain_of(*built, name=text)
 
 
 def _called(text: str, what: str) -> Any:
@@ -779,9 +779,9 @@ def _show_shard(result: dict[str, Any]) -> str:
     found: dict[tuple[str, ...], list[int]] = {}
     for (layer, phase, op, axis), ones in kinds.items():
         size, time = (sum(one[key] for one in ones) for key in ("bytes", "time"))
-        told = f"{phase}: {len(ones)} {op} over {axis}", f"{size / 2**20:.3f} MiB", f"{time * 1e3:.3f} ms"
-        found.setdefault(told, []).append(int(layer) if layer else -1)
-    rows = [(_numbers(layers), *told) for told, layers in found.items()]
+        words = f"{phase}: {len(ones)} {op} over {axis}", f"{size / 2**20:.3f} MiB", f"{time * 1e3:.3f} ms"
+        found.setdefault(words, []).append(int(layer) if layer else -1)
+    rows = [(_numbers(layers), *words) for words, layers in found.items()]
     lines += ["", "collectives of one layer, by layer: bytes on each rank, time", *(_columns(rows) or ["  none"])]
     total = sum(one["bytes"] for one in result["collectives"]), sum(one["time"] for one in result["collectives"])
     count = several(len(result["collectives"]), "collective")

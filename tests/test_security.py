@@ -24,7 +24,6 @@ from minipar.cluster import far, launch
 from minipar.comm import communicator
 from minipar.comm.transport.sockets import _WHO, Far, Sockets
 from minipar.execution.memory.disk import DiskStore
-from minipar.server import snapshot
 from minipar.server.connection import Connection
 from minipar.server.framing import Message, What, listen
 from minipar.server.rendezvous import open_folder
@@ -119,7 +118,7 @@ def test_a_parameter_server_hears_who_proves_the_key(server: Any, said: bytes, u
     kept: list[Connection] = []
 
     def right() -> None:
-        kept.append(Connection(address, TOKEN, 5.0))
+        kept.append(Connection(address, TOKEN))
         kept[0].send(Message(What.LEAVE))
 
     thread = threading.Thread(target=right)
@@ -163,7 +162,6 @@ def test_files_are_their_user_s_alone_whatever_the_umask(clusters: Clusters, tmp
     try:
         meeting = str(tmp_path / "server")
         open_folder(meeting, [ParameterKey("0", (4,), "float32")])
-        snapshot.write(meeting, 0, 1, {"0": torch.ones(4)}, {})
         listener, _ = listen(f"unix:{meeting}/0")
         listener.close()
         store = DiskStore(str(tmp_path))

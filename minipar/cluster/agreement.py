@@ -197,10 +197,10 @@ def decide(claims: Sequence[Claim]) -> tuple[tuple[str, ...], str]:
             f"device='cuda': {_ranks(lacking)} of {len(claims)}: no GPU that torch can use is there", way_out
         )
     # NCCL refuses two ranks on one GPU; gloo then carries the data through host memory.
-    alone = None not in own
-    nccl = alone and all(claim.nccl for claim in claims)
+    each = None not in own
+    nccl = each and all(claim.nccl for claim in claims)
     shared = [k % len(claim.gpus) for k, claim in zip(_places(claims), claims, strict=True)]
-    used = [index if gpu is None or not alone else gpu for index, gpu in zip(shared, own, strict=True)]
+    used = [index if gpu is None or not each else gpu for index, gpu in zip(shared, own, strict=True)]
     return tuple(f"cuda:{index}" for index in used), "nccl" if nccl else "gloo"
 
 
@@ -239,8 +239,8 @@ def _check_same(what: str, said: Sequence[str], way_out: str) -> None:
     for rank, one in enumerate(said):
         groups.setdefault(one, []).append(rank)
     if len(groups) > 1:
-        told = ", ".join(f"{one} ({_ranks(ranks)})" for one, ranks in groups.items())
-        raise PlanError(f"{what}: {told}", way_out)
+        shown = ", ".join(f"{one} ({_ranks(ranks)})" for one, ranks in groups.items())
+        raise PlanError(f"{what}: {shown}", way_out)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -55,12 +55,14 @@ class Zygote:
         self._numbers = itertools.count()
         self._imported: set[str] = set()  # modules that the helper was told to import
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._spare: socket.socket | None  # None: taken
+        self._spare, spare = socket.socketpair()
         tie = "1" if threading.current_thread() is threading.main_thread() else "0"
         command = interpreter("from minipar.cluster.zygote import main; main(sys.argv[1:])")
         self._socket = ours
         self._process = subprocess.Popen(
-            [*command, str(theirs.fileno()), str(os.getpid()), self.folder, tie],
-            pass_fds=(theirs.fileno(),),
+            [*command, str(theirs.fileno()), str(spare.fileno()), str(os.getpid()), self.folder, tie],
+            pass_fds=(theirs.fileno(), spare.fileno()),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # the notebook's stop button signals the kernel's whole group
@@ -68,6 +70,7 @@ class Zygote:
             env={**child_environment(settings), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         )
         theirs.close()
+        spare.close()
         try:
             message = self._read(None)
         except BaseException:
@@ -77,6 +80,7 @@ class Zygote:
             self.close()
             reason = "it ended early; its own message is above" if message is None else message[1]
             raise RankError(f"the helper process that ranks are forked from could not start: {reason}")
+        self._spare_pid: int = message[1]
 
     @property
     def alive(self) -> bool:
@@ -85,27 +89,13 @@ class Zygote:
     def fork(self, control: int, out: int, err: int) -> int:
         """A new rank that owns copies of the three descriptors; its pid. ConnectionError when the helper has died,
         another OSError when the system has no room for a process."""
-        modules = {name for name in list(sys.modules) if name.startswith("minipar.") or name == _EXPORT}
-        modules -= self._imported
-        self._imported |= modules
-        return self._fork("", sorted(modules - {"minipar.__main__"}), [control, out, err])
-
-    def run(self, script: str, stdin: int) -> tuple[Forked, socket.socket]:
-        """A new process that runs a script by its path; and a socket whose other end's number is the script's only
-        argument. Errors as of `fork`."""
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                return Forked(self, self._fork(script, [], [theirs.fileno(), stdin, 1, 2])), ours
-        except BaseException:
-            ours.close()
-            raise
-
-    def _fork(self, script: str, modules: list[str], descriptors: list[int]) -> int:
         with self._lock:
             number = next(self._numbers)
-            message = pickle.dumps(("fork", number, script, modules))
-            socket.send_fds(self._socket, [message], descriptors)
+            modules = {name for name in list(sys.modules) if name.startswith("minipar.") or name == _EXPORT}
+            modules -= self._imported
+            self._imported |= modules
+            message = pickle.dumps(("fork", number, sorted(modules - {"minipar.__main__"})))
+            socket.send_fds(self._socket, [message], [control, out, err])
             while True:
                 answer = self._read(None)
                 if answer is None:
@@ -116,6 +106,19 @@ class Zygote:
                     pid: int = answer[2]
                     self._exits.pop(pid, None)  # of an earlier process with this number
                     return pid
+
+    def take_spare(self, script: str, stdin: int) -> tuple[Forked, socket.socket] | None:
+        """Its spare process, which runs a script now, and the driver's end of the socket whose number the script gets;
+        None if it was taken before or has died."""
+        control, self._spare = self._spare, None
+        if control is None:
+            return None
+        try:
+            socket.send_fds(control, [os.fsencode(script)], [stdin, 1, 2])
+        except OSError:
+            control.close()
+            return None
+        return Forked(self, self._spare_pid), control
 
     def signal(self, pid: int, number: int) -> None:
         with contextlib.suppress(OSError):
@@ -165,6 +168,8 @@ class Zygote:
         with contextlib.suppress(OSError):
             self._socket.sendall(pickle.dumps(("end",)))
         self._socket.close()
+        if self._spare is not None:
+            self._spare.close()
         try:
             self._process.wait(2)
         except subprocess.TimeoutExpired:
@@ -342,13 +347,12 @@ def zygote(settings: str) -> Zygote:
         return found
 
 
-def run_forked(script: str, stdin: int) -> tuple[Forked, socket.socket] | None:
-    """What `Zygote.run` gives, whose process has imported torch already; None if this process has no zygote."""
+def take_spare(script: str, stdin: int) -> tuple[Forked, socket.socket] | None:
+    """A process that has imported torch, and nothing of minipar, begins to run a script by its path; and a socket whose
+    other end's number is its only argument. None if no zygote of this process has one left."""
     with _lock:
-        mine = [helper for (pid, _), helper in _zygotes.items() if pid == os.getpid() and helper.alive]
-    with contextlib.suppress(OSError):
-        return mine[0].run(script, stdin) if mine else None
-    return None
+        mine = [helper for (pid, _), helper in _zygotes.items() if pid == os.getpid()]
+    return next((taken for helper in mine if helper.alive and (taken := helper.take_spare(script, stdin))), None)
 
 
 def scratch_folder() -> str:

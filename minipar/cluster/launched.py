@@ -123,9 +123,9 @@ class Launched(Ranks):
             assert self._driver is not None
             return self._driver.perform(call)
 
-        return lead() if self._leading else self.together("Launched.run", lead)
+        return lead() if self._leading else self.on_rank_0("Launched.run", lead)
 
-    def together(self, name: str, call: Callable[[], T]) -> T:
+    def on_rank_0(self, name: str, call: Callable[[], T]) -> T:
         """What `call()` gives on rank 0, on all ranks. The others run what it needs of them meanwhile; their own `call`
         is not called. `name` must be the same everywhere.
 
@@ -170,7 +170,7 @@ def _packed_error(error: BaseException) -> Parcel:
 def _follow(far: FarRank, name: str) -> Any:
     """On another rank than 0: take part in its call until that ends."""
     rank = far.seat.rank
-    with _told():
+    with _shown_elsewhere():
         leads = far.await_call()
     if leads != name:
         wrong = RankError(
@@ -178,9 +178,9 @@ def _follow(far: FarRank, name: str) -> Any:
             "minipar in the same order"
         )
         far.seat.send(("error", -1, failures.capture(wrong, hide=__file__)))
-        with _told():
+        with _shown_elsewhere():
             raise wrong
-    with _told():
+    with _shown_elsewhere():
         _, kind, parcel = far.serve()
         value = unpack(parcel, f"what {name} gave on rank 0")
         if kind == "error":
@@ -189,12 +189,12 @@ def _follow(far: FarRank, name: str) -> Any:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _shown_elsewhere() -> Iterator[None]:
     """What is raised here need not be shown: rank 0 or torchrun tells it."""
     try:
         yield
     except BaseException as error:
-        error._told_by_rank_0 = True  # type: ignore[attr-defined]
+        error._shown_by_rank_0 = True  # type: ignore[attr-defined]
         raise
 
 
@@ -203,7 +203,7 @@ def _be_silent(far: FarRank) -> None:
     before = sys.excepthook
 
     def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        if getattr(error, "_told_by_rank_0", False):
+        if getattr(error, "_shown_by_rank_0", False):
             far.await_end()
         else:
             before(kind, error, trace)
@@ -236,6 +236,6 @@ def driven(function: Callable[P, T]) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         if not started():
             return function(*args, **kwargs)
-        return Launched.here().together(function.__qualname__, lambda: function(*args, **kwargs))
+        return Launched.here().on_rank_0(function.__qualname__, lambda: function(*args, **kwargs))
 
     return call

@@ -249,8 +249,8 @@ def _check_count(name: str, value: object, most: int | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise PlanError(f"{name}={value!r}: must be a whole number of at least 1")
     if most is not None and value > most:
-        told = value if value.bit_length() < 64 else "a number of very many digits"
-        raise PlanError(f"{name}={told}: one machine has room for at most {most:,} ranks")
+        shown = value if value.bit_length() < 64 else "a number of very many digits"
+        raise PlanError(f"{name}={shown}: one machine has room for at most {most:,} ranks")
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -288,7 +288,7 @@ class Members:
         """Read output and reports until no rank is left in `heard.waiting`, until no more failures are expected, until
         `watch` finds a deadlock, or for so many seconds."""
         deadline = None if seconds is None else time.monotonic() + seconds
-        told = len(heard.failures)
+        known = len(heard.failures)
         self.output.begin(heard.ranks, heard.show)
         for rank in [rank for rank in heard.waiting if not self.ranks[rank].alive]:
             heard.failures.append(_death(self.ranks[rank]))
@@ -315,10 +315,10 @@ class Members:
                         printer.pump()
                     if not printer.open:
                         self.selector.unregister(printer.descriptor)
-            for failure in heard.failures[told:]:
+            for failure in heard.failures[known:]:
                 until = time.monotonic() + (SETTLE_AFTER_LOST_PEER if failure.lost_peer else SETTLE)
                 deadline = until if deadline is None else min(deadline, until)
-            told = len(heard.failures)
+            known = len(heard.failures)
             if last:
                 break
         if heard.failures and not heard.called_back and all(one.lost_peer for one in heard.failures):

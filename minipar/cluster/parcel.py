@@ -185,13 +185,13 @@ class _File:
         self.size = size
         self._mapping: mmap.mmap | None = None
         self._used = False
-        made = os.memfd_create("minipar", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("minipar", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(made, size)
+            os.ftruncate(descriptor, size)
             # Linux does not count the maker among the writers, and so would never grant it a lease.
-            self._descriptor = _open_again(made, os.O_RDWR)
+            self._descriptor = _open_again(descriptor, os.O_RDWR)
         finally:
-            os.close(made)
+            os.close(descriptor)
 
     def free(self) -> bool:
         """Whether nobody else has it open or mapped."""

@@ -131,9 +131,9 @@ class Seat:
         """Handle SIGINT. A module that is half imported would be unusable for good: its import comes to its end. A
         signal of the driver may be late; one that was for an earlier run does nothing."""
         asked = notes.interrupted()
-        late = asked not in (0, self.taken, self.run)
+        of_earlier_run = asked not in (0, self.taken, self.run)
         self.taken = asked
-        if late:
+        if of_earlier_run:
             return
         if self.holding:
             self.missed = True

@@ -3,17 +3,18 @@
 Every driver process has its own. A fork of it takes milliseconds, where a fresh interpreter takes seconds. It is safe,
 unlike a fork of the notebook's kernel: no thread pool was ever started here, and CUDA was never used.
 
-    main([SOCKET, DRIVER_PID, FOLDER, TIE])
+    main([SOCKET, SPARE, DRIVER_PID, FOLDER, TIE])
 
-The socket (SEQPACKET) carries ("fork", number, script, modules) with descriptors -> ("forked", number, pid) or
+The socket (SEQPACKET) carries ("fork", number, modules) with three descriptors -> ("forked", number, pid) or
 ("no fork", number, errno), ("kill", pid), ("signal", pid, number), and ("exit", pid, status) as ranks end. The modules
 are imported first: what the driver has of this package, and of torch.export, its ranks will need, and here it is
 imported once for all of them. TIE is 1 where Linux may tie this process to the driver's thread. When the driver is
 gone, all ranks are killed and FOLDER is removed. When the driver says ("end",), the ranks are killed, but it has other
 helpers that use FOLDER.
 
-With the path of a script the new process is no rank: it runs the script. The driver uses that for plain torch
-(training/plainly.py), which would take as long as torch's import to start otherwise.
+SPARE is a socket, too. Before anything else is imported here, one process is forked that waits at it for the path of a
+script and for three descriptors, its standard streams, and then runs the script with the socket's number. The driver
+uses it for plain torch (training/plainly.py), which would take as long as torch's import to start otherwise.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 from minipar.cluster import worker
@@ -42,13 +43,13 @@ LONGEST = 1 << 16  # bytes of a message
 
 
 def main(arguments: list[str]) -> None:
-    driver, folder = int(arguments[1]), arguments[2]
+    driver, folder = int(arguments[2]), arguments[3]
     # From now on, since the imports below take a second.
     signal.signal(signal.SIGTERM, lambda *_: _leave(driver, folder))
-    if arguments[3] == "1":
+    if arguments[4] == "1":
         die_with_parent(driver, signal.SIGTERM)  # not SIGKILL: it must first end the ranks' own children
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    control = socket.socket(fileno=int(arguments[0]))
+    control, spare = (socket.socket(fileno=int(number)) for number in arguments[:2])
     gc.disable()  # until the modules are here: a fifth of their import would be spent on collections
     try:
         for module in PRELOAD:
@@ -58,8 +59,15 @@ def main(arguments: list[str]) -> None:
         _send(control, ("failed", f"{type(error).__name__}: {error}"))
         return
     _freeze()
-    _send(control, ("ready",))
-    _serve(control, driver, folder, set())
+
+    def wait_for_script() -> None:
+        control.close()
+        _run_script(spare)
+
+    pid = _fork(wait_for_script)
+    spare.close()
+    _send(control, ("ready", pid))
+    _serve(control, driver, folder, {pid})
 
 
 def _leave(driver: int, folder: str) -> None:
@@ -73,24 +81,19 @@ def _leave(driver: int, folder: str) -> None:
     os._exit(0)  # (torch needs no clean-up here, and the driver may be waiting)
 
 
-def _run_script(path: str, descriptors: list[int], closing: list[int]) -> None:
-    """Run a script, as a fresh interpreter would that has imported torch, and nothing of this package. The descriptors:
-    its socket, whose number it gets, and its standard streams."""
-    control, *standard = descriptors
-    for number, descriptor in enumerate(standard):
+def _run_script(spare: socket.socket) -> None:
+    """In the spare process: wait for a script and run it, as a fresh interpreter would that has imported torch."""
+    path, descriptors, _, _ = socket.recv_fds(spare, LONGEST, 3)
+    if not path:
+        return  # the driver is gone
+    for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
-    _close([*standard, *closing])
+        os.close(descriptor)
     sys.stdout, sys.stderr = worker.streams()
     for name in [name for name in sys.modules if name.partition(".")[0] == "minipar"]:
         del sys.modules[name]
-    sys.argv = [path, str(control)]
-    runpy.run_path(path, run_name="__main__")
-
-
-def _close(descriptors: Iterable[int]) -> None:
-    for descriptor in descriptors:
-        if descriptor >= 0:
-            os.close(descriptor)
+    sys.argv = [path.decode(), str(spare.fileno())]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _freeze() -> None:
@@ -139,7 +142,7 @@ def _serve(control: socket.socket, driver: int, folder: str, children: set[int])
                 wake_read.recv(4096)
                 _reap(control, children)
             if control.fileno() in ready:
-                data, descriptors, _, _ = socket.recv_fds(control, LONGEST, 4)
+                data, descriptors, _, _ = socket.recv_fds(control, LONGEST, 3)
                 if not data:
                     return
                 message = pickle.loads(data)
@@ -147,19 +150,18 @@ def _serve(control: socket.socket, driver: int, folder: str, children: set[int])
                     dismissed = True
                     return
                 if message[0] == "fork":
-                    _, number, script, modules = message
-                    _import(modules)
+                    _import(message[2])
                     closing = [control.fileno(), wake_read.fileno(), wake_write.fileno(), gone]
-                    run = partial(_run_script, script) if script else _be_rank
                     try:
-                        pid = _fork(partial(run, descriptors, closing))
+                        pid = _fork(partial(_be_rank, descriptors, closing))
                     except OSError as error:  # (the ranks that are there go on)
-                        _send(control, ("no fork", number, error.errno))
+                        _send(control, ("no fork", message[1], error.errno))
                         continue
                     finally:
-                        _close(descriptors)
+                        for descriptor in descriptors:
+                            os.close(descriptor)
                     children.add(pid)
-                    _send(control, ("forked", number, pid))
+                    _send(control, ("forked", message[1], pid))
                 elif message[1] in children and message[0] == "kill":
                     kill_group(message[1])
                 elif message[1] in children:
@@ -208,5 +210,7 @@ def _be_rank(descriptors: list[int], closing: list[int]) -> None:
     control, out, err = descriptors
     os.dup2(out, 1)
     os.dup2(err, 2)
-    _close([out, err, *closing])
+    for descriptor in (out, err, *closing):
+        if descriptor >= 0:
+            os.close(descriptor)
     worker.serve(socket.socket(fileno=control))

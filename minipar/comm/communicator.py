@@ -118,7 +118,7 @@ class Communicator:
         """Return when every rank has called this."""
         if self.size > 1:
             group = self.group()
-            work = group.matcher.submit("barrier", lambda _: None, alone=False)  # the announcement is all it needs
+            work = group.matcher.submit("barrier", lambda _: None, unattended=False)  # the announcement is all it needs
             Handle(work, None, self.pending).wait()
 
     # Point to point
@@ -236,9 +236,9 @@ class Communicator:
         """
         for group in sorted({tuple(sorted(one)) for one in members if self.rank in one}):
             if len(group) > 1:
-                made = self.group(group, self.gpus)
-                if not self.shares(made, algorithm if algorithm == "backend" else None):
-                    made.backend  # noqa: B018  (this makes it)
+                found = self.group(group, self.gpus)
+                if not self.shares(found, algorithm if algorithm == "backend" else None):
+                    found.backend  # noqa: B018  (this makes it)
         if algorithm in collectives.names("allreduce"):
             playing.make_room(self, self.device)
         world = self._world
@@ -458,13 +458,13 @@ class Communicator:
         else:
             raise RankError(f"split: {by!r} is no number; for an axis give mesh= as well, such as mesh={{'dp': 2}}")
         ranks = [rank for rank in range(self.size) if colours[rank] == colours[self.rank]]
-        made = copy.copy(self)
-        made.rank, made.size = ranks.index(self.rank), len(ranks)
-        made.members = tuple(self.members[rank] for rank in ranks)
-        made.hosts = tuple(self.hosts[rank] for rank in ranks)
-        made._parted, made._splits = (*self._parted, self._splits), 0
-        made.group()
-        return made
+        part = copy.copy(self)
+        part.rank, part.size = ranks.index(self.rank), len(ranks)
+        part.members = tuple(self.members[rank] for rank in ranks)
+        part.hosts = tuple(self.hosts[rank] for rank in ranks)
+        part._parted, part._splits = (*self._parted, self._splits), 0
+        part.group()
+        return part
 
     def close(self) -> None:
         """Close all groups, also those of communicators made by `split`; every rank does it. Later calls raise
@@ -504,13 +504,13 @@ def _forget_if_closed() -> None:
         worker.made_anew()
 
 
-def _end(made: Communicator, store: str) -> None:
+def _end(old: Communicator, store: str) -> None:
     """Close a communicator of an earlier generation. Its store's file goes first: torch writes to it once more while it
     is there, and ends the process where the disk is full."""
     if store:
         with contextlib.suppress(OSError):
             os.unlink(store)
-    made.close()
+    old.close()
 
 
 _current: Communicator | None = None

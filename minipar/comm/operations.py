@@ -42,21 +42,21 @@ _HEADER = 8 * values.FORM  # bytes before those of a tensor that travels with it
 # Reductions -----------------------------------------------------------------------------------------------------------
 
 
-def allreduce(comm: Communicator, x: Any, op: Any, algorithm: str | None, alone: bool) -> Result:
+def allreduce(comm: Communicator, x: Any, op: Any, algorithm: str | None, unattended: bool) -> Result:
     """Combine over all ranks, element by element."""
     summing = _Summing(comm, "allreduce", x, op, algorithm)
-    return summing.start(alone, ALLREDUCE, lambda given: (given, given, ()), stays=True)
+    return summing.start(unattended, ALLREDUCE, lambda given: (given, given, ()), stays=True)
 
 
-def reduce(comm: Communicator, x: Any, root: int, op: Any, algorithm: str | None, alone: bool) -> Result:
+def reduce(comm: Communicator, x: Any, root: int, op: Any, algorithm: str | None, unattended: bool) -> Result:
     """Combine over all ranks; the result is on rank `root`, None on the others."""
     _check_root(comm, "reduce", root)
     summing = _Summing(comm, "reduce", x, op, algorithm, f" to rank {root}")
     summing.root, summing.here = root, comm.rank == root
-    return summing.start(alone, REDUCE, lambda given: (given, given, (root,)))
+    return summing.start(unattended, REDUCE, lambda given: (given, given, (root,)))
 
 
-def reduce_scatter(comm: Communicator, x: Any, op: Any, algorithm: str | None, alone: bool) -> Result:
+def reduce_scatter(comm: Communicator, x: Any, op: Any, algorithm: str | None, unattended: bool) -> Result:
     """Combine over all ranks, each keeping its share of the rows."""
     summing = _Summing(comm, "reduce_scatter", x, op, algorithm)
     whole = summing.given
@@ -71,7 +71,7 @@ def reduce_scatter(comm: Communicator, x: Any, op: Any, algorithm: str | None, a
         mine = torch.empty((rows[comm.rank], *given.shape[1:]), dtype=given.dtype)
         return given, mine, (mine, [n * row for n in rows])
 
-    return summing.start(alone, REDUCE_SCATTER, arguments)
+    return summing.start(unattended, REDUCE_SCATTER, arguments)
 
 
 class _Summing:
@@ -89,7 +89,7 @@ class _Summing:
 
     def start(
         self,
-        alone: bool,
+        unattended: bool,
         way: Way,
         arguments: Callable[[Tensor], tuple[Tensor, Tensor, tuple[Any, ...]]],
         stays: bool = False,
@@ -141,16 +141,16 @@ class _Summing:
         matcher = group.matcher
         if small is None and how == "shared" and self.kind in ("array", "tensor"):
             x, rest = prepare([])
-            work = group.submit(text, way, True, x, *rest, plain, key=key, alone=alone)
+            work = group.submit(text, way, True, x, *rest, plain, key=key, unattended=unattended)
         else:
-            work = matcher.submit(text, begin, key, self.real, small, alone)
+            work = matcher.submit(text, begin, key, self.real, small, unattended)
         return Result(Handle(work, given, comm.pending), finish)
 
 
 # Moving ---------------------------------------------------------------------------------------------------------------
 
 
-def broadcast(comm: Communicator, x: Any, root: int, algorithm: str | None, alone: bool) -> Result:
+def broadcast(comm: Communicator, x: Any, root: int, algorithm: str | None, unattended: bool) -> Result:
     """Give the value of rank `root` to all."""
     _check_root(comm, "broadcast", root)
     if x is None and comm.rank == root:
@@ -179,10 +179,10 @@ def broadcast(comm: Communicator, x: Any, root: int, algorithm: str | None, alon
         result = _host(given) if comm.rank == root else torch.empty(shape, dtype=dtype)
         return _start(comm, group, BROADCAST, how, result, root) if result.numel() else None
 
-    return Result(_move(comm, "broadcast", text, text, form, begin, algorithm, alone), finish)
+    return Result(_move(comm, "broadcast", text, text, form, begin, algorithm, unattended), finish)
 
 
-def all_gather(comm: Communicator, x: Any, algorithm: str | None, alone: bool) -> Result:
+def all_gather(comm: Communicator, x: Any, algorithm: str | None, unattended: bool) -> Result:
     """Collect the rows of all ranks, end to end, on all ranks."""
     kind, given = values.to_tensor(x, call="all_gather")
     device = given.device
@@ -216,11 +216,11 @@ def all_gather(comm: Communicator, x: Any, algorithm: str | None, alone: bool) -
         return _start(comm, group, ALL_GATHER, how, result.view(-1), [n * tails[like].numel() for n in counts])
 
     return Result(
-        _move(comm, "all_gather", text, key, values.encode_form(kind, given), begin, algorithm, alone), finish
+        _move(comm, "all_gather", text, key, values.encode_form(kind, given), begin, algorithm, unattended), finish
     )
 
 
-def all_to_all(comm: Communicator, x: Any, algorithm: str | None, alone: bool) -> Result:
+def all_to_all(comm: Communicator, x: Any, algorithm: str | None, unattended: bool) -> Result:
     """Send the k-th piece to rank k; the result is what all ranks have for this one, in their order."""
     by = f" by {algorithm}" if algorithm is not None else ""
     pieces: list[Any]
@@ -257,7 +257,7 @@ def all_to_all(comm: Communicator, x: Any, algorithm: str | None, alone: bool) -
         got = torch.empty(sum(lengths), dtype=torch.uint8)
         return _start(comm, group, ALL_TO_ALL, how, sent, got, rows)
 
-    return Result(_move(comm, "all_to_all", text, key, lengths, begin, algorithm, alone), finish)
+    return Result(_move(comm, "all_to_all", text, key, lengths, begin, algorithm, unattended), finish)
 
 
 def pack(x: Any, call: str) -> Tensor:
@@ -367,7 +367,7 @@ def _move(
     row: list[int],
     begin: Callable[[RankGroup, str, list[list[int]]], Any],
     algorithm: str | None,
-    alone: bool,
+    unattended: bool,
 ) -> Handle:
     """Exchange some numbers among all ranks, and call `begin` with them."""
     group, how = _choose(comm, call, algorithm, None)
@@ -375,7 +375,7 @@ def _move(
         torch.tensor(row, dtype=torch.int64),
         lambda rows, _: begin(group, how, [one.tolist() for one in rows]),
     )
-    return Handle(group.matcher.submit(text, lambda _: None, key, False, small, alone), None, comm.pending)
+    return Handle(group.matcher.submit(text, lambda _: None, key, False, small, unattended), None, comm.pending)
 
 
 def _same(form: list[int], other: list[int]) -> bool:

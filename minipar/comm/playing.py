@@ -223,8 +223,8 @@ class _Player:
         if self.op == "avg" and any(ins.op is Op.REDUCE for row in self.program.ranks for ins in row):
             for stretch in self._stretches(final):
                 stretch.div_(len(self.ranks))
-        alone = len(final) == 1 < len(self.program.chunks)
-        return self.places[final[0]] if alone else self.result
+        own = len(final) == 1 < len(self.program.chunks)
+        return self.places[final[0]] if own else self.result
 
     # messages --------------------------------------------------------------------------------------------------------
 

@@ -122,7 +122,7 @@ class RankGroup:
     def __init__(self, world: World, transport: Transport, members: tuple[int, ...]) -> None:
         self.world, self.transport, self.members = world, transport, members
         self.index = members.index(world.rank)
-        self.made: Any = None  # its process group
+        self._backend: Any = None  # its process group
         self.arena: Arena | None = None
         with _connecting(members):
             board = transport.board(transport.name, members)
@@ -133,16 +133,16 @@ class RankGroup:
             self.arena = self.matcher.arena = transport.memory(members, self.meet)
         if transport.at_once(members):
             with _connecting(members):
-                self.made = transport.process_group(members)
+                self._backend = transport.process_group(members)
 
     @property
     def backend(self) -> Any:
         """Its gloo or NCCL group; the first use waits for all members, and this wait cannot be interrupted."""
-        if self.made is None:
+        if self._backend is None:
             self.meet()
             with _connecting(self.members):
-                self.made = self.transport.process_group(self.members)
-        return self.made
+                self._backend = self.transport.process_group(self.members)
+        return self._backend
 
     def sums(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is so small that its collectives need no more than the announcement."""
@@ -164,7 +164,7 @@ class RankGroup:
         *args: Any,
         small: Any = None,
         key: str | None = None,
-        alone: bool = True,
+        unattended: bool = True,
     ) -> Collective:
         """Announce a collective whose arguments do not depend on the others'."""
         exchange = None
@@ -173,7 +173,7 @@ class RankGroup:
         elif small is None and not shared:
             self.backend  # noqa: B018  (this makes it while all ranks are here)
         return self.matcher.submit(
-            text, lambda _: way.backend(self.backend, self.index, *args), key, False, small, alone, exchange
+            text, lambda _: way.backend(self.backend, self.index, *args), key, False, small, unattended, exchange
         )
 
     def meet(self, row: list[int] | None = None) -> list[list[int]]:
@@ -181,7 +181,7 @@ class RankGroup:
         found: list[list[int]] = []
         mine = torch.tensor(row or [], dtype=torch.int64)
         small = (mine, lambda rows, _: found.extend(one.tolist() for one in rows))
-        self.wait(self.matcher.submit("the making of a group", lambda _: None, small=small, alone=False))
+        self.wait(self.matcher.submit("the making of a group", lambda _: None, small=small, unattended=False))
         return found
 
     def wait(self, work: Collective) -> None:

@@ -36,7 +36,6 @@ Sources: Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al. 2022, section 4
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from math import ceil
 from typing import Any
 
@@ -44,7 +43,7 @@ from minipar.costs.recomputation import LayerCosts
 from minipar.errors import PlanError
 from minipar.models import table
 from minipar.models.sizes import Chain, Sizes, Transformer, of_preset, sizes
-from minipar.models.table import GPT, MLP, Branchy, Mixture, Preset, check_gpt, convolutions
+from minipar.models.table import GPT, Mixture, Preset, check_gpt
 from minipar.program import Group
 
 FLOAT, INTEGER = 4, 8  # bytes: FLOAT of statistics, and of logits in the paper; INTEGER of positions
@@ -109,30 +108,6 @@ WHOLE = Division()
 # parameters ----------------------------------------------------------------------------------------------------------
 
 
-def block_parameters(gpt: GPT) -> int:
-    """Number of parameters in one transformer block: 12 h^2 in matrices, 13 h in biases and norms."""
-    return 12 * gpt.width**2 + 13 * gpt.width
-
-
-def _mixture_parameters(model: Mixture) -> int:
-    """As many as a GPT without its MLPs, and experts without biases, and their gate."""
-    width = model.width
-    block = 4 * width**2 + 8 * width + model.experts * (width + 8 * width**2)
-    return model.layers * block + (2 * model.vocab + model.context + 2) * width
-
-
-def parameters(model: Preset) -> int:
-    """Number of parameters in the whole model."""
-    if isinstance(model, MLP):
-        return sum(a * b + b for a, b in pairwise(model.widths))
-    if isinstance(model, Branchy):
-        return sum((given * side**2 + 1) * made for given, made, side in convolutions(model))
-    if isinstance(model, Mixture):
-        return _mixture_parameters(model)
-    tokens = (1 if model.tied else 2) * model.vocab
-    return model.layers * block_parameters(model) + (tokens + model.context + 2) * model.width
-
-
 def groups(model: Sizes | GPT, division: Division = WHOLE) -> tuple[tuple[Group, ...], int]:
     """Parameter groups of one rank's part, with sizes in numbers, and how many of them (the last ones) are experts
     that other ranks do not have."""
@@ -155,14 +130,14 @@ def groups(model: Sizes | GPT, division: Division = WHOLE) -> tuple[tuple[Group,
     norm = (h,) if model.rms else (h, h)
     attention = (*first(h, h + 2 * model.kv, model.bias), *second(h, h, model.bias))
     here = mlp * (model.experts // division.ep if model.experts else 1)
-    apart = model.experts > 0 and division.ep > 1
+    separate = model.experts > 0 and division.ep > 1
     router = (h * model.experts,) if model.experts else ()
-    block = (*norm, *attention, *norm, *router, *(() if apart else here))
+    block = (*norm, *attention, *norm, *router, *(() if separate else here))
     words, position = _part(model.vocabulary, t) * h, (model.sequence * h,) * model.learned
     middle = [Group((layer,), block) for layer in range(1, last)]
     tied = [Group((0, last), (words,))] if model.tied else []
     ends = (position, norm) if model.tied else ((words, *position), (*norm, words))
-    experts = [Group((layer,), here) for layer in range(1, last)] if apart else []
+    experts = [Group((layer,), here) for layer in range(1, last)] if separate else []
     return (Group((0,), ends[0]), *middle, Group((last,), ends[1]), *tied, *experts), len(experts)
 
 
@@ -186,16 +161,6 @@ def block_bytes(
     division = Division(tp, sequence_parallel)
     costs = layer_costs(gpt, rows, element, fused=False, selective=selective, division=division)
     return costs.saved[1] + costs.output[0]
-
-
-def input_bytes(gpt: GPT, rows: int, element: int = 2) -> int:
-    """Bytes of a block's input, or output, for one micro-batch."""
-    return element * gpt.context * rows * gpt.width
-
-
-def interleaved(stages: int, chunks: int) -> float:
-    """The activations of the first stage in interleaved 1F1B, divided by those in ordinary 1F1B."""
-    return 1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1.0
 
 
 def layer_costs(
@@ -292,17 +257,17 @@ def weight_costs(
     """
     e = element
     if isinstance(model, Chain):
-        made, kept = [], []
+        built, kept = [], []
         before = 0.0
         for l, layer in enumerate(model.chain):
             trains = layer.parameters > 0
             own = max(0.0, layer.saved - before) * trains
-            made.append(ceil(e * rows * own))
+            built.append(ceil(e * rows * own))
             kept.append(
-                made[-1] + ceil(e * rows * (before if l else layer.saved) * trains)
+                built[-1] + ceil(e * rows * (before if l else layer.saved) * trains)
             )  # (the first has no input half)
             before = layer.output
-        return tuple(made), tuple(kept)
+        return tuple(built), tuple(kept)
     m = division.of(model)
     tokens = rows * m.sequence / division.cp
     size = e * tokens * m.hidden
@@ -323,9 +288,9 @@ def weight_costs(
     mask = m.dropout * (e if m.flash else 1) * tokens * m.hidden
     embed = alone(mask + m.flash * m.learned * INTEGER * m.sequence / division.cp)
     head = cut(e * tokens * m.vocabulary) + alone(size)
-    made = [alone(size), *[block] * m.layers, head]
-    kept = [made[0] + embed, *[block + inputs] * m.layers, head + alone(2 * size + statistics)]
-    return tuple(made), tuple(kept)
+    built = [alone(size), *[block] * m.layers, head]
+    kept = [built[0] + embed, *[block + inputs] * m.layers, head + alone(2 * size + statistics)]
+    return tuple(built), tuple(kept)
 
 
 def core_numbers(m: Transformer, tokens: float, element: int) -> float:
@@ -359,32 +324,10 @@ def input_flops(
         model = table.numbers(model, **overrides) if model in table.names() else sizes(model)
     else:
         model = replace(model, **overrides)
-    if not isinstance(model, (GPT, Mixture, Transformer)):
+    if isinstance(model, (GPT, Mixture)):
+        model = of_preset(model)
+    if not isinstance(model, Transformer):
         return tuple(flops / 2 for flops in whole)
-    one = model.core_flops * rows if isinstance(model, Transformer) else core_flops(model, rows)
-    core = one / division.tp / division.cp * (2 if selective else 1)
+    core = model.core_flops * rows / division.tp / division.cp * (2 if selective else 1)
     first, *blocks, head = (flops / 2 for flops in whole)
     return first, *(half + core for half in blocks), head
-
-
-def block_flops(gpt: GPT, rows: float) -> float:
-    """Operations of one block's forward: 24 b s h^2 in its matrices, 4 b s^2 h in its attention core."""
-    return 24 * rows * gpt.context * gpt.width**2 + core_flops(gpt, rows)
-
-
-def core_flops(gpt: GPT | Mixture, rows: float) -> float:
-    """Operations of the attention core's forward. Selective recomputation adds these to each block."""
-    return 4 * rows * gpt.context**2 * gpt.width
-
-
-def head_flops(gpt: GPT | Mixture, rows: int) -> int:
-    """Operations of the logits' forward."""
-    return 2 * rows * gpt.context * gpt.width * gpt.vocab
-
-
-def step_flops(gpt: GPT, batch: int, again: float = 0.0) -> float:
-    """Operations of a training step over `batch` rows; a backward costs two forwards.
-
-    again   how many forwards of the blocks recomputation adds: 1 for full, core_flops / block_flops for selective
-    """
-    return (3 + again) * gpt.layers * block_flops(gpt, batch) + 3 * head_flops(gpt, batch)

@@ -178,9 +178,9 @@ def hardware(given: str | Path | Hardware | Calibration) -> Hardware:
         )
     name, *words = given.split() or [""]
     if name.endswith(".toml"):
-        made = _from_table(name, read_toml(name))
+        built = _from_table(name, read_toml(name))
     elif name in PRESETS:
-        made = PRESETS[name]
+        built = PRESETS[name]
     else:
         wrong = "no such preset" if name else "none is named"
         raise PlanError(
@@ -188,7 +188,7 @@ def hardware(given: str | Path | Hardware | Calibration) -> Hardware:
             f"{did_you_mean(name, PRESETS)}"
         )
     changed = dict(word.partition("=")[::2] for word in words)
-    return _changed(made, changed) if changed else made
+    return _changed(built, changed) if changed else built
 
 
 def _from_table(path: str, table: dict[str, Any]) -> Hardware:
@@ -196,15 +196,15 @@ def _from_table(path: str, table: dict[str, Any]) -> Hardware:
     given = dict(table.get("hardware", table))
     like = given.pop("like", None)
     if like is not None:
-        made = hardware(str(like))
+        built = hardware(str(like))
     elif missing := [key for key in _NEEDED if key not in given]:
         raise PlanError(f"{path}: {', '.join(missing)} missing; give them, or like = one of {', '.join(PRESETS)}")
     else:
-        made = PRESETS["laptop"]
-    return _changed(made, {"name": Path(path).stem, **given})
+        built = PRESETS["laptop"]
+    return _changed(built, {"name": Path(path).stem, **given})
 
 
-def _changed(made: Hardware, changed: dict[str, Any]) -> Hardware:
+def _changed(built: Hardware, changed: dict[str, Any]) -> Hardware:
     known = [f.name for f in fields(Hardware) if f.name != "efficiency"]
     inner = [f.name for f in fields(Efficiency)]
     parts: dict[str, Any] = {}
@@ -223,5 +223,5 @@ def _changed(made: Hardware, changed: dict[str, Any]) -> Hardware:
             raise PlanError(f"efficiency {key}={value}: unknown; possible are {', '.join(inner)}")
         shares[key] = quantity(key, value, zero=True)
     if shares:
-        parts["efficiency"] = replace(made.efficiency, **shares)
-    return replace(made, **parts)
+        parts["efficiency"] = replace(built.efficiency, **shares)
+    return replace(built, **parts)

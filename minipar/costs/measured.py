@@ -5,13 +5,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 from html import escape
-from typing import Any
 
-from minipar.errors import PlanError
 from minipar.wording import several
 
 _HEADER = (
@@ -96,21 +93,6 @@ class Profile:
         first = self.input_flops[rows][layer] if self.input_flops else whole / 2
         return first, whole - first
 
-    def to_json(self) -> str:
-        """One JSON object; `from_json` reads it."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Profile:
-        """The profile that `to_json` wrote. Errors: PlanError for any other text."""
-        try:
-            given = json.loads(text)
-            given = {"input_flops": {}, "host_step_seconds": 0.0} | given  # (profiles of older versions have none)
-            return Profile(**{f.name: _restore(given[f.name]) for f in fields(Profile)})
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            kind = type(error).__name__
-            raise PlanError(f"profile: not what Profile.to_json wrote ({kind}: {error}); measure it anew") from None
-
     def table(self, rows: int) -> list[tuple[str, ...]]:
         """For each layer, as text: times, operations and bytes for so many rows; the last line has the sums."""
         layers = range(len(self.forward[rows]))
@@ -153,10 +135,3 @@ class Profile:
         tied = sum(self.parameter_bytes[len(next(iter(self.forward.values()), ())) :])
         shared = f"; parameters that layers share: {tied / 2**20:.2f} MiB" if tied else ""
         return f"optimizer step over all parameters: {self.step_seconds * 1e3:.2f} ms{shared}"
-
-
-def _restore(value: Any) -> Any:
-    """The value with tuples instead of JSON's lists, and with numbers of rows as keys."""
-    if isinstance(value, dict):
-        return {int(key): tuple(entry) for key, entry in value.items()}
-    return tuple(value) if isinstance(value, list) else value

@@ -27,7 +27,7 @@ Sources: Zheng et al., "Alpa", 2022, section 5.2 (the objective; it tries all bo
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import accumulate, pairwise
@@ -39,7 +39,6 @@ from minipar.wording import several
 
 EXACT = 1e-13  # relative error; rounding errors of sums are of this size
 MOST_LAYERS = 10_000
-MOST_ORDERS = 50_000
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,11 @@ class Partition:
     split    number of layers of each stage
     times    time of each stage for one micro-batch, with the message that it sends
     time     time of a step: sum(times) + (microbatches - 1) * max(times)
-    order    which of the given ranks each stage runs on
     """
 
     split: tuple[int, ...]
     times: tuple[float, ...]
     time: float
-    order: tuple[int, ...]
 
 
 def partition(
@@ -66,7 +63,6 @@ def partition(
     speeds: Sequence[float] | None = None,
     activations: Sequence[float] | None = None,
     bandwidth: float = 1.0,
-    reorder: bool = False,
 ) -> Partition:
     """The contiguous partition of least sum(t) + (microbatches - 1) max(t); every stage has at least one layer.
 
@@ -74,21 +70,15 @@ def partition(
     speeds       speeds of the ranks, in the order of the stages: a rank of speed 2 takes half the time; default 1 each
     activations  bytes sent after each layer if a cut is there, in both directions together; the last entry does not
                  count. The stage before the cut takes activations / bandwidth longer, as if it waited for the message
-    reorder      try every order of the ranks and take the best (ranks of equal speed count as the same); otherwise
-                 stage s runs on rank s
 
     It takes O(stages * layers^2) at most for a bound, and tries about 10 to 200 bounds. If several partitions are
     equally good, it returns any of them. Errors: `PlanError` for tables that do not fit, costs below 0, speeds not
-    above 0, more stages than layers, more than 10,000 layers, or more than 50,000 orders.
+    above 0, more stages than layers, or more than 10,000 layers.
     """
     work, cuts, rates = checked(costs, stages, microbatches, speeds, activations, bandwidth)
     if len(work) > MOST_LAYERS:
         raise PlanError(f"partition: {len(work)} layers; possible are up to {MOST_LAYERS}")
-    orders: Iterable[tuple[int, ...]] = [tuple(range(stages))]
-    if reorder:
-        orders = _orders(rates)
-    found = [_best(work, cuts, [rates[k] for k in order], microbatches, order) for order in orders]
-    return min(found, key=lambda one: one.time)
+    return _best(work, cuts, rates, microbatches)
 
 
 def stage_times(
@@ -148,34 +138,7 @@ def checked(
     return work, cuts, rates
 
 
-def _orders(rates: Sequence[float]) -> list[tuple[int, ...]]:
-    """Every order of the ranks; orders that differ only in ranks of equal speed count once."""
-    count = math.factorial(len(rates))
-    for speed in set(rates):
-        count //= math.factorial(rates.count(speed))
-    if count > MOST_ORDERS:
-        raise PlanError(f"reorder: {count} orders of {several(len(rates), 'rank')}; possible are up to {MOST_ORDERS}")
-    found: dict[tuple[float, ...], tuple[int, ...]] = {}
-    for order in _distinct(sorted(range(len(rates)), key=lambda k: (rates[k], k)), rates):
-        found.setdefault(tuple(rates[k] for k in order), order)
-    return list(found.values())
-
-
-def _distinct(left: list[int], rates: Sequence[float]) -> Iterable[tuple[int, ...]]:
-    """Orders of the ranks in which ranks of equal speed keep their own order."""
-    if not left:
-        yield ()
-    tried = set()
-    for k in left:
-        if rates[k] not in tried:
-            tried.add(rates[k])
-            for rest in _distinct([other for other in left if other != k], rates):
-                yield (k, *rest)
-
-
-def _best(
-    work: list[float], cuts: list[float], rates: list[float], microbatches: int, order: tuple[int, ...]
-) -> Partition:
+def _best(work: list[float], cuts: list[float], rates: list[float], microbatches: int) -> Partition:
     after = microbatches - 1
     shortest = max(math.fsum(work) / math.fsum(rates), max(work) / max(rates)) * (1 - EXACT)
     best: Partition | None = None
@@ -195,7 +158,7 @@ def _best(
         if split is None:
             continue
         times = _times(work, cuts, rates, split)
-        found = Partition(split, times, step_time(times, microbatches), order)
+        found = Partition(split, times, step_time(times, microbatches))
         if best is None or found.time < best.time:
             best = found
         if after:

@@ -5,13 +5,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from html import escape
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from minipar.errors import PlanError
 from minipar.wording import several
@@ -173,29 +172,6 @@ class Calibration:
         if not known:
             raise PlanError(f"calibration of {self.ranks} rank: knows no exchanges; calibrate a cluster of 2 or more")
         return known[min(known, key=lambda n: (abs(n - members), n))]
-
-    def to_json(self) -> str:
-        """One JSON object; `from_json` reads it."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Calibration:
-        """The calibration that `to_json` wrote. Errors: PlanError for any other text."""
-        try:
-            given: dict[str, Any] = json.loads(text)
-            given["links"] = tuple((a, b, LinearCost(*line)) for a, b, line in given["links"])
-            given["allreduce"] = tuple((n, LinearCost(*line)) for n, line in given["allreduce"])
-            given["exchange"] = tuple((n, LinearCost(*one), LinearCost(*more)) for n, one, more in given["exchange"])
-            given["hosts"] = tuple(given.get("hosts", ()))
-            given["across"] = tuple((kind, n, LinearCost(*line)) for kind, n, line in given.get("across", ()))
-            for name in ("send", "receive", "alone", "add"):
-                given[name] = LinearCost(*given[name])
-            return Calibration(**given)
-        except (ValueError, TypeError, KeyError) as error:
-            kind = type(error).__name__
-            raise PlanError(
-                f"calibration: not what Calibration.to_json wrote ({kind}: {error}); measure it anew"
-            ) from None
 
     def _rows(self) -> list[tuple[str, str]]:
         where = "a device each" if self.cores is None else several(self.cores, "core")

@@ -13,7 +13,6 @@ inner loop).
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -108,33 +107,3 @@ def _within(table: np.ndarray, limit: float, edges: Sequence[int]) -> tuple[floa
         lengths.append(edges[b] - edges[before[b]])
         b = before[b]
     return float(sums[n]), tuple(reversed(lengths))
-
-
-@dataclass(frozen=True)
-class FittedTime:
-    """t(length, context) = a + b length + c context + d length^2 + e length context, fitted to measured times."""
-
-    factors: tuple[float, ...]
-
-    def __call__(self, length: int, context: int) -> float:
-        return max(0.0, float(np.dot(self.factors, _terms(length, context))))
-
-
-def fit(measured: dict[tuple[int, int], float]) -> FittedTime:
-    """A formula for the times of all slices, from 5 or more measured ones: {(length, context): seconds}.
-
-    It has the least squares of relative errors, so short slices count as much as long ones. Errors: PlanError for
-    fewer.
-    """
-    if len(measured) < 5:
-        raise PlanError(
-            f"measured: {several(len(measured), 'slice')}; a fit needs at least 5, of several lengths and contexts"
-        )
-    seconds = np.array(list(measured.values()))
-    terms = np.array([_terms(*key) for key in measured])
-    factors, *_ = np.linalg.lstsq(terms / seconds[:, None], np.ones(len(seconds)), rcond=None)
-    return FittedTime(tuple(map(float, factors)))
-
-
-def _terms(length: int, context: int) -> tuple[float, ...]:
-    return 1.0, length, context, length * length, length * context

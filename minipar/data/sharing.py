@@ -10,15 +10,11 @@ in this way. Any rank can compute its rows without communication.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from minipar.data.order import Order
-from minipar.errors import PlanError
 from minipar.program.mesh import Mesh
 from minipar.program.rows import split_rows
-from minipar.wording import several
 
 Axes = Mapping[str, int] | Sequence[tuple[str, int]]  # axis sizes, the slowest axis first, such as Program.mesh
 ALONE = Mesh(dp=1)
@@ -65,61 +61,3 @@ def stream(
     for k in count(step):
         size = source.length(k, batch)
         yield k, source.batch(k, batch, rows=part_of(rank, mesh, size, microbatches))
-
-
-@dataclass
-class Sampler:
-    """The numbers of a rank's rows, batch by batch, for torch's DataLoader and your own data set:
-
-        sampler = data.Sampler(len(dataset), batch=32, rank=rank, mesh={"dp": 4}, seed=1)
-        for epoch in range(3):
-            sampler.set_epoch(epoch)
-            for x, y in DataLoader(dataset, batch_sampler=sampler): ...
-
-    `batch` is the batch of all replicas together. In an epoch every row comes exactly once, on one replica.
-    torch.utils.data.DistributedSampler gives every rank the same number of rows, and repeats rows for this: with 10
-    rows on 4 ranks it gives 3 rows to each, and 2 rows come twice. Here the shares of a batch differ by at most one
-    row, and no row is repeated. So weigh a rank's mean loss by its number of rows, as `train` does.
-
-    Iteration begins at `step`. To continue in the middle of an epoch, set it to the number of finished steps.
-
-    Errors: `PlanError` if the last batch would leave a replica without rows, which a DataLoader cannot collate.
-    """
-
-    count: int
-    batch: int
-    rank: int = 0
-    mesh: Axes = ALONE
-    seed: int = 0
-    last: str = "smaller"
-    shuffle: bool = True
-    step: int = 0
-
-    def __post_init__(self) -> None:
-        steps = self.order.steps(self.batch)
-        least = min(self.order.place(k, self.batch)[2] for k in (0, steps - 1))
-        replicas = replica_of(self.rank, self.mesh)[1]
-        if least < replicas:
-            raise PlanError(
-                f"batch={self.batch}: the smallest batch of an epoch has {several(least, 'row')} for "
-                f"{several(replicas, 'replica')}; "
-                "each needs one: choose last='dropped', or another batch"
-            )
-
-    @property
-    def order(self) -> Order:
-        return Order(self.count, self.seed, self.last, self.shuffle)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Begin with the first step of this epoch, as torch's own samplers do."""
-        self.step = epoch * self.order.steps(self.batch)
-
-    def __len__(self) -> int:
-        """Batches until the end of the epoch."""
-        steps = self.order.steps(self.batch)
-        return steps - self.step % steps
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for step in range(self.step, self.step + len(self)):
-            length = self.order.place(step, self.batch)[2]
-            yield self.order.rows(step, self.batch, part_of(self.rank, self.mesh, length)).tolist()

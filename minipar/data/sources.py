@@ -1,15 +1,15 @@
-"""What all data sets have in common: batches by (seed, step, row), and shards of one epoch."""
+"""What all data sets have in common: batches by (seed, step, row); and data sets epoch by epoch, each row once."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from minipar.data.order import mix, start_of
+from minipar.data.order import Order, mix, start_of
 from minipar.errors import PlanError
 
 if TYPE_CHECKING:
@@ -74,20 +74,6 @@ class Source(ABC):
         check_split(split)
         return -(-self.places(split) // self.stride)
 
-    def shard(self, rank: int, size: int, split: str = "train", batch: int = 1) -> Iterator[tuple[Tensor, Tensor]]:
-        """The rows of one epoch that belong to `rank` of `size` ranks, `batch` rows at a time (at the end perhaps
-        fewer).
-
-        Row w of the epoch belongs to rank w % size: the shards do not overlap, together they are the whole split, and
-        their lengths differ by at most one row. Errors: `PlanError` for a rank outside of 0 to size - 1.
-        """
-        if not 0 <= rank < size:
-            raise PlanError(f"rank={rank}: must be from 0 to {size - 1}")
-        if batch < 1:
-            raise PlanError(f"batch={batch}: must be at least 1")
-        mine = np.arange(rank, self.windows(split), size, dtype=np.int64) * self.stride
-        return (self.examples(mine[k : k + batch], split) for k in range(0, len(mine), batch))
-
 
 def check_split(split: str) -> None:
     """Errors: PlanError for an unknown split."""
@@ -100,3 +86,58 @@ def draw(key: str, rows: range, places: int) -> np.ndarray:
     # The splitmix64 generator can begin at any row. Its arithmetic is modulo 2^64, so overflow is intended.
     z = start_of(key) + (np.array(rows, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
     return (mix(z) % np.uint64(places)).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """A `Source` without repetitions, for `train(data=...)` or your own loop.
+
+        rows = data.Epochs(data.Tokens("corpus.bin", context=256), seed=1)
+        run = train(model, rows, plan, batch=32, steps=3 * rows.steps(32))          # three epochs
+        resume("folder", model, rows, steps=100)                                    # continues in the fourth
+
+    source    the data set; an epoch has its rows, one every `stride` places
+    seed      seed of the orders: the order of an epoch is a function of (seed, epoch)
+    last      "smaller": rows that do not fill a batch are a smaller batch; "dropped": they are left out of this epoch
+    shuffle   False: every epoch has the order of the data
+    split     "train" or "validation"
+
+    The number of the step is the whole state. All batches must have the same size, because size and step give the place
+    in the epoch.
+    """
+
+    source: Source
+    seed: int = 0
+    last: str = "smaller"
+    shuffle: bool = True
+    split: str = "train"
+
+    def __post_init__(self) -> None:
+        check_split(self.split)
+        Order(1, self.seed, self.last, self.shuffle)
+
+    @cached_property
+    def order(self) -> Order:
+        """The order of the rows. It reads the data to know how many rows there are."""
+        return Order(self.source.windows(self.split), self.seed, self.last, self.shuffle)
+
+    @property
+    def targets(self) -> range | None:
+        return self.source.targets
+
+    def steps(self, size: int) -> int:
+        """The number of steps in an epoch. Errors: `PlanError` for a batch with more rows than an epoch."""
+        return self.order.steps(size)
+
+    def length(self, step: int, size: int) -> int:
+        """The number of rows in the batch of one step: `size`, or fewer at the end of an epoch."""
+        return self.order.place(step, size)[2]
+
+    def batch(self, step: int, size: int, rows: slice | range | None = None) -> tuple[Tensor, Tensor]:
+        """The batch of one step, or only its `rows`. It reads no other rows.
+
+        Errors: `PlanError` for a size above the rows of an epoch, or rows outside of the batch.
+        """
+        part = range(self.length(step, size))[rows] if isinstance(rows, slice) else rows
+        numbers = self.order.rows(step, size, part)
+        return self.source.examples(numbers * self.source.stride, self.split)

@@ -101,14 +101,6 @@ def stdlib_text(context: int = 64, seed: int = 0, limit: int = LIMIT) -> Text:
     return Text(context, limit, seed=seed)
 
 
-def stdlib_windows(window: int = 32, seed: int = 0, limit: int = LIMIT) -> Windows:
-    """The same text for an MLP that predicts the byte after a window of `window` bytes (256 classes).
-
-    Errors: `PlanError` for a window below 1, or longer than the text.
-    """
-    return Windows(window, limit, seed=seed)
-
-
 def files() -> list[str]:
     """The corpus's files, relative to the standard library: its modules, without tests or other packages.
 

@@ -44,7 +44,7 @@ from minipar.strategies.passes import offload
 from minipar.strategies.rewriting import computed_on_host
 
 
-def _told(backward: Callable[[Compute, Instruction, dict[Value, Any]], None]) -> Any:
+def _naming_layers(backward: Callable[[Compute, Instruction, dict[Value, Any]], None]) -> Any:
     """Raise an exception of a backward again, with the names of the layers of this call of autograd's engine."""
 
     def run(self: Compute, ins: Instruction, live: dict[Value, Any]) -> None:
@@ -288,7 +288,7 @@ class Compute:
 
     # backward --------------------------------------------------------------------------------------------------------
 
-    @_told
+    @_naming_layers
     def backward(self, ins: Instruction, live: dict[Value, Any]) -> None:
         i, step = ins.microbatch, ins.step
         if not self.rows.count(ins):
@@ -305,7 +305,7 @@ class Compute:
         self._forget(ins)
         self._hand_back(ins, given, received, live)
 
-    @_told
+    @_naming_layers
     def backward_input(self, ins: Instruction, live: dict[Value, Any]) -> None:
         """Run the input half of a backward; what it leaves is `saved_weight`. See `execution/split_backward.py`."""
         i, step = ins.microbatch, ins.step
@@ -324,7 +324,7 @@ class Compute:
         self._forget(ins)
         self._hand_back(ins, given, received, live)
 
-    @_told
+    @_naming_layers
     def backward_weight(self, ins: Instruction, live: dict[Value, Any]) -> None:
         """Run the weight half of a backward, from the gradients that the input half kept."""
         if self.rows.count(ins):

@@ -48,7 +48,7 @@ from minipar.execution.saving.keeping import NOTHING, Share, Storing
 from minipar.execution.sliced import count_tokens, ranges_of
 from minipar.execution.updating import Optimizer, Scheduler, Update, check_update, forms_of
 from minipar.models import selective_checkpoint
-from minipar.models.losses import check_loss, raise_unless_again, scalar, try_loss, try_tokens
+from minipar.models.losses import check_loss, is_known, raise_unless_again, scalar, try_loss, try_tokens
 from minipar.models.mixture_gpt import Load, total
 from minipar.models.network import Network, edges_of
 from minipar.models.nodes import Cut, ShardedModel
@@ -656,6 +656,8 @@ def profile_job(
 def _try_loss(job: Job, model: nn.Module, x: Any, plan: Plan, parts: int) -> tuple[Any, str]:
     """What `losses.try_loss` says of a job's loss, on targets of its first batch and outputs near the model's. It is
     tried on parts of sequences, too, where the plan cuts them."""
+    if is_known(job.loss):
+        return None, ""
     before = [(buffer, buffer.clone()) for buffer in model.buffers()]
     device = worker.context().device
     with torch.random.fork_rng(devices=[device] if device.startswith("cuda") else []), torch.no_grad():

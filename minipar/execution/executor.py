@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -33,7 +33,7 @@ from minipar.execution.emulation import Delays, EmulatedDevice, end_of, stamp_la
 from minipar.execution.fitting import check_fit
 from minipar.execution.following import Walked
 from minipar.execution.mean_loss import Loss
-from minipar.execution.offloading import Offloading, TierCopy, frozen_parameters
+from minipar.execution.offloading import Offloading, TierCopy
 from minipar.execution.owners import Slice
 from minipar.execution.state import State
 from minipar.execution.streams import Mark, Streams, read_all, streams_of
@@ -60,6 +60,9 @@ from minipar.program import (
 )
 from minipar.program.comm_volume import by_algorithm
 from minipar.strategies.passes.versions import without_versions
+
+if TYPE_CHECKING:
+    from minipar.execution.memory.tracker import Tracker
 
 _WALKED = (
     Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND, Op.RECV, Op.STEP
@@ -142,22 +145,6 @@ def _sums_beside(instructions: Sequence[Instruction]) -> bool:
     return False
 
 
-class MemoryWatch(Protocol):
-    """An observer of a rank that runs, such as a memory tracker."""
-
-    def at(self, index: int) -> None:
-        """The rank has come to an instruction, which ends where the next one begins."""
-
-    def received(self, content: Any) -> None:
-        """A message was received."""
-
-    def given(self, tensor: Tensor) -> None:
-        """A tensor is the host's from now on."""
-
-    def aside(self) -> AbstractContextManager[None]:
-        """While entered, new memory belongs to the host and does not count as the device's."""
-
-
 class Executor:
     """One rank's part of a program: layers, optimizer, links and buffers, kept from step to step.
 
@@ -206,13 +193,13 @@ class Executor:
         self.groups, self.buckets = groups, self.state.buckets
         on_host = {ins.layers for ins in program.ranks[comm.rank] if ins.op is Op.STEP and ins.stream == "host"}
         self.optimizers = {k: o for k, o in self.state.optimizers.items() if k not in on_host}  # those of the device
-        frozen = frozen_parameters(program, layers, self.compute.layers.values())
+        mine = list(self.compute.layers.values())
         if program.precision == "bf16":
             # These are the tensors that are not trained: buffers, and frozen parameters before they are offloaded.
-            narrow(nn.ModuleList(self.compute.layers.values()))
-        self.offloading = Offloading(program, comm.rank, self.state, self.compute.kept, frozen, self.streams)
+            narrow(nn.ModuleList(mine))
+        self.offloading = Offloading(program, comm.rank, self.state, self.compute.kept, layers, mine, self.streams)
         self.live: dict[Value, Any] = {}
-        self.watch: MemoryWatch | None = None
+        self.watch: Tracker | None = None
         self.walked: Walked | None = None  # reports a pass while it runs
         self.follow(program, delays)
 
@@ -489,20 +476,8 @@ class Executor:
                     for p, grad in self.state.gradients([g]):
                         name = self.names[id(p)]
                         own = grad * share if isinstance(grad, Tensor) and share != 1 else grad
-                        if self._has_another(g):
-                            continue
                         kept[name] = Shard(self.cuts[name], own) if name in self.cuts else own
         self.state.step(ins)
-
-    def _has_another(self, group: int) -> bool:
-        """Whether an earlier rank of the same replica brings the same gradient, where those of replicas that train
-        alone are added."""
-        program, rank = self.program, self.comm.rank
-        if not program.local_steps:
-            return False
-        before = range(program.replica(rank) * (program.workers // program.replicas), rank)
-        alike = [r for r in before if program.part(r, group, "S") == program.part(rank, group, "S")]
-        return any(home(v).kind == "param" and v.index == group for r in alike for v in program.state[r])
 
     def size(self, value: Value) -> int:
         """Bytes of a value on this rank, as they were measured."""

@@ -119,7 +119,7 @@ class Offloading:
     """What one rank has copied away from its device, kept from step to step.
 
     kept     per layer, micro-batch and step: what autograd keeps of it
-    frozen   per group its frozen parameters on this rank
+    layers   of the whole model; `mine` are those of this rank
     """
 
     def __init__(
@@ -128,32 +128,21 @@ class Offloading:
         rank: int,
         state: State,
         kept: dict[LayerRun, SavedTensors],
-        frozen: Sequence[Sequence[Tensor]],
+        layers: Sequence[nn.Module],
+        mine: Iterable[nn.Module],
         streams: Streams,
     ) -> None:
-        self.streams = streams
-        copies = [ins for ins in program.ranks[rank] if ins.op in COPIES]
-        self.program, self.state, self.kept, self.frozen = program, state, kept, frozen
-        self.device = state.comm.device
-        held = program.state[rank] if program.state else frozenset()
-        self.held = frozenset(value for value in held if value.index not in state.at_home)  # (those never move)
+        self.program, self.state, self.kept, self.streams = program, state, kept, streams
         self.stores: dict[str, Tier] = {}
         self.under_way: list[tuple[Instruction, TierCopy]] = []
         self.failed: StoreError | None = None
         self._to_host: dict[Value, Copy] = {}  # copies on streams that the host has not waited for
         self._stays: set[Value] = set()  # what could not be copied away
-        self._unwritten: dict[Value, Any] = {}  # contents that are on their way
-        self._fixed: dict[int, list[Tensor]] = {}  # the host's copies of frozen parameters
-        self._away = {g for ins in copies if ins.op is Op.FETCH for g in ins.layers if self._is_away(ins.writes[0])}
-        self._on_disk = {v.index for v in self.held if tier(v) == "disk" and "param" in v.kind}
-        if not copies:
-            return
-        self.stores["host"] = host_store(streams, program.room)
-        if any(tier(value) == "disk" for ins in copies for value in (ins.reads[0], ins.writes[0])):
-            self.stores["disk"] = DiskStore(program.folder or None, program.room)
-        # (after an error nobody calls `close`: then the finalizer does the same)
-        self._finish = weakref.finalize(self, _close, streams, list(self.stores.values()))
-        self._begin()
+        self._away: set[int] = set()  # groups whose parameters are not on the device between steps
+        copies = [ins for ins in program.ranks[rank] if ins.op in COPIES]
+        if copies:
+            self.frozen = frozen_parameters(program, layers, mine)
+            self._begin(copies, program.state[rank] if program.state else frozenset())
 
     def close(self) -> None:
         """End the threads and free everything, files included."""
@@ -164,8 +153,19 @@ class Offloading:
         """Whether a group's parameters are not on the device between steps."""
         return value.kind in ("param", "param_shard") and value not in self.held
 
-    def _begin(self) -> None:
-        """Move everything to where it is kept between steps."""
+    def _begin(self, copies: Sequence[Instruction], held: frozenset[Value]) -> None:
+        """Move everything to where it is kept between steps. `held`: what this rank has then."""
+        self.device = self.state.comm.device
+        self.held = frozenset(value for value in held if value.index not in self.state.at_home)  # (those never move)
+        self._unwritten: dict[Value, Any] = {}  # contents that are on their way
+        self._fixed: dict[int, list[Tensor]] = {}  # the host's copies of frozen parameters
+        self._away = {g for ins in copies if ins.op is Op.FETCH for g in ins.layers if self._is_away(ins.writes[0])}
+        self._on_disk = {v.index for v in self.held if tier(v) == "disk" and "param" in v.kind}
+        self.stores["host"] = host_store(self.streams, self.program.room)
+        if any(tier(value) == "disk" for ins in copies for value in (ins.reads[0], ins.writes[0])):
+            self.stores["disk"] = DiskStore(self.program.folder or None, self.program.room)
+        # (after an error nobody calls `close`: then the finalizer does the same)
+        self._finish = weakref.finalize(self, _close, self.streams, list(self.stores.values()))
         for g in self._away:
             for p in (*self.state.owners[g].owned, *self.frozen[g]):
                 if p.untyped_storage().nbytes() != _bytes([p]) or not p.is_contiguous():
@@ -220,15 +220,6 @@ class Offloading:
         if "param" not in value.kind:
             return self.state.optimizer_tensors(value.index)
         return masters or self._device(value.index)
-
-    def keeps(self, g: int) -> bool:
-        """Whether a group's parameters are not on the device between steps."""
-        return g in self._away
-
-    def put_away(self, value: Value, tensors: Sequence[Tensor]) -> None:
-        """Keep these as a group's parameters where they are kept; frozen ones stay as they are."""
-        for k, tensor in enumerate(tensors):
-            self.stores[tier(value)].put((value, k), tensor).result()
 
     # the tensors of a value ------------------------------------------------------------------------------------------
 

@@ -100,10 +100,10 @@ class SlicedGroup(Owner):
         if self.scattered:
             self.flat.untyped_storage().resize_(0)
 
-    def gather(self, comm: Communicator, ranks: tuple[int, ...], algorithm: str | None = None) -> list[Handle]:
+    def gather(self, comm: Communicator, ranks: tuple[int, ...]) -> list[Handle]:
         """Start to gather the parameters of the layers from the slices of all ranks."""
         self.flat.untyped_storage().resize_(self.flat.numel() * self.flat.element_size())
-        return comm.iall_gather(self.part.data, self.flat, ranks, algorithm)
+        return comm.iall_gather(self.part.data, self.flat, ranks)
 
     def take_gradients(self, ins: Instruction) -> None:
         (whole,) = self.trained

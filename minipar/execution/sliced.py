@@ -65,7 +65,7 @@ def tokens_in(value: Any) -> int:
     return first.shape[1]
 
 
-class Alone:
+class OneSlice:
     """A layer on one slice of sequences, as a function of its input, so that it can be measured by itself."""
 
     def __init__(self, layer: nn.Module, start: int, before: Any, more: bool, trains: bool) -> None:

@@ -101,13 +101,12 @@ class State:
 
         share   where parameters are averaged, how much those of this rank weigh
         """
-        if ins.op is Op.ALL_REDUCE and home(ins.reads[0]).kind == "param":
+        if ins.op is Op.ALL_REDUCE and ins.reads[0].kind == "param":
             return self._average(ins, share)
         if ins.op is Op.REDUCE_SCATTER:
             return self._reduce_scatter(ins)
         if ins.op is Op.ALL_GATHER:
-            by = self.program.algorithm or None
-            return [handle for g in ins.layers for handle in self.slices[g].gather(self.comm, ins.group, by)]
+            return [handle for g in ins.layers for handle in self.slices[g].gather(self.comm, ins.group)]
         if ins.op is Op.NORM:
             return [self._norm(ins)]
         return self.buckets.all_reduce(ins, self.comm)
@@ -136,8 +135,7 @@ class State:
             p.grad = None
         if not add:
             self._make_sums(ins.layers)
-        by = self.program.algorithm or None
-        return [self.comm.ireduce_scatter(message, self.sums[ins.layers], ins.group, add, by)]
+        return [self.comm.ireduce_scatter(message, self.sums[ins.layers], ins.group, add)]
 
     def _make_sums(self, layers: tuple[int, ...]) -> None:
         """Make room for this rank's slices of the gradients of a bucket."""
@@ -254,8 +252,6 @@ def choose_owners(
         group = program.groups[g]
         shards = program.part(comm.rank, g, "S")[1]
         holders = max(1, program.holders[g] // shards)
-        if program.local_steps:
-            holders = max(1, holders // program.replicas)
         for p in params if narrow and not wide else ():
             p.data = p.data.to(torch.bfloat16)
         if g in sliced:

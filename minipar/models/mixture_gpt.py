@@ -428,13 +428,13 @@ class _Counted(NamedTuple):
 
 def total(loads: Sequence[Load | None]) -> Load | None:
     """The load of some rows and others, or of some layers and others; None: none of them has experts."""
-    found: dict[tuple[int, int], list[tuple[int, Load]]] = {}
-    for load in loads:
-        for k, layer in enumerate(load.layers if load is not None else ()):
-            assert load is not None
-            found.setdefault((layer, load.layers[:k].count(layer)), []).append((k, load))
-    if not found:
+    counted = [load for load in loads if load is not None]
+    if not counted:
         return None
+    found: dict[tuple[int, int], list[tuple[int, Load]]] = {}
+    for load in counted:
+        for k, layer in enumerate(load.layers):
+            found.setdefault((layer, load.layers[:k].count(layer)), []).append((k, load))
     every = [parts for _, parts in sorted(found.items())]
     rooms = [sum(load.room or 0 for _, load in parts) for parts in every]
     return Load(

@@ -21,12 +21,12 @@ def shape_of(model: Iterable[nn.Module]) -> Shape:
     without layers.
     """
     layers = list(model)
+    held = groups_of(layers)
     groups = tuple(
-        Group(held.layers, tuple(map(_bytes, held.trainable)), sum(map(_bytes, held.frozen)), held.form)
-        for held in groups_of(layers)
+        Group(one.layers, tuple(map(_bytes, one.trainable)), sum(map(_bytes, one.frozen)), one.form) for one in held
     )
     name = getattr(model, "name", "")
-    trained = [held.trainable for held in groups_of(layers)]
+    trained = [one.trainable for one in held]
     itemsize = next((p.element_size() for found in trained for p in found), 4)
     dims = tuple(tuple(tuple(p.shape) for p in found) for found in trained)
     carries, whole = describe(layers)

@@ -164,8 +164,6 @@ def split_sensitive(model: nn.Module, x: Any = None) -> list[str]:
         if not module.training and getattr(module, "running_mean", None) is not None:
             continue  # (a norm that uses its stored statistics)
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            if not module.training and module.running_mean is not None:
-                continue  # it uses its stored statistics
             found.append(f"{name} ({kind}: statistics of a micro-batch)")
         elif not module.training:
             continue

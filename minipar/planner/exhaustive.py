@@ -202,8 +202,8 @@ def solve(space: Space, most: int = SIMULATED, simulate: bool = True) -> Found:
     plans = _simulated(space, best) if simulate else best
     plans.sort(key=lambda one: one.time)
 
-    told = tuple(replace(one, reasons=reasons(one, space)) for one in plans)
-    return Found(space, told, space.count, tried, perf_counter() - began, bound)
+    explained = tuple(replace(one, reasons=reasons(one, space)) for one in plans)
+    return Found(space, explained, space.count, tried, perf_counter() - began, bound)
 
 
 def _by_formulas(space: Space, most: int) -> tuple[list[Planned], int, float]:
@@ -223,16 +223,16 @@ def _by_formulas(space: Space, most: int) -> tuple[list[Planned], int, float]:
         if bound >= limit:
             return [one for _, _, one in best], tried, bound
         if not scheduled:
-            for made in space.scheduled(numbers):
+            for built in space.scheduled(numbers):
                 tried += 1
-                bound = _bound(space, made, (*WORK, "bubble"))
+                bound = _bound(space, built, (*WORK, "bubble"))
                 if bound is not None and bound < limit:
-                    heappush(ways, (bound, tried, made, True))
+                    heappush(ways, (bound, tried, built, True))
             continue
-        for made in space.sharing(numbers):
+        for built in space.sharing(numbers):
             limit = best[-1][0] if len(best) >= most else float("inf")
             tried += 1
-            found = _fitting(space, made, limit)
+            found = _fitting(space, built, limit)
             if found is not None:
                 insort(best, (found.cost.time, tried, found))
                 del best[most:]
@@ -289,15 +289,15 @@ def _fitting(space: Space, numbers: PlanNumbers, limit: float) -> Planned | None
 
 def _simulated(space: Space, best: list[Planned]) -> list[Planned]:
     """The plans with the simulator's time where it says more than a formula, up to a number of actions."""
-    made, left = [], ACTIONS
+    built, left = [], ACTIONS
     for one in best:
         n = one.numbers
         if actions(n) <= left and helps(n, space.model, space.machine):
             left -= actions(n)
             cost = closed_form(n, space.model, space.machine, by_simulation(n))
             one = replace(one, simulated=cost.time)
-        made.append(one)
-    return made
+        built.append(one)
+    return built
 
 
 # What if --------------------------------------------------------------------------------------------------------------
@@ -403,33 +403,37 @@ def front(space: Space, fastest: Planned, points: int = 6) -> tuple[Planned, ...
 def report(found: Found, key: str | None = None, with_front: bool = False, other: str | None = None) -> dict[str, Any]:
     """What a search found, for scripts and for people (`text`). `key`: also what its values would cost instead, by
     formulas. `other`: also what this plan has and takes otherwise."""
-    told = advice(found.plan, found.space)
-    text = [str(found), "", *wrap(told, WIDTH)]
-    made: dict[str, Any] = {
+    words = advice(found.plan, found.space)
+    text = [str(found), "", *wrap(words, WIDTH)]
+    built: dict[str, Any] = {
         "best": [one.as_dict() for one in found.best],
         "searched": found.searched,
         "seconds": found.seconds,
         "tried": found.tried,
-        "advice": told,
+        "advice": words,
     }
     if key is not None:
         rows = found.explain(key)
         text += ["", str(rows)]
-        made["explain"] = [
+        built["explain"] = [
             {"value": row.value, "plan": row.plan.words if row.plan else None,
              "time": row.plan.cost.time if row.plan else None, "slower": row.slower if row.plan else None,
              "reason": row.reason}
             for row in rows.rows
         ]  # fmt: skip
     if other is not None:
-        apart = found.difference(other)
-        text += ["", f"the best plan -> {other}, by formulas", str(apart) or "they are the same"]
-        made["diff"] = {"keys": [list(one) for one in apart.keys], "seconds": apart.seconds, "bytes": apart.bytes}
+        changes = found.difference(other)
+        text += ["", f"the best plan -> {other}, by formulas", str(changes) or "they are the same"]
+        built["diff"] = {
+            "keys": [list(one) for one in changes.keys],
+            "seconds": changes.seconds,
+            "bytes": changes.bytes,
+        }
     if with_front:
         plans = found.front()
         text.append("")
         for one in plans:
             line = f"{one.memory / 1e9:6.1f} GB  {one.time:.4g} s  {one.words}"
             text += wrap(line, WIDTH, subsequent_indent=" " * 12, break_on_hyphens=False)
-        made["front"] = [one.as_dict() for one in plans]
-    return {**made, "text": "\n".join(text)}
+        built["front"] = [one.as_dict() for one in plans]
+    return {**built, "text": "\n".join(text)}

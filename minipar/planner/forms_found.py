@@ -58,8 +58,8 @@ class OperatorProblem:
     def way(self, found: Answer, operator: str) -> Way:
         """How an answer runs an operator, by the name in the graph."""
         k = self.graph.number(operator)
-        made: Way = self.graph.nodes[k].meaning[found.choices[k]]
-        return made
+        built: Way = self.graph.nodes[k].meaning[found.choices[k]]
+        return built
 
     def annotations(self, found: Answer) -> dict[str, str]:
         """The forms of an answer, by the names of operators and parameters, for `propagate_model` and `train`.
@@ -146,13 +146,13 @@ class OperatorProblem:
         small = self.graph.within(None).keep(kept)
         solved = eliminate(small)
         choices = tuple(own[k] for own, k in zip(kept, solved.choices, strict=True))
-        made = answer(self.graph, method, choices, began)
+        built = answer(self.graph, method, choices, began)
         if not self.graph.fits(choices):
             raise PlanError(
-                f"{method}: needs {made.memory / 2**20:.1f} MiB on each rank, more than the budget of "
+                f"{method}: needs {built.memory / 2**20:.1f} MiB on each rank, more than the budget of "
                 f"{(self.graph.budget or 0) / 2**20:.1f} MiB"
             )
-        return made
+        return built
 
     def compare(self) -> Comparison:
         """All methods side by side on this problem, with propagation and data parallel as baselines."""

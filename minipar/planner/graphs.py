@@ -134,8 +134,8 @@ def _instructions(graph: Graph, microbatches: int) -> list[tuple[int, int, Instr
             given = tuple(output(a, i) for a in graph.before[k])
             run = Instruction(Op.FORWARD, (k,), i, 0, given, (output(k, i), saved(k, i)))
             needed = (saved(k, i), *(grad_output(e, i) for e in graph.out_edges[k]))
-            made = tuple(grad_output(e, i) for e in gradients)
-            found.append((k, i, run, Instruction(Op.BACKWARD, (k,), i, 0, needed, made, (saved(k, i),))))
+            built = tuple(grad_output(e, i) for e in gradients)
+            found.append((k, i, run, Instruction(Op.BACKWARD, (k,), i, 0, needed, built, (saved(k, i),))))
     return found
 
 

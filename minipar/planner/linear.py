@@ -71,7 +71,7 @@ def partition_by_milp(
     on = np.round(solved.x[:count]).reshape(len(work), stages).sum(axis=0)
     split = tuple(int(n) for n in np.diff(on, prepend=0))
     times = stage_times(costs, split, speeds=speeds, activations=activations, bandwidth=bandwidth)
-    return LinearPartition(split, times, step_time(times, microbatches), tuple(range(stages)), float(relaxed.fun))
+    return LinearPartition(split, times, step_time(times, microbatches), float(relaxed.fun))
 
 
 def _problem(work: np.ndarray, cuts: np.ndarray, rates: np.ndarray, microbatches: int) -> dict[str, Any]:

@@ -24,9 +24,9 @@ from minipar.wording import several
 
 def reasons(found: Planned, space: Space) -> tuple[str, ...]:
     """A sentence for each choice of a plan that matters."""
-    told = [_whole_model(found, space), *_tensor(found, space), *_pipeline(found, space), *_zero(found, space)]
-    told += [*_recomputation(found, space), *_rows(found, space), *_offload(found, space), _where(found)]
-    return tuple(text for text in told if text)
+    words = [_whole_model(found, space), *_tensor(found, space), *_pipeline(found, space), *_zero(found, space)]
+    words += [*_recomputation(found, space), *_rows(found, space), *_offload(found, space), _where(found)]
+    return tuple(text for text in words if text)
 
 
 def advice(found: Planned, space: Space) -> str:
@@ -80,8 +80,8 @@ def _one_replica(space: Space) -> Cost:
 def _data_parallel(found: Planned, space: Space) -> str:
     """How much longer than a plan the best one takes that has replicas alone."""
     alone = space.pinned("tp=1 pp=1 context_parallel=1 ep=1 offload=none")
-    made = [Planned(n, closed_form(n, space.model, space.machine)) for one in alone.outer() for n in alone.inner(one)]
-    fitting = [one for one in made if one.memory <= space.machine.memory]
+    built = [Planned(n, closed_form(n, space.model, space.machine)) for one in alone.outer() for n in alone.inner(one)]
+    fitting = [one for one in built if one.memory <= space.machine.memory]
     if not fitting:
         return ""
     best = min(fitting, key=lambda one: one.time)
@@ -120,29 +120,29 @@ def _whole_model(found: Planned, space: Space) -> str:
 
 def _moved(n: PlanNumbers, space: Space, **changed: int) -> PlanNumbers | None:
     """The plan with another tp or pp, on as many devices: dp and micro-batches change along."""
-    made = n._replace(tp=changed.get("tp", n.tp), pp=changed.get("pp", n.pp))
-    if made.pp == 1:  # (a single stage has no order)
-        made = made._replace(schedule="1f1b", chunks=1)
-    if made.chunks > 1 and space.model.layers % (made.pp * made.chunks):
+    built = n._replace(tp=changed.get("tp", n.tp), pp=changed.get("pp", n.pp))
+    if built.pp == 1:  # (a single stage has no order)
+        built = built._replace(schedule="1f1b", chunks=1)
+    if built.chunks > 1 and space.model.layers % (built.pp * built.chunks):
         return None
-    others = made.tp * made.pp * made.cp * made.ep
+    others = built.tp * built.pp * built.cp * built.ep
     if space.devices % others:
         return None
     dp = space.devices // others
     if dp < 1 or space.batch % (dp * int(n.rows)):
         return None
-    return made._replace(dp=dp, microbatches=space.batch // dp // int(n.rows))
+    return built._replace(dp=dp, microbatches=space.batch // dp // int(n.rows))
 
 
 def _tensor(found: Planned, space: Space) -> list[str]:
     n, inside = found.numbers, space.machine.per_node
     if not isinstance(space.model, Transformer) or (n.tp == 1 and inside == 1):
         return []
-    told = []
+    words = []
     if n.tp > 1:
         sent = found.cost.seconds.get("collectives of shared layers", 0.0)
         where = "one node" if n.tp <= inside else "several nodes"
-        told.append(
+        words.append(
             f"tp={n.tp} shares each layer among GPUs of {where}; its collectives take {sent / found.cost.time:.0%}."
         )
     beside = []
@@ -150,7 +150,7 @@ def _tensor(found: Planned, space: Space) -> list[str]:
         other = _moved(n, space, tp=tp) if tp >= 1 else None
         if other is not None and not (tp == 1 and n.sequence_parallel):
             beside.append(f"tp={tp} {_beside(found, space, other)}")
-    return [*told, f"Beside it, {' and '.join(beside)}."] if beside and told else told
+    return [*words, f"Beside it, {' and '.join(beside)}."] if beside and words else words
 
 
 def _pipeline(found: Planned, space: Space) -> list[str]:
@@ -160,13 +160,13 @@ def _pipeline(found: Planned, space: Space) -> list[str]:
     bubble = found.cost.seconds.get("bubble", 0.0)
     how = f", {n.chunks} chunks a rank" if n.chunks > 1 else ""
     share = f"{bubble / found.cost.time:.1%}"
-    told = [f"pp={n.pp} ({n.schedule}{how}) divides {space.model.layers} layers; its bubble takes {share}."]
+    words = [f"pp={n.pp} ({n.schedule}{how}) divides {space.model.layers} layers; its bubble takes {share}."]
     beside = []
     for pp in (n.pp // 2, n.pp * 2):
         other = _moved(n, space, pp=pp) if pp >= 1 else None
         if other is not None:
             beside.append(f"pp={pp} {_beside(found, space, other)}")
-    return [*told, f"Beside it, {' and '.join(beside)}."] if beside else told
+    return [*words, f"Beside it, {' and '.join(beside)}."] if beside else words
 
 
 def _zero(found: Planned, space: Space) -> list[str]:

@@ -127,7 +127,7 @@ class Space:
         if not isinstance(pins, (str, Mapping)):
             raise PlanError(f"pins {pins!r}: must be words such as 'tp=8 zero=1', or a table of these keys")
         said = _words(pins) if isinstance(pins, str) else dict(pins)
-        told = dict(said)
+        asked = dict(said)
         known = {f.name: f for f in fields(Plan)}
         keys.check_keys(said, [*OUTER, *INNER, "dp", "chunks", "precision"])
         domains, precision = dict(self.domains), self.precision
@@ -154,7 +154,7 @@ class Space:
             if not domains["schedule"]:
                 possible = ", ".join(map(str, sorted({count for _, count in every})))
                 raise PlanError(f"chunks={chunks}: no schedule that is searched has so many; possible are {possible}")
-        return replace(self, domains=domains, precision=precision, pins={**self.pins, **told})
+        return replace(self, domains=domains, precision=precision, pins={**self.pins, **asked})
 
 
 def space(model: Sizes, machine: Hardware, batch: int, pins: str | Mapping[str, Any] = "") -> Space:
@@ -219,9 +219,9 @@ def _checkpoint(value: Any) -> int | str:
         return 0
     if value == "selective" or (isinstance(value, int) and not isinstance(value, bool)):
         return value
-    told = ",".join(map(str, value)) if isinstance(value, tuple) else value
+    words = ",".join(map(str, value)) if isinstance(value, tuple) else value
     raise PlanError(
-        f"checkpoint={told}: is not searched; possible are none, selective, or a number of layers such as 1"
+        f"checkpoint={words}: is not searched; possible are none, selective, or a number of layers such as 1"
     )
 
 

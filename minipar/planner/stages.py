@@ -224,11 +224,11 @@ def _read(costs: StageCosts, choice: Sequence[Table], behind: int, devices: int,
         last, k = (int(x) for x in choice[behind if len(choice) > 1 else 0][first, left])
         found.append((first, last, k))
         first, left, behind = last, left - math.prod(costs.submeshes[k]), behind - 1
-    made = []
+    built = []
     for s, (a, b, k) in enumerate(found):
         held = costs.memory[k, a, b] + (len(found) - s) * costs.activations[k, a, b]
-        made.append(Stage(a, b, costs.submeshes[k], float(costs.time[k, a, b]), float(held)))
-    return Staged(tuple(made), microbatches, step_time([stage.time for stage in made], microbatches))
+        built.append(Stage(a, b, costs.submeshes[k], float(costs.time[k, a, b]), float(held)))
+    return Staged(tuple(built), microbatches, step_time([stage.time for stage in built], microbatches))
 
 
 def _check(costs: StageCosts, devices: int, microbatches: int) -> None:

@@ -94,8 +94,8 @@ def _no_plan(given: Space) -> str:
 
 
 def _asked(given: Space, pins: dict[str, Any]) -> str:
-    told = " ".join(f"{key}={value}" for key, value in pins.items())
-    return f"batch={given.batch} on {several(given.devices, 'device')}{f' with {told}' if told else ''}"
+    words = " ".join(f"{key}={value}" for key, value in pins.items())
+    return f"batch={given.batch} on {several(given.devices, 'device')}{f' with {words}' if words else ''}"
 
 
 def _value(key: str, plan: PlanNumbers) -> Any:

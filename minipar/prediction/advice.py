@@ -47,18 +47,18 @@ def ways_that_fit(
     """
     from minipar.prediction import fitting  # (formulas that a run which fits does not need)
 
-    families = [[(f'"{made}"', (made, batch)) for made in family] for family in fitting.nearby(plan, batch)]
+    families = [[(f'"{built}"', (built, batch)) for built in family] for family in fitting.nearby(plan, batch)]
     smaller = [batch // k for k in (2, 4, 8) if batch // k >= plan.dp * plan.total_microbatches]
     families.append([(f"batch={rows}", (plan, rows)) for rows in smaller])
     for family in fitting.wider(plan, batch):
-        families.append([(f'"{made}" on {made.ranks} ranks', (made, batch)) for made in family])
+        families.append([(f'"{built}" on {built.ranks} ranks', (built, batch)) for built in family])
     tried = [*(one for family in families for one in family), ("", (plan, batch))]
-    rows = {n for _, (made, b) in tried for n in microbatch_rows(b, made.dp, made.total_microbatches)}
+    rows = {n for _, (built, b) in tried for n in microbatch_rows(b, built.dp, built.total_microbatches)}
     measured = measure(tuple(sorted(rows)))
 
     def peak(one: tuple[Plan, int]) -> int:
-        made, rows = one
-        program = made.compile(measured[0], costs=measured[1])
+        built, rows = one
+        program = built.compile(measured[0], costs=measured[1])
         x, y = (size * rows // batch for size in measured[3])
         return max(peaks(program, (*measured[:3], (x, y)), rows))
 
@@ -72,11 +72,11 @@ def advised(error: DeviceOutOfMemory, found: list[tuple[str, int]]) -> DeviceOut
     """The error with the ways that are predicted to fit. They take the place of those that the rank itself gave: it
     knows only what was allocated when it failed, and a step may need more than that later."""
     ways = [f"{text} (peak {mib(peak)})" for text, peak in found]
-    made = DeviceOutOfMemory(
+    built = DeviceOutOfMemory(
         error.reason.partition("; possible: ")[0] + "; predicted to fit: " + "; ".join(ways), error.details
     )
-    made.__dict__.update({**error.__dict__, "reason": made.reason, "ways_out": tuple(ways)})
-    return made
+    built.__dict__.update({**error.__dict__, "reason": built.reason, "ways_out": tuple(ways)})
+    return built
 
 
 @contextmanager

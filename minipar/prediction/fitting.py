@@ -25,7 +25,7 @@ from minipar.prediction.rank_memory import fullest
 from minipar.strategies.plan import Plan
 
 T = TypeVar("T")
-MOST = 3  # ways that are told
+MOST = 3  # ways that are named
 
 
 def ways_that_fit(
@@ -40,13 +40,13 @@ def ways_that_fit(
     found: list[tuple[str, int]] = []
     enough: list[set[str]] = []
     for family in families:
-        for text, made in family:
+        for text, built in family:
             if len(found) == most:
                 return found
             if not text or any(known <= set(text.split()) for known in enough):
                 continue
             try:
-                size = peak(made)
+                size = peak(built)
             except MiniparError:  # (the changed plan may not fit the model)
                 continue
             if size <= capacity:
@@ -77,28 +77,28 @@ def changes(dp: int, pp: int, microbatches: int, accumulate: int = 1) -> list[li
 def nearby(plan: Plan, batch: int) -> list[list[Plan]]:
     """Families of changed plans for the same number of ranks. In each family the smaller changes come first."""
     families = changes(plan.dp, plan.pp, plan.microbatches, plan.accumulate)
-    return [[made for change in family if (made := _changed(plan, change, batch)) is not None] for family in families]
+    return [[built for change in family if (built := _changed(plan, change, batch)) is not None] for family in families]
 
 
 def wider(plan: Plan, batch: int) -> list[list[Plan]]:
     """Families of changed plans for two and four times as many ranks: a longer pipeline, and ZeRO 3."""
     families: list[list[Change]] = [[{"pp": plan.pp * k} for k in (2, 4)]]
     families.append([{"dp": plan.dp * k, "zero": 3} for k in (2, 4)])
-    return [[made for change in family if (made := _changed(plan, change, batch)) is not None] for family in families]
+    return [[built for change in family if (built := _changed(plan, change, batch)) is not None] for family in families]
 
 
 def _changed(plan: Plan, change: dict[str, Any], batch: int) -> Plan | None:
     try:
-        made = replace(plan, **change)
+        built = replace(plan, **change)
     except PlanError:
         return None
-    return made if made != plan and made.dp * made.total_microbatches <= batch else None
+    return built if built != plan and built.dp * built.total_microbatches <= batch else None
 
 
-def difference(plan: Plan, made: Plan) -> str:
+def difference(plan: Plan, built: Plan) -> str:
     """The keys in which a plan differs, in a plan's words."""
-    changed = [f.name for f in fields(Plan) if getattr(plan, f.name) != getattr(made, f.name)]
-    values = [(name, getattr(made, name)) for name in changed]
+    changed = [f.name for f in fields(Plan) if getattr(plan, f.name) != getattr(built, f.name)]
+    values = [(name, getattr(built, name)) for name in changed]
     return " ".join(f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in values)
 
 
@@ -107,12 +107,12 @@ def lighter(plan: Plan, batch: int) -> list[list[tuple[str, Plan]]]:
     wait on the host, and shorter numbers."""
     families = nearby(plan, batch)
     for what in ("optimizer", "activations"):
-        made = _changed(plan, {"offload": tuple({*plan.offload, what})}, batch)
-        families.append([made] if made is not None else [])
+        built = _changed(plan, {"offload": tuple({*plan.offload, what})}, batch)
+        families.append([built] if built is not None else [])
     if plan.precision == "float32":
-        made = _changed(plan, {"precision": "bf16"}, batch)
-        families.append([made] if made is not None else [])
-    return [[(difference(plan, made), made) for made in family] for family in families]
+        built = _changed(plan, {"precision": "bf16"}, batch)
+        families.append([built] if built is not None else [])
+    return [[(difference(plan, built), built) for built in family] for family in families]
 
 
 def ways_of_numbers(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> list[tuple[str, int]]:
@@ -123,15 +123,17 @@ def ways_of_numbers(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> li
     families += [[{"offload": tuple({*n.offload, what})}] for what in ("optimizer", "activations")]
 
     def peak(change: Change) -> int:
-        made = numbers_of({**table, **change}, model, machine, batch, n.fused)
-        made = made._replace(precision=n.precision)
-        check(made, model, machine)
-        return fullest(made, model).total
+        built = numbers_of({**table, **change}, model, machine, batch, n.fused)
+        built = built._replace(precision=n.precision)
+        check(built, model, machine)
+        return fullest(built, model).total
 
-    def told(change: Change) -> str:
+    def described(change: Change) -> str:
         return " ".join(f"{key}={','.join(x) if isinstance(x, tuple) else x}" for key, x in change.items())
 
-    return ways_that_fit([[(told(change), change) for change in family] for family in families], peak, machine.memory)
+    return ways_that_fit(
+        [[(described(change), change) for change in family] for family in families], peak, machine.memory
+    )
 
 
 def smallest(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> PlanNumbers | None:
@@ -147,11 +149,11 @@ def smallest(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> PlanNumbe
     copies = sorted({n.dp, *(_powers(4096) if n.zero else ())})
     for tp, pp, dp in sorted(product(shares, pipes, copies), key=lambda one: (one[0] * one[1] * one[2], -one[0])):
         count = max(1, n.microbatches * n.dp // dp) if n.zero else n.microbatches
-        made = n._replace(tp=tp, pp=pp, dp=dp, microbatches=count, split=())
+        built = n._replace(tp=tp, pp=pp, dp=dp, microbatches=count, split=())
         try:
-            check(made, model, machine)
-            if fullest(made, model).total <= machine.memory:
-                return made
+            check(built, model, machine)
+            if fullest(built, model).total <= machine.memory:
+                return built
         except PlanError:
             continue
     return None

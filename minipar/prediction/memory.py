@@ -120,7 +120,7 @@ class Walk:
         self.read: dict[
             tuple[int, int, int], list[Storage]
         ] = {}  # (layer, micro-batch, step) -> inputs that the layer's graph holds
-        self.made: dict[tuple[int, int, int], list[Storage]] = {}  # the same -> those of its output that it holds, too
+        self.outputs: dict[tuple[int, int, int], list[Storage]] = {}  # the same -> those of its output, held too
         self.saved: dict[tuple[int, int, int], int] = {}
         self.carried: dict[tuple[int, int, int], Storage] = {}  # carries that a layer's graph holds
         self.left: dict[tuple[int, int, int], Storage] = {}  # gradients that wait for a weight half
@@ -326,7 +326,7 @@ class Walk:
         there = self.storages_of(source)
         changed = self.sizes.size(self.rank, changing(ins))
         stays = max(0, self.sizes.size(self.rank, source) - changed)
-        made = max(0, self.sizes.size(self.rank, target) - stays)
+        built = max(0, self.sizes.size(self.rank, target) - stays)
         stay, new = self._parts(source, target)
         kept = _within(there, stays) if stay is None else [storage for storage in there if storage in stay]
         messages = [storage for storage in there if storage not in kept]
@@ -346,12 +346,12 @@ class Walk:
         if ins.op is Op.ALL_REDUCE or ins.op is Op.REDUCE_SCATTER:
             if ins.op is Op.REDUCE_SCATTER:  # all parts, behind each other
                 messages.append(self.make(changed, -1, "message", "buffers"))
-            self.live[target] = self.make(made, target.index, "live", "buffers")
+            self.live[target] = self.make(built, target.index, "live", "buffers")
             new = [self.live[target] if own is None else own for own in new]
         else:  # the parts of all ranks; of an exchange also what is given for them
             copies = len(ins.group) if ins.op is Op.ALL_GATHER else 2
             messages.append(self.make(copies * changed, -1, "message", "buffers"))
-            self.joined[target] = made
+            self.joined[target] = built
         self.messages[target] = messages
         if stay is not None:
             self.lies[target] = new
@@ -401,7 +401,7 @@ class Walk:
 
     def _compresses(self, ins: Instruction) -> bool:
         """Whether this is a compressed sum of gradients."""
-        return ins.op is Op.ALL_REDUCE and home(ins.reads[0]).kind == "grad" and self.program.compress != "none"
+        return ins.op is Op.ALL_REDUCE and ins.reads[0].kind == "grad" and self.program.compress != "none"
 
     def compressed(self, ins: Instruction) -> None:
         """A compressed sum of gradients, as `comm.compression` computes it."""
@@ -539,30 +539,30 @@ class Walk:
                     if read:
                         self.hold(value, f"read by {key}")
                         self.read.setdefault(key, []).append(value)
-                made = self._play_forward(tape.forward if trains else tape.plain, layer)
-                own, lies = _own(made, tape, lies)
+                built = self._play_forward(tape.forward if trains else tape.plain, layer)
+                own, lies = _own(built, tape, lies)
                 if trains:
                     self.saved[key] = sum(size for size, what in tape.forward if what == "saved")
                     numbers = {-1 - lie.storage for lie in tape.lies if lie.kept and lie.storage < 0}
                     if lies or keeps(tape.backward, "output"):
-                        self.made[key] = [storage for k, storage in enumerate(own) if not lies or k in numbers]
-                        for storage in self.made[key]:
+                        self.outputs[key] = [storage for k, storage in enumerate(own) if not lies or k in numbers]
+                        for storage in self.outputs[key]:
                             self.hold(storage, f"made by {key}")
                 self._carry_on(ins, key, tape, trains)
-                passed = self._handed_on(output(layer, i, step), made, given)
+                passed = self._handed_on(output(layer, i, step), built, given)
                 if lies:
-                    made, passed = own[0], [one for one in dict.fromkeys(lies) if one not in (None, own[0])]
+                    built, passed = own[0], [one for one in dict.fromkeys(lies) if one not in (None, own[0])]
                 if layer == piece[0]:
                     borrowed += given
                 for value in given:
                     if value not in borrowed and value not in passed:
                         self.release(value, "walk")
-                given = [made, *passed]
+                given = [built, *passed]
             handed_on = self.named(output(piece[-1], i, step), ins.writes)
             if handed_on in ins.writes:
                 self.release(self.live.pop(handed_on, None), "live")
-                self.hold(made, "live")
-                self.live[handed_on] = made
+                self.hold(built, "live")
+                self.live[handed_on] = built
                 for storage in passed:
                     self.hold(storage, f"live {handed_on}")
                 self.handed_on[handed_on] = passed
@@ -583,28 +583,28 @@ class Walk:
             found.append(whole if whole is None or count == 1 else self.make(whole.size // count, layer - 1, "walk"))
         return found
 
-    def _handed_on(self, value: Value, made: Storage | None, given: Sequence[Storage]) -> list[Storage]:
+    def _handed_on(self, value: Value, built: Storage | None, given: Sequence[Storage]) -> list[Storage]:
         """The storages that a node was given and hands on: the value has more bytes than the node has made."""
         forms = self.program.forms
         if not forms:
             return []
         form = value.form or (forms[value.index].writes if value.kind == "output" else "")
         whole = self.sizes.size(self.rank, value._replace(form=form))
-        return _within(given, whole - (made.size if made is not None else 0))
+        return _within(given, whole - (built.size if built is not None else 0))
 
     def _carry_on(self, ins: Instruction, key: tuple[int, int, int], tape: LayerTape, trains: bool) -> None:
         """What a layer keeps of a slice for the next slice. Its bytes are counted already."""
         size = sum(delta for delta, what in (tape.forward if trains else tape.plain) if what == "carry")
         if not size:
             return
-        made = self.storage(size, key[0])
+        built = self.storage(size, key[0])
         if trains and keeps(tape.backward, "carry"):
-            self.hold(made, f"made by {key}")
-            self.carried[key] = made
+            self.hold(built, f"made by {key}")
+            self.carried[key] = built
         if (value := carry(*key)) in ins.writes:
-            self.hold(made, "live")
-            self.live[value] = made
-        self.release(made, "walk")
+            self.hold(built, "live")
+            self.live[value] = built
+        self.release(built, "walk")
 
     def _play_forward(self, tape: Tape, layer: int) -> Storage:
         size = 0
@@ -658,7 +658,7 @@ class Walk:
         leaves = self._copied_leaves(back, arriving, layer) if back is not None and last else {}
         groups, fresh = self.groups(layer)
         left = self.saved.pop(key, 0)
-        made = carried = 0
+        built = carried = 0
         for delta, what in tape.backward if fresh else tape.later:
             if what == "saved":
                 if key not in self.brought:
@@ -677,7 +677,7 @@ class Walk:
                     for storage in received:
                         self.release(storage, "walk")
             elif what == "grad_input":
-                made += delta
+                built += delta
                 self.change(delta, "activations", layer - 1)
             elif what == "carry":
                 self.release(self.carried.pop(key, None), f"made by {key}")
@@ -691,18 +691,18 @@ class Walk:
         self.release(self.carried.pop(key, None), f"made by {key}")
         if carried:
             self.live[grad_carry(layer, i - 1, step)] = Storage(carried, layer, holders={"live"})
-        apart = self.given_to_each(layer, i, step, made)
+        separate = self.given_to_each(layer, i, step, built)
         self.change(-left, "activations", layer)
         self.let_go_of_output(key)
         copied += self.fill(layer, groups, fresh)
         if back is not None:
-            return self._handed_back(back, arriving, leaves, made, layer, apart)
-        made += apart
-        if not made and received and layer > self.program.first_trainable:
+            return self._handed_back(back, arriving, leaves, built, layer, separate)
+        built += separate
+        if not built and received and layer > self.program.first_trainable:
             return received  # the layer returns the gradient that it received
         for storage in received:
             self.release(storage, "walk")
-        return [Storage(made, layer - 1, holders={"walk"})] if made else []
+        return [Storage(built, layer - 1, holders={"walk"})] if built else []
 
     def _copied_leaves(self, back: Back, arriving: Sequence[Storage], layer: int) -> dict[int, Storage]:
         """The gradients of a piece's inputs that are copies, by number. Autograd gives a leaf the gradient that the
@@ -721,21 +721,21 @@ class Walk:
         back: Back,
         arriving: Sequence[Storage],
         leaves: Mapping[int, Storage],
-        made: int,
+        built: int,
         layer: int,
-        apart: int,
+        separate: int,
     ) -> list[Storage]:
         """The storages of the gradients of a layer's input: those that it has made, of so many bytes together, and
         those of gradients that it was given, or of copies of them for `leaves`. `apart`: bytes of copies for several
         inputs."""
         sizes = {lie.storage: lie.bytes for lie in back.lies if lie.storage < 0}
-        if sum(sizes.values()) == made and not apart:
+        if sum(sizes.values()) == built and not separate:
             own = {k: Storage(size, layer - 1, holders={"walk"}) for k, size in sizes.items()}
             own |= dict(enumerate(arriving))
             self.arriving = [leaves.get(k) or own[lie.storage] for k, lie in enumerate(back.lies)]
             found = list(dict.fromkeys(self.arriving))
         else:
-            found = [Storage(made + apart, layer - 1, holders={"walk"})] if made + apart else []
+            found = [Storage(built + separate, layer - 1, holders={"walk"})] if built + separate else []
             for storage in leaves.values():
                 self.release(storage, "walk")
         for storage in found:
@@ -760,7 +760,7 @@ class Walk:
 
     def let_go_of_output(self, key: tuple[int, int, int]) -> None:
         """The graph of a layer releases what it holds of its output."""
-        for storage in self.made.pop(key, ()):
+        for storage in self.outputs.pop(key, ()):
             self.release(storage, f"made by {key}")
 
     # branches: an output gets a gradient from each of its readers, and a layer may have several inputs
@@ -778,7 +778,7 @@ class Walk:
             self.change(-2 * size, "temporary", layer)
         return self.make(size, layer, "walk")
 
-    def given_to_each(self, layer: int, i: int, step: int, made: int) -> int:
+    def given_to_each(self, layer: int, i: int, step: int, built: int) -> int:
         """The gradients of several inputs are separate tensors. Counts and returns the bytes that they need beyond
         `made`.
 
@@ -787,36 +787,36 @@ class Walk:
         into = self.program.wiring.into[layer]
         if len(into) < 2 or layer <= self.program.first_trainable:
             return 0
-        more = sum(self.sizes.size(self.rank, grad_output(e, i, step)) for e in into) - made
+        more = sum(self.sizes.size(self.rank, grad_output(e, i, step)) for e in into) - built
         self.change(more, "activations", layer - 1)
         return more
 
-    def hand_back(self, ins: Instruction, made: list[Storage]) -> None:
+    def hand_back(self, ins: Instruction, built: list[Storage]) -> None:
         """Pass the gradients of an instruction's inputs, which the walk holds, to the layers that made these inputs."""
-        found = made[0] if made else None
+        found = built[0] if built else None
         first, layer = self.program.first_trainable, ins.layers[0]
         into, inputs = self.program.wiring.into[layer], self.program.wiring.inputs[layer]
-        apart = len(into) > 1 and ins.op is Op.BACKWARD
-        if apart:
+        separate = len(into) > 1 and ins.op is Op.BACKWARD
+        if separate:
             self.arriving = []
-            for storage in made:
+            for storage in built:
                 self.release(storage, "walk")
         given = [storage for value in ins.reads if value.kind == "grad_output" for storage in self.storages_of(value)]
         for e, source in zip(into, inputs, strict=True):
             value = self.named(grad_output(e, ins.microbatch, ins.step), ins.writes)
             if source < first:
                 continue
-            self.handed_on[value] = made[1:] if self.arriving else self._handed_on(value, found, given)
+            self.handed_on[value] = built[1:] if self.arriving else self._handed_on(value, found, given)
             if self.arriving:
                 self.lies[value] = list(self.arriving)
             for storage in self.handed_on[value]:
                 self.hold(storage, f"live {value}")
-            if apart:
+            if separate:
                 self.live[value] = self.make(self.sizes.size(self.rank, value), source, "live")
             elif found is not None:
                 self.hold(found, f"live {value}")  # an input half gives parts of one tensor
                 self.live[value] = found
-        for storage in made:
+        for storage in built:
             self.release(storage, "walk")
 
     # gradients -------------------------------------------------------------------------------------------------------
@@ -845,7 +845,9 @@ class Walk:
         return copied
 
 
-def _own(made: Storage, tape: LayerTape, given: Sequence[Storage | None]) -> tuple[list[Storage], list[Storage | None]]:
+def _own(
+    built: Storage, tape: LayerTape, given: Sequence[Storage | None]
+) -> tuple[list[Storage], list[Storage | None]]:
     """The storages that a layer has made for its output, and that of each tensor of the output; [] if that is not
     known: then the output is one storage.
 
@@ -853,14 +855,14 @@ def _own(made: Storage, tape: LayerTape, given: Sequence[Storage | None]) -> tup
     given   of each tensor that the layer was given, its storage
     """
     sizes = {lie.storage: lie.bytes for lie in tape.lies if lie.storage < 0}
-    if sum(sizes.values()) != made.size or any(lie.storage >= len(given) for lie in tape.lies):
-        return [made], []
+    if sum(sizes.values()) != built.size or any(lie.storage >= len(given) for lie in tape.lies):
+        return [built], []
     if not sizes:  # it hands on what it was given, or nobody knows
-        return [made], [given[lie.storage] for lie in tape.lies]
-    rest = [Storage(size, made.layer, made.kind, set(made.holders)) for size in list(sizes.values())[1:]]
-    made.size = next(iter(sizes.values()))
-    own = dict(zip(sizes, [made, *rest], strict=True))
-    return [made, *rest], [own[lie.storage] if lie.storage < 0 else given[lie.storage] for lie in tape.lies]
+        return [built], [given[lie.storage] for lie in tape.lies]
+    rest = [Storage(size, built.layer, built.kind, set(built.holders)) for size in list(sizes.values())[1:]]
+    built.size = next(iter(sizes.values()))
+    own = dict(zip(sizes, [built, *rest], strict=True))
+    return [built, *rest], [own[lie.storage] if lie.storage < 0 else given[lie.storage] for lie in tape.lies]
 
 
 def _within(storages: Sequence[Storage], size: int) -> list[Storage]:

@@ -203,8 +203,8 @@ def ways_that_fit(
     """At most `most` changes of the plan with which every rank fits, the smallest change of each kind. Each comes with
     the bytes of the fullest rank."""
 
-    def peak(made: Plan) -> int:
-        return max(rank.total for rank in per_rank(made, model, batch, division, **overrides))
+    def peak(built: Plan) -> int:
+        return max(rank.total for rank in per_rank(built, model, batch, division, **overrides))
 
     return fitting.ways_that_fit(fitting.lighter(plan, batch), peak, capacity, most)
 

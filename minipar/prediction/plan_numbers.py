@@ -159,10 +159,10 @@ def _too_many(n: PlanNumbers, stages: int, layers: int) -> str:
     """Why there cannot be so many stages, and what is possible."""
     if n.ends and n.pp > layers:
         return f"pp={n.pp}: more stages than layers ({layers}); possible are 1 to {layers}"
-    told = f"pp={n.pp} chunks={n.stages_of_a_rank}: {stages} stages, more than layers ({layers}); possible are "
+    words = f"pp={n.pp} chunks={n.stages_of_a_rank}: {stages} stages, more than layers ({layers}); possible are "
     if n.ends:
-        return f"{told}chunks=1 to {layers // n.pp} where the schedule takes them, or fewer ranks"
-    return f"{told}pp=1 to {max(1, layers * n.pp // stages)}"
+        return f"{words}chunks=1 to {layers // n.pp} where the schedule takes them, or fewer ranks"
+    return f"{words}pp=1 to {max(1, layers * n.pp // stages)}"
 
 
 def kinds_of(numbers: PlanNumbers, model: Sizes) -> tuple[Kind, ...]:

@@ -427,12 +427,12 @@ def _part(
     largest = max(costs.saved[l] + costs.output[l] for l in layers)
     again = tuple(layers.start + move.layer for move in moves if move.op is Op.RECOMPUTE)
     more = peak - held + core
-    made, kept = (sizes[layers.start : layers.stop] for sizes in _weight_costs(model, rows, element, division))
-    halved = _input_halves(moves or keep_everything(len(layers)), chain, made, kept) + core + received
+    built, kept = (sizes[layers.start : layers.stop] for sizes in _weight_costs(model, rows, element, division))
+    halved = _input_halves(moves or keep_everything(len(layers)), chain, built, kept) + core + received
     return Part(held + received, more, sum(kept), halved, received, returned, largest, again)
 
 
-def _input_halves(moves: Sequence[Move], chain: LayersInOrder, made: Sequence[int], kept: Sequence[int]) -> int:
+def _input_halves(moves: Sequence[Move], chain: LayersInOrder, built: Sequence[int], kept: Sequence[int]) -> int:
     """The most that the input halves of a chunk need in addition to what it keeps between forward and backward.
 
     An instruction frees nothing before its end. When it is done, what the weight half needs takes the place of what was
@@ -447,7 +447,7 @@ def _input_halves(moves: Sequence[Move], chain: LayersInOrder, made: Sequence[in
     most = done = 0
     for again, layers in parts:
         fresh = sum(chain.saved[l] for l in again) + sum(chain.output[l] for l in again[:-1])
-        most = max(most, done + fresh + sum(made[l] for l in layers))
+        most = max(most, done + fresh + sum(built[l] for l in layers))
         first = [l for l in layers if l not in again] + again[:1]
         gone = sum(chain.output[l - 1] for l in first if l) + sum(chain.saved[l] for l in layers if l not in again)
         done += sum(kept[l] for l in layers) - gone

@@ -70,8 +70,8 @@ def _replica(plan: Plan, count: int, stages: Sequence[StageTimes]) -> list[float
 
 @lru_cache(32)
 def _program(plan: Plan, count: int) -> Program:
-    made = replace(plan, microbatches=count)
-    return made.compile(layers=1 + max(map(max, made.placement())), check=False)
+    built = replace(plan, microbatches=count)
+    return built.compile(layers=1 + max(map(max, built.placement())), check=False)
 
 
 @dataclass(frozen=True)

@@ -25,17 +25,20 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 from minipar.costs.protocol import Costs, SharingCosts, even
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError, ProgramError
-from minipar.prediction.dynamic import as_decided, fitted
-from minipar.prediction.oversubscription import best_way, walk_shared
+from minipar.prediction.oversubscription import best_way, speed_of_all, walk_shared
 from minipar.prediction.service import follow_rule
 from minipar.prediction.streams import GroupStream, Link, Slot
-from minipar.program import PORT, Op, Program, Value
+from minipar.program import PORT, Action, Forward, Op, Program, Staleness, Value
 from minipar.program.collector import paused
+from minipar.strategies.passes.versions import as_it_happened, blocks_of
 from minipar.strategies.plan import Plan
+from minipar.strategies.schedules.ampnet import decide
 from minipar.trace import Trace
 
 
@@ -73,17 +76,20 @@ def simulate(
         unit = "bytes"
     with paused():
         way = best_way(program, cores) if cores is not None and 1 <= cores < len(program.ranks) else 0
+        cables = isinstance(costs, SharingCosts) and costs.shares
         if program.in_flight is not None:
-            program = as_decided(program, costs)
-            costs = fitted(costs, program)
+            program = _as_decided(program, costs)
+            costs = _fitted(costs, program)
         if program.serving is not None:
             if cores is not None and cores < 1:
                 raise PlanError(f"cores={cores}: must be at least 1")
             program, starts, ends = follow_rule(program, costs, cores)
-        elif isinstance(costs, SharingCosts) and costs.shares and (cores is None or cores >= len(program.ranks)):
+        elif cables and (cores is None or cores >= len(program.ranks)):
             starts, ends = walk_shared(program, costs, len(program.ranks))
         elif cores is None or cores >= len(program.ranks):
             starts, ends = _walk(program, costs)
+        elif cores >= 1 and not cables and not any(program.representatives) and _all_even(program, costs):
+            starts, ends = _walk(program, costs, 1 / speed_of_all(len(program.ranks), cores, way))
         elif cores >= 1:
             starts, ends = walk_shared(program, costs, cores, way)
         else:
@@ -91,10 +97,15 @@ def simulate(
     return Trace(program, starts, ends, costs.size, "predicted", unit)
 
 
-def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[float]]]:
-    count, stand = len(program.ranks), program.representatives
-    if not all(even(costs, first, rank) for rank, first in enumerate(stand) if rank != first):
-        stand = tuple(range(count))
+def _all_even(program: Program, costs: Costs) -> bool:
+    """Whether it costs the same on ranks that do the same."""
+    return all(even(costs, first, rank) for rank, first in enumerate(program.representatives) if rank != first)
+
+
+def _walk(program: Program, costs: Costs, slower: float = 1.0) -> tuple[list[list[float]], list[list[float]]]:
+    """Start and end of every instruction, where to compute takes `slower` times what it costs."""
+    count = len(program.ranks)
+    stand = program.representatives if _all_even(program, costs) else tuple(range(count))
     walked = frozenset(stand)
     begun, ended = ({rank: [0.0] * len(program.ranks[rank]) for rank in walked} for _ in range(2))
     starts, ends = ([times[first] for first in stand] for times in (begun, ended))  # (ranks that do the same share one)
@@ -170,7 +181,7 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
                     stream.waiters = []
             else:
                 begin[index] = now
-                now += costs.compute(rank, ins)
+                now += costs.compute(rank, ins) * slower
                 end[index] = now
             index += 1
         place[rank], clock[rank] = index, now
@@ -184,3 +195,45 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
         for arrivals, k, writer in pending[rank].values():  # values that arrive but that nothing reads
             ends[rank][writer] = max(arrivals[k], starts[rank][writer])
     return starts, ends
+
+
+# ranks that decide as they run ----------------------------------------------------------------------------------------
+
+
+def _as_decided(program: Program, costs: Costs) -> Program:
+    """The program as it would happen at these costs: each rank follows `choose` in `strategies/schedules/ampnet.py`,
+    which depends on what has arrived at the rank.
+
+    rank 1   F0 |arrived: output of mb1, gradient of mb0| -> B0, since backwards come first
+    """
+    assert isinstance(program.contract, Staleness)
+    assert program.in_flight is not None
+    ranks, m = len(program.ranks), program.microbatches
+    total = m * program.steps
+    SEND, RECV = Op.SEND, Op.RECV
+    blocks = [blocks_of(program, rank) for rank in range(ranks)]
+    links: dict[tuple[int, int], Link] = defaultdict(Link)
+
+    def run(rank: int, action: Action, now: float) -> tuple[float, float]:
+        step, i = divmod(action.microbatch, m)
+        there = isinstance(action, Forward)
+        arrival = now
+        for ins in blocks[rank].get((there, i, step), ()):
+            if ins.op is SEND:
+                link = links[rank, ins.peer]
+                link.send(now, *costs.transfer(rank, ins))
+                arrival = link[-1]
+            elif ins.op is not RECV:
+                now += costs.compute(rank, ins)
+        return now, arrival
+
+    return as_it_happened(program, decide(ranks, total, program.in_flight, run), known=blocks)
+
+
+def _fitted(costs: Any, program: Program) -> Any:
+    """The same costs for the program as it happened."""
+    if not is_dataclass(costs) or not hasattr(costs, "program"):
+        return costs
+    parts = {f.name: getattr(costs, f.name) for f in fields(costs) if f.init}
+    inner = {name: _fitted(part, program) for name, part in parts.items() if hasattr(part, "program")}
+    return replace(costs, **(inner | {"program": program}))  # type: ignore[type-var]

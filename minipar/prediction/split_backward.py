@@ -29,10 +29,10 @@ def input_half(walk: Walk, ins: Instruction) -> None:
         given, received, inner = above, above, False
         freed: list[tuple[int, int]] = []
         for layer in reversed(piece):
-            made = _play(walk, (layer, i, step), received, freed)
-            if inner and made is not received:
+            built = _play(walk, (layer, i, step), received, freed)
+            if inner and built is not received:
                 walk.release(received, "walk")
-            received, inner = made, True
+            received, inner = built, True
         for delta, layer in freed:
             walk.change(delta, "activations", layer)
         holds = piece[0] > walk.program.first_trainable and any(walk.groups(layer)[0] for layer in piece)
@@ -49,7 +49,7 @@ def _play(walk: Walk, key: LayerRun, received: Storage | None, freed: list[tuple
     """Play the input half of one layer. Returns the gradient of its input. `freed` gets what is freed when the piece is
     done."""
     layer, i, _ = key
-    made, stays = 0, True
+    built, stays = 0, True
     for delta, what in walk.tape(layer, i).input_half:
         if what == "saved":
             walk.saved[key] = walk.saved.get(key, 0) + delta
@@ -60,15 +60,15 @@ def _play(walk: Walk, key: LayerRun, received: Storage | None, freed: list[tuple
         elif what == "grad_output":
             stays = stays and delta > 0
         elif what == "grad_input":
-            made += delta
+            built += delta
             walk.change(delta, "activations", layer - 1)
         elif what == "temporary":
             walk.change(delta, "temporary", layer)
     if received is not None and stays and walk.groups(layer)[0]:
         walk.hold(received, f"left of {key}")
         walk.left[key] = received
-    if made:
-        return walk.storage(made, layer - 1)
+    if built:
+        return walk.storage(built, layer - 1)
     if received is not None and layer > walk.program.first_trainable:
         walk.hold(received, "walk")
         return received  # the layer returns the gradient that it received

@@ -7,8 +7,8 @@ instruction waits for which, and how much memory is live. No dependency is writt
     rank 0   F 0:2 mb0 | SEND output(1) mb0 -> 1 | ...          | RECV grad_output(1) mb0 <- 1 | B 0:2 mb0 | STEP 0:2
     rank 1               RECV output(1) mb0 <- 0 | F 2:4 mb0 | B 2:4 mb0 | SEND grad_output(1) mb0 -> 0     | STEP 2:4
 
-Instructions, values, actions of schedules and contracts have modules of their own in this package. Import their names
-from here.
+Instructions (with actions of schedules), values and contracts have modules of their own in this package. Import their
+names from here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from itertools import zip_longest
 from typing import Any, NamedTuple, TypeVar
 
 from minipar.program import edges as graphs
-from minipar.program.actions import Action, Backward, BackwardInput, BackwardWeight, Forward
 from minipar.program.consistency import Contract, Local, Serving, Staleness, Synchronous
 from minipar.program.forms import Forms, needed
 from minipar.program.instructions import (
@@ -34,6 +33,11 @@ from minipar.program.instructions import (
     PORT,
     SERVICE,
     TRANSFERS,
+    Action,
+    Backward,
+    BackwardInput,
+    BackwardWeight,
+    Forward,
     Instruction,
     Op,
     Part,

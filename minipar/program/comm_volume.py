@@ -39,7 +39,7 @@ _CHANGING = "changing_"
 def summed(ins: Instruction) -> tuple[Value, ...]:
     """The gradients that an ALL_REDUCE sums. If it averages parameters, the gradients that have the same sizes."""
     read = (value for value in ins.reads if value.kind != "residual")
-    return tuple(grad(value.index) if home(value).kind == "param" else value for value in read)
+    return tuple(grad(value.index) if value.kind == "param" else value for value in read)
 
 
 def changing(ins: Instruction) -> Value:
@@ -71,8 +71,8 @@ def _sent_once(ins: Instruction) -> float:
 
 
 def by_algorithm(program: Program, ins: Instruction) -> bool:
-    """Whether the program's own algorithm moves the bytes of a collective: of gradients and parameters it does."""
-    return bool(program.algorithm) and ins.op is not Op.NORM and not repartitions(ins)
+    """Whether the program's own algorithm moves the bytes of a collective: it sums gradients."""
+    return bool(program.algorithm) and ins.op is Op.ALL_REDUCE and ins.reads[0].kind == "grad"
 
 
 def hops(ins: Instruction) -> int:

@@ -233,8 +233,8 @@ def lacking(before: str, after: str) -> str:
     ops = [op for op, _ in steps(before, after)]
     if not ops or None in ops:
         return "; no collective makes one of the other"
-    told = " and ".join(op.value for op in ops if op is not None)
-    return f"; {told} is missing between them"
+    words = " and ".join(op.value for op in ops if op is not None)
+    return f"; {words} is missing between them"
 
 
 _WORDS = {WHOLE: "whole", PARTIAL: "a partial sum", MOST: "a partial maximum", COUNTS: "counts of unequal shards"}
@@ -243,8 +243,8 @@ _WORDS |= {f"U{dim}": f"an unequal shard by dimension {dim} of its counts" for d
 
 def in_words(form: str) -> str:
     """A form as a reader says it: "whole", "a partial sum", "a shard of dimension 1"."""
-    told = [" by ".join(map(_in_words, letter.split("/"))) for letter in letters(form, 1)]
-    return told[0] if len(told) == 1 else "(" + ", ".join(told) + ")"
+    words = [" by ".join(map(_in_words, letter.split("/"))) for letter in letters(form, 1)]
+    return words[0] if len(words) == 1 else "(" + ", ".join(words) + ")"
 
 
 def _in_words(part: str) -> str:

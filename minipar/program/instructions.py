@@ -1,8 +1,12 @@
-"""Instructions: each is one line of what a rank does. `Op` names everything that a rank can do."""
+"""Instructions: each is one line of what a rank does. `Op` names everything that a rank can do.
+
+Actions are what a schedule yields: forwards and backwards of micro-batches through chunks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
@@ -148,3 +152,47 @@ def span(layers: Sequence[int]) -> str:
         else:
             runs.append([layer, layer + 1])
     return ",".join(str(a) if b == a + 1 else f"{a}:{b}" for a, b in runs)
+
+
+# actions of schedules ------------------------------------------------------------------------------------------------
+
+
+# (Not tuples: Forward(0) and Backward(0) must differ.)
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """A schedule's action: run the forward of micro-batch `microbatch` through chunk `chunk` of this rank.
+
+    beside   the next backward is part of the same work, because kernels of both overlap (DualPipe). The output of the
+             forward is sent when both are done
+    """
+
+    microbatch: int
+    chunk: int = 0
+    beside: bool = field(default=False, repr=False, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Backward:
+    """A schedule's action: the whole backward of one micro-batch through one chunk."""
+
+    microbatch: int
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardInput:
+    """A schedule's action: only the gradient of the chunk's input (the zero-bubble papers' B)."""
+
+    microbatch: int
+    chunk: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardWeight:
+    """A schedule's action: only the gradient of the chunk's weights (the zero-bubble papers' W)."""
+
+    microbatch: int
+    chunk: int = 0
+
+
+Action = Forward | Backward | BackwardInput | BackwardWeight

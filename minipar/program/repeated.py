@@ -28,25 +28,26 @@ from minipar.program.mesh import Mesh
 Row = tuple[Instruction, ...]
 
 
-def repeat(rows: Iterable[Iterable[Instruction]], mesh: Mesh) -> Sequence[Row]:
+def repeat(rows: Iterable[Iterable[Instruction]], mesh: Mesh, whole: bool = False) -> Sequence[Row]:
     """The instructions of all ranks of a mesh, from those of one pipeline.
 
     rows   for each coordinate on the axis pp. Peers are such coordinates. Groups are those of the first replica: sums
            of gradients name the ranks of all replicas, or of the first one alone, and the first of ranks that share
            layers
+    whole  whether every group is known to be whole, as minipar's own passes make them
     Gives a `Repeated` where every group is whole; otherwise a tuple of rows, which readers visit one by one.
     """
     found = Repeated(rows, mesh)
-    return found if mesh.size > len(found.rows) and found.is_whole() else tuple(found)
+    return found if mesh.size > len(found.rows) and (whole or found.is_whole()) else tuple(found)
 
 
 class Repeated(Sequence[Row]):
-    """The rows of all ranks of a mesh, which repeat `rows`, those of one pipeline. `made` has the rows that were asked
+    """The rows of all ranks of a mesh, which repeat `rows`, those of one pipeline. `known` has the rows that were asked
     for."""
 
     def __init__(self, rows: Iterable[Iterable[Instruction]], mesh: Mesh) -> None:
         self.rows, self.mesh = tuple(map(tuple, rows)), mesh
-        self.made: dict[int, Row] = {}
+        self.known: dict[int, Row] = {}
 
     @cached_property
     def representatives(self) -> tuple[int, ...]:
@@ -66,9 +67,9 @@ class Repeated(Sequence[Row]):
         if isinstance(index, slice):
             return tuple(self[rank] for rank in range(len(self))[index])
         rank = range(len(self))[index]
-        if rank not in self.made:
-            self.made[rank] = self._row(rank)
-        return self.made[rank]
+        if rank not in self.known:
+            self.known[rank] = self._row(rank)
+        return self.known[rank]
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Repeated) and (self.rows, self.mesh) == (other.rows, other.mesh):
@@ -79,7 +80,7 @@ class Repeated(Sequence[Row]):
         return hash(tuple(self))  # (it equals this tuple)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Repeated, (self.rows, self.mesh)  # (`made` is not sent to other processes)
+        return Repeated, (self.rows, self.mesh)  # (`known` is not sent to other processes)
 
     def _row(self, rank: int) -> Row:
         """The row of a rank: peers are ranks of its own replica and shard.

@@ -209,8 +209,8 @@ def _deadlock(
             if stream[-1] is Op.SEND:
                 waits[rank] = int(stream[0]), value
             else:
-                late = (int(r) for r in stream if int(r) in ranks and taken.get((stream, int(r)), 0) <= number)
-                waits[rank] = next(late), value
+                missing = (int(r) for r in stream if int(r) in ranks and taken.get((stream, int(r)), 0) <= number)
+                waits[rank] = next(missing), value
             break
     path = [min(waits)]
     while waits[path[-1]][0] not in path:

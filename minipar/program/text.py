@@ -162,4 +162,10 @@ def _slices(found: int | list[int]) -> int | tuple[int, ...]:
 def _contract(data: dict[str, Any]) -> Contract:
     if "local_steps" in data:
         return Local(data["local_steps"])
-    return _read(data, "staleness", lambda found: Staleness(*found[:4])) if "staleness" in data else Synchronous()
+    return _read(data, "staleness", _staleness) if "staleness" in data else Synchronous()
+
+
+def _staleness(found: list[Any]) -> Staleness:
+    return Staleness(
+        *(found[:4] if found[4:] == [0] else found)
+    )  # (programs of before end with a number of local steps)

@@ -22,6 +22,7 @@ from minipar.server.framing import (
     NONCE,
     PROOF,
     Message,
+    place_of,
     prepare,
     process_behind,
     proof,
@@ -43,13 +44,8 @@ class Connection:
         self, address: str, token: bytes, name: str = "", look: Callable[[int], None] = lambda process: None
     ) -> None:
         self.name, self.look = name or f"the server at {address}", look
-        kind, _, rest = address.partition(":")
-        place: str | tuple[str, int] = rest
-        if kind == "unix":
-            self.socket = socket.socket(socket.AF_UNIX)
-        else:
-            host, _, port = rest.rpartition(":")
-            self.socket, place = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET), (host, int(port))
+        family, place = place_of(address)
+        self.socket = socket.socket(family)
         prepare(self.socket)
         try:
             self.socket.settimeout(_CONNECTED)
@@ -130,9 +126,9 @@ class Peer:
         self.token, self.nonce = token, os.urandom(NONCE)
         self.proved = not token
         self.worker = self.server = -1  # its number, once it has said which one it is
-        self.life = 0
+        self.session = 0
         self.process = process_behind(connection)  # 0: unknown
-        self.text = memoryview(b"")  # its introduction
+        self.digest = memoryview(b"")  # of the keys that it expects
         self.packed = memoryview(b"")  # a piece of a gradient in fewer bytes
         self.since = 0.0  # when the present message began to arrive
         self.coming: list[Message] = []  # pieces of a gradient that travel as one message on an emulated link

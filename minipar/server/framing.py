@@ -3,10 +3,10 @@
     server -> client   32 random bytes                       nothing else is read before the proof;
     client -> server   32 random bytes | proof               a proof is the HMAC-SHA256 of both numbers under the token
     server -> client   proof
-    both               header (what, key, worker, step, version, number, bytes, times) | bytes ...
+    both               header (what, key, worker, step, version, number, bytes, two reals) | bytes ...
 
 Nothing that a peer sends is unpickled or evaluated: payloads are tensors' bytes, which are read straight into memory of
-their size, and small JSON texts.
+their size, and short texts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import Tensor
 from minipar.cluster import stacks
 from minipar.comm.transport.sockets import keep_alive
 
-HEADER = struct.Struct("<iiiqqqqqq")
+HEADER = struct.Struct("<iiiqqqqdd")
 _CREDENTIALS = struct.Struct("3i")  # of the process at the other end of a Unix socket: process, user, group
 NONCE = PROOF = 32
 _BUFFER = 4 << 20  # bytes that are requested; the kernel gives what its limits allow
@@ -35,7 +35,7 @@ MOST_TEXT = 1 << 16  # bytes of a text
 
 
 class What(IntEnum):
-    HELLO = 1  # client: who it is (JSON)
+    HELLO = 1  # client: who it is, a worker or (`key`) a server; its bytes are the digest of the keys that it expects
     WELCOME = 2  # server: it knows the client now
     PUSH = 3  # worker: its part of one key's gradient
     PULL = 4  # worker to server 0: it has done a step, and asks for the parameters of the next one
@@ -54,8 +54,12 @@ BETWEEN_SERVERS = frozenset((What.HAVE, What.ROW, What.FORGET, What.CLOSED, What
 
 
 class Message(NamedTuple):
-    """A header. `number` is of a PUSH all rows of the step, of which `version` are the worker's; of a NORM the norm;
-    otherwise the life of the worker."""
+    """A header. `number` is of a PUSH all rows of the step, of which `version` are the worker's; otherwise the worker's
+    session. `lasts` is of a NORM the sum of the squares.
+
+    On emulated links `moment` says when a message begins to arrive, or was sent (0: with the message before), and
+    `lasts` for how many seconds the link is busy with it.
+    """
 
     what: int
     key: int = 0
@@ -64,8 +68,8 @@ class Message(NamedTuple):
     version: int = 0
     number: int = 0
     size: int = 0
-    moment: int = 0  # on emulated links, in ns: when it begins to arrive, or was sent; 0: with the message before
-    lasts: int = 0  # on emulated links, in ns: how long the link is busy with it
+    moment: float = 0.0
+    lasts: float = 0.0
 
     def parts(self, data: memoryview | bytes = b"") -> list[memoryview]:
         """What goes through the socket: the header, and these bytes."""
@@ -83,26 +87,6 @@ def rest_of(parts: Sequence[memoryview], done: int) -> list[memoryview]:
     return rest
 
 
-def nanoseconds(moment: float) -> int:
-    """A time as a message carries it."""
-    return round(moment * 1e9)
-
-
-def seconds(moment: int) -> float:
-    """A time that a message carried."""
-    return moment / 1e9
-
-
-def bits_of(value: float) -> int:
-    """A number with all its digits, as a message carries it."""
-    return int(struct.unpack("!q", struct.pack("!d", value))[0])
-
-
-def number_of(bits: int) -> float:
-    """A number that a message carried."""
-    return float(struct.unpack("!d", struct.pack("!q", bits))[0])
-
-
 def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     size = tensor.numel() * tensor.element_size()
@@ -111,22 +95,29 @@ def bytes_of(tensor: Tensor) -> memoryview:
     return memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
 
 
-def listen(address: str) -> tuple[socket.socket, str]:
-    """A listening socket, and the address that it has got. `address`: "unix:PATH" (made anew), or "tcp:HOST:PORT", of
-    which the port 0 is any that is free."""
+def place_of(address: str) -> tuple[socket.AddressFamily, str | tuple[str, int]]:
+    """What an address means: "unix:PATH" or "tcp:HOST:PORT"."""
     kind, _, rest = address.partition(":")
     if kind == "unix":
+        return socket.AF_UNIX, rest
+    host, _, port = rest.rpartition(":")
+    return socket.AF_INET6 if ":" in host else socket.AF_INET, (host, int(port))
+
+
+def listen(address: str) -> tuple[socket.socket, str]:
+    """A listening socket, and the address that it has got: a Unix socket is made anew, and port 0 is any that is
+    free."""
+    family, place = place_of(address)
+    if isinstance(place, str):
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(rest)
-        listener = socket.socket(socket.AF_UNIX)
-        listener.bind(rest)
-        os.chmod(rest, 0o600)
+            os.unlink(place)
+        listener = socket.socket(family)
+        listener.bind(place)
+        os.chmod(place, 0o600)
         listener.listen(128)
     else:
-        host, _, port = rest.rpartition(":")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, int(port)), family=family, backlog=128)
-        address = f"tcp:{host}:{listener.getsockname()[1]}"
+        listener = socket.create_server(place, family=family, backlog=128)
+        address = f"tcp:{place[0]}:{listener.getsockname()[1]}"
     listener.setblocking(False)
     return listener, address
 

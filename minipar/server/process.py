@@ -7,8 +7,8 @@
 So there is one order of updates and answers for all servers: they always take the same gradients, in whatever order
 these arrive at each server. Server 0 keeps that order, from which a run can be replayed exactly.
 
-A worker that dies and comes back connects again, as another life of the same worker. A gradient that all servers had
-whole counts; of any other one they drop what has arrived, and the new life computes it again. When a server is gone,
+A worker that dies and comes back connects again, as another session of the same worker. A gradient that all servers had
+whole counts; of any other one they drop what has arrived, and the new session computes it again. When a server is gone,
 its part of the parameters is lost, and the run ends.
 """
 
@@ -34,23 +34,17 @@ from minipar.server.connection import Peer, Refused
 from minipar.server.framing import (
     BETWEEN_SERVERS,
     FROM_WORKERS,
-    MOST_TEXT,
     Message,
     What,
     at_work,
-    bits_of,
     bytes_of,
     listen,
-    nanoseconds,
-    number_of,
-    seconds,
 )
 from minipar.server.packing import unpack
-from minipar.server.rendezvous import Introduction, Meeting, reach, read_handle
+from minipar.server.rendezvous import Meeting, reach, read_handle
 from minipar.server.shard import Gradients, Pushed, Shard, digest, pieces_of, squares
 from minipar.server.switchboard import Done, Switchboard
 from minipar.strategies.passes.compress import pushed_bytes
-from minipar.strategies.shares import Piece
 
 _NOTHING = memoryview(b"")
 _LOOK = 0.2  # seconds between two searches for silent workers
@@ -134,10 +128,10 @@ class Served:
 class Server:
     """One server: a loop over its connections. Server 0 leads: it decides, and the others follow.
 
-    others   the other servers, at server 0; server 0, at the others
-    lives    at server 0: the present life of each worker
-    arrived  at server 0: the servers at which a worker's gradient is whole, until it is whole at all of them
-    early    at server 0: workers that ask before all servers have what they pushed
+    others    the other servers, at server 0; server 0, at the others
+    sessions  at server 0: the present session of each worker
+    arrived   at server 0: the servers at which a worker's gradient is whole, until it is whole at all of them
+    early     at server 0: workers that ask before all servers have what they pushed
     """
 
     def __init__(
@@ -150,6 +144,7 @@ class Server:
         updated: Callable[[Server], None],
     ) -> None:
         self.handle = handle = read_handle(meeting)
+        self.digest = digest(handle.keys, handle.count)
         self.number, self.settings, self.report, self.updated = number, settings, report, updated
         saved = settings.saved
         self.shard = Shard(
@@ -165,20 +160,21 @@ class Server:
             self.rule.absent = set(range(settings.workers))
         self.served = Served(self.shard.flat)
         self.pace = Pace() if settings.pacing is not None else None
-        os.makedirs(handle.folder, mode=0o700, exist_ok=True)  # (on another host than the one that opened it)
+        os.makedirs(handle.meeting.folder, mode=0o700, exist_ok=True)  # (on another host than the one that opened it)
         listener, self.address = listen(handle.place(number))
         self.board = Switchboard(listener, handle.token, self._target, self._done, self._gone)
         self.workers: dict[int, Peer] = {}
         self.others: dict[int, Peer] = {}
         self.processes = dict(enumerate(settings.processes[: settings.workers]))  # of workers that have not connected
-        self.lives: dict[int, int] = {}
+        self.sessions: dict[int, int] = {}
         self.arrived: dict[int, set[int]] = {}
         self.early: set[int] = set()
         self.heard: dict[int, float] = {}  # when a worker has last said something, or was at work
         self.stopped: dict[int, float] = {}  # since when a worker's process is seen as stopped
         self.taking: list[Row] = []
         self.clipping: Clipping | None = None
-        self.left = self.ending = self.over = False  # whether a worker has done all its steps; ...
+        self.left = False  # whether a worker has done all its steps (if not, those that were removed come back)
+        self.ending = self.over = False
         self.on: dict[int, Done] = {
             What.HELLO: self._hello,
             What.PUSH: self._pushed,
@@ -214,17 +210,11 @@ class Server:
         """Say where this server listens. The others do so when server 0 knows them; workers connect to it last."""
         if self.number:
             connection = reach(self.handle, 0, float("inf"))
-            who = Introduction(digest(self.handle.keys, self.handle.count), server=self.number)
-            connection.send(Message(What.HELLO), who.text())
+            connection.send(Message(What.HELLO, key=self.number), self.digest)
             connection.receive()
             self.others[0] = self.board.adopt(connection.socket)
             self.others[0].server = 0
         self.handle.meeting.publish(f"address {self.number}", self.address)
-
-    @property
-    def version(self) -> int:
-        """The number of updates that are made here."""
-        return self.shard.updates
 
     def _gone(self, peer: Peer) -> None:
         """A connection has ended. Without another server nothing can go on; without a worker, all the others can."""
@@ -237,12 +227,10 @@ class Server:
             self.heard[peer.worker] = time.monotonic()  # (it has as long as any other to come back)
 
     def _send_others(self, message: Message) -> None:
+        """Send a message to the other servers, on emulated devices with the time of the present event."""
+        moment = 0.0 if self.pace is None else self.pace.now
         for peer in self.others.values():
-            self.board.send(peer, message._replace(moment=self._moment()))
-
-    def _moment(self) -> int:
-        """The emulated time of the present event, for a message about it."""
-        return 0 if self.pace is None else nanoseconds(self.pace.now)
+            self.board.send(peer, message._replace(moment=moment))
 
     # messages --------------------------------------------------------------------------------------------------------
 
@@ -251,9 +239,9 @@ class Server:
         what, size = message.what, message.size
         if what == What.PUSH and peer.worker >= 0:
             return self._room(peer, message)
-        if what == What.HELLO and peer.worker < 0 and peer.server < 0 and 0 < size <= MOST_TEXT:
-            peer.text = memoryview(bytearray(size))
-            return peer.text
+        if what == What.HELLO and peer.worker < 0 and peer.server < 0 and size == len(self.digest):
+            peer.digest = memoryview(bytearray(size))
+            return peer.digest
         expected = FROM_WORKERS if peer.worker >= 0 else BETWEEN_SERVERS if peer.server >= 0 else ()
         if size or what not in expected:
             raise Refused(f"message {what} of {size} bytes is none that server {self.number} expects")
@@ -262,13 +250,15 @@ class Server:
     def _room(self, peer: Peer, message: Message) -> memoryview:
         """Memory for a piece of a gradient."""
         key, size = message.key, message.size
-        piece = self.shard.by_tensor.get(key)
-        wanted = -1 if piece is None else self._pushed_size(piece)
+        piece, wanted = self.shard.by_tensor.get(key), -1
+        if piece is not None:
+            item = self.handle.keys[key].type.itemsize
+            wanted = pushed_bytes(piece.size // item, item, self.settings.compress)
         if wanted != size or not 0 <= message.version <= message.number:
             known = "another" if piece is None else f"one of {wanted} bytes"
             raise Refused(f"key {key}: {size} bytes were pushed, but server {self.number} keeps {known}")
         peer.since = time.perf_counter()
-        pushed = self.shard.pushing(peer.worker, peer.life, message.step, message.version, message.number)
+        pushed = self.shard.pushing(peer.worker, peer.session, message.step, message.version, message.number)
         if key not in pushed.missing:
             raise Refused(f"key {key} of step {message.step} was pushed before")
         if self.settings.compress == "none":
@@ -276,60 +266,50 @@ class Server:
         peer.packed = memoryview(bytearray(size))
         return peer.packed
 
-    def _pushed_size(self, piece: Piece) -> int:
-        """In how many bytes a piece of a gradient comes."""
-        item = self.handle.keys[piece.tensor].type.itemsize
-        return pushed_bytes(piece.size // item, item, self.settings.compress)
-
     def _done(self, peer: Peer, message: Message) -> None:
         if peer.worker >= 0:
             self.heard[peer.worker] = time.monotonic()
         if self.pace is not None:
-            self.pace.hear(0.0 if message.what == What.PUSH else seconds(message.moment))
+            self.pace.hear(0.0 if message.what == What.PUSH else message.moment)
         self.on[message.what](peer, message)
         if self.pace is not None:  # (before the next event, which may have another emulated time)
             self._decide()
 
     def _hello(self, peer: Peer, message: Message) -> None:
-        who = Introduction.read(bytes(peer.text))
-        if who is None:
-            raise Refused(f"server {self.number} does not understand who is there")
-        if who.keys != digest(self.handle.keys, self.handle.count):
+        if peer.digest != self.digest:
             raise Refused(f"server {self.number} keeps other keys, shapes or dtypes; connect by its folder")
-        if who.server > 0 and self.number == 0:
-            peer.server = who.server
-            self.others[who.server] = peer
-        elif who.worker >= 0:
-            self._join(peer, who.worker, who.life)
+        if message.key:
+            peer.server = message.key
+            self.others[peer.server] = peer
         else:
-            raise Refused(f"server {self.number} expects a worker")
+            self._join(peer, message.worker, message.number)
         self.board.send(peer, Message(What.WELCOME))
 
-    def _join(self, peer: Peer, worker: int, life: int) -> None:
+    def _join(self, peer: Peer, worker: int, session: int) -> None:
         """A worker has begun, or has begun anew."""
         if worker in self.workers:
             self.board.drop(self.workers[worker])
-        peer.worker, peer.life = worker, life
+        peer.worker, peer.session = worker, session
         self.workers[worker] = peer
         self.processes.pop(worker, None)
         if self.number:
             return
         self.heard[worker] = time.monotonic()
-        self.lives[worker] = life
+        self.sessions[worker] = session
         self.early.discard(worker)
         self.arrived.pop(worker, None)
         self.rule.forget(worker)
         if worker not in self.rule.pushed:
-            self._forget(worker, life)
-            self._send_others(Message(What.FORGET, worker=worker, number=life))
+            self._forget(worker, session)
+            self._send_others(Message(What.FORGET, worker=worker, number=session))
         self._tell_all(self.rule.join(worker))
 
-    def _forget(self, worker: int, life: int) -> None:
+    def _forget(self, worker: int, session: int) -> None:
         """A worker began anew: drop the parts of its earlier gradient, which may not be mixed with the new ones. (One
         that an update has taken stays until the update is made.)"""
         taken = {id(pushed) for pushed in self.clipping.taken} if self.clipping is not None else set()
         for pushed in list(self.shard.pushed.values()):
-            if pushed.worker == worker and pushed.life != life and id(pushed) not in taken:
+            if pushed.worker == worker and pushed.session != session and id(pushed) not in taken:
                 self.shard.let_go(pushed)
 
     def _pull(self, peer: Peer, message: Message) -> None:
@@ -346,12 +326,12 @@ class Server:
     def _pushed(self, peer: Peer, message: Message) -> None:
         """A piece of a gradient was received. On an emulated link it arrives later, with those that travel with it."""
         if self.settings.compress != "none":
-            here = self.shard.pushed[peer.worker, peer.life]
+            here = self.shard.pushed[peer.worker, peer.session]
             unpack(peer.packed, here.room.of[message.key], self.settings.compress)
         if self.pace is None or not (message.moment or peer.coming):
             self._keep(peer, message, peer.since, time.perf_counter())
         elif message.moment:
-            pace, travelling, lasts = self.pace, [message], seconds(message.lasts)
+            pace, travelling = self.pace, [message]
             peer.coming = travelling
 
             def arrive(start: float, end: float) -> None:
@@ -361,16 +341,16 @@ class Server:
                     self._keep(peer, each, start, end)
 
             def begin() -> None:
-                pace.work(lasts, arrive)
+                pace.work(message.lasts, arrive)
 
-            pace.later(seconds(message.moment), begin)
+            pace.later(message.moment, begin)
         else:
             peer.coming.append(message)
 
     def _keep(self, peer: Peer, message: Message, start: float, end: float) -> None:
         """Keep a piece of a gradient that has arrived. The last piece makes the gradient whole."""
         worker, step, key = peer.worker, message.step, message.key
-        pushed = self.shard.pushed.get((worker, peer.life))
+        pushed = self.shard.pushed.get((worker, peer.session))
         if pushed is None or key not in pushed.missing:
             return  # (on an emulated link: its worker began anew meanwhile)
         pushed.missing.discard(key)
@@ -379,13 +359,13 @@ class Server:
         if pushed.missing:
             return
         if self.number == 0:
-            self._whole(worker, step, peer.life, 0)
+            self._whole(worker, step, peer.session, 0)
         else:
-            self._send_others(Message(What.HAVE, 0, worker, step, number=peer.life))
+            self._send_others(Message(What.HAVE, 0, worker, step, number=peer.session))
 
-    def _whole(self, worker: int, step: int, life: int, server: int) -> None:
+    def _whole(self, worker: int, step: int, session: int, server: int) -> None:
         """Server 0: a gradient is whole at a server. When it is whole at all of them, it counts."""
-        if self.lives.get(worker) != life:
+        if self.sessions.get(worker) != session:
             return  # (its worker began anew meanwhile)
         arrived = self.arrived.setdefault(worker, set())
         arrived.add(server)
@@ -408,29 +388,25 @@ class Server:
             self._end()
 
     def _tell_all(self, row: Row) -> None:
-        """Server 0: let all servers do what a row says. An answer is for the present life of its worker."""
+        """Server 0: let all servers do what a row says. An answer is for the present session of its worker."""
         self.served.order.append(row)
-        life = self.lives.get(row.worker, 0)
-        self._send_others(Message(What.ROW, row.kind, row.worker, row.step, row.version, life))
-        self._do(row, life)
+        session = self.sessions.get(row.worker, 0)
+        self._send_others(Message(What.ROW, row.kind, row.worker, row.step, row.version, session))
+        self._do(row, session)
 
     def _row(self, peer: Peer, message: Message) -> None:
         self._do(Row(Kind(message.key), message.worker, message.step, message.version), message.number)
 
-    def _do(self, row: Row, life: int) -> None:
+    def _do(self, row: Row, session: int) -> None:
         """Do what a row of the order says, on this server's part."""
         if row.kind is TAKE:
             self.taking.append(row)
         elif row.kind is APPLY:
             self._update(row)
         elif row.kind is ANSWER:
-            self._answer(row, life)
-        else:
-            start = time.perf_counter()
-            late = self.shard.find(row.worker, row.step) if row.kind is DROP else None
-            if late is not None:
-                self.shard.let_go(late)
-            self.served.events.append(ServerEvent(row.kind, *row[1:], start, time.perf_counter()))
+            self._answer(row, session)
+        elif row.kind is DROP and (dropped := self.shard.find(row.worker, row.step)) is not None:
+            self.shard.let_go(dropped)
 
     # updates ---------------------------------------------------------------------------------------------------------
 
@@ -444,25 +420,26 @@ class Server:
         if self.settings.clip is None:
             return self._apply(row, taken, gradients, start)
         mine = squares(gradients)
-        self.clipping = Clipping(row, taken, gradients, start, {self.number: mine})
+        self.clipping = Clipping(row, taken, gradients, start, {})
         if self.number:
-            self._send_others(Message(What.NORM, number=bits_of(mine)))
+            self._send_others(Message(What.NORM, lasts=mine))
         else:
-            self._try_norm()
+            self._add_squares(0, mine)
 
     def _norm(self, peer: Peer, message: Message) -> None:
         if self.number:
-            self._clip(number_of(message.number))
-        elif self.clipping is not None:
-            self.clipping.squares[peer.server] = number_of(message.number)
-            self._try_norm()
+            self._clip(message.lasts)
+        else:
+            self._add_squares(peer.server, message.lasts)
 
-    def _try_norm(self) -> None:
-        """Server 0: when the squares of all parts are here, tell the others their sum."""
+    def _add_squares(self, server: int, mine: float) -> None:
+        """Server 0: when the squares of all parts are here, send the others their sum."""
         assert self.clipping is not None
-        if len(self.clipping.squares) == self.handle.count:
-            whole = sum(self.clipping.squares[server] for server in range(self.handle.count))
-            self._send_others(Message(What.NORM, number=bits_of(whole)))
+        found = self.clipping.squares
+        found[server] = mine
+        if len(found) == self.handle.count:
+            whole = sum(found[k] for k in range(self.handle.count))
+            self._send_others(Message(What.NORM, lasts=whole))
             self._clip(whole)
 
     def _clip(self, whole: float) -> None:
@@ -490,11 +467,11 @@ class Server:
 
     # answers ---------------------------------------------------------------------------------------------------------
 
-    def _answer(self, row: Row, life: int) -> None:
+    def _answer(self, row: Row, session: int) -> None:
         """Send a worker the parameters of its next step; after the last step it needs none."""
         _, worker, step, version = row
         peer = self.workers.get(worker)
-        if peer is None or peer.life != life:
+        if peer is None or peer.session != session:
             return
         self.heard[worker] = time.monotonic()
         data = bytes_of(self.shard.flat) if step < self.settings.steps else _NOTHING
@@ -512,7 +489,7 @@ class Server:
         if self.pace is not None and len(data):
             assert self.settings.pacing is not None
             occupied, delay = self.settings.pacing.replies[self.number][worker, step]
-            message = message._replace(moment=nanoseconds(self.pace.work(occupied, note) + delay))
+            message = message._replace(moment=self.pace.work(occupied, note) + delay)
         self.shard.readers.append(peer)
         self.board.send(peer, message, data, written)
 
@@ -547,7 +524,7 @@ class Server:
         self.heard[worker] = time.monotonic()
         self.served.silent.append((worker, step, silence))
         self._tell_all(self.rule.leave(worker, removed=True))
-        self.lives.pop(worker, None)
+        self.sessions.pop(worker, None)
         if peer is not None:
             self.board.drop(peer)
         if peer is not None or stopped:  # (else it has ended, or is starting again)
@@ -556,7 +533,7 @@ class Server:
     # the end ---------------------------------------------------------------------------------------------------------
 
     def _end(self) -> None:
-        """Server 0: all workers are done. The other servers end when they have done all that they were told before."""
+        """Server 0: all workers are done. The other servers end when they have done all that came before."""
         if not self.ending:
             self.ending = True
             self._send_others(Message(What.CLOSED))

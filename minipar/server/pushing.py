@@ -9,7 +9,7 @@
             ps.push(name, parameter.grad)
 
 A step begins with the parameters, all of one version, and ends when every key was pushed. A worker that dies and comes
-back connects again, as another life of the same worker; `next_step` says where it goes on.
+back connects again, as another session of the same worker; `next_step` says where it goes on.
 """
 
 from __future__ import annotations
@@ -28,11 +28,10 @@ from minipar.cluster.watchdog import STOPPED
 from minipar.errors import RankError, ServerClosed
 from minipar.models.tensors import dtype_name
 from minipar.server.connection import Connection
-from minipar.server.framing import Message, What, bytes_of, nanoseconds, seconds
+from minipar.server.framing import Message, What, bytes_of
 from minipar.server.packing import Packer
-from minipar.server.rendezvous import Introduction, Meeting, ServerHandle, reach, read_handle
+from minipar.server.rendezvous import Meeting, ServerHandle, reach, read_handle
 from minipar.server.shard import digest, length, pieces_of, view
-from minipar.wording import several
 
 
 def connect(
@@ -90,7 +89,7 @@ class Servers:
         self.packer = Packer(compress)
         self.sent = self.received = 0
         self.arrived = 0.0
-        self._timing = 0, 0  # `moment` and `lasts` of the next message
+        self._timing = 0.0, 0.0  # `moment` and `lasts` of the next message
         self._processes = dict(enumerate(processes))
         self._stopped: dict[int, float] = {}  # server -> since when it has been seen as stopped
         self.connections: list[Connection] = []
@@ -107,15 +106,15 @@ class Servers:
     # connections -----------------------------------------------------------------------------------------------------
 
     def _connect(self, patience: float) -> None:
-        """Connect to all servers, as a new life of this worker. Server 0 comes last, so that all others know the worker
-        when it joins."""
-        hello = Introduction(digest(self.keys, self.handle.count), self.worker, secrets.randbelow(1 << 62) + 1).text()
+        """Begin a new session with all servers. Server 0 comes last, so that all others know the worker when it
+        joins."""
+        hello = Message(What.HELLO, worker=self.worker, number=secrets.randbelow(1 << 62) + 1)
         try:
             for server in range(self.handle.count - 1, -1, -1):
                 connection = reach(self.handle, server, patience, partial(self._look, server))
                 self.connections.insert(0, connection)
                 with self._talking():
-                    connection.send(Message(What.HELLO), hello)
+                    connection.send(hello, digest(self.keys, self.handle.count))
                     self._take(connection, What.WELCOME)
         except BaseException:
             self._let_go()
@@ -151,7 +150,7 @@ class Servers:
             raise
 
     def _closed(self) -> ServerClosed:
-        return ServerClosed(f"worker {self.worker}: the servers of {self.handle.folder} have ended")
+        return ServerClosed(f"worker {self.worker}: the servers of {self.handle.meeting.folder} have ended")
 
     def _take(self, connection: Connection, wanted: What) -> Message:
         """The next message, which is of this kind, unless the server refuses something or has ended."""
@@ -185,13 +184,13 @@ class Servers:
 
     def _pull(self) -> None:
         self.connections[0].send(Message(What.PULL, step=self.step, moment=self._timing[0]))
-        self._timing, self.arrived = (0, 0), 0.0
+        self._timing, self.arrived = (0.0, 0.0), 0.0
         for flat, connection in zip(self._flats, self.connections, strict=True):
             answer = self._take(connection, What.ANSWER)
             if answer.size:
                 connection.read(bytes_of(flat))
             self.received += answer.size
-            self.arrived = max(self.arrived, seconds(answer.moment))
+            self.arrived = max(self.arrived, answer.moment)
         self._steps, self.step, self.version = answer.key, answer.step, answer.version
         self.missing = set()
         for k, homes in enumerate(self._homes) if self.step < self._steps else ():
@@ -226,7 +225,7 @@ class Servers:
             for home, piece in homes:
                 packed = self.packer.pack((k, home), flat[piece.start // item : piece.stop // item])
                 message = Message(What.PUSH, k, self.worker, self.step, self.rows, self.of, 0, *self._timing)
-                self._timing = 0, 0
+                self._timing = 0.0, 0.0
                 self.connections[home].send(message, bytes_of(packed))
                 self.sent += packed.nbytes
         self.missing -= parts
@@ -234,14 +233,12 @@ class Servers:
     def pace(self, moment: float, lasts: float = 0.0) -> None:
         """On emulated links: the next message begins to arrive at this moment (`time.perf_counter`), and occupies its
         link for so many seconds, together with all messages up to the next call of this."""
-        self._timing = nanoseconds(moment), nanoseconds(lasts)
+        self._timing = moment, lasts
 
     def weigh(self, rows: int, of: int) -> None:
         """Say that gradients pushed from now on are of `rows` of the `of` rows of a step, and scaled by rows / of. An
         update is of the mean over the rows that it takes. Default: 1 of 1, so that gradients of an update are
         averaged."""
-        if not 0 <= rows <= of:
-            raise RankError(f"worker {self.worker}: {rows} of {several(of, 'row')}; must be from 0 to {of}")
         self.rows, self.of = rows, of
 
     def _find(self, index: str | int, verb: str) -> int:

@@ -16,7 +16,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from minipar.errors import RankError, ServerClosed
@@ -76,13 +76,9 @@ class ServerHandle:
     token: bytes
     keys: tuple[ParameterKey, ...]
 
-    @property
-    def folder(self) -> str:
-        return self.meeting.folder
-
     def place(self, server: int) -> str:
         """Where a server is to listen, which is its own host; a port 0 is replaced by one that is free."""
-        return f"tcp:{self.meeting.address or '127.0.0.1'}:0" if self.tcp else f"unix:{self.folder}/{server}"
+        return f"tcp:{self.meeting.address or '127.0.0.1'}:0" if self.tcp else f"unix:{self.meeting.folder}/{server}"
 
     def address(self, server: int) -> str:
         """Where a server listens. ConnectionError if it has not started."""
@@ -104,7 +100,7 @@ def open_folder(
 ) -> ServerHandle:
     """Write the handle of new servers to a folder, which is made if needed, or another meeting place. They use Unix
     sockets, or TCP if they are on several hosts or `tcp` says so."""
-    place = _meeting(meeting)
+    place = Meeting(meeting) if isinstance(meeting, str) else meeting
     if servers < 1:
         raise RankError(f"servers={servers}: must be at least 1")
     if not all(pieces_of(keys, servers)):
@@ -118,44 +114,13 @@ def open_folder(
 
 def read_handle(meeting: str | Meeting) -> ServerHandle:
     """The handle in a folder, or another meeting place; RankError if there is none."""
-    place = _meeting(meeting)
+    place = Meeting(meeting) if isinstance(meeting, str) else meeting
     text = place.find(_HANDLE)
     if text is None:
         raise RankError(f"{place.folder}: no parameter server has its handle there")
     data = json.loads(text)
     keys = tuple(ParameterKey(name, tuple(shape), dtype) for name, shape, dtype in data["keys"])
     return ServerHandle(place, data["servers"], data["tcp"], bytes.fromhex(data["token"]), keys)
-
-
-def _meeting(given: str | Meeting) -> Meeting:
-    return Meeting(given) if isinstance(given, str) else given
-
-
-@dataclass(frozen=True)
-class Introduction:
-    """The first message of a client that connects to a server: a worker and its life, or another server.
-
-    keys   `shard.digest` of the keys that it expects
-    life   of a worker: another number each time that it begins anew
-    """
-
-    keys: str
-    worker: int = -1
-    life: int = 0
-    server: int = -1
-
-    def text(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @staticmethod
-    def read(text: bytes) -> Introduction | None:
-        """The introduction in a received text; None if it is not one."""
-        try:
-            data = json.loads(text)
-            worker, life, server = (int(data[name]) for name in ("worker", "life", "server"))
-            return Introduction(str(data["keys"]), worker, life, server)
-        except (ValueError, TypeError, KeyError):
-            return None
 
 
 def reach(
@@ -166,12 +131,12 @@ def reach(
     until = time.monotonic() + patience
     while True:
         if handle.closed:
-            raise ServerClosed(f"the servers of {handle.folder} have ended")
+            raise ServerClosed(f"the servers of {handle.meeting.folder} have ended")
         try:
             return Connection(handle.address(server), handle.token, f"server {server}", look)
         except _NOT_THERE as error:
             if time.monotonic() > until:
-                reason = f"no server {server} at {handle.folder} for {patience:g} s"
+                reason = f"no server {server} at {handle.meeting.folder} for {patience:g} s"
                 raise RankError(f"{reason} ({error or type(error).__name__})") from error
         look(0)
         time.sleep(_RETRY)

@@ -43,21 +43,14 @@ class Part:
     steps: int
     _done: int = 0  # the last step that was written
 
-    def due(self, version: int) -> int:
-        """The step to be saved now, where `version` updates are made; 0: none."""
-        every = self.storing.every
-        last = version // every * every if every else 0
-        return last if last < self.steps and self._done != last else 0
-
     def reached(self, version: int, pieces: Pieces, optimizer: str = "", schedule: Any = lambda: None) -> None:
         """`version` updates are made: write the part of the last step that is to be saved, if it is not there yet."""
-        due = self.due(version)
-        if not due:
-            return
-        self._done = due
-        step = self.storing.first + due
-        self._write(step, pieces, optimizer)
-        worker.report(Wrote(step, schedule()))
+        every = self.storing.every
+        due = version // every * every if every else 0
+        if self._done < due < self.steps:
+            self._done, step = due, self.storing.first + due
+            self._write(step, pieces, optimizer)
+            worker.report(Wrote(step, schedule()))
 
     def end(self, header: Header, pieces: Pieces, optimizer: str = "", share: float = 1.0) -> Share:
         """At the end of the run: write the part, and bring it to the driver, if that is wanted. `share`: what this rank
@@ -74,7 +67,7 @@ class Part:
         from minipar.execution.saving.storage import write
 
         path = step_folder(self.storing.folder, step, self.storing.token)
-        if again or not os.path.exists(os.path.join(path, f"part-{self.part}.json")):  # (by an earlier life)
+        if again or not os.path.exists(os.path.join(path, f"part-{self.part}.json")):  # (by an earlier process)
             with writing(self.storing.folder):
                 write(path, self.part, optimizer, pieces())
 
@@ -94,7 +87,7 @@ class Saving:
     _before: str = ""
 
     def heard(self, rank: int, wrote: Wrote) -> None:
-        """A rank has written its part of a step. It counts once, although it may say so again in its next life."""
+        """A rank has written its part of a step. It counts once, although it may say so again when it starts again."""
         found = self._heard.setdefault(wrote.step, {})
         found[rank] = wrote
         if len(found) < self.parts:

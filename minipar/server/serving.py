@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -45,7 +44,7 @@ from minipar.models.parameter_groups import parameters_of
 from minipar.models.tensors import count_bytes, dtype_name, layers_of
 from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.service import Times, key_of, timed
-from minipar.program import Instruction, Op, Program, Value
+from minipar.program import Op, Program, Value
 from minipar.program.rows import split_rows
 from minipar.program.server_rule import Kind, Mode, Row
 from minipar.server import pushing, rendezvous, shard
@@ -65,7 +64,6 @@ from minipar.trace.memory_series import Series
 
 _REVIVALS = 100  # deaths of ranks in one run after which it goes on
 _TRIES = 3  # deaths of one rank, without a step in between, after which it is not started again
-_Spans = list[tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -254,11 +252,9 @@ def _series(trace: Trace, taken: list[Step], zero: float) -> list[Series]:
     program = trace.program
     found = []
     for w in range(program.workers):
-        first: dict[int, int] = {}
-        for k, ins in enumerate(program.ranks[w]):
-            first.setdefault(ins.step, k)
+        first = {ins.step: k for k, ins in reversed(list(enumerate(program.ranks[w])))}
         steps = {step.step: step.series for step in taken if step.worker == w and step.series is not None}
-        passes = [(first[s], steps[s]) for s in first if s in steps]
+        passes = [(first[s], steps[s]) for s in sorted(first, key=first.__getitem__) if s in steps]
         whole = Series.joined(passes) if passes else Series()
         found.append(replace(whole, times=[max(0.0, t - zero) for t in whole.times]))
     return [*found, *(series_of(trace, rank) for rank in range(program.workers, len(program.ranks)))]
@@ -313,32 +309,20 @@ def _times(program: Program, taken: list[Step], served: list[Served], groups: li
         for k, (ins, span) in enumerate(zip(blocks[t.worker][t.step], t.times, strict=True)):
             times[key_of(t.worker, ins, k)] = span
     for rank, one in enumerate(served, program.workers):
-        pieces: dict[tuple[int, int, int], _Spans] = {}  # worker, step, group
-        done: dict[tuple[Op, int, int], tuple[float, float]] = {}  # op, peer, step
+        spans: dict[tuple[Op, int, int, int], list[tuple[float, float]]] = {}  # op, peer, step, group of an ACCEPT
         for event in one.events:
-            span = event.start, event.end
             if event.kind == 0:
-                pieces.setdefault((event.worker, event.step, groups[event.which]), []).append(span)
+                key = Op.ACCEPT, event.worker, event.step, groups[event.which]
             elif event.kind == Kind.APPLY:
-                done[Op.APPLY, -1, event.which] = span
-            elif event.kind == Kind.ANSWER:
-                done[Op.REPLY, event.worker, event.step] = span
+                key = Op.APPLY, -1, event.which, -1
+            else:
+                key = Op.REPLY, event.worker, event.step, -1
+            spans.setdefault(key, []).append((event.start, event.end))
         for ins in program.ranks[rank]:
-            if here := _spans(ins, pieces, done):
+            some = ins.layers if ins.op is Op.ACCEPT else (-1,)
+            if here := [span for g in some for span in spans.get((ins.op, ins.peer, ins.step, g), ())]:
                 times[key_of(rank, ins)] = min(a for a, _ in here), max(b for _, b in here)
     return times
-
-
-def _spans(
-    ins: Instruction,
-    pieces: dict[tuple[int, int, int], _Spans],
-    done: dict[tuple[Op, int, int], tuple[float, float]],
-) -> _Spans:
-    """When a server did what an instruction says; an ACCEPT is of several pieces."""
-    if ins.op is Op.ACCEPT:
-        return [span for g in ins.layers for span in pieces.get((ins.peer, ins.step, g), [])]
-    key = ins.op, ins.peer, ins.step
-    return [done[key]] if key in done else []
 
 
 def _assembled(keys: tuple[ParameterKey, ...], served: list[Served]) -> dict[str, Tensor]:
@@ -436,15 +420,10 @@ def _take_part(
     spare = copy.deepcopy(model)  # to warm up: first calls take longer, and should not count in the first step
     one = Worker(program, rank, model, job, slow[rank] if slow else None)
     rest = partial(collect_untrained, one, outline)
-
-    def begins(version: int) -> None:
-        if rank == 0:
-            part.reached(version, rest)
-
+    begins = partial(part.reached, pieces=rest) if rank == 0 else lambda version: None
     with contextlib.suppress(ServerClosed):  # (it was started again after the end)
         _be_worker(job, one, spare, meeting, settings, keep_gradients, hand_on, storing.first, begins, watching)
-    with closing(one.offloading):
-        share = part.end(header, rest) if rank == 0 else Share(header)
+    share = part.end(header, rest) if rank == 0 else Share(header)
     return done, replace(share, reason=_unsaved(program)) if keeps_residual(program.compress) else share
 
 
@@ -458,7 +437,7 @@ def _be_server(
 
     def updated(server: Server) -> None:
         own = server.shard
-        part.reached(server.version, own.saved, own.optimizer_name, own.saved_schedule)
+        part.reached(own.updates, own.saved, own.optimizer_name, own.saved_schedule)
 
     def ended(server: Server) -> None:
         own = server.shard
@@ -493,9 +472,7 @@ def _be_worker(
     # At once, so that the servers see this worker's process.
     servers = settings.processes[program.workers :]
     ps = pushing.connect(meeting, rank, compress=program.compress, processes=servers)
-    warm = Worker(program, rank, spare, job)
-    with closing(warm.offloading):
-        warm.run(job.batches, first)
+    Worker(program, rank, spare, job).run(job.batches, first)
     compute.finite = None if job.on_nan == "ignore" else Finite(rank, job.on_nan, worker.report)
     one.servers = ps
     pulls = sum(ins.op is Op.PULL for ins in one.instructions)

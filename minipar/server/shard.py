@@ -58,9 +58,9 @@ def pieces_of(keys: Sequence[ParameterKey], servers: int) -> list[list[Piece]]:
     return cut([key.nbytes for key in keys], servers, [key.type.itemsize for key in keys])
 
 
-def digest(keys: Sequence[ParameterKey], servers: int) -> str:
+def digest(keys: Sequence[ParameterKey], servers: int) -> bytes:
     """A hash of the keys: a worker and a server compare it first, to be sure that they have the same ones."""
-    return hashlib.sha256(json.dumps([servers, [list(key) for key in keys]]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([servers, [list(key) for key in keys]]).encode()).digest()
 
 
 def view(flat: Tensor, key: ParameterKey, piece: Piece) -> Tensor:
@@ -96,7 +96,7 @@ class Pushed:
     already scaled by rows / of."""
 
     worker: int
-    life: int
+    session: int
     step: int
     rows: int
     of: int
@@ -135,18 +135,18 @@ class Shard:
         self.optimizer = self.part.optimizer
         self.readers: list[Peer] = []  # peers to which `flat` may still be on its way
         self.spare: list[Room] = []
-        self.pushed: dict[tuple[int, int], Pushed] = {}  # by worker and life
+        self.pushed: dict[tuple[int, int], Pushed] = {}  # by worker and session
 
     # gradients
 
-    def pushing(self, worker: int, life: int, step: int, rows: int, of: int) -> Pushed:
+    def pushing(self, worker: int, session: int, step: int, rows: int, of: int) -> Pushed:
         """The place for a worker's gradient of a step: the one that has begun to arrive, or a new one."""
-        found = self.pushed.get((worker, life))
+        found = self.pushed.get((worker, session))
         if found is None or found.step != step:
             if found is not None:
                 self.let_go(found)
             room = self.spare.pop() if self.spare else Room(self.keys, self.pieces)
-            found = self.pushed[worker, life] = Pushed(worker, life, step, rows, of, room, set(self.by_tensor))
+            found = self.pushed[worker, session] = Pushed(worker, session, step, rows, of, room, set(self.by_tensor))
         return found
 
     def find(self, worker: int, step: int) -> Pushed | None:
@@ -157,7 +157,7 @@ class Shard:
         return None
 
     def let_go(self, pushed: Pushed) -> None:
-        del self.pushed[pushed.worker, pushed.life]
+        del self.pushed[pushed.worker, pushed.session]
         self.spare.append(pushed.room)
 
     def combine(self, taken: Sequence[Pushed]) -> Gradients:
@@ -208,11 +208,9 @@ class Shard:
 
     def state_bytes(self) -> dict[int, int]:
         """Bytes that the optimizer keeps, by tensor."""
-        found: dict[int, int] = {}
-        for piece, parameter in zip(self.pieces, self.parameters, strict=True):
-            states = (v for v in self.optimizer.state.get(parameter, {}).values() if isinstance(v, Tensor))
-            found[piece.tensor] = sum(value.numel() * value.element_size() for value in states)
-        return found
+        kept = [self.optimizer.state.get(parameter, {}).values() for parameter in self.parameters]
+        sizes = [sum(value.nbytes for value in values if isinstance(value, Tensor)) for values in kept]
+        return dict(zip(self.by_tensor, sizes, strict=True))
 
     # saved runs
 

@@ -43,18 +43,15 @@ class Switchboard:
             connection, _ = self.listener.accept()
         except OSError:
             return
-        self.add(Peer(connection, self.token, self.target, self.done))
+        self.adopt(connection, self.token)
 
-    def adopt(self, connection: socket.socket) -> Peer:
-        """Add a connection that this process has made itself, as a client."""
-        peer = Peer(connection, b"", self.target, self.done)
-        self.add(peer)
-        return peer
-
-    def add(self, peer: Peer) -> None:
+    def adopt(self, connection: socket.socket, token: bytes = b"") -> Peer:
+        """Add a connection. Without a token it is one that this process has made itself, as a client."""
+        peer = Peer(connection, token, self.target, self.done)
         self.selector.register(peer, selectors.EVENT_READ)
         self.peers.add(peer)
         self._watch(peer)
+        return peer
 
     def _attend(self, peer: Peer, events: int) -> None:
         try:

@@ -122,8 +122,8 @@ def _weight(op: Operator, graph: Graph) -> str:
     ins, outs = _shapes(op.inputs, graph), _shapes(op.outputs, graph)
     line = RULES[op.op].of(op, ins, outs)
     letters = {letter for dim in line.inputs[op.inputs.index(stored[0])] for letter, _ in dim}
-    made = {letter for dim in line.outputs[0] for letter, _ in dim}
-    return stored[0] if letters - made - line.fixed and line.linear else ""
+    built = {letter for dim in line.outputs[0] for letter, _ in dim}
+    return stored[0] if letters - built - line.fixed and line.linear else ""
 
 
 def _shapes(names: Sequence[str], graph: Graph) -> list[tuple[int, ...]]:
@@ -181,11 +181,11 @@ def _nothing(layers: Sequence[Layer], ranks: int, axis: str) -> str:
             f"{axis}={ranks}: the model has no matmul and no convolution with parameters, so there is nothing to "
             f"divide; possible is {axis}=1"
         )
-    told = ", ".join(f"{name} makes {size}" for name, size in list(widths.items())[:3])
+    words = ", ".join(f"{name} makes {size}" for name, size in list(widths.items())[:3])
     more = f" and {len(widths) - 3} more" if len(widths) > 3 else ""
     fitting = [n for n in range(ranks - 1, 1, -1) if any(size % n == 0 for size in widths.values())]
     ways = " or ".join(f"{axis}={n}" for n in [*fitting[:1], 1])
     return (
         f"{axis}={ranks}: none of the {several(len(widths), 'matmul')} and convolutions can be cut into equal parts: "
-        f"{told} features{more}; possible is {ways}, or annotations of your own"
+        f"{words} features{more}; possible is {ways}, or annotations of your own"
     )

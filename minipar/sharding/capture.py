@@ -127,7 +127,7 @@ def capture_model(
             f"{type(model).__name__}: capture takes a chain of layers, and this model's layers form a graph; possible "
             "is one layer that has the branches inside, or tp=1"
         )
-    made: dict[object, tuple[Layer, torch.export.ExportedProgram, Any, nn.Module]] = {}
+    built: dict[object, tuple[Layer, torch.export.ExportedProgram, Any, nn.Module]] = {}
     layers, programs, kept = [], [], []
     owners: dict[int, str] = {}
     original: Mapping[str, str] = getattr(model, "original", {})
@@ -139,10 +139,10 @@ def capture_model(
         }
         slice_of = () if start is None else (start, carries[number] if carries else None)
         same = (_fingerprint(module), _input_shapes((given, *slice_of)), number == 0)
-        if same not in made:
+        if same not in built:
             layer, program = capture_layer(module, given, number > 0, slice_of)
-            made[same] = (layer, program, _handed_on(program, (given, *slice_of)), module)
-        layer, program, handed, first = made[same]
+            built[same] = (layer, program, _handed_on(program, (given, *slice_of)), module)
+        layer, program, handed, first = built[same]
         layers.append(replace(layer, names=_own_names(layer.graph, first, module, own, key, bool(original))))
         programs.append(program)
         given, carry = (handed, None) if start is None else handed
@@ -370,9 +370,9 @@ class _Making:
         self.add(within.graph, detached)
         (out,) = [one for one in within.graph.nodes if one.op == "output"]
         for user in node.users:
-            made = out.args[0][user.args[1]]
-            if made in self.called:
-                self.called[user] = self.called[made]
+            built = out.args[0][user.args[1]]
+            if built in self.called:
+                self.called[user] = self.called[built]
 
 
 def _body(node: fx.Node) -> fx.GraphModule | None:
@@ -403,7 +403,7 @@ def _with_carry(graph: Graph, program: torch.export.ExportedProgram) -> Graph:
 
 def _graph(program: torch.export.ExportedProgram, module: nn.Module, differentiable: bool, count: int) -> Graph:
     """The graph of a layer; `count`: how many of its inputs are tensors of the layer before. Others are its carry."""
-    made = _Making(module, {}, [], {})
+    built = _Making(module, {}, [], {})
     placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     stored = dict(module.named_parameters(remove_duplicate=False))
     kinds = {InputKind.PARAMETER: "parameter", InputKind.USER_INPUT: "input"}
@@ -413,18 +413,18 @@ def _graph(program: torch.export.ExportedProgram, module: nn.Module, differentia
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
             continue
-        name = made.fresh(node.name if spec.target is None else str(spec.target))
+        name = built.fresh(node.name if spec.target is None else str(spec.target))
         kind = kinds.get(spec.kind, "buffer")
         flows = kind == "input" and (differentiable or len(inputs) >= count)
         flows = stored[name].requires_grad if kind == "parameter" else flows
-        made.called[node] = name
-        made.tensors[name] = _tensor(name, value, kind, flows and value.is_floating_point())
+        built.called[node] = name
+        built.tensors[name] = _tensor(name, value, kind, flows and value.is_floating_point())
         if kind == "input":
             inputs.append(name)
-    made.add(program.graph)
+    built.add(program.graph)
     (out,) = [node for node in program.graph.nodes if node.op == "output"]
-    ends = [made.called[node] for node in out.args[0] if isinstance(node, fx.Node) and node in made.called]
-    return Graph(tuple(made.operators), made.tensors, tuple(inputs[:count]), tuple(ends), tuple(inputs[count:]))
+    ends = [built.called[node] for node in out.args[0] if isinstance(node, fx.Node) and node in built.called]
+    return Graph(tuple(built.operators), built.tensors, tuple(inputs[:count]), tuple(ends), tuple(inputs[count:]))
 
 
 def _tensor(name: str, value: Tensor, kind: str, differentiable: bool) -> GraphTensor:

@@ -130,10 +130,10 @@ def _verify(operator: Operator, inputs: Sequence[Tensor], choice: Choice, ranks:
         )
     except (RuntimeError, ValueError, IndexError) as error:
         raise PlanError(f"{title}: it does not run on a part", str(error)) from error
-    made = [done[k,] for k in range(ranks)]
+    built = [done[k,] for k in range(ranks)]
     for j, (want, p) in enumerate(zip(expected, choice.outs, strict=True)):
-        _compare(f"{title}: output {j} joined as {p}", want, [rank[j] for rank in made], p, counts)
-    _gradients(title, operator, choice, whole, expected, gradients, parts, made, cuts, counts)
+        _compare(f"{title}: output {j} joined as {p}", want, [rank[j] for rank in built], p, counts)
+    _gradients(title, operator, choice, whole, expected, gradients, parts, built, cuts, counts)
 
 
 def _gradients(
@@ -144,7 +144,7 @@ def _gradients(
     expected: Sequence[Tensor],
     gradients: Sequence[Tensor],
     parts: Sequence[Sequence[Tensor]],
-    made: Sequence[Sequence[Tensor]],
+    built: Sequence[Sequence[Tensor]],
     cuts: Sequence[Sequence[Tensor]],
     counts: Tensor | None,
 ) -> None:
@@ -155,7 +155,7 @@ def _gradients(
     reference = torch.autograd.grad(
         [expected[j] for j in live], wanted, [gradients[j] for j in live], allow_unused=True
     )
-    outputs = [(made[k][j], cuts[j][k]) for k in range(len(parts)) for j in live if made[k][j].requires_grad]
+    outputs = [(built[k][j], cuts[j][k]) for k in range(len(parts)) for j in live if built[k][j].requires_grad]
     flat = [t for rank in parts for t in rank if t.requires_grad]
     got: Sequence[Tensor | None] = [None] * len(flat)
     if outputs:

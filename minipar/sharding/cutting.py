@@ -308,9 +308,9 @@ def _check_carry(
     changed = [part for part in parts if _changes(part)]
     if others or changed:
         forms = [f"read as {_text(part.read)} and written as {_text(part.written)}" for part in changed]
-        told = f"read by {others[0].name}" if others else forms[0]
+        words = f"read by {others[0].name}" if others else forms[0]
         raise PlanError(
-            f"{read}: is carried from slice to slice, but {told}, and a collective would come between it and {name}, "
+            f"{read}: is carried from slice to slice, but {words}, and a collective would come between it and {name}, "
             "which is carried on; possible is a schedule of rows such as 1f1b, or tp=1 and context_parallel=1"
         )
 
@@ -524,7 +524,7 @@ class Recipe:
         device: torch.device,
         find: Find,
         dropouts: Mapping[str, nn.Module],
-        made: dict[str, Tensor],
+        built: dict[str, Tensor],
     ) -> None:
         """Run these operators on what `find` gives, and add what they make to `made`, as long as it is read.
 
@@ -538,23 +538,23 @@ class Recipe:
             if operator.name in dropouts:
                 module = dropouts[operator.name]
                 lies = _lies(one.outs[0], self.axes)
-                made[operator.outputs[0]] = self._dropped(module, operator, lies, inputs[0], rows)
+                built[operator.outputs[0]] = self._dropped(module, operator, lies, inputs[0], rows)
             else:
                 running = local.run(operator, one.choices, self.places, inputs, outputs)
-                made.update(zip(operator.outputs, _finished(running, operator), strict=True))
+                built.update(zip(operator.outputs, _finished(running, operator), strict=True))
             del inputs
-            self.forget(k, made)
+            self.forget(k, built)
 
-    def forget(self, line: int, made: dict[str, Tensor]) -> None:
+    def forget(self, line: int, built: dict[str, Tensor]) -> None:
         """Let go what nobody reads after this operator."""
         for name in self.unread[line]:
-            made.pop(name, None)
+            built.pop(name, None)
 
     def _dropped(self, module: nn.Module, operator: Operator, written: Lies, given: Tensor, rows: int) -> Tensor:
         """Dropout of this rank's part, by the mask of the whole tensor."""
         if not isinstance(module, RowDropout):  # the one of torch, where nothing but time is measured
-            made: Tensor = module(given)
-            return made
+            built: Tensor = module(given)
+            return built
         whole = with_rows(self.shapes[operator.outputs[0]], rows)
         return module.of_part(given, whole, lambda kept: self.own(kept, written, rows))
 
@@ -583,13 +583,13 @@ class _Core(Recomputed):
         self.recipe, self.lines = recipe, lines
         every = recipe.piece.operators
         own = [every[k] for k in lines]
-        made = {name for one in own for name in one.operator.outputs}
+        built = {name for one in own for name in one.operator.outputs}
         later = [name for one in every[lines.stop :] for name in one.operator.inputs]
         later += [part.name for part in (*recipe.piece.gives, *recipe.piece.after)]
         reads = [pair for one in own for pair in zip(one.operator.inputs, one.ins, strict=True)]
-        lies = [(name, _lies(form, recipe.axes)) for name, form in reads if name not in made]
+        lies = [(name, _lies(form, recipe.axes)) for name, form in reads if name not in built]
         self.takes = tuple({(name, _text(read)): (name, read) for name, read in lies}.values())
-        self.gives = tuple(name for name in dict.fromkeys(later) if name in made)
+        self.gives = tuple(name for name in dict.fromkeys(later) if name in built)
         self.dropouts: dict[str, str] = {}
         for one in own:
             if one.operator.name in dropouts:
@@ -598,15 +598,15 @@ class _Core(Recomputed):
 
     def compute(self, *inputs: Tensor) -> Any:
         taken = {(name, _text(read)): value for (name, read), value in zip(self.takes, inputs, strict=True)}
-        made: dict[str, Tensor] = {}
+        built: dict[str, Tensor] = {}
 
         def find(name: str, read: Lies) -> Tensor:
-            return self.recipe.as_read(name, read, made[name]) if name in made else taken[name, _text(read)]
+            return self.recipe.as_read(name, read, built[name]) if name in built else taken[name, _text(read)]
 
         rows = self.recipe.rows(self.takes, inputs)
         dropouts = {name: getattr(self, own) for name, own in self.dropouts.items()}
-        self.recipe.run(self.lines, rows, self.device, find, dropouts, made)
-        found = tuple(made[name] for name in self.gives)
+        self.recipe.run(self.lines, rows, self.device, find, dropouts, built)
+        found = tuple(built[name] for name in self.gives)
         return found[0] if len(found) == 1 else found
 
 
@@ -632,26 +632,28 @@ class CapturedNode(Node):
         there = {part.name: value for part, value in zip(self.recipe.piece.takes, values, strict=True)}
         there |= {part.name: value for part, value in zip(self.recipe.piece.before, tensors(carry), strict=True)}
         keyed = {(part.name, _text(part.read)): v for part, v in zip(self.recipe.piece.takes, values, strict=True)}
-        made: dict[str, Tensor] = {}
+        built: dict[str, Tensor] = {}
         rows = self.recipe.rows([(part.name, part.read) for part in self.recipe.piece.takes], values)
         self.recipe.check(values, rows, self.title)
 
         def find(name: str, read: Lies) -> Tensor:
-            return self._input(name, read, made, keyed, there)
+            return self._input(name, read, built, keyed, there)
 
         done, end, device = 0, len(self.recipe.piece.operators), values[0].device
         dropouts = {name: getattr(self, own) for name, own in self.dropouts.items()}
         for core in self.cores:
-            self.recipe.run(range(done, core.lines.start), rows, device, find, dropouts, made)
+            self.recipe.run(range(done, core.lines.start), rows, device, find, dropouts, built)
             core.device = device
-            made.update(zip(core.gives, tensors(core(*(find(*taken) for taken in core.takes))), strict=True))
+            built.update(zip(core.gives, tensors(core(*(find(*taken) for taken in core.takes))), strict=True))
             for line in core.lines:
-                self.recipe.forget(line, made)
+                self.recipe.forget(line, built)
             done = core.lines.stop
-        self.recipe.run(range(done, end), rows, device, find, dropouts, made)
+        self.recipe.run(range(done, end), rows, device, find, dropouts, built)
         found, after = (
             tuple(
-                made[part.name] if part.name in made else keyed.get((part.name, _text(part.read)), there.get(part.name))
+                built[part.name]
+                if part.name in built
+                else keyed.get((part.name, _text(part.read)), there.get(part.name))
                 for part in parts
             )
             for parts in (self.recipe.piece.gives, self.recipe.piece.after)
@@ -662,7 +664,7 @@ class CapturedNode(Node):
         self,
         name: str,
         read: Lies,
-        made: Mapping[str, Tensor],
+        built: Mapping[str, Tensor],
         keyed: Mapping[tuple[str, str], Tensor],
         there: Mapping[str, Tensor],
     ) -> Tensor:
@@ -673,8 +675,8 @@ class CapturedNode(Node):
             lies = tuple(I if k < len(cut_on) and cut_on[k] == "S" else p for k, p in enumerate(read))
             if any(p.kind == "S" for p in lies):  # it is whole here on this axis, and read as a shard
                 found = self.recipe.own(found, lies)
-        elif name in made:
-            found = made[name]
+        elif name in built:
+            found = built[name]
         else:
             found = keyed[name, _text(read)] if (name, _text(read)) in keyed else there[name]
         return self.recipe.as_read(name, read, found, name in self.own)

@@ -67,9 +67,9 @@ def run(
     Yields (axis, request) for each collective, is sent the result, and returns the outputs. Errors: PlanError, if two
     axes both divide it in a way that is not simply a part.
     """
-    special = {axis: made for axis, choice in choices.items() if (made := _special(operator, choice, inputs))}
-    rows = [axis for axis, made in special.items() if made is _rows]
-    means = [axis for axis, made in special.items() if made is _mean]
+    special = {axis: built for axis, choice in choices.items() if (built := _special(operator, choice, inputs))}
+    rows = [axis for axis, built in special.items() if built is _rows]
+    means = [axis for axis, built in special.items() if built is _mean]
     others = [axis for axis in special if axis not in rows + means]
     if len(others) > 1 or (others and means) or (rows and any(special[axis] is not _vocabulary for axis in others)):
         raise PlanError(

@@ -243,9 +243,9 @@ def check_used(annotations: Annotations, used: Iterable[str], layers: Sequence[L
     """Errors: PlanError for a pattern that matches nothing; of a preset, if all of them do, or those of its matmuls."""
     core = _MATMULS.intersection(annotations) if isinstance(annotations, Preset) else set()
     if core and core.isdisjoint(used):
-        told = ", ".join(name for pattern in sorted(core) for name in pattern.split("|"))
+        words = ", ".join(name for pattern in sorted(core) for name in pattern.split("|"))
         raise PlanError(
-            f"the preset divides nothing here: no operator has one of its names ({told}); possible are annotations of "
+            f"the preset divides nothing here: no operator has one of its names ({words}); possible are annotations of "
             "your own, such as those that minipar.sharding.by_operators makes"
         )
     wanted = [pattern for pattern in annotations if pattern != FED]  # only experts without a capacity have that one
@@ -756,8 +756,8 @@ def megatron(axis: str = "tp", vocabulary: bool = True) -> Preset:
 
     `vocabulary`: the table of tokens and the logits are cut, too; the loss of cut logits needs three numbers a row.
     """
-    made = Preset({FUSED: f"S-1:3 on {axis}", COLUMNS: f"S-1 on {axis}", ROWS: f"P on {axis}"})
-    return Preset({**made, TOKENS: f"P on {axis}", LOGITS: f"S-1 on {axis}"}) if vocabulary else made
+    built = Preset({FUSED: f"S-1:3 on {axis}", COLUMNS: f"S-1 on {axis}", ROWS: f"P on {axis}"})
+    return Preset({**built, TOKENS: f"P on {axis}", LOGITS: f"S-1 on {axis}"}) if vocabulary else built
 
 
 def sequence_parallel(axis: str = "tp", vocabulary: bool = True) -> Preset:

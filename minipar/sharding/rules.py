@@ -225,9 +225,9 @@ def parse(
     for term in terms:
         numbers.append(tuple(k for k in range(start, start + len(term)) if k < len(ins)))
         start += len(term)
-    given, made = factors[: len(ins)], factors[len(ins) :]
+    given, built = factors[: len(ins)], factors[len(ins) :]
     return Line(
-        given, made, tuple(term for term in numbers if term), frozenset(fixed), frozenset(unbroken), frozenset(linear)
+        given, built, tuple(term for term in numbers if term), frozenset(fixed), frozenset(unbroken), frozenset(linear)
     )
 
 
@@ -264,8 +264,8 @@ def choices(
         every += list(_sums(line))
         names = set(variants)
         if known.variants is not None:
-            made = known.variants(operator, ins, outs, ranks)
-            wanted_ones = (c for c in made if c.name in names or "all" in names or c.name in ALWAYS)
+            built = known.variants(operator, ins, outs, ranks)
+            wanted_ones = (c for c in built if c.name in names or "all" in names or c.name in ALWAYS)
             every += [replace(c, alone=c.name != "rows") for c in wanted_ones]
         for choice in every:
             shapes = [*zip(ins, choice.ins, strict=True), *zip(outs, choice.outs, strict=True)]
@@ -487,9 +487,9 @@ def _reduction(linear: bool) -> LineOf:
 
 def _view(operator: Operator, ins: Shapes, outs: Shapes) -> Line:
     """Dimensions that are taken apart or joined: their common factors, the slowest first."""
-    given, made = _common_factors(ins[0], outs[0])
+    given, built = _common_factors(ins[0], outs[0])
     # The same bits taken for another type are no linear function.
-    return Line((given,), (made,), ((0,),), linear=frozenset() if "dtype" in operator.options else frozenset([0]))
+    return Line((given,), (built,), ((0,),), linear=frozenset() if "dtype" in operator.options else frozenset([0]))
 
 
 def _common_factors(before: Shape, after: Shape) -> tuple[tuple[Factors, ...], tuple[Factors, ...]]:
@@ -613,9 +613,9 @@ def _repeat_interleave(operator: Operator, ins: Shapes, outs: Shapes) -> Line:
         return _simple([names], [["all"]], ins, outs, [*names, "all"])
     dim = _dim(operator, len(names))
     given = tuple(((n, s),) for n, s in zip(names, ins[0], strict=True))
-    made: list[Factors] = [((n, s),) for n, s in zip(names, ins[0], strict=True)]
-    made[dim] = ((names[dim], ins[0][dim]), ("again", operator.option("repeats")))
-    return Line((given,), (tuple(made),), ((0,),), frozenset(["again"]), linear=frozenset([0]))
+    built: list[Factors] = [((n, s),) for n, s in zip(names, ins[0], strict=True)]
+    built[dim] = ((names[dim], ins[0][dim]), ("again", operator.option("repeats")))
+    return Line((given,), (tuple(built),), ((0,),), frozenset(["again"]), linear=frozenset([0]))
 
 
 def _last_fixed(count: int) -> LineOf:
@@ -663,10 +663,10 @@ def _convolution(operator: Operator, ins: Shapes, outs: Shapes) -> Line:
     """Channels are letters; a part of the image would need its neighbours' edges, so the image is never divided."""
     spatial = len(ins[1]) - 2
     batch = "b" * (len(ins[0]) == len(ins[1]))
-    image, kernel, made = ("".join(f"{name}!" for name in names[:spatial]) for names in ("hwu", "yxz", "pqr"))
-    text = f"{batch}i{image},oi{kernel}+o->{batch}o{made}"
+    image, kernel, built = ("".join(f"{name}!" for name in names[:spatial]) for names in ("hwu", "yxz", "pqr"))
+    text = f"{batch}i{image},oi{kernel}+o->{batch}o{built}"
     if operator.option("groups", 1) != 1:
-        text = f"{batch}i!{image},o!j!{kernel}+o!->{batch}o!{made}"
+        text = f"{batch}i!{image},o!j!{kernel}+o!->{batch}o!{built}"
     return parse(text, ins, outs, (0, 1, 2), op=operator.op)
 
 
@@ -674,9 +674,9 @@ def _pooling(operator: Operator, ins: Shapes, outs: Shapes) -> Line:
     rank = len(ins[0])
     names = _named(rank)
     free = rank - (2 if "2d" in operator.op else 1)
-    made = [*names[:free], *(f"m{k}" for k in range(rank - free))]
+    built = [*names[:free], *(f"m{k}" for k in range(rank - free))]
     return _simple(
-        [names], [made] * len(outs), ins, outs, [*names[free:], *made[free:]], (0,) if "avg" in operator.op else ()
+        [names], [built] * len(outs), ins, outs, [*names[free:], *built[free:]], (0,) if "avg" in operator.op else ()
     )
 
 
@@ -757,9 +757,9 @@ def _cross_entropy_line(operator: Operator, ins: Shapes, outs: Shapes) -> Line:
     rows = [name for name in names if name != "c"]
     classes = [["c"]] if len(ins) > 2 else []
     targets = rows if len(ins[1]) == len(rows) else names
-    made = rows if operator.option("reduction", 1) == 0 else []
-    fixed = names if made == [] else ["c"]
-    return _simple([names, targets, *classes], [made], ins, outs, fixed)
+    built = rows if operator.option("reduction", 1) == 0 else []
+    fixed = names if built == [] else ["c"]
+    return _simple([names, targets, *classes], [built], ins, outs, fixed)
 
 
 def _cross_entropy_variants(operator: Operator, ins: Shapes, outs: Shapes, ranks: int) -> Iterator[Choice]:
@@ -814,8 +814,8 @@ def _dispatch_line(operator: Operator, ins: Shapes, outs: Shapes) -> Line:
 
 def _combine_line(operator: Operator, ins: Shapes, outs: Shapes) -> Line:
     given = parse("bt!k!,bt!k!->bt!d", ins[1:], outs, op=operator.op)
-    made = _queues(ins[0], ins[1][0])
-    return Line((made, *given.inputs), given.outputs, ((0, 1, 2),), _WITHIN, linear=frozenset([0, 1]))
+    built = _queues(ins[0], ins[1][0])
+    return Line((built, *given.inputs), given.outputs, ((0, 1, 2),), _WITHIN, linear=frozenset([0, 1]))
 
 
 _WITHIN = frozenset("tkxc")

@@ -141,19 +141,19 @@ def local_model(
     places = {axis: local.Place(own[axis], size) for axis, size in mesh}
     both = zip(parts_of(inputs, len(mesh)), mesh, strict=True)
     given = ", ".join(f"{_placed(part)} on {axis}" for part, (axis, _) in both)
-    found, made = None, []
+    found, built = None, []
     for j, ((small, large), constants) in enumerate(zip(graphs.layers, graphs.constants, strict=True)):
         try:
             found = propagate_model(small, chosen, mesh, given, before=found)
-            made.append(_nodes(model, small, large, constants, rows, found, places, known))
+            built.append(_nodes(model, small, large, constants, rows, found, places, known))
         except PlanError as error:
             if not slices:
                 raise
             where = f"slice {j} of {several(len(slices[j]), 'token')}"
-            told = PlanError(f"{where}: {error.reason}", error.details)
-            told.operator = error.operator
-            raise told from error
-    for layers in made:
+            named = PlanError(f"{where}: {error.reason}", error.details)
+            named.operator = error.operator
+            raise named from error
+    for layers in built:
         written = layers[-1][-1].forms.writes
         for k, part in enumerate(parts_of(inputs, len(mesh))):
             if inputs and part != WHOLE and not along(written, k).startswith("S"):
@@ -163,7 +163,7 @@ def local_model(
                     "each token"
                 )
         _add_end(layers[-1], inputs, len(mesh))
-    nodes = _one_behind_the_other(model, made, slices) if slices else made[0]
+    nodes = _one_behind_the_other(model, built, slices) if slices else built[0]
     return ShardedModel(nodes, [size for _, size in mesh], inputs)
 
 
@@ -195,13 +195,13 @@ def _capture(model: nn.Module, example: Any, slices: Sequence[range]) -> list[Ca
 
 
 def _one_behind_the_other(
-    model: nn.Module, made: Sequence[Sequence[Sequence[Node]]], slices: Sequence[range]
+    model: nn.Module, built: Sequence[Sequence[Sequence[Node]]], slices: Sequence[range]
 ) -> list[list[Node]]:
     """The nodes of all slices as one node each. Errors: PlanError for a layer that is cut otherwise in some slice: a
     program says once how a node takes and gives values."""
     found: list[list[Node]] = []
     for number, name in enumerate(model._modules):
-        layers = [nodes[number] for nodes in made]
+        layers = [nodes[number] for nodes in built]
         cuts = [[(node.forms, node.carried) for node in nodes] for nodes in layers]
         for j, cut in enumerate(cuts):
             if cut != cuts[0]:

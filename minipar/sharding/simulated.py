@@ -54,8 +54,8 @@ def simulate_layer(sharding: Sharding, given: Mapping[str, Tensor]) -> Simulated
         read = []
         for name, form in zip(one.operator.inputs, one.ins, strict=True):
             read.append(_in_form(sharding, moved, name, form))
-        for name, form, made in zip(one.operator.outputs, one.outs, _run(one, read, mesh), strict=True):
-            parts[name] = moved[name, form] = made
+        for name, form, built in zip(one.operator.outputs, one.outs, _run(one, read, mesh), strict=True):
+            parts[name] = moved[name, form] = built
     return Simulated(sharding, parts)
 
 
@@ -96,19 +96,19 @@ def _run(one: Divided, read: Sequence[Parts], mesh: Mesh) -> list[Parts]:
         )
         for place in product(*(range(mesh.length(axis)) for axis in axes))
     }
-    made = local.together(running, axes)
-    return [{place: outputs[k] for place, outputs in made.items()} for k in range(len(one.operator.outputs))]
+    built = local.together(running, axes)
+    return [{place: outputs[k] for place, outputs in built.items()} for k in range(len(one.operator.outputs))]
 
 
 def move(parts: Parts, step: Step, mesh: Mesh, counts: Parts | None = None) -> Parts:
     """One step of a repartition on all ranks. `counts`: of unequal parts, what they are counted by, on each rank."""
     k = axes_of(mesh).index(step.axis)
-    made: Parts = {}
+    built: Parts = {}
     for group in local.groups(parts, k):
         own = None if counts is None else counts[group[0]]
         for place, tensor in zip(group, _moved([parts[place] for place in group], step, own), strict=True):
-            made[place] = tensor
-    return made
+            built[place] = tensor
+    return built
 
 
 class _Nothing(torch.autograd.Function):
@@ -212,11 +212,11 @@ def gradients(simulated: Simulated, outputs: Mapping[str, Tensor]) -> dict[str, 
     names = [name for name, t in graph.tensors.items() if t.kind in ("parameter", "input") and t.differentiable]
     flat = [simulated.parts[name][place] for name in names for place in simulated.parts[name]]
     found = iter(torch.autograd.grad(ends, flat, seeds, allow_unused=True))
-    made = {}
+    built = {}
     for name in names:
         parts = {}
         for place, part in simulated.parts[name].items():
             one = next(found)
             parts[place] = torch.zeros_like(part) if one is None else one
-        made[name] = join(parts, sharding.forms[name].conjugate(), mesh)
-    return made
+        built[name] = join(parts, sharding.forms[name].conjugate(), mesh)
+    return built

@@ -23,17 +23,17 @@ def mistake(
         seen: dict[tuple[type, int, int], int] = {}
         for k, action in enumerate(chosen):
             kind, i, c = key = _key(action)
-            told = _word(key, several)
+            words = _word(key, several)
             if key in seen:
-                return f"rank {rank}: {told} comes twice, as actions {seen[key]} and {k}"
+                return f"rank {rank}: {words} comes twice, as actions {seen[key]} and {k}"
             seen[key] = k
             before = (_AFTER.get(kind, kind), i, c)
             if before not in seen:
                 verb = "comes before" if before in last else "comes without"
-                return f"rank {rank}: {told} {verb} {_word(before, several)}"
+                return f"rank {rank}: {words} {verb} {_word(before, several)}"
             other = (Backward if kind is BackwardInput else BackwardInput, i, c)
             if kind in (Backward, BackwardInput) and other in seen:
-                return f"rank {rank}: {told} comes after {_word(other, several)}; possible is one of them"
+                return f"rank {rank}: {words} comes after {_word(other, several)}; possible is one of them"
     copies = [stage for mine in placement for stage in mine]
     for rank, chosen in enumerate(actions):
         done = set(map(_key, chosen))

@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING
 from minipar.errors import PlanError
 from minipar.program import Action, Forward
 from minipar.program import edges as graphs
+from minipar.strategies import segments
 from minipar.wording import several
 
 if TYPE_CHECKING:
@@ -49,13 +50,13 @@ def parse(value: object, ranks: int) -> str | tuple[int, ...] | None:
         found = ()
     if not found:
         raise PlanError(f"place={value}: must be branches, or the rank of each layer, such as 0,0,1,1,0")
-    told = ",".join(map(str, found))
+    text = ",".join(map(str, found))
     if min(found) < 0 or max(found) >= ranks:
-        raise PlanError(f"place={told}: ranks of a pipeline with pp={ranks} are 0 to {ranks - 1}")
+        raise PlanError(f"place={text}: ranks of a pipeline with pp={ranks} are 0 to {ranks - 1}")
     if set(found) != set(range(ranks)):
         idle = min(set(range(ranks)) - set(found))
         raise PlanError(
-            f"place={told}: puts no layer on rank {idle}; possible is pp={len(set(found))}, or another place"
+            f"place={text}: puts no layer on rank {idle}; possible is pp={len(set(found))}, or another place"
         )
     return found
 
@@ -64,7 +65,7 @@ def check_shape(plan: Plan, shape: Shape) -> None:
     """Refuse choices of a plan that do not go together with the edges of a model."""
     if plan.place is not None and plan.place != "branches" and len(plan.place) != shape.own_layers:
         raise PlanError(
-            f"place={_told(plan)}: of {several(len(plan.place), 'layer')}, but the model has {shape.own_layers}"
+            f"place={_written(plan)}: of {several(len(plan.place), 'layer')}, but the model has {shape.own_layers}"
         )
     if plan.place == "branches" and not any(len(found) > 1 for found in graphs.side_by_side(shape.edges, shape.layers)):
         raise PlanError(
@@ -74,15 +75,20 @@ def check_shape(plan: Plan, shape: Shape) -> None:
         return
     why = f"of a model with branches (edges between its {several(shape.own_layers, 'layer')})"
     if plan.sharing > 1:
-        told = f"{plan.shared[0][0]}={plan.sharing}"
-        raise PlanError(f"{told}: cuts the layers of chains into nodes, not {why}; possible is {plan.shared[0][0]}=1")
+        words = f"{plan.shared[0][0]}={plan.sharing}"
+        raise PlanError(f"{words}: cuts the layers of chains into nodes, not {why}; possible is {plan.shared[0][0]}=1")
     if plan.asynchronous or plan.slice_count > 1:
         raise PlanError(
             f"schedule={plan.schedule}: is for chains, not {why}; possible is one of rows that flushes, such as 1f1b"
         )
+    if segments.budget_of(plan.checkpoint) is not None:
+        raise PlanError(
+            f"checkpoint={plan.checkpoint}: a budget is for chains, not {why} (not built); possible are "
+            "checkpoint=sqrt, K and layers such as 3,7,11"
+        )
 
 
-def _told(plan: Plan) -> str:
+def _written(plan: Plan) -> str:
     return plan.place if isinstance(plan.place, str) else ",".join(map(str, plan.place or ()))
 
 

@@ -62,12 +62,11 @@ if TYPE_CHECKING:
 
 def passes_of(plan: Plan) -> tuple[Pass, ...]:
     """The passes that a plan needs, in order."""
-    trains, served, late = not plan.inference, plan.sync == "ps", plan.overlap == "priority"
+    trains, served, by_priority = not plan.inference, plan.sync == "ps", plan.overlap == "priority"
     updates = trains and not served  # a rank updates what it holds
     flushed = updates and not plan.asynchronous  # and does so once a step
     several = plan.dp * (1 if plan.asynchronous else plan.pp) > 1  # (tied layers may be on two ranks)
-    pieces = late and several  # go by priority; sums of ranks that share layers alone do not
-    alone = plan.local_steps > 0 and plan.pp == 1  # nothing is summed
+    pieces = by_priority and several  # go by priority
     table = (
         ("layers", layers.expand_layers, True),
         ("bucket", data_parallel.choose_size, trains and plan.messages == "auto" and not pieces),
@@ -75,9 +74,8 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
         ("slices", slices.add_carries, plan.slice_count > 1),
         ("versions", versions.keep_versions, plan.asynchronous),
         ("zero", zero.shard, updates and plan.zero > 0 and (plan.dp > 1 or (plan.pp > 1 and plan.copies))),
-        ("piece", priority.choose_piece, flushed and several and late and plan.messages == "auto"),
-        ("priority", priority.sum_by_priority, flushed and several and late),
-        ("data_parallel", data_parallel.sum_gradients, updates and several and not late and not alone),
+        ("priority", priority.sum_by_priority, flushed and several and by_priority),
+        ("data_parallel", data_parallel.sum_gradients, updates and several and not (by_priority or plan.local_steps)),
         ("compress", compress.compress, updates and plan.compress != "none"),
         ("forms", forms.change_forms, plan.sharing > 1),
         ("parts", forms.sum_parts, updates and plan.sharing > 1),
@@ -88,7 +86,7 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
         ("clip", clip.clip, flushed and plan.clip is not None),
         ("parameter_server", parameter_server.push_and_pull, served),
         ("transfers", transfers.send_and_receive, plan.pp > 1),
-        ("update", priority.update_late if late else update.update_at_the_end, flushed),
+        ("update", priority.update_late if by_priority else update.update_at_the_end, flushed),
         ("fuse", fuse.fuse_layers, True),
     )
     found: list[Pass] = []
@@ -107,8 +105,8 @@ def program_of(
     costs_of: Callable[[Program], Costs] | None = None,
 ) -> Program:
     """The program of `steps` training steps, which is not verified yet. The arguments are those of `Plan.compile`."""
-    together = steps if plan.asynchronous else 1  # steps in one draft
-    actions = [plan.actions(rank, together, len(mine)) for rank, mine in enumerate(layout.placement)]
+    steps_at_once = steps if plan.asynchronous else 1  # steps in one draft
+    actions = [plan.actions(rank, steps_at_once, len(mine)) for rank, mine in enumerate(layout.placement)]
     _check(plan, layout, actions)
     timed = plan.bucket == "auto" or plan.overlap == "priority"  # (a pass needs the times of instructions)
     seconds = _seconds(plan, shape, layout, costs, costs_of) if timed else ()
@@ -120,15 +118,15 @@ def program_of(
     if isinstance(bucket, tuple) and shape.nodes:  # a layer's gradient is complete with that of its first node
         bucket = tuple(shape.firsts[layer] for layer in bucket)
     draft = Draft(plan, layout, -1, (), steps=steps, actions=actions, moves=moves, bucket=bucket, seconds=seconds)
-    draft = replace(draft, costs=LayerCosts.of(costs) if isinstance(costs, Profile) else costs)
     rows: list[list[Instruction]] = [[] for _ in range(plan.ranks - layout.mesh.size + plan.pp)]
-    for _ in range(0, steps, together):
+    for _ in range(0, steps, steps_at_once):
         draft = draft.following()
         for each in passes:
             draft = each(draft)
         for mine, more in zip(rows, draft.ranks, strict=True):
             mine += more
-    ranks, servers = repeat(rows[: plan.pp], layout.mesh), tuple(map(tuple, rows[plan.pp :]))
+    whole = plan.sync != "ps" and not plan.extra_passes  # (messages to servers leave a pipeline)
+    ranks, servers = repeat(rows[: plan.pp], layout.mesh, whole), tuple(map(tuple, rows[plan.pp :]))
     return Program(
         (*ranks, *servers) if servers else ranks,
         shape.layers,
@@ -160,11 +158,14 @@ def program_of(
 
 def _contract(plan: Plan) -> Contract:
     """The contract: how old the parameters may be from which a gradient is computed."""
-    asynchronous, mode = find(plan.schedule).asynchronous, Mode.parse(plan.mode, plan.dp)
+    asynchronous = find(plan.schedule).asynchronous
     if asynchronous:
         return asynchronous.promise(plan.pp, plan.numbers)
     if plan.local_steps:
         return Local(plan.local_steps)
+    if plan.sync != "ps":
+        return Synchronous()
+    mode = Mode.parse(plan.mode, plan.dp)
     return Synchronous() if mode.kind == "sync" else Staleness(mode.staleness(plan.dp))
 
 
@@ -206,7 +207,7 @@ def _guess(layout: Layout) -> Seconds:
 
 def _check(plan: Plan, layout: Layout, actions: Sequence[Sequence[Action]]) -> None:
     """Refuse choices that do not go together with the actions of the schedule."""
-    exclusions.check(plan, late=True)
+    exclusions.check(plan, compiled=True)
     copies = Counter(stage for mine in layout.placement for stage in mine)
     if max(copies.values()) > 1:
         for rank, mine in enumerate(layout.placement):

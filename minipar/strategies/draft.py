@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from minipar.costs.recomputation import LayerCosts, Move
+from minipar.costs.recomputation import Move
 from minipar.errors import PlanError
 from minipar.program import Action, Instruction, Value
 from minipar.strategies.buckets import Bucket
@@ -37,7 +37,7 @@ Seconds = Callable[[Instruction], float]
 # compute instruction works on one layer. Until "transfers" nothing is sent, and until "update" the rows have no STEP
 # (but those of a schedule without flushes have theirs from "versions" on).
 PLACES = (
-    "layers", "bucket", "checkpoint", "slices", "versions", "zero", "piece", "priority", "data_parallel", "compress",
+    "layers", "bucket", "checkpoint", "slices", "versions", "zero", "priority", "data_parallel", "compress",
     "forms", "parts", "copies", "local_steps", "host_layers", "offload", "clip", "parameter_server",
     "transfers", "update", "fuse",
 )  # fmt: skip
@@ -62,8 +62,7 @@ class Draft:
     steps    the number of steps in the program
     actions  for each rank: the actions that its schedule yields
     moves    for each stage: which of its layers run forward again, as `checkpoint` says (`segments.schedules`)
-    costs    of each layer, where they are known; a budget of a model with branches needs them
-    bucket   the plan's bucket, or the size that the pass "bucket" or "piece" has found
+    bucket   the plan's bucket, or the size that the pass "bucket" has found
     seconds  for each rank: the time of an instruction, computing or on its link; empty if no pass of the plan needs it
     """
 
@@ -77,7 +76,6 @@ class Draft:
     steps: int = 1
     actions: Sequence[Sequence[Action]] = ()
     moves: Sequence[Sequence[Move]] = ()
-    costs: LayerCosts | None = None
     bucket: Bucket = 25
     seconds: Sequence[Seconds] = ()
 
@@ -113,10 +111,10 @@ class Pass:
 
     def __call__(self, draft: Draft) -> Draft:
         """The draft after this pass. Errors: PlanError if a pass of your own returns no Draft, or other ranks."""
-        made = self.rewrite(draft)
+        built = self.rewrite(draft)
         if self.after:
-            _check(self.name, draft, made)
-        return made
+            _check(self.name, draft, built)
+        return built
 
     @property
     def summary(self) -> str:
@@ -168,13 +166,13 @@ def check_names(names: Iterable[str]) -> tuple[str, ...]:
     return found
 
 
-def _check(name: str, given: Draft, made: object) -> None:
-    if not isinstance(made, Draft):
-        raise PlanError(f"pass {name!r}: gave {made!r}; it must return a Draft, such as draft.each(...)")
-    for before, after in ((given.ranks, made.ranks), (given.update, made.update), (given.state, made.state)):
+def _check(name: str, given: Draft, built: object) -> None:
+    if not isinstance(built, Draft):
+        raise PlanError(f"pass {name!r}: gave {built!r}; it must return a Draft, such as draft.each(...)")
+    for before, after in ((given.ranks, built.ranks), (given.update, built.update), (given.state, built.state)):
         if len(before) != len(after):
             raise PlanError(f"pass {name!r}: gave {len(after)} ranks for {len(before)}; it must keep their number")
-    for rows in (made.ranks, made.update):
+    for rows in (built.ranks, built.update):
         for rank, row in enumerate(rows):
             wrong = next((ins for ins in row if not isinstance(ins, Instruction)), None)
             if wrong is not None:

@@ -24,18 +24,18 @@ class KeyValues:
     """Some of the values of a key.
 
     words     the values, described for a table
-    made      whether a plan has made this choice
+    chosen    whether a plan has made this choice
     instead   what is possible in its place
-    late      whether only the schedule's actions show it, so that only `Plan.compile` can check it
+    after_compile   whether only the schedule's actions show it, so that only `Plan.compile` can check it
     """
 
     key: str
     words: str
-    made: Callable[[Plan], bool]
+    chosen: Callable[[Plan], bool]
     instead: str
-    late: bool = False
+    after_compile: bool = False
 
-    def told(self, plan: Plan) -> str:
+    def written(self, plan: Plan) -> str:
         """The key with the value that the plan gives it."""
         return f"{self.key}={shown(getattr(plan, self.key))}"
 
@@ -65,7 +65,7 @@ class Excluded(PlanError):
 
     def __init__(self, plan: Plan, row: Exclusion) -> None:
         super().__init__(
-            f"{row.one.told(plan)}: not together with {row.other.told(plan)} ({row.why}; {row.kind}); "
+            f"{row.one.written(plan)}: not together with {row.other.written(plan)} ({row.why}; {row.kind}); "
             f"possible is {row.possible}"
         )
         self.row = row
@@ -105,8 +105,9 @@ MESSAGES = KeyValues("bucket", "bucket", lambda plan: plan.bucket is not None, "
 WHOLES = KeyValues(
     "bucket", "bucket=flat, 4x or layers",
     lambda plan: not isinstance(plan.messages, (int, float)) and plan.messages not in ("none", "auto"),
-    "bucket=none, auto or a size",
+    "bucket=none or a size",
 )  # fmt: skip
+BEST_SIZE = KeyValues("bucket", "bucket=auto", lambda plan: plan.bucket == "auto", "bucket=none or a size")
 LATE_SUMS = KeyValues(
     "overlap", "overlap=none, priority", lambda plan: plan.overlap != "backward", "overlap=backward"
 )  # fmt: skip
@@ -165,14 +166,14 @@ UNSUMMED = KeyValues(
 )
 HALVES = KeyValues(
     "schedule", "schedule of backwards in halves", lambda plan: plan.splits,
-    "a schedule of whole backwards such as 1f1b", late=True,
+    "a schedule of whole backwards such as 1f1b", after_compile=True,
 )  # fmt: skip
 
 
 IN_STEP = KeyValues("batch_copies", "batch_copies of 2 or more", lambda plan: plan.batch_copies > 1, "batch_copies=1")
 COPIES = KeyValues(
     "schedule", "schedule with copies of a stage", lambda plan: plan.copies,
-    "a schedule of one copy such as 1f1b", late=True,
+    "a schedule of one copy such as 1f1b", after_compile=True,
 )  # fmt: skip
 
 
@@ -267,6 +268,7 @@ EXCLUSIONS = (
             (PRIORITY, "gradients are summed in order of urgency over replicas alone", False),
             (COMPRESSED, "only sums of whole layers' gradients are made smaller", False),
             (HOST_LAYERS, "layers on the host are whole", False),
+            (LOCAL, "replicas that train alone are of one rank each", False),
         )
     ),
     *(
@@ -277,7 +279,6 @@ EXCLUSIONS = (
             (HOST_LAYERS, "versions of parameters are on the device"),
             (LOCAL, "replicas sum the gradients of every update"),
             (LEAVING_OUT, "sums carry all of a gradient"),
-            (IN_STEP, "micro-batches use different versions of the parameters"),
             (ALGORITHM, "gradients are summed by the default algorithm"),
         )
     ),
@@ -285,25 +286,33 @@ EXCLUSIONS = (
         Exclusion(PRIORITY, other, why)
         for other, why in (
             (ZERO, "it orders sums of whole gradients"),
+            (BEST_SIZE, "its size is found for sums that end with the step"),
             (COMPRESSED, "pieces of gradients are sent as they are"),
-            (HOST_LAYERS, "it orders sums of gradients of the device"),
         )
     ),
     *(
-        Exclusion(COMPRESSED, other, why)
+        Exclusion(other, ZERO, why)
         for other, why in (
-            (ZERO, "slices of gradients are summed as they are"),
-            (HOST_LAYERS, "gradients on the host are summed as they are"),
+            (COMPRESSED, "slices of gradients are summed as they are"),
+            (ALGORITHM, "slices are summed and gathered by the default algorithm"),
         )
     ),
     Exclusion(LEAVING_OUT, BF16, "its messages are of numbers in the model's own type"),
-    Exclusion(LOCAL, OFFLOADED_STATES, "parameters are averaged on the device"),
+    *(
+        Exclusion(LOCAL, other, why)
+        for other, why in (
+            (OFFLOADED_STATES, "parameters are averaged on the device"),
+            (STAGES, "replicas that train alone are of one rank each"),
+            (CLIP, "the norm is of the gradients of all replicas"),
+        )
+    ),
     *(
         Exclusion(HOST_LAYERS, other, why)
         for other, why in (
             (ZERO, "layers on the host keep whole states there"),
             (OFFLOAD, "each says by itself what is on the host"),
-            (LOCAL, "parameters are averaged on the device"),
+            (REPLICAS, "gradients are summed on the device"),
+            (STAGES, "what stages send each other is on the device"),
         )
     ),
     *(
@@ -328,7 +337,7 @@ SHARED_BY_SEVERAL = Need(
     "tp=2 with microbatches=2",
     "tp=2 microbatches=2",
 )
-SERVED = Need("parameter servers", SERVERS.made, "sync=ps", "sync=ps")
+SERVED = Need("parameter servers", SERVERS.chosen, "sync=ps", "sync=ps")
 SHARDED_GRADIENTS = Need("sharded gradients", lambda plan: plan.zero >= 2, "zero=2, zero=3", "zero=2")
 GATHERED = Need(
     "parameters that come layer by layer",
@@ -336,7 +345,7 @@ GATHERED = Need(
     "zero=3, offload=parameters",
     "zero=3",
 )
-AWAY = Need("what is offloaded", OFFLOAD.made, "offload=activations, optimizer, parameters", "offload=optimizer")
+AWAY = Need("what is offloaded", OFFLOAD.chosen, "offload=activations, optimizer, parameters", "offload=optimizer")
 ON_DISK = Need(
     "what is offloaded to the disk",
     lambda plan: bool(plan.offload) and plan.offload_to == "disk",
@@ -345,10 +354,12 @@ ON_DISK = Need(
 )
 
 
-def check(plan: Plan, late: bool = False) -> None:
-    """Refuse the first two choices of a plan that do not go together; with `late` only those that its actions show."""
+def check(plan: Plan, compiled: bool = False) -> None:
+    """Refuse the first two choices of a plan that do not go together; with `compiled` only those that its actions
+    show."""
     for row in EXCLUSIONS:
-        if (row.one.late or row.other.late) is late and row.one.made(plan) and row.other.made(plan):
+        both = row.one, row.other
+        if any(choice.after_compile for choice in both) is compiled and all(choice.chosen(plan) for choice in both):
             raise Excluded(plan, row)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from minipar.costs.quantities import quantity
 from minipar.errors import PlanError
-from minipar.program import Program, collectives, comm_volume
+from minipar.program import collectives
 from minipar.strategies import draft, segments
 from minipar.strategies.exclusions import Need
 from minipar.strategies.passes import compress
@@ -267,20 +267,6 @@ def bucket(value: object) -> float | str | tuple[int, ...] | None:
             "auto, a number of buckets such as 4x, or the layers that end one such as 7,3"
         )
     return int(size) if size == int(size) else size
-
-
-def check_algorithm(plan: Plan, program: Program) -> None:
-    """Refuse plans that need a collective which their algorithm does not know."""
-    if plan.algorithm == ALGORITHM:
-        return
-    for rank in sorted(set(program.representatives)):
-        moving = [ins for ins in program.ranks[rank] if ins.group and comm_volume.by_algorithm(program, ins)]
-        for name in dict.fromkeys(comm_volume.NAMES[ins.op] for ins in moving):
-            if plan.algorithm not in (possible := collectives.names(name)):
-                raise PlanError(
-                    f"algorithm={plan.algorithm}: knows no {name}, which zero={plan.zero} needs; possible are "
-                    f"{', '.join(possible)}, or zero=0"
-                )
 
 
 def at_least_1(name: str, value: int) -> int:

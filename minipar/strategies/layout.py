@@ -100,11 +100,6 @@ class Layout:
         """The grid of all ranks that hold layers."""
         return Mesh((("dp", self.dp), ("pp", self.pp), *self.shared))
 
-    @property
-    def first_replica(self) -> range:
-        """The ranks of the program in the first replica, which come first."""
-        return range(self.mesh.size // self.dp)
-
     def sharers(self, rank: int, axes: Sequence[str] | None = None) -> tuple[int, ...]:
         """The ranks of the program that share the layers of a rank of the first replica's pipeline; those along some
         axes alone."""

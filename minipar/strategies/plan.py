@@ -33,7 +33,6 @@ from minipar.strategies.draft import Pass
 from minipar.strategies.keys import key, one_of, perhaps, whole
 from minipar.strategies.layout import Layout, place
 from minipar.strategies.passes import host_layers
-from minipar.strategies.passes.compress import keeps_residual
 from minipar.strategies.schedules.registry import OPTIONS
 from minipar.wording import several
 
@@ -116,7 +115,7 @@ class Plan:
         0,
         whole(0),
         "every replica trains by itself for so many steps, then their parameters are averaged; 0: gradients are summed "
-        "in each. Without flushes every stage counts its own updates, and is averaged after so many of them",
+        "in each",
     )
     compress: str = key(
         "none",
@@ -214,8 +213,8 @@ class Plan:
             schedule.check(name, getattr(self, name))
         stages = self.pp * (self.chunks or schedule.chunks)
         if stages > MOST_STAGES:
-            told = f"pp={self.pp}" if self.chunks is None else f"pp={self.pp} chunks={self.chunks}"
-            raise PlanError(f"{told}: {stages} stages; possible are up to {MOST_STAGES}")
+            words = f"pp={self.pp}" if self.chunks is None else f"pp={self.pp} chunks={self.chunks}"
+            raise PlanError(f"{words}: {stages} stages; possible are up to {MOST_STAGES}")
         if self.place is not None:
             object.__setattr__(self, "place", branches.parse(self.place, self.pp))
         exclusions.check(self)
@@ -342,9 +341,8 @@ class Plan:
 
     @property
     def messages(self) -> float | str | tuple[int, ...]:
-        """`bucket`, or its default, which depends on `zero`. What leaves some of a gradient out has it whole."""
-        whole = self.overlap == "priority" and keeps_residual(self.compress)
-        return ("none" if whole else 8 if self.zero == 3 else 25) if self.bucket is None else self.bucket
+        """`bucket`, or its default, which depends on `zero`."""
+        return (8 if self.zero == 3 else 25) if self.bucket is None else self.bucket
 
     @property
     def cut(self) -> int | tuple[int, ...]:
@@ -440,7 +438,7 @@ class Plan:
         if isinstance(self.bucket, tuple) and self.bucket[0] >= shape.own_layers:
             words, layers = ",".join(map(str, self.bucket)), shape.own_layers
             raise PlanError(f"bucket={words}: the model has {layers} layers; possible are 0 to {layers - 1}")
-        host = host_layers.find(self.host_layers, shape) if self.host_layers else frozenset[int]()
+        host = host_layers.find(self.host_layers, shape)
         microbatches = self.total_microbatches * self.slice_count
         if self.place is not None:
             split, placement = branches.stages(branches.ranks_of(self.place, shape, self.pp), self.pp)
@@ -485,8 +483,8 @@ class Plan:
 
         def known(layout: Layout) -> tuple[Program, Costs]:
             assert costs_of is not None
-            made = program(layout)
-            return made, costs_of(made)
+            built = program(layout)
+            return built, costs_of(built)
 
         def time(layout: Layout) -> float:
             assert time_of is not None
@@ -548,8 +546,6 @@ class Plan:
             program = compile.program_of(self, shape, layout, steps, costs, costs_of)
             if check:
                 self._verify(program, layout, steps)
-            if self.algorithm != keys.ALGORITHM:
-                keys.check_algorithm(self, program)
         return program
 
     def sketch(self) -> Program:
@@ -576,8 +572,8 @@ class Plan:
         alone = 2 * layers * self.total_microbatches * self.slice_count * steps + 4 * self.pp * steps
         for size, most, whose in ((alone, MOST, "of one replica"), (alone * self.dp * self.sharing, 2 * MOST, "")):
             if size > most:
-                told = f"about {size} instructions {whose}".rstrip()
-                raise PlanError(f"plan {self}: {told} in {steps} steps; possible are up to {most}")
+                words = f"about {size} instructions {whose}".rstrip()
+                raise PlanError(f"plan {self}: {words} in {steps} steps; possible are up to {most}")
 
     def _check_actions(self, ranks: int, pieces: int) -> None:
         """Refuse to list the actions of so many ranks, if there would be too many: forwards and backwards."""
@@ -606,8 +602,8 @@ class Plan:
             (verify if self.extra_passes else prove)(program)
         except ProgramError as error:
             if self.extra_passes:
-                told = f"the plan's own passes rewrote this program: {', '.join(self.extra_passes)}"
-                error.details = f"{error.details}\n{told}" if error.details else told
+                words = f"the plan's own passes rewrote this program: {', '.join(self.extra_passes)}"
+                error.details = f"{error.details}\n{words}" if error.details else words
             raise self._as_written(layout, steps, error) from None
 
     def _as_written(self, layout: Layout, steps: int, error: ProgramError) -> ProgramError:
@@ -618,9 +614,9 @@ class Plan:
         found = as_written.mistake(chosen, layout.placement, layout.microbatches * count, trained)
         if not found:
             return error
-        told = ProgramError(f"schedule={self.schedule}: {found}", str(error))
-        told.places = error.places
-        return told
+        named = ProgramError(f"schedule={self.schedule}: {found}", str(error))
+        named.places = error.places
+        return named
 
     def actions(self, rank: int, steps: int = 1, held: int = 1) -> list[Action]:
         """The schedule of one rank, repeated for every round of accumulation.

@@ -87,14 +87,10 @@ def actions_of(program: Program, rank: int) -> list[ActionKey]:
 
 
 def summed(draft: Draft, rank: int) -> dict[int, tuple[int, ...]]:
-    """The groups whose whole gradient the update of a rank reads, and that several ranks hold; each with these ranks.
-    A replica that trains alone sums only gradients of its own ranks."""
+    """The groups whose whole gradient the update of a rank reads, and that several ranks hold; each with these
+    ranks."""
     steps = [ins for ins in draft.update[rank] if ins.op is Op.STEP]
-    found = shared(draft.layout, [value.index for ins in steps for value in ins.reads if value.kind == "grad"])
-    if not draft.plan.local_steps:
-        return found
-    inside = {g: tuple(r for r in ranks if r in draft.layout.first_replica) for g, ranks in found.items()}
-    return {g: ranks for g, ranks in inside.items() if len(ranks) > 1}
+    return shared(draft.layout, [value.index for ins in steps for value in ins.reads if value.kind == "grad"])
 
 
 def keep_gradients(draft: Draft, groups: Sequence[Collection[int]]) -> Draft:

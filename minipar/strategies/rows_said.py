@@ -29,19 +29,19 @@ def rows_said(text: str, batch: int | None) -> tuple[str, int | None]:
     parts = keys.whole_number("dp", table.get("dp", 1)) * keys.whole_number("accumulate", table.get("accumulate", 1))
     if "microbatches" in table or batch is None:
         count = keys.whole_number("microbatches", table.get("microbatches", 1))
-        made = parts * count * rows
-        if batch not in (None, made):
+        built = parts * count * rows
+        if batch not in (None, built):
             raise PlanError(
-                f"batch={batch}: the plan's micro-batches have {made} rows together ({KEY}={rows}, {count} of each "
-                f"replica); possible is batch={made}"
+                f"batch={batch}: the plan's micro-batches have {built} rows together ({KEY}={rows}, {count} of each "
+                f"replica); possible is batch={built}"
             )
     else:
         count, rest = divmod(batch, parts * rows)
         if rest or not count:
             near = batch // (parts * rows) * parts * rows
             possible = f"batch={near} or {near + parts * rows}" if near else f"batch={parts * rows}"
-            told = f"batch={batch}: {KEY}={rows} does not divide it among {several(parts, 'replica')}"
-            raise PlanError(f"{told}; possible is {possible}")
-        made = batch
+            words = f"batch={batch}: {KEY}={rows} does not divide it among {several(parts, 'replica')}"
+            raise PlanError(f"{words}; possible is {possible}")
+        built = batch
     table["microbatches"] = str(count)
-    return " ".join(f"{key}={value}" for key, value in table.items()), made
+    return " ".join(f"{key}={value}" for key, value in table.items()), built

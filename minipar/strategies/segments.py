@@ -255,8 +255,8 @@ def _within(
 
 def too_small(budget: int, least: int, where: str) -> PlanError:
     """The error for a budget below what a rank needs at least; `where` it does."""
-    told = f"checkpoint: a budget of {_size(budget)} is too small; the least is {_size(least, up=True)}"
-    return PlanError(f"{told}{where}")
+    words = f"checkpoint: a budget of {_size(budget)} is too small; the least is {_size(least, up=True)}"
+    return PlanError(f"{words}{where}")
 
 
 def _left(costs: LayerCosts, layers: range) -> int:

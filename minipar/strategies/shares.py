@@ -8,13 +8,13 @@ Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Serv
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from minipar.errors import PlanError
-from minipar.program import Group
+from minipar.program import Group, Value, residual
 from minipar.program.shape import Shape
-from minipar.strategies.passes.compress import pushed_bytes
+from minipar.strategies.passes.compress import keeps_residual, pushed_bytes
 
 GRAIN = 16  # bytes: no cut is inside an element, whatever its type
 
@@ -92,3 +92,8 @@ def pushed_shares(shape: Shape, servers: int, choice: str) -> Shares:
     """For each server, the bytes in which a worker pushes its parts of gradients. `choice` is the plan's `compress`."""
     item = shape.itemsize
     return shares_of(shape.groups, servers, lambda size: pushed_bytes(size // item, item, choice))
+
+
+def left_out(groups: Iterable[int], choice: str) -> tuple[Value, ...]:
+    """What stays with a worker of gradients that it pushes."""
+    return tuple(map(residual, groups)) if keeps_residual(choice) else ()

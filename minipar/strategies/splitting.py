@@ -272,7 +272,7 @@ def in_order(actions: Sequence[Sequence[Action]], placement: Sequence[Sequence[i
     number: dict[tuple[int, int, int], int] = {}  # of a message: kind, micro-batch, stage that it goes to
     done: set[tuple[int, int, int]] = set()
     place = [0] * len(actions)
-    late: list[list[tuple[int, Place, int, int]]] = [[] for _ in actions]  # messages that wait for the next backward
+    pending: list[list[tuple[int, Place, int, int]]] = [[] for _ in actions]  # messages that wait for the next backward
     kept: list[list[tuple[int, int, int]]] = [[] for _ in actions]  # what these messages bring
     moved = True
     while moved:
@@ -294,13 +294,13 @@ def in_order(actions: Sequence[Sequence[Action]], placement: Sequence[Sequence[i
                     if to != rank:
                         number[back, i, target] = len(number)
                         sends.append((number[back, i, target], (rank, to), stage, kind))
-                made = [(back, i, stage)] if kind < 3 else []
+                built = [(back, i, stage)] if kind < 3 else []
                 if isinstance(action, Forward) and action.beside and sends:
-                    late[rank], kept[rank], sends, made = sends, made, [], []
-                elif late[rank] and kind in (1, 2):
-                    sends, late[rank] = [*sends, *late[rank]], []
-                    made, kept[rank] = [*made, *kept[rank]], []
-                done.update(made)
+                    pending[rank], kept[rank], sends, built = sends, built, [], []
+                elif pending[rank] and kind in (1, 2):
+                    sends, pending[rank] = [*sends, *pending[rank]], []
+                    built, kept[rank] = [*built, *kept[rank]], []
+                done.update(built)
                 turns.append(Turn(rank, stage, kind, waits, sends))
                 place[rank] += 1
                 moved = True

@@ -7,8 +7,6 @@ predicted ones.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,10 +14,8 @@ from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from minipar.errors import MiniparError
 from minipar.program import COMPUTE, Instruction, Op, Program, Value, comm_volume, version_of
 from minipar.program.verify import service
-from minipar.program.verify.fields import STUMBLES
 from minipar.program.verify.staleness import alive
 from minipar.trace.lifetimes import KINDS, lifetimes
 from minipar.trace.memory_series import Curve, Series
@@ -52,34 +48,6 @@ class Event(NamedTuple):
     @property
     def duration(self) -> float:
         return self.end - self.start
-
-
-def _from_data(data: dict[str, Any], program: Program) -> Trace:
-    """The trace of what `to_json` wrote. Errors: `STUMBLES`, for what it cannot have written."""
-    values = [Value(*entry) for entry in data["program"]["values"]]
-    sizes = [{values[int(k)]: size for k, size in table.items()} for table in data["sizes"]]
-
-    def size(rank: int, value: Value) -> float:
-        return sizes[rank].get(value, 0)
-
-    rows = [len(row) for row in program.ranks]
-    for name in ("starts", "ends"):
-        if [len(row) for row in data[name]] != rows or not all(math.isfinite(t) for row in data[name] for t in row):
-            raise ValueError(f"{name} must have a time for each instruction")
-    held, overruns = tuple(data["data"]), tuple(tuple(each) for each in data.get("overruns", ()))
-    if {len(held), len(program.state)} - {0, len(rows)} or len(sizes) != len(rows):
-        raise ValueError("data, sizes and the program's state must be of all ranks")
-    if not all(isinstance(each, int | float) for each in (*held, *(n for table in sizes for n in table.values()))):
-        raise TypeError("data and sizes must be numbers")
-    for name in ("kind", "unit", "note"):
-        if not isinstance(data[name], str):
-            raise TypeError(f"{name}={data[name]!r} must be a text")
-    series = [Series.from_json(one) for one in data.get("series", ())]
-    wrong = float(data.get("clock_error", 0.0))
-    return Trace(
-        program, data["starts"], data["ends"], size, data["kind"], data["unit"], held, data["note"], overruns, series,
-        wrong,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -366,62 +334,6 @@ class Trace:
         return drawing.page([self], path, **options)
 
     # in and out ------------------------------------------------------------------------------------------------------
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """The whole trace as JSON text, which `from_json` reads; or, if `path` is given, the path that it was written
-        to."""
-        program = self.program.to_json()
-        values = [Value(*entry) for entry in program["values"]]
-        state: Sequence[frozenset[Value]] = self.program.state or [frozenset()] * len(self.program.ranks)
-        known = [
-            state[r] | {value for ins in row for value in (*ins.reads, *ins.writes)}
-            for r, row in enumerate(self.program.ranks)
-        ]
-        sizes = [
-            {k: size for k, value in enumerate(values) if value in mine and (size := self.size(rank, value))}
-            for rank, mine in enumerate(known)
-        ]
-        text = json.dumps(
-            {
-                "format": "minipar-trace/1",
-                "kind": self.kind,
-                "unit": self.unit,
-                "note": self.note,
-                "overruns": [list(row) for row in self.overruns],
-                "data": list(self.data),
-                "series": [series.to_json() for series in self.series],
-                "clock_error": self.clock_error,
-                "program": program,
-                "starts": [list(row) for row in self.starts],
-                "ends": [list(row) for row in self.ends],
-                "sizes": sizes,
-            }
-        )
-        if path is None:
-            return text
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-        return os.fspath(path)
-
-    @staticmethod
-    def from_json(text: str) -> Trace:
-        """The trace that `to_json` wrote. Errors: MiniparError."""
-        try:
-            data = json.loads(text)
-        except (ValueError, RecursionError, TypeError) as error:
-            raise MiniparError(f"not a trace: {error}") from None
-        if not isinstance(data, dict) or data.get("format") != "minipar-trace/1":
-            raise MiniparError("not a trace: the text has no format 'minipar-trace/1'")
-        missing = [
-            key for key in ("kind", "unit", "note", "data", "program", "starts", "ends", "sizes") if key not in data
-        ]
-        if missing:
-            raise MiniparError(f"not a whole trace: the text has no {', '.join(missing)}")
-        program = Program.from_json(data["program"])
-        try:
-            return _from_data(data, program)
-        except STUMBLES as error:
-            raise MiniparError(f"not a whole trace: {type(error).__name__}: {error}") from None
 
     def to_perfetto(self, path: str | os.PathLike[str] | None = None) -> str:
         """Chrome Trace Event JSON, for ui.perfetto.dev and chrome://tracing; or the path. See

@@ -18,10 +18,8 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from minipar.errors import MiniparError
-from minipar.trace import Event, Trace, labels
+from minipar.trace import Trace, labels
 from minipar.trace.comparison import comparable, levels
-from minipar.trace.critical_path import critical_path as longest_chain
-from minipar.trace.critical_path import messages, path_in_words
 from minipar.trace.figure import (
     BENEATH,
     COLLECTIVE,
@@ -30,7 +28,6 @@ from minipar.trace.figure import (
     LOOKS,
     MUTED,
     PAPER,
-    PATH,
     RANK_COLOURS,
     RULE,
     Bars,
@@ -65,8 +62,6 @@ def draw(
     width: float = 11,
     window: Span | None = None,
     title: str = "",
-    arrows: bool = False,
-    critical_path: bool = False,
     unfold: bool = False,
 ) -> Figure:
     """One trace, or two (predicted, measured) on one time axis, as a matplotlib figure. Both begin at 0.
@@ -77,9 +72,6 @@ def draw(
     width     inches
     window    only this part of the time axis, in the axis's own unit
     title     default: the program's name
-    arrows    arrows from each SEND to its RECV, if there are at most 200 messages
-    critical_path  a line along the instructions whose times add up to the makespan, of the last trace, and a sentence
-              that says what they are
     unfold    two traces of one program with more than 6 ranks have one lane a rank, with the second trace and the
               difference of each instruction under it; True: both traces have lanes
 
@@ -101,16 +93,9 @@ def draw(
         texts: dict[tuple[str, ...], int] = {}
         bars = [_bars(trace, clock.scale, span, texts) for trace in traces]
         name = title or traces[0].program.name or "a program made by hand"
-        path = longest_chain(traces[-1]) if critical_path else []
-        words = path_in_words(traces[-1], path) if critical_path else ""
-        words = words[:1].upper() + words[1:]
-        layout = FigureLayout(traces, bars, list(texts), width, name, memory, _folds(traces, unfold), words)
+        layout = FigureLayout(traces, bars, list(texts), width, name, memory, _folds(traces, unfold))
         lowest = timeline = layout.axes(layout.top, layout.timeline)
         _draw_timeline(timeline, layout, span, numbers)
-        if arrows:
-            _draw_arrows(timeline, layout, clock.scale)
-        if path:
-            _draw_path(timeline, layout, path, clock.scale)
         if memory:
             lowest = layout.axes(layout.memory_top, layout.memory)
             _draw_memory(lowest, layout, clock.scale)
@@ -165,8 +150,8 @@ def _bars(trace: Trace, scale: float, span: Span, texts: dict[tuple[str, ...], i
         sends = bars.get("message", np.zeros((0, 4)))
         if not (sends[:, 2] > sends[:, 1]).any() and sorted(sends[:, 2]) == sorted(bars["receive"][:, 2]):
             del bars["receive"], bars["message"]
-    together = [bars[kind] for kind in COLLECTIVE if kind in bars]
-    if not any((found[:, 2] > found[:, 1]).any() for found in together):
+    joined = [bars[kind] for kind in COLLECTIVE if kind in bars]
+    if not any((found[:, 2] > found[:, 1]).any() for found in joined):
         bars = {kind: found for kind, found in bars.items() if kind not in COLLECTIVE}
     for found in bars.values():
         found[:, 1:3] = (found[:, 1:3] - trace.span[0]) * scale
@@ -399,40 +384,7 @@ def _label_lanes(axes: Axes, layout: FigureLayout) -> None:
             axes.text(1 + 0.1 * inch, y, words, transform=across, size=8, color=MUTED, va="center_baseline")
 
 
-def _draw_arrows(axes: Axes, layout: FigureLayout, scale: float) -> None:
-    """Draw an arrow from the end of each SEND to the end of its RECV."""
-    for t, trace in enumerate(layout.traces[-layout.rows :]):
-        pairs = messages(trace.program)
-        if not 0 < len(pairs) <= MANY_MESSAGES:
-            continue
-        zone = layout.zone("message", t)
-        below = (zone[0] + zone[1]) / 2 if layout.beneath else zone[1]
-        tails = [((trace.ends[r][k] - trace.span[0]) * scale, r * layout.pitch + below) for (r, k), _ in pairs]
-        heads = [((trace.ends[r][k] - trace.span[0]) * scale, r * layout.pitch + below) for _, (r, k) in pairs]
-        x, y = zip(*tails, strict=True)
-        dx, dy = zip(*((b[0] - a[0], b[1] - a[1]) for a, b in zip(tails, heads, strict=True)), strict=True)
-        axes.quiver(
-            x, y, dx, dy, angles="xy", scale_units="xy", scale=1, units="inches", width=0.009, headwidth=7,
-            headlength=8, headaxislength=7, color=LOOKS["message"].edge, alpha=0.75, zorder=5, label="arrows",
-        )  # fmt: skip
-
-
 # memory ---------------------------------------------------------------------------------------------------------------
-
-
-def _draw_path(axes: Axes, layout: FigureLayout, path: Sequence[Event], scale: float) -> None:
-    """A line along the lower edge of the compute bars of the path, from bar to bar."""
-    trace = layout.traces[-1]
-    first, edge = trace.span[0], layout.zone("forward", layout.rows - 1)[1]
-    found: list[tuple[float, float]] = []
-    for event in path:
-        y = event.rank * layout.pitch + edge
-        sent = labels.kind_of(event.instruction) in ("message", "receive")  # (a receive was posted long before)
-        moments = (event.end,) if sent else (event.start, event.end)
-        found += [((moment - first) * scale, y) for moment in moments]
-    xs, ys = zip(*found, strict=True)
-    for colour, width in ((PAPER, 4.2), (PATH, 2.2)):
-        axes.plot(xs, ys, color=colour, linewidth=width, solid_joinstyle="round", zorder=6, label="critical path")
 
 
 def _draw_memory(axes: Axes, layout: FigureLayout, scale: float) -> None:

@@ -44,7 +44,6 @@ class Look(NamedTuple):
 
 # These are colours of the paper, not of the data: a page with a dark mode replaces only these.
 INK, MUTED, RULE, PAPER = "#1a1a1a", "#5c5c5c", "#dcdcdc", "#ffffff"
-PATH = "#b04a00"  # the line of the critical path
 WIRE = "#8f3f6d"  # ticks where a message is received
 DARK = "#201400"  # numbers on light bars, in both modes
 
@@ -114,13 +113,12 @@ Bars = dict[str, "np.ndarray"]  # kind -> rows of (rank, start, end, micro-batch
 class FigureLayout:
     """An empty picture of one trace or two, with its words; `axes` adds a panel.
 
-    `bars[t]` has the bars of trace t, without the kinds for which there is no room. `path`: what is said of the
-    critical path, if it is drawn.
+    `bars[t]` has the bars of trace t, without the kinds for which there is no room.
     """
 
     def __init__(
         self, traces: Sequence[Trace], bars: list[Bars], texts: Sequence[tuple[str, ...]], width: float, title: str,
-        memory: bool, folded: bool = False, path: str = "",
+        memory: bool, folded: bool = False,
     ) -> None:  # fmt: skip
         self.traces, self.width, self.texts, self.folded = traces, width, texts, folded
         self.ranks, self.count = len(traces[0].program.ranks), len(traces)
@@ -160,7 +158,7 @@ class FigureLayout:
         rest = own[self._facts.count(" · ") + 1 :]
         self._foot = [  # what has no room above, and the notes
             line
-            for words in (title * (self._title != title), " · ".join(rest), path, *(trace.note for trace in traces))
+            for words in (title * (self._title != title), " · ".join(rest), *(trace.note for trace in traces))
             for line in _lines(words, letters)
         ]
         shades = next((names for names in (Shades(trace.program).names for trace in traces) if names), ())
@@ -170,7 +168,6 @@ class FigureLayout:
         self._shades = {name: shaded(GREY, repeated(k)) for k, name in enumerate(shades)}
         self._legend += [] if folded or self.count < 2 else self.names
         self._legend += [word for word, _ in DIFFERENCES] if folded else []
-        self._legend += ["critical path"] if path else []
         self._columns = max(1, min(len(self._legend), int((width - 0.3) / 1.25)))
         rows = -(-len(self._legend) // self._columns)
         self.top = 0.12 + 0.22 + 0.17 + 0.06 + 0.19 * rows + 0.1
@@ -178,7 +175,7 @@ class FigureLayout:
         panels = self.memory_top + self.memory if memory else self.top + self.timeline
         self.height = panels + 0.46 + (0.06 + 0.16 * len(self._foot) if self._foot else 0.0)
         self.figure = picture()(figsize=(width, self.height), dpi=100, facecolor=PAPER)
-        self.figure.alt = f"{labels.description(traces)} {path}".rstrip()  # type: ignore[attr-defined]
+        self.figure.alt = labels.description(traces)  # type: ignore[attr-defined]
         self._write()
 
     def axes(self, top: float, height: float) -> Axes:
@@ -252,8 +249,6 @@ class FigureLayout:
 
         if kind == "receive":
             return Line2D([], [], color=LOOKS[kind].edge, marker="|", linestyle="", markersize=8, mew=1.3, label=kind)
-        if kind == "critical path":
-            return Line2D([], [], color=PATH, linewidth=2.2, label=kind)
         if kind in self._shades:
             look = self._shades[kind]
             return Patch(facecolor=look.face, edgecolor=look.edge, linewidth=0.6, label=kind)

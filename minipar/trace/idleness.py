@@ -46,25 +46,25 @@ def idle_times(trace: Trace, rank: int) -> list[Idle]:
     found: list[Idle] = []
     writer: dict[Value, int] = {}
     now, there, begun = first, first, False  # end of the last compute; arrival of all that was read since then
-    late = -1  # what arrived last
+    latest = -1  # what arrived last
     for k, ins in enumerate(row):
         for value in ins.reads:
             if value in writer:
                 source = writer.pop(value)
-                late = source if late < 0 or ends[source] > there else late
+                latest = source if latest < 0 or ends[source] > there else latest
                 there = max(there, ends[source])
         if ins.stream != "compute":
             writer.update(dict.fromkeys(ins.writes, k))
             continue
         if starts[k] > now:
             if not begun:
-                found.append(Idle(now, starts[k], "fill", k, late))
+                found.append(Idle(now, starts[k], "fill", k, latest))
             elif busy:
                 found += [piece._replace(then=k) for piece in _cut(busy, now, starts[k])]
             else:
                 until = min(max(there, now), starts[k])
-                found += [Idle(now, until, "wait", k, late), Idle(until, starts[k], "overhead", k)]
-        now, there, begun, late = max(now, ends[k]), first, True, -1
+                found += [Idle(now, until, "wait", k, latest), Idle(until, starts[k], "overhead", k)]
+        now, there, begun, latest = max(now, ends[k]), first, True, -1
     found.append(Idle(now, last, "fill"))
     return [piece for piece in found if piece.end > piece.start]
 
@@ -95,8 +95,8 @@ class Holders:
             sent = {*self.trace.program.ranks[source[0]][source[1]].reads}
             return self._before(source, sent)
         if place in self.members:
-            late = max(self.members[place], key=lambda one: self.trace.starts[one[0]][one[1]])
-            return self._before(late, set()) if late[0] != rank else None
+            latest = max(self.members[place], key=lambda one: self.trace.starts[one[0]][one[1]])
+            return self._before(latest, set()) if latest[0] != rank else None
         return None
 
     def _before(self, place: Place, values: set[Value]) -> Place:

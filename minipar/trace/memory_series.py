@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ALL_KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers", "data", "temporary")
 CODES = {kind: code for code, kind in enumerate(ALL_KINDS)}
@@ -132,17 +132,6 @@ class Series:
         for index, total in zip(self.indices, self.totals()[1:], strict=True):
             found[index] = max(found.get(index, 0), total)
         return found
-
-    def to_json(self) -> dict[str, Any]:
-        """Plain lists and numbers, for `json.dump`."""
-        plain = {name: list(getattr(self, name)) for name in ("times", "indices", "deltas", "kinds", "layers")}
-        before = [[kind, layer, size] for (kind, layer), size in self.before.items()]
-        return plain | {"before": before, "highest": self.highest, "device": dict(self.device)}
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Series:
-        before = {(kind, layer): size for kind, layer, size in data["before"]}
-        return Series(**{**data, "before": before})
 
 
 def by_kind(held: dict[tuple[str, int], int]) -> dict[str, int]:

@@ -61,20 +61,15 @@ class RecordedOrder(NamedTuple):
     served: bool = False
 
 
-def order_of(program: Program, nodes: Sequence[int] = ()) -> RecordedOrder:
+def order_of(program: Program) -> RecordedOrder:
     """The log of an asynchronous pipeline. For a run that decided, use `Execution.program` or `Trace.program`.
-
-    Of ranks that share layers it is the order of the first one: the others do the same with their parts.
-
-    nodes   where layers are cut into nodes, how many each of them has (`Shape.nodes`); (): each is one
 
     Errors: PlanError for a synchronous program, and for one whose ranks have not decided yet."""
     if not isinstance(program.contract, Staleness) or program.in_flight is not None:
         raise PlanError(
             f"program {program.name!r}: has no recorded order; possible is an asynchronous one that has run"
         )
-    own = tuple(layer for layer, count in enumerate(nodes) for _ in range(count)) or range(program.layers)
-    chosen = [rank for rank in range(program.workers) if program.shard(rank) == 0]
+    chosen = range(program.workers)
     first = [rank for rank in chosen if program.replica(rank) == 0]
     entries = _of_stages(program, first)
     for rank in sorted({program.representatives[rank] for rank in chosen}.difference(first)):
@@ -88,7 +83,7 @@ def order_of(program: Program, nodes: Sequence[int] = ()) -> RecordedOrder:
         for replica in range(1 if entry.what == UPDATE else program.replicas)
     )
     delays = tuple(delay(program, rank) for rank in first)
-    layers = tuple(tuple(dict.fromkeys(own[node] for node in program.placement[rank])) for rank in first)
+    layers = tuple(program.placement[rank] for rank in first)
     return RecordedOrder(every_replica, layers, program.microbatches, program.contract.every, delays, program.replicas)
 
 

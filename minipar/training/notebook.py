@@ -41,8 +41,8 @@ class Peaks(list[Peak]):
             for rank, peak in enumerate(self)
         ]
         most = max(range(len(self)), key=lambda rank: self[rank].bytes)
-        told = table(("rank", "peak", "reached in", *kinds), rows, "measured peak of each rank, and what held it")
-        return told + _image(memory_picture.owners(self.trace, most, f"memory of rank {most}, which needs most"))
+        ranks = table(("rank", "peak", "reached in", *kinds), rows, "measured peak of each rank, and what held it")
+        return ranks + _image(memory_picture.owners(self.trace, most, f"memory of rank {most}, which needs most"))
 
     def _moment(self, rank: int, peak: Peak) -> str:
         return str(self.trace.program.ranks[rank][peak.index]) if peak.index >= 0 else "what is there before the step"
@@ -58,10 +58,10 @@ def html(run: Run) -> str:
         (rank, f"{idle[rank]:.1%}", f"{expected[rank]:.1%}", mib(run.peak_memory[rank]), mib(run.bytes_sent[rank]))
         for rank in range(len(trace.program.ranks))
     ]
-    told = table(("rank", "idle", "idle, predicted", "peak memory", "sent in a step"), rows, "the measured step")
+    ranks = table(("rank", "idle", "idle, predicted", "peak memory", "sent in a step"), rows, "the measured step")
     small = len(trace.program) + len(predicted.program) <= MANY
     shown = _image(drawing.draw([predicted, trace], width=8, memory=False)) if small else ""
-    return f"<p>{escape(repr(run).strip('<>'))}</p>{told}{shown}"
+    return f"<p>{escape(repr(run).strip('<>'))}</p>{ranks}{shown}"
 
 
 def _image(figure: Any) -> str:

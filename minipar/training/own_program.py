@@ -45,41 +45,41 @@ def check(program: Program | Callable[[Shape], Program], plan: Plan, shape: Shap
 
     Errors: PlanError that names what does not fit; ProgramError for a program that cannot run.
     """
-    made = program if isinstance(program, Program) else program(shape)
-    if not isinstance(made, Program):
-        raise PlanError(f"program: the function gave {made!r}; it must make a Program, such as plan.compile(shape)")
-    if plan.sync == "ps" or made.serving is not None:
+    own = program if isinstance(program, Program) else program(shape)
+    if not isinstance(own, Program):
+        raise PlanError(f"program: the function gave {own!r}; it must make a Program, such as plan.compile(shape)")
+    if plan.sync == "ps" or own.serving is not None:
         raise PlanError(
             "program: not together with sync=ps, whose servers decide as they run; possible is a plan alone"
         )
-    if (made.layers, made.groups, made.edges) != (shape.layers, shape.groups, shape.edges):
+    if (own.layers, own.groups, own.edges) != (shape.layers, shape.groups, shape.edges):
         raise PlanError(
-            f"program {made.name!r}: was made for another model of {several(made.layers, 'layer')}, with other "
+            f"program {own.name!r}: was made for another model of {several(own.layers, 'layer')}, with other "
             f"parameters than this one of {several(shape.layers, 'layer')}; possible is a function of the model's "
             "shape, such as program=lambda shape: mine(plan.compile(shape))"
         )
     found = {
-        "ranks": (len(made.ranks), plan.ranks),
-        "dp": (made.replicas, plan.dp),
-        "micro-batches of a replica": (made.microbatches, plan.total_microbatches * plan.slice_count),
-        "slices": (made.slice_count, plan.slice_count),
-        "clip": (made.clip, plan.clip),
-        "precision": (made.precision, plan.precision),
-        "compress": (made.compress, plan.compress),
-        "checkpoint=selective": (made.selective, plan.checkpoint == "selective"),
-        "updates without a flush": (isinstance(made.contract, Staleness), plan.asynchronous),
-        "local steps": (made.local_steps, plan.local_steps if plan.dp > 1 else 0),
+        "ranks": (len(own.ranks), plan.ranks),
+        "dp": (own.replicas, plan.dp),
+        "micro-batches of a replica": (own.microbatches, plan.total_microbatches * plan.slice_count),
+        "slices": (own.slice_count, plan.slice_count),
+        "clip": (own.clip, plan.clip),
+        "precision": (own.precision, plan.precision),
+        "compress": (own.compress, plan.compress),
+        "checkpoint=selective": (own.selective, plan.checkpoint == "selective"),
+        "updates without a flush": (isinstance(own.contract, Staleness), plan.asynchronous),
+        "local steps": (own.local_steps, plan.local_steps if plan.dp > 1 else 0),
     }
     for what, (of_program, of_plan) in found.items():
         if of_program != of_plan:
             raise PlanError(
-                f"program {made.name!r}: has {what} {of_program}, but plan {str(plan)!r} has {of_plan}; "
+                f"program {own.name!r}: has {what} {of_program}, but plan {str(plan)!r} has {of_plan}; "
                 "give the plan that it was made from"
             )
-    if steps % made.steps or (plan.asynchronous and steps != made.steps):
-        possible = f"steps={made.steps}" if plan.asynchronous else f"multiples of {made.steps}"
+    if steps % own.steps or (plan.asynchronous and steps != own.steps):
+        possible = f"steps={own.steps}" if plan.asynchronous else f"multiples of {own.steps}"
         raise PlanError(
-            f"steps={steps}: program {made.name!r} has {several(made.steps, 'step')}; possible are {possible}"
+            f"steps={steps}: program {own.name!r} has {several(own.steps, 'step')}; possible are {possible}"
         )
-    verify(made)
-    return made
+    verify(own)
+    return own

@@ -138,10 +138,7 @@ class Plain:
         stdin, self._life = os.pipe()  # when it closes, the process knows that the driver has ended
         self.process: launch.Process
         try:
-            self.process, control = launch.run_forked(reference.__file__, stdin) or _interpreter(stdin)
-        except BaseException:
-            os.close(self._life)
-            raise
+            self.process, control = launch.take_spare(reference.__file__, stdin) or _interpreter(stdin)
         finally:
             os.close(stdin)
         self.control = Connection(control.detach())

@@ -76,11 +76,11 @@ def build(model: Any, seed: int, dtype: torch.dtype, evaluate: bool = False) -> 
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        made = model if isinstance(model, (nn.Module, list, tuple)) else model()
-    if isinstance(made, (list, tuple, nn.ModuleList)):
-        made = nn.Sequential(*made)
-    convert(made, dtype)
-    return made.eval() if evaluate else made
+        built = model if isinstance(model, (nn.Module, list, tuple)) else model()
+    if isinstance(built, (list, tuple, nn.ModuleList)):
+        built = nn.Sequential(*built)
+    convert(built, dtype)
+    return built.eval() if evaluate else built
 
 
 def convert(model: nn.Module, dtype: torch.dtype) -> None:
@@ -89,14 +89,14 @@ def convert(model: nn.Module, dtype: torch.dtype) -> None:
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()] if t.is_floating_point() or t.is_complex()}
     if len({t.real.dtype if t.is_complex() else t.dtype for t in tensors.values()}) > 1:
         return
-    made = {key: tensor.detach().to(number_type(tensor, dtype)) for key, tensor in tensors.items()}
+    converted = {key: tensor.detach().to(number_type(tensor, dtype)) for key, tensor in tensors.items()}
     for parameter in model.parameters():
-        if id(parameter) in made:
-            parameter.data = made[id(parameter)]
+        if id(parameter) in converted:
+            parameter.data = converted[id(parameter)]
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) in made:
-                module._buffers[name] = made[id(buffer)]
+            if buffer is not None and id(buffer) in converted:
+                module._buffers[name] = converted[id(buffer)]
 
 
 def number_type(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
@@ -316,12 +316,12 @@ class Job(NamedTuple):
 
 
 class Update:
-    """The job's optimizer and scheduler of some parameters. late: their gradients are so many updates old."""
+    """The job's optimizer and scheduler of some parameters. delay: how many updates old their gradients are."""
 
-    def __init__(self, job: Job, named: Mapping[str, nn.Parameter], late: int | None = None) -> None:
+    def __init__(self, job: Job, named: Mapping[str, nn.Parameter], delay: int | None = None) -> None:
         self.optimizer: torch.optim.Optimizer = job.optimizer(list(named.items() if job.by_name else named.values()))
-        if late is not None and hasattr(job.optimizer, "slow"):  # (it has lower learning rates for late gradients)
-            job.optimizer.slow(self.optimizer, late)
+        if delay is not None and hasattr(job.optimizer, "slow"):  # (it has lower learning rates for old gradients)
+            job.optimizer.slow(self.optimizer, delay)
         self.scheduler = None if job.scheduler is None else job.scheduler(self.optimizer)
         if job.schedule is not None and self.scheduler is not None:
             kind = type(self.scheduler)

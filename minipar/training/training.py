@@ -21,7 +21,7 @@ from minipar.costs.device import DeviceSpec
 from minipar.costs.measured import Profile
 from minipar.costs.rates import Calibration, Copies
 from minipar.data import loading
-from minipar.errors import MiniparError, PlanError
+from minipar.errors import MiniparError, PlanError, SaveError
 from minipar.execution.dynamic_schedule import check_carrier
 from minipar.execution.emulation import delays
 from minipar.execution.execution import (
@@ -52,7 +52,7 @@ from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
 from minipar.prediction.simulator import simulate
 from minipar.program import Program, Staleness
 from minipar.program.shape import Shape
-from minipar.strategies.keys import at_least_1, form_pairs
+from minipar.strategies.keys import at_least_1
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
 from minipar.trace.recorded_order import RecordedOrder, local_order, order_of, served_order
@@ -63,6 +63,7 @@ from minipar.wording import several
 if TYPE_CHECKING:
     from minipar.server.serving import Service
 
+Rates = Callable[[Program], Calibration | None]
 FEW_STAGES = 8  # so many ranks start within a few seconds: there the first of them counts the model's layers
 
 
@@ -290,7 +291,7 @@ def train(
         if plan.deciding:
             check_carrier(ranks, f"schedule={plan.schedule}")
         quiet = plan.inference and not keep_modes
-        forms = annotations if annotations is not None else dict(form_pairs(plan.annotations)) or None
+        forms = annotations if annotations is not None else dict(plan.annotations) or None  # type: ignore[arg-type]
         if forms is None and plan.sharing > 1:
             forms = annotations_of(plan)
         job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, quiet, on_nan, forms)
@@ -302,19 +303,16 @@ def train(
             job, facts = _profiled(job, plan, ranks, memory, split)
             meter.update()
         _warn(plan, facts, storing)
-        if calibration is None and plan.ranks > 1 and (ranks.emulates is None or not ranks.emulates.emulates):
-            messages = plan.ranks > plan.dp or program is not None or bool(plan.extra_passes)
-            algorithms = plan.algorithm != "default"
-            calibration = quick_calibration(ranks, algorithms=algorithms, messages=messages, progress=progress)
+        rates = partial(_rates, calibration, ranks, plan.algorithm != "default", progress)
         served = plan.sync == "ps"  # (then one program has all steps)
         block = steps if served or plan.asynchronous else plan.block(steps, every)
-        compiled = _compiler(plan, facts, job, ranks, calibration)
+        compiled = _compiler(plan, facts, job, ranks, rates)
         if program is None:
-            made, rest = compiled(steps=block), compiled(steps=steps % block) if steps % block else None
+            main, rest = compiled(steps=block), compiled(steps=steps % block) if steps % block else None
         else:
-            made, rest = own_program.check(program, plan, facts.shape, steps), None
-            block = made.steps
-        predicted = _predicted(made, facts, job, ranks, calibration)
+            main, rest = own_program.check(program, plan, facts.shape, steps), None
+            block = main.steps
+        predicted = _predicted(main, facts, job, ranks, rates)
 
         def measure(rows: tuple[int, ...]) -> Measured:
             (known,) = ranks.run_on([0], profile_job, job, rows, True, None, split)
@@ -324,23 +322,23 @@ def train(
         service: Service | None = None
         with advising(plan, job.batch, measure):
             if served:
-                done, service = _serve(made, job, ranks, plan, check, memory, watch, storing, bar)
+                done, service = _serve(main, job, ranks, plan, check, memory, watch, storing, bar)
             else:
                 with bar(total=steps, desc=str(plan)) as meter:
 
-                    def tell(k: int, loss: float) -> None:
+                    def report(k: int, loss: float) -> None:
                         meter.set_postfix(loss=f"{loss:.4g}", refresh=False)
                         meter.update(block if k < steps // block else steps % block)
 
                     done = execute(
-                        made, job, cluster=ranks, passes=steps // block, rest=rest, keep_gradients=check, check=False,
-                        memory=memory, storing=storing, watch=watch, callback=callback, report=tell,
+                        main, job, cluster=ranks, passes=steps // block, rest=rest, keep_gradients=check, check=False,
+                        memory=memory, storing=storing, watch=watch, callback=callback, report=report,
                     )  # fmt: skip
         sizes = ([block] * (steps // block) + ([steps % block] if rest is not None else []))[: len(done.times)]
         plain: Reference | None = None
         plain_time: float | None = None
         if reference or check:
-            work = _plain_work(plan, done, service, sum(sizes), facts.shape.nodes)
+            work = _plain_work(plan, done, service, sum(sizes))
             with bar(total=sum(sizes), desc="plain torch, one process") as meter:
                 plain = plainly.train_reference(
                     job, work, keep_gradients=check, clip=plan.clip, inference=plan.inference, storing=storing,
@@ -403,15 +401,23 @@ def _warn(plan: Plan, facts: Facts, storing: keeping.Storing) -> None:
         warnings.warn(f"{storing.saved.folder}: {note}", stacklevel=3)
 
 
-def _compiler(
-    plan: Plan, facts: Facts, job: Job, ranks: Ranks, calibration: Calibration | None
-) -> Callable[..., Program]:
+def _rates(
+    given: Calibration | None, ranks: Ranks, algorithms: bool, progress: bool, program: Program
+) -> Calibration | None:
+    """What messages and collectives of a program cost on the cluster; None for one rank, and for emulated devices."""
+    if given is not None or len(program.ranks) == 1 or (ranks.emulates is not None and ranks.emulates.emulates):
+        return given
+    return quick_calibration(ranks, program, algorithms=algorithms, progress=progress)
+
+
+def _compiler(plan: Plan, facts: Facts, job: Job, ranks: Ranks, rates: Rates) -> Callable[..., Program]:
     """What makes the plan's program of so many steps, by what was measured."""
-    there: dict[str, Any] = {"calibration": calibration, "device": ranks.emulates, "copies": facts.copies}
-    costs_of = partial(costs_for, measured=facts.profile, batch=job.batch, **there)
+
+    def costs_of(program: Program) -> ProfiledCosts | EmulatedCosts:
+        return costs_for(program, facts.profile, job.batch, rates(program), ranks.emulates, facts.copies)
 
     def time_of(program: Program) -> float:
-        return _predicted(program, facts, job, ranks, calibration, memory=False).time
+        return _predicted(program, facts, job, ranks, rates, memory=False).time
 
     shape = facts.shape
     if plan.sync == "ps" and plan.precision == "bf16":
@@ -420,14 +426,11 @@ def _compiler(
     return partial(plan.compile, shape, costs=planned, costs_of=costs_of, time_of=time_of)
 
 
-def _predicted(
-    program: Program, facts: Facts, job: Job, ranks: Ranks, calibration: Calibration | None, memory: bool = True
-) -> Trace:
+def _predicted(program: Program, facts: Facts, job: Job, ranks: Ranks, rates: Rates, memory: bool = True) -> Trace:
     """The predicted trace of a program, and with `memory` every allocation, if that was measured."""
     cores = available_cores() if ranks.device == "cpu" else None
-    found = predict(
-        program, facts.profile, job.batch, cores, facts.data_bytes, calibration, ranks.emulates, facts.copies
-    )
+    known = cores, facts.data_bytes, rates(program), ranks.emulates, facts.copies
+    found = predict(program, facts.profile, job.batch, *known)
     if facts.tapes is None or not memory:
         return found
     return with_memory(found, facts.tapes, ProfiledCosts(found.program, facts.profile, job.batch))
@@ -459,15 +462,13 @@ def _serve(
         )  # fmt: skip
 
 
-def _plain_work(
-    plan: Plan, done: Execution, service: Service | None, steps: int, nodes: tuple[int, ...]
-) -> int | RecordedOrder:
+def _plain_work(plan: Plan, done: Execution, service: Service | None, steps: int) -> int | RecordedOrder:
     """What plain torch does, to be compared: so many steps, or what was done where that gives other numbers."""
     if service is not None:
         exact = plan.mode == "sync" and not service.silent
         return steps if exact else served_order(service.order, plan.dp, plan.total_microbatches)
     if plan.asynchronous:
-        return order_of(done.program, nodes)
+        return order_of(done.program)
     if plan.local_steps and plan.dp > 1 and not plan.inference:
         return local_order(steps, plan.dp, plan.total_microbatches, plan.local_steps)
     return steps
@@ -505,7 +506,15 @@ def resume(
     header = open_folder(folder).header
     dtype = dtype_named(header.dtype)
     known: dict[str, Any] = {"batch": header.batch, "seed": header.seed, "dtype": dtype, "resume": folder}
-    return train(model, data, header.plan if plan is None else plan, steps=steps, **(known | options))
+    if plan is None:
+        try:
+            plan = Plan.parse(header.plan)
+        except PlanError as error:  # (of an older version, which had other keys and pairs of them)
+            raise SaveError(
+                f"{os.fspath(folder)}: was saved under {header.plan!r}, which is no plan ({error.reason}); possible is "
+                "resume(..., plan=...)"
+            ) from error
+    return train(model, data, plan, steps=steps, **(known | options))
 
 
 def costs_for(
@@ -540,8 +549,8 @@ def _check_stages(plan: Plan, model: Model) -> None:
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             given = isinstance(model, (torch.nn.Module, list, tuple))
-            made: Any = model if given else cast(Callable[[], Any], model)()
-        layers = len(layers_of(made) if isinstance(made, torch.nn.Module) else list(made))
+            built: Any = model if given else cast(Callable[[], Any], model)()
+        layers = len(layers_of(built) if isinstance(built, torch.nn.Module) else list(built))
     except Exception:
         return
     if layers:

@@ -144,7 +144,7 @@ def test_a_helper_that_cannot_fork_says_so_and_goes_on(tmp_path: Path) -> None:
         helper = multiprocessing.get_context("fork").Process(target=_help, args=(theirs, os.getpid(), str(tmp_path)))
         helper.start()
         for number in range(2):
-            socket.send_fds(ours, [pickle.dumps(("fork", number, "", []))], [null.fileno()] * 3)
+            socket.send_fds(ours, [pickle.dumps(("fork", number, []))], [null.fileno()] * 3)
             ours.settimeout(30)
             assert pickle.loads(ours.recv(4096)) == ("no fork", number, errno.EAGAIN)
         ours.sendall(pickle.dumps(("end",)))

@@ -104,7 +104,6 @@ def test_a_rank_that_does_not_know_a_name_says_what_to_do(clusters):
         "dp=4 algorithm=ring overlap=none bucket=none microbatches=2 clip=0.1",
         "pp=2 schedule=chimera microbatches=4 algorithm=to-and-fro overlap=none",
         "dp=2 algorithm=to-and-fro overlap=none compress=powersgd:6",  # (no factors would be smaller: all is sent)
-        "dp=2 pp=2 algorithm=ring overlap=none zero=2 microbatches=3",
     ],
 )
 def test_plans_sum_gradients_by_it(clusters, text):

@@ -9,9 +9,10 @@ import torch
 
 from minipar import models
 from minipar.costs import analytic
-from minipar.costs.analytic import block_bytes, input_bytes
+from minipar.costs.analytic import block_bytes
 from minipar.execution.measuring.profiler import profile
 from minipar.models import GPT, Branchy, Mixture, table
+from minipar.models.sizes import of_gpt
 
 GiB = 2**30
 
@@ -63,7 +64,8 @@ def test_korthikanti_table_2(size: str) -> None:
 @pytest.mark.parametrize("size", RUNS)
 def test_korthikanti_memory_of_the_first_stage(size: str) -> None:
     model, (tp, pp, chunks, rows, _, _) = gpt(f"korthikanti-{size}"), RUNS[size]
-    factor = model.layers * analytic.interleaved(pp, chunks) / GiB
+    interleaved = 1 + (pp - 1) / (pp * chunks) if chunks > 1 else 1.0  # times the activations of 1F1B
+    factor = model.layers * interleaved / GiB
     base = block_bytes(model, rows, tp=tp)
     both = block_bytes(model, rows, selective=True, tp=tp, sequence_parallel=True)
     only_tp, reduced, *percents = FIRST_STAGE[size]
@@ -73,7 +75,7 @@ def test_korthikanti_memory_of_the_first_stage(size: str) -> None:
         block_bytes(model, rows, tp=tp, sequence_parallel=True),
         block_bytes(model, rows, selective=True, tp=tp),
         both,
-        input_bytes(model, rows),
+        2 * model.context * rows * model.width,  # the input of a block
     )
     assert [round(100 * value / base, 2) for value in found] == percents
 
@@ -83,7 +85,6 @@ def test_the_paper_s_single_formulas() -> None:
     size = 2048 * 3 * 12288  # s b h
     assert block_bytes(model, 3) == size * (34 + 5 * 96 * 2048 // 12288) == size * 114
     assert block_bytes(model, 3, selective=True) == 34 * size
-    assert input_bytes(model, 3) == 2 * size
     assert block_bytes(model, 3, element=4) == size * (66 + 9 * 16)
     costs = analytic.layer_costs("gpt3-175b", 3, element=2)
     assert costs.saved[1] + costs.output[0] == 114 * size  # the layers' table says the same
@@ -123,7 +124,8 @@ MEGATRON: dict[str, Any] = {
 @pytest.mark.parametrize("size", MEGATRON)
 def test_megatron_s_operations(size: str) -> None:
     model, (gpus, batch, rate, seconds) = gpt(f"megatron-{size}"), MEGATRON[size]
-    found = analytic.step_flops(model, batch, again=1)
+    one = of_gpt(model)
+    found = batch * (one.flops + one.layers * one.block_flops)  # a recomputation adds a forward
     s, l, h, v = model.context, model.layers, model.width, model.vocab
     assert found == pytest.approx(96 * batch * s * l * h**2 * (1 + s / (6 * h) + v / (16 * l * h)), rel=1e-12)
     assert found / (gpus * rate * 1e12) == pytest.approx(seconds, abs=0.0051)
@@ -133,17 +135,15 @@ def test_megatron_s_operations(size: str) -> None:
 def test_korthikanti_s_utilisation(size: str) -> None:
     model, (*_, gpus, batch) = gpt(f"korthikanti-{size}"), RUNS[size]
     seconds, percent = UTILISATION[size]
-    found = analytic.step_flops(model, batch) / (seconds * gpus * 312e12)
+    found = batch * of_gpt(model).flops / (seconds * gpus * 312e12)
     assert 100 * found == pytest.approx(percent, abs=0.051)
 
 
 def test_layer_costs_count_operations() -> None:
-    model = gpt("gpt2-small")
+    model = of_gpt(gpt("gpt2-small"))
     costs = analytic.layer_costs("gpt2-small", 5)
-    assert sum(costs.forward) + sum(costs.backward) == analytic.step_flops(model, 5)
-    core, block = analytic.core_flops(model, 5), analytic.block_flops(model, 5)
-    assert (core, block - core) == (4 * 5 * 1024**2 * 768, 24 * 5 * 1024 * 768**2)
-    assert analytic.step_flops(model, 5, again=core / block) == sum(costs.forward) * 3 + 12 * core
+    assert sum(costs.forward) + sum(costs.backward) == 5 * model.flops
+    assert (model.core_flops, model.block_flops - model.core_flops) == (4 * 1024**2 * 768, 24 * 1024 * 768**2)
     assert analytic.layer_costs("mlp-tiny", 7).forward == (2 * 7 * 32 * 64, 2 * 7 * 64 * 64, 2 * 7 * 64 * 256)
 
 
@@ -164,7 +164,7 @@ def test_the_input_half_has_the_whole_backward_of_the_attention_core():
     assert given[1] / whole[1] == pytest.approx(0.59, abs=0.005)
     assert (given[0], given[-1]) == (0, whole[-1] / 2)
     again = analytic.input_flops("gpt2-small", 1, selective=True)
-    assert again[1] - given[1] == analytic.core_flops(gpt, 1)
+    assert again[1] - given[1] == of_gpt(gpt).core_flops
     assert analytic.input_flops("mlp-tiny", 3) == tuple(n / 2 for n in analytic.layer_costs("mlp-tiny", 3).backward)
 
 

@@ -10,6 +10,7 @@ from minipar import models
 from minipar.costs import analytic
 from minipar.errors import PlanError
 from minipar.models import shapes, table
+from minipar.models.sizes import Transformer, sizes
 from minipar.strategies.plan import Plan
 
 # Narayanan et al. 2021, table 1: parameters in units of 10^9
@@ -20,12 +21,12 @@ GPT2 = {"small": 124_439_808, "medium": 354_823_168, "large": 774_030_080, "xl":
 
 @pytest.mark.parametrize("size", MEGATRON)
 def test_megatron_counts_to_the_printed_digit(size: str) -> None:
-    assert f"{analytic.parameters(table.numbers(f'megatron-{size}')) / 1e9:.1f}" == MEGATRON[size]
+    assert f"{sizes(f'megatron-{size}').parameters / 1e9:.1f}" == MEGATRON[size]
 
 
 @pytest.mark.parametrize("size", GPT2)
 def test_gpt2_counts_exactly(size: str) -> None:
-    assert analytic.parameters(table.numbers(f"gpt2-{size}")) == GPT2[size]
+    assert sizes(f"gpt2-{size}").parameters == GPT2[size]
 
 
 @pytest.mark.parametrize(
@@ -39,13 +40,13 @@ def test_gpt2_counts_exactly(size: str) -> None:
     ],
 )
 def test_other_counts(name: str, billions: str) -> None:
-    assert f"{analytic.parameters(table.numbers(name)) / 1e9:.1f}" == billions
+    assert f"{sizes(name).parameters / 1e9:.1f}" == billions
 
 
 @pytest.mark.parametrize("name", table.names())
 def test_the_formula_counts_what_the_shape_holds(name: str) -> None:
     shape = shapes.shape(name, element_size=1)
-    assert sum(sum(group.tensors) for group in shape.groups) == analytic.parameters(table.numbers(name))
+    assert sum(sum(group.tensors) for group in shape.groups) == sizes(name).parameters
     assert shape == models.shape(name, element_size=1)
     assert len(analytic.layer_costs(name, rows=1).forward) == shape.layers
 
@@ -58,8 +59,9 @@ def test_published_shapes_compile() -> None:
 
 def test_numbers_can_be_edited() -> None:
     half = replace(table.numbers("gpt3-175b"), layers=48)
-    whole, less = analytic.parameters(table.numbers("gpt3-175b")), analytic.parameters(half)
-    assert whole - less == 48 * analytic.block_parameters(half)  # type: ignore[arg-type]
+    whole, less = sizes("gpt3-175b"), sizes(half)
+    assert isinstance(less, Transformer)
+    assert whole.parameters - less.parameters == 48 * less.block_parameters
     assert table.numbers("gpt3-175b", layers=48) == half
     assert shapes.shape("gpt3-175b", layers=48).layers == 50
 

@@ -1,4 +1,4 @@
-"""The lengths of token slices: the dynamic program against all cuts, the reference's row, the fit to measured times."""
+"""The lengths of token slices: the dynamic program against all cuts, and the reference's row."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import random
 from itertools import combinations, pairwise
 
 import pytest
-import torch
 
-from minipar import PlanError, models
-from minipar.costs.slicing import best_slices, best_uniform, fit, step_time, token_ranges
-from minipar.execution.measuring.profiler import slice_times
+from minipar import PlanError
+from minipar.costs.slicing import best_slices, best_uniform, step_time, token_ranges
 
 
 def reference(length: int, context: int) -> float:
@@ -58,24 +56,3 @@ def test_coarser_cuts():
 def test_ranges():
     assert list(map(len, token_ranges(3, 10))) == [4, 3, 3]
     assert token_ranges((1, 2), 3) == [range(1), range(1, 3)]
-
-
-def test_a_fit_gives_back_times_of_its_own_form():
-    measured = {(n, c): reference(n, c) for n in (1, 2, 4, 8) for c in (0, 8, 24)}
-    found = fit(measured)
-    assert found(5, 17) == pytest.approx(reference(5, 17), rel=1e-9)
-    with pytest.raises(PlanError, match="measured: 1 slice; a fit needs at least 5"):
-        fit({(1, 0): 1.0})
-
-
-def test_measured_times():
-    model = models.gpt(layers=1, width=16, heads=2, context=16, vocab=32)
-    x = torch.randint(32, (2, 16))
-    times = slice_times(model, (x, x), parts=2, repeats=1)
-    assert times.keys() == {(4, 0), (8, 0), (16, 0), (4, 8), (8, 8)}
-    assert min(times.values()) > 0
-    assert sum(best_slices(16, 4, fit(times))) == 16
-    with pytest.raises(PlanError, match=r"layer 0 \(Linear\) takes whole sequences"):
-        slice_times([torch.nn.Linear(2, 2)], (torch.zeros(2, 8, 2), torch.zeros(2, 8, 2)))
-    with pytest.raises(PlanError, match=r"parts=9: of 16 tokens; possible are 2 to 8 parts"):
-        slice_times(model, (x, x), parts=9)

@@ -114,37 +114,21 @@ def test_steps_seeds_and_splits_draw_different_rows(source):
     assert len({tuple(row) for row in batches[0][0].tolist()}) > 4, "rows of a batch differ"
 
 
-@pytest.mark.parametrize("size", [1, 3, 4])
 @pytest.mark.parametrize("source", SOURCES)
-def test_shards_cover_an_epoch_once(source, size):
+def test_an_epoch_has_the_whole_split_once(source):
+    """Its rows follow each other; what is left over at the end of a text is too short for one more row."""
     places = []
 
     class Seen(type(source)):
         def examples(self, where, split):
-            places.append(where.tolist())
+            places.extend(where.tolist())
             return super().examples(where, split)
 
     seen = Seen(**source.__dict__)
-    lengths = []
-    for rank in range(size):
-        rows = [len(x) for x, _ in seen.shard(rank, size, "validation", batch=7)]
-        assert all(n == 7 for n in rows[:-1])
-        lengths.append(sum(rows))
-    flat = sorted(place for chunk in places for place in chunk)
-    assert flat == [k * seen.stride for k in range(seen.windows("validation"))]
-    assert max(lengths) - min(lengths) <= 1
-    # What is left over at the end of the text is too short for one more row.
-    assert flat[-1] + seen.stride >= seen.places("validation") > flat[-1]
-
-
-def test_shards_rejoin_to_the_text():
-    source = data.Text(context=16, limit=SMALL)
-    shards = [[x for x, _ in source.shard(rank, 3, "validation")] for rank in range(3)]
-    rows = [shards[w % 3][w // 3] for w in range(source.windows("validation"))]
-    joined = bytes(torch.cat(rows, dim=1)[0].tolist())
-    whole = text_module.corpus(SMALL)["validation"].tobytes()
-    assert joined == whole[: len(joined)]
-    assert len(whole) - len(joined) <= 16
+    rows = data.Epochs(seen, shuffle=False, split="validation")
+    assert sum(len(rows.batch(step, 7)[0]) for step in range(rows.steps(7))) == seen.windows("validation")
+    assert places == [k * seen.stride for k in range(seen.windows("validation"))]
+    assert places[-1] + seen.stride >= seen.places("validation") > places[-1]
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -206,8 +190,6 @@ def test_data_follows_the_models_numbers():
         (lambda: data.Text(limit=SMALL).batch(0, 0), "size=0"),
         (lambda: data.Text(limit=SMALL).batch(-1, 1), "step=-1"),
         (lambda: data.Text(limit=SMALL).batch(0, 4, rows=range(2, 5)), "rows 0 to 3"),
-        (lambda: data.Text(limit=SMALL).shard(4, 4), "rank=4.*0 to 3"),
-        (lambda: data.Text(limit=SMALL).shard(0, 1, batch=0), "batch=0"),
         (lambda: data.for_model("bert"), "'bert'.*gpt-tiny"),
         (lambda: data.for_model("gpt-tiny", vocab=100), "vocab=100.*256"),
         (lambda: data.for_model("mlp-tiny", widths=(32, 10)), "256 different bytes"),

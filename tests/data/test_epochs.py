@@ -9,7 +9,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from minipar import data
 from minipar.data.order import Order, permuted
@@ -107,7 +106,7 @@ def test_epochs_of_a_source():
     assert rows.steps(32) == 6
     assert [rows.length(step, 32) for step in (0, 4, 5, 6)] == [32, 32, 19, 32]
     found = torch.cat([rows.batch(step, 32)[0] for step in range(6)])
-    whole = torch.cat([x for x, _ in source.shard(0, 1, "validation")])
+    whole = source.examples(np.arange(source.places("validation")), "validation")[0]
     assert sorted(map(tuple, found.tolist())) == sorted(map(tuple, whole.tolist()))
     x, y = rows.batch(7, 32)
     part = rows.batch(7, 32, rows=range(5, 9))
@@ -140,43 +139,6 @@ def test_a_stream_goes_on_at_any_step():
     assert [len(x) for _, (x, _) in taken(2, 0, 4)] == [25, 25, 25, 14]
 
 
-def test_a_sampler_for_torch():
-    """Exact where torch's DistributedSampler repeats rows to give every rank as many."""
-    rows = TensorDataset(torch.arange(10))
-    theirs = [row for rank in range(4) for row in DistributedSampler(rows, 4, rank, seed=1)]
-    assert len(theirs) == 12
-    assert len(set(theirs)) == 10
-    samplers = [data.Sampler(10, batch=4, rank=rank, mesh={"dp": 2}, seed=1) for rank in range(2)]
-    for epoch in range(2):
-        found = []
-        for sampler in samplers:
-            sampler.set_epoch(epoch)
-            batches = [x.tolist() for (x,) in DataLoader(rows, batch_sampler=sampler)]
-            assert [len(b) for b in batches] == [2, 2, 1]
-            assert len(sampler) == 3
-            found += [row for b in batches for row in b]
-        assert sorted(found) == list(range(10))
-    samplers[0].set_epoch(0)
-    whole = list(samplers[0])
-    samplers[0].step = 1
-    assert list(samplers[0]) == whole[1:]
-    assert len(samplers[0]) == 2
-
-
-def test_train_sampler_and_stream_agree():
-    order = data.Sampler(120, batch=32, rank=1, mesh={"dp": 2}, seed=7)
-
-    class Numbers(data.Source):
-        def places(self, split):
-            return 120
-
-        def examples(self, places, split):
-            return torch.from_numpy(places), torch.from_numpy(places)
-
-    stream = data.stream(data.Epochs(Numbers(), seed=7), 32, 1, {"dp": 2})
-    assert [next(stream)[1][0].tolist() for _ in range(4)] == list(order)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -190,7 +152,6 @@ def test_train_sampler_and_stream_agree():
         (lambda: data.Epochs(data.Digits()).batch(0, 2000), "batch=2000.*1618"),
         (lambda: replica_of(4, {"dp": 2, "pp": 2}), "rank=4: must be from 0 to 3"),
         (lambda: next(data.stream(data.Digits(), 8, rank=2, mesh={"dp": 2})), "rank=2"),
-        (lambda: data.Sampler(9, batch=4, mesh={"dp": 2}), "smallest batch of an epoch has 1 row for 2 replicas"),
     ],
 )
 def test_refusals(call, message):

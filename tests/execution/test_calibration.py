@@ -120,14 +120,16 @@ def test_emulated_devices_are_not_calibrated_for_a_prediction():
     assert "calibrated" not in run.predicted.note
 
 
-def test_train_measures_a_cluster_once(monkeypatch):
+def test_train_measures_what_a_program_needs_once_on_each_cluster(monkeypatch):
     measured = []
 
-    def noting(cluster, **options):
-        measured.append((cluster.size, options["algorithms"]))
-        return calibrate(cluster, **options)
+    def noting(cluster, seconds, progress, *needs):
+        found = plainly(cluster, seconds, progress, *needs)
+        measured.append((needs, (bool(found.exchange), bool(found.links), bool(found.allreduce))))
+        return found
 
-    monkeypatch.setattr(calibration, "calibrate", noting)
+    plainly = calibration._calibrated
+    monkeypatch.setattr(calibration, "_calibrated", noting)
     options = {"loss": nn.functional.mse_loss, "dtype": torch.float64, "steps": 1, "progress": False}
     learn = partial(train, partial(toy, ("linear",)), rows(8), **options)
     with Cluster(2, device="cpu") as one, Cluster(2, device="cpu") as other:
@@ -135,6 +137,7 @@ def test_train_measures_a_cluster_once(monkeypatch):
         learn("pp=2", cluster=other)
         learn("dp=2 algorithm=ring overlap=none", cluster=one)
         learn("dp=2 algorithm=ring overlap=none", cluster=one)
-    assert measured == [(2, False), (2, False), (2, True)]
+    stages, sums = ((False, True, False),) * 2, ((True, False, True),) * 2
+    assert measured == [stages, stages, sums]
     assert first.predicted.time > 0
     assert second.predicted.time > 0

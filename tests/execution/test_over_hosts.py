@@ -38,7 +38,6 @@ PLANS = [
     "dp=4 bucket=0.0001 microbatches=2",
     "dp=4 zero=1 microbatches=2",
     "dp=4 zero=3 prefetch=2 microbatches=2",
-    "dp=4 algorithm=ring zero=2 bucket=none microbatches=2",
     "pp=4 schedule=1f1b microbatches=5",
     "pp=4 schedule=interleaved microbatches=4",
     "dp=2 pp=2 schedule=1f1b zero=1 microbatches=3",
@@ -98,7 +97,6 @@ def test_losses_and_gradients(apart: Ranks, by_gloo: Cluster, text: str) -> None
     [
         "dp=2 sync=ps servers=2 microbatches=2",
         "dp=3 sync=ps mode=async on_death=continue",
-        "pp=2 sync=ps servers=2 mode=async on_death=continue microbatches=2",
         "pp=4 schedule=ampnet microbatches=3",  # its ranks look for messages, those of the other host included
         "pp=4 schedule=pipedream microbatches=5",
     ],

@@ -111,7 +111,6 @@ PLANS = [
     "dp=2 zero=2 microbatches=2 reduce=step clip=0.1 offload=optimizer",
     "offload=parameters microbatches=3",
     "dp=2 zero=3 microbatches=2 offload=parameters prefetch=2",
-    "host_layers=2 dp=2 microbatches=2",
     f"pp=2 dp=2 microbatches=3 checkpoint=2 {ALL}",
     f"dp=2 zero=3 microbatches=2 {ALL}",
 ]

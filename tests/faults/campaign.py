@@ -74,7 +74,6 @@ STRATEGIES = (
     "dp=4 zero=3",
     "dp=4 compress=bf16",
     "dp=3 sync=ps",
-    "pp=3 sync=ps overlap=priority microbatches=4",
     "dp=4 accumulate=2",
     "pp=4 schedule=gpipe microbatches=4",
     "pp=4 schedule=1f1b microbatches=4",

@@ -133,16 +133,6 @@ def read_program(data: Any) -> None:
 
 
 @cache
-def a_trace() -> Any:
-    return json.loads(simulate(Plan.parse("pp=2 microbatches=2").compile(layers=2)).to_json())
-
-
-def read_trace(data: Any) -> None:
-    trace = Trace.from_json(json.dumps(data) if not isinstance(data, str) else data)
-    trace.to_json()
-
-
-@cache
 def a_perfetto() -> Any:
     return json.loads(simulate(Plan.parse("pp=2 microbatches=2").compile(layers=2)).to_perfetto())
 
@@ -297,7 +287,6 @@ PARSERS = {
     "plans": Parser(read_plan, plans),
     "plan files": Parser(read_plan_file, toml),
     "programs": Parser(read_program, changed(a_program)),
-    "traces": Parser(read_trace, changed(a_trace) | texts),
     "exported traces": Parser(read_kineto, changed(a_perfetto)),
     "profiles": Parser(read_kineto, changed(a_profile)),
     "compressed traces": Parser(read_kineto_file, packed()),

@@ -96,13 +96,13 @@ def draw(dice: random.Random, facts: Facts) -> Words:
         special = ""
     buckets = ["none", "none", "flat", "0.0001", "0.00005", "25", "2x", "3x", "auto", _some(dice, facts.layers)]
     if dice.random() < 0.7:
-        words["bucket"] = dice.choice(["none", "0.0001", "0.01", "auto"] if special == "priority" else buckets)
+        words["bucket"] = dice.choice(["none", "0.0001", "0.01"] if special == "priority" else buckets)
     if dice.random() < 0.2:
         words["overlap"] = "none"
     both = schedule in BOTH_WAYS and not wild
     if special == "priority" or (wild and dice.random() < 0.2):
         words["overlap"] = "priority"
-    if special == "local" and (dp > 1 or wild):
+    if special == "local" and ((dp > 1 and pp == 1) or wild):
         words["local_steps"] = dice.choice(["1", "2", "3"])
     if special == "bf16" and not facts.narrow:
         special = ""
@@ -112,56 +112,38 @@ def draw(dice: random.Random, facts: Facts) -> Words:
         words["inference"] = "true"
     if special == "compress":
         words["compress"] = dice.choice(["bf16", "fp16", "topk:0.5", "topk:0.01", "powersgd:1", "powersgd:2"])
-    if special in ("", "bf16", "inference", "compress", "host", "local", "priority") or wild:
-        if special != "local" and dice.random() < 0.45:
-            words["zero"] = "1" if both else dice.choice(["1", "2", "3", "3"])
-            if not both and dice.random() < 0.4:
-                words["reduce"] = dice.choice(["microbatch", "step"])
-            if dice.random() < 0.5:
-                words["prefetch"] = str(dice.randint(0, 3))
-        if dice.random() < 0.3:
-            words |= _offload(dice, words.get("zero", "0"), special, wild)
-    if special == "host":
+    if (special in ("", "bf16", "inference") or wild) and dice.random() < 0.45:
+        words["zero"] = "1" if both else dice.choice(["1", "2", "3", "3"])
+        if not both and dice.random() < 0.4:
+            words["reduce"] = dice.choice(["microbatch", "step"])
+        if dice.random() < 0.5:
+            words["prefetch"] = str(dice.randint(0, 3))
+    if special != "host" and dice.random() < 0.3:
+        words |= _offload(dice, words.get("zero", "0"), special, wild)
+    if special == "host" and (dp * pp == 1 or wild):
         words["host_layers"] = ",".join(
             map(str, sorted(dice.sample(range(facts.layers), min(facts.layers, dice.randint(1, 2)))))
         )
     if special == "" and dp > 1 and "zero" not in words and dice.random() < 0.1:
         algorithms = ["ring", "tree", "double-tree", "halving-doubling", "hierarchical", "direct"]
         words["algorithm"] = dice.choice(algorithms)
-    if special in ("", "host", "bf16", "local") and dice.random() < 0.12:
+    if special in ("", "host", "bf16") and dice.random() < 0.12:
         words["clip"] = dice.choice(["0.001", "0.1", "100"])
     return words
 
 
 def _stale(dice: random.Random, facts: Facts, schedule: str, dp: int) -> Words:
-    """Of a schedule without flushes: what replicas send and share out, and what else goes with it."""
+    """Of a schedule without flushes: what replicas send, and what else goes with it."""
     words: Words = {}
     if dp > 1:
         if dice.random() < 0.7:
             words["bucket"] = dice.choice(["none", "flat", "0.0001", "25", "2x", "auto", _some(dice, facts.layers)])
         if dice.random() < 0.2:
             words["overlap"] = "none"
-        special = dice.choice(["", "", "zero", "zero", "compress", "algorithm", "local"])
-        if special == "local":
-            words["local_steps"] = dice.choice(["1", "2", "3"])
-        if special == "zero":
-            words["zero"] = dice.choice(["1", "2", "3"])
-            if words["zero"] > "1":
-                words["reduce"] = dice.choice(["microbatch", "step"])
-        if special == "compress":
-            words["compress"] = dice.choice(["bf16", "topk:0.5", "powersgd:1"])
-        if special == "algorithm":
-            words["algorithm"] = dice.choice(["ring", "tree", "direct"])
+        if dice.random() < 0.2:
+            words["compress"] = dice.choice(["bf16", "fp16"])
     if facts.narrow and "compress" not in words and dice.random() < 0.15:
         words["precision"] = "bf16"
-    if dice.random() < 0.25:
-        whole = ["activations", "optimizer", "activations,optimizer"]
-        kept = words.get("zero") in ("1", "2")
-        more = [] if kept else ["parameters", "parameters,activations", "parameters,optimizer"]
-        words["offload"] = dice.choice([*whole, *more])
-        words["offload_to"] = dice.choice(["host", "host", "disk"])
-    if dice.random() < 0.15:
-        words["host_layers"] = str(dice.randrange(facts.layers))
     return words
 
 
@@ -215,14 +197,14 @@ def _served(dice: random.Random, facts: Facts) -> Words:
         words["compress"] = dice.choice(["bf16", "fp16", "topk:0.5", "topk:0.01"])
     if special == "bf16" and facts.narrow:
         words["precision"] = "bf16"
-    if 2 * dp + servers <= MOST_RANKS + 1 and facts.layers > 1 and dice.random() < 0.5:
-        words["pp"] = "2"  # (every rank of a pipeline works with the servers)
     return words
 
 
 def _offload(dice: random.Random, zero: str, special: str, wild: bool) -> Words:
     possible = ["activations", "optimizer", "parameters"]
-    if not wild and (zero in ("1", "2") or special == "priority"):
+    if not wild and special == "local":
+        possible = ["activations"]
+    elif not wild and (zero in ("1", "2") or special == "priority"):
         possible.remove("parameters")
     chosen = dice.sample(possible, dice.randint(1, len(possible)))
     words = {"offload": ",".join(chosen)}

@@ -26,7 +26,6 @@ def test_right_inputs_are_taken(name: str) -> None:
         "plans": "pp=2 microbatches=4",
         "plan files": "pp = 2",
         "programs": parsers.a_program(),
-        "traces": parsers.a_trace(),
         "exported traces": parsers.a_perfetto(),
         "profiles": parsers.a_profile(),
         "compressed traces": parsers.gzip.compress(parsers.json.dumps(parsers.a_perfetto()).encode()),

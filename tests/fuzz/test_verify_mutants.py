@@ -85,7 +85,7 @@ INSTRUCTIONS = [
     ("dp=2 sync=ps", Op.PULL, {"writes": (param(0),)}, "names other values than those of its groups"),
     ("dp=2 sync=ps", Op.PULL, {"step": 1}, "was not pulled from rank 2 for step 0"),
     ("dp=2 sync=ps", Op.PUSH, {"frees": ()}, "keeps grad(0); possible is frees with all that is pushed"),
-    ("dp=2 sync=ps", Op.APPLY, {"layers": (0,)}, "names other values than those of its groups"),
+    ("dp=2 sync=ps", Op.APPLY, {"layers": (0,)}, "server 2 keeps groups 0, 1, 2, 3; possible are these"),
     ("dp=2 sync=ps", Op.APPLY, {"step": 1}, "is update 0 of group 0 at its server, but is called step 1"),
 ]  # fmt: skip
 

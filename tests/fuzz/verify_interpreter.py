@@ -50,10 +50,7 @@ def judge(program: Program) -> str:
         if program.chunks:
             _Collective(program).run()
         elif program.serving is not None:
-            virtual = program.serving.overlapping
-            if virtual and ("k-of-n" in program.serving.mode or not isinstance(program.contract, Staleness)):
-                raise Wrong(f"steps that overlap, with {program.serving} and {program.contract}")
-            (_VirtualWorkers if virtual else _Service)(program).run()
+            _Service(program).run()
         else:
             _Machine(program).run()
             if program.in_flight is not None:
@@ -101,7 +98,6 @@ def _check_fields(program: Program) -> None:
         for name in ("bound", "versions", "every"):
             if getattr(program.contract, name) is not None:
                 count(name, getattr(program.contract, name), 0 if name == "bound" else 1)
-        count("local", program.contract.local, 0)
     elif type(program.contract) is not Synchronous:
         raise Wrong(f"contract={program.contract!r}")
     slices = program.slices if isinstance(program.slices, tuple) else (1,) * program.slices
@@ -121,6 +117,7 @@ def _check_fields(program: Program) -> None:
             count("bytes", size, 0)
     _check_edges(program)
     _check_state(program)
+    _check_built(program)
     if program.in_flight is not None:
         _check_deciding(program)
 
@@ -172,6 +169,21 @@ def _check_state(program: Program) -> None:
                 raise Wrong(f"begins with {value}, which is no state")
             if not 0 <= value.index < len(program.groups):
                 raise Wrong(f"begins with {value}, of a group that is not there")
+
+
+def _check_built(program: Program) -> None:
+    """What the executor has no code for."""
+    sizes = dict(program.mesh)
+    shared = any(size > 1 for axis, size in program.mesh if axis in SHARING)
+    if program.serving is None and shared and program.compress != "none":
+        raise Wrong("ranks that share layers, with sums that carry less")
+    if program.serving is None and isinstance(program.contract, Staleness):
+        values = {value for held in program.state for value in held}
+        if shared or any(_tier(value) or value.kind.endswith("_shard") for value in values):
+            raise Wrong("no flushes, with parameters that are not whole on their device")
+    several = isinstance(program.contract, Local) and sizes.get("dp", 1) > 1
+    if several and (len(program.ranks) > sizes["dp"] or program.clip is not None):
+        raise Wrong("replicas that train alone, of several ranks or with a common norm")
 
 
 def _check_deciding(program: Program) -> None:
@@ -412,8 +424,7 @@ class _Machine:
         self.replica = [rank * self.replicas // workers for rank in range(len(program.ranks))]
         self.place = [self.place_of(rank, inner=True) for rank in range(len(program.ranks))]
         self.team = [self.place_of(rank, inner=False) for rank in range(len(program.ranks))]  # those that share layers
-        alone = {Local: "steps", Staleness: "local"}.get(type(program.contract), "")
-        self.every = getattr(program.contract, alone, 0) if self.replicas > 1 else 0
+        self.every = getattr(program.contract, "steps", 0) if self.replicas > 1 else 0
         self.stale = program.contract if isinstance(program.contract, Staleness) else None
         self.homes = [{_home(value) for value in held} for held in program.state]
         self.memory = [{value: self.initial(value) for value in held} for held in program.state]
@@ -431,7 +442,6 @@ class _Machine:
         self.used: dict[tuple[int, int, int, int, bool], Params] = {}  # replica, layer, micro-batch, step, forward
         self.noted: set[tuple[Coordinates, int, int, int, int, bool]] = set()  # the same, with the place in front
         self.updates: list[tuple[int, int, int, Counter[int]]] = []  # of asynchronous ranks: rank, group, version
-        self.alone = False  # whether an update has the gradients of one replica, with servers
         self.order: dict[tuple[int, int, int], int] = {}  # rank, step, sequence -> the last slice that went forward
         self.right: dict[tuple[int, int], list[Contributions]] = {}
         self.wanted: Counter[int] = Counter()
@@ -580,8 +590,8 @@ class _Machine:
                 raise Wrong(f"rank {rank} expects {message[0]}, but {values[0]} comes")
             return contents[message.index(value)]
         if source[0] == "pieces":
-            _, parts, before = source
-            found = [self.total(rank, value, where, n, before) for where, n, _, _ in parts]
+            parts = source[1]
+            found = [self.total(rank, value, where, n, None) for where, n, _, _ in parts]
             if None in found:
                 return None
             covered = sorted((a, b) for _, _, a, b in parts)
@@ -631,7 +641,7 @@ class _Machine:
         kinds |= {Op.BACKWARD_INPUT: self.backward, Op.BACKWARD_WEIGHT: self.weights, Op.STEP: self.update}
         kinds |= {Op.SEND: self.send, Op.RECV: self.receive, Op.ALL_REDUCE: self.reduce}
         kinds |= {Op.REDUCE_SCATTER: self.scatter, Op.ALL_GATHER: self.gather, Op.NORM: self.norm}
-        kinds |= {Op.OFFLOAD: self.copy, Op.FETCH: self.copy}
+        kinds |= {Op.OFFLOAD: self.copy, Op.FETCH: self.copy} if self.stale is None or self.program.serving else {}
         if self.repartitions(ins):
             kinds = dict.fromkeys((Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL), self.repartition)
         if ins.op not in kinds:
@@ -844,11 +854,8 @@ class _Machine:
             apart = sliced if host else self.apart(rank, g)
             gradient = Value("grad_shard" if sliced else "grad", g)
             state = Value("optimizer_shard" if sliced else "optimizer_state", g)
-            version = self.newest(rank, g)
-            kept = {Value(f"{where} {kind}", g, -1, 0) for where in ("host", "disk") for kind in PARAMS}
-            # (of versions that the device keeps, the host has the newest one alone)
-            versions = self.stale is not None and (not host or not kept.isdisjoint(self.program.state[rank]))
-            held = Value("param_shard" if apart else "param", g, -1, version if versions else -1)
+            version = self.newest(rank, g) if self.stale else -1
+            held = Value("param_shard" if apart else "param", g, -1, version)
             content = self.take(rank, ins, held)
             name, _, updates, *owner = content
             if name != "param" or (self.stale and updates != version) or updates != ins.step:
@@ -858,8 +865,6 @@ class _Machine:
             found = self.take(rank, ins, gradient)
             if self.stale:
                 self.updates.append((rank, g, updates, Counter(found)))
-                if self.every and bool(owner) != bool(updates % self.every):
-                    raise Wrong(f"rank {rank} `{ins}` updates what was averaged at another time")
             else:
                 self.check_gradient(rank, ins, g, updates, found, bool(owner))
             after: list[Any] = ["param", g, updates + 1]
@@ -867,7 +872,7 @@ class _Machine:
                 after.append(self.replica[rank])
             if sliced and not apart:
                 after[0] = "my slice"
-            target = held._replace(step=version + 1) if versions else held
+            target = held._replace(step=version + 1) if self.stale else held
             inside[target], inside[state] = tuple(after), (state.kind, g, updates + 1, ins.layers)
             for needed in (target, state):
                 if self.there(ins, needed) not in ins.writes:
@@ -877,20 +882,19 @@ class _Machine:
                 raise Wrong(f"rank {rank} `{ins}` keeps {named}")
             self.memory[rank][named] = Counter()
             if self.orders is not None:
-                self.memory[rank][self.there(ins, Value("param", g, -1, 0))] = tuple(after)
+                self.memory[rank][Value("param", g, -1, 0)] = tuple(after)
         self.summed[rank] = {key for key in self.summed[rank] if key[0] not in ins.layers}
         if self.orders is None:
             self.put(rank, ins, inside)
         else:
-            self.memory[rank].update({self.there(ins, v): c for v, c in inside.items() if v.kind != "param"})
+            self.memory[rank].update({v: c for v, c in inside.items() if v.kind != "param"})
         self.check_alive(rank, ins)
 
     def newest(self, rank: int, g: int) -> int:
         if self.orders is not None:
-            kept = (Value(kind, g, -1, 0) for kind in ("param", "host param"))
-            return next(int(self.memory[rank][value][2]) for value in kept if value in self.memory[rank])
+            return int(self.memory[rank][Value("param", g, -1, 0)][2])
         mine = [*self.memory[rank], *self.underway[rank]]
-        return max((v.step for v in mine if _home(v).kind in PARAMS and v.index == g), default=-1)
+        return max((v.step for v in mine if v.kind == "param" and v.index == g), default=-1)
 
     def apart(self, rank: int, g: int) -> bool:
         """Whether a rank keeps a slice of the parameters, and not all of them."""
@@ -902,7 +906,7 @@ class _Machine:
             return
         for g in ins.layers:
             mine = {*self.memory[rank], *self.underway[rank]} - {*ins.frees}
-            alive = {v.step for v in mine if _home(v).kind in PARAMS and v.index == g and v.step >= 0}
+            alive = {v.step for v in mine if v.kind == "param" and v.index == g and v.step >= 0}
             if len(alive) > most:
                 raise Wrong(f"rank {rank} `{ins}` leaves {len(alive)} versions of param({g}) alive")
 
@@ -928,12 +932,11 @@ class _Machine:
     def check_norm(self, rank: int, ins: Instruction, updates: int) -> None:
         """The norm counts every gradient, right and complete, on each rank that holds it or a slice of it."""
         wanted: Counter[Any] = Counter()
-        replicas = [self.replica[rank]] if self.every else range(self.replicas)  # (alone each has a norm of its own)
         for holder, homes in enumerate(self.homes):
-            for value in homes if self.replica[holder] in replicas else ():
+            for value in homes:
                 if value.kind in ("optimizer_state", "optimizer_shard"):
                     right: Counter[int] = Counter()
-                    for replica in replicas:
+                    for replica in range(self.replicas):
                         for contributions in self.right[updates, replica]:
                             right.update(contributions.get((value.index, self.place[holder]), ()))
                     wanted[value.index, _frozen(right)] += 1
@@ -1077,24 +1080,21 @@ class _Machine:
 
     def reduce(self, rank: int, ins: Instruction) -> None:
         memory = self.memory[rank]
-        kind = _home(ins.reads[0]).kind if ins.reads else ""
-        if kind == "param":
+        if ins.reads and ins.reads[0].kind == "param":
             self.average(rank, ins)
             return
-        there = _tier(ins.reads[0])
-        names = {g: Value(f"{there} grad".strip(), g) for g in ins.layers}
-        rest = {Value(f"{there} residual".strip(), g) for g in ins.layers}
-        kept, piece = self.leaves_out(ins), self.is_piece(ins)
+        names, rest = {g: Value("grad", g) for g in ins.layers}, {Value("residual", g) for g in ins.layers}
+        kept, piece = self.program.compress.startswith(("topk", "powersgd")), self.is_piece(ins)
         if not set(names.values()) <= set(ins.reads) <= {*names.values(), *rest}:
             raise Wrong(f"rank {rank} `{ins}` does not read what it sums")
         if not set(ins.writes) <= {*names.values(), *rest} or (
             not piece and not set(names.values()) <= set(ins.writes)
         ):
             raise Wrong(f"rank {rank} `{ins}` does not write what it sums")
-        if kept and not (rest <= set(ins.reads) and (rest <= set(ins.writes) or (piece and not ins.writes))):
+        if kept and not (rest <= set(ins.reads) and rest <= set(ins.writes)):
             raise Wrong(f"rank {rank} `{ins}` leaves its residual out")
         flat = any(part.layer < 0 for part in ins.parts)
-        what = (ins.layers, flat, ins.parts if piece else (), str(ins), there)
+        what = (ins.layers, flat, ins.parts if piece else (), str(ins))
         turn = self.turn(rank, ins, what, {g: memory[v] for g, v in names.items()})
         if not piece:
             for value in names.values():
@@ -1105,19 +1105,14 @@ class _Machine:
         if ins.writes:
             (value,) = names.values()
             del memory[value], self.pieces[rank, ins.layers[0]]
-            self.underway[rank][value] = ("pieces", pieces, None)
-
-    def leaves_out(self, ins: Instruction) -> bool:
-        inside = len({self.team[r] for r in ins.group}) == 1  # (the ranks share their layers)
-        return self.program.compress.startswith(("topk", "powersgd")) and not inside
+            self.underway[rank][value] = ("pieces", pieces)
 
     def is_piece(self, ins: Instruction) -> bool:
         return len(ins.parts) == 1 and ins.parts[0].start >= 0
 
     def add_piece(self, rank: int, ins: Instruction, turn: int) -> list[tuple[Any, ...]]:
         (part,) = ins.parts
-        matrix = self.program.compress.startswith("powersgd")
-        if part.layer >= 0 or len(ins.layers) > 1 or part.end <= part.start or matrix:
+        if part.layer >= 0 or len(ins.layers) > 1 or part.end <= part.start or self.program.compress != "none":
             raise Wrong(f"rank {rank} `{ins}`: a piece of no buffer")
         pieces = self.pieces.setdefault((rank, ins.layers[0]), [])
         pieces.append((ins.group, turn, part.start, part.end))
@@ -1125,16 +1120,11 @@ class _Machine:
 
     def average(self, rank: int, ins: Instruction) -> None:
         memory, names = self.memory[rank], list(ins.reads)
-        kinds = {Value(ins.reads[0].kind, g) for g in ins.layers}
-        if not self.every or set(names) != set(ins.writes) or {v._replace(step=-1) for v in names} != kinds:
+        if not self.every or set(names) != set(ins.writes) or set(names) != {Value("param", g) for g in ins.layers}:
             raise Wrong(f"rank {rank} `{ins}` averages what is no replica's own")
-        if any(v.step >= 0 and v.step != self.newest(rank, v.index) for v in names):
-            raise Wrong(f"rank {rank} `{ins}` averages another version than the newest")
         brought = {v.index: memory.pop(v) for v in names}
         if any(found[2] != ins.step + 1 for found in brought.values()):
             raise Wrong(f"rank {rank} `{ins}`: replicas weigh as in another step")
-        if any(len({self.place[r][k] for r in ins.group}) > 1 for g in ins.layers for k in self.model.axes_of(g, "S")):
-            raise Wrong(f"rank {rank} `{ins}` averages different shards")
         turn = self.turn(rank, ins, (ins.layers, str(ins), "param"), brought)
         self.underway[rank].update(dict.fromkeys(names, ("group", ins.group, turn, None)))
 
@@ -1151,46 +1141,32 @@ class _Machine:
         memory = self.memory[rank]
         self.check_slices(rank, ins)
         sources, made = ([Value(kind, g) for g in ins.layers] for kind in ("grad", "grad_shard"))
-        more, rest = set(ins.reads) & set(made), set()
-        if self.leaves_out(ins):
-            rest = {Value("residual", g) for g in ins.layers}
-        begins = self.is_piece(ins) and not ins.writes and not ins.frees
-        if not {*sources, *rest} <= set(ins.reads) or len(more) not in (0, len(made)):
+        more = set(ins.reads) & set(made)
+        if self.program.compress != "none" or self.is_piece(ins):
+            raise Wrong(f"rank {rank} `{ins}`: slices are summed whole, as they are")
+        if not set(sources) <= set(ins.reads) or len(more) not in (0, len(made)):
             raise Wrong(f"rank {rank} `{ins}` does not read what it sums")
-        if not begins and not set(made) <= set(ins.writes):
+        if not set(made) <= set(ins.writes):
             raise Wrong(f"rank {rank} `{ins}` does not name what it sums")
         if bool(more) != (ins.layers in self.summed[rank]):
             raise Wrong(f"rank {rank} `{ins}` adds to other slices than there are")
         if not more and any(memory.get(v) for v in made):
             raise Wrong(f"rank {rank} `{ins}` loses what its slices held")
-        if not begins and set(ins.writes) - set(made) != {*(Value("buffer", g) for g in ins.layers), *rest}:
+        if set(ins.writes) - set(made) != {Value("buffer", g) for g in ins.layers}:
             raise Wrong(f"rank {rank} `{ins}` names other values")
-        what = (ins.layers, ins.parts if self.is_piece(ins) else ())
-        turn = self.turn(rank, ins, what, {v.index: memory[v] for v in sources})
-        pieces = self.add_piece(rank, ins, turn) if self.is_piece(ins) else []
-        if begins:
-            return
+        turn = self.turn(rank, ins, (ins.layers,), {v.index: memory[v] for v in sources})
         self.summed[rank].add(ins.layers)
         for value in made:
-            before = memory.pop(value, None)
-            self.underway[rank][value] = ("group", ins.group, turn, before)
-            if pieces:
-                del self.pieces[rank, ins.layers[0]]
-                self.underway[rank][value] = ("pieces", pieces, before)
+            self.underway[rank][value] = ("group", ins.group, turn, memory.pop(value, None))
         memory.update({v: Counter() for v in sources})
         memory.update({v: None for v in ins.writes if v.kind == "buffer"})
 
     def gather(self, rank: int, ins: Instruction) -> None:
         memory = self.memory[rank]
         self.check_slices(rank, ins)
-        brought = {}
-        made = {g: Value("param", g, -1, self.newest(rank, g) if self.stale else -1) for g in ins.layers}
-        for g in ins.layers:
-            if self.apart(rank, g):  # (any version, and not the newest one alone)
-                made[g] = next((v for v in ins.writes if v[:2] == made[g][:2]), made[g])
-                brought[g] = self.take(rank, ins, made[g]._replace(kind="param_shard"))
-            else:
-                brought[g] = self.take(rank, ins, made[g])
+        made = {g: Value("param", g) for g in ins.layers}
+        kinds = {g: "param_shard" if self.apart(rank, g) else "param" for g in ins.layers}
+        brought = {g: self.take(rank, ins, Value(kinds[g], g)) for g in ins.layers}
         if set(ins.writes) != set(made.values()):
             raise Wrong(f"rank {rank} `{ins}` does not write what it gathers")
         brought = {g: ("param", *found[1:]) for g, found in brought.items()}
@@ -1219,10 +1195,8 @@ class _Machine:
         memory = self.memory[rank]
         source, (target,) = ins.reads[0], ins.writes
         down = RANKS[_tier(target)] - RANKS[_tier(source)]
-        version = target.step if _home(target).kind in PARAMS and self.stale is not None else -1
-        plain = target._replace(step=-1) if version >= 0 and source.step < 0 else target
-        same = _home(source) == _home(plain)
-        part = _home(source).kind == "param_shard" and plain == Value("param", source.index)
+        same = _home(source) == _home(target)
+        part = _home(source).kind == "param_shard" and target == Value("param", source.index)
         if not (same or part) or (down <= 0 if ins.op is Op.OFFLOAD else down >= 0):
             raise Wrong(f"rank {rank} `{ins}` is no copy")
         if ins.layers != (source.index,) or _home(source).kind not in (*COPIED, "optimizer_shard"):
@@ -1238,8 +1212,6 @@ class _Machine:
             ]
             if ins.op is not Op.OFFLOAD or not steps or any(other.stream != "host" for other in steps):
                 raise Wrong(f"rank {rank} `{ins}`: no STEP on the host takes this gradient")
-        if version >= 0 and content[2] != version:
-            raise Wrong(f"rank {rank} `{ins}` fetches another version")
         if part and isinstance(content, tuple):
             content = ("my slice", *content[1:])
         memory.pop(target, None)
@@ -1249,8 +1221,6 @@ class _Machine:
             memory[source] = Counter() if _home(source).kind in ("grad", "grad_shard") else "gone"
         elif source not in ins.frees:
             self.copying[rank][source] = target
-        if version >= 0:
-            self.check_alive(rank, ins)
 
     # the end
 
@@ -1306,19 +1276,18 @@ class _Machine:
         program, model, contract = self.program, self.model, self.stale
         m, every = program.microbatches, self.stale.every or program.microbatches
 
-        alone = bool(self.every) or self.alone
-        of_all: list[dict[tuple[int, int], Contributions]] = [{} for _ in range(self.replicas if alone else 1)]
+        of_all: list[dict[tuple[int, int], Contributions]] = [{} for _ in range(self.replicas if self.every else 1)]
         for step in range(program.steps):
             for replica in range(self.replicas):
                 losses, of_step = model.whole(replica, step, self.used_by(replica, step))
                 self.wanted += losses
-                together = of_all[replica if alone else 0]
+                together = of_all[replica if self.every else 0]
                 for i, contributions in enumerate(of_step):
                     for key, mine in contributions.items():
                         together.setdefault((step, i), {}).setdefault(key, Counter()).update(mine)
         taken: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
         for rank, g, version, gradient in self.updates:
-            own, found = (g, self.place[rank]), of_all[self.replica[rank] if alone else 0]
+            own, found = (g, self.place[rank]), of_all[self.replica[rank] if self.every else 0]
             places = [place for place, mine in found.items() if mine.get(own, Counter()).keys() & gradient.keys()]
             right: Counter[int] = Counter()
             for place in places:
@@ -1349,30 +1318,14 @@ class _Machine:
 # parameter servers ---------------------------------------------------------------------------------------------------
 
 
-Some = tuple[int, str]  # a group, and a piece of it such as "0:8", or ""
-
-
-def _some(ins: Instruction) -> tuple[Some, ...]:
-    """What a message with a server, or an update there, is of."""
-    if len(ins.parts) == 1 and ins.parts[0].start >= 0:
-        if len(ins.layers) != 1:
-            raise Wrong(f"`{ins}`: a piece of several groups")
-        return ((ins.layers[0], f"{ins.parts[0].start}:{ins.parts[0].end}"),)
-    return tuple((g, "") for g in ins.layers)
-
-
 class _Service(_Machine):
     """Workers and parameter servers: what is pulled, pushed, accepted, applied and answered.
 
     The executor walks a worker's instructions step by step, in the order in which servers let it; what servers do
     follows from the mode, and where their lists are there, they say the same.
 
-    layered   whether layers may be updated one by one
-    possible  what workers do; whether ranks that share layers do it, too
+    every_one   whether an update takes the gradients of all workers
     """
-
-    possible: tuple[Op, ...] = (Op.PULL, Op.PUSH, *COMPUTE)
-    shares_layers = False
 
     def __init__(self, program: Program) -> None:
         assert program.serving is not None
@@ -1387,30 +1340,26 @@ class _Service(_Machine):
         found = re.fullmatch(kinds, mode)
         if not found or (not found[1] and self.stale is None) or (mode == "sync" and not self.known):
             raise Wrong(f"mode={mode} with contract {program.contract}")
-        self.layered = bool(found[1])
-        self.stages = False  # whether each stage is updated by itself
-        self.into: dict[tuple[int, int], int] = {}  # worker, step -> the update that has taken its gradient
-        if self.every:
-            raise Wrong("servers of workers that update alone")
+        self.every_one = bool(found[1])
+        if self.every or self.replicas != self.workers:
+            raise Wrong("servers of workers that update alone, or that are no replicas")
         self.shares = [{v.index for v in held if v.kind == "served"} for held in program.state[self.workers :]]
         if any(not share for share in self.shares):
             raise Wrong("a server that serves nothing")
         self.messages: dict[tuple[Op, int, int], list[Any]] = defaultdict(list)
         self.taken: Counter[tuple[Op, int, int]] = Counter()
-        self.pushes: dict[tuple[int, int, int, Some], Counter[int]] = {}  # worker, step, server, group or piece
-        self.pulls: dict[tuple[int, int, int, Some], Any] = {}
-        self.versions: Counter[tuple[int, Some]] = Counter()  # server, group or piece
-        self.applied: set[tuple[int, Some, int, int]] = set()  # server, group or piece, worker, step
-        # by version, and the ranks that push to it: worker, step
-        self.taken_by: dict[tuple[int, tuple[int, ...]], set[tuple[int, int]]] = {}
+        self.pushes: dict[tuple[int, int, int, int], Counter[int]] = {}  # worker, step, server, group
+        self.pulls: dict[tuple[int, int, int, int], Any] = {}
+        self.versions: Counter[int] = Counter()  # by server
+        self.applied: set[tuple[int, int, int]] = set()  # server, worker, step
+        self.taken_by: dict[int, set[tuple[int, int]]] = {}  # by version: worker, step
 
     def run(self) -> None:
         program = self.program
         for rank, row in enumerate(program.ranks):
-            possible = self.possible if rank < self.workers else (Op.ACCEPT, Op.APPLY, Op.REPLY)
+            possible = (Op.PULL, Op.PUSH, *COMPUTE) if rank < self.workers else (Op.ACCEPT, Op.APPLY, Op.REPLY)
             for ins in row:
-                moves = rank < self.workers and self.shares_layers and self.repartitions(ins)
-                if (ins.op not in possible and not moves) or ins.stream == "host" or (ins.group and not moves):
+                if ins.op not in possible or ins.stream == "host" or ins.group:
                     raise Wrong(f"rank {rank} `{ins}`: not here")
         place = [0] * len(program.ranks)
         moved = True
@@ -1428,9 +1377,8 @@ class _Service(_Machine):
     def serve(self, rank: int, ins: Instruction) -> bool:
         if ins.op in COMPUTE:
             for g in {v.index for v in ins.reads if v.kind == "param"}:
-                pulled = [(one, server) for (w, s, server, one) in self.pulls if (w, s, one[0]) == (rank, ins.step, g)]
-                if self.model.trainable(g) and not self.is_all(g, pulled):
-                    raise Wrong(f"rank {rank} `{ins}` uses param({g}), of which pieces are not there")
+                if self.model.trainable(g) and not self.everywhere(self.pulls, rank, ins.step, g):
+                    raise Wrong(f"rank {rank} `{ins}` uses param({g}), of which parts are not there")
                 if self.model.trainable(g) and self.memory[rank].get(Value("param", g), (0, 0, 0, -1))[3] != ins.step:
                     raise Wrong(f"rank {rank} `{ins}` uses param({g}) that was pulled in another step")
             self.execute(rank, ins)
@@ -1446,7 +1394,7 @@ class _Service(_Machine):
                 return False
             layers, step, content = self.messages[link][self.taken[link]]
             self.taken[link] += 1
-            if (layers, step) != (_some(ins), ins.step):
+            if (layers, step) != (ins.layers, ins.step):
                 raise Wrong(f"rank {rank} `{ins}` meets another message")
         if any(value not in self.memory[rank] for value in ins.reads):
             raise Wrong(f"rank {rank} `{ins}` reads what is not there")
@@ -1467,11 +1415,10 @@ class _Service(_Machine):
             or ins.reads
         ):
             raise Wrong(f"rank {rank} `{ins}` does not write what it pulls")
-        for one in _some(ins):
-            g = one[0]
-            if g not in self.shares[server] or (rank, ins.step, server, one) in self.pulls:
+        for g in ins.layers:
+            if g not in self.shares[server] or (rank, ins.step, server, g) in self.pulls:
                 raise Wrong(f"rank {rank} `{ins}` pulls what is not there, or twice")
-            self.pulls[rank, ins.step, server, one] = version
+            self.pulls[rank, ins.step, server, g] = version
             found = {v for (w, s, _, _), v in self.pulls.items() if (w, s) == (rank, ins.step)}
             if len(found) > 1 or (self.stale is None and found != {ins.step}):
                 raise Wrong(f"rank {rank} `{ins}` pulls another version")
@@ -1482,83 +1429,54 @@ class _Service(_Machine):
         left = {Value("residual", g) for g in ins.layers if self.program.compress.startswith("topk")}
         if {*ins.reads} != {Value("grad", g) for g in ins.layers} | left or {*ins.writes} != left:
             raise Wrong(f"rank {rank} `{ins}` does not read what it pushes")
-        for one in _some(ins):
-            if one[0] not in self.shares[server] or (rank, ins.step, server, one) in self.pushes:
+        for g in ins.layers:
+            if g not in self.shares[server] or (rank, ins.step, server, g) in self.pushes:
                 raise Wrong(f"rank {rank} `{ins}` pushes what the server does not have, or twice")
-            self.pushes[rank, ins.step, server, one] = Counter(self.memory[rank][Value("grad", one[0])])
-        self.messages[Op.PUSH, rank, ins.peer].append((_some(ins), ins.step, True))
+            self.pushes[rank, ins.step, server, g] = Counter(self.memory[rank][Value("grad", g)])
+        self.messages[Op.PUSH, rank, ins.peer].append((ins.layers, ins.step, True))
 
     def accept(self, rank: int, ins: Instruction, content: Any) -> None:
-        values = tuple(Value("pushed", g, ins.peer, ins.step, piece) for g, piece in _some(ins))
+        values = tuple(Value("pushed", g, ins.peer, ins.step) for g in ins.layers)
         if ins.writes != values or ins.reads or any(v in self.memory[rank] for v in values):
             raise Wrong(f"rank {rank} `{ins}` does not write what it accepts")
         self.memory[rank].update(dict.fromkeys(values, True))
 
     def apply(self, rank: int, ins: Instruction, content: Any) -> None:
         server = rank - self.workers
-        share = self.shares[server]
-        if self.layered or self.stages:
-            if not set(ins.layers) <= share:
-                raise Wrong(f"rank {rank} `{ins}` updates what it does not serve")
-            share = set(ins.layers)
-        some = set(_some(ins)) if self.layered or self.stages else {(g, "") for g in share}
-        versions = {self.versions[server, one] for one in some}
-        version = min(versions, default=-1)
+        share, version = self.shares[server], self.versions[server]
         found: dict[int, set[tuple[int, int]]] = {
             g: {(v.microbatch, v.step) for v in ins.reads if v.kind == "pushed" and v.index == g} for g in share
         }
         state = {Value(kind, g) for g in share for kind in ("served", "served_state")}
         named = {v for v in ins.reads if v.kind == "pushed"}
-        if set(ins.layers) != share or len(ins.layers) != len(share) or versions != {ins.step}:
+        if set(ins.layers) != share or len(ins.layers) != len(share) or version != ins.step:
             raise Wrong(f"rank {rank} `{ins}` updates other groups than it serves, or another version of them")
         if set(ins.writes) != state:
             raise Wrong(f"rank {rank} `{ins}` updates other groups than it serves")
         if not state <= set(ins.reads) or not named <= set(ins.frees):
             raise Wrong(f"rank {rank} `{ins}` does not read what it updates")
-        if any(v.form != piece for v in named for g, piece in some if g == v.index):
-            raise Wrong(f"rank {rank} `{ins}` takes another piece than it updates")
         taken = next(iter(found.values()))
         if not taken or any(other != taken for other in found.values()):
             raise Wrong(f"rank {rank} `{ins}` takes other gradients of one group than of the rest")
-        rule = tuple(self.holders(min(share))) if self.stages else ()
-        if not self.layered and self.taken_by.setdefault((version, rule), taken) != taken:
+        if self.taken_by.setdefault(version, taken) != taken:
             raise Wrong(f"rank {rank} `{ins}` takes the gradients of other workers than another server")
-        if self.stages and any(taken != self.of_replica(g, taken) for g in share):
-            raise Wrong(f"rank {rank} `{ins}` does not take the gradients of a replica's stage")
-        bound = self.most_late()
+        bound = 0 if self.every_one or self.stale is None else self.stale.bound
         for worker, step in taken:
-            mine = {(server, one, worker, step) for one in some}
-            if mine & self.applied:
+            if (server, worker, step) in self.applied:
                 raise Wrong(f"rank {rank} `{ins}` takes a gradient twice")
-            self.applied |= mine
-            self.into[worker, step] = version
+            self.applied.add((server, worker, step))
             late = version - min(v for (w, s, _, _), v in self.pulls.items() if (w, s) == (worker, step))
             if bound is not None and late > bound:
                 raise Wrong(f"rank {rank} `{ins}` takes a gradient that is {late} updates old")
-        if self.layered and any(taken != {(worker, version) for worker in self.holders(g)} for g in share):
+        if self.every_one and taken != {(worker, version) for worker in range(self.workers)}:
             raise Wrong(f"rank {rank} `{ins}` does not take the gradients of all workers")
-        self.versions.update((server, one) for one in some)
-
-    def most_late(self) -> int | None:
-        """How many updates may be made between a pull and the update with its gradient."""
-        return 0 if self.layered or self.stale is None else self.stale.bound
-
-    def of_replica(self, g: int, taken: set[tuple[int, int]]) -> set[tuple[int, int]]:
-        """What one of these and its neighbours push to an update of a group."""
-        worker, step = min(taken)
-        return {(other, step) for other in self.holders(g) if self.replica[other] == self.replica[worker]}
-
-    def holders(self, g: int) -> list[int]:
-        """The workers that push to the updates of a group."""
-        return list(range(self.workers))
+        self.versions[server] += 1
 
     def reply(self, rank: int, ins: Instruction, content: Any) -> None:
         if set(ins.reads) != {Value("served", g) for g in ins.layers} or ins.writes:
             raise Wrong(f"rank {rank} `{ins}` does not read what it hands out")
-        versions = {self.versions[rank - self.workers, one] for one in _some(ins)}
-        if len(versions) > 1:
-            raise Wrong(f"rank {rank} `{ins}` hands out several versions")
-        self.messages[Op.REPLY, rank, ins.peer].append((_some(ins), ins.step, min(versions)))
+        version = self.versions[rank - self.workers]
+        self.messages[Op.REPLY, rank, ins.peer].append((ins.layers, ins.step, version))
 
     def check_service(self) -> None:
         program = self.program
@@ -1570,7 +1488,6 @@ class _Service(_Machine):
         if not self.known and steps != {(w, s) for w in range(self.workers) for s in range(program.steps)}:
             raise Wrong("a worker that leaves a step out")
         wanted: Counter[int] = Counter()
-        served = {(server, one) for _, _, server, one in self.pushes}
         for rank, step in steps:
             losses, found = self.model.whole(self.replica[rank], step, self.used_by(self.replica[rank], step))
             wanted += losses
@@ -1578,137 +1495,26 @@ class _Service(_Machine):
                 right: Counter[int] = Counter()
                 for contributions in found:
                     right.update(contributions.get((g, self.place[rank]), ()))
-                mine = [(one, server) for (w, s, server, one) in self.pushes if (w, s, one[0]) == (rank, step, g)]
-                pulled = [(one, server) for (w, s, server, one) in self.pulls if (w, s, one[0]) == (rank, step, g)]
-                if not self.is_all(g, mine) or not self.is_all(g, pulled):
+                if not all(self.everywhere(messages, rank, step, g) for messages in (self.pushes, self.pulls)):
                     raise Wrong(f"rank {rank} pushes or pulls a part of group {g} in step {step}")
-                if any(self.pushes.pop((rank, step, server, one)) != right for one, server in mine):
+                if any(self.pushes.pop((rank, step, server, g)) != right for server in self.keepers(g)):
                     raise Wrong(f"rank {rank} pushes a wrong gradient of group {g} in step {step}")
         if self.pushes or self.losses != wanted:
             raise Wrong("a loss or gradient that nobody asked for")
         for rank, memory in enumerate(self.memory):
             if memory.keys() != program.state[rank]:
                 raise Wrong(f"rank {rank} ends with other values than it began with")
-        made = {self.versions[server, one] for server, one in served}
+        made = {self.versions[server] for server in range(len(self.shares))}
         if (len(made) > 1 and self.known) or (self.stale is None and made != {program.steps}):
             raise Wrong("servers that make other numbers of updates")
 
-    def is_all(self, g: int, found: list[tuple[Some, int]]) -> bool:
-        """Whether these, each at a server, are all of a group, without a byte twice."""
-        servers = {server for server, share in enumerate(self.shares) if g in share}
-        if {server for _, server in found} != servers:
-            return False
-        if not any(piece for (_, piece), _ in found):
-            return len(found) == len(servers)
-        if not all(piece for (_, piece), _ in found):
-            return False
-        edges = [tuple(map(int, piece.split(":"))) for (_, piece), _ in found]
-        size = sum(self.program.groups[g].tensors)
-        covered = [byte for start, end in edges for byte in range(start, min(end, size + 1))]
-        return sorted(covered) == list(range(size)) and all(start < end for start, end in edges)
+    def keepers(self, g: int) -> list[int]:
+        """The servers that have a part of a group."""
+        return [server for server, share in enumerate(self.shares) if g in share]
 
-
-class _VirtualWorkers(_Service):
-    """Replicas that are pipelines without flushes: each rank pulls versions of its own layers, and pushes to updates.
-
-    Its connections are at one version at a time: what is pushed goes into the update of the version that was pulled
-    last, and the next version is asked for when all of this one is here, and all of its update is pushed.
-
-    Where servers decide as they run (async, ssp), what a stage of a replica pushes is an update by itself, and the
-    number of a version is how many of these the replica has made.
-    """
-
-    possible = (*_Service.possible, Op.SEND, Op.RECV)
-    shares_layers = True
-
-    def __init__(self, program: Program) -> None:
-        super().__init__(program)
-        self.at = [-1] * self.workers
-        self.stages = self.alone = not self.layered
-        self.came: dict[tuple[int, frozenset[Value], int], int] = {}  # by replica, what a rank holds, and step
-
-    def holders(self, g: int) -> list[int]:
-        return [rank for rank in range(self.workers) if Value("param", g, -1, 0) in self.program.state[rank]]
-
-    def serve(self, rank: int, ins: Instruction) -> bool:
-        if ins.op not in (*COMPUTE, Op.SEND, Op.RECV) and not self.repartitions(ins):
-            return super().serve(rank, ins)
-        if not self.await_reads(rank, ins):
-            return False
-        for value in ins.reads:
-            if value.kind == "param" and self.model.trainable(value.index) and not self.is_here(rank, value):
-                raise Wrong(f"rank {rank} `{ins}` uses {value}, of which parts are not there")
-        self.execute(rank, ins)
-        return True
-
-    def is_here(self, rank: int, value: Value) -> bool:
-        return self.is_all(value.index, self.exchanged(self.pulls, rank, value.index, value.step))
-
-    def exchanged(self, messages: dict[tuple[int, int, int, Some], Any], rank: int, g: int, step: int) -> list[Any]:
-        return [(one, server) for (w, s, server, one) in messages if (w, s, one[0]) == (rank, step, g)]
-
-    def pull(self, rank: int, ins: Instruction, content: Any) -> None:
-        server, at = ins.peer - self.workers, self.at[rank]
-        if set(ins.writes) != {Value("param", g, -1, ins.step) for g in ins.layers} or ins.reads:
-            raise Wrong(f"rank {rank} `{ins}` does not write what it pulls")
-        version = ins.step if content is None else content
-        if self.stages and self.known and ins.step and version <= self.into.get((rank, ins.step - 1), version):
-            raise Wrong(f"rank {rank} `{ins}` pulls a version without its own update")
-        mine = self.replica[rank], frozenset(v for v in self.program.state[rank] if v.kind == "param"), ins.step
-        if version != (self.came.setdefault(mine, version) if self.stages else ins.step):
-            raise Wrong(f"rank {rank} `{ins}` pulls another version")
-        if ins.step != at:
-            held = [g for g in set().union(*self.shares) if rank in self.holders(g)] if at >= 0 else []
-            ready = all(
-                self.is_all(g, self.exchanged(messages, rank, g, at))
-                for g in held
-                for messages in (self.pulls, self.pushes)
-            )
-            if ins.step != at + 1 or not ready:
-                raise Wrong(f"rank {rank} `{ins}` comes before it is done with version {at}")
-            self.at[rank] = ins.step
-        for one in _some(ins):
-            if one[0] not in self.shares[server] or (rank, ins.step, server, one) in self.pulls:
-                raise Wrong(f"rank {rank} `{ins}` pulls what is not there, or twice")
-            self.pulls[rank, ins.step, server, one] = version
-            self.memory[rank][Value("param", one[0], -1, ins.step)] = ("param", one[0], ins.step)
-        self.check_alive(rank, ins)
-
-    def push(self, rank: int, ins: Instruction, content: Any) -> None:
-        if ins.step != self.at[rank]:
-            raise Wrong(f"rank {rank} `{ins}` pushes to another update than that of the version that it has pulled")
-        super().push(rank, ins, content)
-
-    def most_late(self) -> int | None:
-        mode, _, bound = self.program.serving.mode.partition(":")  # type: ignore[union-attr]
-        return {"sync": 0, "ssp": (self.replicas - 1) * (2 * int(bound or 0) + 1)}.get(mode)
-
-    def last_version(self) -> int:
-        return super().last_version() - 1  # (nobody pulls what the last update makes)
-
-    def check_service(self) -> None:
-        if self.known and any(len(messages) != self.taken[link] for link, messages in self.messages.items()):
-            raise Wrong("a message was never received")
-        count = self.last_version() + 1
-        for g in set().union(*self.shares):
-            shards = {rank: tuple(self.place[rank][k] for k in self.model.axes_of(g, "S")) for rank in self.holders(g)}
-            alike = set(self.model.axes) - set(self.model.axes_of(g, "SP"))
-            for step in range(count):
-                totals: dict[tuple[int, Coordinates], Counter[int]] = defaultdict(Counter)
-                for rank, shard in shards.items():
-                    of = self.replica[rank] if self.stages else 0
-                    mine = self.exchanged(self.pushes, rank, g, step)
-                    pushed = [self.pushes.pop((rank, step, server, one)) for one, server in mine]
-                    if not self.is_all(g, mine) or any(other != pushed[0] for other in pushed):
-                        raise Wrong(f"rank {rank} pushes a part of group {g} to update {step}")
-                    if all(self.place[rank][k] == 0 for k in alike):  # (one of those that have it alike)
-                        totals[of, shard].update(pushed[0])
-                for rank, shard in shards.items():
-                    self.updates.append((rank, g, step, totals[self.replica[rank] if self.stages else 0, shard]))
-        each = self.replicas if self.stages else 1
-        if self.pushes or (self.known and any(version != each * count for version in self.versions.values())):
-            raise Wrong("servers that make other numbers of updates")
-        self.check_end()
+    def everywhere(self, messages: dict[tuple[int, int, int, int], Any], rank: int, step: int, g: int) -> bool:
+        """Whether a worker has pushed, or pulled, all parts of a group in a step."""
+        return all((rank, step, server, g) in messages for server in self.keepers(g))
 
 
 # collectives ---------------------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ PLANS = [
     ("pp=4 microbatches=8 schedule=zb-v", "gpt2-small", 1),
     ("pp=4 microbatches=8 schedule=chimera checkpoint=1", "gpt2-small", 1),
     ("pp=3 microbatches=4 schedule=pipedream", "gpt-tiny", 1),
-    ("dp=2 pp=2 microbatches=4 schedule=pipedream zero=3", "gpt-tiny", 1),
     ("microbatches=2 offload=optimizer,activations", "gpt2-small", 1),
     ("dp=2 zero=3 offload=parameters", "gpt-tiny", 4),
     ("checkpoint=selective precision=bf16", "megatron-1.7b", 1),

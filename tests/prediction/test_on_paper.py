@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import pytest
 
-from minipar.costs import analytic
 from minipar.costs.device import DeviceSpec
 from minipar.costs.hardware import PERFECT, Hardware
 from minipar.errors import PlanError
 from minipar.models import table
+from minipar.models.sizes import MODELS, of_gpt
 from minipar.prediction import memory_formula, on_paper
 from minipar.program import Op
 from minipar.strategies.plan import Plan
+from tests.prediction.on_machine import simulated
 
 DEVICE = "flops=8GFLOP/s bandwidth=100MB/s latency=1ms host_bandwidth=400MB/s"
 DEMO = table.numbers("gpt-demo")
 assert isinstance(DEMO, table.GPT)
-WORK = analytic.step_flops(DEMO, 16) / 8e9  # seconds of a step on one device
-STATES = 4 * analytic.parameters(DEMO)
+MODEL = of_gpt(DEMO)
+WORK = 16 * MODEL.flops / 8e9  # seconds of a step on one device
+STATES = 4 * MODEL.parameters
 
 
 def test_one_device_takes_its_operations_however_the_batch_is_cut() -> None:
@@ -28,12 +30,12 @@ def test_one_device_takes_its_operations_however_the_batch_is_cut() -> None:
 def test_recomputing_all_layers_adds_a_forward() -> None:
     """But for the layer that goes backward at once, and what one row's layers can do without."""
     found = on_paper.predict("microbatches=16 checkpoint=1", "gpt-demo", DEVICE, 16)
-    assert 1.25 * WORK < found.trace.time <= analytic.step_flops(DEMO, 16, again=1) / 8e9
+    assert 1.25 * WORK < found.trace.time <= WORK + 16 * MODEL.layers * MODEL.block_flops / 8e9
 
 
 def test_selective_recomputation_adds_the_attention_cores() -> None:
     found = on_paper.predict("microbatches=4 checkpoint=selective", "gpt-demo", DEVICE, 16)
-    cores = DEMO.layers * analytic.core_flops(DEMO, 16)
+    cores = MODEL.layers * MODEL.core_flops * 16
     assert found.trace.time == pytest.approx(WORK + cores / 8e9, rel=1e-6)
 
 
@@ -94,7 +96,7 @@ def test_an_emulated_device_and_a_machine_with_the_same_numbers_take_the_same_ti
         emulated = on_paper.predict(plan, model, DEVICE, 16)
         numbers = memory_formula.own_numbers(Plan.parse(plan), memory_formula.model_of(model))
         numbers = numbers._replace(rows=16 / numbers.dp / numbers.microbatches)
-        trace = on_paper.simulated(numbers, memory_formula.model_of(model), machine)
+        trace = simulated(numbers, memory_formula.model_of(model), machine)
         assert trace.time == pytest.approx(emulated.time, rel=1e-6)
         assert trace.memory(0).peak == pytest.approx(emulated.trace.memory(0).peak, rel=1e-6)
 
@@ -104,9 +106,7 @@ def test_published_models_in_bf16() -> None:
     spec = DeviceSpec(flops=140e12, bandwidth=1e15, latency=0.0, memory=80 * 10**9)
     plan = "pp=4 dp=2 microbatches=32 zero=1 precision=bf16 checkpoint=selective"
     found = on_paper.predict(plan, "megatron-7.5b", spec, 64)
-    model = table.numbers("megatron-7.5b")
-    assert isinstance(model, table.GPT)
-    ideal = analytic.step_flops(model, 64) / 140e12 / 8
+    ideal = 64 * MODELS["megatron-7.5b"].flops / 140e12 / 8
     assert ideal < found.trace.time < 1.35 * ideal
     assert max(found.memory) < 80e9
 
@@ -135,6 +135,6 @@ def test_halves_of_a_backward_follow_the_operators() -> None:
         if ins.op in took:
             took[ins.op].append(end - start)
     blocks = len(trace.program.placement[0]) - 1  # (the embedding is no block)
-    core = analytic.core_flops(DEMO, 1) / 8e9
+    core = MODEL.core_flops / 8e9
     differences = [a - b for a, b in zip(*took.values(), strict=True)]
     assert differences == pytest.approx([2 * blocks * core] * 4)

@@ -189,7 +189,7 @@ def test_a_worker_that_saves_dies_and_saves_again(clusters, tmp_path):
 
 
 def test_a_rank_that_says_again_that_it_has_written_counts_once(tmp_path):
-    """It died after it had said so, and its next life finds the file. Another rank has not written yet."""
+    """It died after it had said so, and its next process finds the file. Another rank has not written yet."""
     storing = Storing(folder=str(tmp_path), every=2, token="0000abcd")
     saving = Saving(storing, Header(0, 0, 8, "float32", "", "", ()), parts=3)
     place = step_folder(str(tmp_path), 2, storing.token)

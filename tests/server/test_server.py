@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import socket
@@ -23,7 +22,6 @@ from minipar.server import process, pushing, rendezvous
 from minipar.server.connection import Connection
 from minipar.server.framing import Message, What
 from minipar.server.process import Settings
-from minipar.server.rendezvous import Introduction
 from minipar.server.shard import Shard, digest, key_of, pieces_of
 from minipar.strategies.shares import cut
 from tests.comm import kills
@@ -97,7 +95,7 @@ def test_a_longer_campaign():
 
 
 def test_a_gradient_that_waits_for_the_norm_of_its_update_is_kept_though_its_worker_begins_anew():
-    taken, part = (SimpleNamespace(worker=1, life=7, step=step) for step in (0, 1))
+    taken, part = (SimpleNamespace(worker=1, session=7, step=step) for step in (0, 1))
     let_go, server = [], object.__new__(process.Server)
     server.shard = SimpleNamespace(pushed={(1, 7): taken, (1, 8): part}, let_go=let_go.append)
     server.clipping = process.Clipping(None, [taken], {}, 0.0, {})
@@ -147,32 +145,6 @@ def test_a_worker_that_hangs_is_timed_out_and_comes_back(clusters, tmp_path, mod
     assert sum(row.kind is Kind.JOIN and row.worker == 1 for row in order) == 2
 
 
-def slowly(folder, settings):
-    """Like `take_part`, but worker 1 computes for long in its second step, without letting another thread run."""
-    rank = worker.context().rank
-    if rank >= WORKERS:
-        return process.serve(folder, rank - WORKERS, settings, kills.initial(), report=worker.report)
-    ps = pushing.connect(folder, rank)
-    while (step := ps.next_step()) is not None:
-        if rank == 1 and step == 1:
-            ctypes.PyDLL(None).usleep(1_500_000)  # (which keeps the interpreter's lock)
-        for k in range(3):
-            ps.push(k, kills.gradient(ps.pull(k), step, rank, k))
-    return None
-
-
-@pytest.mark.parametrize("on_death", ["abort", "continue"])
-def test_a_worker_that_computes_for_long_is_waited_for(clusters, tmp_path, on_death):
-    """Three times as long as a worker that hangs would be waited for."""
-    rendezvous.open_folder(str(tmp_path), keys())
-    settings = Settings(WORKERS, 3, kills.OPTIMIZERS["sgd"], patience=0.5, on_death=on_death)
-    heard = []
-    found = clusters(4).run_reviving(0, lambda rank, fact: heard.append(fact), slowly, str(tmp_path), settings)
-    assert heard == []
-    assert found[3].silent == []
-    assert [row[1:3] for row in found[3].order if row[0] == Kind.TAKE] == [(w, s) for s in range(3) for w in range(3)]
-
-
 class Watched:
     """A server of workers 0 and 1 that looks for silent ones when a test says so: at times, and at states of their
     processes (11 and 12), that the test makes up. Its patience is 3 seconds."""
@@ -192,9 +164,8 @@ class Watched:
     def connect(self, who, pid):
         near, self.lines[who] = socket.socketpair()
         peer = self.server.board.adopt(near)
-        peer.text = Introduction(digest(keys(), 1), who, life=7).text()
-        peer.process = pid
-        self.server._hello(peer, Message(What.HELLO))
+        peer.digest, peer.process = digest(keys(), 1), pid
+        self.server._hello(peer, Message(What.HELLO, worker=who, number=7))
 
     def members(self, at, state="R"):
         """The workers that still take part after a look at this time, when process 12 was in this state."""
@@ -365,7 +336,7 @@ def test_strangers_and_nonsense_harm_nobody(one_server):
         for message, data in [
             (Message(What.PUSH, 0, 0), b"y" * 100),
             (Message(What.HELLO), b"{}"),
-            (Message(What.HELLO), b'{"keys": "other", "worker": 0, "life": 1, "server": -1}'),
+            (Message(What.HELLO, worker=0, number=1), bytes(32)),
             (Message(77), b""),
         ]:
             line = Connection(handle.address(0), handle.token)

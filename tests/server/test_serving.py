@@ -225,25 +225,6 @@ def test_the_command_line(capsys):
     assert found["allreduce_bytes"] == round(2 * 2 / 3 * parameters)
 
 
-def test_a_real_straggler(clusters):
-    """An emulated device per rank, the first five times slower: only k-of-n gets by without it."""
-    from minipar import Cluster
-
-    def costs(program):
-        from minipar.costs.unit import UnitCosts
-
-        return UnitCosts(program, 0.004, 0.008, stage_factors=[5.0] + [1.0] * (len(program.ranks) - 1))
-
-    times = {}
-    with Cluster(4, device=DeviceSpec(costs=costs)) as cluster:
-        for mode in ("sync", "k-of-n:2/3"):
-            found = train(partial(toy, ("linear",)), rows(9), f"dp=3 sync=ps mode={mode}", cluster=cluster, steps=8,
-                          loss=mse, progress=False)  # fmt: skip
-            times[mode] = found.trace.time
-    assert times["sync"] > 8 * 0.06
-    assert times["k-of-n:2/3"] < times["sync"]
-
-
 class Slow(torch.nn.Linear):
     """Takes long, and lets no other thread of its process run meanwhile."""
 
@@ -408,20 +389,6 @@ def ends(trace, rank, op):
     first = min(map(min, trace.starts))
     row = zip(trace.program.ranks[rank], trace.ends[rank], strict=True)
     return sorted(end - first for ins, end in row if ins.op is op)
-
-
-def test_emulated_links_by_a_function():
-    """A latency that only the device's own function knows."""
-    from minipar.costs.unit import UnitCosts
-
-    def costs(program):
-        return UnitCosts(program, 0.02, 0.04, latency=0.05, stage_factors=[1.0, 2.0, 1.0])
-
-    with Cluster(3, device=DeviceSpec(costs=costs)) as cluster:
-        found = shortest(lambda: train(four_layers, tuple(torch.randn(2, 8, 40)), "dp=2 sync=ps", cluster=cluster,
-                                       steps=4, batch=8, loss=mse, progress=False))  # fmt: skip
-    assert found.predicted.time == pytest.approx(4 * (0.12 + 2 * 0.05))
-    assert found.trace.time == pytest.approx(found.predicted.time, rel=0.05)
 
 
 def detached():

@@ -252,10 +252,10 @@ TABLE = (
         program=lambda: megatron("tp=2 dp=2"),
     ),
     _case(
-        "a sequence-parallel norm's gradient is not summed before the last of several updates",
-        without_last("ALL_REDUCE 5"),
-        "grad(5)", "part ", "of micro-batch 1 of step 0", "ALL_REDUCE of grad(5) over 2,3", "missing",
-        program=lambda: sequence("tp=2 pp=2 schedule=pipedream microbatches=2"), ranks=(2, 3),
+        "a sequence-parallel norm's gradient is not summed",
+        unsummed(5, (0, 1)),
+        "grad(5)", "part ", "(1.norm)", "ALL_REDUCE", "missing",
+        program=lambda: sequence("tp=2 bucket=none"),
     ),
     _case(
         "a sequence-parallel norm's gradient is summed twice",

@@ -150,11 +150,6 @@ def test_programs_survive_json():
         ("pp=4 schedule=pipedream-2bw microbatches=2", "microbatches=2 with pp=4.*third version.*microbatches=3"),
         ("pp=2 dp=2 schedule=ampnet", "dp=2: not together with schedule=ampnet.*dp=1"),
         ("pp=2 schedule=ampnet clip=1", "clip=1.0: not together with schedule=ampnet.*flush"),
-        ("pp=2 schedule=pipedream zero=1", "zero=1: not together.*zero=0"),
-        (
-            "tp=2 schedule=pipedream microbatches=2 batch_copies=2",
-            "batch_copies=2: not together.*pipedream-2bw, or pp=2 or batch_copies=1",
-        ),
         ("pp=2 schedule=pipedream-2bw accumulate=2", "accumulate=2: not together.*accumulate=1"),
         ("pp=2 schedule=pipedream in_flight=2", "in_flight=2: schedule=pipedream has none; possible with ampnet"),
         ("pp=2 schedule=ampnet update_every=0", "update_every=0: must be a whole number of at least 1"),
@@ -282,17 +277,6 @@ def test_an_update_has_the_gradients_of_all_replicas_once():
     assert lacking in changed(lambda row, k: row.pop(k))
     twice = changed(lambda row, k: row.insert(k, row[k]))
     assert "counts micro-batch 0 of step 0 (layer 0) twice: grad(0) was summed over these ranks before" in twice
-
-
-def test_a_version_is_used_when_all_its_slices_are_there():
-    def early(row):
-        k = next(k for k, ins in enumerate(row) if ins.op is Op.ALL_GATHER)
-        assert row[k + 1].op is Op.FORWARD
-        row[k : k + 2] = row[k + 1], row[k]
-
-    program = compiled("pipedream", pp=2, m=2, dp=2, zero=1)
-    verify(program)
-    assert "uses param(0) v1, of which its rank has made a slice only" in broken(program, 0, early)
 
 
 def test_replicas_sum_while_the_backward_goes_on():

@@ -94,7 +94,6 @@ PLANS = [
     "pp=2 dp=2 zero=3 microbatches=3",
     "pp=2 dp=2 zero=2 reduce=step microbatches=3 bucket=none",
     "pp=2 dp=2 overlap=priority",
-    "pp=2 dp=2 local_steps=2",
     "pp=2 dp=2 compress=bf16",
     "pp=2 offload=optimizer,parameters microbatches=2",
     "pp=2 inference=true microbatches=3",

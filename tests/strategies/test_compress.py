@@ -34,14 +34,13 @@ def wide():
 
 
 def sums(program, rank=0):
-    return [ins for ins in program.ranks[rank] if ins.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER)]
+    return [ins for ins in program.ranks[rank] if ins.op is Op.ALL_REDUCE]
 
 
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize(
     "words",
-    ["dp=2 bucket=none", "dp=2 pp=2 microbatches=2", "dp=3 overlap=none clip=1", "dp=3 zero=1 overlap=priority",
-     "dp=2 pp=2 zero=2 microbatches=2", "dp=2 zero=3 accumulate=2"],
+    ["dp=2 bucket=none", "dp=2 pp=2 microbatches=2", "dp=3 overlap=none clip=1", "dp=2 accumulate=2"],
 )  # fmt: skip
 def test_programs_verify_and_mean_the_same(choice, words):
     model = shape_of(list(MODEL()))
@@ -65,23 +64,7 @@ def test_what_a_message_carries():
     left, right = 32 * 2 + 32 + 16 * 2 + 16, 24 * 2 + 32 * 2  # two factors, and what has one dimension, whole
     assert parts("compress=powersgd:2") == [Part(Op.ALL_REDUCE, -1, left * 4), Part(Op.ALL_REDUCE, -1, right * 4)]
     assert len(parts("compress=powersgd:2 bucket=none")) == 2 + 2 + 1 + 1
-    for choice in ("topk:0.01", "powersgd:2"):  # with ZeRO all ranks get the same, and keep their slices
-        assert parts(f"zero=1 compress={choice}") == parts(f"compress={choice}")
     assert low_rank((4, 4), 2) is None  # not smaller
-    for level in (0, 2):
-        both = Plan.parse(f"dp=2 tp=2 compress=topk:0.1 zero={level}").compile(layers=2)
-        forms = [{both.groups[g].form for g in ins.layers} for ins in sums(both) if ins.group == (0, 2)]
-        assert forms == [{"S"}, {""}]  # (shards, and what ranks have whole)
-    first = Plan.parse("dp=2 tp=2 sequence_parallel=true compress=topk:0.1").compile(layers=2)
-    inside = [ins for ins in sums(first) if ins.reads[0].kind == "grad" and ins.group == (0, 1)]
-    assert all(first.groups[g].form == "P" for ins in inside for g in ins.layers)
-    assert {part for ins in inside for part in ins.parts} == {
-        Part(Op.ALL_REDUCE, g, size)
-        for g, group in enumerate(first.groups)
-        if group.form == "P"
-        for size in group.tensors
-    }  # (whole, and before the sum over replicas)
-    assert judge(first) == ""
     assert row_bytes(3, 4) == 24
     assert row_bytes(3, 8) == 40
     with pytest.raises(PlanError, match="needs the shapes of all tensors"):
@@ -107,11 +90,6 @@ def test_what_does_not_go_together_is_refused(words, says):
     assert says in str(caught.value)
 
 
-def test_a_piece_of_a_gradient_is_no_matrix():
-    with pytest.raises(PlanError, match=r"powersgd:1: not together with .* possible is bucket=none or compress=topk"):
-        Plan.parse("dp=2 compress=powersgd:1 overlap=priority bucket=1")
-
-
 @pytest.mark.parametrize("choice", ["bf16", "fp16"])
 def test_complex_numbers_do_not_lose_a_half(choice):
     with pytest.raises(RankError, match=f"compress={choice}: a gradient is complex64, .* possible is compress=none"):
@@ -133,11 +111,8 @@ def run(plan, cluster, steps=3, model=MODEL, data=None, **options):
 @pytest.mark.parametrize(
     "words",
     [
-        "dp=2 bucket=none", "dp=2 pp=2 microbatches=3 bucket=0.0001", "dp=4 bucket=flat", "dp=2 host_layers=1,3",
-        "dp=2 offload=optimizer,parameters", "dp=2 pp=2 microbatches=2 overlap=priority",
-        "dp=4 zero=1 bucket=none", "dp=2 pp=2 zero=2 microbatches=3 reduce=step",
-        "dp=2 overlap=priority bucket=0.00005 microbatches=2", "dp=2 zero=1 overlap=priority bucket=0.00005",
-        "dp=2 zero=3 microbatches=2 prefetch=0", "dp=2 zero=2 overlap=priority microbatches=2 offload=optimizer",
+        "dp=2 bucket=none", "dp=2 pp=2 microbatches=3 bucket=0.0001", "dp=4 bucket=flat",
+        "dp=2 offload=optimizer,parameters",
     ],
 )  # fmt: skip
 def test_all_numbers_sent_are_no_compression(clusters, words):
@@ -154,24 +129,10 @@ def test_a_gradient_of_low_rank_comes_through_low_rank_messages(clusters):
     assert 1e-3 < rough.max_gradient_error() < 1
 
 
-@pytest.mark.parametrize("choice", ["topk:0.1", "powersgd:2"])
-@pytest.mark.parametrize("level", [1, 2, 3])
-def test_slices_are_of_the_sum_that_there_is_without_zero(clusters, level, choice):
-    """Also what is left out, and sent later; an uneven split, slices that are filled up, and ranks that are alike."""
-    data = torch.randn(7, 24, dtype=torch.float64), torch.randn(7, 16, dtype=torch.float64)
-    plan = f"dp=2 compress={choice} bucket=flat"
-    plain, sliced = (run(f"{plan} zero={zero}", clusters(2), 4, wide, data) for zero in (0, level))
-    assert sliced.losses == pytest.approx(plain.losses, rel=1e-12)
-    for mine, whole in zip(sliced.gradients, plain.gradients, strict=True):
-        for name, gradient in whole.items():
-            assert torch.allclose(mine[name], gradient, rtol=0, atol=1e-12), name
-
-
 @pytest.mark.parametrize(
     "words",
-    ["", "zero=1", "zero=3", "overlap=priority bucket=0.001", "overlap=priority bucket=none", "offload=optimizer",
-     "host_layers=0"],
-)  # fmt: skip
+    ["", "offload=optimizer"],
+)
 def test_16_bits_are_those_of_plain_torch(clusters, words):
     """Each replica's gradient rounded, and their sum rounded."""
     torch.manual_seed(1)
@@ -186,21 +147,6 @@ def test_16_bits_are_those_of_plain_torch(clusters, words):
         halves.append({name: p.grad.to(torch.bfloat16) for name, p in model.named_parameters()})
     for name, gradient in done.gradients[0].items():
         assert torch.equal(gradient, (halves[0][name] + halves[1][name]).float())
-
-
-@pytest.mark.parametrize("words", ["", "bucket=none", "pp=2", "zero=0 clip=0.5"])
-def test_all_gradients_in_16_bits_are_those_without_compression(clusters, words):
-    """What topk sends of them are these 16 bits, and it leaves nothing out."""
-    torch.manual_seed(1)
-    data, plans = (torch.randn(8, 24), torch.randn(8, 16)), []
-    for more in ("", "compress=topk:1"):
-        plan = Plan.parse(f"dp=2 precision=bf16 {words} {more}")
-        program = plan.compile(shape_of(list(wide())))
-        assert judge(program) == ""
-        job = Job(wide, data, loss=nn.functional.mse_loss)
-        plans.append(execute(program, job, cluster=clusters(plan.ranks), passes=3).gradients)
-    for mine, theirs in zip(*plans, strict=True):
-        assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
 def _rounded(choice):
@@ -300,17 +246,15 @@ def test_at_least_one_number_is_sent_and_at_most_all(count, part):
 
 
 def test_bytes_and_memory_are_predicted_and_measured(clusters):
-    for choice in ("none", "bf16", "topk:0.05", "powersgd:1", "topk:0.05 precision=bf16", "powersgd:1 precision=bf16"):
+    for choice in ("none", "bf16", "topk:0.05", "powersgd:1"):
         found = run(
             f"dp=2 compress={choice}", clusters(2), 3, wide, (torch.randn(8, 24), torch.randn(8, 16)), memory=True,
             dtype=torch.float32, check=False,
         )  # fmt: skip
-        exact = "precision" not in choice
-        choice, _, _ = choice.partition(" ")
         bytes_ = {
             "none": 5312,
             "bf16": 2656,
-            "topk:0.05": 67 * 8 if exact else 408,
+            "topk:0.05": 67 * 8,
             "powersgd:1": 4 * (32 + 32 + 16 + 16 + 24 + 32),
         }
         assert found.bytes_sent == found.predicted.bytes_sent() == [bytes_[choice]] * 2

@@ -183,27 +183,6 @@ def test_the_copies_are_on_streams_of_their_own_in_the_predicted_trace():
     assert trace.busy == [18.0 / 6]  # neither copies nor the host's work are the device's
 
 
-@pytest.mark.parametrize(
-    "what", ["activations", "parameters", "optimizer", "optimizer,parameters,activations offload_to=disk"]
-)
-def test_ranks_that_decide_take_copies_with_their_actions(what):
-    """In any order that they decide it is a right program, and no more than one forward's copies are under way."""
-    plan = Plan.parse(f"pp=3 schedule=ampnet microbatches=4 in_flight=4 update_every=2 offload={what}")
-    program = plan.compile(layers=6, steps=2)
-    orders = set()
-    for seed in range(8):
-        happened = simulate(program, RandomCosts(seed)).program
-        verify(happened)
-        orders.add(tuple(str(ins) for row in happened.ranks for ins in row if ins.op in (Op.FORWARD, Op.BACKWARD)))
-        for row in happened.ranks:
-            for k, out in enumerate(row):
-                if out.op is Op.OFFLOAD and out.reads[0].kind == "saved":
-                    waits = next(n for n, ins in enumerate(row) if out.writes[0] in ins.reads)
-                    between = {(ins.op, ins.microbatch) for ins in row[k:waits] if ins.stream == "compute"}
-                    assert between <= {(Op.FORWARD, out.microbatch)}
-    assert len(orders) > 2
-
-
 # what is refused -----------------------------------------------------------------------------------------------------
 
 

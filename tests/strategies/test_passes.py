@@ -20,7 +20,7 @@ LISTS = {
     "dp=2 checkpoint=selective": "layers data_parallel update fuse",  # (inside a layer)
     "dp=2 bucket=auto": "layers bucket data_parallel update fuse",
     "dp=2 overlap=priority": "layers priority update fuse",
-    "dp=2 overlap=priority bucket=auto zero=1": "layers zero piece priority update fuse",
+    "host_layers=0": "layers host_layers update fuse",
     "dp=2 zero=2 clip=1": "layers zero data_parallel clip update fuse",
     "zero=2": "layers update fuse",  # (nobody to share with)
     "dp=2 local_steps=3": "layers local_steps update fuse",
@@ -30,15 +30,10 @@ LISTS = {
     "context_parallel=2 pp=2 zero=1": "layers data_parallel forms parts transfers update fuse",
     "ep=2 checkpoint=1": "layers checkpoint forms parts update fuse",
     "tp=2 batch_copies=2 microbatches=2": "layers forms parts copies update fuse",
-    "tp=2 pp=2 schedule=pipedream": "layers versions forms parts transfers fuse",
     "tp=2 inference=true": "layers forms fuse",  # (no gradients)
-    "pp=2 host_layers=0": "layers data_parallel host_layers transfers update fuse",
     "pp=2 schedule=terapipe slices=4": "layers slices data_parallel transfers update fuse",
     "dp=2 sync=ps checkpoint=2": "layers checkpoint parameter_server fuse",  # (servers update)
     "pp=2 schedule=pipedream checkpoint=1": "layers checkpoint versions transfers fuse",
-    "dp=2 pp=2 schedule=pipedream zero=1": "layers versions zero data_parallel transfers fuse",
-    "dp=2 pp=2 schedule=pipedream sync=ps": "layers versions virtual_workers transfers fuse",
-    "dp=2 pp=2 schedule=pipedream local_steps=2": "layers versions local_steps transfers fuse",  # (nothing is summed)
     "dp=2 pp=2 zero=1 clip=1 inference=true": "layers transfers fuse",  # (nothing is trained)
 }
 

@@ -15,9 +15,8 @@ from minipar.errors import PlanError, ProgramError
 from minipar.program import Group, Op, grad
 from minipar.program.shape import Shape
 from minipar.strategies.urgency import in_order
-from tests.comparing import trained
 from tests.fuzz.verify_interpreter import judge
-from tests.interpreters import RandomCosts, brute_force, shape
+from tests.interpreters import RandomCosts, brute_force
 from tests.toys import rows, toy
 
 pytestmark = pytest.mark.many(3)
@@ -162,7 +161,7 @@ def test_a_backward_that_comes_after_a_piece_is_missed():
     ("words", "says"),
     [
         ("clip=1", "and the norm needs all gradients; fundamental); possible is clip=none"),
-        ("bucket=flat", "or whole; fundamental); possible is bucket=none, auto or a size"),
+        ("bucket=flat", "or whole; fundamental); possible is bucket=none or a size"),
     ],
 )
 def test_what_needs_all_gradients_at_once_is_refused(words, says):
@@ -171,100 +170,10 @@ def test_what_needs_all_gradients_at_once_is_refused(words, says):
     assert says in str(caught.value)
 
 
-def test_auto_is_the_size_of_pieces_with_which_the_next_forward_ends_first():
-    model = shape(4, size=3 * 2**20)  # (each gradient has 3 x 4 MiB)
-    for level, op in ((0, Op.ALL_REDUCE), (1, Op.REDUCE_SCATTER)):
-        program = compiled(f"dp=2 overlap=priority bucket=auto zero={level}", model, steps=2)
-        chosen = {part.bytes for ins in program.ranks[0] for part in ins.parts if ins.op is op}
-        assert max(chosen) < 12 * 2**20  # no latency counts here, so that small pieces are best
-
-
-class Late(ByHand):
-    """A message takes its time, and 10 more."""
-
-    def collective(self, ins):
-        return 10 + super().collective(ins)
-
-
-@pytest.mark.parametrize("level", [0, 1])
-def test_auto_makes_as_many_pieces_as_pay(level):
-    KiB = 1 << 10
-    shape, best = model(4 * KiB, 64 * KiB, 4 * KiB, 64 * KiB), set()
-    for kind, forward in ((ByHand, 40), (Late, 40), (Late, 4)):
-        costs = kind([forward] * 4, [2 * forward] * 4, 1 / 512)
-        text = f"dp=2 overlap=priority zero={level}"
-        times = [a_step_more(f"{text} bucket={64 * KiB / MiB / 2**k}", shape, costs) for k in range(5)]
-        assert a_step_more(f"{text} bucket=auto", shape, costs) == min(times)
-        best.add(times.index(min(times)))
-    assert len(best) == (3 if level == 0 else 1)  # (with ZeRO the link is busy all the time, with sums and gathers)
-
-
 def test_as_many_steps_in_a_program_as_divide_what_is_saved():
     plan = Plan.parse(TEXT)
     assert [plan.block(20), plan.block(5), plan.block(20, 6), plan.block(20, 7), plan.block(20, 11)] == [8, 5, 6, 7, 1]
     assert Plan(dp=2).block(20) == 1
-
-
-def test_with_zero_a_layer_is_gathered_while_the_one_before_it_works():
-    costs = ByHand([1] * 3, [1] * 3, 1 / 16)
-    program = compiled("dp=2 overlap=priority zero=1", model(48, 48, 48), 2, costs)
-    verify(program)
-    words = {"REDUCE_SCATTER": "RS", "ALL_GATHER": "AG"}
-    named = [" ".join(words.get(word, word) for word in str(ins).split() if word not in ("over", "0,1", "mb0"))
-             for ins in program.ranks[0]]  # fmt: skip
-    assert named == [
-        "F 0:3", "B 2", "RS 2", "B 0:2", "RS 0", "RS 1", "STEP 0", "AG 0", "STEP 1", "AG 1", "F 0",
-        "STEP 2", "AG 2", "F 1:3", "B 2", "RS 2", "B 0:2", "RS 0", "RS 1", "STEP 0", "AG 0", "STEP 1", "AG 1",
-        "STEP 2", "AG 2",
-    ]  # fmt: skip
-
-
-def test_with_zero_a_piece_has_as_much_of_each_slice_and_is_overtaken():
-    costs = ByHand([1] * 3, [1] * 3, 1 / 16)  # as above: 3 pieces a layer
-    program = compiled(f"{TEXT} zero=1", model(48, 48, 48), 2, costs)
-    assert judge(program) == ""
-    first = [str(ins) for ins in program.ranks[0] if ins.op is Op.REDUCE_SCATTER][:9]
-    assert [text.removeprefix("REDUCE_SCATTER ").removesuffix(" over 0,1") for text in first] == [
-        "2[0:16]", "1[0:16]", "0[0:16]", "0[16:32]", "0[32:48]", "1[16:32]", "1[32:48]", "2[16:32]", "2[32:48]",
-    ]  # fmt: skip
-    early = ByHand([8, 1, 1], [1] * 3, 1 / 16)  # a long first forward, which begins as soon as its gather is there
-    assert a_step_more(f"{TEXT} zero=1", model(48, 48, 48), early) == 24
-    assert a_step_more("dp=2 overlap=priority bucket=none zero=1", model(48, 48, 48), early) == 26
-
-    def drop(row):
-        del row[place(row, "REDUCE_SCATTER 1[0:16]")]
-
-    def double(row):
-        row.insert(place(row, "REDUCE_SCATTER 1[32:48]"), row[place(row, "REDUCE_SCATTER 1[0:16]")])
-
-    def unfinished(row):
-        del row[place(row, "REDUCE_SCATTER 1[32:48]")]
-
-    def forgotten(row):  # what the last piece brings
-        k = place(row, "REDUCE_SCATTER 1[32:48]")
-        row[k] = row[k]._replace(writes=())
-
-    for change, says in [
-        (drop, "is the last piece of grad(1), of which 32 of 48 bytes were summed"),
-        (double, "sums bytes of grad(1) that were summed before"),
-        (unfinished, "reads grad_shard(1) before "),
-        (forgotten, "changes buffer(1), but does not write it"),
-    ]:
-        mutant = broken(program, change)
-        with pytest.raises(ProgramError) as caught:
-            verify(mutant)
-        assert says in str(caught.value)
-        assert judge(mutant)
-
-
-@pytest.mark.parametrize("level", [1, 2])
-def test_the_gain_with_zero_in_closed_form(level):
-    """Four layers of 2 + 2, sums and gathers of 4 each. In order: the forward waits for all gathers. By priority the
-    link rests only from the last gather until the first sum: the last two layers, which are one instruction, and a
-    backward."""
-    shape, costs = model(64, 64, 64, 64), ByHand([2] * 4, [2] * 4, 1 / 16)
-    assert a_step_more(f"dp=2 bucket=none zero={level}", shape, costs) == 8 + 2 + 4 * 8
-    assert a_step_more(f"dp=2 overlap=priority zero={level}", shape, costs) == 2 * 2 + 2 + 4 * 8
 
 
 # on ranks -------------------------------------------------------------------------------------------------------------
@@ -298,31 +207,6 @@ def test_steps_that_overlap_equal_those_of_one_device(clusters, text, optimizer)
     assert found.max_gradient_error() <= 1e-12
     assert found.losses == pytest.approx(found.reference.losses, rel=1e-12)
     assert len(found.losses) == len(found.step_times) == 11
-
-
-@pytest.mark.many(6)
-@pytest.mark.parametrize(
-    "text",
-    [
-        "dp=2 zero=1 microbatches=2",
-        "dp=2 pp=2 zero=2 microbatches=3 split=3,6",
-        "dp=4 zero=3 microbatches=2 prefetch=0",
-        "dp=2 pp=2 zero=1 microbatches=4 schedule=chimera",
-        "pp=4 zero=1 microbatches=8 schedule=dualpipe",
-        "dp=2 pp=2 zero=2 microbatches=4 schedule=interleaved chunks=2 reduce=step",
-        "dp=2 zero=2 microbatches=2 offload=optimizer offload_to=disk",
-        "dp=2 pp=2 zero=3 microbatches=2 offload=optimizer",
-        "dp=2 zero=1 host_layers=2 accumulate=2",
-        "dp=2 pp=2 zero=2 microbatches=4 schedule=zb-h1 checkpoint=2",
-        "dp=2 zero=1 bucket=0.00005",
-        "dp=4 zero=3 microbatches=2 bucket=0.00002",
-        "dp=2 pp=2 zero=2 microbatches=3 bucket=auto offload=optimizer",
-        "dp=2 zero=2 microbatches=2 reduce=step bucket=0.00003 host_layers=2",
-    ],
-)
-def test_with_zero_gradients_equal_plain_torch(clusters, text):
-    found = trained(clusters, Plan.parse(f"{text} overlap=priority"), MODEL, rows(17), steps=3)
-    assert found.program.steps == 3
 
 
 def test_a_run_is_saved_between_programs_and_goes_on(clusters, tmp_path):

@@ -438,41 +438,6 @@ def test_window_shows_only_a_part():
     assert all(3.5 <= c[0] <= c[1] <= 6 for c in drawn)
 
 
-def test_arrows_from_send_to_receive():
-    trace = simulate(Plan(pp=3, microbatches=2).compile(layers=3), latency=0.5)
-
-    def arrows(figure):
-        return [c for c in figure.axes[0].collections if c.get_label() == "arrows"]
-
-    assert arrows(drawing.draw([trace])) == []
-    (quiver,) = arrows(drawing.draw([trace], arrows=True))
-    assert len(quiver.X) == 8
-    assert set(quiver.U) == {0.5}
-    assert Counter(np.sign(quiver.V)) == {1: 4, -1: 4}
-    assert arrows(drawing.draw([unit(pp=4, microbatches=64)], arrows=True)) == []  # too many to be read
-
-
-def test_the_critical_path_is_a_line_with_a_legend_and_a_sentence():
-    trace = unit(pp=4, microbatches=8)
-
-    def line(figure):
-        return [found for found in figure.axes[0].lines if found.get_label() == "critical path"]
-
-    assert line(drawing.draw([trace])) == []
-    figure = drawing.draw([trace], critical_path=True)
-    xs, ys = line(figure)[-1].get_data()
-    assert xs[0] == 0
-    assert xs[-1] == trace.time
-    assert all(a <= b for a, b in pairwise(xs))
-    assert len(set(ys)) == 4  # down to the last stage, and up again
-    assert "critical path" in [text.get_text() for text in figure.legends[0].texts]
-    assert "Critical path, 35 instructions on 4 ranks: each waited for the one before it" in figure.alt
-    assert "together they are the whole 33: forward 11 + backward 22." in figure.alt
-    assert any(text.get_text().startswith("Critical path, 35") for text in figure.texts)
-    both = drawing.draw([trace, trace], critical_path=True)  # that of the second one
-    assert line(both)[-1].get_data()[1][0] > ys[0]
-
-
 @pytest.mark.parametrize(
     ("traces", "options", "says"),
     [

@@ -191,9 +191,6 @@ def test_a_real_profile(tmp_path):
     assert 0 < trace.bubble_of_total() < 1
     assert "aten::linear" in trace.to_html()
     assert "forward" in trace.to_svg()
-    again = Trace.from_json(trace.to_json())
-    assert again.program == trace.program
-    assert again.events == trace.events
     back = Trace.from_kineto(json.loads(trace.to_perfetto()))
     assert back.program.ranks == trace.program.ranks
     assert back.starts[0] == pytest.approx(trace.starts[0], abs=1e-9, rel=0)

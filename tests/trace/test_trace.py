@@ -1,7 +1,6 @@
 """Traces: numbers compared with closed forms, memory of a program made by hand, JSON both ways, comparisons."""
 
 import itertools
-import json
 from dataclasses import replace
 from typing import ClassVar
 
@@ -159,50 +158,6 @@ def test_a_ring_of_four_sends_three_halves():
     trace = by_hand([[ins]], [(0, 1)], {"grad": 80})
     assert trace.sent(0, ins) == 120
     assert trace.busy == [0]
-
-
-@pytest.mark.parametrize("plan", ["pp=3 microbatches=4", "dp=2 pp=2 microbatches=3 bucket=none", "accumulate=2"])
-@pytest.mark.parametrize("costs", [None, Bytes()])
-def test_json_gives_an_equal_trace(plan, costs, tmp_path):
-    trace = simulate(Plan.parse(plan).compile(layers=4, steps=2), costs)
-    trace = replace(
-        trace, kind="measured", note="made in a test", data=[17] * len(trace.program.ranks), clock_error=2e-5
-    )
-    text = trace.to_json()
-    assert trace.to_json(tmp_path / "trace.json") == str(tmp_path / "trace.json")
-    assert (tmp_path / "trace.json").read_text() == text
-    again = Trace.from_json(text)
-    assert again.events == trace.events
-    assert again.program == trace.program
-    assert (again.kind, again.unit, again.note, list(again.data)) == (trace.kind, trace.unit, trace.note, trace.data)
-    assert [again.memory(r) for r in range(len(trace.program.ranks))] == [
-        trace.memory(r) for r in range(len(trace.program.ranks))
-    ]
-    assert again.bytes_sent() == trace.bytes_sent()
-    assert again.clock_error == 2e-5
-    assert again.summary() == trace.summary()
-    assert again.to_json() == text
-
-
-@pytest.mark.parametrize(
-    ("text", "says"),
-    [
-        ("no json", "not a trace: "),
-        ("[1, 2]", "not a trace: the text has no format 'minipar-trace/1'"),
-        ('{"format": "minipar-program/1"}', "not a trace: the text has no format 'minipar-trace/1'"),
-        ('{"format": "minipar-trace/1", "kind": "measured"}', "not a whole trace: the text has no unit, note"),
-    ],
-)
-def test_what_is_no_trace_is_refused_in_words(text, says):
-    with pytest.raises(MiniparError) as caught:
-        Trace.from_json(text)
-    assert str(caught.value).startswith(says)
-
-
-def test_json_is_plain():
-    data = json.loads(simulate(Plan(pp=2).compile(layers=2)).to_json())
-    assert data["format"] == "minipar-trace/1"
-    assert [len(row) for row in data["starts"]] == [len(row) for row in data["program"]["ranks"]]
 
 
 def test_summary_says_units():

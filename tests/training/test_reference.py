@@ -19,6 +19,8 @@ from minipar import Cluster, RankDied, RankError, train
 from minipar.cluster import launch
 from minipar.execution.execution import Job
 from minipar.models.randomness import RowDropout, at
+from minipar.strategies.served_order import in_step
+from minipar.trace.recorded_order import Entry, RecordedOrder, local_order, served_order
 from minipar.training import plainly, reference
 from minipar.training.reference import Masks, gradient_error
 from tests.toys import rows, toy
@@ -28,12 +30,13 @@ mse = nn.functional.mse_loss
 
 @pytest.fixture(scope="module", params=["fresh", "forked"])
 def alone(request):
-    """A process of plain torch that has done nothing yet: a new interpreter, or forked from a helper."""
+    """A process of plain torch that has done nothing yet: a new interpreter, or the spare process of a helper."""
     helper = launch.Zygote(launch.settings_of_glibc()) if request.param == "forked" else None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launch, "_zygotes", {(os.getpid(), ""): helper} if helper else {})
         process = plainly.Plain()
         assert isinstance(process.process, launch.Forked if helper else launch.Spawned)
+        assert launch.take_spare(reference.__file__, 0) is None  # there is one only
     yield process
     assert process.alive
     if helper:
@@ -171,6 +174,47 @@ def test_what_looks_at_the_same_memory_still_does_there(alone):
     found = torch.load(io.BytesIO(plainly._pickled(task)), weights_only=False)["data"]
     assert found[0].untyped_storage().data_ptr() == found[1].untyped_storage().data_ptr()
     assert found[1].storage_offset() == 2
+
+
+# the replay -----------------------------------------------------------------------------------------------------------
+
+
+def plain_job() -> reference.Job:
+    model = reference.build(partial(toy, ("linear", "tuples", "dropout")), 0, torch.float64)
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    return reference.Job(model, reference.reader(rows(9), 9, torch.float64), mse, sgd)
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        local_order(3, 1, 2, 2),
+        served_order([row for step in range(3) for row in in_step(2, step)], 2, 2),
+        RecordedOrder(
+            tuple(
+                Entry(stage, what, i, i // 2) if what != "update" else Entry(stage, what, -1, i // 2 + 1)
+                for i in range(6)
+                for what, stages in (("forward", (0, 1)), ("backward", (1, 0)), ("update", (0, 1) if i % 2 else ()))
+                for stage in stages
+            ),
+            layers=((0, 1, 2), (3, 4, 5, 6)),
+            microbatches=2,
+        ),
+    ],
+    ids=["local", "served", "stages"],
+)  # fmt: skip
+def test_a_log_of_what_one_device_does_gives_the_same_and_a_wrong_one_does_not(order):
+    plain = reference.train_plainly(plain_job(), 3)
+    found = reference.Replay(plain_job(), order).train()
+    assert found.losses == pytest.approx(plain.losses, abs=1e-12)
+    assert gradient_error(found.parameters, plain.parameters) <= 1e-12
+    stale = [
+        e._replace(version=1) if e.version == 2 and e.what in ("forward", "backward") else e for e in order.entries
+    ]
+    other = reference.Replay(plain_job(), order._replace(entries=tuple(stale))).train()
+    assert gradient_error(other.parameters, plain.parameters) > 1e-6
+    with pytest.raises(ValueError, match="the order cannot be: Entry"):
+        reference.Replay(plain_job(), order._replace(entries=tuple(order.entries[1:]))).train()
 
 
 # the error ------------------------------------------------------------------------------------------------------------

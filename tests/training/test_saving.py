@@ -454,6 +454,14 @@ def test_wrong_requests(clusters, tmp_path):
     assert minipar.resume is resume
 
 
+def test_a_plan_of_an_older_version_is_named(clusters, tmp_path, monkeypatch):
+    saved = saved_by(clusters, ALONE, job(), tmp_path)
+    older = replace(saved, header=replace(saved.header, plan="dp=2 check=true"))
+    monkeypatch.setattr("minipar.training.training.open_folder", lambda folder: older)
+    with pytest.raises(SaveError, match=r"was saved under 'dp=2 check=true', .*'check': unknown.* resume\(.*plan="):
+        resume(tmp_path, MODEL, Stream())
+
+
 @dataclass(frozen=True)
 class Deadly(Stream):
     """Ends the process of rank 1 when it gets the rows of a step."""

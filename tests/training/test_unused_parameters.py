@@ -53,10 +53,8 @@ def model():
         "dp=2 pp=2 microbatches=2 bucket=flat",
         "dp=2 algorithm=ring overlap=none",
         "dp=2 offload=optimizer",
-        "dp=2 host_layers=0",
         "dp=2 sync=ps",
         "dp=2 sync=ps servers=2 microbatches=2",
-        "dp=2 pp=2 sync=ps overlap=priority",
         "dp=2 sync=ps mode=async",
     ],
 )

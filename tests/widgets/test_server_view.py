@@ -30,9 +30,8 @@ def trace(words: str, steps: int = 6, factors: tuple[float, ...] = ()) -> Trace:
         "dp=3 sync=ps mode=async",
         "dp=4 sync=ps mode=ssp:1 servers=2",
         "dp=3 sync=ps",
-        "dp=3 sync=ps servers=2 overlap=priority",
+        "dp=3 sync=ps servers=2",
         "dp=4 sync=ps mode=k-of-n:3/4",
-        "dp=3 pp=2 sync=ps mode=async servers=2",
     ],
 )
 def test_versions_and_staleness_are_the_trace_s(words: str) -> None:

@@ -51,9 +51,9 @@ class Exhibit:
         if self.measured:
             return _at_the_end(names["run"])
         assert isinstance(last, ast.Expr)
-        made = eval(compile(ast.Expression(last.value), self.name, "eval"), names)
-        assert isinstance(made, Shown)
-        return made
+        built = eval(compile(ast.Expression(last.value), self.name, "eval"), names)
+        assert isinstance(built, Shown)
+        return built
 
 
 def _at_the_end(run: Run) -> Shown:

@@ -133,8 +133,8 @@ def _place(order: Order, ins: Instruction, rank: int) -> tuple[int, int] | None:
     if ins.op in (Op.SEND, Op.RECV):
         value = message(ins)[0]
         forwards = value.kind == "output"
-        made = value.index if forwards else value.index + 1
-        layer = made if ins.op is Op.SEND else value.index + 1 if forwards else value.index
+        built = value.index if forwards else value.index + 1
+        layer = built if ins.op is Op.SEND else value.index + 1 if forwards else value.index
         wanted = [(op, ins.microbatch, layer) for op in OPS.values() if (op is Op.FORWARD) == forwards]
     else:
         wanted = [(ins.op, ins.microbatch, layer) for layer in ins.layers]

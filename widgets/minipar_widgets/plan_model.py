@@ -57,15 +57,15 @@ class Shelf:
 
     def with_model(self, given: str | Sizes) -> tuple[Shelf, str]:
         """The shelf with a model on it, and its name there. Errors: PlanError, as `sizes`."""
-        made = sizes(given)
-        name = given if isinstance(given, str) else made.name or "your model"
-        return replace(self, models={**self.models, name: made}), name
+        built = sizes(given)
+        name = given if isinstance(given, str) else built.name or "your model"
+        return replace(self, models={**self.models, name: built}), name
 
     def with_machine(self, given: str | Hardware | Calibration) -> tuple[Shelf, str]:
         """The shelf with a machine on it, and its name there. Errors: PlanError, as `hardware`."""
-        made = hardware(given)
-        name = given if isinstance(given, str) else made.name
-        return replace(self, machines={**self.machines, name: made}), name
+        built = hardware(given)
+        name = given if isinstance(given, str) else built.name
+        return replace(self, machines={**self.machines, name: built}), name
 
 
 def problem(shelf: Shelf, model: str, machine: str, gpus: int, batch: int, pins: Pins = ()) -> Problem:
@@ -189,7 +189,7 @@ def why(best: Planned, other: Planned) -> str:
     return f"as fast, with {gigabytes(abs(other.memory - best.memory))} {less} memory"
 
 
-def told(plan: Planned, best: Planned) -> dict[str, Any]:
+def described(plan: Planned, best: Planned) -> dict[str, Any]:
     """A plan for the browser; `why` says what makes it slower than the best one."""
     same = plan.numbers == best.numbers
     return {

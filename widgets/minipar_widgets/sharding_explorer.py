@@ -118,8 +118,8 @@ class ShardingView(View):
         """Find what each form would give, of a tensor or of all. The browser asks when the forms have been drawn."""
         if self.found is None or (tensor in self.outlook if tensor else len(self.outlook) == len(self.found.rows)):
             return
-        told = outlook(self.found, self._given[2], tensor)
-        plain = {t: {a: {w: list(p) for w, p in x.items()} for a, x in y.items()} for t, y in told.items()}
+        words = outlook(self.found, self._given[2], tensor)
+        plain = {t: {a: {w: list(p) for w, p in x.items()} for a, x in y.items()} for t, y in words.items()}
         self.outlook = {**self.outlook, **plain}
 
     def state(self) -> dict[str, Any]:
@@ -270,7 +270,7 @@ def _draw_row(sketch: Sketch, found: Found, row: Row, y: float, grid: float, at:
     if found.problem and found.rows[found.where] is row and found.where >= 0:
         sketch.rect(0, y + 1, 4, _ROW - 2, look.warn)
     shape = "×".join(map(str, row.shape))
-    made = row.made if not row.operator else f"= {row.made}"
+    built = row.made if not row.operator else f"= {row.made}"
     sketch.text(grid - 12, middle, shape, look.muted, 10, "rm")
     name = row.own
     while sketch.measure(name, 12) > grid - 20 - sketch.measure(shape, 10) - _LEFT:
@@ -278,10 +278,10 @@ def _draw_row(sketch: Sketch, found: Found, row: Row, y: float, grid: float, at:
     sketch.text(_LEFT, middle, name, size=12)
     taken = _LEFT + sketch.measure(name, 12) + 8
     room = grid - 24 - sketch.measure(shape, 10) - taken
-    if sketch.measure(made, 10) > room:
-        made = made.partition("(")[0]
-    if sketch.measure(made, 10) <= room:
-        sketch.text(taken, middle, made, look.muted, 10)
+    if sketch.measure(built, 10) > room:
+        built = built.partition("(")[0]
+    if sketch.measure(built, 10) <= room:
+        sketch.text(taken, middle, built, look.muted, 10)
     fixed = found.fixed.get(row.name, {})
     for axis, some in row.offered.items():
         for letters in some:

@@ -203,15 +203,15 @@ def outlook(
     choices = [(row, axis, one) for row in found.rows for axis, some in row.offered.items() for one in some]
     if tensor and len(choices) > MANY_CHOICES:
         choices = [choice for choice in choices if choice[0].name == tensor]
-    told: dict[str, dict[str, dict[str, tuple[bool, str]]]] = {}
+    words: dict[str, dict[str, dict[str, tuple[bool, str]]]] = {}
     for row, axis, one in choices:
-        there = told.setdefault(row.name, {}).setdefault(axis, {})
+        there = words.setdefault(row.name, {}).setdefault(axis, {})
         try:
             then = _propagated(found.layer, found.mesh, picked(found.picks, Pick(row.name, axis, one)), links)
             there[one] = (True, totals(tuple(_moves(found.layer, then, found.rows))))
         except PlanError as error:
             there[one] = (False, error.reason)
-    return told
+    return words
 
 
 def picked(picks: Sequence[Pick], new: Pick) -> tuple[Pick, ...]:

@@ -95,8 +95,8 @@ class LocalTransport(Transport):
 
     def _explain(self, reason: str) -> None:
         """Note why shared memory is not used; where the system could have it, also warn, once."""
-        told, self.without = bool(self.without), self.without or reason
-        if not told and sys.platform == "linux":
+        known, self.without = bool(self.without), self.without or reason
+        if not known and sys.platform == "linux":
             warnings.warn(f"no shared memory between ranks ({reason}): gloo is used", stacklevel=2)
 
     @property

@@ -44,6 +44,7 @@ from minipar.execution.streams import synchronize
 from minipar.prediction.oversubscription import available_cores
 from minipar.program import Program
 from minipar.program.collectives.moves import Copy, Move, Send, Setting, lay_out
+from minipar.program.instructions import PARTNERS
 
 _SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 21)
 _SUM_SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 23)
@@ -59,15 +60,12 @@ _QUICK = 0.5  # seconds of a calibration that nobody asked for
 
 
 @driven
-def calibrate(
-    cluster: Ranks, *, seconds: float = 2.0, progress: bool = True, algorithms: bool = True, messages: bool = True
-) -> Calibration:
+def calibrate(cluster: Ranks, *, seconds: float = 2.0, progress: bool = True, algorithms: bool = True) -> Calibration:
     """Measure a cluster: rates of computing, of messages between any two ranks, and of allreduce.
 
     seconds    about how long it may take with 4 ranks; shorter is less exact
     progress   show a bar
     algorithms also what algorithms of collectives consist of, which takes about as long again
-    messages   also messages between two ranks of one host, which plans without stages do not send
 
     Between hosts it takes some seconds longer if the network is slow. On emulated devices it measures the machine below
     them. Other programs on the machine disturb messages and collectives. Errors: PlanError for seconds that are not
@@ -75,44 +73,58 @@ def calibrate(
     """
     if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not 0 < seconds < float("inf"):
         raise PlanError(f"seconds={seconds!r}: must be a positive number, such as 2.0")
+    return _calibrated(cluster, seconds, progress, algorithms, True, True)
+
+
+def _calibrated(
+    cluster: Ranks, seconds: float, progress: bool, algorithms: bool, messages: bool, sums: bool
+) -> Calibration:
+    """`calibrate`, with messages between two ranks of one host and sums only where they are needed."""
     size = cluster.size
     pairs = list(combinations(range(size), 2))
     if len(pairs) > _PAIRS:
         pairs = [(rank, rank + 1) for rank in range(size - 1)]
     with tqdm(total=2 + len(pairs), desc="calibrate", disable=not progress, leave=False) as bar:
-        found = cluster.run_with(lambda rank, done: bar.update(), _measure, pairs, seconds, algorithms, messages)
+        found = cluster.run_with(lambda rank, done: bar.update(), _measure, pairs, seconds, algorithms, messages, sums)
     return found[0]
 
 
-def quick_calibration(cluster: Ranks, *, algorithms: bool, messages: bool, progress: bool = True) -> Calibration:
-    """A quick calibration of a cluster, measured at the first call and kept for as long as the cluster lives.
+def quick_calibration(cluster: Ranks, program: Program, *, algorithms: bool, progress: bool = True) -> Calibration:
+    """A quick calibration of a cluster, of what a program needs. It is measured at the first call and kept for as long
+    as the cluster lives.
 
     Its number of ranks, their threads and their device never change, and a rank that was replaced works on the same
     machine. Arguments and errors as of `calibrate`.
     """
     known = _known.setdefault(cluster, {})
-    if (algorithms, messages) not in known:
-        known[algorithms, messages] = calibrate(
-            cluster, seconds=_QUICK, progress=progress, algorithms=algorithms, messages=messages
-        )
-    return known[algorithms, messages]
+    rows = program.ranks
+    needs = (
+        algorithms,
+        any(ins.op in PARTNERS for row in rows for ins in row),
+        any(i.group for row in rows for i in row),
+    )
+    if needs not in known:
+        known[needs] = _calibrated(cluster, _QUICK, progress, *needs)
+    return known[needs]
 
 
-_known: WeakKeyDictionary[Ranks, dict[tuple[bool, bool], Calibration]] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Ranks, dict[tuple[bool, bool, bool], Calibration]] = WeakKeyDictionary()
 
 
 # in the ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _measure(pairs: list[tuple[int, int]], seconds: float, algorithms: bool, messages: bool) -> Calibration:
+def _measure(pairs: list[tuple[int, int]], seconds: float, algorithms: bool, messages: bool, sums: bool) -> Calibration:
     comm = communicator.create()
     cores = _cores(comm) if comm.device.type == "cpu" else None
     with on_own_core() if cores is not None else nullcontext():  # as when a program runs
-        found = _measure_all(comm, cores, pairs if messages or _hosts(comm) else [], seconds)
+        found = _measure_all(comm, cores, pairs if messages or _hosts(comm) else [], seconds, sums)
     return _with_exchanges(comm, found, max(3, round(seconds * 8))) if algorithms else found  # as users call them
 
 
-def _measure_all(comm: Communicator, cores: int | None, pairs: list[tuple[int, int]], seconds: float) -> Calibration:
+def _measure_all(
+    comm: Communicator, cores: int | None, pairs: list[tuple[int, int]], seconds: float, sums: bool
+) -> Calibration:
     own_clock = comm.device.type == "cpu" and torch.get_num_threads() == 1
 
     def done() -> None:
@@ -140,10 +152,10 @@ def _measure_all(comm: Communicator, cores: int | None, pairs: list[tuple[int, i
             links.append((a, b, _line(partial(_message, comm, [(a, b)]))))
         done()
     nothing = LinearCost(0.0, 0.0)
-    sums = []
-    for members in _members(comm):
+    lines = []
+    for members in _members(comm) if sums else []:
         if not any(hosts.count(host) % members for host in hosts):  # (all neighbours are on one host)
-            sums.append((members, _allreduce(comm, members, repeats)))
+            lines.append((members, _allreduce(comm, members, repeats)))
     far = [line for a, b, line in links if hosts and hosts[a] != hosts[b]]
     filling = _filling(comm, hosts, far[0]) if far else 1.0
     across = _across_hosts(comm, hosts) if hosts else ()
@@ -158,7 +170,7 @@ def _measure_all(comm: Communicator, cores: int | None, pairs: list[tuple[int, i
         links=tuple(links),
         send=_middle(sends) if comm.device.type == "cpu" and sends else nothing,
         receive=_middle(receives) if comm.device.type == "cpu" and receives else nothing,
-        allreduce=tuple(sums),
+        allreduce=tuple(lines),
         hosts=hosts,
         filling=filling,
         across=across,

@@ -32,7 +32,7 @@ from minipar.execution.split_backward import input_half, left, weight_half
 from minipar.execution.streams import synchronize
 from minipar.execution.tails import Tails
 from minipar.models.network import edges_of
-from minipar.models.parameter_groups import groups_of, shape_of
+from minipar.models.parameter_groups import groups_of
 from minipar.models.tensors import (
     count_bytes,
     count_rows,
@@ -157,41 +157,6 @@ def profile(
     )
 
 
-def slice_times(
-    model: Iterable[nn.Module],
-    batch: tuple[Any, Any],
-    loss: Callable[[Any, Any], Tensor] = nn.functional.cross_entropy,
-    parts: int = 4,
-    repeats: int = 3,
-) -> dict[tuple[int, int], float]:
-    """Seconds of forward and backward through all layers, by (length, context) of a slice in tokens.
-
-    batch   (x, y) of shapes (rows, tokens, ...)
-    parts   lengths and contexts are multiples of a `parts`-th of the tokens, and half of it
-
-        times = slice_times(model, (x, y))
-        lengths = best_slices(tokens, stages, fit(times))        slices=4,3,2,2
-
-    Errors: PlanError for a model whose layers take whole sequences, or too few tokens.
-    """
-    layers, tokens, rows = list(model), sliced.count_tokens(batch), count_rows(batch[0])
-    if whole := shape_of(layers).whole:
-        raise PlanError(f"model: layer {whole} takes whole sequences; possible are minipar.models.Sliced")
-    step = tokens // parts
-    if parts < 2 or step < 2:
-        raise PlanError(f"parts={parts}: of {tokens} tokens; possible are 2 to {tokens // 2} parts")
-    found: dict[tuple[int, int], float] = {}
-    for context in range(0, tokens, step):
-        for length in (step // 2, *range(step, tokens - context + 1, step)):
-            before = [range(context)] if context else []
-            slices = [*before, range(context, context + length)]
-            given = take_tokens(batch, range(context + length))
-            measured = profile(layers, given, loss, [rows], repeats, slices=slices)
-            key = rows * len(slices) + len(slices) - 1
-            found[length, context] = sum(measured.forward[key]) + sum(measured.backward[key])
-    return found
-
-
 # forms ----------------------------------------------------------------------------------------------------------------
 
 
@@ -291,7 +256,7 @@ class _Measured:
     given: int  # bytes of its input, unless that is the rows themselves
     seconds: dict[str, list[float]]
     left: list[int] = field(default_factory=list)  # bytes between the halves of its backward
-    slice: sliced.Alone | None = None
+    slice: sliced.OneSlice | None = None
 
     def forward(self, clock: _Stopwatch) -> tuple[Any, list[Tensor]]:
         """A timed forward: the input as a leaf, and the tensors that a backward starts from."""
@@ -356,7 +321,7 @@ def _runs(
             final = final[0], _on(places[l], final[1])
         loss = partial(_of_output, *final) if last else None
         given = detach(value, l > trainable_from)
-        part = None if here is None else sliced.Alone(layer, here[0], here[2].get(l), here[1], l >= trainable_from)
+        part = None if here is None else sliced.OneSlice(layer, here[0], here[2].get(l), here[1], l >= trainable_from)
         try:
             find_overwriting(layer, given, part)
             with FlopCounterMode(display=False, custom_mapping=_FLOPS) as forward:
@@ -399,7 +364,7 @@ def _forward(run: Callable[[Any], Any], loss: Loss | None, given: Any) -> tuple[
     return output, [loss(output)] if loss else differentiable(output)
 
 
-def _kept_anyway(target: Any, part: sliced.Alone | None) -> list[Tensor]:
+def _kept_anyway(target: Any, part: sliced.OneSlice | None) -> list[Tensor]:
     """The loss's targets; for a slice also what the layer takes and carries on beside its input and output."""
     return [*tensors(target), *(tensors(part.beside) if part else ())]
 

@@ -227,12 +227,12 @@ def _runner(layer: nn.Module, here: _Here | None, recorder: _Recorder, trains: b
     for tensor in tensors(before):
         recorder.register(tensor, "carried")
     recorder.take()
-    return sliced.Alone(layer, here.start, before, here.more, trains)
+    return sliced.OneSlice(layer, here.start, before, here.more, trains)
 
 
 def _carried(run: Any) -> Any:
     """What a layer carries on to the next slice."""
-    return run.handed_on if isinstance(run, sliced.Alone) else None
+    return run.handed_on if isinstance(run, sliced.OneSlice) else None
 
 
 def _with_graph(
@@ -274,7 +274,7 @@ def _with_graph(
         last = [end] if end is not None else [_Sink.apply(seeded, *ends)]
         last += [_Sink.apply(lambda made: recorder.role(made, "grad_carried"), *more)] if more else []
         recorder.role(last, "sink")  # (but the loss is the layer's, and has a role already)
-        if isinstance(run, sliced.Alone):
+        if isinstance(run, sliced.OneSlice):
             leaves, run.handed_on = differentiable(run.given), None
         recorder.take()
         del output, ends, given, end, more

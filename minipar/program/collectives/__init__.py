@@ -82,9 +82,9 @@ def known(algorithm: object) -> str | None:
     found = getattr(algorithm, "algorithm", None)
     if not isinstance(found, tuple):
         raise PlanError(f"algorithm={algorithm!r}: must be a name, or a generator that @minipar.collective decorated")
-    name, made = found
-    if name not in _own or any(_own[name].moves.get(kind) is not moves for kind, moves in made.moves.items()):
-        add(name, made)
+    name, built = found
+    if name not in _own or any(_own[name].moves.get(kind) is not moves for kind, moves in built.moves.items()):
+        add(name, built)
     return str(name)
 
 
@@ -133,10 +133,10 @@ def program(
     cuts = [bounds(nbytes // item, own, c % own) for c in range(count)]
     sizes = tuple((last - first) * item for first, last in cuts)
     name = f"{collective} by {algorithm}, {several(ranks, 'rank')}" + (f", {op}" if op != "sum" else "")
-    made = lay_out(name, collective, setting, chosen.moves[collective], sizes)
+    built = lay_out(name, collective, setting, chosen.moves[collective], sizes)
     if algorithm in _own:
-        verify(made)
-    return made
+        verify(built)
+    return built
 
 
 def cost(

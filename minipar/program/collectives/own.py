@@ -41,13 +41,13 @@ def own_program(
     that is no move, or a move that names a chunk or a rank that does not exist; and whatever the generator raises.
     """
     setting = Setting(ranks, root, nodes)
-    made = algorithm(collective, moves, chunks)
-    count = made.chunks(collective, setting)
+    built = algorithm(collective, moves, chunks)
+    count = built.chunks(collective, setting)
     each = count // ranks if collective == "all_to_all" else count  # in an all_to_all each rank cuts its tensor
     cuts = [bounds(nbytes, each, c % each) for c in range(count)]
     sizes = tuple(last - first for first, last in cuts)
     return lay_out(
-        f"{collective} by hand, {several(ranks, 'rank')}", collective, setting, made.moves[collective], sizes
+        f"{collective} by hand, {several(ranks, 'rank')}", collective, setting, built.moves[collective], sizes
     )
 
 
@@ -59,10 +59,10 @@ def algorithm(collective: str, moves: Moves, chunks: int | None = None) -> Algor
         return usual if chunks is None else chunks
 
     def checked(setting: Setting, rank: int) -> Iterator[Move]:
-        made: Any = moves(setting, rank)
-        if not isinstance(made, Iterable):
-            raise PlanError(f"rank {rank}: gave {made!r}; moves are yielded: `yield Send([0], 1)`")
-        for k, move in enumerate(islice(made, MOST + 1)):
+        built: Any = moves(setting, rank)
+        if not isinstance(built, Iterable):
+            raise PlanError(f"rank {rank}: gave {built!r}; moves are yielded: `yield Send([0], 1)`")
+        for k, move in enumerate(islice(built, MOST + 1)):
             if k == MOST:
                 raise PlanError(f"rank {rank}: yields more than {MOST} moves; does a loop end?")
             yield _checked(move, rank, setting.ranks, count(collective, setting))

@@ -33,7 +33,6 @@ from minipar.program import (
     grad,
     grad_shard,
     home,
-    host,
     param,
     param_shard,
     piece_of,
@@ -278,7 +277,7 @@ class Contents:
                 return
         for r in self._given(of_each):
             if ins.op is Op.ALL_REDUCE:
-                self.known[r][grad(g) if grad(g) in ins.reads else host(grad(g))] = total
+                self.known[r][grad(g)] = total
                 continue
             before = self.known[r].get(grad_shard(g), 0)
             if before & total:
@@ -372,8 +371,6 @@ class Contents:
             if not group.trainable:
                 continue
             counted, holders = {r for r, found in brought.items() if g in found}, holds[g]
-            if self.local:  # each replica has a norm of its own
-                holders = {r for r in holders if self.program.replica(r) == self.program.replica(rank)}
             if counted != holders:
                 reason = f"{at(self.program, rank, index)} counts grad({g}) on ranks {sorted(counted)}; it is on"
                 raise refuse(self.program, rank, index, f"{reason} {sorted(holders)}")
@@ -482,7 +479,7 @@ class Contents:
 
 def _averages(ins: Instruction) -> bool:
     """Whether a collective averages parameters."""
-    return ins.op is Op.ALL_REDUCE and bool(ins.reads) and home(ins.reads[0]).kind == "param"
+    return ins.op is Op.ALL_REDUCE and bool(ins.reads) and ins.reads[0].kind == "param"
 
 
 def _turned(mask: int, fields: int, width: int, by: int, size: int) -> int:

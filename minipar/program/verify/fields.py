@@ -205,6 +205,8 @@ def check_fields(program: Program) -> None:
             f"contract={program.contract}: replicas that train alone have whole states, no {what}; possible is "
             f"{Synchronous()}"
         )
+    if program.local_steps and (program.workers > program.replicas or program.clip is not None):
+        raise ProgramError(f"contract={program.contract}: of replicas of one rank each, without clip")
     if program.sharing > 1 and program.serving is None:
         if isinstance(program.contract, Staleness):
             raise ProgramError(f"contract={program.contract}: of whole layers; possible is a mesh of dp and pp")
@@ -233,15 +235,15 @@ def _check_mesh(program: Program) -> None:
     names, product = [name for name, _ in program.mesh], 1
     for _, size in program.mesh:
         product *= size
-    told = ", ".join(f"{name}={size}" for name, size in program.mesh)
+    words = ", ".join(f"{name}={size}" for name, size in program.mesh)
     if product != program.workers or len(set(names)) < len(names):
         raise ProgramError(
-            f"mesh {told}: has {several(product, 'place')} for {several(program.workers, 'rank')}; sizes multiply to "
+            f"mesh {words}: has {several(product, 'place')} for {several(program.workers, 'rank')}; sizes multiply to "
             "the number of ranks that hold layers"
         )
     before = program.mesh[: names.index("dp")] if "dp" in names else ()
     if any(size > 1 for _, size in before):
-        raise ProgramError(f"mesh {told}: dp must be the first axis; replicas are runs of neighbouring ranks")
+        raise ProgramError(f"mesh {words}: dp must be the first axis; replicas are runs of neighbouring ranks")
 
 
 def _check_model(program: Program) -> None:

@@ -80,8 +80,8 @@ def check_repartition(program: Program, rank: int, index: int) -> None:
     sharers = program.sharers(rank, program.sharing_axes[axis or 0 :][:1])
     if ins.group != sharers or len(ins.group) < 2:
         ranks = ",".join(map(str, sharers))
-        told = f"the ranks that share layer {program.title(program.source(source))}; possible are {ranks}"
-        raise refuse(program, rank, index, f"{where}: its group is not that of {told}")
+        words = f"the ranks that share layer {program.title(program.source(source))}; possible are {ranks}"
+        raise refuse(program, rank, index, f"{where}: its group is not that of {words}")
     if axis is None and source.form != target.form:
         raise refuse(
             program, rank, index,
@@ -122,12 +122,12 @@ def check_repartition(program: Program, rank: int, index: int) -> None:
 def in_another_form(program: Program, rank: int, index: int, value: Value, since: int = 0) -> str:
     """Of a value that nobody makes: what is missing or too much, if some instruction from `since` on has made it in
     another form; else ""."""
-    plain, made = value._replace(form=""), ""
+    plain, built = value._replace(form=""), ""
     for ins in program.ranks[rank][since:index]:
         for other in ins.writes:
             if other._replace(form="") == plain and other.form != value.form:
-                made = f"which is there as {in_words(other.form)} only{lacking(other.form, value.form)}"
-    return made
+                built = f"which is there as {in_words(other.form)} only{lacking(other.form, value.form)}"
+    return built
 
 
 def check_shards(program: Program, rank: int, index: int) -> None:
@@ -137,9 +137,9 @@ def check_shards(program: Program, rank: int, index: int) -> None:
         shards = [program.part(r, g, "S") for r in ins.group] if program.groups[g].is_cut else []
         if len(set(shards)) > 1:
             own = [r for r, shard in zip(ins.group, shards, strict=True) if shard == program.part(rank, g, "S")]
-            told = f"{ins.op.value} of {ins.reads[0].kind}({g}) over {','.join(map(str, ins.group))} is superfluous"
+            words = f"{ins.op.value} of {ins.reads[0].kind}({g}) over {','.join(map(str, ins.group))} is superfluous"
             possible = f"; possible is over {','.join(map(str, own))}" if len(own) > 1 else ""
             reason = f"{at(program, rank, index)} adds different shards of layer"
             raise refuse(
-                program, rank, index, f"{reason} {program.title(program.groups[g].layers[0])}: {told}{possible}"
+                program, rank, index, f"{reason} {program.title(program.groups[g].layers[0])}: {words}{possible}"
             )

@@ -80,11 +80,15 @@ def _check_steps(program: Program, rank: int, every: bool) -> None:
 
 def _check_worker(program: Program, rank: int) -> None:
     """A worker runs every layer on every micro-batch, nothing twice, and pushes what is complete."""
+    everything = set(range(program.microbatches))
     done: dict[tuple[str, int, int], set[int]] = defaultdict(set)  # (what, layer, step) -> its micro-batches
     sent: dict[tuple[int, int], set[int]] = defaultdict(set)  # (group, step) -> servers that have the gradient
     for index, ins in enumerate(program.ranks[rank]):
         what = "forward" if ins.op is Op.FORWARD else "backward" if ins.op in _GRADIENTS else ""
         for layer in ins.layers if what else ():
+            if ins.microbatch not in everything:
+                reason = f"{at(program, rank, index)}: there is no micro-batch {ins.microbatch}; possible are 0 to"
+                raise refuse(program, rank, index, f"{reason} {program.microbatches - 1}")
             if ins.microbatch in done[what, layer, ins.step]:
                 reason = f"micro-batch {ins.microbatch} is doubled: {at(program, rank, index)} is not the first"
                 raise refuse(program, rank, index, reason)
@@ -95,13 +99,13 @@ def _check_worker(program: Program, rank: int) -> None:
                 raise refuse(program, rank, index, reason)
             sent[g, ins.step].add(ins.peer)
             for layer in program.groups[g].layers:
-                if lost := done["forward", layer, ins.step] - done["backward", layer, ins.step]:
+                if lost := everything - done["backward", layer, ins.step]:
                     reason = f"{at(program, rank, index)} pushes before the gradient is complete: grad({g}) lacks"
                     raise refuse(program, rank, index, f"{reason} micro-batch {min(lost)} (layer {layer})")
     for step in sorted({ins.step for ins in program.ranks[rank] if ins.op is Op.PULL}):
         for layer in range(program.layers):
             for what in ("forward", "backward") if layer >= program.first_trainable else ("forward",):
-                if lost := set(range(program.microbatches)) - done[what, layer, step]:
+                if lost := everything - done[what, layer, step]:
                     reason = f"micro-batch {min(lost)} is missing: rank {rank} does not run the {what} of layer {layer}"
                     raise ProgramError(f"{reason} on it (step {step})")
         for g, group in enumerate(program.groups):

@@ -226,12 +226,12 @@ def _check_instructions(program: Program, ranks: Collection[int]) -> None:
             if (op, layers) not in known:
                 _check_layers(program, rank, index)
                 known[op, layers] = _needs(program, op, layers)
-            needed, made = known[op, layers]
+            needed, built = known[op, layers]
             if op is Op.STEP or op in COLLECTIVES:
-                needed, made = _check_state_work(program, rank, index, needed, made, own)
+                needed, built = _check_state_work(program, rank, index, needed, built, own)
             elif op is Op.RECOMPUTE:
                 again = True
-            if stream == "host" or op is Op.NORM or (op is Op.ALL_REDUCE and reads and " " in reads[0].kind):
+            if stream == "host" or op is Op.NORM:
                 reads, writes = _on_host(program, rank, index)
             missing = needed.difference([value[:2] for value in reads])
             if missing:
@@ -239,7 +239,7 @@ def _check_instructions(program: Program, ranks: Collection[int]) -> None:
                 reason = f"{at(program, rank, index)} needs {kind}({k}), but does not read it"
                 raise refuse(program, rank, index, reason)
             for value in writes:
-                if value[:2] not in made and value[0] not in carried:
+                if value[:2] not in built and value[0] not in carried:
                     raise refuse(program, rank, index, f"{at(program, rank, index)} cannot make {value}")
             if layers and (program.forms or program.sharing > 1):
                 forms.check_forms(program, rank, index)
@@ -385,7 +385,7 @@ def _check_state_work(
     rank: int,
     index: int,
     needed: frozenset[tuple[str, int]],
-    made: frozenset[tuple[str, int]],
+    built: frozenset[tuple[str, int]],
     own: _State,
 ) -> tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]:
     """An instruction on parameter groups names all that it changes. Returns what it must read, and what it can
@@ -397,7 +397,7 @@ def _check_state_work(
     if ins.stream == "host" and op is not Op.STEP:
         raise _not_on_host(program, rank, index)
     if op is Op.ALL_REDUCE:
-        return _check_sum(program, rank, index, made, own)
+        return _check_sum(program, rank, index, built, own)
     if op is Op.STEP:
         frozen = [g for g in groups if not program.groups[g].trainable]
         if frozen:
@@ -405,8 +405,8 @@ def _check_state_work(
             raise refuse(program, rank, index, reason)
         for g in groups:
             if (other := own.updated.setdefault(g, groups)) != groups:
-                told = ",".join(map(str, other))
-                reason = f"{at(program, rank, index)}: an optimizer has groups {told} together, as in an earlier STEP"
+                words = ",".join(map(str, other))
+                reason = f"{at(program, rank, index)}: an optimizer has groups {words} together, as in an earlier STEP"
                 raise refuse(program, rank, index, f"{reason}; possible is that in every step")
     elif op is Op.NORM:
         if len(set(ins.reads)) < len(ins.reads):
@@ -419,11 +419,11 @@ def _check_state_work(
         reason = "slices are summed whole, as they are; possible are one part that begins at -1, and compress=none"
         raise refuse(program, rank, index, f"{at(program, rank, index)}: {reason}")
     written = {value[:2] for value in (_on_host(program, rank, index)[1] if ins.stream == "host" else ins.writes)}
-    lacking = made - written - ({("norm", 0)} if op is Op.STEP else set())
+    lacking = built - written - ({("norm", 0)} if op is Op.STEP else set())
     if lacking:
         kind, k = min(lacking)
         raise refuse(program, rank, index, f"{at(program, rank, index)} changes {kind}({k}), but does not write it")
-    return needed, made
+    return needed, built
 
 
 def _check_slices(program: Program, rank: int, index: int, own: _State) -> None:
@@ -435,15 +435,15 @@ def _check_slices(program: Program, rank: int, index: int, own: _State) -> None:
                 program, rank, index, f"{at(program, rank, index)}: rank {rank} has no slice of parameter group {g}"
             )
         if ins.group != (wanted := program.slicing(g, rank)):
-            told = ",".join(map(str, wanted))
+            words = ",".join(map(str, wanted))
             reason = (
-                f"{at(program, rank, index)}: the slices of group {g} are those of ranks {told}, one after the other"
+                f"{at(program, rank, index)}: the slices of group {g} are those of ranks {words}, one after the other"
             )
             raise refuse(program, rank, index, f"{reason}; possible is a group of these")
 
 
 def _check_sum(
-    program: Program, rank: int, index: int, made: frozenset[tuple[str, int]], own: _State
+    program: Program, rank: int, index: int, built: frozenset[tuple[str, int]], own: _State
 ) -> tuple[frozenset[tuple[str, int]], frozenset[tuple[str, int]]]:
     """An ALL_REDUCE reads and writes only the gradients of its groups, or the parameters of replicas that train alone.
     The groups of a buffer are the same in every step."""
@@ -452,7 +452,7 @@ def _check_sum(
     summed = frozenset((first, g) for g in ins.layers)
     if program.sharing > 1:
         forms.check_shards(program, rank, index)
-    if first in ("param", "host param"):
+    if first == "param":
         if not program.local_steps:
             reason = f"{at(program, rank, index)} sums parameters; possible with contract Local"
             raise refuse(program, rank, index, reason)
@@ -460,7 +460,7 @@ def _check_sum(
             reason = f"{at(program, rank, index)} averages what it reads, but reads or writes {min(others)} only"
             raise refuse(program, rank, index, reason)
         rest: frozenset[tuple[str, int]] = frozenset()
-    elif home(ins.reads[0]).kind == "grad" if ins.reads else False:
+    elif first == "grad":
         rest = frozenset(("residual", g) for g in ins.layers)
     else:
         raise refuse(program, rank, index, f"{at(program, rank, index)} sums gradients, but reads none")
@@ -489,9 +489,7 @@ def _check_sum(
             groups = ",".join(map(str, other))
             reason = f"{at(program, rank, index)}: grad({g}) lies in the buffer of groups {groups}"
             raise refuse(program, rank, index, f"{reason}; possible are the same groups in every step")
-    if " " in first:  # on the host
-        summed = frozenset(home(Value(*pair, -1, -1))[:2] for pair in summed)
-    return summed, made | summed
+    return summed, built | summed
 
 
 def _check_piece(program: Program, rank: int, index: int) -> None:
@@ -542,13 +540,13 @@ def _needs(
     }
     given = {("grad_output", e) for e in program.wiring.out[last]} or {("output", last)}
     wires = program.wiring
-    made = {
+    built = {
         ("grad_output", e)
         for layer in layers
         for e, source in zip(wires.into[layer], wires.inputs[layer], strict=True)
         if source >= first
     }
-    return frozenset(params | kept | given), frozenset(made | (grads if op is Op.BACKWARD else left))
+    return frozenset(params | kept | given), frozenset(built | (grads if op is Op.BACKWARD else left))
 
 
 def _needs_of_state(
@@ -630,7 +628,7 @@ def _check_microbatches(program: Program, ranks: Sequence[int]) -> None:
 def _check_rank(program: Program, rank: int) -> set[Value]:
     """Check one rank alone. Returns the values that are live after its last instruction."""
     live: set[Value] = set(program.state[rank]) if program.state else set()
-    together: dict[int, tuple[int, ...]] = {}  # group -> the groups of the REDUCE_SCATTER that made its slices
+    joined: dict[int, tuple[int, ...]] = {}  # group -> the groups of the REDUCE_SCATTER that made its slices
     for index, ins in enumerate(program.ranks[rank]):
         for value in ins.reads:
             if value not in live:
@@ -640,11 +638,11 @@ def _check_rank(program: Program, rank: int) -> set[Value]:
                 raise _written_twice(program, rank, index, value)
         if ins.op is Op.REDUCE_SCATTER:
             for g in ins.layers:
-                if grad_shard(g) in ins.reads and together.get(g) != ins.layers:
+                if grad_shard(g) in ins.reads and joined.get(g) != ins.layers:
                     reason = f"{at(program, rank, index)} adds to the slices of group {g}, which came with groups"
-                    told = f"{reason} {together.get(g, ())}; possible are the same groups in the same order"
-                    raise refuse(program, rank, index, told)
-            together.update(dict.fromkeys(ins.layers, ins.layers))
+                    words = f"{reason} {joined.get(g, ())}; possible are the same groups in the same order"
+                    raise refuse(program, rank, index, words)
+            joined.update(dict.fromkeys(ins.layers, ins.layers))
         live.update(ins.writes)
         for value in ins.frees:
             if value not in live:

@@ -100,9 +100,9 @@ def _overlap(given: Given) -> Said:
     if given.value == "priority":
         raise given.refuse("sends gradients during the backward, or after it", "overlap=backward, overlap=none")
     if plan.zero == 0 or plan.pp > 1:  # (backward is the default, and changes only the time)
-        late = given.value == "backward" and given.replicas > 1
+        overlapped = given.value == "backward" and given.replicas > 1
         note = "It sums gradients after the backward: without ZeRO, and in a pipeline, it does not overlap them."
-        return Said({}, (note,) if late else ())
+        return Said({}, (note,) if overlapped else ())
     return Said({"zero_optimization": {"overlap_comm": given.value == "backward"}})
 
 

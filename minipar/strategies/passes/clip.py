@@ -5,8 +5,7 @@ Source: Pascanu et al., "On the Difficulty of Training Recurrent Neural Networks
     rank 0   B 0 | NORM 0 over 0,1 | STEP 0         each rank adds the squares of what it holds (a slice of a gradient,
     rank 1   B 1 | NORM 1 over 0,1 | STEP 1         or its share of one that several ranks hold); the sum is one number
 
-The norm is taken over all ranks of all stages, so no STEP begins before the last gradient is complete. Of replicas that
-train alone each has a norm of its own.
+The norm is taken over all ranks of all stages, so no STEP begins before the last gradient is complete.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from minipar.strategies.rewriting import collective
 
 def clip(draft: Draft) -> Draft:
     """The norm of all gradients is summed before STEP, which scales them down by it."""
-    return draft.each_update(lambda rank, update: _with_norm(update, draft.layout, draft.plan.local_steps > 0))
+    return draft.each_update(lambda rank, update: _with_norm(update, draft.layout))
 
 
-def _with_norm(update: Sequence[Instruction], layout: Layout, alone: bool) -> list[Instruction]:
+def _with_norm(update: Sequence[Instruction], layout: Layout) -> list[Instruction]:
     """A rank's update with a NORM before its first STEP. Each STEP reads the norm."""
     trained = [rank for rank in range(layout.pp) if layout.trainable(rank)]
-    everyone = layout.first_replica if alone else range(layout.mesh.size)
-    ranks = tuple(rank for rank in everyone if layout.mesh.coordinates(rank)["pp"] in trained)
+    ranks = tuple(rank for rank in range(layout.mesh.size) if layout.mesh.coordinates(rank)["pp"] in trained)
     steps = [ins for ins in update if ins.op is Op.STEP]
     if not steps:
         return list(update)

@@ -13,7 +13,7 @@ a stage, as soon as the last backward of the stage is done:
     p=4, both ways   rank 0   ... b2 | B1 | AR of stage 3 with rank 3 starts here | B3 | AR of stage 0 | STEP
 
 Gradients are never divided, because the loss of each micro-batch was scaled by its share of the rows. This pass sums
-the gradients that STEP reads whole. Those of layers on the host are summed one by one, after the others.
+the gradients that STEP reads whole.
 
 Without flushes (PipeDream) replicas sum the gradients of each update, in the same way:
 
@@ -52,18 +52,16 @@ Sharing = Mapping[int, tuple[int, ...]]  # parameter group -> the ranks whose gr
 def sum_gradients(draft: Draft) -> Draft:
     """Gradients are summed over the ranks that hold the same parameters, bucket by bucket."""
     layout, overlap = draft.layout, draft.plan.overlap == "backward"
-    both = [summed(draft, rank) for rank in range(layout.pp)]
-    device = [{g: ranks for g, ranks in found.items() if not layout.on_host(g)} for found in both]
-    host = [{g: ranks for g, ranks in found.items() if layout.on_host(g)} for found in both]
+    sharing = [summed(draft, rank) for rank in range(layout.pp)]
 
     def rewrite(rank: int, row: Sequence[Instruction]) -> list[Instruction]:
-        def summing(step: int, part: Sequence[Instruction]) -> list[Instruction]:
-            result = _with_sums(part, layout, rank, step, device[rank], draft.bucket, overlap)
-            return _with_sums(result, layout, rank, step, host[rank], "none", False) if layout.host else result
+        return by_update(
+            row,
+            draft.step,
+            lambda step, part: _with_sums(part, layout, rank, step, sharing[rank], draft.bucket, overlap),
+        )
 
-        return by_update(row, draft.step, summing)
-
-    return keep_gradients(draft.each(rewrite), [() if draft.bucket == "none" else found for found in device])
+    return keep_gradients(draft.each(rewrite), [() if draft.bucket == "none" else found for found in sharing])
 
 
 def _with_sums(

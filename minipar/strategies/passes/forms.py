@@ -100,8 +100,8 @@ def sum_parts(draft: Draft) -> Draft:
     bucketed: list[frozenset[int]] = [frozenset()] * layout.pp
     if draft.bucket != "none":
         used = [{v.index for ins in row if ins.group for v in ins.reads if v.kind == "grad"} for row in draft.ranks]
-        made = [set(last_writes(row, "grad")) for row in draft.ranks]
-        bucketed = [partial & made[rank] - used[rank] for rank in range(layout.pp)]
+        built = [set(last_writes(row, "grad")) for row in draft.ranks]
+        bucketed = [partial & built[rank] - used[rank] for rank in range(layout.pp)]
 
     def rewrite(rank: int, row: Sequence[Instruction]) -> list[Instruction]:
         ranks = {g: layout.sharers(rank, found) for g, found in axes.items()}

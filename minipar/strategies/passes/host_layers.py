@@ -9,7 +9,7 @@ are copied. This pass follows where each of these is, and adds a copy where it i
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 
 from minipar.errors import PlanError
 from minipar.program import COMPUTE, MOVED, Instruction, Op, Value, host, tier
@@ -22,9 +22,7 @@ from minipar.strategies.rewriting import copy_of, in_two, renamed
 def place(draft: Draft) -> Draft:
     """Some layers are computed on the host, where their parameters stay; what they read and write is copied."""
     layout = draft.layout
-    read = [{v for ins in row for v in ins.reads if v.kind in MOVED} for row in draft.ranks]
-    others = [set().union(*(values for r, values in enumerate(read) if r != rank)) for rank in range(len(read))]
-    draft = draft.each(lambda rank, row: _with_copies(row, layout, others[rank]))
+    draft = draft.each(lambda rank, row: _with_copies(row, layout))
     draft = draft.each_update(lambda rank, row: [each for ins in row for each in in_two(ins, layout.on_host)])
     return draft.each_state(
         lambda rank, held: [host(v) if layout.on_host(v.index) and tier(v) == "device" else v for v in held]
@@ -33,6 +31,8 @@ def place(draft: Draft) -> Draft:
 
 def find(chosen: Sequence[str], shape: Shape) -> frozenset[int]:
     """The layers that were chosen, by name or number. Errors: PlanError for unknown ones, or half of a tied set."""
+    if not chosen:
+        return frozenset()
     known = shape.own_names
     names = {name: k for k, name in reversed(list(enumerate(known)))}
     numbers = {str(k): k for k in range(shape.own_layers)}
@@ -50,12 +50,11 @@ def find(chosen: Sequence[str], shape: Shape) -> frozenset[int]:
                 f"host_layers={here}: layer {here} shares parameters with layer {there}; possible is both of them, "
                 "or neither"
             )
-    return frozenset(node for node in range(shape.layers) if shape.own_layer(node) in layers)
+    return layers
 
 
-def _with_copies(instructions: Sequence[Instruction], layout: Layout, others: Set[Value]) -> list[Instruction]:
-    """One rank's instructions, layer by layer, with some of them on the host, and the sums of their gradients. What
-    `others` read, too, is copied to the device as soon as it is made: they may be before this rank's own next use."""
+def _with_copies(instructions: Sequence[Instruction], layout: Layout) -> list[Instruction]:
+    """The instructions, layer by layer, with some of them on the host."""
     needed = [{v for v in ins.reads if v.kind in MOVED} for ins in instructions]
     later: set[Value] = set()  # values that this rank reads after an instruction; the loop goes from the end
     read_later: list[set[Value]] = []
@@ -74,16 +73,13 @@ def _with_copies(instructions: Sequence[Instruction], layout: Layout, others: Se
             elif not on_host and value in there:
                 result.append(copy_of(Op.FETCH, host(value), value, value.step, (host(value),)))
                 there.discard(value)
-        if ins.op is Op.ALL_REDUCE and ins.layers and all(map(layout.on_host, ins.layers)):
-            result.append(renamed(ins, host))
-            continue
         if not on_host:
             result.append(ins._replace(frees=tuple(host(v) if v in there else v for v in ins.frees)))
             there.difference_update(ins.frees)
             continue
         result.append(renamed(ins, host)._replace(stream="host"))
         for value in (v for v in ins.writes if v.kind in MOVED and v not in ins.frees):
-            if value in wanted and value not in others:
+            if value in wanted:
                 there.add(value)
             else:
                 result.append(copy_of(Op.FETCH, host(value), value, value.step, (host(value),)))

@@ -25,14 +25,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from minipar.program import Instruction, Op, Part, param, residual, served, served_state
+from minipar.program import Instruction, Op, Part, param, served, served_state
 from minipar.program.server_rule import Mode
 from minipar.strategies import served_order
 from minipar.strategies.buckets import split_buckets
 from minipar.strategies.draft import Draft
-from minipar.strategies.passes.compress import keeps_residual
 from minipar.strategies.rewriting import insert, last_writes
-from minipar.strategies.shares import Shares, checked_shares, pushed_shares
+from minipar.strategies.shares import Shares, checked_shares, left_out, pushed_shares
 
 
 def push_and_pull(draft: Draft) -> Draft:
@@ -76,7 +75,7 @@ def _pushes(draft: Draft, bucket: Sequence[int]) -> list[Instruction]:
     found = []
     for server, share in enumerate(sent):
         push = _message(Op.PUSH, bucket, share, draft.step, plan.dp + server)
-        left = tuple(map(residual, push.layers)) if keeps_residual(plan.compress) else ()
+        left = left_out(push.layers, plan.compress)
         frees = tuple(gradients[g] for g in push.layers if last[g] == server)
         push = push._replace(reads=(*(gradients[g] for g in push.layers), *left), writes=left, frees=frees)
         found += [push] if push.layers else []

@@ -49,5 +49,5 @@ def _carried(ins: Instruction, slices: int, trains: bool) -> Instruction:
     if ins.op is not Op.BACKWARD:
         raise PlanError("slices: a backward of a slice is not split; possible is Backward(i)")
     mine = (*after, grad_carry(layer, i, step)) if after else ()
-    made: tuple[Value, ...] = (grad_carry(layer, i - 1, step),) if before else ()
-    return ins._replace(reads=ins.reads + before + mine, writes=ins.writes + made, frees=ins.frees + mine)
+    built: tuple[Value, ...] = (grad_carry(layer, i - 1, step),) if before else ()
+    return ins._replace(reads=ins.reads + before + mine, writes=ins.writes + built, frees=ins.frees + mine)
