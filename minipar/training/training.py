@@ -332,7 +332,8 @@ def train(
 
                     done = execute(
                         main, job, cluster=ranks, passes=steps // block, rest=rest, keep_gradients=check, check=False,
-                        memory=memory, storing=storing, watch=watch, callback=callback, report=report,
+                        memory=memory, storing=storing, watch=watch, callback=callback,
+                        report=report if progress else None,
                     )  # fmt: skip
         sizes = ([block] * (steps // block) + ([steps % block] if rest is not None else []))[: len(done.times)]
         plain: Reference | None = None
