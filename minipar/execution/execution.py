@@ -29,7 +29,7 @@ from minipar.costs.slicing import token_ranges
 from minipar.data import loading
 from minipar.data.batches import Batch, BatchPart, check_batch, gives_rows, read_part
 from minipar.errors import PlanError
-from minipar.execution.affinity import on_own_core
+from minipar.execution.affinity import is_crowded, on_own_core
 from minipar.execution.dtypes import check_narrow, convert, matching, narrow
 from minipar.execution.dynamic_schedule import check_carrier
 from minipar.execution.emulation import Delays, delays
@@ -47,13 +47,13 @@ from minipar.execution.saving.folder import Header
 from minipar.execution.saving.keeping import NOTHING, Share, Storing
 from minipar.execution.sliced import count_tokens, ranges_of
 from minipar.execution.state import State
-from minipar.execution.updating import Optimizer, Scheduler, Update, check_update, forms_of
+from minipar.execution.updating import Optimizer, Scheduler, Update, check_update, forms_of, whole_piece
 from minipar.models import selective_checkpoint
 from minipar.models.losses import check_loss, is_known, raise_unless_again, scalar, try_loss, try_tokens
 from minipar.models.mixture_gpt import Load, total
 from minipar.models.network import Network, edges_of
 from minipar.models.nodes import Cut, ShardedModel
-from minipar.models.parameter_groups import shape_of
+from minipar.models.parameter_groups import parameters_of, shape_of
 from minipar.models.randomness import split_sensitive
 from minipar.models.tensors import (
     count_bytes,
@@ -483,7 +483,8 @@ def _passes(
     numbers = [layer for layer, count in enumerate(getattr(model, "nodes", ())) for _ in range(count)]
     del model  # with the layers of other ranks
     # An emulated device sleeps most of the time: any core that is free wakes it soonest.
-    held = on_own_core(_way(program, comm.size)) if comm.device.type == "cpu" and mine is None else nullcontext()
+    holds = comm.device.type == "cpu" and mine is None and is_crowded()
+    held = on_own_core(_way(program, comm.size)) if holds else nullcontext()
     with closing(executor), held:
         storing.begin(executor, outline)
         header = Header(storing.first, job.seed, job.batch, dtype_name(job.dtype), program.name, "", outline.rows)
@@ -571,7 +572,7 @@ def _added(numbers: Sequence[Tensor]) -> float:
 def _way(program: Program, ranks: int) -> int:
     """In which of affinity.py's ways ranks are dealt to cores. The simulator knows, if all of them are on this host."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return best_way(program, available_cores()) if here == ranks > available_cores() else 0
+    return best_way(program, available_cores()) if here == ranks else 0
 
 
 def _sizes(executor: Executor) -> dict[Value, int]:
@@ -614,14 +615,11 @@ def profile_job(
     parts    micro-batches of a step, on all replicas: a loss that is not the weighted mean of theirs is refused
     """
     plan = plan or Plan()
-    update = Update(job.optimizer, forms_of(built := job.build()), job.scheduler)
+    whole = job.build().to(worker.context().device)
+    model = whole if plan.sharing == 1 else job.share(whole, 0, Mesh(plan.shared), plan.inputs, plan.cut)
+    update = Update(job.optimizer, forms_of(model), job.scheduler)
     if sliced:
         check_update(update, sliced)
-    optimizer = update.of_group(update.largest)
-    model = built.to(worker.context().device)
-    whole = model
-    if plan.sharing > 1:
-        model = job.share(whole, 0, Mesh(plan.shared), plan.inputs, plan.cut)
     (x, y), of = job.sample(max(rows))
     sizes = tuple(count_bytes(part) * of // max(1, count_rows(part)) for part in (x, y))  # (a rank keeps them as given)
     if plan.precision == "bf16":
@@ -640,6 +638,8 @@ def profile_job(
         shape = shape_of(model)
     else:
         shape = replace(shape_of(layers), names=tuple(model._modules), edges=edges_of(model))
+    titles = {id(p): name for name, p in model.named_parameters()}
+    optimizer = partial(_optimizer_of, update, [titles[id(p)] for group in parameters_of(layers) for p in group])
     slices, threads = ranges_of(plan, shape, [x, y]), torch.get_num_threads()
     tried = _try_loss(job, whole, x, plan, parts)
     again = plan.checkpoint not in ("none", "selective")
@@ -647,7 +647,9 @@ def profile_job(
     at_home = host_layers.find(plan.host_layers, shape)
     host_steps = plan.sync == "ps" or bool({*plan.offload} - {"activations"})
     measured = profile(layered, (x, y), loss, rows, 3, threads, optimizer, slices, again, at_home, host_steps, split)
-    tapes = record(layered, x, y, loss, rows, optimizer, split, shape.edges, slices) if memory else None
+    tapes = None
+    if memory:
+        tapes = record(layered, x, y, loss, rows, update.of_group(update.largest), split, shape.edges, slices)
     copies = Copies()
     if plan.offload:
         copies = measure_copies(
@@ -655,6 +657,12 @@ def profile_job(
         )
     sensitive = split_sensitive(whole, x)
     return Facts(shape, measured, (sizes[0], sizes[1]), sensitive, tapes, copies, update.scheduler, *tried)
+
+
+def _optimizer_of(update: Update, names: Sequence[str], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The model's optimizer, for parameters in place of those that have these names."""
+    pieces = [whole_piece(name, p) for name, p in zip(names, parameters, strict=True)]
+    return update.part(pieces).optimizer
 
 
 def _try_loss(job: Job, model: nn.Module, x: Any, plan: Plan, parts: int) -> tuple[Any, str]:

@@ -106,6 +106,7 @@ def profile(
     held, inputs = groups_of(layers), wiring(edges_of(model), len(layers)).inputs
     trainable_from = min((min(h.layers) for h in held if h.trainable), default=len(layers))
     device = next((p.device for h in held for p in (*h.trainable, *h.frozen)), torch.device("cpu"))
+    places = [torch.device("cpu") if l in on_host else device for l in range(len(layers))] if on_host else []
     clock = _Stopwatch(device, threads)
     costs: dict[int, list[_LayerCost]] = {}
     with _undisturbed(device, threads):
@@ -120,7 +121,6 @@ def profile(
                 here = None if tokens is None else (tokens.start, j < len(slices) - 1, carried)
                 costs[key] = []
                 found = None if between is None else between.anew(key, n)
-                places = [torch.device("cpu") if l in on_host else device for l in range(len(layers))]
                 for run in _runs(layers, inputs, given, (loss, wanted), trainable_from, found, here, names, places):
                     if recompute and tokens is None:
                         for each in run:
