@@ -197,7 +197,10 @@ class Executor:
         if program.precision == "bf16":
             # These are the tensors that are not trained: buffers, and frozen parameters before they are offloaded.
             narrow(nn.ModuleList(mine))
-        self.offloading = Offloading(program, comm.rank, self.state, self.compute.kept, layers, mine, self.streams)
+        self.offloading: Offloading | None = None
+        if any(ins.op in COPIES for ins in program.ranks[comm.rank]):
+            kept = self.compute.kept
+            self.offloading = Offloading(program, comm.rank, self.state, kept, layers, mine, self.streams)
         self.live: dict[Value, Any] = {}
         self.watch: Tracker | None = None
         self.walked: Walked | None = None  # reports a pass while it runs
@@ -252,7 +255,7 @@ class Executor:
         if device is not None:
             device.begin()
         watch = self.watch
-        copying = self.offloading.under_way
+        offloading = self.offloading
         note, lines = notes.note, self.lines
         # Local names: a member of an Enum is slow to look up, many times for each instruction.
         FORWARD, RECOMPUTE, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND, RECV, STEP = _WALKED
@@ -262,8 +265,8 @@ class Executor:
             note(line.label)
             if watch is not None:
                 watch.at(index)
-            if copying:
-                self.offloading.settle()
+            if offloading is not None:
+                offloading.settle()
             if op is RECV:
                 times = posted.setdefault(ins.peer, [])
                 times.append(mark())
@@ -278,8 +281,8 @@ class Executor:
                 for value in line.arriving:
                     if value in pending:
                         self._await(value)
-            if line.by_host:
-                self.offloading.host_waits(line.by_host)
+            if line.by_host and offloading is not None:
+                offloading.host_waits(line.by_host)
             if versions:
                 self.state.show(ins.reads)
             starts[index] = line.mark()
@@ -321,11 +324,13 @@ class Executor:
                 live.pop(value, None)
             for value in line.released:
                 self.state.release(value)
-                self.offloading.release(value)
+                if offloading is not None:
+                    offloading.release(value)
         while pending:
             self._await(next(iter(pending)))
         links.finish()
-        self.offloading.finish()
+        if offloading is not None:
+            offloading.finish()
         compute.later.settle(True)
         now = mark()
         ends[:] = [end or now for end in ends]  # (of pieces of a gradient only the last one was waited for)
@@ -372,6 +377,7 @@ class Executor:
             self.ends[index] = self.streams.mark() if end is None else end
             return
         if isinstance(what, TierCopy):
+            assert self.offloading is not None
             what.wait()
             self.offloading.settle()
             if what.end is not None and self.device is not None:
@@ -442,6 +448,7 @@ class Executor:
         self.live.update({value: here[home(value)] for value in ins.writes if home(value) in here})
 
     def _copy(self, index: int, ins: Instruction) -> None:
+        assert self.offloading is not None
         with self._aside() if tier(ins.writes[0]) == "host" else nullcontext():
             copy = self.offloading.start(ins, self.live)
         copy.end = self.device.copied(ins, copy.nbytes) if self.device is not None else None
@@ -478,6 +485,16 @@ class Executor:
                         own = grad * share if isinstance(grad, Tensor) and share != 1 else grad
                         kept[name] = Shard(self.cuts[name], own) if name in self.cuts else own
         self.state.step(ins)
+
+    def all_here(self) -> AbstractContextManager[None]:
+        """Between passes: while entered, everything is in memory, to be saved or restored."""
+        self.state.begin()  # (the newest versions are those that the next pass begins with)
+        return nullcontext() if self.offloading is None else self.offloading.all_here()
+
+    def close(self) -> None:
+        """End what was begun for copies; the run is over."""
+        if self.offloading is not None:
+            self.offloading.close()
 
     def size(self, value: Value) -> int:
         """Bytes of a value on this rank, as they were measured."""

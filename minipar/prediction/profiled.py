@@ -58,7 +58,7 @@ class ProfiledCosts:
 
     def __post_init__(self) -> None:
         self._rows.extend(split_rows(self.batch, self.program.replicas * self.program.row_microbatches))
-        if self.calibration is not None:
+        if self.calibration is not None and any(ins.op is Op.SEND for row in self.program.ranks for ins in row):
             self._messages.extend(self._work_on_messages(rank) for rank in range(len(self.program.ranks)))
 
     def rows(self, rank: int, microbatch: int) -> int:

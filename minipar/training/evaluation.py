@@ -278,7 +278,7 @@ def _evaluate(
     executor = Executor(program, communicator.create(), model, adding, torch.optim.SGD, job.seed)
     del model
     seen = replace(job, loss=adding)
-    with closing(executor.offloading):
+    with closing(executor):
         for step in range(batches):
             adding.totals.outputs.append([])
             executor.run(lambda s: seen.part(s, program, rank), step)

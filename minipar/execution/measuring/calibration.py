@@ -39,7 +39,7 @@ from minipar.comm.playing import play
 from minipar.costs.rates import Calibration, LinearCost, fit
 from minipar.errors import PlanError
 from minipar.execution import autograd_entry
-from minipar.execution.affinity import on_own_core
+from minipar.execution.affinity import is_crowded, on_own_core
 from minipar.execution.streams import synchronize
 from minipar.prediction.oversubscription import available_cores
 from minipar.program import Program
@@ -85,7 +85,9 @@ def _calibrated(
     if len(pairs) > _PAIRS:
         pairs = [(rank, rank + 1) for rank in range(size - 1)]
     with tqdm(total=2 + len(pairs), desc="calibrate", disable=not progress, leave=False) as bar:
-        found = cluster.run_with(lambda rank, done: bar.update(), _measure, pairs, seconds, algorithms, messages, sums)
+        found = cluster.run_with(
+            lambda rank, done: bar.update(), _measure, pairs, seconds, algorithms, messages, sums, progress
+        )
     return found[0]
 
 
@@ -114,21 +116,23 @@ _known: WeakKeyDictionary[Ranks, dict[tuple[bool, bool, bool], Calibration]] = W
 # in the ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _measure(pairs: list[tuple[int, int]], seconds: float, algorithms: bool, messages: bool, sums: bool) -> Calibration:
+def _measure(
+    pairs: list[tuple[int, int]], seconds: float, algorithms: bool, messages: bool, sums: bool, reports: bool
+) -> Calibration:
     comm = communicator.create()
     cores = _cores(comm) if comm.device.type == "cpu" else None
-    with on_own_core() if cores is not None else nullcontext():  # as when a program runs
-        found = _measure_all(comm, cores, pairs if messages or _hosts(comm) else [], seconds, sums)
+    with on_own_core() if cores is not None and is_crowded() else nullcontext():  # as when a program runs
+        found = _measure_all(comm, cores, pairs if messages or _hosts(comm) else [], seconds, sums, reports)
     return _with_exchanges(comm, found, max(3, round(seconds * 8))) if algorithms else found  # as users call them
 
 
 def _measure_all(
-    comm: Communicator, cores: int | None, pairs: list[tuple[int, int]], seconds: float, sums: bool
+    comm: Communicator, cores: int | None, pairs: list[tuple[int, int]], seconds: float, sums: bool, reports: bool
 ) -> Calibration:
     own_clock = comm.device.type == "cpu" and torch.get_num_threads() == 1
 
     def done() -> None:
-        if comm.rank == 0:
+        if reports and comm.rank == 0:
             worker.report(1)
 
     alone, together = _compute(comm, seconds / 24, time.thread_time if own_clock else time.perf_counter)

@@ -85,7 +85,7 @@ class Storing:
         from minipar.execution.saving.storage import Reading
 
         self.saved.check_fits(outline.rows, optimizer_name(executor))
-        with executor.offloading.all_here():
+        with executor.all_here():
             restore(executor, outline, Reading(self.saved))
         if executor.state.update.schedule is not None:
             executor.state.update.schedule.load(self.saved.header.schedule)
@@ -113,7 +113,7 @@ class Storing:
 
         comm, step = executor.comm, header.step
         header = replace(header, schedule=schedule_of(executor, updates))
-        with writing(self.folder), executor.offloading.all_here():
+        with writing(self.folder), executor.all_here():
             path = step_folder(self.folder, step, self.token)
             write(path, comm.rank, optimizer_name(executor), collect(executor, outline))
         comm.barrier()
