@@ -55,7 +55,7 @@ def interleave(row: Sequence[Instruction], copies: int, longest: int = LONGEST) 
     result: list[Instruction] = []
     start = 0
     while start < len(runs):
-        joined = _together(runs[start:], copies, longest)
+        joined = _in_step(runs[start:], copies, longest)
         for pieces in zip(*map(_pieces, joined), strict=True):
             result += [ins for piece in pieces for line in piece for ins in line.instructions]
         start += sum(map(len, joined))
@@ -80,7 +80,7 @@ def _run_of(line: Line) -> tuple[int, int, bool]:
     return ins.microbatch, ins.step, ins.op in BACKWARDS or value == "grad_output"
 
 
-def _together(runs: list[Run], copies: int, longest: int) -> list[list[Run]]:
+def _in_step(runs: list[Run], copies: int, longest: int) -> list[list[Run]]:
     """What goes in step from the first run on: of each micro-batch as many runs as repeat in those that follow."""
     for length in range(1, longest + 1):
         found, seen = [runs[:length]], _microbatches(runs[:length])
