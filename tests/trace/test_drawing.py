@@ -11,7 +11,6 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
-from itertools import pairwise
 
 import matplotlib
 import numpy as np
