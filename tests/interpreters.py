@@ -116,8 +116,8 @@ def programs(
     most = 4 // tp  # (a divided layer is five nodes)
     sequence = tp > 1 and draw(st.booleans())
     pp, dp = even(schedule, draw(st.integers(1, most))), draw(st.integers(1, min(3, most)))
-    priority = draw(st.integers(0, 3)) == 0
-    local = draw(st.sampled_from([0, 0, 1, 2])) if pp == 1 and not priority else 0
+    priority = tp == 1 and draw(st.integers(0, 3)) == 0
+    local = draw(st.sampled_from([0, 0, 1, 2])) if pp == tp == 1 and not priority else 0
     count = stages_of(schedule, pp)
     split = draw(st.lists(st.integers(1, 3 if tp == 1 else 1), min_size=count, max_size=count))
     zero = 0 if priority or local or schedule in COPIED else draw(st.sampled_from([0, 0, 1, 2, 3]))

@@ -20,6 +20,7 @@ A collective in the group's shared memory (arena.py) is not over when it has sta
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -63,7 +64,7 @@ class Collective:
     word: int = 0  # its entry on the board, once it is there
     work: Any = None
     error: BaseException | None = None
-    calls: list[Callable[[Any], None]] = field(default_factory=list)
+    calls: list[Callable[[], None]] = field(default_factory=list)
 
     @property
     def label(self) -> str:
@@ -134,21 +135,18 @@ class Collective:
             return
         with self.matcher.lock:
             if self.start is not None:
-                self.calls.append(lambda _: call())
+                self.calls.append(call)
                 return
-        self._call_when_done(lambda _: call())
+        self._call_when_done(call)
 
-    def _call_when_done(self, call: Callable[[Any], None]) -> None:
+    def _call_when_done(self, call: Callable[[], None]) -> None:
         if self.work is None:
-            call(None)
-            return
-        if isinstance(self.work, Exchange):
-            self.work.when_done(lambda: call(None))
-            return
-        try:
-            self.work.get_future().add_done_callback(call)
-        except RuntimeError:
-            return
+            call()
+        elif isinstance(self.work, Exchange):
+            self.work.when_done(call)
+        else:
+            with contextlib.suppress(RuntimeError):  # (the backend cannot do that)
+                self.work.get_future().add_done_callback(lambda _: call())
 
 
 @dataclass(eq=False)

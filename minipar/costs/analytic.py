@@ -130,14 +130,14 @@ def groups(model: Sizes | GPT, division: Division = WHOLE) -> tuple[tuple[Group,
     norm = (h,) if model.rms else (h, h)
     attention = (*first(h, h + 2 * model.kv, model.bias), *second(h, h, model.bias))
     here = mlp * (model.experts // division.ep if model.experts else 1)
-    apart = model.experts > 0 and division.ep > 1
+    separate = model.experts > 0 and division.ep > 1
     router = (h * model.experts,) if model.experts else ()
-    block = (*norm, *attention, *norm, *router, *(() if apart else here))
+    block = (*norm, *attention, *norm, *router, *(() if separate else here))
     words, position = _part(model.vocabulary, t) * h, (model.sequence * h,) * model.learned
     middle = [Group((layer,), block) for layer in range(1, last)]
     tied = [Group((0, last), (words,))] if model.tied else []
     ends = (position, norm) if model.tied else ((words, *position), (*norm, words))
-    experts = [Group((layer,), here) for layer in range(1, last)] if apart else []
+    experts = [Group((layer,), here) for layer in range(1, last)] if separate else []
     return (Group((0,), ends[0]), *middle, Group((last,), ends[1]), *tied, *experts), len(experts)
 
 

@@ -84,7 +84,7 @@ class DeviceSpec:
 
     @staticmethod
     def parse(text: str | DeviceSpec) -> DeviceSpec:
-        """The spec that `text` names: a preset (`link_presets`, `known_hardware`) and `key=value` words that change it.
+        """The spec that `text` names: one of `link_presets` or `known_hardware`, and `key=value` words that change it.
 
         Errors: PlanError for an unknown word."""
         if isinstance(text, DeviceSpec):

@@ -60,12 +60,9 @@ class BatchRows:
         return self.count(value) // self.program.slice_count
 
     def share(self, step: int, steps: int = 1) -> float:
-        """How much this rank's loss weighs in that of all replicas, in `steps` steps up to this one: as its rows do,
-        or as those of any other where each micro-batch has a mean of its own."""
+        """How much this rank's loss weighs in that of all replicas, in `steps` steps up to this one: as its rows do."""
         if not self.program.local_steps:
             return 1.0
-        if self.program.every is not None:
-            return 1 / self.program.replicas
         found = [self._weights[s] for s in range(step - steps + 1, step + 1)]
         whole = sum(weight for _, weight in found)
         return sum(own for own, _ in found) / whole if whole else 1 / self.program.replicas

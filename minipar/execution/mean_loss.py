@@ -56,7 +56,7 @@ class MeanLoss:
         self.later = later
         self.loss, self.rank, self.narrow = loss, rank, program.precision == "bf16"
         self.every = program.every
-        self.means = (self.every or 1) * (1 if program.local_steps else program.replicas)
+        self.means = (self.every or 1) * program.replicas
 
     def target(self, y: Any, mine: Any, share: float, weight: float) -> Target:
         """The target of an instruction.

@@ -52,7 +52,7 @@ class SlicedGroup(Owner):
         torch.cat([p.data.reshape(-1) for p in params], out=flat[:count])
         part = flat[k * self.size : (k + 1) * self.size]
         self.copies_are = "optimizer" if narrow and not scattered else "parameters"  # (float32 copies, as in `Wide`)
-        self.apart = narrow  # whether the slice is in memory beside the layers' parameters, however these are kept
+        self.narrow = narrow  # whether the slice is in memory beside the layers' parameters, however these are kept
         self.part = nn.Parameter(part.clone() if narrow or scattered else part)
         self.flat = flat.to(torch.bfloat16) if narrow else flat
         start = 0
@@ -133,7 +133,7 @@ class SlicedGroup(Owner):
 
     def nbytes(self, kind: str) -> int:
         part, flat, frozen = count_bytes(self.part), count_bytes(self.flat), self.group.frozen
-        beside = part if self.apart and not self.scattered else 0
+        beside = part if self.narrow and not self.scattered else 0
         return {
             "param": flat + (0 if self.scattered else frozen),
             "param_shard": part + frozen,

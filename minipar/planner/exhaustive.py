@@ -422,9 +422,13 @@ def report(found: Found, key: str | None = None, with_front: bool = False, other
             for row in rows.rows
         ]  # fmt: skip
     if other is not None:
-        apart = found.difference(other)
-        text += ["", f"the best plan -> {other}, by formulas", str(apart) or "they are the same"]
-        built["diff"] = {"keys": [list(one) for one in apart.keys], "seconds": apart.seconds, "bytes": apart.bytes}
+        changes = found.difference(other)
+        text += ["", f"the best plan -> {other}, by formulas", str(changes) or "they are the same"]
+        built["diff"] = {
+            "keys": [list(one) for one in changes.keys],
+            "seconds": changes.seconds,
+            "bytes": changes.bytes,
+        }
     if with_front:
         plans = found.front()
         text.append("")

@@ -7,7 +7,7 @@ estimating.py is `minipar.estimate`, which asks formulas or simulates; validatio
     rank_memory.py     the memory of a rank as a formula; memory_formula.py shows it for `minipar memory`
     memory.py          the memory along a program, from tapes of measured layers, for the prediction that train() makes
     fitting.py         what would fit; advice.py after a run that did not
-    on_paper.py        the whole program, simulated with costs from formulas
+    on_paper.py        the whole program on an emulated device, simulated with costs from formulas
 
 Begin with plain_simulator.py: it is `simulate` as one fold over `order`. simulator.py gives the same times faster. If
 there are fewer cores than ranks, oversubscription.py shares the cores. AMPNet and parameter servers (service.py) decide

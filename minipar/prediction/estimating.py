@@ -8,14 +8,13 @@ plan      as for `Plan`, but estimates know more than minipar can run: `found.no
 model     a preset's name, words or a table of numbers, a dataclass (models/sizes.py), or a torch module with `example`
 devices   a preset's name, words or a table of numbers, a dataclass (costs/hardware.py), or a calibration
 
-There are three ways to an answer, and `found.by` says which one it was:
+There are two ways to an answer, and `found.by` says which one it was:
 
     formula   the time is that of closed_form.py, with the formula of the schedule
     replica   a schedule, or an option of it, without an exact formula, or stages that differ: one replica is simulated
               (replica.py)
-    program   the whole program of the plan is compiled and simulated, and `found.trace` has it (on_paper.py)
 
-The memory is the same formula in all of them (rank_memory.py).
+The memory is the same formula in both of them (rank_memory.py).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from minipar.costs.rates import Calibration
 from minipar.errors import PlanError
 from minipar.models.sizes import Chain, Sizes, Transformer, sizes
 from minipar.models.table import GPT, MLP, Branchy, Mixture, Preset
-from minipar.prediction import fitting, on_paper
+from minipar.prediction import fitting
 from minipar.prediction.closed_form import Cost, closed_form
 from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.prediction.plan_words import check, numbers_of, refusal, table_of, words
@@ -40,7 +39,6 @@ from minipar.prediction.replica import by_simulation, helps
 from minipar.strategies import keys
 from minipar.strategies.plan import Plan
 from minipar.strategies.schedules.registry import find
-from minipar.trace import Trace
 from minipar.wording import several
 
 
@@ -52,8 +50,7 @@ class Estimate:
     model, machine   as they read these
     cost      time and memory, with their parts
     note      why minipar itself cannot run this plan; "": it can
-    by        who answered: "formula", "replica" or "program"; the last two were simulated
-    trace     of the program, if that answered
+    by        who answered: "formula", or "replica", which was simulated
     """
 
     numbers: PlanNumbers
@@ -62,7 +59,6 @@ class Estimate:
     cost: Cost
     note: str = ""
     by: str = "formula"
-    trace: Trace | None = None
 
     @property
     def time(self) -> float:
@@ -149,7 +145,6 @@ def estimate(
     nodes: int | None = None,
     gpus_per_node: int | None = None,
     simulate: bool = False,
-    program: bool = False,
     fused: bool = True,
     example: Any = None,
 ) -> Estimate:
@@ -159,7 +154,6 @@ def estimate(
     nodes           how many nodes there are; then a plan without dp= has as many replicas as fill them
     gpus_per_node   in place of the hardware's own number
     simulate        simulate one replica even where the schedule has a formula
-    program         compile and simulate the whole program, of a plan that minipar can compile
     fused           whether kernels are those of Megatron since 2022 (`PlanNumbers.fused`)
     example         an input of one row or more, if `model` is a torch module (`models.counting.chain_of`)
     Errors: PlanError for an unknown name, key or number, and for a plan that cannot be: it says what is possible.
@@ -187,12 +181,7 @@ def estimate(
     check(numbers, chosen, machine)
     alone = simulate or bool(numbers.options) or find(numbers.schedule).form is None or helps(numbers, chosen, machine)
     cost = closed_form(numbers, chosen, machine, by_simulation(numbers) if alone else None)
-    if not program:
-        return Estimate(numbers, chosen, machine, cost, note, "replica" if alone else "formula")
-    trace = on_paper.simulated(numbers, chosen, machine)
-    time, busy = trace.time / trace.program.steps, max(trace.busy) / trace.program.steps
-    cost = cost._replace(time=time, seconds={"computing": busy, "waiting": time - busy})
-    return Estimate(numbers, chosen, machine, cost, note, "program", trace)
+    return Estimate(numbers, chosen, machine, cost, note, "replica" if alone else "formula")
 
 
 def way_out(found: Estimate) -> str:

@@ -25,7 +25,7 @@ from minipar.prediction.rank_memory import fullest
 from minipar.strategies.plan import Plan
 
 T = TypeVar("T")
-MOST = 3  # ways that are told
+MOST = 3  # ways that are named
 
 
 def ways_that_fit(
@@ -128,10 +128,12 @@ def ways_of_numbers(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> li
         check(built, model, machine)
         return fullest(built, model).total
 
-    def told(change: Change) -> str:
+    def described(change: Change) -> str:
         return " ".join(f"{key}={','.join(x) if isinstance(x, tuple) else x}" for key, x in change.items())
 
-    return ways_that_fit([[(told(change), change) for change in family] for family in families], peak, machine.memory)
+    return ways_that_fit(
+        [[(described(change), change) for change in family] for family in families], peak, machine.memory
+    )
 
 
 def smallest(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> PlanNumbers | None:

@@ -691,13 +691,13 @@ class Walk:
         self.release(self.carried.pop(key, None), f"made by {key}")
         if carried:
             self.live[grad_carry(layer, i - 1, step)] = Storage(carried, layer, holders={"live"})
-        apart = self.given_to_each(layer, i, step, built)
+        separate = self.given_to_each(layer, i, step, built)
         self.change(-left, "activations", layer)
         self.let_go_of_output(key)
         copied += self.fill(layer, groups, fresh)
         if back is not None:
-            return self._handed_back(back, arriving, leaves, built, layer, apart)
-        built += apart
+            return self._handed_back(back, arriving, leaves, built, layer, separate)
+        built += separate
         if not built and received and layer > self.program.first_trainable:
             return received  # the layer returns the gradient that it received
         for storage in received:
@@ -723,19 +723,19 @@ class Walk:
         leaves: Mapping[int, Storage],
         built: int,
         layer: int,
-        apart: int,
+        separate: int,
     ) -> list[Storage]:
         """The storages of the gradients of a layer's input: those that it has made, of so many bytes together, and
         those of gradients that it was given, or of copies of them for `leaves`. `apart`: bytes of copies for several
         inputs."""
         sizes = {lie.storage: lie.bytes for lie in back.lies if lie.storage < 0}
-        if sum(sizes.values()) == built and not apart:
+        if sum(sizes.values()) == built and not separate:
             own = {k: Storage(size, layer - 1, holders={"walk"}) for k, size in sizes.items()}
             own |= dict(enumerate(arriving))
             self.arriving = [leaves.get(k) or own[lie.storage] for k, lie in enumerate(back.lies)]
             found = list(dict.fromkeys(self.arriving))
         else:
-            found = [Storage(built + apart, layer - 1, holders={"walk"})] if built + apart else []
+            found = [Storage(built + separate, layer - 1, holders={"walk"})] if built + separate else []
             for storage in leaves.values():
                 self.release(storage, "walk")
         for storage in found:
@@ -796,8 +796,8 @@ class Walk:
         found = built[0] if built else None
         first, layer = self.program.first_trainable, ins.layers[0]
         into, inputs = self.program.wiring.into[layer], self.program.wiring.inputs[layer]
-        apart = len(into) > 1 and ins.op is Op.BACKWARD
-        if apart:
+        separate = len(into) > 1 and ins.op is Op.BACKWARD
+        if separate:
             self.arriving = []
             for storage in built:
                 self.release(storage, "walk")
@@ -811,7 +811,7 @@ class Walk:
                 self.lies[value] = list(self.arriving)
             for storage in self.handed_on[value]:
                 self.hold(storage, f"live {value}")
-            if apart:
+            if separate:
                 self.live[value] = self.make(self.sizes.size(self.rank, value), source, "live")
             elif found is not None:
                 self.hold(found, f"live {value}")  # an input half gives parts of one tensor

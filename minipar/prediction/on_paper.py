@@ -1,14 +1,12 @@
 """The whole program of a plan, compiled and simulated, with costs from formulas. No torch.
 
-    minipar.estimate("pp=8 dp=4 microbatches=16 ...", "llama3-8b", "h100", batch=64, program=True)
-        the operators and the two-level links of a machine (`simulated`)
     on_paper.predict("pp=8 dp=4 zero=1 microbatches=16 precision=bf16", "megatron-7.5b", "a100-80gb", batch=64)
         an emulated device, as the executor emulates it: operations / `flops`, and bytes / bandwidth of links
 
-Both have a trace to look at: `found.trace`. Bytes of layers, and what messages and sums take on a link, are the same in
-both and in all other predictions (costs/analytic.py, costs/links.py); only the seconds of operators differ. The formula
-of `minipar.estimate` compiles nothing, and is much faster. The memory is that of rank_memory.py. An emulated device
-leaves out the optimizer's own time.
+It has a trace to look at: `found.trace`. Bytes of layers, and what messages and sums take on a link, are the same as in
+all other predictions (costs/analytic.py, costs/links.py); only the seconds of operators differ. The formula of
+`minipar.estimate` compiles nothing, and is much faster. The memory is that of rank_memory.py. An emulated device leaves
+out the optimizer's own time.
 """
 
 from __future__ import annotations
@@ -20,24 +18,19 @@ from typing import NamedTuple
 from minipar.costs import analytic
 from minipar.costs.analytic import WHOLE, Division
 from minipar.costs.device import DeviceSpec
-from minipar.costs.hardware import Hardware
 from minipar.costs.measured import Profile
 from minipar.costs.recomputation import LayerCosts
 from minipar.errors import PlanError
 from minipar.models import shapes, table
 from minipar.models.sizes import Sizes, Transformer, of_preset
 from minipar.prediction import memory_formula
-from minipar.prediction.closed_form import Work, gather, layer_works, line, optimizer_seconds, replicas_of
 from minipar.prediction.emulated import EmulatedCosts
-from minipar.prediction.plan_numbers import PRECISIONS, PlanNumbers, Precision, own_layers, split_of
+from minipar.prediction.plan_numbers import PRECISIONS, Precision, own_layers
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
 from minipar.prediction.rank_memory import RankMemory
 from minipar.prediction.simulator import simulate
-from minipar.program import COPIES, Group, Instruction, Program, Value
-from minipar.program.comm_volume import hops, of_collective, of_message
-from minipar.program.shape import Shape
+from minipar.program import Group
 from minipar.strategies.plan import Plan
-from minipar.strategies.schedules.registry import find
 from minipar.trace import Trace
 from minipar.wording import several
 
@@ -103,7 +96,7 @@ def profile(model: str, rows: Iterable[int], precision: str = "float32", selecti
             costs = replace(costs, backward=(costs.backward[0], *inner, costs.backward[-1]))
         by_rows[count] = Layers(costs, costs.forward, costs.backward, first)
     groups = shapes.shape(model, element_size=1).groups
-    built = _profile(chosen, kinds, WHOLE, groups, by_rows, 0.0)
+    built = profile_of(chosen, kinds, WHOLE, groups, by_rows, 0.0)
     return replace(
         built,
         forward_flops={count: _whole(one.forward) for count, one in by_rows.items()},
@@ -121,7 +114,7 @@ class Layers(NamedTuple):
     first: Sequence[float]
 
 
-def _profile(
+def profile_of(
     model: Sizes, each: Precision, division: Division, groups: Sequence[Group], by_rows: Mapping[int, Layers],
     step_seconds: float,
 ) -> Profile:  # fmt: skip
@@ -149,86 +142,3 @@ def _profile(
 
 def _whole(numbers: Iterable[float]) -> tuple[int, ...]:
     return tuple(round(number) for number in numbers)
-
-
-# on a machine --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MachineCosts:
-    """Costs of a program on a machine with two levels of links. A rank stands for all that share its layers.
-
-    own       times and sizes of layers
-    experts   the first group of parameters that is of experts
-    """
-
-    program: Program
-    numbers: PlanNumbers
-    machine: Hardware
-    own: ProfiledCosts
-    experts: int
-
-    def compute(self, rank: int, ins: Instruction) -> float:
-        return self.own.compute(rank, ins)
-
-    def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
-        if ins.op in COPIES:
-            return self.own.size(rank, ins.reads[0]) / self.machine.host_bandwidth, 0.0
-        size = of_message(self.own.size, rank, ins)
-        return line(self.numbers, self.machine).message(size / self.numbers.tp)
-
-    def collective(self, ins: Instruction) -> float:
-        messages = max(1, len(ins.parts))
-        size = of_collective(self.program, self.own.size, ins.group[0], ins)
-        axes = replicas_of(self.numbers._replace(dp=len(ins.group)), self.machine)
-        sizes = [(sum(self.program.groups[g].tensors), g >= self.experts) for g in ins.layers]
-        apart = sum(one for one, expert in sizes if expert) / max(1, sum(one for one, _ in sizes))
-        each = gather(self.machine, axes.all, size * (1 - apart) / messages)
-        each += gather(self.machine, axes.experts, size * apart / messages)
-        return hops(ins) * messages * each
-
-    def size(self, rank: int, value: Value) -> float:
-        return self.own.size(rank, value)
-
-
-def simulated(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> Trace:
-    """The simulated program of a plan on a machine. In it embedding and head are layers, which run again as blocks do.
-
-    Errors: PlanError for a plan that minipar cannot compile, and for slices.
-    """
-    n, schedule = numbers, find(numbers.schedule)
-    if "slices" in schedule.options:
-        raise PlanError(f"schedule={n.schedule}: no program on paper for slices of a sequence; possible are the others")
-    options = dict(n.options) | ({"chunks": n.chunks} if "chunks" in schedule.options else {})
-    plan = Plan(
-        dp=n.dp, pp=n.pp, schedule=n.schedule, microbatches=n.microbatches // n.rounds, accumulate=n.rounds,
-        split=split_of(n, model), zero=n.zero, reduce="microbatch" if n.every or n.zero < 2 else "step",
-        overlap="backward" if n.overlap else "none", checkpoint=n.checkpoint or "none", offload=n.offload,
-        bucket=n.bucket, **options,
-    )  # fmt: skip
-    each = n.bytes
-    groups, experts = analytic.groups(model, n.division)
-    shape = Shape(
-        own_layers(model),
-        tuple(Group(g.layers, tuple(each.gradient * x for x in g.tensors)) for g in groups),
-        model.name,
-    )
-    rows, batch = round(n.rows), round(n.batch)
-    layers = _on_machine(layer_works(n, model, machine), n, model, machine)
-    seconds = optimizer_seconds(n, machine, sum(sum(group.tensors) for group in groups))
-    measured = _profile(model, each, n.division, groups, {rows: layers}, seconds)
-    program = plan.compile(shape, costs=measured)
-    own = ProfiledCosts(program, measured, batch)
-    return simulate(program, MachineCosts(program, n, machine, own, len(groups) - experts))
-
-
-def _on_machine(works: list[Work], n: PlanNumbers, model: Sizes, machine: Hardware) -> Layers:
-    """The layers of a model on a machine."""
-    selective = n.checkpoint == "selective"
-    costs = analytic.layer_costs(model, n.rows / n.ep, n.bytes.activation, selective=selective, division=n.division)
-    hidden = [min(work.sent_back, work.inner) * machine.efficiency.beside * n.fused for work in works]
-    backward = [
-        sum(work.back) + work.sent_back - less + work.core * selective for work, less in zip(works, hidden, strict=True)
-    ]
-    first = [whole - work.inner for whole, work in zip(backward, works, strict=True)]
-    return Layers(costs, [work.matrix + work.memory + work.sent for work in works], backward, first)

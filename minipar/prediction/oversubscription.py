@@ -6,7 +6,8 @@
 
 Speeds now depend on what all ranks do at the same moment. So time must advance for all ranks together, from one event
 (a compute instruction ends, a message arrives) to the next (program/event_loop.py). This is slower than `simulate`
-without `cores`, and gives the same times if there are enough cores.
+without `cores`, and gives the same times if there are enough cores. Ranks that all do the same need no such clock: they
+always compute at the same time, at the same speed.
 
 The same clock serves ranks of several hosts, whose messages share the cables between the hosts: a message, or a
 collective, waits until those that were there before leave it room.
@@ -76,6 +77,12 @@ def _speeds(working: Collection[int], homes: list[int] | None, cores: float) -> 
     share = cores / math.ceil(cores) if len(working) > 1 else 1.0
     busy = [homes[rank] for rank in working]
     return {rank: share / busy.count(homes[rank]) for rank in working}
+
+
+def speed_of_all(count: int, cores: float, way: int) -> float:
+    """The speed of each rank while all of them compute."""
+    found = ways(count, range(math.ceil(cores)))
+    return min(_speeds(range(count), found[way] if found else None, cores).values())
 
 
 def walk_shared(

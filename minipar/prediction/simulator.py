@@ -31,7 +31,7 @@ from typing import Any
 from minipar.costs.protocol import Costs, SharingCosts, even
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError, ProgramError
-from minipar.prediction.oversubscription import best_way, walk_shared
+from minipar.prediction.oversubscription import best_way, speed_of_all, walk_shared
 from minipar.prediction.service import follow_rule
 from minipar.prediction.streams import GroupStream, Link, Slot
 from minipar.program import PORT, Action, Forward, Op, Program, Staleness, Value
@@ -76,6 +76,7 @@ def simulate(
         unit = "bytes"
     with paused():
         way = best_way(program, cores) if cores is not None and 1 <= cores < len(program.ranks) else 0
+        cables = isinstance(costs, SharingCosts) and costs.shares
         if program.in_flight is not None:
             program = _as_decided(program, costs)
             costs = _fitted(costs, program)
@@ -83,10 +84,12 @@ def simulate(
             if cores is not None and cores < 1:
                 raise PlanError(f"cores={cores}: must be at least 1")
             program, starts, ends = follow_rule(program, costs, cores)
-        elif isinstance(costs, SharingCosts) and costs.shares and (cores is None or cores >= len(program.ranks)):
+        elif cables and (cores is None or cores >= len(program.ranks)):
             starts, ends = walk_shared(program, costs, len(program.ranks))
         elif cores is None or cores >= len(program.ranks):
             starts, ends = _walk(program, costs)
+        elif cores >= 1 and not cables and not any(program.representatives) and _all_even(program, costs):
+            starts, ends = _walk(program, costs, 1 / speed_of_all(len(program.ranks), cores, way))
         elif cores >= 1:
             starts, ends = walk_shared(program, costs, cores, way)
         else:
@@ -94,10 +97,15 @@ def simulate(
     return Trace(program, starts, ends, costs.size, "predicted", unit)
 
 
-def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[float]]]:
-    count, stand = len(program.ranks), program.representatives
-    if not all(even(costs, first, rank) for rank, first in enumerate(stand) if rank != first):
-        stand = tuple(range(count))
+def _all_even(program: Program, costs: Costs) -> bool:
+    """Whether it costs the same on ranks that do the same."""
+    return all(even(costs, first, rank) for rank, first in enumerate(program.representatives) if rank != first)
+
+
+def _walk(program: Program, costs: Costs, slower: float = 1.0) -> tuple[list[list[float]], list[list[float]]]:
+    """Start and end of every instruction, where to compute takes `slower` times what it costs."""
+    count = len(program.ranks)
+    stand = program.representatives if _all_even(program, costs) else tuple(range(count))
     walked = frozenset(stand)
     begun, ended = ({rank: [0.0] * len(program.ranks[rank]) for rank in walked} for _ in range(2))
     starts, ends = ([times[first] for first in stand] for times in (begun, ended))  # (ranks that do the same share one)
@@ -173,7 +181,7 @@ def _walk(program: Program, costs: Costs) -> tuple[list[list[float]], list[list[
                     stream.waiters = []
             else:
                 begin[index] = now
-                now += costs.compute(rank, ins)
+                now += costs.compute(rank, ins) * slower
                 end[index] = now
             index += 1
         place[rank], clock[rank] = index, now

@@ -63,7 +63,6 @@ def check_rule(
     linear: tuple[int, ...] = (),
     choice: Choice | None = None,
     ranks: int = 2,
-    variants: Sequence[str] = ("all",),
     pieces: Sequence[tuple[int, forms.Placement]] = (),
     **options: Any,
 ) -> tuple[Choice, ...]:
@@ -97,7 +96,7 @@ def check_rule(
                 raise PlanError(
                     f"{operator.op} has no rule; add one with rule({operator.op!r}, 'bk,kn->bn') or the like"
                 )
-            possible = choices(operator, ins, outs, ranks, pieces, variants)
+            possible = choices(operator, ins, outs, ranks, pieces)
         finally:
             if line:
                 RULES.pop(operator.op)

@@ -65,7 +65,7 @@ def check_shape(plan: Plan, shape: Shape) -> None:
     """Refuse choices of a plan that do not go together with the edges of a model."""
     if plan.place is not None and plan.place != "branches" and len(plan.place) != shape.own_layers:
         raise PlanError(
-            f"place={_told(plan)}: of {several(len(plan.place), 'layer')}, but the model has {shape.own_layers}"
+            f"place={_written(plan)}: of {several(len(plan.place), 'layer')}, but the model has {shape.own_layers}"
         )
     if plan.place == "branches" and not any(len(found) > 1 for found in graphs.side_by_side(shape.edges, shape.layers)):
         raise PlanError(
@@ -88,7 +88,7 @@ def check_shape(plan: Plan, shape: Shape) -> None:
         )
 
 
-def _told(plan: Plan) -> str:
+def _written(plan: Plan) -> str:
     return plan.place if isinstance(plan.place, str) else ",".join(map(str, plan.place or ()))
 
 

@@ -74,7 +74,6 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
         ("slices", slices.add_carries, plan.slice_count > 1),
         ("versions", versions.keep_versions, plan.asynchronous),
         ("zero", zero.shard, updates and plan.zero > 0 and (plan.dp > 1 or (plan.pp > 1 and plan.copies))),
-        ("piece", priority.choose_piece, flushed and several and by_priority and plan.messages == "auto"),
         ("priority", priority.sum_by_priority, flushed and several and by_priority),
         ("data_parallel", data_parallel.sum_gradients, updates and several and not (by_priority or plan.local_steps)),
         ("compress", compress.compress, updates and plan.compress != "none"),

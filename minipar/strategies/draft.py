@@ -37,7 +37,7 @@ Seconds = Callable[[Instruction], float]
 # compute instruction works on one layer. Until "transfers" nothing is sent, and until "update" the rows have no STEP
 # (but those of a schedule without flushes have theirs from "versions" on).
 PLACES = (
-    "layers", "bucket", "checkpoint", "slices", "versions", "zero", "piece", "priority", "data_parallel", "compress",
+    "layers", "bucket", "checkpoint", "slices", "versions", "zero", "priority", "data_parallel", "compress",
     "forms", "parts", "copies", "local_steps", "host_layers", "offload", "clip", "parameter_server",
     "transfers", "update", "fuse",
 )  # fmt: skip
@@ -62,7 +62,7 @@ class Draft:
     steps    the number of steps in the program
     actions  for each rank: the actions that its schedule yields
     moves    for each stage: which of its layers run forward again, as `checkpoint` says (`segments.schedules`)
-    bucket   the plan's bucket, or the size that the pass "bucket" or "piece" has found
+    bucket   the plan's bucket, or the size that the pass "bucket" has found
     seconds  for each rank: the time of an instruction, computing or on its link; empty if no pass of the plan needs it
     """
 

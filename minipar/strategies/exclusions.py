@@ -105,8 +105,9 @@ MESSAGES = KeyValues("bucket", "bucket", lambda plan: plan.bucket is not None, "
 WHOLES = KeyValues(
     "bucket", "bucket=flat, 4x or layers",
     lambda plan: not isinstance(plan.messages, (int, float)) and plan.messages not in ("none", "auto"),
-    "bucket=none, auto or a size",
+    "bucket=none or a size",
 )  # fmt: skip
+BEST_SIZE = KeyValues("bucket", "bucket=auto", lambda plan: plan.bucket == "auto", "bucket=none or a size")
 LATE_SUMS = KeyValues(
     "overlap", "overlap=none, priority", lambda plan: plan.overlap != "backward", "overlap=backward"
 )  # fmt: skip
@@ -263,7 +264,7 @@ EXCLUSIONS = (
         for shared in (OPERATORS, CONTEXT, EXPERTS)
         for other, why, fundamental in (
             (DYNAMIC, _DECIDES_ALONE, True),
-            (ASYNCHRONOUS, "versions of parameters are whole", False),
+            (ASYNCHRONOUS, "versions of parameters are those of whole layers", False),
             (PRIORITY, "gradients are summed in order of urgency over replicas alone", False),
             (COMPRESSED, "only sums of whole layers' gradients are made smaller", False),
             (HOST_LAYERS, "layers on the host are whole", False),
@@ -285,6 +286,7 @@ EXCLUSIONS = (
         Exclusion(PRIORITY, other, why)
         for other, why in (
             (ZERO, "it orders sums of whole gradients"),
+            (BEST_SIZE, "its size is found for sums that end with the step"),
             (COMPRESSED, "pieces of gradients are sent as they are"),
         )
     ),

@@ -33,7 +33,6 @@ from minipar.strategies.draft import Pass
 from minipar.strategies.keys import key, one_of, perhaps, whole
 from minipar.strategies.layout import Layout, place
 from minipar.strategies.passes import host_layers
-from minipar.strategies.passes.compress import keeps_residual
 from minipar.strategies.schedules.registry import OPTIONS
 from minipar.wording import several
 
@@ -116,7 +115,7 @@ class Plan:
         0,
         whole(0),
         "every replica trains by itself for so many steps, then their parameters are averaged; 0: gradients are summed "
-        "in each. Without flushes every stage counts its own updates, and is averaged after so many of them",
+        "in each",
     )
     compress: str = key(
         "none",
@@ -342,9 +341,8 @@ class Plan:
 
     @property
     def messages(self) -> float | str | tuple[int, ...]:
-        """`bucket`, or its default, which depends on `zero`. What leaves some of a gradient out has it whole."""
-        whole = self.overlap == "priority" and keeps_residual(self.compress)
-        return ("none" if whole else 8 if self.zero == 3 else 25) if self.bucket is None else self.bucket
+        """`bucket`, or its default, which depends on `zero`."""
+        return (8 if self.zero == 3 else 25) if self.bucket is None else self.bucket
 
     @property
     def cut(self) -> int | tuple[int, ...]:

@@ -39,11 +39,10 @@ def in_order(ready: Sequence[float], seconds: Sequence[float], urgent: Sequence[
 
 
 def first_uses(instructions: Sequence[Instruction]) -> dict[int, int]:
-    """For each parameter group the place of the first forward that needs it, or of the gather or the fetch for this
-    forward."""
+    """For each parameter group the place of the first forward that needs it, or of the fetch for this forward."""
     found: dict[int, int] = {}
     for k, ins in enumerate(instructions):
-        for value in ins.reads if ins.op in (Op.FORWARD, Op.ALL_GATHER, Op.FETCH) else ():
-            if home(value).kind in ("param", "param_shard"):
+        for value in ins.reads if ins.op in (Op.FORWARD, Op.FETCH) else ():
+            if home(value).kind == "param":
                 found.setdefault(value.index, k)
     return found

@@ -150,8 +150,8 @@ def _bars(trace: Trace, scale: float, span: Span, texts: dict[tuple[str, ...], i
         sends = bars.get("message", np.zeros((0, 4)))
         if not (sends[:, 2] > sends[:, 1]).any() and sorted(sends[:, 2]) == sorted(bars["receive"][:, 2]):
             del bars["receive"], bars["message"]
-    together = [bars[kind] for kind in COLLECTIVE if kind in bars]
-    if not any((found[:, 2] > found[:, 1]).any() for found in together):
+    joined = [bars[kind] for kind in COLLECTIVE if kind in bars]
+    if not any((found[:, 2] > found[:, 1]).any() for found in joined):
         bars = {kind: found for kind, found in bars.items() if kind not in COLLECTIVE}
     for found in bars.values():
         found[:, 1:3] = (found[:, 1:3] - trace.span[0]) * scale

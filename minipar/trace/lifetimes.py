@@ -49,7 +49,7 @@ class Life(NamedTuple):
     held: bool = False
 
 
-def lives(trace: Trace, rank: int) -> list[Life]:
+def live_values(trace: Trace, rank: int) -> list[Life]:
     """The life of every value on the device of a rank, those that it begins with first. A version of parameters that is
     updated in place has one life, under its first name."""
     return [Life(*one) for one in _found(trace, rank, all_of_them=True)]

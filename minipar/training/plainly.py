@@ -139,9 +139,6 @@ class Plain:
         self.process: launch.Process
         try:
             self.process, control = launch.take_spare(reference.__file__, stdin) or _interpreter(stdin)
-        except BaseException:
-            os.close(self._life)
-            raise
         finally:
             os.close(stdin)
         self.control = Connection(control.detach())

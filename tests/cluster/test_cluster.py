@@ -482,18 +482,6 @@ def test_users_own_default_group_works_also_after_a_failure(cluster: Cluster) ->
 # Starting and ending
 
 
-def test_two_clusters_do_not_meet(cluster: Cluster) -> None:
-    with Cluster(2, device="cpu") as other:
-
-        def f() -> list[int]:
-            result: list[int] = communicator.create().allreduce([1])
-            return result
-
-        assert cluster.run(f) == [[3]] * 3
-        assert other.run(f) == [[2]] * 2
-        assert set(cluster.run(os.getpid)).isdisjoint(other.run(os.getpid))
-
-
 def test_close_ends_everything_and_is_told() -> None:
     def child() -> tuple[int, int]:
         process = subprocess.Popen(["sleep", "60"])

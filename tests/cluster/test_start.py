@@ -84,10 +84,9 @@ def test_ranks_are_batch_jobs_and_the_driver_is_not() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux sends a signal when the thread of a parent ends")
-@pytest.mark.parametrize("lives", [False, True])
-def test_the_folder_goes_only_with_the_whole_driver(lives: bool) -> None:
+def test_the_folder_goes_only_with_the_whole_driver() -> None:
     """A killed driver's threads end one after the other. The helper hears of the first one's end, when the driver's
-    process is still there; it must wait for it. And a driver that lives on keeps its folder."""
+    process is still there; it must wait for it."""
     script = f"""
         import ctypes, os, signal, threading, time
         from minipar.cluster import Cluster, launch
@@ -95,13 +94,8 @@ def test_the_folder_goes_only_with_the_whole_driver(lives: bool) -> None:
         cluster = Cluster(1, device="cpu", start="fork")
         helper, = launch._zygotes.values()
         print(launch.scratch_folder(), helper._process.pid, flush=True)
-        if {lives}:
-            helper._process.send_signal(signal.SIGTERM)
-            helper._process.wait()
-            print(os.path.isdir(launch.scratch_folder()), flush=True)
-        else:
-            threading.Thread(target=lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGKILL))).start()
-            ctypes.CDLL(None).syscall({93 if platform.machine() == "aarch64" else 60}, 0)  # ends only this thread
+        threading.Thread(target=lambda: (time.sleep(0.5), os.kill(os.getpid(), signal.SIGKILL))).start()
+        ctypes.CDLL(None).syscall({93 if platform.machine() == "aarch64" else 60}, 0)  # ends only this thread
     """
     driver = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script)], cwd=ROOT, stdout=subprocess.PIPE, text=True
@@ -109,9 +103,7 @@ def test_the_folder_goes_only_with_the_whole_driver(lives: bool) -> None:
     with driver:
         assert driver.stdout is not None
         folder, helper = driver.stdout.readline().split()
-        if lives:
-            assert driver.stdout.readline() == "True\n"
-    assert driver.returncode == (0 if lives else -signal.SIGKILL)
+    assert driver.returncode == -signal.SIGKILL
     assert left([int(helper)], 20) == []
     assert not os.path.exists(folder)
 

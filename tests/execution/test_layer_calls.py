@@ -125,7 +125,8 @@ def test_an_update_leaves_a_version_alone_that_is_still_needed() -> None:
     def update(*frees: int) -> None:
         for p in owner.params:
             p.grad = torch.ones_like(p)
-        owner.take_gradients(Instruction(Op.STEP, (0,), -1, 0, frees=tuple(param(0, version) for version in frees)))
+        made, gone = (param(0, 9),), tuple(param(0, version) for version in frees)
+        owner.take_gradients(Instruction(Op.STEP, (0,), -1, 0, (), made, gone))
         torch.optim.SGD(list(owner.trained), lr=1.0).step()
         owner.finish_update()
 
@@ -134,7 +135,7 @@ def test_an_update_leaves_a_version_alone_that_is_still_needed() -> None:
     owner.show(param(0, 1))
     assert all(torch.equal(p, old - 1) for p, old in zip(owner.params, before, strict=True))
     update(1)  # nothing needs version 1 any more: it is updated in place
-    assert sorted(owner.versions.alive) == [0, 2]
+    assert sorted(owner.alive) == [0, 2]
     assert all(torch.equal(p, old - 2) for p, old in zip(owner.params, before, strict=True))
     owner.release(param(0, 0))
-    assert sorted(owner.versions.alive) == [2]
+    assert sorted(owner.alive) == [2]

@@ -253,8 +253,7 @@ def stale(
 
     On every rank a micro-batch has a model of its own, with the version that its forward used; before its backward this
     becomes the version that the backward used, as weights of which no version is kept change under a graph. Replicas
-    of a rank come together for each update. Where they train alone, each has parameters of its own, and they are
-    averaged after so many updates and the last.
+    of a rank come together for each update.
     """
     plain, result = Plain(spec, seed, lr, momentum, nudge), Result()
     layers = [layer for layer in plain.model._modules.values() if layer is not None]
@@ -262,12 +261,9 @@ def stale(
     waiting = [_done(row, m) for row in program.ranks]
     replicas = dict(program.mesh)["dp"]
     stages = len(waiting) // replicas  # rank r has stage r % stages of replica r // stages
-    local = program.contract.local if replicas > 1 else 0
     held = [[layers[l] for l in program.placement[s]] for s in range(stages)]
     names = {id(p): name for name, p in plain.named.items()}
     mine = [{names[id(p)]: p for layer in part for p in layer.parameters() if id(p) in names} for part in held]
-    for _ in range(replicas - 1 if local else 0):  # (then each rank has its own, else each stage)
-        mine += [{name: p.detach().clone().requires_grad_() for name, p in own.items()} for own in mine[:stages]]
     versions = [{0: _copy(own)} for own in mine]
     optimizers = [torch.optim.SGD(own.values(), lr=lr, momentum=momentum) if own else None for own in mine]
     sums: list[dict[str, Tensor]] = [{} for _ in mine]
@@ -277,21 +273,6 @@ def stale(
     count = max((i for row in waiting for what, i, _ in row if what == "F"), default=-1) + 1
     result.losses = [0.0] * (count if every is not None else count // m)
     last = stages - 1
-    updates = max((version for row in waiting for what, _, version in row if what == "U"), default=0)
-
-    def home(r: int) -> int:
-        return r if local else r % stages
-
-    def counts(step: int) -> list[float]:
-        """What each replica weighs in a step."""
-        x, y = batches(step)
-        cut = parts(len(x), m * replicas)
-        whole = [slice(cut[k * m].start, cut[(k + 1) * m - 1].stop) for k in range(replicas)]
-        return [weight(y[rows]) for rows in whole] if every is None else [1.0] * replicas
-
-    def part_of(replica: int, step: int) -> float:
-        """How much of the mean over replicas that train alone is this one's."""
-        return counts(step)[replica] / (sum(counts(step)) or 1) if local else 1.0
 
     def forward(r: int, i: int, version: int) -> None:
         x, y = batches(i // m)
@@ -300,8 +281,8 @@ def stale(
         x, target = x[rows.start : rows.stop], y[rows.start : rows.stop]
         start = x if s == 0 else given.pop((r, i))
         own = Plain(spec, seed, lr, momentum)
-        for name in mine[home(r)]:
-            own.named[name].data.copy_(versions[home(r)][version][name])
+        for name in mine[r % stages]:
+            own.named[name].data.copy_(versions[r % stages][version][name])
         leaves = _tree(start, lambda t: t.detach().requires_grad_(s > 0 and (t.is_floating_point() or t.is_complex())))
         value = _tree(leaves, torch.clone)
         ends: list[Tensor] = []
@@ -311,14 +292,10 @@ def stale(
                 value = layer(value)
             ends = _differentiable(value)
             if s == last:
-                if every is not None:
-                    share = 1 / every / (1 if local else replicas)
-                else:
-                    share = weight(target) / ((counts(i // m)[replica] if local else weight(y)) or 1)
+                share = 1 / every / replicas if every is not None else weight(target) / (weight(y) or 1)
                 share = share if weight(target) else 0.0
                 ends = [plain.loss(value, target) * share if share else whole_of(value).sum() * 0]
-                part = part_of(replica, i // m) * (every or 1)
-                result.losses[i if every is not None else i // m] += ends[0].item() * part
+                result.losses[i if every is not None else i // m] += ends[0].item() * (every or 1)
         graphs[r, i] = leaves, ends, own
         if s < last:
             given[r + 1, i] = value if rows else start
@@ -326,8 +303,8 @@ def stale(
     def backward(r: int, i: int, version: int) -> None:
         leaves, ends, own = graphs.pop((r, i))
         s = r % stages
-        for name in mine[home(r)]:
-            own.named[name].data.copy_(versions[home(r)][version][name])
+        for name in mine[r % stages]:
+            own.named[name].data.copy_(versions[r % stages][version][name])
         into = arrived.pop((r, i), [None] * len(ends))
         pairs = [
             (t, g) for t, g in zip(ends, into, strict=bool(ends)) if t.requires_grad and (g is not None or s == last)
@@ -336,36 +313,24 @@ def stale(
             torch.autograd.backward([t for t, _ in pairs], [g for _, g in pairs])
         if s:
             arrived[r - 1, i] = [t.grad for t in _differentiable(leaves)]
-        for name in mine[home(r)]:
+        for name in mine[r % stages]:
             if (g := own.named[name].grad) is not None:
-                sums[home(r)][name] = sums[home(r)][name] + g if name in sums[home(r)] else g
+                sums[r % stages][name] = sums[r % stages][name] + g if name in sums[r % stages] else g
 
-    def update(h: int, version: int) -> None:
+    def update(s: int, version: int) -> None:
         while len(result.gradients) < version:
             result.gradients.append({})
-        newest, kept = versions[h][max(versions[h])], result.gradients[version - 1]
-        for name, p in mine[h].items():
-            p.data, p.grad = newest[name].clone(), sums[h].get(name)
-            if p.grad is None and replicas > 1 and not local:  # (gradients that are sent are zero where there is none)
+        newest = versions[s][max(versions[s])]
+        for name, p in mine[s].items():
+            p.data, p.grad = newest[name].clone(), sums[s].get(name)
+            if p.grad is None and replicas > 1:  # (gradients that are sent are zero where there is none)
                 p.grad = torch.zeros_like(p)
-            own = torch.zeros_like(p) if p.grad is None else p.grad * part_of(h // stages, version - 1)
-            kept[name] = kept[name] + own if name in kept else own
-        optimizer = optimizers[h]
+            result.gradients[version - 1][name] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        optimizer = optimizers[s]
         if optimizer is not None:
             optimizer.step()
-        versions[h][version] = _copy(mine[h])
-        sums[h] = {}
-
-    def average(s: int, version: int) -> None:
-        window = range((version - 1) // local * local, version)
-        own = [sum(of_step) for of_step in zip(*map(counts, window), strict=True)]
-        own = own if sum(own) else [1.0] * replicas
-        for name in mine[s]:
-            mean = sum(
-                w / sum(own) * versions[h][version][name] for w, h in zip(own, range(s, len(mine), stages), strict=True)
-            )
-            for h in range(s, len(mine), stages):
-                versions[h][version][name] = mean.clone()
+        versions[s][version] = _copy(mine[s])
+        sums[s] = {}
 
     moved = True
     while moved:
@@ -386,12 +351,9 @@ def stale(
                 if what != "U":
                     (forward if what == "F" else backward)(r, i, version)
                     continue
-                for h in range(r % stages, len(mine), stages):
-                    update(h, version)
-                if local and (version % local == 0 or version == updates):
-                    average(r % stages, version)
+                update(r % stages, version)
     assert not any(waiting), "an order that cannot be"
-    for own, made in zip(mine[:stages], versions, strict=False):
+    for own, made in zip(mine, versions, strict=True):
         for name, p in own.items():
             p.data = made[max(made)][name]
     return plain.close(result)
@@ -405,7 +367,7 @@ def _done(row: Sequence[Any], microbatches: int) -> list[tuple[str, int, int]]:
     found: dict[tuple[str, int], int] = {}
     for ins in row:
         i = ins.step * microbatches + ins.microbatch
-        used = [v.step for v in ins.reads if v.kind in ("param", "host param")]
+        used = [v.step for v in ins.reads if v.kind == "param"]
         if ins.op.name == "STEP":
             version = ins.step + 1
             found["U", version] = version

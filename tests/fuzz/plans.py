@@ -96,7 +96,7 @@ def draw(dice: random.Random, facts: Facts) -> Words:
         special = ""
     buckets = ["none", "none", "flat", "0.0001", "0.00005", "25", "2x", "3x", "auto", _some(dice, facts.layers)]
     if dice.random() < 0.7:
-        words["bucket"] = dice.choice(["none", "0.0001", "0.01", "auto"] if special == "priority" else buckets)
+        words["bucket"] = dice.choice(["none", "0.0001", "0.01"] if special == "priority" else buckets)
     if dice.random() < 0.2:
         words["overlap"] = "none"
     both = schedule in BOTH_WAYS and not wild

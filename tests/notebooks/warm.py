@@ -29,7 +29,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from jupyter_client.provisioning import local_provisioner
 
 from minipar.cluster import launch, zygote
 from minipar.cluster.processes import die_with_parent
@@ -38,7 +37,9 @@ TUNABLES = "GLIBC_TUNABLES"  # glibc reads it when a process starts: a fork has 
 
 
 def pytest_configure() -> None:
-    """Start the process, and let jupyter_client fork kernels from it."""
+    """Start the process, and let jupyter_client, which nbval brings, fork kernels from it."""
+    from jupyter_client.provisioning import local_provisioner
+
     forkserver.set_forkserver_preload(["tests.notebooks.imports"])
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(TUNABLES, settings := launch.settings_of_glibc(True))
@@ -49,7 +50,7 @@ def pytest_configure() -> None:
         if "ipykernel_launcher" not in command:
             return as_ever(command, **given)
         arguments = command[command.index("ipykernel_launcher") + 1 :]
-        return Kernel(arguments, given["env"], given["cwd"] or os.getcwd(), settings)
+        return Kernel(arguments, given["env"], given.get("cwd") or os.getcwd(), settings)
 
     local_provisioner.launch_kernel = launch_kernel
 

@@ -26,6 +26,7 @@ from minipar.prediction.replica import by_simulation
 from minipar.strategies.plan import Plan
 from minipar.strategies.schedules import registry
 from minipar.strategies.schedules.registry import Times, find
+from tests.prediction.on_machine import whole
 
 GPT3 = "tp=8 pp=8 dp=2 micro_batch_size=1 checkpoint=selective sequence_parallel=true precision=bf16"
 
@@ -163,7 +164,7 @@ def test_stages_that_differ_are_simulated(model: str, schedule: str, p: int, m: 
     plan = f"pp={p} microbatches={m} schedule={schedule}"
     found = estimate(plan, model, "a100-80gb")
     assert found.by == "replica" or model == "llama3-8b"
-    assert found.time == pytest.approx(estimate(plan, model, "a100-80gb", program=True).time, rel=0.035)
+    assert found.time == pytest.approx(whole(plan, model, "a100-80gb").time, rel=0.035)
     assert sum(found.breakdown.values()) == pytest.approx(found.time)
     assert min(found.breakdown.values()) > 0
 
@@ -180,8 +181,9 @@ def test_experts_are_replicated_over_context_parallel_ranks() -> None:
         others = model.parameters - model.layers * model.expert_parameters
         shared = others / (ranks * found.numbers.ep) + experts / ranks
         assert found.memory_breakdown["optimizer"] == pytest.approx(12 * shared, rel=1e-6)
-        alone, whole = (estimate(f"{plan} overlap=none", "mixtral-8x7b", where, program=flag) for flag in (False, True))
-        assert alone.time == pytest.approx(whole.time, rel=0.03)
+        words = f"{plan} overlap=none"
+        formula = estimate(words, "mixtral-8x7b", where)
+        assert formula.time == pytest.approx(whole(words, "mixtral-8x7b", where).time, rel=0.03)
     near = replicas_of(PlanNumbers(dp=4, cp=2, ep=2, tp=2), where).experts  # 2 of dp and 2 of cp are in a node
     assert near == (8, 2)
     alone = estimate("dp=2 ep=2 overlap=none", "mixtral-8x7b", where).breakdown["gradient sums"]
@@ -191,13 +193,9 @@ def test_experts_are_replicated_over_context_parallel_ranks() -> None:
 
 def test_rounds_of_accumulation_come_one_after_the_other() -> None:
     for plan in ("pp=4 microbatches=4 accumulate=4", "pp=4 microbatches=8 accumulate=2 schedule=gpipe"):
-        one, whole, alone = (
-            estimate(plan, "gpt2-xl", "a100-80gb"),
-            estimate(plan, "gpt2-xl", "a100-80gb", program=True),
-            estimate(plan, "gpt2-xl", "a100-80gb", simulate=True),
-        )
-        assert one.time == pytest.approx(whole.time, rel=0.03)
-        assert alone.time == pytest.approx(whole.time, rel=0.03)
+        time = whole(plan, "gpt2-xl", "a100-80gb").time
+        for simulated in (False, True):
+            assert estimate(plan, "gpt2-xl", "a100-80gb", simulate=simulated).time == pytest.approx(time, rel=0.03)
 
 
 def test_a_schedule_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,18 +352,6 @@ def test_the_simulated_program_is_near_the_estimate_and_each_says_who_it_is(
     plan: str, model: str, batch: int, by: str, away: float
 ) -> None:
     found = estimate(plan, model, "a100-80gb", batch)
-    program = estimate(plan, model, "a100-80gb", batch, program=True)
-    assert (found.by, program.by) == (by, "program")
-    assert found.trace is None
-    assert program.trace is not None
-    assert program.time == program.trace.time == pytest.approx(sum(program.breakdown.values()))
-    assert found.time == pytest.approx(program.time, rel=away)
-    assert (program.memory, program.ranks) == (found.memory, found.ranks)
+    assert found.by == by
+    assert found.time == pytest.approx(whole(plan, model, "a100-80gb", batch).time, rel=away)
     assert estimate(plan, model, "a100-80gb", batch, simulate=True).by == "replica"
-
-
-def test_a_program_that_cannot_be_compiled_says_so() -> None:
-    with pytest.raises(PlanError, match="no program on paper for slices"):
-        estimate("pp=2 schedule=terapipe", "gpt2-small", "h100", program=True)
-    with pytest.raises(PlanError, match="not together with"):
-        estimate("dp=2 pp=2 schedule=ampnet microbatches=4", "gpt2-small", "h100", program=True)

@@ -12,6 +12,7 @@ from minipar.models.sizes import MODELS, of_gpt
 from minipar.prediction import memory_formula, on_paper
 from minipar.program import Op
 from minipar.strategies.plan import Plan
+from tests.prediction.on_machine import simulated
 
 DEVICE = "flops=8GFLOP/s bandwidth=100MB/s latency=1ms host_bandwidth=400MB/s"
 DEMO = table.numbers("gpt-demo")
@@ -95,7 +96,7 @@ def test_an_emulated_device_and_a_machine_with_the_same_numbers_take_the_same_ti
         emulated = on_paper.predict(plan, model, DEVICE, 16)
         numbers = memory_formula.own_numbers(Plan.parse(plan), memory_formula.model_of(model))
         numbers = numbers._replace(rows=16 / numbers.dp / numbers.microbatches)
-        trace = on_paper.simulated(numbers, memory_formula.model_of(model), machine)
+        trace = simulated(numbers, memory_formula.model_of(model), machine)
         assert trace.time == pytest.approx(emulated.time, rel=1e-6)
         assert trace.memory(0).peak == pytest.approx(emulated.trace.memory(0).peak, rel=1e-6)
 

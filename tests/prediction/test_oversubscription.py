@@ -42,6 +42,19 @@ def test_two_ranks_on_one_core_run_at_half_speed():
     assert trace.time == pytest.approx(6)
 
 
+@pytest.mark.parametrize(
+    "words", ["dp=2", "dp=4 microbatches=2 bucket=none", "dp=4 zero=3", "tp=2 dp=2 microbatches=2"]
+)
+@pytest.mark.parametrize("cores", [1, 1.5, 2, 2.5])
+def test_ranks_that_do_the_same_need_no_clock(words, cores):
+    program = Plan.parse(words).compile(layers=6, steps=2)
+    costs = UnitCosts(program, latency=0.3)
+    trace = simulate(program, costs, cores=cores)
+    for mine, expected in zip((trace.starts, trace.ends), walk_shared(program, costs, cores), strict=True):
+        for a, b in zip(mine, expected, strict=True):
+            assert a == pytest.approx(b)
+
+
 def test_no_core_is_refused():
     with pytest.raises(PlanError, match="cores=0"):
         simulate(Plan(dp=2).compile(layers=1), cores=0)

@@ -77,14 +77,6 @@ def test_with_experts(clusters: Any, words: str, capacity: float | None) -> None
     right(trained(clusters, partial(MIXTURE, capacity=capacity), words, loss=models.mixture_loss), 1e-10)
 
 
-@pytest.mark.extra("sharding/test_other_ways.py::test_a_run_equals_the_replay_of_its_order")
-@pytest.mark.parametrize("words", [f"pp=2 {GRID} schedule=pipedream microbatches=3", f"{GRID} schedule=pipedream-2bw"])
-def test_without_flushes(clusters: Any, words: str) -> None:
-    found = trained(clusters, gpt, words, optimizer=ADAM)
-    assert found.max_gradient_error() < 1e-10
-    assert found.max_parameter_error() < 1e-10
-
-
 class Flat(nn.Module):
     """Rows and tokens are one dimension inside: of each row it has a part, and of each part another one."""
 

@@ -25,6 +25,7 @@ MADE = {
     "place": "place=0,0,0,0,0,0,0,0",
     "bucket": "bucket=2",
     "bucket=flat, 4x or layers": "bucket=flat",
+    "bucket=auto": "bucket=auto",
     "overlap=none, priority": "overlap=none",
     "overlap=priority": "overlap=priority",
     "local_steps": "local_steps=2",

@@ -20,7 +20,6 @@ LISTS = {
     "dp=2 checkpoint=selective": "layers data_parallel update fuse",  # (inside a layer)
     "dp=2 bucket=auto": "layers bucket data_parallel update fuse",
     "dp=2 overlap=priority": "layers priority update fuse",
-    "dp=2 overlap=priority bucket=auto": "layers piece priority update fuse",
     "host_layers=0": "layers host_layers update fuse",
     "dp=2 zero=2 clip=1": "layers zero data_parallel clip update fuse",
     "zero=2": "layers update fuse",  # (nobody to share with)

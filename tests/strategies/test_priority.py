@@ -16,7 +16,7 @@ from minipar.program import Group, Op, grad
 from minipar.program.shape import Shape
 from minipar.strategies.urgency import in_order
 from tests.fuzz.verify_interpreter import judge
-from tests.interpreters import RandomCosts, brute_force, shape
+from tests.interpreters import RandomCosts, brute_force
 from tests.toys import rows, toy
 
 pytestmark = pytest.mark.many(3)
@@ -161,39 +161,13 @@ def test_a_backward_that_comes_after_a_piece_is_missed():
     ("words", "says"),
     [
         ("clip=1", "and the norm needs all gradients; fundamental); possible is clip=none"),
-        ("bucket=flat", "or whole; fundamental); possible is bucket=none, auto or a size"),
+        ("bucket=flat", "or whole; fundamental); possible is bucket=none or a size"),
     ],
 )
 def test_what_needs_all_gradients_at_once_is_refused(words, says):
     with pytest.raises(PlanError) as caught:
         Plan.parse(f"dp=2 overlap=priority {words}")
     assert says in str(caught.value)
-
-
-def test_auto_is_the_size_of_pieces_with_which_the_next_forward_ends_first():
-    model = shape(4, size=3 * 2**20)  # (each gradient has 3 x 4 MiB)
-    program = compiled("dp=2 overlap=priority bucket=auto", model, steps=2)
-    chosen = {part.bytes for ins in program.ranks[0] for part in ins.parts if ins.op is Op.ALL_REDUCE}
-    assert max(chosen) < 12 * 2**20  # no latency counts here, so that small pieces are best
-
-
-class Late(ByHand):
-    """A message takes its time, and 10 more."""
-
-    def collective(self, ins):
-        return 10 + super().collective(ins)
-
-
-def test_auto_makes_as_many_pieces_as_pay():
-    KiB = 1 << 10
-    shape, best = model(4 * KiB, 64 * KiB, 4 * KiB, 64 * KiB), set()
-    for kind, forward in ((ByHand, 40), (Late, 40), (Late, 4)):
-        costs = kind([forward] * 4, [2 * forward] * 4, 1 / 512)
-        text = "dp=2 overlap=priority"
-        times = [a_step_more(f"{text} bucket={64 * KiB / MiB / 2**k}", shape, costs) for k in range(5)]
-        assert a_step_more(f"{text} bucket=auto", shape, costs) == min(times)
-        best.add(times.index(min(times)))
-    assert len(best) == 3
 
 
 def test_as_many_steps_in_a_program_as_divide_what_is_saved():

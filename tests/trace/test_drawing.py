@@ -11,20 +11,18 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from dataclasses import replace
 from html.parser import HTMLParser
-from itertools import pairwise
 
 import matplotlib
 import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 from PIL import Image
 
 from minipar import MiniparError, Plan, simulate
 from minipar.program import Instruction, Op
-from minipar.trace import charts, drawing, labels
-from minipar.trace.figure import DIFFERENCES, LOOKS, mixed
+from minipar.trace import drawing, labels
+from minipar.trace.figure import DIFFERENCES, LOOKS
 from minipar.trace.shades import Shades
 
 MiB = 2**20
@@ -167,18 +165,6 @@ def test_idle_time_stands_beside_each_lane():
 # two traces -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_collective_says_what_it_sends_rather_than_how_idle_it_is():
-    from minipar.costs.alpha_beta import AlphaBeta
-    from minipar.program.collectives import program
-
-    one = program("broadcast", "tree", 4, 4 << 20, root=1)
-    figure = drawing.draw([simulate(one, AlphaBeta(one, 1e-4, 1e-9))])
-    assert [t for t in texts(figure) if t.startswith("sends")] == [f"sends {n}.00 MiB" for n in (0, 8, 0, 4)]
-    assert "a rank sends up to 8.00 MiB (rank 1)" in figure.alt
-    assert "idle" not in figure.alt.lower()
-    assert "bubble" not in figure.alt
-
-
 def test_predicted_outlined_over_measured_filled():
     predicted, measured = pair(pp=2, microbatches=4)
     figure = drawing.draw([predicted, measured])
@@ -194,20 +180,6 @@ def test_predicted_outlined_over_measured_filled():
     assert labels == ["rank 0 predicted", "measured", "rank 1 predicted", "measured"]
     assert legend(figure)[-2:] == ["predicted (outlined)", "measured (filled)"]
     assert figure.axes[0].get_xlim()[1] == pytest.approx(max(predicted.time, measured.time) * 1e3, rel=0.01)
-
-
-def test_both_begin_at_zero():
-    measured = pair(pp=2, microbatches=4)[1]
-    assert measured.span[0] == 1000
-    assert min(c[0] for c in corners(collections(drawing.draw([measured]))["measured-forward"])) == 0
-    assert min(drawing.draw([measured]).axes[1].lines[0].get_xdata()) == 0
-
-
-def test_traces_of_one_kind_are_first_and_second():
-    a, b = (unit(pp=2, microbatches=4, schedule=s) for s in ("gpipe", "1f1b"))
-    figure = drawing.draw([a, b])
-    assert legend(figure)[-2:] == ["first (outlined)", "second (filled)"]
-    assert {gid.split("-")[0] for gid in collections(figure)} == {"first", "second"}
 
 
 def test_comparison_draws_the_prediction_first():
@@ -296,27 +268,6 @@ def test_shades_are_chunks_or_directions(plan, layers, names, turns):
                 assert shades.of(rank, ins) == (ins.layers[0] >= 10)
 
 
-def test_shades_are_seen_and_said():
-    figure = drawing.draw(
-        [simulate(Plan.parse("pp=4 schedule=interleaved chunks=3 microbatches=4").compile(layers=12))]
-    )
-    faces = [to_hex(collections(figure)[f"predicted-forward{k}"].get_facecolor()[0]) for k in ("", "-1", "-2")]
-    assert faces[0] == faces[2] == "#0072b2"
-    assert faces[1] == mixed("#0072B2", "#ffffff", 0.55).lower()
-    assert LOOKS["forward 1"].bands == LOOKS["forward 2"].bands == 1  # in the other shade
-    assert legend(figure) == ["forward", "backward", "optimizer step", "chunk 0", "chunk 1", "chunk 2"]
-    backward = {LOOKS[kind][:1] + LOOKS[kind][4:] for kind in LOOKS if "backward" in kind or "gradient" in kind}
-    assert len(backward) == 12  # face and bands together tell all of them apart
-
-
-def test_numbers_go_on_from_step_to_step_and_fit_where_a_digit_does():
-    trace = simulate(Plan.parse("pp=2 schedule=pipedream microbatches=3").compile(layers=2, steps=3))
-    numbers = Counter(t for t in texts(drawing.draw([trace])) if t.isdigit())
-    assert numbers == dict.fromkeys(map(str, range(9)), 4)
-    crowded = drawing.draw([unit(pp=2, microbatches=34)])  # a forward is 6.6 points wide: one digit has room, and two
-    assert {str(k) for k in range(34)} <= set(texts(crowded))
-
-
 def test_collectives_are_told_apart_and_labelled():
     trace = simulate(Plan.parse("dp=2 zero=3").compile(layers=4), Costs())
     figure = drawing.draw([trace])
@@ -352,80 +303,6 @@ def test_bars_carry_layers_and_the_microbatch_where_a_number_says_too_little(pla
     shorter = {word for ins in forwards if len(word := labels.words_of(program, ins, layers)[-1]) == 1}
     assert shorter <= narrow
     assert not any("mb" in word for word in narrow)
-
-
-def test_narrow_collectives_have_letters_beside_them():
-    """Where nothing fits on a bar, the letters stand on the paper to its right, if nothing else begins there."""
-    program = Plan.parse("dp=2 zero=3").compile(layers=4)
-
-    class Quick(Costs):
-        def collective(self, ins):
-            return 1e-4
-
-    found = drawing.draw([simulate(program, Quick())])
-    assert {"AG 0", "AG 3"} <= {*texts(found)}
-    words = [text for text in found.axes[0].texts if text.get_text() == "AG 3"]
-    assert not any(text.get_path_effects() for text in words)  # (a white halo would be seen on a dark page)
-    one, other = ("AG 0", "AG", "G"), ("RS 0:4", "RS", "S")
-    sizes = (9.0, 6.0)
-    assert labels.fitted([one, one, one, other], [30, 7, 4, 1], sizes, 0.6, [0, 0, 0, 50]) == [
-        ("AG 0", 9.0, False), ("G", 9.0, False), ("G", 6.0, False), ("RS 0:4", 9.0, True),
-    ]  # fmt: skip
-    assert labels.fitted([one], [1], sizes, 0.6, [1]) == [("", 0.0, False)]
-
-
-def test_words_with_a_halo_do_not_run_together():
-    """Hatched bars that lie close, of many widths: of two words beside each other, the halos do not meet."""
-    figure = Figure(figsize=(6, 1), dpi=72)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, 432), ylim=(0, 1))  # so that a unit is a point
-    ends = np.cumsum([9.0 + k / 4 for k in range(26)])
-    bars = np.array([[0, end - 9.0 - k / 4, end, k] for k, end in enumerate(ends)])
-    drawing._draw_numbers(axes, bars, np.full(26, 0.5), 1.0, 14.0, "black", [("AR 5", "AR")] * 26, np.zeros(26))
-    words = sorted((text.get_position()[0], 0.31 * text.get_size() * len(text.get_text())) for text in axes.texts)
-    assert len(words) > 20
-    assert min(b - b_half - a - a_half for (a, a_half), (b, b_half) in pairwise(words)) > 2.2
-
-
-def test_words_of_collectives_stand_where_their_bars_are_seen():
-    """Bars of the thin lane overlap in time. A later one covers an earlier one, and those of other kinds."""
-    gathers = [[0, 0, 40, 0], [0, 50, 60, 0], [0, 100, 160, 0], [1, 0, 40, 0]]
-    scatters = [[0, 20, 80, 0], [0, 120, 130, 0]]
-    bars = {"all-gather": np.array(gathers, float), "reduce-scatter": np.array(scatters, float)}
-    bars["forward"] = np.array([[0, 0, 200, 0]], float)
-    seen = drawing._uncovered(bars)
-    assert set(seen) == {"all-gather", "reduce-scatter"}
-    assert seen["reduce-scatter"].tolist() == scatters
-    spans = seen["all-gather"][:, 1:3].tolist()
-    assert spans[0] == [0, 20]  # its left half
-    assert spans[1][0] == spans[1][1]  # nothing of it
-    assert spans[2:] == [[130, 160], [0, 40]]  # the longer side; and all of it on another rank
-
-
-def test_collectives_that_wait_for_each_other_are_seen_one_after_another():
-    """All are started at once, and end one by one: a word stands between the end before it and its own."""
-    program = Plan.parse("dp=2 bucket=none overlap=none").compile(layers=4)
-    trace = simulate(program, Costs())
-    sums = [k for k, ins in enumerate(program.ranks[0]) if ins.op is Op.ALL_REDUCE]
-    starts, ends = [list(row) for row in trace.starts], [list(row) for row in trace.ends]
-    for rank in range(2):
-        for n, k in enumerate(sums):
-            starts[rank][k], ends[rank][k] = 20.0, 24.0 + 4 * n
-    figure = drawing.draw([replace(trace, starts=starts, ends=ends)], memory=False)
-    words = [text for text in figure.axes[0].texts if text.get_text().startswith("AR")]
-    words = [text for text in words if text.get_position()[1] < 1]  # of rank 0
-    assert [text.get_text() for text in words] == ["AR 3", "AR 2", "AR 1", "AR 0"]
-    assert np.allclose([text.get_position()[0] for text in words], [22_000, 26_000, 30_000, 34_000])  # in ms
-
-
-def test_bars_without_room_do_not_make_the_words_of_others_small():
-    figure = Figure(figsize=(6, 1), dpi=72)
-    axes = figure.add_axes((0, 0, 1, 1))
-    axes.set(xlim=(0, 432), ylim=(0, 1))
-    spans = [(0, 100), (110, 130), (130, 132), (134, 136), (140, 142), (150, 250)]
-    bars = np.array([[0, *span, k] for k, span in enumerate(spans)], float)
-    drawing._draw_numbers(axes, bars, np.full(6, 0.5), 1.0, 14.0, "black", [("0:4",)] * 6)
-    assert [text.get_size() for text in axes.texts] == [drawing.SIZES[0]] * 3
 
 
 def test_workers_and_servers_are_called_so():
@@ -533,27 +410,6 @@ def test_memory_curves_are_the_traces():
     assert len({line.get_marker() for line in peaks}) == 4
 
 
-def test_replicas_with_the_same_curve_share_it():
-    for dp, label in ((2, "ranks 0, 2"), (16, "rank 0 and 15 like it")):
-        axes = drawing.draw([unit(pp=2, dp=dp, microbatches=4)]).axes[1]
-        assert [t.get_text() for t in axes.texts][1] == f"{label}  2"
-        assert sum(not line.get_label().startswith("_") for line in axes.lines) == 2
-
-
-def test_memory_of_two_traces_is_dashed_and_solid():
-    predicted, measured = pair(pp=2, microbatches=4)
-    axes = drawing.draw([predicted, measured]).axes[1]
-    curves = {line.get_label(): line for line in axes.lines if not line.get_label().startswith("_")}
-    assert list(curves) == ["predicted rank 0", "measured rank 0", "predicted rank 1", "measured rank 1"]
-    assert [line.is_dashed() for line in curves.values()] == [True, False, True, False]
-    assert curves["predicted rank 0"].get_color() == curves["measured rank 0"].get_color()
-    assert max(curves["measured rank 0"].get_ydata()) == pytest.approx(measured.peak_memory()[0] / MiB)
-    key = [t.get_text() for t in axes.texts]
-    a, b = predicted.peak_memory(), measured.peak_memory()
-    assert key[:2] == ["peak in MiB", "predicted / measured"]
-    assert key[2:] == [f"rank {r}  {a[r] / MiB:.2f} / {b[r] / MiB:.2f}" for r in range(2)]
-
-
 def test_many_ranks_have_one_curve_of_the_highest():
     trace = unit(pp=12, microbatches=20)
     axes = drawing.draw([trace]).axes[1]
@@ -610,11 +466,6 @@ def test_what_cannot_be_drawn_is_refused_in_words(traces, options, says):
         drawing.draw([made[name] for name in traces], **options)
 
 
-def test_a_trace_alone_is_no_list():
-    with pytest.raises(MiniparError, match=r"needs a list of traces: \[trace\]"):
-        drawing.draw(unit(pp=2))
-
-
 def test_a_receive_may_be_posted_after_its_message_came():
     program = Plan(pp=2, schedule="gpipe", microbatches=8).compile(layers=2)
     assert drawing.page([simulate(program, stage_factors=(1, 5), latency=0.1)]).count("-") > 0
@@ -647,13 +498,6 @@ def test_a_shown_figure_suits_light_and_dark_pages_and_is_twice_as_fine():
     assert len(grey[grey.max(1) < 0x40]) < 0.02 * len(grey)  # (none of the words is left dark)
     assert to_hex(figure.texts[0].get_color()) == "#1a1a1a"  # what is saved to a file has white paper, as before
     assert to_hex(figure.get_facecolor()) == "#ffffff"
-
-
-def test_the_users_style_does_not_reach_the_picture():
-    trace = unit(pp=2, microbatches=4)
-    plain = drawing.svg([trace])
-    with matplotlib.rc_context({"axes.facecolor": "black", "font.size": 30, "lines.linewidth": 9, "axes.grid": False}):
-        assert drawing.svg([trace]) == plain
 
 
 def test_ipython_shows_a_figure_once():
@@ -785,36 +629,6 @@ def test_page_can_be_read_in_the_dark_by_keyboard_and_on_paper():
     assert dict(page.tags)["html"]["lang"] == "en"
 
 
-def test_page_takes_facts_and_sections_and_escapes_plain_text():
-    losses = drawing.table(["step", "loss", "remark"], [[0, "4.1500", "<b>"], [1, "-0.5e-3", "x"]], "Losses & more")
-    text = drawing.page(
-        [unit(pp=2)], heading="a < b", intro="<script>", facts=[("x & y", 12)], sections=[("L < M", losses)]
-    )
-    page = Page(text)
-    assert "a < b" in page.words
-    assert "<script>" in page.words
-    assert "x & y" in page.words
-    assert "L < M" in page.words
-    assert "Losses & more" in page.words
-    assert {"step", "4.1500", "<b>", "-0.5e-3"} <= set(page.cells)
-    assert text.index("</figure>") < text.index("L &lt; M") < text.index("The same as a table")
-    assert losses.count('class="n"') == 2 * 3  # step and loss are numbers, the remark is not
-
-
-def test_a_long_table_is_cut_and_says_so():
-    trace = unit(pp=4, microbatches=400)
-    text = drawing.page([trace])
-    page = Page(text)
-    assert f"Instructions: 2,000 of {len(trace.program):,}, the first 500 of each rank" in page.words
-    assert sum(tag == "tr" for tag, _ in page.tags) < 2100
-
-
-def test_traces_of_different_programs_have_a_table_each():
-    text = drawing.page([unit(pp=2, microbatches=4, schedule=s) for s in ("gpipe", "1f1b")])
-    assert len(re.findall("<details>", text)) == 2
-    assert Page(text).words.count("Instructions: ") == 4  # summary and caption of both
-
-
 # text -----------------------------------------------------------------------------------------------------------------
 
 
@@ -830,27 +644,6 @@ def test_text_picture():
         "total, 33.3% of ideal · peak memory 2",
         "activations (rank 0)",
     ]
-
-
-@pytest.mark.parametrize("width", [30, 64, 100, 200])
-def test_text_fills_its_width_and_shows_everything_that_is_wide_enough(width):
-    trace = pair(pp=4, microbatches=3)[1]
-    lines = drawing.text(trace, width).splitlines()
-    assert [line[:6] for line in lines[:4]] == [f"rank {r}" for r in range(4)]
-    assert {len(line) for line in lines[:4]} == {width}
-    for rank, line in enumerate(lines[:4]):
-        assert set(line[8:]) >= set("012abc"), rank
-        assert abs(line[8:].count(".") / (width - 8) - (1 - trace.busy[rank] / trace.time)) < 6 / (width - 8)
-    assert lines[4].endswith(" ms")
-
-
-def test_text_of_many_ranks_and_bad_widths():
-    text = drawing.text(unit(pp=70, microbatches=2))
-    assert "rank 63 " in text
-    assert "rank 64 " not in text
-    assert "... and 6 more ranks" in text
-    with pytest.raises(MiniparError, match="width=10: must be at least 30 characters"):
-        drawing.text(unit(pp=2), width=10)
 
 
 # size -----------------------------------------------------------------------------------------------------------------
@@ -870,16 +663,6 @@ def test_200_000_instructions_are_drawn_in_seconds():
     assert overlapping(figure) == []
 
 
-def test_an_unknown_instruction_is_grey():
-    trace = unit(pp=1)
-    extra = Instruction(Op.FORWARD, (0,), 0, 0)._replace(op="OFFLOAD", stream="copy out")
-    program = replace(trace.program, ranks=((*trace.program.ranks[0], extra),))
-    trace = replace(trace, program=program, starts=[[*trace.starts[0], 1.0]], ends=[[*trace.ends[0], 2.5]])
-    figure = drawing.draw([trace])
-    assert legend(figure)[-1] == "copy"
-    assert to_hex(collections(figure)["predicted-copy"].get_facecolor()[0]) == "#9a9a9a"
-
-
 def test_ranks_that_share_layers_say_where_they_are() -> None:
     trace = simulate(Plan.parse("tp=2 pp=2 microbatches=2").compile(layers=4), latency=0.1)
     named = [f"rank {rank} (pp {rank // 2}, tp {rank % 2})" for rank in range(4)]
@@ -897,25 +680,3 @@ def test_ranks_that_share_layers_say_where_they_are() -> None:
     assert labels.rank_name(plain.program, 3) == "rank 3"
     served = Plan.parse("dp=3 sync=ps").compile(layers=2)
     assert [labels.place(served, rank) for rank in range(4)] == [""] * 4
-
-
-@pytest.mark.parametrize("name", ["$", "a$b$c", "$\\nosuch$", "$x_1^$", "$$", r"\$"])
-def test_dollars_in_names_are_dollars(name):
-    trace = unit(pp=2, microbatches=2)
-    figure = drawing.draw([replace(trace, program=replace(trace.program, name=name))])
-    figure.savefig(io.BytesIO(), format="png")
-    texts = [text for text in figure.texts if text.get_text() == name]
-    assert [text.get_parse_math() for text in texts] == [False]
-    curve = charts.lines({name: [(0, 1), (1, 1e6)]}, title=name, x="x", y="y", log="y")
-    curve.savefig(io.BytesIO(), format="png")
-    ticks = [tick.label1 for tick in curve.axes[0].yaxis.majorTicks]
-    assert all(tick.get_parse_math() for tick in ticks)  # powers of ten are written as such
-
-
-def test_a_word_that_would_stand_on_the_one_before_it_is_left_out():
-    axes, lanes = Figure().subplots(), np.array([0.5, 0.5, 0.5, 1.5])
-    bars = np.array([[0, 0, 10, 0], [0, 1, 11, 1], [0, 20, 30, 2], [1, 1, 11, 3]], dtype=float)
-    drawing._draw_numbers(
-        axes, bars, lanes, 4.0, 12.0, "#201400", [("AR 6",), ("AR 5",), ("AR 4",), ("AR 3",)], np.zeros(4)
-    )
-    assert sorted(text.get_text() for text in axes.texts) == ["AR 3", "AR 4", "AR 6"]

@@ -38,7 +38,7 @@ def test_memory_is_what_is_alive(saved: int, word: str) -> None:
     assert word not in ("5B", "4B") or any(m.op is Op.RECOMPUTE and m.drops for m in one.moves)
     chain = one.chain
     for k, (move, level) in enumerate(zip(one.moves, one.levels, strict=True)):
-        alive = [life for life in one.lives if life.first <= k < life.last]
+        alive = [life for life in one.lifetimes if life.first <= k < life.last]
         kept = sum(chain.output[life.layer] if life.kind == "output" else chain.saved[life.layer] for life in alive)
         gone = [m.layer for m in one.moves[: k + 1] if m.op is Op.BACKWARD]
         gradient = chain.gradient[gone[-1] - 1] if gone and gone[-1] else 0

@@ -25,12 +25,12 @@ from minipar_widgets.plan_model import (
     Shelf,
     cells,
     clock,
+    described,
     gigabytes,
     instead,
     percent,
     problem,
     solved,
-    told,
     traded,
 )
 
@@ -183,7 +183,7 @@ def test_a_page_has_the_answers_of_its_grid() -> None:
     assert state["options"] == {"model": ["llama3-8b"], "machine": ["h100"], "gpus": [8, 16], "batch": [64]}
     assert set(state["grid"]) == {"llama3-8b|h100|8|64", "llama3-8b|h100|16|64"}
     here, there = state["grid"].values()
-    assert here["data"]["plans"] == [told(one, view.found.best[0]) for one in view.found.best]
+    assert here["data"]["plans"] == [described(one, view.found.best[0]) for one in view.found.best]
     assert set(here["more"]) == {"front", "budgets", *(key for key in here["data"]["columns"] if key in SEARCHED)}
     assert there["more"] == {}
     assert there["data"]["plans"][0]["seconds"] == solved(asked(Question("llama3-8b", "h100", 16, 64))).plan.time  # type: ignore[union-attr]

@@ -22,7 +22,7 @@ from minipar.program import Instruction, Op, Program
 from minipar.trace import labels
 from minipar.trace.critical_path import messages
 from minipar.trace.idleness import idle_times
-from minipar.trace.lifetimes import lives
+from minipar.trace.lifetimes import live_values
 from minipar_widgets import Timeline
 from minipar_widgets.columns import KINDS, columns
 from minipar_widgets.details import coarse, details, reads
@@ -136,7 +136,7 @@ def test_long_curves_keep_their_peaks() -> None:
 
 def test_lives_say_what_the_curve_is_made_of() -> None:
     for rank in range(4):
-        found = lives(FOUR, rank)
+        found = live_values(FOUR, rank)
         assert max(sum(one.size for one in found if one.start <= t < (one.end or 1e9)) for t in (1.0, 5.0, 20.0)) > 0
 
 

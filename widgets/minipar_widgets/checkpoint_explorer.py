@@ -118,7 +118,7 @@ def _data(one: Tape) -> dict[str, Any]:
             [m.op.value, m.layer, m.saves, m.hands, m.drops, end * scale, level.during, level.after]
             for m, end, level in zip(one.moves, one.ends, one.levels, strict=True)
         ],
-        "lives": [list(life) for life in one.lives],
+        "lifetimes": [list(life) for life in one.lifetimes],
     }
 
 
@@ -132,11 +132,11 @@ def _picture(one: Tape, dark: bool | None) -> bytes:
     for layer in range(0, n, math.ceil(13 / h)):
         sketch.text(left - 6, 8 + (layer + 0.5) * h, f"layer {layer}", sketch.look.muted, 10, "rm")
     saved, kept = ("#4d3a12", "#7cc7f0") if dark else ("#fbe6b5", "#0072B2")
-    for kind, layer, first, last in one.lives:
+    for kind, layer, first, last in one.lifetimes:
         x, end, y = left + one.ends[first] * scale, left + one.ends[last] * scale, 8 + layer * h
         if kind == "saved":
             sketch.rect(x, y + 1, end - x, h - 2, saved)
-    for kind, layer, first, last in one.lives:
+    for kind, layer, first, last in one.lifetimes:
         x, end, y = left + one.ends[first] * scale, left + one.ends[last] * scale, 8 + (layer + 0.5) * h
         if kind == "output":
             sketch.line([(x, y), (end, y)], kept, 2)

@@ -129,7 +129,7 @@ class Tape:
         return sum(move.op is Op.RECOMPUTE for move in self.moves)
 
     @cached_property
-    def lives(self) -> list[Life]:
+    def lifetimes(self) -> list[Life]:
         found = []
         open_: dict[tuple[str, int], int] = {}
 

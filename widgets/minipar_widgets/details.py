@@ -17,7 +17,7 @@ from minipar.trace import Trace, labels
 from minipar.trace.critical_path import critical_path, messages, path_in_words
 from minipar.trace.idleness import REASONS, Holders, idle_times
 from minipar.trace.lifetimes import KINDS as KIND_OF_VALUE
-from minipar.trace.lifetimes import lives
+from minipar.trace.lifetimes import live_values
 from minipar.trace.memory_series import ALL_KINDS
 from minipar_widgets.columns import Columns
 
@@ -151,7 +151,7 @@ def _live(traces: Sequence[Trace], arrays: Arrays, facts: dict[str, Any]) -> Non
         zero, last = trace.span
         for rank in range(len(trace.program.ranks)):
             begin = len(rows)
-            for life in sorted(lives(trace, rank), key=lambda life: (life.start, str(life.value))):
+            for life in sorted(live_values(trace, rank), key=lambda life: (life.start, str(life.value))):
                 end = last + 1 if life.end is None else life.end
                 kind = ALL_KINDS.index(KIND_OF_VALUE[life.value.kind])
                 name = names.setdefault(str(life.value), len(names))

@@ -34,13 +34,13 @@ from minipar_widgets.plan_model import (
     Shelf,
     clock,
     columns,
+    described,
     gigabytes,
     instead,
     price,
     problem,
     searched,
     solved,
-    told,
     traded,
 )
 from minipar_widgets.sketch import Sketch, wrapped
@@ -143,7 +143,7 @@ class PlanView(View):
         if what == "front":
             done = min(BUDGETS, int(self.more.get("budgets", 0)) + 1)
             plans = traded(self.problem_now, done)
-            front = [told(one, self.found.plan) for one in plans]
+            front = [described(one, self.found.plan) for one in plans]
             self.more = {**self.more, "front": front, "budgets": done}
         elif what not in self.more:
             rows = instead(self.problem_now, what)
@@ -152,7 +152,8 @@ class PlanView(View):
                 **self.more,
                 what: [
                     {
-                        "value": row.value, "reason": row.reason, "plan": told(row.plan, best) if row.plan else None,
+                        "value": row.value, "reason": row.reason,
+                        "plan": described(row.plan, best) if row.plan else None,
                         "price": price(best, row.plan) if row.plan else "",
                     }
                     for row in rows
@@ -208,7 +209,7 @@ class PlanView(View):
         }  # fmt: skip
         if isinstance(found, str):
             return {**data, "problem": found}
-        plans = [told(one, found.plan) for one in found.best]
+        plans = [described(one, found.plan) for one in found.best]
         return {
             **data, "plans": plans, "columns": columns(found.best, q.pins), "price": self._price(found),
             "count": searched(found),

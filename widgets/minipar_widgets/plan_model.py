@@ -189,7 +189,7 @@ def why(best: Planned, other: Planned) -> str:
     return f"as fast, with {gigabytes(abs(other.memory - best.memory))} {less} memory"
 
 
-def told(plan: Planned, best: Planned) -> dict[str, Any]:
+def described(plan: Planned, best: Planned) -> dict[str, Any]:
     """A plan for the browser; `why` says what makes it slower than the best one."""
     same = plan.numbers == best.numbers
     return {

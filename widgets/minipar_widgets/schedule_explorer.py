@@ -241,7 +241,7 @@ class ScheduleExplorer(Explorer):
         self.progress.max, self.progress.layout.visibility = self.steps.value, "visible"
         layers = exploring.layers_of(plan)
         self._ran = self._asked
-        self._attempt = running.Attempt(plan, layers, spec, self.steps.value, self._told, self._ended)
+        self._attempt = running.Attempt(plan, layers, spec, self.steps.value, self._progress, self._ended)
         self._lock()
         self._attempt.start()
 
@@ -257,7 +257,7 @@ class ScheduleExplorer(Explorer):
         if self._attempt is not None:
             self._attempt.wait(timeout)
 
-    def _told(self, done: int, steps: int, what: str) -> None:
+    def _progress(self, done: int, steps: int, what: str) -> None:
         self.progress.value = done
         self.report.value = _words(what)
 

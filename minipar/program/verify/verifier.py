@@ -628,7 +628,7 @@ def _check_microbatches(program: Program, ranks: Sequence[int]) -> None:
 def _check_rank(program: Program, rank: int) -> set[Value]:
     """Check one rank alone. Returns the values that are live after its last instruction."""
     live: set[Value] = set(program.state[rank]) if program.state else set()
-    together: dict[int, tuple[int, ...]] = {}  # group -> the groups of the REDUCE_SCATTER that made its slices
+    joined: dict[int, tuple[int, ...]] = {}  # group -> the groups of the REDUCE_SCATTER that made its slices
     for index, ins in enumerate(program.ranks[rank]):
         for value in ins.reads:
             if value not in live:
@@ -638,11 +638,11 @@ def _check_rank(program: Program, rank: int) -> set[Value]:
                 raise _written_twice(program, rank, index, value)
         if ins.op is Op.REDUCE_SCATTER:
             for g in ins.layers:
-                if grad_shard(g) in ins.reads and together.get(g) != ins.layers:
+                if grad_shard(g) in ins.reads and joined.get(g) != ins.layers:
                     reason = f"{at(program, rank, index)} adds to the slices of group {g}, which came with groups"
-                    words = f"{reason} {together.get(g, ())}; possible are the same groups in the same order"
+                    words = f"{reason} {joined.get(g, ())}; possible are the same groups in the same order"
                     raise refuse(program, rank, index, words)
-            together.update(dict.fromkeys(ins.layers, ins.layers))
+            joined.update(dict.fromkeys(ins.layers, ins.layers))
         live.update(ins.writes)
         for value in ins.frees:
             if value not in live:

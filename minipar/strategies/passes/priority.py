@@ -15,7 +15,6 @@ soon as its gradient is complete and all messages before it have come. The last 
 pieces: it writes what STEP reads.
 
 `bucket` is the size of a piece; gradients are never joined. "none" sends them whole, with a message for each tensor.
-"auto" is the size with which the next forward ends earliest.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from minipar.program import Instruction, Op, Part, Value
-from minipar.strategies.buckets import Bucket, MiB, best_piece
-from minipar.strategies.draft import Draft, Seconds
+from minipar.program import Instruction, Part
+from minipar.strategies.buckets import Bucket, MiB
+from minipar.strategies.draft import Draft
 from minipar.strategies.rewriting import all_reduce, insert, keep_gradients, last_writes, of_groups, summed
 from minipar.strategies.urgency import first_uses, in_order
 
@@ -36,42 +35,6 @@ def sum_by_priority(draft: Draft) -> Draft:
     sharing = [summed(draft, rank) for rank in range(layout.pp)]
     draft = draft.each(lambda rank, row: _with_pieces(row, draft, rank, sharing[rank]))
     return keep_gradients(draft, [() if draft.bucket == "none" else found for found in sharing])
-
-
-def choose_piece(draft: Draft) -> Draft:
-    """bucket=auto is the size of pieces with which the next forward ends earliest; of equal ones the largest."""
-    if draft.bucket != "auto":
-        return draft  # (the first step has found it)
-    layout = draft.layout
-    sharing = [summed(draft, rank) for rank in range(layout.pp)]
-    sums = {g for found in sharing for g in found}
-    largest = max((sum(layout.shape.groups[g].tensors) for g in sums), default=0)
-    if not largest:
-        return replace(draft, bucket=25.0)
-
-    def end(size: float) -> float:
-        more = replace(draft, bucket=size, steps=draft.step + 2)  # (the last step would end with its own updates)
-        tried = update_late(more.each(lambda rank, row: _with_pieces(row, more, rank, sharing[rank])))
-        following = update_late(replace(more, late=tried.update))
-        return max(map(_end_of_next_forward, tried.ranks, following.ranks, draft.seconds))
-
-    return replace(draft, bucket=best_piece(largest, end))
-
-
-def _end_of_next_forward(row: Sequence[Instruction], following: Sequence[Instruction], seconds: Seconds) -> float:
-    """When the last forward of the `following` step ends on a rank that waits for no other stage."""
-    clock = link = 0.0
-    ready: dict[Value, float] = {}
-    last = max((k for k, ins in enumerate(following) if ins.op is Op.FORWARD), default=-1)
-    for ins in [*row, *following[: last + 1]]:
-        clock = max(clock, *(ready.get(value, 0.0) for value in ins.reads), 0.0)
-        if ins.group:
-            link = max(clock, link) + seconds(ins)
-            ready.update(dict.fromkeys(ins.writes, link))
-        else:
-            clock += seconds(ins)
-            ready.update(dict.fromkeys(ins.writes, clock))
-    return clock
 
 
 def _with_pieces(

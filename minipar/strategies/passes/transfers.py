@@ -25,8 +25,8 @@ from minipar.strategies.layout import Layout
 
 def send_and_receive(draft: Draft) -> Draft:
     """A value that is read on another rank than the one that writes it is sent and received."""
-    together = beside(draft.actions, draft.layout, draft.step)
-    sent = insert_transfers(dict(enumerate(draft.ranks)), together)
+    joined = beside(draft.actions, draft.layout, draft.step)
+    sent = insert_transfers(dict(enumerate(draft.ranks)), joined)
     return draft.each(lambda rank, row: sent[rank])
 
 
@@ -61,7 +61,7 @@ REST = tuple(Instruction._field_defaults.values())[5:]  # defaults of the fields
 
 
 def insert_transfers(
-    ranks: Mapping[int, Sequence[Instruction]], together: Mapping[Value, Value] = MappingProxyType({})
+    ranks: Mapping[int, Sequence[Instruction]], joined: Mapping[Value, Value] = MappingProxyType({})
 ) -> dict[int, list[Instruction]]:
     """The ranks of one replica with SEND and RECV inserted. `ranks` maps the number of a rank to its instructions.
 
@@ -69,25 +69,21 @@ def insert_transfers(
     """
     producer: dict[Value, tuple[int, int]] = {}
     reading: dict[int, dict[Value, int]] = {}  # where each rank reads a value for the first time
-    SEND, RECV, FETCH, OFFLOAD = Op.SEND, Op.RECV, Op.FETCH, Op.OFFLOAD
+    SEND, RECV, FETCH = Op.SEND, Op.RECV, Op.FETCH
     for rank, instructions in ranks.items():
         first = reading[rank] = {}
-        left: set[Value] = set()  # what the rank has copied away
         for k, ins in enumerate(instructions):
-            if ins.op is OFFLOAD:
-                left.update(ins.reads)
             for value in ins.reads:
                 if value[0] in MOVED and value not in first:
                     first[value] = k
             for value in ins.writes:
-                # (a FETCH brings back what was copied away, or brings what a layer on the host has made)
-                if value[0] in MOVED and (ins.op is not FETCH or value not in left):
+                if value[0] in MOVED and ins.op is not FETCH:  # (that brings back what was copied away)
                     producer[value] = rank, k
-    if together:
+    if joined:
         last_read = {(r, value): k for r, row in ranks.items() for k, ins in enumerate(row) for value in ins.reads}
-        for value in together.keys() & producer.keys():
+        for value in joined.keys() & producer.keys():
             rank, k = producer[value]
-            producer[value] = (rank, max(k, last_read.get((rank, together[value]), k)))
+            producer[value] = (rank, max(k, last_read.get((rank, joined[value]), k)))
 
     # for each link, in the order of reading: position of the producer, position of the first reader, value
     links: dict[tuple[int, int], list[tuple[int, int, Value]]] = {}

@@ -65,9 +65,9 @@ def chimera(rank: int, ranks: int, microbatches: int, doubling: bool) -> Iterato
     for chunk, stage in enumerate((rank, ranks - 1 - rank)):
         mine = [i for i in range(microbatches) if i % ranks // half == chunk]
         turns = _doubled(mine, half) if doubling else _in_units(mine, half)
-        for k, (kind, together) in enumerate(turns):
+        for k, (kind, joined) in enumerate(turns):
             way = stage if kind is Forward else ranks - 1 - stage
-            slots[2 * k + way] = [kind(i, chunk) for i in together]
+            slots[2 * k + way] = [kind(i, chunk) for i in joined]
     for slot in sorted(slots):
         yield from slots[slot]
 

@@ -18,7 +18,7 @@ export function spans(data) {
 
 /** What is kept after move k: numbers of layers whose output, and of those whose saved values are there. */
 export function kept(data, k) {
-  const of = (kind) => data.lives.filter(([name, , first, last]) => name === kind && first <= k && k < last).map((life) => life[1]);
+  const of = (kind) => data.lifetimes.filter(([name, , first, last]) => name === kind && first <= k && k < last).map((life) => life[1]);
   return { output: of("output"), saved: of("saved") };
 }
 
@@ -67,14 +67,14 @@ function words(ctx, text, x, y, ink, align = "left", px = 11) {
 
 function drawTape(ctx, data, at, h, look) {
   const time = spans(data), dark = look.dark;
-  for (const [kind, layer, first, last] of data.lives) {
+  for (const [kind, layer, first, last] of data.lifetimes) {
     const x = at(time[first][1]), width = at(time[last][1]) - x, y = TOP + layer * h;
     if (kind === "saved") {
       ctx.fillStyle = fill(ctx, dark ? "#4d3a12" : "#fbe6b5", dark ? "#8a6a20" : "#c99a2e", "\\");
       ctx.fillRect(x, y + 1, width, h - 2);
     }
   }
-  for (const [kind, layer, first, last] of data.lives) {
+  for (const [kind, layer, first, last] of data.lifetimes) {
     if (kind !== "output") continue;
     const x = at(time[first][1]), end = at(time[last][1]), y = TOP + (layer + 0.5) * h;
     line(ctx, dark ? "#7cc7f0" : "#0072B2", Math.max(2, h / 5), [], [x, y], [end, y]);

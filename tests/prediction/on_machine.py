@@ -1,0 +1,111 @@
+"""The whole program of a plan on a machine, compiled and simulated with the operators and the two-level links of it.
+
+The estimates, which compile nothing, are compared with this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minipar.costs import analytic
+from minipar.costs.hardware import Hardware, hardware
+from minipar.errors import PlanError
+from minipar.models.sizes import Sizes
+from minipar.prediction.closed_form import Work, gather, layer_works, line, optimizer_seconds, replicas_of
+from minipar.prediction.estimating import estimate
+from minipar.prediction.on_paper import Layers, profile_of
+from minipar.prediction.plan_numbers import PlanNumbers, own_layers, split_of
+from minipar.prediction.profiled import ProfiledCosts
+from minipar.prediction.simulator import simulate
+from minipar.program import COPIES, Group, Instruction, Program, Value
+from minipar.program.comm_volume import hops, of_collective, of_message
+from minipar.program.shape import Shape
+from minipar.strategies.plan import Plan
+from minipar.strategies.schedules.registry import find
+from minipar.trace import Trace
+
+
+def whole(plan: str, model: str, machine: str | Hardware, batch: int | None = None) -> Trace:
+    """The trace of a step of a plan, as `estimate` reads it."""
+    found = estimate(plan, model, machine, batch)
+    return simulated(found.numbers, found.model, hardware(machine))
+
+
+@dataclass(frozen=True)
+class MachineCosts:
+    """Costs of a program on a machine with two levels of links. A rank stands for all that share its layers.
+
+    own       times and sizes of layers
+    experts   the first group of parameters that is of experts
+    """
+
+    program: Program
+    numbers: PlanNumbers
+    machine: Hardware
+    own: ProfiledCosts
+    experts: int
+
+    def compute(self, rank: int, ins: Instruction) -> float:
+        return self.own.compute(rank, ins)
+
+    def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
+        if ins.op in COPIES:
+            return self.own.size(rank, ins.reads[0]) / self.machine.host_bandwidth, 0.0
+        size = of_message(self.own.size, rank, ins)
+        return line(self.numbers, self.machine).message(size / self.numbers.tp)
+
+    def collective(self, ins: Instruction) -> float:
+        messages = max(1, len(ins.parts))
+        size = of_collective(self.program, self.own.size, ins.group[0], ins)
+        axes = replicas_of(self.numbers._replace(dp=len(ins.group)), self.machine)
+        sizes = [(sum(self.program.groups[g].tensors), g >= self.experts) for g in ins.layers]
+        separate = sum(one for one, expert in sizes if expert) / max(1, sum(one for one, _ in sizes))
+        each = gather(self.machine, axes.all, size * (1 - separate) / messages)
+        each += gather(self.machine, axes.experts, size * separate / messages)
+        return hops(ins) * messages * each
+
+    def size(self, rank: int, value: Value) -> float:
+        return self.own.size(rank, value)
+
+
+def simulated(numbers: PlanNumbers, model: Sizes, machine: Hardware) -> Trace:
+    """The simulated program of a plan on a machine. In it embedding and head are layers, which run again as blocks do.
+
+    Errors: PlanError for a plan that minipar cannot compile, and for slices.
+    """
+    n, schedule = numbers, find(numbers.schedule)
+    if "slices" in schedule.options:
+        raise PlanError(f"schedule={n.schedule}: no program on paper for slices of a sequence; possible are the others")
+    options = dict(n.options) | ({"chunks": n.chunks} if "chunks" in schedule.options else {})
+    plan = Plan(
+        dp=n.dp, pp=n.pp, schedule=n.schedule, microbatches=n.microbatches // n.rounds, accumulate=n.rounds,
+        split=split_of(n, model), zero=n.zero, reduce="microbatch" if n.every or n.zero < 2 else "step",
+        overlap="backward" if n.overlap else "none", checkpoint=n.checkpoint or "none", offload=n.offload,
+        bucket=n.bucket, **options,
+    )  # fmt: skip
+    each = n.bytes
+    groups, experts = analytic.groups(model, n.division)
+    shape = Shape(
+        own_layers(model),
+        tuple(Group(g.layers, tuple(each.gradient * x for x in g.tensors)) for g in groups),
+        model.name,
+    )
+    rows, batch = round(n.rows), round(n.batch)
+    layers = _on_machine(layer_works(n, model, machine), n, model, machine)
+    seconds = optimizer_seconds(n, machine, sum(sum(group.tensors) for group in groups))
+    measured = profile_of(model, each, n.division, groups, {rows: layers}, seconds)
+    program = plan.compile(shape, costs=measured)
+    own = ProfiledCosts(program, measured, batch)
+    return simulate(program, MachineCosts(program, n, machine, own, len(groups) - experts))
+
+
+def _on_machine(works: list[Work], n: PlanNumbers, model: Sizes, machine: Hardware) -> Layers:
+    """The layers of a model on a machine."""
+    selective = n.checkpoint == "selective"
+    costs = analytic.layer_costs(model, n.rows / n.ep, n.bytes.activation, selective=selective, division=n.division)
+    hidden = [min(work.sent_back, work.inner) * machine.efficiency.beside * n.fused for work in works]
+    backward = [
+        sum(work.back) + work.sent_back - less + work.core * selective for work, less in zip(works, hidden, strict=True)
+    ]
+    first = [whole - work.inner for whole, work in zip(backward, works, strict=True)]
+    return Layers(costs, [work.matrix + work.memory + work.sent for work in works], backward, first)
