@@ -301,12 +301,12 @@ def execute(
     with nullcontext(cluster) if cluster is not None else Cluster(count) as ranks:
         if program.in_flight is not None:
             check_carrier(ranks, f"program {program.name!r}")
-        job = captured_once(job, program.sharing, program.slices, ranks)
+        job = captured_once(job, program.sharing, program.slices, ranks) if program.sharing > 1 else job
         if costs is None and ranks.emulates is not None and ranks.emulates.emulates:
             costs = emulated_costs(program, ranks.emulates, job, ranks)
         slow = [_delays(costs, rank, rest) for rank in range(count)] if costs is not None else None
         watching = watching_of(memory, ranks.emulates)
-        with storing.around(), ending or nullcontext():
+        with storing.around() if storing.folder else nullcontext(), ending or nullcontext():
             own = collectives.registered(program.algorithm)  # (ranks know what is registered there)
             reporter = Reporter(watch is not None, program) if followed else None
             passed = ranks.run_with(
@@ -383,9 +383,9 @@ def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Ranks)
 
 
 def captured_once(job: Job, count: int, slices: int | tuple[int, ...], ranks: Ranks) -> Job:
-    """The job with its model as graphs, if `count` ranks share layers. Rank 0 captures it for all: torch.export takes
-    seconds at its first use in a process, and tenths of seconds later."""
-    if count == 1 or (job.graphs is not None and job.graphs[:2] == (count, slices)):
+    """The job with its model as graphs, for `count` ranks that share layers. Rank 0 captures it for all: torch.export
+    takes seconds at its first use in a process, and tenths of seconds later."""
+    if job.graphs is not None and job.graphs[:2] == (count, slices):
         return job
     (graphs,) = ranks.run_on([0], Job.capture, job, count, slices)
     return replace(job, graphs=graphs)
@@ -402,8 +402,8 @@ def _delays(costs: EmulatedCosts, rank: int, rest: Program | None) -> tuple[Dela
 def emulated_note(spec: DeviceSpec, overruns: Sequence[Sequence[int]]) -> str:
     """The note in every picture of a run on emulated devices."""
     count = sum(map(len, overruns))
-    late = f"; {several(count, 'overrun')}: real work took longer than the device would have" if count else ""
-    return f"emulated device {spec}: real work and real clock readings, delayed to its speed{late}"
+    overran = f"; {several(count, 'overrun')}: real work took longer than the device would have" if count else ""
+    return f"emulated device {spec}: real work and real clock readings, delayed to its speed{overran}"
 
 
 def _measured(program: Program, passed: Sequence[Passed], k: int) -> Trace:
@@ -640,7 +640,8 @@ def profile_job(
         shape = replace(shape_of(layers), names=tuple(model._modules), edges=edges_of(model))
     titles = {id(p): name for name, p in model.named_parameters()}
     optimizer = partial(_optimizer_of, update, [titles[id(p)] for group in parameters_of(layers) for p in group])
-    slices, threads = ranges_of(plan, shape, [x, y]), torch.get_num_threads()
+    slices = ranges_of(plan, shape, [x, y]) if plan.slice_count > 1 else []
+    threads = torch.get_num_threads()
     tried = _try_loss(job, whole, x, plan, parts)
     again = plan.checkpoint not in ("none", "selective")
     layered = cast(nn.Sequential, model)

@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from minipar.cluster import notes
@@ -191,8 +192,6 @@ class Executor:
         self.names = {id(p): name for name, p in container.named_parameters() if id(p) in own}
         self.state = State(program, comm, groups, update, self.names)
         self.groups, self.buckets = groups, self.state.buckets
-        on_host = {ins.layers for ins in program.ranks[comm.rank] if ins.op is Op.STEP and ins.stream == "host"}
-        self.optimizers = {k: o for k, o in self.state.optimizers.items() if k not in on_host}  # those of the device
         mine = list(self.compute.layers.values())
         if program.precision == "bf16":
             # These are the tensors that are not trained: buffers, and frozen parameters before they are offloaded.
@@ -248,9 +247,9 @@ class Executor:
         device = self.device
         streams.begin()
         links.start()
-        tell = self.walked
-        if tell is not None:
-            tell.begin(starts, ends, compute.losses, streams)
+        report = self.walked
+        if report is not None:
+            report.begin(starts, ends, compute.losses, streams)
         begin = mark()
         if device is not None:
             device.begin()
@@ -318,8 +317,8 @@ class Executor:
             ends[index] = line.mark() if end is None else end
             if watch is not None and end is None:
                 streams.wait(ends[index])  # memory is followed on the host's clock, so the host may not run ahead
-            if tell is not None:
-                tell(self._order(index), (k for k, _ in pending.values()))
+            if report is not None:
+                report(self._order(index), (k for k, _ in pending.values()))
             for value in line.dropped:
                 live.pop(value, None)
             for value in line.released:
@@ -336,15 +335,15 @@ class Executor:
         ends[:] = [end or now for end in ends]  # (of pieces of a gradient only the last one was waited for)
         losses = read_all(compute.losses, streams)
         starts, ends = streams.times(starts), streams.times(ends)
-        if tell is not None:
-            tell(self._order(size - 1), last=True)
+        if report is not None:
+            report(self._order(size - 1), last=True)
         overruns = [] if device is None else device.overruns
         if self.dynamic is None:
             return PassRecord(losses, starts, ends, self.gradients, overruns)
         walked = self.dynamic.executed
-        late = [k for k, index in enumerate(walked) if index in overruns]
+        overran = [k for k, index in enumerate(walked) if index in overruns]
         starts, ends = ([times[index] for index in walked] for times in (starts, ends))
-        return PassRecord(losses, starts, ends, self.gradients, late, self.dynamic.order)
+        return PassRecord(losses, starts, ends, self.gradients, overran, self.dynamic.order)
 
     def _order(self, index: int) -> Sequence[int]:
         """The instructions walked so far, the last of them `index`."""
@@ -410,7 +409,7 @@ class Executor:
                 [count for _, count in self.compute.places],
             )
             if repartitions(ins)
-            else self.state.start(ins, self._weight(ins))
+            else self.state.start(ins, self._weight(ins) if self.program.local_steps else 1.0)
         )
         ends, device, group = self.ends, self.device, ins.group
         joined = device.join(index, group, self.comm) if device is not None and device.delays.links else None
@@ -435,8 +434,7 @@ class Executor:
 
     def _weight(self, ins: Instruction) -> float:
         """Where an instruction averages parameters, how much those of this rank weigh."""
-        every = self.program.local_steps
-        return self.compute.rows.share(ins.step, ins.step % every + 1) if every else 1.0
+        return self.compute.rows.share(ins.step, ins.step % self.program.local_steps + 1)
 
     def _on_host(self, ins: Instruction) -> None:
         """Compute layers on the host, with the host's values in place of the device's."""
@@ -485,6 +483,12 @@ class Executor:
                         own = grad * share if isinstance(grad, Tensor) and share != 1 else grad
                         kept[name] = Shard(self.cuts[name], own) if name in self.cuts else own
         self.state.step(ins)
+
+    @cached_property
+    def optimizers(self) -> dict[tuple[int, ...], torch.optim.Optimizer]:
+        """Those that work on the device."""
+        steps = {ins.layers for ins in self.instructions if ins.op is Op.STEP and ins.stream != "host"}
+        return {layers: found for layers, found in self.state.optimizers.items() if layers in steps}
 
     def all_here(self) -> AbstractContextManager[None]:
         """Between passes: while entered, everything is in memory, to be saved or restored."""

@@ -88,15 +88,15 @@ def counting(run: LayerCall, layer: int, count: LoadCount) -> LayerCall:
     return call_counting
 
 
-def apart_from_parameters(run: LayerCall, module: nn.Module) -> LayerCall:
+def copying_parameters(run: LayerCall, module: nn.Module) -> LayerCall:
     """For a layer whose parameters are freed: copy an output that is a parameter, or a view of one."""
 
-    def call_apart(x: Any, call: Call) -> Made:
+    def call_copying(x: Any, call: Call) -> Made:
         output, loss = run(x, call)
         own = {p.untyped_storage().data_ptr() for p in module.parameters()}
         return map_tensors(output, lambda t: t.clone() if t.untyped_storage().data_ptr() in own else t), loss
 
-    return call_apart
+    return call_copying
 
 
 def weighed(run: LayerCall, layer: int, module: nn.Module, sizes: Sizes, beside: Beside | None = None) -> LayerCall:

@@ -381,7 +381,7 @@ def _profiled(job: Job, plan: Plan, ranks: Ranks, memory: bool, split: bool) -> 
     rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
     own_means = plan.asynchronous and plan.schedule != "pipedream-2bw"  # of each micro-batch
     parts = 1 if own_means else plan.dp * plan.total_microbatches
-    job = captured_once(job, plan.sharing, plan.cut, ranks)
+    job = captured_once(job, plan.sharing, plan.cut, ranks) if plan.sharing > 1 else job
     (facts,) = ranks.run_on([0], profile_job, job, rows, memory, _of_layers(plan), split, sliced, parts)
     if facts.counted_form is not None:
         job = replace(job, loss=Weighted(job.loss, Counting(job.loss, facts.counted_form)))
