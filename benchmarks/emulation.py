@@ -13,7 +13,7 @@ from torch import nn
 
 from benchmarks.harness import Row
 from minipar import Cluster, Plan, simulate
-from minipar.costs.device import PRESETS, DeviceSpec
+from minipar.costs.device import DeviceSpec, link_presets
 from minipar.execution.execution import Job, execute, profile_job
 from minipar.models.parameter_groups import shape_of
 from minipar.prediction.emulated import EmulatedCosts
@@ -38,7 +38,7 @@ def measure(quick: bool = False) -> list[Row]:
     job = Job(_build, (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)), loss=nn.functional.mse_loss)
     rows = []
     devices = [DeviceSpec(costs=TIMES, name="20 ms forwards")]
-    devices += [replace(preset, costs=TIMES) for preset in PRESETS.values()]
+    devices += [replace(preset, costs=TIMES) for preset in link_presets().values()]
     for device in devices[: 1 if quick else None]:
         with Cluster(4, device=device) as cluster:
             pipelines = [f"pp=4 schedule={name} microbatches=8" for name in PIPELINES]

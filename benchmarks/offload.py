@@ -46,7 +46,8 @@ def _steps(plans: dict[str, str], rounds: int) -> dict[str, tuple[float, int]]:
     times: dict[str, list[float]] = {name: [] for name in plans}
     for k in range(2 + rounds):
         for name, executor in executors.items():
-            _forget(executor.offloading.stores)
+            if executor.offloading is not None:
+                _forget(executor.offloading.stores)
             start = time.perf_counter()
             executor.run(lambda step: (x, y))
             if k >= 2:
@@ -58,7 +59,7 @@ def _steps(plans: dict[str, str], rounds: int) -> dict[str, tuple[float, int]]:
             executor.run(lambda step: (x, y))
         peaks[name] = tracker.take_series().peak().bytes
         tracker.close()
-        executor.offloading.close()
+        executor.close()
     return {name: (median(times[name]), peaks[name]) for name in plans}
 
 

@@ -94,7 +94,8 @@ def test_every_import_is_a_declared_package(folder, extras):
     lines = [*project()["dependencies"], *(line for e in extras for line in project()["optional-dependencies"][e])]
     known = {IMPORT_NAMES.get(name, name) for name in ranges(lines)} | {"tests"}
     known |= {"minipar", "minipar_course", "minipar_widgets"}
-    known |= {"packaging", "tomli", "IPython", "traitlets", "benchmarks"}  # pytest's, ipykernel's, ipywidgets', ours
+    known |= {"packaging", "tomli", "IPython", "traitlets"}  # pytest's, ipykernel's, ipywidgets'
+    known |= {"jupyter_client", "benchmarks"}  # nbval's, ours
     for path in python_files(folder):
         for name in imports(path, everywhere=folder != "tests"):  # tests may import what they make
             assert name in known or name in sys.stdlib_module_names, f"{path.relative_to(ROOT)} imports {name}"
@@ -174,6 +175,24 @@ def test_links_within_the_repository_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text()):
         if not target.startswith(("http://", "https://", "mailto:")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def length_of(path, name):
+    """Lines of a function, or of a method such as Executor.run."""
+    body = ast.parse((ROOT / "minipar" / path).read_text()).body
+    for part in name.split("."):
+        (node,) = (node for node in body if getattr(node, "name", "") == part)
+        body = node.body
+    return node.end_lineno - node.lineno + 1
+
+
+def test_the_functions_to_read_first_are_as_long_as_the_page_says():
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    rows = re.findall(r"^\| `([\w.]+)` \| (\w[\w/]+\.py) \| (\d+) \|", page, re.MULTILINE)
+    assert len(rows) == 12
+    found = {name: (int(lines), length_of(path, name)) for name, path, lines in rows}
+    assert all(abs(said - real) <= 5 for said, real in found.values()), found
+    assert sum(real for _, real in found.values()) < 800  # an hour
 
 
 def test_every_make_target_that_is_named_exists():

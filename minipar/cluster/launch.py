@@ -15,7 +15,8 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from minipar.cluster.processes import kill_group
@@ -45,15 +46,18 @@ class Process(Protocol):
         """Its exit status (-9 = killed by signal 9), or None when it has not ended within `seconds`."""
 
 
+@dataclass(eq=False)
 class Zygote:
     """The helper process of this driver; see zygote.py. Threads may share it. `settings`: of glibc."""
 
-    def __init__(self, settings: str) -> None:
-        self.folder = scratch_folder()
-        self._exits: dict[int, int] = {}
-        self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._imported: set[str] = set()  # modules that the helper was told to import
+    settings: str
+    folder: str = field(default_factory=lambda: scratch_folder())
+    _exits: dict[int, int] = field(default_factory=dict)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _imported: set[str] = field(default_factory=set)  # modules that the helper was asked to import
+
+    def __post_init__(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._spare: socket.socket | None  # None: taken
         self._spare, spare = socket.socketpair()
@@ -67,7 +71,7 @@ class Zygote:
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # the notebook's stop button signals the kernel's whole group
             # Without this, asking whether there is a GPU would make CUDA unusable in every process forked later.
-            env={**child_environment(settings), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
+            env={**child_environment(self.settings), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
         )
         theirs.close()
         spare.close()

@@ -134,6 +134,8 @@ class Output:
 
     def show(self) -> float | None:
         """Print what is due, all at once. Returns the seconds until something else is; None if there is nothing."""
+        if self._empty:
+            return None
         self._write(self._fold(time.monotonic()))
         due = [self._due(held) for held in self._held.values() if held]
         if self._wanted != self._drawn:
@@ -142,6 +144,8 @@ class Output:
 
     def flush(self) -> None:
         """Print everything."""
+        if self._empty:
+            return
         for rank, line in self._aside:
             self._held.setdefault(rank, deque()).append(line)
         self._aside.clear()
@@ -155,6 +159,11 @@ class Output:
         self._taken.clear()
         self._cut.clear()
         self._write(lines)
+
+    @property
+    def _empty(self) -> bool:
+        """Whether nothing was printed since `flush`, and no bar is on the screen."""
+        return not (self._taken or self._cut or self._bar or self._drawn)
 
     def _due(self, held: deque[_Printed]) -> float:
         """When the first of these lines has to be shown."""

@@ -11,6 +11,7 @@ the views in place. Where there is none, the sum says whether any rank has one (
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import InitVar, dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -23,34 +24,32 @@ from minipar.errors import RankError
 from minipar.program import Instruction, Op, piece_of
 
 
+@dataclass(eq=False)
 class Buckets:
     """The gradient buffers of one rank, one for each ALL_REDUCE of its program (and dtype).
 
     groups[g] are the trainable parameters of group g on this rank.
     """
 
-    def __init__(
-        self,
-        instructions: Iterable[Instruction],
-        groups: Sequence[Sequence[nn.Parameter]],
-        sizes: Sequence[int],
-        comm: Communicator,
-        compress: str = "none",
-        algorithm: str | None = None,
-    ) -> None:
-        self.groups, self.algorithm = groups, algorithm
-        self.buffers: dict[tuple[int, ...], list[Tensor]] = {}
-        self.views: dict[int, list[Tensor]] = {}
-        self.filled: set[int] = set()
-        self.missing: dict[int, list[int]] = {}  # of each group, the parameters that had no gradient here to begin with
-        self.under_way: dict[tuple[int, ...], list[Handle]] = {}  # pieces that are being summed
-        self.sizes = sizes  # of the groups, in bytes as the program knows them
+    instructions: InitVar[Sequence[Instruction]]
+    groups: Sequence[Sequence[nn.Parameter]]
+    sizes: Sequence[int]  # of the groups, in bytes as the program knows them
+    comm: InitVar[Communicator]
+    compress: InitVar[str] = "none"
+    algorithm: str | None = None
+    buffers: dict[tuple[int, ...], list[Tensor]] = field(default_factory=dict)
+    views: dict[int, list[Tensor]] = field(default_factory=dict)
+    filled: set[int] = field(default_factory=set)
+    missing: dict[int, list[int]] = field(default_factory=dict)  # of each group, the parameters without a gradient here
+    under_way: dict[tuple[int, ...], list[Handle]] = field(default_factory=dict)  # pieces that are being summed
+
+    def __post_init__(self, instructions: Sequence[Instruction], comm: Communicator, compress: str) -> None:
         for ins in instructions:
             summed = ins.op is Op.ALL_REDUCE and ins.reads[0].kind == "grad"  # (and no average of parameters)
             flat = summed and any(part.layer < 0 for part in ins.parts)
             if flat and ins.layers not in self.buffers:
                 self.buffers[ins.layers] = self._allocate(ins.layers, comm.device)
-        self.compressor = None if compress == "none" else Compressor(comm, compress, algorithm)
+        self.compressor = None if compress == "none" else Compressor(comm, compress, self.algorithm)
         if self.compressor is not None:
             for each in (ins for ins in instructions if ins.op is Op.ALL_REDUCE):
                 for key, whole, _ in self._messages(each):

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -43,37 +44,37 @@ class Way(NamedTuple):
     played: Callable[..., None]
 
 
+@dataclass(eq=False)
 class World:
-    """One rank's part of the communication among all, or among `members`. `host` carries tensors on the CPU. `hosts`:
-    by rank, the name of its host; default: all are on one."""
+    """One rank's part of the communication among `everyone`, all ranks or some.
 
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        device: torch.device,
-        backend: str,
-        host: Transport,
-        hosts: tuple[str, ...] = (),
-        members: tuple[int, ...] = (),
-    ) -> None:
-        self.rank, self.size = rank, size
-        self.hosts = hosts or ("",) * size
-        self.device, self.backend = device, backend
-        self.everyone = members or tuple(range(size))
-        self.closed = False
-        self.pending: set[Handle] = set()
-        self.starter = Starter("starts collectives")
-        self.groups: dict[tuple[Transport, tuple[int, ...]], RankGroup] = {}
-        self.lanes: dict[tuple[int, ...], Lane] = {}  # of groups that play collectives while they compute
-        self.host = host
-        self.group(self.everyone, host)
-        self.messages: Messages = host.messages
-        self.reader: Sockets | None = host.reader
-        self.gpus: Transport | None = None  # what carries tensors on GPUs; None: they go through host memory
-        if backend == "nccl" and size > 1:
-            self.gpus = Nccl(store, rank, self.everyone, device, host)
+    host    what carries tensors on the CPU
+    hosts   by rank, the name of its host
+    gpus    what carries tensors on GPUs; None: they go through host memory
+    lanes   of groups that play collectives while they compute
+    """
+
+    store: dist.Store
+    rank: int
+    size: int
+    device: torch.device
+    backend: str
+    host: Transport
+    hosts: tuple[str, ...]
+    everyone: tuple[int, ...]
+    gpus: Transport | None = None
+    closed: bool = False
+    pending: set[Handle] = field(default_factory=set)
+    starter: Starter = field(default_factory=lambda: Starter("starts collectives"))
+    groups: dict[tuple[Transport, tuple[int, ...]], RankGroup] = field(default_factory=dict)
+    lanes: dict[tuple[int, ...], Lane] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.group(self.everyone, self.host)
+        self.messages: Messages = self.host.messages
+        self.reader: Sockets | None = self.host.reader
+        if self.backend == "nccl" and self.size > 1:
+            self.gpus = Nccl(self.store, self.rank, self.everyone, self.device, self.host)
 
     def group(self, members: tuple[int, ...], transport: Transport) -> RankGroup:
         """Those ranks, made at the first use, which waits for all of them."""
@@ -220,13 +221,13 @@ def of_rank(context: Context, count: int | str, members: tuple[int, ...] = ()) -
     device = torch.device(context.device)
     if context.transport == "gloo":
         gloo = Gloo(store, rank, everyone, agreement.LOOPBACK, "transport='gloo'")
-        return World(store, rank, size, device, context.backend, gloo, (), members)
+        return World(store, rank, size, device, context.backend, gloo, ("",) * size, everyone)
     hosts = agreement.apart(size)
     if rank == everyone[0] and len(set(hosts)) > 1:
         store.set("token", secrets.token_hex(32))
     token = bytes.fromhex(store.get("token").decode()) if len(set(hosts)) > 1 else b""
     host = _host(store, rank, everyone, hosts, agreement.LOOPBACK, token, path, path)
-    return World(store, rank, size, device, context.backend, host, hosts, members)
+    return World(store, rank, size, device, context.backend, host, hosts, everyone)
 
 
 def under_torchrun(count: int | str) -> World:
@@ -249,7 +250,7 @@ def under_torchrun(count: int | str) -> World:
     token = bytes.fromhex(agreed.token)
     address, everyone = agreed.addresses[agreed.rank], tuple(range(agreed.size))
     host = _host(store, agreed.rank, everyone, agreed.hosts, address, token, path, sockets)
-    return World(store, agreed.rank, agreed.size, device, agreed.backend, host, agreed.hosts)
+    return World(store, agreed.rank, agreed.size, device, agreed.backend, host, agreed.hosts, everyone)
 
 
 def _host(

@@ -84,12 +84,12 @@ class DeviceSpec:
 
     @staticmethod
     def parse(text: str | DeviceSpec) -> DeviceSpec:
-        """The spec that `text` names: a preset (of PRESETS or `known_hardware`), and `key=value` words that change it.
+        """The spec that `text` names: one of `link_presets` or `known_hardware`, and `key=value` words that change it.
 
         Errors: PlanError for an unknown word."""
         if isinstance(text, DeviceSpec):
             return text
-        presets = {**PRESETS, **known_hardware()}
+        presets = {**link_presets(), **known_hardware()}
         spec = DeviceSpec()
         times: dict[str, float] = {}
         known = [f.name for f in fields(DeviceSpec) if f.name not in ("costs", "name")]
@@ -126,11 +126,14 @@ def _written(key: str, number: Any) -> str:
 
 
 # Rounded numbers, of the order that such links reach in practice. Change them with dataclasses.replace.
-PRESETS: dict[str, DeviceSpec] = {
-    "laptop-link": DeviceSpec(bandwidth=100e6, latency=1e-3, name="laptop-link"),  # gigabit network between laptops
-    "pcie": DeviceSpec(bandwidth=12e9, latency=20e-6, host_bandwidth=12e9, name="pcie"),
-    "nvlink-like": DeviceSpec(bandwidth=200e9, latency=5e-6, host_bandwidth=25e9, name="nvlink-like"),
-}
+@cache
+def link_presets() -> dict[str, DeviceSpec]:
+    """Devices of this machine's speed with other links, by name."""
+    return {
+        "laptop-link": DeviceSpec(bandwidth=100e6, latency=1e-3, name="laptop-link"),  # gigabit network between laptops
+        "pcie": DeviceSpec(bandwidth=12e9, latency=20e-6, host_bandwidth=12e9, name="pcie"),
+        "nvlink-like": DeviceSpec(bandwidth=200e9, latency=5e-6, host_bandwidth=25e9, name="nvlink-like"),
+    }
 
 
 @cache

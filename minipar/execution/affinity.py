@@ -15,7 +15,12 @@ import contextlib
 import os
 from collections.abc import Iterator
 
-from minipar.prediction.oversubscription import ways
+from minipar.prediction.oversubscription import available_cores, ways
+
+
+def is_crowded() -> bool:
+    """Whether this host has more ranks than cores."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > available_cores()
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ from minipar.execution.streams import Later, Streams, streams_of
 from minipar.execution.tails import Tails
 from minipar.execution.untouched_inputs import UntouchedInputs
 from minipar.models import randomness
-from minipar.models.mixture_gpt import LoadCount
+from minipar.models.mixture_gpt import LoadCount, routes
 from minipar.models.tensors import count_bytes, detach, differentiable, map_tensors, take_rows
 from minipar.program import COPIES, Instruction, LayerRun, Op, Program, Value, grad_output, home, output
 from minipar.program.forms import parts_of
@@ -68,7 +68,7 @@ class Compute:
     losses   this rank's shares of the step's mean, per step of the program
     sizes    bytes of values as they were first measured
     kept     what autograd keeps of layers that are offloaded
-    experts  counts which experts tokens go to
+    experts  counts which experts tokens go to; None without experts
     finite   checks the losses; None if nobody asks for it
     later    checks of what the device has computed, at once or when the host knows it
     """
@@ -92,7 +92,7 @@ class Compute:
         self.inputs = parts_of(program.inputs, len(self.places)) if self.places else []
         self.on_host, _ = computed_on_host(program.ranks[rank])
         self.layers = {layer: row_major(layers[layer]).to(self.place_of(layer)) for layer in held}
-        self.remembered = {layer: Remembered(layers[layer]) for layer in held}
+        self.remembered: dict[int, Remembered] = {}  # of layers that run again
         self.names: tuple[str, ...] = ()  # of all layers, for messages
         self.rows = BatchRows(program, rank, loss)
         self.streams = streams or streams_of(device)
@@ -106,8 +106,8 @@ class Compute:
         self.left: dict[LayerRun, list[Arrived]] = {}  # between the halves of a backward
         self.trained: dict[tuple[int, ...], list[Tensor]] = {}
         self.graphs: dict[LayerRun, tuple[Any, list[tuple[int, Any]]]] = {}
-        self.tails = Tails()
-        self.experts = LoadCount()
+        self.tails: Tails | None = None  # of recomputations whose output nobody reads
+        self.experts: LoadCount | None = None
         self.untouched = UntouchedInputs(self.layers, self.sizes)
         self.follow(program)
 
@@ -115,8 +115,10 @@ class Compute:
         """Compute for this program from now on, on the same layers."""
         row = program.ranks[self.rank]
         self.program, self.pieces = program, pieces_of(program, self.rank)
-        self.sequence = SequenceState(program)
+        self.sequence = SequenceState(program) if program.slice_count > 1 else None
         self.again = will_run_again(program, self.rank)
+        for layer in self.layers if self.again else ():
+            self.remembered.setdefault(layer, Remembered(self.layers[layer]))
         # A forward whose backward is split must know of the hooks on tensors.
         self.noting = noting_hooks if any(ins.op is Op.BACKWARD_INPUT for ins in row) else nullcontext
         moving = {Op.SEND, *COPIES} if self.posts else COPIES
@@ -138,23 +140,26 @@ class Compute:
         away      layers and micro-batches whose saved tensors are copied away
         ends      whether some recomputation ends with this layer
         """
-        module, sizes, sliced = self.layers[layer], self.sizes, self.sequence.count > 1
-        run = on_slices(self.sequence, layer, module, sizes) if sliced else layer_calls.plain(module)
+        module, sizes, sequence = self.layers[layer], self.sizes, self.sequence
+        run = layer_calls.plain(module) if sequence is None else on_slices(sequence, layer, module, sizes)
+        beside = carried if sequence is not None else None
         if passing:
-            run = layer_calls.apart_from_parameters(run, module)
+            run = layer_calls.copying_parameters(run, module)
         if layer == self.program.layers - 1:
             run = layer_calls.with_loss(run, self.loss)
-        alone, run = run, layer_calls.weighed(run, layer, module, sizes, carried)
+        unweighed, run = run, layer_calls.weighed(run, layer, module, sizes, beside)
         if any(key[0] == layer for key in away):
-            run = layer_calls.keeping(alone, run, layer, module, sizes, away, self.kept, carried)
-        if ends and not (sliced or self.untouched.overwriting):
+            run = layer_calls.keeping(unweighed, run, layer, module, sizes, away, self.kept, beside)
+        if ends and not (sequence or self.untouched.overwriting):
+            self.tails = self.tails or Tails()
             run = layer_calls.shortened(run, layer, module, sizes, self.tails)
         if self.again and self.remembered[layer]:
             run = layer_calls.remembering(run, layer, self.remembered[layer], self.again)
         dropouts = randomness.row_dropouts(module)
         if dropouts:
             run = layer_calls.by_row(run, dropouts)
-        if self.is_first("S0"):  # of ranks that route the same rows
+        if routes(module) and self.is_first("S0"):  # of ranks that route the same rows
+            self.experts = self.experts or LoadCount()
             run = layer_calls.counting(run, layer, self.experts)
         return layer_calls.seeded(run, layer, self.seed, self.generators)
 
@@ -180,14 +185,15 @@ class Compute:
         if self.rows.count(ins):
             with randomness.untouched(self.generators):
                 self._forward(ins, live)
-            self.tails.settle()
+            if self.tails is not None:
+                self.tails.settle()
 
     def _forward(self, ins: Instruction, live: dict[Value, Any]) -> None:
         part = self.rows.part(ins.step)
         rows = part.rows[ins.microbatch]
         here = range(rows.start - part.start, rows.stop - part.start)
         value = self._input(ins, part.x, here, live)
-        start = self.sequence.start(ins, value, self.layers[ins.layers[0]])
+        start = self.sequence.start(ins, value, self.layers[ins.layers[0]]) if self.sequence is not None else 0
         trained = {saved.index for saved in ins.writes if saved.kind == "saved"}
         step, count = self.rows.base + ins.step, self.rows.count(ins)
         for piece in self.pieces[ins.layers, ins.microbatch]:
@@ -223,15 +229,18 @@ class Compute:
         def placed(tensor: Tensor) -> Tensor:
             return self._placed(0, tensor, torch.bfloat16 if narrow and tensor.is_floating_point() else tensor.dtype)
 
-        return map_tensors(self._part(self.sequence.cut(take_rows(x, rows), ins)), placed)
+        return map_tensors(self._part(take_rows(x, rows), ins), placed)
 
     def _placed(self, layer: int, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """A tensor of the batch, where a layer is computed."""
         return tensor.to(dtype) if layer in self.on_host else self.streams.place(tensor, dtype)
 
-    def _part(self, value: Any) -> Any:
-        """What this rank has of rows or targets that the ranks which share layers have in parts."""
-        return repartition.part_of_batch(value, self.program.inputs, self.places)
+    def _part(self, value: Any, ins: Instruction) -> Any:
+        """What an instruction works on of a micro-batch's rows or targets: a slice of sequences; of that, what this
+        rank has where the ranks which share layers have it in parts."""
+        if self.sequence is not None:
+            value = self.sequence.cut(value, ins)
+        return repartition.part_of_batch(value, self.program.inputs, self.places) if self.places else value
 
     def is_first(self, *different: str) -> bool:
         """Whether this rank is the first of those that share its layers and have the same of the batch: ranks have
@@ -254,8 +263,8 @@ class Compute:
         """What the output of the last layer is compared with. (It is counted on the host, where it comes from.)"""
         y, last = take_rows(part.y, rows), self.program.layers - 1
         tokens = prod(count for (_, count), part in zip(self.places, self.inputs, strict=True) if part == "S1")
-        share = self.sequence.share(y, ins) / tokens
-        target = self.loss.target(y, self._part(self.sequence.cut(y, ins)), share, part.weight)
+        share = (1.0 if self.sequence is None else self.sequence.share(y, ins)) / tokens
+        target = self.loss.target(y, self._part(y, ins), share, part.weight)
         return target._replace(y=map_tensors(target.y, lambda t: self._placed(last, t, t.dtype)))
 
     def _run_piece(self, given: Any, call: Call) -> Made:
@@ -296,12 +305,15 @@ class Compute:
         received, given = self._arrived(ins, live), None
         for piece in reversed(self.pieces[ins.layers, i]):
             given, edges = self.graphs.pop((piece[-1], i, step))
-            ends, grads = _reached(edges, self._taken(piece, ins, received))
-            self.sequence.arriving(piece, ins, live, ends, grads)
+            ends, grads = _reached(edges, self._taken(piece, ins, received) if self.program.forms else received)
+            if self.sequence is not None:
+                self.sequence.arriving(piece, ins, live, ends, grads)
             if ends:
-                autograd_entry.backward(ends, grads, alone=autograd_entry.hooked(self._parameters(piece)))
-            received = self._with_counts([t.grad for t in differentiable(given)], given, piece)
-            self.sequence.hand_back(piece, ins, live)
+                autograd_entry.backward(ends, grads, separate=autograd_entry.hooked(self._parameters(piece)))
+            found = [t.grad for t in differentiable(given)]
+            received = self._with_counts(found, given, piece) if self.program.forms else found
+            if self.sequence is not None:
+                self.sequence.hand_back(piece, ins, live)
         self._forget(ins)
         self._hand_back(ins, given, received, live)
 
@@ -315,12 +327,12 @@ class Compute:
         for piece in reversed(self.pieces[ins.layers, i]):
             given, edges = self.graphs.pop((piece[-1], i, step))
             inputs = differentiable(given) if piece[0] > self.program.first_trainable else []
-            ends, grads = _reached(edges, self._taken(piece, ins, received))
+            ends, grads = _reached(edges, self._taken(piece, ins, received) if self.program.forms else received)
             found, arrived = input_half(ends, grads, inputs, self._parameters(piece))
             self.left[piece[-1], i, step] = arrived
             if ("saved_weight", piece[-1], self.rows.count(ins)) not in self.sizes:
                 self._weigh_left(piece, arrived, self.rows.count(ins), bool(inputs), given, grads)
-            received = self._with_counts(found, given, piece)
+            received = self._with_counts(found, given, piece) if self.program.forms else found
         self._forget(ins)
         self._hand_back(ins, given, received, live)
 
@@ -335,7 +347,8 @@ class Compute:
         """Forget what was kept for the backward of some layers, which has run."""
         for layer in ins.layers if self.kept or self.again else ():
             self.kept.pop((layer, ins.microbatch, ins.step), None)
-            self.remembered[layer].forget((ins.microbatch, ins.step))
+            if layer in self.remembered:
+                self.remembered[layer].forget((ins.microbatch, ins.step))
 
     def _parameters(self, piece: tuple[int, ...]) -> list[Tensor]:
         """The parameters of some layers that are trained, each once."""
@@ -373,8 +386,8 @@ class Compute:
         self, piece: tuple[int, ...], ins: Instruction, received: list[Tensor | None] | None
     ) -> list[Tensor | None] | None:
         """The gradients of a piece's output as its backward reads them: of some that are whole this rank's shard."""
-        if received is None or not self.program.forms:
-            return received
+        if received is None:
+            return None
         form = self.program.forms[piece[-1]].grad_reads
         taken: list[Tensor | None] = repartition.own_shard(received, form, self.places, self.rows.number(ins))
         return repartition.without_counts(taken, form)
@@ -383,8 +396,8 @@ class Compute:
         self, gradients: list[Tensor | None] | None, given: Any, piece: tuple[int, ...]
     ) -> list[Tensor | None] | None:
         """The gradients of a piece's input; those of unequal shards go with the counts that the piece was given."""
-        if gradients is None or not self.program.forms:
-            return gradients
+        if gradients is None:
+            return None
         return repartition.with_counts(gradients, given, self.program.forms[piece[0]].reads)
 
     def _hand_back(

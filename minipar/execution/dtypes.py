@@ -51,17 +51,15 @@ def convert(model: nn.Module, dtype: torch.dtype) -> None:
     type.
     """
     main = main_type(model)
-    if main is None:
+    if main is None or main is dtype:
         return
-    other = _of_another_type(model, main)
-    if other and dtype is not main:
+    if other := _of_another_type(model, main):
         name = dtype_name(main)
         raise PlanError(
             f"dtype={dtype_name(dtype)}: the model is of {name}, but {other}; possible is dtype=torch.{name}, "
             "which leaves everything as it is, or a model of one type"
         )
-    if not other and dtype is not main:
-        _change(model, dtype)
+    _change(model, dtype)
 
 
 def narrow(model: nn.Module) -> None:

@@ -29,30 +29,31 @@ from minipar.costs.slicing import token_ranges
 from minipar.data import loading
 from minipar.data.batches import Batch, BatchPart, check_batch, gives_rows, read_part
 from minipar.errors import PlanError
-from minipar.execution.affinity import on_own_core
+from minipar.execution.affinity import is_crowded, on_own_core
 from minipar.execution.dtypes import check_narrow, convert, matching, narrow
 from minipar.execution.dynamic_schedule import check_carrier
 from minipar.execution.emulation import Delays, delays
 from minipar.execution.executor import Executor, Gradient, PassRecord, Shard
 from minipar.execution.fitting import check_parameters, row_major
-from minipar.execution.following import Callback, Following, Observer, Telling
+from minipar.execution.following import Callback, Following, News, Observer, Reporter, Warnings
 from minipar.execution.mean_loss import Finite, check_choice
 from minipar.execution.measuring.copying import measure_copies
 from minipar.execution.measuring.profiler import profile
 from minipar.execution.memory.tape import record
-from minipar.execution.memory.tracker import SERIES, Watching
+from minipar.execution.memory.tracker import SERIES, Watching, watching_of
 from minipar.execution.owners import Slice, assemble
 from minipar.execution.saving.contents import outline_of
 from minipar.execution.saving.folder import Header
 from minipar.execution.saving.keeping import NOTHING, Share, Storing
 from minipar.execution.sliced import count_tokens, ranges_of
-from minipar.execution.updating import Optimizer, Scheduler, Update, check_update, forms_of
+from minipar.execution.state import State
+from minipar.execution.updating import Optimizer, Scheduler, Update, check_update, forms_of, whole_piece
 from minipar.models import selective_checkpoint
 from minipar.models.losses import check_loss, is_known, raise_unless_again, scalar, try_loss, try_tokens
 from minipar.models.mixture_gpt import Load, total
 from minipar.models.network import Network, edges_of
 from minipar.models.nodes import Cut, ShardedModel
-from minipar.models.parameter_groups import shape_of
+from minipar.models.parameter_groups import parameters_of, shape_of
 from minipar.models.randomness import split_sensitive
 from minipar.models.tensors import (
     count_bytes,
@@ -264,7 +265,7 @@ def execute(
     cluster: Ranks | None = None,
     passes: int = 1,
     keep_gradients: bool = True,
-    report: Callable[[int, float], None] = lambda done, loss: None,
+    report: Callable[[int, float], None] | None = None,
     watch: Observer | None = None,
     check: bool = True,
     costs: EmulatedCosts | None = None,
@@ -294,20 +295,22 @@ def execute(
     cluster = given_or_here(cluster)
     check_size(cluster, count, f"program {program.name!r}")
     programs = [program] * at_least_1("passes", passes) + ([rest] if rest is not None else [])
-    ending = Ending(callback is not None)
-    tell = Following(programs, report, watch, callback, storing.first, ending.ask)
+    ending = Ending() if callback is not None else None
+    followed = report is not None or watch is not None or ending is not None
+    hear = Following(programs, report, watch, callback, storing.first, ending) if followed else Warnings()
     with nullcontext(cluster) if cluster is not None else Cluster(count) as ranks:
         if program.in_flight is not None:
             check_carrier(ranks, f"program {program.name!r}")
-        job = captured_once(job, program.sharing, program.slices, ranks)
+        job = captured_once(job, program.sharing, program.slices, ranks) if program.sharing > 1 else job
         if costs is None and ranks.emulates is not None and ranks.emulates.emulates:
             costs = emulated_costs(program, ranks.emulates, job, ranks)
         slow = [_delays(costs, rank, rest) for rank in range(count)] if costs is not None else None
-        watching = Watching(memory, None if ranks.emulates is None else ranks.emulates.memory)
-        with storing.around(), ending:
+        watching = watching_of(memory, ranks.emulates)
+        with storing.around() if storing.folder else nullcontext(), ending or nullcontext():
             own = collectives.registered(program.algorithm)  # (ranks know what is registered there)
+            reporter = Reporter(watch is not None, program) if followed else None
             passed = ranks.run_with(
-                tell, _passes, job, programs, keep_gradients, slow, watching, storing, bool(watch), ending, own
+                hear, _passes, job, programs, keep_gradients, slow, watching, storing, reporter, ending, own
             )
 
     programs = programs[: len(passed[0].losses)]
@@ -380,9 +383,9 @@ def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Ranks)
 
 
 def captured_once(job: Job, count: int, slices: int | tuple[int, ...], ranks: Ranks) -> Job:
-    """The job with its model as graphs, if `count` ranks share layers. Rank 0 captures it for all: torch.export takes
-    seconds at its first use in a process, and tenths of seconds later."""
-    if count == 1 or (job.graphs is not None and job.graphs[:2] == (count, slices)):
+    """The job with its model as graphs, for `count` ranks that share layers. Rank 0 captures it for all: torch.export
+    takes seconds at its first use in a process, and tenths of seconds later."""
+    if job.graphs is not None and job.graphs[:2] == (count, slices):
         return job
     (graphs,) = ranks.run_on([0], Job.capture, job, count, slices)
     return replace(job, graphs=graphs)
@@ -399,8 +402,8 @@ def _delays(costs: EmulatedCosts, rank: int, rest: Program | None) -> tuple[Dela
 def emulated_note(spec: DeviceSpec, overruns: Sequence[Sequence[int]]) -> str:
     """The note in every picture of a run on emulated devices."""
     count = sum(map(len, overruns))
-    late = f"; {several(count, 'overrun')}: real work took longer than the device would have" if count else ""
-    return f"emulated device {spec}: real work and real clock readings, delayed to its speed{late}"
+    overran = f"; {several(count, 'overrun')}: real work took longer than the device would have" if count else ""
+    return f"emulated device {spec}: real work and real clock readings, delayed to its speed{overran}"
 
 
 def _measured(program: Program, passed: Sequence[Passed], k: int) -> Trace:
@@ -422,28 +425,25 @@ def _measured(program: Program, passed: Sequence[Passed], k: int) -> Trace:
 class Ending:
     """Ends a run between two of its passes: the driver makes a file, and the ranks agree whether it exists.
 
-    path   of that file; "" if nobody can end the run
+    path   of that file
     """
 
-    def __init__(self, used: bool) -> None:
-        self._folder = tempfile.mkdtemp(prefix="ending-", dir=launch.scratch_folder()) if used else ""
-        self.path = os.path.join(self._folder, "now") if used else ""
+    def __init__(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="ending-", dir=launch.scratch_folder())
+        self.path = os.path.join(self._folder, "now")
 
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None:
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
-    def ask(self) -> None:
+    def __call__(self) -> None:
         """In the driver: end the run."""
         with open(self.path, "wb"):
             pass
 
     def reached(self, comm: communicator.Communicator) -> bool:
         """In all ranks, before a pass: whether the run ends here."""
-        if not self.path:
-            return False
         there = torch.tensor([float(comm.rank == 0 and os.path.exists(self.path))])
         comm.iallreduce(there, tuple(range(comm.size)), "whether the run ends here").wait()
         return bool(there)
@@ -457,18 +457,18 @@ def _passes(
     programs: Sequence[Program],
     keep_gradients: bool,
     slow: list[tuple[Delays, Delays | None]] | None,
-    watching: Watching,
+    watching: Watching | None,
     storing: Storing,
-    watched: bool = False,
+    reporter: Reporter | None = None,
     ending: Ending | None = None,
     own: Algorithm | None = None,
 ) -> Passed:
-    comm, telling = communicator.create(), Telling(watched, programs[0], worker.report)
+    comm = communicator.create()
     if own is not None:
         collectives.add(programs[0].algorithm, own)
     mine, last = slow[comm.rank] if slow is not None else (None, None)
     program = programs[0]
-    if comm.rank == 0:
+    if comm.rank == 0 and len(set(comm.hosts)) > 1:
         _warn_of_hosts(program, comm.hosts)
     model = job.build_for(program, comm.rank)
     trains = any(ins.op is Op.STEP for row in program.ranks for ins in row)
@@ -476,22 +476,23 @@ def _passes(
         model.eval()  # inference
     outline = outline_of(model)
     executor = Executor(program, comm, model, job.loss, job.optimizer, job.seed, mine, job.scheduler)
-    executor.walked = telling.walked
+    executor.walked = reporter.walked(worker.report) if reporter is not None else None
     executor.compute.finite = None if job.on_nan == "ignore" else Finite(comm.rank, job.on_nan, worker.report)
-    asked, update = ending is not None and ending.path != "", executor.state.update
-    measuring = asked and isinstance(program.contract, Synchronous)
+    update = executor.state.update
+    measuring = ending is not None and isinstance(program.contract, Synchronous)
     numbers = [layer for layer, count in enumerate(getattr(model, "nodes", ())) for _ in range(count)]
     del model  # with the layers of other ranks
     # An emulated device sleeps most of the time: any core that is free wakes it soonest.
-    held = on_own_core(_way(program, comm.size)) if comm.device.type == "cpu" and mine is None else nullcontext()
-    with closing(executor.offloading), held:
+    holds = comm.device.type == "cpu" and mine is None and is_crowded()
+    held = on_own_core(_way(program, comm.size)) if holds else nullcontext()
+    with closing(executor), held:
         storing.begin(executor, outline)
         header = Header(storing.first, job.seed, job.batch, dtype_name(job.dtype), program.name, "", outline.rows)
         records: list[PassRecord] = []
         sizes: list[dict[Value, int]] = []
         data: list[int] = []
         rows: dict[int, list[int]] = {}
-        tracker = watching.start(executor)
+        tracker = watching.start(executor) if watching is not None else None
         base, updates = storing.first, 0
         before = clocks.read(comm)
         for k, each in enumerate(programs):
@@ -504,23 +505,18 @@ def _passes(
                 break
             comm.barrier()  # so that a pass begins on all ranks at once, as the prediction assumes
             executor.state.measured = {} if measuring else None
-            with tracker:
+            with tracker or nullcontext():
                 records.append(executor.run(given.__getitem__, base, keep_gradients))
             base += each.steps
             header = replace(header, step=base)
             updates += each.updates
             storing.after(executor, outline, header, k == len(programs) - 1, updates)
-            starts, ends = (clocks.corrected(row, before, before) for row in (records[-1].starts, records[-1].ends))
-            news = telling.news(k, records[-1].losses, starts, ends)
-            if asked:
-                squares, done = executor.state.measured, range(updates - each.updates, updates)
-                news = news._replace(
-                    rates=[update.rates_at(u) for u in done],
-                    squares=None if squares is None else [_added(squares.get(s, ())) for s in range(each.updates)],
-                )
+            if reporter is not None:
+                starts, ends = (clocks.corrected(row, before, before) for row in (records[-1].starts, records[-1].ends))
+                news = reporter.news(k, records[-1].losses, starts, ends)
+                worker.report(news if ending is None else _with_update(news, executor.state, each, updates))
             if update.schedule is not None:
                 update.schedule.forget(updates)
-            worker.report(news)
             if not sizes or executor.compute.rows.counts != rows:  # steps of an epoch's end have fewer rows
                 rows = executor.compute.rows.counts
                 sizes.append(_sizes(executor))
@@ -529,7 +525,7 @@ def _passes(
                 sizes.append(sizes[-1])
                 data.append(data[-1])
         after = clocks.read(comm)
-    series = tracker.series_of_passes() if watching.series else {}
+    series = {} if tracker is None else tracker.series_of_passes()
     if before.error:
         series = {k: replace(one, times=clocks.corrected(one.times, before, after)) for k, one in series.items()}
     return Passed(
@@ -543,7 +539,7 @@ def _passes(
         [record.order for record in records],
         series,
         storing.share(executor, outline, header, updates),
-        executor.compute.experts.load(numbers),
+        executor.compute.experts.load(numbers) if executor.compute.experts is not None else None,
         max(before.error, after.error),
     )
 
@@ -551,12 +547,21 @@ def _passes(
 def _warn_of_hosts(program: Program, hosts: Sequence[str]) -> None:
     """Say where ranks that share layers are on several hosts, between which they then send in every layer."""
     mesh = Mesh(program.mesh)
-    for axis in set(mesh.spanning(hosts)) & set(mesh.sharing) if len(set(hosts)) > 1 else ():
+    for axis in set(mesh.spanning(hosts)) & set(mesh.sharing):
         warnings.warn(
             f"{axis}={mesh.length(axis)}: ranks that share layers are on several hosts, and send in every layer; they "
             f"are on one where {axis} divides the ranks of each host",
             stacklevel=2,
         )
+
+
+def _with_update(news: News, state: State, program: Program, updates: int) -> News:
+    """The news of a pass with what a callback is given of its updates; `updates` of the run are done."""
+    squares = state.measured
+    return news._replace(
+        rates=[state.update.rates_at(u) for u in range(updates - program.updates, updates)],
+        squares=None if squares is None else [_added(squares.get(s, ())) for s in range(program.updates)],
+    )
 
 
 def _added(numbers: Sequence[Tensor]) -> float:
@@ -610,14 +615,11 @@ def profile_job(
     parts    micro-batches of a step, on all replicas: a loss that is not the weighted mean of theirs is refused
     """
     plan = plan or Plan()
-    update = Update(job.optimizer, forms_of(built := job.build()), job.scheduler)
+    whole = job.build().to(worker.context().device)
+    model = whole if plan.sharing == 1 else job.share(whole, 0, Mesh(plan.shared), plan.inputs, plan.cut)
+    update = Update(job.optimizer, forms_of(model), job.scheduler)
     if sliced:
         check_update(update, sliced)
-    optimizer = update.of_group(update.largest)
-    model = built.to(worker.context().device)
-    whole = model
-    if plan.sharing > 1:
-        model = job.share(whole, 0, Mesh(plan.shared), plan.inputs, plan.cut)
     (x, y), of = job.sample(max(rows))
     sizes = tuple(count_bytes(part) * of // max(1, count_rows(part)) for part in (x, y))  # (a rank keeps them as given)
     if plan.precision == "bf16":
@@ -636,14 +638,19 @@ def profile_job(
         shape = shape_of(model)
     else:
         shape = replace(shape_of(layers), names=tuple(model._modules), edges=edges_of(model))
-    slices, threads = ranges_of(plan, shape, [x, y]), torch.get_num_threads()
+    titles = {id(p): name for name, p in model.named_parameters()}
+    optimizer = partial(_optimizer_of, update, [titles[id(p)] for group in parameters_of(layers) for p in group])
+    slices = ranges_of(plan, shape, [x, y]) if plan.slice_count > 1 else []
+    threads = torch.get_num_threads()
     tried = _try_loss(job, whole, x, plan, parts)
     again = plan.checkpoint not in ("none", "selective")
     layered = cast(nn.Sequential, model)
     at_home = host_layers.find(plan.host_layers, shape)
     host_steps = plan.sync == "ps" or bool({*plan.offload} - {"activations"})
     measured = profile(layered, (x, y), loss, rows, 3, threads, optimizer, slices, again, at_home, host_steps, split)
-    tapes = record(layered, x, y, loss, rows, optimizer, split, shape.edges, slices) if memory else None
+    tapes = None
+    if memory:
+        tapes = record(layered, x, y, loss, rows, update.of_group(update.largest), split, shape.edges, slices)
     copies = Copies()
     if plan.offload:
         copies = measure_copies(
@@ -651,6 +658,12 @@ def profile_job(
         )
     sensitive = split_sensitive(whole, x)
     return Facts(shape, measured, (sizes[0], sizes[1]), sensitive, tapes, copies, update.scheduler, *tried)
+
+
+def _optimizer_of(update: Update, names: Sequence[str], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """The model's optimizer, for parameters in place of those that have these names."""
+    pieces = [whole_piece(name, p) for name, p in zip(names, parameters, strict=True)]
+    return update.part(pieces).optimizer
 
 
 def _try_loss(job: Job, model: nn.Module, x: Any, plan: Plan, parts: int) -> tuple[Any, str]:

@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from minipar.cluster import notes
@@ -191,13 +192,14 @@ class Executor:
         self.names = {id(p): name for name, p in container.named_parameters() if id(p) in own}
         self.state = State(program, comm, groups, update, self.names)
         self.groups, self.buckets = groups, self.state.buckets
-        on_host = {ins.layers for ins in program.ranks[comm.rank] if ins.op is Op.STEP and ins.stream == "host"}
-        self.optimizers = {k: o for k, o in self.state.optimizers.items() if k not in on_host}  # those of the device
         mine = list(self.compute.layers.values())
         if program.precision == "bf16":
             # These are the tensors that are not trained: buffers, and frozen parameters before they are offloaded.
             narrow(nn.ModuleList(mine))
-        self.offloading = Offloading(program, comm.rank, self.state, self.compute.kept, layers, mine, self.streams)
+        self.offloading: Offloading | None = None
+        if any(ins.op in COPIES for ins in program.ranks[comm.rank]):
+            kept = self.compute.kept
+            self.offloading = Offloading(program, comm.rank, self.state, kept, layers, mine, self.streams)
         self.live: dict[Value, Any] = {}
         self.watch: Tracker | None = None
         self.walked: Walked | None = None  # reports a pass while it runs
@@ -245,14 +247,14 @@ class Executor:
         device = self.device
         streams.begin()
         links.start()
-        tell = self.walked
-        if tell is not None:
-            tell.begin(starts, ends, compute.losses, streams)
+        report = self.walked
+        if report is not None:
+            report.begin(starts, ends, compute.losses, streams)
         begin = mark()
         if device is not None:
             device.begin()
         watch = self.watch
-        copying = self.offloading.under_way
+        offloading = self.offloading
         note, lines = notes.note, self.lines
         # Local names: a member of an Enum is slow to look up, many times for each instruction.
         FORWARD, RECOMPUTE, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND, RECV, STEP = _WALKED
@@ -262,8 +264,8 @@ class Executor:
             note(line.label)
             if watch is not None:
                 watch.at(index)
-            if copying:
-                self.offloading.settle()
+            if offloading is not None:
+                offloading.settle()
             if op is RECV:
                 times = posted.setdefault(ins.peer, [])
                 times.append(mark())
@@ -278,8 +280,8 @@ class Executor:
                 for value in line.arriving:
                     if value in pending:
                         self._await(value)
-            if line.by_host:
-                self.offloading.host_waits(line.by_host)
+            if line.by_host and offloading is not None:
+                offloading.host_waits(line.by_host)
             if versions:
                 self.state.show(ins.reads)
             starts[index] = line.mark()
@@ -315,31 +317,33 @@ class Executor:
             ends[index] = line.mark() if end is None else end
             if watch is not None and end is None:
                 streams.wait(ends[index])  # memory is followed on the host's clock, so the host may not run ahead
-            if tell is not None:
-                tell(self._order(index), (k for k, _ in pending.values()))
+            if report is not None:
+                report(self._order(index), (k for k, _ in pending.values()))
             for value in line.dropped:
                 live.pop(value, None)
             for value in line.released:
                 self.state.release(value)
-                self.offloading.release(value)
+                if offloading is not None:
+                    offloading.release(value)
         while pending:
             self._await(next(iter(pending)))
         links.finish()
-        self.offloading.finish()
+        if offloading is not None:
+            offloading.finish()
         compute.later.settle(True)
         now = mark()
         ends[:] = [end or now for end in ends]  # (of pieces of a gradient only the last one was waited for)
         losses = read_all(compute.losses, streams)
         starts, ends = streams.times(starts), streams.times(ends)
-        if tell is not None:
-            tell(self._order(size - 1), last=True)
+        if report is not None:
+            report(self._order(size - 1), last=True)
         overruns = [] if device is None else device.overruns
         if self.dynamic is None:
             return PassRecord(losses, starts, ends, self.gradients, overruns)
         walked = self.dynamic.executed
-        late = [k for k, index in enumerate(walked) if index in overruns]
+        overran = [k for k, index in enumerate(walked) if index in overruns]
         starts, ends = ([times[index] for index in walked] for times in (starts, ends))
-        return PassRecord(losses, starts, ends, self.gradients, late, self.dynamic.order)
+        return PassRecord(losses, starts, ends, self.gradients, overran, self.dynamic.order)
 
     def _order(self, index: int) -> Sequence[int]:
         """The instructions walked so far, the last of them `index`."""
@@ -372,6 +376,7 @@ class Executor:
             self.ends[index] = self.streams.mark() if end is None else end
             return
         if isinstance(what, TierCopy):
+            assert self.offloading is not None
             what.wait()
             self.offloading.settle()
             if what.end is not None and self.device is not None:
@@ -404,7 +409,7 @@ class Executor:
                 [count for _, count in self.compute.places],
             )
             if repartitions(ins)
-            else self.state.start(ins, self._weight(ins))
+            else self.state.start(ins, self._weight(ins) if self.program.local_steps else 1.0)
         )
         ends, device, group = self.ends, self.device, ins.group
         joined = device.join(index, group, self.comm) if device is not None and device.delays.links else None
@@ -429,8 +434,7 @@ class Executor:
 
     def _weight(self, ins: Instruction) -> float:
         """Where an instruction averages parameters, how much those of this rank weigh."""
-        every = self.program.local_steps
-        return self.compute.rows.share(ins.step, ins.step % every + 1) if every else 1.0
+        return self.compute.rows.share(ins.step, ins.step % self.program.local_steps + 1)
 
     def _on_host(self, ins: Instruction) -> None:
         """Compute layers on the host, with the host's values in place of the device's."""
@@ -442,6 +446,7 @@ class Executor:
         self.live.update({value: here[home(value)] for value in ins.writes if home(value) in here})
 
     def _copy(self, index: int, ins: Instruction) -> None:
+        assert self.offloading is not None
         with self._aside() if tier(ins.writes[0]) == "host" else nullcontext():
             copy = self.offloading.start(ins, self.live)
         copy.end = self.device.copied(ins, copy.nbytes) if self.device is not None else None
@@ -478,6 +483,22 @@ class Executor:
                         own = grad * share if isinstance(grad, Tensor) and share != 1 else grad
                         kept[name] = Shard(self.cuts[name], own) if name in self.cuts else own
         self.state.step(ins)
+
+    @cached_property
+    def optimizers(self) -> dict[tuple[int, ...], torch.optim.Optimizer]:
+        """Those that work on the device."""
+        steps = {ins.layers for ins in self.instructions if ins.op is Op.STEP and ins.stream != "host"}
+        return {layers: found for layers, found in self.state.optimizers.items() if layers in steps}
+
+    def all_here(self) -> AbstractContextManager[None]:
+        """Between passes: while entered, everything is in memory, to be saved or restored."""
+        self.state.begin()  # (the newest versions are those that the next pass begins with)
+        return nullcontext() if self.offloading is None else self.offloading.all_here()
+
+    def close(self) -> None:
+        """End what was begun for copies; the run is over."""
+        if self.offloading is not None:
+            self.offloading.close()
 
     def size(self, value: Value) -> int:
         """Bytes of a value on this rank, as they were measured."""

@@ -144,7 +144,7 @@ class Walked:
         """A pass begins, which writes its times and losses to these lists."""
         self._starts, self._ends, self._losses, self._streams = starts, ends, losses, streams
         self._ready: list[tuple[Stretch, dict[int, Reading]]] = []  # reports whose losses are not known yet
-        self._told, self._held = 0, list[int]()  # number of places seen; those of them that had not ended
+        self._seen, self._held = 0, list[int]()  # number of places seen; those of them that had not ended
         self._known: list[Tensor | float] = [0.0] * len(losses)
         self._last = time.perf_counter()
         self._run += 1
@@ -155,10 +155,10 @@ class Walked:
         if not last and now - self._last < self._every:
             return
         self._last = now
-        places = [*self._held, *range(self._told, len(order))]
+        places = [*self._held, *range(self._seen, len(order))]
         streams, open_ = self._streams, set(waiting)
         open_.update(order[k] for k in places if not (order[k] in open_ or streams.happened(self._ends[order[k]])))
-        self._told, self._held = len(order), [k for k in places if order[k] in open_]
+        self._seen, self._held = len(order), [k for k in places if order[k] in open_]
         ended = [(k, order[k]) for k in places if order[k] not in open_]
         starts, ends = (streams.times([of[index] for _, index in ended]) for of in (self._starts, self._ends))
         walked = [(k, index, start, end) for (k, index), start, end in zip(ended, starts, ends, strict=True)]
@@ -170,21 +170,20 @@ class Walked:
             self._report(stretch._replace(losses={k: number.value() for k, number in found.items()}))
 
 
-class Telling:
+class Reporter:
     """In a rank: decides what to report. Times of a pass are reported only now and then, if possible by all ranks for
-    the same passes.
+    the same passes; of an asynchronous program in the middle of a pass."""
 
-    walked    reports in the middle of a pass, through `report`; None if the program is not asynchronous
-    """
-
-    def __init__(self, watched: bool, program: Program | None = None, report: Callable[[Any], None] = print) -> None:
-        self.watched = watched
-        own = watched and program is not None and isinstance(program.contract, Staleness)
-        self.walked = Walked(report, EVERY) if own else None
+    def __init__(self, watched: bool, program: Program) -> None:
+        self._watched, self._in_the_midst = watched, watched and isinstance(program.contract, Staleness)
         self._slot = -1
 
+    def walked(self, report: Callable[[Any], None]) -> Walked | None:
+        """What reports in the middle of a pass, if that is wanted."""
+        return Walked(report, EVERY) if self._in_the_midst else None
+
     def news(self, done: int, losses: list[float], starts: list[float], ends: list[float]) -> News:
-        if not self.watched or not starts or self.walked is not None:
+        if not self._watched or not starts or self._in_the_midst:
             return News(done, losses, None)
         slot = int(min(starts) / EVERY)  # ranks of one machine share a clock, and begin a pass together
         fresh, self._slot = slot != self._slot, slot
@@ -224,8 +223,8 @@ class UnderWay:
                     self._spans[ins.step] = min(first, start), max(last, end)
         while self.done < self.program.steps and not any(left[self.done] for left in self._left):
             self.done += 1
-        told, before = min(self._until), self._shown
-        while self._shown < self.done and self._spans[self._shown][1] <= told:
+        reported, before = min(self._until), self._shown
+        while self._shown < self.done and self._spans[self._shown][1] <= reported:
             self._shown += 1
         if self._shown > before:  # what ended before it is not needed any more: a run may be long
             first = self._spans[self._shown - 1][0]
@@ -296,19 +295,19 @@ class Following:
     def __init__(
         self,
         programs: Sequence[Program],
-        report: Callable[[int, float], None],
+        report: Callable[[int, float], None] | None,
         watch: Observer | None,
         callback: Callback | None = None,
         first: int = 0,
-        stop: Callable[[], None] = lambda: None,
+        stop: Callable[[], None] | None = None,
     ) -> None:
         self._callback, self._next, self._stop = callback, first, stop
-        self._warned: set[str] = set()
+        self._warnings = Warnings()
         self._programs, self._report, self._watched = programs, report, watch is not None
         self._heard: dict[int, dict[int, News]] = {}
         self._losses: list[float] = []
         self._trace: Trace | None = None
-        self._tell = Paced(watch, sum(each.steps for each in programs))
+        self._show = Paced(watch, sum(each.steps for each in programs))
         self._under_way: dict[int, UnderWay] = {}  # of asynchronous passes
         self._steps = 0  # of the passes that are over
 
@@ -316,7 +315,7 @@ class Following:
         if isinstance(news, Stretch):
             return self._midst(rank, news)
         if isinstance(news, Warned):
-            return warn_once(news, self._warned)
+            return self._warnings(rank, news)
         heard = self._heard.setdefault(news.done, {})
         heard[rank] = news
         program = self._programs[news.done]
@@ -325,7 +324,8 @@ class Following:
         del self._heard[news.done]
         of_rank = [heard[r] for r in range(len(heard))]
         losses = [sum(n.losses[s] for n in of_rank) for s in range(len(of_rank[0].losses))]
-        self._report(news.done, losses[-1] if losses else 0.0)
+        if self._report is not None:
+            self._report(news.done, losses[-1] if losses else 0.0)
         self._call_back(losses, of_rank)
         if not self._watched:
             return None
@@ -336,7 +336,7 @@ class Following:
         elif len(times) == len(heard):
             self._trace = passed(program, times)
         self._steps += program.steps
-        self._tell(self._steps, self._losses.copy, lambda: self._trace)
+        self._show(self._steps, self._losses.copy, lambda: self._trace)
         return None
 
     def _call_back(self, losses: list[float], of_rank: Sequence[News]) -> None:
@@ -351,7 +351,8 @@ class Following:
             info = StepInfo(step, loss, rates[min(k * len(rates) // len(losses), len(rates) - 1)], norm)
             if self._callback(info) is False:
                 self._callback = None
-                self._stop()
+                if self._stop is not None:
+                    self._stop()
 
     def _midst(self, rank: int, part: Stretch) -> None:
         """Take a rank's report from the middle of a pass."""
@@ -360,14 +361,19 @@ class Following:
         now = self._under_way[part.run]
         now.heard(rank, part)
         if now.done < now.program.steps:  # (else the report of the whole pass comes next)
-            self._tell(self._steps + now.done, lambda: self._losses + now.losses, lambda: now.trace or self._trace)
+            self._show(self._steps + now.done, lambda: self._losses + now.losses, lambda: now.trace or self._trace)
 
 
-def warn_once(news: Warned, known: set[str]) -> None:
-    """In the driver: show the first warning of any rank, and no later one."""
-    if not known:
-        warnings.warn(news.text, stacklevel=2)
-    known.add(news.text)
+class Warnings:
+    """In the driver: shows the first warning of any rank, and no later one."""
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def __call__(self, rank: int, news: Warned) -> None:
+        if not self._shown:
+            self._shown = True
+            warnings.warn(news.text, stacklevel=2)
 
 
 def passed(program: Program, times: Sequence[tuple[list[float], list[float]]]) -> Trace:

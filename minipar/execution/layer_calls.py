@@ -51,6 +51,7 @@ class Call(NamedTuple):
 
 
 LayerCall = Callable[[Any, Call], Made]  # of the layer's input
+Beside = Callable[[int, Call], list[Any]]  # what a layer takes and gives beside its input and output
 
 
 def plain(module: nn.Module) -> LayerCall:
@@ -87,20 +88,18 @@ def counting(run: LayerCall, layer: int, count: LoadCount) -> LayerCall:
     return call_counting
 
 
-def apart_from_parameters(run: LayerCall, module: nn.Module) -> LayerCall:
+def copying_parameters(run: LayerCall, module: nn.Module) -> LayerCall:
     """For a layer whose parameters are freed: copy an output that is a parameter, or a view of one."""
 
-    def call_apart(x: Any, call: Call) -> Made:
+    def call_copying(x: Any, call: Call) -> Made:
         output, loss = run(x, call)
         own = {p.untyped_storage().data_ptr() for p in module.parameters()}
         return map_tensors(output, lambda t: t.clone() if t.untyped_storage().data_ptr() in own else t), loss
 
-    return call_apart
+    return call_copying
 
 
-def weighed(
-    run: LayerCall, layer: int, module: nn.Module, sizes: Sizes, beside: Callable[[int, Call], Any]
-) -> LayerCall:
+def weighed(run: LayerCall, layer: int, module: nn.Module, sizes: Sizes, beside: Beside | None = None) -> LayerCall:
     """Note the bytes of the layer's output, and of the tensors that autograd saves, once for each number of rows.
 
     beside   what the layer takes and gives beside its input and output
@@ -116,7 +115,7 @@ def weighed(
                 sizes["output", layer, rows] = count_bytes(made[0])
             return made
         output, loss, weights = weigh(
-            module, lambda given: run(given, call), x, lambda: (_targets(call), beside(layer, call))
+            module, lambda given: run(given, call), x, lambda: (_targets(call), beside(layer, call) if beside else ())
         )
         sizes["output", layer, rows] = weights.output
         sizes["grad_output", layer, rows] = weights.grad_output
@@ -134,24 +133,24 @@ def keeping(
     sizes: Sizes,
     away: Container[LayerRun],
     kept: dict[LayerRun, SavedTensors],
-    carried: Callable[[int, Call], list[Any]],
+    beside: Beside | None = None,
 ) -> LayerCall:
     """For micro-batches whose saved tensors are copied away and back: see `saved_tensors.py`.
 
     away        the layers and micro-batches for which that is so; all others are called as `otherwise`
     kept        gets what autograd keeps of them
-    carried     gives what goes from slice to slice of a sequence, which stays
+    beside      gives what goes from slice to slice of a sequence, which stays
     """
 
     def call_keeping(x: Any, call: Call) -> Made:
         key = layer, call.ins.microbatch, call.ins.step
         if key not in away or not torch.is_grad_enabled():
             return otherwise(x, call)
-        given = x, _targets(call), carried(layer, call)
+        given = x, _targets(call), beside(layer, call) if beside else ()
         found = SavedTensors([*tensors(given), *module.parameters(), *module.buffers()])
         with found.saving():
             output, loss = run(x, call)
-        found.settle(tensors((output, carried(layer, call))))
+        found.settle(tensors((output, beside(layer, call) if beside else ())))
         kept[key] = found
         sizes["output", layer, call.rows] = count_bytes(output)
         sizes["grad_output", layer, call.rows] = count_bytes([t for t in tensors(output) if t.requires_grad])

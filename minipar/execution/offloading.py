@@ -116,7 +116,7 @@ class TierCopy:
 
 
 class Offloading:
-    """What one rank has copied away from its device, kept from step to step.
+    """What one rank whose program copies tensors has away from its device, kept from step to step.
 
     kept     per layer, micro-batch and step: what autograd keeps of it
     layers   of the whole model; `mine` are those of this rank
@@ -139,15 +139,13 @@ class Offloading:
         self._to_host: dict[Value, Copy] = {}  # copies on streams that the host has not waited for
         self._stays: set[Value] = set()  # what could not be copied away
         self._away: set[int] = set()  # groups whose parameters are not on the device between steps
+        self.frozen = frozen_parameters(program, layers, mine)
         copies = [ins for ins in program.ranks[rank] if ins.op in COPIES]
-        if copies:
-            self.frozen = frozen_parameters(program, layers, mine)
-            self._begin(copies, program.state[rank] if program.state else frozenset())
+        self._begin(copies, program.state[rank] if program.state else frozenset())
 
     def close(self) -> None:
         """End the threads and free everything, files included."""
-        if self.stores:
-            self._finish()
+        self._finish()
 
     def _is_away(self, value: Value) -> bool:
         """Whether a group's parameters are not on the device between steps."""
@@ -188,8 +186,7 @@ class Offloading:
     @contextmanager
     def all_here(self) -> Iterator[None]:
         """Between steps: while entered, everything is in memory, to be saved or restored."""
-        self.state.begin()  # (the newest versions are those that the next pass begins with)
-        away = [value for value in sorted(self.held) if tier(value) != "device"] if self.stores else []
+        away = [value for value in sorted(self.held) if tier(value) != "device"]
         stored = [value for value in away if tier(value) == "disk" or not self._masters(value.index)]
         for value in stored:
             found = self._elsewhere(value)

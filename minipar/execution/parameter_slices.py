@@ -52,7 +52,7 @@ class SlicedGroup(Owner):
         torch.cat([p.data.reshape(-1) for p in params], out=flat[:count])
         part = flat[k * self.size : (k + 1) * self.size]
         self.copies_are = "optimizer" if narrow and not scattered else "parameters"  # (float32 copies, as in `Wide`)
-        self.apart = narrow  # whether the slice is in memory beside the layers' parameters, however these are kept
+        self.narrow = narrow  # whether the slice is in memory beside the layers' parameters, however these are kept
         self.part = nn.Parameter(part.clone() if narrow or scattered else part)
         self.flat = flat.to(torch.bfloat16) if narrow else flat
         start = 0
@@ -70,13 +70,13 @@ class SlicedGroup(Owner):
         if len({group_of.get(name) for name in own}) == 1:
             self.pieces = [Updated(whole, own, tuple(runs), True)]
             return
-        together: list[list[Elements]] = []
+        joined: list[list[Elements]] = []
         for run in runs:
-            if together and group_of.get(together[-1][0].name) == group_of.get(run.name):
-                together[-1].append(run)
+            if joined and group_of.get(joined[-1][0].name) == group_of.get(run.name):
+                joined[-1].append(run)
             else:
-                together.append([run])
-        self._cuts = [(some[0].place, some[-1].place + some[-1].end - some[-1].begin) for some in together]
+                joined.append([run])
+        self._cuts = [(some[0].place, some[-1].place + some[-1].end - some[-1].begin) for some in joined]
         self.pieces = [
             Updated(
                 nn.Parameter(whole.data[begin:end]),
@@ -84,7 +84,7 @@ class SlicedGroup(Owner):
                 tuple(run._replace(place=run.place - begin) for run in some),
                 True,
             )
-            for some, (begin, end) in zip(together, self._cuts, strict=True)
+            for some, (begin, end) in zip(joined, self._cuts, strict=True)
         ]
 
     _cuts: Sequence[tuple[int, int]] = ()  # where the pieces begin and end in the slice, if there are several
@@ -133,7 +133,7 @@ class SlicedGroup(Owner):
 
     def nbytes(self, kind: str) -> int:
         part, flat, frozen = count_bytes(self.part), count_bytes(self.flat), self.group.frozen
-        beside = part if self.apart and not self.scattered else 0
+        beside = part if self.narrow and not self.scattered else 0
         return {
             "param": flat + (0 if self.scattered else frozen),
             "param_shard": part + frozen,

@@ -79,11 +79,10 @@ class Versions(Owner):
         for own, p in zip(self.trained, self.params, strict=True):
             own.grad = p.grad if p.grad is None or not self.wide else p.grad.to(own.dtype)
         if any(version_of(value) >= 0 for value in ins.writes):
-            self.room_for_next(ins)
+            self._make_room(ins)
 
-    def room_for_next(self, ins: Instruction) -> list[Tensor]:
-        """Before what makes the next version: room for it, in the place of the newest one if nothing needs that any
-        more."""
+    def _make_room(self, ins: Instruction) -> None:
+        """Before a STEP: room for the next version, in the place of the newest one if nothing needs that any more."""
         newest = max(self.alive)
         if any(value.index == self.number and version_of(value) == newest for value in ins.frees):
             self.alive[newest + 1] = self.alive.pop(newest)
@@ -93,7 +92,6 @@ class Versions(Owner):
         for own, tensor in zip(self.trained, self.newest, strict=True):
             if not self.wide:
                 own.data = tensor
-        return self.newest
 
     def show_update(self) -> None:
         for own, tensor in zip(self.trained, self.newest, strict=True):

@@ -71,9 +71,9 @@ class State:
         steps = dict.fromkeys(ins.layers for ins in instructions if ins.op is Op.STEP)
         for g in dict.fromkeys(g for layers in steps for g in layers):
             self.owners[g].make_pieces(names, update.group_of)
-        late = delay(program, comm.rank) if isinstance(update.factory, ByStaleness) else None
+        age = delay(program, comm.rank) if isinstance(update.factory, ByStaleness) else None
         self.updates: dict[tuple[int, ...], OptimizerPart] = {
-            layers: update.part([piece for g in layers for piece in self.owners[g].pieces], late) for layers in steps
+            layers: update.part([piece for g in layers for piece in self.owners[g].pieces], age) for layers in steps
         }
         self.optimizers = {layers: part.optimizer for layers, part in self.updates.items()}
         self.measured: dict[int, list[Tensor]] | None = None

@@ -188,11 +188,11 @@ class Update:
         found = settings_of(self.whole) if self.schedule is None else self.schedule.at(update)
         return tuple(float(group.get("lr", float("nan"))) for group in found)
 
-    def part(self, pieces: Sequence[Updated], late_by: int | None = None) -> OptimizerPart:
-        """The optimizer of some pieces. late_by: their gradients are so many updates old (see `correction`)."""
+    def part(self, pieces: Sequence[Updated], staleness: int | None = None) -> OptimizerPart:
+        """The optimizer of some pieces. staleness: their gradients are so many updates old (see `correction`)."""
         made, stands = self._make(self.factory)
-        if isinstance(self.factory, ByStaleness) and late_by is not None:
-            self.factory.slow(made, late_by)
+        if isinstance(self.factory, ByStaleness) and staleness is not None:
+            self.factory.slow(made, staleness)
         before, which = dict(made.state), []
         made.state.clear()
         for k, group in enumerate(made.param_groups):

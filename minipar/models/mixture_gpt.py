@@ -47,6 +47,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from minipar.errors import PlanError
 from minipar.models.initial import initialise
+from minipar.models.nodes import Node
 from minipar.models.sliced import Sliced
 from minipar.models.table import Mixture, check_mixture, of_whole_rows, room_of
 from minipar.models.transformer import Attention, Seen
@@ -366,6 +367,11 @@ class Load:
             shown = "  ".join(f"{cell:<{width}}" for cell in cells)
             lines.append(f"layer {layer:<3} {shown}  {sum(lost) / max(1, sum(counts)):.1%} dropped")
         return "\n".join(line.rstrip() for line in lines)
+
+
+def routes(layer: nn.Module) -> bool:
+    """Whether a layer may send tokens to experts: a node may, since only its graph says what it computes."""
+    return isinstance(layer, Node) or any(isinstance(module, MixtureLayer) for module in layer.modules())
 
 
 class LoadCount:

@@ -58,7 +58,7 @@ class ProfiledCosts:
 
     def __post_init__(self) -> None:
         self._rows.extend(split_rows(self.batch, self.program.replicas * self.program.row_microbatches))
-        if self.calibration is not None:
+        if self.calibration is not None and any(ins.op is Op.SEND for row in self.program.ranks for ins in row):
             self._messages.extend(self._work_on_messages(rank) for rank in range(len(self.program.ranks)))
 
     def rows(self, rank: int, microbatch: int) -> int:
@@ -75,8 +75,8 @@ class ProfiledCosts:
         return sum(map(len, self._rows[first : first + count]))
 
     def compute(self, rank: int, ins: Instruction) -> float:
-        alone = self._alone(rank, ins)
-        return alone + self._messages[rank].get(ins, 0.0) if self._messages else alone
+        seconds = self._without_messages(rank, ins)
+        return seconds + self._messages[rank].get(ins, 0.0) if self._messages else seconds
 
     def even(self, rank: int, other: int) -> bool:
         """Whether the replicas of two ranks have micro-batches of the same numbers of rows, and all links are alike."""
@@ -110,7 +110,7 @@ class ProfiledCosts:
         """Of an update of all parameters."""
         return (on_host and self.profile.host_step_seconds) or self.profile.step_seconds
 
-    def _alone(self, rank: int, ins: Instruction) -> float:
+    def _without_messages(self, rank: int, ins: Instruction) -> float:
         """Seconds of a compute instruction, without messages."""
         if ins.op is Op.STEP:
             whole = sum(self.profile.gradient_bytes)
@@ -159,10 +159,11 @@ class ProfiledCosts:
         if by_algorithm(self.program, ins):
             return messages * self._by_algorithm(NAMES[ins.op], n, round(size / messages))
         if self.calibration is not None:
-            kind = {Op.REDUCE_SCATTER: "reduce_scatter", Op.ALL_GATHER: "all_gather"}.get(ins.op, "allreduce")
-            across = self.calibration.collective(kind, ins.group, size / messages)
-            if across is not None:
-                return messages * across
+            if self.calibration.hosts:
+                kind = {Op.REDUCE_SCATTER: "reduce_scatter", Op.ALL_GATHER: "all_gather"}.get(ins.op, "allreduce")
+                across = self.calibration.collective(kind, ins.group, size / messages)
+                if across is not None:
+                    return messages * across
             # (measured for sums, in which the bytes travel twice)
             return hops(ins) / 2 * messages * self.calibration.sum_over(n, size / messages)
         return hops(ins) * Line(self.latency, self.bandwidth).ring(n, size, messages)

@@ -177,10 +177,6 @@ class Group(NamedTuple):
         """Whether ranks that share its layers have shards of it."""
         return "S" in self.form
 
-    def shards(self, sharing: Mesh) -> int:
-        """How many shards there are of it, on the axes along which ranks share its layers."""
-        return math.prod(size for (_, size), part in zip(sharing, self.form.split("/"), strict=False) if part == "S")
-
 
 @dataclass(frozen=True)
 class Program:
@@ -272,14 +268,6 @@ class Program:
         workers, servers = range(min(self.workers, mesh.size)), len(self.ranks) - min(self.workers, mesh.size)
         own = tuple(mesh.coordinates(rank).get("dp", 0) for rank in workers)
         return own + tuple(range(self.replicas, self.replicas + servers))
-
-    @cached_property
-    def ranks_of_replicas(self) -> tuple[tuple[int, ...], ...]:
-        """The ranks of each replica."""
-        found: list[list[int]] = [[] for _ in range(self.replicas)]
-        for rank in range(self.workers):
-            found[self.replica(rank)].append(rank)
-        return tuple(map(tuple, found))
 
     @property
     def workers(self) -> int:

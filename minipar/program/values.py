@@ -21,8 +21,7 @@ saved_weight This is all that the weight half of a backward needs, including the
              output, which BACKWARD_INPUT frees. The first trainable layer has no input half.
 carry        It lives from the forward of a slice to its backward.
 param        The last instruction that needs a version v frees it. If that instruction is a STEP, it updates the
-             version in place. Otherwise a version does not change after it was written. A rank may keep versions
-             as slices, or in a slower tier: then param_shard and host(param) have a version, too.
+             version in place. Otherwise a version does not change after it was written.
 *_shard      Slices are padded to equal size. After a STEP on slices the whole `param` is out of date until ALL_GATHER.
              `buffer(g)` is the memory that a REDUCE_SCATTER receives into. Parameters that stages share stay whole.
 host, disk   They never count as memory of the device. The first instruction that reads the target of a copy waits for

@@ -33,9 +33,9 @@ from minipar.comm import clocks, communicator
 from minipar.errors import RankDied, SaveError, ServerClosed
 from minipar.execution.emulation import Delays, Pacing
 from minipar.execution.execution import Execution, Job
-from minipar.execution.following import Observer, Paced, Warned, warn_once
+from minipar.execution.following import Observer, Paced, Warned, Warnings
 from minipar.execution.mean_loss import Finite
-from minipar.execution.memory.tracker import Watching
+from minipar.execution.memory.tracker import Watching, watching_of
 from minipar.execution.saving.contents import collect_untrained, outline_of, restore_untrained
 from minipar.execution.saving.folder import Header
 from minipar.execution.saving.keeping import NOTHING, Share, Storing
@@ -129,7 +129,7 @@ def execute_served(
     steps: dict[tuple[int, int], Step] = {}
     deaths: list[str] = []
     tries: Counter[int] = Counter()  # deaths of each worker since it has done a step
-    warned: set[str] = set()
+    warnings = Warnings()
     progress, show = Progress(program), Paced(watch, program.steps)
 
     def hear(rank: int, fact: Any) -> None:
@@ -153,7 +153,7 @@ def execute_served(
         elif isinstance(fact, Wrote):
             saving.heard(rank, fact)
         elif isinstance(fact, Warned):
-            warn_once(fact, warned)
+            warnings(rank, fact)
         elif isinstance(fact, int):
             report(fact)
         elif fact[0] == "silent":
@@ -170,9 +170,9 @@ def execute_served(
             workers, program.steps, job.optimizer, Mode.parse(program.serving.mode, workers), patience, on_death, True,
             pacing, job.scheduler, forms, program.clip, program.compress, storing.saved, processes,
         )  # fmt: skip
-        watching = Watching(memory, None if cluster.emulates is None else cluster.emulates.memory)
+        watching = watching_of(memory, cluster.emulates)
         revivals = _REVIVALS if on_death == "continue" else 0
-        with storing.around():
+        with storing.around() if storing.folder else contextlib.nullcontext():
             found = cluster.run_reviving(
                 revivals, hear, _take_part, job, program, folder, settings, keep_gradients, slow, watch is not None,
                 header, storing, watching,
@@ -385,7 +385,7 @@ def _take_part(
     watched: bool,
     header: Header,
     storing: Storing,
-    watching: Watching,
+    watching: Watching | None,
 ) -> tuple[Any, Share]:
     """What every rank does: the first ones are workers, the last ones servers. Returns the steps of a worker or what a
     server brings back, and the rank's share of the state."""
@@ -460,7 +460,7 @@ def _be_worker(
     hand_on: Callable[[Step], None],
     first: int,
     begins: Callable[[int], None],
-    watching: Watching,
+    watching: Watching | None,
 ) -> None:
     """Do steps until the servers have done all their updates.
 
@@ -476,18 +476,18 @@ def _be_worker(
     compute.finite = None if job.on_nan == "ignore" else Finite(rank, job.on_nan, worker.report)
     one.servers = ps
     pulls = sum(ins.op is Op.PULL for ins in one.instructions)
-    tracker = watching.start(one)
+    tracker = watching.start(one) if watching is not None else None
     begin = time.perf_counter()
     while (step := ps.next_step()) is not None:
         begins(ps.version)
-        with tracker:
+        with tracker or contextlib.nullcontext():
             record = one.run(job.batches, first + step)
         if device is not None and device.delays.links:
             ps.pace(device.now)
         times = list(zip(record.starts, record.ends, strict=True))
         times[:pulls] = [(begin, times[pulls - 1][1])] * pulls  # (all of them are awaited at once)
         gradients = dict(one.pushed) if keep_gradients else {}
-        series = tracker.last if watching.series else None
+        series = None if tracker is None else tracker.last
         sizes: dict[tuple[str | int, ...], int] = dict(compute.sizes.items())
         whole = Step(rank, step, record.losses[0], *one.rows, gradients, times, sizes, compute.data_bytes(),
                      series=series)  # fmt: skip

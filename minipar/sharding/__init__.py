@@ -47,7 +47,7 @@ from minipar.sharding.propagation import (
     two_dimensional,
 )
 from minipar.sharding.repartition import Matrix, Path, Step, backward, matrix, path
-from minipar.sharding.rules import RULES, Choice, Inside, Rule, choices, infer, rule
+from minipar.sharding.rules import RULES, Choice, Inside, Rule, choices, rule
 
 if TYPE_CHECKING:
     from minipar.sharding.capture import Captured, Coverage, capture_layer, capture_model, coverage
@@ -58,7 +58,7 @@ __all__ = [
     "RULES", "Captured", "Choice", "Collective", "Coverage", "Form", "Graph", "I", "Inside", "Layer", "Matrix",
     "ModelSharding", "Operator", "P", "Path", "Placement", "Preset", "R", "Repartition", "Rule", "S", "Sharding",
     "Slot", "Step", "Tensor", "backward", "by_operators", "capture_layer", "capture_model", "check_rule", "choices",
-    "conjugate", "coverage", "default", "experts", "gradients", "infer", "local_shape", "matrix", "megatron", "path",
+    "conjugate", "coverage", "default", "experts", "gradients", "local_shape", "matrix", "megatron", "path",
     "propagate", "propagate_model", "rule", "sequence_parallel", "simulate_layer", "two_dimensional",
 ]  # fmt: skip
 

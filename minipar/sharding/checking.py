@@ -63,7 +63,6 @@ def check_rule(
     linear: tuple[int, ...] = (),
     choice: Choice | None = None,
     ranks: int = 2,
-    variants: Sequence[str] = ("all",),
     pieces: Sequence[tuple[int, forms.Placement]] = (),
     **options: Any,
 ) -> tuple[Choice, ...]:
@@ -97,7 +96,7 @@ def check_rule(
                 raise PlanError(
                     f"{operator.op} has no rule; add one with rule({operator.op!r}, 'bk,kn->bn') or the like"
                 )
-            possible = choices(operator, ins, outs, ranks, pieces, variants)
+            possible = choices(operator, ins, outs, ranks, pieces)
         finally:
             if line:
                 RULES.pop(operator.op)
@@ -122,7 +121,7 @@ def _verify(operator: Operator, inputs: Sequence[Tensor], choice: Choice, ranks:
     parts = [[one[k].requires_grad_(one[k].is_floating_point()) for one in laid] for k in range(ranks)]
     shapes = [forms.cut(tuple(t.shape), p, ranks) for t, p in zip(expected, choice.outs, strict=True)]
     try:
-        done = local.together(
+        done = local.side_by_side(
             {
                 (k,): local.run(operator, {"x": choice}, {"x": local.Place(k, ranks)}, parts[k], shapes)
                 for k in range(ranks)

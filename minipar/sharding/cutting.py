@@ -698,11 +698,11 @@ class _AsPart(torch.autograd.Function):
 def _finished(running: Any, operator: Operator) -> tuple[Tensor, ...]:
     """The outputs of an operator that needs no collective on the way."""
     try:
-        axis, request = next(running)
+        axis, _ = next(running)
     except StopIteration as end:
         found: tuple[Tensor, ...] = end.value
         return found
-    raise PlanError(f"{operator.name} ({operator.op}): needs {request.op} on {axis} inside; nodes cannot do that yet")
+    raise PlanError(f"{operator.name} ({operator.op}): needs a sum over {axis} inside; nodes cannot do that yet")
 
 
 @dataclass(frozen=True)

@@ -123,10 +123,6 @@ class Form:
         """Axes and their placements."""
         return zip(self.axes, self.placements, strict=True)
 
-    def cutting(self, dim: int) -> tuple[str, ...]:
-        """The axes that cut a dimension, the outer one first."""
-        return tuple(axis for axis, p in self.items() if p.kind == "S" and p.dim == dim)
-
     def conjugate(self) -> Form:
         """The form of the gradient."""
         return Form(self.axes, tuple(conjugate(p) for p in self.placements))

@@ -100,10 +100,6 @@ class Graph:
         """The operator that writes a tensor; None of what the graph is given."""
         return next((op for op in self.operators if name in op.outputs), None)
 
-    def readers(self, name: str) -> tuple[Operator, ...]:
-        """The operators that read a tensor."""
-        return tuple(op for op in self.operators if name in op.inputs)
-
 
 @dataclass(frozen=True)
 class Layer:

@@ -3,7 +3,7 @@
 Most operators run as they are; sizes among their arguments become those of the part. A few do something else on a part:
 a lookup in some rows of a table, a mean, attention of some queries, and the variants with collectives inside. These are
 generators: they yield a `Request` and are sent what the collective gave, so that the same code runs in one process, all
-ranks side by side (`together`), and on real ranks, where each request becomes a collective of the program.
+ranks side by side (`side_by_side`), and on real ranks, where each request becomes a collective of the program.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from minipar.errors import PlanError
-from minipar.models.experts import feed, routed, weighted
 from minipar.sharding import unequal
 from minipar.sharding.forms import Placement
 from minipar.sharding.graph import Operator, Shape, Slot
@@ -26,19 +25,15 @@ from minipar.sharding.rules import Choice
 
 @dataclass(frozen=True)
 class Request:
-    """A collective that an operator needs: every rank of the axis makes the same one with its own tensor.
+    """An ALL_REDUCE that an operator needs: every rank of the axis makes the same one with its own tensor.
 
-    op      all_reduce; all_to_all (cuts dimension `split`, joins along `join`); shift (to the next rank of the ring)
     reduce  "sum" or "max", which has no gradient
     whole   of a sum: what is computed of it, is computed alike on all ranks (I): backward nothing is summed
     """
 
-    op: str
     tensor: Tensor
     reduce: str = "sum"
     whole: bool = False
-    split: int = 0
-    join: int = 0
 
 
 Running = Generator[Request, Tensor, tuple[Tensor, ...]]
@@ -89,7 +84,7 @@ def run(
     if rows and operator.option("reduction", 1) == 1:
         count = (inputs[1] != operator.option("ignore_index", -100)).sum().to(found[0].dtype)
         for axis in rows:
-            count = yield axis, Request("all_reduce", count, whole=True)
+            count = yield axis, Request(count, whole=True)
         found = (found[0] / count,)
     return found
 
@@ -120,19 +115,12 @@ def _special(operator: Operator, choice: Choice, inputs: Sequence[Tensor]) -> Fu
     if choice.name == "online":
         return _online_maximum if op in ("amax", "amin") else _online_softmax
     if op == "scaled_dot_product_attention":
-        if choice.name == "ring":
-            return _ring
-        if choice.name == "all_to_all":
-            return _heads_for_sequence
         queries = inputs[0].dim() - 2
         causal_part = operator.option("is_causal", False) and divided.get(0) == queries
         return _some_queries if causal_part else None
     if op == "cross_entropy_loss":
         losses: dict[str, Function] = {"rows": _rows, "vocabulary": _vocabulary}
         return losses.get(choice.name)
-    if operator.op == "minipar::mixture":
-        ways: dict[str, Function] = {"experts": _experts, "x": _some_experts}
-        return ways.get(choice.name)
     if operator.op == "minipar::feed_experts" and choice.name == "experts":
         return _feed_own
     return None
@@ -228,9 +216,9 @@ def _online_softmax(
     dtype = operator.option("dtype")
     x = x if dtype is None else x.to(dtype)
     dim = choice.ins[0].dim
-    largest = yield Request("all_reduce", x.detach().amax(dim, True), reduce="max")
+    largest = yield Request(x.detach().amax(dim, True), reduce="max")
     shifted = x - largest
-    total = yield Request("all_reduce", shifted.exp().sum(dim, True))
+    total = yield Request(shifted.exp().sum(dim, True))
     return (shifted - total.log() if "log" in operator.op else shifted.exp() / total,)
 
 
@@ -239,7 +227,7 @@ def _online_maximum(
 ) -> Running:
     (found,) = _plain(operator, inputs, outputs)
     sign = -1 if operator.op == "aten::amin" else 1
-    largest = sign * (yield Request("all_reduce", sign * found.detach(), reduce="max"))
+    largest = sign * (yield Request(sign * found.detach(), reduce="max"))
     return (torch.where(found == largest, found, largest),)
 
 
@@ -249,13 +237,13 @@ def _vocabulary(
     """Each rank has some classes of every row: three numbers a row are agreed on. Source: Megatron-LM."""
     logits, targets = inputs
     ignored = targets == operator.option("ignore_index", -100)
-    largest = yield Request("all_reduce", logits.detach().amax(1), reduce="max")
+    largest = yield Request(logits.detach().amax(1), reduce="max")
     shifted = logits - largest.unsqueeze(1)
-    total = yield Request("all_reduce", shifted.exp().sum(1), whole=True)
+    total = yield Request(shifted.exp().sum(1), whole=True)
     here = targets - place.index * logits.shape[1]
     own = (here >= 0) & (here < logits.shape[1])
     picked = shifted.gather(1, here.clamp(0, logits.shape[1] - 1).unsqueeze(1)).squeeze(1)
-    wanted = yield Request("all_reduce", torch.where(own, picked, torch.zeros_like(picked)), whole=True)
+    wanted = yield Request(torch.where(own, picked, torch.zeros_like(picked)), whole=True)
     losses = torch.where(ignored, torch.zeros_like(wanted), total.log() - wanted)
     reduction = operator.option("reduction", 1)
     if reduction == 0:
@@ -274,69 +262,14 @@ def _some_queries(
     return (call(operator, inputs, is_causal=False, attn_mask=_causal(query, key, place.index * query.shape[-2])),)
 
 
-def _causal(query: Tensor, key: Tensor, start: int, key_start: int = 0) -> Tensor:
+def _causal(query: Tensor, key: Tensor, start: int) -> Tensor:
     """Which keys each query sees: those up to its own position. (queries, keys)"""
     rows = torch.arange(query.shape[-2], device=query.device) + start
-    columns = torch.arange(key.shape[-2], device=query.device) + key_start
+    columns = torch.arange(key.shape[-2], device=query.device)
     return columns[None] <= rows[:, None]
 
 
-def _heads_for_sequence(
-    operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]
-) -> Running:
-    """Each rank gives its part of the sequence of other heads for all of its own heads. Source: DeepSpeed-Ulysses."""
-    heads = []
-    for tensor in inputs[:3]:
-        heads.append((yield Request("all_to_all", tensor, split=1, join=2)))
-    seen = call(operator, heads)
-    return ((yield Request("all_to_all", seen, split=2, join=1)),)
-
-
-def _ring(operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]) -> Running:
-    """Keys and values go round; each turn adds to a softmax that is kept as (maximum, sum, weighted values). Source:
-    Liu et al., "Ring Attention with Blockwise Transformers", 2023."""
-    query, key, value = inputs[:3]
-    group = query.shape[1] // key.shape[1]
-    scale = operator.option("scale") or query.shape[-1] ** -0.5
-    start = place.index * query.shape[-2]
-    largest = total = seen = None
-    moving = torch.cat([key, value], -1)
-    for turn in range(place.ranks):
-        source = (place.index - turn) % place.ranks
-        key, value = moving.split([inputs[1].shape[-1], inputs[2].shape[-1]], -1)
-        scores = query @ key.repeat_interleave(group, 1).transpose(-2, -1) * scale
-        if operator.option("is_causal", False):
-            visible = _causal(query, key, start, source * key.shape[-2])
-            scores = scores.masked_fill(~visible, float("-inf"))
-        # The first turn is the rank's own part, of which each query sees at least itself.
-        new = (
-            scores.detach().amax(-1, True)
-            if largest is None
-            else torch.maximum(largest, scores.detach().amax(-1, True))
-        )
-        weights = (scores - new).exp()
-        part, sums = weights @ value.repeat_interleave(group, 1), weights.sum(-1, True)
-        if largest is None:
-            total, seen = sums, part
-        else:
-            total, seen = total * (largest - new).exp() + sums, seen * (largest - new).exp() + part
-        largest = new
-        if turn < place.ranks - 1:
-            moving = yield Request("shift", moving)
-    assert seen is not None
-    return (seen / total,)
-
-
 # The mixture of experts -----------------------------------------------------------------------------------------------
-
-
-def _some_experts(
-    operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]
-) -> tuple[Tensor, ...]:
-    """All tokens, and a part of the experts: their part of each token's sum."""
-    tokens, gate, up, down = inputs
-    weights, chosen = routed(tokens, gate, operator.option("top", 2))
-    return (weighted(feed(tokens, up, down), weights, chosen, place.index * up.shape[0]),)
 
 
 def _feed_own(
@@ -347,23 +280,10 @@ def _feed_own(
     return (call(operator, [counts.chunk(place.ranks, 1)[place.index], *others]),)
 
 
-def _experts(
-    operator: Operator, choice: Choice, place: Place, inputs: list[Tensor], outputs: Sequence[Shape]
-) -> Running:
-    """Tokens go to the ranks of their experts and back. Each expert has room for all tokens of a rank: T / n."""
-    tokens, gate, up, down = inputs
-    weights, chosen = routed(tokens, gate, operator.option("top", 2))
-    experts = place.ranks * up.shape[0]
-    sent = torch.stack([tokens * (chosen == x).any(-1, keepdim=True) for x in range(experts)])
-    come = yield Request("all_to_all", sent, split=0, join=1)
-    back = yield Request("all_to_all", feed(come, up, down), split=1, join=0)
-    return (weighted(back, weights, chosen, 0),)
-
-
 # All ranks in one process ---------------------------------------------------------------------------------------------
 
 
-def together(
+def side_by_side(
     running: Mapping[tuple[int, ...], Generator[tuple[str, Request], Tensor, tuple[Tensor, ...]]],
     axes: Sequence[str] = ("x",),
 ) -> dict[tuple[int, ...], tuple[Tensor, ...]]:
@@ -385,7 +305,7 @@ def together(
                 results[place] = end.value
         if not requests:
             return results
-        kinds = {(axis, request.op) for axis, request in requests.values()}
+        kinds = {(axis, request.reduce) for axis, request in requests.values()}
         if len(requests) != len(running) or len(kinds) != 1:
             raise PlanError("ranks of one axis made different collectives in the same operator")
         ((axis, _),) = kinds
@@ -404,17 +324,11 @@ def groups(places: Iterable[tuple[int, ...]], k: int) -> list[list[tuple[int, ..
 def collective(requests: Sequence[Request]) -> list[Tensor]:
     """What each rank gets of a collective."""
     tensors, first = [request.tensor for request in requests], requests[0]
-    ranks = len(tensors)
-    if first.op == "all_reduce":
-        if first.reduce == "max":
-            return [torch.stack(tensors).amax(0)] * ranks
-        total = torch.stack(tensors).sum(0)
-        # Whole: the same numbers, but each rank's gradient is that of its own part.
-        return [total.detach() + (one - one.detach()) if first.whole else total for one in tensors]
-    if first.op == "shift":
-        return [tensors[k - 1] for k in range(ranks)]
-    parts = [tensor.chunk(ranks, first.split) for tensor in tensors]
-    return [torch.cat([parts[j][k] for j in range(ranks)], first.join) for k in range(ranks)]
+    if first.reduce == "max":
+        return [torch.stack(tensors).amax(0)] * len(tensors)
+    total = torch.stack(tensors).sum(0)
+    # Whole: the same numbers, but each rank's gradient is that of its own part.
+    return [total.detach() + (one - one.detach()) if first.whole else total for one in tensors]
 
 
 # Cutting and joining --------------------------------------------------------------------------------------------------

@@ -66,17 +66,6 @@ class Repartition:
     backward: Path | None
     parameter: bool = False
 
-    def explain(self) -> str:
-        """Both operators, both forms, and what happens between them."""
-        writer = f"{self.writer} writes it as" if self.writer else "it is given as"
-        readers = ", ".join(name or "the layer's end" for name in self.readers)
-        verb = "reads" if len(self.readers) == 1 else "read"
-        lines = [f"{self.value}: {writer} {self.forward.start}, {readers} {verb} it as {self.forward.end}"]
-        lines += [f"  forward: {step.explain()}" for step in self.forward.steps]
-        if self.backward is not None:
-            lines += [f"  backward: {step.explain()}" for step in self.backward.steps]
-        return "\n".join(lines)
-
 
 @dataclass(frozen=True)
 class Collective:
@@ -145,11 +134,6 @@ class Sharding:
                 time = _seconds(inside.op, self.mesh.length(axis), nbytes, self.links.get(axis, DEFAULT_LINK))
                 yield Collective(inside.op, value, axis, nbytes, time, inside.phase, inside.why)
 
-    def explain(self) -> str:
-        """Every operator that is divided, and every place where a value changes its form."""
-        lines = [str(one) for one in self.operators if any(c.divided for c in one.choices.values())]
-        return "\n".join([*lines, *(move.explain() for move in self.repartitions)])
-
 
 def _of_move(move: Repartition) -> Iterator[Collective]:
     """The collectives of a repartition, forward and backward."""
@@ -178,8 +162,6 @@ def _uncut(shape: Shape, p: Placement, ranks: int) -> Shape:
 
 
 def _seconds(op: str, ranks: int, nbytes: int, link: Link) -> float:
-    if op == "shift":
-        return link[0] + nbytes * link[1]
     return collective_seconds(op, ranks, nbytes, *link)
 
 
@@ -277,7 +259,6 @@ class _Axis:
     outs: list[list[Shape]]
     fixed: Mapping[str, tuple[Placement, str]]
     given: Mapping[str, Placement]
-    variants: tuple[str, ...]
     outer: Sequence[Mapping[str, Choice]] = ()  # of each operator the choices on the axes before
     kept: Set[str] = frozenset()
     known: dict[str, Placement] = field(default_factory=dict)
@@ -344,7 +325,7 @@ class _Axis:
     def _possible(self, k: int, wanted: Sequence[tuple[int, Placement]] = ()) -> list[Choice]:
         """The choices that an operator has beside those on other axes."""
         op = self.graph.operators[k]
-        every = choices(op, self.ins[k], self.outs[k], self.ranks, wanted, self.variants)
+        every = choices(op, self.ins[k], self.outs[k], self.ranks, wanted)
         taken = any(choice.alone for choice in self.outer[k].values())
         found = [choice for choice in every if not (choice.alone and taken)]
         kept = [j for j, name in enumerate(op.inputs) if name in self.kept]
@@ -478,25 +459,20 @@ def propagate(
     mesh: Mesh,
     given: Mapping[str, Form] | None = None,
     links: Mapping[str, Link] | None = None,
-    variants: Iterable[str] = (),
-    strict: bool = True,
 ) -> Sharding:
     """The forms of all tensors of a layer, from a few that are fixed by name.
 
     annotations   {"*.mlp.0": "S-1 on tp"}: patterns of operators and parameters, and forms
     given         the forms in which tensors come that the graph is given; others are taken as it suits
     links         (alpha, beta) of each axis, for the repartitions
-    variants      ways with collectives inside that shall be used: "ring" or "all_to_all" attention
-    strict        whether a pattern that matches nothing is an error
 
     Errors: PlanError with operator, tensor and the nearest choice, where an annotation cannot be.
     """
     layer = graph if isinstance(graph, Layer) else Layer(graph)
     used: set[str] = set()
     fixed = resolve(layer, annotations, mesh, used)
-    if strict:
-        check_used(annotations, used, [layer])
-    return _propagate(layer, fixed, mesh, dict(given or {}), dict(links or {}), tuple(variants))
+    check_used(annotations, used, [layer])
+    return _propagate(layer, fixed, mesh, dict(given or {}), dict(links or {}))
 
 
 def _propagate(
@@ -505,7 +481,6 @@ def _propagate(
     mesh: Mesh,
     given: Mapping[str, Form],
     links: Mapping[str, Link],
-    variants: tuple[str, ...],
     tokens: Set[str] = frozenset(),
 ) -> Sharding:
     """The same, of annotations that are resolved.
@@ -531,7 +506,7 @@ def _propagate(
             here = {name: said[axis] for name, said in fixed.items() if axis in said}
             comes = {name: form.on(axis) for name, form in given.items()}
             given_so = {name for name in graph.before if comes.get(name) == R}
-            state = _Axis(graph, layer, axis, ranks, ins, outs, here, comes, variants, chosen, given_so)
+            state = _Axis(graph, layer, axis, ranks, ins, outs, here, comes, chosen, given_so)
             state.settle()
             if axis in tokens:
                 whole_on[axis] = {name for name in graph.after if state.written(name).kind in ("S", "R")}
@@ -645,7 +620,6 @@ def propagate_model(
     mesh: Mesh,
     inputs: str = "I",
     links: Mapping[str, Link] | None = None,
-    variants: Iterable[str] = (),
     before: ModelSharding | None = None,
 ) -> ModelSharding:
     """The forms of all tensors of a chain of layers.
@@ -698,7 +672,7 @@ def propagate_model(
             tuple((name, axis, p) for name, one in sorted(fixed.items()) for axis, (p, _) in sorted(one.items())),
         )  # fmt: skip
         if key not in done:
-            done[key] = _propagate(layer, fixed, mesh, given, chosen, tuple(variants), tokens)
+            done[key] = _propagate(layer, fixed, mesh, given, chosen, tokens)
         sharding = done[key]
         found.append(sharding)
         read = {name for op in graph.operators for name in op.inputs}

@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from minipar.errors import PlanError
-from minipar.sharding.forms import I, P, Placement, R, S, U, divides, nearest
+from minipar.sharding.forms import I, P, Placement, R, S, U, divides
 from minipar.sharding.graph import Operator, Shape, Slot
 
 Factors = tuple[tuple[str, int], ...]  # of one dimension: letters and sizes, the slowest first
@@ -240,13 +240,11 @@ def choices(
     outs: Shapes,
     ranks: int,
     wanted: Iterable[tuple[int, Placement]] = (),
-    variants: Iterable[str] = (),
 ) -> tuple[Choice, ...]:
     """Every way to divide an operator over an axis of `ranks` ranks; the last one is "whole".
 
     ins, outs   the shapes of its inputs and outputs, on the axes that are outer to this one already divided
     wanted      placements (of input k, or of output k - len(ins)) whose pieces are possible, too: S1:3
-    variants    names of the ways with collectives inside that are wanted; "all" for all of them
 
     Letters that do not divide evenly are left out. An operator without a rule is computed whole.
     """
@@ -262,11 +260,8 @@ def choices(
                 asked.append(hint)
         every = [choice for letter, pieces in asked for choice in _divided(line, letter, pieces, ranks)]
         every += list(_sums(line))
-        names = set(variants)
         if known.variants is not None:
-            built = known.variants(operator, ins, outs, ranks)
-            wanted_ones = (c for c in built if c.name in names or "all" in names or c.name in ALWAYS)
-            every += [replace(c, alone=c.name != "rows") for c in wanted_ones]
+            every += [replace(c, alone=c.name != "rows") for c in known.variants(operator, ins, outs, ranks)]
         for choice in every:
             shapes = [*zip(ins, choice.ins, strict=True), *zip(outs, choice.outs, strict=True)]
             if all(divides(shape, p, ranks) for shape, p in shapes):
@@ -277,10 +272,6 @@ def choices(
 def whole(operator: Operator, placement: Placement = I) -> Choice:
     """Every rank computes all of it. With R each has a part of the gradients."""
     return Choice("whole", (placement,) * len(operator.inputs), (placement,) * len(operator.outputs))
-
-
-# Variants that are used without being asked for: there is no other way to divide the letter.
-ALWAYS = ("online", "vocabulary", "rows", "experts")
 
 
 def _place(dims: tuple[Factors, ...], letter: str, pieces: int) -> Placement | None:
@@ -348,60 +339,6 @@ def _sums(line: Line) -> Iterator[Choice]:
 
 def _readable(letter: str) -> str:
     return f"dimension {letter[1:]} before it" if letter.startswith(".") else letter
-
-
-def infer(operator: Operator, ins: Shapes, outs: Shapes, ranks: int, given: Sequence[Placement]) -> Choice:
-    """The choice that reads its inputs in these forms. Inputs that are R may be given as I.
-
-    Errors: PlanError with the operator, the input, the reason and the nearest possible choice.
-    """
-    wanted = [(k, p) for k, p in enumerate(given)]
-    possible = choices(operator, ins, outs, ranks, wanted)
-    for choice in possible:
-        if choice.ins == tuple(given):
-            return choice
-    if all(p == R for p in given):
-        return whole(operator, R)
-    for choice in possible:
-        if all(a == b or (a.kind, b.kind) == ("I", "R") for a, b in zip(given, choice.ins, strict=True)):
-            return choice
-    raise PlanError(refusal(operator, ins, outs, ranks, given))
-
-
-def refusal(operator: Operator, ins: Shapes, outs: Shapes, ranks: int, given: Sequence[Placement]) -> str:
-    """Why an operator cannot read these forms, and the nearest choice that it can."""
-    possible = choices(operator, ins, outs, ranks, list(enumerate(given)))
-    name = f"{operator.name} ({operator.op})"
-
-    def distance(choice: Choice) -> tuple[int, int]:
-        other = [
-            k for k, (a, b) in enumerate(zip(given, choice.ins, strict=True)) if a != b and not (a.whole and b.whole)
-        ]
-        return len(other), 0 if choice.divided else 1
-
-    best = min(possible, key=distance)
-    near = f"the nearest choice is {best}"
-    for k, p in enumerate(given):
-        tensor = operator.inputs[k] if k < len(operator.inputs) else f"input {k}"
-        if p.kind == "S" and not divides(ins[k], p, ranks):
-            return f"{name}: {tensor} as {p}: {_why_not(ins[k], p, ranks)}; {nearest(ins[k], p, ranks)}"
-        if p == P and not any(c.ins[k] == P for c in possible):
-            return (
-                f"{name}: {tensor} is part of a sum (P), and the operator is not linear in it; read it as R "
-                f"(all_reduce) or as S (reduce_scatter); {near}"
-            )
-        if p.kind == "S" and not any(c.ins[k] == p for c in possible):
-            known = RULES.get(operator.op)
-            reason = "has no rule, and is computed whole" if known is None else "needs all of that dimension"
-            return f"{name}: {tensor} as {p}: the operator {reason}; {near}"
-    forms = ", ".join(f"{t} as {p}" for t, p in zip(operator.inputs, given, strict=True))
-    return f"{name}: {forms} do not fit together; {near}"
-
-
-def _why_not(shape: Shape, p: Placement, ranks: int) -> str:
-    if p.dim >= len(shape):
-        return f"the tensor has {len(shape)} dimensions"
-    return f"{shape[p.dim]} elements cannot be cut into {p.pieces * ranks} equal blocks"
 
 
 # The rules ------------------------------------------------------------------------------------------------------------
@@ -694,37 +631,11 @@ def _group_norm(operator: Operator, ins: Shapes, outs: Shapes) -> Line:
 
 
 # Attention: a query needs all keys, so their letter t is never divided. A rank that has some of the queries reads all
-# keys and values: they are gathered. Two other ways keep the sequence divided.
+# keys and values: they are gathered.
 
 
 def _attention_line(operator: Operator, ins: Shapes, outs: Shapes) -> Line:
     return parse("...se!,...t!e!,...t!f,...st!->...sf", ins, outs, (), "s", operator.op)
-
-
-def _attention_variants(operator: Operator, ins: Shapes, outs: Shapes, ranks: int) -> Iterator[Choice]:
-    query, key = ins[0], ins[1]
-    if len(ins) > 3 or query[-2] != key[-2] or query[-2] % ranks or len(query) != 4:
-        return
-    shared = (S(2),) * 3
-    kv = (math.prod(key) + math.prod(ins[2])) // ranks
-    turns = ranks - 1
-    yield Choice(
-        "ring", shared, (S(2),),
-        (
-            *(Inside("shift", kv, "forward", "keys and values go round") for _ in range(turns)),
-            *(Inside("shift", 2 * kv, "backward", "keys, values and their gradients go round") for _ in range(turns)),
-        ),
-    )  # fmt: skip
-    if query[1] % ranks == 0 and key[1] % ranks == 0:
-        sizes = (*(math.prod(shape) // ranks for shape in ins[:3]), math.prod(outs[0]) // ranks)
-        yield Choice(
-            "all_to_all", shared, (S(2),),
-            tuple(
-                Inside("all_to_all", size, phase, "sequence for heads" if k < 3 else "heads for sequence")
-                for phase in ("forward", "backward")
-                for k, size in enumerate(sizes)
-            ),
-        )  # fmt: skip
 
 
 # Softmax and cross-entropy over a divided dimension: the ranks agree on the maximum and the sum of each row.
@@ -776,28 +687,6 @@ def _cross_entropy_variants(operator: Operator, ins: Shapes, outs: Shapes, ranks
         tuple(
             Inside("all_reduce", rows, "forward", why)
             for why in ("the largest logit of each row", "the sum of each row", "the logit of each target")
-        ),
-    )  # fmt: skip
-
-
-# The mixture of experts is one operator: how many tokens go to an expert depends on the data, which no letter can say.
-# tokens (T, d), gate (d, X), up (X, d, f), down (X, f, d); see models/experts.py.
-
-
-def _mixture_line(operator: Operator, ins: Shapes, outs: Shapes) -> Line:
-    found = parse("td!,d!y!,xd!f,xfd!->td!", ins, outs, (), "x", operator.op)
-    return Line(found.inputs, found.outputs, ((0, 1, 2, 3),), found.fixed, found.unbroken)
-
-
-def _mixture_variants(operator: Operator, ins: Shapes, outs: Shapes, ranks: int) -> Iterator[Choice]:
-    tokens, width, experts = ins[0][0] // ranks, ins[0][1], ins[2][0]
-    moved = experts * tokens * width  # each expert has room for all tokens of a rank: nothing is dropped
-    yield Choice(
-        "experts", (S(0), R, S(0), S(0)), (S(0),),
-        tuple(
-            Inside("all_to_all", moved, phase, why)
-            for phase in ("forward", "backward")
-            for why in ("tokens to their experts", "results to their tokens")
         ),
     )  # fmt: skip
 
@@ -859,7 +748,7 @@ rule("aten::baddbmm", "bmn+bmk,bkn->bmn", (0, 1, 2))
 rule("aten::einsum", _einsum)
 rule(_aten("conv1d conv2d conv3d"), _convolution)
 rule("aten::embedding", _embedding)
-rule("aten::scaled_dot_product_attention", _attention_line, variants=_attention_variants)
+rule("aten::scaled_dot_product_attention", _attention_line)
 rule(_aten("softmax _softmax log_softmax _log_softmax"), _all_fixed, variants=_online)
 rule(_aten("cumsum sort argsort cumprod logcumsumexp glu"), _all_fixed)
 rule("aten::layer_norm", _layer_norm)
@@ -874,7 +763,6 @@ rule("minipar::count", "bt!k!->bx!")
 rule("minipar::dispatch_all", "b!x!,b!t!d,b!t!k!->n!d", (1,), variants=_dispatch_all_variants)
 rule("minipar::feed_experts", "b!x!,n!d!,x!d!f,x!fd!->n!d!", variants=_feed_variants)
 rule("minipar::combine_all", "b!x!,n!d,b!t!k!,b!t!k!->b!t!d", (1, 2), variants=_combine_all_variants)
-rule("minipar::mixture", _mixture_line, variants=_mixture_variants)
 
 rule(_aten("sum mean"), _reduction(True))
 rule(_aten("amax amin"), _reduction(False), variants=_online_maximum)

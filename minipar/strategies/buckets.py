@@ -9,7 +9,7 @@ Sums of gradients, ZeRO, averages of parameters and parameter servers send their
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate, groupby
 
 from minipar.program import Group
@@ -17,7 +17,6 @@ from minipar.strategies.layout import Layout
 
 MiB = 1 << 20
 MOST = 64  # sizes that bucket=auto tries
-HALVINGS, SMALLEST = 7, 4096  # of pieces: the largest gradient, half of it, and so on; not below so many bytes
 Bucket = float | str | tuple[int, ...]  # size in MiB; "none", "flat", a number such as "4x"; layers
 
 
@@ -60,15 +59,6 @@ def _so_many(groups: list[int], sizes: dict[int, int], count: int) -> list[list[
 def shared(layout: Layout, groups: Iterable[int]) -> dict[int, tuple[int, ...]]:
     """The groups that several ranks of the program hold, each with these ranks."""
     return {g: ranks for g in groups if len(ranks := layout.holders(g)) > 1}
-
-
-def best_piece(largest: int, end: Callable[[float], float]) -> float:
-    """The size in MiB of pieces of gradients, none larger than so many bytes, with which what they are for ends
-    earliest; of equal ones the largest. `end`: when it ends, with pieces of a size in MiB."""
-    tried = [largest / 2**k / MiB for k in range(HALVINGS) if k == 0 or largest / 2**k >= SMALLEST]
-    ends = {size: end(size) for size in tried}
-    shortest = min(ends.values())
-    return max(size for size, last in ends.items() if last <= shortest * (1 + 1e-12))
 
 
 def sizes(layout: Layout) -> list[float]:

@@ -264,7 +264,7 @@ EXCLUSIONS = (
         for shared in (OPERATORS, CONTEXT, EXPERTS)
         for other, why, fundamental in (
             (DYNAMIC, _DECIDES_ALONE, True),
-            (ASYNCHRONOUS, "versions of parameters are whole", False),
+            (ASYNCHRONOUS, "versions of parameters are those of whole layers", False),
             (PRIORITY, "gradients are summed in order of urgency over replicas alone", False),
             (COMPRESSED, "only sums of whole layers' gradients are made smaller", False),
             (HOST_LAYERS, "layers on the host are whole", False),

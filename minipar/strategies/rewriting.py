@@ -130,11 +130,6 @@ def also_free(row: Sequence[Instruction], values: Mapping[int, Iterable[Value]])
     return [ins._replace(frees=(*ins.frees, *values[k])) if k in values else ins for k, ins in enumerate(row)]
 
 
-def without(ins: Instruction, values: Container[Value]) -> Instruction:
-    """The instruction that frees none of these values."""
-    return ins._replace(frees=tuple(v for v in ins.frees if v not in values))
-
-
 def of_groups(ins: Instruction, groups: tuple[int, ...]) -> Instruction:
     """The part of a STEP, or of a sum, that is of these groups."""
     reads, writes, frees = (

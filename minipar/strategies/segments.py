@@ -174,10 +174,6 @@ def _check(choice: Checkpoint, layout: Layout, costs: LayerCosts | None) -> None
     if costs is not None and len(costs.forward) != layout.shape.layers:
         raise PlanError(f"costs: of {several(len(costs.forward), 'layer')}, but the model has {layout.shape.layers}")
     check_layers(choice, layout.shape.own_layers)
-    if budget_of(choice) is not None and layout.shape.edges:
-        raise PlanError(
-            f"checkpoint={text(choice)}: not built for a model with branches; possible are sqrt, K or layers"
-        )
     if budget_of(choice) is not None and costs is None:
         raise PlanError(
             f"checkpoint={text(choice)}: a budget needs the sizes of the layers; give compile(..., costs=profile), "

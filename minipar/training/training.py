@@ -285,7 +285,9 @@ def train(
     check_size(cluster, plan.ranks, f"plan {plan}")
     if cluster is None and program is None and plan.place is None and plan.pp > FEW_STAGES:
         _check_stages(plan, model)
-    storing, steps = restarting.going_on(keeping.storing(resume, save, every, keep), steps)
+    storing = keeping.storing(resume, save, every, keep)
+    if storing.folder:
+        storing, steps = restarting.going_on(storing, steps)
     feeding = loading.read_ahead(data, steps, storing.first, seed, batch)
     with feeding as (data, batch), nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
         if plan.deciding:
@@ -332,7 +334,8 @@ def train(
 
                     done = execute(
                         main, job, cluster=ranks, passes=steps // block, rest=rest, keep_gradients=check, check=False,
-                        memory=memory, storing=storing, watch=watch, callback=callback, report=report,
+                        memory=memory, storing=storing, watch=watch, callback=callback,
+                        report=report if progress else None,
                     )  # fmt: skip
         sizes = ([block] * (steps // block) + ([steps % block] if rest is not None else []))[: len(done.times)]
         plain: Reference | None = None
@@ -378,7 +381,7 @@ def _profiled(job: Job, plan: Plan, ranks: Ranks, memory: bool, split: bool) -> 
     rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
     own_means = plan.asynchronous and plan.schedule != "pipedream-2bw"  # of each micro-batch
     parts = 1 if own_means else plan.dp * plan.total_microbatches
-    job = captured_once(job, plan.sharing, plan.cut, ranks)
+    job = captured_once(job, plan.sharing, plan.cut, ranks) if plan.sharing > 1 else job
     (facts,) = ranks.run_on([0], profile_job, job, rows, memory, _of_layers(plan), split, sliced, parts)
     if facts.counted_form is not None:
         job = replace(job, loss=Weighted(job.loss, Counting(job.loss, facts.counted_form)))

@@ -176,3 +176,12 @@ def test_an_interrupt_that_comes_before_the_function_ends_it() -> None:
     with far_module._interruptible(lambda ended: None), worker.seated(seat):
         kind, answer = worker.run_interruptibly(seat, pack_call(press, (), {}, inside=True))
     assert (kind, answer.name) == ("error", "KeyboardInterrupt")
+
+
+def test_ranks_end_with_their_driver_and_it_notices_their_death(far: Far) -> None:
+    begin = time.monotonic()
+    with pytest.raises(RankDied, match="rank 1 ended"):
+        far.run(lambda: os.kill(os.getpid(), signal.SIGKILL) if worker.context().rank else time.sleep(60))
+    assert time.monotonic() - begin < 20
+    far.driver.tell(("end", "well"))
+    assert far.processes[0].communicate(timeout=20)[0] == "('end', 'well')\n"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from minipar.costs.device import PRESETS, DeviceSpec, hardware, holding, known_hardware
+from minipar.costs.device import DeviceSpec, hardware, holding, known_hardware, link_presets
 from minipar.costs.quantities import quantity
 from minipar.errors import PlanError
 
@@ -45,14 +45,14 @@ def test_a_spec_reads_units_and_says_what_it_was_given() -> None:
 
 
 def test_text_names_presets_and_changes_them() -> None:
-    assert DeviceSpec.parse("pcie") == PRESETS["pcie"]
+    assert DeviceSpec.parse("pcie") == link_presets()["pcie"]
     changed = DeviceSpec.parse("pcie latency=1ms memory=1GiB")
-    assert (changed.bandwidth, changed.latency, changed.memory) == (PRESETS["pcie"].bandwidth, 1e-3, 2**30)
+    assert (changed.bandwidth, changed.latency, changed.memory) == (link_presets()["pcie"].bandwidth, 1e-3, 2**30)
     times = DeviceSpec.parse("forward=20ms, backward=40ms")
     assert times.costs == {"forward": 0.02, "backward": 0.04}
     assert times.emulates
     assert not DeviceSpec.parse("memory=1MiB").emulates
-    assert PRESETS.keys() == {"laptop-link", "pcie", "nvlink-like"}
+    assert link_presets().keys() == {"laptop-link", "pcie", "nvlink-like"}
 
 
 @pytest.mark.parametrize("text", ["pci", "forwards=1ms", "latency=fast", "memory=0", "pcie=3"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 
 import cloudpickle
@@ -45,7 +46,6 @@ def test_rates_are_positive_and_finite(found):
         assert 0 < line.at(2**20) < 10
     assert 0 < found.flops_together <= 100 * found.flops_alone < math.inf
     assert 1 <= found.concurrency <= min(found.ranks, found.cores)
-    assert Calibration.from_json(found.to_json()) == found
 
 
 def test_a_longer_message_takes_longer(found):
@@ -104,7 +104,7 @@ def test_train_predicts_with_it(clusters):
     options = {"loss": nn.functional.mse_loss, "dtype": torch.float64, "steps": 2, "progress": False}
     model, plan = partial(toy, ("linear",)), "pp=2 microbatches=2"
     found = calibrate(clusters(2), seconds=0.05, progress=False)
-    slow = Calibration.from_json(found.to_json().replace(str(found.links[0][2].fixed), "3.0"))
+    slow = replace(found, links=tuple((a, b, line._replace(fixed=3.0)) for a, b, line in found.links))
     run = train(model, rows(8), plan, cluster=clusters(2), calibration=slow, **options)
     assert run.predicted.time > 3, "two messages in a row, of which each takes 3 s"
     assert run.prediction_error == pytest.approx(run.predicted.time / run.trace.time - 1)

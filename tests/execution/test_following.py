@@ -17,9 +17,9 @@ from minipar.execution.following import (
     Following,
     Moment,
     News,
+    Reporter,
     Screen,
     Stretch,
-    Telling,
     UnderWay,
     Walked,
     window,
@@ -75,10 +75,11 @@ def test_driver_waits_for_all_ranks_and_limits_the_rate(monkeypatch: pytest.Monk
 
 
 def test_ranks_tell_their_times_now_and_then() -> None:
-    telling = Telling(True)
-    told = [telling.news(k, [], [5 + 0.02 * k], [5.01 + 0.02 * k]).times is not None for k in range(50)]
-    assert 9 <= sum(told) <= 11
-    assert Telling(False).news(0, [1.0], [1.0], [2.0]) == News(0, [1.0], None)
+    program = _programs(1)[0]
+    reporter = Reporter(True, program)
+    reported = [reporter.news(k, [], [5 + 0.02 * k], [5.01 + 0.02 * k]).times is not None for k in range(50)]
+    assert 9 <= sum(reported) <= 11
+    assert Reporter(False, program).news(0, [1.0], [1.0], [2.0]) == News(0, [1.0], None)
 
 
 @pytest.mark.extra("::test_servers_workers_tell_while_they_run")

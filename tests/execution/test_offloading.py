@@ -222,7 +222,7 @@ def no_room(text: str) -> tuple[list[str], list[float], list[float]]:
     for store in executor.offloading.stores.values():
         store._ledger.capacity = None
     rest = losses(executor, 1, 3)
-    executor.offloading.close()
+    executor.close()
     return said, rest, losses(single("microbatches=1"), 0, 4)
 
 
@@ -270,7 +270,7 @@ def with_memory_that_stays_as_large(text: str) -> tuple[list[float], list[float]
         for module in ("owners", "offloading"):
             patch.setattr(f"minipar.execution.{module}.on_host", pinned)
         found = losses(executor := single(text, model), 0, 3)
-        executor.offloading.close()
+        executor.close()
     return found, losses(single("microbatches=1", model), 0, 3)
 
 
@@ -297,7 +297,7 @@ def full_disk(text: str, folder: str) -> tuple[list[str], list[float], list[floa
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     found += losses(executor, 3, 3)
-    executor.offloading.close()
+    executor.close()
     return said, found, losses(single("microbatches=1", model), 0, 6), os.listdir(folder)
 
 
@@ -327,7 +327,7 @@ def damaged(folder: str) -> str:
     except StoreError as error:
         return str(error)
     finally:
-        executor.offloading.close()
+        executor.close()
     return "nothing"
 
 
@@ -411,7 +411,7 @@ def leftovers() -> list[int]:
         return [len(seen), sum(ref() is not None for ref in seen), len(executor.compute.kept)]
     finally:
         gc.enable()
-        executor.offloading.close()
+        executor.close()
 
 
 def test_nothing_is_left_of_a_step(clusters):

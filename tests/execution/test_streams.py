@@ -61,7 +61,7 @@ def walk(text, model, device, strict=True, after=lambda streams: None, batch=16,
         for p in range(PASSES):
             streams.meet(p)
             records.append(executor.run(lambda step: (x.double(), y.double()), p, keep_gradients=keep))
-        executor.offloading.close()
+        executor.close()
         return records, streams, executor
 
     # In the first pass it compares numbers that layers were given with what is there after them, and waits for that.

@@ -112,13 +112,12 @@ def test_two_dimensions():
     assert weight == [("all_gather", "forward"), ("reduce_scatter", "backward")]
 
 
-@pytest.mark.parametrize("variants", [(), ("ring",), ("all_to_all",)], ids=str)
-def test_context_parallel(variants):
+def test_context_parallel():
     """Each rank has a part of every text, from the tokens to the logits."""
-    found = check(models.gpt(**NUMBERS), TOKENS, {}, Mesh(cp=2), "S1 on cp", variants=variants)
+    found = check(models.gpt(**NUMBERS), TOKENS, {}, Mesh(cp=2), "S1 on cp")
     assert str(found.shardings[1].forms["linear_3"]) == "S1 on cp"
     forward = Counter(c.op for c in found.shardings[1].collectives() if c.phase == "forward")
-    assert forward == {(): {"all_gather": 2}, ("ring",): {"shift": 1}, ("all_to_all",): {"all_to_all": 4}}[variants]
+    assert forward == {"all_gather": 2}
 
 
 def test_tied_embeddings():
@@ -182,37 +181,6 @@ def test_layers_of_the_network_with_branches():
     assert [op.op for op in join.graph.operators] == ["aten::cat"]
     pool, _ = capture_layer(network[6], stem)
     assert [op.name for op in pool.graph.operators] == ["0", "1", "2"]
-
-
-class Experts(nn.Module):
-    """A mixture of experts behind a norm, added on."""
-
-    def __init__(self, width: int = 8, inner: int = 12, experts: int = 4) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.gate = nn.Parameter(torch.randn(width, experts))
-        self.up = nn.Parameter(torch.randn(experts, width, inner))
-        self.down = nn.Parameter(torch.randn(experts, inner, width))
-
-    def forward(self, x):
-        tokens = self.norm(x).flatten(0, 1)
-        return x + torch.ops.minipar.mixture(tokens, self.gate, self.up, self.down).view(x.shape)
-
-
-@pytest.mark.parametrize(
-    ("annotations", "mesh", "inputs", "forward"),
-    [
-        ({"*.up|*.down": "S0 on ep"}, Mesh(ep=2), "S0 on ep", {"all_to_all": 2}),  # tokens go to their experts
-        ({"*.up|*.down": "S0 on ep"}, Mesh(ep=2), "I", {"all_reduce": 1}),  # every rank has all tokens
-        ({"*.up": "S2 on tp"}, Mesh(tp=2), "I", {"all_reduce": 1}),  # a part of each expert
-        ({"*.up|*.down": "S0 on ep", "*.mixture": "S0 on dp"}, Mesh(dp=2, ep=2), "S0 on dp", {"all_reduce": 1}),
-    ],
-)
-def test_mixture_of_experts(annotations, mesh, inputs, forward):
-    x = torch.randn(4, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    found = check(nn.Sequential(Experts()), x, annotations, mesh, inputs)
-    sent = [*found.shardings[0].collectives(), *(step for end in found.ends for step in end.forward.collectives)]
-    assert Counter(c.op for c in sent if getattr(c, "phase", "forward") == "forward") == forward
 
 
 @pytest.mark.many(8)

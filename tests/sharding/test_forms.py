@@ -35,7 +35,6 @@ def test_axes():
     assert str(whole(MESH)) == "I"
     form = Form.parse("S1 on tp", MESH)
     assert (form.on("dp"), form.on("tp"), form.on("ep")) == (I, S(1), I)
-    assert form.put("dp", S(1)).cutting(1) == ("dp", "tp")
 
 
 def test_dimensions_from_behind():

@@ -53,10 +53,9 @@ def test_right_or_refused(seed):
         chosen = draw.sample(axes, draw.randint(1, len(axes)))
         annotations[name] = ", ".join(f"{draw.choice(letters)} on {axis}" for axis in chosen)
     inputs = draw.choice(["I", *(f"S{d} on {axis}" for d in range(2) for axis in axes)])
-    variants = draw.choice([(), ("ring",), ("all_to_all",)])
     refusal = None
     try:
-        found = propagate_model(layers.layers, annotations, mesh, inputs, variants=variants)
+        found = propagate_model(layers.layers, annotations, mesh, inputs)
     except PlanError as error:
         refusal = str(error)
     if refusal is not None:

@@ -193,10 +193,7 @@ def test_the_picture_says_where_branches_are() -> None:
         ("pp=2 place=branches schedule=terapipe", "schedule=terapipe: is for chains"),
         ("pp=2 schedule=pipedream", "schedule=pipedream: is for chains, not of a model with branches"),
         ("pp=2 schedule=terapipe", "schedule=terapipe: is for chains"),
-        (
-            "pp=2 checkpoint=1MiB",
-            "checkpoint=1MiB: not built for a model with branches; possible are sqrt, K",
-        ),
+        ("pp=2 checkpoint=1MiB", "checkpoint=1MiB: a budget is for chains"),
     ],
 )
 def test_refusals(text: str, message: str) -> None:

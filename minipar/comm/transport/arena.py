@@ -55,28 +55,32 @@ def size(count: int) -> int:
     return -(-count * _LINE // _PAGE) * _PAGE + _BUFFERS * count * slot_size(count)
 
 
+@dataclass(eq=False)
 class Arena:
     """The arena of one group in one of its ranks, which is member `index`. `gone(k)` gives the rank of member k if its
     process has ended, or None."""
 
-    def __init__(self, memory: mmap.mmap, count: int, index: int, gone: Callable[[int], int | None]) -> None:
-        self.count, self.index = count, index
+    memory: mmap.mmap
+    count: int
+    index: int
+    gone: Callable[[int], int | None]
+    posted: int = 0
+    attended: int = 0  # how many threads wait for an exchange here; they run its steps
+    lock: threading.Lock = field(default_factory=threading.Lock)  # held by the thread that runs steps
+    _free: list[int] = field(default_factory=lambda: [0] * _BUFFERS)  # the post after which nobody reads a buffer
+    _next: int = 0
+    _views: dict[tuple[int, torch.dtype], list[list[Tensor]]] = field(default_factory=dict)
+    _waiting: deque[Exchange] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        count = self.count
         self.slot = slot_size(count)
         self.everyone = tuple(range(count))
-        self.others = tuple(k for k in range(count) if k != index)
-        self.lock = threading.Lock()  # held by the thread that runs steps
-        self.posted = 0
-        self.attended = 0  # how many threads wait for an exchange here; they run its steps
-        self._gone = gone
-        self._map = memory
-        self._bytes = torch.frombuffer(memory, dtype=torch.uint8)
+        self.others = tuple(k for k in range(count) if k != self.index)
+        self._bytes = torch.frombuffer(self.memory, dtype=torch.uint8)
         self._address = self._bytes.data_ptr()
-        self._words = memoryview(memory)[: count * _LINE].cast("Q")
+        self._words = memoryview(self.memory)[: count * _LINE].cast("Q")
         self._first = self._bytes.numel() - _BUFFERS * count * self.slot
-        self._free = [0] * _BUFFERS  # the post after which nobody reads a buffer any more
-        self._next = 0
-        self._views: dict[tuple[int, torch.dtype], list[list[Tensor]]] = {}
-        self._waiting: deque[Exchange] = deque()
 
     # what a collective does ------------------------------------------------------------------------------------------
 
@@ -187,7 +191,7 @@ class Arena:
             return
         members, number = exchange.need
         for k in members:  # (one that has done its part may end while another one is late)
-            ended = self._gone(k)
+            ended = self.gone(k)
             if ended is not None and self.lagging(((k,), number)) is not None:
                 raise ConnectionError(f"rank {ended} is gone")
 

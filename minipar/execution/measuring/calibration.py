@@ -39,7 +39,7 @@ from minipar.comm.playing import play
 from minipar.costs.rates import Calibration, LinearCost, fit
 from minipar.errors import PlanError
 from minipar.execution import autograd_entry
-from minipar.execution.affinity import on_own_core
+from minipar.execution.affinity import is_crowded, on_own_core
 from minipar.execution.streams import synchronize
 from minipar.prediction.oversubscription import available_cores
 from minipar.program import Program
@@ -85,7 +85,9 @@ def _calibrated(
     if len(pairs) > _PAIRS:
         pairs = [(rank, rank + 1) for rank in range(size - 1)]
     with tqdm(total=2 + len(pairs), desc="calibrate", disable=not progress, leave=False) as bar:
-        found = cluster.run_with(lambda rank, done: bar.update(), _measure, pairs, seconds, algorithms, messages, sums)
+        found = cluster.run_with(
+            lambda rank, done: bar.update(), _measure, pairs, seconds, algorithms, messages, sums, progress
+        )
     return found[0]
 
 
@@ -114,24 +116,26 @@ _known: WeakKeyDictionary[Ranks, dict[tuple[bool, bool, bool], Calibration]] = W
 # in the ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _measure(pairs: list[tuple[int, int]], seconds: float, algorithms: bool, messages: bool, sums: bool) -> Calibration:
+def _measure(
+    pairs: list[tuple[int, int]], seconds: float, algorithms: bool, messages: bool, sums: bool, reports: bool
+) -> Calibration:
     comm = communicator.create()
     cores = _cores(comm) if comm.device.type == "cpu" else None
-    with on_own_core() if cores is not None else nullcontext():  # as when a program runs
-        found = _measure_all(comm, cores, pairs if messages or _hosts(comm) else [], seconds, sums)
+    with on_own_core() if cores is not None and is_crowded() else nullcontext():  # as when a program runs
+        found = _measure_all(comm, cores, pairs if messages or _hosts(comm) else [], seconds, sums, reports)
     return _with_exchanges(comm, found, max(3, round(seconds * 8))) if algorithms else found  # as users call them
 
 
 def _measure_all(
-    comm: Communicator, cores: int | None, pairs: list[tuple[int, int]], seconds: float, sums: bool
+    comm: Communicator, cores: int | None, pairs: list[tuple[int, int]], seconds: float, sums: bool, reports: bool
 ) -> Calibration:
     own_clock = comm.device.type == "cpu" and torch.get_num_threads() == 1
 
     def done() -> None:
-        if comm.rank == 0:
+        if reports and comm.rank == 0:
             worker.report(1)
 
-    alone, together = _compute(comm, seconds / 24, time.thread_time if own_clock else time.perf_counter)
+    one, every = _compute(comm, seconds / 24, time.thread_time if own_clock else time.perf_counter)
     at_once = comm.size
     if cores is not None and own_clock:  # the threads' own time says nothing of the time that they had to wait
         at_once = min(cores, comm.size)
@@ -164,9 +168,9 @@ def _measure_all(
         device=comm.device.type,
         ranks=comm.size,
         cores=cores,
-        flops_alone=alone[0],
-        flops_together=together[0] * at_once / comm.size,
-        concurrency=max(1.0, min(float(at_once), at_once * together[1] / alone[1])),
+        flops_alone=one[0],
+        flops_together=every[0] * at_once / comm.size,
+        concurrency=max(1.0, min(float(at_once), at_once * every[1] / one[1])),
         links=tuple(links),
         send=_middle(sends) if comm.device.type == "cpu" and sends else nothing,
         receive=_middle(receives) if comm.device.type == "cpu" and receives else nothing,
@@ -210,13 +214,13 @@ def _compute(comm: Communicator, window: float, clock: Callable[[], float]) -> t
         return found
 
     works = {product: 2.0 * _SQUARE**3, train: 1.0}
-    alone: list[list[float]] = [[], []]
-    together: list[list[float]] = [[], []]
+    one: list[list[float]] = [[], []]
+    every: list[list[float]] = [[], []]
     for _ in range(3):  # in turn, so that what disturbs one disturbs the other
         for k, (work, amount) in enumerate(works.items()):
-            alone[k].append(rate(work, comm.rank == 0) * amount)
-            together[k].append(rate(work, True) * amount)
-    mine = [median(column) for column in (*alone, *together)]
+            one[k].append(rate(work, comm.rank == 0) * amount)
+            every[k].append(rate(work, True) * amount)
+    mine = [median(column) for column in (*one, *every)]
     rates = _gather(comm, mine, len(mine))
     return rates[0][:2], [sum(column) / comm.size for column in zip(*(row[2:] for row in rates), strict=True)]
 
@@ -332,8 +336,8 @@ def _filling(comm: Communicator, hosts: tuple[int, ...], alone: LinearCost) -> f
     pairs = list(zip(first, second, strict=False))
     if len(pairs) < 2:
         return 1.0
-    together = _line(partial(_message, comm, pairs))
-    return min(1.0, max(1.0, together.per_byte / alone.per_byte) / len(pairs))
+    several = _line(partial(_message, comm, pairs))
+    return min(1.0, max(1.0, several.per_byte / alone.per_byte) / len(pairs))
 
 
 def _across_hosts(comm: Communicator, hosts: tuple[int, ...]) -> tuple[tuple[str, int, LinearCost], ...]:

@@ -32,6 +32,7 @@ from minipar.execution.split_backward import input_half, left, weight_half
 from minipar.execution.streams import synchronize
 from minipar.execution.tails import Tails
 from minipar.models.network import edges_of
+from minipar.models.nodes import ShardedModel
 from minipar.models.parameter_groups import groups_of
 from minipar.models.tensors import (
     count_bytes,
@@ -95,7 +96,7 @@ def profile(
 
     Errors: `PlanError` for rows that the batch cannot give, or less than 1 repeat.
     """
-    between = Between(getattr(model, "forms", ()), getattr(model, "counts", ()), getattr(model, "inputs", ""))
+    between = between_nodes(model)
     layers, names = list(model), naming_layers.names_of(model)
     if repeats < 1:
         raise PlanError(f"repeats={repeats}: must be at least 1")
@@ -105,6 +106,7 @@ def profile(
     held, inputs = groups_of(layers), wiring(edges_of(model), len(layers)).inputs
     trainable_from = min((min(h.layers) for h in held if h.trainable), default=len(layers))
     device = next((p.device for h in held for p in (*h.trainable, *h.frozen)), torch.device("cpu"))
+    places = [torch.device("cpu") if l in on_host else device for l in range(len(layers))] if on_host else []
     clock = _Stopwatch(device, threads)
     costs: dict[int, list[_LayerCost]] = {}
     with _undisturbed(device, threads):
@@ -113,11 +115,12 @@ def profile(
             carried: dict[int, Any] = {}
             for j, tokens in enumerate(slices or [None]):
                 key = n * max(1, len(slices)) + j
-                given, wanted = map(between.part, whole if tokens is None else take_tokens(whole, tokens))
+                given, wanted = whole if tokens is None else take_tokens(whole, tokens)
+                if between is not None:
+                    given, wanted = map(between.part, (given, wanted))
                 here = None if tokens is None else (tokens.start, j < len(slices) - 1, carried)
                 costs[key] = []
-                found = between.anew(key, n)
-                places = [torch.device("cpu") if l in on_host else device for l in range(len(layers))]
+                found = None if between is None else between.anew(key, n)
                 for run in _runs(layers, inputs, given, (loss, wanted), trainable_from, found, here, names, places):
                     if recompute and tokens is None:
                         for each in run:
@@ -153,11 +156,16 @@ def profile(
         carry_bytes=table(lambda c: c.weights.carry),
         grad_carry_bytes=table(lambda c: c.weights.grad_carry),
         recompute=table(lambda c: c.recompute) if recompute and not slices else {},
-        **between.tables(),
+        **({} if between is None else between.tables()),
     )
 
 
 # forms ----------------------------------------------------------------------------------------------------------------
+
+
+def between_nodes(model: Any) -> Between | None:
+    """What lies between the nodes of a model, if it is sharded."""
+    return Between(model.forms, model.counts, model.inputs) if isinstance(model, ShardedModel) else None
 
 
 class Between:
@@ -176,10 +184,8 @@ class Between:
         sizes = self.found[key] = []
 
         def change(node: int, written: Any) -> Any:
-            if not self.forms:
-                return written
             before, after = self.forms[node - 1], self.forms[node]
-            read = repartition.alone(written, before.writes, after.reads, self.counts, rows)
+            read = repartition.on_one_rank(written, before.writes, after.reads, self.counts, rows)
             gradients = repartition.in_gradient(read, after.reads)
             sizes.append(
                 (
@@ -196,8 +202,6 @@ class Between:
 
     def tables(self) -> dict[str, dict[int, tuple[int, ...]]]:
         """Those of `Profile`, by their names; the last node's output is read by nobody."""
-        if not self.forms:
-            return {}
         names = ("read_bytes", "grad_written_bytes", "changing_bytes", "grad_changing_bytes", "counts_bytes")
         return {
             name: {key: (*(size[k] for size in sizes), 0) for key, sizes in self.found.items()}
@@ -293,7 +297,7 @@ def _runs(
     value: Any,
     final: tuple[Callable[[Any, Any], Tensor], Any],
     trainable_from: int,
-    between: Callable[[int, Any], Any],
+    between: Callable[[int, Any], Any] | None,
     here: tuple[int, bool, dict[int, Any]] | None = None,
     names: Sequence[str] = (),
     places: Sequence[torch.device] = (),
@@ -313,7 +317,7 @@ def _runs(
         layer, last = copy.deepcopy(layer), l == len(layers) - 1
         if l:
             value = made[inputs[l][0]] if len(inputs[l]) == 1 else tuple(made[a] for a in inputs[l])
-            value = between(l, value)
+            value = value if between is None else between(l, value)
             made = {a: output for a, output in made.items() if until[a] > l}
         if places:
             layer, value = layer.to(places[l]), _on(places[l], value)

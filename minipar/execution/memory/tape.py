@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from minipar.execution import sliced
-from minipar.execution.measuring.profiler import Between, OptimizerFactory
+from minipar.execution.measuring.profiler import OptimizerFactory, between_nodes
 from minipar.execution.memory.storages import FollowedStorage, Storages
 from minipar.execution.split_backward import input_half, weight_half
 from minipar.models import randomness
@@ -114,7 +114,7 @@ def record(
     Arguments and the keys of slices are as for `minipar.profile`; `split`: also record backwards in halves; `edges`: of
     a model with branches. Every layer runs on a copy, and is given what its edges bring.
     """
-    between = Between(getattr(model, "forms", ()), getattr(model, "counts", ()), getattr(model, "inputs", ""))
+    between = between_nodes(model)
     layers = list(model)
     copies = copy.deepcopy(nn.Sequential(*layers))
     randomness.replace_dropout(copies, 0)
@@ -128,17 +128,19 @@ def record(
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
         for n in sorted(set(rows)):
             whole = map_tensors(take_rows((x, y), range(n)), lambda t: t.to(device))
-            change = between.anew(n, n)
+            change = None if between is None else between.anew(n, n)
             carried: dict[int, Any] = {}  # by layer, what the slice before has carried on
             for j, tokens in enumerate(slices or [None]):
-                value, y_n = map(between.part, whole if tokens is None else take_tokens(whole, tokens))
+                value, y_n = whole if tokens is None else take_tokens(whole, tokens)
+                if between is not None:
+                    value, y_n = map(between.part, (value, y_n))
                 tapes = []
                 made: dict[int, Any] = {}
                 for l, layer in enumerate(chain):
                     if l:
                         value = made[inputs[l][0]] if len(inputs[l]) == 1 else tuple(made[a] for a in inputs[l])
                         made = {a: output for a, output in made.items() if until[a] > l}
-                        value = change(l, value)
+                        value = value if change is None else change(l, value)
                     final = (loss, y_n) if l == len(chain) - 1 else None
                     if tokens is None:
                         find_overwriting(layer, value)

@@ -31,6 +31,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minipar.costs.device import DeviceSpec
 from minipar.errors import DeviceOutOfMemory
 from minipar.execution.executor import Executor
 from minipar.execution.memory.storages import FollowedStorage, Storages
@@ -297,7 +298,7 @@ def allocator(device: torch.device) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Watching:
-    """Whether a rank's memory is followed, and why: to see it, to bound it, or both. `execute` sends this to its ranks.
+    """Why a rank's memory is followed: to see it, to bound it, or both. `execute` sends this to its ranks.
 
     series: bring back what happened; capacity: bytes of the emulated device, if it has a limit."""
 
@@ -305,28 +306,31 @@ class Watching:
     capacity: int | None = None
 
     def start(self, executor: Executor) -> Followed:
-        """Follow the executor from now on, if there is a reason to. DeviceOutOfMemory if its layers do not fit."""
-        wanted = self.series or self.capacity is not None
-        return Followed(Tracker(executor, self.capacity) if wanted else None)
+        """Follow the executor from now on. DeviceOutOfMemory if its layers do not fit."""
+        return Followed(Tracker(executor, self.capacity), self.series)
+
+
+def watching_of(series: bool, device: DeviceSpec | None) -> Watching | None:
+    """Whether and why the memory of ranks is followed: if its `series` are wanted, or if emulated devices limit it."""
+    capacity = None if device is None else device.memory
+    return Watching(series, capacity) if series or capacity is not None else None
 
 
 @dataclass
 class Followed:
     """Entered for every pass of an executor through its program."""
 
-    tracker: Tracker | None
+    tracker: Tracker
+    wanted: bool
     passes: int = 0
     series: dict[int, Series] = field(default_factory=dict)
 
     def __enter__(self) -> None:
-        if self.tracker is not None:
-            self.tracker.__enter__()
+        self.tracker.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        if self.tracker is None:
-            return
         self.tracker.__exit__(kind, error, where)
         if error is not None:
             self.tracker.close()  # so that nothing of the rank outlives the error
@@ -336,15 +340,14 @@ class Followed:
         self.passes += 1
 
     @property
-    def last(self) -> Series:
-        """The series of the last pass."""
-        assert self.tracker is not None
-        return replace(self.series[self.passes - 1], highest=self.tracker.highest)
+    def last(self) -> Series | None:
+        """The series of the last pass, if it is wanted."""
+        return None if not self.wanted else replace(self.series[self.passes - 1], highest=self.tracker.highest)
 
     def series_of_passes(self) -> dict[int, Series]:
-        """The series that were kept, by pass. The `highest` of each is the most that any pass needed."""
-        assert self.tracker is not None
-        return {k: replace(series, highest=self.tracker.highest) for k, series in self.series.items()}
+        """The series, by pass, if they are wanted. The `highest` of each is the most that any pass needed."""
+        found = self.series if self.wanted else {}
+        return {k: replace(series, highest=self.tracker.highest) for k, series in found.items()}
 
 
 # when the device is full ----------------------------------------------------------------------------------------------

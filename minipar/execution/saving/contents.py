@@ -100,8 +100,10 @@ def schedule_of(executor: Executor, updates: int) -> dict[str, Any] | None:
 
 def collect(executor: Executor, outline: Outline) -> Iterator[SavedSlice]:
     """This rank's share of what must be saved: all ranks together bring each element once. No copies are made."""
-    for piece in _collect(executor, outline):
-        yield from of_whole(piece, executor.cuts.get(_parameter_of(piece.key)))
+    pieces, cuts = _collect(executor, outline), executor.cuts
+    if not cuts:
+        return pieces
+    return (part for piece in pieces for part in of_whole(piece, cuts.get(_parameter_of(piece.key))))
 
 
 def of_whole(piece: SavedSlice, cut: Cut | None) -> Iterator[SavedSlice]:
@@ -273,8 +275,10 @@ def _shard(program: Program, rank: int, form: str) -> tuple[int, ...]:
 def _holders(executor: Executor, layers: Sequence[int], form: str = "") -> list[int]:
     """The ranks that hold any of these layers, and have the same part as this one of a parameter of this form."""
     program = executor.program
+    found = [rank for rank, held in enumerate(program.placement) if not set(layers).isdisjoint(held)]
+    if not form:
+        return found
     own = _shard(program, executor.comm.rank, form)
-    found = (rank for rank, held in enumerate(program.placement) if not set(layers).isdisjoint(held))
     return [rank for rank in found if _shard(program, rank, form) == own]
 
 

@@ -85,7 +85,7 @@ class Storing:
         from minipar.execution.saving.storage import Reading
 
         self.saved.check_fits(outline.rows, optimizer_name(executor))
-        with executor.offloading.all_here():
+        with executor.all_here():
             restore(executor, outline, Reading(self.saved))
         if executor.state.update.schedule is not None:
             executor.state.update.schedule.load(self.saved.header.schedule)
@@ -113,7 +113,7 @@ class Storing:
 
         comm, step = executor.comm, header.step
         header = replace(header, schedule=schedule_of(executor, updates))
-        with writing(self.folder), executor.offloading.all_here():
+        with writing(self.folder), executor.all_here():
             path = step_folder(self.folder, step, self.token)
             write(path, comm.rank, optimizer_name(executor), collect(executor, outline))
         comm.barrier()
@@ -143,16 +143,15 @@ class Storing:
             kept = self.keep / 2**20
             reason = f"its state has {total / 2**20:.1f} MiB, of which up to {kept:.0f} are kept unasked; {_WAYS}"
             return Share(header, reason=reason if self.keep else f"its state was not kept; {_WAYS}")
-        return Share(header, tuple(piece._replace(values=_alone(piece.values)) for piece in pieces))
+        return Share(header, tuple(piece._replace(values=_with_own_memory(piece.values)) for piece in pieces))
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """In the driver, around the run: if it fails, remove what was half written."""
+        """In the driver, around a run that saves: if it fails, remove what was half written."""
         try:
             yield
         except BaseException:
-            if self.folder:
-                discard(self.folder, self.token)
+            discard(self.folder, self.token)
             raise
 
 
@@ -177,7 +176,7 @@ def storing(
 
 def save(shares: Sequence[Share], folder: str | os.PathLike[str]) -> None:
     """Write what the ranks brought back. SaveError if they did not, or if it cannot be written."""
-    header, pieces = _together(shares, "run.save")
+    header, pieces = _joined(shares, "run.save")
     from minipar.execution.saving.storage import write
 
     path, token = prepare(folder), new_token()
@@ -197,7 +196,7 @@ def export(shares: Sequence[Share], path: str | os.PathLike[str]) -> None:
 
 def model_of(shares: Sequence[Share], what: str) -> dict[str, Tensor]:
     """The parameters and buffers that the ranks returned, each whole, by name. Errors name the caller, `what`."""
-    _, pieces = _together(shares, what)
+    _, pieces = _joined(shares, what)
     tensors: dict[str, Tensor] = {}
     for piece in pieces:
         kind, _, name = piece.key.partition("/")
@@ -245,7 +244,7 @@ def _export(tensors: Mapping[str, Tensor], path: str | os.PathLike[str]) -> None
         raise
 
 
-def _together(shares: Sequence[Share], what: str) -> tuple[Header, list[SavedSlice]]:
+def _joined(shares: Sequence[Share], what: str) -> tuple[Header, list[SavedSlice]]:
     reason = next((share.reason for share in shares if share.reason), "" if shares else f"no state was kept; {_WAYS}")
     if reason:
         raise SaveError(f"{what}: {reason}")
@@ -253,7 +252,7 @@ def _together(shares: Sequence[Share], what: str) -> tuple[Header, list[SavedSli
     return replace(shares[0].header, optimizer=optimizer), [piece for share in shares for piece in share.pieces]
 
 
-def _alone(values: Tensor) -> Tensor:
+def _with_own_memory(values: Tensor) -> Tensor:
     """The same elements on the CPU, in memory that holds nothing else (all of which would travel with them)."""
     values = values.detach().cpu()
     return values if values.untyped_storage().nbytes() == count_bytes(values) else values.clone()

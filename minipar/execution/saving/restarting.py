@@ -46,11 +46,11 @@ def this_launch() -> Launch | None:
 
 
 def going_on(storing: Storing, steps: int) -> tuple[Storing, int]:
-    """What `train` was asked for; or, where this is another attempt, to go on from its last save for the steps that are
-    left. On rank 0, before the run."""
+    """What a `train` that saves was asked for; or, where this is another attempt, to go on from its last save for the
+    steps that are left. On rank 0, before the run."""
     global _calls
     launch = this_launch()
-    if launch is None or not storing.folder:
+    if launch is None:
         return storing, steps
     number, _calls = str(_calls), _calls + 1
     path = os.path.join(storing.folder, FILE)

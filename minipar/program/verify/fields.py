@@ -207,7 +207,7 @@ def check_fields(program: Program) -> None:
         )
     if program.local_steps and (program.workers > program.replicas or program.clip is not None):
         raise ProgramError(f"contract={program.contract}: of replicas of one rank each, without clip")
-    if program.sharing > 1 and program.serving is None:
+    if program.sharing > 1:
         if isinstance(program.contract, Staleness):
             raise ProgramError(f"contract={program.contract}: of whole layers; possible is a mesh of dp and pp")
         if program.compress != "none":

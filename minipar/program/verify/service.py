@@ -61,6 +61,8 @@ def _check_serving(program: Program) -> None:
     if program.serving.mode != "sync" and not isinstance(program.contract, Staleness):
         contract = type(program.contract).__name__
         raise ProgramError(f"mode={program.serving.mode} with contract {contract}: possible is Staleness, or mode sync")
+    if program.serving.mode == "sync" and program.undecided:
+        raise ProgramError("mode=sync: servers without instructions; what they do is known before the run")
     try:
         Mode.parse(program.serving.mode, program.replicas)
     except PlanError as error:
@@ -83,7 +85,12 @@ def _check_worker(program: Program, rank: int) -> None:
     everything = set(range(program.microbatches))
     done: dict[tuple[str, int, int], set[int]] = defaultdict(set)  # (what, layer, step) -> its micro-batches
     sent: dict[tuple[int, int], set[int]] = defaultdict(set)  # (group, step) -> servers that have the gradient
+    present = 0
     for index, ins in enumerate(program.ranks[rank]):
+        if ins.step < present:
+            reason = f"{at(program, rank, index)} is of step {ins.step}, and step {present} has begun; possible is one"
+            raise refuse(program, rank, index, f"{reason} step after the other")
+        present = ins.step
         what = "forward" if ins.op is Op.FORWARD else "backward" if ins.op in _GRADIENTS else ""
         for layer in ins.layers if what else ():
             if ins.microbatch not in everything:

@@ -107,7 +107,6 @@ class StaleContents(Contents):
         for rank, held in enumerate(program.state):
             self.alive[rank] = {v.index: {v} for v in held if version_of(v) >= 0}
         self.trained = [group.trainable for group in program.groups]
-        self.own_updates = False  # whether an update has the gradients of one replica
 
     def _microbatches(self) -> int:
         return self.program.microbatches * self.program.steps
@@ -179,7 +178,7 @@ class StaleContents(Contents):
         own = program.replica(rank)
         found = {
             replica: [self._places(made >> slot, replica) for slot in self.bits[g].values()]
-            for replica in ([own] if self.own_updates else range(program.replicas))
+            for replica in range(program.replicas)
         }
         places = found[own][0]
         for replica, of_layers in found.items():
