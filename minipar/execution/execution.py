@@ -330,7 +330,8 @@ def execute(
     if costs is not None:
         trace = replace(trace, overruns=[p.overruns[typical] for p in passed])
         trace = replace(trace, note=emulated_note(costs.spec, trace.overruns))
-    shares, load = [p.share for p in passed], total([p.load for p in passed])
+    loads = [p.load for p in passed if p.load is not None]
+    shares, load = [p.share for p in passed], total(loads) if loads else None
     return Execution(program, losses, times, trace, gradients, shares, load)
 
 
