@@ -37,7 +37,7 @@ from minipar.execution.executor import Executor, Gradient, PassRecord, Shard
 from minipar.execution.fitting import check_parameters, row_major
 from minipar.execution.following import Callback, Following, News, Observer, Reporter, Warnings
 from minipar.execution.mean_loss import Finite, check_choice
-from minipar.execution.measuring.copying import measure_copies
+from minipar.execution.measuring.calibration import measure_copies
 from minipar.execution.measuring.profiler import profile
 from minipar.execution.memory.tape import record
 from minipar.execution.memory.tracker import SERIES, Watching, watching_of

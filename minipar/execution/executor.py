@@ -208,7 +208,6 @@ class Executor:
     def follow(self, program: Program, delays: Delays | None = None) -> None:
         """Run this program from now on: the one that the executor was made for, or the same for fewer steps."""
         comm = self.comm
-        program = without_versions(program) if program.in_flight is not None else program
         self.program, self.instructions = program, program.ranks[comm.rank]
         self.compute.follow(program)
         groups = {ins.group for ins in self.instructions if ins.group}

@@ -372,10 +372,9 @@ def read_whole(source: Reading | _Local) -> dict[str, dict[str, Any]]:
         kind, _, name = key.partition("/")
         if kind == "optimizer":
             state, _, name = name.partition("/")
-            value = _read(source, key)
-            found["states"].setdefault(name, {})[state] = value.item() if source.form(key)[2] else value
+            found["states"].setdefault(name, {})[state] = _state(source, key)
         else:
-            found[kind][name] = _read(source, key)
+            found[kind][name] = read_one(source, key)
     return found
 
 
@@ -385,12 +384,13 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict
 
 
 def _copy(source: Reading | _Local, key: str, target: Tensor) -> None:
-    values, here = _read(source, key), _here(target, key)
+    values, here = read_one(source, key), _here(target, key)
     if values.dtype == here.dtype or not torch.equal(here.to("cpu", values.dtype), values):
         here.copy_(values)  # (else it was rounded for precision=bf16, and the model itself has it as it was)
 
 
-def _read(source: Reading | _Local, key: str) -> Tensor:
+def read_one(source: Reading | _Local, key: str) -> Tensor:
+    """What was saved under a key, whole."""
     shape, dtype, _ = source.form(key)
     flat = torch.empty(shape, dtype=dtype).view(-1)
     source.fill({(key, 0): flat})
@@ -399,12 +399,13 @@ def _read(source: Reading | _Local, key: str) -> Tensor:
 
 def _states_of(source: Reading | _Local, name: str) -> dict[str, Any]:
     """The states of a whole parameter."""
-    found: dict[str, Any] = {}
-    for state in source.states(name):
-        key = f"optimizer/{state}/{name}"
-        value = _read(source, key)
-        found[state] = value.item() if source.form(key)[2] else value
-    return found
+    return {state: _state(source, f"optimizer/{state}/{name}") for state in source.states(name)}
+
+
+def _state(source: Reading | _Local, key: str) -> Any:
+    """A state of an optimizer: a tensor, or a plain number."""
+    value = read_one(source, key)
+    return value.item() if source.form(key)[2] else value
 
 
 def _found_of_slice(source: Reading | _Local, piece: Updated, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
@@ -421,7 +422,7 @@ def _found_of_slice(source: Reading | _Local, piece: Updated, shapes: dict[str, 
             key = f"optimizer/{each}/{name}"
             shape, dtype, number = source.form(key)
             if each in scalars:
-                value = _read(source, key)
+                value = read_one(source, key)
                 before = found.setdefault(each, value.item() if number else value)
                 if before != value:
                     raise SaveError(
