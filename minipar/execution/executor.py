@@ -30,7 +30,7 @@ from minipar.execution import naming_layers, repartition
 from minipar.execution.compute import Compute
 from minipar.execution.dtypes import check_narrow, narrow
 from minipar.execution.dynamic_schedule import DynamicSchedule
-from minipar.execution.emulation import Delays, EmulatedDevice, end_of, stamp_later
+from minipar.execution.emulation import Delays, EmulatedDevice, Joined, end_of, stamp_later
 from minipar.execution.fitting import check_fit
 from minipar.execution.following import Walked
 from minipar.execution.mean_loss import Loss
@@ -125,6 +125,14 @@ def _lines(instructions: Sequence[Instruction], streams: Streams) -> list[_Prepa
         )
         for ins in instructions
     ]
+
+
+def _arrive(joined: Joined, stamp: Callable[[], None]) -> None:
+    """The ranks of an emulated device's collective are there: note its end when the devices would be done."""
+    joined.arrived()
+    end = end_of(joined)
+    if end is not None:
+        stamp_later(end, stamp)
 
 
 def _needs_lanes(program: Program) -> bool:
@@ -416,19 +424,14 @@ class Executor:
         def stamp() -> None:
             ends[index] = time.perf_counter()
 
-        def done() -> None:
-            if device is None or joined is None:
-                return stamp()
-            joined.arrived()
-            end = end_of(joined)
-            return None if end is None else stamp_later(end, stamp)
-
         for value in ins.writes:
             if value not in ins.frees:
                 self.pending[value] = (index, (handles, joined))
         end = self.streams.ended(handles, group)
-        if end is None and (joined is not None or handles):
-            (handles[-1] if joined is None else joined.handle).when_done(done)
+        if end is None and joined is not None:
+            joined.handle.when_done(partial(_arrive, joined, stamp))
+        elif end is None and handles:
+            handles[-1].when_done(stamp)
         return end
 
     def _weight(self, ins: Instruction) -> float:
