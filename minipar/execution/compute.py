@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from minipar.data.batches import Batch, BatchPart
+from minipar.data.batches import Batch, BatchPart, BatchRows
 from minipar.errors import MiniparError
 from minipar.execution import autograd_entry, layer_calls, naming_layers, repartition
-from minipar.execution.batch_rows import BatchRows
 from minipar.execution.fitting import row_major
-from minipar.execution.layer_calls import Call, LayerCall, Made, Sizes
+from minipar.execution.layer_calls import Call, LayerCall, Made, Sizes, UntouchedInputs
 from minipar.execution.mean_loss import Finite, Loss, MeanLoss, Target
 from minipar.execution.remembered import Remembered, will_run_again
 from minipar.execution.saved_tensors import SavedTensors
@@ -33,7 +32,6 @@ from minipar.execution.sliced import SequenceState, carried, on_slices
 from minipar.execution.split_backward import Arrived, input_half, left, noting_hooks, weight_half
 from minipar.execution.streams import Later, Streams, streams_of
 from minipar.execution.tails import Tails
-from minipar.execution.untouched_inputs import UntouchedInputs
 from minipar.models import randomness
 from minipar.models.mixture_gpt import LoadCount, routes
 from minipar.models.tensors import count_bytes, detach, differentiable, map_tensors, take_rows

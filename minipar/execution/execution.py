@@ -37,7 +37,7 @@ from minipar.execution.executor import Executor, Gradient, PassRecord, Shard
 from minipar.execution.fitting import check_parameters, row_major
 from minipar.execution.following import Callback, Following, News, Observer, Reporter, Warnings
 from minipar.execution.mean_loss import Finite, check_choice
-from minipar.execution.measuring.copying import measure_copies
+from minipar.execution.measuring.calibration import measure_copies
 from minipar.execution.measuring.profiler import profile
 from minipar.execution.memory.tape import record
 from minipar.execution.memory.tracker import SERIES, Watching, watching_of
@@ -319,10 +319,7 @@ def execute(
     times = [max(max(p.ends[k]) for p in passed) - min(min(p.starts[k]) for p in passed) for k in range(len(programs))]
     tracked = range(max(1, len(programs) - SERIES), passes) if memory else range(1, passes)
     typical = sorted(tracked or [0], key=times.__getitem__)[(len(tracked) - 1) // 2 if tracked else 0]
-    where = [(k, s) for k, each in enumerate(programs) for s in range(each.updates)]  # pass and update in it
-    gradients: list[dict[str, Tensor]] = [{} for _ in where] if keep_gradients else []
-    for found, (k, s) in zip(gradients, where, strict=False):
-        found.update(_whole([p.gradients[k][s] for p in passed], program.local_steps > 0))
+    gradients = _gradients(programs, passed) if keep_gradients else []
     if program.in_flight is not None:
         program = as_it_happened(program, [p.orders[typical] for p in passed])
         verify(program)
@@ -330,8 +327,17 @@ def execute(
     if costs is not None:
         trace = replace(trace, overruns=[p.overruns[typical] for p in passed])
         trace = replace(trace, note=emulated_note(costs.spec, trace.overruns))
-    shares, load = [p.share for p in passed], total([p.load for p in passed])
+    loads = [p.load for p in passed if p.load is not None]
+    shares, load = [p.share for p in passed], total(loads) if loads else None
     return Execution(program, losses, times, trace, gradients, shares, load)
+
+
+def _gradients(programs: Sequence[Program], passed: Sequence[Passed]) -> list[dict[str, Tensor]]:
+    """The gradients of each update, by parameter name."""
+    return [
+        _whole([p.gradients[k][s] for p in passed], each.local_steps > 0)
+        for k, each in enumerate(programs) for s in range(each.updates)
+    ]  # fmt: skip
 
 
 def _whole(found: Sequence[dict[str, Gradient]], local: bool = False) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from minipar.execution import naming_layers, repartition
 from minipar.execution.compute import Compute
 from minipar.execution.dtypes import check_narrow, narrow
 from minipar.execution.dynamic_schedule import DynamicSchedule
-from minipar.execution.emulation import Delays, EmulatedDevice, end_of, stamp_later
+from minipar.execution.emulation import Delays, EmulatedDevice, Joined, end_of, stamp_later
 from minipar.execution.fitting import check_fit
 from minipar.execution.following import Walked
 from minipar.execution.mean_loss import Loss
@@ -127,6 +127,14 @@ def _lines(instructions: Sequence[Instruction], streams: Streams) -> list[_Prepa
     ]
 
 
+def _arrive(joined: Joined, stamp: Callable[[], None]) -> None:
+    """The ranks of an emulated device's collective are there: note its end when the devices would be done."""
+    joined.arrived()
+    end = end_of(joined)
+    if end is not None:
+        stamp_later(end, stamp)
+
+
 def _needs_lanes(program: Program) -> bool:
     """Whether a rank computes something while a program of its own sums gradients, or sums over several groups, which
     may be in other orders elsewhere. All ranks decide alike."""
@@ -208,7 +216,6 @@ class Executor:
     def follow(self, program: Program, delays: Delays | None = None) -> None:
         """Run this program from now on: the one that the executor was made for, or the same for fewer steps."""
         comm = self.comm
-        program = without_versions(program) if program.in_flight is not None else program
         self.program, self.instructions = program, program.ranks[comm.rank]
         self.compute.follow(program)
         groups = {ins.group for ins in self.instructions if ins.group}
@@ -417,19 +424,14 @@ class Executor:
         def stamp() -> None:
             ends[index] = time.perf_counter()
 
-        def done() -> None:
-            if device is None or joined is None:
-                return stamp()
-            joined.arrived()
-            end = end_of(joined)
-            return None if end is None else stamp_later(end, stamp)
-
         for value in ins.writes:
             if value not in ins.frees:
                 self.pending[value] = (index, (handles, joined))
         end = self.streams.ended(handles, group)
-        if end is None and (joined is not None or handles):
-            (handles[-1] if joined is None else joined.handle).when_done(done)
+        if end is None and joined is not None:
+            joined.handle.when_done(partial(_arrive, joined, stamp))
+        elif end is None and handles:
+            handles[-1].when_done(stamp)
         return end
 
     def _weight(self, ins: Instruction) -> float:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -121,10 +121,12 @@ def whole_piece(name: str, parameter: nn.Parameter) -> Updated:
 
 @dataclass
 class OptimizerPart:
-    """An optimizer of a rank. `which[k]`: the group of the whole model's optimizer that its group k is a part of."""
+    """An optimizer of a rank. `which[k]`: the group of the whole model's optimizer that its group k is a part of;
+    `done`: updates of this run."""
 
     optimizer: torch.optim.Optimizer
     which: list[int]
+    done: int = 0
 
     def follow(self, settings: GroupSettings) -> None:
         """Take the settings of the whole model's groups."""
@@ -455,16 +457,3 @@ def _found(data: Any) -> Any:
     pairs = next(iter(data.values()))
     table = {_found(k): _found(v) for k, v in pairs}
     return Counter(table) if "counter" in data else table
-
-
-@dataclass
-class Count:
-    """How many updates each of a rank's optimizers has done in this run."""
-
-    done: dict[Any, int] = field(default_factory=dict)
-
-    def next(self, key: Any) -> int:
-        """The number of the update that this optimizer does now."""
-        found = self.done.get(key, 0)
-        self.done[key] = found + 1
-        return found

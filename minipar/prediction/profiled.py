@@ -25,6 +25,8 @@ from minipar.program.forms import COUNTS
 from minipar.program.rows import split_rows
 from minipar.strategies.shares import shares_of
 
+_SECONDS = {Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward_input", Op.BACKWARD_WEIGHT: "backward_weight"}
+
 
 def microbatch_rows(batch: int, replicas: int, microbatches: int) -> tuple[int, ...]:
     """The different numbers of rows that micro-batches of a step have. A profile must measure each of them."""
@@ -124,9 +126,7 @@ class ProfiledCosts:
         rows = self.rows(rank, ins.microbatch)
         if rows == 0:
             return 0.0
-        tables = {Op.BACKWARD: self.profile.backward, Op.BACKWARD_INPUT: self.profile.backward_input}
-        tables[Op.BACKWARD_WEIGHT] = self.profile.backward_weight
-        table = tables.get(ins.op, self.profile.forward)
+        table: dict[int, tuple[float, ...]] = getattr(self.profile, _SECONDS.get(ins.op, "forward"))
         seconds = sum(table[rows][layer] for layer in ins.layers)
         if ins.op is Op.RECOMPUTE and self.profile.recompute:
             last = ins.layers[-1]

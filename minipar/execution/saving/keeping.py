@@ -25,6 +25,7 @@ from minipar.execution.saving.contents import (
     SavedSlice,
     collect,
     optimizer_name,
+    read_one,
     read_whole,
     restore,
     schedule_of,
@@ -211,14 +212,8 @@ def model_in(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     from minipar.execution.saving.storage import Reading
 
     reading = Reading(open_folder(folder))
-    tensors: dict[str, Tensor] = {}
-    for key in reading.saved.entries:
-        kind, _, name = key.partition("/")
-        if kind != "optimizer":
-            shape, dtype, _ = reading.form(key)
-            tensors[name] = torch.empty(shape, dtype=dtype)
-            reading.fill({(key, 0): tensors[name].view(-1)})
-    return tensors
+    keys = [key for key in reading.everything() if not key.startswith("optimizer/")]
+    return {key.partition("/")[2]: read_one(reading, key) for key in keys}
 
 
 def _export(tensors: Mapping[str, Tensor], path: str | os.PathLike[str]) -> None:
