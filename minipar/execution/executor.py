@@ -225,8 +225,11 @@ class Executor:
             comm.play_beside(groups, program.algorithm)
         self.device = EmulatedDevice(delays) if delays is not None else None
         emulated = delays is not None and delays.links
-        self.links = Links(program, comm, self.compute.rows.count, emulated, self.streams.ended)
-        self.dynamic = DynamicSchedule(program, comm.rank, self.links) if program.in_flight is not None else None
+        self.links: Links | None = None
+        self.dynamic: DynamicSchedule | None = None
+        if peers or program.in_flight is not None:
+            self.links = Links(program, comm, self.compute.rows.count, emulated, self.streams.ended)
+            self.dynamic = DynamicSchedule(program, comm.rank, self.links) if program.in_flight is not None else None
         self.lines = _lines(self.instructions, self.streams)
 
     def run(
@@ -253,7 +256,8 @@ class Executor:
         posted: dict[int, list[Mark]] = {}
         device = self.device
         streams.begin()
-        links.start()
+        if links is not None:
+            links.start()
         report = self.walked
         if report is not None:
             report.begin(starts, ends, compute.losses, streams)
@@ -279,6 +283,7 @@ class Executor:
                 k = len(times) - 1 - program.receives_ahead
                 starts[index] = times[k] if k >= 0 else begin
                 ends[index] = times[-1]
+                assert links is not None
                 links.reach(ins.peer)
                 for value in ins.writes:
                     pending[value] = (index, ins.peer)
@@ -308,6 +313,7 @@ class Executor:
             elif op is SEND:
                 contents = [live.get(value) for value in ins.reads]
                 arrival = device.sent(index, ins.peer, count_bytes(contents)) if device is not None else 0.0
+                assert links is not None
                 links.send(ins.reads, contents, ins.peer, arrival)
                 del contents  # or this name would keep them until the next SEND
             elif op in COPIES:
@@ -334,7 +340,8 @@ class Executor:
                     offloading.release(value)
         while pending:
             self._await(next(iter(pending)))
-        links.finish()
+        if links is not None:
+            links.finish()
         if offloading is not None:
             offloading.finish()
         compute.later.settle(True)
@@ -372,6 +379,7 @@ class Executor:
             present = [other for other in message if self.compute.rows.count(other)]
             end: Mark | None = None
             if present:
+                assert self.links is not None
                 contents, arrival, end = self.links.receive(message, what)
                 for other, content in zip(present, contents, strict=True):
                     self.live[other] = content
