@@ -498,7 +498,7 @@ def _passes(
         sizes: list[dict[Value, int]] = []
         data: list[int] = []
         rows: dict[int, list[int]] = {}
-        tracker = watching.start(executor) if watching is not None else None
+        tracker = watching(executor) if watching is not None else None
         base, updates = storing.first, 0
         before = clocks.read(comm)
         for k, each in enumerate(programs):
