@@ -65,10 +65,7 @@ from minipar.strategies.passes.versions import without_versions
 if TYPE_CHECKING:
     from minipar.execution.memory.tracker import Tracker
 
-_WALKED = (
-    Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND, Op.RECV, Op.STEP
-)  # fmt: skip
-
+_ON_LAYERS = frozenset((Op.FORWARD, Op.RECOMPUTE, *BACKWARDS))
 
 # Autograd and the optimizer keep these, not `live`.
 _ELSEWHERE = frozenset(("saved", "saved_weight", "grad", "param"))
@@ -268,7 +265,7 @@ class Executor:
         offloading = self.offloading
         note, lines = notes.note, self.lines
         # Local names: a member of an Enum is slow to look up, many times for each instruction.
-        FORWARD, RECOMPUTE, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND, RECV, STEP = _WALKED
+        SEND, RECV, STEP = Op.SEND, Op.RECV, Op.STEP
         for index, ins in enumerate(instructions) if self.dynamic is None else self.dynamic.walk():
             op, end = ins.op, None  # (the end is another than this rank's own of a collective on a stream)
             line = lines[index]
@@ -299,17 +296,10 @@ class Executor:
             starts[index] = line.mark()
             if line.on_host and op is not STEP:
                 self._on_host(ins)
-            elif op is FORWARD or op is RECOMPUTE:
-                compute.forward(ins, live)
-            elif op is BACKWARD or op is BACKWARD_WEIGHT:
-                if op is BACKWARD:
-                    compute.backward(ins, live)
-                else:
-                    compute.backward_weight(ins, live)
+            elif op in _ON_LAYERS:
+                compute.work(ins, live)
                 for group in line.graded:
                     self.buckets.fill(group)
-            elif op is BACKWARD_INPUT:
-                compute.backward_input(ins, live)
             elif op is SEND:
                 contents = [live.get(value) for value in ins.reads]
                 arrival = device.sent(index, ins.peer, count_bytes(contents)) if device is not None else 0.0
