@@ -467,22 +467,21 @@ class Executor:
 
     def _step(self, ins: Instruction) -> None:
         with self._aside() if ins.stream == "host" else nullcontext():
-            self._update(ins)
+            # Where receives of a later step may be posted already, the host does not wait for the losses of this one.
+            self.compute.later.settle(isinstance(self.program.contract, Synchronous))
+            self.state.scale(ins)
+            if self.keep_gradients:
+                with self._aside():
+                    self._keep(ins)
+            self.state.step(ins)
 
-    def _update(self, ins: Instruction) -> None:
-        # Where receives of a later step may be posted already, the host does not wait for the losses of this one.
-        self.compute.later.settle(isinstance(self.program.contract, Synchronous))
-        self.state.scale(ins)
-        if self.keep_gradients:
-            kept = self.gradients[ins.step]
-            with self._aside():
-                share = self.compute.rows.share(ins.step)  # (of replicas that train by themselves, the mean is kept)
-                for g in ins.layers:
-                    for p, grad in self.state.gradients([g]):
-                        name = self.names[id(p)]
-                        own = grad * share if isinstance(grad, Tensor) and share != 1 else grad
-                        kept[name] = Shard(self.cuts[name], own) if name in self.cuts else own
-        self.state.step(ins)
+    def _keep(self, ins: Instruction) -> None:
+        """Copy the gradients that a STEP uses; of replicas that train by themselves, for their mean."""
+        share = self.compute.rows.share(ins.step)
+        for p, grad in self.state.gradients(ins.layers):
+            name = self.names[id(p)]
+            own = grad * share if isinstance(grad, Tensor) and share != 1 else grad
+            self.gradients[ins.step][name] = Shard(self.cuts[name], own) if name in self.cuts else own
 
     @cached_property
     def optimizers(self) -> dict[tuple[int, ...], torch.optim.Optimizer]:
