@@ -296,6 +296,9 @@ def allocator(device: torch.device) -> dict[str, int]:
 # for a whole run ------------------------------------------------------------------------------------------------------
 
 
+Watching = Callable[[Executor], "Followed"]
+
+
 def watching_of(series: bool, device: DeviceSpec | None) -> Watching | None:
     """What follows the memory of a rank's executor from now on: if its `series` are wanted, or if an emulated device
     limits it. `execute` sends it to its ranks; there it raises DeviceOutOfMemory if the layers do not fit."""
@@ -339,9 +342,6 @@ class Followed:
         """The series, by pass, if they are wanted. The `highest` of each is the most that any pass needed."""
         found = self.series if self.wanted else {}
         return {k: replace(series, highest=self.tracker.highest) for k, series in found.items()}
-
-
-Watching = Callable[[Executor], Followed]
 
 
 # when the device is full ----------------------------------------------------------------------------------------------
