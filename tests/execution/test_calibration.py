@@ -16,7 +16,7 @@ from torch import nn
 from minipar import Cluster, PlanError, calibrate, simulate, train
 from minipar.costs.rates import Copies
 from minipar.execution.measuring import calibration
-from minipar.execution.measuring.copying import measure_copies
+from minipar.execution.measuring.calibration import measure_copies
 from minipar.prediction.profiled import ProfiledCosts
 from minipar.strategies.plan import Plan
 from tests.costs.test_rates import PROFILE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 from collections import Counter
 from functools import partial
 
@@ -16,7 +15,7 @@ import minipar
 from minipar import Plan, PlanError, data, models, train
 from minipar.comm.communicator import Communicator
 from minipar.execution.execution import Job, execute
-from minipar.execution.repartition import alone
+from minipar.execution.repartition import on_one_rank
 from minipar.models.parameter_groups import shape_of
 from minipar.models.tensors import map_tensors, tensors
 from minipar.program import Program, repartitions
@@ -28,14 +27,6 @@ from tests import outside
 pytestmark = [pytest.mark.many(6), pytest.mark.usefixtures("captured_for_all_tests")]
 
 VOCAB, TOKENS, ROWS = 32, 6, 12
-PLANS = {
-    "4 tp": "tp=4",
-    "2 dp, 2 tp": "dp=2 tp=2",
-    "2 pp, 2 tp": "pp=2 tp=2 microbatches=2",
-    "sequence": "pp=2 tp=2 microbatches=2 sequence_parallel=true",
-}
-
-
 # Models ---------------------------------------------------------------------------------------------------------------
 
 
@@ -59,20 +50,10 @@ def llama(**options) -> nn.Sequential:
     return models.from_transformers(T.LlamaForCausalLM(T.LlamaConfig(**{**numbers, **options})))
 
 
-OWN = {
-    "gpt": gpt,
-    "gpt, tied": partial(gpt, tied=True),
-    "gpt, explicit attention": partial(gpt, fused=False),
-    "gpt, dropout": partial(gpt, dropout=0.2),
-    "gpt, narrow": partial(gpt, width=8, layers=3, vocab=36),
-}
 TRANSFORMERS = {
-    "gpt2": gpt2,
-    "gpt2, eager": partial(gpt2, attn_implementation="eager"),
     "gpt2, dropout": partial(gpt2, resid_pdrop=0.1, embd_pdrop=0.2),
     "llama, grouped keys": llama,
-    "llama, tied": partial(llama, num_key_value_heads=8, tie_word_embeddings=True),
-    "llama, eager": partial(llama, attn_implementation="eager", intermediate_size=40),
+    "llama, tied": partial(llama, attn_implementation="eager", num_key_value_heads=8, tie_word_embeddings=True),
 }
 
 
@@ -148,32 +129,20 @@ def right(found, error: float = 1e-12) -> None:
 # Tests ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.many(8)
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("model", OWN)
-def test_gradients_are_plain_torchs(clusters, model, plan):
-    right(trained(clusters, OWN[model], PLANS[plan]))
-
-
-@pytest.mark.many(20)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.many(2)
+@pytest.mark.parametrize("plan", ["tp=4", "pp=2 tp=2 microbatches=2 sequence_parallel=true"])
 @pytest.mark.parametrize("model", TRANSFORMERS)
 def test_models_of_transformers(clusters, model, plan):
-    right(trained(clusters, TRANSFORMERS[model], PLANS[plan], loss=models.next_token_loss))
+    right(trained(clusters, TRANSFORMERS[model], plan, loss=models.next_token_loss))
 
 
 @pytest.mark.many(2)
-@pytest.mark.parametrize("plan", ["tp=4", "pp=2 tp=2 microbatches=3"])
 @pytest.mark.parametrize("model", UNNAMED)
-def test_models_without_known_names(clusters, model, plan):
+def test_models_without_known_names(clusters, model):
     build, x, y = UNNAMED[model]
-    found = run(clusters, build, (x, y), plan, loss=functional.mse_loss)
+    found = run(clusters, build, (x, y), "pp=2 tp=2 microbatches=3", loss=functional.mse_loss)
     right(found)
     assert any(form.grad_writes or form.writes for form in found.program.forms)  # something was divided
-
-
-def test_a_preset_without_known_names(clusters):
-    right(run(clusters, partial(models.build, "mlp-tiny"), data.for_model("mlp-tiny"), "tp=2 dp=2"))
 
 
 LAYERS, WIDTH = 3, 32
@@ -287,7 +256,7 @@ def test_nodes_leave_nothing_to_the_garbage_collector(name):
     try:
         for k, node in enumerate(nodes):
             read = needed(node.forms.reads)
-            given = alone(value, nodes.forms[k - 1].writes, read, [2], 4) if k else value
+            given = on_one_rank(value, nodes.forms[k - 1].writes, read, [2], 4) if k else value
             given = map_tensors(given, lambda t: t.detach().requires_grad_(t.is_floating_point()))
             made = node(given)
             ends = [t for t in tensors(made) if t.grad_fn is not None]
@@ -299,17 +268,6 @@ def test_nodes_leave_nothing_to_the_garbage_collector(name):
     finally:
         gc.enable()
         gc.unfreeze()
-
-
-@pytest.mark.parametrize(
-    ("plan", "near"), [("tp=2", 0.01), ("tp=2 sequence_parallel=true", 0.01), ("context_parallel=2", 0.01)]
-)
-def test_predicted_peaks_are_near_the_measured_ones(clusters, plan, near):
-    model, given = partial(models.build, "gpt-tiny"), data.for_model("gpt-tiny")
-    adam = partial(torch.optim.Adam, lr=1e-3)
-    found = train(model, given, f"{plan} microbatches=2", steps=3, batch=8, optimizer=adam, memory=True,
-                  cluster=clusters(2), progress=False)  # fmt: skip
-    assert found.predicted.peak_memory() == pytest.approx(found.trace.peak_memory(), rel=near)
 
 
 # What is refused ------------------------------------------------------------------------------------------------------
@@ -432,6 +390,10 @@ def test_layers_that_hand_on_dictionaries(clusters):
     right(run(clusters, lambda: nn.Sequential(Giving(), Taking()), WIDE, "pp=2 tp=2", loss=functional.mse_loss))
 
 
+def test_micro_batches_in_step(clusters):
+    right(trained(clusters, gpt, "tp=2 batch_copies=2 microbatches=3 sequence_parallel=true"))
+
+
 def test_stored_statistics_stay_whole(clusters):
     given = numbers(1, 8, 8), numbers(4)
     found = run(clusters, partial(convolutions, norm=True), given, "tp=2", loss=functional.mse_loss)
@@ -445,13 +407,9 @@ def test_fewer_rows_than_micro_batches(clusters):
         right(run(clusters, perceptron, (x, y), words, loss=functional.mse_loss, batch=2, memory=True))
 
 
-def test_inference_and_bf16(clusters):
+def test_inference(clusters):
     plain = trained(clusters, gpt, "dp=2 inference=true", check=False, steps=1).losses
     assert trained(clusters, gpt, "tp=2 inference=true", check=False, steps=1).losses == pytest.approx(plain, rel=1e-12)
-    short = {"check": False, "dtype": torch.float32, "steps": 3}
-    narrow, alone = (trained(clusters, gpt, f"{words} precision=bf16", **short).losses for words in ("tp=2", "dp=2"))
-    assert narrow == pytest.approx(alone, rel=0.02)
-    assert all(math.isfinite(loss) for loss in narrow)
 
 
 def test_evaluate(clusters):

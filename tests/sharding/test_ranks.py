@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from minipar import Cluster, Plan, models, train
-from minipar.execution.execution import Execution, Job, execute
-from minipar.models.parameter_groups import shape_of
+from minipar.execution.execution import Job
 from minipar.models.tensors import tensors
 from minipar.program import Op
 from minipar.sharding import capture_layer
@@ -31,14 +30,6 @@ def batch(model: Model, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     tokens = () if model is by_hand.model else (4,)
     x, y = (torch.randn(rows, *tokens, 8, generator=generator, dtype=torch.float64) for _ in range(2))
     return x, y
-
-
-def run(clusters, model: Model, text: str, steps: int = 2) -> Execution:
-    plan = Plan.parse(text)
-    job = Job(model, batch(model), ROWS, mse, partial(torch.optim.SGD, lr=0.5), dtype=torch.float64)
-    whole = job.build()
-    shape = shape_of(job.share(whole, 0, plan.tp) if plan.tp > 1 else whole)  # type: ignore[arg-type]
-    return execute(plan.compile(shape, steps=steps), job, cluster=clusters(plan.ranks))
 
 
 @pytest.mark.ranks
@@ -79,13 +70,6 @@ def test_a_gradient_may_cross_a_link_in_another_form_than_its_output(clusters) -
     assert found.max_gradient_error() < 1e-12
     assert found.bytes_sent == found.predicted.bytes_sent()
     assert found.trace.peak_memory() == found.predicted.peak_memory()
-
-
-def test_the_bytes_are_those_of_the_formula(clusters) -> None:
-    """3 blocks: a sum of rows x width numbers in each, forward; backward 3 too, since the first layer has parameters.
-    All-reduce over 2 ranks sends as much as the tensor has."""
-    found = trained(clusters, by_hand.model, "tp=2")
-    assert found.bytes_sent == [6 * 16 * 8 * 8] * 2
 
 
 # saving ---------------------------------------------------------------------------------------------------------------

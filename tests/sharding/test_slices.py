@@ -14,7 +14,6 @@ from minipar.models.parameter_groups import shape_of
 from minipar.models.sliced import Sliced
 from minipar.models.tensors import tensors
 from minipar.program.mesh import Mesh
-from minipar.sharding.capture import capture_model
 from minipar.sharding.propagation import sequence_parallel
 from minipar.sharding.sharded import Graphs, capture_graphs, local_model
 from tests.sharding import by_hand
@@ -59,20 +58,6 @@ def shared(model: nn.Sequential, example: Tensor = TOKENS, **more: object) -> Sh
     return local_model(model, 0, 2, example, slices=SLICES, **more)  # type: ignore[arg-type]
 
 
-def test_each_slice_is_captured_with_what_the_one_before_carries() -> None:
-    first = capture_model(GPT(), TOKENS[:, :4], 0)
-    second = capture_model(GPT(), TOKENS[:, 4:9], 4, first.carries)
-    shapes = [[tuple(t.shape) for t in tensors(one.carries[1])] for one in (first, second)]
-    assert shapes == [[(3, 4, 4, 4)] * 2, [(3, 4, 9, 4)] * 2]
-    assert first.carries[0] is None  # an embedding carries nothing
-    graph = second.layers[1].graph
-    assert [graph.tensors[name].shape for name in graph.before] == shapes[0]
-    assert [graph.tensors[name].shape for name in graph.after] == shapes[1]
-    assert (len(graph.inputs), len(graph.outputs)) == (1, 1)
-    assert first.layers[1].graph.before == ()
-    assert first.layers[1].graph is first.layers[2].graph  # equal layers are captured once
-
-
 @pytest.mark.many(2)
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_node_with_the_attention_carries_the_keys_and_values_of_its_heads(fused: bool) -> None:
@@ -88,17 +73,6 @@ def test_the_node_with_the_attention_carries_the_keys_and_values_of_its_heads(fu
         given, _ = before(value[:, :1].expand(5, len(tokens), 16), tokens.start, None)
         _, carry = node(given, tokens.start, carry)
         assert [t.shape for t in tensors(carry)] == [(5, 2, tokens.stop, 4)] * 2  # of 4 heads
-
-
-@pytest.mark.parametrize("fused", [True, False])
-def test_slices_have_the_parameters_of_one_model(fused: bool) -> None:
-    model = GPT(fused=fused, tied=True)
-    sliced, whole = shared(model, graphs=graphs(fused)), local_model(model, 0, 2, TOKENS)
-    mine, theirs = (dict(one.named_parameters()) for one in (sliced, whole))
-    assert mine.keys() == theirs.keys()
-    assert all(torch.equal(mine[name], theirs[name]) for name in mine)
-    assert sliced.cuts == whole.cuts
-    assert shape_of(sliced).groups == shape_of(whole).groups
 
 
 def test_a_carry_of_shards_stays_with_its_rank() -> None:

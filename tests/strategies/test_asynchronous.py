@@ -39,7 +39,7 @@ def test_staleness_and_versions_of_four_stages(schedule, stale, versions, m):
 
 
 @pytest.mark.parametrize("schedule", STASHED)
-@pytest.mark.parametrize(("pp", "m", "steps"), [(1, 2, 3), (2, 1, 5), (4, 3, 2), (4, 8, 1), (8, 16, 2)])
+@pytest.mark.parametrize(("pp", "m", "steps"), [(1, 2, 3), (4, 3, 2), (8, 16, 2)])
 @pytest.mark.parametrize(("forward", "backward"), [(1, 2), (2, 1), (1.5, 1.5)])
 def test_one_fill_and_one_drain(schedule, pp, m, steps, forward, backward):
     trace = simulate(compiled(schedule, pp, m, steps), forward=forward, backward=backward)
@@ -100,14 +100,6 @@ def test_the_rule_takes_backwards_first():
     assert str(choose(2, 3, 8, 3, 1, 0, 1, 0)) == "Backward(microbatch=0, chunk=0)"  # the last rank waits for nobody
 
 
-def test_the_trace_holds_versions_used_and_applied():
-    events = list(simulate(compiled("pipedream", m=6, steps=1)).events_of(1))
-    rows = [(str(e.instruction), e.version_used, e.version_applied) for e in events if e.stream == "compute"]
-    assert ("F 1 mb3 v1", 1, None) in rows
-    assert ("B 1 mb1 v0", 0, None) in rows
-    assert ("STEP 1 v2", 1, 2) in rows
-
-
 def test_a_version_is_freed_by_the_last_that_needs_it():
     row = compiled("pipedream", pp=2, m=4, steps=1).ranks[0]
     freed = {str(value): str(ins) for ins in row for value in ins.frees if value.kind == "param"}
@@ -119,11 +111,6 @@ def test_a_version_is_freed_by_the_last_that_needs_it():
     assert all(ins.op is Op.STEP for ins in last for value in ins.frees if value.kind == "param")  # in place
 
 
-@pytest.mark.parametrize("schedule", ALL)
-def test_large_programs_verify(schedule):
-    verify(compiled(schedule, pp=16, m=32, steps=2))
-
-
 def test_recomputation_uses_the_stashed_version():
     count = 0
     for row in compiled("pipedream", layers=12, checkpoint=1).ranks:
@@ -133,12 +120,6 @@ def test_recomputation_uses_the_stashed_version():
                 assert {v.step for v in ins.reads if v.kind == "param"} == used[ins[2:4]]
                 count += 1
     assert count > 100
-
-
-def test_programs_survive_json():
-    for schedule in ALL:
-        program = compiled(schedule, pp=2)
-        assert Program.from_json(program.to_json()) == program
 
 
 # refused --------------------------------------------------------------------------------------------------------------

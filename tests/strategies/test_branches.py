@@ -12,7 +12,7 @@ from minipar import Plan, models, simulate, verify
 from minipar.errors import MiniparError, PlanError, ProgramError
 from minipar.prediction import memory_formula
 from minipar.program import Group, Op, Program, edges, grad_output, output
-from minipar.program.shape import Shape, frozen, uniform
+from minipar.program.shape import Shape, uniform
 from minipar.trace import terminal
 
 DIAMOND = replace(uniform(4), edges=edges.numbered([(0, 1), (0, 2), (1, 3), (2, 3)], 4))
@@ -68,14 +68,6 @@ def test_only_chains_within_a_model_are_fused() -> None:
     assert [str(ins) for ins in program.ranks[0]] == [
         "F 0 mb0", "F 1:3 mb0", "F 3 mb0", "F 4:6 mb0", "B 4:6 mb0", "B 3 mb0", "B 1:3 mb0", "B 0 mb0", "STEP 0:6",
     ]  # fmt: skip
-
-
-def test_a_chain_is_compiled_as_before() -> None:
-    plain = Plan(pp=2, microbatches=3).compile(layers=4)
-    assert plain.edges == ()
-    assert Plan(pp=2, microbatches=3).compile(shape_of([(0, 1), (1, 2), (2, 3)], 4)).ranks == plain.ranks
-    anywhere = Plan(pp=2, microbatches=3, place=(0, 1, 0, 1), schedule="looped-bfs").compile(layers=4)
-    assert anywhere.placement == ((0, 2), (1, 3))
 
 
 PLANS = [
@@ -156,14 +148,6 @@ def test_what_is_wrong_is_found() -> None:
         verify(program.with_rank(0, rest))
 
 
-def test_frozen_branches_save_nothing() -> None:
-    groups = tuple(Group((k,), (8,) if k >= 2 else (), 0) for k in range(4))
-    program = Plan(pp=2, place="branches").compile(replace(DIAMOND, groups=groups))
-    back = {layer for row in program.ranks for ins in row if ins.op is Op.BACKWARD for layer in ins.layers}
-    assert back == {2, 3}
-    assert frozen(DIAMOND).edges == DIAMOND.edges
-
-
 def test_the_picture_says_where_branches_are() -> None:
     trace = simulate(Plan(pp=2, place="branches", microbatches=2).compile(DIAMOND), stage_factors=[3, 1])
     shown = terminal.text(trace, 80)
@@ -182,15 +166,6 @@ def test_the_picture_says_where_branches_are() -> None:
         ("pp=3 place=0,0,2,0", "place=0,0,2,0: puts no layer on rank 1; possible is pp=2, or another place"),
         ("pp=2 place=0,1", "place=0,1: of 2 layers, but the model has 4"),
         ("pp=3 place=branches", "pp=3 place=branches: at most 2 branches are side by side; possible are 1 to 2"),
-        ("pp=2 place=branches split=2,2", "not together with split=2,2 .each says which rank has which layers"),
-        ("pp=2 place=branches schedule=looped-bfs chunks=3", "not together with chunks=3 .each says"),
-        (
-            "pp=2 place=branches schedule=interleaved",
-            "with schedule=interleaved .its groups go around the ranks .*; fundamental.; possible is",
-        ),
-        ("pp=2 place=branches schedule=chimera", "with schedule=chimera .each says which rank has which layers"),
-        ("pp=2 place=branches schedule=pipedream", "with schedule=pipedream .a rank is ahead by as many .*fundamental"),
-        ("pp=2 place=branches schedule=terapipe", "schedule=terapipe: is for chains"),
         ("pp=2 schedule=pipedream", "schedule=pipedream: is for chains, not of a model with branches"),
         ("pp=2 schedule=terapipe", "schedule=terapipe: is for chains"),
         ("pp=2 checkpoint=1MiB", "checkpoint=1MiB: a budget is for chains"),
@@ -207,14 +182,6 @@ def test_a_chain_has_no_branches_to_place() -> None:
         Plan(pp=2, place="branches").compile(layers=4)
     with pytest.raises(MiniparError, match="memory: no formula for branchy, whose layers branch"):
         memory_formula.report("pp=2", "branchy", None)
-
-
-def test_the_plan_reads_back() -> None:
-    for text in ("pp=2 place=branches", "pp=2 place=0,1,1,0"):
-        plan = Plan.parse(text)
-        assert Plan.parse(str(plan)) == plan
-    assert Plan(place="none").place is None
-    assert Plan(pp=2, place=[0, 1]).place == (0, 1)  # type: ignore[arg-type]
 
 
 def test_branchy_is_placed_branch_by_branch() -> None:

@@ -23,10 +23,6 @@ def listing(program, rank=0):
 LARGE = Shape(4, tuple(Group((k,), (3 * MiB, MiB)) for k in range(4)))  # 4 MiB a layer, in two tensors
 
 
-def test_one_replica_needs_no_collective():
-    assert collectives(compiled("dp=1 microbatches=3")) == []
-
-
 def test_per_parameter():
     program = compiled("dp=2 microbatches=2 bucket=none", LARGE)
     assert listing(program)[1:] == [
@@ -127,11 +123,6 @@ def test_groups_of_a_pipeline_are_its_stages():
     assert [ins.layers for ins in collectives(program, 3)] == [(3,), (2,)]
 
 
-def test_frozen_layers_are_not_sent():
-    program = compiled("dp=2 bucket=none", shape(4, frozen=[1, 3]))
-    assert [ins.layers for ins in collectives(program)] == [(2,), (0,)]
-
-
 def test_a_tied_set_is_summed_over_its_stages_and_replicas_at_the_end():
     program = compiled("pp=2 dp=2 bucket=none", shape(4, tied=[(0, 3)], size=5))
     for rank, own, first, second in ((0, (0, 2), 1, 0), (1, (1, 3), 3, 2), (2, (0, 2), 1, 0), (3, (1, 3), 3, 2)):
@@ -141,13 +132,6 @@ def test_a_tied_set_is_summed_over_its_stages_and_replicas_at_the_end():
         ]  # fmt: skip
         assert found[-1].parts == (Part(Op.ALL_REDUCE, 4, 5),)
         assert judge(program) == ""
-
-
-def test_a_tied_set_is_summed_over_stages_without_replicas_too():
-    program = compiled("pp=3", shape(3, tied=[(0, 2)]))
-    assert [[(ins.layers, ins.group) for ins in collectives(program, rank)] for rank in range(3)] == [
-        [((3,), (0, 2))], [], [((3,), (0, 2))],
-    ]  # fmt: skip
 
 
 def test_a_set_tied_within_a_stage_is_complete_after_its_first_layer():

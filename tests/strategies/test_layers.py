@@ -3,9 +3,9 @@
 import pytest
 
 from minipar import Backward, Forward, Plan, PlanError
-from minipar.program import Op, grad, grad_output, optimizer_state, output, param, saved
+from minipar.program import grad, grad_output, output, param, saved
 from minipar.strategies.layout import Layout
-from minipar.strategies.passes.layers import expand, state_of, step_of
+from minipar.strategies.passes.layers import expand
 from tests.interpreters import compiled, shape
 
 
@@ -34,12 +34,6 @@ def test_backward_runs_from_the_last_layer_and_frees_all_it_used():
         assert set(ins.frees) == {value for value in ins.reads if value.kind != "param"}
 
 
-def test_values_carry_their_step():
-    (row,) = expand([[Forward(0)]], layout(shape(1)), step=3)
-    assert row[0].step == 3
-    assert row[0].writes == (output(0, 0, 3), saved(0, 0, 3))
-
-
 def test_a_frozen_prefix_has_no_backward_and_keeps_nothing():
     (row,) = expand([[Forward(0), Backward(0)]], layout(shape(4, frozen=[0, 1])))
     assert [str(ins) for ins in row] == ["F 0 mb0", "F 1 mb0", "F 2 mb0", "F 3 mb0", "B 3 mb0", "B 2 mb0"]
@@ -60,13 +54,6 @@ def test_a_frozen_layer_in_the_middle_passes_the_gradient_on():
     assert param(1) in middle.reads
 
 
-def test_a_model_with_nothing_to_train_has_forwards_alone():
-    program = compiled("pp=2 microbatches=2", shape(2, frozen=[0, 1]))
-    assert {ins.op for row in program.ranks for ins in row} == {Op.FORWARD, Op.SEND, Op.RECV}
-    assert program.state == (frozenset([param(0)]), frozenset([param(1)]))
-    assert program.ranks[1][-1].frees == (output(0, 1), output(1, 1))
-
-
 def test_a_tied_set_is_one_gradient_of_two_layers():
     model = shape(3, tied=[(0, 2)])
     (row,) = expand([[Forward(0), Backward(0)]], layout(model))
@@ -85,22 +72,6 @@ def test_a_frozen_tied_set_has_no_gradient_but_is_held():
     program = compiled("pp=3", model)
     assert param(3) in program.state[0]
     assert grad(3) not in {value for row in program.ranks for ins in row for value in ins.writes}
-
-
-def test_the_step_of_a_stage():
-    here = layout(shape(4, frozen=[1]), (2, 2))
-    (step,) = step_of(here, 0, 5)
-    assert (step.op, step.layers, step.step) == (Op.STEP, (0,), 5)
-    assert step.reads == (grad(0), param(0), optimizer_state(0))
-    assert step.writes == (param(0), optimizer_state(0))
-    assert step.frees == (grad(0),)
-    assert step_of(layout(shape(2, frozen=[0]), (1, 1)), 0, 0) == []
-
-
-def test_what_a_rank_holds_between_steps():
-    here = layout(shape(4, frozen=[1]), (2, 2))
-    assert state_of(here, 0) == {param(0), param(1), optimizer_state(0)}
-    assert state_of(here, 1) == {param(2), param(3), optimizer_state(2), optimizer_state(3)}
 
 
 def test_ranks_of_a_pipeline_are_neighbours():

@@ -1,17 +1,22 @@
-"""The list of a plan's passes: its members and their order; no pass uses another one."""
+"""The list of a plan's passes: its members and their order; no pass uses another one. A user's own passes."""
 
 from __future__ import annotations
 
 import ast
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 import minipar
-from minipar import Draft, Plan
+from minipar import Draft, Plan, PlanError, ProgramError, simulate
 from minipar.program import Op, grad, optimizer_shard, optimizer_state, param
 from minipar.strategies import draft as drafts
 from minipar.strategies import passes
+from minipar.strategies.passes.checkpoint import recompute
+from minipar.strategies.segments import schedules
+from tests.comparing import check
+from tests.toys import rows, toy
 
 LISTS = {
     "dp=1": "layers update fuse",
@@ -123,3 +128,84 @@ def test_no_pass_imports_another():
             imported = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             imported += [name.name for name in node.names] if isinstance(node, ast.Import) else []
             assert not any(name.startswith("minipar.strategies.passes") for name in imported), path.name
+
+
+# Passes of one's own --------------------------------------------------------------------------------------------------
+
+
+def some_microbatches(count: int):
+    """Megatron's partial checkpointing: layers run forward again for the first micro-batches only."""
+
+    @minipar.pass_("some-microbatches", after="layers")
+    def some(draft: Draft) -> Draft:
+        moves = schedules(1, draft.layout, draft.actions)
+
+        def again(rank, row):
+            chunks = [(draft.layout.trained(s), moves[s]) for s in draft.layout.placement[rank]]
+            return recompute(row, chunks, microbatches=range(count))
+
+        return draft.each(again)
+
+    return some
+
+
+def test_some_microbatches_run_forward_again(clusters):
+    some_microbatches(2)
+    plan = Plan(pp=2, schedule="gpipe", microbatches=4, extra_passes="some-microbatches")
+    program = plan.compile(layers=6)
+    again = {ins.microbatch for row in program.ranks for ins in row if ins.op is Op.RECOMPUTE}
+    assert again == {0, 1}
+    keys = {"pp": 2, "schedule": "gpipe", "microbatches": 4}
+    plans = [Plan(**keys, checkpoint=1), plan, Plan(**keys)]
+    peaks = [max(simulate(each.compile(layers=6), forward=1.0, backward=2.0).peak_memory()) for each in plans]
+    assert peaks[0] < peaks[1] < peaks[2]
+    check(clusters, plan, partial(toy, ("linear", "tuples", "dropout"), tied=True), rows(11), steps=4)
+
+
+def test_several_stand_in_the_order_of_the_plan():
+    seen = []
+    for name in ("a", "b"):
+        minipar.pass_(name)(lambda draft, name=name: seen.append(name) or draft)
+    Plan(extra_passes="b,a").compile(layers=2)
+    assert seen == ["b", "a"]
+    assert str(Plan(extra_passes=("b", "a"))) == "dp=1 pp=1 extra_passes=b,a"
+    assert Plan.parse(str(Plan(extra_passes="b,a"))) == Plan(extra_passes=["b", "a"])
+
+
+def test_a_program_that_a_pass_broke_names_the_pass():
+    @minipar.pass_("forgetful")
+    def forgetful(draft):
+        return draft.each(lambda rank, row: row[1:])
+
+    with pytest.raises(ProgramError, match="the plan's own passes rewrote this program: forgetful"):
+        Plan(pp=2, extra_passes="forgetful").compile(layers=4)
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "words"),
+    [
+        (lambda draft: None, "pass 'mine': gave None; it must return a Draft"),
+        (lambda draft: draft.ranks, "it must return a Draft"),
+        (lambda draft: Draft(draft.plan, draft.layout, draft.step, draft.ranks[:1]), "gave 1 ranks for 2"),
+        (lambda draft: draft.each(lambda rank, row: ["F0"]), "rank 0 has 'F0', which is no Instruction"),
+    ],
+)
+def test_what_a_pass_may_not_give(rewrite, words):
+    minipar.pass_("mine")(rewrite)
+    with pytest.raises(PlanError) as raised:
+        Plan(pp=2, extra_passes="mine").compile(layers=4)
+    assert words in str(raised.value)
+
+
+def test_unknown_names_and_places():
+    with pytest.raises(PlanError, match="extra_passes=mine: unknown; none is registered"):
+        Plan(extra_passes="mine")
+    with pytest.raises(PlanError, match=r"after='between' is no place; possible are layers, bucket, checkpoint"):
+        minipar.pass_("mine", after="between")
+    with pytest.raises(PlanError, match="must be one word"):
+        minipar.pass_("my pass")
+    minipar.pass_("mine")(lambda draft: draft)
+    with pytest.raises(PlanError, match="extra_passes=other: unknown; possible are mine"):
+        Plan(extra_passes="other")
+    with pytest.raises(PlanError, match="named twice"):
+        Plan(extra_passes="mine,mine")

@@ -3,8 +3,6 @@
 from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from minipar import Backward, Forward, Plan, PlanError, simulate, verify
 from minipar.costs.measured import Profile
@@ -58,22 +56,6 @@ def test_refused_choices_name_what_is_possible(given, says):
         Plan(checkpoint=given)
     assert str(error.value).startswith(says)
     assert "\n" not in str(error.value)
-
-
-anything = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 9) | st.floats() | st.text(max_size=4) | st.sampled_from(["1", "2,2"]),
-    lambda some: st.lists(some, max_size=3) | st.tuples(some, some),
-    max_leaves=4,
-)
-
-
-@given(anything)
-def test_any_value_is_a_choice_or_a_plan_error(value):
-    try:
-        plan = Plan(checkpoint=value)
-    except PlanError:
-        return
-    assert Plan.parse(str(plan)) == plan
 
 
 COMPILE = "compile(..., costs=profile)"

@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from minipar import Plan, PlanError, Program, simulate, verify
+from minipar import Plan, PlanError, Program, simulate
 from minipar.prediction.plain_simulator import start_and_end
-from minipar.program import BACKWARDS, Forms, Op, repartitions
+from minipar.program import Forms, Op, repartitions
 from minipar.program.shape import Shape, uniform
-from tests.interpreters import BUILT_IN, RandomCosts, brute_force, enough, even, stages_of
+from tests.interpreters import BUILT_IN, RandomCosts, enough, even, stages_of
 
 COPIED = ("chimera", "dualpipe")  # with copies of stages, whose gradients are summed whole
 REST = (
@@ -51,30 +51,11 @@ def test_what_only_runs_forward_has_no_segments(shared):
     assert Plan.parse(f"{words} checkpoint=2").compile(layers=6).ranks == plain.ranks
 
 
-@pytest.mark.parametrize("rest", ["schedule=gpipe", "schedule=1f1b checkpoint=1 dp=2 zero=2", "schedule=looped-bfs"])
-@pytest.mark.parametrize("place", ["0,1,1,0", "1,0,1,1", "0,2,1,0"])
-def test_layers_on_any_rank_do_too(place: str, rest: str) -> None:
-    words = f"tp=2 pp={1 + max(map(int, place.split(',')))} place={place} microbatches=3 {rest}"
-    as_the_rule_says(Plan.parse(words).compile(layers=4), RandomCosts(7))
-
-
-@pytest.mark.parametrize("words", ["copies=2 dp=2 microbatches=4", "copies=3 sequence_parallel=true microbatches=5"])
-def test_micro_batches_in_step_do_too(words: str) -> None:
-    as_the_rule_says(Plan.parse(f"tp=2 batch_{words}").compile(layers=3, steps=2), RandomCosts(7))
-
-
 def as_the_rule_says(program: Program, costs: RandomCosts) -> None:
     trace = simulate(program, costs)
     starts, ends = start_and_end(program, costs)
     assert [list(row) for row in trace.starts] == starts
     assert [list(row) for row in trace.ends] == ends
-
-
-@pytest.mark.parametrize("words", ["tp=4 microbatches=2", "tp=2 pp=2 dp=2 microbatches=2 sequence_parallel=true"])
-def test_times_are_the_least_that_the_rule_allows(words: str) -> None:
-    program, costs = Plan.parse(words).compile(layers=2), RandomCosts(3)
-    trace = simulate(program, costs)
-    assert ([list(row) for row in trace.starts], [list(row) for row in trace.ends]) == brute_force(program, costs)
 
 
 # how many collectives -------------------------------------------------------------------------------------------------
@@ -119,60 +100,7 @@ def test_what_runs_again_is_summed_again(layers: int, length: int, m: int) -> No
     assert found["grad_output", Op.ALL_REDUCE] == 2 * layers * m
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved", "dualpipe-v"])
-def test_stages_share_them_out(schedule: str) -> None:
-    pp, m, layers = 2, 4, 8
-    program = planned(f"microbatches={m}", schedule, pp).compile(layers=layers)
-    per_stage = [changes(program, rank) for rank in program_ranks(program, tp=0)]
-    total: Counter[tuple[str, Op]] = sum(per_stage, Counter())
-    assert total == Counter({("output", Op.ALL_REDUCE): 2 * layers * m, ("grad_output", Op.ALL_REDUCE): 2 * layers * m})
-
-
-def program_ranks(program: Program, tp: int) -> list[int]:
-    """The ranks at one place of the axis tp."""
-    return [rank for rank in range(len(program.ranks)) if program.shard(rank) == tp]
-
-
-def test_inference_has_no_sums_backward() -> None:
-    found = changes(Plan(tp=2, inference=True).compile(layers=3))
-    assert found == Counter({("output", Op.ALL_REDUCE): 6})
-
-
-def test_sharing_ranks_have_the_same_program_but_for_their_peers() -> None:
-    program = Plan.parse("tp=2 pp=2 dp=2 zero=1 microbatches=2").compile(layers=4)
-    for rank in program_ranks(program, tp=0):
-        mine, other = program.ranks[rank], program.ranks[rank + 1]
-        assert [(ins.op, ins.layers, ins.reads, ins.writes) for ins in mine] == [
-            (ins.op, ins.layers, ins.reads, ins.writes) for ins in other
-        ]
-        for a, b in zip(mine, other, strict=True):
-            assert (a.peer < 0 and b.peer < 0) or b.peer == a.peer + 1
-
-
 # groups of the mesh ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("words", ["dp=2 pp=2 tp=2", "dp=2 pp=2 tp=4", "pp=2 tp=2 sequence_parallel=true"])
-def test_collectives_are_of_the_groups_of_the_mesh(words: str) -> None:
-    plan = Plan.parse(f"{words} microbatches=2")
-    program = plan.compile(layers=4)
-    mesh = plan.layout(uniform(4)).mesh
-    assert [name for name, _ in program.mesh] == ["dp", "pp", "tp"]
-    for rank, row in enumerate(program.ranks):
-        place = mesh.coordinates(rank)
-        for ins in row:
-            if repartitions(ins):
-                assert ins.group == mesh.group(rank, "tp")
-                assert ins.stream == f"tp {','.join(map(str, ins.group))}"
-            elif ins.group:
-                assert ins.op is Op.ALL_REDUCE
-                parts = all(program.groups[g].form == "P" for g in ins.layers)
-                assert ins.group in ([mesh.group(rank, "tp")] if parts else []) + [mesh.group(rank, "dp")]
-            elif ins.peer >= 0:
-                other = mesh.coordinates(ins.peer)
-                assert {**other, "pp": place["pp"]} == place
-                assert abs(other["pp"] - place["pp"]) == 1
-    assert all(mesh.rank(**mesh.coordinates(rank)) == rank for rank in range(plan.ranks))
 
 
 def test_the_norm_is_that_of_all_ranks_and_counts_each_shard() -> None:
@@ -192,19 +120,6 @@ def test_values_cross_stages_in_the_form_in_which_they_are_read() -> None:
 
 
 # fusing, shapes and plans ---------------------------------------------------------------------------------------------
-
-
-def test_fusing_stops_at_collectives() -> None:
-    row = Plan(tp=2).compile(layers=2).ranks[0]
-    for ins in row:
-        if ins.op is Op.FORWARD or ins.op in BACKWARDS:
-            writers = ins.layers[:-1] if ins.op is Op.FORWARD else ins.layers[1:]  # whose value another one reads
-            assert not any(node % 5 in (1, 3) for node in writers), ins  # after a partial sum comes a collective
-
-
-def test_stages_have_whole_layers() -> None:
-    program = Plan(tp=2, pp=2).compile(layers=3)
-    assert [{node // 5 for node in held} for held in program.placement] == [{0, 1}, {0, 1}, {2}, {2}]
 
 
 def test_buckets_and_segments_are_named_by_layers_and_not_by_nodes() -> None:
@@ -240,7 +155,58 @@ def test_ranks_that_decide_as_they_run_share_no_layers(key: str) -> None:
         Plan.parse(f"{key}=2 pp=2 schedule=ampnet")
 
 
-def test_an_algorithm_of_ones_choice_sums_gradients_beside_the_collectives_of_forms() -> None:
-    program = Plan.parse("tp=2 dp=2 algorithm=ring overlap=none").compile(layers=2)
-    verify(program)
-    assert program.algorithm == "ring"
+# micro-batches in step, and what is named by layers -------------------------------------------------------------------
+
+
+def forwards(words: str, rank: int = 0) -> list[tuple[str, int]]:
+    """Micro-batches of the computing instructions of a rank, in their order."""
+    row = Plan.parse(words).compile(layers=1).ranks[rank]
+    return [(ins.op.name[0], ins.microbatch) for ins in row if ins.op in (Op.FORWARD, Op.BACKWARD)]
+
+
+def test_micro_batches_go_in_step_where_forward_and_backward_alternate() -> None:
+    apart, together = (forwards(f"tp=2 microbatches=2{more}") for more in ("", " batch_copies=2"))
+    assert apart == [("F", 0)] * 3 + [("B", 0)] * 3 + [("F", 1)] * 3 + [("B", 1)] * 3
+    assert together == [("F", 0), ("F", 1)] * 3 + [("B", 0), ("B", 1)] * 3
+
+
+class Costs(RandomCosts):
+    """Each node takes 1, each collective 1."""
+
+    def draw(self, *name: object) -> float:
+        return 0.0 if "STEP" in str(name[2]) or name[0] in ("bandwidth", "latency") else 1.0
+
+
+@pytest.mark.parametrize("words", ["tp=2 dp=2", "tp=2 sequence_parallel=true"])
+def test_copies_take_less_time_where_collectives_cost_some(words: str) -> None:
+    plans = [f"{words} bucket=none microbatches=4 batch_copies={copies}" for copies in (1, 2)]
+    apart, together = (simulate(Plan.parse(plan).compile(layers=4), Costs(0)).time for plan in plans)
+    assert together < apart
+
+
+def test_copies_without_effect_are_refused() -> None:
+    with pytest.raises(PlanError, match="batch_copies=2: is of ranks that share layers, with several micro-batches"):
+        Plan(tp=2, batch_copies=2)
+    with pytest.raises(PlanError, match="batch_copies=2: not together with pp=2"):
+        Plan.parse("tp=2 pp=2 microbatches=2 batch_copies=2")
+
+
+def test_partial_gradients_go_in_buckets() -> None:
+    """Where replicas sum them again, they lie in the buckets of that sum already."""
+
+    def sums(words: str) -> list[tuple[int, ...]]:
+        row = Plan.parse(words).compile(layers=3).ranks[0]
+        return [ins.layers for ins in row if ins.op is Op.ALL_REDUCE and not repartitions(ins)]
+
+    assert sums("context_parallel=2") == [(2, 1, 0)]
+    assert sums("context_parallel=2 bucket=none") == [(2,), (1,), (0,)]
+    assert sums("context_parallel=2 bucket=1,") == [(2, 1), (0,)]
+    assert sums("context_parallel=2 dp=2") == [(2,), (1,), (0,), (2, 1, 0)]
+
+
+def test_places_are_named_by_layers_and_not_by_nodes() -> None:
+    program = Plan.parse("tp=2 pp=2 place=0,1,0").compile(layers=3)
+    assert [sorted({node // 5 for node in held}) for held in program.placement] == [[0, 2], [0, 2], [1], [1]]
+    for words, says in (("tp=2 pp=2 place=0,1", "place=0,1: of 2 layers, but the model has 3"),):
+        with pytest.raises(PlanError, match=says):
+            Plan.parse(words).compile(layers=3)

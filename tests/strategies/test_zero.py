@@ -12,8 +12,6 @@ from minipar.program import Op, buffer, grad, grad_shard, norm, optimizer_shard,
 from tests.fuzz.verify_interpreter import judge
 from tests.interpreters import compiled, shape
 
-COLLECTIVE = (Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.NORM)
-
 
 def listing(program, rank=0, ops=None) -> list[str]:
     """Short texts of a rank's instructions: AG, RS and AR for the collectives, without their ranks."""
@@ -61,12 +59,6 @@ def test_without_overlap_there_is_one_step_between_sums_and_gathers(level):
     ]  # fmt: skip
 
 
-def test_groups_that_stay_whole_have_a_step_of_their_own():
-    program = compiled("dp=2 pp=2 zero=1 bucket=none", shape(4, tied=[(0, 3)]))
-    assert listing(program, ops=(Op.STEP, Op.ALL_GATHER)) == ["STEP 1", "AG 1", "STEP 0", "AG 0", "STEP 4"]
-    assert judge(program) == ""
-
-
 def test_sums_run_beside_the_backward_and_gathers_beside_the_update():
     """A sum of one layer takes half of its backward, and a gather as long. Left are the last sum and all gathers."""
     each, step = 1.0, 1.0
@@ -100,18 +92,6 @@ def test_stage_2_sums_during_backward_after_every_microbatch_or_once():
     assert listing(once) == [
         "F 0:2 mb0", "B 0:2 mb0", "F 0:2 mb1", "B 1 mb1", "RS 1", "B 0 mb1", "RS 0", "STEP 1", "AG 1", "STEP 0", "AG 0",
     ]  # fmt: skip
-
-
-def test_buckets_and_overlap():
-    assert listing(compiled("dp=2 zero=2 bucket=flat", 3)) == [
-        "F 0:3 mb0",
-        "B 0:3 mb0",
-        "RS 2,1,0 mb0",
-        "STEP 0:3",
-        "AG 0:3",
-    ]
-    late = listing(compiled("dp=2 zero=2 bucket=none overlap=none", 3), ops=(Op.BACKWARD, Op.REDUCE_SCATTER))
-    assert late == ["B 0:3 mb0", "RS 2 mb0", "RS 1 mb0", "RS 0 mb0"]
 
 
 def test_stage_3_gathers_before_use_and_frees_after_it():
@@ -161,13 +141,6 @@ def test_tied_groups_inside_a_stage_are_sharded_and_across_stages_are_not():
         } <= program.state[rank]
         assert [ins.layers for ins in program.ranks[rank] if ins.op is Op.ALL_REDUCE] == [(across,)]
     assert judge(program) == ""
-
-
-def test_frozen_groups_stay_whole():
-    program = compiled("dp=2 zero=3", shape(3, frozen=[0]))
-    assert param(0) in program.state[0]
-    assert optimizer_shard(0) not in program.state[0]
-    assert program.sharded == {1, 2}
 
 
 def test_one_replica_has_nothing_to_share():
@@ -263,13 +236,6 @@ def test_memory_is_that_of_the_formula(n):
 def test_keys_are_checked(words, reason):
     with pytest.raises(PlanError, match=reason):
         Plan.parse(words)
-
-
-def test_plans_print_and_parse():
-    plan = Plan(dp=2, zero=3, prefetch=2, reduce="step", clip=0.5)
-    assert str(plan) == "dp=2 pp=1 zero=3 reduce=step prefetch=2 clip=0.5"
-    assert Plan.parse(str(plan)) == plan
-    assert Plan.parse("clip=none").clip is None
 
 
 def changed(program, op, **fields):
