@@ -14,27 +14,19 @@ import torch
 from torch import nn
 
 from minipar import Cluster, PlanError, calibrate, simulate, train
-from minipar.costs.rates import Calibration
+from minipar.costs.rates import Copies
 from minipar.execution.measuring import calibration
+from minipar.execution.measuring.calibration import measure_copies
 from minipar.prediction.profiled import ProfiledCosts
 from minipar.strategies.plan import Plan
 from tests.costs.test_rates import PROFILE
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(3)
-
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-TWO = pytest.mark.extra("::test_rates_are_positive_and_finite")  # (of three ranks)
-
-
-@pytest.fixture(scope="module", params=[pytest.param(2, marks=TWO), 3])
-def found(request, clusters) -> Calibration:
-    return calibrate(clusters(request.param), seconds=0.1, progress=False)
-
-
-def test_rates_are_positive_and_finite(found):
+def test_rates_are_positive_and_finite(clusters):
+    found = calibrate(clusters(3), seconds=0.1, progress=False)
     pairs = [(a, b) for a in range(found.ranks) for b in range(a + 1, found.ranks)]
     assert [(a, b) for a, b, _ in found.links] == pairs
     assert [n for n, _ in found.allreduce] == list(range(2, found.ranks + 1))
@@ -46,15 +38,7 @@ def test_rates_are_positive_and_finite(found):
         assert 0 < line.at(2**20) < 10
     assert 0 < found.flops_together <= 100 * found.flops_alone < math.inf
     assert 1 <= found.concurrency <= min(found.ranks, found.cores)
-
-
-def test_a_longer_message_takes_longer(found):
-    seconds = [found.message(0, 1).at(size) + found.sum_over(2, size) for size in (2**10, 2**20, 2**30)]
-    assert seconds[0] < seconds[1] < seconds[2]
-
-
-def test_predictions_use_it(found):
-    program = Plan(pp=found.ranks, microbatches=1).compile(layers=4)
+    program = Plan(pp=3, microbatches=1).compile(layers=4)
     costs = ProfiledCosts(program, PROFILE, 2, calibration=found)
     assert 4 * 3e-3 < simulate(program, costs).time < 10
 
@@ -80,18 +64,6 @@ def test_ranks_of_two_hosts(monkeypatch):
     assert all(0 < line.at(2**20) < 10 for *_, line in found.across)
     assert found.filling == 1.0, "the first host has one rank"
     assert found.cores == len(os.sched_getaffinity(0)), "both hosts are this machine"
-
-
-def test_one_rank_has_no_links(clusters):
-    alone = calibrate(clusters(1), seconds=0.05, progress=False)
-    assert alone.links == alone.allreduce == alone.exchange == ()
-    assert alone.flops_alone > 0
-    assert alone.concurrency == 1
-
-
-def test_the_cluster_is_as_it_was(clusters):
-    calibrate(clusters(2), seconds=0.05, progress=False)
-    assert clusters(2).run(lambda: 1) == [1, 1]
 
 
 def test_refusals(clusters):
@@ -141,3 +113,19 @@ def test_train_measures_what_a_program_needs_once_on_each_cluster(monkeypatch):
     assert measured == [stages, stages, sums]
     assert first.predicted.time > 0
     assert second.predicted.time > 0
+
+
+# copies to slower tiers -----------------------------------------------------------------------------------------------
+
+
+def test_lines_of_both_tiers(tmp_path):
+    found = measure_copies(torch.device("cpu"), True, str(tmp_path))
+    assert all(line.at(1 << 20) > 0 for line in found)
+    assert found.to_disk != Copies().to_disk  # measured
+    assert list(tmp_path.iterdir()) == []  # nothing is left
+
+
+def test_the_disk_is_left_alone_unless_it_is_asked_for():
+    found = measure_copies(torch.device("cpu"), False)
+    assert found[2:] == Copies()[2:]
+    assert found.to_host != Copies().to_host

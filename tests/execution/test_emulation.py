@@ -61,7 +61,6 @@ def run(plan: str, cluster: Cluster, passes: int = 2) -> tuple[Execution, Trace]
 @pytest.mark.parametrize(
     "plan",
     [
-        "pp=4 schedule=gpipe microbatches=8",
         "pp=4 schedule=1f1b microbatches=8",
         "pp=4 schedule=ampnet microbatches=8",
         "dp=4 microbatches=8",
@@ -87,11 +86,10 @@ def test_it_computes_the_same(clusters: dict[str, Cluster]) -> None:
         assert all(torch.equal(mine[name], others[name]) for name in mine)
 
 
-@pytest.mark.parametrize("plan", ["pp=4 schedule=1f1b microbatches=4", "pp=4 schedule=gpipe microbatches=3"])
-def test_nothing_ends_before_the_device_would_end_it(clusters: dict[str, Cluster], plan: str) -> None:
+def test_nothing_ends_before_the_device_would_end_it(clusters: dict[str, Cluster]) -> None:
     """However late ranks are woken: each message and each computation ends when, at the earliest, it can on devices
     that begin with the first of them. (Between two real events less time may pass: what was late is made up.)"""
-    done, predicted = run(plan, clusters["slow link"])
+    done, predicted = run("pp=4 schedule=1f1b microbatches=4", clusters["slow link"])
     trace, program = done.trace, done.program
     first = min(map(min, trace.starts))  # (the first receives are posted as their rank's device begins)
     for rank, row in enumerate(program.ranks):
@@ -119,14 +117,6 @@ def test_work_that_takes_longer_than_the_device_is_an_overrun() -> None:
         done = execute(program, Job(wide, data, loss=nn.functional.mse_loss), cluster=cluster)
     assert all(0 in found for found in done.trace.overruns)  # its forward
     assert "overrun" in done.trace.note
-
-
-def test_operations_need_a_rate_and_take_time_by_it(clusters: dict[str, Cluster]) -> None:
-    with Cluster(2, device="flops=10MFLOP/s") as cluster:
-        done, predicted = run("pp=2 schedule=gpipe microbatches=2", cluster)
-    share = 4 * 2 * 32 * 16 * 16 / 10e6  # of one micro-batch's forward on one rank: two operations a weight and row
-    for trace in (predicted, done.trace):  # three shares in turn, and as many backwards of nearly twice the time
-        assert 3 * 2.5 * share <= trace.time <= 3 * 3 * share + 0.5
 
 
 def test_a_clock_counts_delays_once() -> None:
@@ -192,7 +182,7 @@ def imported() -> set[str]:
     return {"sympy", "torch.fx.experimental.symbolic_shapes", "torch._dynamo"} & sys.modules.keys()
 
 
-@pytest.mark.parametrize("words", ["schedule=pipedream", "schedule=1f1b checkpoint=1", "schedule=zb-h1"])
+@pytest.mark.parametrize("words", ["schedule=1f1b checkpoint=1", "schedule=zb-h1"])
 def test_nothing_large_is_imported_for_a_run(words: str) -> None:
     """Autograd's own way into its engine imports sympy at the first backward, optimizers and what sees operations the
     compiler, and tensors like those without memory sympy."""

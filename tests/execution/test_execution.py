@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 from minipar import Plan, PlanError, data, execute, models, train, verify
-from minipar.comm.links import Links
-from minipar.errors import ProgramError, RankError
+from minipar.errors import ProgramError
 from minipar.execution.execution import Job
 from minipar.models.parameter_groups import shape_of
-from minipar.program import Op, output
+from minipar.program import Op
 from minipar.training.plainly import train_reference
 from minipar.training.reference import gradient_error
 from tests.interpreters import mutations
@@ -40,27 +38,6 @@ def test_several_steps_in_one_program_are_several_steps(clusters):
     assert found.losses == pytest.approx(plain.losses, rel=1e-12)
     for mine, expected in zip(found.gradients, plain.gradients, strict=True):
         assert gradient_error(mine, expected) < 1e-12
-
-
-@pytest.mark.parametrize("text", ["pp=4 microbatches=4 schedule=gpipe", "pp=2 dp=2 microbatches=3 bucket=0.0001"])
-def test_unfused_and_reordered_programs_run_right(clusters, text):
-    """Any order that verifies gives the same gradients: here every receive is moved up as far as it can go."""
-    program = compiled(text)
-    for rank, instructions in enumerate(program.ranks):
-        order = list(instructions)
-        for k, ins in enumerate(instructions):
-            if ins.op is Op.RECV:
-                order.remove(ins)
-                before = sum(other.op is Op.RECV for other in instructions[:k])
-                order.insert(before, ins)
-        program = program.with_rank(rank, order)
-    try:
-        verify(program)
-    except ProgramError as error:
-        pytest.fail(str(error))
-    found = execute(program, job(), cluster=clusters(len(program.ranks)))
-    plain = train_reference(job(), 1)
-    assert gradient_error(found.gradients[0], plain.gradients[0]) < 1e-12
 
 
 def test_the_measured_trace_is_of_the_program_that_ran(clusters):
@@ -123,17 +100,6 @@ def test_a_shape_that_changes_is_announced_again(clusters, microbatches):
     assert losses("pp=2 split=1,2", 2) == losses("dp=1", 1)
 
 
-def test_a_shape_that_changes_is_refused_where_receives_are_posted():
-    """gloo would abort the receiving process, or leave stale data."""
-    program = compiled("pp=2 microbatches=2 split=1,2", growing)
-    done = SimpleNamespace(wait=lambda: None)
-    comm = SimpleNamespace(rank=0, posts=True, isend=lambda tensor, peer, tag: done)
-    links = Links(program, comm, lambda value: 1)
-    links.send((output(0, 0, 0),), [torch.zeros(1, 6)], 1)
-    with pytest.raises(RankError, match="another form than before"):
-        links.send((output(0, 1, 0),), [torch.zeros(1, 12)], 1)
-
-
 def test_loss_must_be_a_scalar(clusters):
     program = compiled("pp=2")
     with pytest.raises(Exception, match="must be a scalar"):
@@ -174,10 +140,7 @@ def test_refusals(clusters):
         Job(MODEL, data.stdlib_text(), batch=0)
 
 
-@pytest.mark.parametrize(
-    ("text", "seed"),
-    [("pp=4 microbatches=3", 1), ("pp=2 dp=2 microbatches=2 bucket=0.0001", 2), ("dp=2 microbatches=3 bucket=none", 3)],
-)
+@pytest.mark.parametrize(("text", "seed"), [("pp=4 microbatches=3", 1), ("pp=2 dp=2 microbatches=2 bucket=0.0001", 2)])
 def test_mutants_that_verify_accepts_still_give_the_right_gradients(clusters, text, seed):
     """Whatever random change verify lets pass is a program that runs, and runs right."""
     program = compiled(text)

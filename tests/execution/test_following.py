@@ -82,33 +82,6 @@ def test_ranks_tell_their_times_now_and_then() -> None:
     assert Reporter(False, program).news(0, [1.0], [1.0], [2.0]) == News(0, [1.0], None)
 
 
-@pytest.mark.extra("::test_servers_workers_tell_while_they_run")
-@pytest.mark.many(4)
-@pytest.mark.parametrize("schedule", ["pipedream", "pipedream-2bw", "ampnet"])
-def test_asynchronous_pipelines_tell_while_they_run(clusters: Clusters, schedule: str) -> None:
-    moments: list[Moment] = []
-    run = train(
-        partial(models.mlp, widths=(32, 64, 64, 64, 256)), data.for_model("mlp-tiny"),
-        f"pp=2 microbatches=4 schedule={schedule}",
-        cluster=clusters(2), steps=300, batch=16, progress=False, watch=moments.append,
-    )  # fmt: skip
-    steps = [m.step for m in moments]
-    assert steps == sorted(steps)
-    assert steps[-1] == 300
-    assert len([k for k in set(steps) if 0 < k < 300]) >= 2  # not only at the end
-    assert all(b.seconds - a.seconds >= EVERY - 1e-9 for a, b in pairwise(moments[:-1]))
-    each = len(run.losses) // 300
-    for m in moments:
-        assert m.losses == pytest.approx(run.losses[: each * m.step], rel=1e-12)
-    seen = [m.trace for m in moments if m.trace is not None]
-    assert len(seen) >= 2
-    for trace in seen:
-        assert len({ins.step for row in trace.program.ranks for ins in row}) < 30  # some step and its neighbours
-        assert min(trace.busy) > 0
-        assert trace.time < run.trace.time / 4
-    assert seen[-1].note.startswith("the time of step 300;")
-
-
 def test_servers_workers_tell_while_they_run(clusters: Clusters) -> None:
     moments: list[Moment] = []
     run = train(

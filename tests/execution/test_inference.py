@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from minipar import Plan, simulate
+from minipar import Plan
 from minipar.errors import PlanError
 from minipar.execution.execution import Job, execute
 from minipar.models.parameter_groups import shape_of
@@ -25,9 +25,7 @@ def job(depth: int) -> Job:
     return Job(chain(depth), (torch.randn(12, 32), torch.randn(12, 32)), loss=mse, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(
-    "text", ["microbatches=3", "dp=2", "pp=2 schedule=gpipe microbatches=3", "pp=4 microbatches=4"]
-)
+@pytest.mark.parametrize("text", ["dp=2", "pp=2 schedule=gpipe microbatches=3"])
 def test_the_loss_is_plain_torch_s(clusters, text):
     plan = Plan.parse(text + " inference=true")
     program = plan.compile(shape_of(chain(8)))
@@ -51,13 +49,6 @@ def test_activations_do_not_grow_with_depth(clusters, text):
         if not text:
             assert peaks[-1] <= [2 * 12 * 32 * 8]  # two buffers, in turn
     assert peaks[0] == peaks[1]
-
-
-def test_predicted_too() -> None:
-    program = Plan(inference=True).compile(layers=10)
-    trace = simulate(program, forward=1.0)
-    assert trace.time == 1.0
-    assert not any(value.kind == "saved" for ins in program.ranks[0] for value in ins.writes)
 
 
 def test_what_is_neither_true_nor_false_is_refused() -> None:

@@ -117,81 +117,13 @@ def batch(kind: type, width: int = 6, count: int = 10):
 
 @pytest.mark.parametrize(
     "plan",
-    [
-        "pp=4 schedule=1f1b microbatches=3 split=1,1,1,2",
-        "pp=2 schedule=zb-h1 microbatches=4",
-        "dp=2 zero=3 microbatches=2",
-        "pp=2 dp=2 microbatches=2 checkpoint=sqrt zero=1",
-        "pp=2 microbatches=2 offload=activations",
-    ],
+    ["pp=2 schedule=zb-h1 microbatches=4", "dp=2 zero=3 microbatches=2", "pp=2 microbatches=2 offload=activations"],
 )
 @pytest.mark.parametrize("kind", [dict, tuple])
 def test_dicts_and_none_between_layers(clusters, plan, kind):
     cluster = clusters(minipar.Plan.parse(plan).ranks)
     run = minipar.train(
         dicts, batch(kind), plan, cluster=cluster, steps=4, loss=nn.functional.mse_loss, optimizer=SGD,
-        dtype=torch.float64, check=True, progress=False,
-    )  # fmt: skip
-    assert run.max_gradient_error() < 1e-12
-    assert run.losses == pytest.approx(run.reference.losses, rel=1e-12)
-
-
-def test_dicts_at_a_width_at_which_memory_is_used_again(clusters):
-    run = minipar.train(
-        partial(dicts, 192), batch(dict, 192, 200), "pp=2 dp=2 microbatches=3 checkpoint=2", cluster=clusters(4),
-        steps=4, loss=nn.functional.mse_loss, optimizer=SGD, dtype=torch.float64, check=True, progress=False,
-        memory=True,
-    )  # fmt: skip
-    assert run.max_gradient_error() < 1e-12
-    assert run.peak_memory == pytest.approx(run.predicted.peak_memory(), rel=0.2)
-
-
-class Lengths:
-    """Sequences of another length in each step."""
-
-    def __init__(self, *lengths: int) -> None:
-        self.lengths = lengths
-
-    def batch(self, step: int, size: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(step)
-        ids = torch.randint(11, (size, self.lengths[step % len(self.lengths)] + 1), generator=generator)
-        return ids[:, :-1], ids[:, 1:]
-
-
-class Attention(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.qkv = nn.Linear(width, 3 * width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).chunk(3, -1)
-        return x + nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-
-def of_tokens(width: int = 8) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Embedding(11, width), Attention(width), Attention(width), nn.LayerNorm(width), nn.Linear(width, 11)
-    )
-
-
-def next_token(output: Tensor, y: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(output.transpose(1, 2), y)
-
-
-@pytest.mark.parametrize(
-    "plan",
-    [
-        "pp=4 schedule=1f1b microbatches=4 split=1,1,1,2",
-        "pp=2 dp=2 schedule=zb-h1 microbatches=2",
-        "pp=2 schedule=interleaved microbatches=2 chunks=2",
-        "pp=2 schedule=pipedream microbatches=2",
-        "pp=2 microbatches=2 checkpoint=2 offload=activations",
-    ],
-)
-def test_sequences_may_have_another_length_in_each_step(clusters, plan):
-    cluster = clusters(minipar.Plan.parse(plan).ranks)
-    run = minipar.train(
-        of_tokens, Lengths(5, 9, 9, 2, 5, 7), plan, cluster=cluster, steps=6, batch=9, loss=next_token, optimizer=SGD,
         dtype=torch.float64, check=True, progress=False,
     )  # fmt: skip
     assert run.max_gradient_error() < 1e-12
@@ -240,8 +172,7 @@ class Padded:
         return torch.where(torch.arange(9) < lengths, ids, 0), torch.randn(size, 6, generator=generator)
 
 
-@pytest.mark.parametrize("plan", ["pp=4 schedule=1f1b microbatches=6 split=1,1,1,1", "pp=2 microbatches=3 split=2,2"])
-def test_a_form_may_change_with_every_micro_batch(clusters, plan):
+def test_a_form_may_change_with_every_micro_batch(clusters):
     """Gradients travel back while outputs of other forms are on their way."""
 
     def losses(plan: str) -> list[float]:
@@ -250,7 +181,7 @@ def test_a_form_may_change_with_every_micro_batch(clusters, plan):
             loss=nn.functional.mse_loss, optimizer=SGD, dtype=torch.float64, progress=False,
         ).losses  # fmt: skip
 
-    assert losses(plan) == pytest.approx(losses("microbatches=" + plan.split("microbatches=")[1][0]), rel=1e-12)
+    assert losses("pp=4 microbatches=6 split=1,1,1,1") == pytest.approx(losses("microbatches=6"), rel=1e-12)
 
 
 def test_what_cannot_be_looked_into_is_refused(clusters):
@@ -281,22 +212,11 @@ class UsesThem(nn.Module):
         return x * bias + row
 
 
-def tables(width: int) -> nn.Sequential:
-    return nn.Sequential(
-        nn.Linear(6, width), HandsOnItsParameter(width), UsesThem(), nn.Linear(width, width), nn.Linear(width, 6)
-    )
+def tables(width: int = 192) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, width), HandsOnItsParameter(width), UsesThem(), nn.Linear(width, 6))
 
 
-@pytest.mark.parametrize("width", [6, 192])
-@pytest.mark.parametrize(
-    "text",
-    [
-        "dp=2 zero=3",
-        "dp=2 zero=3 checkpoint=1",
-        "dp=2 zero=3 offload=parameters",
-        "pp=2 offload=parameters microbatches=2",
-    ],
-)
-def test_a_layer_may_hand_on_its_own_parameters(clusters, text, width):
+@pytest.mark.parametrize("text", ["dp=2 zero=3 checkpoint=1", "pp=2 offload=parameters microbatches=2"])
+def test_a_layer_may_hand_on_its_own_parameters(clusters, text):
     """Also where their memory is let go of when the layer has run."""
-    check(clusters, Plan.parse(text), partial(tables, width), rows(8), steps=4)
+    check(clusters, Plan.parse(text), tables, rows(8), steps=4)

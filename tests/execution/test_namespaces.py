@@ -20,7 +20,7 @@ import pytest
 from minipar.cluster import Cluster
 from minipar.cluster.launch import child_environment
 from minipar.execution.saving.folder import open_folder
-from tests.execution.over_namespaces import DECIDING, LIMITED, PLANS, near, trained
+from tests.execution.over_namespaces import trained
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("over_namespaces.py")
@@ -48,15 +48,6 @@ class Hosts:
     def end(self) -> None:
         for name in self.names:
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
-
-    def limit(self, rate: str | None) -> None:
-        """Give both ends of the cable a bandwidth, such as "100mbit"; None: as fast as it is."""
-        for name, cable in zip(self.names, self.cables, strict=True):
-            words = ["tc", "-n", name, "qdisc", "replace" if rate else "del", "dev", cable, "root"]
-            words += ["tbf", "rate", rate, "burst", "64kb", "latency", "1s"] if rate else []
-            done = subprocess.run(words, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise OSError(f"{' '.join(words)}: {done.stderr.strip()}")
 
     def cut(self, off: bool = True) -> None:
         """Unplug the cable, or plug it in again."""
@@ -124,58 +115,6 @@ def wait_for(path: Path, started: list[subprocess.Popen[str]], seconds: float = 
         assert time.monotonic() < until, f"{path.name} did not come"
         time.sleep(0.05)
     return json.loads(path.read_text() or "{}")
-
-
-@pytest.fixture(scope="module")
-def running(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[list[Any], Path]]:
-    """The script under one torchrun for several tests, since starting it costs 15 seconds of a core; and its folder. It
-    waits for a folder of each part's name before it goes on."""
-    folder = tmp_path_factory.mktemp("hosts")
-    started = hosts.torchrun("plans,slow,slower", folder)
-    try:
-        yield started, folder
-    finally:
-        for process in started:
-            process.terminate()
-        finish(started)
-
-
-@pytest.mark.extra("execution/test_over_hosts.py::test_losses_and_gradients")
-def test_plans_on_two_hosts(running: tuple[list[Any], Path]) -> None:
-    """Losses are those of one machine over gloo, bit for bit; gradients those of plain torch."""
-    started, folder = running
-    (folder / "plans").mkdir()
-    found = [wait_for(folder / f"plans/{k}.json", started) for k in range(len(PLANS) + len(DECIDING))]
-    with Cluster(4, device="cpu", transport="gloo") as four:
-        for plan, one in zip(PLANS, found, strict=False):
-            assert one["losses"] == trained(plan, four).losses, plan
-    for plan, one in zip((*PLANS, *DECIDING), found, strict=True):
-        assert one["error"] <= 1e-12, plan
-        assert one["clock_error"] > 0, plan
-
-
-@pytest.mark.extra("execution/test_emulation.py::test_the_measured_step_is_the_predicted_one")
-def test_steps_on_slow_cables_take_as_long_as_predicted(hosts: Hosts, running: tuple[list[Any], Path]) -> None:
-    """Within 15 %, in one of three attempts. Other work on the machine makes steps
-    longer, but little: the ranks compute a few milliseconds of a step of 1 to 3 seconds. (At 200 Mbit/s the cores
-    count: beside eight other busy processes, a step of `pp=4` took 25 % longer.)"""
-    started, folder = running
-    (folder / "plans").mkdir(exist_ok=True)
-    wait_for(folder / f"plans/{len(PLANS) + len(DECIDING) - 1}.json", started)
-    for name, rate, limited in (("slow", "100mbit", LIMITED[1:]), ("slower", "50mbit", LIMITED[:1])):
-        try:
-            hosts.limit(rate)
-        except OSError as error:
-            pytest.skip(f"no limit of bandwidth: it needs tc with tbf ({error})")
-        try:
-            (folder / name).mkdir()
-            for number, (plan, *_) in enumerate(limited):
-                found = wait_for(folder / f"{name}/{number}.json", started)
-                assert near(**found), (rate, plan, found)
-        finally:
-            hosts.limit(None)
-    finish(started)
-    assert [process.returncode for process in started] == [0, 0]
 
 
 @pytest.mark.extra("cluster/test_far.py::test_a_rank_that_cannot_be_interrupted_ends_after_the_driver")

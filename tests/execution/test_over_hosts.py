@@ -27,7 +27,7 @@ from tests.execution.test_over_gloo import pair
 from tests.fuzz.campaign import Ranks, judge
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(6)
+pytestmark = pytest.mark.many(2)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -36,12 +36,8 @@ SGD, ADAM = partial(torch.optim.SGD, lr=0.3), partial(torch.optim.AdamW, lr=0.01
 
 PLANS = [
     "dp=4 bucket=0.0001 microbatches=2",
-    "dp=4 zero=1 microbatches=2",
     "dp=4 zero=3 prefetch=2 microbatches=2",
-    "pp=4 schedule=1f1b microbatches=5",
     "pp=4 schedule=interleaved microbatches=4",
-    "dp=2 pp=2 schedule=1f1b zero=1 microbatches=3",
-    "pp=4 offload=optimizer,parameters,activations microbatches=2",
 ]
 
 
@@ -95,10 +91,8 @@ def test_losses_and_gradients(apart: Ranks, by_gloo: Cluster, text: str) -> None
 @pytest.mark.parametrize(
     "text",
     [
-        "dp=2 sync=ps servers=2 microbatches=2",
         "dp=3 sync=ps mode=async on_death=continue",
         "pp=4 schedule=ampnet microbatches=3",  # its ranks look for messages, those of the other host included
-        "pp=4 schedule=pipedream microbatches=5",
     ],
 )
 def test_orders_that_are_replayed(apart: Ranks, text: str) -> None:

@@ -1,4 +1,4 @@
-"""The two halves of a backward together give the whole backward's gradients; the first half changes no parameter."""
+"""The two halves of a backward: what each computes and keeps. (Their gradients: tests/execution/test_gradients.py.)"""
 
 from __future__ import annotations
 
@@ -7,46 +7,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from minipar import models
 from minipar.execution.memory.storages import Storages
 from minipar.execution.split_backward import input_half, left, noting_hooks, weight_half
-from tests.toys import Fork, Tied
-
-LAYERS = {
-    "linear": lambda: nn.Linear(6, 6),
-    "deep": lambda: nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.LayerNorm(6), nn.Linear(6, 6), nn.ReLU()),
-    "without parameters": lambda: nn.GELU(),
-    "frozen": lambda: nn.Linear(6, 6).requires_grad_(False),
-    "block": lambda: models.build("gpt-tiny", width=6, heads=2)[1],
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("first", [False, True], ids=["inner layer", "first layer"])
-def test_halves_are_the_whole(name, first):
-    torch.manual_seed(0)
-    layer = LAYERS[name]()
-    x = torch.randn(2, 5, 6, requires_grad=not first)
-    parameters = [p for p in layer.parameters() if p.requires_grad]
-    end = layer(x)
-    if not end.requires_grad:
-        with pytest.raises(RuntimeError):
-            end.sum().backward()
-        return
-    gradient = torch.randn_like(end)
-    end.backward(gradient)
-    expected, expected_input = [p.grad for p in parameters], x.grad
-    for p in parameters:
-        p.grad = None
-    x.grad = None
-
-    found, arrived = input_half([get_gradient_edge(layer(x))], [gradient], [] if first else [x], parameters)
-    assert all(p.grad is None for p in parameters), "the input half leaves the parameters alone"
-    weight_half(arrived)
-    if not first:
-        assert torch.equal(found[0], expected_input)
-    for p, whole in zip(parameters, expected, strict=True):
-        torch.testing.assert_close(p.grad, whole)
 
 
 def test_the_weight_half_does_not_compute_the_chain_again():
@@ -60,20 +22,6 @@ def test_the_weight_half_does_not_compute_the_chain_again():
     weight_half(arrived)
     assert calls == ["gelu"]
     assert len(arrived) == 2, "it begins at each of the two products"
-
-
-def test_outputs_that_are_tuples_and_inputs_that_are_not_used():
-    layer = Fork(6)
-    x, unused = (torch.randn(3, 6, requires_grad=True) for _ in range(2))
-    out, (skip, _) = layer(x)
-    ends = [get_gradient_edge(end) for end in (out, skip * 1.0)]
-    found, arrived = input_half(ends, [torch.ones_like(out)] * 2, [x, unused], list(layer.parameters()))
-    weight_half(arrived)
-    assert found[1] is None
-    out, (skip, _) = layer(x)
-    expected = torch.autograd.grad(out.sum() + skip.sum(), [x, layer.linear.weight])
-    torch.testing.assert_close(found[0], expected[0])
-    torch.testing.assert_close(layer.linear.weight.grad, expected[1])
 
 
 def test_what_the_input_half_alone_needed_is_free_after_it():
@@ -96,24 +44,6 @@ def test_what_the_input_half_alone_needed_is_free_after_it():
         del arrived
         watch.settle()
         assert watch.live == sum(p.numel() * 4 for p in layer.parameters())  # their gradients
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_where_two_operations_share_a_parameter_the_input_half_does_it_all(transposed):
-    shared = nn.Linear(6, 6)
-    layer = nn.Sequential(shared, nn.GELU(), Tied(shared, transposed), nn.Linear(6, 6))
-    x = torch.randn(4, 6, requires_grad=True)
-    parameters = list(layer.parameters())
-    end = layer(x)
-    expected = torch.autograd.grad(end, [x, *parameters], torch.ones_like(end))
-    end = layer(x)
-    found, arrived = input_half([get_gradient_edge(end)], [torch.ones_like(end)], [x], parameters)
-    assert all(p.grad is None for p in parameters)
-    for _ in range(2):
-        weight_half(arrived)  # (nothing is computed: once more adds the same again)
-    assert torch.equal(found[0], expected[0])
-    for p, gradient in zip(parameters, expected[1:], strict=True):
-        torch.testing.assert_close(p.grad, 2 * gradient)
 
 
 def test_every_hook_runs_once():
@@ -157,22 +87,6 @@ def test_every_hook_runs_once():
         for p, gradient in zip(parameters, expected[1:], strict=True):
             torch.testing.assert_close(p.grad, gradient)
         assert found[0] is not None
-
-
-def test_what_waits_beside_the_way_to_the_input():
-    """An output without a way to the input is left to the weight half, and so is the rest, split as always."""
-    layer, beside = nn.Sequential(nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6)), nn.Parameter(torch.ones(4, 6))
-    x = torch.randn(4, 6, requires_grad=True)
-    parameters = [*layer.parameters(), beside]
-    ends = [get_gradient_edge(end) for end in (layer(x), beside.exp(), beside)]
-    found, arrived = input_half(ends, [torch.ones(4, 6)] * 3, [x], parameters)
-    assert [len(each.edges) for each in arrived] == [2, 1, 1]
-    assert all(p.grad is None for p in parameters)
-    weight_half(arrived)
-    torch.testing.assert_close(beside.grad, 1 + beside.detach().exp())
-    expected = torch.autograd.grad(layer(x).sum(), [x, *layer.parameters()])
-    for gradient, whole in zip([found[0], *(p.grad for p in layer.parameters())], expected, strict=True):
-        torch.testing.assert_close(gradient, whole)
 
 
 def test_a_failure_leaves_gradients_as_they_were():

@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from minipar import Plan, PlanError, ProgramError, models, simulate, train, verify
-from minipar.cluster import Cluster
-from minipar.costs.device import DeviceSpec
+from minipar import Plan, PlanError, models, simulate, train, verify
 from minipar.costs.slicing import step_time
 from minipar.execution.execution import Execution
 from minipar.execution.measuring.profiler import profile
@@ -19,7 +17,7 @@ from minipar.models.sliced import Sliced
 from minipar.program import Op, Program, carry, grad_carry
 from tests import comparing
 
-pytestmark = pytest.mark.many(6)
+pytestmark = pytest.mark.many(2)
 
 GPT = partial(models.gpt, layers=4, width=16, heads=2, context=16, vocab=32)
 RICH = partial(GPT, tied=True, dropout=0.2, fused=False)
@@ -37,17 +35,6 @@ def frozen(layers: tuple[int, ...], model=RICH) -> nn.Module:
     for k in layers:
         made[k].requires_grad_(False)
     return made
-
-
-class Recurrent(Sliced):
-    """Not an attention: a recurrent layer, which carries its state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gru = nn.GRU(6, 6, batch_first=True)
-
-    def forward_slice(self, x, start, carry):
-        return self.gru(x, carry[0] if carry else None)[0], (self.gru(x, carry[0] if carry else None)[1],)
 
 
 class Each(Sliced):
@@ -76,10 +63,6 @@ class Adding(Sliced):
         return self.down(hidden * total.tanh()), total[:, -1:]
 
 
-def recurrent() -> nn.Sequential:
-    return nn.Sequential(Each(), Recurrent(), Each(), Recurrent())
-
-
 def numbers(rows: int = 4, tokens: int = 7):
     generator = torch.Generator().manual_seed(7)
     return tuple(torch.randn(rows, tokens, 6, generator=generator, dtype=torch.float64) for _ in range(2))
@@ -93,45 +76,16 @@ def check(clusters, words: str, model=RICH, data=None, loss=nn.functional.cross_
 @pytest.mark.parametrize(
     "words",
     [
-        "pp=2 slices=10",
-        "pp=1 slices=3",
-        "pp=4 slices=1,6,3 microbatches=2 checkpoint=2,4",
-        "pp=2 slices=3 microbatches=7",  # more than rows: some micro-batches have none
+        "schedule=terapipe pp=4 slices=1,6,3 microbatches=2 checkpoint=2,4",
+        "schedule=terapipe pp=2 slices=3 microbatches=7",  # more than rows: some micro-batches have none
+        "schedule=terapipe tp=2 pp=2 slices=4,3,2,1",
+        "schedule=seq1f1b context_parallel=2 pp=2 slices=2,6,2 microbatches=2 checkpoint=selective clip=1e9",
+        "schedule=seq1f1b context_parallel=2 tp=2 slices=6,4 microbatches=2 batch_copies=2",
     ],
 )
-def test_gradients_are_those_of_whole_sequences(clusters, words):
-    check(clusters, f"schedule=terapipe {words}")
-
-
-@pytest.mark.parametrize("model", [RICH, GPT], ids=["explicit", "fused"])
-@pytest.mark.parametrize(
-    "words",
-    [
-        "tp=2 pp=2 slices=4,3,2,1",
-        "tp=2 pp=2 slices=3 microbatches=2 checkpoint=selective clip=1e9",
-        "tp=2 dp=2 slices=4,5,1 zero=2 checkpoint=2",
-        "tp=2 pp=2 slices=4,4,2 sequence_parallel=true",
-        "tp=2 slices=2 microbatches=2 batch_copies=2",
-    ],
-)
-@pytest.mark.many(16)
-def test_ranks_that_share_layers_have_parts_of_what_is_carried(clusters, words, model):
-    check(clusters, f"schedule=terapipe {words}", model)
-
-
-@pytest.mark.parametrize("model", [RICH, GPT], ids=["explicit", "fused"])
-@pytest.mark.parametrize(
-    "words",
-    [
-        "context_parallel=2 pp=2 slices=2,6,2 microbatches=2 checkpoint=selective clip=1e9",
-        "context_parallel=2 slices=2,4,4",
-        "context_parallel=2 tp=2 slices=6,4 microbatches=2 batch_copies=2",
-        "context_parallel=2 dp=2 slices=4,6 zero=3 checkpoint=1 offload=activations",
-    ],
-)
-@pytest.mark.many(12)
-def test_ranks_with_parts_of_each_slice_carry_those_of_all(clusters, words, model):
-    check(clusters, f"schedule=seq1f1b {words}", model)
+def test_slices_of_other_lengths_give_the_gradients_of_whole_sequences(clusters, words):
+    """Ranks that share layers have parts of what is carried, or of each slice. (Equal slices: tests/fuzz/core.py.)"""
+    check(clusters, words)
 
 
 def test_ranks_that_share_other_layers_than_attentions_carry_parts_too(clusters):
@@ -139,33 +93,20 @@ def test_ranks_that_share_other_layers_than_attentions_carry_parts_too(clusters)
     check(clusters, words, lambda: nn.Sequential(Each(), Adding(), Adding()), numbers(), nn.functional.mse_loss)
 
 
-@pytest.mark.parametrize("layers", [(0,), (0, 1, 2), (3,), (1, 2, 3, 4, 5), range(6)])
+@pytest.mark.parametrize("layers", [(0, 1, 2), (3,), range(6)])
 def test_frozen_layers(clusters, layers):
     check(clusters, "pp=2 schedule=terapipe slices=4,3,2,1", partial(frozen, tuple(layers), GPT))
 
 
-@pytest.mark.parametrize("words", ["pp=2 slices=3", "context_parallel=2 slices=4,6"])
-def test_frozen_part_of_a_layer(clusters, words):
+def test_frozen_part_of_a_layer(clusters):
     """The first layer that is trained: its carries have no gradient."""
-    check(clusters, f"schedule=terapipe {words}", _only_mlp)
+    check(clusters, "schedule=terapipe context_parallel=2 slices=4,6", _only_mlp)
 
 
 def _only_mlp() -> nn.Module:
     made = frozen((0, 1), GPT)
     made[1].mlp.requires_grad_(True)
     return made
-
-
-def test_a_layer_of_ones_own(clusters):
-    """A recurrent layer carries its state; targets that are numbers weigh by their tokens."""
-    check(clusters, "pp=2 schedule=terapipe slices=3,2,1,1", recurrent, numbers(), nn.functional.mse_loss)
-    check(clusters, "pp=4 schedule=terapipe slices=2 checkpoint=1", recurrent, numbers(), nn.functional.mse_loss)
-
-
-def test_training_on_emulated_devices():
-    with Cluster(2, device=DeviceSpec(flops=1e9, bandwidth=1e8, latency=1e-3)) as cluster:
-        run = train(GPT, text(), "pp=2 schedule=terapipe slices=5,5", cluster=cluster, steps=2, progress=False)
-    assert run.predicted.time > 0
 
 
 def test_carries_have_the_bytes_of_keys_and_values(clusters):
@@ -187,8 +128,8 @@ def compiled(words: str, layers: int = 8) -> Program:
     return Plan.parse(f"schedule=terapipe {words}").compile(layers=layers)
 
 
-@pytest.mark.parametrize("p", [1, 2, 4, 8])
-@pytest.mark.parametrize("lengths", [(4, 3, 2, 2), (1, 1, 9), (11,) * 3])
+@pytest.mark.parametrize("p", [1, 4])
+@pytest.mark.parametrize("lengths", [(4, 3, 2, 2), (11,) * 3])
 def test_time_is_the_closed_form(p, lengths):
     trace = simulate(compiled(f"pp={p} slices={','.join(map(str, lengths))}"), forward=1, backward=2)
     assert trace.time == pytest.approx(3 * step_time(lengths, p, lambda n, _: n * len(lengths) / sum(lengths)))
@@ -217,51 +158,8 @@ def test_inference_frees_each_carry_at_the_next_slice():
     assert carry(0, 1) in second.writes
 
 
-def changed(program: Program, op: Op, i: int, **lists) -> Program:
-    row = list(program.ranks[0])
-    k = next(k for k, ins in enumerate(row) if ins.op is op and ins.microbatch == i)
-    row[k] = row[k]._replace(**{name: change(getattr(row[k], name)) for name, change in lists.items()})
-    return program.with_rank(0, row)
-
-
-def test_verify_refuses_slices_that_forget_each_other():
-    program = compiled("pp=1 slices=3", 2)
-
-    def less(value):
-        return lambda values: tuple(v for v in values if v != value)
-
-    def more(value):
-        return lambda values: (*values, value)
-
-    for broken, says in (
-        (changed(program, Op.FORWARD, 1, reads=less(carry(1, 0))), r"`F 0:2 mb1` needs to read carry\(1\) mb0"),
-        (changed(program, Op.FORWARD, 0, writes=less(carry(0, 0))), r"`F 0:2 mb0` needs to write carry\(0\) mb0"),
-        (changed(program, Op.FORWARD, 2, writes=more(carry(0, 2))), r"`F 0:2 mb2` cannot write carry\(0\) mb2"),
-        (changed(program, Op.BACKWARD, 1, reads=less(grad_carry(0, 1))), r"needs to read grad_carry\(0\) mb1"),
-        (changed(program, Op.BACKWARD, 2, writes=less(grad_carry(0, 1))), r"needs to write grad_carry\(0\) mb1"),
-        (changed(program, Op.BACKWARD, 1, frees=less(carry(0, 1))), r"carry\(0\) mb1 is never freed"),
-    ):
-        with pytest.raises(ProgramError, match=says):
-            verify(broken)
-
-
-def test_verify_refuses_backwards_in_the_order_of_the_forwards():
-    program = compiled("pp=1 slices=2", 1)
-    row = list(program.ranks[0])
-    a, b = (k for k, ins in enumerate(row) if ins.op is Op.BACKWARD)
-    row[a], row[b] = row[b], row[a]
-    with pytest.raises(ProgramError, match=r"reads grad_carry\(0\) mb0 before .* writes it"):
-        verify(program.with_rank(0, row))
-
-
-@pytest.mark.many(4)
 @pytest.mark.parametrize(
-    ("words", "budget"),
-    [
-        ("schedule=seq1f1b slices=4 microbatches=3", 2.5),
-        ("schedule=terapipe slices=20,10,6,4", 6),
-        ("schedule=terapipe slices=4 microbatches=2", 4),
-    ],
+    ("words", "budget"), [("schedule=seq1f1b slices=4 microbatches=3", 2.5), ("schedule=terapipe slices=20,10,6,4", 6)]
 )
 def test_a_budget_of_memory_is_kept(clusters, words, budget):
     """Slices differ in size, and what they hand on is larger and larger: keys and values of all tokens so far."""

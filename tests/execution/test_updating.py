@@ -17,12 +17,11 @@ from torch.optim import lr_scheduler
 
 import minipar
 from minipar import PlanError, SaveError, resume, train
-from minipar.execution.correction import ByStaleness
 from minipar.execution.saving.folder import open_folder
 from minipar.execution.updating import Form, OptimizerSchedule, Update
 from tests.toys import Tied
 
-pytestmark = pytest.mark.many(4)
+pytestmark = pytest.mark.many(3)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -33,17 +32,15 @@ mse = nn.functional.mse_loss
 class Stream:
     """Other rows at every step."""
 
-    width: int = 6
-
     def batch(self, step: int, size: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(step)
-        return tuple(torch.randn(size, self.width, generator=generator, dtype=torch.float64) for _ in range(2))
+        return tuple(torch.randn(size, 6, generator=generator, dtype=torch.float64) for _ in range(2))
 
 
-def model(width: int = 6) -> nn.Sequential:
+def model() -> nn.Sequential:
     """Matrices, biases, a norm, a frozen bias, a tie between the first and the last layer."""
-    first = nn.Linear(width, width)
-    layers = [first, nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width), Tied(first)]
+    first = nn.Linear(6, 6)
+    layers = [first, nn.LayerNorm(6), nn.Linear(6, 6), nn.GELU(), nn.Linear(6, 6), Tied(first)]
     layers[2].bias.requires_grad_(False)
     return nn.Sequential(*layers)
 
@@ -91,19 +88,16 @@ def plainly(
     scheduler: Callable[..., Any] | None = None,
     steps: int = 4,
     names: bool = False,
-    built: Callable[[], nn.Sequential] = model,
-    width: int = 6,
-    rows: int = 13,
 ) -> tuple[list[float], dict[str, Tensor], list[list[float]]]:
     """Losses, parameters at the end and learning rates of a plain torch loop."""
     torch.manual_seed(0)
-    net = built().double()
+    net = model().double()
     trained = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
     optimizer = make(trained if names else [p for _, p in trained])
     schedule = scheduler(optimizer) if scheduler is not None else None
     losses, rates = [], []
     for step in range(steps):
-        x, y = Stream(width).batch(step, rows)
+        x, y = Stream().batch(step, 13)
         loss = mse(net(x), y)
         loss.backward()
         losses.append(loss.item())
@@ -115,13 +109,14 @@ def plainly(
     return losses, {name: p.detach() for name, p in net.named_parameters()}, rates
 
 
-def trained(clusters, tmp_path, text: str, optimizer: Any, steps: int = 4, built: Any = model, width: int = 6,
-            **options: Any) -> tuple[list[float], dict[str, Tensor]]:  # fmt: skip
+def trained(
+    clusters, tmp_path, text: str, optimizer: Any, steps: int = 4, **options: Any
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses and parameters at the end of the same under a plan."""
     from safetensors.torch import load_file
 
     plan = minipar.Plan.parse(text)
-    run = train(built, Stream(width), plan, cluster=clusters(plan.ranks), steps=steps, batch=13, loss=mse,
+    run = train(model, Stream(), plan, cluster=clusters(plan.ranks), steps=steps, batch=13, loss=mse,
                 optimizer=optimizer, dtype=torch.float64, progress=False, **options)  # fmt: skip
     if plan.sync == "ps":
         return run.losses, run.service.parameters
@@ -131,20 +126,16 @@ def trained(clusters, tmp_path, text: str, optimizer: Any, steps: int = 4, built
     return run.losses, load_file(tmp_path / "model.safetensors")
 
 
-def same(found: tuple[Any, ...], expected: tuple[Any, ...], bound: float = 1e-11) -> None:
-    assert found[0] == pytest.approx(expected[0], rel=bound)
+def same(found: tuple[Any, ...], expected: tuple[Any, ...]) -> None:
+    assert found[0] == pytest.approx(expected[0], rel=1e-11)
     for name, values in found[1].items():
-        assert torch.allclose(values, expected[1][name], rtol=0, atol=bound), name
+        assert torch.allclose(values, expected[1][name], rtol=0, atol=1e-11), name
 
 
 PLANS = [
-    "pp=2 microbatches=3",
-    "dp=2 zero=1",
     "dp=2 zero=2 microbatches=2 bucket=none",
     "dp=2 pp=2 zero=3 microbatches=2",
-    "dp=2 overlap=priority bucket=none",
     "dp=2 zero=3 offload=optimizer,parameters",
-    "pp=2 offload=optimizer offload_to=disk microbatches=2",
     "pp=2 schedule=zb-h1 microbatches=3 clip=1e6",
     "dp=2 sync=ps servers=2 bucket=flat",
 ]
@@ -171,20 +162,11 @@ ONE_CYCLE = partial(lr_scheduler.OneCycleLR, max_lr=0.4, total_steps=9)
 
 
 @pytest.mark.parametrize(
-    ("text", "optimizer", "scheduler"),
-    [("dp=2 pp=2 zero=1 microbatches=3", MOMENTUM, ONE_CYCLE), ("dp=2 overlap=priority", MOMENTUM, warm_up),
-     ("dp=2 local_steps=1", partial(torch.optim.SGD, lr=0.1), COSINE)],
-)  # fmt: skip
-def test_the_scheduler_steps_once_a_step(clusters, tmp_path, text, optimizer, scheduler):
+    ("text", "scheduler"), [("dp=2 pp=2 zero=1 microbatches=3", ONE_CYCLE), ("dp=2 overlap=priority", warm_up)]
+)
+def test_the_scheduler_steps_once_a_step(clusters, tmp_path, text, scheduler):
     """Not per micro-batch, not per optimizer of a rank; what it does to momentum is done, too."""
-    same(trained(clusters, tmp_path, text, optimizer, 6, scheduler=scheduler), plainly(optimizer, scheduler, 6))
-
-
-def test_groups_at_a_width_where_memory_is_used_again(clusters, tmp_path):
-    expected = plainly(recipe, factors, names=True, built=partial(model, 192), width=192)
-    found = trained(clusters, tmp_path, "dp=2 zero=3 microbatches=2", recipe, built=partial(model, 192), width=192,
-                    scheduler=factors)  # fmt: skip
-    same(found, expected, 1e-10)
+    same(trained(clusters, tmp_path, text, MOMENTUM, 6, scheduler=scheduler), plainly(MOMENTUM, scheduler, 6))
 
 
 def test_with_bf16_the_float32_parameters_are_grouped(clusters):
@@ -207,11 +189,9 @@ def test_with_bf16_the_float32_parameters_are_grouped(clusters):
                 assert torch.equal(values, after[key]) != key[0].startswith("parameters/4."), key
 
 
-@pytest.mark.parametrize(
-    "text", ["pp=4 schedule=pipedream microbatches=3", "pp=2 schedule=pipedream-2bw microbatches=2"]
-)
-def test_without_flush_it_steps_once_an_update(clusters, text):
+def test_without_flush_it_steps_once_an_update(clusters):
     """The replay of the recorded order, in plain torch, has the same scheduler and groups."""
+    text = "pp=4 schedule=pipedream microbatches=3"
 
     def untied() -> nn.Sequential:
         return nn.Sequential(nn.Linear(6, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.Linear(6, 6))
@@ -221,26 +201,18 @@ def test_without_flush_it_steps_once_an_update(clusters, text):
         others = [p for name, p in named_parameters if name != "0.weight"]
         return torch.optim.SGD([{"params": weights, "lr": 0.2}, {"params": others}], lr=0.05)
 
-    options: dict[str, Any] = {"cluster": clusters(int(text[3])), "steps": 4, "batch": 12, "loss": mse,
+    options: dict[str, Any] = {"cluster": clusters(4), "steps": 4, "batch": 12, "loss": mse,
                                "dtype": torch.float64, "progress": False}  # fmt: skip
     run = train(untied, Stream(), text, optimizer=groups, scheduler=COSINE, check=True, **options)
     assert run.max_gradient_error() <= 1e-12
     plain = train(untied, Stream(), text, optimizer=groups, **options)
     assert run.losses[:2] != pytest.approx(plain.losses[:2], rel=1e-9) or run.losses[-1] != plain.losses[-1]
-    late = train(
-        untied, Stream(), text, optimizer=ByStaleness(groups, steps=9), scheduler=COSINE, check=True, **options
-    )
-    assert late.max_gradient_error() <= 1e-12
-    assert (late.losses != run.losses) == ("2bw" not in text), (
-        "2BW's gradients are one update late, which slows nothing"
-    )
 
 
 @pytest.mark.parametrize(
     ("before", "after", "scheduler"),
-    [("dp=2 zero=1", "pp=2 microbatches=2", COSINE), ("pp=2", "dp=2 zero=3", warm_up),
-     ("dp=2", "pp=2", partial(lr_scheduler.MultiStepLR, milestones=[1, 1, 3]))],
-)  # fmt: skip
+    [("pp=2", "dp=2 zero=3", warm_up), ("dp=2", "pp=2", partial(lr_scheduler.MultiStepLR, milestones=[1, 1, 3]))],
+)
 def test_resumed_it_goes_on_as_if_it_had_not_stopped(clusters, tmp_path, before, after, scheduler):
     expected, _, _ = plainly(MOMENTUM, scheduler, 6)
     options: dict[str, Any] = {"loss": mse, "optimizer": MOMENTUM, "scheduler": scheduler, "progress": False,

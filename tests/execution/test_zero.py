@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import cloudpickle
@@ -17,10 +18,7 @@ from minipar.execution.updating import check_elementwise
 from minipar.models.parameter_groups import shape_of
 from minipar.prediction.memory_formula import per_rank
 from minipar.program import Op
-from minipar.training.reference import Job as PlainJob
-from minipar.training.reference import train_plainly
 from minipar.training.training import Run
-from tests.comparing import check
 from tests.toys import rows, toy
 
 pytestmark = pytest.mark.many(6)
@@ -31,57 +29,12 @@ mse, cross_entropy = torch.nn.functional.mse_loss, torch.nn.functional.cross_ent
 everything = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), tied=True, frozen=(1,))
 
 
-@pytest.mark.parametrize("level", [1, 2, 3])
-@pytest.mark.parametrize("count", [7, 1])
-def test_ranks_without_rows(clusters, level, count):
-    check(clusters, Plan.parse(f"dp=4 microbatches=2 zero={level}"), everything, rows(count))
-    check(clusters, Plan.parse(f"dp=2 pp=2 microbatches=4 zero={level} bucket=none"), everything, rows(count))
-
-
 # optimizers ----------------------------------------------------------------------------------------------------------
 
-# (without a parameter that nothing uses: its gradient is zero here and None in plain torch, which then decays nothing)
-used = partial(toy, ("linear", "tuples", "dropout", "in-place"), tied=True, frozen=(1,))
-OPTIMIZERS = {
-    "SGD with momentum": partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
-    "Adam": partial(torch.optim.Adam, lr=0.01),
-    "AdamW": partial(torch.optim.AdamW, lr=0.01, weight_decay=0.1),
-    "RMSprop": partial(torch.optim.RMSprop, lr=0.01, momentum=0.5),
-}
 
-
-def _trained(words: str, optimizer, steps: int) -> dict[str, torch.Tensor]:
-    """In a rank: its parameters after some steps, whole (those of ZeRO-3 are gathered once more)."""
-    comm = communicator.create()
-    torch.manual_seed(0)
-    model = used().double()
-    names = {id(p): name for name, p in model.named_parameters()}
-    program = Plan.parse(words).compile(shape_of(list(model)))
-    executor = Executor(program, comm, model, mse, optimizer)
-    for step in range(steps):
-        executor.run(lambda _: rows(17), step)
-    for g in sorted(program.scattered & executor.state.slices.keys()):
-        gather = next(ins for ins in executor.instructions if ins.op is Op.ALL_GATHER and g in ins.layers)
-        for handle in executor.state.start(gather._replace(layers=(g,))):
-            handle.wait()
-    return {names[id(p)]: p.detach().clone() for params in executor.groups for p in params}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("words", ["dp=2 zero=1", "dp=4 zero=2 microbatches=2", "dp=2 pp=2 zero=3 bucket=none"])
-def test_parameters_after_several_steps_are_plain_torchs(clusters, name, words):
-    ranks = clusters(Plan.parse(words).ranks).run(_trained, words, OPTIMIZERS[name], 6)
-    torch.manual_seed(0)
-    plain = used().double()
-    train_plainly(PlainJob(plain, lambda step: rows(17), mse, OPTIMIZERS[name]), 6)
-    expected = {key: p for key, p in plain.named_parameters() if p.requires_grad}
-    assert set().union(*ranks) == expected.keys()
-    for found in ranks:
-        for key, values in found.items():
-            assert torch.allclose(values, expected[key], rtol=0, atol=1e-10), key
-
-
-@pytest.mark.parametrize("factory", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize(
+    "factory", [partial(torch.optim.SGD, momentum=0.9, nesterov=True), torch.optim.AdamW, torch.optim.RMSprop]
+)
 def test_elementwise_optimizers_pass(factory):
     check_elementwise(factory, "zero=1")
 
@@ -109,41 +62,7 @@ def test_an_optimizer_for_matrices_only_is_refused_by_name(clusters):
         go(torch.nn.Sequential(torch.nn.Linear(6, 6, bias=False)), plan="dp=2 zero=1")
 
 
-# clipping ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["microbatches=2", "pp=2", "dp=2", "dp=4 bucket=none", "dp=2 pp=2 microbatches=2",
-     "dp=4 zero=1", "dp=2 zero=2", "dp=2 pp=2 zero=3 microbatches=2"],
-)  # fmt: skip
-def test_gradients_are_clipped_by_the_norm_of_all(clusters, text):
-    """Tied across stages and held by several replicas: counted once."""
-    plain = check(clusters, Plan.parse(text), everything, rows(17), steps=1)
-    run = check(clusters, Plan.parse(f"{text} clip=0.01"), everything, rows(17), steps=3)
-    squares = sum(float(g.square().sum()) for g in run.gradients[0].values())
-    assert squares**0.5 == pytest.approx(0.01, rel=1e-3)
-    assert sum(float(g.square().sum()) for g in plain.gradients[0].values()) ** 0.5 > 0.02
-
-
 # mixed precision ------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "text", ["microbatches=2", "pp=2 microbatches=2", "dp=2", "dp=2 zero=1 clip=1", "dp=4 zero=2",
-             "dp=2 pp=2 zero=3 microbatches=2 checkpoint=1"],
-)  # fmt: skip
-def test_bf16_follows_float32(clusters, text):
-    """Within bfloat16's 8 bits: some per cent of the largest gradient."""
-    plan = Plan.parse(f"{text} precision=bf16")
-    run = train(
-        partial(toy, ("linear", "linear", "dropout"), tied=True, frozen=(1,)), tuple(t.float() for t in rows(17)), plan,
-        cluster=clusters(plan.ranks), steps=5, loss=mse, optimizer=partial(torch.optim.Adam, lr=1e-3), check=True,
-        progress=False,
-    )  # fmt: skip
-    assert 1e-6 < run.max_gradient_error() < 0.1
-    for mine, plain in zip(run.losses, run.reference.losses, strict=True):
-        assert mine == pytest.approx(plain, rel=0.02)
 
 
 def _small_steps(words: str) -> float:
@@ -161,21 +80,21 @@ def _sum(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     return (output * target).mean()
 
 
-@pytest.mark.parametrize("words", ["precision=bf16", "dp=2 precision=bf16", "dp=2 zero=1 precision=bf16"])
+@pytest.mark.parametrize("words", ["dp=2 precision=bf16", "dp=2 zero=1 precision=bf16"])
 def test_the_optimizer_keeps_float32(clusters, words):
     assert clusters(Plan.parse(words).ranks).run(_small_steps, words)[0] == pytest.approx(64 / 2**12)
 
 
-@pytest.mark.parametrize("kind", ["measured", "predicted"])
-def test_bytes_of_mixed_precision_are_the_papers(clusters, kind):
+def test_bytes_of_mixed_precision_are_the_papers(clusters):
     """Parameters 2, gradients 2, optimizer 12 with its float32 parameters, which ZeRO-3 counts as parameters."""
     for level, (parameters, optimizer) in enumerate([(2, 12), (2, 12 / 2), (2, 12 / 2), (4 / 2, 8 / 2)]):
         run = run_stack(clusters, f"dp=2 zero={level} bucket=none precision=bf16", torch.optim.Adam)
-        kinds = (run.trace if kind == "measured" else run.predicted).memory(0).kinds
-        assert kinds["parameters"][0] / PARAMETERS == pytest.approx(parameters, rel=1e-3)
-        assert kinds["optimizer"][0] / PARAMETERS == pytest.approx(optimizer, rel=2e-3)
-        if level == 0:
-            assert max(kinds["gradients"]) / PARAMETERS == pytest.approx(2, rel=1e-3)
+        for trace in (run.trace, run.predicted):
+            kinds = trace.memory(0).kinds
+            assert kinds["parameters"][0] / PARAMETERS == pytest.approx(parameters, rel=1e-3)
+            assert kinds["optimizer"][0] / PARAMETERS == pytest.approx(optimizer, rel=2e-3)
+            if level == 0:
+                assert max(kinds["gradients"]) / PARAMETERS == pytest.approx(2, rel=1e-3)
 
 
 # bytes ---------------------------------------------------------------------------------------------------------------
@@ -197,17 +116,14 @@ def run_stack(clusters, words: str, optimizer) -> Run:
     )  # fmt: skip
 
 
-@pytest.mark.many(4)
-@pytest.mark.parametrize("n", [2, 4])
-@pytest.mark.parametrize("kind", ["measured", "predicted"])
-def test_memory_per_parameter_is_zeros_formula(clusters, n, kind):
+def test_memory_per_parameter_is_zeros_formula(clusters):
     """Float32: 4 bytes a parameter, 4 a gradient, 8 for Adam; sharded ones divided by N."""
+    n = 4
     for level in range(4):
         # (with zero=1 the gradients of all micro-batches but the last one add up whole)
         parts = 2 if level == 1 else 1
         run = run_stack(clusters, f"dp={n} zero={level} bucket=none microbatches={parts}", torch.optim.Adam)
-        trace = run.trace if kind == "measured" else run.predicted
-        for rank in range(n):
+        for trace, rank in product((run.trace, run.predicted), range(n)):
             kinds = trace.memory(rank).kinds
             parameters, optimizer = 4 / (n if level == 3 else 1), 8 / (n if level else 1)
             assert kinds["parameters"][0] / PARAMETERS == pytest.approx(parameters, rel=1e-3)
@@ -236,24 +152,19 @@ def test_the_formulas_of_the_command_line_are_what_is_measured(clusters, zero):
         assert peak.bytes == pytest.approx(formula.total, rel=0.25)
 
 
-@pytest.mark.many(8)
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.many(2)
 @pytest.mark.parametrize(
     ("words", "parameters"),
     [
-        ("zero=0", 2),
         ("zero=1", 2),
-        ("zero=2", 2),
         ("zero=2 microbatches=2", 3),
         ("zero=2 microbatches=2 reduce=step", 2),
-        ("zero=3 prefetch=0", 3 - 1 / DEPTH),
         ("zero=3 microbatches=2 prefetch=0", 6 - 3 / DEPTH),
-        ("zero=3 microbatches=2 prefetch=0 reduce=step", 5 - 3 / DEPTH),
     ],
 )
-def test_bytes_on_the_wire_are_those_of_the_table(clusters, n, words, parameters):
+def test_bytes_on_the_wire_are_those_of_the_table(clusters, words, parameters):
     """Counted by the kernel: what each rank has written to its sockets, headers included. (Memory counts nothing.)"""
-    program = f"dp={n} bucket=none {words}"
+    n, program = 2, f"dp=2 bucket=none {words}"
     sent = clusters(n).run(_sent, program)
     expected = parameters * 4 * PARAMETERS * (n - 1) / n
     assert sum(sent) / n == pytest.approx(expected, rel=0.02)
@@ -300,7 +211,7 @@ def _storages() -> list[int]:
     return [layer.weight.untyped_storage().nbytes() for layer in model]
 
 
-@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("zero", [1, 3])
 def test_overlap_is_visible_in_the_trace(clusters, zero):
     """A sum of gradients starts before the backward is over. A gather starts before its layer's turn, or beside the
     update of other layers."""

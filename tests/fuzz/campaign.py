@@ -10,8 +10,8 @@ One number determines a pair. The engine and the plain torch of `oracle.py` trai
     WRONG     a number differs
     CRASH     anything else: another error, a rank that died, no end within `LIMIT` seconds
 
-The last two are failures, and are printed with seed, plan and model; --shrink searches for a smaller pair that fails in
-the same way. Most pairs are compiled and executed directly; some go through `train`, which also profiles.
+The last two are failures, and are printed with seed, plan and model. Most pairs are compiled and executed directly;
+some go through `train`, which also profiles.
 """
 
 from __future__ import annotations
@@ -120,9 +120,7 @@ def draw(seed: int) -> Pair:
             and later.get("schedule") not in plans.STALE
             and words.get("schedule") not in plans.STALE
         )
-        if exact and not {"inference", "local_steps", "clip", *LOSSY} & {*later, *words} - (
-            words.keys() & later.keys() & set()
-        ):
+        if exact and not {"inference", "local_steps", "clip", *LOSSY} & {*later, *words}:
             steps = max(2, steps)
             cut = dice.randint(1, steps - 1)
     momentum = 0.9 if "local_steps" not in words and dice.random() < 0.15 else 0.0
@@ -256,10 +254,11 @@ def expect(pair: Pair, nudge: float = 0.0) -> oracle.Result:
     if "local_steps" in plan:
         m = int(plan.get("microbatches", 1)) * int(plan.get("accumulate", 1))
         return oracle.locally(
-            pair.spec, batches, pair.steps, 5, pair.lr, int(plan["dp"]), m, int(plan["local_steps"]), nudge, clip
+            pair.spec, batches, pair.steps, 5, pair.lr, int(plan["dp"]), m, int(plan["local_steps"]), nudge
         )
     inference = plan.get("inference") == "true"
-    return oracle.whole(pair.spec, batches, pair.steps, 5, pair.lr, pair.momentum, clip, inference, nudge)
+    plain = oracle.of(pair.spec, 5, pair.lr, pair.momentum, nudge)
+    return oracle.whole(plain, batches, pair.steps, clip, inference)
 
 
 def far(found: dict[str, Tensor], expected: dict[str, Tensor]) -> tuple[float, str]:
@@ -390,7 +389,7 @@ def _found(result: oracle.Result) -> Found:
 def _served(pair: Pair, found: Found) -> Outcome:
     plan = pair.plan
     batches = models.Rows(pair.spec).whole
-    m = int(plan.get("microbatches", 1)) * int(plan.get("accumulate", 1))
+    m = int(plan.get("microbatches", 1))
     clip = float(plan["clip"]) if "clip" in plan else None
     values = oracle.served(pair.spec, batches, found.order, 5, pair.lr, pair.momentum, int(plan.get("dp", 1)), m, clip)
     mine = {k: v for k, v in (found.parameters or {}).items() if k in values}
@@ -418,45 +417,8 @@ def _stale(pair: Pair, found: Found) -> Outcome:
     return Outcome("WRONG", f"{error:.1e} from the replay: {text}")
 
 
-def shrink(pair: Pair, outcome: Outcome, ranks: Any, seconds: float = 40) -> Pair:
-    """A smaller pair that fails in the same way: without layers, without keys, with fewer steps."""
-    until = time.monotonic() + seconds
-
-    def same(smaller: Pair) -> bool:
-        got = judge(smaller, ranks)
-        return (
-            got.kind == outcome.kind and got.text[:25] == outcome.text[:25]
-            if got.kind == "CRASH"
-            else got.kind == outcome.kind
-        )
-
-    moved = True
-    while moved and time.monotonic() < until:
-        moved = False
-        for key in [key for key, _ in pair.words]:
-            if time.monotonic() > until:
-                break
-            smaller = replace(pair, words=tuple((k, v) for k, v in pair.words if k != key))
-            if same(smaller):
-                pair, moved = smaller, True
-        for l in reversed(range(len(pair.spec.entries))):
-            spec = models.without(pair.spec, l)
-            if spec is not None and time.monotonic() < until and same(replace(pair, spec=spec)):
-                pair, moved = replace(pair, spec=spec), True
-        for change in ({"momentum": 0.0}, {"through_train": False}, {"cut": 0}, {"steps": pair.steps - 1}, {"lr": 0.1}):
-            smaller = replace(pair, **change)
-            if smaller != pair and smaller.steps > smaller.cut and same(smaller):
-                pair, moved = smaller, True
-        plain = tuple(replace(e, freeze="", still=False) for e in pair.spec.entries)
-        for part in ({"given": "pair"}, {"rows": max(1, pair.spec.rows // 2)}, {"entries": plain}):
-            spec = replace(pair.spec, **part)
-            if spec != pair.spec and same(replace(pair, spec=spec)):
-                pair, moved = replace(pair, spec=spec), True
-    return pair
-
-
 def campaign(
-    first: int, count: int, seconds: float, show: Any = print, smaller: bool = False, transport: str = "local"
+    first: int, count: int, seconds: float, show: Any = print, transport: str = "local"
 ) -> tuple[Counter[str], list[int]]:
     """Run pairs first, first + 1, ...; how many ended how, and the seeds of failures."""
     ended: Counter[str] = Counter()
@@ -481,8 +443,6 @@ def campaign(
             if outcome.failed:
                 failed.append(seed)
                 show(f"\n{outcome.kind} pair {seed}: {outcome.text}\n{pair}", flush=True)
-                if smaller:
-                    show(f"smaller: {shrink(pair, outcome, ranks)}", flush=True)
     finally:
         ranks.close()
     total = sum(ended.values())
@@ -505,15 +465,12 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long")
     parser.add_argument("--only", type=int, nargs="+", help="these pairs alone, each shown")
     parser.add_argument("--avoid", nargs="+", default=[], help="kinds of layers that are not drawn (other pairs, then)")
-    parser.add_argument("--shrink", action="store_true", help="look for smaller pairs that fail")
     parser.add_argument("--transport", default="local", help="of the clusters: local or gloo")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
     models.AVOIDED |= set(chosen.avoid)
     if chosen.only is None:
-        _, failed = campaign(
-            chosen.seed, chosen.count, chosen.seconds, smaller=chosen.shrink, transport=chosen.transport
-        )
+        _, failed = campaign(chosen.seed, chosen.count, chosen.seconds, transport=chosen.transport)
         return 1 if failed else 0
     ranks, bad = Ranks(chosen.transport), False
     try:
@@ -522,8 +479,6 @@ def main() -> int:
             outcome = judge(pair, ranks)
             bad |= outcome.failed
             print(f"{outcome.kind} pair {seed}: {outcome.text}\n{pair}", flush=True)
-            if outcome.failed and chosen.shrink:
-                print(f"smaller: {shrink(pair, outcome, ranks)}", flush=True)
     finally:
         ranks.close()
     return 1 if bad else 0

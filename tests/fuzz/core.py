@@ -188,25 +188,8 @@ def plain(model: str, clip: float | None) -> oracle.Result:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = MODELS[model](SMALL).double()
-    where = {"seed": 0, "step": 0, "row": 0}
-    oracle.draw_by_row(made, where)
-    result, named = oracle.Result(), {name: p for name, p in made.named_parameters() if p.requires_grad}
-    optimizer = torch.optim.SGD(named.values(), lr=0.2)
-    x, y = data(model.startswith("mixture"))
-    for step in range(STEPS):
-        where["step"] = step
-        value = loss_of(model)(made(x), y)
-        value.backward()
-        if clip is not None:
-            nn.utils.clip_grad_norm_(named.values(), clip)
-        result.losses.append(value.item())
-        result.gradients.append(
-            {k: torch.zeros_like(p) if p.grad is None else p.grad.clone() for k, p in named.items()}
-        )
-        optimizer.step()
-        optimizer.zero_grad()
-    result.parameters = {name: p.detach().clone() for name, p in made.named_parameters()}
-    return result
+    given = data(model.startswith("mixture"))
+    return oracle.whole(oracle.Plain(made, loss_of(model), seed=0, lr=0.2), lambda step: given, STEPS, clip)
 
 
 def run(wide: Wide, ranks: Callable[[int], Ranks]) -> oracle.Result:

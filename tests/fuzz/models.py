@@ -5,8 +5,7 @@
 
 A spec is a list of `Entry`s, one for each layer: its kind, the seed of its numbers, and its input. `KINDS` has one
 function for each kind of layer: it takes a random generator and the layer's input (the shape of a row, without the
-number of rows, and the dtype), and returns a module, or None if such a layer does not fit. So a layer that keeps the
-shape can be removed from a spec (`without`); in this way a failing model is made smaller.
+number of rows, and the dtype), and returns a module, or None if such a layer does not fit.
 """
 
 from __future__ import annotations
@@ -372,17 +371,11 @@ def plain(name: str, run: Callable[[Tensor], Any], dims: Sequence[int] = (1, 2, 
 
 simple("linear", lambda n: nn.Linear(n, n))
 simple("linear-gelu", lambda n: nn.Sequential(nn.Linear(n, n), nn.GELU()))
-simple("linear-no-bias", lambda n: nn.Linear(n, n, bias=False))
-simple("bottleneck", lambda n: nn.Sequential(nn.Linear(n, 2), nn.Tanh(), nn.Linear(2, n)))
 simple("dropout", lambda n: nn.Sequential(nn.Linear(n, n), nn.Dropout(0.3)))
 simple("dropout-alone", lambda n: nn.Dropout(0.2))
-simple("dropout-0", lambda n: nn.Dropout(0.0))
 simple("relu-inplace", lambda n: nn.ReLU(inplace=True))
 simple("linear-relu-inplace", lambda n: nn.Sequential(nn.Linear(n, n), nn.ReLU(inplace=True)))
 simple("layer-norm", nn.LayerNorm)
-simple("rms-norm", nn.RMSNorm)
-simple("identity", lambda n: nn.Identity())
-simple("bilinear-gate", lambda n: nn.Sequential(nn.Linear(n, 2 * n), nn.GLU()))
 simple("weight-norm", lambda n: parametrizations.weight_norm(nn.Linear(n, n)))
 simple("module-hooks", _module_hooks)
 simple("backward-hook", _backward_hook)
@@ -390,7 +383,6 @@ simple("parameter-hook", _scaled_gradient)
 simple("tensor-hooks", lambda n: With(_hooked, linear=nn.Linear(n, n)))
 simple("slow-twice", lambda n: With(lambda m, x: m.linear(torch.tanh(m.linear(x))), linear=nn.Linear(n, n)))
 simple("block", lambda n: Block(n, 0.1), (2,))
-simple("attention", Attention, (2,))
 simple("core", WithCore, (2,))
 simple("gru", lambda n: With(lambda m, x: m.gru(x)[0], gru=nn.GRU(n, n, batch_first=True)), (2,))
 simple("multihead", lambda n: With(lambda m, x: m.mha(x, x, x, need_weights=False)[0],
@@ -403,13 +395,7 @@ simple(
     lambda n: With(lambda m, x: F.linear(torch.sin(F.linear(x, m.w)), m.w.T), w=parameter(n, n, scale=n**-0.5)),
 )
 simple("unused", lambda n: With(lambda m, x: m.linear(x), linear=nn.Linear(n, n), never=parameter(3)))
-simple("empty", lambda n: With(lambda m, x: m.linear(x) + m.none.sum(), linear=nn.Linear(n, n), none=parameter(0)))
 simple("empty-only", lambda n: With(lambda m, x: x + m.none.sum(), none=parameter(0, 3)))
-simple("scalar", lambda n: With(lambda m, x: x * m.s, s=parameter()))
-simple(
-    "module-list",
-    lambda n: With(lambda m, x: m.a[1](m.a[0](x)) + m.a[0](x), a=nn.ModuleList([nn.Linear(n, n), nn.Tanh()])),
-)
 simple(
     "nested-checkpoint",
     lambda n: With(
@@ -417,30 +403,20 @@ simple(
         a=nn.Sequential(nn.Linear(n, n), nn.Sigmoid(), nn.Linear(n, n)),
     ),
 )
-simple("zero-gradient", lambda n: With(lambda m, x: x + m.linear(x) * 0, linear=nn.Linear(n, n)))
 function("scale", lambda m, x: x * m.w)
 function("add-in-place", lambda m, x: x.add_(m.w))
-function("mul-in-place", lambda m, x: (x * 1.5).mul_(m.w))
 function("param-only", lambda m, x: x + m.w * m.w)
 function("detached", lambda m, x: x.detach() * m.w)
-function("half-detached", lambda m, x: x.detach() * m.w + x)
 function("twice", lambda m, x: sum(Twice.apply(x, m.w)[:2]))
 function("twice-mask", lambda m, x: (lambda a, b, mask: torch.where(mask, a, b))(*Twice.apply(x, m.w)))
 function("overwritten", lambda m, x: Overwritten.apply(x * m.w))
-function("where", lambda m, x: torch.where(x > m.w, x, m.w * 0.1))
-function("sorted", lambda m, x: torch.sort(x, -1).values * m.w)
-function("gathered", lambda m, x: x[..., torch.arange(x.shape[-1]).flip(0)] * m.w)
 function("expanded", lambda m, x: x.mean(-1, keepdim=True).expand_as(x) + x * m.w)
-function("softmax", lambda m, x: torch.softmax(x * m.w, -1))
-function("einsum", lambda m, x: x * torch.einsum("i,j->ij", m.w, m.w).sum(0) * 0.1)
 function("into-buffer", lambda m, x: torch.zeros_like(x).copy_(x * m.w))
-function("cumsum", lambda m, x: x.cumsum(-1) * m.w * 0.3)
 function("no-grad-inside", lambda m, x: x * m.w + _without(x))
 function("autograd-inside", lambda m, x: x + m.w * _inner(x))
 function("fork-skip", lambda m, x: (torch.tanh(x * m.w), (x, torch.full((len(x),), 7))))
 function("fork-parameter", lambda m, x: (x * 0.5, (m.w * 1.0)[None, None, None, None]))
 function("fork-own-parameter", lambda m, x: (x, m.w))
-function("fork-only-parameter", lambda m, x: (x.detach() * m.w, x))
 function("fork-mask", lambda m, x: (lambda a, b, mask: (a, mask, b))(*Twice.apply(x, m.w)))
 function("fork-none", lambda m, x: (x * m.w, None, 3))
 function("fork-list", lambda m, x: (x * m.w, [x, x.detach()]))
@@ -450,20 +426,13 @@ plain("fork-same", lambda x: (x, x))
 plain("fork-view", lambda x: (x, x[..., :1]))
 plain("fork-integers", lambda x: (x, x.argmax(-1)))
 plain("relu_", F.relu_)
-plain("elu-in-place", lambda x: F.elu(x, inplace=True))
-plain("clone-relu_", lambda x: F.relu_(x.clone()))
 plain("tanh", torch.tanh)
-plain("square", lambda x: x * x * 0.3)
 plain("view", lambda x: x.view_as(x))
-plain("flip", lambda x: x.flip(-1))
 plain("transposed", lambda x: x.transpose(1, 2), (2, 3))
 plain("flatten", lambda x: x.flatten(1))
-plain("mean", lambda x: x.mean(1), (2,))
 plain("last-token", lambda x: x[:, -1], (2,))
 plain("unsqueeze", lambda x: x.unsqueeze(1), (1, 2))
 plain("repeat-expand", lambda x: x.unsqueeze(1).expand(-1, 2, -1), (1,))
-plain("every-other", lambda x: x[..., ::2] if x.shape[-1] > 3 else x)
-plain("zeros", lambda x: x * 0)
 plain("detach", lambda x: x.detach())
 plain("fft-abs", lambda x: torch.fft.fft(x).abs())
 
@@ -615,11 +584,6 @@ def _(dice: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Made:
     return With(lambda m, x: x @ m.w, w=weight)
 
 
-@kind("complex-table", (1, 2), torch.complex128)
-def _(dice: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Made:
-    return With(lambda m, x: x * m.turn, turn=torch.randn(shape[-1], dtype=torch.complex128))
-
-
 @kind("to-real", (1, 2), torch.complex128)
 def _(dice: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Made:
     how = [
@@ -649,7 +613,7 @@ def _(dice: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Made:
 KINDS["pick"] = lambda dice, shape, dtype: With(lambda m, x: whole_of(x))
 SLICED = ("each", "running", "looking")
 TURNS = {torch.int64: ("embedding", "embedding", "embedding-bag", "one-hot"),
-         torch.complex128: ("complex-linear", "complex-table", "to-real", "to-real")}  # fmt: skip
+         torch.complex128: ("complex-linear", "to-real", "to-real")}  # fmt: skip
 COMMON = ("linear", "linear-gelu", "linear", "dropout", "layer-norm", "conv", "conv-last", "block", "relu-inplace")
 
 
@@ -881,31 +845,6 @@ def example(shape: tuple[int, ...], dtype: torch.dtype, rows: int, seed: int) ->
     if dtype is torch.int64:
         return torch.randint(VOCABULARY, (rows, *shape), generator=generator)
     return torch.randn(rows, *shape, generator=generator, dtype=torch.float64)
-
-
-def without(spec: Spec, dropped: int) -> Spec | None:
-    """The spec without one of its layers; None where the rest does not fit together."""
-    if any(e.sources or e.of >= 0 for e in spec.entries) and any(
-        dropped in e.sources or e.of == dropped for e in spec.entries
-    ):
-        return None
-    shift = lambda k: k - (k > dropped)  # noqa: E731
-    entries = tuple(
-        replace(e, sources=tuple(map(shift, e.sources)), of=shift(e.of) if e.of >= 0 else -1)
-        for l, e in enumerate(spec.entries)
-        if l != dropped
-    )
-    smaller = replace(spec, entries=entries)
-    if not entries or any(a >= b for a, b in smaller.edges):
-        return None
-    try:
-        x, y = Rows(smaller).batch(0, smaller.rows)
-        if entries[0].shape != spec.entries[0].shape or entries[0].dtype is not spec.entries[0].dtype:
-            return None
-        loss_of(smaller.loss)(build(smaller)(x), y)
-    except Exception:
-        return None
-    return smaller
 
 
 # data -----------------------------------------------------------------------------------------------------------------

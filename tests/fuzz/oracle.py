@@ -25,6 +25,7 @@ from tests.fuzz.models import Spec, build, loss_of, whole_of
 
 GOLDEN, FIRST, SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 Batches = Callable[[int], tuple[Tensor, Tensor]]
+Loss = Callable[[Any, Any], Tensor]
 
 
 @dataclass
@@ -80,11 +81,11 @@ def draw_by_row(model: nn.Module, where: dict[str, int]) -> None:
 class Plain:
     """A model in plain torch: whole, with its optimizer, and where its dropouts are."""
 
-    def __init__(self, spec: Spec, seed: int, lr: float, momentum: float, nudge: float = 0.0) -> None:
-        self.where = {"seed": seed, "step": 0, "row": 0}
-        self.model = build(spec)
+    def __init__(
+        self, model: nn.Module, loss: Loss, seed: int, lr: float, momentum: float = 0.0, nudge: float = 0.0
+    ) -> None:
+        self.where, self.model, self.loss = {"seed": seed, "step": 0, "row": 0}, model, loss
         draw_by_row(self.model, self.where)
-        self.loss = loss_of(spec.loss)
         self.named = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         if nudge:
             generator = torch.Generator().manual_seed(1)
@@ -109,19 +110,14 @@ class Plain:
         return result
 
 
-def whole(
-    spec: Spec,
-    batches: Batches,
-    steps: int,
-    seed: int,
-    lr: float,
-    momentum: float = 0.0,
-    clip: float | None = None,
-    inference: bool = False,
-    nudge: float = 0.0,
-) -> Result:
-    """Train as anyone would: the whole batch, one process. `nudge`: how much to change the parameters at first."""
-    plain, result = Plain(spec, seed, lr, momentum, nudge), Result()
+def of(spec: Spec, seed: int, lr: float, momentum: float, nudge: float = 0.0) -> Plain:
+    """The model of a spec. `nudge`: how much to change the parameters at first."""
+    return Plain(build(spec), loss_of(spec.loss), seed, lr, momentum, nudge)
+
+
+def whole(plain: Plain, batches: Batches, steps: int, clip: float | None = None, inference: bool = False) -> Result:
+    """Train as anyone would: the whole batch, one process."""
+    result = Result()
     if inference:
         plain.model.eval()
         with torch.no_grad():
@@ -155,12 +151,11 @@ def weight(y: Tensor) -> int:
 
 def locally(
     spec: Spec, batches: Batches, steps: int, seed: int, lr: float, replicas: int, microbatches: int, every: int,
-    nudge: float = 0.0, clip: float | None = None,
+    nudge: float = 0.0,
 ) -> Result:  # fmt: skip
-    """Local SGD: copies that train by themselves, averaged after every so many steps and the last, by their rows. Each
-    clips its own gradient."""
-    first, result = Plain(spec, seed, lr, 0.0, nudge), Result()
-    copies = [first, *(Plain(spec, seed, lr, 0.0, nudge) for _ in range(replicas - 1))]  # (a copy has no hooks)
+    """Local SGD: copies that train by themselves, averaged after every so many steps and the last, by their rows."""
+    first, result = of(spec, seed, lr, 0.0, nudge), Result()
+    copies = [first, *(of(spec, seed, lr, 0.0, nudge) for _ in range(replicas - 1))]  # (a copy has no hooks)
     counts = [0] * replicas
     for step in range(steps):
         x, y = batches(step)
@@ -175,8 +170,6 @@ def locally(
             value = plain.value(x[mine], y[mine], step, mine.start)
             if value.requires_grad:
                 value.backward()
-            if clip is not None and plain.named:
-                torch.nn.utils.clip_grad_norm_(plain.named.values(), clip)
             loss += value.item() * own / total
             for name, g in plain.taken().items():
                 gradients[name] += g * (own / total)
@@ -205,7 +198,7 @@ def served(
     A gradient is of the parameters that its worker was last answered with; an update is of the mean over the rows that
     it takes, and a worker's rows of a step are those of its micro-batches.
     """
-    plain = Plain(spec, seed, lr, momentum)
+    plain = of(spec, seed, lr, momentum)
     seen: dict[tuple[int, int], dict[str, Tensor]] = {}
     taking: list[tuple[int, int]] = []
     for row in order:
@@ -255,7 +248,7 @@ def stale(
     becomes the version that the backward used, as weights of which no version is kept change under a graph. Replicas
     of a rank come together for each update.
     """
-    plain, result = Plain(spec, seed, lr, momentum, nudge), Result()
+    plain, result = of(spec, seed, lr, momentum, nudge), Result()
     layers = [layer for layer in plain.model._modules.values() if layer is not None]
     every, m = program.contract.every, program.microbatches
     waiting = [_done(row, m) for row in program.ranks]
@@ -280,7 +273,7 @@ def stale(
         rows = parts(len(x), m * replicas)[replica * m + i % m]
         x, target = x[rows.start : rows.stop], y[rows.start : rows.stop]
         start = x if s == 0 else given.pop((r, i))
-        own = Plain(spec, seed, lr, momentum)
+        own = of(spec, seed, lr, momentum)
         for name in mine[r % stages]:
             own.named[name].data.copy_(versions[r % stages][version][name])
         leaves = _tree(start, lambda t: t.detach().requires_grad_(s > 0 and (t.is_floating_point() or t.is_complex())))

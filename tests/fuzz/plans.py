@@ -1,7 +1,7 @@
 """Random plans over all keys, as text: `draw(dice, facts)` gives a dict of key to text.
 
-Most plans respect what a schedule needs (how many micro-batches, an even number of ranks), so that most of them run;
-"wild" plans do not, and test what is refused.
+They respect what a schedule needs (how many micro-batches, an even number of ranks) and what goes together, so that
+most of them run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ def draw(dice: random.Random, facts: Facts) -> Words:
         return _unsplit(dice, facts)
     if dice.random() < 0.08:
         return _served(dice, facts)
-    wild = dice.random() < 0.1
     words: Words = {}
     schedule = dice.choice(["terapipe", "seq1f1b"]) if facts.tokens else dice.choice(SCHEDULES)
     pp = min(dice.choice([1, 2, 2, 2, 4, 4, 3]), facts.layers)
@@ -87,7 +86,7 @@ def draw(dice: random.Random, facts: Facts) -> Words:
         words["place"] = _place(dice, facts, pp)
     if dice.random() < 0.4:
         words["checkpoint"] = _checkpoint(dice, facts)
-    if schedule in STALE and not wild:
+    if schedule in STALE:
         return words | _stale(dice, facts, schedule, dp)
     if dice.random() < 0.15:
         words["accumulate"] = dice.choice(["2", "3"])
@@ -99,10 +98,10 @@ def draw(dice: random.Random, facts: Facts) -> Words:
         words["bucket"] = dice.choice(["none", "0.0001", "0.01"] if special == "priority" else buckets)
     if dice.random() < 0.2:
         words["overlap"] = "none"
-    both = schedule in BOTH_WAYS and not wild
-    if special == "priority" or (wild and dice.random() < 0.2):
+    both = schedule in BOTH_WAYS
+    if special == "priority":
         words["overlap"] = "priority"
-    if special == "local" and ((dp > 1 and pp == 1) or wild):
+    if special == "local" and dp > 1 and pp == 1:
         words["local_steps"] = dice.choice(["1", "2", "3"])
     if special == "bf16" and not facts.narrow:
         special = ""
@@ -112,15 +111,15 @@ def draw(dice: random.Random, facts: Facts) -> Words:
         words["inference"] = "true"
     if special == "compress":
         words["compress"] = dice.choice(["bf16", "fp16", "topk:0.5", "topk:0.01", "powersgd:1", "powersgd:2"])
-    if (special in ("", "bf16", "inference") or wild) and dice.random() < 0.45:
+    if special in ("", "bf16", "inference") and dice.random() < 0.45:
         words["zero"] = "1" if both else dice.choice(["1", "2", "3", "3"])
         if not both and dice.random() < 0.4:
             words["reduce"] = dice.choice(["microbatch", "step"])
         if dice.random() < 0.5:
             words["prefetch"] = str(dice.randint(0, 3))
     if special != "host" and dice.random() < 0.3:
-        words |= _offload(dice, words.get("zero", "0"), special, wild)
-    if special == "host" and (dp * pp == 1 or wild):
+        words |= _offload(dice, words.get("zero", "0"), special)
+    if special == "host" and dp * pp == 1:
         words["host_layers"] = ",".join(
             map(str, sorted(dice.sample(range(facts.layers), min(facts.layers, dice.randint(1, 2)))))
         )
@@ -164,7 +163,7 @@ def _unsplit(dice: random.Random, facts: Facts) -> Words:
     if dice.random() < 0.4:
         words["bucket"] = dice.choice(["none", "flat", "0.0001"])
     if dice.random() < 0.25:
-        words |= _offload(dice, "0", "", False)
+        words |= _offload(dice, "0", "")
     return words
 
 
@@ -200,11 +199,11 @@ def _served(dice: random.Random, facts: Facts) -> Words:
     return words
 
 
-def _offload(dice: random.Random, zero: str, special: str, wild: bool) -> Words:
+def _offload(dice: random.Random, zero: str, special: str) -> Words:
     possible = ["activations", "optimizer", "parameters"]
-    if not wild and special == "local":
+    if special == "local":
         possible = ["activations"]
-    elif not wild and (zero in ("1", "2") or special == "priority"):
+    elif zero in ("1", "2") or special == "priority":
         possible.remove("parameters")
     chosen = dice.sample(possible, dice.randint(1, len(possible)))
     words = {"offload": ",".join(chosen)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from minipar.errors import PlanError
 from tests.fuzz import core, seeded
 
 PLANS = core.committed()
@@ -53,14 +52,6 @@ def test_each_two_values_that_go_together_are_in_a_plan() -> None:
     assert not together
 
 
-@pytest.mark.parametrize("words", ["pp=2 split=uneven", "pp=4 chunks=2 schedule=interleaved split=uneven"])
-def test_an_uneven_split_has_stages_of_different_sizes(words: str) -> None:
-    split = core.read(words).plan.split
-    assert isinstance(split, tuple)
-    assert sum(split) == core.LAYERS
-    assert len(set(split)) > 1
-
-
 def test_wide_plans_show_all_pairs_that_they_are_given() -> None:
     """With the first plan refused when it runs, as models and ranks do it."""
     refused: list[str] = []
@@ -74,8 +65,3 @@ def test_wide_plans_show_all_pairs_that_they_are_given() -> None:
     assert plans
     lost = set().union(*(core.shown_by(words, 2) for words in PLANS))
     assert lost <= set().union(*(core.shown_by(words, 2) for words in [*PLANS[3:], *plans]))
-
-
-def test_a_model_with_experts_is_not_tied() -> None:
-    with pytest.raises(PlanError, match="experts"):
-        core.read("ep=2 model=tied")

@@ -217,12 +217,12 @@ def _decided(program: Program, seed: int) -> list[list[int]]:
         found: dict[tuple[bool, int], list[int]] = defaultdict(list)
         for k, ins in enumerate(row):
             if ins.op is not Op.STEP:
-                moves = ins.op in (Op.SEND, Op.RECV, Op.OFFLOAD, Op.FETCH)
+                moves = ins.op in (Op.SEND, Op.RECV)
                 moved = _home((ins.reads or ins.writes)[0]).kind if moves else ""
                 there = ins.op is Op.FORWARD or moved == "output"
                 found[there, ins.step * program.microbatches + ins.microbatch].append(k)
         blocks.append(found)
-        updates: dict[int, list[int]] = defaultdict(list)  # of each update: on the device, and on the host
+        updates: dict[int, list[int]] = defaultdict(list)
         for k, ins in enumerate(row):
             if ins.op is Op.STEP:
                 updates[ins.step].append(k)
@@ -641,7 +641,7 @@ class _Machine:
         kinds |= {Op.BACKWARD_INPUT: self.backward, Op.BACKWARD_WEIGHT: self.weights, Op.STEP: self.update}
         kinds |= {Op.SEND: self.send, Op.RECV: self.receive, Op.ALL_REDUCE: self.reduce}
         kinds |= {Op.REDUCE_SCATTER: self.scatter, Op.ALL_GATHER: self.gather, Op.NORM: self.norm}
-        kinds |= {Op.OFFLOAD: self.copy, Op.FETCH: self.copy} if self.stale is None or self.program.serving else {}
+        kinds |= {Op.OFFLOAD: self.copy, Op.FETCH: self.copy} if self.stale is None else {}
         if self.repartitions(ins):
             kinds = dict.fromkeys((Op.ALL_REDUCE, Op.REDUCE_SCATTER, Op.ALL_GATHER, Op.ALL_TO_ALL), self.repartition)
         if ins.op not in kinds:
@@ -710,9 +710,6 @@ class _Machine:
         if (self.place[rank], *key) in self.noted:
             raise Wrong(f"rank {rank}: layer {layer} runs micro-batch {i} of step {step} twice")
         self.noted.add((self.place[rank], *key))
-        for _, g, version, *owner in params if self.every else ():
-            if self.model.trainable(g) and owner != ([self.replica[rank]] if version % self.every else []):
-                raise Wrong(f"rank {rank}: layer {layer} has parameters that are averaged at another time")
         if self.used.setdefault(key, params) != params:
             raise Wrong(f"rank {rank}: layer {layer} has other parameters than on the ranks that share it")
 
@@ -1276,22 +1273,21 @@ class _Machine:
         program, model, contract = self.program, self.model, self.stale
         m, every = program.microbatches, self.stale.every or program.microbatches
 
-        of_all: list[dict[tuple[int, int], Contributions]] = [{} for _ in range(self.replicas if self.every else 1)]
+        of_all: dict[tuple[int, int], Contributions] = {}
         for step in range(program.steps):
             for replica in range(self.replicas):
                 losses, of_step = model.whole(replica, step, self.used_by(replica, step))
                 self.wanted += losses
-                together = of_all[replica if self.every else 0]
                 for i, contributions in enumerate(of_step):
                     for key, mine in contributions.items():
-                        together.setdefault((step, i), {}).setdefault(key, Counter()).update(mine)
+                        of_all.setdefault((step, i), {}).setdefault(key, Counter()).update(mine)
         taken: dict[tuple[int, int], set[tuple[int, int]]] = defaultdict(set)
         for rank, g, version, gradient in self.updates:
-            own, found = (g, self.place[rank]), of_all[self.replica[rank] if self.every else 0]
-            places = [place for place, mine in found.items() if mine.get(own, Counter()).keys() & gradient.keys()]
+            own = (g, self.place[rank])
+            places = [place for place, mine in of_all.items() if mine.get(own, Counter()).keys() & gradient.keys()]
             right: Counter[int] = Counter()
             for place in places:
-                right.update(found[place].get(own, ()))
+                right.update(of_all[place].get(own, ()))
             if right != gradient or taken[rank, g] & set(places):
                 raise Wrong(f"rank {rank}: update {version} of group {g} takes a wrong gradient")
             taken[rank, g] |= set(places)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ pytestmark = pytest.mark.many(3)
 
 mse, cross_entropy = torch.nn.functional.mse_loss, torch.nn.functional.cross_entropy
 SGD, MOMENTUM = partial(torch.optim.SGD, lr=0.3), partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.01)
-ADAM = partial(torch.optim.Adam, lr=0.01)
 MODEL = partial(toy, ("linear", "tuples", "dropout", "in-place", "unused"), frozen=(2,))
 
 
@@ -41,38 +39,18 @@ def errors(done: Execution, plain: Reference) -> tuple[float, float]:
 
 
 PLANS = [
-    "pp=4 schedule=pipedream microbatches=5",
     "pp=4 schedule=pipedream-vertical microbatches=5",
-    "pp=4 schedule=pipedream-2bw microbatches=4",
     "pp=4 schedule=pipedream microbatches=3 checkpoint=1 split=2,4,2,1",
-    "pp=4 schedule=ampnet microbatches=5 in_flight=7",
     "pp=4 schedule=ampnet microbatches=5 in_flight=6 update_every=4",
-    "pp=2 schedule=pipedream microbatches=1",
-    "pp=2 schedule=pipedream-2bw microbatches=3 checkpoint=sqrt",
-    "pp=2 schedule=ampnet microbatches=4 in_flight=1 update_every=4",
-    # with replicas
-    "dp=2 pp=2 schedule=pipedream microbatches=3",
     "dp=2 pp=2 schedule=pipedream-2bw microbatches=2 bucket=none checkpoint=1",
 ]
 
 
-@pytest.mark.many(8)
-@pytest.mark.parametrize("optimizer", [SGD, MOMENTUM, ADAM], ids=["sgd", "momentum", "adam"])
 @pytest.mark.parametrize("text", PLANS)
-def test_every_run_equals_the_replay_of_its_order(clusters, text, optimizer):
-    job, done = run(clusters, text, optimizer)
+def test_every_run_equals_the_replay_of_its_order(clusters, text):
+    job, done = run(clusters, text, MOMENTUM)
     worst = errors(done, replay(job, order_of(done.program)))
     assert max(worst) <= 1e-12, worst
-
-
-@pytest.mark.parametrize("count", [33, 3])
-def test_uneven_and_missing_rows_and_targets_that_do_not_count(clusters, count):
-    """Three rows in five micro-batches: two have none, and their updates change nothing."""
-    replicas = "dp=2 pp=2 schedule=pipedream microbatches=3"
-    for text in ("pp=2 schedule=pipedream microbatches=5", "pp=2 schedule=ampnet microbatches=5", replicas):
-        job, done = run(clusters, text, MOMENTUM, data=rows(count, classes=True, ignored=2), loss=cross_entropy,
-                        model=partial(toy, ("linear", "dropout")))  # fmt: skip
-        assert max(errors(done, replay(job, order_of(done.program)))) <= 1e-12
 
 
 def test_the_measured_trace_is_as_stale_as_the_papers_say(clusters):
@@ -85,18 +63,6 @@ def test_the_measured_trace_is_as_stale_as_the_papers_say(clusters):
         assert list(zip(done.trace.staleness(), done.trace.weight_versions(), strict=True)) == pairs
         used = {e.version_used for e in done.trace.events_of(0) if e.stream == "compute"}
         assert used == set(range(max(used) + 1))
-
-
-def test_ampnet_with_one_in_flight_is_synchronous(clusters):
-    """The same losses as plain torch that takes each step as a whole: micro-batches of equal size, updates of all."""
-    text = "pp=2 schedule=ampnet microbatches=4 in_flight=1 update_every=4"
-    job, done = run(clusters, text, data=rows(16))
-    from minipar.training.reference import Job as PlainJob
-    from minipar.training.reference import train_plainly
-
-    plain = train_plainly(PlainJob(job.build(), job.batches, job.loss, job.optimizer, job.seed), 3)
-    assert max(gradient_error(a, b) for a, b in zip(done.gradients, plain.gradients, strict=True)) <= 1e-12
-    assert done.trace.staleness() == [0, 0]
 
 
 def test_ampnet_returns_the_program_as_it_happened(clusters):
@@ -142,18 +108,6 @@ def test_another_version_is_another_run(recorded):
         replay(job, changed(order, 0, lambda e: e._replace(version=99) if e.what == "forward" else e))
 
 
-def test_an_update_at_another_place_is_another_run(recorded):
-    job, done = recorded
-
-    def skip(e):  # one update fewer, of two gradients at once
-        if e.what == UPDATE and e.version == 3:
-            return None
-        return e._replace(version=e.version - 1) if e.version >= 3 else e
-
-    plain = replay(job, changed(order_of(done.program), 1, skip))
-    assert max(abs(a - b) for a, b in zip(done.losses, plain.losses, strict=True)) > 1e-6
-
-
 def test_an_order_that_cannot_be_is_refused(recorded):
     job, done = recorded
     order = order_of(done.program)
@@ -185,17 +139,8 @@ def test_train_checks_against_the_replay_and_saves(clusters, tmp_path):
         train(MODEL, rows(12), "pp=2 schedule=ampnet", steps=1, memory=True, **options)
 
 
-@pytest.mark.many(4)
-@pytest.mark.parametrize(
-    ("more", "versions"),
-    [
-        ("", [2, 2]),
-        ("dp=2 bucket=none", [2, 2]),
-        ("precision=bf16", [2, 2]),
-        ("dp=2 bucket=none precision=bf16", [2, 2]),
-    ],
-)
-def test_memory_of_stashed_versions_is_predicted(clusters, more, versions):
+@pytest.mark.parametrize("more", ["", "dp=2 bucket=none precision=bf16"])
+def test_memory_of_stashed_versions_is_predicted(clusters, more):
     model = partial(toy, ("linear", "linear"), width=200)
     plan = Plan.parse(f"pp=2 schedule=pipedream-vertical microbatches=4 {more}")
     run = train(model, tuple(t.float() for t in rows(16, 200)), plan, cluster=clusters(plan.ranks), steps=2, loss=mse,
@@ -206,7 +151,7 @@ def test_memory_of_stashed_versions_is_predicted(clusters, more, versions):
     own = 2 * (200 * 200 + 200) * (2 if plan.precision == "bf16" else 4)
     parameters = [run.trace.peak_by_kind(rank)["parameters"] for rank in range(plan.ranks)]
     assert parameters == [run.predicted.peak_by_kind(rank)["parameters"] for rank in range(plan.ranks)]
-    assert parameters == [n * own for n in versions] * plan.dp
+    assert parameters == [2 * own, 2 * own] * plan.dp
 
 
 # bfloat16 -------------------------------------------------------------------------------------------------------------
@@ -214,35 +159,8 @@ def test_memory_of_stashed_versions_is_predicted(clusters, more, versions):
 NARROW = partial(toy, ("linear", "linear", "dropout"), frozen=(1,))
 
 
-def narrow(clusters, text, dtype=torch.float32, model=NARROW) -> Execution:
-    """Several passes: the versions of each begin again with 0."""
-    plan = Plan.parse(f"{text} precision=bf16")
-    job = Job(model, tuple(t.float() for t in rows(16)), loss=mse, optimizer=MOMENTUM, dtype=dtype)
-    program = plan.compile(shape_of(layers_of(job.build())), steps=2)
-    return execute(program, job, cluster=clusters(plan.ranks), passes=2)
-
-
 @pytest.mark.parametrize(
-    ("text", "flushed"),
-    [
-        ("schedule=pipedream", ""),
-        ("pp=2 schedule=ampnet in_flight=1", "pp=2"),
-        ("dp=2 schedule=pipedream bucket=flat", "dp=2 bucket=none"),
-    ],
-)
-def test_without_staleness_bf16_is_that_of_flushed_schedules(clusters, text, flushed):
-    one, other = narrow(clusters, text), narrow(clusters, flushed)
-    assert one.losses == other.losses
-    assert all(gradient_error(a, b) == 0 for a, b in zip(one.gradients, other.gradients, strict=True))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "pp=2 schedule=pipedream microbatches=4",
-        "pp=2 schedule=ampnet microbatches=4 in_flight=3",
-        "dp=2 pp=2 schedule=pipedream-2bw microbatches=2",
-    ],
+    "text", ["pp=2 schedule=pipedream microbatches=4", "pp=2 schedule=ampnet microbatches=4 in_flight=3"]
 )
 def test_bf16_uses_the_versions_of_the_order(clusters, text):
     """Within bfloat16's 8 bits of what the order makes in float64, and far from what version 0 alone would make."""
@@ -272,32 +190,6 @@ def test_learning_rates_by_staleness(clusters):
     assert rates == pytest.approx([4**-1, 4**-0.75, 4**-0.5, 4**-0.25, 1, 1])
 
 
-@pytest.mark.extra("::test_every_run_equals_the_replay_of_its_order")
-def test_loss_curves_of_all_methods_in_one_picture(clusters):
-    from minipar_course import convergence
-
-    found = convergence.curves(4, cluster=clusters(4), batch=32)
-    assert list(found) == list(convergence.METHODS)
-    assert all(len(losses) == 4 for losses in found.values())
-    assert len({round(losses[-1], 6) for losses in found.values()}) == len(found)  # no two are the same run
-    first = [losses[0] for name, losses in found.items() if name in ("1F1B, synchronous", "PipeDream-2BW")]
-    assert first[0] == pytest.approx(first[1])  # before any update
-    few = {name: convergence.METHODS[name] for name in ("1F1B, synchronous", "PipeDream", "PipeDream-2BW")}
-    alone = convergence.replayed((0, 1), 4, batch=32, methods=few)
-    for name, (first_seed, second_seed) in alone.items():
-        assert first_seed == pytest.approx(found[name], rel=1e-3)
-        assert second_seed != first_seed
-    bands: Any = convergence.bands(alone)
-    assert "PipeDream: at the end " in bands.alt
-    bands.draw_without_rendering()
-    assert all(tick == int(tick) for tick in bands.axes[0].get_xticks())  # steps are counted
-    figure: Any = convergence.plot(found)
-    assert len(figure.axes[0].lines) == len(found)
-    shown, _ = figure._repr_mimebundle_()
-    assert shown["image/png"], "it shows itself in a notebook"
-    assert shown["text/plain"].startswith(f"1F1B, synchronous: {found['1F1B, synchronous'][0]:.2f} to ")
-
-
 def test_the_command_line(capsys):
     import json
 
@@ -306,8 +198,6 @@ def test_the_command_line(capsys):
     assert main(["simulate", "pp=4 schedule=pipedream-2bw microbatches=8", "--layers", "4", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert (told["time"], told["staleness"], told["weight_versions"]) == (33, [1] * 4, [2] * 4)
-    assert main(["simulate", "pp=4 schedule=pipedream microbatches=8", "--layers", "4", "--steps", "3", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["time"] == (3 * 8 + 3) * 3
     plan = ["run", "pp=2 schedule=ampnet microbatches=4", "--model", "mlp-tiny", "--steps", "2", "--batch", "8"]
     assert main([*plan, "--check", "--dtype", "float64", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -315,13 +205,6 @@ def test_the_command_line(capsys):
     assert told["losses"] == pytest.approx(told["reference_losses"], abs=1e-12)
     assert len(told["losses"]) == 8
     assert told["weight_versions"] == [1, 1]
-
-
-def test_ampnet_with_fewer_rows_than_microbatches(clusters):
-    """What has no rows has no messages, and what follows it on the link is looked for behind it."""
-    model = partial(toy, ("linear",))
-    job, done = run(clusters, "pp=2 schedule=ampnet microbatches=4", steps=4, data=rows(2), model=model)
-    assert max(errors(done, replay(job, order_of(done.program)))) <= 1e-12
 
 
 def test_ampnet_waits_for_what_has_no_rows(clusters):

@@ -18,8 +18,6 @@ from minipar import NotFinite, PlanError, RankError, StepInfo, resume, train
 from minipar.strategies.plan import Plan
 from tests.execution.test_updating import MOMENTUM, Stream, factors, model, recipe
 
-pytestmark = pytest.mark.many(3)
-
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(sys.modules["tests.execution.test_updating"])
 
@@ -55,9 +53,8 @@ def same(found: list[StepInfo], expected: list[StepInfo]) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "pp=2 microbatches=3", "dp=2 zero=1", "dp=2 pp=2 zero=3 microbatches=2", "dp=2 overlap=priority bucket=none",
-     "pp=2 offload=optimizer", "dp=2 clip=0.3", "dp=2 zero=2 microbatches=2 clip=0.3"],
-)  # fmt: skip
+    ["dp=2 pp=2 zero=3 microbatches=2", "dp=2 overlap=priority bucket=none", "pp=2 offload=optimizer", "dp=2 clip=0.3"],
+)
 def test_every_step_is_told_in_order_as_plain_torch_has_it(clusters, text):
     """Tied between stages, held by all replicas, sliced, frozen: each gradient counts once; 11 steps are two blocks."""
     plan, told = Plan.parse(text), []

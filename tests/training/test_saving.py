@@ -27,10 +27,9 @@ from minipar.execution.saving.folder import Saved, open_folder
 from minipar.execution.saving.keeping import Share, Storing
 from minipar.execution.saving.storage import Reading
 from minipar.models.parameter_groups import shape_of
-from minipar.training.plainly import train_reference
 from tests.toys import rows, toy
 
-pytestmark = pytest.mark.many(6)
+pytestmark = pytest.mark.many(3)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -41,10 +40,7 @@ ADAM = partial(torch.optim.Adam, lr=0.01)
 ALONE = "dp=1 pp=1"
 PLANS = [
     ALONE,
-    "pp=2 microbatches=2",
     "pp=4 schedule=gpipe microbatches=2",
-    "dp=2 bucket=flat",
-    "dp=2 zero=1",
     "dp=4 zero=2 bucket=none",
     "dp=2 zero=3 prefetch=0",
     "dp=2 pp=2 zero=3 microbatches=2",
@@ -122,8 +118,8 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("optimizer", [MOMENTUM, ADAM], ids=["momentum", "adam"])
 @pytest.mark.parametrize("before", PLANS)
 def test_saved_under_any_plan_and_loaded_under_any_other(clusters, tmp_path, before, optimizer, pytestconfig):
-    """Tied across stages, frozen and dropout layers; `--thorough`: all pairs, else the same plan and three others."""
-    apart = range(len(PLANS)) if pytestconfig.getoption("--thorough") else (0, 1, 2, 5)
+    """Tied across stages, frozen and dropout layers; `--thorough`: all pairs, else the same plan and two others."""
+    apart = range(len(PLANS)) if pytestconfig.getoption("--thorough") else (0, 1, 4)
     others = [PLANS[(PLANS.index(before) + k) % len(PLANS)] for k in apart]
     work = job(optimizer=optimizer)
     whole = run(clusters, before, work, 4)
@@ -157,20 +153,11 @@ def test_losses_depend_on_everything_that_is_saved(clusters, tmp_path):
         assert losses != pytest.approx(right, rel=1e-9), kind
 
 
-def test_the_reference_goes_on_too(clusters, tmp_path):
-    work = job()
-    saved = saved_by(clusters, "dp=2 zero=3", work, tmp_path)
-    whole = train_reference(work, 4)
-    plain = train_reference(work, 2, storing=Storing(saved=saved))
-    assert plain.losses == pytest.approx(whole.losses[2:], rel=1e-12)
-
-
 def unused() -> nn.Sequential:
     return toy(("unused", "linear"))
 
 
-@pytest.mark.parametrize("after", [ALONE, "dp=2 zero=2", "pp=2 dp=2 zero=3"])
-@pytest.mark.parametrize("before", [ALONE, "dp=2 zero=2", "dp=4 zero=3"])
+@pytest.mark.parametrize(("before", "after"), [(ALONE, "pp=2 dp=2 zero=3"), ("dp=4 zero=3", ALONE)])
 def test_a_parameter_that_nothing_used_yet(clusters, tmp_path, before, after):
     """torch has no state for it; a slice of ZeRO has zeros."""
     work = job(unused)
@@ -196,7 +183,7 @@ def normed() -> nn.Sequential:
     return nn.Sequential(Scaled(), nn.BatchNorm1d(6), nn.Linear(6, 6))
 
 
-@pytest.mark.parametrize(("before", "after"), [(ALONE, "pp=2"), ("pp=2", "dp=2 zero=3"), ("dp=2 zero=1", ALONE)])
+@pytest.mark.parametrize(("before", "after"), [(ALONE, "pp=2"), ("pp=2", "dp=2 zero=3")])
 def test_buffers_empty_parameters_and_single_numbers(clusters, tmp_path, before, after):
     work = job(normed)
     saved = saved_by(clusters, before, work, tmp_path)
@@ -211,8 +198,8 @@ def test_buffers_empty_parameters_and_single_numbers(clusters, tmp_path, before,
         if not key.startswith("optimizer") or "nothing" not in key:
             assert torch.equal(found[key], expected[key]), key
     if "dp" not in after:  # replicas normalise their own rows
-        whole = run(clusters, before, work, 3).losses if before != "dp=2 zero=1" else None
-        assert whole is None or run(clusters, after, work, 1, saved=saved).losses == pytest.approx(whole[2:], rel=1e-12)
+        whole = run(clusters, before, work, 3).losses
+        assert run(clusters, after, work, 1, saved=saved).losses == pytest.approx(whole[2:], rel=1e-12)
 
 
 class Counting(torch.optim.Optimizer):
@@ -234,13 +221,12 @@ class Counting(torch.optim.Optimizer):
                 p.sub_(p.grad, alpha=group["lr"] * state["rate"] * state["count"])
 
 
-@pytest.mark.parametrize("after", [ALONE, "dp=2 zero=3", "pp=2"])
-def test_plain_numbers_come_back_as_such(clusters, tmp_path, after):
+def test_plain_numbers_come_back_as_such(clusters, tmp_path):
     work = job(optimizer=Counting)
     whole = run(clusters, ALONE, work, 4).losses
     saved = saved_by(clusters, ALONE, work, tmp_path)
     assert saved.entries["optimizer/count/0.weight"].number
-    assert run(clusters, after, work, 2, saved=saved).losses == pytest.approx(whole[2:], rel=1e-12)
+    assert run(clusters, "dp=2 zero=3", work, 2, saved=saved).losses == pytest.approx(whole[2:], rel=1e-12)
 
 
 def test_what_zero_cannot_slice_or_share(clusters, tmp_path):
@@ -280,10 +266,7 @@ def test_states_that_cannot_be_saved_are_named(clusters, tmp_path):
     ("before", "after"),
     [
         ("precision=bf16", "dp=2 zero=3 precision=bf16"),
-        ("dp=2 zero=1 precision=bf16", "pp=2 precision=bf16"),
         ("dp=2 zero=2 precision=bf16", ALONE),
-        ("offload=optimizer", "dp=2 zero=2 offload=optimizer"),
-        ("pp=2 offload=optimizer", "dp=2 zero=3"),
         ("dp=2 zero=3 offload=optimizer", "pp=2 offload=optimizer"),
     ],
 )
@@ -303,15 +286,6 @@ def test_what_the_optimizer_works_on_is_saved(clusters, tmp_path, before, after)
         assert torch.equal(found[key].bfloat16(), own[key.partition("/")[2]].bfloat16())
     whole, then = run(clusters, before, work, 4), run(clusters, after, work, 2, saved=saved)
     assert then.losses == pytest.approx(whole.losses[2:], abs=3e-3)
-
-
-def test_what_waits_in_a_store_is_brought_back_to_be_saved(clusters, tmp_path):
-    work = job(dtype=torch.float32)
-    whole = run(clusters, "microbatches=1", work, 3).losses
-    saved = saved_by(clusters, "offload=optimizer,parameters offload_to=disk", work, tmp_path)
-    for plan in ("offload=parameters", "offload=optimizer offload_to=disk", "microbatches=1"):
-        found = run(clusters, plan, work, 1, saved=saved).losses
-        assert found == pytest.approx(whole[2:], rel=1e-6)
 
 
 def test_replicas_share_the_writing(clusters, tmp_path):
@@ -394,9 +368,8 @@ def test_saving_while_it_runs(clusters, tmp_path):
     assert run.losses + then.losses == pytest.approx(trained(clusters, ALONE, steps=4).losses, rel=1e-12)
 
 
-@pytest.mark.parametrize("text", [ALONE, "dp=2 bucket=flat", "dp=2 zero=1", "dp=4 zero=2", "dp=2 pp=2 zero=3"])
-def test_a_run_goes_on_after_it_was_saved(clusters, tmp_path, text):
-    work = job()
+def test_a_run_goes_on_after_it_was_saved(clusters, tmp_path):
+    work, text = job(), "dp=2 pp=2 zero=3"
     found = run(clusters, text, work, 3, folder=str(tmp_path), every=1, token="0123abcd")
     assert found.losses == run(clusters, text, work, 3).losses
     assert open_folder(tmp_path).header.step == 3
@@ -521,8 +494,8 @@ def rotating() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 6), Rotated(), nn.Linear(6, 6))
 
 
-@pytest.mark.parametrize(("before", "after"), [(ALONE, "pp=2 microbatches=2"), ("dp=2", ALONE)])
-def test_complex_parameters_and_buffers(clusters, tmp_path, before, after):
+def test_complex_parameters_and_buffers(clusters, tmp_path):
+    before, after = "dp=2", "pp=2 microbatches=2"
     keys = {"loss": mse, "optimizer": MOMENTUM, "progress": False}
     given = {"batch": 8, "dtype": torch.float64, **keys}
     first, second = (clusters(Plan.parse(text).ranks) for text in (before, after))

@@ -75,13 +75,6 @@ def test_auto_without_costs_is_documented_and_with_them_follows_latency():
     assert sum(bool(ins.group) for ins in guessed.ranks[0]) == 8
 
 
-def test_auto_goes_with_stages_and_zero():
-    shape = Shape(6, tuple(Group((k,), (MiB,)) for k in range(6)))
-    costs = AlphaBeta([1] * 6, [1] * 6, 3, 1 / MiB)
-    for words in ("dp=2 pp=2 microbatches=4", "dp=2 zero=1", "dp=4 zero=3 checkpoint=2"):
-        Plan.parse(f"{words} bucket=auto").compile(shape, costs_of=lambda program: costs)
-
-
 def deep():
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
