@@ -6,7 +6,7 @@
 # make gallery docs/gallery.md and its pictures, after a change of a view
 # make bench   measured values beside their targets
 # make soak    random faults, stop buttons, kills and inputs of parsers, for 30 minutes at most: docs/reliability.md
-# make thorough  other long checks (hours): 120 kills of a server, 3000 random models under random plans, plans with
+# make thorough  other long checks (hours): 120 kills of workers of a server, 3000 random models under random plans, plans with
 #              threes of keys, all cases of tests, 20000 mutants of programs, all benchmarks
 # make lint    ruff and mypy alone
 # make book    the course as a static site, in build/book, from the saved outputs

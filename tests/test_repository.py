@@ -177,6 +177,24 @@ def test_links_within_the_repository_lead_somewhere(page):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+def length_of(path, name):
+    """Lines of a function, or of a method such as Executor.run."""
+    body = ast.parse((ROOT / "minipar" / path).read_text()).body
+    for part in name.split("."):
+        (node,) = (node for node in body if getattr(node, "name", "") == part)
+        body = node.body
+    return node.end_lineno - node.lineno + 1
+
+
+def test_the_functions_to_read_first_are_as_long_as_the_page_says():
+    page = (ROOT / "ARCHITECTURE.md").read_text()
+    rows = re.findall(r"^\| `([\w.]+)` \| (\w[\w/]+\.py) \| (\d+) \|", page, re.MULTILINE)
+    assert len(rows) == 12
+    found = {name: (int(lines), length_of(path, name)) for name, path, lines in rows}
+    assert all(abs(said - real) <= 5 for said, real in found.values()), found
+    assert sum(real for _, real in found.values()) < 800  # an hour
+
+
 def test_every_make_target_that_is_named_exists():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     assert {"demo", "test", "lab", "bench", "soak", "lint", "clean"} <= targets

@@ -53,47 +53,39 @@ def best_uniform(tokens: int, stages: int, time: SliceTime) -> tuple[int, ...]:
     return min(cuts, key=lambda lengths: step_time(lengths, stages, time))
 
 
-def best_slices(tokens: int, stages: int, time: SliceTime, multiple: int = 1, gap: float = 0.0) -> tuple[int, ...]:
+def best_slices(tokens: int, stages: int, time: SliceTime) -> tuple[int, ...]:
     """The lengths that make `step_time` shortest.
 
     tokens     number of tokens of a sequence
     stages     number of stages of the pipeline
     time       t(length, context), larger for a longer slice
-    multiple   for long sequences: lengths are multiples of so many tokens (the last slice has the rest)
-    gap        the smallest difference between two limits of the slowest slice that are tried; 0: the exact optimum
 
     For each limit of the slowest slice, beginning with the smallest, it finds the smallest sum of times:
     S(i) = min over l of S(i - l) + t(l, i - l) with t within the limit. It ends when stages x limit exceeds the best.
-    With n = tokens / multiple, a limit takes n^2 operations, and there are at most n^2 limits. Errors: PlanError for
-    sizes below 1.
+    A limit takes tokens^2 operations, and there are at most tokens^2 limits. Errors: PlanError for sizes below 1.
     """
-    for name, number in (("tokens", tokens), ("stages", stages), ("multiple", multiple)):
+    for name, number in (("tokens", tokens), ("stages", stages)):
         if number < 1:
             raise PlanError(f"{name}={number}: must be at least 1")
-    edges = [*range(0, tokens, multiple), tokens]
-    n = len(edges) - 1
-    table = np.full((n + 1, n + 1), np.inf)  # from edge a to edge b
-    for a in range(n):
-        for b in range(a + 1, n + 1):
-            table[a, b] = time(edges[b] - edges[a], edges[a])
+    table = np.full((tokens + 1, tokens + 1), np.inf)  # from token a to token b
+    for a in range(tokens):
+        for b in range(a + 1, tokens + 1):
+            table[a, b] = time(b - a, a)
     chosen: tuple[int, ...] = (tokens,)
-    best, last = np.inf, -np.inf
+    best = np.inf
     for limit in np.unique(table[np.isfinite(table)]):
         if stages * limit > best:
             break
-        if limit - last < gap and np.isfinite(best):
-            continue
-        last = limit
-        total, lengths = _within(table, limit, edges)
+        total, lengths = _within(table, limit)
         if total + (stages - 1) * limit < best:
             best, chosen = total + (stages - 1) * limit, lengths
     return chosen
 
 
-def _within(table: np.ndarray, limit: float, edges: Sequence[int]) -> tuple[float, tuple[int, ...]]:
+def _within(table: np.ndarray, limit: float) -> tuple[float, tuple[int, ...]]:
     """The smallest sum of times that are all within the limit, and the lengths of its slices."""
     allowed = np.where(table <= limit, table, np.inf)
-    n = len(edges) - 1
+    n = len(table) - 1
     sums, before = np.full(n + 1, np.inf), [0] * (n + 1)
     sums[0] = 0.0
     for b in range(1, n + 1):
@@ -104,6 +96,6 @@ def _within(table: np.ndarray, limit: float, edges: Sequence[int]) -> tuple[floa
         return np.inf, ()
     lengths, b = [], n
     while b:
-        lengths.append(edges[b] - edges[before[b]])
+        lengths.append(b - before[b])
         b = before[b]
     return float(sums[n]), tuple(reversed(lengths))

@@ -21,17 +21,17 @@ def backward(
     ends: Sequence[GradientEdge],
     gradients: Sequence[Tensor | None],
     parameters: Sequence[Tensor] = (),
-    alone: Sequence[Tensor] = (),
+    separate: Sequence[Tensor] = (),
 ) -> None:
     """Add gradients to `.grad` of all leaves behind some edges, or of `parameters` only if there are any.
 
     gradients   one for each edge; None stands for 1, the gradient of a scalar
-    alone       leaves whose `.grad` has only the gradient of this backward while it runs: see `hooked`
+    separate    leaves whose `.grad` has only the gradient of this backward while it runs: see `hooked`
 
     RuntimeError if a gradient has another shape than its tensor.
     """
-    if alone:
-        add(alone, added(alone, lambda: backward(ends, gradients, parameters)))
+    if separate:
+        add(separate, added(separate, lambda: backward(ends, gradients, parameters)))
     elif _enter is None:
         torch.autograd.backward(ends, gradients, inputs=parameters or None)
     else:

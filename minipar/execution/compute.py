@@ -20,12 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from minipar.data.batches import Batch, BatchPart
+from minipar.data.batches import Batch, BatchPart, BatchRows
 from minipar.errors import MiniparError
 from minipar.execution import autograd_entry, layer_calls, naming_layers, repartition
-from minipar.execution.batch_rows import BatchRows
 from minipar.execution.fitting import row_major
-from minipar.execution.layer_calls import Call, LayerCall, Made, Sizes
+from minipar.execution.layer_calls import Call, LayerCall, Made, Sizes, UntouchedInputs
 from minipar.execution.mean_loss import Finite, Loss, MeanLoss, Target
 from minipar.execution.remembered import Remembered, will_run_again
 from minipar.execution.saved_tensors import SavedTensors
@@ -33,7 +32,6 @@ from minipar.execution.sliced import SequenceState, carried, on_slices
 from minipar.execution.split_backward import Arrived, input_half, left, noting_hooks, weight_half
 from minipar.execution.streams import Later, Streams, streams_of
 from minipar.execution.tails import Tails
-from minipar.execution.untouched_inputs import UntouchedInputs
 from minipar.models import randomness
 from minipar.models.mixture_gpt import LoadCount, routes
 from minipar.models.tensors import count_bytes, detach, differentiable, map_tensors, take_rows
@@ -144,7 +142,7 @@ class Compute:
         run = layer_calls.plain(module) if sequence is None else on_slices(sequence, layer, module, sizes)
         beside = carried if sequence is not None else None
         if passing:
-            run = layer_calls.apart_from_parameters(run, module)
+            run = layer_calls.copying_parameters(run, module)
         if layer == self.program.layers - 1:
             run = layer_calls.with_loss(run, self.loss)
         unweighed, run = run, layer_calls.weighed(run, layer, module, sizes, beside)
@@ -305,12 +303,13 @@ class Compute:
         received, given = self._arrived(ins, live), None
         for piece in reversed(self.pieces[ins.layers, i]):
             given, edges = self.graphs.pop((piece[-1], i, step))
-            ends, grads = _reached(edges, self._taken(piece, ins, received))
+            ends, grads = _reached(edges, self._taken(piece, ins, received) if self.program.forms else received)
             if self.sequence is not None:
                 self.sequence.arriving(piece, ins, live, ends, grads)
             if ends:
-                autograd_entry.backward(ends, grads, alone=autograd_entry.hooked(self._parameters(piece)))
-            received = self._with_counts([t.grad for t in differentiable(given)], given, piece)
+                autograd_entry.backward(ends, grads, separate=autograd_entry.hooked(self._parameters(piece)))
+            found = [t.grad for t in differentiable(given)]
+            received = self._with_counts(found, given, piece) if self.program.forms else found
             if self.sequence is not None:
                 self.sequence.hand_back(piece, ins, live)
         self._forget(ins)
@@ -326,12 +325,12 @@ class Compute:
         for piece in reversed(self.pieces[ins.layers, i]):
             given, edges = self.graphs.pop((piece[-1], i, step))
             inputs = differentiable(given) if piece[0] > self.program.first_trainable else []
-            ends, grads = _reached(edges, self._taken(piece, ins, received))
+            ends, grads = _reached(edges, self._taken(piece, ins, received) if self.program.forms else received)
             found, arrived = input_half(ends, grads, inputs, self._parameters(piece))
             self.left[piece[-1], i, step] = arrived
             if ("saved_weight", piece[-1], self.rows.count(ins)) not in self.sizes:
                 self._weigh_left(piece, arrived, self.rows.count(ins), bool(inputs), given, grads)
-            received = self._with_counts(found, given, piece)
+            received = self._with_counts(found, given, piece) if self.program.forms else found
         self._forget(ins)
         self._hand_back(ins, given, received, live)
 
@@ -385,8 +384,8 @@ class Compute:
         self, piece: tuple[int, ...], ins: Instruction, received: list[Tensor | None] | None
     ) -> list[Tensor | None] | None:
         """The gradients of a piece's output as its backward reads them: of some that are whole this rank's shard."""
-        if received is None or not self.program.forms:
-            return received
+        if received is None:
+            return None
         form = self.program.forms[piece[-1]].grad_reads
         taken: list[Tensor | None] = repartition.own_shard(received, form, self.places, self.rows.number(ins))
         return repartition.without_counts(taken, form)
@@ -395,8 +394,8 @@ class Compute:
         self, gradients: list[Tensor | None] | None, given: Any, piece: tuple[int, ...]
     ) -> list[Tensor | None] | None:
         """The gradients of a piece's input; those of unequal shards go with the counts that the piece was given."""
-        if gradients is None or not self.program.forms:
-            return gradients
+        if gradients is None:
+            return None
         return repartition.with_counts(gradients, given, self.program.forms[piece[0]].reads)
 
     def _hand_back(

@@ -37,7 +37,7 @@ from minipar.execution.executor import Executor, Gradient, PassRecord, Shard
 from minipar.execution.fitting import check_parameters, row_major
 from minipar.execution.following import Callback, Following, News, Observer, Reporter, Warnings
 from minipar.execution.mean_loss import Finite, check_choice
-from minipar.execution.measuring.copying import measure_copies
+from minipar.execution.measuring.calibration import measure_copies
 from minipar.execution.measuring.profiler import profile
 from minipar.execution.memory.tape import record
 from minipar.execution.memory.tracker import SERIES, Watching, watching_of
@@ -301,12 +301,12 @@ def execute(
     with nullcontext(cluster) if cluster is not None else Cluster(count) as ranks:
         if program.in_flight is not None:
             check_carrier(ranks, f"program {program.name!r}")
-        job = captured_once(job, program.sharing, program.slices, ranks)
+        job = captured_once(job, program.sharing, program.slices, ranks) if program.sharing > 1 else job
         if costs is None and ranks.emulates is not None and ranks.emulates.emulates:
             costs = emulated_costs(program, ranks.emulates, job, ranks)
         slow = [_delays(costs, rank, rest) for rank in range(count)] if costs is not None else None
         watching = watching_of(memory, ranks.emulates)
-        with storing.around(), ending or nullcontext():
+        with storing.around() if storing.folder else nullcontext(), ending or nullcontext():
             own = collectives.registered(program.algorithm)  # (ranks know what is registered there)
             reporter = Reporter(watch is not None, program) if followed else None
             passed = ranks.run_with(
@@ -319,10 +319,7 @@ def execute(
     times = [max(max(p.ends[k]) for p in passed) - min(min(p.starts[k]) for p in passed) for k in range(len(programs))]
     tracked = range(max(1, len(programs) - SERIES), passes) if memory else range(1, passes)
     typical = sorted(tracked or [0], key=times.__getitem__)[(len(tracked) - 1) // 2 if tracked else 0]
-    where = [(k, s) for k, each in enumerate(programs) for s in range(each.updates)]  # pass and update in it
-    gradients: list[dict[str, Tensor]] = [{} for _ in where] if keep_gradients else []
-    for found, (k, s) in zip(gradients, where, strict=False):
-        found.update(_whole([p.gradients[k][s] for p in passed], program.local_steps > 0))
+    gradients = _gradients(programs, passed) if keep_gradients else []
     if program.in_flight is not None:
         program = as_it_happened(program, [p.orders[typical] for p in passed])
         verify(program)
@@ -330,8 +327,17 @@ def execute(
     if costs is not None:
         trace = replace(trace, overruns=[p.overruns[typical] for p in passed])
         trace = replace(trace, note=emulated_note(costs.spec, trace.overruns))
-    shares, load = [p.share for p in passed], total([p.load for p in passed])
+    loads = [p.load for p in passed if p.load is not None]
+    shares, load = [p.share for p in passed], total(loads) if loads else None
     return Execution(program, losses, times, trace, gradients, shares, load)
+
+
+def _gradients(programs: Sequence[Program], passed: Sequence[Passed]) -> list[dict[str, Tensor]]:
+    """The gradients of each update, by parameter name."""
+    return [
+        _whole([p.gradients[k][s] for p in passed], each.local_steps > 0)
+        for k, each in enumerate(programs) for s in range(each.updates)
+    ]  # fmt: skip
 
 
 def _whole(found: Sequence[dict[str, Gradient]], local: bool = False) -> dict[str, Tensor]:
@@ -383,9 +389,9 @@ def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Ranks)
 
 
 def captured_once(job: Job, count: int, slices: int | tuple[int, ...], ranks: Ranks) -> Job:
-    """The job with its model as graphs, if `count` ranks share layers. Rank 0 captures it for all: torch.export takes
-    seconds at its first use in a process, and tenths of seconds later."""
-    if count == 1 or (job.graphs is not None and job.graphs[:2] == (count, slices)):
+    """The job with its model as graphs, for `count` ranks that share layers. Rank 0 captures it for all: torch.export
+    takes seconds at its first use in a process, and tenths of seconds later."""
+    if job.graphs is not None and job.graphs[:2] == (count, slices):
         return job
     (graphs,) = ranks.run_on([0], Job.capture, job, count, slices)
     return replace(job, graphs=graphs)
@@ -402,8 +408,8 @@ def _delays(costs: EmulatedCosts, rank: int, rest: Program | None) -> tuple[Dela
 def emulated_note(spec: DeviceSpec, overruns: Sequence[Sequence[int]]) -> str:
     """The note in every picture of a run on emulated devices."""
     count = sum(map(len, overruns))
-    late = f"; {several(count, 'overrun')}: real work took longer than the device would have" if count else ""
-    return f"emulated device {spec}: real work and real clock readings, delayed to its speed{late}"
+    overran = f"; {several(count, 'overrun')}: real work took longer than the device would have" if count else ""
+    return f"emulated device {spec}: real work and real clock readings, delayed to its speed{overran}"
 
 
 def _measured(program: Program, passed: Sequence[Passed], k: int) -> Trace:
@@ -640,7 +646,8 @@ def profile_job(
         shape = replace(shape_of(layers), names=tuple(model._modules), edges=edges_of(model))
     titles = {id(p): name for name, p in model.named_parameters()}
     optimizer = partial(_optimizer_of, update, [titles[id(p)] for group in parameters_of(layers) for p in group])
-    slices, threads = ranges_of(plan, shape, [x, y]), torch.get_num_threads()
+    slices = ranges_of(plan, shape, [x, y]) if plan.slice_count > 1 else []
+    threads = torch.get_num_threads()
     tried = _try_loss(job, whole, x, plan, parts)
     again = plan.checkpoint not in ("none", "selective")
     layered = cast(nn.Sequential, model)

@@ -15,9 +15,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from minipar.cluster import notes
@@ -29,7 +30,7 @@ from minipar.execution import naming_layers, repartition
 from minipar.execution.compute import Compute
 from minipar.execution.dtypes import check_narrow, narrow
 from minipar.execution.dynamic_schedule import DynamicSchedule
-from minipar.execution.emulation import Delays, EmulatedDevice, end_of, stamp_later
+from minipar.execution.emulation import Delays, EmulatedDevice, Joined, end_of, stamp_later
 from minipar.execution.fitting import check_fit
 from minipar.execution.following import Walked
 from minipar.execution.mean_loss import Loss
@@ -126,6 +127,14 @@ def _lines(instructions: Sequence[Instruction], streams: Streams) -> list[_Prepa
     ]
 
 
+def _arrive(joined: Joined, stamp: Callable[[], None]) -> None:
+    """The ranks of an emulated device's collective are there: note its end when the devices would be done."""
+    joined.arrived()
+    end = end_of(joined)
+    if end is not None:
+        stamp_later(end, stamp)
+
+
 def _needs_lanes(program: Program) -> bool:
     """Whether a rank computes something while a program of its own sums gradients, or sums over several groups, which
     may be in other orders elsewhere. All ranks decide alike."""
@@ -191,8 +200,6 @@ class Executor:
         self.names = {id(p): name for name, p in container.named_parameters() if id(p) in own}
         self.state = State(program, comm, groups, update, self.names)
         self.groups, self.buckets = groups, self.state.buckets
-        on_host = {ins.layers for ins in program.ranks[comm.rank] if ins.op is Op.STEP and ins.stream == "host"}
-        self.optimizers = {k: o for k, o in self.state.optimizers.items() if k not in on_host}  # those of the device
         mine = list(self.compute.layers.values())
         if program.precision == "bf16":
             # These are the tensors that are not trained: buffers, and frozen parameters before they are offloaded.
@@ -209,7 +216,6 @@ class Executor:
     def follow(self, program: Program, delays: Delays | None = None) -> None:
         """Run this program from now on: the one that the executor was made for, or the same for fewer steps."""
         comm = self.comm
-        program = without_versions(program) if program.in_flight is not None else program
         self.program, self.instructions = program, program.ranks[comm.rank]
         self.compute.follow(program)
         groups = {ins.group for ins in self.instructions if ins.group}
@@ -248,9 +254,9 @@ class Executor:
         device = self.device
         streams.begin()
         links.start()
-        tell = self.walked
-        if tell is not None:
-            tell.begin(starts, ends, compute.losses, streams)
+        report = self.walked
+        if report is not None:
+            report.begin(starts, ends, compute.losses, streams)
         begin = mark()
         if device is not None:
             device.begin()
@@ -318,8 +324,8 @@ class Executor:
             ends[index] = line.mark() if end is None else end
             if watch is not None and end is None:
                 streams.wait(ends[index])  # memory is followed on the host's clock, so the host may not run ahead
-            if tell is not None:
-                tell(self._order(index), (k for k, _ in pending.values()))
+            if report is not None:
+                report(self._order(index), (k for k, _ in pending.values()))
             for value in line.dropped:
                 live.pop(value, None)
             for value in line.released:
@@ -336,15 +342,15 @@ class Executor:
         ends[:] = [end or now for end in ends]  # (of pieces of a gradient only the last one was waited for)
         losses = read_all(compute.losses, streams)
         starts, ends = streams.times(starts), streams.times(ends)
-        if tell is not None:
-            tell(self._order(size - 1), last=True)
+        if report is not None:
+            report(self._order(size - 1), last=True)
         overruns = [] if device is None else device.overruns
         if self.dynamic is None:
             return PassRecord(losses, starts, ends, self.gradients, overruns)
         walked = self.dynamic.executed
-        late = [k for k, index in enumerate(walked) if index in overruns]
+        overran = [k for k, index in enumerate(walked) if index in overruns]
         starts, ends = ([times[index] for index in walked] for times in (starts, ends))
-        return PassRecord(losses, starts, ends, self.gradients, late, self.dynamic.order)
+        return PassRecord(losses, starts, ends, self.gradients, overran, self.dynamic.order)
 
     def _order(self, index: int) -> Sequence[int]:
         """The instructions walked so far, the last of them `index`."""
@@ -410,7 +416,7 @@ class Executor:
                 [count for _, count in self.compute.places],
             )
             if repartitions(ins)
-            else self.state.start(ins, self._weight(ins))
+            else self.state.start(ins, self._weight(ins) if self.program.local_steps else 1.0)
         )
         ends, device, group = self.ends, self.device, ins.group
         joined = device.join(index, group, self.comm) if device is not None and device.delays.links else None
@@ -418,25 +424,19 @@ class Executor:
         def stamp() -> None:
             ends[index] = time.perf_counter()
 
-        def done() -> None:
-            if device is None or joined is None:
-                return stamp()
-            joined.arrived()
-            end = end_of(joined)
-            return None if end is None else stamp_later(end, stamp)
-
         for value in ins.writes:
             if value not in ins.frees:
                 self.pending[value] = (index, (handles, joined))
         end = self.streams.ended(handles, group)
-        if end is None and (joined is not None or handles):
-            (handles[-1] if joined is None else joined.handle).when_done(done)
+        if end is None and joined is not None:
+            joined.handle.when_done(partial(_arrive, joined, stamp))
+        elif end is None and handles:
+            handles[-1].when_done(stamp)
         return end
 
     def _weight(self, ins: Instruction) -> float:
         """Where an instruction averages parameters, how much those of this rank weigh."""
-        every = self.program.local_steps
-        return self.compute.rows.share(ins.step, ins.step % every + 1) if every else 1.0
+        return self.compute.rows.share(ins.step, ins.step % self.program.local_steps + 1)
 
     def _on_host(self, ins: Instruction) -> None:
         """Compute layers on the host, with the host's values in place of the device's."""
@@ -485,6 +485,12 @@ class Executor:
                         own = grad * share if isinstance(grad, Tensor) and share != 1 else grad
                         kept[name] = Shard(self.cuts[name], own) if name in self.cuts else own
         self.state.step(ins)
+
+    @cached_property
+    def optimizers(self) -> dict[tuple[int, ...], torch.optim.Optimizer]:
+        """Those that work on the device."""
+        steps = {ins.layers for ins in self.instructions if ins.op is Op.STEP and ins.stream != "host"}
+        return {layers: found for layers, found in self.state.optimizers.items() if layers in steps}
 
     def all_here(self) -> AbstractContextManager[None]:
         """Between passes: while entered, everything is in memory, to be saved or restored."""

@@ -8,12 +8,14 @@ so that a layer runs without the wrappers that it does not need.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+import re
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from minipar.errors import RankError
 from minipar.execution.mean_loss import MeanLoss, Target
 from minipar.execution.measuring.weighing import weigh
 from minipar.execution.remembered import Remembered
@@ -21,7 +23,7 @@ from minipar.execution.saved_tensors import SavedTensors
 from minipar.execution.tails import Tails
 from minipar.models import randomness
 from minipar.models.mixture_gpt import LoadCount
-from minipar.models.tensors import count_bytes, map_tensors, tensors
+from minipar.models.tensors import Unchanged, count_bytes, map_tensors, overwrites, tensors
 from minipar.program import Instruction, LayerRun, Op, Value
 
 Made = tuple[Any, Tensor | None]  # a layer's output; and of the last layer of a model, the loss
@@ -88,15 +90,15 @@ def counting(run: LayerCall, layer: int, count: LoadCount) -> LayerCall:
     return call_counting
 
 
-def apart_from_parameters(run: LayerCall, module: nn.Module) -> LayerCall:
+def copying_parameters(run: LayerCall, module: nn.Module) -> LayerCall:
     """For a layer whose parameters are freed: copy an output that is a parameter, or a view of one."""
 
-    def call_apart(x: Any, call: Call) -> Made:
+    def call_copying(x: Any, call: Call) -> Made:
         output, loss = run(x, call)
         own = {p.untyped_storage().data_ptr() for p in module.parameters()}
         return map_tensors(output, lambda t: t.clone() if t.untyped_storage().data_ptr() in own else t), loss
 
-    return call_apart
+    return call_copying
 
 
 def weighed(run: LayerCall, layer: int, module: nn.Module, sizes: Sizes, beside: Beside | None = None) -> LayerCall:
@@ -212,3 +214,77 @@ def seeded(run: LayerCall, layer: int, seed: int, generators: Sequence[torch.Gen
 
 def _targets(call: Call) -> Any:
     return () if call.target is None else call.target.y
+
+
+class UntouchedInputs:
+    """Runs pieces of the graph so that their inputs do not change, though layers may write into what they are given.
+
+    The input may be needed again: it is rows of the data set, a message, or a leaf of the graph. The first run finds
+    layers that write into it: then everything is restored, and the piece runs again on a copy, as it always does from
+    then on. An error that has nothing to do with this is not tried again: it is the user's, and might not come a second
+    time.
+
+    layers   all that this rank holds
+    sizes    what the layers' calls note; a run that is repeated on a copy must not change it
+    """
+
+    def __init__(self, layers: Mapping[int, nn.Module], sizes: Sizes) -> None:
+        self.layers, self.sizes = layers, sizes
+        self.overwriting = {layer for layer, module in layers.items() if overwrites(module)}
+        self._tried: set[tuple[tuple[int, ...], bool]] = set()  # pieces, with or without a graph
+        self._copied: set[tuple[int, ...]] = set()  # of these, the ones that write into what they are given
+
+    def __call__(self, run: LayerCall, given: Any, call: Call) -> tuple[Any, Made]:
+        """What the piece makes, and the input at which its graph begins: `given`, or leaves of the same numbers.
+
+        RankError for layers that write into their input after all, when they have not done so the first time.
+        """
+        piece, key = call.piece, (call.piece, torch.is_grad_enabled())
+        seen = Unchanged(given, () if call.target is None else call.target.y)
+        if key in self._tried:
+            made = self._run(run, given, call)
+            if not seen.versions_are():
+                layers = f"layers {piece[0]} to {piece[-1]}" if len(piece) > 1 else f"layer {piece[0]}"
+                raise RankError(
+                    f"{layers} wrote into their input, which they had not done before; a layer that does so now and "
+                    "then must say so by an attribute `inplace = True`, so that it is given a copy"
+                )
+            return given, made
+        copies = [t.detach().clone() for t in seen.tensors]
+        modules = [module for layer in piece for module in self.layers[layer].modules()]
+        buffers = [(m, name, b, b.clone()) for m in modules for name, b in m._buffers.items() if b is not None]
+        sizes = dict(self.sizes)
+        # (What is written into becomes a result of the layers' graph: the second run begins at leaves of its own.)
+        given_again, target = map_tensors((given, call.target), lambda t: t.detach().requires_grad_(t.requires_grad))
+        try:
+            made = self._run(run, given, call._replace(unread=False))
+            if seen.versions_are() and seen.equals(copies):
+                # (A layer that is weighed is given a copy, so its writes were not seen: then the piece is tried again.)
+                if self.sizes.keys() == sizes.keys() or self.overwriting.isdisjoint(piece[1:]):
+                    self._tried.add(key)
+                return given, made
+            del made
+        except Exception as error:  # torch refuses a write into a leaf, or into a view of one
+            wrote = not seen.versions_are() or re.search("in-?place", str(error)) is not None
+            if piece in self._copied or not wrote:
+                raise
+        with torch.no_grad():
+            for tensor, copied in zip(seen.tensors, copies, strict=True):
+                tensor.data.copy_(copied)
+            for module, name, buffer, copied in buffers:
+                module._buffers[name] = buffer
+                buffer.copy_(copied)
+        self.sizes.clear()
+        self.sizes.update(sizes)
+        self._copied.add(piece)
+        made = self._run(run, given_again, call._replace(target=target))
+        self._tried.add(key)
+        return given_again, made
+
+    def _run(self, run: LayerCall, given: Any, call: Call) -> Made:
+        copied = call.piece in self._copied
+        if copied or call.piece[0] in self.overwriting:
+            given, call = map_tensors(given, torch.clone), call._replace(unread=False)
+        if copied:
+            call = call._replace(target=map_tensors(call.target, torch.clone))
+        return run(given, call)

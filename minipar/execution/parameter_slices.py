@@ -70,13 +70,13 @@ class SlicedGroup(Owner):
         if len({group_of.get(name) for name in own}) == 1:
             self.pieces = [Updated(whole, own, tuple(runs), True)]
             return
-        together: list[list[Elements]] = []
+        joined: list[list[Elements]] = []
         for run in runs:
-            if together and group_of.get(together[-1][0].name) == group_of.get(run.name):
-                together[-1].append(run)
+            if joined and group_of.get(joined[-1][0].name) == group_of.get(run.name):
+                joined[-1].append(run)
             else:
-                together.append([run])
-        self._cuts = [(some[0].place, some[-1].place + some[-1].end - some[-1].begin) for some in together]
+                joined.append([run])
+        self._cuts = [(some[0].place, some[-1].place + some[-1].end - some[-1].begin) for some in joined]
         self.pieces = [
             Updated(
                 nn.Parameter(whole.data[begin:end]),
@@ -84,7 +84,7 @@ class SlicedGroup(Owner):
                 tuple(run._replace(place=run.place - begin) for run in some),
                 True,
             )
-            for some, (begin, end) in zip(together, self._cuts, strict=True)
+            for some, (begin, end) in zip(joined, self._cuts, strict=True)
         ]
 
     _cuts: Sequence[tuple[int, int]] = ()  # where the pieces begin and end in the slice, if there are several

@@ -236,7 +236,7 @@ def _part_along(content: Any, dim: int, index: int, count: int) -> Any:
     return map_tensors(content, part)
 
 
-def alone(content: Any, before: str, after: str, counts: Sequence[int], rows: int) -> Any:
+def on_one_rank(content: Any, before: str, after: str, counts: Sequence[int], rows: int) -> Any:
     """A value of the shapes that it would have in another form, made by one rank alone: for measuring, since its
     numbers are not those of the other ranks. Unequal shards are as large as if all columns of the counts were alike.
 

@@ -52,9 +52,7 @@ def share(y: Any, slices: int | tuple[int, ...], j: int) -> float:
 
 
 def ranges_of(plan: Plan, shape: Shape, values: Iterable[Any]) -> list[range]:
-    """The tokens of a plan's slices in these inputs and targets; [] if it cuts none. Errors: PlanError if it cannot."""
-    if plan.slice_count == 1:
-        return []
+    """The tokens of a plan's slices in these inputs and targets. Errors: PlanError if it cannot cut them."""
     check_causal(plan, shape)
     return token_ranges(plan.cut, count_tokens(values))
 

@@ -23,7 +23,7 @@ from minipar.execution.correction import ByStaleness
 from minipar.execution.owners import Owner, Slice, Wide
 from minipar.execution.parameter_slices import SlicedGroup, pack_gradients
 from minipar.execution.parameter_versions import Versions
-from minipar.execution.updating import Count, OptimizerPart, Update
+from minipar.execution.updating import OptimizerPart, Update
 from minipar.models.tensors import count_bytes
 from minipar.program import (
     Instruction,
@@ -71,13 +71,12 @@ class State:
         steps = dict.fromkeys(ins.layers for ins in instructions if ins.op is Op.STEP)
         for g in dict.fromkeys(g for layers in steps for g in layers):
             self.owners[g].make_pieces(names, update.group_of)
-        late = delay(program, comm.rank) if isinstance(update.factory, ByStaleness) else None
+        age = delay(program, comm.rank) if isinstance(update.factory, ByStaleness) else None
         self.updates: dict[tuple[int, ...], OptimizerPart] = {
-            layers: update.part([piece for g in layers for piece in self.owners[g].pieces], late) for layers in steps
+            layers: update.part([piece for g in layers for piece in self.owners[g].pieces], age) for layers in steps
         }
         self.optimizers = {layers: part.optimizer for layers, part in self.updates.items()}
         self.measured: dict[int, list[Tensor]] | None = None
-        self.count = Count(dict.fromkeys(steps, 0))
 
     def begin(self) -> None:
         """A new pass through the program."""
@@ -184,9 +183,9 @@ class State:
     def step(self, ins: Instruction) -> None:
         """Update what a STEP works on, and free its gradients."""
         part, schedule = self.updates[ins.layers], self.update.schedule
-        number = self.count.next(ins.layers)
         if schedule is not None:
-            part.follow(schedule.at(number))
+            part.follow(schedule.at(part.done))
+        part.done += 1
         if part.which:
             part.optimizer.step()
         for g in ins.layers:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -121,10 +121,12 @@ def whole_piece(name: str, parameter: nn.Parameter) -> Updated:
 
 @dataclass
 class OptimizerPart:
-    """An optimizer of a rank. `which[k]`: the group of the whole model's optimizer that its group k is a part of."""
+    """An optimizer of a rank. `which[k]`: the group of the whole model's optimizer that its group k is a part of;
+    `done`: updates of this run."""
 
     optimizer: torch.optim.Optimizer
     which: list[int]
+    done: int = 0
 
     def follow(self, settings: GroupSettings) -> None:
         """Take the settings of the whole model's groups."""
@@ -188,11 +190,11 @@ class Update:
         found = settings_of(self.whole) if self.schedule is None else self.schedule.at(update)
         return tuple(float(group.get("lr", float("nan"))) for group in found)
 
-    def part(self, pieces: Sequence[Updated], late_by: int | None = None) -> OptimizerPart:
-        """The optimizer of some pieces. late_by: their gradients are so many updates old (see `correction`)."""
+    def part(self, pieces: Sequence[Updated], staleness: int | None = None) -> OptimizerPart:
+        """The optimizer of some pieces. staleness: their gradients are so many updates old (see `correction`)."""
         made, stands = self._make(self.factory)
-        if isinstance(self.factory, ByStaleness) and late_by is not None:
-            self.factory.slow(made, late_by)
+        if isinstance(self.factory, ByStaleness) and staleness is not None:
+            self.factory.slow(made, staleness)
         before, which = dict(made.state), []
         made.state.clear()
         for k, group in enumerate(made.param_groups):
@@ -455,16 +457,3 @@ def _found(data: Any) -> Any:
     pairs = next(iter(data.values()))
     table = {_found(k): _found(v) for k, v in pairs}
     return Counter(table) if "counter" in data else table
-
-
-@dataclass
-class Count:
-    """How many updates each of a rank's optimizers has done in this run."""
-
-    done: dict[Any, int] = field(default_factory=dict)
-
-    def next(self, key: Any) -> int:
-        """The number of the update that this optimizer does now."""
-        found = self.done.get(key, 0)
-        self.done[key] = found + 1
-        return found

@@ -44,8 +44,8 @@ def chain_of(model: nn.Module, example: Any, name: str = "") -> Chain:
             with counter, torch.autograd.graph.saved_tensors_hooks(counter.keep, lambda tensor: tensor):
                 x = layer(*x) if isinstance(x, tuple) and not isinstance(copied, nn.Sequential) else layer(x)
         except (RuntimeError, NotImplementedError) as error:
-            told = str(error).split("\n")[0]
-            raise PlanError(f"chain_of: {type(layer).__name__} does not run on meta tensors: {told}") from None
+            reason = str(error).split("\n")[0]
+            raise PlanError(f"chain_of: {type(layer).__name__} does not run on meta tensors: {reason}") from None
         outputs = [leaf for leaf in tree_leaves(x) if isinstance(leaf, Tensor)]
         found.append(
             ChainLayer(

@@ -238,8 +238,8 @@ def try_tokens(loss: Any, output: Any, short: Any, y: Any, tokens: Sequence[rang
             try:
                 value = loss(mine, own)
             except Exception as error:
-                told = f"loss: cannot be computed of {len(part)} of {several(count, 'token')}: {error}"
-                raise PlanError(f"{told}; {_TOKENS}") from error
+                text = f"loss: cannot be computed of {len(part)} of {several(count, 'token')}: {error}"
+                raise PlanError(f"{text}; {_TOKENS}") from error
             if isinstance(value, tuple):  # (sum, count)
                 share = float(value[1]) / (float(loss(output, y)[1]) or 1)
             else:

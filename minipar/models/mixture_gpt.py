@@ -432,13 +432,10 @@ class _Counted(NamedTuple):
         return _Counted(tokens, dropped, self.room + other.room, self.limited or other.limited)
 
 
-def total(loads: Sequence[Load | None]) -> Load | None:
-    """The load of some rows and others, or of some layers and others; None: none of them has experts."""
-    counted = [load for load in loads if load is not None]
-    if not counted:
-        return None
+def total(loads: Sequence[Load]) -> Load:
+    """The load of some rows and others, or of some layers and others."""
     found: dict[tuple[int, int], list[tuple[int, Load]]] = {}
-    for load in counted:
+    for load in loads:
         for k, layer in enumerate(load.layers):
             found.setdefault((layer, load.layers[:k].count(layer)), []).append((k, load))
     every = [parts for _, parts in sorted(found.items())]

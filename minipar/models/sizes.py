@@ -352,13 +352,13 @@ def _of_file(path: str, table: dict[str, Any]) -> Sizes:
     return _worded(str(read.pop("kind", read.pop("like", "gpt"))), {**read, **table}, path)
 
 
-def _worded(name: str, table: dict[str, Any], told: str) -> Sizes:
+def _worded(name: str, table: dict[str, Any], words: str) -> Sizes:
     """A model of a kind, or a preset, with the numbers of a table."""
     if name in KINDS:
         given = {key: _number(key, value) for key, value in table.items()}
         missing = [key for key in ("layers", "hidden", "heads", "sequence", "vocabulary") if key not in given]
         if missing:
-            raise PlanError(f"model {told!r}: {', '.join(missing)} missing, such as {missing[0]}=1024")
+            raise PlanError(f"model {words!r}: {', '.join(missing)} missing, such as {missing[0]}=1024")
         if name == "mixture":
             given = {"experts": 8, "top": 2, **given}
         given.setdefault("name", name)
@@ -375,7 +375,7 @@ def _worded(name: str, table: dict[str, Any], told: str) -> Sizes:
     if not table:
         return made
     if isinstance(made, Chain):
-        raise PlanError(f"model {told!r}: {name} is a chain of layers, and has no numbers to change")
+        raise PlanError(f"model {words!r}: {name} is a chain of layers, and has no numbers to change")
     return replace(made, **{key: _number(key, value) for key, value in table.items()})
 
 

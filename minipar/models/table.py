@@ -210,8 +210,8 @@ def of_whole_rows(capacity: float | None, balance: bool) -> str:
     found += ["balance=True"] if balance else []
     if not found:
         return ""
-    told = f"{' and '.join(found)} {'is' if len(found) == 1 else 'are'} about all tokens of a row"
-    return f"{told}; without them, capacity=None balance=False, it takes slices"
+    text = f"{' and '.join(found)} {'is' if len(found) == 1 else 'are'} about all tokens of a row"
+    return f"{text}; without them, capacity=None balance=False, it takes slices"
 
 
 def check_mixture(numbers: Mixture) -> None:

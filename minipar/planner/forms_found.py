@@ -24,7 +24,7 @@ from minipar.planner.operator_graph import Machine, Way, operator_graph, tie
 from minipar.program.mesh import Mesh
 from minipar.sharding import automatic
 from minipar.sharding.graph import Layer
-from minipar.sharding.propagation import Annotations, ModelSharding, propagate_model
+from minipar.sharding.propagation import ModelSharding, propagate_model
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,22 +98,18 @@ class OperatorProblem:
                     names.append(layer.own(one.operator.name))
         return names
 
-    def propagated(self, annotations: Annotations | None = None, inputs: str | None = None) -> Answer:
+    def propagated(self) -> Answer:
         """What propagation makes of a few annotations, as an answer: the baseline that searches nothing.
 
-        annotations   default: those that `train` takes for the innermost axis of the mesh, Megatron's or automatic ones
-        inputs        default: rows over all other axes
-
-        Errors: PlanError, as `propagate_model`; and if it divides an operator in a way that the graph does not have.
+        The annotations are those that `train` takes for the innermost axis of the mesh, Megatron's or automatic ones;
+        rows are divided over all other axes. Errors: PlanError, as `propagate_model`; and if it divides an operator in
+        a way that the graph does not have.
         """
         began = perf_counter()
         axes = [name for name, size in self.mesh if name != "pp" and size > 1]
-        if annotations is None:
-            annotations = automatic.default(self.layers, self.mesh.length(axes[-1]), axes[-1]) if axes else {}
-        if inputs is None:
-            rows = ", ".join(f"S0 on {axis}" for axis in axes[:-1])
-            inputs = rows or self.inputs
-        model = propagate_model(self.layers, annotations, self.mesh, inputs, self.machine.links)
+        annotations = automatic.default(self.layers, self.mesh.length(axes[-1]), axes[-1]) if axes else {}
+        rows = ", ".join(f"S0 on {axis}" for axis in axes[:-1])
+        model = propagate_model(self.layers, annotations, self.mesh, rows or self.inputs, self.machine.links)
         return self._answer("propagation", model, began)
 
     def rows(self) -> Answer:

@@ -26,12 +26,12 @@ from minipar.program import COPIES, Instruction, Op, Program, Value, repartition
 from minipar.program.comm_volume import NAMES, by_algorithm, hops, of_collective, of_message
 
 
-def as_emulated(profile: Profile, spec: DeviceSpec | None) -> Profile:
+def as_emulated(profile: Profile, spec: DeviceSpec) -> Profile:
     """The profile with the times that layers would take on a device with spec.flops operations a second.
 
     Without such a rate it is the same profile.
     """
-    if spec is None or spec.flops is None:
+    if spec.flops is None:
         return profile
     rate = spec.flops
 

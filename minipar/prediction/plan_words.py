@@ -124,8 +124,8 @@ def _microbatches(table: Mapping[str, Any], dp: int, batch: int | None) -> tuple
     if batch is None:
         count = count or rounds
         if dp * count * (rows or 1) > MOST_ROWS:
-            said = f"microbatches={count}" + (f" {ROWS}={rows}" if rows else "")
-            raise PlanError(f"{said}: with dp={dp} a step has more than {MOST_ROWS} rows; possible are fewer of them")
+            text = f"microbatches={count}" + (f" {ROWS}={rows}" if rows else "")
+            raise PlanError(f"{text}: with dp={dp} a step has more than {MOST_ROWS} rows; possible are fewer of them")
         return count, float(rows or 1)
     batch = keys.whole_number("batch", batch, most=MOST_ROWS)
     if rows is not None:

@@ -25,6 +25,8 @@ from minipar.program.forms import COUNTS
 from minipar.program.rows import split_rows
 from minipar.strategies.shares import shares_of
 
+_SECONDS = {Op.BACKWARD: "backward", Op.BACKWARD_INPUT: "backward_input", Op.BACKWARD_WEIGHT: "backward_weight"}
+
 
 def microbatch_rows(batch: int, replicas: int, microbatches: int) -> tuple[int, ...]:
     """The different numbers of rows that micro-batches of a step have. A profile must measure each of them."""
@@ -75,8 +77,8 @@ class ProfiledCosts:
         return sum(map(len, self._rows[first : first + count]))
 
     def compute(self, rank: int, ins: Instruction) -> float:
-        alone = self._alone(rank, ins)
-        return alone + self._messages[rank].get(ins, 0.0) if self._messages else alone
+        seconds = self._without_messages(rank, ins)
+        return seconds + self._messages[rank].get(ins, 0.0) if self._messages else seconds
 
     def even(self, rank: int, other: int) -> bool:
         """Whether the replicas of two ranks have micro-batches of the same numbers of rows, and all links are alike."""
@@ -110,7 +112,7 @@ class ProfiledCosts:
         """Of an update of all parameters."""
         return (on_host and self.profile.host_step_seconds) or self.profile.step_seconds
 
-    def _alone(self, rank: int, ins: Instruction) -> float:
+    def _without_messages(self, rank: int, ins: Instruction) -> float:
         """Seconds of a compute instruction, without messages."""
         if ins.op is Op.STEP:
             whole = sum(self.profile.gradient_bytes)
@@ -124,9 +126,7 @@ class ProfiledCosts:
         rows = self.rows(rank, ins.microbatch)
         if rows == 0:
             return 0.0
-        tables = {Op.BACKWARD: self.profile.backward, Op.BACKWARD_INPUT: self.profile.backward_input}
-        tables[Op.BACKWARD_WEIGHT] = self.profile.backward_weight
-        table = tables.get(ins.op, self.profile.forward)
+        table: dict[int, tuple[float, ...]] = getattr(self.profile, _SECONDS.get(ins.op, "forward"))
         seconds = sum(table[rows][layer] for layer in ins.layers)
         if ins.op is Op.RECOMPUTE and self.profile.recompute:
             last = ins.layers[-1]
@@ -159,10 +159,11 @@ class ProfiledCosts:
         if by_algorithm(self.program, ins):
             return messages * self._by_algorithm(NAMES[ins.op], n, round(size / messages))
         if self.calibration is not None:
-            kind = {Op.REDUCE_SCATTER: "reduce_scatter", Op.ALL_GATHER: "all_gather"}.get(ins.op, "allreduce")
-            across = self.calibration.collective(kind, ins.group, size / messages)
-            if across is not None:
-                return messages * across
+            if self.calibration.hosts:
+                kind = {Op.REDUCE_SCATTER: "reduce_scatter", Op.ALL_GATHER: "all_gather"}.get(ins.op, "allreduce")
+                across = self.calibration.collective(kind, ins.group, size / messages)
+                if across is not None:
+                    return messages * across
             # (measured for sums, in which the bytes travel twice)
             return hops(ins) / 2 * messages * self.calibration.sum_over(n, size / messages)
         return hops(ins) * Line(self.latency, self.bandwidth).ring(n, size, messages)

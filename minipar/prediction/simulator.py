@@ -75,7 +75,8 @@ def simulate(
     else:
         unit = "bytes"
     with paused():
-        way = best_way(program, cores) if cores is not None and 1 <= cores < len(program.ranks) else 0
+        # (Only where a core has several ranks it matters which.)
+        way = best_way(program, cores) if cores is not None and 1 <= cores <= len(program.ranks) - 1 else 0
         cables = isinstance(costs, SharingCosts) and costs.shares
         if program.in_flight is not None:
             program = _as_decided(program, costs)

@@ -172,7 +172,7 @@ def execute_served(
         )  # fmt: skip
         watching = watching_of(memory, cluster.emulates)
         revivals = _REVIVALS if on_death == "continue" else 0
-        with storing.around():
+        with storing.around() if storing.folder else contextlib.nullcontext():
             found = cluster.run_reviving(
                 revivals, hear, _take_part, job, program, folder, settings, keep_gradients, slow, watch is not None,
                 header, storing, watching,

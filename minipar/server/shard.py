@@ -10,24 +10,21 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from minipar.comm.missing import is_missing
-from minipar.execution.saving.contents import (
-    SavedSlice,
-    SavedSource,
-    optimizer_class,
-    restore_slices,
-    states_of_slice,
-)
+from minipar.execution.saving.contents import SavedSlice, optimizer_class, restore_slices, states_of_slice
 from minipar.execution.updating import Elements, Form, Optimizer, Scheduler, Update, Updated
 from minipar.models.tensors import dtype_name, dtype_named
 from minipar.server.connection import Peer
 from minipar.server.framing import bytes_of
 from minipar.strategies.shares import Piece, cut
+
+if TYPE_CHECKING:
+    from minipar.execution.saving.storage import Reading
 
 
 class ParameterKey(NamedTuple):
@@ -230,7 +227,7 @@ class Shard:
         """The state of the scheduler now, if there is one."""
         return None if self.update.schedule is None else self.update.schedule.saved(self.updates)
 
-    def resume(self, source: SavedSource) -> None:
+    def resume(self, source: Reading) -> None:
         """Go on with this part of a saved run."""
         restore_slices(self.updated, self.optimizer, source)
 

@@ -121,7 +121,7 @@ def _verify(operator: Operator, inputs: Sequence[Tensor], choice: Choice, ranks:
     parts = [[one[k].requires_grad_(one[k].is_floating_point()) for one in laid] for k in range(ranks)]
     shapes = [forms.cut(tuple(t.shape), p, ranks) for t, p in zip(expected, choice.outs, strict=True)]
     try:
-        done = local.together(
+        done = local.side_by_side(
             {
                 (k,): local.run(operator, {"x": choice}, {"x": local.Place(k, ranks)}, parts[k], shapes)
                 for k in range(ranks)

@@ -3,7 +3,7 @@
 Most operators run as they are; sizes among their arguments become those of the part. A few do something else on a part:
 a lookup in some rows of a table, a mean, attention of some queries, and the variants with collectives inside. These are
 generators: they yield a `Request` and are sent what the collective gave, so that the same code runs in one process, all
-ranks side by side (`together`), and on real ranks, where each request becomes a collective of the program.
+ranks side by side (`side_by_side`), and on real ranks, where each request becomes a collective of the program.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def _feed_own(
 # All ranks in one process ---------------------------------------------------------------------------------------------
 
 
-def together(
+def side_by_side(
     running: Mapping[tuple[int, ...], Generator[tuple[str, Request], Tensor, tuple[Tensor, ...]]],
     axes: Sequence[str] = ("x",),
 ) -> dict[tuple[int, ...], tuple[Tensor, ...]]:

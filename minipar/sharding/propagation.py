@@ -459,22 +459,19 @@ def propagate(
     mesh: Mesh,
     given: Mapping[str, Form] | None = None,
     links: Mapping[str, Link] | None = None,
-    strict: bool = True,
 ) -> Sharding:
     """The forms of all tensors of a layer, from a few that are fixed by name.
 
     annotations   {"*.mlp.0": "S-1 on tp"}: patterns of operators and parameters, and forms
     given         the forms in which tensors come that the graph is given; others are taken as it suits
     links         (alpha, beta) of each axis, for the repartitions
-    strict        whether a pattern that matches nothing is an error
 
     Errors: PlanError with operator, tensor and the nearest choice, where an annotation cannot be.
     """
     layer = graph if isinstance(graph, Layer) else Layer(graph)
     used: set[str] = set()
     fixed = resolve(layer, annotations, mesh, used)
-    if strict:
-        check_used(annotations, used, [layer])
+    check_used(annotations, used, [layer])
     return _propagate(layer, fixed, mesh, dict(given or {}), dict(links or {}))
 
 

@@ -96,7 +96,7 @@ def _run(one: Divided, read: Sequence[Parts], mesh: Mesh) -> list[Parts]:
         )
         for place in product(*(range(mesh.length(axis)) for axis in axes))
     }
-    built = local.together(running, axes)
+    built = local.side_by_side(running, axes)
     return [{place: outputs[k] for place, outputs in built.items()} for k in range(len(one.operator.outputs))]
 
 

@@ -38,31 +38,31 @@ def parts(packed: Tensor, table: Table, of: int, index: int) -> list[Tensor]:
     """What rank `index`, which has its shard U`of`, has for each rank, so that all have the other form."""
     if of == 0:
         return list(packed.split([sum(own) for own in table[index]]))
-    return _apart(packed, [row[index] for row in table])
+    return _by_rank(packed, [row[index] for row in table])
 
 
 def joined(came: Sequence[Tensor], table: Table, of: int, index: int) -> Tensor:
     """The shard U`of` of rank `index`, from what it got of each rank."""
-    return torch.cat(list(came)) if of == 0 else _together(came, [row[index] for row in table])
+    return torch.cat(list(came)) if of == 0 else _by_column(came, [row[index] for row in table])
 
 
 def cut(packed: Tensor, table: Table, of: int) -> list[Tensor]:
     """The shards U`of` of all ranks, from the whole packed tensor."""
     if of == 0:
-        return _apart(packed, _all_columns(table))
+        return _by_rank(packed, _all_columns(table))
     return list(packed.split([sum(map(sum, column)) for column in zip(*table, strict=True)]))
 
 
 def whole(shards: Sequence[Tensor], table: Table, of: int) -> Tensor:
     """The whole packed tensor, from the shards U`of` of all ranks."""
-    return _together(shards, _all_columns(table)) if of == 0 else torch.cat(list(shards))
+    return _by_column(shards, _all_columns(table)) if of == 0 else torch.cat(list(shards))
 
 
 def _all_columns(table: Table) -> list[list[int]]:
     return [[size for own in row for size in own] for row in table]
 
 
-def _apart(packed: Tensor, each: list[list[int]]) -> list[Tensor]:
+def _by_rank(packed: Tensor, each: list[list[int]]) -> list[Tensor]:
     """Entries that lie by column, and in a column by rank, as those of each rank by column.
 
     each   of each rank, how many entries it has in each column
@@ -72,7 +72,7 @@ def _apart(packed: Tensor, each: list[list[int]]) -> list[Tensor]:
     return [torch.cat(own) for own in zip(*by_column, strict=True)]
 
 
-def _together(shards: Sequence[Tensor], each: list[list[int]]) -> Tensor:
+def _by_column(shards: Sequence[Tensor], each: list[list[int]]) -> Tensor:
     """Entries of each rank, which lie by column, as all of them by column, and in a column by rank."""
     by_rank = [shard.split(own) for shard, own in zip(shards, each, strict=True)]
     return torch.cat([piece for column in zip(*by_rank, strict=True) for piece in column])

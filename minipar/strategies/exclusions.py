@@ -164,10 +164,6 @@ UNSUMMED = KeyValues(
     lambda plan: plan.asynchronous and plan.dp == 1,
     "dp=2 with a schedule such as pipedream",
 )
-HALVES = KeyValues(
-    "schedule", "schedule of backwards in halves", lambda plan: plan.splits,
-    "a schedule of whole backwards such as 1f1b", after_compile=True,
-)  # fmt: skip
 
 
 IN_STEP = KeyValues("batch_copies", "batch_copies of 2 or more", lambda plan: plan.batch_copies > 1, "batch_copies=1")

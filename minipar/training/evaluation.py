@@ -97,7 +97,7 @@ def evaluate(
         (shape,) = ranks.run_on([0], _shape, job)
         program = layout_of(plan, shape).compile(shape)
         found = ranks.run(_evaluate, job, program, values, count, dict(metrics or {}), outputs)
-    return _together([one for one in found if one is not None], dict(metrics or {}), outputs)
+    return _joined_totals([one for one in found if one is not None], dict(metrics or {}), outputs)
 
 
 def layout_of(plan: Plan, shape: Shape) -> Plan:
@@ -285,7 +285,7 @@ def _evaluate(
     return adding.totals if program.layers - 1 in program.placement[rank] else None
 
 
-def _together(found: Sequence[_Totals], metrics: Mapping[str, Metric], outputs: bool) -> Evaluation:
+def _joined_totals(found: Sequence[_Totals], metrics: Mapping[str, Metric], outputs: bool) -> Evaluation:
     sums, counts = ([sum(column) for column in zip(*(one[k] for one in found), strict=True)] for k in (0, 1))
     means = [total / count if count else float("nan") for total, count in zip(sums, counts, strict=True)]
     parts = [part for step in zip(*(one.outputs for one in found), strict=True) for rank in step for part in rank]

@@ -11,7 +11,7 @@ from minipar.program.verify.verifier import verify
 from minipar.strategies.plan import Plan
 from minipar.wording import several
 
-Own = Program | Callable[[Shape], Program] | None
+Own = Program | Callable[[Shape], Program]
 
 
 def plan_of(plan: Plan | str | None, program: Own) -> Plan:
@@ -19,7 +19,7 @@ def plan_of(plan: Plan | str | None, program: Own) -> Plan:
 
     Errors: PlanError for a program whose name is no plan, or that is no program.
     """
-    if program is not None and not isinstance(program, Program) and not callable(program):
+    if not isinstance(program, Program) and not callable(program):
         raise PlanError(f"program={program!r}: must be a Program, or a function that makes one of a model's shape")
     if plan is not None:
         return Plan.parse(plan)
@@ -37,7 +37,7 @@ def splits(program: Own, plan: Plan) -> bool:
     """Whether backwards may run in halves."""
     if isinstance(program, Program):
         return any(Op.BACKWARD_WEIGHT in ops for ops in program.ops)
-    return plan.splits or program is not None
+    return True
 
 
 def check(program: Program | Callable[[Shape], Program], plan: Plan, shape: Shape, steps: int) -> Program:

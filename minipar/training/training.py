@@ -274,8 +274,8 @@ def train(
     fit, on emulated devices of limited memory; SaveError where `resume` has no saved run of this model, or where
     nothing can be written to `save`; what a rank raises; RankDied.
     """
-    plan = own_program.plan_of(plan, program)
-    split = own_program.splits(program, plan)
+    plan = Plan.parse(plan or "") if program is None else own_program.plan_of(plan, program)
+    split = plan.splits if program is None else own_program.splits(program, plan)
     steps = at_least_1("steps", steps)
     check_loss(loss)
     check_choice(on_nan)
@@ -322,7 +322,7 @@ def train(
             return known.shape, known.profile, known.tapes, known.data_bytes
 
         service: Service | None = None
-        with advising(plan, job.batch, measure):
+        with nullcontext() if ranks.emulates is None else advising(plan, job.batch, measure):
             if served:
                 done, service = _serve(main, job, ranks, plan, check, memory, watch, storing, bar)
             else:
@@ -381,7 +381,7 @@ def _profiled(job: Job, plan: Plan, ranks: Ranks, memory: bool, split: bool) -> 
     rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
     own_means = plan.asynchronous and plan.schedule != "pipedream-2bw"  # of each micro-batch
     parts = 1 if own_means else plan.dp * plan.total_microbatches
-    job = captured_once(job, plan.sharing, plan.cut, ranks)
+    job = captured_once(job, plan.sharing, plan.cut, ranks) if plan.sharing > 1 else job
     (facts,) = ranks.run_on([0], profile_job, job, rows, memory, _of_layers(plan), split, sliced, parts)
     if facts.counted_form is not None:
         job = replace(job, loss=Weighted(job.loss, Counting(job.loss, facts.counted_form)))
@@ -425,7 +425,7 @@ def _compiler(plan: Plan, facts: Facts, job: Job, ranks: Ranks, rates: Rates) ->
     shape = facts.shape
     if plan.sync == "ps" and plan.precision == "bf16":
         shape = _as_served(shape, job.dtype)
-    planned = as_emulated(facts.profile, ranks.emulates)
+    planned = facts.profile if ranks.emulates is None else as_emulated(facts.profile, ranks.emulates)
     return partial(plan.compile, shape, costs=planned, costs_of=costs_of, time_of=time_of)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from minipar.costs.rates import Copies
 from minipar.errors import StoreError
-from minipar.execution.measuring.copying import measure_copies
+from minipar.execution.measuring.calibration import measure_copies
 
 
 def test_lines_of_both_tiers(tmp_path):

@@ -61,7 +61,7 @@ def test_a_layer_gets_what_its_program_needs(text: str, added: list[list[str]]) 
     for layer, names in enumerate(added):
         measuring = [] if "call_keeping" in names else ["call_weighed"]
         loss = ["call_with_loss"] if layer == 3 else []
-        assert around(compute.calls[layer]) == ["call_seeded", "call_counting", *names, *measuring, *loss]
+        assert around(compute.calls[layer]) == ["call_seeded", *names, *measuring, *loss]
 
 
 def owners_of(text: str, rank: int = 0) -> list[Owner]:

@@ -178,7 +178,7 @@ def test_steps_on_slow_cables_take_as_long_as_predicted(hosts: Hosts, running: t
     assert [process.returncode for process in started] == [0, 0]
 
 
-@pytest.mark.extra("cluster/test_far.py::test_ranks_end_with_their_driver_and_it_notices_their_death")
+@pytest.mark.extra("cluster/test_far.py::test_a_rank_that_cannot_be_interrupted_ends_after_the_driver")
 @pytest.mark.many(4)
 @pytest.mark.parametrize("what", ["cut", "sums"])
 def test_a_host_that_is_cut_off_is_reported(hosts: Hosts, tmp_path: Path, what: str) -> None:

@@ -273,9 +273,10 @@ def differs(words: str, ranks: Callable[[int], Ranks]) -> str:
 
 
 def memory_error(words: str, ranks: Callable[[int], Ranks]) -> float:
-    """How far the predicted peak of memory is from the measured one, on the rank where it is furthest."""
+    """How far the predicted peak of memory is from the measured one, on the rank where it is furthest. Its
+    micro-batches are of equal size."""
     wide = read(words.replace("60KiB", "4MiB"))  # (these layers are larger)
-    model, given = partial(MODELS[wide.model], LARGER), data(wide.plan.ep > 1, LARGER["context"], LARGER["vocab"])
+    model, given = partial(MODELS[wide.model], LARGER), data(True, LARGER["context"], LARGER["vocab"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         done = train(

@@ -444,9 +444,10 @@ class _Mutator:
 
         def changed(ins: Instruction, r: int) -> Instruction:
             other = turned.get(ins[:7])
-            if other is None:
+            twin = (then if ins[:7] == first[:7] else first)[:7]
+            own = next((old for old in self.program.ranks[r] if old[:7] == twin), None)
+            if other is None or own is None:  # (a rank of another stage may have one of the two alone)
                 return ins
-            own = next(old for old in self.program.ranks[r] if old[:7] == (then if ins[:7] == first[:7] else first)[:7])
             return other._replace(group=own.group, stream=own.stream)
 
         return f"`{then}` before `{first}`", self.everywhere(changed)

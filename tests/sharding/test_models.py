@@ -15,7 +15,7 @@ import minipar
 from minipar import Plan, PlanError, data, models, train
 from minipar.comm.communicator import Communicator
 from minipar.execution.execution import Job, execute
-from minipar.execution.repartition import alone
+from minipar.execution.repartition import on_one_rank
 from minipar.models.parameter_groups import shape_of
 from minipar.models.tensors import map_tensors, tensors
 from minipar.program import Program, repartitions
@@ -256,7 +256,7 @@ def test_nodes_leave_nothing_to_the_garbage_collector(name):
     try:
         for k, node in enumerate(nodes):
             read = needed(node.forms.reads)
-            given = alone(value, nodes.forms[k - 1].writes, read, [2], 4) if k else value
+            given = on_one_rank(value, nodes.forms[k - 1].writes, read, [2], 4) if k else value
             given = map_tensors(given, lambda t: t.detach().requires_grad_(t.is_floating_point()))
             made = node(given)
             ends = [t for t in tensors(made) if t.grad_fn is not None]

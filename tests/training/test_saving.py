@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
-from torch.distributed import checkpoint
 
 import minipar
 from minipar import Plan, PlanError, RankDied, SaveError, resume, train
@@ -26,7 +25,7 @@ from minipar.execution.saving import keeping, storage
 from minipar.execution.saving.contents import SavedSlice, outline_of
 from minipar.execution.saving.folder import Saved, open_folder
 from minipar.execution.saving.keeping import Share, Storing
-from minipar.execution.saving.storage import FolderReader, Reading
+from minipar.execution.saving.storage import Reading
 from minipar.models.parameter_groups import shape_of
 from minipar.training.plainly import train_reference
 from tests.toys import rows, toy
@@ -339,17 +338,6 @@ def test_long_tensors_are_cut_and_read_in_part(clusters, tmp_path, monkeypatch):
     part = torch.zeros(11, dtype=torch.float64)
     Reading(saved).fill({("parameters/0.weight", 5): part})
     assert torch.equal(part, read(saved)["parameters/0.weight"].view(-1)[5:16])
-
-
-def test_torch_s_own_planner_reads_it(clusters, tmp_path):
-    saved = saved_by(clusters, "dp=2 pp=2 zero=3", job(), tmp_path)
-    wanted = {key: torch.zeros(math.prod(entry.shape), dtype=torch.float64) for key, entry in saved.entries.items()
-              if key.startswith("parameters/")}  # fmt: skip
-    with pytest.warns(UserWarning, match="single process"):
-        checkpoint.load(wanted, storage_reader=FolderReader(saved))
-    expected = read(saved)
-    for key, values in wanted.items():
-        assert torch.equal(values.view(expected[key].shape), expected[key])
 
 
 def test_another_model_or_optimizer(clusters, tmp_path):

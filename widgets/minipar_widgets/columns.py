@@ -142,7 +142,7 @@ def columns(traces: Sequence[Trace]) -> Columns:
             pieces = []
             for name, k in streams.items():
                 mine = order[edges[k] : edges[k + 1]]
-                for n, places in enumerate(_apart(start[mine], end[mine])):
+                for n, places in enumerate(_separated(start[mine], end[mine])):
                     pieces.append(mine[places])
                     last = done + len(pieces[-1])
                     lanes.append(Lane(t, rank, name + (f" ({n + 1})" if n else ""), done, last))
@@ -154,7 +154,7 @@ def columns(traces: Sequence[Trace]) -> Columns:
     return Columns(traces, lanes, *joined)
 
 
-def _apart(start: np.ndarray, end: np.ndarray) -> Sequence[slice | np.ndarray]:
+def _separated(start: np.ndarray, end: np.ndarray) -> Sequence[slice | np.ndarray]:
     """Divide the events of a stream, sorted by start, into lanes in which no two overlap: usually a single lane."""
     if not len(end) or (end[:-1] <= start[1:] + 1e-12 * abs(end[-1])).all():
         return [slice(None)]

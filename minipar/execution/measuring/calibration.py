@@ -5,6 +5,7 @@
     collectives  allreduce over sizes, in all pairs at once, then over all ranks  a line, too
     exchange     a message to the next rank, all at once; adding what came        what algorithms consist of
     hosts        a message, several at once, collectives: longer and longer ones  the rate of the cable between hosts
+    copies       tensors of a few sizes to a slower tier and back                 a line (`measure_copies`)
 
 A cable between hosts may carry a short burst faster than it carries on: a switch or a limit of bandwidth lets so many
 bytes pass. A step sends more than that, so the rate there is that of long messages, and the fixed time that of short
@@ -36,11 +37,13 @@ from minipar.cluster.ranks import Ranks
 from minipar.comm import communicator
 from minipar.comm.communicator import Communicator
 from minipar.comm.playing import play
-from minipar.costs.rates import Calibration, LinearCost, fit
+from minipar.costs.rates import Calibration, Copies, LinearCost, fit
 from minipar.errors import PlanError
 from minipar.execution import autograd_entry
 from minipar.execution.affinity import is_crowded, on_own_core
-from minipar.execution.streams import synchronize
+from minipar.execution.memory.disk import DiskStore
+from minipar.execution.memory.stores import Tier, host_store
+from minipar.execution.streams import streams_of, synchronize
 from minipar.prediction.oversubscription import available_cores
 from minipar.program import Program
 from minipar.program.collectives.moves import Copy, Move, Send, Setting, lay_out
@@ -53,6 +56,7 @@ _WIDTH, _ROWS, _SQUARE = 192, 256, 256
 _EXCHANGE_SIZES = (1 << 10, 1 << 14, 1 << 18, 1 << 22)  # bytes of a message
 _SEVERAL = 4
 _POOL = 64 << 20  # bytes
+_COPIED_SIZES = (16 << 10, 256 << 10, 4 << 20)  # bytes
 _HOST_SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20)  # the first bytes of what goes between hosts
 _LONGEST = 0.2  # seconds after which nothing longer is tried between hosts
 _MOST = 1 << 22  # bytes
@@ -135,7 +139,7 @@ def _measure_all(
         if reports and comm.rank == 0:
             worker.report(1)
 
-    alone, together = _compute(comm, seconds / 24, time.thread_time if own_clock else time.perf_counter)
+    one, every = _compute(comm, seconds / 24, time.thread_time if own_clock else time.perf_counter)
     at_once = comm.size
     if cores is not None and own_clock:  # the threads' own time says nothing of the time that they had to wait
         at_once = min(cores, comm.size)
@@ -160,17 +164,19 @@ def _measure_all(
     for members in _members(comm) if sums else []:
         if not any(hosts.count(host) % members for host in hosts):  # (all neighbours are on one host)
             lines.append((members, _allreduce(comm, members, repeats)))
-    far = [line for a, b, line in links if hosts and hosts[a] != hosts[b]]
-    filling = _filling(comm, hosts, far[0]) if far else 1.0
-    across = _across_hosts(comm, hosts) if hosts else ()
+    filling, across = 1.0, tuple[tuple[str, int, LinearCost], ...]()
+    if hosts:
+        far = [line for a, b, line in links if hosts[a] != hosts[b]]
+        filling = _filling(comm, hosts, far[0]) if far else 1.0
+        across = _across_hosts(comm, hosts)
     done()
     return Calibration(
         device=comm.device.type,
         ranks=comm.size,
         cores=cores,
-        flops_alone=alone[0],
-        flops_together=together[0] * at_once / comm.size,
-        concurrency=max(1.0, min(float(at_once), at_once * together[1] / alone[1])),
+        flops_alone=one[0],
+        flops_together=every[0] * at_once / comm.size,
+        concurrency=max(1.0, min(float(at_once), at_once * every[1] / one[1])),
         links=tuple(links),
         send=_middle(sends) if comm.device.type == "cpu" and sends else nothing,
         receive=_middle(receives) if comm.device.type == "cpu" and receives else nothing,
@@ -214,13 +220,13 @@ def _compute(comm: Communicator, window: float, clock: Callable[[], float]) -> t
         return found
 
     works = {product: 2.0 * _SQUARE**3, train: 1.0}
-    alone: list[list[float]] = [[], []]
-    together: list[list[float]] = [[], []]
+    one: list[list[float]] = [[], []]
+    every: list[list[float]] = [[], []]
     for _ in range(3):  # in turn, so that what disturbs one disturbs the other
         for k, (work, amount) in enumerate(works.items()):
-            alone[k].append(rate(work, comm.rank == 0) * amount)
-            together[k].append(rate(work, True) * amount)
-    mine = [median(column) for column in (*alone, *together)]
+            one[k].append(rate(work, comm.rank == 0) * amount)
+            every[k].append(rate(work, True) * amount)
+    mine = [median(column) for column in (*one, *every)]
     rates = _gather(comm, mine, len(mine))
     return rates[0][:2], [sum(column) / comm.size for column in zip(*(row[2:] for row in rates), strict=True)]
 
@@ -336,8 +342,8 @@ def _filling(comm: Communicator, hosts: tuple[int, ...], alone: LinearCost) -> f
     pairs = list(zip(first, second, strict=False))
     if len(pairs) < 2:
         return 1.0
-    together = _line(partial(_message, comm, pairs))
-    return min(1.0, max(1.0, together.per_byte / alone.per_byte) / len(pairs))
+    several = _line(partial(_message, comm, pairs))
+    return min(1.0, max(1.0, several.per_byte / alone.per_byte) / len(pairs))
 
 
 def _across_hosts(comm: Communicator, hosts: tuple[int, ...]) -> tuple[tuple[str, int, LinearCost], ...]:
@@ -529,3 +535,40 @@ def _typical(times: list[float]) -> float:
 
 def _middle(lines: list[LinearCost]) -> LinearCost:
     return LinearCost(median(line.fixed for line in lines), median(line.per_byte for line in lines))
+
+
+# copies to a slower tier ----------------------------------------------------------------------------------------------
+
+
+def measure_copies(device: torch.device, disk: bool, folder: str | None = None) -> Copies:
+    """Measure copies of tensors of `device` to the host, and to the disk if `disk`. StoreError for a bad folder."""
+    away, back = _lines_of(host_store(streams_of(device)), device)
+    if not disk:
+        return Copies(away, back)
+    return Copies(away, back, *_lines_of(DiskStore(folder), torch.device("cpu")))
+
+
+def _lines_of(store: Tier, device: torch.device) -> tuple[LinearCost, LinearCost]:
+    away: list[tuple[float, float]] = []
+    back: list[tuple[float, float]] = []
+    try:
+        for size in _COPIED_SIZES:
+            tensor = torch.zeros(size, dtype=torch.uint8, device=device)
+            into = torch.empty_like(tensor)
+            away.append((size, _seconds_of(lambda t=tensor: store.put("probe", t).result())))  # type: ignore[misc]
+            back.append((size, _seconds_of(lambda t=into: store.fetch("probe", t).result())))  # type: ignore[misc]
+            store.drop("probe")
+    finally:
+        store.close()
+    return fit(away), fit(back)
+
+
+def _seconds_of(act: Callable[[], object]) -> float:
+    """The median of a few times, after one that touches the pages."""
+    act()
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        act()
+        times.append(time.perf_counter() - start)
+    return median(times)

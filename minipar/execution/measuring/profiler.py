@@ -185,7 +185,7 @@ class Between:
 
         def change(node: int, written: Any) -> Any:
             before, after = self.forms[node - 1], self.forms[node]
-            read = repartition.alone(written, before.writes, after.reads, self.counts, rows)
+            read = repartition.on_one_rank(written, before.writes, after.reads, self.counts, rows)
             gradients = repartition.in_gradient(read, after.reads)
             sizes.append(
                 (

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ from minipar.models.nodes import Cut, Node
 from minipar.models.tensors import dtype_name, layers_of
 from minipar.program import Program
 from minipar.strategies.passes.compress import keeps_residual
+
+if TYPE_CHECKING:
+    from minipar.execution.saving.storage import Reading
 
 SMALL = 1 << 20  # bytes; what is larger, and held by several ranks, is written by all of them, a part each
 
@@ -47,25 +50,6 @@ class Outline:
     rows: tuple[SavedParameter, ...]
     layers_of: dict[str, tuple[int, ...]]  # parameter -> layers that have it
     prefixes: tuple[str, ...]  # of the names in each layer
-
-
-class SavedSource(Protocol):
-    """Where saved elements come from."""
-
-    def everything(self) -> list[str]:
-        """Everything that was saved."""
-
-    def form(self, key: str) -> tuple[tuple[int, ...], torch.dtype, bool]:
-        """Shape and dtype of a tensor, and whether it was a plain number."""
-
-    def states(self, name: str) -> list[str]:
-        """Names of the optimizer's states of a parameter."""
-
-    def scalars(self) -> set[str]:
-        """Names of the optimizer's states that are one number for a parameter of any size."""
-
-    def fill(self, wanted: dict[tuple[str, int], Tensor]) -> None:
-        """Fill each 1-dimensional tensor on the CPU with the elements of (key, start)."""
 
 
 def outline_of(model: nn.Module) -> Outline:
@@ -128,7 +112,7 @@ def _parameter_of(key: str) -> str:
 class _Local:
     """What was saved, as a rank has it that has parts of some parameters."""
 
-    def __init__(self, source: SavedSource, cuts: Mapping[str, Cut]) -> None:
+    def __init__(self, source: Reading, cuts: Mapping[str, Cut]) -> None:
         self.source, self.cuts = source, cuts
         self.everything, self.states, self.scalars = source.everything, source.states, source.scalars
 
@@ -317,9 +301,9 @@ def optimizer_class(optimizer: torch.optim.Optimizer) -> str:
 # in -------------------------------------------------------------------------------------------------------------------
 
 
-def restore(executor: Executor, outline: Outline, source: SavedSource) -> None:
+def restore(executor: Executor, outline: Outline, saved: Reading) -> None:
     """Give a rank that has not begun what was saved, whatever plan it was saved under."""
-    state, source = executor.state, _Local(source, executor.cuts) if executor.cuts else source
+    state, source = executor.state, _Local(saved, executor.cuts) if executor.cuts else saved
     seen = {id(p) for each in state.slices.values() if each.scattered for p in each.params}
     trained = _trained(executor)
     for l, layer in executor.compute.layers.items():
@@ -358,7 +342,7 @@ def restore(executor: Executor, outline: Outline, source: SavedSource) -> None:
 
 
 def restore_untrained(
-    layers: Sequence[nn.Module], names: Mapping[int, str], outline: Outline, source: SavedSource
+    layers: Sequence[nn.Module], names: Mapping[int, str], outline: Outline, source: Reading | _Local
 ) -> None:
     """Give a model that is whole the frozen parameters and the buffers that were saved."""
     for layer, prefix in zip(layers, outline.prefixes, strict=True):
@@ -369,7 +353,7 @@ def restore_untrained(
             _copy(source, f"buffers/{name}", values)
 
 
-def restore_slices(pieces: Sequence[Updated], optimizer: torch.optim.Optimizer, source: SavedSource) -> None:
+def restore_slices(pieces: Sequence[Updated], optimizer: torch.optim.Optimizer, source: Reading | _Local) -> None:
     """Give slices on the CPU, and the optimizer that updates them, what was saved."""
     shapes = {run.name: run.shape for piece in pieces for run in piece.runs}
     source.fill({
@@ -381,17 +365,16 @@ def restore_slices(pieces: Sequence[Updated], optimizer: torch.optim.Optimizer, 
         _give(optimizer, parameter, settings, _found_of_slice(source, own[id(parameter)], shapes))
 
 
-def read_whole(source: SavedSource) -> dict[str, dict[str, Any]]:
+def read_whole(source: Reading | _Local) -> dict[str, dict[str, Any]]:
     """All that was saved, as whole tensors by name: parameters, buffers, and each parameter's states."""
     found: dict[str, dict[str, Any]] = {"parameters": {}, "buffers": {}, "states": {}}
     for key in source.everything():
         kind, _, name = key.partition("/")
         if kind == "optimizer":
             state, _, name = name.partition("/")
-            value = _read(source, key)
-            found["states"].setdefault(name, {})[state] = value.item() if source.form(key)[2] else value
+            found["states"].setdefault(name, {})[state] = _state(source, key)
         else:
-            found[kind][name] = _read(source, key)
+            found[kind][name] = read_one(source, key)
     return found
 
 
@@ -400,30 +383,32 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict
     return ((p, group) for group in optimizer.param_groups for p in group["params"])
 
 
-def _copy(source: SavedSource, key: str, target: Tensor) -> None:
-    values, here = _read(source, key), _here(target, key)
+def _copy(source: Reading | _Local, key: str, target: Tensor) -> None:
+    values, here = read_one(source, key), _here(target, key)
     if values.dtype == here.dtype or not torch.equal(here.to("cpu", values.dtype), values):
         here.copy_(values)  # (else it was rounded for precision=bf16, and the model itself has it as it was)
 
 
-def _read(source: SavedSource, key: str) -> Tensor:
+def read_one(source: Reading | _Local, key: str) -> Tensor:
+    """What was saved under a key, whole."""
     shape, dtype, _ = source.form(key)
     flat = torch.empty(shape, dtype=dtype).view(-1)
     source.fill({(key, 0): flat})
     return flat.view(shape)
 
 
-def _states_of(source: SavedSource, name: str) -> dict[str, Any]:
+def _states_of(source: Reading | _Local, name: str) -> dict[str, Any]:
     """The states of a whole parameter."""
-    found: dict[str, Any] = {}
-    for state in source.states(name):
-        key = f"optimizer/{state}/{name}"
-        value = _read(source, key)
-        found[state] = value.item() if source.form(key)[2] else value
-    return found
+    return {state: _state(source, f"optimizer/{state}/{name}") for state in source.states(name)}
 
 
-def _found_of_slice(source: SavedSource, piece: Updated, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
+def _state(source: Reading | _Local, key: str) -> Any:
+    """A state of an optimizer: a tensor, or a plain number."""
+    value = read_one(source, key)
+    return value.item() if source.form(key)[2] else value
+
+
+def _found_of_slice(source: Reading | _Local, piece: Updated, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
     """The states of a rank's slice: elements of its parameters' states, end to end, and common numbers.
 
     A parameter that nothing used yet has no states; in a slice its elements start from 0.
@@ -437,7 +422,7 @@ def _found_of_slice(source: SavedSource, piece: Updated, shapes: dict[str, tuple
             key = f"optimizer/{each}/{name}"
             shape, dtype, number = source.form(key)
             if each in scalars:
-                value = _read(source, key)
+                value = read_one(source, key)
                 before = found.setdefault(each, value.item() if number else value)
                 if before != value:
                     raise SaveError(

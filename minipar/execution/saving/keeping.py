@@ -25,6 +25,7 @@ from minipar.execution.saving.contents import (
     SavedSlice,
     collect,
     optimizer_name,
+    read_one,
     read_whole,
     restore,
     schedule_of,
@@ -143,16 +144,15 @@ class Storing:
             kept = self.keep / 2**20
             reason = f"its state has {total / 2**20:.1f} MiB, of which up to {kept:.0f} are kept unasked; {_WAYS}"
             return Share(header, reason=reason if self.keep else f"its state was not kept; {_WAYS}")
-        return Share(header, tuple(piece._replace(values=_alone(piece.values)) for piece in pieces))
+        return Share(header, tuple(piece._replace(values=_with_own_memory(piece.values)) for piece in pieces))
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """In the driver, around the run: if it fails, remove what was half written."""
+        """In the driver, around a run that saves: if it fails, remove what was half written."""
         try:
             yield
         except BaseException:
-            if self.folder:
-                discard(self.folder, self.token)
+            discard(self.folder, self.token)
             raise
 
 
@@ -177,7 +177,7 @@ def storing(
 
 def save(shares: Sequence[Share], folder: str | os.PathLike[str]) -> None:
     """Write what the ranks brought back. SaveError if they did not, or if it cannot be written."""
-    header, pieces = _together(shares, "run.save")
+    header, pieces = _joined(shares, "run.save")
     from minipar.execution.saving.storage import write
 
     path, token = prepare(folder), new_token()
@@ -197,7 +197,7 @@ def export(shares: Sequence[Share], path: str | os.PathLike[str]) -> None:
 
 def model_of(shares: Sequence[Share], what: str) -> dict[str, Tensor]:
     """The parameters and buffers that the ranks returned, each whole, by name. Errors name the caller, `what`."""
-    _, pieces = _together(shares, what)
+    _, pieces = _joined(shares, what)
     tensors: dict[str, Tensor] = {}
     for piece in pieces:
         kind, _, name = piece.key.partition("/")
@@ -212,14 +212,8 @@ def model_in(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     from minipar.execution.saving.storage import Reading
 
     reading = Reading(open_folder(folder))
-    tensors: dict[str, Tensor] = {}
-    for key in reading.saved.entries:
-        kind, _, name = key.partition("/")
-        if kind != "optimizer":
-            shape, dtype, _ = reading.form(key)
-            tensors[name] = torch.empty(shape, dtype=dtype)
-            reading.fill({(key, 0): tensors[name].view(-1)})
-    return tensors
+    keys = [key for key in reading.everything() if not key.startswith("optimizer/")]
+    return {key.partition("/")[2]: read_one(reading, key) for key in keys}
 
 
 def _export(tensors: Mapping[str, Tensor], path: str | os.PathLike[str]) -> None:
@@ -245,7 +239,7 @@ def _export(tensors: Mapping[str, Tensor], path: str | os.PathLike[str]) -> None
         raise
 
 
-def _together(shares: Sequence[Share], what: str) -> tuple[Header, list[SavedSlice]]:
+def _joined(shares: Sequence[Share], what: str) -> tuple[Header, list[SavedSlice]]:
     reason = next((share.reason for share in shares if share.reason), "" if shares else f"no state was kept; {_WAYS}")
     if reason:
         raise SaveError(f"{what}: {reason}")
@@ -253,7 +247,7 @@ def _together(shares: Sequence[Share], what: str) -> tuple[Header, list[SavedSli
     return replace(shares[0].header, optimizer=optimizer), [piece for share in shares for piece in share.pieces]
 
 
-def _alone(values: Tensor) -> Tensor:
+def _with_own_memory(values: Tensor) -> Tensor:
     """The same elements on the CPU, in memory that holds nothing else (all of which would travel with them)."""
     values = values.detach().cpu()
     return values if values.untyped_storage().nbytes() == count_bytes(values) else values.clone()

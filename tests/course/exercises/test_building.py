@@ -40,7 +40,7 @@ def stub(*arguments: Any) -> Any:
     raise NotImplementedError("your code here")
 
 
-@pytest.mark.parametrize("task", [tasks.RING, tasks.SERVER, tasks.ONE_F_ONE_B])
+@pytest.mark.parametrize("task", [tasks.RING, tasks.NAIVE_DDP, tasks.SERVER, tasks.ZERO_3, tasks.ONE_F_ONE_B])
 def test_a_stub_is_told_that_nothing_is_written(task, clusters):
     verdict = task.judge(stub, clusters)
     assert not verdict
@@ -304,10 +304,14 @@ def own_chunk_only(model, batches, loss, lr):
     ("task", "answer", "reason", "hint"),
     [
         (tasks.ZERO_1, own_chunk_only, "not plain torch's", "all_gather brings it those of the others"),
+        (tasks.ZERO_1, with_momentum(factor=0.0), "not plain torch's", "the momentum is missing"),
+        (tasks.ZERO_1, with_momentum(divide=False), "not plain torch's", "p times too large"),
         (tasks.ZERO_1, with_momentum(), "a rank holds up to", "only its part of momentum"),
+        (tasks.ZERO_2, "my_zero1", "a rank holds up to", "only its part of gradients and momentum"),
+        (tasks.ZERO_3, "my_zero2", "a rank holds up to", "only its part of parameters"),
         (tasks.ZERO_1, "my_zero3", "a rank sends 3.3 Ψ (N-1)/N numbers in a step; 2 are enough", "reduce_scatter"),
     ],
-    ids=["own chunk", "data parallel", "3 for 1"],
+    ids=["own chunk", "no momentum", "sum", "data parallel", "1 for 2", "2 for 3", "3 for 1"],
 )
 def test_wrong_shares(task, answer, reason, hint, clusters):
     is_told(task.judge(solution(answer) if isinstance(answer, str) else answer, clusters), reason, hint)
@@ -357,21 +361,48 @@ def plainly(layers, x):
     ("task", "answer", "reason", "hint"),
     [
         (tasks.CHECKPOINT, plainly, "bytes live after the forward", "save the input alone"),
+        (tasks.CHECKPOINT, checkpointed(random=False), "the gradients of the input differ from", "same random numbers"),
+        (tasks.CHECKPOINT, checkpointed(back=False), "random numbers after the backward", "put the state"),
+        (tasks.CHECKPOINT, checkpointed(runs=2), "a layer runs 3 times", "2 runs"),
         (
             tasks.CHECKPOINT,
             checkpointed(grads=False),
             "the gradients of the parameters differ from",
             "run the layer again",
         ),
+        (tasks.CHECKPOINT, stub, "nothing is written here yet", "raise"),
+        (tasks.OFFLOAD, plainly, "bytes live after the forward", "unpack(name) reads it"),
         (tasks.OFFLOAD, checkpointed(), "a layer runs 2 times", "1 run"),
     ],
-    ids=["plain", "no gradients", "recomputed"],
+    ids=["plain", "random numbers", "generator", "twice", "no gradients", "stub", "nothing offloaded", "recomputed"],
 )
 def test_wrong_graphs(task, answer, reason, hint):
     is_told(task.judge(answer), reason, hint)
 
 
 # pipelines -----------------------------------------------------------------------------------------------------------
+
+
+def one_by_one(stage, batches, loss, lr):
+    """Right, but each micro-batch goes forward and backward before the next one begins."""
+    rank, p = dist.get_rank(), dist.get_world_size()
+    for x, y in batches:
+        stage.zero_grad()
+        for rows, target in zip(x.chunk(16), y.chunk(16), strict=True):
+            value = torch.empty_like(rows) if rank else rows
+            if rank:
+                dist.recv(value, rank - 1)
+                value.requires_grad_()
+            output, gradient = stage(value), None
+            if rank < p - 1:
+                dist.send(output.detach(), rank + 1)
+                gradient = torch.empty_like(output)
+                dist.recv(gradient, rank + 1)
+            (output if rank < p - 1 else loss(output, target) / 16).backward(gradient)
+            if rank:
+                dist.send(value.grad, rank - 1)
+        for parameter in stage.parameters():
+            parameter.data -= lr * parameter.grad
 
 
 def gpipe(microbatches: int = 16, scale: bool = True, whole: bool = True, wanted: bool = True) -> Callable[..., None]:
@@ -414,10 +445,14 @@ def gpipe(microbatches: int = 16, scale: bool = True, whole: bool = True, wanted
     ("task", "answer", "reason", "hint"),
     [
         (tasks.GPIPE, gpipe(scale=False), "not plain torch's", "divide it by the number of micro-batches"),
+        (tasks.GPIPE, gpipe(whole=False), "not plain torch's", "only the last micro-batch counts"),
+        (tasks.GPIPE, gpipe(microbatches=1), "sends 2 messages in 2 steps", "send each one as soon as it is done"),
         (tasks.GPIPE, gpipe(wanted=False), "raised TypeError", "something is None there"),
+        (tasks.GPIPE, one_by_one, "sends 1 micro-batch before its first backward, and not 16", "then all backwards"),
+        (tasks.ONE_F_ONE_B, one_by_one, "sends 1 micro-batch before its first backward, and not 2", "p - r forwards"),
         (tasks.ONE_F_ONE_B, gpipe(), "the first stage holds up to", "one backward after each forward"),
     ],
-    ids=["scale", "no gradient", "gpipe"],
+    ids=["scale", "zero", "naive", "no gradient", "one by one", "one by one for 1f1b", "gpipe"],
 )
 def test_wrong_pipelines(task, answer, reason, hint, clusters):
     is_told(task.judge(answer, clusters), reason, hint)

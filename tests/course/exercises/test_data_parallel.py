@@ -15,7 +15,7 @@ def stub(*arguments: object) -> Any:
     raise NotImplementedError("your code here")
 
 
-@pytest.mark.parametrize("task", [tasks.STEP_TIME, tasks.BUCKETS, tasks.FOUR_DEVICES])
+@pytest.mark.parametrize("task", [tasks.STEP_TIME, tasks.SHARES, tasks.BUCKETS, tasks.FOUR_DEVICES])
 def test_a_stub_is_told_that_nothing_is_written(task):
     verdict = check(stub, task)
     assert not verdict

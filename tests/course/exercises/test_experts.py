@@ -22,21 +22,17 @@ def test_a_stub_is_told_that_nothing_is_written(task: Any) -> None:
 @pytest.mark.parametrize(
     ("answer", "task", "reason", "hint"),
     [
-        (
-            lambda tokens, experts, top, capacity: int(capacity * tokens * top // experts),
-            tasks.ROOM,
-            "the engine",
-            "rounded up",
-        ),
-        (
-            lambda chosen, room: [k if k < room else None for k in range(len(chosen))],
-            tasks.PLACES,
-            "right is",
-            "a queue of its own",
-        ),
+        (lambda tokens, experts, top, capacity: int(capacity * tokens * top // experts), tasks.ROOM, "the engine",
+         "rounded up"),
+        (lambda tokens, experts, top, capacity: -(-capacity * tokens // experts), tasks.ROOM, "the engine", "`top`"),
+        (lambda chosen, room: [k if k < room else None for k in range(len(chosen))], tasks.PLACES, "right is",
+         "a queue of its own"),
+        (lambda chosen, room: tasks._last_come(chosen, room), tasks.PLACES, "right is", "comes first keeps"),
+        (lambda chances: tasks._balance(chances) / len(chances[0]), tasks.BALANCE, "right is",
+         "times the number of experts"),
         (lambda chances: 1.0, tasks.BALANCE, "right is", "share of tokens"),
     ],
-)
+)  # fmt: skip
 def test_mistakes(answer: Any, task: Any, reason: str, hint: str) -> None:
     is_told(check(answer, task), reason, hint)
 

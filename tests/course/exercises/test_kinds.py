@@ -33,11 +33,9 @@ def cut_low(numbers: list[float]) -> tuple[list[float], list[float]]:
 
 CASES = (([1, 2, 3, 4],), ([5, 6, 7],), ([8],))
 TRUE = Function(
-    "halves(numbers)",
-    CASES,
-    truth=halves,
+    "halves(numbers)", CASES, truth=halves,
     mistakes=((cut_low, "who gets the odd one?"), (len, "a length")),
-)
+)  # fmt: skip
 
 
 def uneven(given: Any, numbers: list[float]) -> str:
@@ -59,10 +57,16 @@ def test_a_function_that_is_right_everywhere_passes() -> None:
     ("answer", "task", "reason", "hint"),
     [
         (3, TRUE, "3 is no function", "def halves(numbers): ..."),
+        (None, TRUE, "None is no function", "def halves(numbers): ..."),
+        (lambda xs: None, TRUE, "halves([1, 2, 3, 4]) gives None", "does it end with `return ...`?"),
+        (cut_low, TRUE, "halves([5, 6, 7]) gives ([5], [6, 7]); right is ([5, 6], [7])", "who gets the odd one?"),
         (lambda xs: ([], xs), TRUE, "([], [1, 2, 3, 4]); right is ([1, 2], [3, 4])", "it is right in 0 of 3 cases"),
+        (lambda xs, k: xs, TRUE, "halves([1, 2, 3, 4]) raised TypeError", "check its arguments"),
+        (lambda xs: xs[9], TRUE, "halves([1, 2, 3, 4]) raised IndexError", "mend that line first"),
+        (lambda xs: (xs[:1], xs[2:]), ANY, "halves([1, 2, 3, 4]) has 1 and 2 numbers", "count them"),
         (lambda xs: 7, ANY, "gives 7, which cannot be read as an answer", "count them"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_said(answer: Any, task: Function, reason: str, hint: str) -> None:
     verdict = check(answer, task)
     assert not verdict
@@ -114,6 +118,13 @@ def sends_at_once(program: Program) -> Program:
     return program
 
 
+def late(program: Program) -> Program:
+    """Sends at the end: the other side waits."""
+    row = program.ranks[0]
+    sends = [ins for ins in row if ins.op is Op.SEND]
+    return program.with_rank(0, [*(ins for ins in row if ins.op is not Op.SEND), *sends])
+
+
 def without(op: Op) -> Callable[[Program], Program]:
     def drop(program: Program) -> Program:
         row = program.ranks[1]
@@ -141,10 +152,17 @@ def test_a_pass_that_keeps_the_work_passes() -> None:
     ("answer", "task", "reason", "hint"),
     [
         ("gpipe", Rewrite(PLANS), "'gpipe' is no function", "a pass is a function"),
+        (lambda program: None, Rewrite(PLANS), "your pass gives NoneType, not a Program", "with_rank"),
+        (lambda program: program.rank[0], Rewrite(PLANS), "raised AttributeError", "mend that line"),
+        (without(Op.FORWARD), Rewrite(PLANS), "does other work: rank 1 lacks F of layer 2 mb0", "must stay"),
         (without(Op.STEP), Rewrite(PLANS), "does other work: rank 1 lacks STEP of layer 2", "must stay"),
+        (without(Op.RECV), Rewrite(PLANS), "cannot run: ", "`verify` names the instruction"),
+        (late, Rewrite(PLANS), "cannot run: ", "`verify` names the instruction"),
+        (identity, Rewrite(PLANS, time=14), "it takes 15 units (15 before your pass); the target is 14", "draw both"),
+        (identity, Rewrite(PLANS, activations=1), "rank 0 holds 2 activations; the target is 1", "freed earlier"),
         (identity, Rewrite(PLANS, problem=lambda was, now: "no line moved"), "no line moved", "print program.text"),
     ],
-)
+)  # fmt: skip
 def test_passes_that_do_not(answer: Any, task: Rewrite, reason: str, hint: str) -> None:
     verdict = check(answer, task)
     assert not verdict

@@ -31,11 +31,20 @@ def test_a_stub_is_told_that_nothing_is_written(task: Any) -> None:
             "cuts one dimension",
         ),
         (
+            lambda shape, form, ranks: (
+                (shape[0] // ranks, *shape[1:]) if form in ("P", "S0") else tasks._part(shape, form, ranks)
+            ),
+            tasks.PART,
+            "part_of((8, 6), 'P', 4)",
+            "as large as the whole",
+        ),
+        (
             lambda x, w: "P" if "P" in (x, w) else tasks._product(x, w) or "no",
             tasks.PRODUCT,
             "form_of_product('P', 'P') gives 'P'; right is 'no'",
             "ac + bd",
         ),
+        (lambda x, w: "R", tasks.PRODUCT, "right is 'P'", "rank 0 multiplies what it has"),
         (lambda x, w: None, tasks.PRODUCT, "gives None", "return"),
     ],
 )

@@ -14,7 +14,7 @@ def stub(*arguments: object) -> Any:
     raise NotImplementedError("your code here")
 
 
-@pytest.mark.parametrize("task", [tasks.SERVER_BYTES, tasks.UPDATE, tasks.STRAGGLER])
+@pytest.mark.parametrize("task", [tasks.SERVER_BYTES, tasks.MAY_PULL, tasks.UPDATE, tasks.STRAGGLER])
 def test_a_stub_is_told_that_nothing_is_written(task):
     verdict = check(stub, task)
     assert not verdict

@@ -9,7 +9,7 @@ const TAPE = {
     ["F", 0, false, true, true, 1, 1, 1], ["F", 1, true, true, false, 2, 3, 3], ["B", 1, false, true, true, 4, 3, 1],
     ["R", 0, true, false, false, 5, 2, 2], ["B", 0, false, true, true, 7, 2, 0],
   ],
-  lives: [["output", 0, 0, 2], ["saved", 1, 1, 2], ["saved", 0, 3, 4]],
+  lifetimes: [["output", 0, 0, 2], ["saved", 1, 1, 2], ["saved", 0, 3, 4]],
 };
 
 test("moves follow each other in time", () => {
