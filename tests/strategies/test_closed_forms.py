@@ -228,6 +228,8 @@ def test_the_printed_formulas(name: str, pytestconfig: pytest.Config) -> None:
             if k == 0 and not (keys.get("doubling") and m > 2 * p):
                 wanted = [value(peak, **names, d=d) for d in range(p)]
                 assert trace.in_flight() == pytest.approx(wanted), (p, m)
+                if name in ("naive", "gpipe", "1f1b", "eager-1f1b"):
+                    assert trace.peak_memory() == wanted  # from lifetimes in time, where in_flight counts along lists
 
 
 # The forms beside the generators, which searches take -----------------------------------------------------------------
