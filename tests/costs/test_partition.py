@@ -101,16 +101,6 @@ def test_replicated_stages_equal_brute_force(costs, ranks, activations, paramete
     assert (sum(found.split), sum(found.ranks)) == (n, ranks)
 
 
-def test_pipedream_replicates_where_parameters_are_small():
-    """VGG-like: convolutions cost time and have few parameters, the dense end is the other way round."""
-    found = partition_replicated(
-        [9, 3, 12, 6], 4, activations=[4, 4, 1, 0], parameters=[0.1, 0.1, 0.1, 30], bandwidth=1.0
-    )
-    assert found.split == (3, 1)
-    assert found.ranks == (3, 1)
-    assert found.slowest == 8
-
-
 def test_ten_thousand_layers():
     costs = [1 + (k * 7919) % 13 for k in range(10_000)]
     messages = [1 + (k * 104729) % 11 for k in range(10_000)]

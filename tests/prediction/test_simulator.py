@@ -231,24 +231,6 @@ def test_messages_do_not_wait_for_the_collectives_of_the_same_two_ranks():
 # Fewer cores than ranks -----------------------------------------------------------------------------------------------
 
 
-@given(
-    st.sampled_from(["naive", "gpipe", "1f1b", "eager-1f1b"]),
-    st.integers(1, 4),
-    st.integers(1, 2),
-    st.integers(1, 5),
-    st.lists(st.sampled_from([0.5, 1.0, 2.5]), min_size=4, max_size=4),
-    st.sampled_from([0.0, 0.25, 2.0]),
-)
-def test_with_cores_enough_it_is_the_plain_simulation(schedule, pp, dp, microbatches, factors, latency):
-    program = Plan(schedule=schedule, pp=pp, dp=dp, microbatches=microbatches, bucket="none").compile(layers=5)
-    costs = UnitCosts(program, latency=latency, stage_factors=tuple(factors[:pp]))
-    plain = simulate(program, costs)
-    starts, ends = walk_shared(program, costs, pp * dp)
-    for mine, expected in ((starts, plain.starts), (ends, plain.ends)):
-        for a, b in zip(mine, expected, strict=True):
-            assert a == pytest.approx(b)
-
-
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "naive"])
 def test_one_core_does_all_the_work_in_a_row(schedule):
     program = Plan(schedule=schedule, pp=4, microbatches=8).compile(layers=4)
