@@ -283,7 +283,7 @@ class Compute:
             self.later.check(loss, check)
         if not self.is_first("S0", "S1"):
             return  # ranks that share the last layer and have the same rows have the same loss, which counts once
-        part = (every or 1) * self.rows.share(ins.step)
+        part = (every or 1) * (self.rows.share(ins.step) if self.program.local_steps else 1)
         self.losses[k] = self.losses[k] + (loss if part == 1 else loss * part)
 
     # backward --------------------------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ def check_fit(program: Program, layers: Sequence[nn.Module], edges: Edges = ()) 
     A program that trains nothing (inference) takes any model of its layers.
     """
     check_parameters(layers)
-    check_types(program, layers)
+    if program.sharded:
+        check_types(layers)
     shape = shape_of(layers)
     groups = shape.groups
     if program.slice_count > 1 and (shape.whole or set(shape.carries) != set(program.carries)):
@@ -66,10 +67,8 @@ def check_parameters(layers: Sequence[nn.Module]) -> None:
                 raise RankError(f"{title} is expanded: elements share memory; possible is nn.Parameter(x.contiguous())")
 
 
-def check_types(program: Program, layers: Sequence[nn.Module]) -> None:
+def check_types(layers: Sequence[nn.Module]) -> None:
     """Refuse what replicas cannot divide into slices: trained numbers of several types. `RankError`."""
-    if not program.sharded:
-        return
     first: dict[torch.dtype, str] = {}
     for k, layer in enumerate(layers):
         for name, p in layer.named_parameters():
