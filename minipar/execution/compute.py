@@ -42,23 +42,6 @@ from minipar.strategies.passes import offload
 from minipar.strategies.rewriting import computed_on_host
 
 
-def _naming_layers(backward: Callable[[Compute, Instruction, dict[Value, Any]], None]) -> Any:
-    """Raise an exception of a backward again, with the names of the layers of this call of autograd's engine."""
-
-    def run(self: Compute, ins: Instruction, live: dict[Value, Any]) -> None:
-        try:
-            backward(self, ins, live)
-        except MiniparError:
-            raise
-        except Exception as error:
-            who = " and ".join(naming_layers.title(k, self.layers[k], self.names) for k in ins.layers)
-            step = self.rows.base + ins.step
-            where = f"in the backward on rank {self.rank}, micro-batch {ins.microbatch} of step {step}"
-            raise naming_layers.raised(who, error, where) from error
-
-    return run
-
-
 class Compute:
     """The layers that a rank holds, and the graphs between their forward and backward.
 
@@ -171,10 +154,20 @@ class Compute:
         self.losses: list[Tensor | float] = [0.0] * self.program.losses
 
     def work(self, ins: Instruction, live: dict[Value, Any]) -> None:
-        """Run a compute instruction on layers, of any kind."""
-        kinds = {Op.BACKWARD: self.backward, Op.BACKWARD_INPUT: self.backward_input}
-        kinds[Op.BACKWARD_WEIGHT] = self.backward_weight
-        kinds.get(ins.op, self.forward)(ins, live)
+        """Run a compute instruction on layers, of any kind. An exception of a backward is raised again with the names
+        of the layers of this call of autograd's engine."""
+        if ins.op is Op.FORWARD or ins.op is Op.RECOMPUTE:
+            return self.forward(ins, live)
+        run = {Op.BACKWARD: self.backward, Op.BACKWARD_INPUT: self.backward_input}.get(ins.op, self.backward_weight)
+        try:
+            run(ins, live)
+        except MiniparError:
+            raise
+        except Exception as error:
+            who = " and ".join(naming_layers.title(k, self.layers[k], self.names) for k in ins.layers)
+            step = self.rows.base + ins.step
+            where = f"in the backward on rank {self.rank}, micro-batch {ins.microbatch} of step {step}"
+            raise naming_layers.raised(who, error, where) from error
 
     # forward ---------------------------------------------------------------------------------------------------------
 
@@ -295,7 +288,6 @@ class Compute:
 
     # backward --------------------------------------------------------------------------------------------------------
 
-    @_naming_layers
     def backward(self, ins: Instruction, live: dict[Value, Any]) -> None:
         i, step = ins.microbatch, ins.step
         if not self.rows.count(ins):
@@ -315,7 +307,6 @@ class Compute:
         self._forget(ins)
         self._hand_back(ins, given, received, live)
 
-    @_naming_layers
     def backward_input(self, ins: Instruction, live: dict[Value, Any]) -> None:
         """Run the input half of a backward; what it leaves is `saved_weight`. See `execution/split_backward.py`."""
         i, step = ins.microbatch, ins.step
@@ -334,7 +325,6 @@ class Compute:
         self._forget(ins)
         self._hand_back(ins, given, received, live)
 
-    @_naming_layers
     def backward_weight(self, ins: Instruction, live: dict[Value, Any]) -> None:
         """Run the weight half of a backward, from the gradients that the input half kept."""
         if self.rows.count(ins):

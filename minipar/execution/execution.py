@@ -495,10 +495,9 @@ def _passes(
         storing.begin(executor, outline)
         header = Header(storing.first, job.seed, job.batch, dtype_name(job.dtype), program.name, "", outline.rows)
         records: list[PassRecord] = []
-        sizes: list[dict[Value, int]] = []
-        data: list[int] = []
+        sizes: list[tuple[dict[Value, int], int]] = []  # of each pass: of its values, and of the rows of batches
         rows: dict[int, list[int]] = {}
-        tracker = watching.start(executor) if watching is not None else None
+        tracker = watching(executor) if watching is not None else None
         base, updates = storing.first, 0
         before = clocks.read(comm)
         for k, each in enumerate(programs):
@@ -525,11 +524,8 @@ def _passes(
                 update.schedule.forget(updates)
             if not sizes or executor.compute.rows.counts != rows:  # steps of an epoch's end have fewer rows
                 rows = executor.compute.rows.counts
-                sizes.append(_sizes(executor))
-                data.append(executor.compute.data_bytes())
-            else:
-                sizes.append(sizes[-1])
-                data.append(data[-1])
+                latest = _sizes(executor), executor.compute.data_bytes()
+            sizes.append(latest)
         after = clocks.read(comm)
     series = {} if tracker is None else tracker.series_of_passes()
     if before.error:
@@ -539,8 +535,8 @@ def _passes(
         [clocks.corrected(record.starts, before, after) for record in records],
         [clocks.corrected(record.ends, before, after) for record in records],
         [record.gradients for record in records],
-        sizes,
-        data,
+        [of_values for of_values, _ in sizes],
+        [of_rows for _, of_rows in sizes],
         [record.overruns for record in records],
         [record.order for record in records],
         series,

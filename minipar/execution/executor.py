@@ -65,10 +65,7 @@ from minipar.strategies.passes.versions import without_versions
 if TYPE_CHECKING:
     from minipar.execution.memory.tracker import Tracker
 
-_WALKED = (
-    Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.SEND, Op.RECV, Op.STEP
-)  # fmt: skip
-
+_ON_LAYERS = frozenset((Op.FORWARD, Op.RECOMPUTE, *BACKWARDS))
 
 # Autograd and the optimizer keep these, not `live`.
 _ELSEWHERE = frozenset(("saved", "saved_weight", "grad", "param"))
@@ -225,8 +222,11 @@ class Executor:
             comm.play_beside(groups, program.algorithm)
         self.device = EmulatedDevice(delays) if delays is not None else None
         emulated = delays is not None and delays.links
-        self.links = Links(program, comm, self.compute.rows.count, emulated, self.streams.ended)
-        self.dynamic = DynamicSchedule(program, comm.rank, self.links) if program.in_flight is not None else None
+        self.links: Links | None = None
+        self.dynamic: DynamicSchedule | None = None
+        if peers or program.in_flight is not None:
+            self.links = Links(program, comm, self.compute.rows.count, emulated, self.streams.ended)
+            self.dynamic = DynamicSchedule(program, comm.rank, self.links) if program.in_flight is not None else None
         self.lines = _lines(self.instructions, self.streams)
 
     def run(
@@ -253,7 +253,8 @@ class Executor:
         posted: dict[int, list[Mark]] = {}
         device = self.device
         streams.begin()
-        links.start()
+        if links is not None:
+            links.start()
         report = self.walked
         if report is not None:
             report.begin(starts, ends, compute.losses, streams)
@@ -264,7 +265,7 @@ class Executor:
         offloading = self.offloading
         note, lines = notes.note, self.lines
         # Local names: a member of an Enum is slow to look up, many times for each instruction.
-        FORWARD, RECOMPUTE, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, SEND, RECV, STEP = _WALKED
+        SEND, RECV, STEP = Op.SEND, Op.RECV, Op.STEP
         for index, ins in enumerate(instructions) if self.dynamic is None else self.dynamic.walk():
             op, end = ins.op, None  # (the end is another than this rank's own of a collective on a stream)
             line = lines[index]
@@ -279,6 +280,7 @@ class Executor:
                 k = len(times) - 1 - program.receives_ahead
                 starts[index] = times[k] if k >= 0 else begin
                 ends[index] = times[-1]
+                assert links is not None
                 links.reach(ins.peer)
                 for value in ins.writes:
                     pending[value] = (index, ins.peer)
@@ -294,20 +296,14 @@ class Executor:
             starts[index] = line.mark()
             if line.on_host and op is not STEP:
                 self._on_host(ins)
-            elif op is FORWARD or op is RECOMPUTE:
-                compute.forward(ins, live)
-            elif op is BACKWARD or op is BACKWARD_WEIGHT:
-                if op is BACKWARD:
-                    compute.backward(ins, live)
-                else:
-                    compute.backward_weight(ins, live)
+            elif op in _ON_LAYERS:
+                compute.work(ins, live)
                 for group in line.graded:
                     self.buckets.fill(group)
-            elif op is BACKWARD_INPUT:
-                compute.backward_input(ins, live)
             elif op is SEND:
                 contents = [live.get(value) for value in ins.reads]
                 arrival = device.sent(index, ins.peer, count_bytes(contents)) if device is not None else 0.0
+                assert links is not None
                 links.send(ins.reads, contents, ins.peer, arrival)
                 del contents  # or this name would keep them until the next SEND
             elif op in COPIES:
@@ -334,7 +330,8 @@ class Executor:
                     offloading.release(value)
         while pending:
             self._await(next(iter(pending)))
-        links.finish()
+        if links is not None:
+            links.finish()
         if offloading is not None:
             offloading.finish()
         compute.later.settle(True)
@@ -372,6 +369,7 @@ class Executor:
             present = [other for other in message if self.compute.rows.count(other)]
             end: Mark | None = None
             if present:
+                assert self.links is not None
                 contents, arrival, end = self.links.receive(message, what)
                 for other, content in zip(present, contents, strict=True):
                     self.live[other] = content
@@ -469,22 +467,21 @@ class Executor:
 
     def _step(self, ins: Instruction) -> None:
         with self._aside() if ins.stream == "host" else nullcontext():
-            self._update(ins)
+            # Where receives of a later step may be posted already, the host does not wait for the losses of this one.
+            self.compute.later.settle(isinstance(self.program.contract, Synchronous))
+            self.state.scale(ins)
+            if self.keep_gradients:
+                with self._aside():
+                    self._keep(ins)
+            self.state.step(ins)
 
-    def _update(self, ins: Instruction) -> None:
-        # Where receives of a later step may be posted already, the host does not wait for the losses of this one.
-        self.compute.later.settle(isinstance(self.program.contract, Synchronous))
-        self.state.scale(ins)
-        if self.keep_gradients:
-            kept = self.gradients[ins.step]
-            with self._aside():
-                share = self.compute.rows.share(ins.step)  # (of replicas that train by themselves, the mean is kept)
-                for g in ins.layers:
-                    for p, grad in self.state.gradients([g]):
-                        name = self.names[id(p)]
-                        own = grad * share if isinstance(grad, Tensor) and share != 1 else grad
-                        kept[name] = Shard(self.cuts[name], own) if name in self.cuts else own
-        self.state.step(ins)
+    def _keep(self, ins: Instruction) -> None:
+        """Copy the gradients that a STEP uses; of replicas that train by themselves, for their mean."""
+        share = self.compute.rows.share(ins.step)
+        for p, grad in self.state.gradients(ins.layers):
+            name = self.names[id(p)]
+            own = grad * share if isinstance(grad, Tensor) and share != 1 else grad
+            self.gradients[ins.step][name] = Shard(self.cuts[name], own) if name in self.cuts else own
 
     @cached_property
     def optimizers(self) -> dict[tuple[int, ...], torch.optim.Optimizer]:

@@ -284,7 +284,6 @@ class UntouchedInputs:
     def _run(self, run: LayerCall, given: Any, call: Call) -> Made:
         copied = call.piece in self._copied
         if copied or call.piece[0] in self.overwriting:
-            given, call = map_tensors(given, torch.clone), call._replace(unread=False)
-        if copied:
-            call = call._replace(target=map_tensors(call.target, torch.clone))
+            target = map_tensors(call.target, torch.clone) if copied else call.target
+            given, call = map_tensors(given, torch.clone), call._replace(unread=False, target=target)
         return run(given, call)

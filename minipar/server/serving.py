@@ -476,7 +476,7 @@ def _be_worker(
     compute.finite = None if job.on_nan == "ignore" else Finite(rank, job.on_nan, worker.report)
     one.servers = ps
     pulls = sum(ins.op is Op.PULL for ins in one.instructions)
-    tracker = watching.start(one) if watching is not None else None
+    tracker = watching(one) if watching is not None else None
     begin = time.perf_counter()
     while (step := ps.next_step()) is not None:
         begins(ps.version)

@@ -176,16 +176,3 @@ def test_sums_of_gradients_cost_what_was_measured():
     assert ProfiledCosts(program, PROFILE, 8, calibration=FOUND).collective(ins) == pytest.approx(
         len(ins.parts) * 3e-4 + 16000 * 2e-9
     )
-
-
-def test_slower_links_make_slower_steps():
-    program = Plan(pp=2, dp=2, microbatches=1).compile(layers=4)
-    times = []
-    for factor in (1, 10, 100):
-        slower = replace(
-            FOUND,
-            links=tuple((a, b, LinearCost(line.fixed, line.per_byte * factor)) for a, b, line in FOUND.links),
-            allreduce=tuple((n, LinearCost(line.fixed, line.per_byte * factor)) for n, line in FOUND.allreduce),
-        )
-        times.append(simulate(program, ProfiledCosts(program, PROFILE, 4, calibration=slower)).time)
-    assert times[0] < times[1] < times[2]

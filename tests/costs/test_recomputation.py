@@ -84,15 +84,6 @@ def test_a_forward_that_keeps_takes_no_more_than_the_recomputation_it_replaces()
 # the length of segments ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [1, 2, 4, 8, 16, 32, 64])
-def test_64_layers_of_one_tensor_need_n_over_s_plus_s_plus_1(length):
-    chain = LayerCosts.equal(64).chain(0, 64)
-    schedule = at_once(in_segments(64, every(64, length)))
-    data = 1  # the input rows, as large as an output
-    assert memory(chain, schedule)[1] + data == 64 / length + length + 1
-    assert recomputed(schedule) == 64 - length
-
-
 def test_equal_layers_get_the_length_of_the_formula_or_one_that_needs_less():
     for layers, output, extra, flying in product((12, 48, 64), (1, 2), (0, 1, 3, 14), (1, 4)):
         chain = LayerCosts.equal(layers, output, extra).chain(0, layers)
@@ -122,18 +113,6 @@ def test_the_length_of_one_large_layer_among_small_ones():
     found = square_root(9, chain)
     assert (usual, found) == (2, 8)
     assert (needs(chain, usual, 1), needs(chain, found, 1)) == (296, 248)
-
-
-def test_measured_sizes_move_the_minimum_away_from_folklore():
-    chain = LayerCosts.equal(64, output=1, saved=3).chain(0, 64)  # a block that saves four tensors for one it hands on
-    folklore, measured = square_root(64), square_root(64, chain)
-    assert (folklore, measured) == (8, 4)
-
-    def peak(s):
-        return memory(chain, at_once(in_segments(64, every(64, s))))[1]
-
-    assert min((1, 2, 4, 8, 16, 32, 64), key=peak) == 4
-    assert peak(4) < 0.85 * peak(8)
 
 
 def test_with_many_microbatches_in_flight_segments_are_longer():

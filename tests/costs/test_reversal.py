@@ -88,14 +88,6 @@ def test_with_enough_memory_nothing_is_recomputed():
     assert recomputed(rotor(chain, memory(chain, plain)[1] - 1)) == 1
 
 
-def test_the_less_memory_the_more_recomputation():
-    chain = LayerCosts.equal(64).chain(0, 64)
-    counts = [recomputed(rotor(chain, budget)) for budget in (10, 13, 16, 65)]
-    assert counts == sorted(counts, reverse=True)
-    assert counts[2] == 53  # at 16 + 1 units, which segments of 8 need, these run 56 layers again
-    assert counts[-1] == 0
-
-
 def unequal(layers, seed=0):
     """Layers with odd sizes of megabytes, which have no common divisor."""
     random = Random(seed)

@@ -20,7 +20,6 @@ from minipar.data.sharing import part_of
 from minipar.errors import PlanError, RankError
 from minipar.execution.execution import Job, execute
 from minipar.models.parameter_groups import shape_of
-from minipar.strategies import schedules
 from minipar.training.reference import Job as PlainJob
 from minipar.training.reference import gradient_error, train_plainly
 
@@ -191,31 +190,6 @@ def test_a_run_goes_on_in_the_middle_of_an_epoch_under_another_plan(clusters, tm
     assert sorted(found) == sorted(rest_of_epoch), "what the first run had left of its epoch"
 
 
-def test_train_with_a_file_and_a_split_by_cost(clusters, tmp_path):
-    """The profile reads a micro-batch only, and its costs choose the split: a large layer against three small ones."""
-    x, y = numbers(np.arange(64))
-    np.save(tmp_path / "x.npy", x.repeat(1, 50).numpy())
-    np.save(tmp_path / "y.npy", y.numpy())
-    rows = data.Epochs(data.Records(x=str(tmp_path / "x.npy"), y=str(tmp_path / "y.npy")))
-    layers = [nn.Sequential(nn.Linear(300, 1500), nn.Linear(1500, 6)), *(nn.Linear(6, 6) for _ in range(3))]
-    wide = partial(nn.Sequential, *layers)
-    done = train(
-        wide, rows, "pp=2 split=auto microbatches=2", batch=32, steps=4, check=True, dtype=torch.float64,
-        cluster=clusters(2), progress=False,
-    )  # fmt: skip
-    assert [len(held) for held in done.program.placement] == [1, 3]
-    assert done.max_gradient_error() <= 1e-12
-    assert done.plan.split == "auto"
-
-
 def test_batches_larger_than_an_epoch(clusters):
     with pytest.raises(PlanError, match="batch=24: must be from 1 to 23"):
         ran(clusters, "dp=2", job(data.Epochs(Rows()), batch=24), 1)
-
-
-def test_schedules_with_an_epoch_s_last_batch(clusters):
-    """4 rows for 4 micro-batches, 1 row for 4: every schedule skips what is not there."""
-    for schedule in [s.name for s in schedules()][:4]:
-        work = job(data.Epochs(Rows()), batch=11)
-        _, done = ran(clusters, f"pp=2 microbatches=4 schedule={schedule}", work, 3)
-        equal_to_plain_torch(done, work, 3)

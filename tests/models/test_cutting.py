@@ -128,17 +128,13 @@ def test_nested_sequentials_are_opened_where_they_hold_blocks():
     assert "1.1.0.linear.weight" in dict(layers.named_parameters())
 
 
-@pytest.mark.parametrize(
-    "plan", ["pp=4 schedule=1f1b microbatches=4", "pp=2 dp=2 zero=1 microbatches=2", "dp=2 zero=3 checkpoint=sqrt"]
-)
-def test_trains_as_plain_torch_does(clusters, plan):
-    for width in (6, 192) if plan.startswith("pp=2") else (6,):
-        run = minipar.train(
-            partial(spine, width), batch(24, width), plan, cluster=clusters(minipar.Plan.parse(plan).ranks), steps=4,
-            loss=nn.functional.mse_loss, dtype=torch.float64, check=True, progress=False,
-        )  # fmt: skip
-        assert run.max_gradient_error() < 1e-12
-        assert run.gradients[0].keys() == dict(Spine(width).named_parameters()).keys()
+def test_trains_as_plain_torch_does(clusters):
+    run = minipar.train(
+        partial(spine, 192), batch(24, 192), "pp=2 dp=2 zero=1 microbatches=2", cluster=clusters(4), steps=4,
+        loss=nn.functional.mse_loss, dtype=torch.float64, check=True, progress=False,
+    )  # fmt: skip
+    assert run.max_gradient_error() < 1e-12
+    assert run.gradients[0].keys() == dict(Spine(192).named_parameters()).keys()
 
 
 class Branching(Spine):

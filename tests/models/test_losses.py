@@ -67,12 +67,6 @@ def test_a_masked_loss(clusters, loss, text):
     assert found.losses == pytest.approx(found.reference.losses, rel=1e-12)
 
 
-@pytest.mark.parametrize("text", ["microbatches=5", "dp=2 pp=2 microbatches=2"])
-def test_classes_that_weigh(clusters, text):
-    loss = partial(F.cross_entropy, weight=torch.arange(1.0, 7.0, dtype=torch.float64), ignore_index=2)
-    assert run(clusters, rows(16, classes=True), loss, text).max_gradient_error() <= 1e-12
-
-
 REFUSED = [
     (masked_loss, masked_rows(), "weighted by target elements, give"),
     (padded, rows(16, classes=True), "weighted by target elements, give"),

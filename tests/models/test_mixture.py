@@ -84,15 +84,6 @@ def test_equal_to_a_loop_over_tokens(top: int, capacity: float | None) -> None:
         assert torch.allclose(got, want, rtol=1e-10, atol=1e-10)
 
 
-def test_rows_are_routed_by_themselves() -> None:
-    model = models.mixture(**SMALL).double()
-    x = torch.randint(32, (6, 12))
-    logits, aux = model(x)
-    parts = [model(part) for part in x.split([1, 2, 3])]
-    assert torch.allclose(logits, torch.cat([part[0] for part in parts]), rtol=1e-12, atol=1e-12)
-    assert torch.allclose(aux, torch.cat([part[1] for part in parts]), rtol=1e-12, atol=1e-12)
-
-
 def test_slices_are_routed_by_themselves() -> None:
     model = models.mixture(**SMALL, capacity=None, balance=False).double()
     x = torch.randint(32, (3, 12))
@@ -143,20 +134,6 @@ def test_load_counts_choices_and_dropped_tokens() -> None:
     assert [bar.get_height() for bar in dropped] == list(load.dropped[0])
     assert {bar.get_linewidth() for bar in dropped} == {0}  # where nothing was dropped, an edge would be a line
     assert figure._repr_mimebundle_()[0]["text/plain"] == text
-
-
-def test_without_a_capacity_nothing_is_dropped() -> None:
-    model = models.mixture(**SMALL, top=2, capacity=None)
-    with torch.no_grad():
-        model[1].mixture.gate.weight.zero_()
-    load = models.mixture_load(model, torch.randint(32, (3, 12)))
-    assert sorted(load.tokens[0]) == [0, 0, 36, 36]
-    assert load.dropped == ((0, 0, 0, 0), (0, 0, 0, 0))
-    assert load.room is None
-    assert "takes all of them" in str(load)
-    figure: Any = expert_load(load)
-    assert not figure.axes[0].lines
-    assert len(figure.axes[0].containers) == 1
 
 
 def test_operators_without_a_capacity_by_hand() -> None:

@@ -15,7 +15,6 @@ from minipar.models.randomness import RowDropout
 from minipar.models.selective_checkpoint import Recomputed, check, choose
 from minipar.program import Program
 from minipar.training.training import Run
-from tests.toys import rows, toy
 
 pytestmark = pytest.mark.many(6)
 
@@ -97,15 +96,6 @@ def run(clusters, text: str, model=gpt, **options) -> Run:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["microbatches=2", "dp=2 microbatches=2 zero=3", "pp=2 microbatches=3 schedule=gpipe", "dp=2 pp=2 microbatches=2",
-     "pp=2 microbatches=2 offload=activations", "dp=4 zero=1 accumulate=2"],
-)  # fmt: skip
-def test_equals_plain_torch(clusters, text) -> None:
-    assert run(clusters, f"{text} checkpoint=selective", check=True).max_gradient_error() < 1e-12
-
-
 def test_bytes_are_fewer_and_as_predicted(clusters) -> None:
     without, selective = (
         run(clusters, f"pp=2 microbatches=2 {words}", memory=True) for words in ("", "checkpoint=selective")
@@ -119,12 +109,6 @@ def test_bytes_are_fewer_and_as_predicted(clusters) -> None:
     assert saved[1] > (2 * 5 - 5) * scores * 0.9
     for got, expected in zip(selective.memory, selective.predicted.peak_memory(), strict=True):
         assert got.bytes == pytest.approx(expected, rel=0.02)
-
-
-def test_a_model_without_a_core_is_refused_by_name(clusters) -> None:
-    with pytest.raises(PlanError, match="checkpoint=selective: no layer of this model"):
-        train(partial(toy, ("linear",)), rows(8), "checkpoint=selective", cluster=clusters(1), steps=1, batch=8,
-              loss=nn.functional.mse_loss, progress=False)  # fmt: skip
 
 
 def test_programs_keep_the_choice() -> None:

@@ -1,17 +1,24 @@
-"""The search over plans: nothing that bounds leave out is faster, and what does not fit says what would."""
+"""The search over plans: nothing that bounds leave out is faster, and what does not fit says what would. What
+it found runs.
+"""
 
 import json
-from contextlib import suppress
 from dataclasses import replace
 from time import process_time
 
 import pytest
+import torch
+from torch import nn
 
+from minipar import models, sharding, train
 from minipar.cli import main
 from minipar.costs.hardware import hardware
 from minipar.errors import PlanError
 from minipar.models.sizes import sizes
 from minipar.planner.exhaustive import search, solve
+from minipar.planner.forms_found import operator_problem
+from minipar.planner.intra import ilp
+from minipar.planner.operator_graph import Machine
 from minipar.planner.planned import difference
 from minipar.planner.reasons import advice
 from minipar.planner.space import space
@@ -19,6 +26,7 @@ from minipar.planner.way_out import smallest
 from minipar.prediction.closed_form import closed_form
 from minipar.prediction.estimating import estimate
 from minipar.prediction.plan_words import check, refusal, table_of, words
+from minipar.program.mesh import Mesh
 from minipar.strategies import keys
 from minipar.strategies.plan import Plan
 
@@ -110,12 +118,6 @@ def test_pin_explain_difference_and_front():
     assert plans[0].memory == smallest(found.space).memory
 
 
-def test_guidelines():
-    small = search("gpt2-small", "a100-80gb", 1, 8, 64)
-    assert advice(small.plan, small.space).startswith("Data parallel suffices")
-    assert small.plan.numbers.pp == small.plan.numbers.tp == 1
-
-
 def test_the_space_follows_the_table_of_keys():
     """Whether the search takes a plan of the space for one that minipar runs is what compiling it says."""
     where = space(sizes("gpt-demo"), replace(hardware("laptop"), nodes=1, per_node=8), 64)
@@ -139,13 +141,6 @@ def test_the_space_follows_the_table_of_keys():
     assert ("dualpipe", 1, (), True) in outcomes  # (DeepSeek-V3's)
     assert ("chimera", 2, (), False) in outcomes
     assert ("zb-h1", 1, ("activations", "optimizer"), True) in outcomes
-
-
-def test_only_what_minipar_can_run():
-    found = search("gpt-tiny", "laptop", 1, 4, 32, runs=True, most=5)
-    for one in found.best:
-        assert one.plan.ranks == 4
-    assert one.words.startswith("dp=")
 
 
 def test_what_is_too_large_for_a_single_device_names_what_it_needs():
@@ -217,25 +212,6 @@ def test_the_command_line(capsys):
     assert "there are" in capsys.readouterr().err
 
 
-def test_no_plan_for_gpt3_has_a_faster_formula():
-    """A part of the space of 1,024 GPUs, one by one."""
-    pins = "micro_batch_size=1 sequence_parallel=true checkpoint=selective tp=8"
-    found = search("gpt3-175b", "a100-80gb", 128, 8, 1536, pins=pins)
-    where, best, count = found.space, float("inf"), 0
-    for outer in where.outer():
-        for plain in where.inner(outer):
-            for numbers in (plain, *where.offloaded(plain)):
-                count += 1
-                cost = closed_form(numbers, where.model, where.machine)
-                if cost.memory <= where.machine.memory and cost.time < best:
-                    with suppress(PlanError):
-                        check(numbers, where.model, where.machine)
-                        best = cost.time
-    assert count == found.searched > 1500
-    assert min(one.cost.time for one in found.best) == best
-    assert found.tried < count / 2
-
-
 def test_the_table_is_readable_at_100_columns() -> None:
     found = search("gpt3-175b", "a100-80gb", nodes=16, batch=512, most=5, pins="sequence_parallel=true")
     text = str(found).splitlines()
@@ -282,3 +258,42 @@ def test_what_is_not_possible_says_why() -> None:
     held = search("gpt2-small", "a100-80gb", 1, 8, 64, pins="pp=2", most=1)
     assert "Data parallel would suffice" in advice(held.plan, held.space)
     assert "Beside this plan it takes -" in advice(held.plan, held.space)
+
+
+# What a search found runs ---------------------------------------------------------------------------------------------
+
+
+def model():
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+def test_the_forms_of_the_linear_program_are_trained(clusters):
+    captured = sharding.capture_model(model(), torch.zeros(12, 8))
+    machine = Machine(1e9, 1e9, {"tp": (1e-6, 1e-10)})
+    problem = operator_problem(captured.layers, Mesh(tp=2), machine, gathered=False, outputs="R")
+    found = ilp(problem.graph)
+    assert found.time < problem.propagated().time
+    said = problem.annotations(found)
+    assert len(set(said.values())) > 2, "forms of several kinds"
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 8), torch.randn(12, 4)
+    run = train(
+        model, (x, y), "tp=2", steps=2, batch=12, loss=nn.functional.mse_loss, dtype=torch.float64, check=True,
+        annotations=said, progress=False, cluster=clusters(2),
+    )  # fmt: skip
+    assert run.max_gradient_error() < 1e-12
+    assert run.predicted.time > 0 < run.trace.time, "predicted beside measured"
+
+
+def test_a_plan_of_the_search_is_trained(clusters):
+    found = search("mlp-tiny", "laptop", 1, 2, 8, runs=True, most=3, pins="pp=2 micro_batch_size=2 zero=0")
+    plan = found.plan.plan
+    assert plan.ranks == 2
+    x = torch.randn(8, 32)
+    with torch.no_grad():
+        y = torch.randn_like(models.build("mlp-tiny")(x))
+    run = train(
+        lambda: models.build("mlp-tiny"), (x, y), plan, steps=1, batch=8, loss=nn.functional.mse_loss,
+        dtype=torch.float64, check=True, progress=False, cluster=clusters(2),
+    )  # fmt: skip
+    assert run.max_gradient_error() < 1e-12

@@ -63,16 +63,6 @@ def test_attention_whose_weights_must_be_divided():
     assert ilp(graph).time == pytest.approx(summed(4, rows * sequence * width * 4))
 
 
-def test_attention_on_two_axes():
-    rows, sequence, width = 4, 128, 2048
-    links = {"x": (1.0, 1.0), "y": (1.0, 1.0)}
-    graph = operator_graph(
-        attention(rows, sequence, width, 16), Mesh(x=4, y=4), Machine(links=links), outputs="S0 on x", training=False,
-        replicated=False, budget=4 * width * width * 4 / 4,
-    )  # fmt: skip
-    assert ilp(graph, gap=1e-4).time == pytest.approx(summed(4, rows * sequence * width * 4 / 4), rel=1e-3)
-
-
 def test_tied_layers_decide_alike():
     """The answer of tied layers costs the same where each layer decides by itself, and they lose little by it."""
     machine = Machine(1e9, 1e9, {"dp": (1e-6, 1e-9), "tp": (1e-6, 3e-10)})
@@ -89,17 +79,6 @@ def test_tied_layers_decide_alike():
     assert eliminate(each).time <= found.time < 1.1 * eliminate(each).time
     assert ilp(tied).time == pytest.approx(found.time)
     assert len(each.nodes) > 1.8 * len(tied.nodes)
-
-
-def test_the_forms_of_a_budget():
-    """Less memory: weights are stored in parts, and the step takes longer."""
-    machine = Machine(1e12, 1e12, {"dp": (1e-7, 1e-9)})
-    graph = operator_graph(blocks(2, 4096, 16), Mesh(dp=4), machine)
-    free = eliminate(graph)
-    least = min(free.memory, 0.999 * free.memory)
-    tight = ilp(graph.within(least))
-    assert tight.memory <= least
-    assert free.time <= tight.bound <= tight.time
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from minipar.planner.graphs import Graph, chain, inception, program_of, step_tim
 from minipar.planner.placement import (
     SAMPLES,
     OutOfCalls,
-    Policy,
     Simulator,
     climb,
     compare,
@@ -65,11 +64,6 @@ def test_no_placement_deadlocks():
             assert step_time(graph, placement, 3) >= 3 * max(load) - 1e-9
 
 
-def test_contiguous_on_a_graph_counts_each_output_once():
-    graph = Graph((6.0, 6.0, 6.0, 6.0), (100.0, 0.0, 0.0, 0.0), ((0, 1), (0, 2), (1, 3), (2, 3)))
-    assert contiguous(graph, 2, 1) == (0, 0, 0, 1), "only then node 0 sends nothing"
-
-
 def until_out_of_calls(search):
     found = []
     with suppress(OutOfCalls):
@@ -105,13 +99,6 @@ def test_the_policy_learns():
     times = [time for _, time in until_out_of_calls(learn(simulator, 0))]
     assert sum(times[-5 * SAMPLES :]) < 0.92 * sum(times[: 5 * SAMPLES])
     assert min(times) == 10
-
-
-def test_the_policy_starts_with_even_chances():
-    policy = Policy(inception(1), 4)
-    _, log_probability, entropy = policy.sample(8)
-    assert entropy.item() == pytest.approx(torch.tensor(4.0).log().item())
-    assert log_probability.tolist() == pytest.approx([-6 * torch.tensor(4.0).log().item()] * 8)
 
 
 def test_a_comparison_says_who_wins():

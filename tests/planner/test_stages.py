@@ -1,14 +1,18 @@
-"""Stages and submeshes: the dynamic program equals brute force, with and without a memory limit."""
+"""Stages and submeshes: the dynamic program equals brute force, with and without a memory limit; and the linear
+program of a partition."""
 
 import math
 from itertools import combinations, product
 
 import numpy as np
 import pytest
+from hypothesis import given
 
 from minipar.costs.partition import partition, step_time
 from minipar.errors import PlanError
+from minipar.planner.linear import partition_by_milp
 from minipar.planner.stages import Stage, StageCosts, Staged, stage_costs, stages, submeshes
+from tests.costs.test_partition import chains
 
 CLUSTERS = [(1, 2), (1, 4), (2, 2), (3, 1), (2, 4)]
 
@@ -97,3 +101,34 @@ def test_refusals():
         stages(heavy, 2, 1, 1, budget=2.0**20)
     with pytest.raises(PlanError, match="microbatches=0"):
         stages(costs, 1, 1, 0)
+
+
+# The linear program ---------------------------------------------------------------------------------------------------
+
+
+@given(chains())
+def test_equal_to_the_dynamic_program(chain):
+    found = partition_by_milp(**chain)
+    best = partition(**chain)
+    assert found.time == pytest.approx(best.time, rel=1e-6, abs=1e-6)
+    assert found.bound <= best.time * (1 + 1e-6) + 1e-6
+    assert sum(found.split) == len(chain["costs"])
+
+
+def test_a_chain_of_thirty_layers():
+    costs = [1 + (k * 7919) % 13 for k in range(30)]
+    found = partition_by_milp(costs, 4, 16, speeds=[1, 2, 1, 1], activations=[k % 5 for k in range(30)])
+    best = partition(costs, 4, 16, speeds=[1, 2, 1, 1], activations=[k % 5 for k in range(30)])
+    assert found.time == pytest.approx(best.time)
+    assert best.time / 2 < found.bound < best.time
+
+
+def test_without_scipy(monkeypatch):
+    monkeypatch.setattr("minipar.planner.linear.find_spec", lambda name: None)
+    with pytest.raises(PlanError, match="pip install scipy"):
+        partition_by_milp([1, 2], 2)
+
+
+def test_no_time():
+    with pytest.raises(PlanError, match="no optimum after 0 s"):
+        partition_by_milp([(k * 7919) % 13 for k in range(40)], 8, 16, seconds=0.0)

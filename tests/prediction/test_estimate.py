@@ -16,14 +16,12 @@ from minipar.cli import main
 from minipar.costs.hardware import PERFECT, PRESETS, Hardware
 from minipar.errors import PlanError
 from minipar.models.sizes import MODELS, Chain, ChainLayer, Transformer, llama
-from minipar.prediction import memory_formula
 from minipar.prediction.closed_form import StageTimes, closed_form, replicas_of
 from minipar.prediction.estimating import estimate, way_out
 from minipar.prediction.fitting import smallest, ways_of_numbers
 from minipar.prediction.plan_numbers import PlanNumbers
 from minipar.prediction.plan_words import words
 from minipar.prediction.replica import by_simulation
-from minipar.strategies.plan import Plan
 from minipar.strategies.schedules import registry
 from minipar.strategies.schedules.registry import Times, find
 from tests.prediction.on_machine import whole
@@ -72,22 +70,6 @@ def test_data_parallel_without_overlap_adds_a_ring_between_nodes() -> None:
     assert estimate("dp=4", "gpt2-xl", machine, batch=4).time < four.time
 
 
-def test_zero_shares_out_what_the_table_says() -> None:
-    found = [estimate(f"dp=64 zero={zero}", "megatron-7.5b", "h100").memory_breakdown for zero in range(4)]
-    states = [sum(one[kind] for kind in ("parameters", "gradients", "optimizer")) for one in found]
-    parameters = MODELS["megatron-7.5b"].parameters
-    for held, share in zip(states, (16, 4 + 12 / 64, 2 + 14 / 64, 16 / 64), strict=True):
-        assert held == pytest.approx(share * parameters, rel=1e-3)
-
-
-def test_memory_is_near_the_formulas_of_every_rank() -> None:
-    """`minipar memory` counts layer by layer, with embedding and head as layers; estimates count blocks."""
-    plan = "dp=2 pp=4 microbatches=8 zero=1 precision=bf16"
-    ranks = memory_formula.per_rank(Plan.parse(plan), "megatron-7.5b", 16)
-    found = estimate(plan, "megatron-7.5b", "a100-80gb", 16)
-    assert found.memory == pytest.approx(max(rank.total for rank in ranks), rel=0.1)
-
-
 def test_rows_and_micro_batches_say_the_same() -> None:
     one = estimate("dp=2 pp=4 micro_batch_size=2", "gpt2-xl", "a100-80gb", 64)
     two = estimate("dp=2 pp=4 microbatches=16", "gpt2-xl", "a100-80gb", 64)
@@ -95,16 +77,6 @@ def test_rows_and_micro_batches_say_the_same() -> None:
     assert (one.numbers.microbatches, one.numbers.rows) == (16, 2)
     filled = estimate("tp=8 pp=4 micro_batch_size=2", "gpt3-175b", "a100-80gb", 64, nodes=16, gpus_per_node=8)
     assert filled.numbers.dp == 4
-
-
-def test_a_plan_object_is_the_same_as_its_words() -> None:
-    text = "tp=2 pp=2 dp=2 microbatches=8 zero=1 checkpoint=2"
-    found = [estimate(one, "gpt2-medium", "a100-80gb", 32) for one in (text, Plan.parse(text), {"tp": 2, "pp": 2} | {
-        "dp": 2, "microbatches": 8, "zero": 1, "checkpoint": 2})]  # fmt: skip
-    assert found[0].cost == found[1].cost == found[2].cost
-    assert found[0].numbers.precision == "bf16"
-    exact = estimate(f"{text} precision=float32", "gpt2-medium", "a100-80gb", 32)
-    assert (exact.numbers.precision, exact.time > found[0].time) == ("float32", True)
 
 
 def test_a_torch_model_with_an_example() -> None:
@@ -153,22 +125,6 @@ def test_one_replica_is_simulated_where_there_is_no_formula() -> None:
         assert max(by_simulation(numbers)(each)) == pytest.approx(form.time(times, 4, count, chunks))
 
 
-@pytest.mark.parametrize("model", ["gpt2-small", "resnet-50", "llama3-8b"])
-@pytest.mark.parametrize(
-    ("schedule", "p", "m"),
-    [("1f1b", 4, 8), ("gpipe", 4, 8), ("interleaved", 2, 4), ("chimera", 2, 4), ("1f1b", 4, 32)],
-)  # fmt: skip
-def test_stages_that_differ_are_simulated(model: str, schedule: str, p: int, m: int) -> None:
-    """The head takes as long as some blocks, and blocks of ResNet-50 differ: the schedule's formula alone is up to 44 %
-    away from the whole program's time."""
-    plan = f"pp={p} microbatches={m} schedule={schedule}"
-    found = estimate(plan, model, "a100-80gb")
-    assert found.by == "replica" or model == "llama3-8b"
-    assert found.time == pytest.approx(whole(plan, model, "a100-80gb").time, rel=0.035)
-    assert sum(found.breakdown.values()) == pytest.approx(found.time)
-    assert min(found.breakdown.values()) > 0
-
-
 def test_experts_are_replicated_over_context_parallel_ranks() -> None:
     """Ranks of cp have the same experts, whose gradients are summed over dp x cp ranks, and shared out among them."""
     where = PRESETS["h200"]
@@ -189,13 +145,6 @@ def test_experts_are_replicated_over_context_parallel_ranks() -> None:
     alone = estimate("dp=2 ep=2 overlap=none", "mixtral-8x7b", where).breakdown["gradient sums"]
     both = estimate("dp=1 ep=2 context_parallel=2 overlap=none", "mixtral-8x7b", where).breakdown["gradient sums"]
     assert both == pytest.approx(alone, rel=0.01)
-
-
-def test_rounds_of_accumulation_come_one_after_the_other() -> None:
-    for plan in ("pp=4 microbatches=4 accumulate=4", "pp=4 microbatches=8 accumulate=2 schedule=gpipe"):
-        time = whole(plan, "gpt2-xl", "a100-80gb").time
-        for simulated in (False, True):
-            assert estimate(plan, "gpt2-xl", "a100-80gb", simulate=simulated).time == pytest.approx(time, rel=0.03)
 
 
 def test_a_schedule_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:

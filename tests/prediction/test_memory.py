@@ -25,36 +25,6 @@ from tests.toys import toy
 pytestmark = pytest.mark.many(6)
 
 ADAM = partial(torch.optim.AdamW, lr=1e-3)
-MOMENTUM = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-FOREACH = partial(torch.optim.Adam, lr=1e-3, foreach=True)
-
-PLANS = [
-    "dp=1",
-    "microbatches=3 accumulate=2",
-    "dp=2 bucket=none",
-    "dp=2 bucket=flat microbatches=2",
-    "dp=4 bucket=0.05",
-    "pp=2 microbatches=4 schedule=naive",
-    "pp=3 microbatches=4 schedule=gpipe",
-    "pp=3 microbatches=8 schedule=1f1b",
-    "pp=2 microbatches=4 schedule=eager-1f1b accumulate=2",
-    "pp=2 dp=2 microbatches=3 bucket=none",
-    "microbatches=2 checkpoint=2",
-    "pp=2 microbatches=4 checkpoint=sqrt schedule=gpipe",
-    "dp=2 zero=1 microbatches=2",
-    "dp=2 zero=2 microbatches=2",
-    "dp=2 zero=3 microbatches=2",
-    "pp=2 dp=2 zero=3 checkpoint=1 microbatches=2",
-    "pp=2 microbatches=4 schedule=interleaved",
-    "pp=2 microbatches=4 schedule=zb-h1",
-    "pp=2 microbatches=4 schedule=zb-v",
-    "pp=2 microbatches=4 schedule=zb-h1 checkpoint=1",
-    "pp=2 dp=2 microbatches=3 schedule=zb-h2",
-    "pp=2 microbatches=4 schedule=chimera",
-    "pp=2 dp=2 microbatches=4 schedule=dualpipe",
-]
-MODELS = ["gpt-tiny", "mlp-tiny"]
-CHUNKED = [text for text in PLANS if "interleaved" in text or "zb-v" in text]
 
 
 def compare(clusters, name: str, text: str, optimizer=ADAM, batch: int = 17) -> tuple[Trace, Trace]:
@@ -72,30 +42,9 @@ def compare(clusters, name: str, text: str, optimizer=ADAM, batch: int = 17) -> 
     return with_memory(shares[0], facts.tapes, costs), measured
 
 
-@pytest.mark.many(14)
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("text", PLANS)
-def test_predicted_peaks_are_within_5_percent(clusters, name, text):
-    if name == "mlp-tiny" and text in CHUNKED:
-        pytest.skip("three layers are too few for four stages")
-    predicted, measured = compare(clusters, name, text)
-    for mine, real in zip(predicted.peak_memory(), measured.peak_memory(), strict=True):
-        assert abs(mine / real - 1) <= 0.05
-
-
-@pytest.mark.parametrize("name", ["gpt-tiny-tied", "gpt-tiny-dropout", "mlp-digits"])
-@pytest.mark.parametrize("text", ["dp=2 microbatches=2", "pp=2 microbatches=4 schedule=gpipe"])
-@pytest.mark.parametrize("optimizer", [MOMENTUM, FOREACH])
-def test_ties_dropout_and_other_optimizers(clusters, name, text, optimizer):
-    predicted, measured = compare(clusters, name, text, optimizer)
-    for mine, real in zip(predicted.peak_memory(), measured.peak_memory(), strict=True):
-        assert abs(mine / real - 1) <= 0.05
-
-
 @pytest.mark.parametrize(
     "text",
-    ["dp=1", "dp=2 zero=1", "pp=2 microbatches=4", "pp=2 dp=2 zero=2", "pp=2 microbatches=4 schedule=zb-h1",
-     "pp=2 microbatches=4 schedule=dualpipe", "pp=2 dp=2 zero=1 microbatches=4 schedule=dualpipe", "pp=2 checkpoint=1"],
+    ["pp=2 dp=2 zero=2", "pp=2 microbatches=4 schedule=zb-h1", "pp=2 checkpoint=1"],
 )  # fmt: skip
 def test_branches(clusters, text):
     """Outputs that several layers read, the sums of their gradients, and joins of several inputs."""
@@ -105,7 +54,7 @@ def test_branches(clusters, text):
         assert got.bytes == pytest.approx(expected, rel=0.02)
 
 
-@pytest.mark.parametrize("text", ["pp=2 dp=2 microbatches=4", "pp=2 microbatches=4 schedule=zb-v"])
+@pytest.mark.parametrize("text", ["pp=2 microbatches=4 schedule=zb-v"])
 def test_so_is_every_instruction_and_every_kind(clusters, text):
     """Not only the highest moment: a prediction that is right by luck would not be right everywhere."""
     predicted, measured = compare(clusters, "gpt-tiny", text)
@@ -159,21 +108,6 @@ def test_averages_and_compressed_sums(clusters, text):
                 optimizer=ADAM, memory=True, progress=False)  # fmt: skip
     for got, expected in zip(run.memory, run.predicted.peak_memory(), strict=True):
         assert got.bytes == pytest.approx(expected, rel=0.01)
-
-
-def tall() -> torch.nn.Sequential:
-    sizes = [(256, 1024), (1024, 256)] * 3
-    return torch.nn.Sequential(*(layer for size in sizes for layer in (torch.nn.Linear(*size), torch.nn.ReLU())))
-
-
-@pytest.mark.parametrize("text", ["offload=optimizer", "dp=2 overlap=priority zero=1 offload=optimizer"])
-def test_gradients_are_there_until_the_program_waits_for_their_copies(clusters, text):
-    """Memory is the same whether the copies are fast or slow."""
-    rows = tuple(torch.randn(2, 16, 256, generator=torch.Generator().manual_seed(0)))
-    run = train(tall, rows, text, cluster=clusters(Plan.parse(text).ranks), steps=4, batch=16, memory=True,
-                loss=torch.nn.functional.mse_loss, optimizer=ADAM, progress=False)  # fmt: skip
-    for got, expected in zip(run.memory, run.predicted.peak_memory(), strict=True):
-        assert got.bytes == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -234,20 +168,6 @@ def test_of_several_tensors_a_graph_may_keep_one(clusters, text):
     run = train(partial(toy, ("linear", "tuples", "linear", "tuples"), 16), rows, text, steps=3, batch=400, memory=True,
                 loss=torch.nn.functional.mse_loss, optimizer=ADAM, progress=False,
                 cluster=clusters(Plan.parse(text).ranks))  # fmt: skip
-    for got, expected in zip(run.memory, run.predicted.peak_memory(), strict=True):
-        assert got.bytes == pytest.approx(expected, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["slices=2", "slices=5,3,3,1 microbatches=2", "slices=2 checkpoint=1 dp=2", "slices=4 offload=activations"],
-)
-def test_slices_of_sequences(clusters, text):
-    """What a slice carries on to the next one, and the gradient of that."""
-    model = partial(models.gpt, layers=2, width=32, heads=2, context=12, vocab=32)
-    tokens = tuple(torch.randint(32, (2, 8, 12), generator=torch.Generator().manual_seed(0)))
-    plan = Plan.parse(f"pp=2 schedule=terapipe {text}")
-    run = train(model, tokens, plan, cluster=clusters(plan.ranks), steps=3, batch=8, memory=True, progress=False)
     for got, expected in zip(run.memory, run.predicted.peak_memory(), strict=True):
         assert got.bytes == pytest.approx(expected, rel=0.01)
 

@@ -1,18 +1,38 @@
-"""Bytes on every rank: ZeRO's and Korthikanti's tables to their printed digits, and the simulator's peaks."""
+"""Bytes on every rank: ZeRO's and Korthikanti's tables to their printed digits, and the simulator's peaks;
+the formulas with numbers, and what is said to fit.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import re
+import time
+from dataclasses import dataclass, replace
 from decimal import ROUND_DOWN, ROUND_HALF_UP, Decimal
 
 import pytest
 
+from minipar.cli import main
 from minipar.costs import analytic
+from minipar.costs.analytic import Division
 from minipar.costs.device import hardware
 from minipar.costs.recomputation import LayerCosts
 from minipar.errors import PlanError
 from minipar.models import shapes, table
-from minipar.prediction.memory_formula import PRECISIONS, Precision, RankMemory, in_flight, per_rank, states
+from minipar.prediction.memory_formula import (
+    KINDS,
+    PRECISIONS,
+    Precision,
+    RankMemory,
+    Term,
+    details,
+    per_rank,
+    size,
+    states,
+    terms,
+    verdict,
+    ways_that_fit,
+)
 from minipar.prediction.simulator import simulate
 from minipar.program import Instruction, Op, Program, Value
 from minipar.program.rows import split_rows
@@ -58,8 +78,8 @@ def test_zero_table_2_largest_models_on_a_v100() -> None:
 def test_korthikanti_parameters_and_optimizer() -> None:
     megatron = Precision(parameter=2, gradient=4, optimizer=12, activation=2)  # 18 bytes: gradients in float32
     printed = {"22b": (8, 45.5625), "175b": (64, 45.5625), "530b": (280, 31.640625), "1t": (512, 32.958984375)}
-    for size, (parts, gibibytes) in printed.items():
-        model = table.numbers(f"korthikanti-{size}")
+    for name, (parts, gibibytes) in printed.items():
+        model = table.numbers(f"korthikanti-{name}")
         assert states(12 * model.layers * model.width**2 // parts, 1, 0, megatron).total / GiB == gibibytes
 
 
@@ -91,13 +111,6 @@ def test_states_of_a_real_model_follow_the_table() -> None:
 def test_shards_are_rounded_up() -> None:
     assert states(10, 4, 3) == states(12, 4, 3)
     assert states(10, 4, 1, PRECISIONS["float32"]).optimizer == 3 * 8
-
-
-def test_tied_parameters_are_held_on_both_stages() -> None:
-    one, two = ranks("pp=2", "gpt-tiny-tied"), ranks("pp=2", "gpt-tiny")
-    assert sum(r.parameters for r in one) == sum(r.parameters for r in two)
-    (alone,) = ranks("", "gpt-tiny-tied")
-    assert sum(r.parameters for r in one) - alone.parameters == 256 * 64 * 4
 
 
 def test_what_is_tied_between_stages_stays_whole() -> None:
@@ -209,38 +222,6 @@ def test_budget_is_kept(words: str, budget: int) -> None:
     assert max(max(trace.memory(rank).kinds["activations"]) for rank in range(4)) <= budget * 2**20
 
 
-def test_in_flight_is_the_simulate_command_s() -> None:
-    for text in (
-        "pp=4 microbatches=8",
-        "pp=4 microbatches=3 schedule=gpipe",
-        "pp=5 microbatches=9 schedule=eager-1f1b",
-        "pp=3 microbatches=2 accumulate=3 dp=2",
-        "microbatches=4 accumulate=2 split=5",
-        "pp=2 schedule=naive",
-        "pp=4 microbatches=8 schedule=interleaved",
-        "pp=4 microbatches=8 schedule=zb-v",
-        "pp=4 microbatches=8 schedule=zb-h2",
-        "pp=4 microbatches=8 schedule=chimera",
-        "pp=4 microbatches=8 schedule=chimera doubling=true",
-        "pp=4 microbatches=8 schedule=dualpipe",
-        "pp=4 microbatches=8 schedule=dualpipe-v",
-    ):
-        plan = Plan.parse(text)
-        layers = 5 if plan.pp == 1 else 2 * plan.pp
-        flying = simulate(plan.compile(layers=layers)).in_flight()[: plan.pp]
-        held = plan.placement()
-        share = plan.pp / (1 + max(map(max, held)))  # of a chunk (of copies each is a rank's whole share)
-        assert [in_flight(plan.actions(rank), [share] * len(held[0])) for rank in range(plan.pp)] == flying
-
-
-def test_recomputation_has_a_best_length() -> None:
-    by_length = {k: ranks(f"checkpoint={k}", "mlp-wide", 64)[0].activations for k in (1, 2, 3, 4, 8, 16)}
-    none = ranks("checkpoint=none", "mlp-wide", 64)[0].activations
-    best = ranks("checkpoint=sqrt", "mlp-wide", 64)[0].activations
-    assert best == min(by_length.values()) < by_length[1] < by_length[16] == none
-    assert ranks("checkpoint=1", "mlp-wide", 64)[0].activations == by_length[1]
-
-
 def test_rows_of_a_replica_follow_the_split_of_the_batch() -> None:
     found = ranks("dp=3", "mlp-wide", 4)  # 2, 1, 1 rows
     assert found[0].activations > found[1].activations == found[2].activations > 0
@@ -280,3 +261,160 @@ def test_what_cannot_be_is_refused_with_what_is_possible(text: str, says: str) -
 def test_selective_needs_attention() -> None:
     with pytest.raises(PlanError, match="checkpoint=selective: mlp-tiny has no attention"):
         ranks("checkpoint=selective", "mlp-tiny")
+
+
+# The formulas with numbers --------------------------------------------------------------------------------------------
+
+PLANS = [
+    ("", "gpt-tiny", 1),
+    ("dp=4 zero=1 microbatches=2 precision=bf16", "gpt2-small", 2),
+    ("dp=4 zero=2 pp=2 microbatches=4", "gpt-tiny-tied", 2),
+    ("dp=3 zero=3 microbatches=2 precision=bf16 checkpoint=sqrt", "gpt2-medium", 1),
+    ("pp=4 microbatches=8 schedule=zb-v", "gpt2-small", 1),
+    ("pp=4 microbatches=8 schedule=chimera checkpoint=1", "gpt2-small", 1),
+    ("pp=3 microbatches=4 schedule=pipedream", "gpt-tiny", 1),
+    ("microbatches=2 offload=optimizer,activations", "gpt2-small", 1),
+    ("dp=2 zero=3 offload=parameters", "gpt-tiny", 4),
+    ("checkpoint=selective precision=bf16", "megatron-1.7b", 1),
+]
+
+
+def value(term: Term) -> float:
+    """What the filled-in formula comes to."""
+    text = term.filled.replace(",", "").replace("×", "*").replace("÷", "/")
+    for unit, whole in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1)):
+        text = re.sub(rf"(\d) {unit}\b", rf"\1*{whole}", text)
+    assert re.fullmatch(r"[\d.*/+() ]+", text), text
+    return float(eval(text))
+
+
+@pytest.mark.parametrize(("words", "model", "rows"), PLANS)
+def test_formulas_with_numbers_give_the_bytes(words: str, model: str, rows: int) -> None:
+    plan = Plan.parse(words)
+    for detail in details(plan, model, plan.dp * plan.total_microbatches * rows):
+        found = terms(plan, detail)
+        assert [term.kind for term in found] == list(KINDS)
+        assert sum(term.bytes for term in found) == detail.memory.total
+        for term in found:
+            assert term.bytes == getattr(detail.memory, term.kind)
+            # (sizes are printed with two digits, shards are rounded up)
+            assert value(term) == pytest.approx(term.bytes, rel=0.006, abs=2048), (term, words)
+
+
+@pytest.mark.parametrize("division", [Division(tp=4), Division(tp=2, sequence=True, experts=4, top=2, ep=2)])
+def test_formulas_of_tensor_and_expert_parallelism(division: Division) -> None:
+    plan = Plan.parse("dp=4 pp=2 microbatches=4 zero=1 precision=bf16")
+    for detail in details(plan, "gpt2-medium", 32, division):
+        for term in terms(plan, detail):
+            assert value(term) == pytest.approx(term.bytes, rel=0.006, abs=4096), term
+
+
+def test_ways_that_fit_do() -> None:
+    plan, model, capacity = Plan.parse("dp=8 pp=4 microbatches=8 zero=1 precision=bf16"), "megatron-18b", 60 * 10**9
+    batch = 8 * 8
+    assert max(rank.total for rank in per_rank(plan, model, batch)) > capacity
+    found = ways_that_fit(plan, model, batch, capacity)
+    assert 1 <= len(found) <= 3
+    for words, peak in found:
+        changed = replace(plan, **dict(word.split("=", 1) for word in words.split()))
+        assert max(rank.total for rank in per_rank(changed, model, batch)) == peak <= capacity
+    assert found == ways_that_fit(plan, model, batch, capacity)
+    said = verdict(plan, model, batch, capacity, device="mine")
+    assert said.startswith("Does not fit: rank 0 needs")
+    assert found[0][0] in said
+
+
+def test_verdict_says_what_is_free_or_where_it_would_fit() -> None:
+    plan = Plan.parse("precision=bf16")
+    assert verdict(plan, "gpt2-small", 1, 80 * 10**9, device="a100").startswith("Fits: the fullest rank, 0, needs")
+    said = verdict(plan, "gpt2-xl", 1, 10**9)
+    assert "No small change of the plan is enough" in said
+    assert "a100-40gb" in said
+    assert "no device of the presets holds it" in verdict(plan, "gpt3-175b", 1, 10**9)
+
+
+def test_sizes_are_readable() -> None:
+    assert [size(x) for x in (0, 999, 2048, 3 * 2**20, 5.5 * 2**30)] == [
+        "0 B", "999 B", "2.00 KiB", "3.00 MiB", "5.50 GiB",
+    ]  # fmt: skip
+
+
+# The command ----------------------------------------------------------------------------------------------------------
+
+COLUMNS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+
+
+def memory(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    code = main(["memory", *words])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def data(capsys: pytest.CaptureFixture[str], *words: str) -> dict:
+    code, out, err = memory(capsys, *words, "--json")
+    assert (code, err) == (0, "")
+    assert len(out.splitlines()) == 1
+    return json.loads(out)
+
+
+def test_every_rank_has_every_kind_in_bytes(capsys):
+    found = data(capsys, "zero=3 dp=8 checkpoint=sqrt", "--model", "gpt3-175b")
+    assert len(found["per_rank"]) == 8
+    for rank in found["per_rank"]:
+        assert all(isinstance(size, int) and size >= 0 for size in rank.values())
+        assert rank["total"] == sum(rank[kind] for kind in COLUMNS)
+        assert rank["activations"] >= rank["activations_held"] > 0
+    states = found["per_rank"][0]["parameters"] + found["per_rank"][0]["gradients"] + found["per_rank"][0]["optimizer"]
+    assert states == pytest.approx(16 * 174_604_259_328 / 8, rel=1e-6)
+    assert found["fits"] == []
+
+
+def test_batch_and_the_hardware_that_holds_it(capsys):
+    small, large = (data(capsys, "pp=2", "--model", "gpt2-xl", "--batch", rows) for rows in ("1", "20"))
+    assert large["per_rank"][0]["activations"] == 20 * small["per_rank"][0]["activations"]
+    assert small["fits"] == ["v100", "a100-40gb", "a100-80gb", "h100", "h200", "b200"]
+    assert set(large["fits"]) < set(small["fits"])
+    assert (small["batch"], data(capsys, "dp=2 microbatches=3", "--model", "mlp-tiny")["batch"]) == (1, 6)
+
+
+def test_the_table_reads_well(capsys):
+    code, out, _ = memory(capsys, "dp=2 pp=2 microbatches=4", "--model", "gpt2-xl", "--batch", "8")
+    lines = out.splitlines()
+    assert code == 0
+    assert lines[0] == "gpt2-xl, dp=2 pp=2 microbatches=4, 8 rows a step: GiB on each rank"
+    assert lines[1].split() == ["ranks", *COLUMNS, "total"]
+    assert [line[:5].strip() for line in lines[2:4]] == ["0, 2", "1, 3"]
+    assert lines[4].startswith("fits on: ")
+    assert lines[5].startswith("too large for: laptop (14.9 GiB)")
+    assert len({len(line) for line in lines[1:4]}) == 1
+    _, out, _ = memory(capsys, "zero=1 dp=100 offload=optimizer", "--model", "gpt-tiny")
+    assert "MiB on each rank" in out
+    assert "0 to 99" in out
+    assert "host" in out
+    assert "too large" not in out
+
+
+def test_large_plans_answer_at_once(capsys):
+    start = time.process_time()
+    found = data(capsys, "zero=3 dp=1024 checkpoint=sqrt precision=bf16", "--model", "gpt3-175b")
+    assert len(found["per_rank"]) == 1024
+    _, out, _ = memory(capsys, "zero=1 dp=1024 pp=16 microbatches=64 precision=bf16", "--model", "megatron-1t")
+    assert "0, 16, ... 16368 (1024)" in out
+    assert time.process_time() - start < 20  # less than a second on a free machine
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("zero=5", "--model", "gpt-tiny"), "zero=5: must be a whole number from 0 to 3"),
+        (("dp=2", "--model", "gpt5"), "no such preset; there are gpt2-small"),
+        (("checkpoint=400", "--model", "gpt3-175b"), "possible are 1 to 98"),
+        (("dp=2", "--model", "gpt-tiny", "--batch", "0"), "possible is 1 or more"),
+        (("dp=2",), "--model"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_status_2(capsys, words, says):
+    code, out, err = memory(capsys, *words)
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+    assert says in err

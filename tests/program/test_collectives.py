@@ -1,7 +1,9 @@
-"""Collectives by algorithm as programs: they verify, sum every rank once, match the cost formulas, can be drawn."""
+"""Collectives by algorithm as programs: they verify, sum every rank once, match the cost formulas, can be drawn;
+and collectives of one's own."""
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 from itertools import product
@@ -10,8 +12,9 @@ import pytest
 
 from minipar import PlanError, Program, ProgramError, simulate, verify
 from minipar.costs.alpha_beta import AlphaBeta
-from minipar.program import Op, chunk, incoming
-from minipar.program.collectives import COLLECTIVES, PIECE, cost, names, program
+from minipar.program import Op, chunk, collectives, incoming
+from minipar.program.collectives import COLLECTIVES, PIECE, cost, direct, names, program, ring
+from minipar.program.collectives.own import Copy, Reduce, Send, own_program
 from minipar.program.verify.contributions import result
 from minipar.trace import Trace
 from minipar.trace.drawing import text
@@ -136,11 +139,6 @@ def test_bytes_on_each_link_are_those_of_the_formula(ranks):
         assert sum(size for (a, b), size in ring.items() if a // inside != b // inside) == 4 * 7 * part
 
 
-def test_bytes_of_a_collective_are_data():
-    one = program("allreduce", "ring", 4, 4000)
-    assert predict(one, RATES[0]).bytes_by_kind() == {"data": 4 * 2 * 3 * 1000}
-
-
 def test_two_trees_keep_every_port_busy():
     """A tree sends the whole tensor once a level; two trees in pieces once in all, however deep they are."""
     rates = (1e-6, 1e-9, 0.0)
@@ -162,16 +160,6 @@ def test_chunks_are_of_whole_elements():
     one = program("allreduce", "ring", 4, 40, item=8)
     assert one.chunks == (8, 8, 8, 16)
     assert sum(program("allreduce", "ring", 3, 100).chunks) == 100
-
-
-def test_a_program_is_made_once():
-    assert program("allreduce", "ring", 4, 4096) is program("allreduce", "ring", 4, 4096)
-
-
-def test_a_program_survives_json():
-    for collective, algorithm in OFFERED:
-        one = program(collective, algorithm, 6, 1000)
-        assert Program.from_json(one.to_json()) == one
 
 
 def test_a_program_reads_as_what_it_does():
@@ -286,3 +274,65 @@ def test_ranks_that_all_wait_first_are_a_deadlock():
 def test_costs_are_no_negative_numbers():
     with pytest.raises(PlanError, match="beta=-1"):
         AlphaBeta(RING, 0.0, -1.0)
+
+
+# A user's own ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "collective", ["allreduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "reduce"]
+)
+def test_it_is_what_the_engines_own_moves_make(collective):
+    file = direct if collective == "all_to_all" else ring
+    name = "direct" if collective == "all_to_all" else "ring"
+    for ranks, root in ((1, 0), (4, 2), (5, 0)):
+        known = collectives.program(collective, name, ranks, 1003, root=root)
+        mine = own_program(collective, getattr(file, collective), ranks, 1003, root=root)
+        assert (mine.ranks, mine.chunks, mine.state, mine.final) == (
+            known.ranks,
+            known.chunks,
+            known.state,
+            known.final,
+        )
+        verify(mine)
+
+
+def test_another_number_of_chunks():
+    def pieces(setting, rank):
+        for piece in range(3):
+            yield Send([piece], 1) if rank == 0 else Copy([piece], 0)
+
+    verify(made := own_program("broadcast", pieces, 2, 100, chunks=3))
+    assert made.chunks == (33, 33, 34)
+
+
+@pytest.mark.parametrize(
+    ("moves", "words"),
+    [
+        (lambda setting, rank: None, "rank 0: gave None"),
+        (lambda setting, rank: ["send"], "rank 0: yields 'send', which is no move"),
+        (lambda setting, rank: [Send(0, 1)], "needs a list of chunks, which count from 0 to 1"),
+        (lambda setting, rank: [Send(None, 1)], "needs a list of chunks"),
+        (lambda setting, rank: [Reduce([2], 1)], "needs a list of chunks"),
+        (lambda setting, rank: [Reduce([0.5], 1)], "needs a list of chunks"),
+        (lambda setting, rank: [Send([0], 0)], "needs another rank, and they count from 0 to 1"),
+        (lambda setting, rank: [Send([0], 2)], "needs another rank"),
+        (lambda setting, rank: [Send([0], "1")], "needs another rank"),
+        (lambda setting, rank: itertools.repeat(Send([0], 1 - rank)), "does a loop end?"),
+    ],
+)  # fmt: skip
+def test_what_is_no_move(moves, words):
+    with pytest.raises(PlanError) as raised:
+        own_program("allreduce", moves, 2, 100)
+    assert words in str(raised.value)
+
+
+def test_a_rank_that_is_forgotten_is_named():
+    """It has no instruction that could have freed what it lacks."""
+
+    def two_of_three(setting, rank):
+        if rank < 2:
+            yield Send([0], 1) if rank == 0 else Copy([0], 0)
+
+    with pytest.raises(ProgramError, match=r"rank 2 must end with chunk\(0\), but never has it"):
+        verify(own_program("broadcast", two_of_three, 3, 100))

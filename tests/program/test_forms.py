@@ -195,12 +195,6 @@ def test_the_form_of_a_value_is_that_of_the_layer_that_writes_or_reads_it() -> N
     assert found.form_of(grad_output(0, 0), (0,), written=False) == "S1"
 
 
-def test_without_forms_every_value_is_whole() -> None:
-    plain = Plan(pp=2).compile(layers=2)
-    assert plain.forms == ()
-    assert plain.form_of(output(0, 0), (1,), written=False) == ""
-
-
 def test_where_forms_differ_a_collective_stands_and_nowhere_else() -> None:
     row = [str(ins) for ins in program().ranks[0] if ins.group]
     assert row == [
@@ -238,14 +232,6 @@ def test_a_program_with_forms_as_json_and_back(words: str) -> None:
     verify(again)
 
 
-def test_a_program_without_forms_is_written_as_before() -> None:
-    data = Plan(dp=2).compile(layers=2).to_json()
-    assert "forms" not in data
-    assert "names" not in data
-    assert all(len(value) == 4 for value in data["values"])
-    assert all(len(group) == 3 for group in data["groups"])
-
-
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
@@ -262,10 +248,3 @@ def test_fields_with_impossible_values_are_refused(field: str, value: object, sa
     with pytest.raises(ProgramError) as caught:
         verify(replace(program(), **{field: value}))
     assert says in str(caught.value)
-
-
-def test_a_value_of_no_form_is_refused() -> None:
-    found = program()
-    wrong = found.ranks[0][0]._replace(writes=(output(0, 0)._replace(form="Q"),))
-    with pytest.raises(ProgramError):
-        verify(found.with_rank(0, (wrong, *found.ranks[0][1:])))

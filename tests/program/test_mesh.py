@@ -1,12 +1,11 @@
 """Mesh: ranks and coordinates determine each other, and verify checks programs with them."""
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
 
 import minipar
-from minipar import Mesh, Plan, PlanError, verify
+from minipar import Mesh, Plan, PlanError
 from minipar.program.mesh import AXES
 
 
@@ -81,13 +80,3 @@ def test_it_is_a_tuple_of_axes():
 def test_what_is_not_there_is_refused(ask, told):
     with pytest.raises(PlanError, match=told):
         ask(Mesh(dp=2, pp=3))
-
-
-def test_two_ranks_of_an_axis_other_than_dp_and_pp_do_the_same_work():
-    """Without forms there is nothing to share along tp: both ranks run every micro-batch, each once."""
-    one = Plan(microbatches=2).compile(layers=2)
-    both = replace(one, ranks=one.ranks * 2, state=one.state * 2, mesh=Mesh(dp=1, tp=2))
-    verify(both)
-    missing = both.with_rank(1, [ins for ins in both.ranks[1] if ins.microbatch != 1])
-    with pytest.raises(minipar.ProgramError):
-        verify(missing)

@@ -166,12 +166,6 @@ def test_coverage():
         del RULES["aten::flip"]
 
 
-def test_what_has_no_rule_is_gathered_and_right():
-    model = nn.Sequential(Odd(), nn.Linear(8, 8))
-    found = check(model, torch.randn(4, 8, dtype=torch.float64), {"0.linear": "S1 on tp"}, Mesh(tp=2))
-    assert [c.op for c in found.collectives() if c.phase == "forward"] == ["all_gather"]
-
-
 def test_names():
     captured = capture_model(models.gpt(**NUMBERS), TOKENS)
     second = captured.layers[2]

@@ -297,15 +297,6 @@ class Drawing(nn.Module):
         return functional.dropout(self.first(x), 0.5)
 
 
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(8, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.first(x) if x.sum() > 0 else -self.first(x)
-
-
 class ByNorm(torch.optim.SGD):
     """Divides each gradient by its norm, for which a rank needs all of it."""
 
@@ -339,9 +330,7 @@ SEVERAL = {
     ),
     "draws": ((lambda: nn.Sequential(Drawing()), WIDE), {}, "0.dropout .*only nn.Dropout.* possible is nn.Dropout"),
     "buffer of parts": ((lambda: nn.Sequential(Average()), WIDE), {}, "0.mul_ .*changes 0.seen, .* annotation R"),
-    "branches": ((lambda: nn.Sequential(Branching()), WIDE), {}, "Branching: torch.export cannot capture this layer"),
     "optimizer": ((perceptron, WIDE), {"optimizer": partial(ByNorm, lr=0.1)}, "ByNorm: .* element by element"),
-    "axis": ((perceptron, WIDE), {"annotations": {"0": "S1 on tx"}}, "'tx' is no axis of the mesh; possible are tp"),
     "longer sequences": ((attentions, Growing()), {}, "x has the shape .*, and .* in the first batch"),
 }  # fmt: skip
 

@@ -208,12 +208,6 @@ def test_equal_layers_are_settled_once():
     assert order[5:7] == [("4:n", "backward"), ("3:n", "backward")]
 
 
-def test_layers_may_differ():
-    found = propagate_model(chain(3), {"blocks.1.up": "S1 on tp"}, TP)
-    assert len(found.collectives()) == 2
-    assert len({id(sharding) for sharding in found.shardings}) == 2
-
-
 def test_what_one_layer_writes_the_next_is_given():
     graph = perceptron()
     half = Graph(graph.operators[:2], graph.tensors, ("x",), ("u",))

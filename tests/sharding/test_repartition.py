@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-
-import numpy as np
 import pytest
 
 from minipar import PlanError
 from minipar.costs.alpha_beta import collective_seconds
 from minipar.program.mesh import Mesh
-from minipar.sharding.forms import Form, I, P, R, S, conjugate
+from minipar.sharding.forms import Form, I, P, R, S
 from minipar.sharding.repartition import backward, letters, matrix, path
 from minipar.trace.charts import repartitions
 
@@ -113,61 +110,6 @@ def test_the_gradients_way_is_a_lookup(start, end, there, back):
     assert [s.op for s in returned.steps] == [back]
     assert returned.start == way.end.conjugate()
     assert returned.end == way.start.conjugate()
-
-
-# The same steps on numbers: what each rank has, on one axis.
-
-
-def laid(value, p, ranks):
-    if p.kind == "S":
-        return np.split(value, ranks, p.dim)
-    if p.kind == "P":
-        parts = [value * (k + 1) for k in range(ranks - 1)]
-        return [*parts, value - sum(parts)]
-    return [value] * ranks
-
-
-def moved(parts, op, before, after):
-    """A step as numpy: what the ranks of one axis have after it."""
-    ranks = len(parts)
-    if op in ("all_reduce", "reduce_scatter"):
-        parts = [sum(parts)] * ranks
-    elif op == "all_gather" or (op == "all_to_all"):
-        parts = [np.concatenate(parts, before.dim)] * ranks
-    elif op == "pad" and before.kind == "S":
-        size = parts[0].shape[before.dim]
-        shape = [ranks * s if d == before.dim else s for d, s in enumerate(parts[0].shape)]
-        full = [np.zeros(shape) for _ in parts]
-        for k, one in enumerate(full):
-            one[(slice(None),) * before.dim + (slice(k * size, (k + 1) * size),)] = parts[k]
-        parts = full
-    elif op == "pad":
-        parts = [part if k == 0 else 0 * part for k, part in enumerate(parts)]
-    return [np.split(part, ranks, after.dim)[k] for k, part in enumerate(parts)] if after.kind == "S" else parts
-
-
-def value_of(parts, p):
-    if p.kind == "S":
-        return np.concatenate(parts, p.dim)
-    if p.kind == "P":
-        return sum(parts)
-    assert all(np.array_equal(parts[0], part) for part in parts)
-    return parts[0]
-
-
-@pytest.mark.parametrize("way", list(itertools.product([R, I, S(0), S(1), P], repeat=2)), ids=str)
-def test_every_move_keeps_the_value_and_its_gradient(way):
-    start, end = way
-    value = np.arange(16.0).reshape(4, 4) + 1
-    one = path(Form(("x",), (start,)), Form(("x",), (end,)), (4, 4), 8, LINE)
-    for steps, first, last in (
-        (one.steps, start, end),
-        (backward(one, (4, 4), 8, LINE).steps, conjugate(end), conjugate(start)),
-    ):
-        parts = laid(value, first, 4)
-        for step in steps:
-            parts = moved(parts, step.op, step.before, step.after)
-        assert np.allclose(value_of(parts, last), value)
 
 
 def test_only_the_innermost_axis_lets_go():

@@ -129,9 +129,6 @@ def test_recomputation_uses_the_stashed_version():
     ("text", "words"),
     [
         ("pp=4 schedule=pipedream-2bw microbatches=2", "microbatches=2 with pp=4.*third version.*microbatches=3"),
-        ("pp=2 dp=2 schedule=ampnet", "dp=2: not together with schedule=ampnet.*dp=1"),
-        ("pp=2 schedule=ampnet clip=1", "clip=1.0: not together with schedule=ampnet.*flush"),
-        ("pp=2 schedule=pipedream-2bw accumulate=2", "accumulate=2: not together.*accumulate=1"),
         ("pp=2 schedule=pipedream in_flight=2", "in_flight=2: schedule=pipedream has none; possible with ampnet"),
         ("pp=2 schedule=ampnet update_every=0", "update_every=0: must be a whole number of at least 1"),
     ],

@@ -72,25 +72,19 @@ def test_only_chains_within_a_model_are_fused() -> None:
 
 PLANS = [
     "microbatches=2",
-    "pp=2 microbatches=3",
     "pp=3 schedule=gpipe microbatches=2",
     "pp=2 schedule=interleaved microbatches=4",
     "pp=2 schedule=looped-bfs microbatches=3",
     "pp=3 schedule=zb-h1 microbatches=4",
-    "pp=2 schedule=zb-h2 microbatches=4",
     "pp=2 schedule=zb-v microbatches=3",
     "pp=2 schedule=chimera microbatches=2",
     "pp=2 schedule=dualpipe microbatches=4",
     "pp=2 schedule=dualpipe-v microbatches=4",
-    "pp=2 dp=2 zero=1 microbatches=2",
     "pp=2 dp=2 zero=3 microbatches=3",
-    "pp=2 dp=2 zero=2 reduce=step microbatches=3 bucket=none",
     "pp=2 dp=2 overlap=priority",
-    "pp=2 dp=2 compress=bf16",
     "pp=2 offload=optimizer,parameters microbatches=2",
     "pp=2 inference=true microbatches=3",
     "pp=2 clip=1.0 accumulate=2",
-    "pp=2 checkpoint=1 microbatches=3",
     "pp=3 checkpoint=2 schedule=zb-h1 microbatches=3",
     "pp=2 checkpoint=sqrt offload=activations microbatches=4",
 ]
@@ -121,7 +115,7 @@ def test_every_plan_of_every_graph_verifies(shape: Shape, text: str, data: st.Da
         program = plan.compile(shape, steps=2)  # compile verifies
         assert Program.from_json(program.to_json()) == replace(program, name=str(plan))
     single = plan.schedule in ("1f1b", "gpipe", "zb-h1", "looped-bfs")
-    if single and "zb-h2" not in text:
+    if single:
         place = data.draw(st.lists(st.integers(0, plan.pp - 1), min_size=shape.layers, max_size=shape.layers))
         if set(place) == set(range(plan.pp)):
             placed = replace(plan, place=tuple(place), split=None).compile(shape, steps=2)

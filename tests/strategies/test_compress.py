@@ -74,19 +74,6 @@ def test_what_is_no_compression_is_refused(word):
         parse(word)
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("local_steps=2", "possible is local_steps=0"),
-        ("precision=bf16", "possible is precision=float32 or compress=topk:0.01, powersgd:1"),
-    ],
-)
-def test_what_does_not_go_together_is_refused(words, says):
-    with pytest.raises(PlanError) as caught:
-        Plan.parse(f"dp=2 compress=bf16 {words}")
-    assert says in str(caught.value)
-
-
 # on ranks -------------------------------------------------------------------------------------------------------------
 
 
@@ -98,16 +85,8 @@ def run(plan, cluster, steps=3, model=MODEL, data=None, **options):
     )  # fmt: skip
 
 
-@pytest.mark.many(4)
-@pytest.mark.parametrize(
-    "words",
-    [
-        "dp=2 bucket=none", "dp=2 pp=2 microbatches=3 bucket=0.0001", "dp=4 bucket=flat",
-        "dp=2 offload=optimizer,parameters",
-    ],
-)  # fmt: skip
-def test_all_numbers_sent_are_no_compression(clusters, words):
-    plan = Plan.parse(f"{words} compress=topk:1.0")
+def test_all_numbers_sent_are_no_compression(clusters):
+    plan = Plan.parse("dp=2 pp=2 microbatches=3 bucket=0.0001 compress=topk:1.0")
     check(clusters, plan, MODEL, rows(17), steps=3)
 
 
@@ -120,15 +99,11 @@ def test_a_gradient_of_low_rank_comes_through_low_rank_messages(clusters):
     assert 1e-3 < rough.max_gradient_error() < 1
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["", "offload=optimizer"],
-)
-def test_16_bits_are_those_of_plain_torch(clusters, words):
+def test_16_bits_are_those_of_plain_torch(clusters):
     """Each replica's gradient rounded, and their sum rounded."""
     torch.manual_seed(1)
     x, y = torch.randn(8, 24), torch.randn(8, 16)
-    program = Plan.parse(f"dp=2 compress=bf16 {words}").compile(shape_of(list(wide())))
+    program = Plan.parse("dp=2 compress=bf16").compile(shape_of(list(wide())))
     assert judge(program) == ""
     done = execute(program, Job(wide, (x, y), loss=nn.functional.mse_loss), cluster=clusters(2))
     halves = []

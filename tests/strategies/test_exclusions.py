@@ -258,12 +258,6 @@ def test_no_key_is_passed_over(words: str) -> None:
         ),
         ("offload_to=disk", "offload_to=disk: is of what is offloaded; possible is offload=activations, optimizer"),
         ("offload=optimizer offload_folder=/x", "offload_folder=/x: is of what is offloaded to the disk"),
-        (
-            "dp=2 schedule=pipedream sync=ps",
-            "sync=ps: not together with schedule=pipedream (parameter servers serve re",
-        ),
-        ("pp=2 schedule=pipedream bucket=none", "bucket=none: not together with schedule=pipedream (one replica su"),
-        ("pp=2 schedule=ampnet compress=bf16", "compress=bf16: not together with schedule=ampnet"),
         ("dp=2 mode=async", "mode=async: is of parameter servers; possible is sync=ps"),
     ],
 )

@@ -3,14 +3,12 @@ and layers on the host."""
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from minipar import Plan, PlanError, Program, ProgramError, simulate, verify
-from minipar.program import COPIES, Group, Op, Value, disk, grad, home, host, optimizer_state, param, saved, tier
+from minipar import Plan, PlanError, ProgramError, simulate, verify
+from minipar.program import COPIES, Group, Op, disk, grad, home, host, optimizer_state, param, saved, tier
 from minipar.program.shape import Shape
 from minipar.strategies.passes.offload import BESIDE
 from tests.interpreters import RandomCosts, brute_force, compiled, shape, shapes
@@ -92,71 +90,6 @@ def test_the_disk_is_two_copies_away_from_the_optimizer():
     assert program.state[0] == {
         param(0), param(1), disk(param(0)), disk(param(1)), disk(optimizer_state(0)), disk(optimizer_state(1)),
     }  # fmt: skip
-
-
-# everything composes -------------------------------------------------------------------------------------------------
-
-CHOICES = ["activations", "optimizer", "parameters", "optimizer,parameters", "activations,optimizer,parameters"]
-
-
-@st.composite
-def plans(draw):
-    pp, dp = draw(st.integers(1, 3)), draw(st.integers(1, 2))
-    what = draw(st.sampled_from(CHOICES))
-    split = draw(st.lists(st.integers(1, 4), min_size=pp, max_size=pp))
-    layers = sum(split)
-    zero = draw(st.sampled_from([0, 3] if "parameters" in what else [0, 1, 2, 3]))
-    return (
-        Plan(
-            dp=dp,
-            pp=pp,
-            split=split,
-            schedule=draw(st.sampled_from(["gpipe", "1f1b", "eager-1f1b"])),
-            microbatches=draw(st.integers(1, 4)),
-            accumulate=draw(st.sampled_from([1, 1, 2])),
-            bucket=draw(st.sampled_from(["none", "flat", 12 / 2**20])),
-            zero=zero,
-            reduce=draw(st.sampled_from(["microbatch", "step"])) if zero >= 2 else "microbatch",
-            prefetch=draw(st.integers(0, 2)) if zero == 3 or "parameters" in what else 1,
-            checkpoint=draw(st.sampled_from(["none", 1, 2])) if layers > 1 else "none",
-            clip=draw(st.sampled_from([None, 1.0])),
-            offload=what,
-            offload_to=draw(st.sampled_from(["host", "disk"])),
-        ),
-        draw(shapes(layers)),
-        draw(st.integers(1, 2)),
-    )
-
-
-def copies_are_in_order(program: Program, trace) -> None:
-    """One at a time in each direction, started when the walk gets there, awaited by the first reader."""
-    for row, starts, ends in zip(program.ranks, trace.starts, trace.ends, strict=True):
-        lanes: dict[str, list[int]] = {}
-        written: dict[Value, int] = {}
-        for k, ins in enumerate(row):
-            for value in ins.reads:
-                if value in written:
-                    assert starts[k] >= ends[written.pop(value)]
-            if ins.op in COPIES:
-                lanes.setdefault(ins.stream, []).append(k)
-                written[ins.writes[0]] = k
-        for lane in lanes.values():
-            assert all(starts[a] <= starts[b] for a, b in pairwise(lane))
-
-
-@given(plans())
-@settings(suppress_health_check=list(HealthCheck))
-def test_every_plan_verifies_and_is_simulated_by_the_rule(case):
-    plan, model, steps = case
-    program = plan.compile(model, steps=steps, check=False)
-    verify(program)
-    assert Program.from_json(program.to_json()) == program
-    costs = RandomCosts(len(program))
-    trace = simulate(program, costs)
-    assert (trace.starts, trace.ends) == brute_force(program, costs)
-    copies_are_in_order(program, trace)
-    shared = simulate(program, costs, cores=len(program.ranks))
-    assert shared.time == trace.time
 
 
 def test_the_copies_are_on_streams_of_their_own_in_the_predicted_trace():

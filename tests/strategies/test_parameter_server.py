@@ -162,10 +162,6 @@ def test_refused_programs():
         ("servers=0", "servers=0: must be a whole number of at least 1"),
         ("servers=99", "servers=99: too many for parameters of 20 bytes"),
         ("on_death=pray", "on_death=pray: unknown; possible are abort, continue"),
-        ("zero=2", "sync=ps: not together with zero=2 .the servers hold"),
-        ("offload=optimizer", "serve replicas of one rank.*not built.*possible is offload=none"),
-        ("compress=powersgd:1", "compress=powersgd:1 .all ranks sum its factors together"),
-        ("inference=yes", "possible is inference=false"),
     ],
 )
 def test_refused_plans(words, text):

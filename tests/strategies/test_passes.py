@@ -162,16 +162,6 @@ def test_some_microbatches_run_forward_again(clusters):
     check(clusters, plan, partial(toy, ("linear", "tuples", "dropout"), tied=True), rows(11), steps=4)
 
 
-def test_several_stand_in_the_order_of_the_plan():
-    seen = []
-    for name in ("a", "b"):
-        minipar.pass_(name)(lambda draft, name=name: seen.append(name) or draft)
-    Plan(extra_passes="b,a").compile(layers=2)
-    assert seen == ["b", "a"]
-    assert str(Plan(extra_passes=("b", "a"))) == "dp=1 pp=1 extra_passes=b,a"
-    assert Plan.parse(str(Plan(extra_passes="b,a"))) == Plan(extra_passes=["b", "a"])
-
-
 def test_a_program_that_a_pass_broke_names_the_pass():
     @minipar.pass_("forgetful")
     def forgetful(draft):

@@ -11,7 +11,7 @@ from minipar import Backward, Forward, Plan, PlanError, ProgramError, simulate
 from minipar.program import Op
 from minipar.strategies.schedules import registry
 from tests.fuzz.verify_interpreter import judge
-from tests.interpreters import BUILT_IN, shape, stages_of
+from tests.interpreters import shape
 
 
 @pytest.fixture
@@ -113,28 +113,6 @@ def test_plans_that_do_not_fit_the_model(plan, arguments, says):
     with pytest.raises(PlanError) as error:
         Plan.parse(plan).compile(**arguments)
     assert str(error.value) == says
-
-
-@st.composite
-def plans(draw):
-    pp = draw(st.integers(1, 6))
-    schedule = draw(st.sampled_from(BUILT_IN))
-    count = stages_of(schedule, pp)
-    return Plan(
-        dp=draw(st.integers(1, 9)),
-        pp=pp,
-        schedule=schedule,
-        microbatches=draw(st.integers(1, 64)),
-        accumulate=draw(st.integers(1, 4)),
-        split=draw(st.none() | st.lists(st.integers(1, 9), min_size=count, max_size=count)),
-        bucket=draw(st.sampled_from(["none", "flat", 25]) | st.floats(min_value=0, exclude_min=True, max_value=1e30)),
-        overlap=draw(st.sampled_from(["none", "backward"])),
-    )
-
-
-@given(plans())
-def test_a_printed_plan_parses_to_itself(plan):
-    assert Plan.parse(str(plan)) == plan
 
 
 anything = st.recursive(

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minipar import Plan, resume, simulate, train, verify
-from minipar.errors import PlanError, ProgramError
+from minipar.errors import ProgramError
 from minipar.program import Group, Op, grad
 from minipar.program.shape import Shape
 from minipar.strategies.urgency import in_order
@@ -133,19 +133,6 @@ def test_what_is_wrong_with_pieces_is_refused():
             verify(mutant)
         assert says in str(caught.value)
         assert judge(mutant)
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        ("clip=1", "and the norm needs all gradients; fundamental); possible is clip=none"),
-        ("bucket=flat", "or whole; fundamental); possible is bucket=none or a size"),
-    ],
-)
-def test_what_needs_all_gradients_at_once_is_refused(words, says):
-    with pytest.raises(PlanError) as caught:
-        Plan.parse(f"dp=2 overlap=priority {words}")
-    assert says in str(caught.value)
 
 
 def test_as_many_steps_in_a_program_as_divide_what_is_saved():

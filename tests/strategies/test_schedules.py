@@ -13,35 +13,7 @@ from minipar.strategies.layout import wave
 from minipar.strategies.schedules import registry
 from minipar.strategies.schedules.list_scheduler import forward_first, list_schedule
 from tests.fuzz.verify_interpreter import judge
-from tests.interpreters import BUILT_IN, COPIED, compiled, enough, even
-
-KINDS = (Forward, Backward, BackwardInput, BackwardWeight)
-
-
-def order(name, rank, stages, microbatches):
-    names = dict(zip(KINDS, "FBIW", strict=True))
-    actions = Plan(pp=stages, schedule=name, microbatches=microbatches).actions(rank)
-    return " ".join((names[type(a)].lower() if a.chunk else names[type(a)]) + str(a.microbatch) for a in actions)
-
-
-@pytest.mark.parametrize("name", BUILT_IN)
-def test_every_schedule_runs_every_microbatch_once_backward_after_forward(name):
-    for stages in (1, 2, 5):
-        for m in (1, 2, 3, 7, 12):
-            pp = even(name, stages)
-            plan = Plan(pp=pp, schedule=name, microbatches=enough(name, pp, m))
-            for rank in range(pp):
-                actions = plan.actions(rank)
-                places = [(i, c) for i in range(plan.microbatches * plan.slice_count) for c in range(find(name).chunks)]
-                if name in COPIED:  # each micro-batch goes through one of the copies
-                    places = [place for place in places if Forward(*place) in actions]
-                    assert len(places) == plan.microbatches
-                halves = sum(isinstance(action, BackwardWeight) for action in actions)
-                assert len(actions) == 2 * len(places) + halves
-                for place in places:
-                    order = [actions.index(kind(*place)) for kind in KINDS if kind(*place) in actions]
-                    assert order == sorted(order)
-                    assert len(order) in (2, 3)
+from tests.interpreters import BUILT_IN
 
 
 def test_the_table_of_schedules():
@@ -66,13 +38,6 @@ def test_registering_again_replaces():
     assert find("cell").summary == "Run again in a notebook."
     assert find("cell").time == ""
     assert Plan(schedule="cell").schedule == "cell"
-
-
-def test_ranks_of_a_program_follow_the_schedule():
-    program = compiled("pp=3 microbatches=4 schedule=1f1b", 6)
-    for stage, row in enumerate(program.ranks):
-        ran = " ".join(f"{ins.op.value}{ins.microbatch}" for ins in row if ins.op.value in "FB")
-        assert ran == order("1f1b", stage, 3, 4)
 
 
 # Errors in a schedule name the rank and the action as its author wrote them -------------------------------------------

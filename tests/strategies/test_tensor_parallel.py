@@ -149,12 +149,6 @@ def test_branches_are_refused() -> None:
         Plan(tp=2).compile(divided)
 
 
-@pytest.mark.parametrize("key", ["tp", "context_parallel", "ep"])
-def test_ranks_that_decide_as_they_run_share_no_layers(key: str) -> None:
-    with pytest.raises(PlanError, match="ranks that share a layer must decide alike.*; possible is "):
-        Plan.parse(f"{key}=2 pp=2 schedule=ampnet")
-
-
 # micro-batches in step, and what is named by layers -------------------------------------------------------------------
 
 
@@ -187,8 +181,6 @@ def test_copies_take_less_time_where_collectives_cost_some(words: str) -> None:
 def test_copies_without_effect_are_refused() -> None:
     with pytest.raises(PlanError, match="batch_copies=2: is of ranks that share layers, with several micro-batches"):
         Plan(tp=2, batch_copies=2)
-    with pytest.raises(PlanError, match="batch_copies=2: not together with pp=2"):
-        Plan.parse("tp=2 pp=2 microbatches=2 batch_copies=2")
 
 
 def test_partial_gradients_go_in_buckets() -> None:

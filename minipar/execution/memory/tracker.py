@@ -21,7 +21,7 @@ A storage belongs to the layer whose forward ran, or whose output's gradient was
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -296,24 +296,18 @@ def allocator(device: torch.device) -> dict[str, int]:
 # for a whole run ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Watching:
-    """Why a rank's memory is followed: to see it, to bound it, or both. `execute` sends this to its ranks.
-
-    series: bring back what happened; capacity: bytes of the emulated device, if it has a limit."""
-
-    series: bool = False
-    capacity: int | None = None
-
-    def start(self, executor: Executor) -> Followed:
-        """Follow the executor from now on. DeviceOutOfMemory if its layers do not fit."""
-        return Followed(Tracker(executor, self.capacity), self.series)
+Watching = Callable[[Executor], "Followed"]
 
 
 def watching_of(series: bool, device: DeviceSpec | None) -> Watching | None:
-    """Whether and why the memory of ranks is followed: if its `series` are wanted, or if emulated devices limit it."""
+    """What follows the memory of a rank's executor from now on: if its `series` are wanted, or if an emulated device
+    limits it. `execute` sends it to its ranks; there it raises DeviceOutOfMemory if the layers do not fit."""
     capacity = None if device is None else device.memory
-    return Watching(series, capacity) if series or capacity is not None else None
+    return partial(_followed, series, capacity) if series or capacity is not None else None
+
+
+def _followed(series: bool, capacity: int | None, executor: Executor) -> Followed:
+    return Followed(Tracker(executor, capacity), series)
 
 
 @dataclass

@@ -183,7 +183,8 @@ def _own_buffers(executor: Executor, outline: Outline) -> Iterator[SavedSlice]:
     """The buffers of the layers of which this is the first rank: replicas may differ in them."""
     for l, layer in executor.compute.layers.items():
         if executor.comm.rank == _holders(executor, (l,))[0]:
-            yield from _buffers_of(layer, outline.prefixes[l])
+            for name, values in _buffers(layer, outline.prefixes[l]):
+                yield SavedSlice(f"buffers/{name}", tuple(values.shape), 0, values.reshape(-1).clone())
 
 
 def states_of_slice(piece: Updated, kept: dict[str, Any]) -> Iterator[SavedSlice]:
@@ -276,11 +277,6 @@ def _share(key: str, values: Tensor, rank: int, holders: list[int], number: bool
         return
     if k * size < flat.numel() or flat.numel() == 0:
         yield SavedSlice(key, shape, k * size, flat[k * size : (k + 1) * size], number)
-
-
-def _buffers_of(layer: nn.Module, prefix: str) -> Iterator[SavedSlice]:
-    for name, values in _buffers(layer, prefix):
-        yield SavedSlice(f"buffers/{name}", tuple(values.shape), 0, values.reshape(-1).clone())
 
 
 def _buffers(layer: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
