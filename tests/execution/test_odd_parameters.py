@@ -13,7 +13,7 @@ from minipar import MiniparError, Plan, PlanError, train
 from minipar.execution.execution import Job, execute
 from minipar.execution.fitting import check_parameters
 from minipar.models.parameter_groups import shape_of
-from tests.comparing import check
+from tests.comparing import check, trained
 from tests.odd_parameters import FORMS, WIDTH, Alone, model
 from tests.toys import rows
 
@@ -82,9 +82,7 @@ def test_channels_last_with_group_norm(clusters):
     """torch 2.13 ends the process where of its GroupNorm only the weights' gradients are wanted: a weight half does."""
     x = torch.linspace(-1, 1, 6 * 3 * 16, dtype=torch.float64).view(6, 3, 4, 4).to(memory_format=torch.channels_last)
     for text in ("pp=2 microbatches=2 offload=optimizer offload_to=disk", "pp=2 microbatches=3 schedule=zb-h1"):
-        options = {"steps": 3, "loss": mse, "dtype": torch.float64, "check": True, "progress": False}
-        run = train(channels_last, (x, rows(6)[1]), text, cluster=clusters(2), **options)
-        assert run.max_gradient_error() <= 1e-12
+        trained(clusters, Plan.parse(text), channels_last, (x, rows(6)[1]), steps=3)
 
 
 def only_empty() -> list[nn.Module]:

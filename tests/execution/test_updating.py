@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import minipar
-from minipar import PlanError, SaveError, resume, train
+from minipar import PlanError, SaveError, StepInfo, resume, train
 from minipar.execution.saving.folder import open_folder
 from minipar.execution.updating import Form, OptimizerSchedule, Update
 from tests.toys import Tied
@@ -30,7 +31,7 @@ mse = nn.functional.mse_loss
 
 @dataclass(frozen=True)
 class Stream:
-    """Other rows at every step."""
+    """Other rows at every step, so that a run that goes on at the wrong one has other losses."""
 
     def batch(self, step: int, size: int) -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(step)
@@ -88,25 +89,26 @@ def plainly(
     scheduler: Callable[..., Any] | None = None,
     steps: int = 4,
     names: bool = False,
-) -> tuple[list[float], dict[str, Tensor], list[list[float]]]:
-    """Losses, parameters at the end and learning rates of a plain torch loop."""
+    clip: float = math.inf,
+) -> tuple[list[float], dict[str, Tensor], list[StepInfo]]:
+    """Losses, parameters at the end, and what is known of each step, of a plain torch loop."""
     torch.manual_seed(0)
     net = model().double()
     trained = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
     optimizer = make(trained if names else [p for _, p in trained])
     schedule = scheduler(optimizer) if scheduler is not None else None
-    losses, rates = [], []
+    told = []
     for step in range(steps):
         x, y = Stream().batch(step, 13)
         loss = mse(net(x), y)
         loss.backward()
-        losses.append(loss.item())
-        rates.append([group["lr"] for group in optimizer.param_groups])
+        norm = nn.utils.clip_grad_norm_([p for _, p in trained], clip)
+        told.append(StepInfo(step, loss.item(), tuple(group["lr"] for group in optimizer.param_groups), norm.item()))
         optimizer.step()
         optimizer.zero_grad()
         if schedule is not None:
             schedule.step()
-    return losses, {name: p.detach() for name, p in net.named_parameters()}, rates
+    return [info.loss for info in told], {name: p.detach() for name, p in net.named_parameters()}, told
 
 
 def trained(

@@ -464,11 +464,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first pair")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long")
     parser.add_argument("--only", type=int, nargs="+", help="these pairs alone, each shown")
-    parser.add_argument("--avoid", nargs="+", default=[], help="kinds of layers that are not drawn (other pairs, then)")
     parser.add_argument("--transport", default="local", help="of the clusters: local or gloo")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
-    models.AVOIDED |= set(chosen.avoid)
     if chosen.only is None:
         _, failed = campaign(chosen.seed, chosen.count, chosen.seconds, transport=chosen.transport)
         return 1 if failed else 0

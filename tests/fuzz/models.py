@@ -336,7 +336,6 @@ def _strided(width: int, how: int) -> nn.Module:
 Made = nn.Module | None
 Kind = Callable[[random.Random, tuple[int, ...], torch.dtype], Made]
 KINDS: dict[str, Kind] = {}
-AVOIDED: set[str] = set()  # kinds that are not drawn now
 CLOSING = ("join", "pick")  # these take a tuple and hand on a tensor
 SPLIT = ("batch-norm", "counter", "spectral")  # whose buffers or results feel how a batch is split
 
@@ -517,11 +516,6 @@ def _(dice: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Made:
     return parametrizations.spectral_norm(nn.Linear(shape[-1], shape[-1]))
 
 
-@kind("conv1d", (2,))
-def _(dice: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Made:
-    return nn.Conv1d(shape[0], shape[0], 3, padding=1, groups=dice.choice([1, shape[0]]))
-
-
 @kind("conv", (3,))
 def _(dice: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Made:
     return nn.Conv2d(shape[0], shape[0], 3, padding=1, bias=dice.random() < 0.7)
@@ -542,17 +536,6 @@ def _(dice: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Made:
 @kind("conv-stride", (3,))
 def _(dice: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Made:
     return nn.Conv2d(shape[0], dice.randint(2, 4), 2, stride=2) if min(shape[1:]) >= 4 else None
-
-
-@kind("conv-transposed", (3,))
-def _(dice: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Made:
-    return nn.ConvTranspose2d(shape[0], 2, 2, stride=2) if max(shape[1:]) <= 4 else None
-
-
-@kind("pool", (3,))
-def _(dice: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Made:
-    pools = [nn.MaxPool2d(2), nn.AvgPool2d(3, 1, 1), nn.MaxPool2d(3, 1, 1)]
-    return dice.choice(pools if min(shape[1:]) >= 4 else pools[1:])
 
 
 @kind("to-image", (1,))
@@ -600,11 +583,6 @@ def _(dice: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Made:
                         padding_idx=dice.choice([None, 1]), scale_grad_by_freq=False)  # fmt: skip
 
 
-@kind("embedding-bag", (1,), torch.int64)
-def _(dice: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Made:
-    return nn.EmbeddingBag(VOCABULARY, dice.randint(3, 6), mode=dice.choice(["sum", "mean"]))
-
-
 @kind("one-hot", (1,), torch.int64)
 def _(dice: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Made:
     return With(lambda m, x: F.one_hot(x, VOCABULARY) * m.w, w=parameter(VOCABULARY))
@@ -612,7 +590,7 @@ def _(dice: random.Random, shape: tuple[int, ...], dtype: torch.dtype) -> Made:
 
 KINDS["pick"] = lambda dice, shape, dtype: With(lambda m, x: whole_of(x))
 SLICED = ("each", "running", "looking")
-TURNS = {torch.int64: ("embedding", "embedding", "embedding-bag", "one-hot"),
+TURNS = {torch.int64: ("embedding", "embedding", "one-hot"),
          torch.complex128: ("complex-linear", "to-real", "to-real")}  # fmt: skip
 COMMON = ("linear", "linear-gelu", "linear", "dropout", "layer-norm", "conv", "conv-last", "block", "relu-inplace")
 
@@ -729,7 +707,7 @@ def draw(dice: random.Random, unsplit: bool = False, sliced: bool = False) -> Sp
     made: list[nn.Module] = []
     shapes: list[tuple[tuple[int, ...], torch.dtype] | None] = []  # of what each layer hands on; None: a tuple
     sample = example(shape, dtype, 3, seed)
-    names = [name for name in KINDS if name not in AVOIDED]
+    names = list(KINDS)
     tries = 0
     while len(entries) < length and tries < 200:
         tries += 1
@@ -749,8 +727,7 @@ def draw(dice: random.Random, unsplit: bool = False, sliced: bool = False) -> Sp
         else:
             name = dice.choice(names) if dice.random() < odd + 0.2 else dice.choice(COMMON)
         if (
-            name in AVOIDED
-            or (name in SPLIT and not unsplit)
+            (name in SPLIT and not unsplit)
             or (name in CLOSING and not tuples)
             or (name.startswith("fork") and (tuples or branchy))
             or (name == "tensor-hooks" and (tuples or branchy))  # (a hook on x is one for all its readers)
@@ -776,7 +753,7 @@ def draw(dice: random.Random, unsplit: bool = False, sliced: bool = False) -> Sp
                     continue
         elif frozen and dice.random() < 0.4:
             entry = replace(entry, freeze=dice.choice(["all", "all", "some"]))
-        if dice.random() < 0.06 and name != "again" and "eval" not in AVOIDED:
+        if dice.random() < 0.06 and name != "again":
             entry = replace(entry, still=True)
         if branchy and entries and name != "again" and not tuples:
             here = [l for l, form in enumerate(shapes[:-1]) if form == (given, kind_of)]

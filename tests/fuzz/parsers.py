@@ -1,12 +1,11 @@
 """Everything that reads what somebody else wrote, and inputs for it: nearly right ones, and any.
 
 Each of `PARSERS` either takes its input or refuses it in one line, with an error of ours, in little time and memory.
-`test_parsers.py` tries a few inputs of each; `python -m tests.fuzz.parsers --count 20000` many, and prints a table.
+`test_parsers.py` tries a few inputs of each; `tests/faults/campaign.py` many, and prints a table.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import copy
 import gzip
@@ -14,7 +13,6 @@ import io
 import json
 import os
 import resource
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -377,19 +375,3 @@ def table(rows: list[tuple[str, int, int]], problems: list[str]) -> str:
         wrong = sum(one.startswith(f"{name}: ") for one in problems)
         lines.append(f"| {name} | {tried:,} | {taken:,} | {tried - taken - wrong:,} | {wrong} |")
     return "\n".join(lines)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=20000)
-    parser.add_argument("--seconds", type=float, default=600, help="stop after so many seconds")
-    options = parser.parse_args()
-    rows, problems = campaign(options.count, options.seconds)
-    print(table(rows, problems))
-    for problem in problems:
-        print(problem)
-    return bool(problems)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from minipar import NotFinite, PlanError, RankError, StepInfo, resume, train
 from minipar.strategies.plan import Plan
-from tests.execution.test_updating import MOMENTUM, Stream, factors, model, recipe
+from tests.execution.test_updating import MOMENTUM, Stream, factors, model, plainly, recipe
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 cloudpickle.register_pickle_by_value(sys.modules["tests.execution.test_updating"])
@@ -24,23 +24,8 @@ cloudpickle.register_pickle_by_value(sys.modules["tests.execution.test_updating"
 mse = nn.functional.mse_loss
 
 
-def plainly(steps: int, clip: float | None = None) -> list[StepInfo]:
-    torch.manual_seed(0)
-    net = model().double()
-    trained = [(name, p) for name, p in net.named_parameters() if p.requires_grad]
-    optimizer = recipe(trained)
-    schedule = factors(optimizer)
-    told = []
-    for step in range(steps):
-        x, y = Stream().batch(step, 13)
-        loss = mse(net(x), y)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_([p for _, p in trained], math.inf if clip is None else clip)
-        told.append(StepInfo(step, loss.item(), tuple(group["lr"] for group in optimizer.param_groups), norm.item()))
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-    return told
+def plain(steps: int, clip: float = math.inf) -> list[StepInfo]:
+    return plainly(recipe, factors, steps, names=True, clip=clip)[2]
 
 
 def same(found: list[StepInfo], expected: list[StepInfo]) -> None:
@@ -61,7 +46,7 @@ def test_every_step_is_told_in_order_as_plain_torch_has_it(clusters, text):
     steps = 11 if plan.overlap == "priority" else 4
     run = train(model, Stream(), plan, cluster=clusters(plan.ranks), steps=steps, batch=13, loss=mse, optimizer=recipe,
                 scheduler=factors, dtype=torch.float64, progress=False, callback=told.append)  # fmt: skip
-    expected = plainly(steps, plan.clip)
+    expected = plain(steps, plan.clip or math.inf)
     same(told, expected)
     assert plan.clip is None or told[0].gradient_norm > plan.clip, "before clipping"
     assert [info.loss for info in told] == run.losses
@@ -71,7 +56,7 @@ def test_every_step_is_told_in_order_as_plain_torch_has_it(clusters, text):
 
 
 def test_it_may_end_the_run_which_is_saved_and_goes_on(clusters, tmp_path):
-    expected, told = plainly(60), []
+    expected, told = plain(60), []
 
     def third(info: StepInfo) -> bool:
         told.append(info)

@@ -27,11 +27,13 @@ from minipar.execution.saving.folder import Saved, open_folder
 from minipar.execution.saving.keeping import Share, Storing
 from minipar.execution.saving.storage import Reading
 from minipar.models.parameter_groups import shape_of
+from tests.execution.test_updating import Stream
 from tests.toys import rows, toy
 
 pytestmark = pytest.mark.many(3)
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
+cloudpickle.register_pickle_by_value(sys.modules["tests.execution.test_updating"])
 
 mse = torch.nn.functional.mse_loss
 MODEL = partial(toy, ("linear", "tuples", "dropout"), tied=True, frozen=(1,))
@@ -46,15 +48,6 @@ PLANS = [
     "dp=2 pp=2 zero=3 microbatches=2",
     "pp=2 schedule=zb-v microbatches=3",
 ]
-
-
-@dataclass(frozen=True)
-class Stream:
-    """Other rows at every step, so that a run that goes on at the wrong one has other losses."""
-
-    def batch(self, step: int, size: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(step)
-        return tuple(torch.randn(size, 6, generator=generator, dtype=torch.float64) for _ in range(2))
 
 
 def job(model=MODEL, optimizer=ADAM, data=None, **options) -> Job:
