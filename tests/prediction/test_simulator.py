@@ -131,13 +131,6 @@ def test_bytes_occupy_a_link_one_message_after_the_other():
     assert trace.time == 12.5 + 12.5
 
 
-def test_sending_does_not_hold_up_the_sender():
-    program = compiled("pp=2 microbatches=3 schedule=gpipe", 2)
-    trace = simulate(program, Costs({Op.FORWARD: 1.0}, transfer=(5.0, 0.0)))
-    forwards = [k for k, ins in enumerate(program.ranks[0]) if ins.op is Op.FORWARD]
-    assert [trace.starts[0][k] for k in forwards] == [0, 1, 2]
-
-
 def test_receives_are_posted_ahead_of_the_walk():
     program = compiled("pp=2 microbatches=4 schedule=gpipe", 2)
     assert program.receives_ahead == 2
@@ -156,24 +149,6 @@ def test_a_collective_ends_at_its_last_rank_plus_its_cost():
     trace = simulate(program, Slow(collective=10.0))
     assert trace.starts == [[0, 1, 2, 14], [0, 2, 4, 14]]
     assert trace.ends == [[1, 2, 14, 15], [2, 4, 14, 16]]
-
-
-def test_collectives_overlap_with_backward_and_run_one_after_the_other():
-    overlapped = compiled("dp=2 bucket=none overlap=backward", 3)  # F | B 2, AR 2 | B 1, AR 1 | B 0, AR 0 | STEP
-    after = compiled("dp=2 bucket=none overlap=none", 3)
-
-    class PerLayer(Costs):
-        def compute(self, rank, ins):
-            return 2.0 * len(ins.layers) if ins.op is Op.BACKWARD else 0.0
-
-    def spans(program, cost):
-        trace = simulate(program, PerLayer(collective=cost))
-        row = zip(program.ranks[1], trace.starts[1], trace.ends[1], strict=True)
-        return [(start, end) for ins, start, end in row if ins.op is Op.ALL_REDUCE]
-
-    assert spans(overlapped, 1.0) == [(2, 3), (4, 5), (6, 7)]
-    assert spans(overlapped, 3.0) == [(2, 5), (5, 8), (8, 11)]  # the third is joined at 6, while the second runs
-    assert spans(after, 1.0) == [(6, 7), (7, 8), (8, 9)]
 
 
 def test_bad_costs_are_refused():
