@@ -154,8 +154,7 @@ class Compute:
         self.losses: list[Tensor | float] = [0.0] * self.program.losses
 
     def work(self, ins: Instruction, live: dict[Value, Any]) -> None:
-        """Run a compute instruction on layers, of any kind. An exception of a backward is raised again with the names
-        of the layers of this call of autograd's engine."""
+        """Run a compute instruction on layers, of any kind. An error of a backward names the layers that it ran."""
         if ins.op is Op.FORWARD or ins.op is Op.RECOMPUTE:
             return self.forward(ins, live)
         run = {Op.BACKWARD: self.backward, Op.BACKWARD_INPUT: self.backward_input}.get(ins.op, self.backward_weight)

@@ -75,7 +75,6 @@ def simulate(
     else:
         unit = "bytes"
     with paused():
-        # (Only where a core has several ranks it matters which.)
         way = best_way(program, cores) if cores is not None and 1 <= cores <= len(program.ranks) - 1 else 0
         cables = isinstance(costs, SharingCosts) and costs.shares
         if program.in_flight is not None:
