@@ -257,7 +257,7 @@ def expect(pair: Pair, nudge: float = 0.0) -> oracle.Result:
             pair.spec, batches, pair.steps, 5, pair.lr, int(plan["dp"]), m, int(plan["local_steps"]), nudge
         )
     inference = plan.get("inference") == "true"
-    plain = oracle.of(pair.spec, 5, pair.lr, pair.momentum, nudge)
+    plain = oracle.plain_of(pair.spec, 5, pair.lr, pair.momentum, nudge)
     return oracle.whole(plain, batches, pair.steps, clip, inference)
 
 

@@ -110,7 +110,7 @@ class Plain:
         return result
 
 
-def of(spec: Spec, seed: int, lr: float, momentum: float, nudge: float = 0.0) -> Plain:
+def plain_of(spec: Spec, seed: int, lr: float, momentum: float, nudge: float = 0.0) -> Plain:
     """The model of a spec. `nudge`: how much to change the parameters at first."""
     return Plain(build(spec), loss_of(spec.loss), seed, lr, momentum, nudge)
 
@@ -154,8 +154,8 @@ def locally(
     nudge: float = 0.0,
 ) -> Result:  # fmt: skip
     """Local SGD: copies that train by themselves, averaged after every so many steps and the last, by their rows."""
-    first, result = of(spec, seed, lr, 0.0, nudge), Result()
-    copies = [first, *(of(spec, seed, lr, 0.0, nudge) for _ in range(replicas - 1))]  # (a copy has no hooks)
+    first, result = plain_of(spec, seed, lr, 0.0, nudge), Result()
+    copies = [first, *(plain_of(spec, seed, lr, 0.0, nudge) for _ in range(replicas - 1))]  # (a copy has no hooks)
     counts = [0] * replicas
     for step in range(steps):
         x, y = batches(step)
@@ -198,7 +198,7 @@ def served(
     A gradient is of the parameters that its worker was last answered with; an update is of the mean over the rows that
     it takes, and a worker's rows of a step are those of its micro-batches.
     """
-    plain = of(spec, seed, lr, momentum)
+    plain = plain_of(spec, seed, lr, momentum)
     seen: dict[tuple[int, int], dict[str, Tensor]] = {}
     taking: list[tuple[int, int]] = []
     for row in order:
@@ -248,7 +248,7 @@ def stale(
     becomes the version that the backward used, as weights of which no version is kept change under a graph. Replicas
     of a rank come together for each update.
     """
-    plain, result = of(spec, seed, lr, momentum, nudge), Result()
+    plain, result = plain_of(spec, seed, lr, momentum, nudge), Result()
     layers = [layer for layer in plain.model._modules.values() if layer is not None]
     every, m = program.contract.every, program.microbatches
     waiting = [_done(row, m) for row in program.ranks]
@@ -273,7 +273,7 @@ def stale(
         rows = parts(len(x), m * replicas)[replica * m + i % m]
         x, target = x[rows.start : rows.stop], y[rows.start : rows.stop]
         start = x if s == 0 else given.pop((r, i))
-        own = of(spec, seed, lr, momentum)
+        own = plain_of(spec, seed, lr, momentum)
         for name in mine[r % stages]:
             own.named[name].data.copy_(versions[r % stages][version][name])
         leaves = _tree(start, lambda t: t.detach().requires_grad_(s > 0 and (t.is_floating_point() or t.is_complex())))
