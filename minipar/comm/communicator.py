@@ -472,13 +472,6 @@ class Communicator:
         self._world.close()
 
 
-def among(members: tuple[int, ...], name: str) -> Communicator:
-    """A Communicator for messages and groups among some ranks of a cluster, which keep their numbers. They make it
-    together, and close it; all others need not know of it. So a rank that was started again during a run can make one,
-    too. `name`: the same on all of them, and short; no other communicator of the run has it."""
-    return Communicator(of_rank(worker.context(), name, members))
-
-
 def _along_axis(axis: int | str, mesh: Mapping[str, int], size: int) -> list[int]:
     """For each rank a number that is the same for all ranks along an axis of the mesh."""
     if axis not in mesh:

@@ -211,10 +211,10 @@ class _Closed:
 _abandoned: list[tuple[Any, ...]] = []  # which may not end before what native code does with it has ended: never
 
 
-def of_rank(context: Context, count: int | str, members: tuple[int, ...] = ()) -> World:
-    """The World of a rank of a Cluster, its `count`-th in this generation; or one of some ranks, which has a name."""
+def of_rank(context: Context, count: int) -> World:
+    """The World of a rank of a Cluster, its `count`-th in this generation."""
     rank, size = context.rank, context.size
-    everyone = members or tuple(range(size))
+    everyone = tuple(range(size))
     os.close(os.open(context.store, os.O_CREAT | os.O_RDWR, 0o600))  # (the store itself would let others read it)
     store = dist.PrefixStore(str(count), dist.FileStore(context.store, size))
     path = f"{context.store}-{count}"
@@ -223,7 +223,7 @@ def of_rank(context: Context, count: int | str, members: tuple[int, ...] = ()) -
         gloo = Gloo(store, rank, everyone, agreement.LOOPBACK, "transport='gloo'")
         return World(store, rank, size, device, context.backend, gloo, ("",) * size, everyone)
     hosts = agreement.apart(size)
-    if rank == everyone[0] and len(set(hosts)) > 1:
+    if rank == 0 and len(set(hosts)) > 1:
         store.set("token", secrets.token_hex(32))
     token = bytes.fromhex(store.get("token").decode()) if len(set(hosts)) > 1 else b""
     host = _host(store, rank, everyone, hosts, agreement.LOOPBACK, token, path, path)

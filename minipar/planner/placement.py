@@ -90,11 +90,6 @@ class SearchComparison:
     ideal: float
     found: tuple[Found, ...]
 
-    @property
-    def winner(self) -> str:
-        """The method that found the fastest placement."""
-        return self.found[0].method
-
     def table(self) -> list[tuple[str, ...]]:
         """A row of text per method: step time, step time / ideal, calls of the simulator, placement."""
         head = ("method", "step time", "over ideal", "simulator calls", "placement")

@@ -49,7 +49,6 @@ RANK_MARKERS = "osDv^PX*"
 MANY_BARS = 20_000  # more bars than this are stored as pixels in an SVG
 MANY_NUMBERS = 5_000
 SIZES = (9.0, 8.0, 7.0, 6.0, 5.2)  # of the words on bars, in points
-MANY_MESSAGES = 200
 FEW_RANKS = 6  # up to so many, both traces of a comparison have lanes
 NARROW = 3.0  # points; the edge of a narrower bar would hide its face
 

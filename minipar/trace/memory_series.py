@@ -126,13 +126,6 @@ class Series:
             held[owner] = held.get(owner, 0) + delta
         return Peak(totals[k], self.indices[k - 1] if k else -1, by_kind(held), owners(held))
 
-    def peaks_by_instruction(self) -> dict[int, int]:
-        """The highest live bytes during each instruction that changed anything."""
-        found: dict[int, int] = {}
-        for index, total in zip(self.indices, self.totals()[1:], strict=True):
-            found[index] = max(found.get(index, 0), total)
-        return found
-
 
 def by_kind(held: dict[tuple[str, int], int]) -> dict[str, int]:
     """Bytes of each kind, from bytes of each (kind, layer)."""

@@ -28,7 +28,6 @@ def test_the_peak_says_when_and_who(series):
     }  # fmt: skip
     assert tuple(peak.by_kind) == ALL_KINDS
     assert peak.owners == [("parameters", 0, 100), ("activations", 0, 50), ("temporary", 1, 30), ("data", -1, 7)]
-    assert series.peaks_by_instruction() == {0: 187, 1: 182}
     assert "at instruction 0" in str(peak)
 
 

@@ -37,11 +37,6 @@ def backward_first(action: Action) -> tuple[int, ...]:
     return order.index(type(action)), action.microbatch, -action.chunk
 
 
-def forward_first(action: Action) -> tuple[int, ...]:
-    """Forwards come first, then backwards."""
-    return (not isinstance(action, Forward), *backward_first(action))
-
-
 @dataclass
 class _Rank:
     """The state of a rank: for each kind of action, the next micro-batch of each chunk."""
