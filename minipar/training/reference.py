@@ -84,8 +84,7 @@ def build(model: Any, seed: int, dtype: torch.dtype, evaluate: bool = False) -> 
 
 
 def convert(model: nn.Module, dtype: torch.dtype) -> None:
-    """Give the numbers of a model this type, in place, as `number_type` says. A model that mixes types is left as it
-    is."""
+    """Give the numbers of a model this type, in place, as `number_type` says. A model of mixed types stays as it is."""
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()] if t.is_floating_point() or t.is_complex()}
     if len({t.real.dtype if t.is_complex() else t.dtype for t in tensors.values()}) > 1:
         return
@@ -100,8 +99,7 @@ def convert(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def number_type(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """The type for a tensor where floating numbers become `dtype`: complex ones become the complex type whose parts are
-    of `dtype`; integers and truth values stay."""
+    """The type of a tensor whose numbers, or the parts of whose complex numbers, become `dtype`; integers stay."""
     if tensor.is_complex():
         return {torch.float32: torch.complex64, torch.float64: torch.complex128}.get(dtype, tensor.dtype)
     return dtype if tensor.is_floating_point() else tensor.dtype
@@ -434,7 +432,7 @@ class Replay:
 
     order   an `Order`, or its fields
 
-    `outputs` and `arrived` are the values and gradients that ranks are given, by (rank, micro-batch).
+    `outputs` and `arrived`: the values and gradients that ranks are given, by (rank, micro-batch)
     """
 
     def __init__(self, job: Job, order: Sequence[Any]) -> None:
@@ -445,16 +443,16 @@ class Replay:
         self.stages: list[nn.Module] = [nn.Sequential(*(layers[k] for k in held)) for held in log.layers] or [model]
         self.trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         full = {id(p): name for name, p in self.trained.items()}
-        self.names = [  # of each stage: its own name of a parameter -> the model's name
-            {name: full[id(p)] for name, p in stage.named_parameters(remove_duplicate=False) if p.requires_grad}
+        self.places = [  # of each stage: where each of its modules has a parameter, and the model's name of that
+            [(m, k, full[id(p)]) for m in stage.modules() for k, p in m._parameters.items() if id(p) in full]
             for stage in self.stages
         ]
         self.owners: list[_Owner] = []
         for replica in range(log.replicas if log.local else 1):
             whole = copy.deepcopy(self.trained) if replica else self.trained
-            for names, delay in zip_longest(self.names, log.delays):
-                update = Update(job, whole, delay) if names else None  # (of the whole model, as it was made)
-                self.owners.append(_Owner({name: whole[name] for name in names.values()}, update))
+            for places, delay in zip_longest(self.places, log.delays):
+                update = Update(job, whole, delay) if places else None  # (of the whole model, as it was made)
+                self.owners.append(_Owner({name: whole[name] for _, _, name in places}, update))
         self.outputs: dict[tuple[int, int], Any] = {}
         self.arrived: dict[tuple[int, int], list[Tensor | None]] = {}
         self.graphs: dict[tuple[int, int], tuple[Any, list[Tensor], Named, float, float]] = {}
@@ -492,6 +490,11 @@ class Replay:
         for module, own in zip(self.job.model.modules(), self.buffers[replica], strict=True):
             module._buffers = own
 
+    def give(self, stage: int, tensors: Mapping[str, Any]) -> None:
+        """Let the modules of a stage have these tensors as parameters."""
+        for module, key, name in self.places[stage]:
+            module._parameters[key] = tensors[name]
+
     def rows(self, entry: Entry) -> tuple[Any, Any, range, float, float]:
         """x, y and rows of a replica's micro-batch, how much these weigh, and how much all rows of the mean do."""
         m, every, replica = self.log.microbatches, self.log.every, entry.rank // len(self.stages)
@@ -521,8 +524,9 @@ class Replay:
             self.use_buffers(entry.rank // len(self.stages))
             step = entry.microbatch // self.log.microbatches
             self.masks.at(self.job.first + step, rows.start, self.log.layers[stage][0] if stage else 0, len(rows))
-            own = {name: leaves[whole_name] for name, whole_name in self.names[stage].items()}
-            value = torch.func.functional_call(self.stages[stage], own, (value,))
+            self.give(stage, leaves)
+            value = self.stages[stage](value)
+            self.give(stage, self.trained)
             ends = _smooth(value)
             if stage == len(self.stages) - 1:
                 if weight:
@@ -549,7 +553,9 @@ class Replay:
         found: list[Tensor | None] = [None] * len(sources)
         if pairs and sources:
             starts, gradients = zip(*pairs, strict=True)
+            self.give(stage, leaves)  # (a layer may run forward again)
             found = list(torch.autograd.grad(starts, sources, gradients, allow_unused=True))
+            self.give(stage, self.trained)
         if stage:
             self.arrived[entry.rank - 1, entry.microbatch] = [
                 torch.zeros_like(t) if g is None else g for t, g in zip(wanted, found, strict=False)
@@ -569,15 +575,12 @@ class Replay:
         mean = self.log.every is None  # the rows of a step have one mean loss
         for name, p in owner.named.items():
             found = [sums[name] for sums in owner.sums.values() if name in sums] if weight or not mean else []
-            came = (
-                whole / weight if mean and found and weight != whole else 1.0
-            )  # (the mean is over the rows that came)
+            came = whole / weight if mean and found and weight != whole else 1.0  # (a mean is over the rows that came)
             p.grad = torch.stack(found).sum(0) * came if found else None
         if self.job.clip is not None:
             torch.nn.utils.clip_grad_norm_(owner.named.values(), self.job.clip)
         if self.log.served:
-            for sums in owner.sums.values():
-                self.gradients.append(_all_of(owner, sums))
+            self.gradients += [_all_of(owner, sums) for sums in owner.sums.values()]
         else:
             self.gradients += [{} for _ in range(entry.version - len(self.gradients))]
             kept = self.gradients[entry.version - 1]
@@ -600,9 +603,8 @@ class Replay:
         shares = [owner.since / whole if whole else 1 / len(self.owners) for owner in self.owners]
         for name in self.owners[0].named:
             values = [share * owner.named[name].detach() for share, owner in zip(shares, self.owners, strict=True)]
-            mean = torch.stack(values).sum(0)
             for owner in self.owners:
-                owner.named[name].data.copy_(mean)
+                owner.named[name].data.copy_(torch.stack(values).sum(0))
         for owner in self.owners:
             owner.since = 0.0
             owner.keep(entry.version)
@@ -678,12 +680,10 @@ def run(task: Mapping[str, Any], report: Callable[[int], None] = lambda step: No
     job         further fields of the `Job`
     """
     model = build(task["model"], task["job"]["seed"], task["dtype"], task["evaluate"])
-    states: Mapping[str, Any] = {}
-    if task["saved"] is not None:
-        go_on(task["saved"], model)
-        states = task["saved"]["states"]
+    saved = task["saved"] or {"parameters": {}, "buffers": {}, "states": {}}
+    go_on(saved, model)
     batches = reader(task["data"], task["batch"], task["dtype"])
-    job = Job(model=model, batches=batches, report=report, states=states, **task["job"])
+    job = Job(model=model, batches=batches, report=report, states=saved["states"], **task["job"])
     if isinstance(task["work"], dict):
         return train_plainly(job, **task["work"])
     return Replay(job, task["work"]).train()

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from minipar import Cluster, RankDied, RankError, train
 from minipar.cluster import launch
@@ -274,3 +275,30 @@ def test_it_finds_a_mistake_in_the_engines_preparations():
         run = train(with_a_buffer, rows(8), "pp=2", **keys)
     assert run.max_gradient_error() > 1e-2
     assert run.max_buffer_error() > 1e-2
+
+
+class RunsAgain(nn.Module):
+    """A layer that computes a part of its forward again in its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: torch.tanh(self.linear(x)).square(), x, use_reentrant=False)
+
+
+def twice() -> nn.Sequential:
+    layer = nn.Linear(6, 6)
+    return nn.Sequential(layer, nn.Tanh(), layer, nn.Linear(6, 4))
+
+
+@pytest.mark.parametrize("model", [twice, lambda: nn.Sequential(nn.Linear(6, 6), RunsAgain(), nn.Linear(6, 4))])
+@pytest.mark.parametrize("words", ["dp=2 sync=ps mode=ssp:1", "dp=2 local_steps=2"])
+def test_a_replay_of_layers_that_stand_twice_or_run_again(clusters, model, words):
+    """The parameters that a replay ends with are those of its updates, whatever the modules were given meanwhile."""
+    ranks, data = clusters(3 if "sync" in words else 2), (torch.randn(17, 6).double(), torch.randn(17, 4).double())
+    found = train(model, data, words, cluster=ranks, steps=4, batch=17, loss=mse, check=True, progress=False,
+                  dtype=torch.float64, optimizer=partial(torch.optim.SGD, lr=0.3))  # fmt: skip
+    assert found.max_gradient_error() < 1e-12
+    assert found.max_parameter_error() < 1e-12
