@@ -58,6 +58,7 @@ def test_the_best_time_is_that_of_all_ways_to_cut(case):
     [
         ("dp=4", "needs 257.3 MiB on rank 0", "too much of: activations 201.1 MiB"),
         ("dp=2 pp=2", "cannot be", "pp=1"),
+        (4, "4 is no plan", "return its words"),
     ],
 )
 def test_other_plans_are_told_why(words, reason, hint):
