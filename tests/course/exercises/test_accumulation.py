@@ -8,7 +8,6 @@ from minipar.errors import MiniparError
 from minipar_course.exercise import check
 from minipar_course.exercises import accumulation as tasks
 
-
 # gradients of a batch in parts
 
 

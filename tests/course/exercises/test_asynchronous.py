@@ -12,7 +12,6 @@ from minipar import Forward, strategies
 from minipar_course.exercise import check
 from minipar_course.exercises.asynchronous import LATE_SGD, NO_SCHEDULE, VERSION_OF_2BW
 
-
 # the version of a forward
 
 

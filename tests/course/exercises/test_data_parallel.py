@@ -9,7 +9,6 @@ import pytest
 from minipar_course.exercise import check
 from minipar_course.exercises import data_parallel as tasks
 
-
 # rows
 
 

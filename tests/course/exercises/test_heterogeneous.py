@@ -8,7 +8,6 @@ from minipar_course.exercise import check
 from minipar_course.exercises import heterogeneous as tasks
 from minipar_course.exercises.kinds.order import FETCH, OFFLOAD, B, F, R
 
-
 # activations
 
 

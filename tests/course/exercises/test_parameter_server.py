@@ -7,7 +7,6 @@ import pytest
 from minipar_course.exercise import check
 from minipar_course.exercises import parameter_server as tasks
 
-
 # who may pull
 
 

@@ -11,7 +11,6 @@ import pytest
 from minipar_course.exercise import check
 from minipar_course.exercises.partitions import FIT, SEARCH
 
-
 # a search
 
 

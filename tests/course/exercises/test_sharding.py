@@ -8,7 +8,6 @@ from minipar_course.exercise import check
 from minipar_course.exercises import sharding as tasks
 from minipar_course.exercises.kinds.order import GATHER, SCATTER, B, F
 
-
 # an optimizer in parallel
 
 
