@@ -1,8 +1,6 @@
-"""The exercises of lesson 08: reference solutions pass; stubs and plausible mistakes fail, and the reason is given."""
+"""The exercises of lesson 08: plausible mistakes fail, and the reason is given."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import pytest
 
@@ -10,56 +8,19 @@ from minipar_course.exercise import check
 from minipar_course.exercises import sharding as tasks
 from minipar_course.exercises.kinds.order import GATHER, SCATTER, B, F
 
-
-def stub(*arguments: Any) -> Any:
-    raise NotImplementedError("your code here")
-
-
-@pytest.mark.parametrize("task", [tasks.BYTES, tasks.UPDATE, tasks.ZERO_3])
-def test_a_stub_is_told_that_nothing_is_written(task):
-    verdict = check(stub, task)
-    assert not verdict
-    assert "nothing is written here yet" in verdict.reason
-
-
-# bytes
-
-
-def bytes_on_a_rank(parameters, ranks, stage):
-    part = -(-parameters // ranks)
-    sizes = zip((2, 2, 12), (3, 2, 1), strict=True)
-    return sum(size * (part if stage >= since else parameters) for size, since in sizes)
-
-
-def test_bytes():
-    assert check(bytes_on_a_rank, tasks.BYTES)
-
-
-@pytest.mark.parametrize(
-    ("answer", "hint"),
-    [
-        (lambda psi, n, stage: 16 * -(-psi // n) if stage else 16 * psi, "stage by stage"),
-        (tasks._shared(3, 1, 2), "stage 1 are the optimizer's states"),
-        (lambda psi, n, stage: 16 * psi, "which of them does this stage divide"),
-    ],
-)
-def test_wrong_bytes(answer, hint):
-    verdict = check(answer, tasks.BYTES)
-    assert not verdict
-    assert hint in verdict.hint
-
-
 # an optimizer in parallel
 
 
-def updating(scatter=True, in_place=True, scale=1.0, gather=True):
+def updating(scatter=True, in_place=True, gather=True):
     """The update of ZeRO-1, or one with a mistake. (Local functions reach the ranks by value.)"""
 
     def update(comm, parameters, gradient, momentum):
         import torch
 
-        whole = gradient * scale if scale else gradient
-        mine = comm.reduce_scatter(whole) if scatter else comm.allreduce(whole).tensor_split(comm.size)[comm.rank]
+        if scatter:
+            mine = comm.reduce_scatter(gradient)
+        else:
+            mine = comm.allreduce(gradient).tensor_split(comm.size)[comm.rank]
         if in_place:
             momentum.mul_(0.9).add_(mine)
         else:
@@ -74,26 +35,11 @@ def updating(scatter=True, in_place=True, scale=1.0, gather=True):
     return update
 
 
-@pytest.mark.slow
-def test_an_optimizer_in_parallel():
-    verdict = check(updating(), tasks.UPDATE)
-    assert verdict, verdict
-    assert "on 2 and on 3 ranks" in verdict.reason
-
-
-@pytest.mark.parametrize(
-    ("answer", "reason", "hint"),
-    [
-        (updating(in_place=False), "on a single rank, without any sum", "in place"),
-        (lambda comm, parameters, gradient, momentum: None, "it gives NoneType", ""),
-        (3, "3 is no function", "def update"),
-    ],
-)
-def test_mistakes_that_one_rank_shows(answer, reason, hint):
-    verdict = check(answer, tasks.UPDATE)
+def test_a_mistake_that_one_rank_shows():
+    verdict = check(updating(in_place=False), tasks.UPDATE)
     assert not verdict
-    assert reason in verdict.reason
-    assert hint in verdict.hint
+    assert "on a single rank, without any sum" in verdict.reason
+    assert "in place" in verdict.hint
 
 
 @pytest.mark.slow
@@ -124,7 +70,7 @@ def test_what_is_compared():
 # ZeRO-3
 
 
-def gathered(ahead, twice=True, scatter=True):
+def gathered(ahead, scatter=True):
     """An order that gathers `ahead` layers before they are needed."""
 
     def mine(layers):
@@ -133,17 +79,11 @@ def gathered(ahead, twice=True, scatter=True):
             yield from [(F, layer)] * (layer >= 0)
         for layer in reversed(range(layers)):
             early = layer - ahead
-            yield from [(GATHER, early)] * (twice and 0 <= early < layers - 1 - ahead)
+            yield from [(GATHER, early)] * (0 <= early < layers - 1 - ahead)
             yield (B, layer)
             yield from [(SCATTER, layer)] * scatter
 
     return mine
-
-
-def test_gathered_one_layer_ahead():
-    verdict = check(gathered(1), tasks.ZERO_3)
-    assert verdict, verdict
-    assert "256 ms, at most 95 MiB" in verdict.reason
 
 
 @pytest.mark.parametrize(
@@ -151,7 +91,6 @@ def test_gathered_one_layer_ahead():
     [
         (gathered(0), "takes ", "the network can bring the next one"),
         (gathered(1, scatter=False), "cannot run", ""),
-        (lambda n: [*((F, k) for k in range(n)), *((B, k) for k in reversed(range(n)))], "cannot run", ""),
     ],
 )
 def test_wrong_orders(answer, reason, hint):
