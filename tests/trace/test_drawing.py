@@ -6,7 +6,6 @@ import itertools
 import re
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from dataclasses import replace
