@@ -28,11 +28,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST = (("tests/cluster",), ("tests/comm", "tests/server"))
-# Those that mostly wait, for processes to start or for a slow cable: torchrun, engines, spawned ranks, two hosts.
+# Those that mostly wait, for processes to start: torchrun, engines, spawned ranks.
 PATIENT = (
     *(f"tests/cluster/test_{name}.py" for name in ("attached", "launched", "macos")),
     "tests/docs/test_cluster_page.py",
-    "tests/execution/test_namespaces.py",
 )
 # What runs beside FIRST: hardly any of these tests needs ranks.
 BESIDE = ("tests/costs", "tests/planner", "tests/program", "tests/trace")

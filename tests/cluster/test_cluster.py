@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import linecache
 import os
 import shutil
 import signal
@@ -78,23 +77,6 @@ def light(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     (folder / "distributed.py").write_text("def is_available(): return False\n")
     (folder / "_dynamo.py").write_text("")
     return {**os.environ, "PYTHONPATH": f"{folder.parent}{os.pathsep}{ROOT}"}
-
-
-def start_program(cluster: Cluster) -> int:
-    """The pid of another program that rank 0 has started and left running."""
-    pid: int = cluster.run_on([0], lambda: subprocess.Popen(["sleep", "60"]).pid)[0]
-    return pid
-
-
-def printed_by(rank: int, lines: list[str]) -> list[str]:
-    """The lines of one rank, those included that it shares with others."""
-    found = []
-    for line in lines:
-        ranks, _, text = line.partition("] ")
-        first, _, last = ranks.removeprefix("[ranks ").removeprefix("[rank ").partition("-")
-        if rank in map(int, first.split(", ")) or (last and int(first) <= rank <= int(last)):
-            found.append(text)
-    return found
 
 
 def run_script(text: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
@@ -194,15 +176,6 @@ def test_modules_found_later_in_the_driver_are_found_in_ranks(
     assert cluster.run(made_later.f) == ["found"] * 3
 
 
-def test_ranks_keep_their_state_between_runs(cluster: Cluster) -> None:
-    def leave() -> int:
-        os.environ["LEFT_HERE"] = str(worker.context().rank)
-        return os.getpid()
-
-    pids = cluster.run(leave)
-    assert cluster.run(lambda: (os.getpid(), os.environ["LEFT_HERE"])) == list(zip(pids, "012", strict=True))
-
-
 def test_run_on_some_ranks_in_the_order_asked_for(cluster: Cluster) -> None:
     assert cluster.run_on([2, 0], lambda: (worker.context().rank, worker.context().active)) == [
         (2, (2, 0)),
@@ -252,29 +225,6 @@ def test_an_error_in_the_callback_ends_the_run(cluster: Cluster) -> None:
 # Output
 
 
-def test_output_is_whole_lines_with_the_rank(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
-    def f() -> None:
-        rank = worker.context().rank
-        for _ in range(20):  # interleaved pieces of lines
-            sys.stdout.write("begin ")
-            sys.stdout.flush()
-            time.sleep(0.002)
-            print(f"end {rank}")
-        os.write(1, b"native\n")
-        os.write(2, b"error \xc3\xa9\n")
-        subprocess.run(["echo", "child"], check=True)
-        print("last without an end", end="")
-
-    cluster.run(f)
-    lines = capsys.readouterr().out.splitlines()
-    for rank in range(3):
-        texts = printed_by(rank, lines)
-        assert texts.count(f"begin end {rank}") == 20
-        assert {"native", "error é", "child"} <= set(texts)
-        assert texts.count("last without an end") == 1
-        assert len(texts) == 24
-
-
 def test_output_appears_while_the_function_runs(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
 
@@ -291,23 +241,6 @@ def test_output_appears_while_the_function_runs(cluster: Cluster, monkeypatch: p
 
 
 # Failures
-
-
-def test_an_exception_keeps_its_type_and_brings_its_traceback(cluster: Cluster) -> None:
-    source = "def cell(x):\n    if x == 1:\n        raise KeyError('no such layer')  # the line to show\n"
-    name = "<cell 7 of a notebook>"  # there is no such file: only the driver knows the text
-    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
-    namespace: dict[str, Any] = {}
-    exec(compile(source, name, "exec"), namespace)
-    cell = namespace["cell"]
-
-    with pytest.raises(KeyError, match="no such layer") as caught:
-        cluster.run(lambda: cell(worker.context().rank))
-    text = notes(caught.value)
-    assert "raised on rank 1:" in text
-    assert f'File "{name}", line 3, in cell' in text
-    assert "raise KeyError('no such layer')  # the line to show" in text
-    assert "worker.py" not in text
 
 
 def test_an_exception_that_cannot_be_rebuilt_becomes_a_rank_error(cluster: Cluster) -> None:
@@ -330,27 +263,6 @@ def test_an_exception_that_cannot_be_rebuilt_becomes_a_rank_error(cluster: Clust
     assert "in odd" in notes(caught.value)
     with pytest.raises(RankError, match="rank 0 raised Stuck: here"):
         cluster.run_on([0], stuck)
-
-
-def test_the_rank_that_raised_is_named_and_the_waiting_ones_come_back(cluster: Cluster) -> None:
-    def f() -> None:
-        if worker.context().rank == 2:
-            time.sleep(0.5)  # so that the others wait
-            raise ZeroDivisionError("rank two's own")
-        wait_for_all()
-
-    pids = cluster.run(os.getpid)
-    started = time.monotonic()
-    with pytest.raises(ZeroDivisionError, match="rank two's own") as caught:
-        cluster.run(f)
-    assert time.monotonic() - started < 3.5
-    assert "raised on rank 2:" in notes(caught.value)
-    assert "meanwhile ranks 0, 1 were waiting in the making of a group over 0,1,2:" in notes(caught.value)
-    assert "communicator.create().allreduce([1.0])" in notes(caught.value)
-    started = time.monotonic()
-    cluster.run(wait_for_all)
-    assert time.monotonic() - started < 2
-    assert cluster.run(os.getpid) == pids
 
 
 @pytest.mark.parametrize(
@@ -418,19 +330,6 @@ def test_root_cause_is_a_death_then_an_own_exception_then_a_lost_connection() ->
     assert root_cause([lost, own, later]) is own
     assert root_cause([lost, later, own]) is later
     assert root_cause([lost]) is lost
-
-
-def test_a_rank_lost_between_runs_is_told_and_replaced(cluster: Cluster) -> None:
-    pids = cluster.run(os.getpid)
-    program = start_program(cluster)
-    os.kill(pids[0], signal.SIGKILL)
-    assert gone([pids[0], program]) == []
-    time.sleep(0.2)  # its other threads
-    with pytest.warns(RuntimeWarning, match="rank 0 was killed by signal 9 .* starts anew, without its state"):
-        after = cluster.run(os.getpid)
-    assert after[0] != pids[0]
-    assert after[1:] == pids[1:]
-    cluster.run(wait_for_all)
 
 
 def test_the_helper_process_may_die(light: dict[str, str]) -> None:

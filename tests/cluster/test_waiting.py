@@ -15,7 +15,6 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
@@ -31,7 +30,6 @@ from minipar.errors import Deadlock, PlanError, RankDied
 # Ranks cannot import this file by name; its functions travel as those of a notebook do.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-ROOT = Path(__file__).parents[2]
 PATIENCE = 0.6
 
 
@@ -244,27 +242,6 @@ def test_an_interrupt_between_runs_or_within_a_report_does_no_harm(cluster: Clus
         assert cluster.run(os.getpid) == pids
 
 
-def test_a_communicator_of_before_an_interrupt_is_closed(cluster: Cluster) -> None:
-    def keep() -> None:
-        sys.modules["__main__"].comm = communicator.create()  # type: ignore[attr-defined]
-
-    def f() -> None:
-        keep()
-        if rank():
-            sums()
-        time.sleep(60)
-
-    def use_old() -> str:
-        try:
-            sys.modules["__main__"].comm.barrier()  # type: ignore[attr-defined]
-        except Exception as error:
-            return str(error)
-        return "nothing"
-
-    interrupted(cluster, f)
-    assert cluster.run(use_old) == ["this Communicator is closed; communicator.create() makes a new one"] * 3
-
-
 # Deadlocks
 
 
@@ -306,32 +283,6 @@ def test_computing_and_sleeping_are_no_deadlock(cluster: Cluster) -> None:
         return total
 
     assert cluster.run(f) == [3.0] * 3
-
-
-def test_a_stopped_rank_is_a_deadlock(cluster: Cluster) -> None:
-    """After half a second, whatever the patience is: it does not go on by itself."""
-    pids = cluster.run(os.getpid)
-    patience, cluster.patience = cluster.patience, 30.0
-
-    def f() -> None:
-        comm = communicator.create()
-        comm.barrier()
-        if comm.rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        comm.barrier()
-
-    started = time.monotonic()
-    with pytest.raises(
-        Deadlock, match=r"\nrank 1: stopped \(SIGSTOP\) for at least .* s, last seen after barrier"
-    ) as caught:
-        cluster.run(f)
-    cluster.patience = patience
-    assert time.monotonic() - started < 5
-    assert "rank 0: barrier over 0,1,2, since " in str(caught.value)
-    assert "rank 1 did not come back in time and was killed: the state there is lost" in str(caught.value)
-    after = cluster.run(os.getpid)
-    assert [a == b for a, b in zip(after, pids, strict=True)] == [True, False, True]
-    assert cluster.run(sums) == [[3.0]] * 3
 
 
 def test_a_stopped_rank_is_told_while_the_others_work(cluster: Cluster) -> None:
@@ -488,43 +439,6 @@ def test_a_thread_of_the_user_may_wake_ranks_that_all_wait(cluster: Cluster) -> 
         assert cluster.run(f) == [3.0] * 3
     finally:
         cluster.patience = patience
-
-
-def test_a_thread_of_the_user_may_end_while_it_is_looked_for(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has sent what a rank waits for, a moment after all were seen to wait."""
-    go, sent = tmp_path / "go", tmp_path / "sent"
-
-    def f() -> float:
-        comm = communicator.create()
-
-        def send() -> None:
-            while not go.exists():
-                time.sleep(0.05)
-            comm.isend(torch.ones(1), 1, 5).wait()
-            sent.touch()
-
-        if comm.rank == 0:
-            threading.Thread(target=send).start()
-        elif comm.rank == 1:
-            comm.irecv(torch.empty(1), 0, 5).wait()
-        total: float = comm.allreduce(1.0)
-        return total
-
-    look = stacks.has_foreign_threads
-
-    def late(entry: stacks.Entry) -> bool:
-        go.touch()
-        while not sent.exists():
-            time.sleep(0.01)
-        time.sleep(0.1)  # (the thread ends)
-        return look(entry)
-
-    monkeypatch.setattr(stacks, "has_foreign_threads", late)
-    monkeypatch.setattr(cluster, "patience", 30.0)
-    assert cluster.run(f) == [3.0] * 3
-    assert sent.exists()
 
 
 def test_a_rank_may_have_begun_to_wait_just_now(monkeypatch: pytest.MonkeyPatch) -> None:

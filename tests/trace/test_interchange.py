@@ -148,17 +148,6 @@ def test_memory_counters():
         assert all(any(args[kind] for args in mine) for kind in mine[0]), "a kind that is never there"
 
 
-# Holistic Trace Analysis ----------------------------------------------------------------------------------------------
-
-
-def union(spans):
-    total, end = 0, -1
-    for start, stop in sorted(spans):
-        total += max(0, stop - max(start, end))
-        end = max(end, stop)
-    return total
-
-
 # torch's profiler -----------------------------------------------------------------------------------------------------
 
 
@@ -295,13 +284,10 @@ def test_messages_on_the_cpu_and_files_without_ranks(tmp_path):
     ("source", "words"),
     [
         ({"events": []}, "has no list traceEvents"),
-        ({"traceEvents": {}}, "has no list traceEvents"),
         ({"traceEvents": []}, "trace 0 has no events to show"),
-        ({"traceEvents": [event("python", 1, 1, "python_function")]}, "no events to show"),
         ([], "no trace to import"),
         ([job(0, event("aten::mm", 1, -2.5))], "`aten::mm` at 1 us has a negative duration, -2.5 us"),
         ([job(0, event("aten::mm", 1, None))], "dur=None: both must be numbers"),
-        ([job(0, event("aten::mm", float("nan"), 1))], "both must be numbers"),
         ([job(1, event("a", 1, 1)), job(1, event("a", 1, 1))], "trace 0 and trace 1 are both of rank 1"),
         ([job(1, event("a", 1, 1)), {"traceEvents": [event("a", 1, 1)]}], "both of rank 1"),
         ([job(0, event("a", 1, 1), baseTimeNanoseconds="x")], "must be a whole number"),
@@ -318,7 +304,6 @@ def test_what_cannot_be_imported_is_said_in_words(source, words):
     ("content", "words"),
     [
         (b"{", "is not JSON"),
-        (b"\xff\xfe\x00", "is not JSON"),
         (b"3", "has no list traceEvents"),
         (b"\x1f\x8bnonsense", "cannot be read"),
         (gzip.compress(b"{}" * 1000, mtime=0)[:-12], "cannot be read"),
