@@ -1,4 +1,4 @@
-"""The forms of every widget besides the live one: one line, a PNG, a page; and the same colours everywhere."""
+"""What all widgets share: a live view with a kernel, a page that asks for nothing, and the same colours everywhere."""
 
 from __future__ import annotations
 

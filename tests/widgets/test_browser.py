@@ -1,4 +1,4 @@
-"""The timeline as people use it, in a real Chromium on its offline page: pointer, keys, files, problems."""
+"""The timeline as people use it, in a real Chromium on its offline page: pointer, keys, play, names of any text."""
 
 from __future__ import annotations
 

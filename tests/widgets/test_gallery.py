@@ -1,4 +1,4 @@
-"""docs/gallery.md and lessons/explorer.ipynb show every view, by the same lines, in small pictures."""
+"""docs/gallery.md and lessons/explorer.ipynb show every view, by the same lines, in small pictures, and each without a kernel."""
 
 from __future__ import annotations
 

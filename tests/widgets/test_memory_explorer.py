@@ -13,6 +13,7 @@ from minipar.prediction.memory_formula import KINDS, per_rank, size
 from minipar.strategies.plan import Plan
 from minipar_widgets import MemoryExplorer
 from minipar_widgets.inline import SOURCES
+from minipar_widgets.memory_explorer import MemoryView
 from minipar_widgets.memory_model import FACES, HATCHES, Choice, Memory, why_not_run
 
 CHOICE = Choice(Plan.parse("dp=2 pp=4 microbatches=8 zero=1 precision=bf16"), "gpt2-medium", rows=2)
@@ -144,6 +145,11 @@ def test_measured_points_are_the_run_s() -> None:
     assert size(sum(peaks[1].values())) in explorer.rows()[-1]
     explorer.controls["zero"].value = 1  # another plan has not been run
     assert explorer.view.measured == ()
+
+
+def test_a_run_of_other_ranks_is_refused() -> None:
+    view = MemoryView(Choice(Plan(dp=2), "gpt-tiny"), [{"parameters": 1}])
+    assert view.problem == "the measured run has 1 rank, the plan 2"
 
 
 def test_colours_and_hatches_are_those_of_the_browser() -> None:

@@ -1,4 +1,4 @@
-"""The plan explorer: the search's own plans, pins, the front, other values, pages without a kernel, and words."""
+"""The plan explorer: the search's own plans, pins, the front, other values, and pages without a kernel."""
 
 from __future__ import annotations
 
