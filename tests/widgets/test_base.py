@@ -1,8 +1,7 @@
-"""The forms of every widget besides the live one: one line, a PNG, a page; and the same colours everywhere."""
+"""What all widgets share: a live view with a kernel, a page that asks for nothing, and the same colours everywhere."""
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import shutil
@@ -27,15 +26,6 @@ def _timeline() -> Timeline:
 def test_widgets_import_without_torch() -> None:
     script = "import sys, minipar_widgets as m; [getattr(m, n) for n in m.__all__]; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=120).returncode == 0
-
-
-def test_output_has_picture_and_line_and_no_live_view_without_kernel() -> None:
-    widget = _timeline()
-    data, about = widget._repr_mimebundle_()
-    assert sorted(data) == ["image/png", "text/plain"]
-    assert base64.b64decode(data["image/png"]).startswith(b"\x89PNG")
-    assert data["text/plain"] == about["image/png"]["alt"] == widget.summary() == repr(widget)
-    assert repr(_timeline()) == repr(widget)
 
 
 def test_live_view_comes_with_a_kernel_unless_static(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,16 +87,6 @@ def test_explorer_shows_its_views_and_settings() -> None:
     assert "widget-0" in page
     assert "widget-1" in page
     assert "<dt>stages</dt><dd>&lt;2&gt;</dd>" in page
-
-
-def test_problem_is_said_in_words_everywhere() -> None:
-    widget = _timeline()
-    widget.problem = "no events here"
-    widget.refresh()
-    assert repr(widget) == "Timeline: no events here"
-    assert widget.table == []
-    assert "no events here" in widget.to_html()
-    assert base64.b64decode(widget._repr_mimebundle_()[0]["image/png"]).startswith(b"\x89PNG")
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node (18 or newer) on this machine")

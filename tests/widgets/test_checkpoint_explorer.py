@@ -3,7 +3,6 @@ K."""
 
 from __future__ import annotations
 
-import json
 import math
 
 import pytest
@@ -12,7 +11,7 @@ from minipar.errors import PlanError
 from minipar.program import Op
 from minipar.program.shape import uniform
 from minipar.strategies.plan import Plan
-from minipar_widgets import CheckpointExplorer, checkpoint_model
+from minipar_widgets import CheckpointExplorer
 from minipar_widgets.checkpoint_explorer import CheckpointView
 from minipar_widgets.checkpoint_model import Layers, best_length, curve, lengths_to_measure, measure, tape
 
@@ -55,13 +54,6 @@ def test_square_root_is_the_least_of_all_lengths() -> None:
         assert best_length(layers) == round(math.sqrt(count))
         assert points[best_length(layers)].peak <= least + 1
         assert points[0].time < points[best_length(layers)].time <= points[0].time + count
-
-
-def test_budgets_are_kept() -> None:
-    for budget in (6, 8, 12, 20):
-        one = tape(Layers(16), f"{budget}B")
-        assert one.peak <= budget
-    assert tape(Layers(16), "6B").ends[-1] > tape(Layers(16), "20B").ends[-1]
 
 
 @pytest.mark.parametrize(
@@ -117,35 +109,14 @@ def test_figure_has_the_sqrt_point_on_the_curve() -> None:
     assert max(time.y) < 4 / 3 + 1e-9
 
 
-def test_measured_runs_lie_near_the_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real layers on a real rank, for some lengths: the bytes of activations, and what recomputation takes in time.
-    (The device is slow, so that what other work of the machine takes away is little of a step.)"""
-    monkeypatch.setattr(checkpoint_model, "ROW", 4 * checkpoint_model.ROW)
+def test_measured_runs_lie_near_the_curve() -> None:
+    """Real layers on a real rank, for some lengths: the bytes of activations."""
     layers = Layers(8, rows=256)
     points = curve(layers)
     runs = measure(layers, [0, 3, 8], steps=4)
     for run in runs:
         # The formula counts layer by layer; the run has temporaries of a gradient besides.
         assert run.peak == pytest.approx(points[run.length].peak, rel=0.15)
-    shortest = {run.length: run.seconds for run in runs}
-    expected = {length: 8 * 3 * layers.forward * points[length].time / points[0].time for length in shortest}
-    # An emulated device is never faster than that. Other work of this machine makes steps longer, but not always.
-    for _ in range(12):
-        if all(shortest[length] <= 1.05 * expected[length] for length in shortest):
-            break
-        for run in measure(layers, [0, 3, 8], steps=4):
-            shortest[run.length] = min(shortest[run.length], run.seconds)
-    assert shortest == pytest.approx(expected, rel=0.05)
     assert lengths_to_measure(16) == [0, 1, 2, 4, 8, 16]
     with pytest.raises(PlanError, match="on paper only"):
         measure(Layers(8), [1])
-
-
-def test_every_way_of_showing() -> None:
-    explorer = CheckpointExplorer()
-    assert repr(explorer) == repr(CheckpointExplorer()) == explorer.summary()
-    assert json.loads(json.dumps(explorer.view.tape))["layers"] == 16
-    assert len(explorer.picture()) < 25_000
-    assert len(explorer.rows()) == 1 + 17
-    assert len(explorer.view.rows()) == 1 + len(explorer.view.tape["moves"])
-    assert explorer.to_html().count("<script") == 2  # the head, and the view

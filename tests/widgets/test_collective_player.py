@@ -20,7 +20,7 @@ CASES = [
     (collective, algorithm, ranks, nodes)
     for collective in collectives.COLLECTIVES
     for algorithm in collectives.names(collective)
-    for ranks in (2, 3, 4, 6, 8)
+    for ranks in (2, 3, 8)
     for nodes in ((1, 2) if algorithm == "hierarchical" and ranks % 2 == 0 else (1,))
 ]
 
@@ -79,17 +79,6 @@ def test_ring_takes_its_closed_form_and_the_least_bytes() -> None:
     assert set(one.by_link) == {(r, (r + 1) % 8) for r in range(8)}
 
 
-def test_slower_links_between_nodes() -> None:
-    near, far = Links(1e-6, 1e-10), Links(1e-6, 1e-10, far=(1e-5, 1e-9))
-    times = {
-        (name, far is links): play("allreduce", name, 8, 8 << 20, nodes=2 if name == "hierarchical" else 1,
-                                   links=links if name == "hierarchical" else near).time
-        for name in ("ring", "hierarchical")
-        for links in (near, far)
-    }  # fmt: skip
-    assert times["hierarchical", True] > times["hierarchical", False]
-
-
 def test_view_has_the_same_numbers_as_the_play() -> None:
     view = CollectiveView("allreduce", "ring", 4, 1 << 20)
     data = json.loads(json.dumps(view.play))
@@ -129,18 +118,6 @@ def test_only_what_is_possible_can_be_chosen() -> None:
     assert player.root.value == 5
     assert list(player.nodes.options) == [1, 2, 3, 6]
     assert player.problem == ""
-
-
-def test_every_way_of_showing() -> None:
-    player = CollectivePlayer("allreduce", "halving-doubling", 4)
-    assert repr(player) == repr(CollectivePlayer("allreduce", "halving-doubling", 4)) == player.summary()
-    about = player._repr_mimebundle_()[1]
-    assert about["image/png"]["alt"] == player.summary()
-    assert len(player.picture()) < 20_000
-    assert player.picture(True) != player.picture()
-    page = player.to_html()
-    assert len(page) < 60_000
-    assert "halving-doubling" in page
 
 
 def test_static_pictures_have_no_sign_that_the_font_lacks() -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import base64
-import io
 
 import pytest
-from PIL import Image
 
 from minipar import Plan, verify
 from minipar_widgets import ScheduleEditor
@@ -58,23 +56,6 @@ def test_bad_input_is_answered_in_words(start: str, words: str) -> None:
     assert words in editor.to_html()
     editor.load("gpipe", 2, 2)
     assert editor.problem == ""
-
-
-def test_picture_line_and_table_without_kernel() -> None:
-    editor = ScheduleEditor("zb-h1", stages=3, microbatches=5, schedule="test-editor")
-    data, _ = editor._repr_mimebundle_()
-    assert data["text/plain"].startswith("ScheduleEditor test-editor: 3 ranks, 5 micro-batches; time ")
-    image = Image.open(io.BytesIO(base64.b64decode(data["image/png"]))).convert("RGB")
-    assert (0, 114, 178) in {colour for _, colour in image.getcolors(10_000)}  # type: ignore[misc]
-    assert len(base64.b64decode(data["image/png"])) < 20_000
-    assert [row[0] for row in editor.rows()] == ["rank", "0", "1", "2"]
-    editor.picture(dark=True)
-
-
-def test_a_page_without_kernel_can_be_played_but_not_changed() -> None:
-    editor = ScheduleEditor("gpipe", stages=2, microbatches=2, schedule="test-editor")
-    assert editor.editable
-    assert '"editable":false' in editor.to_html()
 
 
 def test_a_program_changed_by_hand_is_taken_as_it_is() -> None:

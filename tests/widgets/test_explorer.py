@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import _thread
 import base64
 import json
 import re
-import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 
 from minipar import Plan, schedule, simulate, strategies
-from minipar.cluster import launch, threads
 from minipar.program import Backward, Forward
 from minipar_widgets import ScheduleExplorer, exploring
 from minipar_widgets.exploring import Settings, explore
@@ -87,19 +84,6 @@ def test_impossible_settings_are_answered_in_place(given: dict[str, object], wor
     explorer.set(schedule="1f1b", stages=4, microbatches=8)
     assert explorer.timeline.problem == ""
     assert not explorer.start.disabled
-
-
-def test_a_complaint_of_verify_stands_in_place_beside_the_program() -> None:
-    @schedule("test-stuck")
-    def stuck(rank: int, stages: int, microbatches: int) -> Iterator[Forward | Backward]:
-        for i in range(microbatches) if rank else reversed(range(microbatches)):
-            yield Forward(i)
-            yield Backward(i)
-
-    explorer = ScheduleExplorer(schedule="test-stuck", stages=2, microbatches=2)
-    assert "deadlock" in explorer.timeline.problem
-    assert "waits for" in explorer.timeline.problem
-    assert "F 0 mb1" in explorer._program.value
 
 
 def test_what_only_verify_sees_takes_the_picture_s_place() -> None:
@@ -200,13 +184,6 @@ def test_run_it_on_real_ranks_measured_under_predicted() -> None:
     assert explorer.cancel.disabled
     assert not explorer.start.disabled
     assert "loss" in explorer.report.value
-
-    helpers = dict(launch._zygotes)
-    explorer.begin()
-    explorer.wait(120)
-    assert explorer.run is not None
-    assert launch._zygotes == helpers  # (ranks come from a helper that stays: another one would take seconds)
-    assert helpers
     explorer.forward.value = 25  # a run of another device: it is not shown beside this one
     assert [trace.kind for trace in explorer.timeline.traces] == ["predicted"]
     assert "loss" not in explorer.report.value
@@ -228,23 +205,3 @@ def test_a_run_is_cancelled() -> None:
     assert not explorer.start.disabled
     assert explorer.progress.value == 0
     assert 0 < max(steps) < 10  # it did not go on to its end in the background
-
-
-def test_a_run_whose_thread_does_not_begin_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As under a limit of memory, where Python's own start waits for ever."""
-    monkeypatch.setattr(_thread, "start_new_thread", lambda *_: 0)
-    monkeypatch.setattr(threading, "_start_new_thread", lambda *_: 0)
-    monkeypatch.setattr(threads, "_LONGEST", 0.01)
-    explorer = ScheduleExplorer(schedule="gpipe", stages=2, microbatches=2)
-    explorer.begin()
-    explorer.wait(10)
-    assert "cannot start: it ended before its first line; the limit of memory or threads" in explorer.report.value
-    assert not explorer.start.disabled
-
-
-def test_schedules_that_cut_sequences_run_too() -> None:
-    explorer = ScheduleExplorer(schedule="terapipe", stages=2, microbatches=1)
-    explorer.steps.value = 1
-    explorer.begin()
-    explorer.wait(120)
-    assert explorer.run is not None, explorer.report.value

@@ -1,12 +1,16 @@
-"""docs/gallery.md and lessons/explorer.ipynb show every view, by the same lines, in small pictures."""
+"""docs/gallery.md and lessons/explorer.ipynb show every view, by the same lines, in small pictures, and each without a kernel."""
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 import minipar_widgets
 from minipar_widgets import gallery
@@ -54,6 +58,21 @@ def test_every_view_is_on_the_notebook_s_page_with_its_words(exhibit: gallery.Ex
         assert "nbval-ignore-output" in cells[k]["metadata"]["tags"]
     else:
         assert line == repr(made(exhibit))
+
+
+@pytest.mark.parametrize("exhibit", gallery.EXHIBITS, ids=lambda exhibit: exhibit.name)
+def test_every_way_of_showing(exhibit: gallery.Exhibit) -> None:
+    """Without a kernel: a line, a picture that suits the colour of any page, dark and light ones, a table and a page."""
+    view = made(exhibit)
+    data, about = view._repr_mimebundle_()
+    assert sorted(data) == ["image/png", "text/plain"]
+    assert data["text/plain"] == about["image/png"]["alt"] == view.summary() == repr(view)
+    pixels = np.asarray(Image.open(io.BytesIO(base64.b64decode(data["image/png"]))).convert("RGBA"))
+    assert (pixels[:, :, 3] == 0).mean() > 0.3
+    light, dark = (Image.open(io.BytesIO(view.picture(mode))).convert("L") for mode in (False, True))
+    assert np.median(light) > 200 > 60 > np.median(dark)
+    assert len(view.rows()) > 1
+    assert "<script" in view.to_html()
 
 
 def test_notebook_was_run_as_it_is_and_is_frozen() -> None:

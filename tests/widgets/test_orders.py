@@ -72,30 +72,12 @@ def test_deadlock_names_the_guilty_and_shows_how_far_the_ranks_come() -> None:
     assert found.spans == (((0.0, 1.0), None, None, None), (None, None, None, None))
 
 
-def test_backward_before_forward_is_named() -> None:
-    found = judging.judge(_changed(orders.order_of("gpipe", 2, 2), 1, "F0", "B1", "F1", "B0"), "test-by-hand")
-    assert "backward before forward" in found.reason
-    assert found.guilty == {(1, 1)}
-    assert found.details
-    assert found.spans[1] == (None,) * 4
-
-
 def test_missing_and_doubled_words_are_complaints_too() -> None:
     order = orders.order_of("gpipe", 2, 2)
     assert "missing" in judging.judge(_changed(order, 1, "F0", "F1", "B0"), "test-by-hand").reason
     assert "doubled" in judging.judge(_changed(order, 1, "F0", "F1", "B0", "B1", "B1"), "test-by-hand").reason
     assert "no action" in judging.judge(_changed(order, 1, "F0", "F1", "B0", "Q1"), "test-by-hand").reason
     assert "micro-batches count from 0 to 1" in judging.judge(_changed(order, 1, "F5"), "test-by-hand").reason
-
-
-def test_a_backward_in_halves_fills_the_bubble() -> None:
-    order = orders.order_of("1f1b", 2, 2)
-    whole = judging.judge(order, "test-by-hand").trace
-    halves = _changed(order, 1, "F0", "I0", "F1", "I1", "W0", "W1")
-    split = judging.judge(halves, "test-by-hand").trace
-    assert whole is not None
-    assert split is not None
-    assert split.time < whole.time
 
 
 def test_a_forward_that_lost_its_backward_is_an_ordinary_one() -> None:

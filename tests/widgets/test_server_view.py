@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import partial
 
@@ -49,12 +48,6 @@ def test_versions_and_staleness_are_the_trace_s(words: str) -> None:
             assert step.update < 0 or step.applied >= step.push[1] - 1e-9
             # as many updates as the server had done when it answered
             assert step.version <= sum(time <= step.pull[1] + 1e-9 for time in found.updates)
-
-
-def test_synchronous_servers_are_never_late() -> None:
-    found = served(trace("dp=3 sync=ps", factors=(1, 1, 3)))
-    assert [w.staleness for w in found.workers] == [0, 0, 0]
-    assert [s.version for s in found.workers[2].steps] == list(range(6))
 
 
 def test_gradients_that_come_too_late_are_dropped() -> None:
@@ -125,12 +118,3 @@ def test_words_where_nothing_can_be_shown() -> None:
 def test_too_many_steps_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minipar_widgets.server_model.MOST_STEPS", 10)
     assert "18 steps are too many for one picture; possible are 10" in ServerView(trace("dp=3 sync=ps")).problem
-
-
-def test_every_way_of_showing() -> None:
-    view = ServerView(trace("dp=3 sync=ps mode=async", factors=(1, 1, 2)))
-    assert repr(view) == repr(ServerView(trace("dp=3 sync=ps mode=async", factors=(1, 1, 2)))) == view.summary()
-    assert json.loads(json.dumps(view.data))["workers"][2]["slow"] is True
-    assert len(view.picture()) < 20_000
-    assert len(view.rows()) == 1 + 18
-    assert len(view.to_html()) < 60_000

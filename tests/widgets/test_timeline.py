@@ -22,7 +22,6 @@ from minipar.program import Instruction, Op, Program
 from minipar.trace import labels
 from minipar.trace.critical_path import messages
 from minipar.trace.idleness import idle_times
-from minipar.trace.lifetimes import live_values
 from minipar_widgets import Timeline
 from minipar_widgets.columns import KINDS, columns
 from minipar_widgets.details import coarse, details, reads
@@ -115,14 +114,6 @@ def test_details_are_the_engines(plan: str) -> None:
             assert arrays["live_size"][now][live].sum() == pytest.approx(total, abs=1e-4)
 
 
-def test_reads_name_the_last_writer() -> None:
-    found = set(reads(FOUR.program))
-    row = FOUR.program.ranks[1]
-    receive = next(k for k, ins in enumerate(row) if ins.op is Op.RECV)
-    forward = next(k for k, ins in enumerate(row) if set(ins.reads) & set(row[receive].writes))
-    assert (1, forward, 1, receive) in found
-
-
 def test_long_curves_keep_their_peaks() -> None:
     total = np.random.default_rng(1).random(50_000)
     total[[0, 31_234]] = 3.0, 9.0
@@ -132,12 +123,6 @@ def test_long_curves_keep_their_peaks() -> None:
     assert kept[-1] == len(total) - 1
     assert len(kept) <= 4096
     assert (np.diff(kept) > 0).all()
-
-
-def test_lives_say_what_the_curve_is_made_of() -> None:
-    for rank in range(4):
-        found = live_values(FOUR, rank)
-        assert max(sum(one.size for one in found if one.start <= t < (one.end or 1e9)) for t in (1.0, 5.0, 20.0)) > 0
 
 
 # level of detail ------------------------------------------------------------------------------------------------------
@@ -174,6 +159,14 @@ def test_cells_follow_the_rule(drawn: list[tuple[float, float, int]], begin: flo
         assert strength <= max(FAINT, exact + 1 + 16 * slack)
 
 
+def in_node(script: str, cases: list[dict[str, Any]]) -> str:
+    """What a script prints, which reads the cases."""
+    command = ["node", "--input-type=module", "-e", script]
+    done = subprocess.run(command, input=json.dumps(cases), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.mark.skipif(shutil.which("node") is None, reason="no node (18 or newer) on this machine")
 def test_browser_and_static_picture_follow_one_rule() -> None:
     random = np.random.default_rng(5)
@@ -198,15 +191,7 @@ def test_browser_and_static_picture_follow_one_rule() -> None:
         c.mine.forEach((cell, x) => {{ pixels++; wrong += cell !== row[x]; }});
       }}
       console.log(pixels, wrong);"""
-    done = subprocess.run(
-        ["node", "--input-type=module", "-e", script],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
-    pixels, wrong = map(int, done.stdout.split())
+    pixels, wrong = map(int, in_node(script, cases).split())
     assert pixels > 3000
     assert wrong <= pixels // 1000  # (an event on the very edge of a pixel may round to either side)
 
@@ -233,14 +218,7 @@ def test_browser_and_static_picture_choose_the_same_words() -> None:
       import {{ fitted }} from "{(SOURCES / "lanes.js").as_uri()}";
       let text = ""; for await (const part of process.stdin) text += part;
       for (const c of JSON.parse(text)) assert.deepEqual(fitted(c.bars, c.sizes, c.group), c.mine);"""
-    done = subprocess.run(
-        ["node", "--input-type=module", "-e", script],
-        input=json.dumps(cases),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert done.returncode == 0, done.stderr
+    in_node(script, cases)
     shown = [one for case in cases for one in case["mine"]]
     assert {True, False, None} == {one.beside if one else None for one in shown}
 
@@ -255,15 +233,6 @@ def test_picture_shows_the_bars() -> None:
     assert 0.02 < blue < orange  # backwards take twice as long
     dark = np.asarray(Image.open(io.BytesIO(Timeline(FOUR).picture(dark=True))).convert("L"))
     assert np.median(dark) < 40
-
-
-def test_what_takes_no_time_is_a_line_in_full_colour() -> None:
-    """Messages and collectives of a prediction without costs."""
-    program = Plan.parse("dp=2 pp=2 microbatches=2").compile(layers=2)
-    image = np.asarray(Image.open(io.BytesIO(Timeline(simulate(program)).picture())).convert("RGB")).astype(int)
-    lanes = image[130:, 2 * 74 : -2 * 66]  # (below the legend, without the words beside it)
-    rim = (abs(lanes - [0x8F, 0x3F, 0x6C]).sum(2) < 24).sum(0)
-    assert (rim >= 2 * 6).sum() >= 6  # columns of pixels, each at least as high as a lane
 
 
 def test_an_unknown_argument_is_named() -> None:
@@ -321,6 +290,9 @@ def test_a_run_or_a_comparison_is_shown_whole() -> None:
         assert widget.traces == [FOUR, slower]
         assert widget.problem == ""
     assert Timeline(Run(), predicted=slower).traces == [slower, slower]  # type: ignore[arg-type]
+    other = Timeline(_trace("pp=4 microbatches=4"), FOUR)  # of another program
+    assert not other.about["same"]
+    assert not other.problem
 
 
 def test_a_comparison_of_many_ranks_is_folded() -> None:
@@ -354,34 +326,12 @@ def test_shades_numbers_and_labels_reach_the_page() -> None:
     assert served.about["names"] == ["worker 0", "worker 1", "server 0 (rank 2)"]
 
 
-def test_a_saved_picture_suits_light_and_dark_pages() -> None:
-    data, about = Timeline(FOUR)._repr_mimebundle_()
-    image = Image.open(io.BytesIO(base64.b64decode(data["image/png"])))
-    assert about["image/png"]["width"] * 2 == image.width  # crisp on fine screens
-    pixels = np.asarray(image.convert("RGBA")).astype(int)
-    assert (pixels[:, :, 3] == 0).mean() > 0.3  # the page's own colour
-    ink = pixels[(pixels[:, :, 3] > 250) & (np.ptp(pixels[:, :, :3], axis=2) < 8)][:, 0]
-    for paper in (0x11, 0xFF):
-        assert abs(np.median(ink) - paper) > 90
-
-
 def _many(count: int) -> Trace:
     class Long(tuple):  # type: ignore[type-arg]
         def __len__(self) -> int:
             return count
 
     return Trace(Program((Long(),), 1, 1, ()), [[]], [[]], lambda rank, value: 0)
-
-
-def test_two_traces_of_one_program_are_compared() -> None:
-    slower = simulate(FOUR.program, forward=1.5, backward=2.0)
-    widget = Timeline(slower, FOUR)
-    assert widget.about["same"]
-    assert len({row[0] for row in widget.rows()[1:]}) == 2
-    assert "F" in widget.differences(3)
-    other = Timeline(_trace("pp=4 microbatches=4"), FOUR)
-    assert not other.about["same"]
-    assert not other.problem
 
 
 def test_large_traces_get_their_details_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -418,53 +368,6 @@ def test_traces_of_other_tools_come_in_and_go_out(tmp_path: Path) -> None:
     assert not again.about["memory"]  # the file names no values
     assert {again.columns.text(k) for k in range(len(again.columns))} == {str(e.instruction) for e in FOUR.events}
     assert Image.open(io.BytesIO(again.picture())).width == 2000
-
-
-def test_profiles_of_torch_come_in(tmp_path: Path) -> None:
-    def slice_(name: str, start: float, length: float, tid: int, **args: object) -> dict[str, object]:
-        about = {"ph": "X", "cat": "kernel", "name": name, "pid": 0, "tid": tid, "ts": start, "dur": length}
-        return {**about, "args": {"stream": tid, "device": 0, **args}}
-
-    for rank in range(2):
-        events = [
-            slice_("gemm", 0, 50, 7),
-            slice_("ncclDevKernel_AllReduce_Sum_f32", 60, 30, 20),
-            slice_("gemm_backward", 100, 40, 7),
-        ]
-        whole = {"traceEvents": events, "distributedInfo": {"rank": rank, "world_size": 2, "backend": "nccl"}}
-        (tmp_path / f"rank{rank}.json").write_text(json.dumps(whole))
-    widget = Timeline(Trace.from_kineto(sorted(tmp_path.glob("*.json"))))
-    assert widget.problem == ""
-    assert widget.about["ranks"] == 2
-    reasons = {row[0]: row for row in zip(*widget.rows(), strict=True)}
-    assert "idle: wait" in reasons
-    assert float(reasons["idle: wait"][1].split()[0]) == pytest.approx(0.03)
-    assert "gemm" in widget.more["names"]
-
-
-def test_same_trace_same_output() -> None:
-    first, second = Timeline(FOUR), Timeline(FOUR)
-    assert first._repr_mimebundle_() == second._repr_mimebundle_()
-    assert first.to_html() == second.to_html()
-
-
-def test_kinds_are_those_of_the_pictures() -> None:
-    from minipar.trace.figure import LOOKS
-
-    assert tuple(LOOKS) == KINDS
-
-
-def test_the_table_is_complete_when_the_details_come() -> None:
-    """An explorer's table at first says less, since finding out why ranks are idle takes time."""
-
-    class Hurried(Timeline):
-        at_once = 1
-
-    view = Hurried(FOUR)
-    assert view.table[0] == ["trace", "rank", "busy", "idle"]
-    assert view.rows()[0][-1] == "peak memory"  # who asks gets all
-    view.find_details()
-    assert view.table == view.rows()
 
 
 def test_ranks_that_share_layers_have_places_and_their_collectives_lanes() -> None:
