@@ -24,7 +24,7 @@ from minipar.trace.critical_path import messages
 from minipar.trace.idleness import idle_times
 from minipar_widgets import Timeline
 from minipar_widgets.columns import KINDS, columns
-from minipar_widgets.details import coarse, details, reads
+from minipar_widgets.details import coarse, details
 from minipar_widgets.inline import SOURCES
 from minipar_widgets.raster import FAINT, STRONG, cells
 
