@@ -81,11 +81,12 @@ class ProfiledCosts:
         return seconds + self._messages[rank].get(ins, 0.0) if self._messages else seconds
 
     def even(self, rank: int, other: int) -> bool:
-        """Whether the replicas of two ranks have micro-batches of the same numbers of rows, and all links are alike."""
+        """Whether the replicas of two ranks have micro-batches of the same numbers of rows, and the ranks send nothing
+        over links that were measured one by one."""
         count = self.program.row_microbatches
         first, second = (self.program.replica(each) * count for each in (rank, other))
-        same = [len(rows) for rows in self._rows[first : first + count]]
-        return self.calibration is None and same == [len(rows) for rows in self._rows[second : second + count]]
+        mine, others = ([len(rows) for rows in self._rows[k : k + count]] for k in (first, second))
+        return mine == others and not self.shares and not any(self._messages)
 
     def _work_on_messages(self, rank: int) -> dict[Instruction, float]:
         """Seconds that a rank works on sending and receiving, by the compute instruction that they are part of."""
