@@ -53,6 +53,7 @@ LIMIT = 60  # seconds for a pair
 REFUSED = (  # by ranks; the last two over gloo only
     "slices of one message are of one type",
     "has another form than before",
+    "gradients of several dtypes are not compressed together",
     "ranks that decide as they run look for messages",
 )
 LOSSY = ("compress", "precision")
@@ -171,9 +172,12 @@ class Ranks:
 
 def job_of(pair: Pair) -> Job:
     optimizer = partial(torch.optim.SGD, lr=pair.lr, momentum=pair.momentum)
-    loss = models.loss_of(pair.spec.loss)
+    loss, data = models.loss_of(pair.spec.loss), models.data_of(pair.spec)
+    quiet = (
+        True if pair.plan.get("inference") == "true" else None
+    )  # (as `train` says, also of a model without parameters)
     return Job(
-        partial(models.build, pair.spec), models.data_of(pair.spec), pair.spec.rows, loss, optimizer, 5, torch.float64
+        partial(models.build, pair.spec), data, pair.spec.rows, loss, optimizer, 5, torch.float64, evaluate=quiet
     )
 
 

@@ -94,6 +94,9 @@ def _be_kernel(arguments: list[str], environment: dict[str, str], folder: str, s
     os.environ.update({**environment, "JPY_PARENT_PID": str(os.getppid())})
     os.chdir(folder)
     sys.path[:] = ["", *(entry for entry in sys.path if entry != "")]
+    # Plain torch has an interpreter of its own: a fork of this process has operators of the package, which can be
+    # registered once only.
+    launch.take_spare = lambda *_: None  # type: ignore[assignment]
     launch.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": _first_forked(settings)})
     IPKernelApp.launch_instance(argv=arguments)
 
