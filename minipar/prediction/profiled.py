@@ -81,8 +81,7 @@ class ProfiledCosts:
         return seconds + self._messages[rank].get(ins, 0.0) if self._messages else seconds
 
     def even(self, rank: int, other: int) -> bool:
-        """Whether the replicas of two ranks have micro-batches of the same numbers of rows, and the ranks send nothing
-        over links that were measured one by one."""
+        """Whether the replicas of two ranks have as many rows in their micro-batches, and no link is used by itself."""
         count = self.program.row_microbatches
         first, second = (self.program.replica(each) * count for each in (rank, other))
         mine, others = ([len(rows) for rows in self._rows[k : k + count]] for k in (first, second))

@@ -71,10 +71,14 @@ class Contents:
         self.local = program.local_steps
         self.alone: list[dict[int, int]] = [{} for _ in range(len(program.ranks))]
         self.updated: list[dict[int, int]] = [{} for _ in range(len(program.ranks))]
-        self.own = program.microbatches
+        self.own = self._microbatches()
         self.first_bit = [program.replica(rank) * self.own for rank in range(len(program.ranks))]
         self.parts = [program.part(0, g, "P")[1] for g in range(len(program.groups))]
         self.bits = [self._slots(g) for g in range(len(program.groups))]
+
+    def _microbatches(self) -> int:
+        """How many micro-batches of a replica are told apart."""
+        return self.program.microbatches
 
     def _slots(self, group: int) -> dict[int, int]:
         """For each layer of a group, the position of its first contribution bit."""
