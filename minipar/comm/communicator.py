@@ -55,12 +55,9 @@ class Communicator:
 
     def __init__(self, world: World) -> None:
         self.rank, self.size = world.rank, world.size
-        self.members = tuple(range(world.size))
-        self.hosts = world.hosts
-        self.device, self.backend = world.device, world.backend
-        self.gpus = world.gpus
-        self.pending = world.pending
-        self._world = world
+        self.members, self.hosts = tuple(range(world.size)), world.hosts
+        self.device, self.backend, self.gpus = world.device, world.backend, world.gpus
+        self._world, self.pending = world, world.pending
         self._parted: tuple[int, ...] = ()  # by which splits it was made
         self._splits = 0
         self._played: Counter[tuple[int, ...]] = Counter()  # by the ranks of the world that took part

@@ -67,8 +67,7 @@ class Compute:
     ) -> None:
         held = program.placement[rank]
         self.posts = posts  # whether gradients that are sent must have the form of the output
-        self.seed, self.generators = seed, randomness.generators(device)
-        self.rank, self.device = rank, device
+        self.rank, self.device, self.seed, self.generators = rank, device, seed, randomness.generators(device)
         self.places = program.places(rank) if program.sharing > 1 else ()
         self.inputs = parts_of(program.inputs, len(self.places)) if self.places else []
         self.on_host, _ = computed_on_host(program.ranks[rank])

@@ -57,9 +57,7 @@ class Board:
     most = SMALL  # bytes of a tensor that is summed here
 
     def __init__(self, path: str, members: tuple[int, ...], index: int) -> None:
-        self.path = path
-        self.members = members
-        self.index = index
+        self.path, self.members, self.index = path, members, index
         count = len(members)
         self._gong = count * _RING
         self._texts = (self._gong + 1) * 8

@@ -73,9 +73,7 @@ class Sockets:
     keeps_memory = True  # a socket copies what it takes, and `_Sent` keeps the tensor of what waits for room
 
     def __init__(self, rank: int, path: str, far: Far | None = None) -> None:
-        self.rank = rank
-        self.path = path
-        self.far = far
+        self.rank, self.path, self.far = rank, path, far
         self.token = bytes(32) if far is None else far.token
         here = socket.socket(socket.AF_UNIX)
         self.unlink()
