@@ -9,7 +9,8 @@ about 2**-61. So there are no rules about instructions here: a program is wrong 
 not there or still under way, or if ranks wait for each other for ever.
 
 A parameter group has a number for each of its slices. A shard of it has them times a factor of its place; a part of an
-output has its number plus one of its place. What forms are is not asked here, but read from `minipar.program.forms`.
+output has its number plus one of its place. What changes a form is
+read from `minipar.program.forms`.
 
 Which parameters a micro-batch used, and which micro-batches went into an update, the reference takes from the run; that
 both are as the contract promises is checked beside it. Where ranks decide their order as they run, that of the lists is
@@ -19,33 +20,18 @@ judged. A program whose servers have not decided yet is not.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from itertools import product
 from typing import Any, NamedTuple
 
 from minipar import MiniparError
-from minipar.program import (
-    MOVED,
-    PARTNERS,
-    Instruction,
-    Op,
-    Program,
-    Staleness,
-    Value,
-    grad,
-    grad_shard,
-    home,
-    norm,
-    param,
-    param_shard,
-    piece_of,
-    repartitions,
-    tier,
-)
+from minipar.program import MOVED, PARTNERS, Instruction, Op, Program, Staleness, Value
 from minipar.program.edges import wiring
 from minipar.program.forms import axis_within, changed_axis, collective_of, letters, needed, pairs, parts_of
+from minipar.program.instructions import COMPUTE, piece_of, repartitions
+from minipar.program.values import grad, grad_shard, home, norm, param, param_shard, tier
 
 M = (1 << 61) - 1
 PARAMS = ("param", "param_shard", "served")
@@ -59,10 +45,6 @@ Rows = tuple[int, int, int]  # replica, micro-batch, step
 Values = dict[Value, Any]
 
 
-class Wrong(Exception):
-    """What is wrong with a program."""
-
-
 def judge(program: Program) -> str:
     """Nothing if the lists give the parameters that one rank with everything would have, or what is wrong."""
     try:
@@ -70,7 +52,7 @@ def judge(program: Program) -> str:
             program = replace(program, layers=0, edges=(), groups=(), mesh=(("dp", len(program.ranks)),), serving=None)
         if not program.undecided:
             Machine(program).run()
-    except (Wrong, MiniparError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+    except (MiniparError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -173,16 +155,6 @@ def square(g: int, numbers: Numbers, slices: Sequence[int]) -> int:
     return sum(fingerprint("square", g, k, numbers[k]) for k in slices if numbers[k] is not None)
 
 
-def forwarded(layer: int, *of: object) -> tuple[int, int]:
-    """The output of a layer, and what is saved of it."""
-    return fingerprint("output", layer, *of), fingerprint("saved", layer, *of)
-
-
-def gradient(back: int, where: object) -> int:
-    """What a backward gives to one of the layers before it, or to the slice before."""
-    return fingerprint("gradient", back, where)
-
-
 def reference(model: Model, versions: dict[Any, Any], taken: dict[Any, set[Rows]]) -> tuple[Callable[..., Any], ...]:
     """The same training on one rank. It computes what it is asked for, and what that needs: of an asynchronous program
     one micro-batch may use parameters of many versions.
@@ -193,22 +165,22 @@ def reference(model: Model, versions: dict[Any, Any], taken: dict[Any, set[Rows]
     program = model.program
 
     @cache
-    def param(g: int, version: int, replica: int, place: Place) -> Numbers:
-        """The parameters after so many updates."""
-        every = program.local_steps
-        if every and version and (version % every == 0 or version == program.steps):
-            return mean({r: update(g, version, r, place)[0] for r in range(program.replicas)}, version - 1)
-        return update(g, version, replica, place)[0]
-
-    @cache
-    def update(g: int, version: int, replica: int, place: Place) -> tuple[Numbers, ...]:
-        """The same before the mean of replicas, and the optimizer state."""
+    def state(g: int, version: int, replica: int, place: Place) -> tuple[Numbers, ...]:
+        """The parameters and the optimizer state after so many updates."""
         if version == 0:
             return model.numbers(g, place, "param"), model.numbers(g, place, "state")
-        for earlier in range(version):  # (the first one first, for Python's stack)
-            before = param(g, earlier, replica, place)
-        parts = (before, total(g, version - 1, replica, place), update(g, version - 1, replica, place)[1])
-        return updated(parts, version - 1, length(version - 1) if program.clip and not program.serving else None)
+        for earlier in range(version - 1):  # (from the first one on, for Python's stack)
+            state(g, earlier, replica, place)
+        scale = length(version - 1) if program.clip is not None and not program.serving else None
+
+        def after(r: int) -> tuple[Numbers, ...]:
+            param, optimizer = state(g, version - 1, r, place)
+            return updated((param, total(g, version - 1, r, place), optimizer), version - 1, scale)
+
+        every = program.local_steps
+        if every and (version % every == 0 or version == program.steps):
+            return mean({r: after(r)[0] for r in range(program.replicas)}, version - 1), after(replica)[1]
+        return after(replica)
 
     def total(g: int, version: int, replica: int, place: Place) -> Numbers:
         """The gradient: the sum over the micro-batches of an update, and over the places that make parts of it."""
@@ -230,27 +202,27 @@ def reference(model: Model, versions: dict[Any, Any], taken: dict[Any, set[Rows]
 
     def params(layer: int, rows: Rows, place: Place, there: bool) -> list[Numbers]:
         both = zip(model.groups_of[layer], versions[layer, rows, there], strict=True)
-        return [model.used(g, param(g, version, rows[0], place), place) for g, version in both]
+        return [model.used(g, state(g, version, rows[0], place)[0], place) for g, version in both]
 
     @cache
-    def forward(layer: int, rows: Rows, place: Place) -> tuple[int, int]:
+    def forward(layer: int, rows: Rows, place: Place) -> int:
         r, i, step = rows
-        sources = [forward(a, rows, place)[0] for a in model.inputs[layer]] if layer else [model.rows(rows, place)]
-        carry = forward(layer, (r, i - 1, step), place)[1] if model.carries(layer, i - 1) else None
-        return forwarded(layer, *sources, carry, *params(layer, rows, place, True))
+        sources = [forward(a, rows, place) for a in model.inputs[layer]] if layer else [model.rows(rows, place)]
+        carry = forward(layer, (r, i - 1, step), place) if model.carries(layer, i - 1) else None
+        return fingerprint(layer, *sources, carry, *params(layer, rows, place, True))
 
     @cache
     def backward(layer: int, rows: Rows, place: Place) -> int:
         r, i, step = rows
-        output, saved = forward(layer, rows, place)
-        incoming: list[Any] = [output, model.rows(rows, place)] if layer == model.last else []
+        output = forward(layer, rows, place)
+        incoming = [output, model.rows(rows, place)] if layer == model.last else []
         for e in model.out[layer]:
             above = next(b for b, into in enumerate(model.into) if e in into)
-            incoming.append(gradient(backward(above, rows, place), model.into[above].index(e)))
-        carried = gradient(backward(layer, (r, i + 1, step), place), "carry") if model.carries(layer, i) else None
-        return fingerprint(layer, fingerprint(saved, *incoming, carried), *params(layer, rows, place, False))
+            incoming.append(fingerprint(backward(above, rows, place), model.into[above].index(e)))
+        carried = fingerprint(backward(layer, (r, i + 1, step), place), "carry") if model.carries(layer, i) else None
+        return fingerprint(layer, fingerprint(output, *incoming, carried), *params(layer, rows, place, False))
 
-    return param, update, forward
+    return state, forward
 
 
 class Pending(NamedTuple):
@@ -265,16 +237,16 @@ class Machine:
 
     def __init__(self, program: Program) -> None:
         self.program, self.model = program, Model(program)
-        begin = partial(self.right, found=lambda what, g, place: self.model.numbers(g, place, what))
-        self.memory = [{value: begin(rank, value) for value in held} for rank, held in enumerate(program.state)]
-        self.sent: dict[Any, list[tuple[Any, dict[Any, Any]]]] = defaultdict(list)
+        self.versions: dict[Any, list[int]] = {}  # as `reference` takes them
+        self.taken: dict[tuple[int, int], set[Rows]] = defaultdict(set)
+        self.state, self.output = reference(self.model, self.versions, self.taken)
+        self.memory = [{value: self.right(rank, value, 0) for value in held} for rank, held in enumerate(program.state)]
+        self.sent: dict[Any, list[dict[Any, Any]]] = defaultdict(list)
         self.received: Counter[Any] = Counter()
         self.turns: dict[tuple[int, ...], list[dict[int, Any]]] = defaultdict(list)
         self.losses: Counter[int] = Counter()
         self.version: dict[int, int] = {}  # of a parameter's number
-        self.versions: dict[Any, list[int]] = {}  # as `reference` takes them
         self.since: dict[tuple[int, int], set[Rows]] = defaultdict(set)  # what went into a gradient since an update
-        self.taken: dict[tuple[int, int], set[Rows]] = defaultdict(set)
         kinds: dict[Callable[[int, Instruction, Values], None], tuple[Op, ...]] = {
             self.forward: (Op.FORWARD, Op.RECOMPUTE), self.backward: (Op.BACKWARD, Op.BACKWARD_INPUT),
             self.backward_weight: (Op.BACKWARD_WEIGHT,), self.update: (Op.STEP, Op.APPLY), self.reduce: (Op.REDUCE,),
@@ -283,14 +255,15 @@ class Machine:
         }  # fmt: skip
         self.do = {op: done for done, ops in kinds.items() for op in ops}
 
-    def right(self, rank: int, value: Value, found: Callable[[str, int, Place], Numbers]) -> Any:
-        """What a rank should have of a value of the state, of what is `found` for parameters and optimizer states."""
-        kind, g = home(value).kind, value.index
+    def right(self, rank: int, value: Value, updates: int) -> Any:
+        """What a rank should have of a value of the state, after so many updates of its group."""
+        program, kind, g = self.program, home(value).kind, value.index
         if kind not in (*PARAMS, *GRADS, *STATES):
             return fingerprint(value, rank)
+        replica = program.replica(rank) if program.local_steps else 0
         numbers: Numbers = (0,) * self.model.count[g]
         if kind not in GRADS:
-            numbers = found("param" if kind in PARAMS else "state", g, self.model.place[rank])
+            numbers = self.state(g, updates, replica, self.model.place[rank])[kind in STATES]
         return tuple(x if k in self.model.own(rank, value) else None for k, x in enumerate(numbers))
 
     def run(self) -> None:
@@ -303,7 +276,7 @@ class Machine:
                     self.execute(rank, row.pop(0))
                     moved = True
         if any(waiting):
-            raise Wrong(f"ranks wait for ever at {[str(row[0]) for row in waiting if row]}")
+            raise ValueError(f"ranks wait for ever at {[str(row[0]) for row in waiting if row]}")
         self.check_end()
 
     def arrived(self, rank: int, ins: Instruction) -> bool:
@@ -322,15 +295,15 @@ class Machine:
         copied = {pending.source for pending in memory.values() if isinstance(pending, Pending)}
         for value in ins.reads:
             if memory.get(value) is None:
-                raise Wrong(f"rank {rank} `{ins}` reads {value}, which is not there")
+                raise ValueError(f"rank {rank} `{ins}` reads {value}, which is not there")
         for value in (*ins.writes, *ins.frees):
             if isinstance(memory.get(value), Pending) or value in copied:
-                raise Wrong(f"rank {rank} `{ins}` changes {value}, which is under way")
+                raise ValueError(f"rank {rank} `{ins}` changes {value}, which is under way")
         where = "host" if ins.stream == "host" and ins.op is not Op.REDUCE else "device"
         reads = sorted(ins.reads, key=lambda value: value.step)  # (of several versions the newest counts)
         has = {plain(value): memory[value] for value in reads if tier(value) == where}
         self.do[ins.op](rank, ins, has)
-        for value in ins.writes if ins.op in (*COMPUTED, Op.REDUCE) else ():
+        for value in ins.writes if ins.op in (*COMPUTE, Op.APPLY) else ():
             memory[value] = has[plain(value)]
         for value in ins.frees:
             del memory[value]
@@ -346,7 +319,7 @@ class Machine:
         versions = [self.version.get(x[0], 0) for x in numbers.values()]
         key = (layer, self.rows(rank, ins), ins.op is Op.FORWARD)
         if ins.op not in (Op.RECOMPUTE, Op.BACKWARD_WEIGHT) and self.versions.setdefault(key, versions) != versions:
-            raise Wrong(f"rank {rank} `{ins}` uses other versions than another rank, or than before")
+            raise ValueError(f"rank {rank} `{ins}` uses other versions than another rank, or than before")
         return [self.model.used(g, x, self.model.place[rank]) for g, x in numbers.items()]
 
     def whole(self, rank: int, ins: Instruction, has: Values, kind: str, index: int, form: str) -> int:
@@ -361,10 +334,10 @@ class Machine:
         for layer in ins.layers:
             sources = [get("output", a, model.form(layer, "reads")) for a in model.inputs[layer]] if layer else [rows]
             carry = has[Value("carry", layer, i - 1, step)] if model.carries(layer, i - 1) else None
-            output, saved = forwarded(layer, *sources, carry, *self.params(rank, ins, layer, has))
+            output = fingerprint(layer, *sources, carry, *self.params(rank, ins, layer, has))
             form = model.form(layer, "writes")
             has[Value("output", layer, i, step, form)] = (output + model.mask(form, place)) % M
-            has[Value("saved", layer, i, step)] = has[Value("carry", layer, i, step)] = saved
+            has[Value("saved", layer, i, step)] = has[Value("carry", layer, i, step)] = output
             if layer == model.last and ins.op is Op.FORWARD:
                 self.losses[fingerprint(output, rows)] += 1
 
@@ -382,8 +355,8 @@ class Machine:
             back = fingerprint(layer, rest, *self.params(rank, ins, layer, has))
             form = model.form(layer, "grad_writes")
             for k, e in enumerate(model.into[layer]):
-                has[Value("grad_output", e, i, step, form)] = (gradient(back, k) + model.mask(form, place)) % M
-            has[Value("grad_carry", layer, i - 1, step)] = gradient(back, "carry")
+                has[Value("grad_output", e, i, step, form)] = (fingerprint(back, k) + model.mask(form, place)) % M
+            has[Value("grad_carry", layer, i - 1, step)] = fingerprint(back, "carry")
             has[Value("saved_weight", layer, i, step)] = rest
             if ins.op is Op.BACKWARD:
                 self.add(rank, ins, layer, back, has)
@@ -427,35 +400,29 @@ class Machine:
     def copy(self, rank: int, ins: Instruction, has: Values) -> None:
         memory, source, (target,) = self.memory[rank], ins.reads[0], ins.writes
         if home(source) not in (home(target), param_shard(target.index)):
-            raise Wrong(f"rank {rank} `{ins}` copies {source} to another value")
+            raise ValueError(f"rank {rank} `{ins}` copies {source} to another value")
         content, leaves = memory[source], ins.op is Op.OFFLOAD or source.microbatch >= 0  # (the source is let go)
         if leaves:
             memory[source] = (0,) * len(content) if home(source).kind in GRADS else None
         memory[target] = Pending(lambda: content, None if leaves or source in ins.frees else source)
 
     def send(self, rank: int, ins: Instruction, has: Values) -> None:
-        values = [value for value in ins.reads if value.kind != "residual"]
-        contents = {value if value.kind in MOVED else value.index: self.memory[rank][value] for value in values}
-        self.sent[ins.op, rank, ins.peer].append((label(ins, contents), contents))
+        self.sent[ins.op, rank, ins.peer].append({named(ins, value): self.memory[rank][value] for value in ins.reads})
 
     def receive(self, rank: int, ins: Instruction, has: Values) -> None:
         link = (next(op for op, other in PARTNERS.items() if other is ins.op), ins.peer, rank)
-        names = {value: value if value.kind in MOVED else value.index for value in ins.writes}
-        for value, name in names.items():
-            place = (link, self.received[link], label(ins, names.values()), name)
-            self.memory[rank][value] = Pending(partial(self.message, ins, *place, self.memory[rank].get(value)))
+        for value in dict.fromkeys(ins.writes):
+            others = self.memory[rank].get(value) if ins.op is Op.PULL else None
+            arrive = partial(self.message, link, self.received[link], named(ins, value), others)
+            self.memory[rank][value] = Pending(arrive)
         self.received[link] += 1
 
-    def message(self, ins: Instruction, link: Any, n: int, names: Any, name: Any, before: Any) -> Any:
+    def message(self, link: Any, n: int, name: Any, others: Any) -> Any:
         """A value of the n-th message of a link; of parameters that are pulled, with the slices of other servers."""
         if len(self.sent[link]) <= n:
             return None
-        found, contents = self.sent[link][n]
-        if found != names:
-            raise Wrong(f"rank {link[2]} expects {names}, but rank {link[1]} sends {found}")
-        if ins.op is not Op.PULL:
-            return contents[name]
-        return tuple(old if new is None else new for old, new in zip(before, contents[name], strict=True))
+        found = self.sent[link][n][name]
+        return tuple(a if b is None else b for a, b in zip(others, found, strict=True)) if others else found
 
     def join(self, rank: int, ins: Instruction, has: Values) -> None:
         memory, turns = self.memory[rank], self.turns[ins.group]
@@ -474,7 +441,7 @@ class Machine:
         if set(turn) != set(ins.group):
             return None
         if len({what_meets(other) for other, _ in turn.values()}) > 1:
-            raise Wrong(f"ranks {ins.group} meet in different collectives")
+            raise ValueError(f"ranks {ins.group} meet in different collectives")
         brought = {r: turn[r][1] for r in ins.group}
         if repartitions(ins):
             return self.repartitioned(rank, ins, {r: has[ins.reads[0]] for r, has in brought.items()})
@@ -504,36 +471,30 @@ class Machine:
     def repartitioned(self, rank: int, ins: Instruction, brought: dict[int, int]) -> int:
         """The ranks along one axis give a value another form: all have brought parts of the same one."""
         model, place, (source,), (target,) = self.model, self.model.place, ins.reads, ins.writes
-        axis = changed_axis(source.form, target.form)
-        if axis is None or source._replace(form="") != target._replace(form=""):
-            raise Wrong(f"rank {rank} `{ins}` makes another value, or changes no axis, or several")
-        if ins.group != self.program.sharers(rank, (self.program.sharing_axes[axis],)):
-            raise Wrong(f"rank {rank} `{ins}`: not the ranks along the axis that changes")
-        changed = [
-            (parts_of(a, axis + 1)[axis], parts_of(b, axis + 1)[axis]) for a, b in pairs(source.form, target.form)
-        ]
-        if any(collective_of(a, b) is not ins.op for a, b in changed if a != b):
-            raise Wrong(f"rank {rank} `{ins}` cannot make {target}")
-        if axis_within(source.form, target.form, axis) is not None:
-            raise Wrong(f"rank {rank} `{ins}` mixes up the parts of another axis")
+        axis, whole = changed_axis(source.form, target.form), source._replace(form="") == target._replace(form="")
+        if axis is None or not whole or ins.group != self.program.sharers(rank, (self.program.sharing_axes[axis],)):
+            raise ValueError(f"rank {rank} `{ins}` makes another value, or is not of the ranks along one axis")
+        both = ([parts_of(letter, axis + 1)[axis] for letter in pair] for pair in pairs(source.form, target.form))
+        fits = all(collective_of(old, new) is ins.op for old, new in both if old != new)
+        if not fits or axis_within(source.form, target.form, axis) is not None:
+            raise ValueError(f"rank {rank} `{ins}` cannot make {target} now")
         values = {(x - model.mask(source.form, place[r])) % M for r, x in brought.items()}
         return ((values.pop() if len(values) == 1 else fingerprint(*values)) + model.mask(target.form, place[rank])) % M
 
     def check_end(self) -> None:
         program, model = self.program, self.model
         if any(len(messages) != self.received[link] for link, messages in self.sent.items()):
-            raise Wrong("a message is never received")
+            raise ValueError("a message is never received")
         if any(set(turn) != set(group) for group, turns in self.turns.items() for turn in turns):
-            raise Wrong("a collective is never joined by all its ranks")
+            raise ValueError("a collective is never joined by all its ranks")
         runs = list(product(range(program.replicas), range(program.microbatches), range(program.steps)))
         if program.serving and program.serving.mode != "sync":  # (a worker that is too late leaves steps out)
             runs = [rows for rows in runs if (model.last, rows, True) in self.versions]
-        param, update, forward = reference(model, self.versions, self.taken)
         if program.layers:
             self.check_contract(len(runs))
             every = product(runs, model.places)
-            if self.losses != Counter(fingerprint(forward(model.last, *run)[0], model.rows(*run)) for run in every):
-                raise Wrong("a loss is missing, doubled, or not the one of its rows")
+            if self.losses != Counter(fingerprint(self.output(model.last, *run), model.rows(*run)) for run in every):
+                raise ValueError("a loss is missing, doubled, or not the one of its rows")
         updates = Counter(g for g, _ in self.taken)
         for rank, held in enumerate(program.final or program.state):
             found = {}
@@ -542,20 +503,15 @@ class Machine:
                 arrived = content.arrive() if isinstance(content, Pending) else content
                 found[value._replace(step=0) if newest else value] = arrived
             if found.keys() != held:
-                raise Wrong(f"rank {rank} ends with {min(found.keys() ^ held)}, or without it")
-
-            def one(what: str, g: int, place: Place, rank: int = rank) -> Numbers:
-                run = (g, updates[g], program.replica(rank) if program.local_steps else 0, place)
-                return param(*run) if what == "param" else update(*run)[1]
-
+                raise ValueError(f"rank {rank} ends with {min(found.keys() ^ held)}, or without it")
             for value, content in found.items():
                 right = content
                 if value.kind == "chunk":
                     right = sum(fingerprint(value, r) for r, mine in enumerate(program.state) if value in mine) % M
                 elif home(value).kind in (*PARAMS, *GRADS, *STATES) and not (program.serving and value.kind == "param"):
-                    right = self.right(rank, value, one)
+                    right = self.right(rank, value, updates[value.index])
                 if content != right:
-                    raise Wrong(f"rank {rank} ends with another {value} than one rank that has everything")
+                    raise ValueError(f"rank {rank} ends with another {value} than one rank that has everything")
 
     def check_contract(self, count: int) -> None:
         """Each update is of as many micro-batches as promised, and of none that is too old."""
@@ -566,20 +522,19 @@ class Machine:
         for g in {value.index for held in program.state for value in held if home(value).kind in STATES}:
             updates = {version: taken for (k, version), taken in self.taken.items() if k == g}
             if len(set().union(*updates.values())) < sum(map(len, updates.values())):
-                raise Wrong(f"two updates of group {g} take the same micro-batch")
+                raise ValueError(f"two updates of group {g} take the same micro-batch")
             if not decided and (sum(map(len, updates.values())) != count or len(updates) != -(-count // most)):
-                raise Wrong(f"the updates of group {g} leave a micro-batch out, or there are too many")
+                raise ValueError(f"the updates of group {g} leave a micro-batch out, or there are too many")
             for version, taken in updates.items():
                 if not decided and stale.every is None and {step for _, _, step in taken} != {version}:
-                    raise Wrong(f"update {version} of group {g} takes a micro-batch of another step")
+                    raise ValueError(f"update {version} of group {g} takes a micro-batch of another step")
                 for rows, layer in product(taken, program.groups[g].layers):
                     k = self.model.groups_of[layer].index(g)
                     there, back = (self.versions[layer, rows, which][k] for which in (True, False))
                     if (stale.bound is not None and version - there > stale.bound) or (stale.stashed and there != back):
-                        raise Wrong(f"update {version} of group {g} takes a gradient of versions {there} and {back}")
-
-
-COMPUTED = (Op.FORWARD, Op.RECOMPUTE, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT, Op.STEP, Op.APPLY)
+                        raise ValueError(
+                            f"update {version} of group {g} takes a gradient of versions {there} and {back}"
+                        )
 
 
 def plain(value: Value) -> Value:
@@ -587,9 +542,11 @@ def plain(value: Value) -> Value:
     return home(value) if value.microbatch >= 0 else home(value)._replace(step=-1)
 
 
-def label(ins: Instruction, names: Iterable[Any]) -> Any:
-    """What a message says of itself: the names of values, or the groups of a step."""
-    return list(names) if ins.op in (Op.SEND, Op.RECV) else (set(names), ins.step)
+def named(ins: Instruction, value: Value) -> Any:
+    """What a message calls a value: its name, or the number of a chunk, or of a group with the step."""
+    return (
+        value if value.kind in (*MOVED, "residual") else (value.index, -1 if ins.op in (Op.SEND, Op.RECV) else ins.step)
+    )
 
 
 def what_meets(ins: Instruction) -> Any:
