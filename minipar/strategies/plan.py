@@ -453,12 +453,11 @@ class Plan:
             nodes = tuple(end - start for start, end in pairwise(ends))
             return Layout(shape, self.dp, self.pp, nodes, microbatches, placement, host, self.shared)
 
-        if self.split is None:
-            even, more = divmod(layers, stages)
-            split = tuple(even + (s < more) for s in range(stages))
-        elif self.split == "auto":
-            return laid(self._best_split(shape, stages, laid, costs, costs_of, time_of))
-        else:
+        even, more = divmod(layers, stages)
+        split = tuple(even + (s < more) for s in range(stages))
+        if self.split == "auto":
+            split = self._best_split(laid, split, costs, costs_of, time_of)
+        elif self.split is not None:
             split = tuple(int(n) for n in self.split)
             if sum(split) != layers:
                 raise PlanError(
@@ -468,33 +467,24 @@ class Plan:
 
     def _best_split(
         self,
-        shape: Shape,
-        stages: int,
         laid: Callable[[tuple[int, ...]], Layout],
+        equal: tuple[int, ...],
         costs: LayerCosts | Profile | None,
         costs_of: Callable[[Program], Costs] | None,
         time_of: Callable[[Program], float] | None,
     ) -> tuple[int, ...]:
-        """The split that split="auto" stands for."""
-        from minipar.strategies.splitting import best_split  # (it needs NumPy)
+        """The split that split="auto" stands for; `laid` gives the layout with a split, such as the `equal` one."""
+        from minipar.strategies.splitting import by_chain, fastest  # (it needs NumPy)
 
-        def program(layout: Layout) -> Program:
-            return compile.program_of(self, shape, layout, 1, costs, costs_of)
+        layout = laid(equal)
+        usual = by_chain(costs, len(equal), layout, self.checkpoint not in ("none", "selective"))
+        if time_of is None:
+            return usual
 
-        def known(layout: Layout) -> tuple[Program, Costs]:
-            assert costs_of is not None
-            built = program(layout)
-            return built, costs_of(built)
+        def time(split: tuple[int, ...]) -> float:
+            return time_of(compile.program_of(self, layout.shape, laid(split), 1, costs, costs_of))
 
-        def time(layout: Layout) -> float:
-            assert time_of is not None
-            return time_of(program(layout))
-
-        actions = [self.actions(rank) for rank in range(self.pp)]
-        again = self.checkpoint not in ("none", "selective")
-        return best_split(
-            shape, stages, laid, actions, costs, again, known if costs_of else None, time if time_of else None
-        )
+        return fastest([equal, usual], time, layout.shape.layers * layout.microbatches * self.dp)
 
     def compile(
         self,
@@ -513,10 +503,9 @@ class Plan:
                    and a checkpoint budget need them, checkpoint="sqrt" uses them
         costs_of   gives the costs of a program, as `simulate` takes them; bucket="auto" and overlap="priority" use
                    them. By default a layer's forward takes 1 and its backward 2, and the messages of all gradients
-                   together take as long as all forwards and backwards of one micro-batch. split="auto" takes from them
-                   what links cost
+                   together take as long as all forwards and backwards of one micro-batch
         time_of    gives the predicted time of a program, such as `lambda p: simulate(p, costs_of(p)).time`;
-                   split="auto" uses it to choose among the best few splits
+                   split="auto" searches with it. Otherwise it takes the best split for gpipe with one stage a rank
 
         Errors: PlanError if the plan does not fit the model; ProgramError if the program cannot run (a schedule of your
         own may be wrong). `check=False` skips the check of the program.
