@@ -11,7 +11,17 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from minipar.strategies.exporting.rules import Export, Given, Rule, Said, rounds, silent, translated
+from minipar.strategies.exporting.rules import (
+    EACH_MICROBATCH,
+    Export,
+    Given,
+    Rule,
+    Said,
+    only,
+    rounds,
+    silent,
+    translated,
+)
 
 VERSION = "deepspeed 0.19.8"
 
@@ -35,12 +45,6 @@ def _tensor(given: Given) -> Said:
         {"tensor_parallel": {"autotp_size": given.value}},
         ("AutoTP divides the operators whose names it knows, such as those of transformers.",),
     )
-
-
-def _sequence_parallel(given: Given) -> Said:
-    if given.value:
-        raise given.refuse("has the whole sequence between divided operators", "sequence_parallel=false")
-    return Said()
 
 
 def _context_parallel(given: Given) -> Said:
@@ -69,18 +73,6 @@ def _experts(given: Given) -> Said:
         f"model of your own uses deepspeed.moe.layer.MoE(..., ep_size={given.value})."
     )
     return Said({"expert_parallel": {"enabled": True, "autoep_size": given.value}}, (note,))
-
-
-def _schedule(given: Given) -> Said:
-    if given.value != "1f1b":
-        raise given.refuse("runs 1F1B", "schedule=1f1b")
-    return Said()
-
-
-def _split(given: Given) -> Said:
-    if given.value is not None:
-        raise given.refuse("divides layers evenly, by parameters or by their type", "split=even")
-    return Said()
 
 
 def _bucket(given: Given) -> Said:
@@ -133,12 +125,6 @@ def _zero(given: Given) -> Said:
     return Said({"zero_optimization": {"stage": given.value}})
 
 
-def _reduce(given: Given) -> Said:
-    if given.value == "step":
-        raise given.refuse("sums sharded gradients after each micro-batch", "reduce=microbatch, or zero=1")
-    return Said()
-
-
 def _prefetch(given: Given) -> Said:
     """The numbers of so many blocks. Only a model's sizes say how many these are."""
     plan = given.plan
@@ -154,14 +140,6 @@ def _prefetch(given: Given) -> Said:
             {}, ("Parameters come ahead by 50 million numbers, its default; model= says how many a layer has.",)
         )
     raise given.refuse("counts the numbers that come ahead, not layers", "prefetch=1, prefetch=0, or model=")
-
-
-def _clip(given: Given) -> Said:
-    return Said({"gradient_clipping": given.value or 0.0})  # (its own default is 1)
-
-
-def _precision(given: Given) -> Said:
-    return Said({"bf16": {"enabled": True}} if given.value == "bf16" else {})
 
 
 def _offload(given: Given) -> Said:
@@ -186,22 +164,22 @@ RULES: dict[str, Rule] = {
     "dp": silent,  # (what is left of the ranks)
     "pp": _pipeline,
     "tp": _tensor,
-    "sequence_parallel": _sequence_parallel,
+    "sequence_parallel": only(False, "has the whole sequence between divided operators", "sequence_parallel=false"),
     "context_parallel": _context_parallel,
     "ep": _experts,
-    "schedule": _schedule,
+    "schedule": only("1f1b", "runs 1F1B", "schedule=1f1b"),
     "microbatches": silent,  # (gradient_accumulation_steps, in a pipeline, too)
     "accumulate": rounds,
-    "split": _split,
+    "split": only(None, "divides layers evenly, by parameters or by their type", "split=even"),
     "bucket": _bucket,
     "overlap": _overlap,
     "compress": _compress,
     "checkpoint": _checkpoint,
     "zero": _zero,
-    "reduce": _reduce,
+    "reduce": EACH_MICROBATCH,
     "prefetch": _prefetch,
-    "clip": _clip,
-    "precision": _precision,
+    "clip": lambda given: Said({"gradient_clipping": given.value or 0.0}),  # (its own default is 1)
+    "precision": lambda given: Said({"bf16": {"enabled": True}} if given.value == "bf16" else {}),
     "offload": _offload,
     "offload_to": silent,  # (see offload)
     "offload_folder": silent,

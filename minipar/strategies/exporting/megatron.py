@@ -11,20 +11,27 @@ from typing import Any
 
 from minipar.errors import PlanError
 from minipar.models.table import GPT, Mixture
-from minipar.strategies.exporting.rules import Export, Given, Rule, Said, host_only, rounds, setting, silent, translated
+from minipar.strategies.exporting.rules import (
+    EACH_MICROBATCH,
+    HOST_ONLY,
+    Export,
+    Given,
+    Rule,
+    Said,
+    rounds,
+    sequence_of_tp,
+    setting,
+    silent,
+    translated,
+)  # fmt: skip
 
 VERSION = "megatron-core 0.19.2"
 NUMBER = 4  # bytes: gradients are added up and sent in float32
 
 
 def _sequence_parallel(given: Given) -> Said:
-    if given.value and given.plan.tp == 1:
-        raise given.refuse("divides the sequence between ranks of tp", "sequence_parallel=false, or tp=2")
+    sequence_of_tp(given)
     return Said({"--sequence-parallel": True} if given.value else {})
-
-
-def _context_parallel(given: Given) -> Said:
-    return Said({"--context-parallel-size": given.value} if given.value > 1 else {})
 
 
 def _experts(given: Given) -> Said:
@@ -130,12 +137,6 @@ def _zero(given: Given) -> Said:
     return Said(settings, ("Its FSDP needs CUDA_DEVICE_MAX_CONNECTIONS unset, or above 1.",))
 
 
-def _reduce(given: Given) -> Said:
-    if given.value == "step":
-        raise given.refuse("sums sharded gradients after each micro-batch", "reduce=microbatch, or zero=1")
-    return Said()
-
-
 def _prefetch(given: Given) -> Said:
     if given.plan.zero < 3:
         return Said()
@@ -144,10 +145,6 @@ def _prefetch(given: Given) -> Said:
     if given.value == 1 and given.plan.overlap == "none" and given.replicas > 1:
         return Said({}, ("It gathers parameters ahead only together with overlap=backward.",))
     return Said({"--overlap-param-gather": True} if given.value and given.replicas > 1 else {})
-
-
-def _clip(given: Given) -> Said:
-    return Said({"--clip-grad": given.value or 0.0})  # (its own default is 1)
 
 
 def _precision(given: Given) -> Said:
@@ -172,7 +169,7 @@ RULES: dict[str, Rule] = {
     "pp": setting("--pipeline-model-parallel-size"),
     "tp": setting("--tensor-model-parallel-size"),
     "sequence_parallel": _sequence_parallel,
-    "context_parallel": _context_parallel,
+    "context_parallel": setting("--context-parallel-size"),
     "ep": _experts,
     "schedule": _schedule,
     "microbatches": silent,  # (what is left of the batch)
@@ -184,12 +181,12 @@ RULES: dict[str, Rule] = {
     "overlap": _overlap,
     "checkpoint": _checkpoint,
     "zero": _zero,
-    "reduce": _reduce,
+    "reduce": EACH_MICROBATCH,
     "prefetch": _prefetch,
-    "clip": _clip,
+    "clip": lambda given: Said({"--clip-grad": given.value or 0.0}),  # (its own default is 1)
     "precision": _precision,
     "offload": _offload,
-    "offload_to": host_only,
+    "offload_to": HOST_ONLY,
 }
 
 

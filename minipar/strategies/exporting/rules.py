@@ -141,10 +141,25 @@ def setting(name: str) -> Rule:
     return lambda given: Said() if given.is_default else Said({name: given.value})
 
 
-def host_only(given: Given) -> Said:
-    """The rule of `offload_to` for a system that offloads only to the host."""
-    if given.value != "host":
-        raise given.refuse("has no other place than the host", "offload_to=host")
+def only(value: object, why: str, possible: str) -> Rule:
+    """The rule of a key of which the system has one value, which it needs not be told."""
+
+    def rule(given: Given) -> Said:
+        if given.value != value:
+            raise given.refuse(why, possible)
+        return Said()
+
+    return rule
+
+
+HOST_ONLY = only("host", "has no other place than the host", "offload_to=host")
+EACH_MICROBATCH = only("microbatch", "sums sharded gradients after each micro-batch", "reduce=microbatch, or zero=1")
+
+
+def sequence_of_tp(given: Given) -> Said:
+    """The rule of `sequence_parallel` for a system that says the rest with `tp`."""
+    if given.value and given.plan.tp == 1:
+        raise given.refuse("divides the sequence between ranks of tp", "sequence_parallel=false, or tp=2")
     return Said()
 
 

@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from minipar.errors import PlanError
-from minipar.strategies.exporting.rules import Export, Given, Rule, Said, host_only, silent, translated
+from minipar.strategies.exporting.rules import HOST_ONLY, Export, Given, Rule, Said, sequence_of_tp, silent, translated
 
 VERSION = "torchtitan 0.2.2"
 SCHEDULES = {
@@ -51,12 +51,6 @@ def _tensor(given: Given) -> Said:
     if not given.plan.sequence_parallel:
         raise given.refuse("divides the sequence between divided operators", f"tp={given.value} sequence_parallel=true")
     return _parallel(tensor_parallel_degree=given.value)
-
-
-def _sequence_parallel(given: Given) -> Said:
-    if given.value and given.plan.tp == 1:
-        raise given.refuse("divides the sequence between ranks of tp", "sequence_parallel=false, or tp=2")
-    return Said()
 
 
 def _shares(given: Given, what: str) -> str:
@@ -179,10 +173,6 @@ def _prefetch(given: Given) -> Said:
     return Said()
 
 
-def _clip(given: Given) -> Said:
-    return Said({"training": {"max_norm": math.inf if given.value is None else given.value}})  # (its own default is 1)
-
-
 def _precision(given: Given) -> Said:
     plan = given.plan
     if given.value == "float32":
@@ -204,7 +194,7 @@ RULES: dict[str, Rule] = {
     "dp": _replicas,
     "pp": _pipeline,
     "tp": _tensor,
-    "sequence_parallel": _sequence_parallel,
+    "sequence_parallel": sequence_of_tp,
     "context_parallel": _context_parallel,
     "ep": _experts,
     "schedule": _schedule,
@@ -218,10 +208,10 @@ RULES: dict[str, Rule] = {
     "zero": _zero,
     "reduce": _reduce,
     "prefetch": _prefetch,
-    "clip": _clip,
+    "clip": lambda given: Said({"training": {"max_norm": given.value or math.inf}}),  # (its own default is 1)
     "precision": _precision,
     "offload": _offload,
-    "offload_to": host_only,
+    "offload_to": HOST_ONLY,
 }
 
 
