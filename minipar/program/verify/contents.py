@@ -39,7 +39,7 @@ from minipar.program import (
     repartitions,
     tier,
 )  # fmt: skip
-from minipar.program.diagnostics import at, refuse
+from minipar.program.diagnostics import at, refuse, wrong
 from minipar.program.rule import Place
 from minipar.wording import several
 
@@ -197,8 +197,8 @@ class Contents:
                 self._check_round(rank, index, value.index, ins.step)
             elif self.program.groups[value.index].trainable:
                 done = several(known.get(value, 0), "update")
-                reason = f"{at(self.program, rank, index)} of step {ins.step} uses {value} after {done}"
-                raise refuse(self.program, rank, index, f"{reason}; a synchronous program promises {ins.step}")
+                what = f" of step {ins.step} uses {value} after {done}"
+                raise wrong(self.program, rank, index, f"{what}; a synchronous program promises {ins.step}")
         op = ins.op
         if op is Op.BACKWARD or op is Op.BACKWARD_WEIGHT:
             self._contribute(rank, ins, self.first_bit[rank] + ins.microbatch)
@@ -316,8 +316,7 @@ class Contents:
         """All slices of a group are gathered: they must have the same version on all ranks."""
         if len(set(updates.values())) > 1:
             told = ", ".join(f"{n} on rank {r}" for r, n in updates.items())
-            reason = f"{at(self.program, rank, index)} gathers slices after different numbers of updates: {told}"
-            raise refuse(self.program, rank, index, reason)
+            raise wrong(self.program, rank, index, f" gathers slices after different numbers of updates: {told}")
         for r in self._given(updates):
             self.known[r][param(group)] = updates[r]
 
@@ -327,8 +326,8 @@ class Contents:
         found = {self.program.replica(r) for r in updates}
         if len(set(updates.values())) > 1 or len(found) < self.program.replicas:
             told = ", ".join(f"{n} on rank {r}" for r, n in updates.items())
-            reason = f"{at(self.program, rank, index)} averages param({group}) after different numbers of updates, or"
-            raise refuse(self.program, rank, index, f"{reason} not of all replicas: {told}")
+            what = f" averages param({group}) after different numbers of updates, or"
+            raise wrong(self.program, rank, index, f"{what} not of all replicas: {told}")
         for r in self._given(updates):
             if updates[r] != (newest := self.updated[r].get(group, 0)):
                 reason = (
@@ -372,8 +371,8 @@ class Contents:
                 continue
             counted, holders = {r for r, found in brought.items() if g in found}, holds[g]
             if counted != holders:
-                reason = f"{at(self.program, rank, index)} counts grad({g}) on ranks {sorted(counted)}; it is on"
-                raise refuse(self.program, rank, index, f"{reason} {sorted(holders)}")
+                what = f" counts grad({g}) on ranks {sorted(counted)}; it is on"
+                raise wrong(self.program, rank, index, f"{what} {sorted(holders)}")
             for r in counted:
                 self._check_complete(rank, index, grad(g), brought[r][g])
 
@@ -424,17 +423,14 @@ class Contents:
                 for gradient in (grad(value.index), grad_shard(value.index)):  # (those in a bucket stay allocated)
                     known.pop(gradient, None)
             elif value.kind.startswith("host ") and found != ins.step:
-                reason = f"{at(self.program, rank, index)} is update {found} of {value}, but belongs to step {ins.step}"
-                raise refuse(self.program, rank, index, reason)
+                raise wrong(self.program, rank, index, f" is update {found} of {value}, but belongs to step {ins.step}")
         for value in ins.writes:
             known[value] = ins.step + 1
 
     def _check_complete(self, rank: int, index: int, gradient: Value, found: int) -> None:
         missing = self._all(gradient.index, rank) & ~found
         if missing:
-            raise refuse(
-                self.program, rank, index,
-                f"{at(self.program, rank, index)} comes before its gradients are complete:"
+            raise wrong(self.program, rank, index, f" comes before its gradients are complete:"
                 f" {gradient} lacks {self.name(gradient.index, missing)}{self._lacking_sum(rank, gradient, missing)}",
             )  # fmt: skip
 

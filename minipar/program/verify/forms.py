@@ -10,7 +10,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from minipar.program import MOVED, Op, Program, Value
-from minipar.program.diagnostics import at, refuse
+from minipar.program.diagnostics import at, refuse, wrong
 from minipar.program.forms import (
     COUNTS,
     along,
@@ -56,9 +56,7 @@ def check_inside(program: Program, rank: int, index: int) -> None:
             given, taken, giver, taker = after.grad_writes, needed(before.grad_reads), second, first
         if given != taken:
             value = Value("grad_output" if back else "output", first)
-            raise refuse(
-                program, rank, index,
-                f"{at(program, rank, index)}: layer {program.title(giver)} gives {value} as {in_words(given)}, and "
+            raise wrong(program, rank, index, f": layer {program.title(giver)} gives {value} as {in_words(given)}, and "
                 f"layer {program.title(taker)} takes it as {in_words(taken)}{lacking(given, taken)}",
             )  # fmt: skip
 

@@ -32,7 +32,7 @@ from minipar.program import (
     served,
     served_state,
 )  # fmt: skip
-from minipar.program.diagnostics import at, refuse
+from minipar.program.diagnostics import at, refuse, wrong
 from minipar.program.rule import Place
 from minipar.program.server_rule import Mode
 from minipar.wording import several
@@ -88,27 +88,26 @@ def _check_worker(program: Program, rank: int) -> None:
     present = 0
     for index, ins in enumerate(program.ranks[rank]):
         if ins.step < present:
-            reason = f"{at(program, rank, index)} is of step {ins.step}, and step {present} has begun; possible is one"
-            raise refuse(program, rank, index, f"{reason} step after the other")
+            what = f" is of step {ins.step}, and step {present} has begun; possible is one"
+            raise wrong(program, rank, index, f"{what} step after the other")
         present = ins.step
         what = "forward" if ins.op is Op.FORWARD else "backward" if ins.op in _GRADIENTS else ""
         for layer in ins.layers if what else ():
             if ins.microbatch not in everything:
-                reason = f"{at(program, rank, index)}: there is no micro-batch {ins.microbatch}; possible are 0 to"
-                raise refuse(program, rank, index, f"{reason} {program.microbatches - 1}")
+                what = f": there is no micro-batch {ins.microbatch}; possible are 0 to"
+                raise wrong(program, rank, index, f"{what} {program.microbatches - 1}")
             if ins.microbatch in done[what, layer, ins.step]:
                 reason = f"micro-batch {ins.microbatch} is doubled: {at(program, rank, index)} is not the first"
                 raise refuse(program, rank, index, reason)
             done[what, layer, ins.step].add(ins.microbatch)
         for g in ins.layers if ins.op is Op.PUSH else ():
             if ins.peer in sent[g, ins.step]:
-                reason = f"{at(program, rank, index)} pushes grad({g}) of step {ins.step} again"
-                raise refuse(program, rank, index, reason)
+                raise wrong(program, rank, index, f" pushes grad({g}) of step {ins.step} again")
             sent[g, ins.step].add(ins.peer)
             for layer in program.groups[g].layers:
                 if lost := everything - done["backward", layer, ins.step]:
-                    reason = f"{at(program, rank, index)} pushes before the gradient is complete: grad({g}) lacks"
-                    raise refuse(program, rank, index, f"{reason} micro-batch {min(lost)} (layer {layer})")
+                    what = f" pushes before the gradient is complete: grad({g}) lacks"
+                    raise wrong(program, rank, index, f"{what} micro-batch {min(lost)} (layer {layer})")
     for step in sorted({ins.step for ins in program.ranks[rank] if ins.op is Op.PULL}):
         for layer in range(program.layers):
             for what in ("forward", "backward") if layer >= program.first_trainable else ("forward",):
@@ -167,10 +166,10 @@ def _check_work(
     for g in {g for layer in ins.layers for g in program.groups_of_layer[layer] if program.groups[g].trainable}:
         here = {server for server, step in pulled.get(g, {}).items() if step == ins.step}
         for server in sorted({s for s, share in shares.items() if g in share} - here):
-            reason = f"{at(program, rank, index)} uses param({g}), which was not pulled from rank {server} for step"
-            raise refuse(program, rank, index, f"{reason} {ins.step}")
+            what = f" uses param({g}), which was not pulled from rank {server} for step"
+            raise wrong(program, rank, index, f"{what} {ins.step}")
         if ins.op in _GRADIENTS and grad(g) not in ins.writes:
-            raise refuse(program, rank, index, f"{at(program, rank, index)} makes grad({g}), but does not write it")
+            raise wrong(program, rank, index, f" makes grad({g}), but does not write it")
 
 
 def _check_values(program: Program, rank: int, index: int, updates: Counter[int]) -> None:
@@ -271,8 +270,8 @@ class _Versions:
             self._check_taken(rank, index, g, workers)
             missing = {(worker, update) for worker in range(program.workers)} - workers if self.synchronous else ()
             if missing:
-                reason = f"{at(program, rank, index)} comes before all gradients are there: rank {min(missing)[0]}'s"
-                raise refuse(program, rank, index, f"{reason} of step {update} is not read")
+                what = f" comes before all gradients are there: rank {min(missing)[0]}'s"
+                raise wrong(program, rank, index, f"{what} of step {update} is not read")
         self.version[rank] += 1
 
     def _check_taken(self, rank: int, index: int, g: int, workers: set[tuple[int, int]]) -> None:

@@ -26,7 +26,7 @@ from minipar.program import (
     param,
     version_of,
 )
-from minipar.program.diagnostics import at, refuse
+from minipar.program.diagnostics import wrong
 from minipar.program.verify.contents import Contents
 from minipar.wording import several
 
@@ -229,7 +229,7 @@ class StaleContents(Contents):
                 self.alive[rank][value.index].discard(value)
 
     def _refuse(self, rank: int, index: int, what: str) -> ProgramError:
-        return refuse(self.program, rank, index, f"{at(self.program, rank, index)} {what}")
+        return wrong(self.program, rank, index, f" {what}")
 
     def name(self, group: int, mask: int) -> str:
         """The first contribution in a mask, in words."""

@@ -48,7 +48,7 @@ from minipar.program import (
     tier,
 )
 from minipar.program.collector import paused
-from minipar.program.diagnostics import at, refuse
+from minipar.program.diagnostics import at, refuse, wrong
 from minipar.program.repeated import Repeated
 from minipar.program.verify import fields, forms, service, slices
 from minipar.program.verify.contents import Contents
@@ -196,15 +196,12 @@ def _check_instructions(program: Program, ranks: Collection[int]) -> None:
             if op is Op.SEND or op is Op.RECV:
                 moved, other = (reads, writes) if op is Op.SEND else (writes, reads)
                 if not moved or other or len(set(moved)) < len(moved):
-                    raise refuse(
-                        program, rank, index, f"{at(program, rank, index)}: {op.value} moves values, each once"
-                    )
+                    raise wrong(program, rank, index, f": {op.value} moves values, each once")
                 if moved[0][2] != i or moved[0][3] != step:
                     raise _mislabelled(program, rank, index, moved[0])
                 for value in moved:
                     if value[0] not in MOVED:
-                        reason = f"{at(program, rank, index)} moves {value}; outputs and their gradients travel"
-                        raise refuse(program, rank, index, reason)
+                        raise wrong(program, rank, index, f" moves {value}; outputs and their gradients travel")
                     if value[0] == "output" and op is Op.SEND:
                         sent.add(value[1])
                 if stream == "host":
@@ -236,11 +233,10 @@ def _check_instructions(program: Program, ranks: Collection[int]) -> None:
             missing = needed.difference([value[:2] for value in reads])
             if missing:
                 kind, k = min(missing)
-                reason = f"{at(program, rank, index)} needs {kind}({k}), but does not read it"
-                raise refuse(program, rank, index, reason)
+                raise wrong(program, rank, index, f" needs {kind}({k}), but does not read it")
             for value in writes:
                 if value[:2] not in built and value[0] not in carried:
-                    raise refuse(program, rank, index, f"{at(program, rank, index)} cannot make {value}")
+                    raise wrong(program, rank, index, f" cannot make {value}")
             if layers and (program.forms or program.sharing > 1):
                 forms.check_forms(program, rank, index)
             for value in reads + writes:
@@ -259,9 +255,7 @@ def _check_rest(program: Program, rank: int, index: int) -> None:
     ins = program.ranks[rank][index]
     fields.check_instruction(rank, index, ins)
     if ins.group and ins.op not in COLLECTIVES:
-        raise refuse(
-            program, rank, index,
-            f"{at(program, rank, index)}: {ins.op.value} is no collective, so that nobody joins it in a group; "
+        raise wrong(program, rank, index, f": {ins.op.value} is no collective, so that nobody joins it in a group; "
             "possible is group=()",
         )  # fmt: skip
 
@@ -315,8 +309,8 @@ def _check_sent(program: Program, rank: int, sent: set[int]) -> None:
             makers = _producers(program, rank, value) if inside else ()
             if makers and program.ranks[rank][makers[0]].op is Op.FORWARD:
                 maker = at(program, rank, makers[0])
-                reason = f"{at(program, rank, index)} moves {value}, which stays inside of {maker}; possible is to end"
-                raise refuse(program, rank, index, f"{reason} that instruction with layer {value.index}")
+                what = f" moves {value}, which stays inside of {maker}; possible is to end"
+                raise wrong(program, rank, index, f"{what} that instruction with layer {value.index}")
 
 
 def _check_graphs(program: Program, rank: int) -> None:
@@ -345,7 +339,7 @@ def _check_graphs(program: Program, rank: int) -> None:
 def _mislabelled(program: Program, rank: int, index: int, value: Value) -> ProgramError:
     ins = program.ranks[rank][index]
     what = f"micro-batch {ins.microbatch} of step {ins.step}, but names {value} of step {value.step}"
-    return refuse(program, rank, index, f"{at(program, rank, index)} is of {what}")
+    return wrong(program, rank, index, f" is of {what}")
 
 
 def _check_copy(program: Program, rank: int, index: int, own: _State) -> None:
@@ -401,28 +395,26 @@ def _check_state_work(
     if op is Op.STEP:
         frozen = [g for g in groups if not program.groups[g].trainable]
         if frozen:
-            reason = f"{at(program, rank, index)} updates param({frozen[0]}), which has nothing to train"
-            raise refuse(program, rank, index, reason)
+            raise wrong(program, rank, index, f" updates param({frozen[0]}), which has nothing to train")
         for g in groups:
             if (other := own.updated.setdefault(g, groups)) != groups:
                 words = ",".join(map(str, other))
-                reason = f"{at(program, rank, index)}: an optimizer has groups {words} together, as in an earlier STEP"
-                raise refuse(program, rank, index, f"{reason}; possible is that in every step")
+                what = f": an optimizer has groups {words} together, as in an earlier STEP"
+                raise wrong(program, rank, index, f"{what}; possible is that in every step")
     elif op is Op.NORM:
         if len(set(ins.reads)) < len(ins.reads):
             twice = sorted(ins.reads, key=ins.reads.count)[-1]
-            reason = f"{at(program, rank, index)} counts {twice} twice; possible is each gradient once"
-            raise refuse(program, rank, index, reason)
+            raise wrong(program, rank, index, f" counts {twice} twice; possible is each gradient once")
     else:
         _check_slices(program, rank, index, own)
     if op is Op.REDUCE_SCATTER and (piece_of(ins) is not None or program.compress != "none"):
         reason = "slices are summed whole, as they are; possible are one part that begins at -1, and compress=none"
-        raise refuse(program, rank, index, f"{at(program, rank, index)}: {reason}")
+        raise wrong(program, rank, index, f": {reason}")
     written = {value[:2] for value in (_on_host(program, rank, index)[1] if ins.stream == "host" else ins.writes)}
     lacking = built - written - ({("norm", 0)} if op is Op.STEP else set())
     if lacking:
         kind, k = min(lacking)
-        raise refuse(program, rank, index, f"{at(program, rank, index)} changes {kind}({k}), but does not write it")
+        raise wrong(program, rank, index, f" changes {kind}({k}), but does not write it")
     return needed, built
 
 
@@ -431,9 +423,7 @@ def _check_slices(program: Program, rank: int, index: int, own: _State) -> None:
     ins = program.ranks[rank][index]
     for g in ins.layers:
         if optimizer_shard(g) not in own.held:
-            raise refuse(
-                program, rank, index, f"{at(program, rank, index)}: rank {rank} has no slice of parameter group {g}"
-            )
+            raise wrong(program, rank, index, f": rank {rank} has no slice of parameter group {g}")
         if ins.group != (wanted := program.slicing(g, rank)):
             words = ",".join(map(str, wanted))
             reason = (
@@ -454,16 +444,14 @@ def _check_sum(
         forms.check_shards(program, rank, index)
     if first == "param":
         if not program.local_steps:
-            reason = f"{at(program, rank, index)} sums parameters; possible with contract Local"
-            raise refuse(program, rank, index, reason)
+            raise wrong(program, rank, index, " sums parameters; possible with contract Local")
         if others := set(ins.reads) ^ set(ins.writes):
-            reason = f"{at(program, rank, index)} averages what it reads, but reads or writes {min(others)} only"
-            raise refuse(program, rank, index, reason)
+            raise wrong(program, rank, index, f" averages what it reads, but reads or writes {min(others)} only")
         rest: frozenset[tuple[str, int]] = frozenset()
     elif first == "grad":
         rest = frozenset(("residual", g) for g in ins.layers)
     else:
-        raise refuse(program, rank, index, f"{at(program, rank, index)} sums gradients, but reads none")
+        raise wrong(program, rank, index, " sums gradients, but reads none")
     read, written = (frozenset(value[:2] for value in values) for values in (ins.reads, ins.writes))
     needed = summed | rest if program.compress.startswith(("topk", "powersgd")) else summed
     piece = piece_of(ins)
@@ -472,23 +460,18 @@ def _check_sum(
     for does, found, wanted in (("read", read, needed), ("write", written, frozenset() if nothing else needed)):
         if wanted - found:
             kind, k = min(wanted - found)
-            raise refuse(program, rank, index, f"{at(program, rank, index)} needs to {does} {kind}({k})")
+            raise wrong(program, rank, index, f" needs to {does} {kind}({k})")
         if found - summed - rest:
             kind, k = min(found - summed - rest)
-            raise refuse(program, rank, index, f"{at(program, rank, index)} cannot {does} {kind}({k})")
+            raise wrong(program, rank, index, f" cannot {does} {kind}({k})")
     if ins.frees:
-        raise refuse(
-            program,
-            rank,
-            index,
-            f"{at(program, rank, index)} frees {ins.frees[0]}, which it changes; possible is frees=()",
-        )
+        raise wrong(program, rank, index, f" frees {ins.frees[0]}, which it changes; possible is frees=()")
     flat = any(part.layer < 0 for part in ins.parts)
     for g in ins.layers if flat and rest else ():
         if (other := own.buffers.setdefault(g, ins.layers)) != ins.layers:
             groups = ",".join(map(str, other))
-            reason = f"{at(program, rank, index)}: grad({g}) lies in the buffer of groups {groups}"
-            raise refuse(program, rank, index, f"{reason}; possible are the same groups in every step")
+            what = f": grad({g}) lies in the buffer of groups {groups}"
+            raise wrong(program, rank, index, f"{what}; possible are the same groups in every step")
     return summed, built | summed
 
 
@@ -497,9 +480,7 @@ def _check_piece(program: Program, rank: int, index: int) -> None:
     ins = program.ranks[rank][index]
     piece, whole = piece_of(ins), program.compress != "none"
     if piece is not None and (len(ins.layers) > 1 or ins.parts[0].layer >= 0 or piece[1] <= piece[0] or whole):
-        raise refuse(
-            program, rank, index,
-            f"{at(program, rank, index)}: a piece is of one gradient, with all its numbers, in a buffer (layer=-1), "
+        raise wrong(program, rank, index, ": a piece is of one gradient, with all its numbers, in a buffer (layer=-1), "
             "and has bytes",
         )  # fmt: skip
 
@@ -509,8 +490,7 @@ def _on_host(program: Program, rank: int, index: int) -> tuple[tuple[Value, ...]
     ins = program.ranks[rank][index]
     here = [value for value in ins.reads + ins.writes if tier(value) != "host" and value != norm()]
     if here and ins.op not in COLLECTIVES:
-        reason = f"{at(program, rank, index)} works on the host, where {here[0]} is not"
-        raise refuse(program, rank, index, reason)
+        raise wrong(program, rank, index, f" works on the host, where {here[0]} is not")
     whole = ins.op is Op.STEP  # with zero=1 or 2 it works on a slice of a parameter that the device holds whole
 
     def plain(value: Value) -> Value:
@@ -588,8 +568,7 @@ def _check_microbatches(program: Program, ranks: Sequence[int]) -> None:
             if ins.op is Op.RECOMPUTE and not (
                 0 <= ins.microbatch < program.microbatches and 0 <= ins.step < program.steps
             ):
-                reason = f"{at(program, rank, index)} works on a micro-batch or step that is not there"
-                raise refuse(program, rank, index, reason)
+                raise wrong(program, rank, index, " works on a micro-batch or step that is not there")
             for half in _HALVES.get(ins.op, ()):
                 for layer in ins.layers:
                     key = (half, layer, ins.microbatch, ins.step)
@@ -618,8 +597,7 @@ def _check_microbatches(program: Program, ranks: Sequence[int]) -> None:
         place for (half, layer, i, step), place in seen.items()
         if not (layer in wanted[half] and i in microbatches and step in steps)
     )  # fmt: skip
-    reason = f"{at(program, rank, index)} works on a layer, micro-batch or step that is not there"
-    raise refuse(program, rank, index, reason)
+    raise wrong(program, rank, index, " works on a layer, micro-batch or step that is not there")
 
 
 # 3. each link and group ---------------------------------------------------------------------------------------------
@@ -646,7 +624,7 @@ def _check_rank(program: Program, rank: int) -> set[Value]:
         live.update(ins.writes)
         for value in ins.frees:
             if value not in live:
-                raise refuse(program, rank, index, f"{at(program, rank, index)} frees {value}, which is not there")
+                raise wrong(program, rank, index, f" frees {value}, which is not there")
             if value[0] in _SUMS and not _takes_up(ins, value):
                 reason = f"{at(program, rank, index)} frees {value}, but does not use it: what was summed would be lost"
                 takers = ", ".join(op.value for op in _TAKERS)

@@ -100,7 +100,7 @@ def expand(
 
     def backward(layer: int, i: int, whole: bool) -> Instruction:
         came = (kept[layer][i], *[gout[e][i] for e in wires.out[layer]])
-        held = came + (out[layer][i],) if layer == last else came
+        held = (*came, out[layer][i]) if layer == last else came
         held += tuple([out[a][i] for a in wires.inputs[layer]])
         writes = grads[layer] if whole else (left[layer][i],)
         writes = (*[gout[e][i] for e in back[layer]], *writes)
