@@ -100,10 +100,9 @@ def _with_sums(
     ]
     messages += _copies(copied, layout, sharing, last, bucket)
     messages += [(groups, end) for _, groups in sorted(by_ranks.items())]
-    after: dict[int, list[Instruction]] = {}
-    for groups, place in messages:
-        after.setdefault(place, []).append(all_reduce(groups, layout, sharing[groups[0]], step, bucket))
-    return insert(row, after=after)
+    return insert(
+        row, after=[(k, all_reduce(groups, layout, sharing[groups[0]], step, bucket)) for groups, k in messages]
+    )
 
 
 def _copies(

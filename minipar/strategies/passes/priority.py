@@ -61,14 +61,14 @@ def _with_pieces(
     ]
     ready = [clock[place[ins.layers[0]] + 1] for ins in queue]
     urgent = [urgency.get(ins.layers[0], end) for ins in queue]
-    after: dict[int, list[Instruction]] = {}
+    sums: list[tuple[int, Instruction]] = []
     latest = 0
     for k in in_order(ready, [seconds(ins) for ins in queue], urgent):
         latest = max(latest, place[queue[k].layers[0]])
-        after.setdefault(latest, []).append(queue[k])
+        sums.append((latest, queue[k]))
     for g in sorted(sharing.keys() - set(within)):  # tied between stages, which complete them at different times
-        after.setdefault(end, []).append(all_reduce([g], layout, sharing[g], step, draft.bucket))
-    return insert(row, after=after)
+        sums.append((end, all_reduce([g], layout, sharing[g], step, draft.bucket)))
+    return insert(row, after=sums)
 
 
 def pieces(whole: Instruction, size: int, bucket: Bucket) -> list[Instruction]:
@@ -112,7 +112,4 @@ def _where_needed(row: Sequence[Instruction], late: Sequence[Instruction]) -> li
     """A step's instructions, with the update of the step before: of each group before the first use of its
     parameters."""
     first = first_uses(row)
-    before: dict[int, list[Instruction]] = {}
-    for ins in late:
-        before.setdefault(first.get(ins.layers[0], len(row)), []).append(ins)
-    return insert(row, before) + before.get(len(row), [])
+    return insert(row, before=[(first.get(ins.layers[0], len(row)), ins) for ins in late])

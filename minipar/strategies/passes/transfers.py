@@ -21,6 +21,7 @@ from minipar.errors import PlanError
 from minipar.program import MOVED, Action, Backward, BackwardInput, Forward, Instruction, Op, Value, output, saved
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
+from minipar.strategies.rewriting import insert
 
 
 def send_and_receive(draft: Draft) -> Draft:
@@ -65,7 +66,7 @@ def insert_transfers(
 ) -> dict[int, list[Instruction]]:
     """The ranks of one replica with SEND and RECV inserted. `ranks` maps the number of a rank to its instructions.
 
-    together   value -> another value: the first is not sent before the second was read for the last time
+    joined   value -> another value: the first is not sent before the second was read for the last time
     """
     producer: dict[Value, tuple[int, int]] = {}
     reading: dict[int, dict[Value, int]] = {}  # where each rank reads a value for the first time
@@ -105,9 +106,8 @@ def insert_transfers(
             arriving[source].append((position, k, value))
 
     stay = read_here | again  # values that not every SEND frees
-    added: dict[int, list[Instruction]] = {rank: list(row) for rank, row in ranks.items()}
-    # (instruction k has place 3k; an instruction inserted before it has 3k - 1, one after it 3k + 1)
-    places: dict[int, list[int]] = {rank: [*range(0, 3 * len(row), 3)] for rank, row in ranks.items()}
+    before: dict[int, list[tuple[int, Instruction]]] = {rank: [] for rank in ranks}
+    after: dict[int, list[tuple[int, Instruction]]] = {rank: [] for rank in ranks}
     new = tuple.__new__  # (takes half the time of calling Instruction)
     for (source, target), moves in links.items():
         moves.sort(key=itemgetter(0))
@@ -124,14 +124,10 @@ def insert_transfers(
             _, index, i, step, _ = values[0]
             layers = (index,)
             recv = new(Instruction, (RECV, layers, i, step, (), values, (), origin, source, *REST))
-            added[target].append(recv)
-            places[target].append(3 * reader - 1)
+            before[target].append((reader, recv))
             frees = values
             if not stay.isdisjoint(values):
                 frees = tuple(v for v in values if v not in read_here and last_target[v] == target)
             send = new(Instruction, (SEND, layers, i, step, values, (), frees, to, target, *REST))
-            added[source].append(send)
-            places[source].append(3 * position + 1)
-
-    orders = {rank: sorted(range(len(found)), key=found.__getitem__) for rank, found in places.items()}
-    return {rank: [*map(added[rank].__getitem__, order)] for rank, order in orders.items()}
+            after[source].append((position, send))
+    return {rank: insert(row, before[rank], after[rank]) for rank, row in ranks.items()}
