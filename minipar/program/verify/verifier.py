@@ -293,8 +293,8 @@ def _twice(items: Iterable[int]) -> int:
 
 
 def _not_on_host(program: Program, rank: int, index: int) -> ProgramError:
-    reason = f"{at(program, rank, index)} computes nothing, but is on the stream of the host"
-    return refuse(program, rank, index, f"{reason}; possible on stream host are layers and STEP")
+    what = " computes nothing, but is on the stream of the host"
+    return wrong(program, rank, index, f"{what}; possible on stream host are layers and STEP")
 
 
 def _check_sent(program: Program, rank: int, sent: set[int]) -> None:
@@ -345,33 +345,30 @@ def _mislabelled(program: Program, rank: int, index: int, value: Value) -> Progr
 def _check_copy(program: Program, rank: int, index: int, own: _State) -> None:
     """A copy moves one value, OFFLOAD to a slower tier and FETCH to a faster one."""
     ins = program.ranks[rank][index]
-    where = at(program, rank, index)
     if len(ins.writes) != 1 or not ins.reads:
-        raise refuse(program, rank, index, f"{where}: {ins.op.value} copies one value")
+        raise wrong(program, rank, index, f": {ins.op.value} copies one value")
     source, target = ins.reads[0], ins.writes[0]
     down = TIERS.index(tier(target)) - TIERS.index(tier(source))
     slice_of_it = home(source).kind == "param_shard" and target == param(source.index)
     if not (home(source) == home(target) or slice_of_it) or (down <= 0 if ins.op is Op.OFFLOAD else down >= 0):
-        raise refuse(program, rank, index, f"{where} cannot make {target} of {source}")
+        raise wrong(program, rank, index, f" cannot make {target} of {source}")
     if source.microbatch >= 0 and (source.microbatch, source.step) != (ins.microbatch, ins.step):
         raise _mislabelled(program, rank, index, source)
     if (target.microbatch, target.step) != (source.microbatch, source.step):
         raise _mislabelled(program, rank, index, target)
     if ins.layers != (source.index,):
-        raise refuse(program, rank, index, f"{where} copies {source}; possible is layers=({source.index},)")
+        raise wrong(program, rank, index, f" copies {source}; possible is layers=({source.index},)")
     kind = home(source).kind
     if kind not in _COPIED:
-        raise refuse(program, rank, index, f"{where}: {kind} is not copied between tiers")
+        raise wrong(program, rank, index, f": {kind} is not copied between tiers")
     if ins.stream == "host":
         raise _not_on_host(program, rank, index)
     if kind in ("grad", "grad_shard"):
         if ins.op is not Op.OFFLOAD or own.places.get(source.index) != {"host"}:
-            reason = f"{where}: gradients go to the host for a STEP of the host; rank {rank} has none for {source}"
-            raise refuse(program, rank, index, reason)
+            what = f": gradients go to the host for a STEP of the host; rank {rank} has none for {source}"
+            raise wrong(program, rank, index, what)
     elif source not in ins.frees and (ins.op is Op.OFFLOAD or source.microbatch >= 0):
-        raise refuse(
-            program, rank, index, f"{where} lets {source} go when it is copied; possible is frees with {source}"
-        )
+        raise wrong(program, rank, index, f" lets {source} go when it is copied; possible is frees with {source}")
 
 
 def _check_state_work(
