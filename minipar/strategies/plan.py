@@ -648,15 +648,11 @@ class Plan:
         for action in chosen:
             if not isinstance(action, Action):
                 raise PlanError(f"schedule={self.schedule}: yielded {action!r}; {possible}")
-            i, c = action.microbatch, action.chunk  # (most are plain numbers; looking for a method is slow)
-            if (type(i) is not int and not hasattr(i, "__index__")) or not 0 <= i < pieces:
-                raise PlanError(
-                    f"schedule={self.schedule}: {action} on rank {rank}; micro-batches count from 0 to {pieces - 1}"
-                )
-            if (type(c) is not int and not hasattr(c, "__index__")) or not 0 <= c < chunks:
-                raise PlanError(
-                    f"schedule={self.schedule}: {action} on rank {rank}; chunks count from 0 to {chunks - 1}"
-                )
+            for k, count, what in ((action.microbatch, pieces, "micro-batches"), (action.chunk, chunks, "chunks")):
+                # (most are plain numbers; looking for a method is slow)
+                if (type(k) is not int and not hasattr(k, "__index__")) or not 0 <= k < count:
+                    words = f"{action} on rank {rank}; {what} count from 0 to {count - 1}"
+                    raise PlanError(f"schedule={self.schedule}: {words}")
         if self.place is not None and chunks < held:
             chosen = branches.through(chosen, held)
         if self.accumulate == 1:
