@@ -28,7 +28,7 @@ from minipar.program import (
     Staleness,
     Synchronous,
 )  # fmt: skip
-from minipar.program.repeated import repeat
+from minipar.program.repeated import Repeated
 from minipar.program.server_rule import Mode
 from minipar.program.shape import Shape
 from minipar.strategies import exclusions, keys, segments
@@ -125,10 +125,12 @@ def program_of(
             draft = each(draft)
         for mine, more in zip(rows, draft.ranks, strict=True):
             mine += more
-    whole = plan.sync != "ps" and not plan.extra_passes  # (messages to servers leave a pipeline)
-    ranks, servers = repeat(rows[: plan.pp], layout.mesh, whole), tuple(map(tuple, rows[plan.pp :]))
+    ranks: Sequence[tuple[Instruction, ...]] = Repeated(rows[: plan.pp], layout.mesh)
+    if plan.sync == "ps" or plan.extra_passes or layout.mesh.size == plan.pp:
+        # (messages to servers leave a pipeline, and groups of a pass of your own may have any ranks)
+        ranks = (*ranks, *map(tuple, rows[plan.pp :]))
     return Program(
-        (*ranks, *servers) if servers else ranks,
+        ranks,
         shape.layers,
         layout.microbatches,
         shape.groups,
