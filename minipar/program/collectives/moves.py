@@ -104,6 +104,14 @@ def bounds(size: int, count: int, index: int) -> tuple[int, int]:
     return size * index // count, size * (index + 1) // count
 
 
+def sizes_of(collective: str, setting: Setting, by: Algorithm, nbytes: int, item: int = 1) -> tuple[int, ...]:
+    """The sizes in bytes of the chunks of a tensor, whose elements have `item` bytes."""
+    count = by.chunks(collective, setting)
+    each = count // setting.ranks if collective == "all_to_all" else count  # (there each rank cuts its tensor)
+    cuts = [bounds(nbytes // item, each, c % each) for c in range(count)]
+    return tuple((last - first) * item for first, last in cuts)
+
+
 def held(collective: str, setting: Setting, rank: int, count: int, at_end: bool) -> range:
     """Which of `count` chunks a rank holds at the beginning of a collective, or must hold at its end."""
     everything, nothing = range(count), range(0)
