@@ -36,12 +36,12 @@ from minipar.execution.emulation import Delays, delays
 from minipar.execution.executor import Executor, Gradient, PassRecord, Shard
 from minipar.execution.fitting import check_parameters, row_major
 from minipar.execution.following import Callback, Following, News, Observer, Reporter, Warnings
+from minipar.execution.lines import Slice, assemble
 from minipar.execution.mean_loss import Finite, check_choice
 from minipar.execution.measuring.calibration import measure_copies
 from minipar.execution.measuring.profiler import profile
 from minipar.execution.memory.tape import record
 from minipar.execution.memory.tracker import SERIES, Watching, watching_of
-from minipar.execution.owners import Slice, assemble
 from minipar.execution.saving.contents import outline_of
 from minipar.execution.saving.folder import Header
 from minipar.execution.saving.keeping import NOTHING, Share, Storing

@@ -152,7 +152,8 @@ def _collect(executor: Executor, outline: Outline) -> Iterator[SavedSlice]:
             f"plan {executor.program.name!r}: what compress={executor.program.compress} has left out of the gradients "
             "waits on every rank, and is not saved; possible are compress=none, bf16, fp16"
         )
-    seen = {id(p) for each in state.slices.values() for p in each.params}
+    slices = [line for line in state.lines if line.place is not None]
+    seen = {id(p) for line in slices for p in line.params}
     trained = _trained(executor)
     for layer in executor.compute.layers.values():
         for p in layer.parameters():
@@ -164,17 +165,17 @@ def _collect(executor: Executor, outline: Outline) -> Iterator[SavedSlice]:
             yield from _share(f"parameters/{name}", _here(own, name), rank, holders)
             for key, values, number in _states(name, kept.get(id(own), {})):
                 yield from _share(key, values, rank, holders, number)
-    for each in state.slices.values():
-        if not executor.program.is_first(rank, each.group.form, "S"):
+    for line in slices:
+        if not executor.program.is_first(rank, line.group.form, "S"):
             continue  # ranks that share layers have the same slices of what they have whole
-        (part,) = each.trained
-        for p in each.params:
+        (part,) = line.trained
+        for p in line.params:
             if p.numel() == 0:  # no slice has any of it
                 yield SavedSlice(f"parameters/{executor.names[id(p)]}", tuple(p.shape), 0, p.data.reshape(-1))
-        for p, begin, end, place in each.places():
+        for p, begin, end, place in line.places():
             name, shape = executor.names[id(p)], tuple(p.shape)
             yield SavedSlice(f"parameters/{name}", shape, begin, _here(part, name)[place : place + end - begin])
-        for piece in each.pieces:
+        for piece in line.updated:
             yield from states_of_slice(piece, kept.get(id(piece.parameter), {}))
     yield from _own_buffers(executor, outline)
 
@@ -226,9 +227,8 @@ def _states(name: str, values: dict[str, Any]) -> Iterator[tuple[str, Tensor, bo
 
 def _trained(executor: Executor) -> dict[int, nn.Parameter]:
     """What the optimizer works on for each whole trainable parameter, by its id: itself, or a copy on the host."""
-    state = executor.state
-    whole = [owner for owner in state.owners if owner.number not in state.slices]
-    return {id(p): own for owner in whole for p, own in zip(owner.params, owner.trained, strict=True)}
+    whole = [line for line in executor.state.lines if line.place is None]
+    return {id(p): own for line in whole for p, own in zip(line.params, line.trained, strict=True)}
 
 
 def _here(values: Tensor, name: str) -> Tensor:
@@ -300,7 +300,8 @@ def optimizer_class(optimizer: torch.optim.Optimizer) -> str:
 def restore(executor: Executor, outline: Outline, saved: Reading) -> None:
     """Give a rank that has not begun what was saved, whatever plan it was saved under."""
     state, source = executor.state, _Local(saved, executor.cuts) if executor.cuts else saved
-    seen = {id(p) for each in state.slices.values() if each.scattered for p in each.params}
+    slices = [(line, line.place) for line in state.lines if line.place is not None]
+    seen = {id(p) for line, place in slices if place.scattered for p in line.params}
     trained = _trained(executor)
     for l, layer in executor.compute.layers.items():
         for p in layer.parameters():
@@ -312,18 +313,18 @@ def restore(executor: Executor, outline: Outline, saved: Reading) -> None:
             seen.add(id(p))
         for name, values in _buffers(layer, outline.prefixes[l]):
             _copy(source, f"buffers/{name}", values)
-    for each in state.slices.values():
-        part, (mine,) = each.part, each.trained
+    for line, _ in slices:
+        part, (mine,) = line.part, line.trained
         wanted = torch.zeros(part.numel(), dtype=part.dtype)
         source.fill({
             (f"parameters/{executor.names[id(p)]}", begin): wanted[place : place + end - begin]
-            for p, begin, end, place in each.places()
+            for p, begin, end, place in line.places()
         })  # fmt: skip
-        _here(mine, f"parameters/{executor.names[id(each.params[0])]}").copy_(wanted)
+        _here(mine, f"parameters/{executor.names[id(line.params[0])]}").copy_(wanted)
         if mine is not part and not _away(part):
             part.data.copy_(wanted)
     names = {id(own): executor.names[p] for p, own in trained.items()}
-    parts = {id(piece.parameter): piece for each in state.slices.values() for piece in each.pieces}
+    parts = {id(piece.parameter): piece for line, _ in slices for piece in line.updated}
     cuts = executor.cuts
     shapes = {
         row.name: cuts[row.name].local_shape(row.shape) if row.name in cuts else row.shape for row in outline.rows
