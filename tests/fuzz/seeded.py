@@ -18,6 +18,7 @@ from minipar.execution.compute import Compute
 from minipar.execution.execution import Job
 from minipar.execution.mean_loss import MeanLoss
 from minipar.execution.streams import HostStreams
+from minipar.program import Op
 
 Put = Callable[[Any, str, Any], None]
 _planted = pytest.MonkeyPatch()
