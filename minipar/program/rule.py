@@ -31,7 +31,7 @@ Link = tuple[int, int, Op]  # the sender, the receiver, and the op of the sender
 Stream = Link | tuple[int, ...]  # messages of a link, or collectives of a group; both keep their order
 _GIVER = {taker: giver for giver, taker in PARTNERS.items()}
 _COPY: tuple[int, ...] = ()  # the stream of copies, which wait for nobody
-_ALONE = frozenset(COMPUTE)  # ops that no other rank takes part in
+_LOCAL = frozenset(COMPUTE)  # ops that no other rank takes part in
 
 
 class ProgramDeadlock(ProgramError, Deadlock):
@@ -108,7 +108,7 @@ def _walk(program: Program, ranks: Collection[int]) -> Iterator[Turn]:
                         for v in writes + frees:
                             if v in under_way or v in in_use:
                                 raise _changed_under_way(program, rank, index, v, in_use.get(v, v))
-                if op in _ALONE:
+                if op in _LOCAL:
                     pass
                 elif op is SEND:
                     given.setdefault((rank, peer, op), []).append((rank, index))

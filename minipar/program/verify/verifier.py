@@ -98,13 +98,15 @@ def _check(program: Program) -> None:
     try:
         _verify(program, ranks)
     except ProgramError:
-        if len(ranks) == len(everyone) or len(program) > _TOLD:
+        if len(ranks) == len(everyone) or len(program) > _MOST_REPEATED:
             raise
         _verify(program, everyone)  # (it is refused in the same words as one that is written rank by rank)
         raise
 
 
-_TOLD = 1_000_000  # instructions of the largest program that is looked at again, to say of all ranks what is wrong
+_MOST_REPEATED = (
+    1_000_000  # instructions of the largest program that is looked at again, to say of all ranks what is wrong
+)
 
 
 def _to_look_at(program: Program) -> Collection[int]:
@@ -281,7 +283,7 @@ def _check_layers(program: Program, rank: int, index: int) -> None:
         reason = f" names {_twice(layers)} twice; possible is each once"
     elif op not in _ON_LAYERS:
         return
-    elif program.edges and not program.wiring.alone.issuperset(sorted(layers)[1:]):
+    elif program.edges and not program.wiring.chained.issuperset(sorted(layers)[1:]):
         reason = ": its layers are no chain; possible is one instruction for each"
     elif layers != tuple(range(layers[0], layers[-1] + 1)):
         given, possible = (",".join(map(str, each)) for each in (layers, range(min(layers), max(layers) + 1)))

@@ -86,12 +86,12 @@ def pieces(whole: Instruction, size: int, bucket: Bucket) -> list[Instruction]:
     return [*found[:-1], found[-1]._replace(writes=whole.writes)]
 
 
-def update_late(draft: Draft) -> Draft:
+def update_before_use(draft: Draft) -> Draft:
     """Each group's STEP runs in the next step, before the first forward that needs its parameters."""
     rows, updates = [], []
     for rank, row in enumerate(draft.ranks):
         updates.append(tuple(_most_urgent_first(draft.update[rank], row)))
-        rows.append(_where_needed(row, draft.late[rank]) if draft.late else row)
+        rows.append(_where_needed(row, draft.previous_update[rank]) if draft.previous_update else row)
     if draft.step == draft.steps - 1:
         rows = [[*row, *update] for row, update in zip(rows, updates, strict=True)]
     return replace(draft, ranks=tuple(map(tuple, rows)), update=tuple(updates))
@@ -108,11 +108,11 @@ def _most_urgent_first(update: Sequence[Instruction], row: Sequence[Instruction]
     return [ins for g in order for ins in of_each[g]]
 
 
-def _where_needed(row: Sequence[Instruction], late: Sequence[Instruction]) -> list[Instruction]:
+def _where_needed(row: Sequence[Instruction], update: Sequence[Instruction]) -> list[Instruction]:
     """A step's instructions, with the update of the step before: of each group before the first use of its
     parameters."""
     first = first_uses(row)
     before: dict[int, list[Instruction]] = {}
-    for ins in late:
+    for ins in update:
         before.setdefault(first.get(ins.layers[0], len(row)), []).append(ins)
     return insert(row, before) + before.get(len(row), [])
