@@ -104,9 +104,7 @@ def _check(program: Program) -> None:
         raise
 
 
-_MOST_REPEATED = (
-    1_000_000  # instructions of the largest program that is looked at again, to say of all ranks what is wrong
-)
+_MOST_REPEATED = 1_000_000  # instructions of the largest program that is verified again, on all ranks, once refused
 
 
 def _to_look_at(program: Program) -> Collection[int]:
