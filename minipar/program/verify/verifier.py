@@ -467,7 +467,8 @@ def _check_sum(
     read, written = (frozenset(value[:2] for value in values) for values in (ins.reads, ins.writes))
     needed = summed | rest if program.compress.startswith(("topk", "powersgd")) else summed
     piece = piece_of(ins)
-    _check_piece(program, rank, index)
+    if piece is not None:
+        _check_piece(program, rank, index, piece)
     nothing = piece is not None and not written  # (the last piece writes for all)
     for does, found, wanted in (("read", read, needed), ("write", written, frozenset() if nothing else needed)):
         if wanted - found:
@@ -492,11 +493,10 @@ def _check_sum(
     return summed, built | summed
 
 
-def _check_piece(program: Program, rank: int, index: int) -> None:
+def _check_piece(program: Program, rank: int, index: int, piece: tuple[int, int]) -> None:
     """A piece of a gradient has some of its bytes, and all numbers of these as they are."""
     ins = program.ranks[rank][index]
-    piece, whole = piece_of(ins), program.compress != "none"
-    if piece is not None and (len(ins.layers) > 1 or ins.parts[0].layer >= 0 or piece[1] <= piece[0] or whole):
+    if len(ins.layers) > 1 or ins.parts[0].layer >= 0 or piece[1] <= piece[0] or program.compress != "none":
         raise refuse(
             program, rank, index,
             f"{at(program, rank, index)}: a piece is of one gradient, with all its numbers, in a buffer (layer=-1), "
