@@ -181,14 +181,12 @@ class _Shorter(DispatchMode):
         self.count += 1
         self.same = self.same and k < len(steps) and steps[k].operation is func
         if self.same and k > self.tail.needed:
-            signature = steps[k].signature
-            if signature is not None:
-                self.same = signature.form == _form(tree_leaves((args, kwargs)))
+            known = steps[k].signature
+            if known is not None:
+                self.same = known.form == _form(tree_leaves((args, kwargs)))
                 if self.same:
                     self.skipped = True
-                    return torch.empty_strided(
-                        signature.size, signature.stride, dtype=signature.dtype, device=signature.device
-                    )
+                    return torch.empty_strided(known.size, known.stride, dtype=known.dtype, device=known.device)
         return func(*args, **kwargs)
 
 

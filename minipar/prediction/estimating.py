@@ -179,11 +179,9 @@ def estimate(
         numbers = numbers_of(table, chosen, machine, batch, fused)
         note = refusal(table, numbers)
     check(numbers, chosen, machine)
-    by_replica = (
-        simulate or bool(numbers.options) or find(numbers.schedule).form is None or helps(numbers, chosen, machine)
-    )
-    cost = closed_form(numbers, chosen, machine, by_simulation(numbers) if by_replica else None)
-    return Estimate(numbers, chosen, machine, cost, note, "replica" if by_replica else "formula")
+    walked = simulate or bool(numbers.options) or find(numbers.schedule).form is None or helps(numbers, chosen, machine)
+    cost = closed_form(numbers, chosen, machine, by_simulation(numbers) if walked else None)
+    return Estimate(numbers, chosen, machine, cost, note, "replica" if walked else "formula")
 
 
 def way_out(found: Estimate) -> str:

@@ -426,16 +426,14 @@ class _Axis:
     def _contradiction(self, k: int, fixed: Sequence[tuple[int, Placement]], possible: Sequence[Choice]) -> str:
         op = self.graph.operators[k]
         tensors = (*op.inputs, *op.outputs)
-        words = ", ".join(f"{self.layer.own(tensors[j])} as {p} ({self.fixed[tensors[j]][1]!r})" for j, p in fixed)
+        text = ", ".join(f"{self.layer.own(tensors[j])} as {p} ({self.fixed[tensors[j]][1]!r})" for j, p in fixed)
 
         def distance(choice: Choice) -> tuple[int, int]:
             other = [j for j, p in fixed if _all(choice)[j] != p]
             return sum(j >= len(op.inputs) for j in other), len(other)
 
         best = min((c for c in possible if c.divided), key=distance, default=possible[-1])
-        return (
-            f"{self._title(k)}: annotations do not fit together on {self.axis}: {words}; the nearest choice is {best}"
-        )
+        return f"{self._title(k)}: annotations do not fit together on {self.axis}: {text}; the nearest choice is {best}"
 
 
 def _all(choice: Choice) -> tuple[Placement, ...]:

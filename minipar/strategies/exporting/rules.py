@@ -98,14 +98,14 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Translation:
+class Item:
     """The settings of a system for one key, and notes."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
-Rule = Callable[[Given], Translation]
+Rule = Callable[[Given], Item]
 
 NOTHING_LIKE_IT = {
     "annotations": "divides layers by rules of its own",
@@ -122,41 +122,41 @@ NOTHING_LIKE_IT = {
 }
 
 
-def absent(given: Given) -> Translation:
+def absent(given: Given) -> Item:
     """The rule of a key that the system does not have: only the default is possible."""
     if given.is_default:
-        return Translation()
+        return Item()
     default = {one.name: one.default for one in fields(given.plan)}[given.key]
     possible = f"no {given.key}=" if default is None else f"{given.key}={shown(default)}"
     raise given.refuse(NOTHING_LIKE_IT.get(given.key, "has nothing like it"), possible)
 
 
-def silent(given: Given) -> Translation:
+def silent(given: Given) -> Item:
     """The rule of a key that other settings say."""
-    return Translation()
+    return Item()
 
 
 def setting(name: str) -> Rule:
     """The rule of a key whose value the system takes under another name. A default is not written."""
-    return lambda given: Translation() if given.is_default else Translation({name: given.value})
+    return lambda given: Item() if given.is_default else Item({name: given.value})
 
 
-def host_only(given: Given) -> Translation:
+def host_only(given: Given) -> Item:
     """The rule of `offload_to` for a system that offloads only to the host."""
     if given.value != "host":
         raise given.refuse("has no other place than the host", "offload_to=host")
-    return Translation()
+    return Item()
 
 
-def rounds(given: Given) -> Translation:
+def rounds(given: Given) -> Item:
     """The rule of `accumulate` for a system that drains its pipeline once a step."""
     plan = given.plan
     if given.value > 1 and plan.pp > 1:
         raise given.refuse("drains its pipeline once a step", f"accumulate=1 microbatches={plan.total_microbatches}")
-    return Translation()
+    return Item()
 
 
-def translated(given: Given, rules: Mapping[str, Rule]) -> Translation:
+def translated(given: Given, rules: Mapping[str, Rule]) -> Item:
     """The settings of all keys, in their order. Errors: PlanError for the first that is refused; its details have the
     others."""
     settings: dict[str, Any] = {}
@@ -174,4 +174,4 @@ def translated(given: Given, rules: Mapping[str, Rule]) -> Translation:
         notes += found.notes
     if refused:
         raise PlanError(refused[0], "\n".join(refused[1:]))
-    return Translation(settings, tuple(dict.fromkeys(notes)))
+    return Item(settings, tuple(dict.fromkeys(notes)))

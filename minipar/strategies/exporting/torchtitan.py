@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from minipar.errors import PlanError
-from minipar.strategies.exporting.rules import Export, Given, Rule, Translation, host_only, silent, translated
+from minipar.strategies.exporting.rules import Export, Given, Item, Rule, host_only, silent, translated
 
 VERSION = "torchtitan 0.2.2"
 SCHEDULES = {
@@ -24,15 +24,15 @@ SCHEDULES = {
 }
 
 
-def _parallel(**settings: Any) -> Translation:
-    return Translation({"parallelism": settings})
+def _parallel(**settings: Any) -> Item:
+    return Item({"parallelism": settings})
 
 
-def _replicas(given: Given) -> Translation:
+def _replicas(given: Given) -> Item:
     """Replicas with whole parameters are DDP, others FSDP. Without ZeRO there is nothing else on the mesh."""
     plan = given.plan
     if plan.zero == 1:  # (the rule of zero refuses it)
-        return Translation()
+        return Item()
     if plan.zero >= 2:
         sharded = {"fsdp_reshard_after_forward": "always" if plan.zero == 3 else "never"}
         return _parallel(data_parallel_replicate_degree=1, data_parallel_shard_degree=given.replicas, **sharded)
@@ -41,22 +41,22 @@ def _replicas(given: Given) -> Translation:
     return _parallel(data_parallel_replicate_degree=plan.dp, data_parallel_shard_degree=1)
 
 
-def _pipeline(given: Given) -> Translation:
-    return _parallel(pipeline_parallel_degree=given.value) if given.value > 1 else Translation()
+def _pipeline(given: Given) -> Item:
+    return _parallel(pipeline_parallel_degree=given.value) if given.value > 1 else Item()
 
 
-def _tensor(given: Given) -> Translation:
+def _tensor(given: Given) -> Item:
     if given.value == 1:
-        return Translation()
+        return Item()
     if not given.plan.sequence_parallel:
         raise given.refuse("divides the sequence between divided operators", f"tp={given.value} sequence_parallel=true")
     return _parallel(tensor_parallel_degree=given.value)
 
 
-def _sequence_parallel(given: Given) -> Translation:
+def _sequence_parallel(given: Given) -> Item:
     if given.value and given.plan.tp == 1:
         raise given.refuse("divides the sequence between ranks of tp", "sequence_parallel=false, or tp=2")
-    return Translation()
+    return Item()
 
 
 def _shares(given: Given, what: str) -> str:
@@ -66,36 +66,36 @@ def _shares(given: Given, what: str) -> str:
     return f"Parameters are sharded over {what}, too, not only over replicas."
 
 
-def _context_parallel(given: Given) -> Translation:
+def _context_parallel(given: Given) -> Item:
     if given.value == 1:
-        return Translation()
+        return Item()
     note = _shares(given, "ranks that share sequences")
-    return Translation({"parallelism": {"context_parallel_degree": given.value}}, (note,))
+    return Item({"parallelism": {"context_parallel_degree": given.value}}, (note,))
 
 
-def _experts(given: Given) -> Translation:
+def _experts(given: Given) -> Item:
     if given.value == 1:
-        return Translation()
+        return Item()
     note = _shares(given, "ranks that share experts")
-    return Translation({"parallelism": {"expert_parallel_degree": given.value}}, (note,))
+    return Item({"parallelism": {"expert_parallel_degree": given.value}}, (note,))
 
 
-def _schedule(given: Given) -> Translation:
+def _schedule(given: Given) -> Item:
     plan = given.plan
     if given.value not in SCHEDULES:
         raise given.refuse("has no such order", f"one of {', '.join(SCHEDULES)}")
     if plan.pp == 1:
         if given.value != "1f1b":
             raise given.refuse("orders micro-batches only in a pipeline", "schedule=1f1b, or pp=2")
-        return Translation()
+        return Item()
     return _parallel(pipeline_parallel_schedule=SCHEDULES[given.value], pipeline_parallel_microbatch_size=given.rows)
 
 
-def _group(given: Given) -> Translation:
+def _group(given: Given) -> Item:
     """torch takes m // (m // p) micro-batches through a chunk before the next."""
     plan = given.plan
     if plan.schedule != "interleaved" or plan.pp == 1:
-        return Translation()
+        return Item()
     turns = max(1, plan.microbatches // plan.pp)
     if plan.microbatches % turns:
         possible = f"microbatches={plan.microbatches // plan.pp * plan.pp} without group="
@@ -107,14 +107,14 @@ def _group(given: Given) -> Translation:
         raise given.refuse(
             f"takes {plan.microbatches} micro-batches with pp={plan.pp} in groups of {group}", f"group={group}"
         )
-    return Translation()
+    return Item()
 
 
-def _split(given: Given) -> Translation:
+def _split(given: Given) -> Item:
     """Its own division is even, with embedding and head as one layer each, as here. Others are lists of modules."""
     plan = given.plan
     if plan.pp == 1 or plan.place is not None:
-        return Translation()
+        return Item()
     if given.value == "auto":
         raise given.refuse(
             "has no profile to cut layers by", "layers of each stage such as split=7,7,6,6, or split=even"
@@ -122,7 +122,7 @@ def _split(given: Given) -> Translation:
     chunks = len(plan.placement()[0])
     own = 1 if plan.schedule in ("gpipe", "1f1b") else 2
     if given.value is None and chunks == own:
-        return Translation()
+        return Item()
     layers = given.layers_of_stages()
     if layers is None:
         raise PlanError(
@@ -138,68 +138,66 @@ def _split(given: Given) -> Translation:
     return _parallel(module_fqns_per_model_part=parts)
 
 
-def _overlap(given: Given) -> Translation:
+def _overlap(given: Given) -> Item:
     if given.value == "priority":
         raise given.refuse("sends gradients during the backward", "overlap=backward")
     if given.value == "none" and given.replicas > 1:
         raise given.refuse("always overlaps gradients with the backward", "overlap=backward")
-    return Translation()
+    return Item()
 
 
-def _checkpoint(given: Given) -> Translation:
+def _checkpoint(given: Given) -> Item:
     if given.value not in ("none", 1):
         raise given.refuse("recomputes every block by itself, or chosen operators", "checkpoint=1, checkpoint=none")
-    return Translation({"activation_checkpoint": {"mode": "full" if given.value == 1 else "none"}})
+    return Item({"activation_checkpoint": {"mode": "full" if given.value == 1 else "none"}})
 
 
-def _zero(given: Given) -> Translation:
+def _zero(given: Given) -> Item:
     if given.value == 1:
         raise given.refuse("shards gradients together with the optimizer's state", "zero=2")
     if given.value == 2:
         note = "FSDP shards parameters from the end of a backward to the next forward, which gathers them once."
-        return Translation({}, (note,))
-    return Translation()
+        return Item({}, (note,))
+    return Item()
 
 
-def _reduce(given: Given) -> Translation:
+def _reduce(given: Given) -> Item:
     """In a pipeline torch sums sharded gradients after the last micro-batch, without one after each."""
     plan = given.plan
     if plan.zero < 2:
-        return Translation()
+        return Item()
     if given.value == "step" and plan.pp == 1:
         raise given.refuse("sums sharded gradients after each micro-batch", "reduce=microbatch")
     if given.value == "microbatch" and plan.pp > 1:
-        return Translation({}, ("In a pipeline gradients are summed once a step, as with reduce=step.",))
-    return Translation()
+        return Item({}, ("In a pipeline gradients are summed once a step, as with reduce=step.",))
+    return Item()
 
 
-def _prefetch(given: Given) -> Translation:
+def _prefetch(given: Given) -> Item:
     if not given.is_default and given.plan.zero == 3:
         raise given.refuse("gathers the parameters of one block ahead", "prefetch=1")
-    return Translation()
+    return Item()
 
 
-def _clip(given: Given) -> Translation:
-    return Translation(
-        {"training": {"max_norm": math.inf if given.value is None else given.value}}
-    )  # (its own default is 1)
+def _clip(given: Given) -> Item:
+    return Item({"training": {"max_norm": math.inf if given.value is None else given.value}})  # (its own default is 1)
 
 
-def _precision(given: Given) -> Translation:
+def _precision(given: Given) -> Item:
     plan = given.plan
     if given.value == "float32":
-        return Translation({"training": {"mixed_precision_param": "float32"}})
+        return Item({"training": {"mixed_precision_param": "float32"}})
     if plan.zero < 2 and plan.pp * plan.tp > 1:
         raise given.refuse("mixes precisions by FSDP, or without pp and tp", "zero=2, zero=3, or precision=float32")
-    return Translation({"training": {"mixed_precision_param": "bfloat16"}}, ("Gradients are summed in float32 there.",))
+    return Item({"training": {"mixed_precision_param": "bfloat16"}}, ("Gradients are summed in float32 there.",))
 
 
-def _offload(given: Given) -> Translation:
+def _offload(given: Given) -> Item:
     if given.value == ():
-        return Translation()
+        return Item()
     if set(given.value) != {"optimizer", "parameters"} or given.plan.zero < 3:
         raise given.refuse("offloads what FSDP shards, all of it", "offload=optimizer,parameters with zero=3")
-    return Translation({"training": {"enable_cpu_offload": True}})
+    return Item({"training": {"enable_cpu_offload": True}})
 
 
 RULES: dict[str, Rule] = {
