@@ -147,9 +147,9 @@ class Job:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             given = isinstance(self.model, (nn.Module, list, tuple))
-            made = self.model if given else cast(Callable[[], Any], self.model)()
-        chain = isinstance(made, (list, tuple, nn.ModuleList))
-        model = nn.Sequential(*cast(Sequence[nn.Module], made)) if chain else made
+            built = self.model if given else cast(Callable[[], Any], self.model)()
+        chain = isinstance(built, (list, tuple, nn.ModuleList))
+        model = nn.Sequential(*cast(Sequence[nn.Module], built)) if chain else built
         if not isinstance(model, nn.Module) or not layers_of(model):
             kind = type(model).__name__
             raise PlanError(f"model: a {kind} without layers; possible is an nn.Sequential or a list of layers")

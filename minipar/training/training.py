@@ -56,12 +56,13 @@ from minipar.strategies.keys import at_least_1
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
 from minipar.trace.recorded_order import RecordedOrder, local_order, order_of, served_order
-from minipar.training import notebook, own_program, plainly
+from minipar.training import own_program, plainly
 from minipar.training.reference import Reference, gradient_error
 from minipar.wording import several
 
 if TYPE_CHECKING:
     from minipar.server.serving import Service
+    from minipar.training.notebook import Peaks
 
 Rates = Callable[[Program], Calibration | None]
 FEW_STAGES = 8  # so many ranks start within a few seconds: there the first of them counts the model's layers
@@ -125,11 +126,13 @@ class Run:
         return [size // self.trace.program.steps for size in self.trace.bytes_sent()]
 
     @property
-    def memory(self) -> notebook.Peaks:
+    def memory(self) -> Peaks:
         """Per rank the measured peak of the traced step: bytes, the instruction, and what held how much of it."""
         if not self.trace.series:
             raise MiniparError("memory: needs train(..., memory=True), which follows every allocation of the ranks")
-        return notebook.Peaks((series.peak() for series in self.trace.series), self.trace)
+        from minipar.training.notebook import Peaks
+
+        return Peaks((series.peak() for series in self.trace.series), self.trace)
 
     @property
     def peak_memory(self) -> list[int]:
@@ -193,6 +196,8 @@ class Run:
         )
 
     def _repr_html_(self) -> str:
+        from minipar.training import notebook  # (pictures, which a run without a notebook does not need)
+
         return notebook.html(self)
 
 

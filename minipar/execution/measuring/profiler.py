@@ -309,16 +309,16 @@ def _runs(
     here     of a slice of sequences its first token, whether there is a next one, and by layer what was carried on
     places   where each layer computes; default: where it is
     """
-    made: dict[int, Any] = {}
+    outputs: dict[int, Any] = {}
     until = {a: l for l, read in enumerate(inputs) for a in read}  # the last one that reads it
     run: list[_Measured] = []
     kept = 0
     for l, layer in enumerate(layers):
         layer, last = copy.deepcopy(layer), l == len(layers) - 1
         if l:
-            value = made[inputs[l][0]] if len(inputs[l]) == 1 else tuple(made[a] for a in inputs[l])
+            value = outputs[inputs[l][0]] if len(inputs[l]) == 1 else tuple(outputs[a] for a in inputs[l])
             value = value if between is None else between(l, value)
-            made = {a: output for a, output in made.items() if until[a] > l}
+            outputs = {a: output for a, output in outputs.items() if until[a] > l}
         if places:
             layer, value = layer.to(places[l]), _on(places[l], value)
         if places and last:
@@ -352,7 +352,7 @@ def _runs(
         before = count_bytes(value) if l else 0
         run.append(_Measured(layer, value, loss, l > trainable_from, weights, flops, before, defaultdict(list)))
         run[-1].slice = part
-        made[l] = detach(output)
+        outputs[l] = detach(output)
         del output, ends, given
         kept += weights.saved + weights.output
         if kept >= _KEPT:
