@@ -79,7 +79,7 @@ class Ledger:
 
 def _title(key: Hashable) -> str:
     """A key in words: of (value, number of its tensor) the value."""
-    return str(key[0] if isinstance(key, tuple) else key)
+    return str(key[0] if type(key) is tuple else key)  # (a Value is a tuple of its own type)
 
 
 class DiskStore:
