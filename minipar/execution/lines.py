@@ -18,12 +18,14 @@ AMPNet is about).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from minipar.comm import missing
+from minipar.comm.missing import is_missing
 from minipar.execution.streams import on_host
 from minipar.execution.updating import Elements, Updated
 from minipar.models.tensors import count_bytes
@@ -68,6 +70,7 @@ class Line:
 
     owned     what the rank has of the group on its device between steps: `params`, or `part`
     updated   what the optimizer is given of `trained`: all, or parts of a slice; see `give`
+    absent    parameters that no backward of this step has reached here, by number; None before gradients were packed
     frozen    frozen parameters of the group's layers, where they are copied together with these
     """
 
@@ -89,6 +92,7 @@ class Line:
         self.frozen: Sequence[nn.Parameter] = ()
         self.updated: Sequence[Updated] = ()
         self._cuts: Sequence[tuple[int, int]] = ()  # where the parts begin and end in the slice, if there are several
+        self.divided, self.absent = False, cast("set[int] | None", None)
         for p in params if narrow and not wide else ():
             p.data = p.data.to(torch.bfloat16)
         if place is not None:
@@ -119,9 +123,11 @@ class Line:
             self.flat.untyped_storage().resize_(0)
         return self.part
 
-    def give(self, names: Mapping[int, str], group_of: Mapping[str, int]) -> None:
-        """Choose what the optimizer is given: of a slice whose parameters are in several groups of the user's optimizer
-        one part for each run of them. `names` of parameters by their id; `group_of` names in the optimizer."""
+    def give(self, names: Mapping[int, str], group_of: Mapping[str, int], divided: bool = False) -> None:
+        """Choose what the optimizer is given: of a slice one part for each run of parameters that are in one group of
+        the user's optimizer; or, `divided`, for each parameter. `names` of parameters by their id; `group_of` names in
+        the optimizer."""
+        self.divided = divided
         if self.place is None:
             self.updated = [
                 Updated(own, (names[id(p)],), (Elements(names[id(p)], tuple(p.shape), 0, p.numel(), 0),))
@@ -131,12 +137,12 @@ class Line:
         (whole,) = self.trained
         own = tuple(names[id(p)] for p in self.params)
         runs = [Elements(names[id(p)], tuple(p.shape), begin, end, at) for p, begin, end, at in self.places()]
-        if len({group_of.get(name) for name in own}) == 1:
+        if len({group_of.get(name) for name in own}) == 1 and not divided:
             self.updated = [Updated(whole, own, tuple(runs), True)]
             return
         joined: list[list[Elements]] = []
         for run in runs:
-            if joined and group_of.get(joined[-1][0].name) == group_of.get(run.name):
+            if joined and not divided and group_of.get(joined[-1][0].name) == group_of.get(run.name):
                 joined[-1].append(run)
             else:
                 joined.append([run])
@@ -194,19 +200,31 @@ class Line:
 
     # a step ----------------------------------------------------------------------------------------------------------
 
-    def take(self, gradients: Sequence[Tensor | None]) -> None:
-        """Before an update: give the optimizer the gradients of what it works on, in its type."""
+    def unused(self, gradient: Tensor) -> set[str]:
+        """The parameters of the slice that no rank has a gradient of: a sum says that (`comm/missing.py`)."""
+        known = [run for part in self.updated for run in part.runs] if self.absent else []
+        numbers = {id(p): k for k, p in enumerate(self.params)}
+        places = zip(known, self.places() if known else (), strict=True)
+        return {
+            run.name for run, (p, begin, end, at) in places
+            if numbers[id(p)] in (self.absent or ()) and is_missing(gradient[at : at + end - begin])
+        }  # fmt: skip
+
+    def take(self, gradients: Sequence[Tensor | None], unused: Container[str] = ()) -> None:
+        """Before an update: give the optimizer the gradients of what it works on, in its type; of a divided slice none
+        for the parameters that are `unused`."""
         for own, gradient in zip(self.trained, gradients, strict=True):
             own.grad = gradient if gradient is None or gradient.dtype is own.dtype else gradient.to(own.dtype)
         for part, (begin, end) in zip(self.updated if self._cuts else (), self._cuts, strict=True):
             (whole,) = self.trained
             part.parameter.data = whole.data[begin:end]
-            part.parameter.grad = None if whole.grad is None else whole.grad[begin:end]
+            part.parameter.grad = None if whole.grad is None or part.names[0] in unused else whole.grad[begin:end]
 
     def finish(self) -> None:
         """After an update: free its gradients."""
         for p in (*self.params, *self.owned, *self.trained, *(part.parameter for part in self.updated)):
             p.grad = None
+        self.absent = None
 
     def round_into(self, tensors: Sequence[Tensor]) -> None:
         """After an update: round float32 copies into the layers' parameters, or another version of them."""
@@ -244,8 +262,10 @@ class Line:
 
     def _packed(self) -> Iterator[tuple[Tensor | None, int, int, int, int]]:
         """What the slices of the gradient consist of: elements begin to end of a flat gradient, the slice, and the
-        place in it. None: zeros, for a parameter that nothing used, micro-batches without rows, and behind the end."""
+        place in it. None: for a parameter that nothing used, micro-batches without rows, and behind the end."""
         assert self.place is not None
+        absent = {k for k, p in enumerate(self.params) if p.grad is None}
+        self.absent = absent if self.absent is None else self.absent & absent
         start = 0
         for p in self.params:
             grad = None if p.grad is None else p.grad.reshape(-1)
@@ -270,7 +290,7 @@ def pack_gradients(lines: Sequence[Line], device: torch.device) -> Tensor:
         for grad, begin, end, k, at in line._packed():
             target = rows[k, column + at : column + at + end - begin]
             if grad is None:
-                target.zero_()
+                missing.fill(target)
             else:
                 grads.append(grad[begin:end])
                 places.append(target)

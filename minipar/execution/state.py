@@ -7,8 +7,10 @@
     host param(2) ...   copies in slower tiers (copies.py)
 
 Autograd keeps the gradient of a parameter as its `.grad`, and an optimizer its own states: `contents` finds these
-there. A parameter that nothing uses has no gradient, as in plain torch (`comm/missing.py`). But where it is in a slice
-with others (ZeRO), or where what is sent is the largest part of a sum (compress=topk, powersgd), it has one of zeros.
+there. A parameter that nothing uses has no gradient, as in plain torch (`comm/missing.py`): it does not decay. A slice
+(ZeRO) is one parameter to the optimizer until that happens to a parameter in it; from then on each has a part and a
+state of its own. Only where what is sent is the largest part of a sum (compress=topk, powersgd), an unused parameter
+has a gradient of zeros.
 """
 
 from __future__ import annotations
@@ -71,6 +73,7 @@ class State:
     ) -> None:
         row = program.ranks[comm.rank]
         self.program, self.comm, self.groups, self.update, self.live = program, comm, groups, update, live
+        self.names = names
         self.held = program.state[comm.rank] if program.state else frozenset()
         _, self.at_home = computed_on_host(row)  # groups of layers that are computed on the host
         self.lines = lines_of(program, comm, groups, self.at_home)
@@ -220,7 +223,10 @@ class State:
                 gradient = gradients[k]
                 if gradient is not None and is_missing(gradient):
                     gradients[k] = None
-            line.take(gradients)
+            unused = line.unused(gradients[0]) if line.absent and gradients[0] is not None else set()
+            if unused and not line.divided:
+                self.divide(line)
+            line.take(gradients, unused)
         for value in ins.writes if self.versions else ():
             if version_of(value) >= 0:
                 self._make_room(value, ins.frees)
@@ -231,6 +237,13 @@ class State:
             self.measured.setdefault(ins.step, []).append(total)
         if norm() in ins.reads and self.program.clip is not None:
             self._clip([p.grad for g in ins.layers for p in self.lines[g].trained if p.grad is not None])
+
+    def divide(self, line: Line) -> None:
+        """Let the optimizer have a part and a state of its own for each parameter of a slice."""
+        before = line.updated
+        line.give(self.names, self.update.group_of, divided=True)
+        for part in self.updates.values():
+            part.divide(before, line.updated)
 
     def _make_room(self, value: Value, frees: Sequence[Value]) -> None:
         """Room for the next version, in the place of the newest one if nothing needs that any more."""

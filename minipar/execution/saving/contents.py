@@ -323,6 +323,8 @@ def restore(executor: Executor, outline: Outline, saved: Reading) -> None:
         _here(mine, f"parameters/{executor.names[id(line.params[0])]}").copy_(wanted)
         if mine is not part and not _away(part):
             part.data.copy_(wanted)
+        if not all(_alike(source, one) for one in line.updated):
+            state.divide(line)
     names = {id(own): executor.names[p] for p, own in trained.items()}
     parts = {id(piece.parameter): piece for line, _ in slices for piece in line.updated}
     cuts = executor.cuts
@@ -406,27 +408,18 @@ def _state(source: Reading | _Local, key: str) -> Any:
 
 
 def _found_of_slice(source: Reading | _Local, piece: Updated, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The states of a rank's slice: elements of its parameters' states, end to end, and common numbers.
-
-    A parameter that nothing used yet has no states; in a slice its elements start from 0.
-    """
+    """The states of a rank's slice: elements of its parameters' states, end to end, and numbers that they have in
+    common."""
     part, scalars = piece.parameter, source.scalars()
     found: dict[str, Any] = {}
     wanted: dict[tuple[str, int], Tensor] = {}
-    origin: dict[str, str] = {}
-    for name in piece.names:
+    for name in dict.fromkeys(run.name for run in piece.runs):
         for each in source.states(name):
             key = f"optimizer/{each}/{name}"
             shape, dtype, number = source.form(key)
             if each in scalars:
                 value = read_one(source, key)
-                before = found.setdefault(each, value.item() if number else value)
-                if before != value:
-                    raise SaveError(
-                        f"optimizer state {each!r} is {value.item():g} for {name}, but {float(before):g} for "
-                        f"{origin[each]} of the same layer, which ZeRO updates as one; go on with zero=0"
-                    )
-                origin.setdefault(each, name)
+                found.setdefault(each, value.item() if number else value)
             elif shape != shapes[name]:
                 raise SaveError(
                     f"optimizer state {each!r} of {name} has shape {shape}, and cannot be sliced; go on with zero=0"
@@ -439,6 +432,16 @@ def _found_of_slice(source: Reading | _Local, piece: Updated, shapes: dict[str, 
                 wanted[f"optimizer/{each}/{name}", begin] = found[each][place : place + end - begin]
     source.fill(wanted)
     return found
+
+
+def _alike(source: Reading | _Local, part: Updated) -> bool:
+    """Whether the parameters of a slice have the same states, as after the same number of updates."""
+    names = {run.name for run in part.runs}
+    states = {tuple(sorted(source.states(name))) for name in names}
+    return len(states) < 2 and all(
+        len({float(read_one(source, f"optimizer/{each}/{name}")) for name in names}) == 1
+        for each in (next(iter(states)) if states else ()) if each in source.scalars()
+    )  # fmt: skip
 
 
 def _give(optimizer: torch.optim.Optimizer, p: Tensor, settings: dict[str, Any], found: dict[str, Any]) -> None:
