@@ -608,6 +608,7 @@ def profile_job(
     split: bool = False,
     sliced: str = "",
     parts: int = 1,
+    flops: bool = True,
 ) -> Facts:
     """In one rank: the facts of a job, its layers profiled for these numbers of rows, as the plan will have them.
 
@@ -615,6 +616,7 @@ def profile_job(
     split    also measure the halves of each backward
     sliced   what updates slices of parameters, for errors; "" if nothing does. An optimizer that cannot is refused
     parts    micro-batches of a step, on all replicas: a loss that is not the weighted mean of theirs is refused
+    flops    also count operations, which emulated devices ask for
     """
     plan = plan or Plan()
     whole = job.build().to(worker.context().device)
@@ -649,10 +651,12 @@ def profile_job(
     layered = cast(nn.Sequential, model)
     at_home = host_layers.find(plan.host_layers, shape)
     host_steps = plan.sync == "ps" or bool({*plan.offload} - {"activations"})
-    measured = profile(layered, (x, y), loss, rows, 3, threads, optimizer, slices, again, at_home, host_steps, split)
+    measured = profile(
+        layered, (x, y), loss, rows, 3, threads, optimizer, slices, again, at_home, host_steps, split, flops
+    )
     tapes = None
     if memory:
-        tapes = record(layered, x, y, loss, rows, update.of_group(update.largest), split, shape.edges, slices)
+        tapes = record(layered, (x, y), loss, rows, update.of_group(update.largest), split, slices)
     copies = Copies()
     if plan.offload:
         copies = measure_copies(
