@@ -362,7 +362,7 @@ def _profiled(asked: Asked, job: Job, ranks: Ranks) -> tuple[Job, Facts]:
     rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
     own_means = plan.asynchronous and plan.schedule != "pipedream-2bw"  # of each micro-batch
     parts = 1 if own_means else plan.dp * plan.total_microbatches
-    flops = ranks.emulates is not None
+    flops = ranks.emulates is not None and ranks.emulates.flops is not None
     with asked.bar(1, "profile, one layer at a time") as meter:
         job = captured_once(job, plan.sharing, plan.cut, ranks) if plan.sharing > 1 else job
         (facts,) = ranks.run_on(
