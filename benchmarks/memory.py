@@ -18,8 +18,8 @@ from minipar.comm import communicator
 from minipar.execution.execution import Job, execute, profile_job
 from minipar.execution.executor import Executor
 from minipar.execution.memory.tracker import Tracker
+from minipar.prediction.forecast import Forecast
 from minipar.prediction.profiled import microbatch_rows
-from minipar.training.forecast import Forecast
 
 PLANS = (
     "dp=1",

@@ -24,7 +24,7 @@ from minipar.data.batches import Batch, BatchPart, BatchRows
 from minipar.errors import MiniparError
 from minipar.execution import autograd_entry, layer_calls, naming_layers, repartition
 from minipar.execution.fitting import row_major
-from minipar.execution.layer_calls import Call, LayerCall, Made, Sizes, UntouchedInputs
+from minipar.execution.layer_calls import Call, LayerCall, Result, Sizes, UntouchedInputs
 from minipar.execution.mean_loss import Finite, Loss, MeanLoss, Target
 from minipar.execution.remembered import Remembered, will_run_again
 from minipar.execution.saved_tensors import SavedTensors
@@ -256,7 +256,7 @@ class Compute:
         target = self.loss.target(y, self._part(y, ins), share, part.weight)
         return target._replace(y=map_tensors(target.y, lambda t: self._placed(last, t, t.dtype)))
 
-    def _run_piece(self, given: Any, call: Call) -> Made:
+    def _run_piece(self, given: Any, call: Call) -> Result:
         """Run the layers of one piece of the graph, one after the other."""
         value, loss, layer = given, None, call.piece[0]
         try:

@@ -23,7 +23,6 @@ from minipar.cluster.launched import driven, given_or_here
 from minipar.cluster.ranks import Ranks, check_size
 from minipar.comm import clocks, communicator
 from minipar.costs.device import DeviceSpec
-from minipar.costs.measured import Profile
 from minipar.costs.rates import Copies
 from minipar.costs.slicing import token_ranges
 from minipar.data import loading
@@ -66,14 +65,13 @@ from minipar.models.tensors import (
     take_tokens,
 )
 from minipar.prediction.emulated import EmulatedCosts
+from minipar.prediction.forecast import Facts
 from minipar.prediction.oversubscription import available_cores, best_way
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
-from minipar.prediction.recorded import Tapes
 from minipar.program import Op, Program, Synchronous, Value, collectives, repartitions
 from minipar.program.collectives.moves import Algorithm
 from minipar.program.comm_volume import changing
 from minipar.program.mesh import SHARING, Mesh
-from minipar.program.shape import Shape
 from minipar.program.verify.verifier import verify
 from minipar.strategies.keys import at_least_1
 from minipar.strategies.passes import host_layers
@@ -147,9 +145,9 @@ class Job:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             given = isinstance(self.model, (nn.Module, list, tuple))
-            made = self.model if given else cast(Callable[[], Any], self.model)()
-        chain = isinstance(made, (list, tuple, nn.ModuleList))
-        model = nn.Sequential(*cast(Sequence[nn.Module], made)) if chain else made
+            built = self.model if given else cast(Callable[[], Any], self.model)()
+        chain = isinstance(built, (list, tuple, nn.ModuleList))
+        model = nn.Sequential(*cast(Sequence[nn.Module], built)) if chain else built
         if not isinstance(model, nn.Module) or not layers_of(model):
             kind = type(model).__name__
             raise PlanError(f"model: a {kind} without layers; possible is an nn.Sequential or a list of layers")
@@ -587,22 +585,6 @@ def _sizes(executor: Executor) -> dict[Value, int]:
     named = {value for ins in executor.instructions for value in (*ins.reads, *ins.writes)}
     named |= {changing(ins) for ins in executor.instructions if repartitions(ins)}
     return {value: executor.size(value) for value in named | executor.program.state[executor.comm.rank]}
-
-
-class Facts(NamedTuple):
-    """What is known of a job before it runs: shape, profile, bytes of a batch's x and y, the layers whose results
-    depend on how the batch is split; if asked for, what each layer allocates in order, and how fast tensors are copied
-    away; the class of the scheduler."""
-
-    shape: Shape
-    profile: Profile
-    data_bytes: tuple[int, int]
-    split_sensitive: list[str]
-    tapes: Tapes | None = None
-    copies: Copies = Copies()
-    scheduler: str = ""
-    counted_form: Any = None  # of the model's output, if the loss gives (sum, count): see `losses.Counting`
-    loss_note: str = ""  # what to warn of
 
 
 def profile_job(

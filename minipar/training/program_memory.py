@@ -15,10 +15,10 @@ import torch
 from minipar import data, models
 from minipar.cluster import Cluster
 from minipar.execution.execution import Job, profile_job
+from minipar.prediction.forecast import Forecast
 from minipar.prediction.profiled import microbatch_rows
 from minipar.prediction.rank_memory import RankMemory
 from minipar.strategies.plan import Plan
-from minipar.training.forecast import Forecast
 
 
 def of_ranks(plan: Plan, model: str, batch: int | None = None) -> list[RankMemory]:

@@ -24,7 +24,6 @@ from minipar.execution.dynamic_schedule import check_carrier
 from minipar.execution.emulation import delays
 from minipar.execution.execution import (
     Execution,
-    Facts,
     Job,
     Loss,
     Model,
@@ -41,8 +40,9 @@ from minipar.execution.updating import Optimizer, Scheduler, other_scheduler
 from minipar.models.losses import Counting, Weighted
 from minipar.models.mixture_gpt import Load
 from minipar.models.tensors import dtype_named, layers_of
-from minipar.prediction.advice import Measured, advising
+from minipar.prediction.advice import advising
 from minipar.prediction.emulated import as_emulated
+from minipar.prediction.forecast import Facts, Forecast
 from minipar.prediction.oversubscription import available_cores
 from minipar.prediction.profiled import microbatch_rows
 from minipar.program import Program
@@ -51,13 +51,13 @@ from minipar.strategies.keys import at_least_1
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
 from minipar.trace.recorded_order import RecordedOrder, local_order, order_of, served_order
-from minipar.training import notebook, own_program, plainly
-from minipar.training.forecast import Forecast
+from minipar.training import own_program, plainly
 from minipar.training.reference import Reference, gradient_error
 from minipar.wording import several
 
 if TYPE_CHECKING:
     from minipar.server.serving import Service
+    from minipar.training.notebook import Peaks
 
 FEW_STAGES = 8
 
@@ -110,11 +110,13 @@ class Run(Execution):
         return [size // self.trace.program.steps for size in self.trace.bytes_sent()]
 
     @property
-    def memory(self) -> notebook.Peaks:
+    def memory(self) -> Peaks:
         """Per rank the measured peak of the traced step: bytes, the instruction, and what held how much of it."""
         if not self.trace.series:
             raise MiniparError("memory: needs train(..., memory=True), which follows every allocation of the ranks")
-        return notebook.Peaks((series.peak() for series in self.trace.series), self.trace)
+        from minipar.training.notebook import Peaks
+
+        return Peaks((series.peak() for series in self.trace.series), self.trace)
 
     @property
     def peak_memory(self) -> list[int]:
@@ -178,6 +180,8 @@ class Run(Execution):
         )
 
     def _repr_html_(self) -> str:
+        from minipar.training import notebook  # (pictures, which a run without a notebook does not need)
+
         return notebook.html(self)
 
 
@@ -374,10 +378,10 @@ def _profiled(asked: Asked, job: Job, ranks: Ranks) -> tuple[Job, Facts]:
     return job, facts
 
 
-def _measured(asked: Asked, job: Job, ranks: Ranks, rows: tuple[int, ...]) -> Measured:
+def _measured(asked: Asked, job: Job, ranks: Ranks, rows: tuple[int, ...]) -> Facts:
     """What tells which plans would fit: measured of whole layers, after a run that did not."""
     (known,) = ranks.run_on([0], profile_job, job, rows, True, None, asked.split)
-    return known.shape, known.profile, known.tapes, known.data_bytes
+    return known
 
 
 def _warn(plan: Plan, facts: Facts, storing: keeping.Storing) -> None:

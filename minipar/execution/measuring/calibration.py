@@ -174,8 +174,8 @@ def _measure_all(
         device=comm.device.type,
         ranks=comm.size,
         cores=cores,
-        flops_alone=one[0],
-        flops_together=every[0] * at_once / comm.size,
+        flops_of_one=one[0],
+        flops_of_each=every[0] * at_once / comm.size,
         concurrency=max(1.0, min(float(at_once), at_once * every[1] / one[1])),
         links=tuple(links),
         send=_middle(sends) if comm.device.type == "cpu" and sends else nothing,
@@ -335,15 +335,15 @@ def _message(comm: Communicator, pairs: list[tuple[int, int]], size: int) -> flo
     return _usual(comm, work)
 
 
-def _filling(comm: Communicator, hosts: tuple[int, ...], alone: LinearCost) -> float:
-    """How much of a cable's rate one message takes, from messages of all ranks of two hosts at once. `alone`: the cost
-    of a message between them while no other rank sends."""
+def _filling(comm: Communicator, hosts: tuple[int, ...], uncontended: LinearCost) -> float:
+    """How much of a cable's rate one message takes, from messages of all ranks of two hosts at once. `uncontended`:
+    the cost of a message between them while no other rank sends."""
     first, second = ([rank for rank, host in enumerate(hosts) if host == k] for k in (0, 1))
     pairs = list(zip(first, second, strict=False))
     if len(pairs) < 2:
         return 1.0
     several = _line(partial(_message, comm, pairs))
-    return min(1.0, max(1.0, several.per_byte / alone.per_byte) / len(pairs))
+    return min(1.0, max(1.0, several.per_byte / uncontended.per_byte) / len(pairs))
 
 
 def _across_hosts(comm: Communicator, hosts: tuple[int, ...]) -> tuple[tuple[str, int, LinearCost], ...]:
@@ -393,7 +393,7 @@ def _usual(comm: Communicator, work: Callable[[], None]) -> float:
 
 # All ranks of a group send at once, as a collective's program has them do it.
 #
-#     alone       rank 0 -> rank 1 -> rank 0                   a message while no one else sends
+#     uncontended rank 0 -> rank 1 -> rank 0                   a message while no one else sends
 #     one         rank 0 -> rank 1 -> rank 2 -> rank 0         a message to the next rank, and one from the one before
 #     several     the same, several messages in a row          what each further one takes
 #
@@ -407,8 +407,8 @@ def _with_exchanges(comm: Communicator, found: Calibration, repeats: int) -> Cal
     for members in _members(comm):
         group, inside = _neighbours(comm, members)
         exchanges.append((members, *_exchange(comm, group, inside, repeats)))
-    alone, add = _message_alone(comm, repeats), _adding(comm, repeats)
-    return replace(found, exchange=tuple(exchanges), alone=alone, add=add)
+    uncontended, add = _uncontended_message(comm, repeats), _adding(comm, repeats)
+    return replace(found, exchange=tuple(exchanges), uncontended=uncontended, add=add)
 
 
 def _exchange(comm: Communicator, group: tuple[int, ...], inside: bool, repeats: int) -> tuple[LinearCost, LinearCost]:
@@ -422,7 +422,7 @@ def _exchange(comm: Communicator, group: tuple[int, ...], inside: bool, repeats:
     return one, fit(list(zip(_EXCHANGE_SIZES, further, strict=True)))
 
 
-def _message_alone(comm: Communicator, repeats: int) -> LinearCost:
+def _uncontended_message(comm: Communicator, repeats: int) -> LinearCost:
     """Seconds of a message from rank 0 to rank 1, or back, while the others wait. Of fewer than 2 ranks: nothing."""
     if comm.size < 2:
         return LinearCost(0.0, 0.0)

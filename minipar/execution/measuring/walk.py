@@ -74,16 +74,16 @@ def walk(
             if between is not None:
                 value, target = map(between.part, (value, target))
             change = None if between is None else between.anew(key, n)
-            made: dict[int, Any] = {}
+            outputs: dict[int, Any] = {}
             for l in range(count):
                 if l:
-                    value = made[inputs[l][0]] if len(inputs[l]) == 1 else tuple(made[a] for a in inputs[l])
+                    value = outputs[inputs[l][0]] if len(inputs[l]) == 1 else tuple(outputs[a] for a in inputs[l])
                     value = value if change is None else change(l, value)
-                    made = {a: output for a, output in made.items() if until[a] > l}
+                    outputs = {a: output for a, output in outputs.items() if until[a] > l}
                 last = l == count - 1
                 visit = Visit(key, l, value, last, target if last else None, start, more, carried.get(l))
                 yield visit
-                made[l], carried[l] = visit.output, visit.carried
+                outputs[l], carried[l] = visit.output, visit.carried
 
 
 def _rows(value: Any, n: int, device: torch.device) -> Any:

@@ -91,9 +91,9 @@ class _Sink(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        made = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.forms]
-        ctx.give(made)
-        return None, *made
+        ones = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.forms]
+        ctx.give(ones)
+        return None, *ones
 
 
 def record(
@@ -168,9 +168,9 @@ def _loss_of(loss: Loss, target: Any, output: Any) -> Tensor:
 class _Lying:
     """Finds out where some tensors lie: in storages that were given, or in others."""
 
-    def __init__(self, recorder: _Recorder, given: Sequence[FollowedStorage | None], made: Sequence[Tensor]) -> None:
+    def __init__(self, recorder: _Recorder, given: Sequence[FollowedStorage | None], outputs: Sequence[Tensor]) -> None:
         numbers = {id(held): k for k, held in reversed(list(enumerate(given)))}
-        self.found = [recorder.held_by(tensor) for tensor in made]
+        self.found = [recorder.held_by(tensor) for tensor in outputs]
         own = dict.fromkeys(id(held) for held in self.found if id(held) not in numbers)
         self.numbers = numbers | {key: -1 - k for k, key in enumerate(own)}
         self.bytes = [0 if held is None else held.nbytes for held in self.found]
@@ -226,15 +226,15 @@ def _with_graph(
         seeds: list[FollowedStorage | None] = []
         smooth = len(differentiable(output)) if end is None else 0
 
-        def seeded(made: list[Tensor]) -> None:
-            recorder.role(made, "grad_output")
-            seeds.extend(map(recorder.held_by, made))
+        def seeded(seeding: list[Tensor]) -> None:
+            recorder.role(seeding, "grad_output")
+            seeds.extend(map(recorder.held_by, seeding))
 
         ends = [t for t in differentiable(output) if t.requires_grad] if end is None else []
         more = [t for t in differentiable(_carried(run)) if t.requires_grad]
         carries = bool(more)
         last = [end] if end is not None else [_Sink.apply(seeded, *ends)]
-        last += [_Sink.apply(lambda made: recorder.role(made, "grad_carried"), *more)] if more else []
+        last += [_Sink.apply(lambda seeding: recorder.role(seeding, "grad_carried"), *more)] if more else []
         recorder.role(last, "sink")  # (but the loss is the layer's, and has a role already)
         if isinstance(run, sliced.OneSlice):
             leaves, run.handed_on = differentiable(run.given), None
@@ -284,8 +284,8 @@ def _given(layer: nn.Module, visit: Visit, source: Any) -> tuple[_Recorder, Any]
     def hand_on(tensor: Tensor) -> Tensor:
         if not source or id(tensor) not in smooth:
             return tensor
-        made: Tensor = _Source.apply(source[0], tensor, partial(source[1], smooth[id(tensor)]))
-        return made
+        result: Tensor = _Source.apply(source[0], tensor, partial(source[1], smooth[id(tensor)]))
+        return result
 
     recorder.take()
     return recorder, map_tensors(own, hand_on)

@@ -218,9 +218,9 @@ class Tracker(Storages):
 
     def _flush(self) -> None:
         for moment, delta, held, kind in self._open:
-            made = held.kind if held is not None else ""
+            own_kind = held.kind if held is not None else ""
             layer = held.layer if held is not None else -1
-            self.series.add(moment, self.index, delta, kind or made or "temporary", layer)
+            self.series.add(moment, self.index, delta, kind or own_kind or "temporary", layer)
         self._open.clear()
 
     def _find_gradients(self, groups: Iterator[int]) -> None:
@@ -385,17 +385,17 @@ def ways_out(program: Program, kinds: Mapping[str, int], needed: int, capacity: 
 
     key = "microbatches" if pp == 1 else "accumulate"
     offer(rows / 2, f"{key}: twice as many micro-batches, of half the rows each")
-    alone = program.serving is None  # a worker of parameter servers has the whole model, and no optimizer
+    without_server = program.serving is None  # a worker of parameter servers has the whole model, and no optimizer
     if "checkpoint" in known:
         offer(kinds.get("activations", 0) / 2, "checkpoint=sqrt: recompute activations instead of keeping them")
-    if alone and pp < program.layers:
+    if without_server and pp < program.layers:
         offer((fixed + rows) / 2, f"pp={pp * 2}: half the layers on each rank")
-    if alone and "zero" in known:
+    if without_server and "zero" in known:
         n = max(dp, 2)
         more = "" if dp > 1 else " dp=2"
         offer(states["optimizer"] * (1 - 1 / n), f"zero=1{more}: optimizer states sharded over {n} ranks")
         offer(fixed * (1 - 1 / n), f"zero=3{more}: all model states sharded over {n} ranks")
-    if alone and "offload" in known:
+    if without_server and "offload" in known:
         offer(states["optimizer"], "offload=optimizer: its states on the host")
     fraction = (capacity - fixed) / rows if rows else 0.0
     if 0 < fraction < 1:

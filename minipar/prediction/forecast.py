@@ -4,17 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 from minipar.costs.device import DeviceSpec
-from minipar.costs.rates import Calibration
-from minipar.execution.execution import Facts
+from minipar.costs.measured import Profile
+from minipar.costs.rates import Calibration, Copies
 from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.memory import with_memory
 from minipar.prediction.profiled import ProfiledCosts
+from minipar.prediction.recorded import Tapes
 from minipar.prediction.simulator import simulate
 from minipar.program import Program, Staleness
+from minipar.program.shape import Shape
 from minipar.trace import Trace
 from minipar.wording import several
+
+
+class Facts(NamedTuple):
+    """What is known of a job before it runs: shape, profile, bytes of a batch's x and y, the layers whose results
+    depend on how the batch is split; if asked for, what each layer allocates in order, and how fast tensors are copied
+    away; the class of the scheduler."""
+
+    shape: Shape
+    profile: Profile
+    data_bytes: tuple[int, int]
+    split_sensitive: list[str]
+    tapes: Tapes | None = None
+    copies: Copies = Copies()
+    scheduler: str = ""
+    counted_form: Any = None  # of the model's output, if the loss gives (sum, count): see `losses.Counting`
+    loss_note: str = ""  # what to warn of
 
 
 @dataclass(frozen=True)
@@ -58,17 +77,20 @@ class Forecast:
             note += f"; {several(len(program.ranks), 'rank')} share {several(cores, 'core')}"
         if calibration is not None:
             note += "; messages and collectives as calibrated on the cluster"
-        of_rows = ProfiledCosts(program, self.facts.profile, self.batch)
-        trace = replace(simulate(program, costs, cores=sharing), note=note, data=self._data(program, of_rows))
-        return trace if self.facts.tapes is None else with_memory(trace, self.facts.tapes, of_rows)
+        trace = replace(simulate(program, costs, cores=sharing), note=note, data=self.data(program))
+        return trace if self.facts.tapes is None else with_memory(trace, self.facts.tapes, self.here(program))
 
-    def _data(self, program: Program, of_rows: ProfiledCosts) -> list[int]:
+    def here(self, program: Program) -> ProfiledCosts:
+        """What a program's instructions cost where the layers were measured; its sizes and rows."""
+        return ProfiledCosts(program, self.facts.profile, self.batch)
+
+    def data(self, program: Program) -> list[int]:
         """Bytes of x and y of each rank: those with the first and the last layer have their rows of them."""
-        x, y = self.facts.data_bytes
+        (x, y), of_rows = self.facts.data_bytes, self.here(program)
         lasting = isinstance(program.contract, Staleness) and program.serving is None
         steps = program.steps if lasting else 1  # all are held until the run ends
-        return [  # (servers hold no rows)
+        return [
             round(steps * of_rows.rows_of(rank) / self.batch * ((0 in held) * x + (program.layers - 1 in held) * y))
-            if held else 0
+            if held else 0  # (servers hold no rows)
             for rank, held in enumerate(program.placement)
         ]  # fmt: skip
