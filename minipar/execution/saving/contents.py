@@ -162,7 +162,7 @@ def _collect(executor: Executor, outline: Outline) -> Iterator[SavedSlice]:
             seen.add(id(p))
             name, own = executor.names[id(p)], trained.get(id(p), p)
             holders = _holders(executor, outline.layers_of[name], _form(p))
-            yield from _share(f"parameters/{name}", _here(own, name), rank, holders)
+            yield from _share(f"parameters/{name}", own, rank, holders)
             for key, values, number in _states(name, kept.get(id(own), {})):
                 yield from _share(key, values, rank, holders, number)
     for line in slices:
@@ -174,7 +174,7 @@ def _collect(executor: Executor, outline: Outline) -> Iterator[SavedSlice]:
                 yield SavedSlice(f"parameters/{executor.names[id(p)]}", tuple(p.shape), 0, p.data.reshape(-1))
         for p, begin, end, place in line.places():
             name, shape = executor.names[id(p)], tuple(p.shape)
-            yield SavedSlice(f"parameters/{name}", shape, begin, _here(part, name)[place : place + end - begin])
+            yield SavedSlice(f"parameters/{name}", shape, begin, part.detach()[place : place + end - begin])
         for piece in line.updated:
             yield from states_of_slice(piece, kept.get(id(piece.parameter), {}))
     yield from _own_buffers(executor, outline)
@@ -216,7 +216,7 @@ def _states(name: str, values: dict[str, Any]) -> Iterator[tuple[str, Tensor, bo
     for state, value in values.items():
         key = f"optimizer/{state}/{name}"
         if isinstance(value, Tensor):
-            yield key, _here(value, key), False
+            yield key, value.detach(), False
         elif isinstance(value, (bool, int, float)):
             yield key, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64), True
         elif value is not None:
@@ -229,20 +229,6 @@ def _trained(executor: Executor) -> dict[int, nn.Parameter]:
     """What the optimizer works on for each whole trainable parameter, by its id: itself, or a copy on the host."""
     whole = [line for line in executor.state.lines if line.place is None]
     return {id(p): own for line in whole for p, own in zip(line.params, line.trained, strict=True)}
-
-
-def _here(values: Tensor, name: str) -> Tensor:
-    """The values, if they are in memory."""
-    if _away(values):
-        raise SaveError(
-            f"{name} is offloaded between steps, and cannot be saved or loaded; possible: offload=none, or "
-            "offload=optimizer offload_to=host"
-        )
-    return values.detach()
-
-
-def _away(values: Tensor) -> bool:
-    return values.numel() > 0 and values.untyped_storage().nbytes() == 0
 
 
 def _form(parameter: nn.Parameter) -> str:
@@ -308,7 +294,7 @@ def restore(executor: Executor, outline: Outline, saved: Reading) -> None:
             if id(p) not in seen:
                 own: Tensor = trained.get(id(p), p)
                 _copy(source, f"parameters/{executor.names[id(p)]}", own)
-                if own is not p and not _away(p):
+                if own is not p:
                     p.data.copy_(own.data)
             seen.add(id(p))
         for name, values in _buffers(layer, outline.prefixes[l]):
@@ -320,9 +306,8 @@ def restore(executor: Executor, outline: Outline, saved: Reading) -> None:
             (f"parameters/{executor.names[id(p)]}", begin): wanted[place : place + end - begin]
             for p, begin, end, place in line.places()
         })  # fmt: skip
-        _here(mine, f"parameters/{executor.names[id(line.params[0])]}").copy_(wanted)
-        if mine is not part and not _away(part):
-            part.data.copy_(wanted)
+        for own in {id(mine): mine, id(part): part}.values():
+            own.data.copy_(wanted)
         if not all(_alike(source, one) for one in line.updated):
             state.divide(line)
     names = {id(own): executor.names[p] for p, own in trained.items()}
@@ -383,7 +368,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict
 
 
 def _copy(source: Reading | _Local, key: str, target: Tensor) -> None:
-    values, here = read_one(source, key), _here(target, key)
+    values, here = read_one(source, key), target.detach()
     if values.dtype == here.dtype or not torch.equal(here.to("cpu", values.dtype), values):
         here.copy_(values)  # (else it was rounded for precision=bf16, and the model itself has it as it was)
 
