@@ -83,7 +83,7 @@ def expand(
     gout = values("grad_output", max(shape.layers, len(shape.edges)))
     params = [tuple(param(k) for k in groups_of[layer]) for layer in range(shape.layers)]
     grads = [tuple(grad(k) for k in groups_of[layer] if shape.groups[k].trainable) for layer in range(shape.layers)]
-    alone = [(layer,) for layer in range(shape.layers)]
+    single = [(layer,) for layer in range(shape.layers)]
 
     FORWARD, WHOLE, INPUT, WEIGHT = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
 
@@ -94,9 +94,9 @@ def expand(
             gone = () if shape.edges else given
             if layer == last:
                 gone += (out[layer][i],)  # in a model with nothing to train only the loss is needed
-            return Instruction(FORWARD, alone[layer], *of[i], reads, (out[layer][i],), gone)
+            return Instruction(FORWARD, single[layer], *of[i], reads, (out[layer][i],), gone)
         writes = out[layer][i], kept[layer][i]
-        return new(Instruction, (FORWARD, alone[layer], *of[i], reads, writes, (), *REST))
+        return new(Instruction, (FORWARD, single[layer], *of[i], reads, writes, (), *REST))
 
     def backward(layer: int, i: int, whole: bool) -> Instruction:
         came = (kept[layer][i], *[gout[e][i] for e in wires.out[layer]])
@@ -105,12 +105,12 @@ def expand(
         writes = grads[layer] if whole else (left[layer][i],)
         writes = (*[gout[e][i] for e in back[layer]], *writes)
         op, reads = WHOLE if whole else INPUT, held + params[layer]
-        return new(Instruction, (op, alone[layer], *of[i], reads, writes, came if shape.edges else held, *REST))
+        return new(Instruction, (op, single[layer], *of[i], reads, writes, came if shape.edges else held, *REST))
 
     def weights(layer: int, i: int) -> Instruction:
         mine = (left[layer][i],)
         reads = mine + params[layer]
-        return new(Instruction, (WEIGHT, alone[layer], *of[i], reads, grads[layer], mine, *REST))
+        return new(Instruction, (WEIGHT, single[layer], *of[i], reads, grads[layer], mine, *REST))
 
     ranks = []
     for rank, chosen in enumerate(actions):

@@ -16,9 +16,8 @@ order: whenever the link is free, the most urgent of the ready messages is next.
     urgent     2, 1, 0                   the next forward needs layer 0 first
     order         2    0    1            the link is free after 2: by then 1 and 0 are ready, and 0 is more urgent
 
-In a rank's list a message comes as
-soon as its gradient is complete and all messages before it have come. The last piece of a gradient represents all
-pieces: it writes what STEP reads.
+In a rank's list a message comes as soon as its gradient is complete and all messages before it have come. The last
+piece of a gradient represents all pieces: it writes what STEP reads.
 
 `bucket` is the size of a piece; gradients are never joined. "none" sends them whole, with a message for each tensor.
 """
@@ -92,12 +91,12 @@ def pieces(whole: Instruction, size: int, bucket: Bucket) -> list[Instruction]:
     return [*found[:-1], found[-1]._replace(writes=whole.writes)]
 
 
-def update_late(draft: Draft) -> Draft:
+def update_before_use(draft: Draft) -> Draft:
     """Each group's STEP runs in the next step, before the first forward that needs its parameters."""
     rows, updates = [], []
     for rank, row in enumerate(draft.ranks):
         updates.append(tuple(_most_urgent_first(draft.update[rank], row)))
-        rows.append(_where_needed(row, draft.late[rank]) if draft.late else row)
+        rows.append(_where_needed(row, draft.previous_update[rank]) if draft.previous_update else row)
     if draft.step == draft.steps - 1:
         rows = [[*row, *update] for row, update in zip(rows, updates, strict=True)]
     return replace(draft, ranks=tuple(map(tuple, rows)), update=tuple(updates))
@@ -114,11 +113,11 @@ def _most_urgent_first(update: Sequence[Instruction], row: Sequence[Instruction]
     return [ins for g in order for ins in of_each[g]]
 
 
-def _where_needed(row: Sequence[Instruction], late: Sequence[Instruction]) -> list[Instruction]:
+def _where_needed(row: Sequence[Instruction], update: Sequence[Instruction]) -> list[Instruction]:
     """A step's instructions, with the update of the step before: of each group before the first use of its
     parameters."""
     first = first_uses(row)
-    return insert(row, before=[(first.get(ins.layers[0], len(row)), ins) for ins in late])
+    return insert(row, before=[(first.get(ins.layers[0], len(row)), ins) for ins in update])
 
 
 def in_order(ready: Sequence[float], seconds: Sequence[float], urgent: Sequence[float]) -> list[int]:
