@@ -107,50 +107,37 @@ def _update(update: Sequence[Instruction], rule: Away) -> list[Instruction]:
     """A rank's update with one STEP for each group, which runs on the host if the optimizer's state is there."""
     if not {"optimizer", "parameters"}.intersection(rule.what):
         return list(update)
-    result: list[Instruction] = []
-    for ins in update:
-        if ins.op is not Op.STEP:
-            result.append(ins)
+    return [each for ins in update for each in (_by_group(ins, rule) if ins.op is Op.STEP else [ins])]
+
+
+def _by_group(step: Instruction, rule: Away) -> list[Instruction]:
+    """A STEP as one for each group. What it needs is copied before the STEP of the group before it, and what is kept
+    away is copied back after the STEP of the group after it."""
+    steps: list[Instruction] = []
+    before: list[tuple[int, Instruction]] = []
+    fetched: list[tuple[int, Instruction]] = []  # new parameters, to the device
+    after: list[tuple[int, Instruction]] = []
+    for k, g in enumerate(step.layers):
+        own, number = of_groups(step, (g,)), step.step
+        here = next(v for v in own.writes if v.kind in ("param", "param_shard"))  # what the device has
+        if "optimizer" not in rule.what:
+            steps.append(own)
+            before.append((k - 1, copy_of(Op.FETCH, rule.far(here), here, number)))
+            after.append((k + 1, copy_of(Op.OFFLOAD, here, rule.far(here), number, (here,))))
             continue
-        parts = [_step(of_groups(ins, (g,)), g, rule) for g in ins.layers]
-        for k, (before, steps, _) in enumerate(parts):
-            result += before if k == 0 else []
-            result += parts[k + 1][0] if k + 1 < len(parts) else []
-            result += steps
-            result += parts[k - 1][2] if k else []
-        result += parts[-1][2]
-    return result
-
-
-def _step(own: Instruction, g: int, rule: Away) -> tuple[list[Instruction], list[Instruction], list[Instruction]]:
-    """For one group: the copies before its STEP; the STEP, and the copy of the new parameters to the device; the copies
-    after that."""
-    step = own.step
-    here = next(v for v in own.writes if v.kind in ("param", "param_shard"))  # what the device has
-    if "optimizer" not in rule.what:
-        before = [copy_of(Op.FETCH, rule.far(here), here, step)]
-        return before, [own], [copy_of(Op.OFFLOAD, here, rule.far(here), step, (here,))]
-    state = optimizer_shard(g) if g in rule.sharded else optimizer_state(g)
-    whole = "parameters" not in rule.what
-    updated = rule.updated(g) if whole else here
-    gradients = tuple(host(v) for v in own.reads if v.kind in ("grad", "grad_shard"))
-    steps = [
-        own._replace(
-            reads=(*gradients, host(updated), host(state)),
-            writes=(host(updated), host(state)),
-            frees=gradients,
-            stream="host",
-        )
-    ]
-    if whole:
-        steps.append(copy_of(Op.FETCH, host(updated), here, step))
-    if rule.to != "disk":
-        return [], steps, []
-    before = [copy_of(Op.FETCH, disk(v), host(v), step) for v in (updated, state)]
-    # (the host's copy must stay until the device has been given the new parameters)
-    waits = (here,) if whole else ()
-    after = [copy_of(Op.OFFLOAD, host(v), disk(v), step, (host(v),), waits) for v in (updated, state)]
-    return before, steps, after
+        whole = "parameters" not in rule.what
+        updated = rule.updated(g) if whole else here
+        kept = (updated, optimizer_shard(g) if g in rule.sharded else optimizer_state(g))
+        gradients, there = tuple(host(v) for v in own.reads if v.kind in ("grad", "grad_shard")), tuple(map(host, kept))
+        steps.append(own._replace(reads=gradients + there, writes=there, frees=gradients, stream="host"))
+        if whole:
+            fetched.append((k, copy_of(Op.FETCH, host(updated), here, number)))
+        if rule.to == "disk":
+            # (the host's copy must stay until the device has been given the new parameters)
+            waits = (here,) if whole else ()
+            before += [(k - 1, copy_of(Op.FETCH, disk(v), host(v), number)) for v in kept]
+            after += [(k + 1, copy_of(Op.OFFLOAD, host(v), disk(v), number, (host(v),), waits)) for v in kept]
+    return insert(steps, before, [*fetched, *after])
 
 
 # activations --------------------------------------------------------------------------------------------------------
