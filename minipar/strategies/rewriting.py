@@ -155,6 +155,12 @@ def also_free(row: Sequence[Instruction], values: Iterable[tuple[int, Value]]) -
     return result
 
 
+def free_at_last_read(row: Sequence[Instruction], fits: Callable[[Value], bool]) -> list[Instruction]:
+    """The row in which the last instruction that reads one of these values frees it."""
+    last = {value: k for k, ins in enumerate(row) for value in ins.reads if fits(value)}
+    return also_free(row, [(k, value) for value, k in sorted(last.items())])
+
+
 def of_groups(ins: Instruction, groups: tuple[int, ...]) -> Instruction:
     """The part of a STEP, or of a sum, that is of these groups."""
     reads, writes, frees = (

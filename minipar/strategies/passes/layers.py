@@ -40,6 +40,7 @@ from minipar.program import (
 from minipar.program.edges import wiring
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
+from minipar.strategies.rewriting import free_at_last_read
 
 REST = tuple(Instruction._field_defaults.values())[3:]  # defaults of the fields after `frees`
 
@@ -136,7 +137,11 @@ def expand(
                 raise PlanError(
                     f"{action}: a schedule yields Forward(i, chunk), Backward, BackwardInput, BackwardWeight"
                 )
-        ranks.append(_free_after_last_read(instructions) if shape.edges else instructions)
+        if shape.edges:
+            outputs = {v for ins in instructions for v in ins.reads if v.kind == "output"}
+            outputs.difference_update(*(ins.frees for ins in instructions))
+            instructions = free_at_last_read(instructions, outputs.__contains__)
+        ranks.append(instructions)
     return ranks
 
 
@@ -152,15 +157,3 @@ def step_of(layout: Layout, rank: int, step: int) -> list[Instruction]:
 def state_of(layout: Layout, rank: int) -> frozenset[Value]:
     """What a rank holds before and after a step: all parameters, and optimizer states of the trainable ones."""
     return frozenset(map(param, layout.groups(rank))) | frozenset(map(optimizer_state, layout.trainable(rank)))
-
-
-def _free_after_last_read(row: Sequence[Instruction]) -> list[Instruction]:
-    """One rank's instructions, in which the last one that reads an output frees it."""
-    known = {value for ins in row for value in ins.frees}
-    result = []
-    for ins in reversed(row):
-        mine = tuple(v for v in ins.reads if v.kind == "output" and v not in known)
-        known.update(mine)
-        result.append(ins._replace(frees=ins.frees + mine) if mine else ins)
-    result.reverse()
-    return result

@@ -37,7 +37,7 @@ from minipar.program import (
 )
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
-from minipar.strategies.rewriting import ActionKey, actions_of, also_free, renamed
+from minipar.strategies.rewriting import ActionKey, actions_of, free_at_last_read, renamed
 from minipar.strategies.schedules.registry import Used, find, newest
 
 Blocks = dict[ActionKey, list[Instruction]]
@@ -127,8 +127,7 @@ def with_versions(
         result.append(step())
         updates += 1
     # The last instruction that reads a version frees it. The newest version stays.
-    last = {value: k for k, ins in enumerate(result) for value in ins.reads if version_of(value) >= 0}
-    return also_free(result, [(k, v) for v, k in sorted(last.items()) if updates and v.step != updates])
+    return free_at_last_read(result, lambda v: 0 <= version_of(v) < updates)
 
 
 def as_it_happened(
