@@ -93,9 +93,21 @@ class Algorithm(NamedTuple):
     parts: int = 1
 
 
-def one_each(collective: str, setting: Setting) -> int:
-    """The number of chunks, if there is one for each rank."""
-    return setting.ranks
+def in_turn(first: Moves, second: Moves) -> Moves:
+    """The moves of a collective that consists of two: an allreduce is a reduce-scatter, then an all-gather of the sums;
+    or a reduce, then a broadcast of the sum."""
+
+    def moves(setting: Setting, rank: int) -> Iterator[Move]:
+        yield from first(setting, rank)
+        yield from second(setting, rank)
+
+    return moves
+
+
+def usual(collective: str, setting: Setting) -> int:
+    """The number of chunks, if there is one for each rank; in an all_to_all for each pair of ranks; in a broadcast or a
+    reduce one."""
+    return {"broadcast": 1, "reduce": 1, "all_to_all": setting.ranks**2}.get(collective, setting.ranks)
 
 
 def bounds(size: int, count: int, index: int) -> tuple[int, int]:

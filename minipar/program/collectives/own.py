@@ -15,7 +15,18 @@ from typing import Any
 
 from minipar.errors import PlanError
 from minipar.program import Program
-from minipar.program.collectives.moves import Algorithm, Copy, Move, Moves, Reduce, Send, Setting, lay_out, sizes_of
+from minipar.program.collectives.moves import (
+    Algorithm,
+    Copy,
+    Move,
+    Moves,
+    Reduce,
+    Send,
+    Setting,
+    lay_out,
+    sizes_of,
+    usual,
+)
 from minipar.wording import several
 
 __all__ = ["Copy", "Move", "Reduce", "Send", "Setting", "own_program"]
@@ -50,8 +61,7 @@ def algorithm(collective: str, moves: Moves, chunks: int | None = None) -> Algor
     """The user's moves as an algorithm for one collective. Each move that they yield is checked."""
 
     def count(collective: str, setting: Setting) -> int:
-        usual = {"broadcast": 1, "reduce": 1, "all_to_all": setting.ranks**2}.get(collective, setting.ranks)
-        return usual if chunks is None else chunks
+        return usual(collective, setting) if chunks is None else chunks
 
     def checked(setting: Setting, rank: int) -> Iterator[Move]:
         built: Any = moves(setting, rank)
