@@ -35,6 +35,7 @@ from minipar.program import (
 from minipar.program.diagnostics import at, refuse, wrong
 from minipar.program.rule import Place
 from minipar.program.server_rule import Mode
+from minipar.program.verify import fields
 from minipar.wording import several
 
 _GRADIENTS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
@@ -137,6 +138,8 @@ def _check_names(program: Program, rank: int) -> None:
         if ins.op in _WORK:
             _check_work(program, rank, index, pulled, shares)
             continue
+        if type(ins.microbatch) is not int:
+            fields.check_instruction(rank, index, ins)
         partners = servers if works else range(program.workers)
         if ins.op is not Op.APPLY and ins.peer not in partners:
             raise wrong(program, rank, index, f": rank {ins.peer} is no partner for it")
