@@ -128,7 +128,8 @@ def _by_group(step: Instruction, rule: Away) -> list[Instruction]:
         whole = "parameters" not in rule.what
         updated = rule.updated(g) if whole else here
         kept = (updated, optimizer_shard(g) if g in rule.sharded else optimizer_state(g))
-        gradients, there = tuple(host(v) for v in own.reads if v.kind in ("grad", "grad_shard")), tuple(map(host, kept))
+        gradients = tuple(host(v) for v in own.reads if v.kind in ("grad", "grad_shard"))
+        there = tuple(map(host, kept))
         steps.append(own._replace(reads=gradients + there, writes=there, frees=gradients, stream="host"))
         if whole:
             fetched.append((k, copy_of(Op.FETCH, host(updated), here, number)))
