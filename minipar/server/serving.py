@@ -11,22 +11,20 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from minipar.cluster import agreement, launch, worker
-from minipar.cluster.local import Cluster
 from minipar.cluster.members import Revived
 from minipar.cluster.ranks import Ranks
 from minipar.comm import clocks, communicator
@@ -47,11 +45,10 @@ from minipar.prediction.service import Times, key_of, timed
 from minipar.program import Op, Program, Value
 from minipar.program.rows import split_rows
 from minipar.program.server_rule import Kind, Mode, Row
-from minipar.server import pushing, rendezvous, shard
-from minipar.server.process import Served, Server, Settings, serve
-from minipar.server.rendezvous import Meeting
+from minipar.server.process import Served, Server, Settings
+from minipar.server.pushing import Servers
 from minipar.server.saving import Part, Saving, Wrote
-from minipar.server.shard import ParameterKey, pieces_of
+from minipar.server.shard import Line, Shard, form_of, pieces_of
 from minipar.server.steps import Progress, Step, losses_of
 from minipar.server.working import Worker
 from minipar.strategies import served_order
@@ -72,7 +69,6 @@ class Service:
 
     order        of updates and answers, the same at all servers
     deaths       workers that died and were started again, with the reason of each death
-    silent       (worker, step, seconds) of workers that were removed
     received     bytes of gradients, per server
     sent         bytes of parameters, per server
     parameters   at the end, by name
@@ -80,7 +76,6 @@ class Service:
 
     order: list[Row] = field(repr=False)
     deaths: list[str]
-    silent: list[tuple[int, int, float]]
     received: list[int]
     sent: list[int]
     parameters: dict[str, Tensor] = field(repr=False)
@@ -89,6 +84,26 @@ class Service:
     def dropped(self) -> int:
         """Gradients that came too late (k-of-n)."""
         return sum(row.kind is Kind.DROP for row in self.order)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What every rank must know of a run.
+
+    header    of the run as it is saved at its end
+    at_once   whether workers report each step when it is done: it is shown, or a worker may die
+    slow      delays of emulated devices, one for each worker
+    """
+
+    job: Job
+    program: Program
+    settings: Settings
+    header: Header
+    storing: Storing
+    keep_gradients: bool
+    at_once: bool
+    slow: list[Delays] | None
+    watching: Watching | None
 
 
 def execute_served(
@@ -102,7 +117,6 @@ def execute_served(
     watch: Observer | None = None,
     slow: list[Delays] | None = None,
     pacing: Pacing | None = None,
-    patience: float | None = 30.0,
     storing: Storing = NOTHING,
     memory: bool = False,
 ) -> tuple[Execution, Service]:
@@ -113,8 +127,6 @@ def execute_served(
                      server is raised
     slow             delays of emulated devices, one for each worker
     pacing           of the servers, where links are emulated, too
-    patience         seconds after which a worker that is gone is removed, and one that was stopped after half a second;
-                     the servers wait for one that computes, however long it takes
     memory           follow every storage of the workers: the trace then has `series`. What servers keep is on their
                      hosts: their series are those of the values that the program names
     storing          go on from a saved run; save this one; bring its state back in `Execution.shares`
@@ -154,35 +166,29 @@ def execute_served(
             saving.heard(rank, fact)
         elif isinstance(fact, Warned):
             warnings(rank, fact)
-        elif isinstance(fact, int):
+        else:
             report(fact)
-        elif fact[0] == "silent":
-            progress.gone(fact[1])
-            cluster.end_rank(fact[1])
 
     try:
-        processes: tuple[int, ...] = ()
-        if isinstance(cluster, Cluster):  # (of this machine)
-            processes = tuple(cluster.run_on(range(len(program.ranks)), os.getpid))
-        ((keys, forms, header),) = cluster.run_on([0], _open, job, program, folder, storing)
+        ((keys, forms, header),) = cluster.run_on([0], _survey, job, program, storing)
+        groups = [g for g, group in enumerate(program.groups) for _ in group.tensors]  # of each key
         saving = Saving(storing, header, servers + 1)
         settings = Settings(
-            workers, program.steps, job.optimizer, Mode.parse(program.serving.mode, workers), patience, on_death, True,
-            pacing, job.scheduler, forms, program.clip, program.compress, storing.saved, processes,
+            folder, keys, workers, program.steps, job.optimizer, Mode.parse(program.serving.mode, workers), servers,
+            tuple(groups), forms, job.scheduler, on_death, program.clip, program.compress, pacing, storing.saved,
         )  # fmt: skip
         watching = watching_of(memory, cluster.emulates)
-        revivals = _REVIVALS if on_death == "continue" else 0
+        at_once = watch is not None or on_death == "continue"
+        task = Task(job, program, settings, header, storing, keep_gradients, at_once, slow, watching)
         with storing.around() if storing.folder else contextlib.nullcontext():
-            found = cluster.run_reviving(
-                revivals, hear, _take_part, job, program, folder, settings, keep_gradients, slow, watch is not None,
-                header, storing, watching,
-            )  # fmt: skip
+            revivals = _REVIVALS if on_death == "continue" else 0
+            found = cluster.run_reviving(revivals, hear, _take_part, task)
             shares = [share for _, share in (*found[workers:], found[0])]
             saving.finish(shares[0].header)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     steps |= {(one.worker, one.step): one for done, _ in found[:workers] for one in done}
-    execution, service = _result(program, keys, steps, [one for one, _ in found[workers:]], deaths, keep_gradients, job)
+    execution, service = _result(task, steps, [one for one, _ in found[workers:]], deaths)
     show(program.steps, lambda: execution.losses, lambda: progress.trace)
     return replace(execution, shares=shares), service
 
@@ -207,43 +213,35 @@ def pacing_of(costs: EmulatedCosts) -> Pacing:
 
 
 def _result(
-    program: Program,
-    keys: tuple[ParameterKey, ...],
-    steps: dict[tuple[int, int], Step],
-    served: list[Served],
-    deaths: list[str],
-    keep_gradients: bool,
-    job: Job,
+    task: Task, steps: dict[tuple[int, int], Step], served: list[Served], deaths: list[str]
 ) -> tuple[Execution, Service]:
+    program, order = task.program, served[0].order
     assert program.serving is not None
-    order = [Row(*row) for row in served[0].order]
     wanted = [(order[k].worker, order[k].step) for k in completed(order)]
     taken = [steps[one] for one in wanted if one in steps]
     losses = losses_of(taken, program.losses)
     gradients = [step.gradients for step in taken]
     if program.serving.mode != "sync":  # (else it was known before; another order of arrivals does not change it)
         program = served_order.as_it_happened(program, order, shares_of(program.groups, len(served)))
-    elif not any(one.silent for one in served):
+    else:
         gradients = [_summed([t for t in taken if t.step == s], program.clip) for s in range(program.steps)]
-    groups = [g for g, group in enumerate(program.groups) for _ in group.tensors]  # of each key
-    starts, ends = timed(program, _times(program, taken, served, groups))
+    starts, ends = timed(program, _times(program, taken, served))
     data = [max((t.data for t in taken if t.worker == rank), default=0) for rank in range(len(program.ranks))]
-    zero = min((event.start for event in served[0].events if event.kind == Kind.ANSWER), default=0.0)
+    zero = min((start for (_, op, *_), (start, _) in served[0].times.items() if op is Op.REPLY), default=0.0)
     starts, ends = ([[max(0.0, t - zero) for t in row] for row in rows] for rows in (starts, ends))
     error = max([0.0, *(one.clock_error for one in taken), *(one.clock_error for one in served)])
-    size = _size(program, taken, served, groups, job.batch)
+    size = _size(task, program, taken, served)
     trace = Trace(program, starts, ends, size, "measured", "bytes", data, clock_error=error)
     if any(step.series is not None for step in taken):
         trace = replace(trace, series=_series(trace, taken, zero))
     service = Service(
         order,
         deaths,
-        [worker for one in served for worker in one.silent],
         [one.received for one in served],
         [one.sent for one in served],
-        _assembled(keys, served),
+        _assembled(task.settings, served),
     )
-    execution = Execution(program, losses, [trace.time], trace, gradients if keep_gradients else [])
+    execution = Execution(program, losses, [trace.time], trace, gradients if task.keep_gradients else [])
     return execution, service
 
 
@@ -260,19 +258,17 @@ def _series(trace: Trace, taken: list[Step], zero: float) -> list[Series]:
     return [*found, *(series_of(trace, rank) for rank in range(program.workers, len(program.ranks)))]
 
 
-def _size(
-    program: Program, taken: list[Step], served: list[Served], groups: list[int], batch: int
-) -> Callable[[int, Value], int]:
-    """Bytes of a value, as they were measured. `groups`: of each key."""
+def _size(task: Task, program: Program, taken: list[Step], served: list[Served]) -> Callable[[int, Value], int]:
+    """Bytes of a value, as they were measured."""
     shares = shares_of(program.groups, len(served))
-    rows = [len(r) for r in split_rows(batch, program.workers * program.microbatches)]
+    rows = [len(r) for r in split_rows(task.job.batch, program.workers * program.microbatches)]
     sizes: dict[tuple[str | int, ...], int] = {}
     for step in taken:
         sizes |= step.sizes
     states: Counter[tuple[int, int]] = Counter()
     for number, one in enumerate(served):
-        for tensor, kept in one.states.items():
-            states[number, groups[tensor]] += kept
+        for k, kept in one.states.items():
+            states[number, task.settings.groups[k]] += kept
 
     def size(rank: int, value: Value) -> int:
         g, server = value.index, rank - program.workers
@@ -301,39 +297,25 @@ def _summed(steps: list[Step], clip: float | None) -> dict[str, Tensor]:
     return found
 
 
-def _times(program: Program, taken: list[Step], served: list[Served], groups: list[int]) -> Times:
-    """When instructions ran, as the ranks report it. `groups`: of each key."""
+def _times(program: Program, taken: list[Step], served: list[Served]) -> Times:
+    """When instructions ran, as the ranks report it."""
     times: Times = {}
     blocks = [served_order.blocks_of(program, worker) for worker in range(program.workers)]
     for t in taken:
         for k, (ins, span) in enumerate(zip(blocks[t.worker][t.step], t.times, strict=True)):
             times[key_of(t.worker, ins, k)] = span
-    for rank, one in enumerate(served, program.workers):
-        spans: dict[tuple[Op, int, int, int], list[tuple[float, float]]] = {}  # op, peer, step, group of an ACCEPT
-        for event in one.events:
-            if event.kind == 0:
-                key = Op.ACCEPT, event.worker, event.step, groups[event.which]
-            elif event.kind == Kind.APPLY:
-                key = Op.APPLY, -1, event.which, -1
-            else:
-                key = Op.REPLY, event.worker, event.step, -1
-            spans.setdefault(key, []).append((event.start, event.end))
-        for ins in program.ranks[rank]:
-            some = ins.layers if ins.op is Op.ACCEPT else (-1,)
-            if here := [span for g in some for span in spans.get((ins.op, ins.peer, ins.step, g), ())]:
-                times[key_of(rank, ins)] = min(a for a, _ in here), max(b for _, b in here)
+    for one in served:
+        times |= one.times
     return times
 
 
-def _assembled(keys: tuple[ParameterKey, ...], served: list[Served]) -> dict[str, Tensor]:
-    """The parameters at the end, from the servers' pieces."""
-    found = [torch.empty(key.shape, dtype=key.type) for key in keys]
+def _assembled(settings: Settings, served: list[Served]) -> dict[str, Tensor]:
+    """The parameters at the end, from the servers' parts."""
+    keys = settings.keys
+    line = Line(keys, pieces_of(keys, 1)[0])
     for pieces, one in zip(pieces_of(keys, len(served)), served, strict=True):
-        for piece in pieces:
-            key = keys[piece.tensor]
-            place = slice(piece.start // key.type.itemsize, piece.stop // key.type.itemsize)
-            found[piece.tensor].view(-1)[place] = shard.view(one.values, key, piece)
-    return {str(key.name): values for key, values in zip(keys, found, strict=True)}
+        line.part(pieces).copy_(one.values)
+    return {key.name: values for key, values in zip(keys, line.values(keys), strict=True)}
 
 
 def _unsaved(program: Program) -> str:
@@ -343,11 +325,9 @@ def _unsaved(program: Program) -> str:
 # in the ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _open(
-    job: Job, program: Program, folder: str, storing: Storing
-) -> tuple[tuple[ParameterKey, ...], tuple[Form, ...], Header]:
-    """The keys of the parameters, of which the handle is written for servers and workers; the parameters that the
-    optimizer is made of; and the header of the run as it is saved at its end."""
+def _survey(job: Job, program: Program, storing: Storing) -> tuple[tuple[Form, ...], tuple[Form, ...], Header]:
+    """The parameters, in the order of their line and as the optimizer is made of them; and the header of the run as it
+    is saved at its end."""
     model = job.build()
     forms = forms_of(model)
     update = Update(job.optimizer, forms, job.scheduler)
@@ -356,60 +336,45 @@ def _open(
     if storing.saved is not None:
         storing.saved.check_fits(rows, class_name(update.whole) if forms else "")
     names = {id(p): name for name, p in model.named_parameters()}
-    keys = tuple(shard.key_of(names[id(p)], p) for group in parameters_of(layers_of(model)) for p in group)
-    assert program.serving is not None
-    rendezvous.open_folder(_meeting(folder), keys, program.serving.servers)
+    keys = tuple(form_of(names[id(p)], p) for group in parameters_of(layers_of(model)) for p in group)
     last = storing.first + program.steps
     return keys, forms, Header(last, job.seed, job.batch, dtype_name(job.dtype), program.name, "", rows)
 
 
-def _meeting(folder: str) -> Meeting:
-    """Where servers and workers meet: in the driver's folder, if all are on this host, or in torch's Store."""
-    context = worker.context()
-    if not context.store:  # torchrun started this process
-        agreed = agreement.agree()
-        address = agreed.addresses[agreed.rank] if len(set(agreed.hosts)) > 1 else ""
-        return Meeting(folder, dist.PrefixStore(folder, agreed.store), address)
-    if len(set(agreement.apart(context.size))) > 1:
-        return Meeting(folder, dist.FileStore(os.path.join(folder, "store")), agreement.LOOPBACK)
-    return Meeting(folder)
-
-
-def _take_part(
-    job: Job,
-    program: Program,
-    folder: str,
-    settings: Settings,
-    keep_gradients: bool,
-    slow: list[Delays] | None,
-    watched: bool,
-    header: Header,
-    storing: Storing,
-    watching: Watching | None,
-) -> tuple[Any, Share]:
-    """What every rank does: the first ones are workers, the last ones servers. Returns the steps of a worker or what a
-    server brings back, and the rank's share of the state."""
-    rank, meeting = worker.context().rank, _meeting(folder)
-    clock = clocks.Reading(0.0, 0.0, 0.0)
-    reviving = settings.on_death == "continue"  # (then every step is reported at once, as this rank may die)
-    if meeting.address and not reviving:  # (otherwise all are on one machine)
+def _take_part(task: Task) -> tuple[Any, Share]:
+    """What every rank does: the first ones are workers, the last ones servers. Returns what a server brings back, and
+    the rank's share of the state."""
+    context, clock = worker.context(), clocks.Reading(0.0, 0.0, 0.0)
+    if not context.store and len(set(agreement.agree().hosts)) > 1:
         clock = clocks.read(communicator.create())
-    servers, number = len(program.ranks) - program.workers, rank - program.workers
-    part = Part(storing, number if number >= 0 else servers + rank, program.steps)
+    number = context.rank - task.program.workers
     if number >= 0:
-        return _be_server(job, meeting, number, settings, clock, header, part)
-    done: list[Step] = []
+        return _be_server(task, number, clock)
+    return _be_worker(task, context.rank, clock)
 
-    def hand_on(step: Step) -> None:
-        times = [(a + clock.seconds, b + clock.seconds) for a, b in step.times]
-        step = step._replace(times=times, clock_error=clock.error)
-        if step.series is not None:
-            own = [t + clock.seconds for t in step.series.times]
-            step = step._replace(series=replace(step.series, times=own))
-        worker.report(step if reviving else step._replace(gradients={}, series=None) if watched else rank)
-        if not reviving:
-            done.append(step)
 
+def _be_server(task: Task, number: int, clock: clocks.Reading) -> tuple[Served, Share]:
+    """Serve until all workers are done. Returns what a server brings back, and its share of the state."""
+    whole, part = dict(task.job.build().named_parameters()), Part(task.storing, number, task.program.steps)
+    values = [whole[key.name] for key in task.settings.keys]
+
+    def updated(own: Shard) -> None:
+        part.reached(own.updates, own.saved, own.optimizer_name, own.saved_schedule)
+
+    server = Server(task.settings, number, values, updated)
+    served, own = server.run(), server.shard
+    last = replace(task.header, schedule=own.saved_schedule())
+    here = own.line.bytes.nbytes / sum(map(count_bytes, values))
+    share = part.end(last, own.saved, own.optimizer_name, here)
+    times = {key: (start + clock.seconds, end + clock.seconds) for key, (start, end) in served.times.items()}
+    return replace(served, times=times, clock_error=clock.error), share
+
+
+def _be_worker(task: Task, rank: int, clock: clocks.Reading) -> tuple[list[Step], Share]:
+    """Do steps until the servers have done all their updates. Returns those that were not reported, and the share of
+    the state that no server has."""
+    job, program, storing = task.job, task.program, task.storing
+    part = Part(storing, task.settings.servers, program.steps)
     model = job.build()
     outline = outline_of(model)
     if storing.saved is not None:
@@ -418,78 +383,37 @@ def _take_part(
         names = {id(p): name for name, p in model.named_parameters()}
         restore_untrained(layers_of(model), names, outline, Reading(storing.saved))
     spare = copy.deepcopy(model)  # to warm up: first calls take longer, and should not count in the first step
-    one = Worker(program, rank, model, job, slow[rank] if slow else None)
-    rest = partial(collect_untrained, one, outline)
-    begins = partial(part.reached, pieces=rest) if rank == 0 else lambda version: None
-    with contextlib.suppress(ServerClosed):  # (it was started again after the end)
-        _be_worker(job, one, spare, meeting, settings, keep_gradients, hand_on, storing.first, begins, watching)
-    share = part.end(header, rest) if rank == 0 else Share(header)
+    Worker(program, rank, spare, job).run(job.batches, storing.first)
+    one = Worker(program, rank, model, job, task.slow[rank] if task.slow else None)
+    rest, done = partial(collect_untrained, one, outline), list[Step]()
+    with (
+        contextlib.suppress(ServerClosed),  # (it was started again after the end)
+        closing(Servers(task.settings, rank)) as one.servers,
+    ):
+        for step in _steps(task, one, one.servers, partial(part.reached, pieces=rest) if rank == 0 else None):
+            worker.report(step.by(clock) if task.at_once else step.step)
+            done += [] if task.at_once else [step.by(clock)]
+    share = part.end(task.header, rest) if rank == 0 else Share(task.header)
     return done, replace(share, reason=_unsaved(program)) if keeps_residual(program.compress) else share
 
 
-def _be_server(
-    job: Job, meeting: Meeting, number: int, settings: Settings, clock: clocks.Reading, header: Header, part: Part
-) -> tuple[Served, Share]:
-    """Serve until all workers are done. Returns what a server brings back, and its share of the state."""
-    whole = dict(job.build().named_parameters())
-    values = [whole[str(key.name)] for key in rendezvous.read_handle(meeting).keys]
-    shares: list[Share] = []
-
-    def updated(server: Server) -> None:
-        own = server.shard
-        part.reached(own.updates, own.saved, own.optimizer_name, own.saved_schedule)
-
-    def ended(server: Server) -> None:
-        own = server.shard
-        last = replace(header, schedule=own.saved_schedule())
-        here = max(1, shard.length(own.pieces)) / max(1, sum(map(count_bytes, values)))
-        shares.append(part.end(last, own.saved, own.optimizer_name, here))
-
-    served = serve(meeting, number, settings, values, worker.report, updated, ended)
-    events = [e._replace(start=e.start + clock.seconds, end=e.end + clock.seconds) for e in served.events]
-    return replace(served, events=events, clock_error=clock.error), shares[0]
-
-
-def _be_worker(
-    job: Job,
-    one: Worker,
-    spare: nn.Module,
-    meeting: Meeting,
-    settings: Settings,
-    keep_gradients: bool,
-    hand_on: Callable[[Step], None],
-    first: int,
-    begins: Callable[[int], None],
-    watching: Watching | None,
-) -> None:
-    """Do steps until the servers have done all their updates.
-
-    spare    a copy of the worker's model
-    first    the number of the program's first step
-    begins   called when the parameters of a step are here, with their version
-    """
-    program, compute, rank, device = one.program, one.compute, one.comm.rank, one.device
-    # At once, so that the servers see this worker's process.
-    servers = settings.processes[program.workers :]
-    ps = pushing.connect(meeting, rank, compress=program.compress, processes=servers)
-    Worker(program, rank, spare, job).run(job.batches, first)
-    compute.finite = None if job.on_nan == "ignore" else Finite(rank, job.on_nan, worker.report)
-    one.servers = ps
+def _steps(task: Task, one: Worker, servers: Servers, begins: Callable[[int], None] | None) -> Iterator[Step]:
+    """The steps of a worker. `begins` is called when the parameters of a step are here, with their version."""
+    job, compute = task.job, one.compute
+    compute.finite = None if job.on_nan == "ignore" else Finite(one.comm.rank, job.on_nan, worker.report)
     pulls = sum(ins.op is Op.PULL for ins in one.instructions)
-    tracker = watching(one) if watching is not None else None
+    tracker = task.watching(one) if task.watching is not None else None
     begin = time.perf_counter()
-    while (step := ps.next_step()) is not None:
-        begins(ps.version)
+    while (step := servers.next_step()) is not None:
+        if begins is not None:
+            begins(servers.version)
         with tracker or contextlib.nullcontext():
-            record = one.run(job.batches, first + step)
-        if device is not None and device.delays.links:
-            ps.pace(device.now)
+            record = one.run(job.batches, task.storing.first + step)
         times = list(zip(record.starts, record.ends, strict=True))
         times[:pulls] = [(begin, times[pulls - 1][1])] * pulls  # (all of them are awaited at once)
-        gradients = dict(one.pushed) if keep_gradients else {}
+        gradients = dict(one.pushed) if task.keep_gradients else {}
         series = None if tracker is None else tracker.last
         sizes: dict[tuple[str | int, ...], int] = dict(compute.sizes.items())
-        whole = Step(rank, step, record.losses[0], *one.rows, gradients, times, sizes, compute.data_bytes(),
-                     series=series)  # fmt: skip
-        hand_on(whole)
+        yield Step(one.comm.rank, step, record.losses[0], *one.rows, gradients, times, sizes, compute.data_bytes(),
+                   series=series)  # fmt: skip
         begin = time.perf_counter()

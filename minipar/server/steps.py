@@ -7,11 +7,13 @@ worker 1   |pull ... F B push|pull F B ..         the trace shows the time of th
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import NamedTuple
 
 from torch import Tensor
 
+from minipar.comm.clocks import Reading
 from minipar.execution.following import Span, window
 from minipar.program import Program
 from minipar.strategies.served_order import blocks_of
@@ -28,14 +30,22 @@ class Step(NamedTuple):
     worker: int
     step: int
     loss: float
-    rows: int
-    of: int
+    rows: float
+    of: float
     gradients: dict[str, Tensor]
     times: Sequence[tuple[float, float]] = ()
     sizes: Mapping[tuple[str | int, ...], int] = MappingProxyType({})
     data: int = 0
     clock_error: float = 0.0
     series: Series | None = None
+
+    def by(self, clock: Reading) -> Step:
+        """The same by the clock of rank 0."""
+        times = [(start + clock.seconds, end + clock.seconds) for start, end in self.times]
+        series = self.series
+        if series is not None:
+            series = replace(series, times=[time + clock.seconds for time in series.times])
+        return self._replace(times=times, clock_error=clock.error, series=series)
 
 
 def losses_of(taken: Sequence[Step], count: int) -> list[float]:
@@ -81,7 +91,7 @@ class Progress:
             self._rows[worker] = [one for one in rows if one[2] >= behind[0]]
 
     def gone(self, worker: int) -> None:
-        """A worker was removed, or starts again."""
+        """A worker has died, and starts again."""
         self._last.pop(worker, None)
 
     @property

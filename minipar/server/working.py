@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from minipar.cluster import worker
 from minipar.comm import missing
 from minipar.comm.communicator import Communicator
-from minipar.errors import PlanError
 from minipar.execution.emulation import Delays, EmulatedDevice
 from minipar.execution.execution import Job
 from minipar.execution.executor import Executor
@@ -36,7 +35,7 @@ class Worker(Executor):
 
     def __init__(self, program: Program, rank: int, model: nn.Module, job: Job, delays: Delays | None = None) -> None:
         self.servers: Servers | None = None
-        self.rows = 0, 0
+        self.rows: tuple[float, float] = 0, 0
         self.pushed: dict[str, Tensor] = {}
         self.own_loss = job.loss
         comm = NoPeers(rank, len(program.ranks))
@@ -56,8 +55,7 @@ class Worker(Executor):
         """Copy parameters that have come into the layers. Of a layer that two servers have a part of, both PULLs do."""
         if index == 0:
             self.pushed.clear()
-            self.rows = self._weights()
-            servers.weigh(*self.rows)
+            servers.weight = self.rows = self._weights()
         for p in (p for g in ins.layers for p in self.groups[g]):
             p.data.copy_(servers.pull(self.names[id(p)]))
         if self.device is not None:
@@ -69,13 +67,13 @@ class Worker(Executor):
         occupied, delay = device.delays.transfer.get(index, (0.0, 0.0)) if device is not None else (0.0, 0.0)
         if self.servers is not None:
             if device is not None:
-                self.servers.pace(device.now + delay, occupied)
+                self.servers.timing = device.now + delay, occupied
             with self._aside():  # (what is sent is the host's)
-                for p in (p for g in ins.layers for p in self.groups[g]):
-                    name = self.names[id(p)]
+                params = {self.names[id(p)]: p for g in ins.layers for p in self.groups[g]}
+                for name, p in params.items():
                     if name not in self.pushed:
                         self.pushed[name] = self._gradient(p, self.servers.pull(name))
-                    self.servers.push(name, self.pushed[name], ins.peer - self.program.workers)
+                self.servers.push({name: self.pushed[name] for name in params}, ins.peer - self.program.workers)
         if device is not None:
             device.wait(device.now + occupied, index)
         for value in ins.frees:
@@ -89,19 +87,11 @@ class Worker(Executor):
         gradient = missing.like(p) if p.grad is None else p.grad
         return gradient.to("cpu", like.dtype).contiguous()
 
-    def _weights(self) -> tuple[int, int]:
+    def _weights(self) -> tuple[float, float]:
         """How much this worker's rows weigh in the present step, and all rows."""
         part = self.compute.rows.part(0)
         mine = range(part.rows[0].start - part.start, part.rows[-1].stop - part.start)
-        return _whole(counted(take_rows(part.y, mine), self.own_loss)), _whole(part.weight)
-
-
-def _whole(count: float) -> int:
-    if count != int(count):
-        raise PlanError(
-            f"sync=ps: the loss counts {count:g}, and servers count whole numbers; possible is sync=allreduce"
-        )
-    return int(count)
+        return counted(take_rows(part.y, mine), self.own_loss), part.weight
 
 
 @dataclass
