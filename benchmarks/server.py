@@ -24,9 +24,9 @@ from minipar.cluster import worker
 from minipar.costs.unit import UnitCosts
 from minipar.program import Op, Program
 from minipar.program.server_rule import Mode
-from minipar.server.process import Server, Settings
+from minipar.server.process import Server
 from minipar.server.pushing import Servers
-from minipar.server.shard import form_of
+from minipar.server.shard import Settings, Shard, form_of
 from minipar.training.training import Run
 
 SIZES = {"1 KB": 1 << 10, "64 KB": 1 << 16, "4 MB": 4 << 20, "40 MB": 40 << 20}
@@ -53,7 +53,7 @@ def _messages(settings: Settings, size: int, keys: int, rounds: int) -> list[tup
             _gloo(dist.isend, y, 0)
     settings = replace(settings, steps=total + 1)
     if rank == 2:
-        Server(settings, 0, x).run()
+        Server(settings, 0, Shard(settings, 0, x, _NoUpdate)).run()
     if rank:
         return None
     ps = Servers(settings, 0)
@@ -103,7 +103,7 @@ def _transport(quick: bool) -> list[Row]:
                 folder = tempfile.mkdtemp(prefix="bench-server-")
                 try:
                     known = tuple(form_of(str(k), torch.zeros(size // 4)) for k in range(keys))
-                    settings = Settings(folder, known, 1, 1, _NoUpdate, Mode("async"))
+                    settings = Settings(folder, known, 1, 1, Mode("async"))
                     times = cluster.run(_messages, settings, size, keys, rounds)[0]
                 finally:
                     shutil.rmtree(folder)

@@ -26,8 +26,9 @@ from minipar.comm.transport.sockets import _WHO, Far, Sockets
 from minipar.execution.memory.disk import DiskStore
 from minipar.execution.updating import Form
 from minipar.server import messages
-from minipar.server.process import Server, Settings
+from minipar.server.process import Server
 from minipar.server.pushing import Servers
+from minipar.server.shard import Settings, Shard
 from tests.conftest import Clusters
 
 TOKEN = secrets.token_bytes(32)
@@ -97,8 +98,8 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     """A parameter server of one worker, over TCP."""
     store = dist.HashStore()
     monkeypatch.setattr(messages, "_place", lambda folder: (store, "127.0.0.1"))
-    settings = Settings("", (Form("w", (2,), torch.float32),), 1, 1, partial(torch.optim.SGD, lr=1.0))
-    return Server(settings, 0, [torch.zeros(2)])
+    settings = Settings("", (Form("w", (2,), torch.float32),), workers=1, steps=1)
+    return Server(settings, 0, Shard(settings, 0, [torch.zeros(2)], partial(torch.optim.SGD, lr=1.0)))
 
 
 @pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)

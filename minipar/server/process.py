@@ -18,7 +18,6 @@ its part of the parameters is lost, and the run ends.
 from __future__ import annotations
 
 import contextlib
-import secrets
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -32,65 +31,22 @@ import torch
 from torch import Tensor
 
 from minipar.cluster import threads
-from minipar.execution.emulation import Pace, Pacing
-from minipar.execution.saving.folder import Saved
-from minipar.execution.updating import Form, Optimizer, Scheduler
+from minipar.execution.emulation import Pace
+from minipar.execution.updating import Form
 from minipar.prediction.service import Times
 from minipar.program import Op
-from minipar.program.server_rule import ANSWER, APPLY, DROP, SYNC, TAKE, Consistency, Kind, Mode, Row
+from minipar.program.server_rule import ANSWER, APPLY, DROP, TAKE, Consistency, Kind, Row
 from minipar.server.messages import Header, connection_of, hang_up, listen, reach, read, receive, send
 from minipar.server.packing import unpack
-from minipar.server.shard import Gradient, Shard, clip, combine, pieces_of, squares
+from minipar.server.shard import Gradient, Settings, Shard, clip, combine, squares
 from minipar.strategies.passes.compress import pushed_bytes
 
 _LOOK = 0.2  # seconds between two looks of a thread that waits for connections, and of an emulated device
 
 
-@dataclass(frozen=True)
-class Settings:
-    """What servers and workers must know of each other.
-
-    folder     where they meet; only this user may look into it
-    keys       the parameters, in the order of their line
-    workers    that all wait for before they begin; more may come later
-    steps      of a worker (async, ssp), or updates (sync, k-of-n), after which everything ends
-    optimizer  makes the optimizer of the whole model, of which each server has a part; it must work element by element
-    servers    how many have parts of the line
-    groups     the parameter group of each key; (): each is one of its own
-    forms      the parameters that the optimizer is made of, in the model's order; (): the keys
-    scheduler  makes a scheduler of it, which steps once for each update
-    on_death   of a worker: "continue", and wait until it comes back; or "abort"
-    clip       the norm to which an update's gradient is scaled down, that of all parts of it; None: it is not
-    compress   how workers push gradients: none, bf16, fp16, topk:R
-    pacing     of emulated devices; None: nothing is delayed
-    saved      the saved run from which everything goes on
-    secret     known to nobody else
-    """
-
-    folder: str
-    keys: tuple[Form, ...]
-    workers: int
-    steps: int
-    optimizer: Optimizer
-    mode: Mode = SYNC
-    servers: int = 1
-    groups: tuple[int, ...] = ()
-    forms: tuple[Form, ...] = ()
-    scheduler: Scheduler | None = None
-    on_death: str = "continue"
-    clip: float | None = None
-    compress: str = "none"
-    pacing: Pacing | None = None
-    saved: Saved | None = None
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
-
-    def groups_of(self, keys: Iterable[int]) -> tuple[int, ...]:
-        return tuple(dict.fromkeys(self.groups[k] if self.groups else k for k in keys))
-
-
 @dataclass
 class Served:
-    """What a server brings back. `order` is server 0's; `values` are the bytes of its part of the line.
+    """What a server brings back. `order` is server 0's; `values` are the bytes of its part of the line of all keys.
 
     times     when it received (ACCEPT), updated (APPLY) and sent (REPLY), by time.perf_counter
     received  bytes of gradients
@@ -98,6 +54,7 @@ class Served:
     states    bytes that the optimizer keeps, by key
     """
 
+    keys: tuple[Form, ...]
     values: Tensor
     order: list[Row] = field(default_factory=list)
     times: Times = field(default_factory=dict)
@@ -124,9 +81,9 @@ class Peer:
 
 
 class Server:
-    """One server. Server 0 leads: it decides, and the others follow. `values`: the initial parameters, of all keys.
+    """One server. Server 0 leads: it decides, and the others follow.
 
-    updated   called with the shard after each update, before anything else happens
+    updated   called after each update, before anything else happens
     workers   the last session of each worker
     others    the other servers, at server 0; server 0, at the others
     waiting   gradients that are whole here, by worker
@@ -135,25 +92,12 @@ class Server:
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        number: int,
-        values: Sequence[Tensor],
-        updated: Callable[[Shard], None] = lambda shard: None,
+        self, settings: Settings, number: int, shard: Shard, updated: Callable[[int], None] = lambda updates: None
     ) -> None:
-        self.settings, self.number, self.updated = settings, number, updated
-        keys, saved = settings.keys, settings.saved
-        self.shard = Shard(
-            keys, pieces_of(keys, settings.servers)[number], values, settings.optimizer, settings.scheduler,
-            settings.forms, None if saved is None else saved.header.schedule,
-        )  # fmt: skip
-        if saved is not None:
-            from minipar.execution.saving.storage import Reading
-
-            self.shard.resume(Reading(saved))
+        self.settings, self.number, self.shard, self.updated = settings, number, shard, updated
         self.rule = Consistency(settings.mode, settings.workers, settings.steps)
         self.rule.absent = set(range(settings.workers))
-        self.served = Served(self.shard.line.bytes)
+        self.served = Served(settings.keys, shard.line.bytes)
         self.pace = Pace() if settings.pacing is not None else None
         self.inbox: SimpleQueue[tuple[Peer, Header | Exception]] = SimpleQueue()
         self.peers: set[Peer] = set()
@@ -386,7 +330,7 @@ class Server:
             assert self.settings.pacing is not None
             known = self.settings.pacing.updates
             self.pace.work(end - start if known is None else known[self.number], note)
-        self.updated(self.shard)
+        self.updated(self.shard.updates)
 
     def _square_of_all(self, mine: float) -> float:
         """The square of the norm of an update's whole gradient, of which each server has a part. Until it is known

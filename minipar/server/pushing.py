@@ -23,8 +23,7 @@ from torch import Tensor
 from minipar.errors import RankError, ServerClosed
 from minipar.server.messages import reach, read, receive, send
 from minipar.server.packing import Packer
-from minipar.server.process import Settings
-from minipar.server.shard import Line, pieces_of
+from minipar.server.shard import Line, Settings, pieces_of
 
 
 class Servers:
@@ -43,10 +42,9 @@ class Servers:
     def __init__(self, settings: Settings, worker: int) -> None:
         self.settings, self.worker, self.keys = settings, worker, settings.keys
         self._numbers = {key.name: k for k, key in enumerate(self.keys)}
-        pieces = pieces_of(self.keys, settings.servers)
-        self._pieces = [{piece.tensor: piece for piece in some} for some in pieces]
         line = Line(self.keys, pieces_of(self.keys, 1)[0])
-        self._parts = [line.part(some) for some in pieces]  # what comes from each server
+        self._parts = [line.part(pieces) for pieces in settings.pieces]  # what comes from each server
+        self._pieces = [{piece.tensor: piece for piece in pieces} for pieces in settings.pieces]
         self._values = line.values(self.keys)
         self._missing: set[tuple[int, int]] = set()  # keys that this step has not pushed yet, by server
         self._packer = Packer(settings.compress)

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from minipar.cluster import agreement, launch, worker
 from minipar.cluster.members import Revived
@@ -34,7 +34,7 @@ from minipar.execution.execution import Execution, Job
 from minipar.execution.following import Observer, Paced, Warned, Warnings
 from minipar.execution.mean_loss import Finite
 from minipar.execution.memory.tracker import Watching, watching_of
-from minipar.execution.saving.contents import collect_untrained, outline_of, restore_untrained
+from minipar.execution.saving.contents import Outline, collect_untrained, outline_of, restore_untrained
 from minipar.execution.saving.folder import Header
 from minipar.execution.saving.keeping import NOTHING, Share, Storing
 from minipar.execution.updating import Form, Update, check_update, class_name, forms_of
@@ -43,17 +43,16 @@ from minipar.models.tensors import count_bytes, dtype_name, layers_of
 from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.service import Times, key_of, timed
 from minipar.program import Op, Program, Value
-from minipar.program.rows import split_rows
 from minipar.program.server_rule import Kind, Mode, Row
-from minipar.server.process import Served, Server, Settings
+from minipar.server.process import Served, Server
 from minipar.server.pushing import Servers
-from minipar.server.saving import Part, Saving, Wrote
-from minipar.server.shard import Line, Shard, form_of, pieces_of
-from minipar.server.steps import Progress, Step, losses_of
+from minipar.server.saving import Part, Saving
+from minipar.server.shard import Line, Settings, Shard, form_of, pieces_of
+from minipar.server.steps import Step, last_of, losses_of
 from minipar.server.working import Worker
 from minipar.strategies import served_order
 from minipar.strategies.passes.compress import keeps_residual
-from minipar.strategies.served_order import completed
+from minipar.strategies.served_order import Blocks, completed
 from minipar.strategies.shares import shares_of
 from minipar.trace import Trace
 from minipar.trace.lifetimes import series_of
@@ -88,9 +87,8 @@ class Service:
 
 @dataclass(frozen=True)
 class Task:
-    """What every rank must know of a run.
+    """What every rank must know of a run; the keys of the settings are those of the job's model.
 
-    header    of the run as it is saved at its end
     at_once   whether workers report each step when it is done: it is shown, or a worker may die
     slow      delays of emulated devices, one for each worker
     """
@@ -98,12 +96,21 @@ class Task:
     job: Job
     program: Program
     settings: Settings
-    header: Header
     storing: Storing
     keep_gradients: bool
     at_once: bool
     slow: list[Delays] | None
     watching: Watching | None
+
+
+class Worked(NamedTuple):
+    """What a worker brings back: the steps that it has not reported, bytes of the values of its program and of input
+    rows, and by how much times may be wrong against those of another host."""
+
+    steps: list[Step]
+    sizes: dict[Value, int]
+    data: int
+    clock_error: float
 
 
 def execute_served(
@@ -137,18 +144,16 @@ def execute_served(
     servers, workers = program.serving.servers, program.workers
     if storing.folder and keeps_residual(program.compress):
         raise SaveError(f"{_unsaved(program)}; possible are compress=none, bf16, fp16")
-    folder = tempfile.mkdtemp(prefix="servers-", dir=launch.scratch_folder())
     steps: dict[tuple[int, int], Step] = {}
     deaths: list[str] = []
     tries: Counter[int] = Counter()  # deaths of each worker since it has done a step
-    warnings = Warnings()
-    progress, show = Progress(program), Paced(watch, program.steps)
+    warnings, saving, show = Warnings(), Saving(storing, servers + 1), Paced(watch, program.steps)
+    blocks: list[Blocks] = [served_order.blocks_of(program, worker) for worker in range(workers)]
 
     def hear(rank: int, fact: Any) -> None:
         if isinstance(fact, Revived):
             if rank >= workers:
                 raise RankDied(f"{fact.line}. Its part of the parameters is lost; possible is to resume a saved run")
-            progress.gone(rank)
             deaths.append(fact.line)
             tries[rank] += 1
             if tries[rank] >= _TRIES:
@@ -156,40 +161,37 @@ def execute_served(
                 raise RankDied(f"{fact.line}. It died {times}: to start it again does not help")
         elif isinstance(fact, Step):
             tries.pop(rank, None)
-            steps[fact.worker, fact.step] = fact
+            steps[rank, fact.step] = fact
             report(len(steps))
-            if watch is not None:
-                progress.heard(fact)
-                if progress.done < program.steps:  # (else the run is over soon, and its final losses are shown then)
-                    show(progress.done, lambda: progress.losses, lambda: progress.trace)
-        elif isinstance(fact, Wrote):
+            done = len(steps) // workers
+            if done < program.steps:  # (else the run is over soon, and its final losses are shown then)
+                show(done, lambda: losses_of(steps.values(), done), lambda: last_of(program, blocks, steps.values()))
+        elif isinstance(fact, Header):
             saving.heard(rank, fact)
         elif isinstance(fact, Warned):
             warnings(rank, fact)
         else:
             report(fact)
 
+    folder = tempfile.mkdtemp(prefix="servers-", dir=launch.scratch_folder())
+    groups = tuple(g for g, group in enumerate(program.groups) for _ in group.tensors)  # of each key
+    mode = Mode.parse(program.serving.mode, workers)
+    settings = Settings(folder, (), workers, program.steps, mode, servers, groups, on_death, program.clip,
+                        program.compress, pacing)  # fmt: skip
+    at_once, watching = watch is not None or on_death == "continue", watching_of(memory, cluster.emulates)
+    task = Task(job, program, settings, storing, keep_gradients, at_once, slow, watching)
     try:
-        ((keys, forms, header),) = cluster.run_on([0], _survey, job, program, storing)
-        groups = [g for g, group in enumerate(program.groups) for _ in group.tensors]  # of each key
-        saving = Saving(storing, header, servers + 1)
-        settings = Settings(
-            folder, keys, workers, program.steps, job.optimizer, Mode.parse(program.serving.mode, workers), servers,
-            tuple(groups), forms, job.scheduler, on_death, program.clip, program.compress, pacing, storing.saved,
-        )  # fmt: skip
-        watching = watching_of(memory, cluster.emulates)
-        at_once = watch is not None or on_death == "continue"
-        task = Task(job, program, settings, header, storing, keep_gradients, at_once, slow, watching)
         with storing.around() if storing.folder else contextlib.nullcontext():
             revivals = _REVIVALS if on_death == "continue" else 0
             found = cluster.run_reviving(revivals, hear, _take_part, task)
             shares = [share for _, share in (*found[workers:], found[0])]
-            saving.finish(shares[0].header)
+            saving.commit(shares[0].header)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    steps |= {(one.worker, one.step): one for done, _ in found[:workers] for one in done}
-    execution, service = _result(task, steps, [one for one, _ in found[workers:]], deaths)
-    show(program.steps, lambda: execution.losses, lambda: progress.trace)
+    worked, served = ([one for one, _ in some] for some in (found[:workers], found[workers:]))
+    steps |= {(one.worker, one.step): one for each in worked for one in each.steps}
+    execution, service = _result(task, blocks, steps, worked, served, deaths)
+    show(program.steps, lambda: execution.losses, lambda: last_of(program, blocks, steps.values()))
     return replace(execution, shares=shares), service
 
 
@@ -213,8 +215,9 @@ def pacing_of(costs: EmulatedCosts) -> Pacing:
 
 
 def _result(
-    task: Task, steps: dict[tuple[int, int], Step], served: list[Served], deaths: list[str]
-) -> tuple[Execution, Service]:
+    task: Task, blocks: list[Blocks], steps: dict[tuple[int, int], Step], worked: list[Worked], served: list[Served],
+    deaths: list[str],
+) -> tuple[Execution, Service]:  # fmt: skip
     program, order = task.program, served[0].order
     assert program.serving is not None
     wanted = [(order[k].worker, order[k].step) for k in completed(order)]
@@ -225,24 +228,23 @@ def _result(
         program = served_order.as_it_happened(program, order, shares_of(program.groups, len(served)))
     else:
         gradients = [_summed([t for t in taken if t.step == s], program.clip) for s in range(program.steps)]
-    starts, ends = timed(program, _times(program, taken, served))
-    data = [max((t.data for t in taken if t.worker == rank), default=0) for rank in range(len(program.ranks))]
-    zero = min((start for (_, op, *_), (start, _) in served[0].times.items() if op is Op.REPLY), default=0.0)
-    starts, ends = ([[max(0.0, t - zero) for t in row] for row in rows] for rows in (starts, ends))
-    error = max([0.0, *(one.clock_error for one in taken), *(one.clock_error for one in served)])
-    size = _size(task, program, taken, served)
-    trace = Trace(program, starts, ends, size, "measured", "bytes", data, clock_error=error)
+    times: Times = {}
+    for t in taken:
+        for k, (ins, span) in enumerate(zip(blocks[t.worker][t.step], t.times, strict=True)):
+            times[key_of(t.worker, ins, k)] = span
+    for one in served:
+        times |= one.times
+    zero = min((start for (_, op, *_), (start, _) in times.items() if op is Op.REPLY), default=0.0)
+    starts, ends = ([[max(0.0, t - zero) for t in row] for row in rows] for rows in timed(program, times))
+    data = [one.data for one in worked] + [0] * len(served)
+    error = max(one.clock_error for some in (worked, served) for one in some)
+    trace = Trace(program, starts, ends, _size(task, worked, served), "measured", "bytes", data, clock_error=error)
     if any(step.series is not None for step in taken):
         trace = replace(trace, series=_series(trace, taken, zero))
-    service = Service(
-        order,
-        deaths,
-        [one.received for one in served],
-        [one.sent for one in served],
-        _assembled(task.settings, served),
-    )
+    received, sent = [one.received for one in served], [one.sent for one in served]
+    parameters = _assembled(served[0].keys, served)
     execution = Execution(program, losses, [trace.time], trace, gradients if task.keep_gradients else [])
-    return execution, service
+    return execution, Service(order, deaths, received, sent, parameters)
 
 
 def _series(trace: Trace, taken: list[Step], zero: float) -> list[Series]:
@@ -258,31 +260,26 @@ def _series(trace: Trace, taken: list[Step], zero: float) -> list[Series]:
     return [*found, *(series_of(trace, rank) for rank in range(program.workers, len(program.ranks)))]
 
 
-def _size(task: Task, program: Program, taken: list[Step], served: list[Served]) -> Callable[[int, Value], int]:
+def _size(task: Task, worked: list[Worked], served: list[Served]) -> Callable[[int, Value], int]:
     """Bytes of a value, as they were measured."""
-    shares = shares_of(program.groups, len(served))
-    rows = [len(r) for r in split_rows(task.job.batch, program.workers * program.microbatches)]
-    sizes: dict[tuple[str | int, ...], int] = {}
-    for step in taken:
-        sizes |= step.sizes
+    shares = shares_of(task.program.groups, len(served))
     states: Counter[tuple[int, int]] = Counter()
     for number, one in enumerate(served):
         for k, kept in one.states.items():
             states[number, task.settings.groups[k]] += kept
 
     def size(rank: int, value: Value) -> int:
-        g, server = value.index, rank - program.workers
-        if value.kind in ("served", "pushed"):
-            return shares[server].get(g, 0)
-        if value.kind == "served_state":
-            return states[server, g]
-        if value.microbatch >= 0:
-            count = rows[rank * program.microbatches + value.microbatch]
-            return sizes.get((value.kind, program.source(value), count), 0)
-        whole = sum(program.groups[g].tensors) + (program.groups[g].frozen if value.kind == "param" else 0)
-        return whole // 2 if program.precision == "bf16" else whole
+        if rank < len(worked):
+            return worked[rank].sizes.get(_of_any_step(value), 0)
+        number = rank - len(worked)
+        return states[number, value.index] if value.kind == "served_state" else shares[number].get(value.index, 0)
 
     return size
+
+
+def _of_any_step(value: Value) -> Value:
+    """A value of a worker's first step: every step has the same ones."""
+    return value._replace(step=0) if value.microbatch >= 0 else value
 
 
 def _summed(steps: list[Step], clip: float | None) -> dict[str, Tensor]:
@@ -297,21 +294,8 @@ def _summed(steps: list[Step], clip: float | None) -> dict[str, Tensor]:
     return found
 
 
-def _times(program: Program, taken: list[Step], served: list[Served]) -> Times:
-    """When instructions ran, as the ranks report it."""
-    times: Times = {}
-    blocks = [served_order.blocks_of(program, worker) for worker in range(program.workers)]
-    for t in taken:
-        for k, (ins, span) in enumerate(zip(blocks[t.worker][t.step], t.times, strict=True)):
-            times[key_of(t.worker, ins, k)] = span
-    for one in served:
-        times |= one.times
-    return times
-
-
-def _assembled(settings: Settings, served: list[Served]) -> dict[str, Tensor]:
+def _assembled(keys: tuple[Form, ...], served: list[Served]) -> dict[str, Tensor]:
     """The parameters at the end, from the servers' parts."""
-    keys = settings.keys
     line = Line(keys, pieces_of(keys, 1)[0])
     for pieces, one in zip(pieces_of(keys, len(served)), served, strict=True):
         line.part(pieces).copy_(one.values)
@@ -325,58 +309,43 @@ def _unsaved(program: Program) -> str:
 # in the ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _survey(job: Job, program: Program, storing: Storing) -> tuple[tuple[Form, ...], tuple[Form, ...], Header]:
-    """The parameters, in the order of their line and as the optimizer is made of them; and the header of the run as it
-    is saved at its end."""
-    model = job.build()
-    forms = forms_of(model)
-    update = Update(job.optimizer, forms, job.scheduler)
-    check_update(update, f"program {program.name!r} cuts parameters over servers")
-    rows = outline_of(model).rows
-    if storing.saved is not None:
-        storing.saved.check_fits(rows, class_name(update.whole) if forms else "")
-    names = {id(p): name for name, p in model.named_parameters()}
-    keys = tuple(form_of(names[id(p)], p) for group in parameters_of(layers_of(model)) for p in group)
-    last = storing.first + program.steps
-    return keys, forms, Header(last, job.seed, job.batch, dtype_name(job.dtype), program.name, "", rows)
-
-
 def _take_part(task: Task) -> tuple[Any, Share]:
-    """What every rank does: the first ones are workers, the last ones servers. Returns what a server brings back, and
-    the rank's share of the state."""
+    """What every rank does: the first ones are workers, the last ones servers. Returns what it brings back, and its
+    share of the state."""
+    job, program, storing = task.job, task.program, task.storing
     context, clock = worker.context(), clocks.Reading(0.0, 0.0, 0.0)
     if not context.store and len(set(agreement.agree().hosts)) > 1:
         clock = clocks.read(communicator.create())
-    number = context.rank - task.program.workers
-    if number >= 0:
-        return _be_server(task, number, clock)
-    return _be_worker(task, context.rank, clock)
-
-
-def _be_server(task: Task, number: int, clock: clocks.Reading) -> tuple[Served, Share]:
-    """Serve until all workers are done. Returns what a server brings back, and its share of the state."""
-    whole, part = dict(task.job.build().named_parameters()), Part(task.storing, number, task.program.steps)
-    values = [whole[key.name] for key in task.settings.keys]
-
-    def updated(own: Shard) -> None:
-        part.reached(own.updates, own.saved, own.optimizer_name, own.saved_schedule)
-
-    server = Server(task.settings, number, values, updated)
-    served, own = server.run(), server.shard
-    last = replace(task.header, schedule=own.saved_schedule())
-    here = own.line.bytes.nbytes / sum(map(count_bytes, values))
-    share = part.end(last, own.saved, own.optimizer_name, here)
+    model = job.build()
+    forms, outline = forms_of(model), outline_of(model)
+    update = Update(job.optimizer, forms, job.scheduler)
+    check_update(update, f"program {program.name!r} cuts parameters over servers")
+    optimizer = class_name(update.whole) if forms else ""
+    if storing.saved is not None:
+        storing.saved.check_fits(outline.rows, optimizer)
+    names = {id(p): name for name, p in model.named_parameters()}
+    parameters = {names[id(p)]: p for group in parameters_of(layers_of(model)) for p in group}
+    settings = replace(task.settings, keys=tuple(form_of(name, p) for name, p in parameters.items()))
+    header = Header(storing.first + program.steps, job.seed, job.batch, dtype_name(job.dtype), program.name, optimizer,
+                    outline.rows)  # fmt: skip
+    number = context.rank - program.workers
+    if number < 0:
+        return _be_worker(task, settings, context.rank, model, outline, header, clock)
+    shard = Shard(settings, number, list(parameters.values()), job.optimizer, job.scheduler, forms)
+    if storing.saved is not None:
+        shard.resume(storing.saved)
+    part = Part(storing, number, header, shard.saved, shard.saved_schedule)
+    served = Server(settings, number, shard, part.reached).run()
+    share = part.end(shard.line.bytes.nbytes / sum(map(count_bytes, parameters.values())))
     times = {key: (start + clock.seconds, end + clock.seconds) for key, (start, end) in served.times.items()}
     return replace(served, times=times, clock_error=clock.error), share
 
 
-def _be_worker(task: Task, rank: int, clock: clocks.Reading) -> tuple[list[Step], Share]:
-    """Do steps until the servers have done all their updates. Returns those that were not reported, and the share of
-    the state that no server has."""
+def _be_worker(
+    task: Task, settings: Settings, rank: int, model: nn.Module, outline: Outline, header: Header, clock: clocks.Reading
+) -> tuple[Worked, Share]:
+    """Do steps until the servers have done all their updates; then bring what no server has of the state."""
     job, program, storing = task.job, task.program, task.storing
-    part = Part(storing, task.settings.servers, program.steps)
-    model = job.build()
-    outline = outline_of(model)
     if storing.saved is not None:
         from minipar.execution.saving.storage import Reading
 
@@ -385,35 +354,39 @@ def _be_worker(task: Task, rank: int, clock: clocks.Reading) -> tuple[list[Step]
     spare = copy.deepcopy(model)  # to warm up: first calls take longer, and should not count in the first step
     Worker(program, rank, spare, job).run(job.batches, storing.first)
     one = Worker(program, rank, model, job, task.slow[rank] if task.slow else None)
-    rest, done = partial(collect_untrained, one, outline), list[Step]()
+    one.compute.finite = None if job.on_nan == "ignore" else Finite(rank, job.on_nan, worker.report)
+    part = Part(storing, settings.servers, header, partial(collect_untrained, one, outline))
+    done: list[Step] = []
     with (
         contextlib.suppress(ServerClosed),  # (it was started again after the end)
-        closing(Servers(task.settings, rank)) as one.servers,
+        closing(Servers(settings, rank)) as one.servers,
     ):
-        for step in _steps(task, one, one.servers, partial(part.reached, pieces=rest) if rank == 0 else None):
-            worker.report(step.by(clock) if task.at_once else step.step)
-            done += [] if task.at_once else [step.by(clock)]
-    share = part.end(task.header, rest) if rank == 0 else Share(task.header)
-    return done, replace(share, reason=_unsaved(program)) if keeps_residual(program.compress) else share
+        for step in _steps(task, one, one.servers, clock, part):
+            worker.report(step if task.at_once else step.step)
+            done += [] if task.at_once else [step]
+    named = {value for ins in one.instructions for value in (*ins.reads, *ins.writes)} | program.state[rank]
+    sizes = {_of_any_step(value): one.size(value) for value in named}
+    share = part.end() if rank == 0 else Share(header)
+    share = replace(share, reason=_unsaved(program)) if keeps_residual(program.compress) else share
+    return Worked(done, sizes, one.compute.data_bytes(), clock.error), share
 
 
-def _steps(task: Task, one: Worker, servers: Servers, begins: Callable[[int], None] | None) -> Iterator[Step]:
-    """The steps of a worker. `begins` is called when the parameters of a step are here, with their version."""
-    job, compute = task.job, one.compute
-    compute.finite = None if job.on_nan == "ignore" else Finite(one.comm.rank, job.on_nan, worker.report)
+def _steps(task: Task, one: Worker, servers: Servers, clock: clocks.Reading, part: Part) -> Iterator[Step]:
+    """The steps of a worker, by the clock of rank 0."""
     pulls = sum(ins.op is Op.PULL for ins in one.instructions)
     tracker = task.watching(one) if task.watching is not None else None
     begin = time.perf_counter()
     while (step := servers.next_step()) is not None:
-        if begins is not None:
-            begins(servers.version)
+        if one.comm.rank == 0:
+            part.reached(servers.version)
         with tracker or contextlib.nullcontext():
-            record = one.run(job.batches, task.storing.first + step)
+            record = one.run(task.job.batches, task.storing.first + step)
         times = list(zip(record.starts, record.ends, strict=True))
         times[:pulls] = [(begin, times[pulls - 1][1])] * pulls  # (all of them are awaited at once)
-        gradients = dict(one.pushed) if task.keep_gradients else {}
+        times = [(start + clock.seconds, end + clock.seconds) for start, end in times]
         series = None if tracker is None else tracker.last
-        sizes: dict[tuple[str | int, ...], int] = dict(compute.sizes.items())
-        yield Step(one.comm.rank, step, record.losses[0], *one.rows, gradients, times, sizes, compute.data_bytes(),
-                   series=series)  # fmt: skip
+        if series is not None:
+            series = replace(series, times=[moment + clock.seconds for moment in series.times])
+        gradients = dict(one.pushed) if task.keep_gradients else {}
+        yield Step(one.comm.rank, step, record.losses[0], *one.rows, gradients, times, series)
         begin = time.perf_counter()

@@ -9,20 +9,21 @@ sent are always runs of bytes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minipar.comm.missing import is_missing
-from minipar.execution.saving.contents import SavedSlice, optimizer_class, restore_slices, states_of_slice
+from minipar.execution.emulation import Pacing
+from minipar.execution.saving.contents import SavedSlice, restore_slices, states_of_slice
+from minipar.execution.saving.folder import Saved
 from minipar.execution.updating import Elements, Form, Optimizer, Scheduler, Update, Updated
+from minipar.program.server_rule import SYNC, Mode
 from minipar.strategies.shares import GRAIN, Piece, cut
-
-if TYPE_CHECKING:
-    from minipar.execution.saving.storage import Reading
 
 Gradients = dict[int, Tensor]  # by key
 
@@ -55,6 +56,45 @@ class Line:
     def values(self, keys: Sequence[Form]) -> list[Tensor]:
         """All parameters, of a line that has them whole."""
         return [self.of.get(k, torch.empty(0, dtype=key.dtype)).view(key.shape) for k, key in enumerate(keys)]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What servers and workers must know of each other.
+
+    folder     where they meet; only this user may look into it
+    keys       the parameters, in the order of their line
+    workers    that all wait for before they begin; more may come later
+    steps      of a worker (async, ssp), or updates (sync, k-of-n), after which everything ends
+    servers    how many have parts of the line
+    groups     the parameter group of each key; (): each is one of its own
+    on_death   of a worker: "continue", and wait until it comes back; or "abort"
+    clip       the norm to which an update's gradient is scaled down, that of all parts of it; None: it is not
+    compress   how workers push gradients: none, bf16, fp16, topk:R
+    pacing     of emulated devices; None: nothing is delayed
+    secret     known to nobody else
+    """
+
+    folder: str
+    keys: tuple[Form, ...]
+    workers: int
+    steps: int
+    mode: Mode = SYNC
+    servers: int = 1
+    groups: tuple[int, ...] = ()
+    on_death: str = "continue"
+    clip: float | None = None
+    compress: str = "none"
+    pacing: Pacing | None = None
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
+
+    @property
+    def pieces(self) -> list[list[Piece]]:
+        """For each server, its pieces of the parameters."""
+        return pieces_of(self.keys, self.servers)
+
+    def groups_of(self, keys: Iterable[int]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self.groups[k] if self.groups else k for k in keys))
 
 
 @dataclass
@@ -97,38 +137,36 @@ def clip(gradients: Gradients, whole: float, most: float) -> None:
 
 
 class Shard:
-    """One server's part of the parameters. Initial values are given for all keys.
+    """One server's part of the parameters. `values` are the initial ones, of all keys.
 
+    optimizer  makes the optimizer of the whole model, of which each server has a part; it must work element by element
+    scheduler  makes a scheduler of it, which steps once for each update
     forms      the parameters that the optimizer is made of, in the model's order; (): the keys
-    schedule   the scheduler's state in a saved run, from which it goes on
     """
 
     def __init__(
         self,
-        keys: Sequence[Form],
-        pieces: Sequence[Piece],
+        settings: Settings,
+        number: int,
         values: Sequence[Tensor],
         optimizer: Optimizer,
         scheduler: Scheduler | None = None,
         forms: Sequence[Form] = (),
-        schedule: dict[str, Any] | None = None,
     ) -> None:
-        self.keys, self.pieces, self.line = keys, pieces, Line(keys, pieces)
+        self.keys, self.pieces = settings.keys, settings.pieces[number]
+        self.line = Line(self.keys, self.pieces)
         self.parameters: dict[int, nn.Parameter] = {}
         self.updated: list[Updated] = []
-        for piece in pieces:
-            key, own = keys[piece.tensor], nn.Parameter(self.line.of[piece.tensor])
+        for piece in self.pieces:
+            key, own = self.keys[piece.tensor], nn.Parameter(self.line.of[piece.tensor])
             begin = piece.start // key.dtype.itemsize
             own.data.copy_(values[piece.tensor].detach().reshape(-1)[begin : begin + own.numel()])
             self.parameters[piece.tensor] = own
             elements = Elements(key.name, key.shape, begin, begin + own.numel(), 0)
             self.updated.append(Updated(own, (key.name,), (elements,), True))
-        self.update, self.updates = Update(optimizer, forms or keys, scheduler), 0
-        if self.update.schedule is not None:
-            self.update.schedule.load(schedule)
-        self.part = self.update.part(self.updated)
+        update = Update(optimizer, forms or self.keys, scheduler)
+        self.part, self.schedule, self.updates = update.part(self.updated), update.schedule, 0
         self.optimizer = self.part.optimizer
-        self.optimizer_name = optimizer_class(self.optimizer)
 
     def gradient(self, step: int, rows: float, of: float) -> Gradient:
         """Memory for a worker's gradient."""
@@ -138,9 +176,9 @@ class Shard:
         """Make an update."""
         for k, gradient in gradients.items():
             self.parameters[k].grad = gradient
-        if self.update.schedule is not None:
-            self.part.follow(self.update.schedule.at(self.updates))
-            self.update.schedule.forget(self.updates)
+        if self.schedule is not None:
+            self.part.follow(self.schedule.at(self.updates))
+            self.schedule.forget(self.updates)
         self.optimizer.step()
         for k in gradients:
             self.parameters[k].grad = None
@@ -162,8 +200,12 @@ class Shard:
 
     def saved_schedule(self) -> dict[str, Any] | None:
         """The state of the scheduler now, if there is one."""
-        return None if self.update.schedule is None else self.update.schedule.saved(self.updates)
+        return None if self.schedule is None else self.schedule.saved(self.updates)
 
-    def resume(self, source: Reading) -> None:
+    def resume(self, saved: Saved) -> None:
         """Go on with this part of a saved run."""
-        restore_slices(self.updated, self.optimizer, source)
+        from minipar.execution.saving.storage import Reading
+
+        restore_slices(self.updated, self.optimizer, Reading(saved))
+        if self.schedule is not None:
+            self.schedule.load(saved.header.schedule)

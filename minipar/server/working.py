@@ -21,7 +21,7 @@ from minipar.execution.execution import Job
 from minipar.execution.executor import Executor
 from minipar.models.losses import counted
 from minipar.models.tensors import take_rows
-from minipar.program import Instruction, Op, Program, Synchronous
+from minipar.program import Instruction, Op, Program, Synchronous, Value
 from minipar.server.pushing import Servers
 
 
@@ -86,6 +86,11 @@ class Worker(Executor):
         """The gradient of a parameter on the host, of the type in which servers keep it."""
         gradient = missing.like(p) if p.grad is None else p.grad
         return gradient.to("cpu", like.dtype).contiguous()
+
+    def size(self, value: Value) -> int:
+        """Bytes of a value. With precision=bf16 only the servers have parameters as wide as the program says."""
+        whole = super().size(value)
+        return whole // 2 if value.kind == "param" and self.program.precision == "bf16" else whole
 
     def _weights(self) -> tuple[float, float]:
         """How much this worker's rows weigh in the present step, and all rows."""

@@ -27,9 +27,9 @@ from minipar.cluster import Cluster, worker
 from minipar.errors import ServerClosed
 from minipar.program.server_rule import Kind, Mode
 from minipar.server import pushing
-from minipar.server.process import Server, Settings
+from minipar.server.process import Server
 from minipar.server.pushing import Servers
-from minipar.server.shard import form_of
+from minipar.server.shard import Settings, Shard, form_of
 
 WORKERS = 3
 POINTS = ("push", "pull", "compute")
@@ -84,20 +84,23 @@ def notes(folder, name):
     return [json.loads(line) for line in open(path)] if os.path.exists(path) else []
 
 
-def settings_of(folder, servers, mode="sync", optimizer="sgd", steps=8, **more):
+def settings_of(folder, servers, mode="sync", workers=WORKERS, steps=8, **more):
     """What servers and workers of the numbers know of each other."""
     keys = tuple(form_of(str(k), v) for k, v in enumerate(initial()))
-    kind = OPTIMIZERS.get(optimizer, optimizer)
-    return Settings(str(folder), keys, WORKERS, steps, kind, Mode.parse(mode, WORKERS), servers, **more)
+    return Settings(str(folder), keys, workers, steps, Mode.parse(mode, workers), servers, **more)
 
 
-def take_part(settings, point="", victim=-1, count=0, slow=0.0):
+def server_of(settings, number, optimizer=OPTIMIZERS["sgd"]):
+    return Server(settings, number, Shard(settings, number, initial(), optimizer))
+
+
+def take_part(settings, optimizer, point="", victim=-1, count=0, slow=0.0):
     """In a rank: a worker, or one of the servers after them."""
     rank = worker.context().rank
     reach = Kill(settings.folder, point if rank == victim else "", count, Counter())
     note(settings.folder, "pids", os.getpid())
     if rank >= WORKERS:
-        return Server(settings, rank - WORKERS, initial()).run()
+        return server_of(settings, rank - WORKERS, optimizer).run()
     send = pushing.send
 
     def send_and_reach(to, message, parts=()):
@@ -169,13 +172,11 @@ def draw(number, seed):
 def run(case, cluster):
     """Run a case; AssertionError says what is not as it must be. Whether its victim came to its end."""
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
-        settings = settings_of(folder, case.servers, case.mode, case.optimizer, case.steps)
-        mode = settings.mode
-        found = cluster.run_reviving(
-            1, lambda rank, fact: None, take_part, settings, case.point, case.victim, case.count, case.slow
-        )
+        settings, optimizer = settings_of(folder, case.servers, case.mode, steps=case.steps), OPTIMIZERS[case.optimizer]
+        mode, kill = settings.mode, (case.point, case.victim, case.count, case.slow)
+        found = cluster.run_reviving(1, lambda rank, fact: None, take_part, settings, optimizer, *kill)
         served = found[WORKERS:]
-        values, taken, stale = replay(served[0].order, settings.optimizer)
+        values, taken, stale = replay(served[0].order, optimizer)
         mine = torch.cat([one.values.view(torch.float64) for one in served])
         assert torch.equal(mine, values), f"parameters differ by {(mine - values).abs().max()}"
         steps = range(case.steps)

@@ -21,9 +21,9 @@ from minipar.errors import RankDied, RankError, ServerClosed
 from minipar.execution.updating import Form
 from minipar.program.server_rule import Kind
 from minipar.server import messages
-from minipar.server.process import Server, Settings
+from minipar.server.process import Server
 from minipar.server.pushing import Servers
-from minipar.server.shard import Line, pieces_of
+from minipar.server.shard import Line, Settings, pieces_of
 from minipar.strategies.shares import cut
 from tests.comm import kills
 
@@ -31,8 +31,8 @@ WORKERS = kills.WORKERS
 
 
 def train(cluster, folder, mode, optimizer="momentum", slow=0.002):
-    settings = kills.settings_of(folder, cluster.size - WORKERS, mode, optimizer)
-    served = cluster.run(kills.take_part, settings, slow=slow)[WORKERS:]
+    settings = kills.settings_of(folder, cluster.size - WORKERS, mode)
+    served = cluster.run(kills.take_part, settings, kills.OPTIMIZERS[optimizer], slow=slow)[WORKERS:]
     return served[0].order, torch.cat([s.values.view(torch.float64) for s in served]), served
 
 
@@ -97,7 +97,7 @@ def hang(settings, marker):
     """Like `take_part`, but worker 1 stops for ever in its second step, the first time."""
     rank = worker.context().rank
     if rank >= WORKERS:
-        return Server(settings, rank - WORKERS, kills.initial()).run()
+        return kills.server_of(settings, rank - WORKERS).run()
     ps = Servers(settings, rank)
     if rank == 1 and os.path.exists(marker):
         open(f"{marker} back", "w").close()
@@ -128,9 +128,8 @@ def test_a_worker_that_was_stopped_is_ended_and_comes_back(clusters, tmp_path):
 
 def test_a_server_that_dies_ends_the_run(clusters, tmp_path):
     """Also where its death is not what another rank waits for: the other server has nothing to do with it."""
-    settings = kills.settings_of(tmp_path, 2, optimizer=partial(DiesAtThird, lr=0.1))
     with pytest.raises(RankDied, match="rank 4"):
-        clusters(5).run(kills.take_part, settings)
+        clusters(5).run(kills.take_part, kills.settings_of(tmp_path, 2), partial(DiesAtThird, lr=0.1))
 
 
 class DiesAtThird(torch.optim.SGD):
@@ -148,20 +147,17 @@ class DiesAtThird(torch.optim.SGD):
 def test_a_death_ends_the_run_where_that_is_wanted(clusters, tmp_path):
     settings = kills.settings_of(tmp_path, 1, on_death="abort")
     with pytest.raises(RankDied, match="rank 1"):
-        clusters(4).run(kills.take_part, settings, "compute", 1, 5)
+        clusters(4).run(kills.take_part, settings, kills.OPTIMIZERS["sgd"], "compute", 1, 5)
 
 
 # in one process: servers and workers in threads
 
 
 @contextmanager
-def serving(
-    folder: Path, servers: int = 1, workers: int = 2, **more: object
-) -> Iterator[tuple[Settings, list[Server]]]:
+def serving(folder: Path, servers: int = 1, workers: int = 2) -> Iterator[tuple[Settings, list[Server]]]:
     """Servers of so many workers that serve meanwhile."""
-    settings = kills.settings_of(folder, servers, "async", steps=4, **more)
-    settings = Settings(settings.folder, settings.keys, workers, 4, settings.optimizer, settings.mode, servers)
-    made = [Server(settings, k, kills.initial()) for k in range(servers)]
+    settings = kills.settings_of(folder, servers, "async", workers, steps=4)
+    made = [kills.server_of(settings, k) for k in range(servers)]
     ended = [threads.start(server.run, "serves") for server in made]
     yield settings, made
     assert all(one.wait(20) for one in ended)
