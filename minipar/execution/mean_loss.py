@@ -99,10 +99,10 @@ class MeanLoss:
         leaves: list[Tensor] = []
 
         def leaf(tensor: Tensor) -> Tensor:
-            alone = tensor.detach()
+            detached = tensor.detach()
             if tensor.requires_grad:
-                leaves.append(alone.requires_grad_())
-            return single(alone) if self.narrow else alone
+                leaves.append(detached.requires_grad_())
+            return single(detached) if self.narrow else detached
 
         value: Any = self.loss(map_tensors(output, leaf), y)
         value = value[0] if isinstance(value, tuple) else value

@@ -142,15 +142,15 @@ def replace_dropout(model: nn.Module, seed: int) -> None:
     Its name is that in the model. One that was taken out of another model has the name there in `row_name`.
     """
     named = list(model.named_modules())  # (a module that is used twice is here once)
-    made = {
+    copies = {
         id(m): RowDropout(m.p, seed, getattr(m, "row_name", name)).train(m.training)
         for name, m in named
         if type(m) is nn.Dropout
     }
     for _, module in named:
         for name, child in list(module._modules.items()):
-            if id(child) in made:
-                module._modules[name] = made[id(child)]
+            if id(child) in copies:
+                module._modules[name] = copies[id(child)]
 
 
 def split_sensitive(model: nn.Module, x: Any = None) -> list[str]:
@@ -182,7 +182,7 @@ def _seen(model: nn.Module, x: Any) -> list[tuple[str, str]]:
     """Runs copies of the layers of a sequential model. Returns those that draw or change buffers, by name."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     sources, found = generators(device), []
-    made: dict[int, Any] = {}
+    outputs: dict[int, Any] = {}
     layers = {name: layer for name, layer in model._modules.items() if layer is not None}
     inputs = wiring(edges_of(model), len(layers)).inputs
     # A layer that cannot run is reported later, when it is measured; not so an error that does not come again.
@@ -191,12 +191,12 @@ def _seen(model: nn.Module, x: Any) -> list[tuple[str, str]]:
         for number, (name, layer) in enumerate(layers.items()):
             holder = nn.Sequential(copy.deepcopy(layer))
             replace_dropout(holder, 0)
-            read = [made[k] for k in inputs[number]] or [x]
+            read = [outputs[k] for k in inputs[number]] or [x]
             given = map_tensors(read[0] if len(read) == 1 else tuple(read), lambda t: t.to(device, copy=True))
             states = [source.get_state() for source in sources]
             buffers = {key: t.clone() for key, t in holder.named_buffers()}
             try:
-                made[number] = holder[0](given)
+                outputs[number] = holder[0](given)
             except Exception as error:
                 holder[0](given)
                 once = error

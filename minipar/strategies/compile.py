@@ -86,7 +86,7 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
         ("clip", clip.clip, flushed and plan.clip is not None),
         ("parameter_server", parameter_server.push_and_pull, served),
         ("transfers", transfers.send_and_receive, plan.pp > 1),
-        ("update", priority.update_late if by_priority else update.update_at_the_end, flushed),
+        ("update", priority.update_before_use if by_priority else update.update_at_the_end, flushed),
         ("fuse", fuse.fuse_layers, True),
     )
     found: list[Pass] = []

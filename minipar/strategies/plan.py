@@ -569,8 +569,8 @@ class Plan:
         for each micro-batch on each replica and each rank that shares it; a rank has a few instructions beside them."""
         if self.ranks > MOST_RANKS:
             raise PlanError(f"plan {self}: needs {self.ranks} ranks; possible are up to {MOST_RANKS}")
-        alone = 2 * layers * self.total_microbatches * self.slice_count * steps + 4 * self.pp * steps
-        for size, most, whose in ((alone, MOST, "of one replica"), (alone * self.dp * self.sharing, 2 * MOST, "")):
+        replica = 2 * layers * self.total_microbatches * self.slice_count * steps + 4 * self.pp * steps
+        for size, most, whose in ((replica, MOST, "of one replica"), (replica * self.dp * self.sharing, 2 * MOST, "")):
             if size > most:
                 words = f"about {size} instructions {whose}".rstrip()
                 raise PlanError(f"plan {self}: {words} in {steps} steps; possible are up to {most}")

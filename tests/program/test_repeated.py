@@ -171,7 +171,7 @@ def test_mistakes_in_all_replicas_are_refused_in_the_same_words(words: str) -> N
 def test_a_sum_that_is_missing_or_doubled_is_found_where_only_one_replica_is_looked_at(
     words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minipar.program.verify.verifier._TOLD", 0)  # (what is found is not told of all ranks)
+    monkeypatch.setattr("minipar.program.verify.verifier._MOST_REPEATED", 0)  # (what is found is not told of all ranks)
     program = compiled(words, steps=1)
     assert isinstance(program.ranks, Repeated)
     row = program.ranks.rows[0]

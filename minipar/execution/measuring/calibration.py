@@ -42,10 +42,9 @@ from minipar.errors import PlanError
 from minipar.execution import autograd_entry
 from minipar.execution.affinity import is_crowded, on_own_core
 from minipar.execution.memory.disk import DiskStore
-from minipar.execution.memory.stores import Tier, host_store
 from minipar.execution.streams import streams_of, synchronize
 from minipar.prediction.oversubscription import available_cores
-from minipar.program import Program
+from minipar.program import Op, Program
 from minipar.program.collectives.moves import Copy, Move, Send, Setting, lay_out
 from minipar.program.instructions import PARTNERS
 
@@ -60,6 +59,7 @@ _COPIED_SIZES = (16 << 10, 256 << 10, 4 << 20)  # bytes
 _HOST_SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20)  # the first bytes of what goes between hosts
 _LONGEST = 0.2  # seconds after which nothing longer is tried between hosts
 _MOST = 1 << 22  # bytes
+Act = Callable[[], object]
 _QUICK = 0.5  # seconds of a calibration that nobody asked for
 
 
@@ -174,8 +174,8 @@ def _measure_all(
         device=comm.device.type,
         ranks=comm.size,
         cores=cores,
-        flops_alone=one[0],
-        flops_together=every[0] * at_once / comm.size,
+        flops_of_one=one[0],
+        flops_of_each=every[0] * at_once / comm.size,
         concurrency=max(1.0, min(float(at_once), at_once * every[1] / one[1])),
         links=tuple(links),
         send=_middle(sends) if comm.device.type == "cpu" and sends else nothing,
@@ -335,15 +335,15 @@ def _message(comm: Communicator, pairs: list[tuple[int, int]], size: int) -> flo
     return _usual(comm, work)
 
 
-def _filling(comm: Communicator, hosts: tuple[int, ...], alone: LinearCost) -> float:
-    """How much of a cable's rate one message takes, from messages of all ranks of two hosts at once. `alone`: the cost
-    of a message between them while no other rank sends."""
+def _filling(comm: Communicator, hosts: tuple[int, ...], uncontended: LinearCost) -> float:
+    """How much of a cable's rate one message takes, from messages of all ranks of two hosts at once. `uncontended`:
+    the cost of a message between them while no other rank sends."""
     first, second = ([rank for rank, host in enumerate(hosts) if host == k] for k in (0, 1))
     pairs = list(zip(first, second, strict=False))
     if len(pairs) < 2:
         return 1.0
     several = _line(partial(_message, comm, pairs))
-    return min(1.0, max(1.0, several.per_byte / alone.per_byte) / len(pairs))
+    return min(1.0, max(1.0, several.per_byte / uncontended.per_byte) / len(pairs))
 
 
 def _across_hosts(comm: Communicator, hosts: tuple[int, ...]) -> tuple[tuple[str, int, LinearCost], ...]:
@@ -393,7 +393,7 @@ def _usual(comm: Communicator, work: Callable[[], None]) -> float:
 
 # All ranks of a group send at once, as a collective's program has them do it.
 #
-#     alone       rank 0 -> rank 1 -> rank 0                   a message while no one else sends
+#     uncontended rank 0 -> rank 1 -> rank 0                   a message while no one else sends
 #     one         rank 0 -> rank 1 -> rank 2 -> rank 0         a message to the next rank, and one from the one before
 #     several     the same, several messages in a row          what each further one takes
 #
@@ -407,8 +407,8 @@ def _with_exchanges(comm: Communicator, found: Calibration, repeats: int) -> Cal
     for members in _members(comm):
         group, inside = _neighbours(comm, members)
         exchanges.append((members, *_exchange(comm, group, inside, repeats)))
-    alone, add = _message_alone(comm, repeats), _adding(comm, repeats)
-    return replace(found, exchange=tuple(exchanges), alone=alone, add=add)
+    uncontended, add = _uncontended_message(comm, repeats), _adding(comm, repeats)
+    return replace(found, exchange=tuple(exchanges), uncontended=uncontended, add=add)
 
 
 def _exchange(comm: Communicator, group: tuple[int, ...], inside: bool, repeats: int) -> tuple[LinearCost, LinearCost]:
@@ -422,7 +422,7 @@ def _exchange(comm: Communicator, group: tuple[int, ...], inside: bool, repeats:
     return one, fit(list(zip(_EXCHANGE_SIZES, further, strict=True)))
 
 
-def _message_alone(comm: Communicator, repeats: int) -> LinearCost:
+def _uncontended_message(comm: Communicator, repeats: int) -> LinearCost:
     """Seconds of a message from rank 0 to rank 1, or back, while the others wait. Of fewer than 2 ranks: nothing."""
     if comm.size < 2:
         return LinearCost(0.0, 0.0)
@@ -542,28 +542,46 @@ def _middle(lines: list[LinearCost]) -> LinearCost:
 
 def measure_copies(device: torch.device, disk: bool, folder: str | None = None) -> Copies:
     """Measure copies of tensors of `device` to the host, and to the disk if `disk`. StoreError for a bad folder."""
-    away, back = _lines_of(host_store(streams_of(device)), device)
-    if not disk:
-        return Copies(away, back)
-    return Copies(away, back, *_lines_of(DiskStore(folder), torch.device("cpu")))
+    streams = streams_of(device)
 
+    def to_host(size: int) -> tuple[Act, Act]:
+        tensor = torch.zeros(size, dtype=torch.uint8, device=device)
+        room = streams.room(tensor)
+        return (
+            lambda: streams.copy(tensor, room, Op.OFFLOAD.value).result(),
+            lambda: streams.copy(room, tensor, Op.FETCH.value).result(),
+        )
 
-def _lines_of(store: Tier, device: torch.device) -> tuple[LinearCost, LinearCost]:
-    away: list[tuple[float, float]] = []
-    back: list[tuple[float, float]] = []
     try:
-        for size in _COPIED_SIZES:
-            tensor = torch.zeros(size, dtype=torch.uint8, device=device)
-            into = torch.empty_like(tensor)
-            away.append((size, _seconds_of(lambda t=tensor: store.put("probe", t).result())))  # type: ignore[misc]
-            back.append((size, _seconds_of(lambda t=into: store.fetch("probe", t).result())))  # type: ignore[misc]
-            store.drop("probe")
+        found = _lines_of(to_host)
+    finally:
+        streams.close()
+    if not disk:
+        return Copies(*found)
+    store = DiskStore(folder)
+
+    def to_disk(size: int) -> tuple[Act, Act]:
+        tensor = torch.zeros(size, dtype=torch.uint8)
+        return lambda: store.put("probe", tensor).result(), lambda: store.fetch("probe", tensor).result()
+
+    try:
+        return Copies(*found, *_lines_of(to_disk))
     finally:
         store.close()
+
+
+def _lines_of(copies: Callable[[int], tuple[Act, Act]]) -> tuple[LinearCost, LinearCost]:
+    """The costs of copies away and back. `copies` gives both, of so many bytes."""
+    away: list[tuple[float, float]] = []
+    back: list[tuple[float, float]] = []
+    for size in _COPIED_SIZES:
+        there, here = copies(size)
+        away.append((size, _seconds_of(there)))
+        back.append((size, _seconds_of(here)))
     return fit(away), fit(back)
 
 
-def _seconds_of(act: Callable[[], object]) -> float:
+def _seconds_of(act: Act) -> float:
     """The median of a few times, after one that touches the pages."""
     act()
     times = []

@@ -54,7 +54,7 @@ class Contents:
     brought   what each rank adds to a collective that other ranks have not joined yet
     pieces    for a gradient that is summed in pieces: begin, end and contributions of each piece so far
     local     how many updates a replica does alone before parameters are averaged; 0: it does none alone
-    alone     for each rank: group -> how many of these updates it did since the last average
+    unaveraged  for each rank: group -> how many of these updates it did since the last average
     updated   for each rank: group -> how many of them it has had in all
     bits      for each group: layer -> the position of the layer's first contribution bit
     first_bit  for each rank: how far after that position the bits of its replica begin
@@ -69,7 +69,7 @@ class Contents:
         self.brought: dict[Place, dict[int, int]] = {}
         self.pieces: dict[tuple[tuple[int, ...], int], list[tuple[int, int, int]]] = {}
         self.local = program.local_steps
-        self.alone: list[dict[int, int]] = [{} for _ in range(len(program.ranks))]
+        self.unaveraged: list[dict[int, int]] = [{} for _ in range(len(program.ranks))]
         self.updated: list[dict[int, int]] = [{} for _ in range(len(program.ranks))]
         self.own = self._microbatches()
         self.first_bit = [program.replica(rank) * self.own for rank in range(len(program.ranks))]
@@ -130,7 +130,7 @@ class Contents:
         if program.state:
             self._check_updated(rank)
             self._check_tiers(rank)
-        for group, updates in self.alone[rank].items():
+        for group, updates in self.unaveraged[rank].items():
             if updates:
                 raise ProgramError(
                     f"rank {rank} ends with param({group}) of its own: after its last STEP it is not averaged over"
@@ -315,8 +315,8 @@ class Contents:
     def _gather(self, rank: int, index: int, group: int, updates: dict[int, int]) -> None:
         """All slices of a group are gathered: they must have the same version on all ranks."""
         if len(set(updates.values())) > 1:
-            told = ", ".join(f"{n} on rank {r}" for r, n in updates.items())
-            reason = f"{at(self.program, rank, index)} gathers slices after different numbers of updates: {told}"
+            counts = ", ".join(f"{n} on rank {r}" for r, n in updates.items())
+            reason = f"{at(self.program, rank, index)} gathers slices after different numbers of updates: {counts}"
             raise refuse(self.program, rank, index, reason)
         for r in self._given(updates):
             self.known[r][param(group)] = updates[r]
@@ -326,9 +326,9 @@ class Contents:
         updates."""
         found = {self.program.replica(r) for r in updates}
         if len(set(updates.values())) > 1 or len(found) < self.program.replicas:
-            told = ", ".join(f"{n} on rank {r}" for r, n in updates.items())
+            counts = ", ".join(f"{n} on rank {r}" for r, n in updates.items())
             reason = f"{at(self.program, rank, index)} averages param({group}) after different numbers of updates, or"
-            raise refuse(self.program, rank, index, f"{reason} not of all replicas: {told}")
+            raise refuse(self.program, rank, index, f"{reason} not of all replicas: {counts}")
         for r in self._given(updates):
             if updates[r] != (newest := self.updated[r].get(group, 0)):
                 reason = (
@@ -344,14 +344,14 @@ class Contents:
                 f"{reason} weighs replicas by their rows of step {step}; possible is step {done - 1}",
             )  # fmt: skip
         for r in self._given(updates):
-            self.alone[r][group] = 0  # (of a copy in another tier it is known how many updates it has had)
+            self.unaveraged[r][group] = 0  # (of a copy in another tier it is known how many updates it has had)
 
     def _check_round(self, rank: int, index: int, group: int, updates: int) -> None:
         """The parameters that an instruction uses, or copies, were averaged when it was due, and at no other time.
         `updates` is how many they have had."""
         if not self.local or updates != self.updated[rank].get(group):
             return
-        ins, found = self.program.ranks[rank][index], self.alone[rank][group]
+        ins, found = self.program.ranks[rank][index], self.unaveraged[rank][group]
         due = updates % self.local if updates < self.program.updates else 0
         if found != due:
             reason = (
@@ -399,7 +399,7 @@ class Contents:
             found = known.get(gradient, 0)
             self._check_complete(rank, index, gradient, found)
             if self.local:
-                self._step_alone(rank, index, g, found & ~self._all(g, rank))
+                self._step_of_replica(rank, index, g, found & ~self._all(g, rank))
             known[gradient] = 0
             done = known.get(updated, 0)
             if ins.step != done:
@@ -419,7 +419,7 @@ class Contents:
             if "grad" in value.kind:
                 self._check_complete(rank, index, value, found)
                 if self.local:
-                    self._step_alone(rank, index, value.index, found & ~self._all(value.index, rank))
+                    self._step_of_replica(rank, index, value.index, found & ~self._all(value.index, rank))
                 known[value] = 0
                 for gradient in (grad(value.index), grad_shard(value.index)):  # (those in a bucket stay allocated)
                     known.pop(gradient, None)
@@ -455,11 +455,11 @@ class Contents:
                 return f"; ALL_REDUCE of grad({g}) over replicas is missing"
         return ""  # (a micro-batch of its own)
 
-    def _step_alone(self, rank: int, index: int, group: int, foreign: int) -> None:
+    def _step_of_replica(self, rank: int, index: int, group: int, foreign: int) -> None:
         """A STEP of a replica alone: of parameters that are averaged when it is due, and at no other time. There may be
         no `foreign` contributions, which are those of other replicas."""
         self._check_round(rank, index, group, self.updated[rank].get(group, 0))
-        self.alone[rank][group] = self.alone[rank].get(group, 0) + 1
+        self.unaveraged[rank][group] = self.unaveraged[rank].get(group, 0) + 1
         self.updated[rank][group] = self.program.ranks[rank][index].step + 1
         if foreign:
             where, whose = at(self.program, rank, index), self.name(group, foreign)

@@ -43,8 +43,8 @@ def versions_of(row: Iterable[Instruction]) -> Iterator[Versions]:
         if ins.op is not Op.STEP:
             yield used, None
             continue
-        made = max(map(version_of, ins.writes), default=-1)  # (an update may have several STEPs)
-        updates = made if made >= 0 else updates + 1
+        written = max(map(version_of, ins.writes), default=-1)  # (an update may have several STEPs)
+        updates = written if written >= 0 else updates + 1
         yield used, updates
 
 
@@ -130,8 +130,8 @@ class StaleContents(Contents):
             if not self.contract.stashed and version != newest:
                 raise self._refuse(rank, index, f"uses {value}, which is not the newest, v{newest}")
         if ins.op in BACKWARDS and ins.op is not Op.BACKWARD_INPUT:
-            made = {g for layer in ins.layers for g in self.program.groups_of_layer[layer] if self.trained[g]}
-            if lost := made - {value.index for value in ins.writes if value.kind == "grad"}:
+            expected = {g for layer in ins.layers for g in self.program.groups_of_layer[layer] if self.trained[g]}
+            if lost := expected - {value.index for value in ins.writes if value.kind == "grad"}:
                 raise self._refuse(rank, index, f"makes {grad(min(lost))}, but does not write it")
             self._contribute(rank, ins, self._bit(rank, ins))
         self._free(rank, ins.frees)
@@ -171,13 +171,13 @@ class StaleContents(Contents):
                 what = f"leaves {several(found, 'version')} of param({value.index}) alive; the program promises {most}"
                 raise self._refuse(rank, index, what)
 
-    def _check_update(self, rank: int, index: int, g: int, newest: int, made: int) -> None:
+    def _check_update(self, rank: int, index: int, g: int, newest: int, contributions: int) -> None:
         """The gradient of an update has whole micro-batches, the same ones of all replicas, as many as the contract
-        says, and none is too stale. `made` are its contributions."""
+        says, and none is too stale. `contributions` are its contributions."""
         program = self.program
         own = program.replica(rank)
         found = {
-            replica: [self._places(made >> slot, replica) for slot in self.bits[g].values()]
+            replica: [self._places(contributions >> slot, replica) for slot in self.bits[g].values()]
             for replica in range(program.replicas)
         }
         places = found[own][0]

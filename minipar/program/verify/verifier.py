@@ -98,13 +98,13 @@ def _check(program: Program) -> None:
     try:
         _verify(program, ranks)
     except ProgramError:
-        if len(ranks) == len(everyone) or len(program) > _TOLD:
+        if len(ranks) == len(everyone) or len(program) > _MOST_REPEATED:
             raise
         _verify(program, everyone)  # (it is refused in the same words as one that is written rank by rank)
         raise
 
 
-_TOLD = 1_000_000  # instructions of the largest program that is looked at again, to say of all ranks what is wrong
+_MOST_REPEATED = 1_000_000  # instructions of the largest program that is verified again, on all ranks, once refused
 
 
 def _to_look_at(program: Program) -> Collection[int]:
@@ -281,7 +281,7 @@ def _check_layers(program: Program, rank: int, index: int) -> None:
         reason = f" names {_twice(layers)} twice; possible is each once"
     elif op not in _ON_LAYERS:
         return
-    elif program.edges and not program.wiring.alone.issuperset(sorted(layers)[1:]):
+    elif program.edges and not program.wiring.chained.issuperset(sorted(layers)[1:]):
         reason = ": its layers are no chain; possible is one instruction for each"
     elif layers != tuple(range(layers[0], layers[-1] + 1)):
         given, possible = (",".join(map(str, each)) for each in (layers, range(min(layers), max(layers) + 1)))
@@ -467,7 +467,8 @@ def _check_sum(
     read, written = (frozenset(value[:2] for value in values) for values in (ins.reads, ins.writes))
     needed = summed | rest if program.compress.startswith(("topk", "powersgd")) else summed
     piece = piece_of(ins)
-    _check_piece(program, rank, index)
+    if piece is not None:
+        _check_piece(program, rank, index, piece)
     nothing = piece is not None and not written  # (the last piece writes for all)
     for does, found, wanted in (("read", read, needed), ("write", written, frozenset() if nothing else needed)):
         if wanted - found:
@@ -492,11 +493,10 @@ def _check_sum(
     return summed, built | summed
 
 
-def _check_piece(program: Program, rank: int, index: int) -> None:
+def _check_piece(program: Program, rank: int, index: int, piece: tuple[int, int]) -> None:
     """A piece of a gradient has some of its bytes, and all numbers of these as they are."""
     ins = program.ranks[rank][index]
-    piece, whole = piece_of(ins), program.compress != "none"
-    if piece is not None and (len(ins.layers) > 1 or ins.parts[0].layer >= 0 or piece[1] <= piece[0] or whole):
+    if len(ins.layers) > 1 or ins.parts[0].layer >= 0 or piece[1] <= piece[0] or program.compress != "none":
         raise refuse(
             program, rank, index,
             f"{at(program, rank, index)}: a piece is of one gradient, with all its numbers, in a buffer (layer=-1), "

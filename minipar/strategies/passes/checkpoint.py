@@ -99,9 +99,9 @@ def recompute(
 def _segments(draft: Draft, rank: int) -> list[range]:
     """The segments of a rank of a model with branches: each is a part of a chain of its trained layers."""
     layout = draft.layout
-    alone, found = wiring(layout.shape.edges, layout.shape.layers).alone, []
+    chained, found = wiring(layout.shape.edges, layout.shape.layers).chained, []
     for part in map(layout.trained, layout.placement[rank]):
-        begins = [layer for layer in part if layer == part.start or layer not in alone]
+        begins = [layer for layer in part if layer == part.start or layer not in chained]
         for start, stop in pairwise([*begins, part.stop]):
             cuts = cut(draft.plan.checkpoint, range(start, stop), None, 1)
             found += [range(start + one.start, start + one.stop) for one in cuts]

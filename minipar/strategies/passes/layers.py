@@ -82,7 +82,7 @@ def expand(
     gout = values("grad_output", max(shape.layers, len(shape.edges)))
     params = [tuple(param(k) for k in groups_of[layer]) for layer in range(shape.layers)]
     grads = [tuple(grad(k) for k in groups_of[layer] if shape.groups[k].trainable) for layer in range(shape.layers)]
-    alone = [(layer,) for layer in range(shape.layers)]
+    single = [(layer,) for layer in range(shape.layers)]
 
     FORWARD, WHOLE, INPUT, WEIGHT = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
 
@@ -92,9 +92,9 @@ def expand(
         if layer < first:
             if layer == last:
                 given += (out[layer][i],)  # in a model with nothing to train only the loss is needed
-            return Instruction(FORWARD, alone[layer], *of[i], reads, (out[layer][i],), given)
+            return Instruction(FORWARD, single[layer], *of[i], reads, (out[layer][i],), given)
         writes = out[layer][i], kept[layer][i]
-        return new(Instruction, (FORWARD, alone[layer], *of[i], reads, writes, (), *REST))
+        return new(Instruction, (FORWARD, single[layer], *of[i], reads, writes, (), *REST))
 
     def backward(layer: int, i: int, whole: bool) -> Instruction:
         given = out[layer][i] if layer == last else gout[layer][i]
@@ -103,12 +103,12 @@ def expand(
         if layer > first:
             writes = (gout[layer - 1][i], *writes)
         op, reads = WHOLE if whole else INPUT, held + params[layer]
-        return new(Instruction, (op, alone[layer], *of[i], reads, writes, held, *REST))
+        return new(Instruction, (op, single[layer], *of[i], reads, writes, held, *REST))
 
     def weights(layer: int, i: int) -> Instruction:
         mine = (left[layer][i],)
         reads = mine + params[layer]
-        return new(Instruction, (WEIGHT, alone[layer], *of[i], reads, grads[layer], mine, *REST))
+        return new(Instruction, (WEIGHT, single[layer], *of[i], reads, grads[layer], mine, *REST))
 
     run: Callable[[int, int], Instruction] = forward
     back_of: Callable[[int, int, bool], Instruction] = backward

@@ -19,14 +19,14 @@ pieces: it writes what STEP reads.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 
-from minipar.program import Instruction, Part
+from minipar.program import Instruction, Op, Part, home
 from minipar.strategies.buckets import Bucket, MiB
 from minipar.strategies.draft import Draft
 from minipar.strategies.rewriting import all_reduce, insert, keep_gradients, last_writes, of_groups, summed
-from minipar.strategies.urgency import first_uses, in_order
 
 
 def sum_by_priority(draft: Draft) -> Draft:
@@ -86,12 +86,12 @@ def pieces(whole: Instruction, size: int, bucket: Bucket) -> list[Instruction]:
     return [*found[:-1], found[-1]._replace(writes=whole.writes)]
 
 
-def update_late(draft: Draft) -> Draft:
+def update_before_use(draft: Draft) -> Draft:
     """Each group's STEP runs in the next step, before the first forward that needs its parameters."""
     rows, updates = [], []
     for rank, row in enumerate(draft.ranks):
         updates.append(tuple(_most_urgent_first(draft.update[rank], row)))
-        rows.append(_where_needed(row, draft.late[rank]) if draft.late else row)
+        rows.append(_where_needed(row, draft.previous_update[rank]) if draft.previous_update else row)
     if draft.step == draft.steps - 1:
         rows = [[*row, *update] for row, update in zip(rows, updates, strict=True)]
     return replace(draft, ranks=tuple(map(tuple, rows)), update=tuple(updates))
@@ -108,11 +108,51 @@ def _most_urgent_first(update: Sequence[Instruction], row: Sequence[Instruction]
     return [ins for g in order for ins in of_each[g]]
 
 
-def _where_needed(row: Sequence[Instruction], late: Sequence[Instruction]) -> list[Instruction]:
+def _where_needed(row: Sequence[Instruction], update: Sequence[Instruction]) -> list[Instruction]:
     """A step's instructions, with the update of the step before: of each group before the first use of its
     parameters."""
     first = first_uses(row)
     before: dict[int, list[Instruction]] = {}
-    for ins in late:
+    for ins in update:
         before.setdefault(first.get(ins.layers[0], len(row)), []).append(ins)
     return insert(row, before) + before.get(len(row), [])
+
+
+# urgency --------------------------------------------------------------------------------------------------------------
+
+#     ready      B2 B1 B0                  gradients as the backward completes them
+#     urgent     2, 1, 0                   the next forward needs layer 0 first
+#     order         2    0    1            the link is free after 2: by then 1 and 0 are ready, and 0 is more urgent
+
+
+def in_order(ready: Sequence[float], seconds: Sequence[float], urgent: Sequence[float]) -> list[int]:
+    """The order of messages on one link: whenever it is free, the most urgent message that is ready comes next.
+
+    ready     for each message, the time when it is ready
+    seconds   for each message, how long it occupies the link
+    urgent    for each message, its urgency: the smallest number comes first; equally urgent ones keep their order
+    """
+    coming = sorted(range(len(ready)), key=lambda k: (ready[k], k), reverse=True)
+    waiting: list[tuple[float, int]] = []
+    order: list[int] = []
+    now = 0.0
+    while coming or waiting:
+        if not waiting:
+            now = max(now, ready[coming[-1]])
+        while coming and ready[coming[-1]] <= now:
+            k = coming.pop()
+            heapq.heappush(waiting, (urgent[k], k))
+        _, k = heapq.heappop(waiting)
+        now += seconds[k]
+        order.append(k)
+    return order
+
+
+def first_uses(instructions: Sequence[Instruction]) -> dict[int, int]:
+    """For each parameter group the place of the first forward that needs it, or of the fetch for this forward."""
+    found: dict[int, int] = {}
+    for k, ins in enumerate(instructions):
+        for value in ins.reads if ins.op in (Op.FORWARD, Op.FETCH) else ():
+            if home(value).kind == "param":
+                found.setdefault(value.index, k)
+    return found

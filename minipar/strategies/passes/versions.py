@@ -184,9 +184,9 @@ def without_versions(program: Program) -> Program:
     plain = partial(_numbered, -1)
 
     def of(ins: Instruction) -> Instruction:
-        made = renamed(ins, plain)
-        gone = [v for v in ins.frees if version_of(v) < 0 or (v.kind == "param" and plain(v) not in made.writes)]
-        return made._replace(frees=tuple(map(plain, gone)))
+        renumbered = renamed(ins, plain)
+        gone = [v for v in ins.frees if version_of(v) < 0 or (v.kind == "param" and plain(v) not in renumbered.writes)]
+        return renumbered._replace(frees=tuple(map(plain, gone)))
 
     ranks = tuple(tuple(map(of, row)) for row in program.ranks)
     return replace(program, ranks=ranks, state=tuple(frozenset(map(plain, held)) for held in program.state))
