@@ -144,6 +144,7 @@ class Servers:
         return self._numbers[name]
 
     def close(self) -> None:
+        """End all connections: to the servers this worker has died, unless it has done its last step."""
         for connection in self.connections:
             connection.close()
         self.connections = []

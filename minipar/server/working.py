@@ -40,26 +40,23 @@ class Worker(Executor):
         self.own_loss = job.loss
         comm = NoPeers(rank, len(program.ranks))
         super().__init__(_first_step(program), comm, model, job.loss, job.optimizer, job.seed, delays)
+        self.do |= {Op.PULL: self._pull, Op.PUSH: self._push}
 
     def follow(self, program: Program, delays: Delays | None = None) -> None:
         super().follow(program, delays)
         self.device = None if delays is None else _Lasting(delays)
 
-    def _serve(self, index: int, ins: Instruction) -> None:
-        if ins.op is Op.PUSH:
-            self._push(index, ins)
-        elif self.servers is not None:
-            self._pull(index, ins, self.servers)
-
-    def _pull(self, index: int, ins: Instruction, servers: Servers) -> None:
+    def _pull(self, index: int, ins: Instruction) -> None:
         """Copy parameters that have come into the layers. Of a layer that two servers have a part of, both PULLs do."""
+        if self.servers is None:
+            return
         if index == 0:
             self.pushed.clear()
-            servers.weight = self.rows = self._weights()
+            self.servers.weight = self.rows = self._weights()
         for p in (p for g in ins.layers for p in self.groups[g]):
-            p.data.copy_(servers.pull(self.names[id(p)]))
+            p.data.copy_(self.servers.pull(self.names[id(p)]))
         if self.device is not None:
-            self.device.arrived(servers.arrived, index)
+            self.device.arrived(self.servers.arrived, index)
 
     def _push(self, index: int, ins: Instruction) -> None:
         """Send gradients, or the parts of them that one server keeps."""
