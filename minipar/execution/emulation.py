@@ -128,11 +128,6 @@ class Pace:
         then()
         return True
 
-    def forget(self) -> None:
-        """Forget everything that was begun."""
-        self._timers.clear()
-        self.busy = 0.0
-
 
 @dataclass
 class Joined:

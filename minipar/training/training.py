@@ -478,8 +478,7 @@ def _compared(
 def _plain_work(plan: Plan, done: Execution, service: Service | None, steps: int) -> int | RecordedOrder:
     """What plain torch does, to be compared: so many steps, or what was done where that gives other numbers."""
     if service is not None:
-        exact = plan.mode == "sync" and not service.silent
-        return steps if exact else served_order(service.order, plan.dp, plan.total_microbatches)
+        return steps if plan.mode == "sync" else served_order(service.order, plan.dp, plan.total_microbatches)
     if plan.asynchronous:
         return order_of(done.program)
     if plan.local_steps and plan.dp > 1 and not plan.inference:
