@@ -612,7 +612,7 @@ def profile_job(
     update = Update(job.optimizer, forms_of(model), job.scheduler)
     if sliced:
         check_update(update, sliced)
-    (x, y), of = job.sample(max(rows))
+    (x, y), of = job.sample(min(job.batch, max(2, *rows)))  # (one row alone does not show what others do to it)
     sizes = tuple(count_bytes(part) * of // max(1, count_rows(part)) for part in (x, y))  # (a rank keeps them as given)
     if plan.precision == "bf16":
         check_narrow(model)
