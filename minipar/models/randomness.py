@@ -180,7 +180,7 @@ def split_sensitive(model: nn.Module, x: Any = None) -> list[str]:
 
 
 def _seen(model: nn.Module, x: Any) -> list[tuple[str, str]]:
-    """Runs copies of a sequential model's layers. Returns those that draw, change their buffers, or mix rows, by name."""
+    """Runs copies of a sequential model's layers; names those that draw, change their buffers, or mix rows."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     sources, found = generators(device), []
     outputs: dict[int, Any] = {}
