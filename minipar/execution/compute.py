@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from minipar.data.batches import Batch, BatchPart, BatchRows
-from minipar.errors import MiniparError
+from minipar.errors import MiniparError, RankError
 from minipar.execution import autograd_entry, layer_calls, naming_layers, repartition
 from minipar.execution.fitting import row_major
 from minipar.execution.layer_calls import Call, LayerCall, Result, Sizes, UntouchedInputs
@@ -98,6 +98,7 @@ class Compute:
         self.trained: dict[tuple[int, ...], list[Tensor]] = {}
         self.tails: Tails | None = None  # of recomputations whose output nobody reads
         self.experts: LoadCount | None = None
+        self.depends: bool | None = None  # whether a loss has depended on parameters; None before the first one
         self.untouched = UntouchedInputs(self.layers, self.sizes)
         self.follow(program)
 
@@ -177,6 +178,14 @@ class Compute:
             where = f"in the backward on rank {self.rank}, micro-batch {ins.microbatch} of step {step}"
             raise naming_layers.raised(who, error, where) from error
 
+    def check_depends(self) -> None:
+        """Before the first update: RankError where no loss depends on a parameter, as plain torch raises there."""
+        if self.depends is False:
+            raise RankError(
+                f"the loss of step {self.rows.base} depends on no parameter, so nothing can be trained; look for "
+                "detach(), torch.no_grad() or .item() in the loss or in a layer"
+            )
+
     # forward ---------------------------------------------------------------------------------------------------------
 
     def forward(self, ins: Instruction, live: dict[Value, Any]) -> None:
@@ -204,6 +213,8 @@ class Compute:
             given = detach(map_tensors(value, lambda t: t.data), requires_grad=piece[0] > self.program.first_trainable)
             target = self._target(ins, part, here) if piece[-1] == self.program.layers - 1 else None
             unread = ins.op is Op.RECOMPUTE and piece[-1] == ins.layers[-1] and trains and handed_on not in ins.writes
+            due = ins.op is Op.FORWARD and self.loss.trial.is_due(step, ins.microbatch)
+            self.loss.tried = step if due else -1
             call = Call(piece, ins, step, rows, start, count, target, unread, live)
             noting = self.noting() if trains else nullcontext()
             with noting, nullcontext() if trains is torch.is_grad_enabled() else torch.set_grad_enabled(trains):
@@ -212,6 +223,8 @@ class Compute:
                 ends = differentiable(value) if loss is None else [loss]
                 edges = [(k, get_gradient_edge(end)) for k, end in enumerate(ends) if end.requires_grad]
                 live[saved(piece[-1], ins.microbatch, ins.step)] = given, edges
+            if loss is not None and trains:
+                self.depends = bool(self.depends) or loss.requires_grad
             if loss is not None and ins.op is Op.FORWARD:
                 self._note_loss(loss.detach(), ins, rows)
             value = detach(value)

@@ -26,7 +26,7 @@ from minipar.costs.device import DeviceSpec
 from minipar.costs.rates import Copies
 from minipar.costs.slicing import token_ranges
 from minipar.data import loading
-from minipar.data.batches import Batch, BatchPart, check_batch, gives_rows, read_part
+from minipar.data.batches import Batch, BatchPart, batch_of, check_batch, gives_rows, pair_of, read_part
 from minipar.errors import PlanError
 from minipar.execution.affinity import is_crowded, on_own_core
 from minipar.execution.dtypes import check_narrow, convert, matching, narrow
@@ -195,7 +195,8 @@ class Job:
 
     def batches(self, step: int) -> tuple[Any, Any]:
         """x and y of one step: the whole batch, of all replicas."""
-        x, y = self.data if isinstance(self.data, tuple) else self.data.batch(step, self.batch)
+        found = self.data if isinstance(self.data, tuple) else batch_of(self.data, step, self.batch)
+        x, y = pair_of(found, f"data: step {step}")
         return map_tensors(x, self._cast), map_tensors(y, self._cast)
 
     def part(self, step: int, program: Program, rank: int) -> Batch | BatchPart:
@@ -208,8 +209,8 @@ class Job:
         """The first rows of step 0, at least so many, and how many rows the whole batch has."""
         if not gives_rows(self.data):
             whole = self.batches(0)
-            return whole, count_rows(whole[0])
-        x, y = self.data.batch(0, self.batch, rows=range(rows))
+            return whole, check_batch(whole, "data: step 0")
+        x, y = pair_of(batch_of(self.data, 0, self.batch, rows=range(rows)), "data: step 0")
         return (map_tensors(x, self._cast), map_tensors(y, self._cast)), self.batch
 
     def _cast(self, tensor: Tensor) -> Tensor:
@@ -612,7 +613,7 @@ def profile_job(
     update = Update(job.optimizer, forms_of(model), job.scheduler)
     if sliced:
         check_update(update, sliced)
-    (x, y), of = job.sample(max(rows))
+    (x, y), of = job.sample(min(job.batch, max(2, *rows)))  # (one row alone does not show what others do to it)
     sizes = tuple(count_bytes(part) * of // max(1, count_rows(part)) for part in (x, y))  # (a rank keeps them as given)
     if plan.precision == "bf16":
         check_narrow(model)

@@ -326,6 +326,7 @@ class Executor:
         if copies is not None:
             copies.finish()
         compute.later.settle(True)
+        compute.check_depends()
         now = mark()
         ends[:] = [end or now for end in ends]  # (of pieces of a gradient only the last one was waited for)
         losses = read_all(compute.losses, streams)
@@ -491,6 +492,7 @@ class Executor:
         with self._aside() if ins.stream == "host" else nullcontext():
             # Where receives of a later step may be posted already, the host does not wait for the losses of this one.
             self.compute.later.settle(isinstance(self.program.contract, Synchronous))
+            self.compute.check_depends()
             self.state.prepare(ins)
             if self.keep_gradients:
                 with self._aside():

@@ -22,9 +22,9 @@ from minipar.errors import MiniparError, NotFinite, PlanError, RankError
 from minipar.execution import naming_layers
 from minipar.execution.following import Warned
 from minipar.execution.streams import Later
-from minipar.models.losses import counted, counts_elements, says_count
+from minipar.models.losses import Trial, counted, counts_elements, says_count
 from minipar.models.tensors import differentiable, map_tensors, single
-from minipar.program import Program
+from minipar.program import BACKWARDS, Program
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -57,6 +57,10 @@ class MeanLoss:
         self.loss, self.rank, self.narrow = loss, rank, program.precision == "bf16"
         self.every = program.every
         self.means = (self.every or 1) * program.replicas
+        trains = any(ins.op in BACKWARDS for ins in program.ranks[rank])
+        parts = program.microbatches * program.replicas
+        self.trial = Trial(loss, parts if trains and program.slice_count == 1 else 1)
+        self.tried = -1  # the step, if the loss is to be tested on what it is given next
 
     def target(self, y: Any, mine: Any, share: float, weight: float) -> Target:
         """The target of an instruction.
@@ -88,6 +92,8 @@ class MeanLoss:
             value = value / counts
         if value.dim():
             raise RankError(f"the loss has shape {tuple(value.shape)}; it must be a scalar, the mean over the rows")
+        if self.tried >= 0:
+            self.trial(map_tensors(output, single) if self.narrow else output, y, self.tried)
         share: Tensor = value * (counts / whole)
         return share
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.models.network import edges_of
-from minipar.models.tensors import map_tensors
+from minipar.models.tensors import count_rows, map_tensors, take_rows, tensors
 from minipar.program.edges import wiring
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # the 64-bit golden ratio, as a signed number
@@ -156,7 +156,8 @@ def replace_dropout(model: nn.Module, seed: int) -> None:
 def split_sensitive(model: nn.Module, x: Any = None) -> list[str]:
     """Modules and layers, by name, whose result depends on how the batch is split.
 
-    x   rows to run copies of a sequential model's layers on, to find which of them draw, and which change their buffers
+    x   rows to run copies of a sequential model's layers on, to find which of them draw, change their buffers, or have
+        rows that change each other's results
     """
     found = []
     for name, module in model.named_modules():
@@ -179,7 +180,7 @@ def split_sensitive(model: nn.Module, x: Any = None) -> list[str]:
 
 
 def _seen(model: nn.Module, x: Any) -> list[tuple[str, str]]:
-    """Runs copies of the layers of a sequential model. Returns those that draw or change buffers, by name."""
+    """Runs copies of a sequential model's layers; names those that draw, change their buffers, or mix rows."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     sources, found = generators(device), []
     outputs: dict[int, Any] = {}
@@ -191,8 +192,9 @@ def _seen(model: nn.Module, x: Any) -> list[tuple[str, str]]:
         for number, (name, layer) in enumerate(layers.items()):
             holder = nn.Sequential(copy.deepcopy(layer))
             replace_dropout(holder, 0)
-            read = [outputs[k] for k in inputs[number]] or [x]
-            given = map_tensors(read[0] if len(read) == 1 else tuple(read), lambda t: t.to(device, copy=True))
+            several = [outputs[k] for k in inputs[number]] or [x]
+            read = map_tensors(several[0] if len(several) == 1 else tuple(several), lambda t: t.to(device))
+            given = map_tensors(read, torch.clone)
             states = [source.get_state() for source in sources]
             buffers = {key: t.clone() for key, t in holder.named_buffers()}
             try:
@@ -205,9 +207,29 @@ def _seen(model: nn.Module, x: Any) -> list[tuple[str, str]]:
                 found.append((name, "draws random numbers for a micro-batch; only nn.Dropout draws by row"))
             elif any(not torch.equal(t, buffers.get(key, t)) for key, t in holder.named_buffers()):
                 found.append((name, "each micro-batch changes its buffers"))
+            elif _mixes_rows(holder[0], read, outputs[number]):
+                found.append((name, "rows of a micro-batch change each other's results"))
     if once is not None:
         raise once
     return found
+
+
+def _mixes_rows(layer: nn.Module, given: Any, output: Any) -> bool:
+    """Whether a layer gives half of some rows another output when the rest is not there. Sums of other lengths round in
+    another way, which does not count."""
+    rows = count_rows(given)
+    for start, end in ((0, rows // 2), (rows // 2, rows)) if rows > 1 else ():
+        at(row_dropouts(layer), 0, start)
+        part = tensors(layer(map_tensors(take_rows(given, range(start, end)), torch.clone)))
+        for whole, mine in zip(tensors(output), part, strict=True):
+            expected = whole[start:end] if whole.dim() and len(whole) == rows else whole
+            if not (whole.is_floating_point() or whole.is_complex()):
+                continue
+            scale = float(expected.abs().max()) if expected.numel() else 0.0
+            bound = (1e-3 if torch.finfo(whole.dtype).bits < 64 else 1e-8) * max(scale, 1e-30)
+            if expected.shape != mine.shape or not torch.allclose(mine, expected, rtol=0, atol=bound, equal_nan=True):
+                return True
+    return False
 
 
 def row_dropouts(layer: nn.Module) -> list[RowDropout]:
