@@ -197,25 +197,21 @@ def state_of(state: Any) -> dict[str, Tensor]:
 
 def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Put values into a whole model by name. A tied tensor may be named once. SaveError if they do not fit it."""
-    mine: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    every: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    every |= dict(model.named_buffers(remove_duplicate=False))
-    kept = set(model.state_dict())
-    for name in values:
-        if name not in every:
+    mine: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    mine |= dict(model.named_buffers(remove_duplicate=False))
+    for name, given in values.items():
+        if name not in mine:
             raise SaveError(f"state: has {name}, but the model has none of that name; give the state of this model")
-    for name, tensor in mine.items():
-        given = next((values[other] for other, t in every.items() if t is tensor and other in values), None)
-        if given is None:
-            if name in kept:
-                raise SaveError(f"state: has no {name}; give the state of this model, whole")
-            continue
-        if given.shape != tensor.shape:
-            raise SaveError(
-                f"state: {name} has shape {tuple(given.shape)} there, and {tuple(tensor.shape)} in the model"
-            )
-        with torch.no_grad():
-            tensor.copy_(given)
+        if given.shape != mine[name].shape:
+            shapes = f"{tuple(given.shape)} there, and {tuple(mine[name].shape)} in the model"
+            raise SaveError(f"state: {name} has shape {shapes}")
+    filled = {id(mine[name]) for name in values}
+    for name in model.state_dict().keys() & mine.keys():
+        if id(mine[name]) not in filled:
+            raise SaveError(f"state: has no {name}; give the state of this model, whole")
+    with torch.no_grad():
+        for name, given in values.items():
+            mine[name].copy_(given)
 
 
 # in the ranks ---------------------------------------------------------------------------------------------------------
