@@ -35,12 +35,12 @@ from minipar.execution.emulation import Delays, delays
 from minipar.execution.executor import Executor, Gradient, PassRecord, Shard
 from minipar.execution.fitting import check_parameters, row_major
 from minipar.execution.following import Callback, Following, News, Observer, Reporter, Warnings
+from minipar.execution.lines import Slice, assemble
 from minipar.execution.mean_loss import Finite, check_choice
 from minipar.execution.measuring.calibration import measure_copies
 from minipar.execution.measuring.profiler import profile
 from minipar.execution.memory.tape import record
 from minipar.execution.memory.tracker import SERIES, Watching, watching_of
-from minipar.execution.owners import Slice, assemble
 from minipar.execution.saving.contents import Outline, outline_of
 from minipar.execution.saving.folder import Header
 from minipar.execution.saving.keeping import NOTHING, Share, Storing
@@ -491,11 +491,12 @@ def _passes(job: Job, work: Work) -> Passed:
                 rows, sizes = executor.compute.rows.counts, (_sizes(executor), executor.compute.data_bytes())
             found.append(RankPass(record, *sizes))
         after = clocks.read(comm)
+        share = storing.share(executor, outline, header, updates)
     series = {} if tracker is None else tracker.series_of_passes()
     experts = executor.compute.experts
     return Passed(
         [_by_one_clock(one, series.get(k), before, after) for k, one in enumerate(found)],
-        storing.share(executor, outline, header, updates),
+        share,
         experts.load(numbers) if experts is not None else None,
         max(before.error, after.error),
     )

@@ -133,6 +133,28 @@ class OptimizerPart:
         for group, k in zip(self.optimizer.param_groups, self.which, strict=True):
             group.update(settings[k])
 
+    def divide(self, before: Sequence[Updated], after: Sequence[Updated]) -> None:
+        """Go on with several parts in place of one that stands for several parameters, each with its state."""
+        for whole in before:
+            places = {(run.name, run.begin): run.place for run in whole.runs}
+            parts = [(part, places.get((part.runs[0].name, part.runs[0].begin))) for part in after]
+            mine = [(part, at) for part, at in parts if at is not None]
+            for group in self.optimizer.param_groups:
+                for k, p in enumerate(group["params"]):
+                    if p is whole.parameter:
+                        group["params"][k : k + 1] = [part.parameter for part, _ in mine]
+                        if "param_names" in group:
+                            group["param_names"][k : k + 1] = [part.names[0] for part, _ in mine]
+                        break
+            state = self.optimizer.state.pop(whole.parameter, None)
+            for part, at in mine if state else ():
+                self.optimizer.state[part.parameter] = {
+                    key: value[at : at + part.parameter.numel()].clone()
+                    if isinstance(value, Tensor) and value.shape == whole.parameter.shape
+                    else _copy(value)
+                    for key, value in state.items()
+                }
+
 
 class Update:
     """The user's optimizer and scheduler of a whole model.

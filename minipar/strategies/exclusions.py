@@ -261,10 +261,15 @@ EXCLUSIONS = (
         for other, why, fundamental in (
             (DYNAMIC, _DECIDES_LOCALLY, True),
             (ASYNCHRONOUS, "versions of parameters are those of whole layers", False),
-            (PRIORITY, "gradients are summed in order of urgency over replicas alone", False),
-            (COMPRESSED, "only sums of whole layers' gradients are made smaller", False),
-            (HOST_LAYERS, "layers on the host are whole", False),
-            (LOCAL, "replicas that train alone are of one rank each", False),
+            (LOCAL, "ranks that share layers take their steps together", False),
+        )
+    ),
+    *(
+        Exclusion(shared, other, why)
+        for shared in (CONTEXT, EXPERTS)
+        for other, why in (
+            (LEAVING_OUT, "what is left out of a gradient is kept by ranks that have all of it"),
+            (HOST_LAYERS, "layers on the host are whole"),
         )
     ),
     *(
@@ -275,7 +280,6 @@ EXCLUSIONS = (
             (HOST_LAYERS, "versions of parameters are on the device"),
             (LOCAL, "replicas sum the gradients of every update"),
             (LEAVING_OUT, "sums carry all of a gradient"),
-            (ALGORITHM, "gradients are summed by the default algorithm"),
         )
     ),
     *(
@@ -298,7 +302,7 @@ EXCLUSIONS = (
         Exclusion(LOCAL, other, why)
         for other, why in (
             (OFFLOADED_STATES, "parameters are averaged on the device"),
-            (STAGES, "replicas that train alone are of one rank each"),
+            (COPIES, "the copies of a stage are updated together, in every step"),
             (CLIP, "the norm is of the gradients of all replicas"),
         )
     ),
@@ -306,7 +310,8 @@ EXCLUSIONS = (
         Exclusion(HOST_LAYERS, other, why)
         for other, why in (
             (ZERO, "layers on the host keep whole states there"),
-            (OFFLOAD, "each says by itself what is on the host"),
+            (OFFLOADED_STATES, "their states are on the host already"),
+            (OFFLOADED_PARAMETERS, "their parameters are on the host already"),
             (REPLICAS, "gradients are summed on the device"),
             (STAGES, "what stages send each other is on the device"),
         )

@@ -42,10 +42,9 @@ from minipar.errors import PlanError
 from minipar.execution import autograd_entry
 from minipar.execution.affinity import is_crowded, on_own_core
 from minipar.execution.memory.disk import DiskStore
-from minipar.execution.memory.stores import Tier, host_store
 from minipar.execution.streams import streams_of, synchronize
 from minipar.prediction.oversubscription import available_cores
-from minipar.program import Program
+from minipar.program import Op, Program
 from minipar.program.collectives.moves import Copy, Move, Send, Setting, lay_out
 from minipar.program.instructions import PARTNERS
 
@@ -60,6 +59,7 @@ _COPIED_SIZES = (16 << 10, 256 << 10, 4 << 20)  # bytes
 _HOST_SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20)  # the first bytes of what goes between hosts
 _LONGEST = 0.2  # seconds after which nothing longer is tried between hosts
 _MOST = 1 << 22  # bytes
+Act = Callable[[], object]
 _QUICK = 0.5  # seconds of a calibration that nobody asked for
 
 
@@ -511,28 +511,46 @@ def _middle(lines: list[LinearCost]) -> LinearCost:
 
 def measure_copies(device: torch.device, disk: bool, folder: str | None = None) -> Copies:
     """Measure copies of tensors of `device` to the host, and to the disk if `disk`. StoreError for a bad folder."""
-    away, back = _lines_of(host_store(streams_of(device)), device)
-    if not disk:
-        return Copies(away, back)
-    return Copies(away, back, *_lines_of(DiskStore(folder), torch.device("cpu")))
+    streams = streams_of(device)
 
+    def to_host(size: int) -> tuple[Act, Act]:
+        tensor = torch.zeros(size, dtype=torch.uint8, device=device)
+        room = streams.room(tensor)
+        return (
+            lambda: streams.copy(tensor, room, Op.OFFLOAD.value).result(),
+            lambda: streams.copy(room, tensor, Op.FETCH.value).result(),
+        )
 
-def _lines_of(store: Tier, device: torch.device) -> tuple[LinearCost, LinearCost]:
-    away: list[tuple[float, float]] = []
-    back: list[tuple[float, float]] = []
     try:
-        for size in _COPIED_SIZES:
-            tensor = torch.zeros(size, dtype=torch.uint8, device=device)
-            into = torch.empty_like(tensor)
-            away.append((size, _seconds_of(lambda t=tensor: store.put("probe", t).result())))  # type: ignore[misc]
-            back.append((size, _seconds_of(lambda t=into: store.fetch("probe", t).result())))  # type: ignore[misc]
-            store.drop("probe")
+        found = _lines_of(to_host)
+    finally:
+        streams.close()
+    if not disk:
+        return Copies(*found)
+    store = DiskStore(folder)
+
+    def to_disk(size: int) -> tuple[Act, Act]:
+        tensor = torch.zeros(size, dtype=torch.uint8)
+        return lambda: store.put("probe", tensor).result(), lambda: store.fetch("probe", tensor).result()
+
+    try:
+        return Copies(*found, *_lines_of(to_disk))
     finally:
         store.close()
+
+
+def _lines_of(copies: Callable[[int], tuple[Act, Act]]) -> tuple[LinearCost, LinearCost]:
+    """The costs of copies away and back. `copies` gives both, of so many bytes."""
+    away: list[tuple[float, float]] = []
+    back: list[tuple[float, float]] = []
+    for size in _COPIED_SIZES:
+        there, here = copies(size)
+        away.append((size, _seconds_of(there)))
+        back.append((size, _seconds_of(here)))
     return fit(away), fit(back)
 
 
-def _seconds_of(act: Callable[[], object]) -> float:
+def _seconds_of(act: Act) -> float:
     """The median of a few times, after one that touches the pages."""
     act()
     times = []
