@@ -31,7 +31,7 @@ from minipar.execution.saving import keeping
 from minipar.models.losses import counted
 from minipar.models.network import edges_of
 from minipar.models.parameter_groups import shape_of
-from minipar.models.tensors import count_rows, layers_of, map_tensors, take_rows
+from minipar.models.tensors import count_rows, layers_of, map_tensors, take_rows, tensors
 from minipar.program import Program
 from minipar.program.shape import Shape
 from minipar.strategies.keys import at_least_1
@@ -292,11 +292,5 @@ def _joined_totals(found: Sequence[_Totals], metrics: Mapping[str, Metric], outp
 
 def _joined(parts: Sequence[Any]) -> Any:
     """The rows of several outputs of one structure, one after the other."""
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(parts)) if first.dim() else torch.stack(list(parts))
-    if isinstance(first, Mapping):
-        return {key: _joined([part[key] for part in parts]) for key in first}
-    if isinstance(first, (tuple, list)):
-        return type(first)(_joined(rows) for rows in zip(*parts, strict=True))
-    return first
+    columns = zip(*map(tensors, parts), strict=True)
+    return map_tensors(parts[0], lambda first: (torch.cat if first.dim() else torch.stack)(list(next(columns))))
