@@ -10,7 +10,7 @@ over replicas, and into micro-batches.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -122,21 +122,6 @@ def layout_of(plan: Plan, shape: Shape) -> Plan:
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """A pair (x, y) of which each step has the next rows; the last step may have fewer."""
-
-    x: Any
-    y: Any
-
-    def length(self, step: int, size: int) -> int:
-        return min(size, count_rows(self.x) - step * size)
-
-    def batch(self, step: int, size: int) -> tuple[Any, Any]:
-        mine = range(step * size, step * size + self.length(step, size))
-        return take_rows(self.x, mine), take_rows(self.y, mine)
-
-
-@dataclass(frozen=True)
 class _Listed:
     """A list of batches."""
 
@@ -155,12 +140,12 @@ def _batches(data: Any, size: int, batches: int | None) -> tuple[Any, int, int]:
         data = replace(data, shuffle=False, last="smaller")
         size = min(size, max(1, len(data.dataset)))
         found, there = data, data.steps(size) if len(data.dataset) else 0
+    elif isinstance(data, tuple) and len(data) == 2:
+        return _batches(_cut(data, size), size, batches)
     elif hasattr(data, "batch"):
         if count is None:
             raise PlanError("evaluate: say how many batches of the data set, batches=; it does not end by itself")
         return data, size, count
-    elif isinstance(data, tuple) and len(data) == 2:
-        found, there = _Rows(*data), -(-count_rows(data[0]) // size)
     elif isinstance(data, (loading.Batches, Iterable)):
         given = data if isinstance(data, loading.Batches) else loading.Batches(data)
         pairs = tuple(given.pair(each) for each in islice(given.batches, count))
@@ -175,6 +160,13 @@ def _batches(data: Any, size: int, batches: int | None) -> tuple[Any, int, int]:
     if count is not None and count > there:
         raise PlanError(f"batches={count}: the data have {there}")
     return found, size, count or there
+
+
+def _cut(pair: tuple[Any, Any], size: int) -> Iterator[tuple[Any, Any]]:
+    """The rows of a pair (x, y) in batches, in memory of their own; the last one may be smaller."""
+    for first in range(0, count_rows(pair[0]), size):
+        x, y = (map_tensors(take_rows(part, range(first, first + size)), torch.clone) for part in pair)
+        yield x, y
 
 
 def state_of(state: Any) -> dict[str, Tensor]:
