@@ -163,7 +163,9 @@ def _measure_all(
     lines = []
     for members in _members(comm) if sums else []:
         if not any(hosts.count(host) % members for host in hosts):  # (all neighbours are on one host)
-            lines.append((members, _allreduce(comm, members, repeats)))
+            of = partial(_collective, comm, "allreduce", _neighbours(comm, members))
+            found = [of(size, max(3, repeats // (1 + size // 2**19))) for size in _SUM_SIZES]
+            lines.append((members, _fit(_SUM_SIZES, found)))
     filling, across = 1.0, tuple[tuple[str, int, LinearCost], ...]()
     if hosts:
         far = [line for a, b, line in links if hosts[a] != hosts[b]]
@@ -266,23 +268,6 @@ def _ping_pong(comm: Communicator, a: int, b: int, size: int, repeats: int) -> t
     return _typical(trips[1:]), max(tiny, _typical(sends[1:])), max(tiny, _typical(receives[1:]))
 
 
-def _allreduce(comm: Communicator, members: int, repeats: int) -> LinearCost:
-    """A line for sums over groups of so many neighbours, all groups at once (ranks that are left over only wait)."""
-    group, inside = _neighbours(comm, members)
-    comm.prepare({group} if inside else set())
-
-    def seconds(size: int) -> float:
-        tensor = torch.zeros(size // 4, device=comm.device)
-
-        def work(call: int) -> None:
-            if inside:
-                comm.iallreduce(tensor, group).wait()
-
-        return _seconds(comm, work, max(3, repeats // (1 + size // 2**19)))
-
-    return _fit(_SUM_SIZES, map(seconds, _SUM_SIZES))
-
-
 # between hosts --------------------------------------------------------------------------------------------------------
 
 
@@ -352,11 +337,11 @@ def _across_hosts(comm: Communicator, hosts: tuple[int, ...]) -> tuple[tuple[str
     )
 
 
-def _collective(comm: Communicator, kind: str, group: tuple[int, ...], size: int) -> float:
-    """Seconds of a collective of so many bytes."""
-    inside, part = comm.rank in group, size // 4 // len(group)
-    whole = torch.zeros(part * len(group), device=comm.device)
-    mine = torch.zeros(part, device=comm.device)
+def _collective(comm: Communicator, kind: str, group: tuple[int, ...], size: int, repeats: int = 4) -> float:
+    """Seconds of a collective of so many bytes. Ranks of no group only wait."""
+    part = size // 4 // max(1, len(group))
+    whole, mine = (torch.zeros(count, device=comm.device) for count in (part * len(group), part))
+    inside = comm.rank in group
     comm.prepare({group} if inside else set())
 
     def work(call: int) -> None:
@@ -370,7 +355,7 @@ def _collective(comm: Communicator, kind: str, group: tuple[int, ...], size: int
             for handle in comm.iall_gather(mine, whole, group):
                 handle.wait()
 
-    return _seconds(comm, work, 4)
+    return _seconds(comm, work, repeats)
 
 
 # messages of collectives ----------------------------------------------------------------------------------------------
@@ -400,9 +385,9 @@ def _with_exchanges(comm: Communicator, found: Calibration, repeats: int) -> Cal
 
 def _exchange(comm: Communicator, members: int, cold: Callable[..., float]) -> tuple[LinearCost, LinearCost]:
     """Seconds of one message within a group, and of each further one; all complete groups of the cluster at once."""
-    group, inside = _neighbours(comm, members)
+    group = _neighbours(comm, members)
     one, several = (
-        [cold(size, members * count, _player(comm, _shift(members, count), group if inside else ()))
+        [cold(size, members * count, _player(comm, _shift(members, count), group))
          for size in _EXCHANGE_SIZES]
         for count in (1, _SEVERAL)
     )  # fmt: skip
@@ -459,10 +444,10 @@ def _members(comm: Communicator) -> list[int]:
     return sorted({2, comm.size} & set(range(2, comm.size + 1)))
 
 
-def _neighbours(comm: Communicator, members: int) -> tuple[tuple[int, ...], bool]:
-    """The group of so many neighbours that a rank is in, and whether it is complete."""
+def _neighbours(comm: Communicator, members: int) -> tuple[int, ...]:
+    """The group of so many neighbours that a rank is in; () if it is not complete."""
     first = comm.rank // members * members
-    return tuple(range(first, first + members)), first + members <= comm.size
+    return tuple(range(first, first + members)) if first + members <= comm.size else ()
 
 
 def _gather(comm: Communicator, numbers: list[float], length: int) -> list[list[float]]:

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from minipar.costs.measured import Profile
 from minipar.errors import MiniparError, PlanError
 from minipar.execution import autograd_entry, naming_layers, sliced
-from minipar.execution.measuring.walk import Visit, between_nodes, walk
+from minipar.execution.measuring.walk import Visit, between_nodes, of_output, walk
 from minipar.execution.measuring.weighing import Weights, weigh
 from minipar.execution.split_backward import input_half, left, weight_half
 from minipar.execution.streams import synchronize
@@ -37,6 +37,7 @@ from minipar.models.tensors import (
     detach,
     differentiable,
     find_overwriting,
+    given_to,
     map_tensors,
     overwrites,
     tensors,
@@ -44,10 +45,6 @@ from minipar.models.tensors import (
 
 Loss = Callable[[Any], Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-
-def _of_output(loss: Callable[[Any, Any], Tensor], target: Any, output: Any) -> Tensor:
-    return loss(output, target)
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -200,7 +197,7 @@ class _Measured:
         """A timed forward: the input as a leaf, and the tensors that a backward starts from."""
         given = detach(self.value, self.input_gradient)
         start = clock()
-        output = (self.slice or self.layer)(map_tensors(given, torch.clone) if overwrites(self.layer) else given)
+        output = (self.slice or self.layer)(given_to(self.layer, given))
         ends = [self.loss(output)] if self.loss else differentiable(output)
         ends = [end for end in ends + differentiable(self.slice and self.slice.handed_on) if end.requires_grad]
         self.seconds["forward"].append(clock() - start)
@@ -243,7 +240,7 @@ def _warmed_up(visit: Visit, measuring: _Measuring) -> _Measured:
     if measuring.places:
         place = measuring.places[l]
         layer, value, target = layer.to(place), _on(place, value), _on(place, target)
-    loss = partial(_of_output, measuring.loss, target) if visit.last else None
+    loss = partial(of_output, measuring.loss, target) if visit.last else None
     given = detach(value, l > measuring.first)
     part = None
     if visit.start is not None:
