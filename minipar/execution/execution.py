@@ -6,13 +6,13 @@ The driver ships a `Job` to every rank; each builds the model, keeps its own lay
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -240,6 +240,7 @@ class Work(NamedTuple):
 
     programs   of its passes, one after another
     slow       of each rank its delays, in the program and in the rest
+    end        the file that the driver makes to end the run between two passes
     own        an algorithm that was registered in the driver
     """
 
@@ -249,7 +250,7 @@ class Work(NamedTuple):
     watching: Watching | None
     storing: Storing
     reporter: Reporter | None
-    ending: Ending | None
+    end: Path | None
     own: Algorithm | None
 
 
@@ -312,9 +313,7 @@ def execute(
     cluster = given_or_here(cluster)
     check_size(cluster, count, f"program {program.name!r}")
     programs = [program] * at_least_1("passes", passes) + ([rest] if rest is not None else [])
-    ending = Ending() if callback is not None else None
-    followed = report is not None or watch is not None or ending is not None
-    hear = Following(programs, report, watch, callback, storing.first, ending) if followed else Warnings()
+    followed = report is not None or watch is not None or callback is not None
     with nullcontext(cluster) if cluster is not None else Cluster(count) as ranks:
         if program.in_flight is not None:
             check_carrier(ranks, f"program {program.name!r}")
@@ -323,10 +322,14 @@ def execute(
             costs = emulated_costs(program, ranks.emulates, job, ranks)
         slow = [_delays(costs, rank, rest) for rank in range(count)] if costs is not None else None
         watching = watching_of(memory, ranks.emulates)
-        with storing.around() if storing.folder else nullcontext(), ending or nullcontext():
+        with storing.around() if storing.folder else nullcontext(), _place_of_end(callback) as end:
+            stop = None if end is None else end.touch
+            hear = Following(programs, report, watch, callback, storing.first, stop) if followed else Warnings()
             own = collectives.registered(program.algorithm)  # (ranks know what is registered there)
             reporter = Reporter(watch is not None, program) if followed else None
-            work = Work(programs, keep_gradients, slow, watching, storing, reporter, ending, own)
+            work = Work(
+                programs, keep_gradients, slow, watching, storing, reporter, end if callback is not None else None, own
+            )
             passed: list[Passed] = ranks.run_with(hear, _passes, job, work)
     done = list(zip(programs, zip(*(p.passes for p in passed), strict=True), strict=False))
     losses = [sum(one.record.losses[s] for one in ranks) for each, ranks in done for s in range(each.losses)]
@@ -430,31 +433,14 @@ def _measured(program: Program, ranks: Sequence[RankPass], error: float) -> Trac
     return Trace(program, starts, ends, size, "measured", "bytes", data, series=series, clock_error=error)
 
 
-class Ending:
-    """Ends a run between two of its passes: the driver makes a file, and the ranks agree whether it exists.
-
-    path   of that file
-    """
-
-    def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="ending-", dir=launch.scratch_folder())
-        self.path = os.path.join(self._folder, "now")
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def __call__(self) -> None:
-        """In the driver: end the run."""
-        with open(self.path, "wb"):
-            pass
-
-    def reached(self, comm: communicator.Communicator) -> bool:
-        """In all ranks, before a pass: whether the run ends here."""
-        there = torch.tensor([float(comm.rank == 0 and os.path.exists(self.path))])
-        comm.iallreduce(there, tuple(range(comm.size)), "whether the run ends here").wait()
-        return bool(there)
+@contextmanager
+def _place_of_end(callback: Callback | None) -> Iterator[Path | None]:
+    """The file by which a callback ends a run between two of its passes."""
+    if callback is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="ending-", dir=launch.scratch_folder()) as folder:
+        yield Path(folder, "now")
 
 
 # in the ranks ---------------------------------------------------------------------------------------------------------
@@ -462,7 +448,7 @@ class Ending:
 
 def _passes(job: Job, work: Work) -> Passed:
     """In every rank: all passes, and what it brings back of them."""
-    comm, ending, storing = communicator.create(), work.ending, work.storing
+    comm, storing = communicator.create(), work.storing
     executor, outline, numbers = _prepared(job, work, comm)
     found: list[RankPass] = []
     rows: dict[int, list[int]] = {}
@@ -478,7 +464,7 @@ def _passes(job: Job, work: Work) -> Passed:
             if k and program is not work.programs[k - 1]:
                 executor.follow(program, work.slow[comm.rank][1] if work.slow is not None else None)
             given = {s: job.part(s, program, comm.rank) for s in range(header.step, header.step + program.steps)}
-            if ending is not None and ending.reached(comm):
+            if work.end is not None and _is_there(work.end, comm):
                 storing.after(executor, outline, header, True, updates)
                 break
             comm.barrier()  # so that a pass begins on all ranks at once, as the prediction assumes
@@ -503,6 +489,13 @@ def _passes(job: Job, work: Work) -> Passed:
     )
 
 
+def _is_there(path: Path, comm: communicator.Communicator) -> bool:
+    """Whether rank 0 finds a file; the answer is the same on all ranks, which all ask."""
+    there = torch.tensor([float(comm.rank == 0 and path.exists())])
+    comm.iallreduce(there, tuple(range(comm.size)), "whether the run ends here").wait()
+    return bool(there)
+
+
 def _prepared(job: Job, work: Work, comm: communicator.Communicator) -> tuple[Executor, Outline, list[int]]:
     """The executor of a rank, the outline of its whole model, and of each node of a sharded one the layer."""
     program = work.programs[0]
@@ -519,7 +512,7 @@ def _prepared(job: Job, work: Work, comm: communicator.Communicator) -> tuple[Ex
     executor = Executor(program, comm, model, job.loss, job.optimizer, job.seed, delays, job.scheduler)
     executor.walked = work.reporter.walked(worker.report) if work.reporter is not None else None
     executor.compute.finite = None if job.on_nan == "ignore" else Finite(comm.rank, job.on_nan, worker.report)
-    executor.state.measured = {} if work.ending is not None and isinstance(program.contract, Synchronous) else None
+    executor.state.measured = {} if work.end is not None and isinstance(program.contract, Synchronous) else None
     numbers = [layer for layer, count in enumerate(getattr(model, "nodes", ())) for _ in range(count)]
     return executor, outline, numbers
 
@@ -536,7 +529,7 @@ def _report(work: Work, k: int, record: PassRecord, clock: clocks.Reading, state
     if work.reporter is not None:
         starts, ends = (clocks.corrected(row, clock, clock) for row in (record.starts, record.ends))
         news = work.reporter.news(k, record.losses, starts, ends)
-        worker.report(news if work.ending is None else _with_update(news, state, work.programs[k], updates))
+        worker.report(news if work.end is None else _with_update(news, state, work.programs[k], updates))
     if state.measured is not None:
         state.measured = {}
     if state.update.schedule is not None:

@@ -36,14 +36,10 @@ def of_ranks(plan: Plan, model: str, batch: int | None = None) -> list[RankMemor
     with Cluster(1) as cluster:
         (facts,) = cluster.run_on([0], profile_job, job, rows, True, plan, plan.splits)
     trace = Forecast(facts, batch).of(plan.compile(facts.shape, costs=facts.profile))
-    found = []
-    for series in trace.series:
-        peak = series.peak().by_kind
-        now = {kind: round(size) for kind, size in peak.items()}
-        found.append(
-            RankMemory(
-                now["parameters"], now["gradients"], now["optimizer"], now["activations"],
-                now["buffers"] + now["temporary"], now["activations"], 0,
-            )
-        )  # fmt: skip
-    return found
+    peaks = [{kind: round(size) for kind, size in series.peak().by_kind.items()} for series in trace.series]
+    return [
+        RankMemory(
+            now["parameters"], now["gradients"], now["optimizer"], now["activations"],
+            now["buffers"] + now["temporary"], now["activations"], 0,
+        ) for now in peaks
+    ]  # fmt: skip

@@ -22,16 +22,7 @@ from minipar.data import loading
 from minipar.errors import MiniparError, PlanError, SaveError
 from minipar.execution.dynamic_schedule import check_carrier
 from minipar.execution.emulation import delays
-from minipar.execution.execution import (
-    Execution,
-    Job,
-    Loss,
-    Model,
-    captured_once,
-    emulated_costs,
-    execute,
-    profile_job,
-)
+from minipar.execution.execution import Execution, Job, Loss, Model, captured_once, emulated_costs, execute, profile_job
 from minipar.execution.following import Callback, Observer
 from minipar.execution.measuring.calibration import quick_calibration
 from minipar.execution.saving import keeping, restarting
@@ -57,7 +48,7 @@ from minipar.wording import several
 
 if TYPE_CHECKING:
     from minipar.server.serving import Service
-    from minipar.training.notebook import Peaks
+    from minipar.trace.peaks import Peaks
 
 FEW_STAGES = 8
 
@@ -114,7 +105,7 @@ class Run(Execution):
         """Per rank the measured peak of the traced step: bytes, the instruction, and what held how much of it."""
         if not self.trace.series:
             raise MiniparError("memory: needs train(..., memory=True), which follows every allocation of the ranks")
-        from minipar.training.notebook import Peaks
+        from minipar.trace.peaks import Peaks
 
         return Peaks((series.peak() for series in self.trace.series), self.trace)
 
@@ -327,7 +318,8 @@ def _trained(asked: Asked, job: Job, ranks: Ranks) -> Run:
     )  # fmt: skip
     main, rest = _programs(asked, job, forecast)
     predicted = forecast.of(main)
-    with nullcontext() if ranks.emulates is None else advising(plan, job.batch, partial(_measured, asked, job, ranks)):
+    measure = partial(ranks.run_on, [0], profile_job, job, memory=True, split=asked.split)
+    with nullcontext() if ranks.emulates is None else advising(plan, job.batch, lambda rows: measure(rows)[0]):
         done, service = _run(asked, job, ranks, main, rest)
     programs = ([main] * (asked.steps // main.steps) + [rest] * (rest is not None))[: len(done.times)]
     sizes = [each.steps for each in programs if each is not None]
@@ -376,12 +368,6 @@ def _profiled(asked: Asked, job: Job, ranks: Ranks) -> tuple[Job, Facts]:
     if facts.counted_form is not None:
         job = replace(job, loss=Weighted(job.loss, Counting(job.loss, facts.counted_form)))
     return job, facts
-
-
-def _measured(asked: Asked, job: Job, ranks: Ranks, rows: tuple[int, ...]) -> Facts:
-    """What tells which plans would fit: measured of whole layers, after a run that did not."""
-    (known,) = ranks.run_on([0], profile_job, job, rows, True, None, asked.split)
-    return known
 
 
 def _warn(plan: Plan, facts: Facts, storing: keeping.Storing) -> None:

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from minipar.costs.measured import Profile
 from minipar.errors import MiniparError, PlanError
 from minipar.execution import autograd_entry, naming_layers, sliced
-from minipar.execution.measuring.walk import Visit, between_nodes, walk
+from minipar.execution.measuring.walk import Visit, between_nodes, of_output, walk
 from minipar.execution.measuring.weighing import Weights, weigh
 from minipar.execution.split_backward import input_half, left, weight_half
 from minipar.execution.streams import synchronize
@@ -37,6 +37,7 @@ from minipar.models.tensors import (
     detach,
     differentiable,
     find_overwriting,
+    given_to,
     map_tensors,
     overwrites,
     tensors,
@@ -44,10 +45,6 @@ from minipar.models.tensors import (
 
 Loss = Callable[[Any], Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-
-def _of_output(loss: Callable[[Any, Any], Tensor], target: Any, output: Any) -> Tensor:
-    return loss(output, target)
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -102,7 +99,7 @@ def profile(
     device = next((p.device for h in held for p in (*h.trainable, *h.frozen)), torch.device("cpu"))
     places = [torch.device("cpu") if l in on_host else device for l in range(len(layers))] if on_host else []
     clock = _Stopwatch(device, threads)
-    costs: dict[int, list[_LayerCost]] = {}
+    costs: dict[int, list[dict[str, Any]]] = {}
     walked = walk(model, batch, [count_rows(batch[0])] if rows is None else rows, slices, device, between)
     measuring = _Measuring(layers, naming_layers.names_of(model), loss, first, flops, places)
     with _undisturbed(device, threads):
@@ -117,30 +114,20 @@ def profile(
             copies = [[p.detach().cpu() for p in group] for group in trained]
             host_step_seconds, _ = _measure_step(copies, optimizer, repeats, clock)
 
-    def table(column: Callable[[_LayerCost], Any]) -> dict[int, tuple[Any, ...]]:
-        return {n: tuple(map(column, found)) for n, found in costs.items()}
-
+    names = dict.fromkeys(name for found in costs.values() for one in found for name in one)
+    tables: dict[str, Any] = {
+        name: {key: tuple(one[name] for one in found) for key, found in costs.items()} for name in names
+    }
+    tables |= {} if between is None else between.tables()
+    saves = tables.pop("saves_output")
     return Profile(
-        forward=table(lambda c: c.seconds["forward"]),
-        backward=table(lambda c: c.seconds["backward"]),
-        output_bytes=table(lambda c: c.weights.output),
-        grad_output_bytes=table(lambda c: c.weights.grad_output),
-        saved_bytes=table(lambda c: c.weights.saved),
-        saves_output=tuple(any(found[l].weights.saves_output for found in costs.values()) for l in range(len(layers))),
+        saves_output=tuple(any(column) for column in zip(*saves.values(), strict=True)),
         parameter_bytes=tuple(sum(map(_bytes, (*h.trainable, *h.frozen))) for h in held),
         gradient_bytes=tuple(sum(map(_bytes, h.trainable)) for h in held),
         optimizer_bytes=optimizer_bytes,
         step_seconds=step_seconds,
         host_step_seconds=host_step_seconds,
-        backward_input=table(lambda c: c.seconds["input half"]) if halves else {},
-        backward_weight=table(lambda c: c.seconds["weight half"]) if halves else {},
-        forward_flops=table(lambda c: c.flops[0]) if flops else {},
-        backward_flops=table(lambda c: c.flops[1]) if flops else {},
-        saved_weight_bytes=table(lambda c: c.left) if halves else {},
-        carry_bytes=table(lambda c: c.weights.carry),
-        grad_carry_bytes=table(lambda c: c.weights.grad_carry),
-        recompute=table(lambda c: c.seconds.get("recompute", c.seconds["forward"])) if recompute and not slices else {},
-        **({} if between is None else between.tables()),
+        **tables,
     )
 
 
@@ -160,13 +147,6 @@ _FLOPS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }
-
-
-class _LayerCost(NamedTuple):
-    seconds: dict[str, float]
-    weights: Weights
-    flops: tuple[int, ...]
-    left: int
 
 
 class _Measuring(NamedTuple):
@@ -200,7 +180,7 @@ class _Measured:
         """A timed forward: the input as a leaf, and the tensors that a backward starts from."""
         given = detach(self.value, self.input_gradient)
         start = clock()
-        output = (self.slice or self.layer)(map_tensors(given, torch.clone) if overwrites(self.layer) else given)
+        output = (self.slice or self.layer)(given_to(self.layer, given))
         ends = [self.loss(output)] if self.loss else differentiable(output)
         ends = [end for end in ends + differentiable(self.slice and self.slice.handed_on) if end.requires_grad]
         self.seconds["forward"].append(clock() - start)
@@ -208,6 +188,7 @@ class _Measured:
 
     def recompute(self, repeats: int, clock: _Stopwatch) -> None:
         """Time the forward as the executor runs it where nobody reads the output, if that is any shorter."""
+        self.seconds["recompute"] = []
         if self.loss or overwrites(self.layer):
             return
         tails = Tails()
@@ -243,7 +224,7 @@ def _warmed_up(visit: Visit, measuring: _Measuring) -> _Measured:
     if measuring.places:
         place = measuring.places[l]
         layer, value, target = layer.to(place), _on(place, value), _on(place, target)
-    loss = partial(_of_output, measuring.loss, target) if visit.last else None
+    loss = partial(of_output, measuring.loss, target) if visit.last else None
     given = detach(value, l > measuring.first)
     part = None
     if visit.start is not None:
@@ -288,18 +269,27 @@ def _kept_anyway(target: Any, part: sliced.OneSlice | None) -> list[Tensor]:
     return [*tensors(target), *(tensors(part.beside) if part else ())]
 
 
-def _time_run(run: list[_Measured], repeats: int, clock: _Stopwatch, halves: bool) -> list[_LayerCost]:
-    """The layers of a run, forwards in order and backwards in reverse; then again with backwards in `halves`."""
+def _time_run(run: list[_Measured], repeats: int, clock: _Stopwatch, halves: bool) -> list[dict[str, Any]]:
+    """The layers of a run, forwards in order and backwards in reverse; then again with backwards in `halves`. Gives for
+    each layer what `Profile` says of it, by the names of its tables."""
     for backward in [_backward] * repeats + [_halves] * ((repeats + 1) // 2 * halves):
         graphs = [each.forward(clock) for each in run]
         for each in reversed(run):
             backward(each, graphs.pop(), clock)
-    return [
-        _LayerCost(
-            {what: median(found) for what, found in each.seconds.items()}, each.weights, each.flops, sum(each.left)
-        )
-        for each in run
-    ]
+    return [_columns(each) for each in run]
+
+
+def _columns(layer: _Measured) -> dict[str, Any]:
+    """(Where a recomputation is a whole forward, it was not timed again.)"""
+    found: dict[str, Any] = {name: median(times or layer.seconds["forward"]) for name, times in layer.seconds.items()}
+    weights = layer.weights
+    found |= {"output_bytes": weights.output, "grad_output_bytes": weights.grad_output, "saved_bytes": weights.saved}
+    found |= {"carry_bytes": weights.carry, "grad_carry_bytes": weights.grad_carry}
+    found |= {"saves_output": weights.saves_output}
+    found |= dict(zip(("forward_flops", "backward_flops"), layer.flops, strict=False))
+    if layer.left:
+        found["saved_weight_bytes"] = layer.left[0]
+    return found
 
 
 def _backward(layer: _Measured, graph: tuple[Any, list[Tensor]], clock: _Stopwatch) -> None:
@@ -328,8 +318,8 @@ def _halves(layer: _Measured, graph: tuple[Any, list[Tensor]], clock: _Stopwatch
         layer.left.append(sum(left(arrived, kept)) if inputs or not ends else everything)
         middle = clock()
     weight_half(arrived)
-    layer.seconds["weight half"].append(clock() - middle if arrived else 0.0)
-    layer.seconds["input half"].append(middle - start if inputs and ends else 0.0)
+    layer.seconds["backward_weight"].append(clock() - middle if arrived else 0.0)
+    layer.seconds["backward_input"].append(middle - start if inputs and ends else 0.0)
 
 
 def _ones(ends: Sequence[Tensor]) -> list[Tensor]:

@@ -86,6 +86,11 @@ def walk(
                 outputs[l], carried[l] = visit.output, visit.carried
 
 
+def of_output(loss: Callable[[Any, Any], Tensor], target: Any, output: Any) -> Tensor:
+    """A loss with its arguments in another order, so that `partial` makes a function of the output of it."""
+    return loss(output, target)
+
+
 def _rows(value: Any, n: int, device: torch.device) -> Any:
     have = min((len(t) for t in tensors(value)), default=0)
     if not 1 <= n <= have:

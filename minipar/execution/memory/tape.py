@@ -19,7 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from minipar.execution import sliced
 from minipar.execution.measuring.profiler import OptimizerFactory
-from minipar.execution.measuring.walk import Visit, between_nodes, walk
+from minipar.execution.measuring.walk import Visit, between_nodes, of_output, walk
 from minipar.execution.memory.storages import FollowedStorage, Storages
 from minipar.execution.split_backward import input_half, weight_half
 from minipar.models import randomness
@@ -27,8 +27,8 @@ from minipar.models.parameter_groups import parameters_of
 from minipar.models.tensors import (
     differentiable,
     find_overwriting,
+    given_to,
     map_tensors,
-    overwrites,
     tensors,
 )
 from minipar.prediction.recorded import Back, LayerTape, Lie, Tape, Tapes, Workspace
@@ -139,7 +139,7 @@ def _one_layer(layer: nn.Module, visit: Visit, loss: Loss, first: int, split: bo
         recorder, given = _given(layer, visit, None)
         run = _runner(layer, visit, before, recorder, False)
         with recorder:
-            output = run(_own(layer, given))
+            output = run(given_to(layer, given))
             recorder.role(output, "output")
             recorder.role(_carried(run), "carry")
             del given
@@ -148,7 +148,7 @@ def _one_layer(layer: nn.Module, visit: Visit, loss: Loss, first: int, split: bo
         del output, run
     if visit.number < first:
         return LayerTape(plain)
-    end = partial(_loss_of, loss, visit.target) if visit.last else None
+    end = partial(of_output, loss, visit.target) if visit.last else None
     tapes: dict[bool, list[Tape]] = {False: [], True: []}
     lies, back = tuple[Lie, ...](), None
     for halves in (True, False) if split else (False,):
@@ -159,10 +159,6 @@ def _one_layer(layer: nn.Module, visit: Visit, loss: Loss, first: int, split: bo
         for p in layer.parameters():
             p.grad = None
     return LayerTape(plain, *tapes[False], *tapes[True])._replace(lies=lies, back=back)  # type: ignore[arg-type]
-
-
-def _loss_of(loss: Loss, target: Any, output: Any) -> Tensor:
-    return loss(output, target)
 
 
 class _Lying:
@@ -215,7 +211,7 @@ def _with_graph(
     run = _runner(layer, visit, before, recorder, True)
     leaves: list[Tensor] = []
     with recorder:
-        output = run(_own(layer, given))
+        output = run(given_to(layer, given))
         end = final(output) if final else None
         recorder.role(output, "output")
         recorder.role(_carried(run), "carry")
@@ -289,10 +285,6 @@ def _given(layer: nn.Module, visit: Visit, source: Any) -> tuple[_Recorder, Any]
 
     recorder.take()
     return recorder, map_tensors(own, hand_on)
-
-
-def _own(layer: nn.Module, given: Any) -> Any:
-    return map_tensors(given, torch.clone) if overwrites(layer) else given
 
 
 def _flat(group: list[nn.Parameter]) -> nn.Parameter:
