@@ -5,7 +5,7 @@
     programs()                     hypothesis: programs of every plan and model
 
 They share no code and no method with the simulator and the verifier, since they check them.
-`tests/fuzz/verify_interpreter.py` finds what a program computes.
+`tests/fuzz/fingerprints.py` finds what a program computes.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from minipar.costs.recomputation import (
 )
 from minipar.costs.reversal import rotor
 from minipar.program import Op
-from tests.fuzz.verify_interpreter import judge
+from tests.fuzz.fingerprints import judge
 from tests.recomputing import ByLayer, chains, drafts, single_device, words
 
 

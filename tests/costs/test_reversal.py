@@ -10,7 +10,7 @@ from minipar import PlanError, verify
 from minipar.costs.recomputation import Chain, LayerCosts, halves, keep_everything, memory, moves, recomputed, time
 from minipar.costs.reversal import minimum, needed, rotor
 from minipar.program import Op
-from tests.fuzz.verify_interpreter import judge
+from tests.fuzz.fingerprints import judge
 from tests.recomputing import single_device
 
 # rotor ---------------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from minipar.program import Op, saved_weight
 from minipar.strategies import schedule, schedules
 from minipar.strategies.schedules import registry
 from tests import comparing
-from tests.fuzz.verify_interpreter import judge
+from tests.fuzz.fingerprints import judge
 from tests.toys import rows, toy
 
 pytestmark = pytest.mark.many(6)

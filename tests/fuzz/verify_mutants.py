@@ -1,4 +1,4 @@
-"""Mutants of programs of every kind, each judged by `verify` and by a separate interpreter (verify_interpreter.py).
+"""Mutants of programs of every kind, each judged by `verify` and by the numbers that it computes (fingerprints.py).
 
     python -m tests.fuzz.verify_mutants --count 20000 --seed 0
 
@@ -39,7 +39,7 @@ from minipar.program import (
     repartitions,
 )
 from minipar.program.shape import Shape, divided, uniform
-from tests.fuzz.verify_interpreter import judge, values_of
+from tests.fuzz.fingerprints import judge
 from tests.interpreters import shape
 
 PLAIN, TIED, FROZEN = shape(4), shape(4, tied=[(0, 3)]), shape(4, frozen=[0, 2])
@@ -246,7 +246,8 @@ class _Mutator:
 
     def __init__(self, program: Program, random: Random) -> None:
         self.program, self.random = program, random
-        self.values = sorted(set(values_of(program)) | {v for held in program.state for v in held})
+        named = {value for row in program.ranks for ins in row for value in (*ins.reads, *ins.writes, *ins.frees)}
+        self.values = sorted(named.union(*program.state))
 
     def value(self, value: Value, random: Random) -> Value:
         """Another value: of the program, or one that differs in a field."""

@@ -7,7 +7,7 @@ import pytest
 
 from minipar import Deadlock, Plan, ProgramError, simulate, verify
 from minipar.program import Op, Program, grad, grad_output, output, param, saved
-from tests.fuzz.verify_interpreter import judge
+from tests.fuzz.fingerprints import judge
 from tests.interpreters import compiled, renamed, shape
 
 PIPELINE = "pp=2 microbatches=2 schedule=gpipe"

@@ -15,7 +15,7 @@ from minipar.strategies.layout import Layout
 from minipar.strategies.passes.checkpoint import recompute
 from minipar.strategies.passes.layers import expand
 from minipar.strategies.segments import budget_of
-from tests.fuzz.verify_interpreter import judge
+from tests.fuzz.fingerprints import judge
 from tests.interpreters import (
     SIMPLE,
     RandomCosts,

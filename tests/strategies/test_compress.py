@@ -15,7 +15,7 @@ from minipar.models.parameter_groups import shape_of
 from minipar.program import Op, Part, residual
 from minipar.strategies.passes.compress import low_rank, parse, row_bytes, top
 from tests.comparing import check
-from tests.fuzz.verify_interpreter import judge
+from tests.fuzz.fingerprints import judge
 from tests.interpreters import compiled, shape
 from tests.toys import rows, toy
 

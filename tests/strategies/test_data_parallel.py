@@ -8,7 +8,7 @@ from minipar.errors import PlanError
 from minipar.program import Group, Op, Part, Synchronous, grad
 from minipar.program.shape import Shape
 from minipar.strategies.buckets import MiB
-from tests.fuzz.verify_interpreter import judge
+from tests.fuzz.fingerprints import judge
 from tests.interpreters import compiled, programs, shape
 
 

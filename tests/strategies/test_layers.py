@@ -12,7 +12,7 @@ from minipar.strategies.layout import Layout
 from minipar.strategies.passes.fuse import FUSIBLE, fuse
 from minipar.strategies.passes.layers import expand
 from minipar.strategies.passes.transfers import beside, insert_transfers
-from tests.fuzz.verify_interpreter import judge
+from tests.fuzz.fingerprints import judge
 from tests.interpreters import compiled, programs, shape
 
 

@@ -9,7 +9,7 @@ from torch import nn
 from minipar import Plan, Program, resume, simulate, train, verify
 from minipar.errors import PlanError, ProgramError, SaveError
 from minipar.program import Local, Op
-from tests.fuzz.verify_interpreter import judge
+from tests.fuzz.fingerprints import judge
 from tests.interpreters import compiled, shape
 from tests.toys import rows, toy
 

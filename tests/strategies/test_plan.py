@@ -10,7 +10,7 @@ import minipar
 from minipar import Backward, Forward, Plan, PlanError, ProgramError, simulate
 from minipar.program import Op
 from minipar.strategies.schedules import registry
-from tests.fuzz.verify_interpreter import judge
+from tests.fuzz.fingerprints import judge
 from tests.interpreters import shape
 
 

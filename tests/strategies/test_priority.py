@@ -12,7 +12,7 @@ from minipar.errors import ProgramError
 from minipar.program import Group, Op, grad
 from minipar.program.shape import Shape
 from minipar.strategies.passes.priority import in_order
-from tests.fuzz.verify_interpreter import judge
+from tests.fuzz.fingerprints import judge
 from tests.toys import rows, toy
 
 pytestmark = pytest.mark.many(3)

@@ -12,7 +12,7 @@ from minipar.strategies import as_written, find, schedule
 from minipar.strategies.layout import wave
 from minipar.strategies.schedules import registry
 from minipar.strategies.schedules.list_scheduler import backward_first, list_schedule
-from tests.fuzz.verify_interpreter import judge
+from tests.fuzz.fingerprints import judge
 from tests.interpreters import BUILT_IN
 
 

@@ -9,7 +9,7 @@ from minipar.costs.measured import Profile
 from minipar.costs.recomputation import LayerCosts, recomputed
 from minipar.program import Op
 from minipar.strategies.segments import POSSIBLE, budget_of, in_flight, parse, schedules, text
-from tests.fuzz.verify_interpreter import judge
+from tests.fuzz.fingerprints import judge
 from tests.interpreters import SIMPLE, shape
 from tests.recomputing import ByLayer, words
 

@@ -9,7 +9,7 @@ from minipar.costs.measured import Profile
 from minipar.errors import ProgramError
 from minipar.prediction.profiled import ProfiledCosts
 from minipar.program import Op, buffer, grad, grad_shard, norm, optimizer_shard, optimizer_state, param, param_shard
-from tests.fuzz.verify_interpreter import judge
+from tests.fuzz.fingerprints import judge
 from tests.interpreters import compiled, shape
 
 
