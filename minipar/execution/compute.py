@@ -213,8 +213,8 @@ class Compute:
             given = detach(map_tensors(value, lambda t: t.data), requires_grad=piece[0] > self.program.first_trainable)
             target = self._target(ins, part, here) if piece[-1] == self.program.layers - 1 else None
             unread = ins.op is Op.RECOMPUTE and piece[-1] == ins.layers[-1] and trains and handed_on not in ins.writes
-            due = ins.op is Op.FORWARD and self.loss.trial.is_due(step, ins.microbatch)
-            self.loss.tried = step if due else -1
+            if self.loss.trial is not None:
+                self.loss.tried = step if ins.op is Op.FORWARD and self.loss.trial.is_due(step, ins.microbatch) else -1
             call = Call(piece, ins, step, rows, start, count, target, unread, live)
             noting = self.noting() if trains else nullcontext()
             with noting, nullcontext() if trains is torch.is_grad_enabled() else torch.set_grad_enabled(trains):

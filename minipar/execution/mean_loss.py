@@ -22,7 +22,7 @@ from minipar.errors import MiniparError, NotFinite, PlanError, RankError
 from minipar.execution import naming_layers
 from minipar.execution.following import Warned
 from minipar.execution.streams import Later
-from minipar.models.losses import Trial, counted, counts_elements, says_count
+from minipar.models.losses import Trial, counted, counts_elements, is_mean, says_count
 from minipar.models.tensors import differentiable, map_tensors, single
 from minipar.program import BACKWARDS, Program
 
@@ -57,10 +57,9 @@ class MeanLoss:
         self.loss, self.rank, self.narrow = loss, rank, program.precision == "bf16"
         self.every = program.every
         self.means = (self.every or 1) * program.replicas
-        trains = any(ins.op in BACKWARDS for ins in program.ranks[rank])
-        parts = program.microbatches * program.replicas
-        self.trial = Trial(loss, parts if trains and program.slice_count == 1 else 1)
-        self.tried = -1  # the step, if the loss is to be tested on what it is given next
+        # Tests the loss on what it is given, where it may be no mean of its parts; `tried`: in which step that is now.
+        self.trial = Trial(loss) if _is_split(program, rank) and not is_mean(loss) else None
+        self.tried = -1
 
     def target(self, y: Any, mine: Any, share: float, weight: float) -> Target:
         """The target of an instruction.
@@ -92,7 +91,7 @@ class MeanLoss:
             value = value / counts
         if value.dim():
             raise RankError(f"the loss has shape {tuple(value.shape)}; it must be a scalar, the mean over the rows")
-        if self.tried >= 0:
+        if self.trial is not None and self.tried >= 0:
             self.trial(map_tensors(output, single) if self.narrow else output, y, self.tried)
         share: Tensor = value * (counts / whole)
         return share
@@ -116,6 +115,12 @@ class MeanLoss:
             return found
         grads = torch.autograd.grad(value, leaves, allow_unused=True)
         return [tensor for tensor, grad in zip(found, grads, strict=True) if grad is not None] or found
+
+
+def _is_split(program: Program, rank: int) -> bool:
+    """Whether a rank trains on a part of each batch's rows."""
+    parts = program.microbatches * program.replicas
+    return parts > 1 and program.slice_count == 1 and any(ins.op in BACKWARDS for ins in program.ranks[rank])
 
 
 def _check_count(counts: float, count: float) -> None:

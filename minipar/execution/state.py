@@ -58,7 +58,7 @@ class State:
     groups[g]   trainable parameters of group g that this rank's layers use
     lines[g]    the forms in which the rank has them
     held        the values that it has between steps
-    versions    whether instructions name versions of some parameters
+    shown[g]    the version that the layers use, where instructions name versions of a group
     measured    the squares of each step's gradients, if somebody asks
     """
 
@@ -81,7 +81,6 @@ class State:
         for value in self.held:
             if tier(value) == "device" and home(value).kind in ("param", "param_shard"):
                 live[value] = self.place_of(value)
-        self.versions = any(version_of(value) >= 0 for value in self.held)
         self.shown: dict[int, Value] = {v.index: v for v in self.held if version_of(v) >= 0}
         self.sums: dict[tuple[int, ...], Tensor] = {}  # of the gradients of a bucket, this rank's slices
         self.squares = torch.zeros(1, dtype=torch.float64, device=comm.device)
@@ -227,7 +226,7 @@ class State:
             if unused and not line.divided:
                 self.divide(line)
             line.take(gradients, unused)
-        for value in ins.writes if self.versions else ():
+        for value in ins.writes if self.shown else ():
             if version_of(value) >= 0:
                 self._make_room(value, ins.frees)
         if self.measured is not None:

@@ -276,9 +276,8 @@ class Trial:
     the first steps, and for the first part of ever rarer steps after them.
     """
 
-    def __init__(self, loss: Any, parts: int) -> None:
-        changes = isinstance(loss, nn.Module) and next(loss.buffers(), None) is not None
-        self.loss, self.wanted = loss, parts > 1 and not is_mean(loss) and not changes
+    def __init__(self, loss: Any) -> None:
+        self.loss, self.wanted = loss, not (isinstance(loss, nn.Module) and any(True for _ in loss.buffers()))
         self.first = -1  # the first step of the run
         self.earlier: tuple[Any, Any] | None = None
 

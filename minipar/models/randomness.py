@@ -217,19 +217,22 @@ def _seen(model: nn.Module, x: Any) -> list[tuple[str, str]]:
 def _mixes_rows(layer: nn.Module, given: Any, output: Any) -> bool:
     """Whether a layer gives half of some rows another output when the rest is not there. Sums of other lengths round in
     another way, which does not count."""
-    rows = count_rows(given)
-    for start, end in ((0, rows // 2), (rows // 2, rows)) if rows > 1 else ():
-        at(row_dropouts(layer), 0, start)
-        part = tensors(layer(map_tensors(take_rows(given, range(start, end)), torch.clone)))
-        for whole, mine in zip(tensors(output), part, strict=True):
-            expected = whole[start:end] if whole.dim() and len(whole) == rows else whole
-            if not (whole.is_floating_point() or whole.is_complex()):
-                continue
-            scale = float(expected.abs().max()) if expected.numel() else 0.0
-            bound = (1e-3 if torch.finfo(whole.dtype).bits < 64 else 1e-8) * max(scale, 1e-30)
-            if expected.shape != mine.shape or not torch.allclose(mine, expected, rtol=0, atol=bound, equal_nan=True):
-                return True
-    return False
+    rows, halves = count_rows(given), []
+    for part in (range(rows // 2), range(rows // 2, rows)) if rows > 1 else ():
+        at(row_dropouts(layer), 0, part.start)
+        halves.append(tensors(layer(map_tensors(take_rows(given, part), torch.clone))))
+    return any(_differ(whole, parts) for whole, *parts in zip(tensors(output), *halves, strict=True) if parts)
+
+
+def _differ(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Whether a tensor is another one than its parts are, row by row; or, without rows, than each of them."""
+    if not (whole.is_floating_point() or whole.is_complex()):
+        return False
+    by_row = all(p.dim() for p in parts) and whole.dim() > 0 and len(whole) == sum(map(len, parts))
+    same = [torch.cat(list(parts))] if by_row and len({p.shape[1:] for p in parts}) == 1 else parts
+    scale = float(whole.abs().max()) if whole.numel() else 0.0
+    bound = (1e-3 if torch.finfo(whole.dtype).bits < 64 else 1e-8) * max(scale, 1e-30)
+    return not all(p.shape == whole.shape and torch.allclose(p, whole, 0, bound, equal_nan=True) for p in same)
 
 
 def row_dropouts(layer: nn.Module) -> list[RowDropout]:

@@ -173,6 +173,13 @@ class AcrossRows(nn.Module):
         return F.scaled_dot_product_attention(x[None], x[None], x[None])[0]
 
 
+class Distances(nn.Module):
+    """Gives each row as many numbers as there are rows."""
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> Tensor:
+        return torch.cdist(x[0], x[0])
+
+
 class WithPenalty(nn.Module):
     """Hands on a number of the whole batch beside its rows."""
 
@@ -181,12 +188,20 @@ class WithPenalty(nn.Module):
 
 
 def test_layers_whose_rows_see_each_other_are_named():
-    layers = [nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(0.5), Centred(), AcrossRows(), WithPenalty()]
+    layers = [
+        nn.Linear(WIDTH, WIDTH),
+        nn.LayerNorm(WIDTH),
+        nn.Dropout(0.5),
+        Centred(),
+        AcrossRows(),
+        WithPenalty(),
+        Distances(),
+    ]
     for dtype in (torch.float32, torch.float64):
         model = nn.Sequential(*layers).to(dtype)
         for rows_given in (2, 5):
             found = split_sensitive(model, torch.randn(rows_given, WIDTH, dtype=dtype))
-            assert [text.split()[0] for text in found] == ["3", "4", "5"]
+            assert [text.split()[0] for text in found] == ["3", "4", "5", "6"]
             assert all("change each other's results" in text for text in found)
 
 
