@@ -346,7 +346,7 @@ def ends(trace, rank, op):
 
 
 def detached():
-    return torch.nn.Sequential(torch.nn.Linear(6, 6), Detached())
+    return torch.nn.Sequential(torch.nn.Linear(6, 6), Detached(), torch.nn.Linear(6, 6))
 
 
 class Detached(torch.nn.Module):
@@ -354,6 +354,7 @@ class Detached(torch.nn.Module):
         return x.detach()
 
 
-def test_a_model_that_no_gradient_reaches(clusters):
+def test_a_layer_that_no_gradient_reaches(clusters):
     found = run(clusters, "dp=2 sync=ps mode=ssp:0", model=detached, steps=2)
-    assert all(not g.any() for each in found.gradients for g in each.values())
+    reached = {(name, bool(g.any())) for each in found.gradients for name, g in each.items()}
+    assert reached == {("0.weight", False), ("0.bias", False), ("2.weight", True), ("2.bias", True)}
