@@ -18,9 +18,8 @@ from minipar.comm import communicator
 from minipar.execution.execution import Job, execute, profile_job
 from minipar.execution.executor import Executor
 from minipar.execution.memory.tracker import Tracker
-from minipar.prediction.memory import with_memory
-from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
-from minipar.training.training import predict
+from minipar.prediction.forecast import Forecast
+from minipar.prediction.profiled import microbatch_rows
 
 PLANS = (
     "dp=1",
@@ -55,10 +54,8 @@ def _compare(cluster: Cluster, name: str, plan: Plan, batch: int) -> list[tuple[
     job = Job(partial(models.build, name), data.for_model(name), batch, optimizer=partial(torch.optim.AdamW, lr=1e-3))
     rows = microbatch_rows(batch, plan.dp, plan.total_microbatches)
     (facts,) = cluster.run_on([0], profile_job, job, rows, True, plan)
-    assert facts.tapes is not None
     program = plan.compile(facts.shape, costs=facts.profile)
-    predicted = predict(program, facts.profile, batch, None, facts.data_bytes)
-    predicted = with_memory(predicted, facts.tapes, ProfiledCosts(program, facts.profile, batch))
+    predicted = Forecast(facts, batch).of(program)
     run = execute(program, job, cluster=cluster, passes=3, keep_gradients=False, check=False, memory=True)
     return [(a.peak().bytes, b.peak().bytes) for a, b in zip(predicted.series, run.trace.series, strict=True)]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Callable
 from functools import partial
 from statistics import median
 
@@ -19,8 +20,8 @@ from minipar import Cluster, Plan, models
 from minipar.comm import communicator
 from minipar.execution.executor import Executor
 from minipar.execution.memory.disk import DiskStore
-from minipar.execution.memory.stores import HostStore, Tier
 from minipar.execution.memory.tracker import Tracker
+from minipar.execution.streams import HostStreams
 from minipar.models.parameter_groups import shape_of
 
 LAYERS, WIDTH, VOCAB, LENGTH, ROWS = 8, 256, 1024, 64, 8
@@ -46,8 +47,8 @@ def _steps(plans: dict[str, str], rounds: int) -> dict[str, tuple[float, int]]:
     times: dict[str, list[float]] = {name: [] for name in plans}
     for k in range(2 + rounds):
         for name, executor in executors.items():
-            if executor.offloading is not None:
-                _forget(executor.offloading.stores)
+            if executor.copies is not None and executor.copies.disk is not None:
+                _forget(executor.copies.disk)
             start = time.perf_counter()
             executor.run(lambda step: (x, y))
             if k >= 2:
@@ -63,30 +64,35 @@ def _steps(plans: dict[str, str], rounds: int) -> dict[str, tuple[float, int]]:
     return {name: (median(times[name]), peaks[name]) for name in plans}
 
 
-def _forget(stores: dict[str, Tier]) -> None:
+def _forget(disk: DiskStore) -> None:
     """Ask the system to forget what it holds of the file, so that the disk is read."""
-    disk = stores.get("disk")
-    if isinstance(disk, DiskStore) and hasattr(os, "posix_fadvise"):
+    if hasattr(os, "posix_fadvise"):
         os.fsync(disk.file)
         os.posix_fadvise(disk.file, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _rates(rounds: int) -> dict[str, float]:
     """In a rank: bytes per second to and from each tier, for one large tensor."""
-    tensor, back = torch.randn(BLOCK // 4), torch.empty(BLOCK // 4)
+    tensor, back, streams, disk = torch.randn(BLOCK // 4), torch.empty(BLOCK // 4), HostStreams(), DiskStore()
+    room = streams.room(tensor)
+    acts: dict[str, Callable[[], object]] = {
+        "to host": lambda: streams.copy(tensor, room, "to").result(),
+        "from host": lambda: streams.copy(room, back, "from").result(),
+        "to disk": lambda: disk.put("block", tensor).result(),
+        "from disk": lambda: disk.fetch("block", back).result(),
+    }
     found: dict[str, float] = {}
-    for store in (HostStore(), DiskStore()):
-        out, into = [], []
+    for name, act in acts.items():
+        times = []
         for _ in range(1 + rounds):
+            if name == "from disk":
+                _forget(disk)
             start = time.perf_counter()
-            store.put("block", tensor).result()
-            out.append(time.perf_counter() - start)
-            _forget({store.tier: store})
-            start = time.perf_counter()
-            store.fetch("block", back).result()
-            into.append(time.perf_counter() - start)
-        store.close()
-        found |= {f"to {store.tier}": BLOCK / median(out[1:]), f"from {store.tier}": BLOCK / median(into[1:])}
+            act()
+            times.append(time.perf_counter() - start)
+        found[name] = BLOCK / median(times[1:])
+    streams.close()
+    disk.close()
     return found
 
 

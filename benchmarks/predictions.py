@@ -18,9 +18,10 @@ from statistics import median
 from benchmarks.harness import Row
 from minipar import Cluster, Plan, calibrate, data, models
 from minipar.execution.execution import Job, execute, profile_job
+from minipar.prediction.forecast import Forecast
 from minipar.prediction.oversubscription import available_cores
 from minipar.prediction.profiled import microbatch_rows
-from minipar.training.training import predict, train
+from minipar.training.training import train
 from minipar.wording import several
 
 PLANS = (
@@ -68,8 +69,8 @@ def measure(quick: bool = False) -> list[Row]:
             (facts,) = two.run_on([0], profile_job, job, tuple(sorted(sizes)))
             for plan in plans:
                 program = plan.compile(facts.shape)
-                calibration = calibrations[plan.ranks]
-                predicted = predict(program, facts.profile, batch, available_cores(), facts.data_bytes, calibration)
+                known = Forecast(facts, batch, None, available_cores(), lambda each: calibrations[len(each.ranks)])
+                predicted = known.of(program)
                 done = execute(
                     program, job, cluster=clusters[plan.ranks], passes=4 if quick else 12, keep_gradients=False
                 )

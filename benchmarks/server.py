@@ -10,6 +10,7 @@ import os
 import shutil
 import tempfile
 import time
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -23,9 +24,9 @@ from minipar.cluster import worker
 from minipar.costs.unit import UnitCosts
 from minipar.program import Op, Program
 from minipar.program.server_rule import Mode
-from minipar.server import process, pushing, rendezvous
-from minipar.server.process import Settings
-from minipar.server.shard import key_of
+from minipar.server.process import Server
+from minipar.server.pushing import Servers
+from minipar.server.shard import Settings, Shard, form_of
 from minipar.training.training import Run
 
 SIZES = {"1 KB": 1 << 10, "64 KB": 1 << 16, "4 MB": 4 << 20, "40 MB": 40 << 20}
@@ -35,7 +36,7 @@ _TURN = 10  # rounds of one turn
 _FORWARD, _BACKWARD, _SLOWER = 0.004, 0.008, 5.0
 
 
-def _messages(folder: str, size: int, keys: int, rounds: int) -> list[tuple[float, float]] | None:
+def _messages(settings: Settings, size: int, keys: int, rounds: int) -> list[tuple[float, float]] | None:
     """On rank 0: seconds of a push of all keys and a pull, and seconds of gloo's sends and receives of the same
     tensors, which are all begun at once. Rank 1 answers gloo's messages; rank 2 is the parameter server.
 
@@ -50,12 +51,12 @@ def _messages(folder: str, size: int, keys: int, rounds: int) -> list[tuple[floa
         for _ in range(total):
             _gloo(dist.irecv, y, 0)
             _gloo(dist.isend, y, 0)
+    settings = replace(settings, steps=total + 1)
     if rank == 2:
-        settings = Settings(1, total + 1, _NoUpdate, Mode("async"))
-        process.serve(folder, 0, settings, x)
+        Server(settings, 0, Shard(settings, 0, x, _NoUpdate)).run()
     if rank:
         return None
-    ps = pushing.connect(folder, 0)
+    ps = Servers(settings, 0)
     ps.next_step()
     ours, gloos = [], []
     for _ in range(total // _TURN):
@@ -72,9 +73,8 @@ def _messages(folder: str, size: int, keys: int, rounds: int) -> list[tuple[floa
     return list(zip(ours, gloos, strict=True))[_TURN:]
 
 
-def _push(ps: pushing.Servers, gradients: list[torch.Tensor]) -> None:
-    for k, gradient in enumerate(gradients):
-        ps.push(k, gradient)
+def _push(ps: Servers, gradients: list[torch.Tensor]) -> None:
+    ps.push({str(k): gradient for k, gradient in enumerate(gradients)})
     ps.next_step()
 
 
@@ -94,7 +94,7 @@ class _NoUpdate(torch.optim.Optimizer):
 
 
 def _transport(quick: bool) -> list[Row]:
-    """Throughput must not be below gloo's. Both send one message for each key."""
+    """Throughput must not be below gloo's. gloo sends one message for each key."""
     rows = []
     with Cluster(3, device="cpu") as cluster:
         for name, size in SIZES.items():
@@ -102,8 +102,9 @@ def _transport(quick: bool) -> list[Row]:
                 rounds = (20 if quick else 40) if keys * size >= 4 << 20 else (50 if quick else 400)
                 folder = tempfile.mkdtemp(prefix="bench-server-")
                 try:
-                    rendezvous.open_folder(folder, [key_of(k, torch.zeros(size // 4)) for k in range(keys)])
-                    times = cluster.run(_messages, folder, size, keys, rounds)[0]
+                    known = tuple(form_of(str(k), torch.zeros(size // 4)) for k in range(keys))
+                    settings = Settings(folder, known, 1, 1, Mode("async"))
+                    times = cluster.run(_messages, settings, size, keys, rounds)[0]
                 finally:
                     shutil.rmtree(folder)
                 ours, gloo = median(a for a, _ in times), median(b for _, b in times)

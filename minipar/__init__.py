@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # type checkers and editors read this; a test checks that it 
     from minipar.execution.measuring.calibration import calibrate as calibrate
     from minipar.execution.measuring.profiler import profile as profile
     from minipar.execution.updating import named as named
+    from minipar.planner.tuning import bucket_curve as bucket_curve
     from minipar.prediction.estimating import Estimate as Estimate
     from minipar.prediction.estimating import estimate as estimate
     from minipar.prediction.simulator import simulate as simulate
@@ -64,7 +65,6 @@ if TYPE_CHECKING:  # type checkers and editors read this; a test checks that it 
     from minipar.training.training import Run as Run
     from minipar.training.training import resume as resume
     from minipar.training.training import train as train
-    from minipar.training.tuning import bucket_curve as bucket_curve
 
 __version__ = "0.2.0"
 
@@ -76,7 +76,7 @@ _homes = {
     "minipar.prediction.estimating": ("estimate", "Estimate"),
     "minipar.costs.device": ("DeviceSpec",),
     "minipar.trace": ("Trace",),
-    "minipar.training.tuning": ("bucket_curve",),
+    "minipar.planner.tuning": ("bucket_curve",),
     "minipar.training.training": ("train", "resume", "Run"),
     "minipar.execution.execution": ("execute",),
     "minipar.training.evaluation": ("evaluate", "Evaluation"),

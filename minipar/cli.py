@@ -27,8 +27,8 @@ from minipar.program.mesh import AXES, Mesh
 from minipar.program.rows import MOST_ROWS
 from minipar.strategies import schedules
 from minipar.strategies.keys import check_keys
+from minipar.strategies.micro_batch_size import without_micro_batch_size
 from minipar.strategies.plan import Plan, table
-from minipar.strategies.rows_said import rows_said
 from minipar.wording import several
 from minipar_course import freezing, lesson_commands
 
@@ -323,11 +323,11 @@ def _simulate(options: argparse.Namespace) -> dict[str, Any]:
         run = predicted(plan.compile(shape, steps=plan.settling_steps, check=False, costs=costs))
     if not math.isfinite(trace.time):
         raise PlanError("the times given add up to more than a number can hold; use smaller ones")
-    said = {}
+    note = {}
     if options.layers is None and options.model is None:
-        said["model"] = f"{several(shape.layers, 'equal layer')}, one for each stage; --layers or --model gives others"
+        note["model"] = f"{several(shape.layers, 'equal layer')}, one for each stage; --layers or --model gives others"
     return {
-        **said,
+        **note,
         "time": trace.time,
         "bubble_of_total": trace.bubble_of_total(),
         "bubble_of_ideal": trace.bubble_of_ideal(),
@@ -450,7 +450,7 @@ def _given_plan(text: str, batch: int | None) -> tuple[Plan, int | None]:
     """A plan of words, which may say micro_batch_size=, or in a TOML file; and the rows of a step."""
     if text.endswith(".toml"):
         return Plan.load(text), batch
-    words, batch = rows_said(text, batch)
+    words, batch = without_micro_batch_size(text, batch)
     return Plan.parse(words), batch
 
 
@@ -526,7 +526,7 @@ def _show_run(result: dict[str, Any]) -> str:
 def _memory(options: argparse.Namespace) -> dict[str, Any]:
     from minipar.prediction import memory_formula
 
-    words, batch = rows_said(options.plan, options.batch)
+    words, batch = without_micro_batch_size(options.plan, options.batch)
     plan = Plan.parse(words)
     for key, number in (("ranks", plan.ranks), ("micro-batches", plan.dp * plan.total_microbatches)):
         if number > MOST_LISTED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -10,9 +11,8 @@ import socket
 import stat
 import struct
 import threading
-import time
-from collections.abc import Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minipar.cluster import far, launch
+from minipar.cluster import far, launch, threads
 from minipar.comm import communicator
 from minipar.comm.transport.sockets import _WHO, Far, Sockets
 from minipar.execution.memory.disk import DiskStore
-from minipar.server.connection import Connection
-from minipar.server.framing import Message, What, listen
-from minipar.server.rendezvous import open_folder
-from minipar.server.shard import ParameterKey
-from minipar.server.switchboard import Switchboard
+from minipar.execution.updating import Form
+from minipar.server import messages
+from minipar.server.process import Server
+from minipar.server.pushing import Servers
+from minipar.server.shard import Settings, Shard
 from tests.conftest import Clusters
 
 TOKEN = secrets.token_bytes(32)
@@ -94,42 +94,26 @@ def test_messages_between_hosts_are_of_ranks_alone(tmp_path: Path, said: bytes, 
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[str, Switchboard, list[Message]]]:
-    listener, address = listen("tcp:127.0.0.1:0")
-    heard: list[Message] = []
-
-    def target(peer: Any, message: Message) -> memoryview:
-        heard.append(message)
-        return memoryview(bytearray(message.size))
-
-    board = Switchboard(listener, TOKEN, target, lambda peer, message: None, lambda peer: None)
-    yield address, board, heard
-    board.close()
+def server(monkeypatch: pytest.MonkeyPatch) -> Server:
+    """A parameter server of one worker, over TCP."""
+    store = dist.HashStore()
+    monkeypatch.setattr(messages, "_place", lambda folder: (store, "127.0.0.1"))
+    settings = Settings("", (Form("w", (2,), torch.float32),), workers=1, steps=1)
+    return Server(settings, 0, Shard(settings, 0, [torch.zeros(2)], partial(torch.optim.SGD, lr=1.0)))
 
 
 @pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)
-def test_a_parameter_server_hears_who_proves_the_key(server: Any, said: bytes, unpickled: list[str]) -> None:
-    address, board, heard = server
-    host, port = address.split(":")[1:]
-    stranger = come((host, int(port)), said)
-    for _ in range(20):
-        board.wait(0.01)
-    assert not heard
-    kept: list[Connection] = []
-
-    def right() -> None:
-        kept.append(Connection(address, TOKEN))
-        kept[0].send(Message(What.LEAVE))
-
-    thread = threading.Thread(target=right)
-    thread.start()
-    until = time.monotonic() + 10
-    while not heard and time.monotonic() < until:
-        board.wait(0.01)
-    thread.join()
-    assert [message.what for message in heard] == [What.LEAVE]
+def test_a_parameter_server_hears_who_proves_the_key(server: Server, said: bytes, unpickled: list[str]) -> None:
+    ended, (store, _) = threads.start(server.run, "serves"), messages._place("")
+    store.wait(["0"])
+    stranger = come(tuple(json.loads(store.get("0"))), said)
+    with closing(Servers(server.settings, 0)) as ps:
+        while ps.next_step() is not None:
+            ps.push({"w": torch.ones(2)})
+    assert ended.wait(10)
+    assert {row.worker for row in server.served.order} == {0, -1}
+    assert server.served.values.view(torch.float32).tolist() == [-1.0, -1.0]
     stranger.close()
-    kept[0].close()
     assert not unpickled
 
 
@@ -161,9 +145,8 @@ def test_files_are_their_user_s_alone_whatever_the_umask(clusters: Clusters, tmp
     before = os.umask(0)
     try:
         meeting = str(tmp_path / "server")
-        open_folder(meeting, [ParameterKey("0", (4,), "float32")])
-        listener, _ = listen(f"unix:{meeting}/0")
-        listener.close()
+        os.mkdir(meeting, 0o700)
+        messages.listen(meeting, 0).close()
         store = DiskStore(str(tmp_path))
         found = inside | modes(meeting) | modes(launch.scratch_folder())
         found["offload"] = stat.S_IMODE(os.fstat(store.file).st_mode)
@@ -173,15 +156,6 @@ def test_files_are_their_user_s_alone_whatever_the_umask(clusters: Clusters, tmp
     sockets = [name for name in inside if re.search(r"/\d+-\d+\.[01]$", name)]
     assert len(sockets) == 2  # of both ranks (lanes of algorithms have more, by the hash of their group)
     assert {name: oct(mode) for name, mode in found.items() if mode & 0o077} == {}
-
-
-def test_a_handle_is_no_file_that_was_there(tmp_path: Path) -> None:
-    meeting, elsewhere = tmp_path / "server", tmp_path / "elsewhere"
-    meeting.mkdir()
-    (meeting / "handle.json.tmp").symlink_to(elsewhere)
-    open_folder(str(meeting), [ParameterKey("0", (4,), "float32")])
-    assert not elsewhere.exists()
-    assert not (meeting / "handle.json").is_symlink()
 
 
 def test_the_page_names_the_tests() -> None:

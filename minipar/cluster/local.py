@@ -158,7 +158,7 @@ class Cluster(Ranks):
         self._run += 1
         heard = Round(self._run, frozenset(active), call.callback, revivals=call.revivals, show=call.show)
         patience = math.inf if self._patience is None else self._patience
-        watch = Watchdog(patience, local=self.carrier == "local", tended=call.tended)
+        watch = Watchdog(patience, local=self.carrier == "local")
         try:
             for death in members.heal():
                 warnings.warn(f"{death.line}; it starts anew, without its state", RuntimeWarning, stacklevel=5)

@@ -298,7 +298,8 @@ class Members:
             last = left == 0.0  # what has come while this process was stopped is read
             if watch is not None and not heard.failures:
                 if watch.due():
-                    heard.stuck = watch.look(self.pages(heard.waiting), self.pages(self.ranks.keys() - heard.waiting))
+                    stuck = watch.look(self.pages(heard.waiting), self.pages(self.ranks.keys() - heard.waiting))
+                    heard.stuck = None if stuck and self._end_stopped(heard) else stuck
                 left = watch.interval
             due = self.output.show()
             if due is not None:
@@ -411,6 +412,16 @@ class Members:
         else:
             heard.failures.append(_death(member))
         heard.waiting.discard(rank)
+
+    def _end_stopped(self, heard: Round) -> bool:
+        """End ranks that were stopped, if they may start again; returns whether there are any."""
+        stopped = [rank for rank, process, _ in self.pages(heard.waiting) if stacks.stopped(process.pid)]
+        if len(heard.deaths) + len(stopped) > heard.revivals:
+            return False
+        for rank in stopped:
+            self.ranks[rank].cause = "was stopped (SIGSTOP), so that it was ended"
+            self.end(rank)
+        return bool(stopped)
 
     def _await_dying(self, heard: Round) -> None:
         """All that has failed has lost a peer, whose own end was not heard of. A rank that is about to end is it: on a

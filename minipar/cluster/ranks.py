@@ -33,7 +33,6 @@ class Call:
 
     callback    gets what a rank reports
     revivals    how many times a rank that dies is started again, and calls the function again
-    tended      whether the function itself notices a rank that was stopped (SIGSTOP)
     show        how what the ranks print is shown
     """
 
@@ -43,7 +42,6 @@ class Call:
     kwargs: dict[str, Any] | None = None
     callback: Callback | None = None
     revivals: int = 0
-    tended: bool = False
     show: Show = USUAL
 
 
@@ -99,11 +97,12 @@ class Ranks(ABC):
     ) -> list[Any]:
         """`run_with`, but the run goes on when a rank dies: the rank is started again and calls the function again,
         while the others are still in theirs, and `callback` gets a `Revived`. This happens for `revivals` deaths; the
-        next one is raised. It is for ranks that use no process groups, and notice by themselves if one is stopped.
+        next one is raised. A rank that was stopped (SIGSTOP) is ended, so that it starts again. It is for ranks that
+        use no process groups.
 
         PlanError for any revivals where the driver has not started the ranks, and cannot start one again.
         """
-        return self.perform(Call(range(self.size), function, args, kwargs, callback, revivals, tended=True))
+        return self.perform(Call(range(self.size), function, args, kwargs, callback, revivals))
 
     @staticmethod
     def report(value: Any) -> None:

@@ -33,7 +33,6 @@ _TRIES = 5
 _SHORTEST, _LONGEST = 0.02, 0.15  # seconds between two checks
 SURE = 3.0  # seconds until ranks that are provably blocked are a deadlock
 STOPPED = 0.5  # seconds until a process that was stopped counts as one that does not go on by itself
-_TENDED = 10.0  # the same, where other ranks are to notice it
 _OFTEN = 0.05  # seconds between two checks while a rank is stopped
 _DOUBTFUL = "the making of a group"
 _TICKS = 10  # of CPU time in each second that waits of a rank may use, since some look again and again
@@ -62,12 +61,10 @@ class Watchdog:
 
     patience   in seconds; without end: it never finds a deadlock
     local      whether all messages are carried by this machine's memory and sockets
-    tended     whether the ranks notice by themselves if one is stopped, and what to do then; so they get more time
     """
 
     patience: float = math.inf
     local: bool = True
-    tended: bool = False
     same: float = 0.0  # seconds for which nothing has changed
     lasted: float = 0.0  # seconds for which what `look` found has been so
     _seen: dict[int, Seen] = field(default_factory=dict)
@@ -136,8 +133,7 @@ class Watchdog:
         before = self._stopped
         self._stopped = {rank: before[rank] + passed if rank in before else 0.0 for rank in seen if seen[rank].stopped}
         self.lasted = max(self._stopped.values(), default=-1.0)
-        limit = _TENDED if self.tended else min(self.patience, STOPPED)
-        return self._doings(ranks, seen) if self.lasted >= limit else None
+        return self._doings(ranks, seen) if self.lasted >= min(self.patience, STOPPED) else None
 
     def waits(self, ranks: list[Entry]) -> dict[int, str] | None:
         """What each of these ranks waits for, if all of them have waited for a while; else None."""

@@ -84,6 +84,7 @@ class Compressor:
         def add() -> None:
             flat.zero_()
             for each in rows.view(len(ranks), -1):  # in the order of ranks: the same bits on all
+                each = each.clone() if size > 8 else each  # (rows begin at multiples of 8 bytes)
                 where, numbers = each[where_at:][: count * 4].view(torch.int32), each[at:][: count * size]
                 flat.index_add_(0, where.long(), numbers.view(flat.dtype))  # (one at a time: they need room)
 

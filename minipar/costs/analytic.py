@@ -219,11 +219,11 @@ def _transformer(m: Transformer, rows: float, element: int, selective: bool, div
     def cut(number: float) -> int:
         return ceil(number / division.tp)
 
-    def alone(number: float) -> int:  # tensor-parallel ranks all have this, unless they divide the tokens
+    def whole(number: float) -> int:  # tensor-parallel ranks all have this, unless they divide the tokens
         return cut(number) if division.sequence else ceil(number)
 
     # inputs of the first matrices and of the second norm; queries, keys, values and the output of attention; the MLP
-    block = alone(3 * e * size + 2 * mask + statistics) + cut(e * tokens * 2 * (m.hidden + m.kv) + core)
+    block = whole(3 * e * size + 2 * mask + statistics) + cut(e * tokens * 2 * (m.hidden + m.kv) + core)
     routed, balance = tokens, 0.0
     if m.experts:  # what routing and combination save of tokens, of their choices, and of places in the queues
         choices, routed, balance = tokens * m.top, round(tokens * m.top * m.capacity, 6), own * e * rows
@@ -234,15 +234,15 @@ def _transformer(m: Transformer, rows: float, element: int, selective: bool, div
             loss += INTEGER * (rows + 1)
         else:
             queue += FLOAT * tokens * m.experts
-        block += alone(queue)
+        block += whole(queue)
     block += 0 if m.dropless else cut(e * routed * m.ffn * (3 if m.gated else 2))
-    between, last = alone(e * size + balance), cut(logits) + ceil(balance)
+    between, last = whole(e * size + balance), cut(logits) + ceil(balance)
     output = (*(between,) * (m.layers + 1), last)
-    embed = alone(mask + own * m.learned * INTEGER * m.sequence / division.cp)
-    saved = (embed, *(block,) * m.layers, alone(e * size + loss) + own * cut(logits))
+    embed = whole(mask + own * m.learned * INTEGER * m.sequence / division.cp)
+    saved = (embed, *(block,) * m.layers, whole(e * size + loss) + own * cut(logits))
     forward = (0.0, *(m.block_flops * rows,) * m.layers, m.head_flops * rows)
     forward = tuple(flops / division.tp / division.cp for flops in forward)
-    return LayerCosts(forward, tuple(2 * x for x in forward), output, saved, (alone(e * size), *output[1:]))
+    return LayerCosts(forward, tuple(2 * x for x in forward), output, saved, (whole(e * size), *output[1:]))
 
 
 def weight_costs(
@@ -278,18 +278,18 @@ def weight_costs(
     def cut(number: float) -> int:
         return ceil(number / division.tp)
 
-    def alone(number: float) -> int:
+    def whole(number: float) -> int:
         return cut(number) if division.sequence else ceil(number)
 
     queue = e * routed * m.hidden if m.experts else size  # what second matrices of the MLP hand on
     router = e * tokens * m.experts
-    block = alone(3 * size + queue + router) + cut(inner * (2 if m.gated else 1) + e * tokens * (m.hidden + 2 * m.kv))
-    inputs = alone(4 * size + 2 * statistics + queue * (m.experts > 0)) + cut(size + inner)
+    block = whole(3 * size + queue + router) + cut(inner * (2 if m.gated else 1) + e * tokens * (m.hidden + 2 * m.kv))
+    inputs = whole(4 * size + 2 * statistics + queue * (m.experts > 0)) + cut(size + inner)
     mask = m.dropout * (e if m.flash else 1) * tokens * m.hidden
-    embed = alone(mask + m.flash * m.learned * INTEGER * m.sequence / division.cp)
-    head = cut(e * tokens * m.vocabulary) + alone(size)
-    built = [alone(size), *[block] * m.layers, head]
-    kept = [built[0] + embed, *[block + inputs] * m.layers, head + alone(2 * size + statistics)]
+    embed = whole(mask + m.flash * m.learned * INTEGER * m.sequence / division.cp)
+    head = cut(e * tokens * m.vocabulary) + whole(size)
+    built = [whole(size), *[block] * m.layers, head]
+    kept = [built[0] + embed, *[block + inputs] * m.layers, head + whole(2 * size + statistics)]
     return tuple(built), tuple(kept)
 
 

@@ -123,7 +123,7 @@ class Hardware:
         else:
             near, latency = 1e9, 1e-4
         return Hardware(
-            name, rates.flops_together, rates.flops_together, memory, sums, near, latency, near, latency,
+            name, rates.flops_of_each, rates.flops_of_each, memory, sums, near, latency, near, latency,
             per_node=max(1, rates.ranks), nodes=1, mixed=rates.device == "cuda", efficiency=PERFECT,
         )  # fmt: skip
 

@@ -18,7 +18,7 @@ halved; the most promising interval comes first. 1,000 layers on 64 ranks take 0
 seconds, and more are refused.
 
 This is what gpipe takes, where every rank has one stage. For split=auto it is a start: `strategies/splitting.py` goes
-on by what the simulator says of the plan's own schedule.
+on by what is predicted of the plan's own schedule.
 
 Sources: Zheng et al., "Alpa", 2022, section 5.2 (the objective; it tries all bounds in turn); Narayanan et al.,
 "PipeDream: Generalized Pipeline Parallelism for DNN Training", 2019, section 3.1 (`partition_replicated`).

@@ -89,8 +89,8 @@ class Calibration:
     device          "cpu" or "cuda"
     ranks           how many ranks were measured
     cores           CPU cores that the ranks share; None if each rank has a device of its own
-    flops_alone     floating-point operations a second of one rank's matrix product while the others wait
-    flops_together  the same on each rank while all compute
+    flops_of_one    floating-point operations a second of one rank's matrix product while the others wait
+    flops_of_each   the same on each rank while all compute
     concurrency     how many times the work of one rank alone all ranks do together: at least 1, at most `ranks` and
                     `cores`. It is less than both if ranks slow each other down (caches, memory, switches)
     links           (a, b, line) for each measured pair of ranks: the time of a message from its start to its arrival
@@ -98,7 +98,7 @@ class Calibration:
     allreduce       (size of the group, time of a sum over it), while all groups of that size do the same
     exchange        (size of the group, time of a message to the next rank of the group together with one from the rank
                     before, time of each further message that follows at once), while all groups do the same
-    alone           time of such a message while no other rank sends
+    uncontended     time of such a message while no other rank sends
     add             time of adding what was received, while all ranks add
     hosts           by rank, the number of its host; empty: all are on one. Ranks of two hosts share the cable between
                     them. `links` then has one pair of ranks for each two hosts
@@ -110,15 +110,15 @@ class Calibration:
     device: str
     ranks: int
     cores: int | None
-    flops_alone: float
-    flops_together: float
+    flops_of_one: float
+    flops_of_each: float
     concurrency: float
     links: tuple[tuple[int, int, LinearCost], ...]
     send: LinearCost
     receive: LinearCost
     allreduce: tuple[tuple[int, LinearCost], ...]
     exchange: tuple[tuple[int, LinearCost, LinearCost], ...] = ()
-    alone: LinearCost = _FREE
+    uncontended: LinearCost = _FREE
     add: LinearCost = _FREE
     hosts: tuple[int, ...] = ()
     filling: float = 1.0
@@ -180,14 +180,17 @@ class Calibration:
             ("ranks", f"{self.ranks} on {self.device}, {where}{machines}"),
             (
                 "matrix product",
-                f"{self.flops_alone / 1e9:.1f} GFLOP/s alone, {self.flops_together / 1e9:.1f} each of all",
+                f"{self.flops_of_one / 1e9:.1f} GFLOP/s alone, {self.flops_of_each / 1e9:.1f} each of all",
             ),
             ("all together do", f"the work of {self.concurrency:.2f} ranks"),
         ]
         rows += [(f"message {a} - {b}", str(line)) for a, b, line in self.links]
         if self.links:
             rows += [("  of it, the sender works", str(self.send)), ("  of it, the receiver works", str(self.receive))]
-            rows += [("adding what was received", str(self.add)), ("message of a collective alone", str(self.alone))]
+            rows += [
+                ("adding what was received", str(self.add)),
+                ("message of a collective alone", str(self.uncontended)),
+            ]
         for n, one, more in self.exchange:
             rows += [(f"exchange among {n}", str(one)), ("  each further message", str(more))]
         rows += [(f"allreduce over {n}", str(line)) for n, line in self.allreduce]

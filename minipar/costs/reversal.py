@@ -134,7 +134,7 @@ class _Table:
     def outgoing(self, s: int) -> int:
         return self.chain.gradient[s - 1] if s else self.chain.given
 
-    def alone(self, s: int, t: int) -> int:
+    def one_layer(self, s: int, t: int) -> int:
         """Slots needed to run layer s forward, keep what it saves, and run it backward at once, if s is the last of its
         part.
         """
@@ -159,7 +159,7 @@ class _Table:
         first = np.full(size, s)
         if s == min(t, self.last):
             best = np.full(size, float(both))
-            best[: self.alone(s, t)] = math.inf
+            best[: self.one_layer(s, t)] = math.inf
             return best, first
         waits = self.incoming(t) if t != self.last else 0
         best = _after(self.time[s + 1, t], chain.output[s] + chain.saved[s]) + both
@@ -248,7 +248,7 @@ def _first_pass(table: _Table, most: int, room: int) -> tuple[float, list[LayerP
 
     for s in reversed(range(n)):
         stays = chain.saved[s] + (chain.output[s] if s < last else loss)
-        takes = table.kept(s) if s < last else table.alone(s, last)
+        takes = table.kept(s) if s < last else table.one_layer(s, last)
         offer(s, s, before(best[s + 1], stays) + chain.forward[s] + chain.backward[s], stays, takes)
         for k in range(s + 1, n):
             times = before(best[k], chain.output[k - 1]) + inside(table.time[s, k - 1]) + sum(chain.forward[s:k])

@@ -70,11 +70,11 @@ class UnitCosts:
 
     def compute(self, rank: int, ins: Instruction) -> float:
         """Duration of a compute instruction."""
-        alone = self._unit[ins.op] * len(ins.layers) * self._scale[rank]
+        duration = self._unit[ins.op] * len(ins.layers) * self._scale[rank]
         lengths = self._lengths  # (of slices; empty if they are equal)
         if not lengths or ins.microbatch < 0:
-            return alone
-        return alone * lengths[ins.microbatch % len(lengths)] * len(lengths) / sum(lengths)
+            return duration
+        return duration * lengths[ins.microbatch % len(lengths)] * len(lengths) / sum(lengths)
 
     def transfer(self, rank: int, ins: Instruction) -> tuple[float, float]:
         """(time that a message occupies its link, latency before it arrives). Copies take no time."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from minipar.data.sharing import rows_of
 from minipar.errors import RankError
 from minipar.models.losses import counted, option, says_count
-from minipar.models.tensors import check_rows, count_bytes, map_tensors, take_rows, tensors
+from minipar.models.tensors import check_rows, count_bytes, map_tensors, opaque, take_rows, tensors
 from minipar.program import Instruction, Program, Staleness, Value
 from minipar.wording import several
 
@@ -37,18 +37,47 @@ class BatchPart(NamedTuple):
     weight: float
 
 
-def part_of_whole(batch: Batch, program: Program, rank: int, loss: Any) -> BatchPart:
+def part_of_whole(batch: Batch, program: Program, rank: int, loss: Any, where: str = "data") -> BatchPart:
     """A rank's part of a batch, from the whole batch."""
-    rows = check_batch(batch)
+    rows = check_batch(batch, where)
     return BatchPart(*batch, 0, _rows(program, rank, rows), counted(batch[1], loss))
 
 
-def check_batch(batch: Batch) -> int:
-    """The number of rows in a batch. Errors: RankError if x and y, or tensors inside them, have different numbers."""
-    x, y = (check_rows(part, name) for part, name in zip(batch, "xy", strict=True))
+def check_batch(batch: Any, where: str = "data") -> int:
+    """The number of rows in a batch. `where` says in errors which one it is.
+
+    Errors: RankError if it is no pair (x, y) of tensors, or of structures of them; if it has no rows; if x and y, or
+    tensors inside them, have different numbers of rows.
+    """
+    x, y = (check_rows(part, name) for part, name in zip(pair_of(batch, where), "xy", strict=True))
     if x != y:
-        raise RankError(f"x has {several(x, 'row')}, but y has {y}; each row needs its target")
+        raise RankError(f"{where}: x has {several(x, 'row')}, but y has {y}; each row needs its target")
+    if not x:
+        raise RankError(f"{where}: has 0 rows; a step needs at least one")
     return x
+
+
+def pair_of(batch: Any, where: str) -> Batch:
+    """x and y of a batch, each with tensors in it and with nothing whose rows could not be divided; else RankError."""
+    if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+        kind = type(batch).__name__ + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+        raise RankError(f"{where}: is a {kind}; possible is a pair (x, y) of tensors")
+    for part, name in zip(batch, "xy", strict=True):
+        kind = (opaque(part) or ("" if tensors(part) else type(part).__name__)).replace(":", ".")
+        if kind:
+            way = "torch.from_numpy(...)" if kind.endswith("ndarray") else "a tensor, or a tuple, list or dict of them"
+            raise RankError(f"{where}: {name} has a {kind}, whose rows cannot be divided; possible is {way}")
+    return batch[0], batch[1]
+
+
+def batch_of(data: Any, step: int, size: int, **rows: range) -> Any:
+    """What a data set gives for a step. RankError where it ends before."""
+    try:
+        return data.batch(step, size, **rows)
+    except StopIteration as error:
+        raise RankError(
+            f"data: step {step}: batch() raised StopIteration; choose fewer steps, or begin again"
+        ) from error
 
 
 def _rows(program: Program, rank: int, total: int) -> list[range]:
@@ -83,7 +112,7 @@ def read_part(
         return BatchPart(None, None, mine.start, rows, total)
 
     def read(asked: range) -> Batch:
-        x, y = data.batch(step, size, rows=asked)
+        x, y = pair_of(batch_of(data, step, size, rows=asked), f"data: step {step}")
         found = check_rows(x, "x"), check_rows(y, "y")
         if found != (len(asked), len(asked)):
             raise RankError(
@@ -137,7 +166,8 @@ class BatchRows:
                 self.parts.clear()  # the step before is over
             found = self.batches(self.base + step)
             if not isinstance(found, BatchPart):
-                found = part_of_whole(found, self.program, self.rank, self.loss)
+                where = f"data: step {self.base + step}"
+                found = part_of_whole(found, self.program, self.rank, self.loss, where)
             weight = found.weight
             if self.program.local_steps:  # the mean is over the replica's rows, and it has all of them
                 found = found._replace(weight=counted(take_rows(found.y, _mine(found)), self.loss))

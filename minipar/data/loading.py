@@ -168,7 +168,7 @@ def read_ahead(data: Any, steps: int, first: int, seed: int, size: int) -> Itera
             torch.manual_seed(hash((seed, first)))
             for step, batch in zip(range(first, first + steps), _again(given.batches, steps), strict=False):
                 found = given.pair(batch)
-                rows = check_batch(found)
+                rows = check_batch(found, f"data: batch {step}")
                 if step == first:
                     size = rows
                 torch.save(_compact(found), files._path(step))

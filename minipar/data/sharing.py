@@ -17,10 +17,10 @@ from minipar.program.mesh import Mesh
 from minipar.program.rows import split_rows
 
 Axes = Mapping[str, int] | Sequence[tuple[str, int]]  # axis sizes, the slowest axis first, such as Program.mesh
-ALONE = Mesh(dp=1)
+ONE_RANK = Mesh(dp=1)
 
 
-def replica_of(rank: int, mesh: Axes = ALONE) -> tuple[int, int]:
+def replica_of(rank: int, mesh: Axes = ONE_RANK) -> tuple[int, int]:
     """(the replica that a rank belongs to, the number of replicas): its coordinate on the mesh's axis "dp", and its
     length.
 
@@ -47,7 +47,7 @@ def part_of(rank: int, mesh: Axes, size: int, microbatches: int = 1) -> range:
 
 
 def stream(
-    source: Any, batch: int, rank: int = 0, mesh: Axes = ALONE, step: int = 0, microbatches: int = 1
+    source: Any, batch: int, rank: int = 0, mesh: Axes = ONE_RANK, step: int = 0, microbatches: int = 1
 ) -> Iterator[tuple[int, tuple[Any, Any]]]:
     """Yields (step, (x, y)) without end, from `step` on, with the rank's rows of each batch. It reads only these rows.
 

@@ -8,8 +8,13 @@ Where an operation cannot run twice (a shared parameter, a hook, a custom functi
 computes all gradients, and the weight half only adds them up (split_backward.py).
 
 The call of a layer is composed when the rank is built: the module is wrapped only in what this program needs for this
-layer, such as dropout by row, copies of what autograd keeps, or the loss (layer_calls.py). Each parameter group has one
-owner, which knows whether the group is whole, a slice, a float32 copy, or has several versions (owners.py).
+layer, such as dropout by row, copies of what autograd keeps, or the loss (layer_calls.py).
+
+Every value of the program is an entry of one table, `live`: outputs, gradients, graphs, parameters and their versions,
+slices, copies in slower tiers. What is on its way is in `pending`; an instruction waits for what it reads, reads and
+writes the table, and drops what it frees. A parameter group is a line (lines.py): what the layers use, and what the
+optimizer works on, which may be a slice, a float32 copy, or a copy on the host. So ZeRO, versions, bf16 and offload are
+entries and moves between them (state.py, copies.py), and no product of keys has code of its own.
 
 Measured times are clock readings. A compute instruction is timed from its start to its end, a SEND while it gives its
 message to the transport, a RECV from when it is posted until it is read, and a collective from its start until its last

@@ -4,8 +4,8 @@
     B 2:4           the gradient of the second piece's input goes to the end of the first one
     B 0:2
 
-A piece keeps only the edges of its graph, not its output. A forward whose `saved` values are not written keeps no graph
-at all: a recomputation makes it later.
+A piece keeps only the edges of its graph, not its output; they are the entry of its last layer's `saved`. A forward
+whose `saved` values are not written keeps no graph at all: a recomputation makes it later.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from minipar.data.batches import Batch, BatchPart, BatchRows
-from minipar.errors import MiniparError
+from minipar.errors import MiniparError, RankError
 from minipar.execution import autograd_entry, layer_calls, naming_layers, repartition
 from minipar.execution.fitting import row_major
-from minipar.execution.layer_calls import Call, LayerCall, Made, Sizes, UntouchedInputs
+from minipar.execution.layer_calls import Call, LayerCall, Result, Sizes, UntouchedInputs
 from minipar.execution.mean_loss import Finite, Loss, MeanLoss, Target
 from minipar.execution.remembered import Remembered, will_run_again
 from minipar.execution.saved_tensors import SavedTensors
@@ -35,7 +35,19 @@ from minipar.execution.tails import Tails
 from minipar.models import randomness
 from minipar.models.mixture_gpt import LoadCount, routes
 from minipar.models.tensors import count_bytes, detach, differentiable, map_tensors, take_rows
-from minipar.program import COPIES, Instruction, LayerRun, Op, Program, Value, grad_output, home, output
+from minipar.program import (
+    COPIES,
+    Instruction,
+    LayerRun,
+    Op,
+    Program,
+    Value,
+    grad_output,
+    home,
+    output,
+    saved,
+    saved_weight,
+)
 from minipar.program.forms import parts_of
 from minipar.program.graph_cuts import pieces_of
 from minipar.strategies.passes import offload
@@ -83,11 +95,10 @@ class Compute:
         # Bytes of values in another form, and of the tensors that change their form.
         self.form_sizes: dict[tuple[str, int, int, str], int] = {}
         self.kept: dict[LayerRun, SavedTensors] = {}
-        self.left: dict[LayerRun, list[Arrived]] = {}  # between the halves of a backward
         self.trained: dict[tuple[int, ...], list[Tensor]] = {}
-        self.graphs: dict[LayerRun, tuple[Any, list[tuple[int, Any]]]] = {}
         self.tails: Tails | None = None  # of recomputations whose output nobody reads
         self.experts: LoadCount | None = None
+        self.depends: bool | None = None  # whether a loss has depended on parameters; None before the first one
         self.untouched = UntouchedInputs(self.layers, self.sizes)
         self.follow(program)
 
@@ -167,6 +178,14 @@ class Compute:
             where = f"in the backward on rank {self.rank}, micro-batch {ins.microbatch} of step {step}"
             raise naming_layers.raised(who, error, where) from error
 
+    def check_depends(self) -> None:
+        """Before the first update: RankError where no loss depends on a parameter, as plain torch raises there."""
+        if self.depends is False:
+            raise RankError(
+                f"the loss of step {self.rows.base} depends on no parameter, so nothing can be trained; look for "
+                "detach(), torch.no_grad() or .item() in the loss or in a layer"
+            )
+
     # forward ---------------------------------------------------------------------------------------------------------
 
     def forward(self, ins: Instruction, live: dict[Value, Any]) -> None:
@@ -183,7 +202,7 @@ class Compute:
         here = range(rows.start - part.start, rows.stop - part.start)
         value = self._input(ins, part.x, here, live)
         start = self.sequence.start(ins, value, self.layers[ins.layers[0]]) if self.sequence is not None else 0
-        trained = {saved.index for saved in ins.writes if saved.kind == "saved"}
+        trained = {value.index for value in ins.writes if value.kind == "saved"}
         step, count = self.rows.base + ins.step, self.rows.count(ins)
         for piece in self.pieces[ins.layers, ins.microbatch]:
             if self.program.forms:
@@ -194,6 +213,8 @@ class Compute:
             given = detach(map_tensors(value, lambda t: t.data), requires_grad=piece[0] > self.program.first_trainable)
             target = self._target(ins, part, here) if piece[-1] == self.program.layers - 1 else None
             unread = ins.op is Op.RECOMPUTE and piece[-1] == ins.layers[-1] and trains and handed_on not in ins.writes
+            if self.loss.trial is not None:
+                self.loss.tried = step if ins.op is Op.FORWARD and self.loss.trial.is_due(step, ins.microbatch) else -1
             call = Call(piece, ins, step, rows, start, count, target, unread, live)
             noting = self.noting() if trains else nullcontext()
             with noting, nullcontext() if trains is torch.is_grad_enabled() else torch.set_grad_enabled(trains):
@@ -201,7 +222,9 @@ class Compute:
             if trains:
                 ends = differentiable(value) if loss is None else [loss]
                 edges = [(k, get_gradient_edge(end)) for k, end in enumerate(ends) if end.requires_grad]
-                self.graphs[piece[-1], ins.microbatch, ins.step] = given, edges
+                live[saved(piece[-1], ins.microbatch, ins.step)] = given, edges
+            if loss is not None and trains:
+                self.depends = bool(self.depends) or loss.requires_grad
             if loss is not None and ins.op is Op.FORWARD:
                 self._note_loss(loss.detach(), ins, rows)
             value = detach(value)
@@ -256,7 +279,7 @@ class Compute:
         target = self.loss.target(y, self._part(y, ins), share, part.weight)
         return target._replace(y=map_tensors(target.y, lambda t: self._placed(last, t, t.dtype)))
 
-    def _run_piece(self, given: Any, call: Call) -> Made:
+    def _run_piece(self, given: Any, call: Call) -> Result:
         """Run the layers of one piece of the graph, one after the other."""
         value, loss, layer = given, None, call.piece[0]
         try:
@@ -292,7 +315,7 @@ class Compute:
             return
         received, given = self._arrived(ins, live), None
         for piece in reversed(self.pieces[ins.layers, i]):
-            given, edges = self.graphs.pop((piece[-1], i, step))
+            given, edges = live.pop(saved(piece[-1], i, step))
             ends, grads = _reached(edges, self._taken(piece, ins, received) if self.program.forms else received)
             if self.sequence is not None:
                 self.sequence.arriving(piece, ins, live, ends, grads)
@@ -312,11 +335,11 @@ class Compute:
             return
         received, given = self._arrived(ins, live), None
         for piece in reversed(self.pieces[ins.layers, i]):
-            given, edges = self.graphs.pop((piece[-1], i, step))
+            given, edges = live.pop(saved(piece[-1], i, step))
             inputs = differentiable(given) if piece[0] > self.program.first_trainable else []
             ends, grads = _reached(edges, self._taken(piece, ins, received) if self.program.forms else received)
             found, arrived = input_half(ends, grads, inputs, self._parameters(piece))
-            self.left[piece[-1], i, step] = arrived
+            live[saved_weight(piece[-1], i, step)] = arrived
             if ("saved_weight", piece[-1], self.rows.count(ins)) not in self.sizes:
                 self._weigh_left(piece, arrived, self.rows.count(ins), bool(inputs), given, grads)
             received = self._with_counts(found, given, piece) if self.program.forms else found
@@ -327,7 +350,7 @@ class Compute:
         """Run the weight half of a backward, from the gradients that the input half kept."""
         if self.rows.count(ins):
             for piece in reversed(self.pieces[ins.layers, ins.microbatch]):
-                weight_half(self.left.pop((piece[-1], ins.microbatch, ins.step)))
+                weight_half(live.pop(saved_weight(piece[-1], ins.microbatch, ins.step)))
 
     def _forget(self, ins: Instruction) -> None:
         """Forget what was kept for the backward of some layers, which has run."""

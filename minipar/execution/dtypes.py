@@ -99,14 +99,14 @@ def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _change(model: nn.Module, dtype: torch.dtype) -> None:
-    made: dict[int, Tensor] = {}
+    converted: dict[int, Tensor] = {}
     kept: list[Tensor] = []  # so that no address is used twice
 
     def changed(tensor: Tensor) -> Tensor:
-        if id(tensor) not in made:
+        if id(tensor) not in converted:
             kept.append(tensor)
-            made[id(tensor)] = tensor.detach().to(matching(tensor, dtype))
-        return made[id(tensor)]
+            converted[id(tensor)] = tensor.detach().to(matching(tensor, dtype))
+        return converted[id(tensor)]
 
     for p in model.parameters():
         if p.dtype is not matching(p, dtype):

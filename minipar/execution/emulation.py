@@ -30,7 +30,7 @@ from minipar.program import COLLECTIVES, COMPUTE, Instruction, Op, tier
 
 # How far the clock may be past the emulated end of an event before the device is put back to the clock: a thread that
 # sleeps is woken some tenths of a millisecond late, more where ranks outnumber cores.
-LATE = 2e-3
+TOLERANCE = 2e-3
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,9 @@ class Pace:
         if not self._timers or self._timers[0][0] > clock:
             return False
         moment, _, then = heapq.heappop(self._timers)
-        self.now = moment if clock - moment < LATE else clock
+        self.now = moment if clock - moment < TOLERANCE else clock
         then()
         return True
-
-    def forget(self) -> None:
-        """Forget everything that was begun."""
-        self._timers.clear()
-        self.busy = 0.0
 
 
 @dataclass
@@ -204,7 +199,7 @@ class EmulatedDevice:
         left = until - time.perf_counter()
         if left > 0:
             time.sleep(left)
-        if left > -LATE:
+        if left > -TOLERANCE:
             self.now = until
         else:
             self.overruns.append(index)

@@ -6,13 +6,13 @@ The driver ships a `Job` to every rank; each builds the model, keeps its own lay
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
+from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,11 +23,10 @@ from minipar.cluster.launched import driven, given_or_here
 from minipar.cluster.ranks import Ranks, check_size
 from minipar.comm import clocks, communicator
 from minipar.costs.device import DeviceSpec
-from minipar.costs.measured import Profile
 from minipar.costs.rates import Copies
 from minipar.costs.slicing import token_ranges
 from minipar.data import loading
-from minipar.data.batches import Batch, BatchPart, check_batch, gives_rows, read_part
+from minipar.data.batches import Batch, BatchPart, batch_of, check_batch, gives_rows, pair_of, read_part
 from minipar.errors import PlanError
 from minipar.execution.affinity import is_crowded, on_own_core
 from minipar.execution.dtypes import check_narrow, convert, matching, narrow
@@ -36,13 +35,13 @@ from minipar.execution.emulation import Delays, delays
 from minipar.execution.executor import Executor, Gradient, PassRecord, Shard
 from minipar.execution.fitting import check_parameters, row_major
 from minipar.execution.following import Callback, Following, News, Observer, Reporter, Warnings
+from minipar.execution.lines import Slice, assemble
 from minipar.execution.mean_loss import Finite, check_choice
 from minipar.execution.measuring.calibration import measure_copies
 from minipar.execution.measuring.profiler import profile
 from minipar.execution.memory.tape import record
 from minipar.execution.memory.tracker import SERIES, Watching, watching_of
-from minipar.execution.owners import Slice, assemble
-from minipar.execution.saving.contents import outline_of
+from minipar.execution.saving.contents import Outline, outline_of
 from minipar.execution.saving.folder import Header
 from minipar.execution.saving.keeping import NOTHING, Share, Storing
 from minipar.execution.sliced import count_tokens, ranges_of
@@ -66,14 +65,13 @@ from minipar.models.tensors import (
     take_tokens,
 )
 from minipar.prediction.emulated import EmulatedCosts
+from minipar.prediction.forecast import Facts
 from minipar.prediction.oversubscription import available_cores, best_way
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
-from minipar.prediction.recorded import Tapes
-from minipar.program import Action, Op, Program, Synchronous, Value, collectives, repartitions
+from minipar.program import Op, Program, Synchronous, Value, collectives, repartitions
 from minipar.program.collectives.moves import Algorithm
 from minipar.program.comm_volume import changing
 from minipar.program.mesh import SHARING, Mesh
-from minipar.program.shape import Shape
 from minipar.program.verify.verifier import verify
 from minipar.strategies.keys import at_least_1
 from minipar.strategies.passes import host_layers
@@ -147,9 +145,9 @@ class Job:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             given = isinstance(self.model, (nn.Module, list, tuple))
-            made = self.model if given else cast(Callable[[], Any], self.model)()
-        chain = isinstance(made, (list, tuple, nn.ModuleList))
-        model = nn.Sequential(*cast(Sequence[nn.Module], made)) if chain else made
+            built = self.model if given else cast(Callable[[], Any], self.model)()
+        chain = isinstance(built, (list, tuple, nn.ModuleList))
+        model = nn.Sequential(*cast(Sequence[nn.Module], built)) if chain else built
         if not isinstance(model, nn.Module) or not layers_of(model):
             kind = type(model).__name__
             raise PlanError(f"model: a {kind} without layers; possible is an nn.Sequential or a list of layers")
@@ -197,7 +195,8 @@ class Job:
 
     def batches(self, step: int) -> tuple[Any, Any]:
         """x and y of one step: the whole batch, of all replicas."""
-        x, y = self.data if isinstance(self.data, tuple) else self.data.batch(step, self.batch)
+        found = self.data if isinstance(self.data, tuple) else batch_of(self.data, step, self.batch)
+        x, y = pair_of(found, f"data: step {step}")
         return map_tensors(x, self._cast), map_tensors(y, self._cast)
 
     def part(self, step: int, program: Program, rank: int) -> Batch | BatchPart:
@@ -210,30 +209,49 @@ class Job:
         """The first rows of step 0, at least so many, and how many rows the whole batch has."""
         if not gives_rows(self.data):
             whole = self.batches(0)
-            return whole, count_rows(whole[0])
-        x, y = self.data.batch(0, self.batch, rows=range(rows))
+            return whole, check_batch(whole, "data: step 0")
+        x, y = pair_of(batch_of(self.data, 0, self.batch, rows=range(rows)), "data: step 0")
         return (map_tensors(x, self._cast), map_tensors(y, self._cast)), self.batch
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(matching(tensor, self.dtype))
 
 
-@dataclass(frozen=True)
-class Passed:
-    """What one rank brings back: per pass through the program the losses, clocks and gradients; sizes of its values."""
+class RankPass(NamedTuple):
+    """One pass through the program in one rank: bytes of its values and of its rows; memory, if it was followed."""
 
-    losses: list[list[float]]
-    starts: list[list[float]]
-    ends: list[list[float]]
-    gradients: list[list[dict[str, Gradient]]]
-    sizes: list[dict[Value, int]]
-    data: list[int]
-    overruns: list[list[int]]
-    orders: list[list[Action]]  # of ranks that decide as they run
-    series: dict[int, Series]  # of the last passes, if memory was tracked
+    record: PassRecord
+    sizes: dict[Value, int]
+    data: int
+    series: Series | None = None
+
+
+class Passed(NamedTuple):
+    """What one rank brings back."""
+
+    passes: list[RankPass]
     share: Share  # this rank's share of the state, if the driver asked for it
     load: Load | None  # of experts in the rank's layers, by this rank's rows
-    clock_error: float = 0.0  # of the times, which are those of rank 0's clock
+    clock_error: float  # of the times, which are those of rank 0's clock
+
+
+class Work(NamedTuple):
+    """What every rank does with a job.
+
+    programs   of its passes, one after another
+    slow       of each rank its delays, in the program and in the rest
+    end        the file that the driver makes to end the run between two passes
+    own        an algorithm that was registered in the driver
+    """
+
+    programs: list[Program]
+    keep_gradients: bool
+    slow: list[tuple[Delays, Delays | None]] | None
+    watching: Watching | None
+    storing: Storing
+    reporter: Reporter | None
+    end: Path | None
+    own: Algorithm | None
 
 
 @dataclass(frozen=True)
@@ -295,9 +313,7 @@ def execute(
     cluster = given_or_here(cluster)
     check_size(cluster, count, f"program {program.name!r}")
     programs = [program] * at_least_1("passes", passes) + ([rest] if rest is not None else [])
-    ending = Ending() if callback is not None else None
-    followed = report is not None or watch is not None or ending is not None
-    hear = Following(programs, report, watch, callback, storing.first, ending) if followed else Warnings()
+    followed = report is not None or watch is not None or callback is not None
     with nullcontext(cluster) if cluster is not None else Cluster(count) as ranks:
         if program.in_flight is not None:
             check_carrier(ranks, f"program {program.name!r}")
@@ -306,70 +322,61 @@ def execute(
             costs = emulated_costs(program, ranks.emulates, job, ranks)
         slow = [_delays(costs, rank, rest) for rank in range(count)] if costs is not None else None
         watching = watching_of(memory, ranks.emulates)
-        with storing.around() if storing.folder else nullcontext(), ending or nullcontext():
+        with storing.around() if storing.folder else nullcontext(), _place_of_end(callback) as end:
+            stop = None if end is None else end.touch
+            hear = Following(programs, report, watch, callback, storing.first, stop) if followed else Warnings()
             own = collectives.registered(program.algorithm)  # (ranks know what is registered there)
             reporter = Reporter(watch is not None, program) if followed else None
-            passed = ranks.run_with(
-                hear, _passes, job, programs, keep_gradients, slow, watching, storing, reporter, ending, own
+            work = Work(
+                programs, keep_gradients, slow, watching, storing, reporter, end if callback is not None else None, own
             )
-
-    programs = programs[: len(passed[0].losses)]
-    passes = min(passes, len(programs))
-    losses = [sum(p.losses[k][s] for p in passed) for k, each in enumerate(programs) for s in range(each.losses)]
-    times = [max(max(p.ends[k]) for p in passed) - min(min(p.starts[k]) for p in passed) for k in range(len(programs))]
-    tracked = range(max(1, len(programs) - SERIES), passes) if memory else range(1, passes)
+            passed: list[Passed] = ranks.run_with(hear, _passes, job, work)
+    done = list(zip(programs, zip(*(p.passes for p in passed), strict=True), strict=False))
+    losses = [sum(one.record.losses[s] for one in ranks) for each, ranks in done for s in range(each.losses)]
+    times = [max(max(one.record.ends) for one in ranks) - _begin(ranks) for _, ranks in done]
+    passes = min(passes, len(done))
+    tracked = range(max(1, len(done) - SERIES), passes) if memory else range(1, passes)
     typical = sorted(tracked or [0], key=times.__getitem__)[(len(tracked) - 1) // 2 if tracked else 0]
-    gradients = _gradients(programs, passed) if keep_gradients else []
+    gradients = [
+        _whole([one.record.gradients[s] for one in ranks], each.local_steps > 0)
+        for each, ranks in done for s in range(each.updates)
+    ] if keep_gradients else []  # fmt: skip
     if program.in_flight is not None:
-        program = as_it_happened(program, [p.orders[typical] for p in passed])
+        program = as_it_happened(program, [one.record.order for one in done[typical][1]])
         verify(program)
-    trace = _measured(program, passed, typical)
+    trace = _measured(program, done[typical][1], max(p.clock_error for p in passed))
     if costs is not None:
-        trace = replace(trace, overruns=[p.overruns[typical] for p in passed])
+        trace = replace(trace, overruns=[one.record.overruns for one in done[typical][1]])
         trace = replace(trace, note=emulated_note(costs.spec, trace.overruns))
     loads = [p.load for p in passed if p.load is not None]
     shares, load = [p.share for p in passed], total(loads) if loads else None
     return Execution(program, losses, times, trace, gradients, shares, load)
 
 
-def _gradients(programs: Sequence[Program], passed: Sequence[Passed]) -> list[dict[str, Tensor]]:
-    """The gradients of each update, by parameter name."""
-    return [
-        _whole([p.gradients[k][s] for p in passed], each.local_steps > 0)
-        for k, each in enumerate(programs) for s in range(each.updates)
-    ]  # fmt: skip
+def _begin(ranks: Sequence[RankPass]) -> float:
+    return min(min(one.record.starts) for one in ranks)
 
 
 def _whole(found: Sequence[dict[str, Gradient]], local: bool = False) -> dict[str, Tensor]:
     """Whole gradients by name, from whole ones, slices and shards of the ranks. Those of `local` replicas are added."""
-    shards: dict[str, dict[int, list[dict[str, Gradient]]]] = {}
-    cuts: dict[str, Cut] = {}
-    plain: list[dict[str, Gradient]] = [{} for _ in found]
-    for own, of_rank in zip(plain, found, strict=True):
-        for name, gradient in of_rank.items():
-            if isinstance(gradient, Shard):
-                cuts[name] = gradient.cut
-                shards.setdefault(name, {}).setdefault(gradient.cut.index, []).append({name: gradient.part})
-            else:
-                own[name] = gradient
-    joined = {
-        name: cut.joined([_unsliced(shards[name][index], local)[name] for index in range(cut.count)])
-        for name, cut in cuts.items()
-    }
-    return _unsliced(plain, local) | joined
-
-
-def _unsliced(found: Sequence[dict[str, Gradient]], local: bool) -> dict[str, Tensor]:
-    """Whole gradients by name, from what each rank has: whole ones, or slices. Those of `local` replicas are added."""
-    slices: dict[str, list[Slice]] = {}
+    parts: dict[str, dict[Cut | None, list[Tensor | Slice]]] = {}
+    for name, gradient in (one for of_rank in found for one in of_rank.items()):
+        cut, part = gradient if isinstance(gradient, Shard) else (None, gradient)
+        parts.setdefault(name, {}).setdefault(cut, []).append(part)
     whole: dict[str, Tensor] = {}
-    for of_rank in found:
-        for name, gradient in of_rank.items():
-            if isinstance(gradient, Slice):
-                slices.setdefault(name, []).append(gradient)
-            elif isinstance(gradient, Tensor):
-                whole[name] = whole[name] + gradient if local and name in whole else gradient
-    return whole | {name: assemble(parts) for name, parts in slices.items()}
+    for name, by_cut in parts.items():
+        joined = {cut: _unsliced(some, local) for cut, some in by_cut.items()}
+        cuts = sorted((cut for cut in joined if cut is not None), key=lambda cut: cut.index)
+        whole[name] = cuts[0].joined([joined[cut] for cut in cuts]) if cuts else joined[None]
+    return whole
+
+
+def _unsliced(parts: Sequence[Tensor | Slice], local: bool) -> Tensor:
+    """A gradient from what ranks have of it: all have the whole one, or a slice each. Of `local` replicas the sum."""
+    slices, whole = [p for p in parts if isinstance(p, Slice)], [p for p in parts if isinstance(p, Tensor)]
+    if slices:
+        return assemble(slices)
+    return reduce(torch.add, whole) if local else whole[-1]
 
 
 def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Ranks) -> EmulatedCosts:
@@ -412,68 +419,88 @@ def emulated_note(spec: DeviceSpec, overruns: Sequence[Sequence[int]]) -> str:
     return f"emulated device {spec}: real work and real clock readings, delayed to its speed{overran}"
 
 
-def _measured(program: Program, passed: Sequence[Passed], k: int) -> Trace:
+def _measured(program: Program, ranks: Sequence[RankPass], error: float) -> Trace:
     """The trace of one pass, from the clocks of all ranks, which were made one."""
-    zero = min(min(p.starts[k]) for p in passed)
-    starts = [[t - zero for t in p.starts[k]] for p in passed]
-    ends = [[t - zero for t in p.ends[k]] for p in passed]
-    sizes = [p.sizes[k] for p in passed]
+    zero = _begin(ranks)
+    starts = [[t - zero for t in one.record.starts] for one in ranks]
+    ends = [[t - zero for t in one.record.ends] for one in ranks]
 
     def size(rank: int, value: Value) -> int:
-        return sizes[rank].get(value, 0)
+        return ranks[rank].sizes.get(value, 0)
 
-    series = [replace(p.series[k], times=[t - zero for t in p.series[k].times]) for p in passed if p.series]
-    error = max(p.clock_error for p in passed)
-    data = [p.data[k] for p in passed]
+    series = [replace(p.series, times=[t - zero for t in p.series.times]) for p in ranks if p.series is not None]
+    data = [one.data for one in ranks]
     return Trace(program, starts, ends, size, "measured", "bytes", data, series=series, clock_error=error)
 
 
-class Ending:
-    """Ends a run between two of its passes: the driver makes a file, and the ranks agree whether it exists.
-
-    path   of that file
-    """
-
-    def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="ending-", dir=launch.scratch_folder())
-        self.path = os.path.join(self._folder, "now")
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None:
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    def __call__(self) -> None:
-        """In the driver: end the run."""
-        with open(self.path, "wb"):
-            pass
-
-    def reached(self, comm: communicator.Communicator) -> bool:
-        """In all ranks, before a pass: whether the run ends here."""
-        there = torch.tensor([float(comm.rank == 0 and os.path.exists(self.path))])
-        comm.iallreduce(there, tuple(range(comm.size)), "whether the run ends here").wait()
-        return bool(there)
+@contextmanager
+def _place_of_end(callback: Callback | None) -> Iterator[Path | None]:
+    """The file by which a callback ends a run between two of its passes."""
+    if callback is None:
+        yield None
+        return
+    with tempfile.TemporaryDirectory(prefix="ending-", dir=launch.scratch_folder()) as folder:
+        yield Path(folder, "now")
 
 
 # in the ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _passes(
-    job: Job,
-    programs: Sequence[Program],
-    keep_gradients: bool,
-    slow: list[tuple[Delays, Delays | None]] | None,
-    watching: Watching | None,
-    storing: Storing,
-    reporter: Reporter | None = None,
-    ending: Ending | None = None,
-    own: Algorithm | None = None,
-) -> Passed:
-    comm = communicator.create()
-    if own is not None:
-        collectives.add(programs[0].algorithm, own)
-    mine, last = slow[comm.rank] if slow is not None else (None, None)
-    program = programs[0]
+def _passes(job: Job, work: Work) -> Passed:
+    """In every rank: all passes, and what it brings back of them."""
+    comm, storing = communicator.create(), work.storing
+    executor, outline, numbers = _prepared(job, work, comm)
+    found: list[RankPass] = []
+    rows: dict[int, list[int]] = {}
+    with closing(executor), _cores_of(work, comm):
+        storing.begin(executor, outline)
+        header = Header(
+            storing.first, job.seed, job.batch, dtype_name(job.dtype), work.programs[0].name, "", outline.rows
+        )
+        tracker = work.watching(executor) if work.watching is not None else None
+        updates = 0
+        before = clocks.read(comm)
+        for k, program in enumerate(work.programs):
+            if k and program is not work.programs[k - 1]:
+                executor.follow(program, work.slow[comm.rank][1] if work.slow is not None else None)
+            given = {s: job.part(s, program, comm.rank) for s in range(header.step, header.step + program.steps)}
+            if work.end is not None and _is_there(work.end, comm):
+                storing.after(executor, outline, header, True, updates)
+                break
+            comm.barrier()  # so that a pass begins on all ranks at once, as the prediction assumes
+            with tracker or nullcontext():
+                record = executor.run(given.__getitem__, header.step, work.keep_gradients)
+            header = replace(header, step=header.step + program.steps)
+            updates += program.updates
+            storing.after(executor, outline, header, k == len(work.programs) - 1, updates)
+            _report(work, k, record, before, executor.state, updates)
+            if not found or executor.compute.rows.counts != rows:  # steps of an epoch's end have fewer rows
+                rows, sizes = executor.compute.rows.counts, (_sizes(executor), executor.compute.data_bytes())
+            found.append(RankPass(record, *sizes))
+        after = clocks.read(comm)
+        share = storing.share(executor, outline, header, updates)
+    series = {} if tracker is None else tracker.series_of_passes()
+    experts = executor.compute.experts
+    return Passed(
+        [_by_one_clock(one, series.get(k), before, after) for k, one in enumerate(found)],
+        share,
+        experts.load(numbers) if experts is not None else None,
+        max(before.error, after.error),
+    )
+
+
+def _is_there(path: Path, comm: communicator.Communicator) -> bool:
+    """Whether rank 0 finds a file; the answer is the same on all ranks, which all ask."""
+    there = torch.tensor([float(comm.rank == 0 and path.exists())])
+    comm.iallreduce(there, tuple(range(comm.size)), "whether the run ends here").wait()
+    return bool(there)
+
+
+def _prepared(job: Job, work: Work, comm: communicator.Communicator) -> tuple[Executor, Outline, list[int]]:
+    """The executor of a rank, the outline of its whole model, and of each node of a sharded one the layer."""
+    program = work.programs[0]
+    if work.own is not None:
+        collectives.add(program.algorithm, work.own)
     if comm.rank == 0 and len(set(comm.hosts)) > 1:
         _warn_of_hosts(program, comm.hosts)
     model = job.build_for(program, comm.rank)
@@ -481,69 +508,40 @@ def _passes(
     if job.evaluate is None and not trains and any(p.requires_grad for p in model.parameters()):
         model.eval()  # inference
     outline = outline_of(model)
-    executor = Executor(program, comm, model, job.loss, job.optimizer, job.seed, mine, job.scheduler)
-    executor.walked = reporter.walked(worker.report) if reporter is not None else None
+    delays = work.slow[comm.rank][0] if work.slow is not None else None
+    executor = Executor(program, comm, model, job.loss, job.optimizer, job.seed, delays, job.scheduler)
+    executor.walked = work.reporter.walked(worker.report) if work.reporter is not None else None
     executor.compute.finite = None if job.on_nan == "ignore" else Finite(comm.rank, job.on_nan, worker.report)
-    update = executor.state.update
-    measuring = ending is not None and isinstance(program.contract, Synchronous)
+    executor.state.measured = {} if work.end is not None and isinstance(program.contract, Synchronous) else None
     numbers = [layer for layer, count in enumerate(getattr(model, "nodes", ())) for _ in range(count)]
-    del model  # with the layers of other ranks
-    # An emulated device sleeps most of the time: any core that is free wakes it soonest.
-    holds = comm.device.type == "cpu" and mine is None and is_crowded()
-    held = on_own_core(_way(program, comm.size)) if holds else nullcontext()
-    with closing(executor), held:
-        storing.begin(executor, outline)
-        header = Header(storing.first, job.seed, job.batch, dtype_name(job.dtype), program.name, "", outline.rows)
-        records: list[PassRecord] = []
-        sizes: list[tuple[dict[Value, int], int]] = []  # of each pass: of its values, and of the rows of batches
-        rows: dict[int, list[int]] = {}
-        tracker = watching(executor) if watching is not None else None
-        base, updates = storing.first, 0
-        before = clocks.read(comm)
-        for k, each in enumerate(programs):
-            if each is not program:
-                program = each
-                executor.follow(each, last)
-            given = {s: job.part(s, each, comm.rank) for s in range(base, base + each.steps)}
-            if ending is not None and ending.reached(comm):
-                storing.after(executor, outline, header, True, updates)
-                break
-            comm.barrier()  # so that a pass begins on all ranks at once, as the prediction assumes
-            executor.state.measured = {} if measuring else None
-            with tracker or nullcontext():
-                records.append(executor.run(given.__getitem__, base, keep_gradients))
-            base += each.steps
-            header = replace(header, step=base)
-            updates += each.updates
-            storing.after(executor, outline, header, k == len(programs) - 1, updates)
-            if reporter is not None:
-                starts, ends = (clocks.corrected(row, before, before) for row in (records[-1].starts, records[-1].ends))
-                news = reporter.news(k, records[-1].losses, starts, ends)
-                worker.report(news if ending is None else _with_update(news, executor.state, each, updates))
-            if update.schedule is not None:
-                update.schedule.forget(updates)
-            if not sizes or executor.compute.rows.counts != rows:  # steps of an epoch's end have fewer rows
-                rows = executor.compute.rows.counts
-                latest = _sizes(executor), executor.compute.data_bytes()
-            sizes.append(latest)
-        after = clocks.read(comm)
-    series = {} if tracker is None else tracker.series_of_passes()
-    if before.error:
-        series = {k: replace(one, times=clocks.corrected(one.times, before, after)) for k, one in series.items()}
-    return Passed(
-        [record.losses for record in records],
-        [clocks.corrected(record.starts, before, after) for record in records],
-        [clocks.corrected(record.ends, before, after) for record in records],
-        [record.gradients for record in records],
-        [of_values for of_values, _ in sizes],
-        [of_rows for _, of_rows in sizes],
-        [record.overruns for record in records],
-        [record.order for record in records],
-        series,
-        storing.share(executor, outline, header, updates),
-        executor.compute.experts.load(numbers) if executor.compute.experts is not None else None,
-        max(before.error, after.error),
-    )
+    return executor, outline, numbers
+
+
+def _cores_of(work: Work, comm: communicator.Communicator) -> AbstractContextManager[None]:
+    """The cores of a rank. An emulated device sleeps most of the time: any core that is free wakes it soonest."""
+    if comm.device.type != "cpu" or work.slow is not None or not is_crowded():
+        return nullcontext()
+    return on_own_core(_way(work.programs[0], comm.size))
+
+
+def _report(work: Work, k: int, record: PassRecord, clock: clocks.Reading, state: State, updates: int) -> None:
+    """Tell the driver of a pass, after which `updates` of the run are done."""
+    if work.reporter is not None:
+        starts, ends = (clocks.corrected(row, clock, clock) for row in (record.starts, record.ends))
+        news = work.reporter.news(k, record.losses, starts, ends)
+        worker.report(news if work.end is None else _with_update(news, state, work.programs[k], updates))
+    if state.measured is not None:
+        state.measured = {}
+    if state.update.schedule is not None:
+        state.update.schedule.forget(updates)
+
+
+def _by_one_clock(one: RankPass, series: Series | None, before: clocks.Reading, after: clocks.Reading) -> RankPass:
+    """The pass with its times as rank 0's clock would have them."""
+    starts, ends = (clocks.corrected(row, before, after) for row in (one.record.starts, one.record.ends))
+    if series is not None and before.error:
+        series = replace(series, times=clocks.corrected(series.times, before, after))
+    return one._replace(record=replace(one.record, starts=starts, ends=ends), series=series)
 
 
 def _warn_of_hosts(program: Program, hosts: Sequence[str]) -> None:
@@ -584,22 +582,6 @@ def _sizes(executor: Executor) -> dict[Value, int]:
     return {value: executor.size(value) for value in named | executor.program.state[executor.comm.rank]}
 
 
-class Facts(NamedTuple):
-    """What is known of a job before it runs: shape, profile, bytes of a batch's x and y, the layers whose results
-    depend on how the batch is split; if asked for, what each layer allocates in order, and how fast tensors are copied
-    away; the class of the scheduler."""
-
-    shape: Shape
-    profile: Profile
-    data_bytes: tuple[int, int]
-    split_sensitive: list[str]
-    tapes: Tapes | None = None
-    copies: Copies = Copies()
-    scheduler: str = ""
-    counted_form: Any = None  # of the model's output, if the loss gives (sum, count): see `losses.Counting`
-    loss_note: str = ""  # what to warn of
-
-
 def profile_job(
     job: Job,
     rows: tuple[int, ...],
@@ -608,6 +590,7 @@ def profile_job(
     split: bool = False,
     sliced: str = "",
     parts: int = 1,
+    flops: bool = True,
 ) -> Facts:
     """In one rank: the facts of a job, its layers profiled for these numbers of rows, as the plan will have them.
 
@@ -615,6 +598,7 @@ def profile_job(
     split    also measure the halves of each backward
     sliced   what updates slices of parameters, for errors; "" if nothing does. An optimizer that cannot is refused
     parts    micro-batches of a step, on all replicas: a loss that is not the weighted mean of theirs is refused
+    flops    also count operations, which emulated devices ask for
     """
     plan = plan or Plan()
     whole = job.build().to(worker.context().device)
@@ -622,7 +606,7 @@ def profile_job(
     update = Update(job.optimizer, forms_of(model), job.scheduler)
     if sliced:
         check_update(update, sliced)
-    (x, y), of = job.sample(max(rows))
+    (x, y), of = job.sample(min(job.batch, max(2, *rows)))  # (one row alone does not show what others do to it)
     sizes = tuple(count_bytes(part) * of // max(1, count_rows(part)) for part in (x, y))  # (a rank keeps them as given)
     if plan.precision == "bf16":
         check_narrow(model)
@@ -649,10 +633,12 @@ def profile_job(
     layered = cast(nn.Sequential, model)
     at_home = host_layers.find(plan.host_layers, shape)
     host_steps = plan.sync == "ps" or bool({*plan.offload} - {"activations"})
-    measured = profile(layered, (x, y), loss, rows, 3, threads, optimizer, slices, again, at_home, host_steps, split)
+    measured = profile(
+        layered, (x, y), loss, rows, 3, threads, optimizer, slices, again, at_home, host_steps, split, flops
+    )
     tapes = None
     if memory:
-        tapes = record(layered, x, y, loss, rows, update.of_group(update.largest), split, shape.edges, slices)
+        tapes = record(layered, (x, y), loss, rows, update.of_group(update.largest), split, slices)
     copies = Copies()
     if plan.offload:
         copies = measure_copies(

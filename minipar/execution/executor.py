@@ -1,9 +1,14 @@
 """The loop that a rank runs: the executor of a Program on real tensors and real messages.
 
+    live[value]       every value that the rank has: outputs, gradients, graphs, parameters and their versions, slices,
+                      copies on the host and on the disk
+    pending[value]    what is on its way: a message, a copy, the result of a collective
+
     for each instruction, in order:
-        wait for what it reads (messages and collectives that are on their way)
-        FORWARD, RECOMPUTE, BACKWARD, STEP    compute now
-        SEND, RECV, collectives               start, and go on
+        wait for what it reads
+        FORWARD, RECOMPUTE, BACKWARD, STEP                 compute now
+        SEND, RECV, collectives, OFFLOAD, FETCH            start, and go on
+        drop what it frees
 
 It is an interpreter: it knows no strategy. What it needs of the device, a CPU or a GPU, is in `streams`: on a GPU "now"
 means to put it in the device's queue, "wait" that the device waits, and the walk goes on.
@@ -28,15 +33,15 @@ from minipar.data.batches import Batch, BatchPart
 from minipar.errors import RankError
 from minipar.execution import naming_layers, repartition
 from minipar.execution.compute import Compute
+from minipar.execution.copies import Copies
 from minipar.execution.dtypes import check_narrow, narrow
 from minipar.execution.dynamic_schedule import DynamicSchedule
 from minipar.execution.emulation import Delays, EmulatedDevice, Joined, end_of, stamp_later
 from minipar.execution.fitting import check_fit
 from minipar.execution.following import Walked
+from minipar.execution.lines import Slice
 from minipar.execution.mean_loss import Loss
-from minipar.execution.offloading import Offloading, TierCopy
-from minipar.execution.owners import Slice
-from minipar.execution.state import State
+from minipar.execution.state import State, Table
 from minipar.execution.streams import Mark, Streams, read_all, streams_of
 from minipar.execution.updating import Optimizer, Scheduler, Update, check_update, forms_of
 from minipar.models import randomness, selective_checkpoint
@@ -49,6 +54,7 @@ from minipar.program import (
     COLLECTIVES,
     COMPUTE,
     COPIES,
+    SERVICE,
     Action,
     Instruction,
     Op,
@@ -58,6 +64,7 @@ from minipar.program import (
     home,
     repartitions,
     tier,
+    version_of,
 )
 from minipar.program.comm_volume import by_algorithm
 from minipar.strategies.passes.versions import without_versions
@@ -65,10 +72,9 @@ from minipar.strategies.passes.versions import without_versions
 if TYPE_CHECKING:
     from minipar.execution.memory.tracker import Tracker
 
-_ON_LAYERS = frozenset((Op.FORWARD, Op.RECOMPUTE, *BACKWARDS))
-
-# Autograd and the optimizer keep these, not `live`.
-_ELSEWHERE = frozenset(("saved", "saved_weight", "grad", "param"))
+_ON_LAYERS = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
+_USED_UP = ("grad", "grad_shard")  # who uses a gradient frees it, as autograd's `.grad`
+_LATER = object()  # an instruction was started, and notes its end itself
 
 
 class Shard(NamedTuple):
@@ -98,30 +104,45 @@ class _Prepared(NamedTuple):
 
     label: bytes  # says what this rank was doing, if it dies
     arriving: tuple[Value, ...]  # what it reads that it may have to wait for
-    graded: tuple[int, ...]  # groups whose gradients it writes
-    dropped: tuple[Value, ...]  # what it frees of `live`
-    released: tuple[Value, ...]  # parameters that it frees
-    on_host: bool  # whether the host computes it
+    fleeting: tuple[Value, ...]  # parameters that it reads and that are not always here
+    versions: tuple[Value, ...]  # of parameters, that it reads
     by_host: tuple[Value, ...]  # what the host reads for it, of which perhaps only the device knows that it has arrived
+    graded: tuple[int, ...]  # groups whose gradients it writes
+    dropped: tuple[Value, ...]  # what it frees of micro-batches on the device
+    released: tuple[Value, ...]  # what it frees of model state, and in slower tiers
     mark: Callable[[], Mark]  # when it begins and ends
+    timed: bool  # whether the emulated device computes it
 
 
-def _lines(instructions: Sequence[Instruction], streams: Streams) -> list[_Prepared]:
+def _prepared(instructions: Sequence[Instruction], streams: Streams) -> list[_Prepared]:
     moving = (Op.RECV, *COLLECTIVES, *COPIES)
     moved = {value for ins in instructions if ins.op in moving for value in ins.writes}
-    return [
-        _Prepared(
+    freed = {value for ins in instructions for value in ins.frees if value.kind in ("param", "param_shard")} & moved
+
+    def prepared(ins: Instruction) -> _Prepared:
+        passing = [v for v in ins.frees if v.microbatch >= 0 and tier(v) == "device"]
+        return _Prepared(
             notes.label(str(ins)),
             tuple([value for value in ins.reads if value in moved]),
-            tuple([value.index for value in ins.writes if value.kind == "grad"]),
-            tuple([value for value in ins.frees if value.kind not in _ELSEWHERE]),
-            tuple([v for v in ins.frees if v.kind in ("param", "param_shard")]),
-            ins.stream == "host",
+            tuple([value for value in ins.reads if value in freed]),
+            tuple([value for value in ins.reads if version_of(value) >= 0]) if ins.op is not Op.STEP else (),
             tuple([v for v in ins.reads if tier(v) == "host" and (ins.stream == "host" or ins.op in COLLECTIVES)]),
+            tuple([value.index for value in ins.writes if value.kind == "grad"]),
+            tuple(passing),
+            tuple([v for v in ins.frees if v not in passing and v.kind not in _USED_UP]),
             time.perf_counter if ins.stream == "host" else streams.mark,
+            ins.op in COMPUTE,
         )
-        for ins in instructions
-    ]
+
+    return [prepared(ins) for ins in instructions]
+
+
+class _Coming(NamedTuple):
+    """Values that are on their way, and which instruction started that. `wait` returns the end, if it is not noted."""
+
+    started: int
+    values: tuple[Value, ...]
+    wait: Callable[[], Mark | None]
 
 
 def _arrive(joined: Joined, stamp: Callable[[], None]) -> None:
@@ -195,17 +216,26 @@ class Executor:
         groups = [[p for p in params if id(p) in own] for params in parameters_of(layers)]
         self.cuts: Mapping[str, Cut] = getattr(container, "cuts", {})  # of parameters that sharing ranks have parts of
         self.names = {id(p): name for name, p in container.named_parameters() if id(p) in own}
-        self.state = State(program, comm, groups, update, self.names)
+        self.live: Table = {}
+        self.pending: dict[Value, _Coming] = {}
+        self.state = State(program, comm, groups, update, self.names, self.live)
         self.groups, self.buckets = groups, self.state.buckets
         mine = list(self.compute.layers.values())
         if program.precision == "bf16":
             # These are the tensors that are not trained: buffers, and frozen parameters before they are offloaded.
             narrow(nn.ModuleList(mine))
-        self.offloading: Offloading | None = None
+        self.copies: Copies | None = None
         if any(ins.op in COPIES for ins in program.ranks[comm.rank]):
-            kept = self.compute.kept
-            self.offloading = Offloading(program, comm.rank, self.state, kept, layers, mine, self.streams)
-        self.live: dict[Value, Any] = {}
+            self.copies = Copies(program, self.state, self.compute.kept, layers, mine, self.streams)
+        self.do: dict[Op, Callable[[int, Instruction], Any]] = {
+            **dict.fromkeys(_ON_LAYERS, self._compute),
+            **dict.fromkeys(COLLECTIVES, self._collective),
+            **dict.fromkeys(COPIES, self._copy),
+            **dict.fromkeys(SERVICE, self._serve),
+            Op.SEND: self._send,
+            Op.RECV: self._receive,
+            Op.STEP: self._step,
+        }
         self.watch: Tracker | None = None
         self.walked: Walked | None = None  # reports a pass while it runs
         self.follow(program, delays)
@@ -227,7 +257,7 @@ class Executor:
         if peers or program.in_flight is not None:
             self.links = Links(program, comm, self.compute.rows.count, emulated, self.streams.ended)
             self.dynamic = DynamicSchedule(program, comm.rank, self.links) if program.in_flight is not None else None
-        self.lines = _lines(self.instructions, self.streams)
+        self.prepared = _prepared(self.instructions, self.streams)
 
     def run(
         self, batches: Callable[[int], Batch | BatchPart], base: int = 0, keep_gradients: bool = False
@@ -236,105 +266,67 @@ class Executor:
 
         keep_gradients   copy every gradient as its STEP uses it
         """
-        program, instructions = self.program, self.instructions
-        compute, live = self.compute, self.live
+        compute, live, pending = self.compute, self.live, self.pending
         compute.begin(batches, base)
         self.state.begin()
-        versions = self.state.versions
-        self.gradients: list[dict[str, Gradient]] = [{} for _ in range(program.updates)]
+        self.gradients: list[dict[str, Gradient]] = [{} for _ in range(self.program.updates)]
         self.keep_gradients = keep_gradients
-        size = len(instructions)
-        starts: list[Mark] = [0.0] * size
+        size, streams, mark = len(self.instructions), self.streams, self.streams.mark
+        self.starts: list[Mark] = [0.0] * size
         self.ends: list[Mark] = [0.0] * size
-        ends, links, streams = self.ends, self.links, self.streams
-        mark = streams.mark
-        self.pending: dict[Value, tuple[int, Any]] = {}  # value -> (index of its writer, peer or handles)
-        pending = self.pending
-        posted: dict[int, list[Mark]] = {}
-        device = self.device
+        self.posted: dict[int, list[Mark]] = {}  # when receives were posted, by peer
+        starts, ends, links, copies = self.starts, self.ends, self.links, self.copies
+        device, watch, report = self.device, self.watch, self.walked
         streams.begin()
         if links is not None:
             links.start()
-        report = self.walked
         if report is not None:
             report.begin(starts, ends, compute.losses, streams)
-        begin = mark()
+        self.begun = mark()
         if device is not None:
             device.begin()
-        watch = self.watch
-        offloading = self.offloading
-        note, lines = notes.note, self.lines
-        # Local names: a member of an Enum is slow to look up, many times for each instruction.
-        SEND, RECV, STEP = Op.SEND, Op.RECV, Op.STEP
-        for index, ins in enumerate(instructions) if self.dynamic is None else self.dynamic.walk():
-            op, end = ins.op, None  # (the end is another than this rank's own of a collective on a stream)
-            line = lines[index]
+        note, prepared, do = notes.note, self.prepared, self.do
+        for index, ins in enumerate(self.instructions) if self.dynamic is None else self.dynamic.walk():
+            line = prepared[index]
             note(line.label)
             if watch is not None:
                 watch.at(index)
-            if offloading is not None:
-                offloading.settle()
-            if op is RECV:
-                times = posted.setdefault(ins.peer, [])
-                times.append(mark())
-                k = len(times) - 1 - program.receives_ahead
-                starts[index] = times[k] if k >= 0 else begin
-                ends[index] = times[-1]
-                assert links is not None
-                links.reach(ins.peer)
-                for value in ins.writes:
-                    pending[value] = (index, ins.peer)
-                continue
+            if copies is not None:
+                copies.settle()
             if pending:
                 for value in line.arriving:
                     if value in pending:
                         self._await(value)
-            if line.by_host and offloading is not None:
-                offloading.host_waits(line.by_host)
-            if versions:
-                self.state.show(ins.reads)
+            for value in line.fleeting:
+                if value not in live:
+                    raise RankError(f"{ins}: {value} was freed, and was not brought back; the program must do that")
+            for value in line.versions:
+                self.state.show(value)
+            if line.by_host and copies is not None:
+                copies.host_waits(line.by_host)
             starts[index] = line.mark()
-            if line.on_host and op is not STEP:
-                self._on_host(ins)
-            elif op in _ON_LAYERS:
-                compute.work(ins, live)
-                for group in line.graded:
-                    self.buckets.fill(group)
-            elif op is SEND:
-                contents = [live.get(value) for value in ins.reads]
-                arrival = device.sent(index, ins.peer, count_bytes(contents)) if device is not None else 0.0
-                assert links is not None
-                links.send(ins.reads, contents, ins.peer, arrival)
-                del contents  # or this name would keep them until the next SEND
-            elif op in COPIES:
-                self._copy(index, ins)
+            end = do[ins.op](index, ins)
+            if end is _LATER:
                 continue
-            elif op in COLLECTIVES:
-                end = self._collective(index, ins)
-            elif op is STEP:
-                self._step(ins)
-            else:
-                self._serve(index, ins)
-            if device is not None and op in COMPUTE:
+            if device is not None and line.timed:
                 device.computed(index)
             ends[index] = line.mark() if end is None else end
             if watch is not None and end is None:
                 streams.wait(ends[index])  # memory is followed on the host's clock, so the host may not run ahead
             if report is not None:
-                report(self._order(index), (k for k, _ in pending.values()))
+                report(self._order(index), (coming.started for coming in pending.values()))
             for value in line.dropped:
                 live.pop(value, None)
             for value in line.released:
-                self.state.release(value)
-                if offloading is not None:
-                    offloading.release(value)
+                (self.state if copies is None else copies).release(value)
         while pending:
             self._await(next(iter(pending)))
         if links is not None:
             links.finish()
-        if offloading is not None:
-            offloading.finish()
+        if copies is not None:
+            copies.finish()
         compute.later.settle(True)
+        compute.check_depends()
         now = mark()
         ends[:] = [end or now for end in ends]  # (of pieces of a gradient only the last one was waited for)
         losses = read_all(compute.losses, streams)
@@ -353,54 +345,73 @@ class Executor:
         """The instructions walked so far, the last of them `index`."""
         return range(index + 1) if self.dynamic is None else self.dynamic.executed
 
-    def _serve(self, index: int, ins: Instruction) -> None:
-        """Exchange something with a parameter server."""
-        raise RankError(f"{ins}: no executor for {ins.op.name}")
-
     # waiting ---------------------------------------------------------------------------------------------------------
+
+    def _coming(self, index: int, values: Sequence[Value], wait: Callable[[], Mark | None]) -> None:
+        """These values are on their way: whoever reads one of them calls `wait` first."""
+        coming = _Coming(index, tuple(values), wait)
+        for value in values:
+            self.pending[value] = coming
 
     def _await(self, value: Value) -> None:
         """Wait for a message, a copy, or the collective that writes a value. (A GPU waits itself, and not its host.)"""
-        index, what = self.pending.pop(value)
-        if isinstance(what, int):
-            message = self.instructions[index].writes
-            for other in message if len(message) > 1 else ():
-                self.pending.pop(other, None)
-            present = [other for other in message if self.compute.rows.count(other)]
+        index, values, wait = self.pending[value]
+        for other in values:
+            self.pending.pop(other, None)
+        self.ends[index] = wait() or self.ends[index] or self.streams.mark()
+
+    # instructions: each returns when it ends, None for now, or _LATER ------------------------------------------------
+
+    def _compute(self, index: int, ins: Instruction) -> None:
+        if ins.stream == "host":
+            return self._on_host(ins)
+        self.compute.work(ins, self.live)
+        for group in self.prepared[index].graded:
+            self.buckets.fill(group)
+        return None
+
+    def _on_host(self, ins: Instruction) -> None:
+        """Compute layers on the host, with the host's values in place of the device's."""
+        here = {home(value): self.live[value] for value in ins.reads if value in self.live}
+        reads, writes, frees = (tuple(map(home, values)) for values in (ins.reads, ins.writes, ins.frees))
+        plain = ins._replace(reads=reads, writes=writes, frees=frees)
+        with self._aside():
+            self.compute.work(plain, here)
+        self.live.update({value: here[home(value)] for value in ins.writes if home(value) in here})
+
+    def _send(self, index: int, ins: Instruction) -> None:
+        contents = [self.live.get(value) for value in ins.reads]
+        arrival = self.device.sent(index, ins.peer, count_bytes(contents)) if self.device is not None else 0.0
+        assert self.links is not None
+        self.links.send(ins.reads, contents, ins.peer, arrival)
+
+    def _receive(self, index: int, ins: Instruction) -> object:
+        """Post a receive: its transport may have begun with it when one so many messages before it was posted."""
+        links = self.links
+        assert links is not None
+        times = self.posted.setdefault(ins.peer, [])
+        times.append(self.starts[index])
+        k = len(times) - 1 - self.program.receives_ahead
+        self.starts[index] = times[k] if k >= 0 else self.begun
+        self.ends[index] = times[-1]
+        links.reach(ins.peer)
+
+        def wait() -> Mark:
             end: Mark | None = None
+            present = [value for value in ins.writes if self.compute.rows.count(value)]
             if present:
-                assert self.links is not None
-                contents, arrival, end = self.links.receive(message, what)
-                for other, content in zip(present, contents, strict=True):
-                    self.live[other] = content
-                    self.compute.weigh(other, content)
+                contents, arrival, end = links.receive(ins.writes, ins.peer)
+                for value, content in zip(present, contents, strict=True):
+                    self.live[value] = content
+                    self.compute.weigh(value, content)
                     if self.watch is not None:
                         self.watch.received(content)
                 if self.device is not None:
                     self.device.arrived(arrival, index)
-            self.ends[index] = self.streams.mark() if end is None else end
-            return
-        if isinstance(what, TierCopy):
-            assert self.offloading is not None
-            what.wait()
-            self.offloading.settle()
-            if what.end is not None and self.device is not None:
-                self.device.wait(what.end, index)
-            if self.watch is not None:
-                self.watch.received(self.live[value] if value in self.live else self.offloading.brought(value))
-            return
-        handles, joined = what
-        for handle in handles:
-            handle.wait()
-        if self.device is not None:
-            self.device.ended(joined, index)
-        for other in self.instructions[index].writes:
-            self.pending.pop(other, None)
-        if self.watch is not None and repartitions(self.instructions[index]) and value in self.live:
-            self.watch.received(self.live[value])
-        self.ends[index] = self.ends[index] or self.streams.mark()
+            return self.streams.mark() if end is None else end
 
-    # instructions ----------------------------------------------------------------------------------------------------
+        self._coming(index, ins.writes, wait)
+        return _LATER
 
     def _collective(self, index: int, ins: Instruction) -> Mark | None:
         """Start a collective. Returns when it ends, if the device knows that; else it is noted when it has ended."""
@@ -422,9 +433,15 @@ class Executor:
         def stamp() -> None:
             ends[index] = time.perf_counter()
 
-        for value in ins.writes:
-            if value not in ins.frees:
-                self.pending[value] = (index, (handles, joined))
+        def wait() -> None:
+            for handle in handles:
+                handle.wait()
+            if device is not None:
+                device.ended(joined, index)
+            if self.watch is not None and repartitions(ins) and ins.writes[0] in self.live:
+                self.watch.received(self.live[ins.writes[0]])
+
+        self._coming(index, [value for value in ins.writes if value not in ins.frees], wait)
         end = self.streams.ended(handles, group)
         if end is None and joined is not None:
             joined.handle.when_done(partial(_arrive, joined, stamp))
@@ -436,40 +453,47 @@ class Executor:
         """Where an instruction averages parameters, how much those of this rank weigh."""
         return self.compute.rows.share(ins.step, ins.step % self.program.local_steps + 1)
 
-    def _on_host(self, ins: Instruction) -> None:
-        """Compute layers on the host, with the host's values in place of the device's."""
-        here = {home(value): self.live[value] for value in ins.reads if value in self.live}
-        reads, writes, frees = (tuple(map(home, values)) for values in (ins.reads, ins.writes, ins.frees))
-        plain = ins._replace(reads=reads, writes=writes, frees=frees)
-        with self._aside():
-            self.compute.work(plain, here)
-        self.live.update({value: here[home(value)] for value in ins.writes if home(value) in here})
-
-    def _copy(self, index: int, ins: Instruction) -> None:
-        assert self.offloading is not None
+    def _copy(self, index: int, ins: Instruction) -> object:
+        copies, device = self.copies, self.device
+        assert copies is not None
         with self._aside() if tier(ins.writes[0]) == "host" else nullcontext():
-            copy = self.offloading.start(ins, self.live)
-        copy.end = self.device.copied(ins, copy.nbytes) if self.device is not None else None
-        self.pending[ins.writes[0]] = (index, copy)
+            copy = copies.start(ins)
+        copy.end = device.copied(ins, copy.nbytes) if device is not None else None
+
+        def wait() -> None:
+            copy.wait()
+            copies.settle()
+            if copy.end is not None and device is not None:
+                device.wait(copy.end, index)
+            if self.watch is not None:
+                self.watch.received(copies.brought(ins.writes[0]))
+
+        self._coming(index, ins.writes, wait)
         if copy.on_stream:
             self.ends[index] = copy.mark()
-            return
+            return _LATER
 
         def done() -> None:
             self.ends[index] = time.perf_counter()
             copy.arrive()
 
         copy.when_copied(done if copy.end is None else partial(stamp_later, copy.end, done))
+        return _LATER
+
+    def _serve(self, index: int, ins: Instruction) -> None:
+        """Exchange something with a parameter server."""
+        raise RankError(f"{ins}: no executor for {ins.op.name}")
 
     def _aside(self) -> AbstractContextManager[None]:
         """While entered, new memory belongs to the host and not to the device."""
         return nullcontext() if self.watch is None else self.watch.aside()
 
-    def _step(self, ins: Instruction) -> None:
+    def _step(self, index: int, ins: Instruction) -> None:
         with self._aside() if ins.stream == "host" else nullcontext():
             # Where receives of a later step may be posted already, the host does not wait for the losses of this one.
             self.compute.later.settle(isinstance(self.program.contract, Synchronous))
-            self.state.scale(ins)
+            self.compute.check_depends()
+            self.state.prepare(ins)
             if self.keep_gradients:
                 with self._aside():
                     self._keep(ins)
@@ -492,12 +516,12 @@ class Executor:
     def all_here(self) -> AbstractContextManager[None]:
         """Between passes: while entered, everything is in memory, to be saved or restored."""
         self.state.begin()  # (the newest versions are those that the next pass begins with)
-        return nullcontext() if self.offloading is None else self.offloading.all_here()
+        return nullcontext() if self.copies is None else self.copies.all_here()
 
     def close(self) -> None:
         """End what was begun for copies; the run is over."""
-        if self.offloading is not None:
-            self.offloading.close()
+        if self.copies is not None:
+            self.copies.close()
 
     def size(self, value: Value) -> int:
         """Bytes of a value on this rank, as they were measured."""

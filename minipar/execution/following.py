@@ -203,32 +203,19 @@ class UnderWay:
 
     def __init__(self, program: Program) -> None:
         self.program, self.done = program, 0
-        self._walked: list[dict[int, Span]] = [{} for _ in program.ranks]
+        self._walked: list[dict[int, Span]] = [{} for _ in program.ranks]  # by the place in its order
         self._until = [float("-inf")] * len(program.ranks)
         self._losses: list[dict[int, float]] = [{} for _ in program.ranks]  # each rank's part
         self._left = [Counter(ins.step for ins in row if ins.microbatch >= 0) for row in program.ranks]
-        self._spans: dict[int, tuple[float, float]] = {}  # of steps: first start and last end
-        self._shown = 0  # steps that all ranks have reported up to their end
 
     def heard(self, rank: int, part: Stretch) -> None:
+        row = self.program.ranks[rank]
         self._until[rank] = part.until
         self._losses[rank] |= part.losses
-        for place, index, start, end in part.walked:
-            ins = self.program.ranks[rank][index]
-            self._walked[rank][place] = ins, start, end
-            if ins.microbatch >= 0:
-                self._left[rank][ins.step] -= 1
-                if ins.stream == "compute":
-                    first, last = self._spans.get(ins.step, (start, end))
-                    self._spans[ins.step] = min(first, start), max(last, end)
+        self._walked[rank] |= {place: (row[index], start, end) for place, index, start, end in part.walked}
+        self._left[rank].subtract(row[index].step for _, index, _, _ in part.walked if row[index].microbatch >= 0)
         while self.done < self.program.steps and not any(left[self.done] for left in self._left):
             self.done += 1
-        reported, before = min(self._until), self._shown
-        while self._shown < self.done and self._spans[self._shown][1] <= reported:
-            self._shown += 1
-        if self._shown > before:  # what ended before it is not needed any more: a run may be long
-            first = self._spans[self._shown - 1][0]
-            self._walked = [{k: one for k, one in row.items() if one[2] > first} for row in self._walked]
 
     @property
     def losses(self) -> list[float]:
@@ -237,12 +224,18 @@ class UnderWay:
 
     @property
     def trace(self) -> Trace | None:
-        if not self._shown:
+        spans: dict[int, tuple[float, float]] = {}  # of the steps that are done: first start and last end
+        for ins, start, end in (span for row in self._walked for span in row.values()):
+            if ins.stream == "compute" and ins.microbatch >= 0 and ins.step < self.done:
+                first, last = spans.get(ins.step, (start, end))
+                spans[ins.step] = min(first, start), max(last, end)
+        reported = [step for step, (_, last) in spans.items() if last <= min(self._until)]
+        if not reported:
             return None
-        step = self._shown - 1
+        step = max(reported)
         rows = [[row[k] for k in sorted(row)] for row in self._walked]
         others = "; steps overlap, so parts of others ran in it" if self.program.steps > 1 else ""
-        return window(self.program, rows, *self._spans[step], f"the time of step {step + 1}{others}")
+        return window(self.program, rows, *spans[step], f"the time of step {step + 1}{others}")
 
 
 def window(program: Program, rows: Sequence[Sequence[Span]], first: float, last: float, note: str) -> Trace:

@@ -26,7 +26,7 @@ from minipar.models.mixture_gpt import LoadCount
 from minipar.models.tensors import Unchanged, count_bytes, map_tensors, overwrites, tensors
 from minipar.program import Instruction, LayerRun, Op, Value
 
-Made = tuple[Any, Tensor | None]  # a layer's output; and of the last layer of a model, the loss
+Result = tuple[Any, Tensor | None]  # a layer's output; and of the last layer of a model, the loss
 Sizes = dict[tuple[str, int, int], int]  # bytes of values as they were first met: (kind, layer, rows) -> bytes
 
 
@@ -52,7 +52,7 @@ class Call(NamedTuple):
     live: dict[Value, Any]
 
 
-LayerCall = Callable[[Any, Call], Made]  # of the layer's input
+LayerCall = Callable[[Any, Call], Result]  # of the layer's input
 Beside = Callable[[int, Call], list[Any]]  # what a layer takes and gives beside its input and output
 
 
@@ -70,7 +70,7 @@ def with_loss(run: LayerCall, loss: MeanLoss) -> LayerCall:
     calls, so that the input and what the loss makes are never there together.
     """
 
-    def call_with_loss(x: Any, call: Call) -> Made:
+    def call_with_loss(x: Any, call: Call) -> Result:
         output, _ = run(x, call)
         assert call.target is not None
         return output, loss(output, call.target) if torch.is_grad_enabled() else None
@@ -81,7 +81,7 @@ def with_loss(run: LayerCall, loss: MeanLoss) -> LayerCall:
 def counting(run: LayerCall, layer: int, count: LoadCount) -> LayerCall:
     """Count which experts tokens go to: in the forward, and not again in a recomputation."""
 
-    def call_counting(x: Any, call: Call) -> Made:
+    def call_counting(x: Any, call: Call) -> Result:
         if call.ins.op is not Op.FORWARD:
             return run(x, call)
         with count.at(layer, (call.step, call.ins.microbatch, call.start)):
@@ -93,7 +93,7 @@ def counting(run: LayerCall, layer: int, count: LoadCount) -> LayerCall:
 def copying_parameters(run: LayerCall, module: nn.Module) -> LayerCall:
     """For a layer whose parameters are freed: copy an output that is a parameter, or a view of one."""
 
-    def call_copying(x: Any, call: Call) -> Made:
+    def call_copying(x: Any, call: Call) -> Result:
         output, loss = run(x, call)
         own = {p.untyped_storage().data_ptr() for p in module.parameters()}
         return map_tensors(output, lambda t: t.clone() if t.untyped_storage().data_ptr() in own else t), loss
@@ -107,15 +107,15 @@ def weighed(run: LayerCall, layer: int, module: nn.Module, sizes: Sizes, beside:
     beside   what the layer takes and gives beside its input and output
     """
 
-    def call_weighed(x: Any, call: Call) -> Made:
+    def call_weighed(x: Any, call: Call) -> Result:
         rows = call.rows
         if ("saved", layer, rows) in sizes:
             return run(x, call)
         if not torch.is_grad_enabled():
-            made = run(x, call)
+            result = run(x, call)
             if ("output", layer, rows) not in sizes:
-                sizes["output", layer, rows] = count_bytes(made[0])
-            return made
+                sizes["output", layer, rows] = count_bytes(result[0])
+            return result
         output, loss, weights = weigh(
             module, lambda given: run(given, call), x, lambda: (_targets(call), beside(layer, call) if beside else ())
         )
@@ -144,7 +144,7 @@ def keeping(
     beside      gives what goes from slice to slice of a sequence, which stays
     """
 
-    def call_keeping(x: Any, call: Call) -> Made:
+    def call_keeping(x: Any, call: Call) -> Result:
         key = layer, call.ins.microbatch, call.ins.step
         if key not in away or not torch.is_grad_enabled():
             return otherwise(x, call)
@@ -165,7 +165,7 @@ def keeping(
 def shortened(run: LayerCall, layer: int, module: nn.Module, sizes: Sizes, tails: Tails) -> LayerCall:
     """At the end of a recomputation whose output nobody reads, leave out what its backward does not need."""
 
-    def call_shortened(x: Any, call: Call) -> Made:
+    def call_shortened(x: Any, call: Call) -> Result:
         if call.unread and layer == call.piece[-1] and ("saved", layer, call.rows) in sizes:
             return tails.run(layer, module, x), None
         return run(x, call)
@@ -179,7 +179,7 @@ def remembering(run: LayerCall, layer: int, remembered: Remembered, again: Conta
     again   layers and micro-batches that run forward more than once
     """
 
-    def call_remembering(x: Any, call: Call) -> Made:
+    def call_remembering(x: Any, call: Call) -> Result:
         ins = call.ins
         if (layer, ins.microbatch, ins.step) not in again:
             return run(x, call)
@@ -193,7 +193,7 @@ def remembering(run: LayerCall, layer: int, remembered: Remembered, again: Conta
 def by_row(run: LayerCall, dropouts: Sequence[randomness.RowDropout]) -> LayerCall:
     """Tell the dropouts of a layer which rows of the whole batch it is given."""
 
-    def call_by_row(x: Any, call: Call) -> Made:
+    def call_by_row(x: Any, call: Call) -> Result:
         rows = call.batch_rows
         randomness.at(dropouts, call.step, rows.start, call.start, len(rows))
         return run(x, call)
@@ -204,7 +204,7 @@ def by_row(run: LayerCall, dropouts: Sequence[randomness.RowDropout]) -> LayerCa
 def seeded(run: LayerCall, layer: int, seed: int, generators: Sequence[torch.Generator]) -> LayerCall:
     """Seed torch's generators, so that a layer's draws depend on the seed, the step, the rows and the layer alone."""
 
-    def call_seeded(x: Any, call: Call) -> Made:
+    def call_seeded(x: Any, call: Call) -> Result:
         number = randomness.draw_seed(seed, call.step, call.batch_rows.start, layer, call.start)
         randomness.reseed(generators, number)
         return run(x, call)
@@ -234,7 +234,7 @@ class UntouchedInputs:
         self._tried: set[tuple[tuple[int, ...], bool]] = set()  # pieces, with or without a graph
         self._copied: set[tuple[int, ...]] = set()  # of these, the ones that write into what they are given
 
-    def __call__(self, run: LayerCall, given: Any, call: Call) -> tuple[Any, Made]:
+    def __call__(self, run: LayerCall, given: Any, call: Call) -> tuple[Any, Result]:
         """What the piece makes, and the input at which its graph begins: `given`, or leaves of the same numbers.
 
         RankError for layers that write into their input after all, when they have not done so the first time.
@@ -242,14 +242,14 @@ class UntouchedInputs:
         piece, key = call.piece, (call.piece, torch.is_grad_enabled())
         seen = Unchanged(given, () if call.target is None else call.target.y)
         if key in self._tried:
-            made = self._run(run, given, call)
+            result = self._run(run, given, call)
             if not seen.versions_are():
                 layers = f"layers {piece[0]} to {piece[-1]}" if len(piece) > 1 else f"layer {piece[0]}"
                 raise RankError(
                     f"{layers} wrote into their input, which they had not done before; a layer that does so now and "
                     "then must say so by an attribute `inplace = True`, so that it is given a copy"
                 )
-            return given, made
+            return given, result
         copies = [t.detach().clone() for t in seen.tensors]
         modules = [module for layer in piece for module in self.layers[layer].modules()]
         buffers = [(m, name, b, b.clone()) for m in modules for name, b in m._buffers.items() if b is not None]
@@ -257,13 +257,13 @@ class UntouchedInputs:
         # (What is written into becomes a result of the layers' graph: the second run begins at leaves of its own.)
         given_again, target = map_tensors((given, call.target), lambda t: t.detach().requires_grad_(t.requires_grad))
         try:
-            made = self._run(run, given, call._replace(unread=False))
+            result = self._run(run, given, call._replace(unread=False))
             if seen.versions_are() and seen.equals(copies):
                 # (A layer that is weighed is given a copy, so its writes were not seen: then the piece is tried again.)
                 if self.sizes.keys() == sizes.keys() or self.overwriting.isdisjoint(piece[1:]):
                     self._tried.add(key)
-                return given, made
-            del made
+                return given, result
+            del result
         except Exception as error:  # torch refuses a write into a leaf, or into a view of one
             wrote = not seen.versions_are() or re.search("in-?place", str(error)) is not None
             if piece in self._copied or not wrote:
@@ -277,11 +277,11 @@ class UntouchedInputs:
         self.sizes.clear()
         self.sizes.update(sizes)
         self._copied.add(piece)
-        made = self._run(run, given_again, call._replace(target=target))
+        result = self._run(run, given_again, call._replace(target=target))
         self._tried.add(key)
-        return given_again, made
+        return given_again, result
 
-    def _run(self, run: LayerCall, given: Any, call: Call) -> Made:
+    def _run(self, run: LayerCall, given: Any, call: Call) -> Result:
         copied = call.piece in self._copied
         if copied or call.piece[0] in self.overwriting:
             target = map_tensors(call.target, torch.clone) if copied else call.target

@@ -22,9 +22,9 @@ from minipar.errors import MiniparError, NotFinite, PlanError, RankError
 from minipar.execution import naming_layers
 from minipar.execution.following import Warned
 from minipar.execution.streams import Later
-from minipar.models.losses import counted, counts_elements, says_count
+from minipar.models.losses import Trial, counted, counts_elements, is_mean, says_count
 from minipar.models.tensors import differentiable, map_tensors, single
-from minipar.program import Program
+from minipar.program import BACKWARDS, Program
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -57,6 +57,9 @@ class MeanLoss:
         self.loss, self.rank, self.narrow = loss, rank, program.precision == "bf16"
         self.every = program.every
         self.means = (self.every or 1) * program.replicas
+        # Tests the loss on what it is given, where it may be no mean of its parts; `tried`: in which step that is now.
+        self.trial = Trial(loss) if _is_split(program, rank) and not is_mean(loss) else None
+        self.tried = -1
 
     def target(self, y: Any, mine: Any, share: float, weight: float) -> Target:
         """The target of an instruction.
@@ -88,6 +91,8 @@ class MeanLoss:
             value = value / counts
         if value.dim():
             raise RankError(f"the loss has shape {tuple(value.shape)}; it must be a scalar, the mean over the rows")
+        if self.trial is not None and self.tried >= 0:
+            self.trial(map_tensors(output, single) if self.narrow else output, y, self.tried)
         share: Tensor = value * (counts / whole)
         return share
 
@@ -99,10 +104,10 @@ class MeanLoss:
         leaves: list[Tensor] = []
 
         def leaf(tensor: Tensor) -> Tensor:
-            alone = tensor.detach()
+            detached = tensor.detach()
             if tensor.requires_grad:
-                leaves.append(alone.requires_grad_())
-            return single(alone) if self.narrow else alone
+                leaves.append(detached.requires_grad_())
+            return single(detached) if self.narrow else detached
 
         value: Any = self.loss(map_tensors(output, leaf), y)
         value = value[0] if isinstance(value, tuple) else value
@@ -110,6 +115,12 @@ class MeanLoss:
             return found
         grads = torch.autograd.grad(value, leaves, allow_unused=True)
         return [tensor for tensor, grad in zip(found, grads, strict=True) if grad is not None] or found
+
+
+def _is_split(program: Program, rank: int) -> bool:
+    """Whether a rank trains on a part of each batch's rows."""
+    parts = program.microbatches * program.replicas
+    return parts > 1 and program.slice_count == 1 and any(ins.op in BACKWARDS for ins in program.ranks[rank])
 
 
 def _check_count(counts: float, count: float) -> None:

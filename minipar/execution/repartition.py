@@ -91,8 +91,8 @@ def start(
         changed.append(finish)
 
     def put() -> None:
-        made = iter([old if finish is None else finish() for old, finish in zip(several, changed, strict=True)])
-        live[target] = list(made) if isinstance(content, list) else _rebuilt(content, made)
+        results = iter([old if finish is None else finish() for old, finish in zip(several, changed, strict=True)])
+        live[target] = list(results) if isinstance(content, list) else _rebuilt(content, results)
         weigh(target, live[target])
 
     weigh(changing(ins), moving)
@@ -112,8 +112,8 @@ def rows_between(
     return [rows_left(old if "r" in old else new, axis, counts, rows) for old, new in both]
 
 
-def _rebuilt(content: Any, made: Iterator[Any]) -> Any:
-    return map_tensors(content, lambda _: next(made))
+def _rebuilt(content: Any, parts: Iterator[Any]) -> Any:
+    return map_tensors(content, lambda _: next(parts))
 
 
 def _change(
@@ -205,8 +205,8 @@ def own_shard(content: Any, form: str, places: Places, rows: int) -> Any:
                 tensor = _parts(tensor, parts[axis], counts[axis], left)[places[axis][0]].contiguous()
         return tensor
 
-    made = [own(tensor, letter) for tensor, letter in zip(several, letters(form), strict=True)]
-    return made if isinstance(content, list) else _rebuilt(content, iter(made))
+    pieces = [own(tensor, letter) for tensor, letter in zip(several, letters(form), strict=True)]
+    return pieces if isinstance(content, list) else _rebuilt(content, iter(pieces))
 
 
 def part_of_batch(content: Any, form: str, places: Places) -> Any:
@@ -268,9 +268,9 @@ def _balanced(counts: Tensor, count: int) -> Tensor:
     be."""
     columns = counts.shape[1]
     share, wide = int(counts.sum()) // count, columns // count
-    made = torch.zeros_like(counts)
-    made[0] = torch.tensor([share // wide + (x % wide < share % wide) for x in range(columns)])
-    return made
+    even = torch.zeros_like(counts)
+    even[0] = torch.tensor([share // wide + (x % wide < share % wide) for x in range(columns)])
+    return even
 
 
 def _parts(tensor: Tensor, letter: str, count: int, rows: int) -> list[Tensor]:

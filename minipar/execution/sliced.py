@@ -16,7 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from minipar.costs.slicing import token_ranges
 from minipar.errors import PlanError
-from minipar.execution.layer_calls import Call, LayerCall, Made, Sizes
+from minipar.execution.layer_calls import Call, LayerCall, Result, Sizes
 from minipar.models.nodes import SlicedNode
 from minipar.models.tensors import count_bytes, detach, differentiable, storages, take_tokens, tensors
 from minipar.program import Instruction, Op, Program, Value, carry, grad_carry
@@ -158,7 +158,7 @@ def on_slices(state: SequenceState, layer: int, module: nn.Module, sizes: Sizes)
     """The call of a layer on a slice: it takes what the slice before carried on, and carries on to the next one."""
     carries = layer in state.carries
 
-    def run(x: Any, call: Call) -> Made:
+    def run(x: Any, call: Call) -> Result:
         ins, live = call.ins, call.live
         i, step, given = ins.microbatch, ins.step, None
         if carries and i % state.count:

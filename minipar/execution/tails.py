@@ -38,7 +38,7 @@ WORTH = {"cpu": 2e6, "cuda": 5e8}
 _UNKNOWABLE = (torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 
 
-class _Made(NamedTuple):
+class _Signature(NamedTuple):
     """The form of an operation's inputs and of its result: enough to replace the result of a call of the same form."""
 
     form: tuple[Any, ...]
@@ -50,7 +50,7 @@ class _Made(NamedTuple):
 
 class _Step(NamedTuple):
     operation: Any
-    made: _Made | None  # None: a view, or something that is never left out
+    signature: _Signature | None  # None: a view, or something that is never left out
 
 
 class _Tail(NamedTuple):
@@ -137,19 +137,19 @@ class _Reads(DispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         index = len(self.steps)
-        made = None
+        signature = None
         if not _is_view(func):
             for tensor in tree_leaves(result):
                 if isinstance(tensor, Tensor):
                     self.storages.append((index, StorageWeakRef(tensor.untyped_storage())))
             if _is_plain(func) and isinstance(result, Tensor) and result.layout is torch.strided:
                 form = _form(tree_leaves((args, kwargs)))
-                made = _Made(form, tuple(result.shape), result.stride(), result.dtype, result.device)
+                signature = _Signature(form, tuple(result.shape), result.stride(), result.dtype, result.device)
             else:
                 self.needed = index
-        self.steps.append(_Step(func, made))
+        self.steps.append(_Step(func, signature))
         count = flop_registry.get(func.overloadpacket)
-        self.flops.append(count(*args, **kwargs, out_val=result) if count and made else 0)
+        self.flops.append(count(*args, **kwargs, out_val=result) if count and signature else 0)
         return result
 
     def tail(self) -> _Tail | None:
@@ -158,7 +158,7 @@ class _Reads(DispatchMode):
             if index > self.needed and not storage.expired():
                 self.needed = index
         left_out = sum(self.flops[self.needed + 1 :])
-        devices = {step.made.device.type for step in self.steps[self.needed + 1 :] if step.made}
+        devices = {step.signature.device.type for step in self.steps[self.needed + 1 :] if step.signature}
         worth = max((WORTH.get(device, float("inf")) for device in devices), default=float("inf"))
         return _Tail(tuple(self.steps), self.needed) if left_out > worth * len(self.steps) else None
 
@@ -181,12 +181,12 @@ class _Shorter(DispatchMode):
         self.count += 1
         self.same = self.same and k < len(steps) and steps[k].operation is func
         if self.same and k > self.tail.needed:
-            made = steps[k].made
-            if made is not None:
-                self.same = made.form == _form(tree_leaves((args, kwargs)))
+            known = steps[k].signature
+            if known is not None:
+                self.same = known.form == _form(tree_leaves((args, kwargs)))
                 if self.same:
                     self.skipped = True
-                    return torch.empty_strided(made.size, made.stride, dtype=made.dtype, device=made.device)
+                    return torch.empty_strided(known.size, known.stride, dtype=known.dtype, device=known.device)
         return func(*args, **kwargs)
 
 
@@ -205,5 +205,5 @@ def _is_view(func: Any) -> bool:
 def _is_plain(func: Any) -> bool:
     """Whether it makes one new tensor, depends on nothing but its arguments, and changes nothing."""
     schema = func._schema
-    alone = len(schema.returns) == 1 and schema.returns[0].alias_info is None
-    return alone and not schema.is_mutable and not any(tag in func.tags for tag in _UNKNOWABLE)
+    one_result = len(schema.returns) == 1 and schema.returns[0].alias_info is None
+    return one_result and not schema.is_mutable and not any(tag in func.tags for tag in _UNKNOWABLE)

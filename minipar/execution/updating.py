@@ -73,10 +73,10 @@ def takes_names(factory: Any) -> bool:
 def make(factory: Any, pairs: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
     """What a user's function makes of these parameters, given with their names if it wants them."""
     given = list(pairs)
-    made = factory(given if takes_names(factory) else [p for _, p in given])
-    if not isinstance(made, torch.optim.Optimizer):
-        raise PlanError(f"optimizer: made a {type(made).__name__}; it must make a torch.optim.Optimizer")
-    return made
+    optimizer = factory(given if takes_names(factory) else [p for _, p in given])
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise PlanError(f"optimizer: made a {type(optimizer).__name__}; it must make a torch.optim.Optimizer")
+    return optimizer
 
 
 class Form(NamedTuple):
@@ -133,6 +133,28 @@ class OptimizerPart:
         for group, k in zip(self.optimizer.param_groups, self.which, strict=True):
             group.update(settings[k])
 
+    def divide(self, before: Sequence[Updated], after: Sequence[Updated]) -> None:
+        """Go on with several parts in place of one that stands for several parameters, each with its state."""
+        for whole in before:
+            places = {(run.name, run.begin): run.place for run in whole.runs}
+            parts = [(part, places.get((part.runs[0].name, part.runs[0].begin))) for part in after]
+            mine = [(part, at) for part, at in parts if at is not None]
+            for group in self.optimizer.param_groups:
+                for k, p in enumerate(group["params"]):
+                    if p is whole.parameter:
+                        group["params"][k : k + 1] = [part.parameter for part, _ in mine]
+                        if "param_names" in group:
+                            group["param_names"][k : k + 1] = [part.names[0] for part, _ in mine]
+                        break
+            state = self.optimizer.state.pop(whole.parameter, None)
+            for part, at in mine if state else ():
+                self.optimizer.state[part.parameter] = {
+                    key: value[at : at + part.parameter.numel()].clone()
+                    if isinstance(value, Tensor) and value.shape == whole.parameter.shape
+                    else _copy(value)
+                    for key, value in state.items()
+                }
+
 
 class Update:
     """The user's optimizer and scheduler of a whole model.
@@ -179,8 +201,8 @@ class Update:
         except MiniparError:
             raise
         except Exception as error:
-            made = getattr(factory, "func", factory)  # (of a partial)
-            name = getattr(made, "__name__", type(made).__name__)
+            function = getattr(factory, "func", factory)  # (of a partial)
+            name = getattr(function, "__name__", type(function).__name__)
             raise PlanError(f"optimizer {name}: cannot be made of this model's parameters: {error}") from error
 
     def rates_at(self, update: int) -> tuple[float, ...]:
@@ -192,12 +214,12 @@ class Update:
 
     def part(self, pieces: Sequence[Updated], staleness: int | None = None) -> OptimizerPart:
         """The optimizer of some pieces. staleness: their gradients are so many updates old (see `correction`)."""
-        made, stands = self._make(self.factory)
+        optimizer, stands = self._make(self.factory)
         if isinstance(self.factory, ByStaleness) and staleness is not None:
-            self.factory.slow(made, staleness)
-        before, which = dict(made.state), []
-        made.state.clear()
-        for k, group in enumerate(made.param_groups):
+            self.factory.slow(optimizer, staleness)
+        before, which = dict(optimizer.state), []
+        optimizer.state.clear()
+        for k, group in enumerate(optimizer.param_groups):
             mine = [piece for piece in pieces if self.group_of.get(piece.names[0]) == k]
             group["params"][:] = [piece.parameter for piece in mine]
             if "param_names" in group:
@@ -205,31 +227,31 @@ class Update:
             for piece in mine:
                 state = {key: _elements(piece, key, stands, before) for key in before.get(stands[piece.names[0]], ())}
                 if state:
-                    made.state[piece.parameter] = state
+                    optimizer.state[piece.parameter] = state
             if mine:
                 which.append(k)
-        made.param_groups[:] = [group for group in made.param_groups if group["params"]]
-        return OptimizerPart(made, which)
+        optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
+        return OptimizerPart(optimizer, which)
 
     def of_group(self, k: int) -> Plain:
         """Makes an optimizer of any parameters, with the settings of one group."""
         return partial(self._like, k)
 
     def _like(self, k: int, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        made, _ = self._make(self.factory)
-        chosen = made.param_groups[k]
+        optimizer, _ = self._make(self.factory)
+        chosen = optimizer.param_groups[k]
         first = next(iter(chosen["params"]), None)
-        before = {} if first is None else made.state.get(first, {})
-        made.state.clear()
+        before = {} if first is None else optimizer.state.get(first, {})
+        optimizer.state.clear()
         chosen["params"][:] = parameters
         chosen.pop("param_names", None)
-        made.param_groups[:] = [chosen]
+        optimizer.param_groups[:] = [chosen]
         for p in parameters if before else ():  # (what a state begins with is the same for every element)
-            made.state[p] = {
+            optimizer.state[p] = {
                 key: v.reshape(-1)[:1].expand(p.shape).clone() if isinstance(v, Tensor) and v.dim() else _copy(v)
                 for key, v in before.items()
             }
-        return made
+        return optimizer
 
     @property
     def largest(self) -> int:
@@ -278,8 +300,8 @@ def check_elementwise(factory: Plain, why: str, name: str = "") -> None:
         torch.manual_seed(0)
         start = [torch.randn(6, 4, dtype=torch.float64), torch.randn(4, dtype=torch.float64)]
         gradients = [[torch.randn_like(values) for values in start] for _ in range(3)]
-    made = getattr(factory, "func", factory)  # (of a partial)
-    name = name or getattr(made, "__name__", type(made).__name__)
+    function = getattr(factory, "func", factory)  # (of a partial)
+    name = name or getattr(function, "__name__", type(function).__name__)
     try:
         whole = _update(factory, start, gradients)
         halves = [_update(factory, [_half(v, k) for v in start], [[_half(v, k) for v in g] for g in gradients])
@@ -362,20 +384,20 @@ class OptimizerSchedule:
 
 def make_scheduler(make: Scheduler, optimizer: torch.optim.Optimizer) -> LRScheduler:
     """The user's scheduler of an optimizer; PlanError if its `step()` needs arguments."""
-    made = make(optimizer)
-    step = getattr(made, "step", None)
-    if not callable(step) or not hasattr(made, "state_dict"):
-        raise PlanError(f"scheduler: made a {type(made).__name__}; it must make a torch.optim.lr_scheduler of it")
+    scheduler = make(optimizer)
+    step = getattr(scheduler, "step", None)
+    if not callable(step) or not hasattr(scheduler, "state_dict"):
+        raise PlanError(f"scheduler: made a {type(scheduler).__name__}; it must make a torch.optim.lr_scheduler of it")
     asked = [
         name for name, p in inspect.signature(step).parameters.items()
         if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
     ]  # fmt: skip
     if asked:
         raise PlanError(
-            f"scheduler {type(made).__name__}: step() needs {', '.join(asked)}, which no rank has before the step is "
-            "over on all of them; possible is one that goes by the number of the step, such as CosineAnnealingLR"
+            f"scheduler {type(scheduler).__name__}: step() needs {', '.join(asked)}, which no rank has before the step "
+            "is over on all of them; possible is one that goes by the number of the step, such as CosineAnnealingLR"
         )
-    return made
+    return scheduler
 
 
 def load_scheduler(scheduler: LRScheduler, optimizer: torch.optim.Optimizer, saved: dict[str, Any] | None) -> None:

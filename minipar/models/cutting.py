@@ -174,8 +174,8 @@ def check(model: nn.Module, layers: Layered, example: Any, call: Callable[[nn.Mo
     finally:
         for p, before in gradients:
             p.grad = before
-    (expected, wanted), (made, got) = found
-    error = max(_difference(made, expected), _difference(got, wanted))
+    (expected, wanted), (actual, got) = found
+    error = max(_difference(actual, expected), _difference(got, wanted))
     if not error <= TOLERANCE:
         raise PlanError(
             f"model: {type(model).__name__} in layers gives another result on the example than as it was (relative "

@@ -55,14 +55,14 @@ def from_transformers(model: nn.Module, example: Any = None) -> nn.Sequential:
             "model: output_router_logits=True adds a loss of all layers, which a pipeline does not have in one place; "
             "set model.config.output_router_logits = False"
         )
-    made = Layered(layers, model)
+    layered = Layered(layers, model)
     if example is False:
-        return made
+        return layered
     if example is None:
         ids = torch.arange(16).view(2, 8) % config.vocab_size
         ids = ids.to(next(model.parameters()).device)
         example = {"input_ids": ids, "decoder_input_ids": ids[:, :5]} if kind == "t5" else ids
-    return check(model, made, example, _logits, "by its own modules")
+    return check(model, layered, example, _logits, "by its own modules")
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> Tensor:

@@ -153,6 +153,20 @@ def is_known(loss: Any) -> bool:
     return loss is nn.functional.cross_entropy
 
 
+_MEANS = (nn.functional.cross_entropy, nn.functional.mse_loss, nn.functional.l1_loss, nn.functional.smooth_l1_loss,
+          nn.functional.huber_loss, nn.functional.binary_cross_entropy_with_logits)  # fmt: skip
+_MEAN_MODULES = (nn.CrossEntropyLoss, nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCEWithLogitsLoss)
+
+
+def is_mean(loss: Any) -> bool:
+    """Whether a loss is one of torch's own means, with no options but those that `counted` reads, so that it is the
+    weighted mean of its parts for all batches."""
+    while isinstance(loss, partial) and not loss.args and loss.keywords.keys() <= {"ignore_index"}:
+        loss = loss.func
+    options = (getattr(loss, "label_smoothing", 0.0), getattr(loss, "pos_weight", None), getattr(loss, "weight", None))
+    return any(loss is one for one in _MEANS) or (type(loss) in _MEAN_MODULES and options == (0.0, None, None))
+
+
 # before the run -------------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +269,69 @@ def try_tokens(loss: Any, output: Any, short: Any, y: Any, tokens: Sequence[rang
         )
 
 
+class Trial:
+    """In a run: tests a loss on a few rows of real outputs and targets, and on these beside rows of an earlier part.
+
+    Targets may be uneven first in a later batch, as where data are sorted by length. So this is done for all parts of
+    the first steps, and for the first part of ever rarer steps after them.
+    """
+
+    def __init__(self, loss: Any) -> None:
+        self.loss, self.wanted = loss, not (isinstance(loss, nn.Module) and any(True for _ in loss.buffers()))
+        self.first = -1  # the first step of the run
+        self.earlier: tuple[Any, Any] | None = None
+
+    def is_due(self, step: int, part: int) -> bool:
+        """Whether to test this part of a step."""
+        self.first = step if self.first < 0 else self.first
+        done = step - self.first
+        return self.wanted and (done < _EVERY or (part == 0 and (done & (done - 1) == 0 or done % _SELDOM == 0)))
+
+    def __call__(self, output: Any, y: Any, step: int) -> None:
+        """PlanError if the loss of some rows is not the weighted mean of the losses of their parts."""
+        rows = count_rows(y)
+        places = sorted({round(k * (rows - 1) / (_FEW - 1)) for k in range(_FEW)}) if rows else []
+
+        def some(t: Tensor) -> Tensor:
+            return t[places].detach() if t.dim() and len(t) == rows else t.detach()
+
+        now = map_tensors(output, some), map_tensors(y, some)
+        before, self.earlier = self.earlier, now
+        tried = [(*now, (len(places) // 2, len(places) - len(places) // 2))] if len(places) > 1 else []
+        if before is not None and _forms(before) == _forms(now):
+            tried.append((*_beside(before, now), (count_rows(before[1]), len(places))))
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for whole, targets, sizes in tried:
+                wide = _widened(self.loss, whole, targets)
+                given = wide or (whole, targets)
+                try:
+                    _compare(self.loss, self.loss, *given, sizes, 1e-9 if wide else 1e-4, f"in step {step}, ")
+                except PlanError:
+                    if _number(self.loss(*given)) == _number(self.loss(*given)):  # (else it draws random numbers)
+                        raise
+
+
+_FEW = 6  # rows of a part
+_EVERY, _SELDOM = 8, 256  # steps
+
+
+def _forms(value: Any) -> list[tuple[torch.dtype, torch.Size]]:
+    """What the tensors of a value have in common if they can be joined row by row."""
+    return [(t.dtype, t.shape[1:]) for t in tensors(value)]
+
+
+def _beside(before: tuple[Any, Any], now: tuple[Any, Any]) -> tuple[Any, Any]:
+    """The rows of two parts, one after the other."""
+    rest = iter(tensors(before))
+
+    def joined(t: Tensor) -> Tensor:
+        other = next(rest)
+        return torch.cat([other, t]) if t.dim() else t
+
+    output, y = map_tensors(now, joined)
+    return output, y
+
+
 def _tokens_of(output: Any, part: range, dims: Sequence[int]) -> Any:
     """The part of an output of whose tensors these dimensions are the tokens; -1: the tensor has none, and stays."""
     every = iter(dims)
@@ -282,7 +359,7 @@ def raise_unless_again(error: Exception, call: Callable[[], Any]) -> None:
     raise error
 
 
-def _compare(given: Any, loss: Any, output: Any, y: Any, sizes: Sequence[int], bound: float) -> None:
+def _compare(given: Any, loss: Any, output: Any, y: Any, sizes: Sequence[int], bound: float, where: str = "") -> None:
     """Compare the loss of a batch with the weighted mean of its parts of these sizes."""
     whole, weight = _number(given(output, y)), counted(y, loss)
     if not math.isfinite(whole) or not weight:
@@ -308,7 +385,7 @@ def _compare(given: Any, loss: Any, output: Any, y: Any, sizes: Sequence[int], b
     shown = " + ".join(map(str, sizes[:4])) + (" + ..." if len(sizes) > 4 else "")
     over = "what it counts" if says_count(loss) else "target elements" if counts_elements(y) else "rows"
     raise PlanError(
-        f"loss: of {sum(sizes)} rows it is {whole:.6g}, but its parts of {shown} rows, weighted by {over}, give "
+        f"loss: {where}of {sum(sizes)} rows it is {whole:.6g}, but its parts of {shown} rows, weighted by {over}, give "
         f"{found:.6g}{kind}; {_WAYS}"
     )
 

@@ -6,8 +6,8 @@ x is (B, T, width). aux (B,) is the load-balance loss of each row, summed over t
 
     scores (B, T, X) --route--> weights, slots (B, T, top)     which experts, and which place in an expert's queue
     x (B, T, width) --dispatch--> sent (X, B * C, width)       each expert's tokens; an empty place is zeros
-    sent --experts--> made (X, B * C, width)
-    made --combine--> (B, T, width)                            of each token the weighted sum of what its experts made
+    sent --experts--> outputs (X, B * C, width)
+    outputs --combine--> (B, T, width)                         of each token the weighted sum of what its experts made
 
 An expert takes at most C = ceil(capacity * T * top / X) tokens of a row, in the order of the tokens. A later token is
 dropped by this expert: it gets nothing from it, and only the residual remains. Each row is routed by itself, so the
@@ -97,8 +97,8 @@ class Embedding(Sliced):
         self.position = nn.Embedding(context, width)
 
     def forward_slice(self, x: Tensor, start: int, carry: None) -> tuple[Carried, None]:
-        made = self.token(x) + self.position(torch.arange(start, start + x.shape[1], device=x.device))
-        return (made, torch.zeros_like(made[:, 0, 0])), None
+        embedded = self.token(x) + self.position(torch.arange(start, start + x.shape[1], device=x.device))
+        return (embedded, torch.zeros_like(embedded[:, 0, 0])), None
 
 
 class MixtureBlock(Sliced):
@@ -119,8 +119,8 @@ class MixtureBlock(Sliced):
         vectors, aux = x
         seen, carry = self.attention(self.norm1(vectors), carry)
         vectors = vectors + seen
-        made, balance = self.mixture(self.norm2(vectors))
-        return (vectors + made, aux + balance if self.balance else aux.clone()), carry
+        mixed, balance = self.mixture(self.norm2(vectors))
+        return (vectors + mixed, aux + balance if self.balance else aux.clone()), carry
 
 
 class MixtureLayer(nn.Module):
@@ -139,8 +139,8 @@ class MixtureLayer(nn.Module):
             operators, experts = torch.ops.minipar, self.experts
             counts = operators.count(slots, experts.count)
             sent = operators.dispatch_all(counts, x, slots)
-            made = operators.feed_experts(counts, sent, experts.up, experts.down)
-            return operators.combine_all(counts, made, weights, slots), balance
+            outputs = operators.feed_experts(counts, sent, experts.up, experts.down)
+            return operators.combine_all(counts, outputs, weights, slots), balance
         sent = torch.ops.minipar.dispatch(x, slots, self.experts.count, room)
         return torch.ops.minipar.combine(self.experts(sent), weights, slots), balance
 
@@ -230,14 +230,14 @@ def dispatch(x: Tensor, slots: Tensor, experts: int, room: int) -> Tensor:
     return padded.index_select(0, token).view(experts, rows * room, width)
 
 
-def combine(made: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
-    """What each token gets: made (X, B * room, d), weights and slots (B, T, top) to (B, T, d)."""
+def combine(outputs: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
+    """What each token gets: outputs (X, B * room, d), weights and slots (B, T, top) to (B, T, d)."""
     rows, tokens, top = slots.shape
-    experts, queue, width = made.shape
+    experts, queue, width = outputs.shape
     room, row = queue // rows, torch.arange(rows, device=slots.device).view(rows, 1, 1)
     taken = slots.clamp(min=0)
     where = taken // room * queue + row * room + taken % room
-    found = made.reshape(experts * queue, width).index_select(0, where.view(-1)).view(rows, tokens, top, width)
+    found = outputs.reshape(experts * queue, width).index_select(0, where.view(-1)).view(rows, tokens, top, width)
     return (found * (weights * (slots >= 0))[..., None]).sum(2)
 
 
@@ -288,13 +288,13 @@ def feed_experts_back(
     return of_sent, of_up, of_down
 
 
-def combine_all(counts: Tensor, made: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
-    """What each token gets: made (B * T * top, d) in the order of `dispatch_all`, weights and slots (B, T, top) to
+def combine_all(counts: Tensor, outputs: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
+    """What each token gets: outputs (B * T * top, d) in the order of `dispatch_all`, weights and slots (B, T, top) to
     (B, T, d). Of `counts` (B, X) it may be given those of more rows."""
     rows, tokens, top = slots.shape
     order = (slots // tokens).flatten().argsort(stable=True)
     where = torch.empty_like(order).scatter(0, order, torch.arange(len(order), device=order.device))
-    found = made.index_select(0, where).view(rows, tokens, top, made.shape[-1])
+    found = outputs.index_select(0, where).view(rows, tokens, top, outputs.shape[-1])
     return (found * weights[..., None]).sum(2)
 
 

@@ -36,11 +36,11 @@ class Network(nn.Sequential):
     def forward(self, x: Any) -> Any:
         """The last layer's output for rows x."""
         inputs, _, out, _ = graphs.wiring(self.edges, len(self))
-        made: list[Any] = []
+        outputs: list[Any] = []
         for layer, read in zip(self, inputs, strict=True):
-            given = [map_tensors(made[a], torch.clone) if len(out[a]) > 1 else made[a] for a in read]
-            made.append(layer(x if not read else given[0] if len(read) == 1 else tuple(given)))
-        return made[-1]
+            given = [map_tensors(outputs[a], torch.clone) if len(out[a]) > 1 else outputs[a] for a in read]
+            outputs.append(layer(x if not read else given[0] if len(read) == 1 else tuple(given)))
+        return outputs[-1]
 
 
 def edges_of(model: object) -> graphs.Edges:

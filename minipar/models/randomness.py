@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.models.network import edges_of
-from minipar.models.tensors import map_tensors
+from minipar.models.tensors import count_rows, map_tensors, take_rows, tensors
 from minipar.program.edges import wiring
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # the 64-bit golden ratio, as a signed number
@@ -142,21 +142,22 @@ def replace_dropout(model: nn.Module, seed: int) -> None:
     Its name is that in the model. One that was taken out of another model has the name there in `row_name`.
     """
     named = list(model.named_modules())  # (a module that is used twice is here once)
-    made = {
+    copies = {
         id(m): RowDropout(m.p, seed, getattr(m, "row_name", name)).train(m.training)
         for name, m in named
         if type(m) is nn.Dropout
     }
     for _, module in named:
         for name, child in list(module._modules.items()):
-            if id(child) in made:
-                module._modules[name] = made[id(child)]
+            if id(child) in copies:
+                module._modules[name] = copies[id(child)]
 
 
 def split_sensitive(model: nn.Module, x: Any = None) -> list[str]:
     """Modules and layers, by name, whose result depends on how the batch is split.
 
-    x   rows to run copies of a sequential model's layers on, to find which of them draw, and which change their buffers
+    x   rows to run copies of a sequential model's layers on, to find which of them draw, change their buffers, or have
+        rows that change each other's results
     """
     found = []
     for name, module in model.named_modules():
@@ -179,10 +180,10 @@ def split_sensitive(model: nn.Module, x: Any = None) -> list[str]:
 
 
 def _seen(model: nn.Module, x: Any) -> list[tuple[str, str]]:
-    """Runs copies of the layers of a sequential model. Returns those that draw or change buffers, by name."""
+    """Runs copies of a sequential model's layers; names those that draw, change their buffers, or mix rows."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     sources, found = generators(device), []
-    made: dict[int, Any] = {}
+    outputs: dict[int, Any] = {}
     layers = {name: layer for name, layer in model._modules.items() if layer is not None}
     inputs = wiring(edges_of(model), len(layers)).inputs
     # A layer that cannot run is reported later, when it is measured; not so an error that does not come again.
@@ -191,12 +192,13 @@ def _seen(model: nn.Module, x: Any) -> list[tuple[str, str]]:
         for number, (name, layer) in enumerate(layers.items()):
             holder = nn.Sequential(copy.deepcopy(layer))
             replace_dropout(holder, 0)
-            read = [made[k] for k in inputs[number]] or [x]
-            given = map_tensors(read[0] if len(read) == 1 else tuple(read), lambda t: t.to(device, copy=True))
+            several = [outputs[k] for k in inputs[number]] or [x]
+            read = map_tensors(several[0] if len(several) == 1 else tuple(several), lambda t: t.to(device))
+            given = map_tensors(read, torch.clone)
             states = [source.get_state() for source in sources]
             buffers = {key: t.clone() for key, t in holder.named_buffers()}
             try:
-                made[number] = holder[0](given)
+                outputs[number] = holder[0](given)
             except Exception as error:
                 holder[0](given)
                 once = error
@@ -205,9 +207,35 @@ def _seen(model: nn.Module, x: Any) -> list[tuple[str, str]]:
                 found.append((name, "draws random numbers for a micro-batch; only nn.Dropout draws by row"))
             elif any(not torch.equal(t, buffers.get(key, t)) for key, t in holder.named_buffers()):
                 found.append((name, "each micro-batch changes its buffers"))
+            elif _mixes_rows(holder[0], read, outputs[number]):
+                found.append((name, "rows of a micro-batch change each other's results"))
     if once is not None:
         raise once
     return found
+
+
+def _mixes_rows(layer: nn.Module, given: Any, output: Any) -> bool:
+    """Whether a layer gives half of some rows another output when the rest is not there. Sums of other lengths round in
+    another way, which does not count."""
+    rows, halves = count_rows(given), []
+    with suppress(Exception):  # (a layer may need all of its rows; whether it may be cut is then said elsewhere)
+        for part in (range(rows // 2), range(rows // 2, rows)) if rows > 1 else ():
+            at(row_dropouts(layer), 0, part.start)
+            halves.append(tensors(layer(map_tensors(take_rows(given, part), torch.clone))))
+    return len(halves) == 2 and any(
+        _differ(whole, parts) for whole, *parts in zip(tensors(output), *halves, strict=True)
+    )
+
+
+def _differ(whole: Tensor, parts: Sequence[Tensor]) -> bool:
+    """Whether a tensor is another one than its parts are, row by row; or, without rows, than each of them."""
+    if not (whole.is_floating_point() or whole.is_complex()):
+        return False
+    by_row = all(p.dim() for p in parts) and whole.dim() > 0 and len(whole) == sum(map(len, parts))
+    same = [torch.cat(list(parts))] if by_row and len({p.shape[1:] for p in parts}) == 1 else parts
+    scale = float(whole.abs().max()) if whole.numel() else 0.0
+    bound = (1e-3 if torch.finfo(whole.dtype).bits < 64 else 1e-8) * max(scale, 1e-30)
+    return not all(p.shape == whole.shape and torch.allclose(p, whole, 0, bound, equal_nan=True) for p in same)
 
 
 def row_dropouts(layer: nn.Module) -> list[RowDropout]:

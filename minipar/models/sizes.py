@@ -249,9 +249,9 @@ def resnet(blocks: tuple[int, ...], name: str = "", image: int = 224, classes: i
     """
     side = image // 4
 
-    def convolution(given: int, made: int, kernel: int, pixels: int) -> tuple[float, int, float]:
+    def convolution(given: int, out: int, kernel: int, pixels: int) -> tuple[float, int, float]:
         """Operations, parameters with those of the norm, and numbers that it and its norm write."""
-        return 2.0 * pixels * given * made * kernel**2, given * made * kernel**2 + 2 * made, 2.0 * pixels * made
+        return 2.0 * pixels * given * out * kernel**2, given * out * kernel**2 + 2 * out, 2.0 * pixels * out
 
     def layer(parts: list[tuple[float, int, float]], output: float, inputs: float, size: int) -> ChainLayer:
         written = sum(part[2] for part in parts)
@@ -364,19 +364,19 @@ def _worded(name: str, table: dict[str, Any], words: str) -> Sizes:
         given.setdefault("name", name)
         return llama(**given) if name != "gpt" else Transformer(**given)
     if name in MODELS:
-        made = MODELS[name]
+        model = MODELS[name]
     elif name in PRESETS:
-        made = of_preset(PRESETS[name], name)
+        model = of_preset(PRESETS[name], name)
     else:
         raise PlanError(
             f"model {name!r}: no such preset; there are {', '.join(names())}; or give {_NUMBERS}"
             f"{did_you_mean(name, names())}"
         )
     if not table:
-        return made
-    if isinstance(made, Chain):
+        return model
+    if isinstance(model, Chain):
         raise PlanError(f"model {words!r}: {name} is a chain of layers, and has no numbers to change")
-    return replace(made, **{key: _number(key, value) for key, value in table.items()})
+    return replace(model, **{key: _number(key, value) for key, value in table.items()})
 
 
 def _number(key: str, value: Any) -> Any:
@@ -398,7 +398,7 @@ def _number(key: str, value: Any) -> Any:
         raise PlanError(f"model {key}={value}: must be a number") from None
 
 
-def _chain(name: str, made: MLP | Branchy) -> Chain:
+def _chain(name: str, model: MLP | Branchy) -> Chain:
     """A preset of another kind as a chain. Its bytes and operations are those of its layers.
 
     A layer of an MLP keeps what is between its Linear and its GELU; the last one has no GELU, but the loss keeps
@@ -406,16 +406,16 @@ def _chain(name: str, made: MLP | Branchy) -> Chain:
     convolution's input, and the head the mean over the image.
     """
     found: list[ChainLayer] = []
-    if isinstance(made, MLP):
-        for a, b in pairwise(made.widths):
+    if isinstance(model, MLP):
+        for a, b in pairwise(model.widths):
             found.append(ChainLayer(2.0 * a * b, a * b + b, b, (a if found else 0) + b, a + 3 * b, min(a, b)))
         return Chain(tuple(found), name)
-    table = convolutions(made)
+    table = convolutions(model)
     for l, (given, out, side) in enumerate(table):
         head = l == len(table) - 1
-        pixels = 1 if head else made.inputs
+        pixels = 1 if head else model.inputs
         size = (out or given) * pixels
-        own = given + size if head else given * made.inputs if l % 7 == 6 else 0
+        own = given + size if head else given * model.inputs if l % 7 == 6 else 0
         before = found[-1].output if found else 0
         flops, held = 2.0 * pixels * given * out * side**2, given * out * side**2 + out
         moved, least = 3 * size + given * pixels, max(1, min(given, out or given))

@@ -170,6 +170,11 @@ def overwrites(layer: nn.Module) -> bool:
     return any(getattr(module, "inplace", False) for module in layer.modules()) or hasattr(layer, _OVERWRITES)
 
 
+def given_to(layer: nn.Module, value: Any) -> Any:
+    """What a layer is called with: the value, or a copy that it may overwrite."""
+    return map_tensors(value, torch.clone) if overwrites(layer) else value
+
+
 def find_overwriting(layer: nn.Module, given: Any, run: Callable[[Any], Any] | None = None) -> None:
     """Run a layer once on a copy of its input, to find out for `overwrites` whether it changes its input in place."""
     before = Unchanged(given)

@@ -51,8 +51,8 @@ def from_torch(model: nn.Module, example: Any) -> nn.Sequential:
     if type(model).forward is nn.Sequential.forward:
         found = _flattened(model)
         way = "the elements of an nn.Sequential"
-        made = {_key(path): _Only(path, module) for path, module in found}
-        return check(model, Layered(made, model), example, _call, way)
+        named = {_key(path): _Only(path, module) for path, module in found}
+        return check(model, Layered(named, model), example, _call, way)
     graph, whole = _traced(model, example)
     with undisturbed(model):
         segments = _segments(graph, whole, _run(graph, whole, example))
@@ -336,7 +336,7 @@ def _pieces(graph: fx.Graph, whole: _Whole, segments: Sequence[list[fx.Node]]) -
     (given,) = [node for node in graph.nodes if node.op == "placeholder"]
     (end,) = [node for node in graph.nodes if node.op == "output"]
     holders: dict[str, int] = {}
-    made: dict[str, nn.Module] = {}
+    titled: dict[str, nn.Module] = {}
     takes = (given.name,)
     done = {given}
     for k, segment in enumerate(segments):
@@ -364,9 +364,9 @@ def _pieces(graph: fx.Graph, whole: _Whole, segments: Sequence[list[fx.Node]]) -
             hold_tensor(piece, str(node.target).removeprefix(_WHOLE), _attribute(whole, node))
         title = next((str(n.target) for n in segment if n.op == "call_module" and _trains(n, whole)), segment[0].name)
         title = _key(title.removeprefix(_WHOLE))
-        made[title if title not in made else f"{title}_again_{k}"] = piece
+        titled[title if title not in titled else f"{title}_again_{k}"] = piece
         takes = gives
-    return made
+    return titled
 
 
 def _last_reads(nodes: Sequence[fx.Node], takes: Sequence[str], gives: Sequence[str]) -> list[tuple[str, ...]]:

@@ -353,23 +353,23 @@ def alternatives(space: Space, key: str, best: Planned) -> Alternatives:
     values = dict.fromkeys(one[0] for one in space.domains[key]) if key == "schedule" else space.domains[key]
     rows = []
     for value in values:
-        said = _said(key, value)
+        text = _text(key, value)
         own = [one for one in space.domains[key] if one[0] == value] if key == "schedule" else [value]
-        small = replace(space, domains={**space.domains, key: tuple(own)}, pins={**space.pins, key: said})
+        small = replace(space, domains={**space.domains, key: tuple(own)}, pins={**space.pins, key: text})
         found, _, _ = _by_formulas(small, 1)
         if not found:
-            rows.append(Alternative(said, None, float("inf"), _why_none(small)))
+            rows.append(Alternative(text, None, float("inf"), _why_none(small)))
             continue
         plan = found[0]
         reason = difference(best, plan).reason
         if key == "schedule" and plan.numbers.pp == 1:
             reason = "with pp=1, which has no order of stages"
-        rows.append(Alternative(said, plan, plan.cost.time / best.cost.time - 1, reason))
+        rows.append(Alternative(text, plan, plan.cost.time / best.cost.time - 1, reason))
     rows.sort(key=lambda row: row.slower)
     return Alternatives(key, tuple(rows), best)
 
 
-def _said(key: str, value: Any) -> str:
+def _text(key: str, value: Any) -> str:
     if isinstance(value, tuple):
         return ",".join(value) or "none"
     return (

@@ -66,27 +66,27 @@ class OperatorProblem:
 
         Errors: PlanError, if propagation does not come to the same ways from them.
         """
-        said: dict[str, str] = {}
+        annotations: dict[str, str] = {}
         for layer, first in zip(self.layers, self._firsts, strict=True):
             for op in layer.graph.operators:
                 way = self.way(found, first.own(op.name))
-                said[layer.own(op.name)] = str(way.outs[0])
+                annotations[layer.own(op.name)] = str(way.outs[0])
                 for name, form in zip(op.inputs, way.ins, strict=True):
                     if layer.graph.tensors[name].kind == "parameter" and any(p.kind == "S" for p in form.placements):
-                        said[layer.own(name)] = str(form)
+                        annotations[layer.own(name)] = str(form)
             for name in layer.graph.parameters:
                 if first.own(name) in self._nodes:
                     k = self._nodes[first.own(name)]
                     stored = self.graph.nodes[k].meaning[found.choices[k]]
-                    said[layer.own(name)] = str(stored)
-        again = propagate_model(self.layers, said, self.mesh, self.inputs, self.machine.links)
+                    annotations[layer.own(name)] = str(stored)
+        again = propagate_model(self.layers, annotations, self.mesh, self.inputs, self.machine.links)
         other = self._differences(found, again)
         if other:
             raise PlanError(
                 f"annotations: propagation divides {other[0]} in another way than the answer; pin it to a form that "
                 "its neighbours lead to"
             )
-        return said
+        return annotations
 
     def _differences(self, found: Answer, model: ModelSharding) -> list[str]:
         """The operators that a sharding runs in another way than an answer does."""

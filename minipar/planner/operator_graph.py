@@ -284,7 +284,7 @@ class _Builder:
                 sums = [value for value, p in zip(values, choice.ins, strict=True) if p == P]
                 if choice.name == "sum" and not any(sums):
                     continue  # a weight that is a part of a sum: nobody stores one
-                if choice.alone and any(outer.alone for outer in so_far):
+                if choice.exclusive and any(outer.exclusive for outer in so_far):
                     continue
                 if any(
                     not same_pieces(pair) for outer in so_far for pair in zip(_all(outer), _all(choice), strict=True)
@@ -318,9 +318,9 @@ class _Builder:
         """The node of what a layer is given: of the first layer one form, of others any."""
         tensor = template.graph.tensors[name]
         if template.first == 0:
-            said = parsed(self.inputs, self.mesh, None, "inputs")
+            placements = parsed(self.inputs, self.mesh, None, "inputs")
             form = whole(self.mesh)
-            for axis, p in said.items():
+            for axis, p in placements.items():
                 if p.kind != "S" or p.dim < len(tensor.shape):
                     form = form.put(axis, p)
             local_shape(tensor.shape, form, self.mesh, name)

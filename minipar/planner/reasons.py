@@ -32,11 +32,11 @@ def reasons(found: Planned, space: Space) -> tuple[str, ...]:
 def advice(found: Planned, space: Space) -> str:
     """Which strategies this problem asks for, in the words of the guidelines."""
     n = found.numbers
-    alone = _one_replica(space)
-    if alone.memory <= space.machine.memory:
+    replica = _one_replica(space)
+    if replica.memory <= space.machine.memory:
         holds = (
             "one device can hold the model, its gradients and its optimizer "
-            f"({_gigabytes(alone.memory)} of {_gigabytes(space.machine.memory)} GB)"
+            f"({_gigabytes(replica.memory)} of {_gigabytes(space.machine.memory)} GB)"
         )
         if n.pp * n.tp * n.cp * n.ep == 1:
             first = f"Data parallel suffices: {holds}."
@@ -79,8 +79,8 @@ def _one_replica(space: Space) -> Cost:
 
 def _data_parallel(found: Planned, space: Space) -> str:
     """How much longer than a plan the best one takes that has replicas alone."""
-    alone = space.pinned("tp=1 pp=1 context_parallel=1 ep=1 offload=none")
-    built = [Planned(n, closed_form(n, space.model, space.machine)) for one in alone.outer() for n in alone.inner(one)]
+    plain = space.pinned("tp=1 pp=1 context_parallel=1 ep=1 offload=none")
+    built = [Planned(n, closed_form(n, space.model, space.machine)) for one in plain.outer() for n in plain.inner(one)]
     fitting = [one for one in built if one.memory <= space.machine.memory]
     if not fitting:
         return ""
@@ -106,15 +106,15 @@ def _beside(found: Planned, space: Space, changed: PlanNumbers) -> str:
 
 
 def _whole_model(found: Planned, space: Space) -> str:
-    n, alone = found.numbers, _one_replica(space)
-    fits = alone.memory <= space.machine.memory
+    n, replica = found.numbers, _one_replica(space)
+    fits = replica.memory <= space.machine.memory
     if n.pp * n.tp * n.ep * n.cp > 1 and not fits:
         return (
-            f"Data parallel alone does not fit: a device would need {_gigabytes(alone.memory)} GB, and has "
+            f"Data parallel alone does not fit: a device would need {_gigabytes(replica.memory)} GB, and has "
             f"{_gigabytes(space.machine.memory)}."
         )
     if fits and n.pp * n.tp == 1:
-        return f"One device can hold the model ({alone.memory / 1e9:.3g} GB), so data parallel suffices."
+        return f"One device can hold the model ({replica.memory / 1e9:.3g} GB), so data parallel suffices."
     return ""
 
 

@@ -126,13 +126,13 @@ class Space:
         """The same space with some keys fixed: "tp=8 zero=1". Errors: PlanError for an unknown key or value."""
         if not isinstance(pins, (str, Mapping)):
             raise PlanError(f"pins {pins!r}: must be words such as 'tp=8 zero=1', or a table of these keys")
-        said = _words(pins) if isinstance(pins, str) else dict(pins)
-        asked = dict(said)
+        values = _words(pins) if isinstance(pins, str) else dict(pins)
+        asked = dict(values)
         known = {f.name: f for f in fields(Plan)}
-        keys.check_keys(said, [*OUTER, *INNER, "dp", "chunks", "precision"])
+        keys.check_keys(values, [*OUTER, *INNER, "dp", "chunks", "precision"])
         domains, precision = dict(self.domains), self.precision
-        chunks = said.pop("chunks", None)
-        for key, given in said.items():
+        chunks = values.pop("chunks", None)
+        for key, given in values.items():
             if key == "micro_batch_size":
                 domains[key] = (keys.whole_number(key, given),)
                 continue

@@ -151,4 +151,4 @@ def _fewer(given: Space) -> list[str]:
         (f"gpus-per-node={k}", replace(machine, per_node=k))
         for k in range(min(machine.per_node, MOST_TRIED) - 1, 0, -1)
     ]
-    return next(([said] for said, less in ways if next(_plans(space(given.model, less, given.batch, pins)), None)), [])
+    return next(([text] for text, less in ways if next(_plans(space(given.model, less, given.batch, pins)), None)), [])

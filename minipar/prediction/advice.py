@@ -8,42 +8,37 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from minipar.costs.measured import Profile
 from minipar.errors import DeviceOutOfMemory, MiniparError
+from minipar.prediction.forecast import Facts, Forecast
 from minipar.prediction.memory import predict_memory
-from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
-from minipar.prediction.recorded import Tapes
+from minipar.prediction.profiled import microbatch_rows
 from minipar.program import Program
 from minipar.program.graph_cuts import pieces_of
-from minipar.program.shape import Shape
 from minipar.strategies.plan import Plan
 from minipar.trace.memory_series import mib
 
-Measured = tuple[Shape, Profile, Tapes, tuple[int, int]]
 
-
-def peaks(program: Program, measured: Measured, batch: int) -> list[int]:
+def peaks(program: Program, known: Facts, batch: int) -> list[int]:
     """The predicted peak of every rank, in bytes."""
-    _, profile, tapes, data_bytes = measured
-    costs = ProfiledCosts(program, profile, batch)
+    forecast = Forecast(known, batch)
+    assert known.tapes is not None
+    costs, data = forecast.here(program), forecast.data(program)
     found = []
-    for rank, held in enumerate(program.placement[: program.workers]):  # (servers keep everything on their hosts)
-        share = costs.rows_of(rank) / batch
-        data = (0 in held) * data_bytes[0] + (program.layers - 1 in held) * data_bytes[1]
+    for rank in range(program.workers):  # (servers keep everything on their hosts)
         zeros = [0.0] * len(program.ranks[rank])
         pieces = pieces_of(program, rank)
-        series = predict_memory(program, rank, pieces, tapes, costs, round(share * data), zeros, zeros)
+        series = predict_memory(program, rank, pieces, known.tapes, costs, data[rank], zeros, zeros)
         found.append(max(series.totals()))
     return found
 
 
 def ways_that_fit(
-    plan: Plan, batch: int, capacity: int, measure: Callable[[tuple[int, ...]], Measured]
+    plan: Plan, batch: int, capacity: int, measure: Callable[[tuple[int, ...]], Facts]
 ) -> list[tuple[str, int]]:
     """At most three ways to fit, with their predicted peaks in bytes: the smallest change of each kind.
 
     Changed plans come first, then a smaller batch, then more ranks, then a device as large as this plan needs.
-    measure(rows)   shape, profile and tapes of the model for these numbers of rows, and bytes of a batch's x and y
+    measure(rows)   what is known of the model's layers for these numbers of rows, with tapes
     """
     from minipar.prediction import fitting  # (formulas that a run which fits does not need)
 
@@ -54,13 +49,13 @@ def ways_that_fit(
         families.append([(f'"{built}" on {built.ranks} ranks', (built, batch)) for built in family])
     tried = [*(one for family in families for one in family), ("", (plan, batch))]
     rows = {n for _, (built, b) in tried for n in microbatch_rows(b, built.dp, built.total_microbatches)}
-    measured = measure(tuple(sorted(rows)))
+    known = measure(tuple(sorted(rows)))
 
     def peak(one: tuple[Plan, int]) -> int:
         built, rows = one
-        program = built.compile(measured[0], costs=measured[1])
-        x, y = (size * rows // batch for size in measured[3])
-        return max(peaks(program, (*measured[:3], (x, y)), rows))
+        program = built.compile(known.shape, costs=known.profile)
+        x, y = (size * rows // batch for size in known.data_bytes)
+        return max(peaks(program, known._replace(data_bytes=(x, y)), rows))
 
     found = fitting.ways_that_fit(families, peak, capacity)
     if len(found) == fitting.MOST:
@@ -80,7 +75,7 @@ def advised(error: DeviceOutOfMemory, found: list[tuple[str, int]]) -> DeviceOut
 
 
 @contextmanager
-def advising(plan: Plan, batch: int, measure: Callable[[tuple[int, ...]], Measured]) -> Iterator[None]:
+def advising(plan: Plan, batch: int, measure: Callable[[tuple[int, ...]], Facts]) -> Iterator[None]:
     """Inside the block, a DeviceOutOfMemory also says which plans would fit. See `ways_that_fit`."""
     try:
         yield

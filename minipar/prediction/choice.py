@@ -26,7 +26,7 @@ class CalibratedCosts:
     def __init__(self, program: Program, rates: Calibration) -> None:
         self.program, self.add = program, rates.add
         ranks = len(program.ranks)
-        alone, (all_, further) = rates.alone, rates.exchanged(ranks)
+        uncontended, (all_, further) = rates.uncontended, rates.exchanged(ranks)
         rounds_of = _rounds(program)
         senders = _senders(rounds_of)
         self.lines: list[dict[Instruction, tuple[float, LinearCost]]] = []
@@ -34,8 +34,8 @@ class CalibratedCosts:
             lines: dict[Instruction, tuple[float, LinearCost]] = {}
             for ins, turn in rounds.items():
                 share = (len(senders[turn]) - 1) / max(1, ranks - 1)
-                one = _between(alone, all_, share)
-                overhead = min(one.fixed, _between(alone, further, share).fixed)
+                one = _between(uncontended, all_, share)
+                overhead = min(one.fixed, _between(uncontended, further, share).fixed)
                 lines[ins] = one.fixed - overhead, LinearCost(overhead, one.per_byte)
             self.lines.append(lines)
 

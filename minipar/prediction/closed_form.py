@@ -118,7 +118,7 @@ def gather(machine: Hardware, axis: Links, size: float) -> float:
     return found
 
 
-def gather_alone(machine: Hardware, axis: Links, size: float) -> float:
+def gather_of_layer(machine: Hardware, axis: Links, size: float) -> float:
     """Seconds of an all-gather, or a reduce-scatter, of one layer: one ring over all ranks, without the division over a
     node's links that large messages allow. It is as fast as `Efficiency.lanes` links between two nodes."""
     n, inside = axis
@@ -180,7 +180,7 @@ def block_work(
     wide = (h + 2 * model.kv) / tp
     depth = h / a
     size = tokens * h
-    alone = size / (tp if sequence else 1)  # numbers between the divided operators
+    outside = size / (tp if sequence else 1)  # numbers between the divided operators
 
     scores = tokens * s * a / tp
     local = rows / ep * a / tp  # matrices of scores on this rank
@@ -201,13 +201,13 @@ def block_work(
     if model.experts:
         products += run.product(tokens, model.experts, h)
 
-    norms = run.stream(2 * e * alone) * 2
-    sums = run.stream((3 * e + mask) * alone) * 2
+    norms = run.stream(2 * e * outside) * 2
+    sums = run.stream((3 * e + mask) * outside) * 2
     between = run.stream(e * routed * (first + f / tp)) + run.stream(2 * e * size / tp)
     rotation = 0.0 if model.learned else run.stream(2 * e * tokens * (h + model.kv) / tp)
     copies = run.stream(2 * e * routed * h) * 2 if model.experts else 0.0
     memory = norms + sums + between + rotation + copies + softmax
-    memory_back = run.stream(3 * e * alone) * 4 + run.stream((2 * e + mask) * alone) * 2 * model.dropout
+    memory_back = run.stream(3 * e * outside) * 4 + run.stream((2 * e + mask) * outside) * 2 * model.dropout
     memory_back += run.stream(e * routed * (2 * first + f / tp)) + run.stream(2 * e * size / tp)
     memory_back += rotation + copies + softmax_back
 
@@ -245,16 +245,16 @@ def ends_work(
     e, h, v = element, model.hidden, model.vocabulary
     tokens = rows * model.sequence / cp / ep
     size = tokens * h
-    alone = size / (tp if sequence else 1)
+    outside = size / (tp if sequence else 1)
     mask = MASK * model.dropout
     around = links(machine, tp, 1)
     summed = 2 * gather(machine, around, e * size)
-    lookup = run.stream(2 * e * size) + run.stream((2 * e + mask) * alone) * model.dropout
+    lookup = run.stream(2 * e * size) + run.stream((2 * e + mask) * outside) * model.dropout
     embed = Work(0.0, lookup, (0.0, lookup), 0.0, 0.0, summed, summed / 2, summed, 0.0, 0.0)
     logits = tokens * v / tp
     product = run.product(tokens, v / tp, h)
-    loss = run.stream((e + 3 * STATISTIC) * logits) + run.stream(2 * e * alone)
-    loss_back = run.stream((e + 2 * STATISTIC) * logits) + run.stream(3 * e * alone)
+    loss = run.stream((e + 3 * STATISTIC) * logits) + run.stream(2 * e * outside)
+    loss_back = run.stream((e + 2 * STATISTIC) * logits) + run.stream(3 * e * outside)
     flops = model.head_flops * rows
     head = Work(product, loss, (2 * product, loss_back), product, 0.0, summed / 2, summed, 0.0, flops, 0.0)
     return embed, head
@@ -452,11 +452,11 @@ def closed_form(numbers: PlanNumbers, model: Sizes, machine: Hardware, replica: 
     even, messages = m * each[slow].times.both, 0.0
     if p > 1 and replica is not None:
         there = stage_times(numbers, model, machine)
-        alone = [StageTimes(times._replace(message=0.0), copies) for times, copies in there]
+        without_messages = [StageTimes(times._replace(message=0.0), copies) for times, copies in there]
         held_by = [k for k, (_, count) in enumerate(kinds) for _ in range(count)]
         free, whole = (
             [end + sums[k] + steps[k] for end, k in zip(replica(given), held_by, strict=True)]
-            for given in (alone, there)
+            for given in (without_messages, there)
         )
         slow = held_by[max(range(p), key=whole.__getitem__)]  # (the rank that ends last)
         summed, step = sums[slow], steps[slow]
@@ -539,8 +539,8 @@ def _by_layer(machine: Hardware, stage: Stage, axes: Replicas, size: int) -> flo
     """Seconds of gathering, or of summing in shards, all parameters of a stage, layer by layer. A parameter has
     `size` bytes."""
     layers = max(1, stage.layers)
-    found = layers * gather_alone(machine, axes.all, size * stage.parameters / layers)
-    return found + layers * gather_alone(machine, axes.experts, size * stage.experts / layers)
+    found = layers * gather_of_layer(machine, axes.all, size * stage.parameters / layers)
+    return found + layers * gather_of_layer(machine, axes.experts, size * stage.experts / layers)
 
 
 def _sums(numbers: PlanNumbers, machine: Hardware, stage: Stage, axes: Replicas, beside: float) -> float:

@@ -179,9 +179,9 @@ def estimate(
         numbers = numbers_of(table, chosen, machine, batch, fused)
         note = refusal(table, numbers)
     check(numbers, chosen, machine)
-    alone = simulate or bool(numbers.options) or find(numbers.schedule).form is None or helps(numbers, chosen, machine)
-    cost = closed_form(numbers, chosen, machine, by_simulation(numbers) if alone else None)
-    return Estimate(numbers, chosen, machine, cost, note, "replica" if alone else "formula")
+    walked = simulate or bool(numbers.options) or find(numbers.schedule).form is None or helps(numbers, chosen, machine)
+    cost = closed_form(numbers, chosen, machine, by_simulation(numbers) if walked else None)
+    return Estimate(numbers, chosen, machine, cost, note, "replica" if walked else "formula")
 
 
 def way_out(found: Estimate) -> str:

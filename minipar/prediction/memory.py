@@ -780,7 +780,7 @@ class Walk:
 
     def given_to_each(self, layer: int, i: int, step: int, built: int) -> int:
         """The gradients of several inputs are separate tensors. Counts and returns the bytes that they need beyond
-        `made`.
+        `built`.
 
         (A join's backward gives parts of one tensor, which are copied where they are needed.)
         """

@@ -29,7 +29,7 @@ from minipar.prediction.plan_numbers import PRECISIONS, Precision, own_layers
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
 from minipar.prediction.rank_memory import RankMemory
 from minipar.prediction.simulator import simulate
-from minipar.program import Group
+from minipar.program import Group, Program
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
 from minipar.wording import several
@@ -75,8 +75,12 @@ def predict(plan: Plan | str, model: str, device: DeviceSpec | str, batch: int) 
     rows = microbatch_rows(batch, plan.dp, plan.total_microbatches)
     measured = profile(model, rows, plan.precision, selective=plan.checkpoint == "selective")
     element = PRECISIONS[plan.precision].activation
-    program = plan.compile(shapes.shape(model, element_size=element), costs=measured)
-    trace = simulate(program, EmulatedCosts(program, spec, ProfiledCosts(program, measured, batch)))
+
+    def simulated(program: Program) -> Trace:
+        return simulate(program, EmulatedCosts(program, spec, ProfiledCosts(program, measured, batch)))
+
+    shape = shapes.shape(model, element_size=element)
+    trace = simulated(plan.compile(shape, costs=measured, time_of=lambda program: simulated(program).time))
     return Estimate(plan, trace, memory_formula.per_rank(plan, model, batch))
 
 

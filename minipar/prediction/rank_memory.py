@@ -497,8 +497,8 @@ def _activations(numbers: PlanNumbers, model: Sizes, parts: Sequence[Part], rank
     ahead = AHEAD // copies_of(n)
     messages = 0
     if n.pp > 1:
-        for part, (alone, _) in zip(parts, in_flight_of_chunks(n, rank), strict=True):
-            messages += min(ahead, max(0, n.microbatches - alone)) * part.received
+        for part, (in_flight, _) in zip(parts, in_flight_of_chunks(n, rank), strict=True):
+            messages += min(ahead, max(0, n.microbatches - in_flight)) * part.received
             messages += min(ahead, n.microbatches - 1) * part.returned
     if n.ep > 1 and isinstance(model, Transformer):  # rows that go to experts of other ranks, and come back
         messages += 2 * model.top * _costs(model, n.rows / n.ep, n.bytes.activation, n.division, False).output[0]

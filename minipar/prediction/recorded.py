@@ -78,14 +78,14 @@ def keeps(tape: Tape, what: str) -> bool:
 class Workspace(NamedTuple):
     """The largest temporary memory of an optimizer step, in bytes.
 
-    groups     for each parameter group alone
-    pairs      for pairs of groups that may follow each other in one step
-    together   for all groups in one step
+    groups      for each parameter group alone
+    pairs       for pairs of groups that may follow each other in one step
+    all_groups  for all groups in one step
     """
 
     groups: tuple[int, ...]
     pairs: dict[tuple[int, int], int]
-    together: int
+    all_groups: int
 
     def of(self, groups: Sequence[int]) -> int:
         """Bytes for a step over some groups.
@@ -95,8 +95,8 @@ class Workspace(NamedTuple):
         """
         mine = [self.groups[g] for g in groups]
         whole, largest = sum(self.groups), max((*self.groups, *self.pairs.values()), default=0)
-        if self.together > largest:
-            return round(self.together * sum(mine) / whole) if whole else 0
+        if self.all_groups > largest:
+            return round(self.all_groups * sum(mine) / whole) if whole else 0
         neighbours = pairwise(g for g in groups if self.groups[g])
         return max((*mine, *(self.pairs.get(pair, 0) for pair in neighbours)), default=0)
 

@@ -306,10 +306,10 @@ def further(machine: Hardware = A100) -> Iterator[Row]:
 def ranking(machine: Hardware = A100) -> Iterator[Claim]:
     """Which plan is faster, as the papers have it."""
     for name in ("gpt3-175b", "megatron-530b"):
-        alone = [row for row in TABLE_2 if row.model == name and row.pp == 1]
+        without_pipeline = [row for row in TABLE_2 if row.model == name and row.pp == 1]
         piped = [row for row in TABLE_2 if row.model == name and row.pp > 1]
         predicted, published = [], []
-        for zero, ptd in zip(alone, piped, strict=True):
+        for zero, ptd in zip(without_pipeline, piped, strict=True):
             predicted.append(tflops(table_2(ptd), name, machine) / tflops(table_2(zero), name, machine))
             published.append(ptd.tflops / zero.tflops)
         rising = all(a < b for a, b in pairwise(predicted))

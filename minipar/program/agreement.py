@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from minipar.program.diagnostics import at, refuse
+from minipar.program.diagnostics import at, refuse, wrong
 from minipar.program.forms import WHOLE, along, in_words, lacking, parts_of
 from minipar.program.instructions import (
     COLLECTIVES,
@@ -36,10 +36,9 @@ def check_links(program: Program, ranks: Collection[int]) -> None:
             if op not in sides:
                 continue
             if not 0 <= peer < len(program.ranks) or peer == rank:
-                raise refuse(program, rank, index, f"{at(program, rank, index)}: there is no other rank {peer}")
+                raise wrong(program, rank, index, f": there is no other rank {peer}")
             if op not in SERVICE and replica[peer] != replica[rank]:
-                reason = f"{at(program, rank, index)}: rank {peer} works on the rows of another replica"
-                raise refuse(program, rank, index, reason)
+                raise wrong(program, rank, index, f": rank {peer} works on the rows of another replica")
             if op not in SERVICE and program.sharing > 1 and program.shard(peer) != program.shard(rank):
                 _check_places(program, rank, index)
             link = (rank, peer) if op in PARTNERS else (peer, rank)
@@ -78,8 +77,7 @@ def _check_places(program: Program, rank: int, index: int) -> None:
         if own != other and (rows or cut):
             what = "works on other rows" if rows else f"has another part of {cut}"
             possible = program.sharers(ins.peer)[program.shard(rank)]
-            reason = f"{at(program, rank, index)}: rank {ins.peer} {what} along {name}; possible is rank {possible}"
-            raise refuse(program, rank, index, reason)
+            raise wrong(program, rank, index, f": rank {ins.peer} {what} along {name}; possible is rank {possible}")
 
 
 def _sent_otherwise(taken: object, given: Sequence[object]) -> str:
@@ -109,10 +107,10 @@ def check_groups(program: Program, ranks: Collection[int]) -> None:
         for index, ins in enumerate(program.ranks[rank]):
             if ins.op in COLLECTIVES:
                 if rank not in ins.group:
-                    raise refuse(program, rank, index, f"{at(program, rank, index)}: rank {rank} is not of that group")
+                    raise wrong(program, rank, index, f": rank {rank} is not of that group")
                 if list(ins.group) != sorted(set(ins.group)):
-                    reason = f"{at(program, rank, index)}: the ranks of a group ascend, each once; possible is"
-                    raise refuse(program, rank, index, f"{reason} group={tuple(sorted(set(ins.group)))}")
+                    what = ": the ranks of a group ascend, each once; possible is"
+                    raise wrong(program, rank, index, f"{what} group={tuple(sorted(set(ins.group)))}")
                 calls.setdefault(ins.group, {}).setdefault(rank, []).append(index)
     for group, by_rank in calls.items():
         first = group[0]

@@ -32,7 +32,7 @@ NAMES = {
     Op.NORM: "allreduce",
 }
 
-TOGETHER = 1 << 18  # bytes: copying this much takes about as long as a message of its own
+PACKING_LIMIT = 1 << 18  # bytes: copying this much takes about as long as a message of its own
 _CHANGING = "changing_"
 
 
@@ -163,7 +163,7 @@ def in_words(links: dict[tuple[int, Receiver], int]) -> dict[str, int]:
 def packed(sizes: Sequence[int]) -> int:
     """Bytes of the one message that tensors of these sizes go in together; 0 if each goes as it is."""
     size = sum(map(room, sizes))
-    return size if len(sizes) > 1 and size <= TOGETHER else 0
+    return size if len(sizes) > 1 and size <= PACKING_LIMIT else 0
 
 
 def room(size: int) -> int:

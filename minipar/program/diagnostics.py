@@ -36,3 +36,8 @@ def refuse(program: Program, rank: int, index: int, reason: str) -> ProgramError
     error = ProgramError(reason, f"rank {rank}:\n" + "\n".join(lines))
     error.places = ((rank, index),)
     return error
+
+
+def wrong(program: Program, rank: int, index: int, what: str) -> ProgramError:
+    """The error to raise for an instruction that is wrong in itself: `what` follows its name."""
+    return refuse(program, rank, index, at(program, rank, index) + what)

@@ -88,13 +88,13 @@ class Wiring(NamedTuple):
     inputs   for each layer, the layers whose outputs it reads, ascending
     into     for each layer, the edges from its inputs
     out      for each layer, the edges to the layers that read it; each of these edges has a grad_output
-    alone    the layers that read only the layer before them, which no other layer reads: one instruction can run both
+    chained  the layers that read only the layer before them, which no other layer reads: one instruction can run both
     """
 
     inputs: tuple[tuple[int, ...], ...]
     into: tuple[tuple[int, ...], ...]
     out: tuple[tuple[int, ...], ...]
-    alone: frozenset[int]
+    chained: frozenset[int]
 
 
 def wiring(edges: Edges, layers: int) -> Wiring:
@@ -107,9 +107,9 @@ def wiring(edges: Edges, layers: int) -> Wiring:
         out[a].append(e)
     for found in into:
         found.sort(key=lambda e: pairs[e])
-    alone = frozenset(b for a, b in pairs if b == a + 1 and len(out[a]) == len(into[b]) == 1)
+    chained = frozenset(b for a, b in pairs if b == a + 1 and len(out[a]) == len(into[b]) == 1)
     inputs = tuple(tuple(pairs[e][0] for e in found) for found in into)
-    return Wiring(inputs, tuple(map(tuple, into)), tuple(map(tuple, out)), alone)
+    return Wiring(inputs, tuple(map(tuple, into)), tuple(map(tuple, out)), chained)
 
 
 def side_by_side(edges: Edges, layers: int) -> list[list[list[int]]]:

@@ -28,22 +28,14 @@ from minipar.program.mesh import Mesh
 Row = tuple[Instruction, ...]
 
 
-def repeat(rows: Iterable[Iterable[Instruction]], mesh: Mesh, whole: bool = False) -> Sequence[Row]:
-    """The instructions of all ranks of a mesh, from those of one pipeline.
+class Repeated(Sequence[Row]):
+    """The rows of all ranks of a mesh, which repeat those of one pipeline.
 
     rows   for each coordinate on the axis pp. Peers are such coordinates. Groups are those of the first replica: sums
            of gradients name the ranks of all replicas, or of the first one alone, and the first of ranks that share
-           layers
-    whole  whether every group is known to be whole, as minipar's own passes make them
-    Gives a `Repeated` where every group is whole; otherwise a tuple of rows, which readers visit one by one.
+           layers. Every group is whole, as minipar's own passes make them
+    known  the rows that were asked for
     """
-    found = Repeated(rows, mesh)
-    return found if mesh.size > len(found.rows) and (whole or found.is_whole()) else tuple(found)
-
-
-class Repeated(Sequence[Row]):
-    """The rows of all ranks of a mesh, which repeat `rows`, those of one pipeline. `known` has the rows that were asked
-    for."""
 
     def __init__(self, rows: Iterable[Iterable[Instruction]], mesh: Mesh) -> None:
         self.rows, self.mesh = tuple(map(tuple, rows)), mesh
@@ -130,38 +122,6 @@ class Repeated(Sequence[Row]):
     def _within(self, group: tuple[int, ...]) -> bool:
         """Whether a group has ranks of the first replica alone, where there are several."""
         return self.mesh.length("dp") > 1 and max(group) < self.mesh.size // self.mesh.length("dp")
-
-    def is_whole(self) -> bool:
-        """Whether every message stays inside of a pipeline, and every group is whole."""
-        known: set[tuple[int, bool, Op, tuple[int, ...]]] = set()
-        for stage, row in enumerate(self.rows):
-            for ins in row:
-                if (ins.group or ins.peer != -1) and (type(ins.stream) is not str or not ins.stream):
-                    return False
-                if ins.group:
-                    if (
-                        type(ins.group) is not tuple
-                        or ins.peer != -1
-                        or any(type(rank) is not int for rank in ins.group)
-                    ):
-                        return False
-                    key = stage, _inside(ins), ins.op, ins.group
-                    if key not in known and ins.group != self._whole(stage, ins):
-                        return False
-                    known.add(key)
-                elif ins.peer != -1 and not (type(ins.peer) is int and 0 <= ins.peer < len(self.rows)):
-                    return False
-        return True
-
-    def _whole(self, stage: int, ins: Instruction) -> tuple[int, ...]:
-        """The group that a collective must have, so that all replicas, or all shards, do the same in it."""
-        mesh = self.mesh
-        if _inside(ins):
-            known = all(0 <= rank < mesh.size for rank in ins.group)
-            return mesh.group(mesh.rank(pp=stage), *(self._along(ins.group) if known else mesh.sharing))
-        stages = {mesh.coordinates(rank)["pp"] for rank in ins.group if 0 <= rank < mesh.size}
-        axes = ((*mesh.sharing,) if ins.op is Op.NORM else ()) + (() if self._within(ins.group) else ("dp",))
-        return tuple(sorted(rank for stage in stages for rank in mesh.group(mesh.rank(pp=stage), *axes)))
 
 
 def _inside(ins: Instruction) -> bool:

@@ -30,8 +30,9 @@ Place = tuple[int, int]  # rank, index of an instruction
 Link = tuple[int, int, Op]  # the sender, the receiver, and the op of the sender: SEND, PUSH or REPLY
 Stream = Link | tuple[int, ...]  # messages of a link, or collectives of a group; both keep their order
 _GIVER = {taker: giver for giver, taker in PARTNERS.items()}
+_MESSAGES = {*PARTNERS, *_GIVER}  # ops of two ranks: replicas of a whole model have none
 _COPY: tuple[int, ...] = ()  # the stream of copies, which wait for nobody
-_ALONE = frozenset(COMPUTE)  # ops that no other rank takes part in
+_LOCAL = frozenset(COMPUTE)  # ops that no other rank takes part in
 
 
 class ProgramDeadlock(ProgramError, Deadlock):
@@ -74,7 +75,8 @@ def order(program: Program, ranks: Collection[int] | None = None) -> Iterator[Tu
     is under way; ProgramDeadlock (a ProgramError and a Deadlock) if ranks wait for each other in a circle.
     """
     walked = range(len(program.ranks)) if ranks is None else ranks
-    check_links(program, walked)
+    if any(op in _MESSAGES for rank in walked for op in program.ops[rank]):
+        check_links(program, walked)
     check_groups(program, walked)
     return _walk(program, walked)
 
@@ -108,7 +110,7 @@ def _walk(program: Program, ranks: Collection[int]) -> Iterator[Turn]:
                         for v in writes + frees:
                             if v in under_way or v in in_use:
                                 raise _changed_under_way(program, rank, index, v, in_use.get(v, v))
-                if op in _ALONE:
+                if op in _LOCAL:
                     pass
                 elif op is SEND:
                     given.setdefault((rank, peer, op), []).append((rank, index))

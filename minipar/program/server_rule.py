@@ -11,8 +11,8 @@ next step; the version is the number of updates so far.
                   with the newest version (Chen et al. 2016, backup workers)
 
 All workers are members from the start, even before the server hears from them: otherwise the first worker would train
-alone. Nobody waits for a worker that was removed. An update uses the gradient of the mean loss over all rows that the
-gradients in it were computed from.
+alone. One that dies stays a member until it comes back and finishes. An update uses the gradient of the mean loss over
+all rows that the gradients in it were computed from.
 """
 
 from __future__ import annotations
@@ -80,11 +80,10 @@ class Kind(IntEnum):
     TAKE = 3  # a worker's gradient of `step` goes into update `version`
     DROP = 4  # a worker's gradient came too late, when `version` updates had been made
     APPLY = 5  # update `version` is made
-    LEAVE = 6  # a worker has finished
-    REMOVE = 7  # a worker is removed: nobody waits for it any longer
+    LEAVE = 6  # a worker has finished: nobody waits for it any longer
 
 
-JOIN, ANSWER, TAKE, DROP, APPLY, LEAVE, REMOVE = Kind  # (module variables are looked up faster than members of an Enum)
+JOIN, ANSWER, TAKE, DROP, APPLY, LEAVE = Kind  # (module variables are looked up faster than members of an Enum)
 
 
 class Row(NamedTuple):
@@ -121,7 +120,7 @@ class Consistency:
     # what workers did
 
     def join(self, worker: int) -> Row:
-        """A worker connects, for the first time or again. In ssp a worker that was removed gets at least the slowest
+        """A worker connects, for the first time or again. In ssp a worker that nobody expected gets the slowest
         member's clock."""
         clock = self.clocks.get(worker, 0)
         if worker not in self.members and self.members and self.mode.kind == "ssp":
@@ -145,25 +144,15 @@ class Consistency:
         self.absent.discard(worker)
         self.asking[worker] = None
 
-    def forget(self, worker: int) -> None:
-        """A worker asks no more."""
-        self.asking.pop(worker, None)
-
-    def leave(self, worker: int, removed: bool = False) -> Row:
-        """A worker has finished, or was removed, so that nobody waits for it any longer."""
+    def leave(self, worker: int) -> Row:
+        """A worker has finished, so that nobody waits for it any longer."""
         self.members.discard(worker)
-        self.absent.discard(worker)
-        self.asking.pop(worker, None)
-        return Row(REMOVE if removed else LEAVE, worker, self.clocks.get(worker, 0), self.version)
+        return Row(LEAVE, worker, self.clocks[worker], self.version)
 
     @property
     def over(self) -> bool:
         """Whether no worker takes part any more."""
         return not self.members
-
-    def clock(self, worker: int) -> int:
-        """The number of a worker's next step, or where steps are those of all workers, of the next update."""
-        return self.clocks.get(worker, 0) if self.each else self.version
 
     # what to do next
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import astuple
+from dataclasses import fields as fields_of
 from typing import Any, TypeVar
 
 from minipar.errors import ProgramError
@@ -14,59 +15,51 @@ from minipar.program.verify import fields
 
 T = TypeVar("T")
 
-
-def to_json(program: Program) -> dict[str, Any]:
-    """Plain lists and numbers, for `json.dump`. `from_json` gives an equal program."""
-    names: dict[Value, int] = {}
-
-    def refs(values: Iterable[Value]) -> list[int]:
-        return [names.setdefault(value, len(names)) for value in values]
-
-    ranks = [
-        [
-            [i.op.name, list(i.layers), i.microbatch, i.step, refs(i.reads), refs(i.writes), refs(i.frees),
-             i.stream, i.peer, list(i.group), [[p.op.name, *p[1:]] for p in i.parts],
-             *([i.name] if i.name else [])]
-            for i in instructions
-        ]
-        for instructions in program.ranks
-    ]  # fmt: skip
-    return {
-        "format": "minipar-program/1",
-        "name": program.name,
-        "layers": program.layers,
-        "microbatches": program.microbatches,
-        "steps": program.steps,
-        "mesh": [list(axis) for axis in program.mesh],
-        "groups": [[list(g.layers), list(g.tensors), g.frozen, *([g.form] if g.form else [])] for g in program.groups],
-        "receives_ahead": program.receives_ahead,
-        **({} if program.clip is None else {"clip": program.clip}),
-        **({} if program.precision == "float32" else {"precision": program.precision}),
-        **({"local_steps": program.contract.steps} if isinstance(program.contract, Local) else {}),
-        **({} if program.compress == "none" else {"compress": program.compress}),
-        **({"algorithm": program.algorithm} if program.algorithm else {}),
-        **({"folder": program.folder} if program.folder else {}),
-        **({} if program.room is None else {"room": program.room}),
-        **({"chunks": list(program.chunks)} if program.chunks else {}),
-        **({"final": [refs(sorted(values)) for values in program.final]} if program.final else {}),
-        **({} if program.in_flight is None else {"in_flight": program.in_flight}),
-        **({} if program.serving is None else {"serving": [program.serving.servers, program.serving.mode]}),
-        **({"staleness": list(astuple(program.contract))} if isinstance(program.contract, Staleness) else {}),
-        **({"selective": True} if program.selective else {}),
-        **({} if program.slices == 1 else {"slices": program.slices, "carries": list(program.carries)}),
-        **({"edges": [list(edge) for edge in program.edges]} if program.edges else {}),
-        **({"forms": [list(forms) for forms in program.forms]} if program.forms else {}),
-        **({"inputs": program.inputs} if program.inputs else {}),
-        **({"names": list(program.names)} if program.names else {}),
-        "state": [refs(sorted(values)) for values in program.state],
-        "ranks": ranks,
-        "values": [list(value if value.form else value[:4]) for value in names],
-    }
-
-
 _NEEDED = (
     "name", "layers", "microbatches", "steps", "mesh", "groups", "receives_ahead", "state", "ranks", "values",
 )  # fmt: skip
+# How fields are made of plain lists and numbers; the others are as they are, or name values.
+_READ: dict[str, Callable[[Any], object]] = {
+    "groups": lambda found: tuple(
+        Group(tuple(layers), tuple(tensors), frozen, *form) for layers, tensors, frozen, *form in found
+    ),
+    "mesh": lambda found: tuple((name, size) for name, size in found),
+    "chunks": tuple,
+    "serving": lambda found: Serving(*found),
+    "slices": lambda found: found if isinstance(found, int) else tuple(found),
+    "carries": tuple,
+    "edges": lambda found: tuple((a, b) for a, b in found),
+    "forms": lambda found: tuple(Forms(*each) for each in found),
+    "names": tuple,
+}
+
+
+def to_json(program: Program) -> dict[str, Any]:
+    """Plain lists and numbers, for `json.dump`. `from_json` gives an equal program. What has its default is left
+    out."""
+    names: dict[Value, int] = {}
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Value):
+            return names.setdefault(value, len(names))
+        if isinstance(value, Op):
+            return value.name
+        if isinstance(value, Serving):
+            return list(astuple(value))
+        if isinstance(value, (Instruction, Group)) and not value[-1]:
+            value = value[:-1]  # (no name, or no form)
+        entries = sorted(value) if isinstance(value, frozenset) else value
+        return entries if isinstance(entries, str) or not isinstance(entries, Iterable) else [*map(plain, entries)]
+
+    found: dict[str, Any] = {"format": "minipar-program/1"}
+    for field in fields_of(program):
+        value = getattr(program, field.name)
+        if field.name == "contract":
+            found |= {"local_steps": value.steps} if isinstance(value, Local) else {}
+            found |= {"staleness": list(astuple(value))} if isinstance(value, Staleness) else {}
+        elif field.name in _NEEDED or value != field.default:
+            found[field.name] = plain(value)
+    return found | {"values": [list(value if value.form else value[:4]) for value in names]}
 
 
 def from_json(data: dict[str, Any]) -> Program:
@@ -88,50 +81,23 @@ def from_json(data: dict[str, Any]) -> Program:
         return tuple(frozenset(named(refs)) for refs in found)
 
     rows = _read(data, "ranks", lambda found: [list(row) for row in found])
-    program = Program(
-        tuple(
-            tuple(_instruction(rank, index, entry, named) for index, entry in enumerate(row))
-            for rank, row in enumerate(rows)
-        ),
-        data["layers"],
-        data["microbatches"],
-        _read(
-            data, "groups",
-            lambda found: tuple(
-                Group(tuple(layers), tuple(tensors), frozen, *form) for layers, tensors, frozen, *form in found
-            ),
-        ),
-        _read(data, "mesh", lambda found: tuple((name, size) for name, size in found)),
-        _read(data, "state", sets),
-        data["steps"],
-        contract=_contract(data),
-        receives_ahead=data["receives_ahead"],
-        name=data["name"],
-        clip=data.get("clip"),
-        precision=data.get("precision", "float32"),
-        compress=data.get("compress", "none"),
-        algorithm=data.get("algorithm", ""),
-        folder=data.get("folder", ""),
-        room=data.get("room"),
-        chunks=_read(data, "chunks", tuple),
-        final=_read(data, "final", sets),
-        serving=_read(data, "serving", lambda found: Serving(*found)) if "serving" in data else None,
-        selective=data.get("selective", False),
-        in_flight=data.get("in_flight"),
-        slices=_read(data, "slices", _slices, 1),
-        carries=_read(data, "carries", tuple),
-        edges=_read(data, "edges", lambda found: tuple((a, b) for a, b in found)),
-        forms=_read(data, "forms", lambda found: tuple(Forms(*each) for each in found)),
-        inputs=data.get("inputs", ""),
-        names=_read(data, "names", tuple),
-    )  # fmt: skip
+    given: dict[str, Any] = {"contract": _contract(data)}
+    given["ranks"] = tuple(
+        tuple(_instruction(rank, index, entry, named) for index, entry in enumerate(row))
+        for rank, row in enumerate(rows)
+    )
+    readers = {**_READ, "state": sets, "final": sets}
+    for field in fields_of(Program):
+        if field.name in data and field.name not in given:
+            given[field.name] = _read(data, field.name, readers.get(field.name, lambda found: found))
+    program = Program(**given)
     fields.check_types(program)
     return program
 
 
-def _read(data: dict[str, Any], name: str, make: Callable[[Any], T], default: object = ()) -> T:
+def _read(data: dict[str, Any], name: str, make: Callable[[Any], T]) -> T:
     """A field, made by `make` from plain lists and numbers. Errors: ProgramError if `make` cannot read them."""
-    found = data.get(name, default)
+    found = data[name]
     try:
         return make(found)
     except fields.STUMBLES as error:
@@ -153,10 +119,6 @@ def _instruction(rank: int, index: int, entry: Any, named: Callable[[Iterable[in
         ) from error
     fields.check_instruction(rank, index, found)
     return found
-
-
-def _slices(found: int | list[int]) -> int | tuple[int, ...]:
-    return found if isinstance(found, int) else tuple(found)
 
 
 def _contract(data: dict[str, Any]) -> Contract:

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from minipar.comm.compression import NARROW, narrowed
-from minipar.server.framing import bytes_of
 from minipar.strategies.passes.compress import keeps_residual, pushed_bytes, top
 
 
 class Packer:
-    """A worker's end. `left` has what was left out of each piece until now."""
+    """A worker's end. `left` has what was left out of each piece until now, by key and server."""
 
     def __init__(self, choice: str) -> None:
         self.choice = choice
@@ -41,16 +40,12 @@ class Packer:
         return row
 
 
-def unpack(data: memoryview, into: Tensor, choice: str) -> None:
+def unpack(row: Tensor, into: Tensor, choice: str) -> None:
     """A server's end: the piece of a gradient that a worker has packed."""
-    row = torch.frombuffer(data, dtype=torch.uint8)
     if not keeps_residual(choice):
         into.copy_(row.view(NARROW[choice]))
         return
     count, size = top(len(into), choice), into.element_size()
-    numbers = torch.empty(count, dtype=into.dtype)
-    bytes_of(numbers)[:] = data[: count * size]
-    places = torch.empty(count, dtype=torch.int32)
-    bytes_of(places)[:] = data[count * size :][: count * 4]
+    places = row[count * size :][: count * 4].clone().view(torch.int32)  # (a copy begins where a type wants it)
     into.zero_()
-    into[places.long()] = numbers
+    into[places.long()] = row[: count * size].view(into.dtype)

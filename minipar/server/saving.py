@@ -16,7 +16,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from minipar.cluster import worker
 from minipar.execution.saving.contents import SavedSlice
@@ -24,87 +24,74 @@ from minipar.execution.saving.folder import Header, commit, step_folder, writing
 from minipar.execution.saving.keeping import Share, Storing
 from minipar.models.tensors import count_bytes
 
-Pieces = Callable[[], Iterator[SavedSlice]]
-
-
-class Wrote(NamedTuple):
-    """A rank has written its part of a step, and the state of the scheduler, if it has one."""
-
-    step: int
-    schedule: dict[str, Any] | None
-
 
 @dataclass
 class Part:
-    """In a rank: it writes part number `part` of what is saved. `steps`: of the run."""
+    """In a rank: it writes one part of what is saved, and reports it by a header.
+
+    number     of the part
+    header     of the run as it is saved at its end
+    pieces     of this rank
+    schedule   gives the state of the scheduler
+    """
 
     storing: Storing
-    part: int
-    steps: int
+    number: int
+    header: Header
+    pieces: Callable[[], Iterator[SavedSlice]]
+    schedule: Callable[[], dict[str, Any] | None] = lambda: None
     _done: int = 0  # the last step that was written
 
-    def reached(self, version: int, pieces: Pieces, optimizer: str = "", schedule: Any = lambda: None) -> None:
+    def reached(self, version: int) -> None:
         """`version` updates are made: write the part of the last step that is to be saved, if it is not there yet."""
-        every = self.storing.every
+        every, first = self.storing.every, self.storing.first
         due = version // every * every if every else 0
-        if self._done < due < self.steps:
-            self._done, step = due, self.storing.first + due
-            self._write(step, pieces, optimizer)
-            worker.report(Wrote(step, schedule()))
+        if self._done < due < self.header.step - first:
+            self._done = due
+            path = step_folder(self.storing.folder, first + due, self.storing.token)
+            if not os.path.exists(os.path.join(path, f"part-{self.number}.json")):  # (by an earlier process)
+                self._write(path)
+            worker.report(replace(self.header, step=first + due, schedule=self.schedule()))
 
-    def end(self, header: Header, pieces: Pieces, optimizer: str = "", share: float = 1.0) -> Share:
+    def end(self, share: float = 1.0) -> Share:
         """At the end of the run: write the part, and bring it to the driver, if that is wanted. `share`: what this rank
         has of the whole state."""
-        header = replace(header, optimizer=optimizer)
+        header = replace(self.header, schedule=self.schedule())
         if self.storing.folder:
-            self._write(header.step, pieces, optimizer, again=True)
-        if self.storing.keep == 0:
-            return self.storing.brought(header, (), 1)
-        found = list(pieces())
-        return self.storing.brought(header, found, round(sum(count_bytes(piece.values) for piece in found) / share))
+            self._write(step_folder(self.storing.folder, header.step, self.storing.token))
+        found = list(self.pieces()) if self.storing.keep != 0 else []
+        whole = round(sum(count_bytes(piece.values) for piece in found) / share)
+        return self.storing.brought(header, found, max(1, whole))
 
-    def _write(self, step: int, pieces: Pieces, optimizer: str, again: bool = False) -> None:
+    def _write(self, path: str) -> None:
         from minipar.execution.saving.storage import write
 
-        path = step_folder(self.storing.folder, step, self.storing.token)
-        if again or not os.path.exists(os.path.join(path, f"part-{self.part}.json")):  # (by an earlier process)
-            with writing(self.storing.folder):
-                write(path, self.part, optimizer, pieces())
+        with writing(self.storing.folder):
+            write(path, self.number, self.header.optimizer, self.pieces())
 
 
 @dataclass
 class Saving:
-    """In the driver: the index names a step when all its parts are written.
-
-    header   of the run; step and schedule are those of a save
-    parts    how many ranks write
-    """
+    """In the driver: the index names a step when so many parts of it are written."""
 
     storing: Storing
-    header: Header
     parts: int
-    _heard: dict[int, dict[int, Wrote]] = field(default_factory=dict)  # what each rank has said of a step
+    _heard: dict[int, dict[int, Header]] = field(default_factory=dict)  # what each rank has said of a step
     _before: str = ""
 
-    def heard(self, rank: int, wrote: Wrote) -> None:
+    def heard(self, rank: int, header: Header) -> None:
         """A rank has written its part of a step. It counts once, although it may say so again when it starts again."""
-        found = self._heard.setdefault(wrote.step, {})
-        found[rank] = wrote
-        if len(found) < self.parts:
-            return
-        del self._heard[wrote.step]
-        schedule = next((one.schedule for one in found.values() if one.schedule is not None), None)
-        self._commit(wrote.step, schedule, clean=False)
-        if self._before:
-            shutil.rmtree(self._before, ignore_errors=True)
-        self._before = step_folder(self.storing.folder, wrote.step, self.storing.token)
+        found = self._heard.setdefault(header.step, {})
+        found[rank] = header
+        if len(found) == self.parts:
+            del self._heard[header.step]
+            self.commit(next((one for one in found.values() if one.schedule is not None), header), clean=False)
+            if self._before:
+                shutil.rmtree(self._before, ignore_errors=True)
+            self._before = step_folder(self.storing.folder, header.step, self.storing.token)
 
-    def finish(self, last: Header) -> None:
-        """All ranks have written the last step."""
+    def commit(self, header: Header, clean: bool = True) -> None:
+        """All ranks have written this step. `clean`: and nothing is written any more."""
         if self.storing.folder:
-            self._commit(last.step, last.schedule, clean=True)
-
-    def _commit(self, step: int, schedule: dict[str, Any] | None, clean: bool) -> None:
-        with writing(self.storing.folder):
-            header = replace(self.header, step=step, schedule=schedule)
-            commit(self.storing.folder, step, self.storing.token, self.parts, header, clean)
+            with writing(self.storing.folder):
+                commit(self.storing.folder, header.step, self.storing.token, self.parts, header, clean)

@@ -1,85 +1,127 @@
-"""What one parameter server keeps: its part of the parameters, its optimizer, and gradients that wait to be applied.
+"""The line of all parameters, one after another in one run of bytes, and what a server does with its part of it.
 
-flat      [ weight . . . . | bias . | next weight's first half ]     one run of bytes, sent as it is
-pushed    [ . . . . . . . . . . . . . . . . . . . . . . . . . . ]     one for each gradient that waits, same layout
+    line      | 0.weight . . . . . . . . | 0.bias . | 1.weight . . . . . . . |
+    servers   |------------- 0 --------------|------------- 1 ---------------|
+
+A worker has the whole line, as it was pulled; a server has its part of the parameters, and of each gradient. So what is
+sent are always runs of bytes.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from minipar.comm.missing import is_missing
-from minipar.execution.saving.contents import SavedSlice, optimizer_class, restore_slices, states_of_slice
+from minipar.execution.emulation import Pacing
+from minipar.execution.saving.contents import SavedSlice, restore_slices, states_of_slice
+from minipar.execution.saving.folder import Saved
 from minipar.execution.updating import Elements, Form, Optimizer, Scheduler, Update, Updated
-from minipar.models.tensors import dtype_name, dtype_named
-from minipar.server.connection import Peer
-from minipar.server.framing import bytes_of
-from minipar.strategies.shares import Piece, cut
+from minipar.program.server_rule import SYNC, Mode
+from minipar.strategies.shares import GRAIN, Piece, cut
 
-if TYPE_CHECKING:
-    from minipar.execution.saving.storage import Reading
+Gradients = dict[int, Tensor]  # by key
 
 
-class ParameterKey(NamedTuple):
-    """A parameter as servers and workers name it: any text or number, shape, dtype ("float32")."""
+def form_of(name: str, tensor: Tensor) -> Form:
+    """A key: a parameter as servers and workers name it."""
+    return Form(name, tuple(tensor.shape), tensor.dtype)
 
-    name: str | int
-    shape: tuple[int, ...]
-    dtype: str
+
+def pieces_of(keys: Sequence[Form], servers: int) -> list[list[Piece]]:
+    """For each server, its pieces of the parameters."""
+    sizes = [torch.Size(key.shape).numel() * key.dtype.itemsize for key in keys]
+    return cut(sizes, servers, [key.dtype.itemsize for key in keys])
+
+
+class Line:
+    """Memory for pieces that follow each other: `bytes`, all of it; `of`, by key the elements of its piece."""
+
+    def __init__(self, keys: Sequence[Form], pieces: Sequence[Piece]) -> None:
+        self.begin = pieces[0].place
+        before = self.begin % GRAIN  # so that elements of every type are where their type wants them
+        whole = torch.zeros(before + pieces[-1].place + pieces[-1].size - self.begin, dtype=torch.uint8)
+        self.bytes = whole[before:]
+        self.of = {piece.tensor: self.part([piece]).view(keys[piece.tensor].dtype) for piece in pieces}
+
+    def part(self, pieces: Sequence[Piece]) -> Tensor:
+        """The bytes of some pieces that follow each other."""
+        return self.bytes[pieces[0].place - self.begin : pieces[-1].place + pieces[-1].size - self.begin]
+
+    def values(self, keys: Sequence[Form]) -> list[Tensor]:
+        """All parameters, of a line that has them whole."""
+        return [self.of.get(k, torch.empty(0, dtype=key.dtype)).view(key.shape) for k, key in enumerate(keys)]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What servers and workers must know of each other.
+
+    folder     where they meet; only this user may look into it
+    keys       the parameters, in the order of their line
+    workers    that all wait for before they begin; more may come later
+    steps      of a worker (async, ssp), or updates (sync, k-of-n), after which everything ends
+    servers    how many have parts of the line
+    groups     the parameter group of each key; (): each is one of its own
+    on_death   of a worker: "continue", and wait until it comes back; or "abort"
+    clip       the norm to which an update's gradient is scaled down, that of all parts of it; None: it is not
+    compress   how workers push gradients: none, bf16, fp16, topk:R
+    pacing     of emulated devices; None: nothing is delayed
+    secret     known to nobody else
+    """
+
+    folder: str
+    keys: tuple[Form, ...]
+    workers: int
+    steps: int
+    mode: Mode = SYNC
+    servers: int = 1
+    groups: tuple[int, ...] = ()
+    on_death: str = "continue"
+    clip: float | None = None
+    compress: str = "none"
+    pacing: Pacing | None = None
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     @property
-    def type(self) -> torch.dtype:
-        return dtype_named(self.dtype)
+    def pieces(self) -> list[list[Piece]]:
+        """For each server, its pieces of the parameters."""
+        return pieces_of(self.keys, self.servers)
 
-    @property
-    def nbytes(self) -> int:
-        return torch.Size(self.shape).numel() * self.type.itemsize
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {tuple(self.shape)}"
+    def groups_of(self, keys: Iterable[int]) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(self.groups[k] if self.groups else k for k in keys))
 
 
-def key_of(name: str | int, tensor: Tensor) -> ParameterKey:
-    return ParameterKey(name, tuple(tensor.shape), dtype_name(tensor.dtype))
+@dataclass
+class Gradient:
+    """A worker's gradient of one step. It is of `rows` of the `of` rows of the step, and already scaled by rows / of;
+    of the keys `missing` it has not arrived yet."""
+
+    step: int
+    rows: float
+    of: float
+    line: Line
+    missing: set[int]
 
 
-def pieces_of(keys: Sequence[ParameterKey], servers: int) -> list[list[Piece]]:
-    """What each server keeps."""
-    return cut([key.nbytes for key in keys], servers, [key.type.itemsize for key in keys])
-
-
-def digest(keys: Sequence[ParameterKey], servers: int) -> bytes:
-    """A hash of the keys: a worker and a server compare it first, to be sure that they have the same ones."""
-    return hashlib.sha256(json.dumps([servers, [list(key) for key in keys]]).encode()).digest()
-
-
-def view(flat: Tensor, key: ParameterKey, piece: Piece) -> Tensor:
-    """A piece's elements in the memory of a server, in memory order."""
-    return flat[piece.place : piece.place + piece.size].view(key.type)
-
-
-def length(pieces: Sequence[Piece]) -> int:
-    return pieces[-1].place + pieces[-1].size if pieces else 0
-
-
-class Room:
-    """Memory for one gradient, and the pieces in it: allocated once and used again for the next gradients."""
-
-    def __init__(self, keys: Sequence[ParameterKey], pieces: Sequence[Piece]) -> None:
-        flat = torch.empty(length(pieces), dtype=torch.uint8)
-        whole = bytes_of(flat)
-        self.bytes = {p.tensor: whole[p.place : p.place + p.size] for p in pieces}
-        self.of = {p.tensor: view(flat, keys[p.tensor], p) for p in pieces}
-
-
-Gradients = dict[int, Tensor]  # by tensor
+def combine(taken: Sequence[Gradient]) -> Gradients:
+    """The gradient of the mean over the rows of some gradients: their sum, in this order and in the memory of the first
+    one, scaled. What no worker has used gets none."""
+    rows, of = sum(gradient.rows for gradient in taken), taken[0].of
+    found = {}
+    for k, total in taken[0].line.of.items():
+        for other in taken[1:]:
+            total += other.line.of[k]
+        if 0 < rows != of:
+            total *= of / rows
+        if not is_missing(total):
+            found[k] = total
+    return found
 
 
 def squares(gradients: Gradients) -> float:
@@ -87,152 +129,83 @@ def squares(gradients: Gradients) -> float:
     return sum(torch.linalg.vector_norm(one).item() ** 2 for one in gradients.values())
 
 
-@dataclass
-class Pushed:
-    """A worker's gradient of one step, as far as it has arrived. It is of `rows` of the `of` rows of the step, and
-    already scaled by rows / of."""
-
-    worker: int
-    session: int
-    step: int
-    rows: int
-    of: int
-    room: Room
-    missing: set[int] = field(default_factory=set)  # tensors of which the piece is not here yet
+def clip(gradients: Gradients, whole: float, most: float) -> None:
+    """Scale gradients down where the norm of all servers' parts is larger than `most`; `whole` is its square."""
+    factor = min(1.0, most / (whole**0.5 + 1e-6))
+    for one in gradients.values() if factor < 1 else ():
+        one.mul_(factor)
 
 
 class Shard:
-    """One server's part. `values` are the initial parameters, in the order of `keys`; `schedule` is the scheduler's
-    state in a saved run, from which it goes on."""
+    """One server's part of the parameters. `values` are the initial ones, of all keys.
+
+    optimizer  makes the optimizer of the whole model, of which each server has a part; it must work element by element
+    scheduler  makes a scheduler of it, which steps once for each update
+    forms      the parameters that the optimizer is made of, in the model's order; (): the keys
+    """
 
     def __init__(
         self,
-        keys: Sequence[ParameterKey],
-        pieces: Sequence[Piece],
+        settings: Settings,
+        number: int,
         values: Sequence[Tensor],
         optimizer: Optimizer,
         scheduler: Scheduler | None = None,
         forms: Sequence[Form] = (),
-        schedule: dict[str, Any] | None = None,
     ) -> None:
-        self.keys, self.pieces = keys, pieces
-        self.by_tensor = {piece.tensor: piece for piece in pieces}  # (tensors are numbered as their keys)
-        self.flat = torch.zeros(length(pieces), dtype=torch.uint8)
-        self.parameters = [nn.Parameter(view(self.flat, keys[p.tensor], p)) for p in pieces]
-        for piece, parameter in zip(pieces, self.parameters, strict=True):
-            size = keys[piece.tensor].type.itemsize
-            whole = values[piece.tensor].detach().reshape(-1)
-            parameter.data.copy_(whole[piece.start // size : piece.stop // size])
-        forms = forms or [Form(str(key.name), key.shape, key.type) for key in keys]
-        self.update, self.updates = Update(optimizer, forms, scheduler), 0
-        if self.update.schedule is not None:
-            self.update.schedule.load(schedule)
-        self.updated = [_updated(keys[p.tensor], p, own) for p, own in zip(pieces, self.parameters, strict=True)]
-        self.part = self.update.part(self.updated)
+        self.keys, self.pieces = settings.keys, settings.pieces[number]
+        self.line = Line(self.keys, self.pieces)
+        self.parameters: dict[int, nn.Parameter] = {}
+        self.updated: list[Updated] = []
+        for piece in self.pieces:
+            key, own = self.keys[piece.tensor], nn.Parameter(self.line.of[piece.tensor])
+            begin = piece.start // key.dtype.itemsize
+            own.data.copy_(values[piece.tensor].detach().reshape(-1)[begin : begin + own.numel()])
+            self.parameters[piece.tensor] = own
+            elements = Elements(key.name, key.shape, begin, begin + own.numel(), 0)
+            self.updated.append(Updated(own, (key.name,), (elements,), True))
+        update = Update(optimizer, forms or self.keys, scheduler)
+        self.part, self.schedule, self.updates = update.part(self.updated), update.schedule, 0
         self.optimizer = self.part.optimizer
-        self.readers: list[Peer] = []  # peers to which `flat` may still be on its way
-        self.spare: list[Room] = []
-        self.pushed: dict[tuple[int, int], Pushed] = {}  # by worker and session
 
-    # gradients
+    def gradient(self, step: int, rows: float, of: float) -> Gradient:
+        """Memory for a worker's gradient."""
+        return Gradient(step, rows, of, Line(self.keys, self.pieces), set(self.parameters))
 
-    def pushing(self, worker: int, session: int, step: int, rows: int, of: int) -> Pushed:
-        """The place for a worker's gradient of a step: the one that has begun to arrive, or a new one."""
-        found = self.pushed.get((worker, session))
-        if found is None or found.step != step:
-            if found is not None:
-                self.let_go(found)
-            room = self.spare.pop() if self.spare else Room(self.keys, self.pieces)
-            found = self.pushed[worker, session] = Pushed(worker, session, step, rows, of, room, set(self.by_tensor))
-        return found
-
-    def find(self, worker: int, step: int) -> Pushed | None:
-        """A worker's gradient of a step that is whole."""
-        for pushed in self.pushed.values():
-            if pushed.worker == worker and pushed.step == step and not pushed.missing:
-                return pushed
-        return None
-
-    def let_go(self, pushed: Pushed) -> None:
-        del self.pushed[pushed.worker, pushed.session]
-        self.spare.append(pushed.room)
-
-    def combine(self, taken: Sequence[Pushed]) -> Gradients:
-        """The gradient of the mean over the rows of some gradients: their sum, in this order and in the memory of the
-        first one, scaled. What no worker has used gets none."""
-        rows, of = sum(pushed.rows for pushed in taken), taken[0].of
-        found = {}
-        for k, total in taken[0].room.of.items():
-            for other in taken[1:]:
-                total += other.room.of[k]
-            if 0 < rows != of:
-                total *= of / rows
-            if not is_missing(total):
-                found[k] = total
-        return found
-
-    def clip(self, gradients: Gradients, whole: float, most: float) -> None:
-        """Scale what was combined down, where the norm of all parts of it is larger than `most`; `whole` is the square
-        of that norm."""
-        factor = min(1.0, most / (whole**0.5 + 1e-6))
-        for one in gradients.values() if factor < 1 else ():
-            one.mul_(factor)
-
-    def apply(self, taken: Sequence[Pushed], gradients: Gradients) -> None:
-        """Update with what was combined; free the gradients."""
-        if self.readers:
-            self._spare_readers()
-        own = dict(zip(self.by_tensor, self.parameters, strict=True))
+    def apply(self, gradients: Gradients) -> None:
+        """Make an update."""
         for k, gradient in gradients.items():
-            own[k].grad = gradient
-        if self.update.schedule is not None:
-            self.part.follow(self.update.schedule.at(self.updates))
-            self.update.schedule.forget(self.updates)
+            self.parameters[k].grad = gradient
+        if self.schedule is not None:
+            self.part.follow(self.schedule.at(self.updates))
+            self.schedule.forget(self.updates)
         self.optimizer.step()
         for k in gradients:
-            own[k].grad = None
+            self.parameters[k].grad = None
         self.updates += 1
-        for pushed in taken:
-            self.let_go(pushed)
-
-    def _spare_readers(self) -> None:
-        """Before an update: if answers are still being sent, they keep the old memory, and the update gets a copy."""
-        if any(peer.busy for peer in self.readers):
-            self.flat = self.flat.clone()
-            for piece, parameter in zip(self.pieces, self.parameters, strict=True):
-                parameter.data = view(self.flat, self.keys[piece.tensor], piece)
-        self.readers = []
 
     def state_bytes(self) -> dict[int, int]:
-        """Bytes that the optimizer keeps, by tensor."""
-        kept = [self.optimizer.state.get(parameter, {}).values() for parameter in self.parameters]
-        sizes = [sum(value.nbytes for value in values if isinstance(value, Tensor)) for values in kept]
-        return dict(zip(self.by_tensor, sizes, strict=True))
+        """Bytes that the optimizer keeps, by key."""
+        kept = {k: self.optimizer.state.get(own, {}).values() for k, own in self.parameters.items()}
+        return {k: sum(one.nbytes for one in values if isinstance(one, Tensor)) for k, values in kept.items()}
 
     # saved runs
-
-    @property
-    def optimizer_name(self) -> str:
-        return optimizer_class(self.optimizer)
 
     def saved(self) -> Iterator[SavedSlice]:
         """What is saved of this part: parameters, and what the optimizer keeps of them. No copies are made."""
         for piece in self.updated:
             (run,) = piece.runs
-            kept = self.optimizer.state.get(piece.parameter, {})
             yield SavedSlice(f"parameters/{run.name}", run.shape, run.begin, piece.parameter.detach())
-            yield from states_of_slice(piece, kept)
+            yield from states_of_slice(piece, self.optimizer.state.get(piece.parameter, {}))
 
     def saved_schedule(self) -> dict[str, Any] | None:
         """The state of the scheduler now, if there is one."""
-        return None if self.update.schedule is None else self.update.schedule.saved(self.updates)
+        return None if self.schedule is None else self.schedule.saved(self.updates)
 
-    def resume(self, source: Reading) -> None:
+    def resume(self, saved: Saved) -> None:
         """Go on with this part of a saved run."""
-        restore_slices(self.updated, self.optimizer, source)
+        from minipar.execution.saving.storage import Reading
 
-
-def _updated(key: ParameterKey, piece: Piece, own: nn.Parameter) -> Updated:
-    """A piece as its optimizer knows it."""
-    begin, size = piece.start // key.type.itemsize, own.numel()
-    return Updated(own, (str(key.name),), (Elements(str(key.name), key.shape, begin, begin + size, 0),), True)
+        restore_slices(self.updated, self.optimizer, Reading(saved))
+        if self.schedule is not None:
+            self.schedule.load(saved.header.schedule)

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from minipar.cluster import worker
 from minipar.comm import missing
 from minipar.comm.communicator import Communicator
-from minipar.errors import PlanError
 from minipar.execution.emulation import Delays, EmulatedDevice
 from minipar.execution.execution import Job
 from minipar.execution.executor import Executor
 from minipar.models.losses import counted
 from minipar.models.tensors import take_rows
-from minipar.program import Instruction, Op, Program, Synchronous
+from minipar.program import Instruction, Op, Program, Synchronous, Value
 from minipar.server.pushing import Servers
 
 
@@ -36,32 +35,28 @@ class Worker(Executor):
 
     def __init__(self, program: Program, rank: int, model: nn.Module, job: Job, delays: Delays | None = None) -> None:
         self.servers: Servers | None = None
-        self.rows = 0, 0
+        self.rows: tuple[float, float] = 0, 0
         self.pushed: dict[str, Tensor] = {}
         self.own_loss = job.loss
         comm = NoPeers(rank, len(program.ranks))
         super().__init__(_first_step(program), comm, model, job.loss, job.optimizer, job.seed, delays)
+        self.do |= {Op.PULL: self._pull, Op.PUSH: self._push}
 
     def follow(self, program: Program, delays: Delays | None = None) -> None:
         super().follow(program, delays)
         self.device = None if delays is None else _Lasting(delays)
 
-    def _serve(self, index: int, ins: Instruction) -> None:
-        if ins.op is Op.PUSH:
-            self._push(index, ins)
-        elif self.servers is not None:
-            self._pull(index, ins, self.servers)
-
-    def _pull(self, index: int, ins: Instruction, servers: Servers) -> None:
+    def _pull(self, index: int, ins: Instruction) -> None:
         """Copy parameters that have come into the layers. Of a layer that two servers have a part of, both PULLs do."""
+        if self.servers is None:
+            return
         if index == 0:
             self.pushed.clear()
-            self.rows = self._weights()
-            servers.weigh(*self.rows)
+            self.servers.weight = self.rows = self._weights()
         for p in (p for g in ins.layers for p in self.groups[g]):
-            p.data.copy_(servers.pull(self.names[id(p)]))
+            p.data.copy_(self.servers.pull(self.names[id(p)]))
         if self.device is not None:
-            self.device.arrived(servers.arrived, index)
+            self.device.arrived(self.servers.arrived, index)
 
     def _push(self, index: int, ins: Instruction) -> None:
         """Send gradients, or the parts of them that one server keeps."""
@@ -69,13 +64,13 @@ class Worker(Executor):
         occupied, delay = device.delays.transfer.get(index, (0.0, 0.0)) if device is not None else (0.0, 0.0)
         if self.servers is not None:
             if device is not None:
-                self.servers.pace(device.now + delay, occupied)
+                self.servers.timing = device.now + delay, occupied
             with self._aside():  # (what is sent is the host's)
-                for p in (p for g in ins.layers for p in self.groups[g]):
-                    name = self.names[id(p)]
+                params = {self.names[id(p)]: p for g in ins.layers for p in self.groups[g]}
+                for name, p in params.items():
                     if name not in self.pushed:
                         self.pushed[name] = self._gradient(p, self.servers.pull(name))
-                    self.servers.push(name, self.pushed[name], ins.peer - self.program.workers)
+                self.servers.push({name: self.pushed[name] for name in params}, ins.peer - self.program.workers)
         if device is not None:
             device.wait(device.now + occupied, index)
         for value in ins.frees:
@@ -89,19 +84,16 @@ class Worker(Executor):
         gradient = missing.like(p) if p.grad is None else p.grad
         return gradient.to("cpu", like.dtype).contiguous()
 
-    def _weights(self) -> tuple[int, int]:
+    def size(self, value: Value) -> int:
+        """Bytes of a value. With precision=bf16 only the servers have parameters as wide as the program says."""
+        whole = super().size(value)
+        return whole // 2 if value.kind == "param" and self.program.precision == "bf16" else whole
+
+    def _weights(self) -> tuple[float, float]:
         """How much this worker's rows weigh in the present step, and all rows."""
         part = self.compute.rows.part(0)
         mine = range(part.rows[0].start - part.start, part.rows[-1].stop - part.start)
-        return _whole(counted(take_rows(part.y, mine), self.own_loss)), _whole(part.weight)
-
-
-def _whole(count: float) -> int:
-    if count != int(count):
-        raise PlanError(
-            f"sync=ps: the loss counts {count:g}, and servers count whole numbers; possible is sync=allreduce"
-        )
-    return int(count)
+        return counted(take_rows(part.y, mine), self.own_loss), part.weight
 
 
 @dataclass

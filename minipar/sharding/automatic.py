@@ -59,8 +59,8 @@ def by_operators(layers: Sequence[Layer], ranks: int, axis: str = "tp") -> Prese
         key = id(graph), tuple(map(str, given.values())), tuple((name, str(form)) for name, form in own.items())
         if key not in done:
             done[key] = _of_layer(layer, given, own, mesh, axis)
-        said, sharding = done[key]
-        found.update({layer.own(name): text for name, text in said.items()})
+        annotations, sharding = done[key]
+        found.update({layer.own(name): text for name, text in annotations.items()})
         for one in sharding.operators:
             for name, form in zip(one.operator.inputs, one.ins, strict=True):
                 if layer.own(name) in shared:
@@ -92,7 +92,7 @@ def _of_layer(
     """
     graph, ranks = layer.graph, mesh.length(axis)
     plain = Layer(graph)
-    said: dict[str, str] = {}
+    annotations: dict[str, str] = {}
     now = propagate(plain, {}, mesh, given)
     for op in graph.operators:
         if now[op.name].choices[axis].divided:
@@ -101,17 +101,17 @@ def _of_layer(
         for place in _columns(op, graph, ranks, shared):
             text = f"{place} on {axis}"
             try:
-                sharding = propagate(plain, {**said, op.name: text}, mesh, given)
+                sharding = propagate(plain, {**annotations, op.name: text}, mesh, given)
             except PlanError:
                 continue  # it does not go together with what stands already
             if sharding[op.name].choices[axis].divided and _agrees(sharding, shared, axis):
                 tries.append((text, sharding))
         if tries:
-            said[op.name], now = min(tries, key=lambda one: _price(one[1]))
+            annotations[op.name], now = min(tries, key=lambda one: _price(one[1]))
     for one in now.operators:
-        if _weight(one.operator, graph) and one.operator.name not in said and one.choices[axis].divided:
-            said[one.operator.name] = f"{one.outs[0].on(axis)} on {axis}"
-    return said, now
+        if _weight(one.operator, graph) and one.operator.name not in annotations and one.choices[axis].divided:
+            annotations[one.operator.name] = f"{one.outs[0].on(axis)} on {axis}"
+    return annotations, now
 
 
 def _weight(op: Operator, graph: Graph) -> str:

@@ -217,13 +217,13 @@ def pieces_of(sharding: Sharding, rows: int) -> list[Piece]:
         uses[key] = last + 1
     found = [Piece([one for own, one in levels if own == k], [], [], free=free) for k in range(last + 1)]
     found[0].takes = [as_written(name) for name in graph.inputs]
-    made_as = {name: k for k, name in enumerate(graph.tensors)}
+    order = {name: k for k, name in enumerate(graph.tensors)}
     for k in range(last):
         across = [part for key, part in parts.items() if level[part.name] <= k < uses.get(key, -1)]
         across = [part for part in across if part.name not in graph.before]
         # Counts go first: what they count is exchanged by them. The others go in the order in which they are written,
         # which is the same in all slices of a sequence.
-        across.sort(key=lambda part: (not any(part.counts), made_as[part.name]))
+        across.sort(key=lambda part: (not any(part.counts), order[part.name]))
         found[k].gives = found[k + 1].takes = across
     found[last].gives = ends
     # What is already in its new form when it comes to a border has changed at the border before.
@@ -526,7 +526,7 @@ class Recipe:
         dropouts: Mapping[str, nn.Module],
         built: dict[str, Tensor],
     ) -> None:
-        """Run these operators on what `find` gives, and add what they make to `made`, as long as it is read.
+        """Run these operators on what `find` gives, and add what they make to `built`, as long as it is read.
 
         device     where the node computes
         dropouts   the modules of some operators, by their names

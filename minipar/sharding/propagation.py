@@ -192,9 +192,9 @@ def resolve(layer: Layer, annotations: Annotations, mesh: Mesh, used: set[str] |
                 used.add(pattern)
             tensor = graph.tensors[name]
             what = f"{pattern!r}: {own}" + (f" ({layer.own(name)})" if operator else "")
-            said = parsed(text, mesh, len(tensor.shape), what)
+            placements = parsed(text, mesh, len(tensor.shape), what)
             shape = tensor.shape
-            for axis, placement in said.items():
+            for axis, placement in placements.items():
                 cut_to = I if placement.whole else placement
                 if cut_to == P and not operator:
                     raise PlanError(
@@ -326,8 +326,8 @@ class _Axis:
         """The choices that an operator has beside those on other axes."""
         op = self.graph.operators[k]
         every = choices(op, self.ins[k], self.outs[k], self.ranks, wanted)
-        taken = any(choice.alone for choice in self.outer[k].values())
-        found = [choice for choice in every if not (choice.alone and taken)]
+        taken = any(choice.exclusive for choice in self.outer[k].values())
+        found = [choice for choice in every if not (choice.exclusive and taken)]
         kept = [j for j, name in enumerate(op.inputs) if name in self.kept]
         if kept:
             found = [*(choice for choice in found if all(choice.ins[j] == R for j in kept)), self._whole(k)]
@@ -426,14 +426,14 @@ class _Axis:
     def _contradiction(self, k: int, fixed: Sequence[tuple[int, Placement]], possible: Sequence[Choice]) -> str:
         op = self.graph.operators[k]
         tensors = (*op.inputs, *op.outputs)
-        said = ", ".join(f"{self.layer.own(tensors[j])} as {p} ({self.fixed[tensors[j]][1]!r})" for j, p in fixed)
+        text = ", ".join(f"{self.layer.own(tensors[j])} as {p} ({self.fixed[tensors[j]][1]!r})" for j, p in fixed)
 
         def distance(choice: Choice) -> tuple[int, int]:
             other = [j for j, p in fixed if _all(choice)[j] != p]
             return sum(j >= len(op.inputs) for j in other), len(other)
 
         best = min((c for c in possible if c.divided), key=distance, default=possible[-1])
-        return f"{self._title(k)}: annotations do not fit together on {self.axis}: {said}; the nearest choice is {best}"
+        return f"{self._title(k)}: annotations do not fit together on {self.axis}: {text}; the nearest choice is {best}"
 
 
 def _all(choice: Choice) -> tuple[Placement, ...]:
@@ -503,7 +503,7 @@ def _propagate(
             for k, op in enumerate(graph.operators):
                 chosen[k][axis] = computed_whole(op)
         else:
-            here = {name: said[axis] for name, said in fixed.items() if axis in said}
+            here = {name: placements[axis] for name, placements in fixed.items() if axis in placements}
             comes = {name: form.on(axis) for name, form in given.items()}
             given_so = {name for name in graph.before if comes.get(name) == R}
             state = _Axis(graph, layer, axis, ranks, ins, outs, here, comes, chosen, given_so)
@@ -638,14 +638,14 @@ def propagate_model(
     chosen = dict(links or {})
     found: list[Sharding] = []
     handed: list[Form] | None = None
-    said = parsed(inputs, mesh, None, "inputs")
-    tokens = {axis for axis, p in said.items() if p.kind == "S" and p.dim == 1}
+    placements = parsed(inputs, mesh, None, "inputs")
+    tokens = {axis for axis, p in placements.items() if p.kind == "S" and p.dim == 1}
     for number, layer in enumerate(layers):
         graph = layer.graph
         fixed = resolve(layer, annotations, mesh, used)
         if handed is None:
             known = [whole(mesh)] * len(graph.inputs)
-            for axis, p in said.items():
+            for axis, p in placements.items():
                 known = [
                     form.put(axis, p) if p.kind != "S" or p.dim < len(graph.tensors[name].shape) else form
                     for name, form in zip(graph.inputs, known, strict=True)
@@ -680,7 +680,7 @@ def propagate_model(
             parameters.setdefault(layer.own(name), sharding.forms[name])
         handed = [sharding.forms[name] for name in graph.outputs]
     check_used(annotations, used, layers)
-    parts = {axis for axis, p in said.items() if p.kind == "S"}
+    parts = {axis for axis, p in placements.items() if p.kind == "S"}
     return ModelSharding(tuple(layers), tuple(found), tuple(_ends(layers, found, mesh, chosen, parts)))
 
 
@@ -715,7 +715,7 @@ TOKENS = "*.token|*.wte|*.embed_tokens"
 LOGITS = "*.logits|*.lm_head"
 EXPERTS = "*.experts.up|*.experts.down"
 FED = "*.feed_experts"  # without a capacity: the experts' tokens, of which ranks have unequal parts
-MADE_BY_EXPERTS = "*.experts.bmm|*.experts.matmul|*.experts.einsum|*.experts"
+EXPERT_OUTPUTS = "*.experts.bmm|*.experts.matmul|*.experts.einsum|*.experts"
 _MATMULS = {FUSED, COLUMNS, ROWS}  # what a model must have some of, so that its preset divides anything
 NORMS = "*norm|*norm1|*norm2|*.ln_1|*.ln_2|*.ln_f"
 
@@ -752,7 +752,7 @@ def experts(axis: str = "ep") -> Preset:
     what its matrix products write, is that of the experts. Without a capacity `feed_experts` writes what they make, in
     unequal parts. Source: Lepikhin et al., "GShard", 2020.
     """
-    return Preset({EXPERTS: f"S0 on {axis}", MADE_BY_EXPERTS: f"S0 on {axis}", FED: f"U1 on {axis}"})
+    return Preset({EXPERTS: f"S0 on {axis}", EXPERT_OUTPUTS: f"S0 on {axis}", FED: f"U1 on {axis}"})
 
 
 def two_dimensional(data: str = "dp", model: str = "tp") -> Preset:

@@ -81,14 +81,14 @@ class Choice:
     name      the letter, or the name of the variant; "whole": every rank computes all of it; "sum": on parts of a sum
     ins, outs the placement of each input as it is read, and of each output as it is written
     inside    collectives within the operator
-    alone     whether only one axis may divide the operator in such a way: what a rank does depends on its number
+    exclusive whether only one axis may divide the operator in such a way: what a rank does depends on its number
     """
 
     name: str
     ins: tuple[Placement, ...]
     outs: tuple[Placement, ...]
     inside: tuple[Inside, ...] = ()
-    alone: bool = False
+    exclusive: bool = False
 
     def __str__(self) -> str:
         return f"{','.join(map(str, self.ins))} -> {','.join(map(str, self.outs))}"
@@ -261,7 +261,7 @@ def choices(
         every = [choice for letter, pieces in asked for choice in _divided(line, letter, pieces, ranks)]
         every += list(_sums(line))
         if known.variants is not None:
-            every += [replace(c, alone=c.name != "rows") for c in known.variants(operator, ins, outs, ranks)]
+            every += [replace(c, exclusive=c.name != "rows") for c in known.variants(operator, ins, outs, ranks)]
         for choice in every:
             shapes = [*zip(ins, choice.ins, strict=True), *zip(outs, choice.outs, strict=True)]
             if all(divides(shape, p, ranks) for shape, p in shapes):
@@ -322,7 +322,7 @@ def _divided(line: Line, letter: str, pieces: int, ranks: int) -> Iterator[Choic
         _readable(letter) + (f" in {pieces} pieces" if pieces > 1 else ""),
         tuple(R if p is None else p for p in ins),
         tuple(P if p is None else p for p in outs),
-        alone=letter in line.unbroken,
+        exclusive=letter in line.unbroken,
     )
 
 

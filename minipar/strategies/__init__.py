@@ -34,9 +34,3 @@ from minipar.strategies.schedules import (  # (without flushes; last in lists)
     pipedream_vertical,
 )
 from minipar.strategies.schedules.registry import find, schedule, schedules
-
-__all__ = [
-    "ampnet", "chimera", "dualpipe", "dualpipe_v", "find", "gpipe", "interleaved", "looped_bfs", "naive", "one_f_one_b",
-    "pipedream", "pipedream_2bw", "pipedream_vertical", "schedule", "schedules", "seq1f1b", "terapipe", "zb_v",
-    "zero_bubble",
-]  # fmt: skip

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING
 from minipar.errors import PlanError
 from minipar.program import Action, Forward
 from minipar.program import edges as graphs
-from minipar.strategies import segments
+from minipar.strategies import keys, segments
 from minipar.wording import several
 
 if TYPE_CHECKING:
@@ -43,15 +43,9 @@ def parse(value: object, ranks: int) -> str | tuple[int, ...] | None:
     PlanError."""
     if value in (None, "none", "branches"):
         return None if value in (None, "none") else "branches"
-    words = value.split(",") if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [value]
-    try:
-        found = tuple(int(str(word)) for word in words)
-    except ValueError:
-        found = ()
-    if not found:
-        raise PlanError(f"place={value}: must be branches, or the rank of each layer, such as 0,0,1,1,0")
+    found = keys.numbers("place", value, 0, "branches, or the rank of each layer, such as 0,0,1,1,0")
     text = ",".join(map(str, found))
-    if min(found) < 0 or max(found) >= ranks:
+    if max(found, default=ranks) >= ranks:
         raise PlanError(f"place={text}: ranks of a pipeline with pp={ranks} are 0 to {ranks - 1}")
     if set(found) != set(range(ranks)):
         idle = min(set(range(ranks)) - set(found))

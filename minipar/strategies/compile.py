@@ -28,7 +28,7 @@ from minipar.program import (
     Staleness,
     Synchronous,
 )  # fmt: skip
-from minipar.program.repeated import repeat
+from minipar.program.repeated import Repeated
 from minipar.program.server_rule import Mode
 from minipar.program.shape import Shape
 from minipar.strategies import exclusions, keys, segments
@@ -86,7 +86,7 @@ def passes_of(plan: Plan) -> tuple[Pass, ...]:
         ("clip", clip.clip, flushed and plan.clip is not None),
         ("parameter_server", parameter_server.push_and_pull, served),
         ("transfers", transfers.send_and_receive, plan.pp > 1),
-        ("update", priority.update_late if by_priority else update.update_at_the_end, flushed),
+        ("update", priority.update_before_use if by_priority else update.update_at_the_end, flushed),
         ("fuse", fuse.fuse_layers, True),
     )
     found: list[Pass] = []
@@ -125,10 +125,12 @@ def program_of(
             draft = each(draft)
         for mine, more in zip(rows, draft.ranks, strict=True):
             mine += more
-    whole = plan.sync != "ps" and not plan.extra_passes  # (messages to servers leave a pipeline)
-    ranks, servers = repeat(rows[: plan.pp], layout.mesh, whole), tuple(map(tuple, rows[plan.pp :]))
+    ranks: Sequence[tuple[Instruction, ...]] = Repeated(rows[: plan.pp], layout.mesh)
+    if plan.sync == "ps" or plan.extra_passes or layout.mesh.size == plan.pp:
+        # (messages to servers leave a pipeline, and groups of a pass of your own may have any ranks)
+        ranks = (*ranks, *map(tuple, rows[plan.pp :]))
     return Program(
-        (*ranks, *servers) if servers else ranks,
+        ranks,
         shape.layers,
         layout.microbatches,
         shape.groups,

@@ -55,7 +55,7 @@ class Draft:
     ranks    the instructions of each rank of the pipeline, in order; after these the rows of parameter servers
     update   for each rank: its STEP and what belongs to it, until the pass "update" puts them among the instructions
     state    for each rank: the values that it holds between steps
-    late     for each rank: the `update` of the step before
+    previous_update  for each rank: the `update` of the step before
 
     These are the same for all steps:
 
@@ -72,7 +72,7 @@ class Draft:
     ranks: Rows
     update: Rows = ()
     state: tuple[frozenset[Value], ...] = ()
-    late: Rows = ()
+    previous_update: Rows = ()
     steps: int = 1
     actions: Sequence[Sequence[Action]] = ()
     moves: Sequence[Sequence[Move]] = ()
@@ -93,7 +93,7 @@ class Draft:
 
     def following(self) -> Draft:
         """The empty draft of the next step."""
-        return replace(self, step=self.step + 1, ranks=(), update=(), state=(), late=self.update)
+        return replace(self, step=self.step + 1, ranks=(), update=(), state=(), previous_update=self.update)
 
 
 @dataclass(frozen=True)

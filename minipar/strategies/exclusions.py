@@ -108,7 +108,7 @@ WHOLES = KeyValues(
     "bucket=none or a size",
 )  # fmt: skip
 BEST_SIZE = KeyValues("bucket", "bucket=auto", lambda plan: plan.bucket == "auto", "bucket=none or a size")
-LATE_SUMS = KeyValues(
+SUMS_AFTER_BACKWARD = KeyValues(
     "overlap", "overlap=none, priority", lambda plan: plan.overlap != "backward", "overlap=backward"
 )  # fmt: skip
 PRIORITY = KeyValues("overlap", "overlap=priority", lambda plan: plan.overlap == "priority", "overlap=backward")
@@ -187,13 +187,13 @@ AROUND = KeyValues(
 
 _PLACES = "each says which rank has which layers"
 _AT_ONCE = "a layer is updated as soon as its gradient is there"
-_ALONE = "every replica trains by itself"
+_BY_ITSELF = "every replica trains by itself"
 _NO_SUMS = "one replica sums no gradients"
-_DECIDES_ALONE = (
+_DECIDES_LOCALLY = (
     "each rank decides by what has come to it, and ranks that share a layer must decide alike: by a message at each "
     "decision, which it exists to avoid"
 )
-_DECIDES_ALONE_REPLICAS = (
+_REPLICAS_DECIDE_LOCALLY = (
     "each rank decides by what has come to it, so the updates of replicas have other micro-batches, and their sums "
     "would wait for each other"
 )
@@ -224,8 +224,8 @@ EXCLUSIONS = (
     Exclusion(PRIORITY, WHOLES, "gradients go in pieces of `bucket` MiB, or whole", fundamental=True),
     Exclusion(COMPRESSED, LOCAL, "replicas send each other no gradients that could be made smaller", fundamental=True),
     Exclusion(SHORTER, BF16, "gradients have 16 bits already", fundamental=True),
-    Exclusion(LOCAL, ZERO, f"{_ALONE}, with whole states", fundamental=True),
-    Exclusion(LOCAL, PRIORITY, f"{_ALONE}, and sends no gradients to others", fundamental=True),
+    Exclusion(LOCAL, ZERO, f"{_BY_ITSELF}, with whole states", fundamental=True),
+    Exclusion(LOCAL, PRIORITY, f"{_BY_ITSELF}, and sends no gradients to others", fundamental=True),
     Exclusion(SERVERS, ZERO, "the servers hold the optimizer's state, and share it out", fundamental=True),
     Exclusion(SERVERS, INFERENCE, "nothing is updated", fundamental=True),
     Exclusion(
@@ -237,7 +237,7 @@ EXCLUSIONS = (
         "updates are made of gradients, and workers that train alone could push differences of parameters only",
         fundamental=True,
     ),
-    Exclusion(REPLICAS, DYNAMIC, _DECIDES_ALONE_REPLICAS, fundamental=True),
+    Exclusion(REPLICAS, DYNAMIC, _REPLICAS_DECIDE_LOCALLY, fundamental=True),
     Exclusion(
         ROUNDS,
         ASYNCHRONOUS,
@@ -248,7 +248,7 @@ EXCLUSIONS = (
     Exclusion(INFERENCE, ASYNCHRONOUS, "nothing is updated", fundamental=True),
     Exclusion(PRIORITY, ASYNCHRONOUS, "forwards use a version that is there, and wait for no sum", fundamental=True),
     Exclusion(COMPRESSED, UNSUMMED, _NO_SUMS, fundamental=True),
-    Exclusion(LATE_SUMS, UNSUMMED, _NO_SUMS, fundamental=True),
+    Exclusion(SUMS_AFTER_BACKWARD, UNSUMMED, _NO_SUMS, fundamental=True),
     Exclusion(MESSAGES, UNSUMMED, _NO_SUMS, fundamental=True),
     Exclusion(ALGORITHM, UNSUMMED, _NO_SUMS, fundamental=True),
     Exclusion(ALGORITHM, LARGEST, "the largest numbers of all ranks are gathered, and not summed", fundamental=True),
@@ -259,12 +259,17 @@ EXCLUSIONS = (
         Exclusion(shared, other, why, fundamental)
         for shared in (OPERATORS, CONTEXT, EXPERTS)
         for other, why, fundamental in (
-            (DYNAMIC, _DECIDES_ALONE, True),
+            (DYNAMIC, _DECIDES_LOCALLY, True),
             (ASYNCHRONOUS, "versions of parameters are those of whole layers", False),
-            (PRIORITY, "gradients are summed in order of urgency over replicas alone", False),
-            (COMPRESSED, "only sums of whole layers' gradients are made smaller", False),
-            (HOST_LAYERS, "layers on the host are whole", False),
-            (LOCAL, "replicas that train alone are of one rank each", False),
+            (LOCAL, "ranks that share layers take their steps together", False),
+        )
+    ),
+    *(
+        Exclusion(shared, other, why)
+        for shared in (CONTEXT, EXPERTS)
+        for other, why in (
+            (LEAVING_OUT, "what is left out of a gradient is kept by ranks that have all of it"),
+            (HOST_LAYERS, "layers on the host are whole"),
         )
     ),
     *(
@@ -275,7 +280,6 @@ EXCLUSIONS = (
             (HOST_LAYERS, "versions of parameters are on the device"),
             (LOCAL, "replicas sum the gradients of every update"),
             (LEAVING_OUT, "sums carry all of a gradient"),
-            (ALGORITHM, "gradients are summed by the default algorithm"),
         )
     ),
     *(
@@ -298,7 +302,7 @@ EXCLUSIONS = (
         Exclusion(LOCAL, other, why)
         for other, why in (
             (OFFLOADED_STATES, "parameters are averaged on the device"),
-            (STAGES, "replicas that train alone are of one rank each"),
+            (COPIES, "the copies of a stage are updated together, in every step"),
             (CLIP, "the norm is of the gradients of all replicas"),
         )
     ),
@@ -306,7 +310,8 @@ EXCLUSIONS = (
         Exclusion(HOST_LAYERS, other, why)
         for other, why in (
             (ZERO, "layers on the host keep whole states there"),
-            (OFFLOAD, "each says by itself what is on the host"),
+            (OFFLOADED_STATES, "their states are on the host already"),
+            (OFFLOADED_PARAMETERS, "their parameters are on the host already"),
             (REPLICAS, "gradients are summed on the device"),
             (STAGES, "what stages send each other is on the device"),
         )

@@ -105,6 +105,26 @@ def whole_number(key: str, value: object, least: int = 1, most: int | None = Non
     raise PlanError(f"{key}={_short(value)}: must be a whole number {possible}")
 
 
+def numbers(key: str, value: object, least: int, possible: str) -> tuple[int, ...]:
+    """Whole numbers of at least `least`, from a list in words or in Python. Errors: PlanError."""
+    parts = value.split(",") if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [value]
+    try:
+        return tuple(whole_number(key, part, least) for part in parts)
+    except PlanError:
+        raise PlanError(f"{key}={value}: must be {possible}") from None
+
+
+def positive(key: str, value: object, text: str, possible: str) -> float:
+    """The number above 0 that a text has. Errors: PlanError, which shows the `value` that was given."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 < number < float("inf"):
+        raise PlanError(f"{key}={value}: must be {possible}")
+    return number
+
+
 def check_size(key: str, value: object) -> None:
     """Refuse whole numbers above MOST_NUMBER, alone or in a list, whatever the key reads. Errors: PlanError."""
     for one in value if isinstance(value, (tuple, list)) else (value,):
@@ -132,13 +152,7 @@ def clip_norm(value: object) -> float | None:
     """The largest norm that gradients may have; None: any norm. Errors: PlanError."""
     if value is None or value == "none":
         return None
-    try:
-        number = float(str(value))
-    except ValueError:
-        number = -1.0
-    if not 0 < number < float("inf"):
-        raise PlanError(f"clip={value}: must be a number above 0, the norm that gradients may have, or none")
-    return number
+    return positive("clip", value, str(value), "a number above 0, the norm that gradients may have, or none")
 
 
 def offloaded(value: object) -> tuple[str, ...]:
@@ -202,13 +216,7 @@ def split(value: object, stages: int, ranks: int, chunks: int) -> tuple[int, ...
         return None
     if isinstance(value, str) and value == "auto":
         return value
-    parts = value.split(",") if isinstance(value, str) else value
-    try:
-        if not isinstance(parts, Iterable):
-            raise PlanError("not a list")
-        counts = tuple(whole_number("split", part) for part in parts)
-    except PlanError:
-        raise PlanError(f"split={value}: must be layer counts per stage, such as 3,3,2, or even, or auto") from None
+    counts = numbers("split", value, 1, "layer counts per stage, such as 3,3,2, or even, or auto")
     if len(counts) != stages:
         plan = f"pp={ranks}" if chunks == 1 else f"pp={ranks} chunks={chunks} has {stages}"
         raise PlanError(f"split={','.join(map(str, counts))}: {len(counts)} stages, but {plan}")
@@ -219,14 +227,8 @@ def slices(value: object) -> int | tuple[int, ...] | None:
     """How many slices a sequence is cut into, or their lengths in tokens; None: the schedule's default."""
     if value is None:
         return None
-    parts = value.split(",") if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [value]
-    try:
-        numbers = tuple(whole_number("slices", part) for part in parts)
-    except PlanError:
-        raise PlanError(
-            f"slices={value}: must be how many slices, or their lengths in tokens, such as 4,3,2,2"
-        ) from None
-    return numbers[0] if len(numbers) == 1 else numbers
+    found = numbers("slices", value, 1, "how many slices, or their lengths in tokens, such as 4,3,2,2")
+    return found[0] if len(found) == 1 else found
 
 
 def check_causal(plan: Plan, shape: Shape) -> None:
@@ -256,16 +258,13 @@ def bucket(value: object) -> float | str | tuple[int, ...] | None:
         return text
     if re.fullmatch(r"[0-9]{1,9}(,[0-9]{1,9})*,?", text) and "," in text:
         return tuple(sorted({int(layer) for layer in text.split(",") if layer}, reverse=True))
-    number = text[:-3] if text.lower().endswith("mib") else text
-    try:
-        size = float(number)
-    except ValueError:
-        size = -1.0
-    if not 0 < size < float("inf"):
-        raise PlanError(
-            f"bucket={value}: must be a size in MiB above 0, none (one message per parameter), flat (one for all), "
-            "auto, a number of buckets such as 4x, or the layers that end one such as 7,3"
-        )
+    size = positive(
+        "bucket",
+        value,
+        text[:-3] if text.lower().endswith("mib") else text,
+        "a size in MiB above 0, none (one message per parameter), flat (one for all), auto, a number of buckets such "
+        "as 4x, or the layers that end one such as 7,3",
+    )
     return int(size) if size == int(size) else size
 
 

@@ -453,12 +453,11 @@ class Plan:
             nodes = tuple(end - start for start, end in pairwise(ends))
             return Layout(shape, self.dp, self.pp, nodes, microbatches, placement, host, self.shared)
 
-        if self.split is None:
-            even, more = divmod(layers, stages)
-            split = tuple(even + (s < more) for s in range(stages))
-        elif self.split == "auto":
-            return laid(self._best_split(shape, stages, laid, costs, costs_of, time_of))
-        else:
+        even, more = divmod(layers, stages)
+        split = tuple(even + (s < more) for s in range(stages))
+        if self.split == "auto":
+            split = self._best_split(laid, split, costs, costs_of, time_of)
+        elif self.split is not None:
             split = tuple(int(n) for n in self.split)
             if sum(split) != layers:
                 raise PlanError(
@@ -468,33 +467,24 @@ class Plan:
 
     def _best_split(
         self,
-        shape: Shape,
-        stages: int,
         laid: Callable[[tuple[int, ...]], Layout],
+        equal: tuple[int, ...],
         costs: LayerCosts | Profile | None,
         costs_of: Callable[[Program], Costs] | None,
         time_of: Callable[[Program], float] | None,
     ) -> tuple[int, ...]:
-        """The split that split="auto" stands for."""
-        from minipar.strategies.splitting import best_split  # (it needs NumPy)
+        """The split that split="auto" stands for; `laid` gives the layout with a split, such as the `equal` one."""
+        from minipar.strategies.splitting import by_chain, fastest  # (it needs NumPy)
 
-        def program(layout: Layout) -> Program:
-            return compile.program_of(self, shape, layout, 1, costs, costs_of)
+        layout = laid(equal)
+        usual = by_chain(costs, len(equal), layout, self.checkpoint not in ("none", "selective"))
+        if time_of is None:
+            return usual
 
-        def known(layout: Layout) -> tuple[Program, Costs]:
-            assert costs_of is not None
-            built = program(layout)
-            return built, costs_of(built)
+        def time(split: tuple[int, ...]) -> float:
+            return time_of(compile.program_of(self, layout.shape, laid(split), 1, costs, costs_of))
 
-        def time(layout: Layout) -> float:
-            assert time_of is not None
-            return time_of(program(layout))
-
-        actions = [self.actions(rank) for rank in range(self.pp)]
-        again = self.checkpoint not in ("none", "selective")
-        return best_split(
-            shape, stages, laid, actions, costs, again, known if costs_of else None, time if time_of else None
-        )
+        return fastest([equal, usual], time, layout.shape.layers * layout.microbatches * self.dp)
 
     def compile(
         self,
@@ -513,10 +503,9 @@ class Plan:
                    and a checkpoint budget need them, checkpoint="sqrt" uses them
         costs_of   gives the costs of a program, as `simulate` takes them; bucket="auto" and overlap="priority" use
                    them. By default a layer's forward takes 1 and its backward 2, and the messages of all gradients
-                   together take as long as all forwards and backwards of one micro-batch. split="auto" takes from them
-                   what links cost
+                   together take as long as all forwards and backwards of one micro-batch
         time_of    gives the predicted time of a program, such as `lambda p: simulate(p, costs_of(p)).time`;
-                   split="auto" uses it to choose among the best few splits
+                   split="auto" searches with it. Otherwise it takes the best split for gpipe with one stage a rank
 
         Errors: PlanError if the plan does not fit the model; ProgramError if the program cannot run (a schedule of your
         own may be wrong). `check=False` skips the check of the program.
@@ -569,8 +558,8 @@ class Plan:
         for each micro-batch on each replica and each rank that shares it; a rank has a few instructions beside them."""
         if self.ranks > MOST_RANKS:
             raise PlanError(f"plan {self}: needs {self.ranks} ranks; possible are up to {MOST_RANKS}")
-        alone = 2 * layers * self.total_microbatches * self.slice_count * steps + 4 * self.pp * steps
-        for size, most, whose in ((alone, MOST, "of one replica"), (alone * self.dp * self.sharing, 2 * MOST, "")):
+        replica = 2 * layers * self.total_microbatches * self.slice_count * steps + 4 * self.pp * steps
+        for size, most, whose in ((replica, MOST, "of one replica"), (replica * self.dp * self.sharing, 2 * MOST, "")):
             if size > most:
                 words = f"about {size} instructions {whose}".rstrip()
                 raise PlanError(f"plan {self}: {words} in {steps} steps; possible are up to {most}")
@@ -659,15 +648,11 @@ class Plan:
         for action in chosen:
             if not isinstance(action, Action):
                 raise PlanError(f"schedule={self.schedule}: yielded {action!r}; {possible}")
-            i, c = action.microbatch, action.chunk  # (most are plain numbers; looking for a method is slow)
-            if (type(i) is not int and not hasattr(i, "__index__")) or not 0 <= i < pieces:
-                raise PlanError(
-                    f"schedule={self.schedule}: {action} on rank {rank}; micro-batches count from 0 to {pieces - 1}"
-                )
-            if (type(c) is not int and not hasattr(c, "__index__")) or not 0 <= c < chunks:
-                raise PlanError(
-                    f"schedule={self.schedule}: {action} on rank {rank}; chunks count from 0 to {chunks - 1}"
-                )
+            for k, count, what in ((action.microbatch, pieces, "micro-batches"), (action.chunk, chunks, "chunks")):
+                # (most are plain numbers; looking for a method is slow)
+                if (type(k) is not int and not hasattr(k, "__index__")) or not 0 <= k < count:
+                    words = f"{action} on rank {rank}; {what} count from 0 to {count - 1}"
+                    raise PlanError(f"schedule={self.schedule}: {words}")
         if self.place is not None and chunks < held:
             chosen = branches.through(chosen, held)
         if self.accumulate == 1:

@@ -104,10 +104,10 @@ def flat(content: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     table = found
     for number, line in enumerate(content.splitlines(), 1):
-        said = re.fullmatch(r'\s*(?:("(?:[^"\\]|\\.)*"|[\w-]+)\s*=\s*(.*?)|\[\s*([\w-]+)\s*\])?\s*(?:#[^"]*)?', line)
-        if said is None:
+        match = re.fullmatch(r'\s*(?:("(?:[^"\\]|\\.)*"|[\w-]+)\s*=\s*(.*?)|\[\s*([\w-]+)\s*\])?\s*(?:#[^"]*)?', line)
+        if match is None:
             raise ValueError(f"at line {number}")
-        key, value, head = said.groups()
+        key, value, head = match.groups()
         try:
             if head is not None:
                 table = found.setdefault(head, {})

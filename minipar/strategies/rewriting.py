@@ -5,8 +5,9 @@ A row is the list of instructions of one rank. A place is an instruction's numbe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from itertools import pairwise
+from operator import itemgetter
 
 from minipar.program import (
     TRANSFERS,
@@ -26,6 +27,7 @@ from minipar.strategies.layout import Layout
 
 Rewrite = Callable[[Sequence[Instruction]], Iterable[Instruction]]
 Rounds = Callable[[int, Sequence[Instruction]], Iterable[Instruction]]
+Placed = Iterable[tuple[int, Instruction]]  # each with a place of a row
 
 # where ----------------------------------------------------------------------------------------------------------------
 
@@ -43,6 +45,32 @@ def uses(row: Sequence[Instruction], values: Container[Value]) -> dict[Value, li
             if value in values:
                 found.setdefault(value, []).append(k)
     return found
+
+
+def computes(ins: Instruction) -> bool:
+    """Whether this is a forward, backward or recomputation on the device."""
+    return ins.stream == "compute" and ins.op is not Op.STEP
+
+
+def stays(row: Sequence[Instruction], places: Sequence[int], ahead: int) -> Iterator[tuple[int, int]]:
+    """The first and the last place of each time for which a value stays that is read at these places: from one to the
+    next if no more than `ahead` layers work between them."""
+    first = next(iter(places), 0)
+    for k, then in pairwise([*places, len(row)]):
+        if then == len(row) or not _soon(row, k, then, ahead):
+            yield first, k
+            first = then
+
+
+def _soon(row: Sequence[Instruction], k: int, then: int, ahead: int) -> bool:
+    """Whether no more than `ahead` layers work between two instructions."""
+    others: set[tuple[int, ...]] = set()
+    for between in range(k + 1, then):
+        if computes(row[between]):
+            others.add(row[between].layers)
+        if len(others) > ahead:
+            return False
+    return True
 
 
 def by_update(row: Sequence[Instruction], step: int, rewrite: Rounds) -> list[Instruction]:
@@ -110,24 +138,27 @@ def keep_gradients(draft: Draft, groups: Sequence[Collection[int]]) -> Draft:
 # changes --------------------------------------------------------------------------------------------------------------
 
 
-def insert(
-    row: Sequence[Instruction],
-    before: Mapping[int, Iterable[Instruction]] | None = None,
-    after: Mapping[int, Iterable[Instruction]] | None = None,
-) -> list[Instruction]:
-    """The row with other instructions inserted before and after some of its places."""
-    before, after = before or {}, after or {}
-    result: list[Instruction] = []
-    for k, ins in enumerate(row):
-        result += before.get(k, ())
-        result.append(ins)
-        result += after.get(k, ())
+def insert(row: Sequence[Instruction], before: Placed = (), after: Placed = ()) -> list[Instruction]:
+    """The row with other instructions inserted before and after some of its places. Those of one place keep their
+    order."""
+    found = [(3 * k, ins) for k, ins in enumerate(row)]
+    found += [(3 * k - 1, ins) for k, ins in before]
+    found += [(3 * k + 1, ins) for k, ins in after]
+    return [ins for _, ins in sorted(found, key=itemgetter(0))]
+
+
+def also_free(row: Sequence[Instruction], values: Iterable[tuple[int, Value]]) -> list[Instruction]:
+    """The row in which the instructions at these places also free these values."""
+    result = list(row)
+    for k, value in values:
+        result[k] = result[k]._replace(frees=(*result[k].frees, value))
     return result
 
 
-def also_free(row: Sequence[Instruction], values: Mapping[int, Iterable[Value]]) -> list[Instruction]:
-    """The row in which the instructions at these places also free these values."""
-    return [ins._replace(frees=(*ins.frees, *values[k])) if k in values else ins for k, ins in enumerate(row)]
+def free_at_last_read(row: Sequence[Instruction], fits: Callable[[Value], bool]) -> list[Instruction]:
+    """The row in which the last instruction that reads one of these values frees it."""
+    last = {value: k for k, ins in enumerate(row) for value in ins.reads if fits(value)}
+    return also_free(row, [(k, value) for value, k in sorted(last.items())])
 
 
 def of_groups(ins: Instruction, groups: tuple[int, ...]) -> Instruction:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 from minipar.costs.measured import Profile
 from minipar.costs.recomputation import (
@@ -109,17 +109,14 @@ def schedules(
     if choice in ("none", "selective"):
         return [()] * count
     parts = [layout.trained(stage) for stage in range(count)]
-    flying = [1] * count
+    flying, waiting = [1] * count, [0] * count
     for rank, chosen in enumerate(actions):
         for c, stage in enumerate(layout.placement[rank]):
-            flying[stage] = max(flying[stage], in_flight(action for action in chosen if action.chunk == c))
+            mine = [action for action in chosen if action.chunk == c]
+            flying[stage] = max(flying[stage], in_flight(mine))
+            waiting[stage] = max(waiting[stage], between_halves(mine))
     budget = budget_of(choice)
     if budget is not None and costs is not None:
-        waiting = [0] * count
-        for rank, chosen in enumerate(actions):
-            for c, stage in enumerate(layout.placement[rank]):
-                mine = [action for action in chosen if action.chunk == c]
-                waiting[stage] = max(waiting[stage], between_halves(mine))
         return _within(budget, layout, parts, flying, waiting, costs, receives_ahead, slices)
     found = []
     for part, flight in zip(parts, flying, strict=True):
@@ -153,21 +150,14 @@ def in_flight(actions: Iterable[Action]) -> int:
 
     (A split backward counts until the end of its input half, since recomputation is only for that.)
     """
-    now = most = 0
-    for action in actions:
-        if not isinstance(action, BackwardWeight):
-            now += 1 if isinstance(action, Forward) else -1
-        most = max(most, now)
-    return max(1, most)
+    change = (1 if isinstance(a, Forward) else -1 for a in actions if not isinstance(a, BackwardWeight))
+    return max([1, *accumulate(change)])
 
 
 def between_halves(actions: Iterable[Action]) -> int:
     """The largest number of micro-batches between the two halves of their backward."""
-    now = most = 0
-    for action in actions:
-        now += isinstance(action, BackwardInput) - isinstance(action, BackwardWeight)
-        most = max(most, now)
-    return most
+    change = (isinstance(action, BackwardInput) - isinstance(action, BackwardWeight) for action in actions)
+    return max(accumulate(change, initial=0))
 
 
 def _check(choice: Checkpoint, layout: Layout, costs: LayerCosts | None) -> None:

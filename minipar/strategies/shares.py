@@ -20,7 +20,7 @@ GRAIN = 16  # bytes: no cut is inside an element, whatever its type
 
 
 class Piece(NamedTuple):
-    """Bytes `start` to `stop` of a tensor. They begin at byte `place` of what their server keeps."""
+    """Bytes `start` to `stop` of a tensor. They begin at byte `place` of the line of all tensors."""
 
     tensor: int
     start: int
@@ -35,24 +35,23 @@ class Piece(NamedTuple):
 def cut(sizes: Sequence[int], servers: int, alignment: Sequence[int] = ()) -> list[list[Piece]]:
     """For each server, its pieces of tensors with these sizes in bytes, in order.
 
-    alignment   for each tensor, what its `place` is a multiple of, if tensors of several types are stored together;
-                default: 1 for all
+    alignment   for each tensor, what its place in the line is a multiple of, if tensors of several types are stored
+                together; default: 1 for all
     """
     total = sum(sizes)
     found: list[list[Piece]] = [[] for _ in range(servers)]
-    before = 0
-    place = [0] * servers
+    before = place = 0
     for tensor, size in enumerate(sizes):
         ideal = [total * k // servers - before for k in range(1, servers)]
         edges = [0, *(size if at >= size else max(at, 0) // GRAIN * GRAIN for at in ideal), size]
         align = alignment[tensor] if alignment else 1
+        place = -(-place // align) * align
         for server in range(servers):
             start, stop = edges[server], edges[server + 1]
             if stop > start:
-                at = -(-place[server] // align) * align
-                found[server].append(Piece(tensor, start, stop, at))
-                place[server] = at + stop - start
+                found[server].append(Piece(tensor, start, stop, place + start))
         before += size
+        place += size
     return found
 
 

@@ -228,3 +228,10 @@ summary {{ cursor: pointer; padding: .3rem 0; }}
 :focus-visible {{ outline: 2px solid #0072B2; outline-offset: 2px; }}
 @media (prefers-color-scheme: dark) {{ :focus-visible {{ outline-color: #56B4E9; }} }}
 """
+
+
+def image(figure: Any) -> str:
+    """A picture as part of a page. It is as small as one that a notebook shows by itself."""
+    data, about = figure._repr_mimebundle_()
+    one = about["image/png"]
+    return f'<img src="data:image/png;base64,{data["image/png"]}" width="{one["width"]}" alt="{escape(one["alt"])}">'

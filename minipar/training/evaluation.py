@@ -10,7 +10,7 @@ over replicas, and into micro-batches.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -31,7 +31,7 @@ from minipar.execution.saving import keeping
 from minipar.models.losses import counted
 from minipar.models.network import edges_of
 from minipar.models.parameter_groups import shape_of
-from minipar.models.tensors import count_rows, layers_of, map_tensors, take_rows
+from minipar.models.tensors import count_rows, layers_of, map_tensors, take_rows, tensors
 from minipar.program import Program
 from minipar.program.shape import Shape
 from minipar.strategies.keys import at_least_1
@@ -122,21 +122,6 @@ def layout_of(plan: Plan, shape: Shape) -> Plan:
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """A pair (x, y) of which each step has the next rows; the last step may have fewer."""
-
-    x: Any
-    y: Any
-
-    def length(self, step: int, size: int) -> int:
-        return min(size, count_rows(self.x) - step * size)
-
-    def batch(self, step: int, size: int) -> tuple[Any, Any]:
-        mine = range(step * size, step * size + self.length(step, size))
-        return take_rows(self.x, mine), take_rows(self.y, mine)
-
-
-@dataclass(frozen=True)
 class _Listed:
     """A list of batches."""
 
@@ -155,12 +140,12 @@ def _batches(data: Any, size: int, batches: int | None) -> tuple[Any, int, int]:
         data = replace(data, shuffle=False, last="smaller")
         size = min(size, max(1, len(data.dataset)))
         found, there = data, data.steps(size) if len(data.dataset) else 0
+    elif isinstance(data, tuple) and len(data) == 2:
+        return _batches(_cut(data, size), size, batches)
     elif hasattr(data, "batch"):
         if count is None:
             raise PlanError("evaluate: say how many batches of the data set, batches=; it does not end by itself")
         return data, size, count
-    elif isinstance(data, tuple) and len(data) == 2:
-        found, there = _Rows(*data), -(-count_rows(data[0]) // size)
     elif isinstance(data, (loading.Batches, Iterable)):
         given = data if isinstance(data, loading.Batches) else loading.Batches(data)
         pairs = tuple(given.pair(each) for each in islice(given.batches, count))
@@ -175,6 +160,13 @@ def _batches(data: Any, size: int, batches: int | None) -> tuple[Any, int, int]:
     if count is not None and count > there:
         raise PlanError(f"batches={count}: the data have {there}")
     return found, size, count or there
+
+
+def _cut(pair: tuple[Any, Any], size: int) -> Iterator[tuple[Any, Any]]:
+    """The rows of a pair (x, y) in batches, in memory of their own; the last one may be smaller."""
+    for first in range(0, count_rows(pair[0]), size):
+        x, y = (map_tensors(take_rows(part, range(first, first + size)), torch.clone) for part in pair)
+        yield x, y
 
 
 def state_of(state: Any) -> dict[str, Tensor]:
@@ -197,25 +189,21 @@ def state_of(state: Any) -> dict[str, Tensor]:
 
 def load(model: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Put values into a whole model by name. A tied tensor may be named once. SaveError if they do not fit it."""
-    mine: dict[str, Tensor] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    every: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
-    every |= dict(model.named_buffers(remove_duplicate=False))
-    kept = set(model.state_dict())
-    for name in values:
-        if name not in every:
+    mine: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    mine |= dict(model.named_buffers(remove_duplicate=False))
+    for name, given in values.items():
+        if name not in mine:
             raise SaveError(f"state: has {name}, but the model has none of that name; give the state of this model")
-    for name, tensor in mine.items():
-        given = next((values[other] for other, t in every.items() if t is tensor and other in values), None)
-        if given is None:
-            if name in kept:
-                raise SaveError(f"state: has no {name}; give the state of this model, whole")
-            continue
-        if given.shape != tensor.shape:
-            raise SaveError(
-                f"state: {name} has shape {tuple(given.shape)} there, and {tuple(tensor.shape)} in the model"
-            )
-        with torch.no_grad():
-            tensor.copy_(given)
+        if given.shape != mine[name].shape:
+            shapes = f"{tuple(given.shape)} there, and {tuple(mine[name].shape)} in the model"
+            raise SaveError(f"state: {name} has shape {shapes}")
+    filled = {id(mine[name]) for name in values}
+    for name in model.state_dict().keys() & mine.keys():
+        if id(mine[name]) not in filled:
+            raise SaveError(f"state: has no {name}; give the state of this model, whole")
+    with torch.no_grad():
+        for name, given in values.items():
+            mine[name].copy_(given)
 
 
 # in the ranks ---------------------------------------------------------------------------------------------------------
@@ -296,11 +284,5 @@ def _joined_totals(found: Sequence[_Totals], metrics: Mapping[str, Metric], outp
 
 def _joined(parts: Sequence[Any]) -> Any:
     """The rows of several outputs of one structure, one after the other."""
-    first = parts[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(parts)) if first.dim() else torch.stack(list(parts))
-    if isinstance(first, Mapping):
-        return {key: _joined([part[key] for part in parts]) for key in first}
-    if isinstance(first, (tuple, list)):
-        return type(first)(_joined(rows) for rows in zip(*parts, strict=True))
-    return first
+    columns = zip(*map(tensors, parts), strict=True)
+    return map_tensors(parts[0], lambda first: (torch.cat if first.dim() else torch.stack)(list(next(columns))))

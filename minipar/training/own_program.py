@@ -33,14 +33,14 @@ def plan_of(plan: Plan | str | None, program: Own) -> Plan:
     return Plan()
 
 
-def splits(program: Own, plan: Plan) -> bool:
+def splits(program: Own) -> bool:
     """Whether backwards may run in halves."""
     if isinstance(program, Program):
         return any(Op.BACKWARD_WEIGHT in ops for ops in program.ops)
     return True
 
 
-def check(program: Program | Callable[[Shape], Program], plan: Plan, shape: Shape, steps: int) -> Program:
+def check(program: Own, plan: Plan, shape: Shape, steps: int) -> Program:
     """The program, verified, if it can train a model of this shape as the plan says.
 
     Errors: PlanError that names what does not fit; ProgramError for a program that cannot run.

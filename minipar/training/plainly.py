@@ -40,7 +40,6 @@ from minipar.training import reference
 from minipar.training.reference import Reference
 
 Report = Callable[[int], None]
-Saved = Mapping[str, Mapping[str, Any]] | None
 # Torch's compiler is not needed, and takes as long to import as torch: `light_torch.py`, which knows nothing of the
 # engine either, keeps optimizers from importing it. Nor is anything collected that modules make: that is a fifth.
 _START = (
@@ -50,6 +49,20 @@ _START = (
 
 
 def train_reference(
+    job: Job, work: int | RecordedOrder, threads: int = 1, report: Report = lambda step: None, **options: Any
+) -> Reference:
+    """Run a job in plain torch, on so many threads.
+
+    report     called with every step that is done
+    options    as of `task_of`
+
+    Raises what the user's code raises there, with its traceback in a note; RankDied if the process dies; ValueError if
+    the log uses what does not exist.
+    """
+    return ask(task_of(job, work, **options), threads, report)
+
+
+def task_of(
     job: Job,
     work: int | RecordedOrder,
     *,
@@ -57,32 +70,13 @@ def train_reference(
     clip: float | None = None,
     inference: bool = False,
     storing: Storing = NOTHING,
-    saved: Saved = None,
-    threads: int = 1,
-    report: Report = lambda step: None,
-) -> Reference:
-    """Run a job in plain torch, on so many threads.
+    saved: Mapping[str, Mapping[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """What `reference.run` needs: what the user gave, and plain values, without classes of the engine.
 
     work       so many steps of the whole batch; or the log of what was done, which is replayed
-    saved      what `storing.plainly()` gave before the run, which may have saved to the same folder since; default: now
-    report     called with every step that is done
-
-    Raises what the user's code raises there, with its traceback in a note; RankDied if the process dies; ValueError if
-    the log uses what does not exist.
+    saved      what `storing.plainly()` gave before the run, which may have saved to the same folder since
     """
-    return ask(task_of(job, work, keep_gradients, clip, inference, storing, saved), threads, report)
-
-
-def task_of(
-    job: Job,
-    work: int | RecordedOrder,
-    keep_gradients: bool = True,
-    clip: float | None = None,
-    inference: bool = False,
-    storing: Storing = NOTHING,
-    saved: Saved = None,
-) -> dict[str, Any]:
-    """What `reference.run` needs: what the user gave, and plain values, without classes of the engine."""
     if isinstance(work, int):
         loss = job.loss.loss if isinstance(job.loss, Weighted) else job.loss  # (nothing is split)
         plain: Any = {"steps": work, "inference": inference}
@@ -95,7 +89,7 @@ def task_of(
         "batch": job.batch,
         "dtype": job.dtype,
         "evaluate": bool(job.evaluate),
-        "saved": storing.plainly() if saved is None else saved,
+        "saved": saved,
         "job": {
             "loss": loss,
             "optimizer": job.optimizer,

@@ -15,10 +15,9 @@ import torch
 from minipar import data, models
 from minipar.cluster import Cluster
 from minipar.execution.execution import Job, profile_job
-from minipar.prediction.memory import with_memory
-from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
+from minipar.prediction.forecast import Forecast
+from minipar.prediction.profiled import microbatch_rows
 from minipar.prediction.rank_memory import RankMemory
-from minipar.prediction.simulator import simulate
 from minipar.strategies.plan import Plan
 
 
@@ -36,17 +35,11 @@ def of_ranks(plan: Plan, model: str, batch: int | None = None) -> list[RankMemor
     plan.compile(models.shape(model), check=False)  # (it refuses what cannot be before a rank starts)
     with Cluster(1) as cluster:
         (facts,) = cluster.run_on([0], profile_job, job, rows, True, plan, plan.splits)
-    program = plan.compile(facts.shape, costs=facts.profile)
-    costs = ProfiledCosts(program, facts.profile, batch)
-    trace = with_memory(simulate(program, costs), facts.tapes, costs)
-    found = []
-    for series in trace.series:
-        peak = series.peak().by_kind
-        now = {kind: round(size) for kind, size in peak.items()}
-        found.append(
-            RankMemory(
-                now["parameters"], now["gradients"], now["optimizer"], now["activations"],
-                now["buffers"] + now["temporary"], now["activations"], 0,
-            )
-        )  # fmt: skip
-    return found
+    trace = Forecast(facts, batch).of(plan.compile(facts.shape, costs=facts.profile))
+    peaks = [{kind: round(size) for kind, size in series.peak().by_kind.items()} for series in trace.series]
+    return [
+        RankMemory(
+            now["parameters"], now["gradients"], now["optimizer"], now["activations"],
+            now["buffers"] + now["temporary"], now["activations"], 0,
+        ) for now in peaks
+    ]  # fmt: skip

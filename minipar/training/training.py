@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,71 +17,53 @@ from tqdm.auto import tqdm
 from minipar.cluster import Cluster
 from minipar.cluster.launched import driven, given_or_here, speaks
 from minipar.cluster.ranks import Ranks, check_size
-from minipar.costs.device import DeviceSpec
-from minipar.costs.measured import Profile
-from minipar.costs.rates import Calibration, Copies
+from minipar.costs.rates import Calibration
 from minipar.data import loading
 from minipar.errors import MiniparError, PlanError, SaveError
 from minipar.execution.dynamic_schedule import check_carrier
 from minipar.execution.emulation import delays
-from minipar.execution.execution import (
-    Execution,
-    Facts,
-    Job,
-    Loss,
-    Model,
-    captured_once,
-    emulated_costs,
-    execute,
-    profile_job,
-)
+from minipar.execution.execution import Execution, Job, Loss, Model, captured_once, emulated_costs, execute, profile_job
 from minipar.execution.following import Callback, Observer
-from minipar.execution.mean_loss import check_choice
 from minipar.execution.measuring.calibration import quick_calibration
 from minipar.execution.saving import keeping, restarting
 from minipar.execution.saving.folder import open_folder
 from minipar.execution.updating import Optimizer, Scheduler, other_scheduler
-from minipar.models.losses import Counting, Weighted, check_loss
+from minipar.models.losses import Counting, Weighted
 from minipar.models.mixture_gpt import Load
 from minipar.models.tensors import dtype_named, layers_of
-from minipar.prediction.advice import Measured, advising
-from minipar.prediction.emulated import EmulatedCosts, as_emulated
-from minipar.prediction.memory import with_memory
+from minipar.prediction.advice import advising
+from minipar.prediction.emulated import as_emulated
+from minipar.prediction.forecast import Facts, Forecast
 from minipar.prediction.oversubscription import available_cores
-from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
-from minipar.prediction.simulator import simulate
-from minipar.program import Program, Staleness
+from minipar.prediction.profiled import microbatch_rows
+from minipar.program import Program
 from minipar.program.shape import Shape
 from minipar.strategies.keys import at_least_1
 from minipar.strategies.plan import Plan
 from minipar.trace import Trace
 from minipar.trace.recorded_order import RecordedOrder, local_order, order_of, served_order
-from minipar.training import notebook, own_program, plainly
+from minipar.training import own_program, plainly
 from minipar.training.reference import Reference, gradient_error
 from minipar.wording import several
 
 if TYPE_CHECKING:
     from minipar.server.serving import Service
+    from minipar.trace.peaks import Peaks
 
-Rates = Callable[[Program], Calibration | None]
-FEW_STAGES = 8  # so many ranks start within a few seconds: there the first of them counts the model's layers
+FEW_STAGES = 8
 
 
-@dataclass(frozen=True)
-class Run:
-    """What a training run gave.
+@dataclass(frozen=True, kw_only=True)
+class Run(Execution):
+    """What a training run gave: the `Execution` of its program, and what is known beside it.
 
-    losses        the mean loss of every step, before its update
-    trace         the measured trace of one typical step (the one of median duration, the first left out); if a step
-                  begins before the one before it has ended, of `program.steps` steps
     predicted     the trace that was predicted before the run
-    step_times    seconds of every step; if steps overlap in this way, the mean over a program's steps
+    step_times    seconds of every step; if a step begins before the one before it has ended, the mean over a program's
+                  steps
     reference     losses of plain torch on one process, and its gradients if `check` was asked for
-    gradients     of every update by parameter name, if `check` was asked for
     first_step    0; for a resumed run, how many steps were done before
     service       what parameter servers did, with sync=ps; then program and traces are of the whole run, as it
                   happened, and the reference is a replay of its order, except in mode sync with flushes
-    load          what `expert_load` gives; None without experts
 
     An asynchronous plan (schedule=pipedream, pipedream-vertical, pipedream-2bw, ampnet) has no steps that begin and end
     one after another. There a step is `batch` rows in `microbatches` parts; trace and prediction are of the whole run.
@@ -90,18 +72,12 @@ class Run:
     """
 
     plan: Plan
-    program: Program
-    losses: list[float]
-    trace: Trace
     predicted: Trace
     step_times: list[float]
-    gradients: list[dict[str, Tensor]] = field(default_factory=list, repr=False)
-    reference: Reference | None = field(default=None, repr=False)
+    reference: Reference | None = None
     plain_time: float | None = None
     first_step: int = 0
-    shares: list[keeping.Share] = field(default_factory=list, repr=False, compare=False)
     service: Service | None = None
-    load: Load | None = field(default=None, repr=False)
 
     @property
     def expert_load(self) -> Load:
@@ -125,11 +101,13 @@ class Run:
         return [size // self.trace.program.steps for size in self.trace.bytes_sent()]
 
     @property
-    def memory(self) -> notebook.Peaks:
+    def memory(self) -> Peaks:
         """Per rank the measured peak of the traced step: bytes, the instruction, and what held how much of it."""
         if not self.trace.series:
             raise MiniparError("memory: needs train(..., memory=True), which follows every allocation of the ranks")
-        return notebook.Peaks((series.peak() for series in self.trace.series), self.trace)
+        from minipar.trace.peaks import Peaks
+
+        return Peaks((series.peak() for series in self.trace.series), self.trace)
 
     @property
     def peak_memory(self) -> list[int]:
@@ -193,6 +171,8 @@ class Run:
         )
 
     def _repr_html_(self) -> str:
+        from minipar.training import notebook  # (pictures, which a run without a notebook does not need)
+
         return notebook.html(self)
 
 
@@ -275,83 +255,79 @@ def train(
     nothing can be written to `save`; what a rank raises; RankDied.
     """
     plan = Plan.parse(plan or "") if program is None else own_program.plan_of(plan, program)
-    split = plan.splits if program is None else own_program.splits(program, plan)
     steps = at_least_1("steps", steps)
-    check_loss(loss)
-    check_choice(on_nan)
     every = 0 if save_every is None else at_least_1("save_every", save_every)
     _check_options(plan, every, save is not None, memory, callback is not None)
     cluster = given_or_here(cluster)
     check_size(cluster, plan.ranks, f"plan {plan}")
-    if cluster is None and program is None and plan.place is None and plan.pp > FEW_STAGES:
+    if cluster is None and program is None:
         _check_stages(plan, model)
     storing = keeping.storing(resume, save, every, keep)
     if storing.folder:
         storing, steps = restarting.going_on(storing, steps)
-    feeding = loading.read_ahead(data, steps, storing.first, seed, batch)
-    with feeding as (data, batch), nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
-        if plan.deciding:
-            check_carrier(ranks, f"schedule={plan.schedule}")
+    asked = Asked(
+        plan, program, steps, storing, reference or check, check, memory, progress, calibration, watch, callback
+    )
+    with loading.read_ahead(data, steps, storing.first, seed, batch) as (data, batch):
         quiet = plan.inference and not keep_modes
-        forms = annotations if annotations is not None else dict(plan.annotations) or None  # type: ignore[arg-type]
-        if forms is None and plan.sharing > 1:
-            forms = annotations_of(plan)
+        forms = annotations if annotations is not None else annotations_of(plan)
         job = Job(model, data, batch, loss, optimizer, seed, dtype, scheduler, quiet, on_nan, forms)
-        if reference or check:
-            plainly.prepare()
-        saved = storing.plainly() if reference or check else None  # (the run may save to the same folder)
-        bar = partial(tqdm, disable=not progress, leave=False)
-        with bar(total=1, desc="profile, one layer at a time") as meter:
-            job, facts = _profiled(job, plan, ranks, memory, split)
-            meter.update()
-        _warn(plan, facts, storing)
-        rates = partial(_rates, calibration, ranks, plan.algorithm != "default", progress)
-        served = plan.sync == "ps"  # (then one program has all steps)
-        block = steps if served or plan.asynchronous else plan.block(steps, every)
-        compiled = _compiler(plan, facts, job, ranks, rates)
-        if program is None:
-            main, rest = compiled(steps=block), compiled(steps=steps % block) if steps % block else None
-        else:
-            main, rest = own_program.check(program, plan, facts.shape, steps), None
-            block = main.steps
-        predicted = _predicted(main, facts, job, ranks, rates)
+        with nullcontext(cluster) if cluster is not None else Cluster(plan.ranks) as ranks:
+            return _trained(asked, job, ranks)
 
-        def measure(rows: tuple[int, ...]) -> Measured:
-            (known,) = ranks.run_on([0], profile_job, job, rows, True, None, split)
-            assert known.tapes is not None
-            return known.shape, known.profile, known.tapes, known.data_bytes
 
-        service: Service | None = None
-        with nullcontext() if ranks.emulates is None else advising(plan, job.batch, measure):
-            if served:
-                done, service = _serve(main, job, ranks, plan, check, memory, watch, storing, bar)
-            else:
-                with bar(total=steps, desc=str(plan)) as meter:
+@dataclass(frozen=True)
+class Asked:
+    """What `train` was asked for, beside the job of its ranks. `compared`: with plain torch, and with `check` each
+    gradient, too."""
 
-                    def report(k: int, loss: float) -> None:
-                        meter.set_postfix(loss=f"{loss:.4g}", refresh=False)
-                        meter.update(block if k < steps // block else steps % block)
+    plan: Plan
+    program: own_program.Own | None
+    steps: int
+    storing: keeping.Storing
+    compared: bool
+    check: bool
+    memory: bool
+    progress: bool
+    calibration: Calibration | None
+    watch: Observer | None
+    callback: Callback | None
 
-                    done = execute(
-                        main, job, cluster=ranks, passes=steps // block, rest=rest, keep_gradients=check, check=False,
-                        memory=memory, storing=storing, watch=watch, callback=callback,
-                        report=report if progress else None,
-                    )  # fmt: skip
-        sizes = ([block] * (steps // block) + ([steps % block] if rest is not None else []))[: len(done.times)]
-        plain: Reference | None = None
-        plain_time: float | None = None
-        if reference or check:
-            work = _plain_work(plan, done, service, sum(sizes))
-            with bar(total=sum(sizes), desc="plain torch, one process") as meter:
-                plain = plainly.train_reference(
-                    job, work, keep_gradients=check, clip=plan.clip, inference=plan.inference, storing=storing,
-                    saved=saved, threads=ranks.threads, report=lambda k: meter.update(),
-                )  # fmt: skip
-            plain_time = plain.seconds if isinstance(work, int) else None
+    @property
+    def split(self) -> bool:
+        """Whether backwards may run in halves."""
+        return self.plan.splits if self.program is None else own_program.splits(self.program)
+
+    def bar(self, total: int, title: str) -> Any:
+        return tqdm(total=total, desc=title, disable=not self.progress, leave=False)
+
+
+def _trained(asked: Asked, job: Job, ranks: Ranks) -> Run:
+    """Profile, predict, run, and compare."""
+    plan, storing = asked.plan, asked.storing
+    if plan.deciding:
+        check_carrier(ranks, f"schedule={plan.schedule}")
+    if asked.compared:
+        plainly.prepare()
+    saved = storing.plainly() if asked.compared else None  # (the run may save to the same folder)
+    job, facts = _profiled(asked, job, ranks)
+    _warn(plan, facts, storing)
+    forecast = Forecast(
+        facts, job.batch, ranks.emulates, available_cores() if ranks.device == "cpu" else None,
+        partial(_rates, asked, ranks),
+    )  # fmt: skip
+    main, rest = _programs(asked, job, forecast)
+    predicted = forecast.of(main)
+    measure = partial(ranks.run_on, [0], profile_job, job, memory=True, split=asked.split)
+    with nullcontext() if ranks.emulates is None else advising(plan, job.batch, lambda rows: measure(rows)[0]):
+        done, service = _run(asked, job, ranks, main, rest)
+    programs = ([main] * (asked.steps // main.steps) + [rest] * (rest is not None))[: len(done.times)]
+    sizes = [each.steps for each in programs if each is not None]
+    plain, plain_time = _compared(asked, job, saved, done, service, sum(sizes), ranks.threads)
     times = [seconds / size for seconds, size in zip(done.times, sizes, strict=True) for _ in range(size)]
     return Run(
-        plan, done.program, done.losses, done.trace, predicted, times if service is None else done.times,
-        done.gradients, plain, plain_time, storing.first, done.shares, service, done.load,
+        **vars(done), plan=plan, predicted=predicted, step_times=times if service is None else done.times,
+        reference=plain, plain_time=plain_time, first_step=storing.first, service=service,
     )  # fmt: skip
 
 
@@ -374,15 +350,21 @@ def _check_options(plan: Plan, every: int, saves: bool, memory: bool, callback: 
         raise PlanError("callback: not together with sync=ps, whose workers are at different steps; use watch=")
 
 
-def _profiled(job: Job, plan: Plan, ranks: Ranks, memory: bool, split: bool) -> tuple[Job, Facts]:
+def _profiled(asked: Asked, job: Job, ranks: Ranks) -> tuple[Job, Facts]:
     """What one rank measures of the model's layers, and the job with what it found: graphs, and what a loss counts."""
+    plan = asked.plan
     sharding = (plan.zero and plan.dp > 1) or plan.sync == "ps"
     sliced = f"plan {str(plan)!r} shards optimizer states" if sharding else ""
     rows = microbatch_rows(job.batch, plan.dp, plan.total_microbatches)
     own_means = plan.asynchronous and plan.schedule != "pipedream-2bw"  # of each micro-batch
     parts = 1 if own_means else plan.dp * plan.total_microbatches
-    job = captured_once(job, plan.sharing, plan.cut, ranks) if plan.sharing > 1 else job
-    (facts,) = ranks.run_on([0], profile_job, job, rows, memory, _of_layers(plan), split, sliced, parts)
+    flops = ranks.emulates is not None and ranks.emulates.flops is not None
+    with asked.bar(1, "profile, one layer at a time") as meter:
+        job = captured_once(job, plan.sharing, plan.cut, ranks) if plan.sharing > 1 else job
+        (facts,) = ranks.run_on(
+            [0], profile_job, job, rows, asked.memory, _of_layers(plan), asked.split, sliced, parts, flops
+        )
+        meter.update()
     if facts.counted_form is not None:
         job = replace(job, loss=Weighted(job.loss, Counting(job.loss, facts.counted_form)))
     return job, facts
@@ -390,65 +372,68 @@ def _profiled(job: Job, plan: Plan, ranks: Ranks, memory: bool, split: bool) -> 
 
 def _warn(plan: Plan, facts: Facts, storing: keeping.Storing) -> None:
     """Warn of what makes results differ from one device's, and of a saved schedule that does not fit."""
-    if facts.loss_note:
-        warnings.warn(facts.loss_note, stacklevel=3)
     parts = plan.dp * plan.total_microbatches * plan.slice_count
+    notes = [facts.loss_note]
     if facts.split_sensitive and parts > 1:
-        names = ", ".join(facts.split_sensitive)
-        warnings.warn(
-            f"the batch is split into {parts} parts, and the results of some layers depend on how: {names}; "
-            "they are one device's with dp=1, microbatches=1 and accumulate=1",
-            stacklevel=3,
+        notes.append(
+            f"the batch is split into {parts} parts, and the results of some layers depend on how: "
+            f"{', '.join(facts.split_sensitive)}; they are one device's with dp=1, microbatches=1 and accumulate=1"
         )
     if storing.saved is not None and (note := other_scheduler(storing.saved.header.schedule, facts.scheduler)):
-        warnings.warn(f"{storing.saved.folder}: {note}", stacklevel=3)
+        notes.append(f"{storing.saved.folder}: {note}")
+    for note in filter(None, notes):
+        warnings.warn(note, stacklevel=4)
 
 
-def _rates(
-    given: Calibration | None, ranks: Ranks, algorithms: bool, progress: bool, program: Program
-) -> Calibration | None:
+def _rates(asked: Asked, ranks: Ranks, program: Program) -> Calibration | None:
     """What messages and collectives of a program cost on the cluster; None for one rank, and for emulated devices."""
-    if given is not None or len(program.ranks) == 1 or (ranks.emulates is not None and ranks.emulates.emulates):
-        return given
-    return quick_calibration(ranks, program, algorithms=algorithms, progress=progress)
+    if asked.calibration is not None or len(program.ranks) == 1 or (ranks.emulates and ranks.emulates.emulates):
+        return asked.calibration
+    algorithms = asked.plan.algorithm != "default"
+    return quick_calibration(ranks, program, algorithms=algorithms, progress=asked.progress)
 
 
-def _compiler(plan: Plan, facts: Facts, job: Job, ranks: Ranks, rates: Rates) -> Callable[..., Program]:
-    """What makes the plan's program of so many steps, by what was measured."""
-
-    def costs_of(program: Program) -> ProfiledCosts | EmulatedCosts:
-        return costs_for(program, facts.profile, job.batch, rates(program), ranks.emulates, facts.copies)
-
-    def time_of(program: Program) -> float:
-        return _predicted(program, facts, job, ranks, rates, memory=False).time
-
-    shape = facts.shape
+def _programs(asked: Asked, job: Job, forecast: Forecast) -> tuple[Program, Program | None]:
+    """What is run again and again, and what is run once after it for the steps that are left."""
+    plan, steps, shape, profile = asked.plan, asked.steps, forecast.facts.shape, forecast.facts.profile
+    if asked.program is not None:
+        return own_program.check(asked.program, plan, shape, steps), None
     if plan.sync == "ps" and plan.precision == "bf16":
         shape = _as_served(shape, job.dtype)
-    planned = facts.profile if ranks.emulates is None else as_emulated(facts.profile, ranks.emulates)
-    return partial(plan.compile, shape, costs=planned, costs_of=costs_of, time_of=time_of)
+    planned = profile if forecast.device is None else as_emulated(profile, forecast.device)
+    timed = replace(forecast, facts=forecast.facts._replace(tapes=None))
+    compiled = partial(
+        plan.compile, shape, costs=planned, costs_of=timed.costs, time_of=lambda program: timed.of(program).time
+    )
+    whole = plan.sync == "ps" or plan.asynchronous  # (then one program has all steps)
+    block = steps if whole else plan.block(steps, asked.storing.every)
+    return compiled(steps=block), compiled(steps=steps % block) if steps % block else None
 
 
-def _predicted(program: Program, facts: Facts, job: Job, ranks: Ranks, rates: Rates, memory: bool = True) -> Trace:
-    """The predicted trace of a program, and with `memory` every allocation, if that was measured."""
-    cores = available_cores() if ranks.device == "cpu" else None
-    known = cores, facts.data_bytes, rates(program), ranks.emulates, facts.copies
-    found = predict(program, facts.profile, job.batch, *known)
-    if facts.tapes is None or not memory:
-        return found
-    return with_memory(found, facts.tapes, ProfiledCosts(found.program, facts.profile, job.batch))
+def _run(asked: Asked, job: Job, ranks: Ranks, main: Program, rest: Program | None) -> tuple[Execution, Service | None]:
+    """The run, and what parameter servers did in it."""
+    passes, served = asked.steps // main.steps, asked.plan.sync == "ps"
+    options: dict[str, Any] = {
+        "keep_gradients": asked.check, "memory": asked.memory, "storing": asked.storing, "watch": asked.watch
+    }  # fmt: skip
+    with asked.bar(asked.steps * (main.workers if served else 1), str(asked.plan)) as meter:
+        if served:
+            return _serve(main, job, ranks, asked.plan.on_death, lambda k: meter.update(), options)
+
+        def report(k: int, loss: float) -> None:
+            meter.set_postfix(loss=f"{loss:.4g}", refresh=False)
+            meter.update(main.steps if k < passes else asked.steps % main.steps)
+
+        shown = report if asked.progress else None
+        done = execute(
+            main, job, cluster=ranks, passes=passes, rest=rest, check=False, report=shown, callback=asked.callback,
+            **options,
+        )  # fmt: skip
+    return done, None
 
 
 def _serve(
-    program: Program,
-    job: Job,
-    ranks: Ranks,
-    plan: Plan,
-    keep_gradients: bool,
-    memory: bool,
-    watch: Observer | None,
-    storing: keeping.Storing,
-    bar: Callable[..., Any],
+    program: Program, job: Job, ranks: Ranks, on_death: str, report: Callable[[int], None], options: dict[str, Any]
 ) -> tuple[Execution, Service]:
     """The run with parameter servers."""
     from minipar.server.serving import execute_served, pacing_of
@@ -458,18 +443,28 @@ def _serve(
         costs = emulated_costs(program, ranks.emulates, job, ranks)
         slow = [delays(costs, rank) for rank in range(program.workers)]
         pacing = pacing_of(costs) if costs.links else None
-    with bar(total=program.steps * program.workers, desc=str(plan)) as meter:
-        return execute_served(
-            program, job, ranks, on_death=plan.on_death, keep_gradients=keep_gradients, slow=slow, pacing=pacing,
-            report=lambda k: meter.update(), watch=watch, storing=storing, memory=memory,
+    return execute_served(program, job, ranks, on_death=on_death, slow=slow, pacing=pacing, report=report, **options)
+
+
+def _compared(
+    asked: Asked, job: Job, saved: Any, done: Execution, service: Service | None, steps: int, threads: int
+) -> tuple[Reference | None, float | None]:
+    """What plain torch makes of the job, and its seconds for a step where it does what one device would."""
+    if not asked.compared:
+        return None, None
+    plan, work = asked.plan, _plain_work(asked.plan, done, service, steps)
+    with asked.bar(steps, "plain torch, one process") as meter:
+        plain = plainly.train_reference(
+            job, work, threads, lambda k: meter.update(), keep_gradients=asked.check, clip=plan.clip,
+            inference=plan.inference, storing=asked.storing, saved=saved,
         )  # fmt: skip
+    return plain, plain.seconds if isinstance(work, int) else None
 
 
 def _plain_work(plan: Plan, done: Execution, service: Service | None, steps: int) -> int | RecordedOrder:
     """What plain torch does, to be compared: so many steps, or what was done where that gives other numbers."""
     if service is not None:
-        exact = plan.mode == "sync" and not service.silent
-        return steps if exact else served_order(service.order, plan.dp, plan.total_microbatches)
+        return steps if plan.mode == "sync" else served_order(service.order, plan.dp, plan.total_microbatches)
     if plan.asynchronous:
         return order_of(done.program)
     if plan.local_steps and plan.dp > 1 and not plan.inference:
@@ -520,21 +515,10 @@ def resume(
     return train(model, data, plan, steps=steps, **(known | options))
 
 
-def costs_for(
-    program: Program,
-    measured: Profile,
-    batch: int,
-    calibration: Calibration | None = None,
-    device: DeviceSpec | None = None,
-    copies: Copies | None = None,
-) -> ProfiledCosts | EmulatedCosts:
-    """What a program costs, from a profile of its model's layers; on emulated devices, what it costs there."""
-    costs = ProfiledCosts(program, measured, batch, calibration=calibration, copies=copies or Copies())
-    return EmulatedCosts(program, device, costs) if device is not None and device.emulates else costs
-
-
 def annotations_of(plan: Plan) -> Mapping[str, str] | None:
-    """The forms that a plan's keys stand for; those of all others follow. None: the model's names say it."""
+    """The forms that a plan has or its keys stand for; those of all others follow. None: the model's names say it."""
+    if plan.annotations:
+        return dict(plan.annotations)  # type: ignore[arg-type]
     if plan.sharing == plan.tp and not plan.sequence_parallel:
         return None
     from minipar.sharding.propagation import Preset, experts, sequence_parallel
@@ -547,8 +531,10 @@ def _check_stages(plan: Plan, model: Model) -> None:
     """Refuse more stages than layers before all the ranks are started.
 
     The model is made on torch's "meta" device, where parameters have no numbers; one that cannot be made there is
-    counted by the first rank.
+    counted by the first rank, and so is one for few stages, whose ranks start within a few seconds.
     """
+    if plan.place is not None or plan.pp <= FEW_STAGES:
+        return
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]):
             given = isinstance(model, (torch.nn.Module, list, tuple))
@@ -568,45 +554,3 @@ def _of_layers(plan: Plan) -> Plan:
     away = {"offload": plan.offload, "offload_to": plan.offload_to, "offload_folder": plan.offload_folder}
     shared = {"tp": plan.tp, "context_parallel": plan.context_parallel, "ep": plan.ep}
     return Plan(precision=plan.precision, checkpoint=selective, **shared, **away)  # type: ignore[arg-type]
-
-
-def predict(
-    program: Program,
-    measured: Profile,
-    batch: int,
-    cores: int | None = None,
-    data_bytes: tuple[int, int] = (0, 0),
-    calibration: Calibration | None = None,
-    device: DeviceSpec | None = None,
-    copies: Copies | None = None,
-) -> Trace:
-    """The predicted trace of a program, from a profile of its model's layers.
-
-    cores        shared by all ranks; None: every rank computes on its own
-    data_bytes   of a whole batch's x and y; the ranks with the first and the last layer hold their rows of them
-    calibration  of the cluster: what messages and collectives cost, and how much ranks that share the cores compute
-                 together (less than the cores could, since they disturb each other)
-    device       that every rank emulates; emulated devices share no cores
-    copies       what copies of tensors to the host or the disk, and back, cost
-    """
-    costs = costs_for(program, measured, batch, calibration, device, copies)
-    emulated = costs if isinstance(costs, EmulatedCosts) else None
-    sharing = cores if calibration is None or calibration.ranks != len(program.ranks) else calibration.concurrency
-    if emulated is not None and emulated.computes:
-        cores = sharing = None
-    trace = simulate(program, costs, cores=sharing)
-    count, of_rows = len(program.ranks), ProfiledCosts(program, measured, batch)
-    data = []
-    for rank, held in enumerate(program.placement):  # (servers hold no rows)
-        size = (0 in held) * data_bytes[0] + (program.layers - 1 in held) * data_bytes[1]
-        lasting = isinstance(program.contract, Staleness) and program.serving is None
-        steps = program.steps if lasting else 1  # all are held until the run ends
-        data.append(round(steps * of_rows.rows_of(rank) / batch * size) if held else 0)
-    note = "predicted from a profile of one layer at a time on one device"
-    if emulated is not None:
-        note = f"predicted for the emulated device {device}"
-    if cores is not None and cores < count:
-        note += f"; {several(count, 'rank')} share {several(cores, 'core')}"
-    if calibration is not None:
-        note += "; messages and collectives as calibrated on the cluster"
-    return replace(trace, note=note, data=data)

@@ -28,7 +28,7 @@ from minipar.comm import communicator
 from minipar.comm.transport import arena, board
 from minipar.errors import RankDied, RankError, StoreError
 from minipar.execution import emulation, streams
-from minipar.execution.memory import stores
+from minipar.execution.memory import disk
 from tests.conftest import Clusters
 
 pytestmark = pytest.mark.ranks
@@ -323,7 +323,7 @@ def test_a_thread_that_ends_before_its_first_line_is_told(monkeypatch: pytest.Mo
     with pytest.raises(RankError, match=told):
         streams.HostStreams().copy(torch.ones(1), torch.ones(1), "cpu")
     with pytest.raises(RankError, match=told):
-        stores.HostStore().put("x", torch.ones(1))
+        disk.DiskStore().put("x", torch.ones(1))
     with pytest.raises(RankError, match=told):
         emulation.stamp_later(time.perf_counter() + 9, lambda: None)
     seat = worker.Seat(lambda message: None, 0, 1, "cpu", "gloo", "local")

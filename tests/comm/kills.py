@@ -7,6 +7,7 @@ of a replay of the recorded order in plain torch, and the order contains every g
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -18,16 +19,17 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
+import pytest
 import torch
 from tqdm.auto import tqdm
 
 from minipar.cluster import Cluster, worker
 from minipar.errors import ServerClosed
-from minipar.program.server_rule import Kind, Mode, Row
-from minipar.server import process, pushing, rendezvous
-from minipar.server.framing import What
-from minipar.server.process import Settings
-from minipar.server.shard import key_of
+from minipar.program.server_rule import Kind, Mode
+from minipar.server import pushing
+from minipar.server.process import Server
+from minipar.server.pushing import Servers
+from minipar.server.shard import Settings, Shard, form_of
 
 WORKERS = 3
 POINTS = ("push", "pull", "compute")
@@ -82,32 +84,41 @@ def notes(folder, name):
     return [json.loads(line) for line in open(path)] if os.path.exists(path) else []
 
 
-def take_part(folder, settings, point, victim, count, slow):
+def settings_of(folder, servers, mode="sync", workers=WORKERS, steps=8, **more):
+    """What servers and workers of the numbers know of each other."""
+    keys = tuple(form_of(str(k), v) for k, v in enumerate(initial()))
+    return Settings(str(folder), keys, workers, steps, Mode.parse(mode, workers), servers, **more)
+
+
+def server_of(settings, number, optimizer=OPTIMIZERS["sgd"]):
+    return Server(settings, number, Shard(settings, number, initial(), optimizer))
+
+
+def take_part(settings, optimizer, point="", victim=-1, count=0, slow=0.0):
     """In a rank: a worker, or one of the servers after them."""
     rank = worker.context().rank
-    reach = Kill(folder, point if rank == victim else "", count, Counter())
-    note(folder, "pids", os.getpid())
+    reach = Kill(settings.folder, point if rank == victim else "", count, Counter())
+    note(settings.folder, "pids", os.getpid())
     if rank >= WORKERS:
-        return process.serve(folder, rank - WORKERS, settings, initial(), worker.report)
-    try:
-        ps = pushing.connect(folder, rank)
-    except ServerClosed:
-        return None
-    for connection in ps.connections:
-        connection.send = partial(send_and_reach, connection.send, reach)
-    while (step := ps.next_step()) is not None:
-        if rank == 0 and slow:
-            time.sleep(slow)
-        for k in range(3):
-            found = gradient(ps.pull(k), step, rank, k)
-            reach("compute")
-            ps.push(k, found)
+        return server_of(settings, rank - WORKERS, optimizer).run()
+    send = pushing.send
+
+    def send_and_reach(to, message, parts=()):
+        send(to, message, parts)
+        reach(message["what"])
+
+    with contextlib.suppress(ServerClosed), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pushing, "send", send_and_reach)
+        ps = Servers(settings, rank)
+        while (step := ps.next_step()) is not None:
+            reach("pull")
+            if rank == 0 and slow:
+                time.sleep(slow)
+            for k in range(3):
+                found = gradient(ps.pull(str(k)), step, rank, k)
+                reach("compute")
+                ps.push({str(k): found})
     return None
-
-
-def send_and_reach(send, reach, message, data=b""):
-    send(message, data)
-    reach({What.PUSH: "push", What.PULL: "pull"}.get(message.what, ""))
 
 
 def replay(order, optimizer, rows=lambda take: 1, of=1):
@@ -161,16 +172,11 @@ def draw(number, seed):
 def run(case, cluster):
     """Run a case; AssertionError says what is not as it must be. Whether its victim came to its end."""
     with tempfile.TemporaryDirectory(prefix="kills-") as folder:
-        optimizer = OPTIMIZERS[case.optimizer]
-        mode = Mode.parse(case.mode, WORKERS)
-        rendezvous.open_folder(folder, [key_of(k, v) for k, v in enumerate(initial())], case.servers)
-        settings = Settings(WORKERS, case.steps, optimizer, mode, patience=20.0)
-        found = cluster.run_reviving(
-            1, lambda rank, fact: None, take_part, folder, settings, case.point, case.victim, case.count, case.slow
-        )
+        settings, optimizer = settings_of(folder, case.servers, case.mode, steps=case.steps), OPTIMIZERS[case.optimizer]
+        mode, kill = settings.mode, (case.point, case.victim, case.count, case.slow)
+        found = cluster.run_reviving(1, lambda rank, fact: None, take_part, settings, optimizer, *kill)
         served = found[WORKERS:]
-        order = [Row(*row) for row in served[0].order]
-        values, taken, stale = replay(order, optimizer)
+        values, taken, stale = replay(served[0].order, optimizer)
         mine = torch.cat([one.values.view(torch.float64) for one in served])
         assert torch.equal(mine, values), f"parameters differ by {(mine - values).abs().max()}"
         steps = range(case.steps)

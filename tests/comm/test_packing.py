@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from minipar.comm.packing import parts_of, places_for
 from minipar.models.tensors import allocate, spec, tensors
-from minipar.program.comm_volume import TOGETHER
+from minipar.program.comm_volume import PACKING_LIMIT
 
 DTYPES = [
     torch.float32,
@@ -44,8 +44,8 @@ def test_what_is_sent_is_what_is_received(value):
 def test_one_tensor_goes_as_it_is_and_long_ones_alone():
     one = torch.randn(5)
     assert parts_of(one)[0] is one
-    long = torch.zeros(TOGETHER // 4), torch.zeros(1)
-    assert [part.numel() for part in parts_of(long)] == [TOGETHER // 4, 1]
+    long = torch.zeros(PACKING_LIMIT // 4), torch.zeros(1)
+    assert [part.numel() for part in parts_of(long)] == [PACKING_LIMIT // 4, 1]
     assert len(places_for(long, torch.device("cpu"))[1]) == 2
     turned = torch.randn(3, 4).T
     assert parts_of(turned)[0].is_contiguous()
@@ -71,7 +71,7 @@ def _count_messages(together):
     from tests.toys import rows, toy
 
     comm, model = communicator.create(), toy(("tuples",)).double()
-    limit, comm_volume.TOGETHER = comm_volume.TOGETHER, comm_volume.TOGETHER if together else 0
+    limit, comm_volume.PACKING_LIMIT = comm_volume.PACKING_LIMIT, comm_volume.PACKING_LIMIT if together else 0
     plan = Plan.parse("pp=2 split=2,3").compile(shape_of(list(model)))
     executor = Executor(plan, comm, model, nn.functional.mse_loss, partial(torch.optim.SGD, lr=0.1))
     executor.run(lambda step: rows(8))  # announces the form
@@ -81,5 +81,5 @@ def _count_messages(together):
         executor.run(lambda step: rows(8))
     finally:
         del comm.isend
-        comm_volume.TOGETHER = limit
+        comm_volume.PACKING_LIMIT = limit
     return len(sent)

@@ -18,15 +18,15 @@ FOUND = Calibration(
     device="cpu",
     ranks=4,
     cores=2,
-    flops_alone=2e11,
-    flops_together=1e11,
+    flops_of_one=2e11,
+    flops_of_each=1e11,
     concurrency=1.8,
     links=((0, 1, LinearCost(10e-6, 1e-9)), (1, 2, LinearCost(30e-6, 3e-9)), (2, 3, LinearCost(20e-6, 2e-9))),
     send=LinearCost(2e-6, 1e-10),
     receive=LinearCost(5e-6, 2e-10),
     allreduce=((2, LinearCost(1e-4, 1e-9)), (4, LinearCost(3e-4, 2e-9))),
     exchange=((2, LinearCost(5e-5, 1e-9), LinearCost(3e-5, 1e-9)), (4, LinearCost(1e-4, 2e-9), LinearCost(2e-4, 2e-9))),
-    alone=LinearCost(4e-5, 8e-10),
+    uncontended=LinearCost(4e-5, 8e-10),
     add=LinearCost(1e-6, 2e-10),
 )
 SECONDS = (1e-3,) * 4
@@ -86,12 +86,12 @@ def test_text_names_every_rate():
 def test_links_that_were_not_measured_cost_the_median():
     assert FOUND.message(1, 0) == LinearCost(10e-6, 1e-9)
     assert FOUND.message(0, 3) == LinearCost(20e-6, 2e-9)
-    alone = replace(FOUND, ranks=1, links=(), allreduce=())
+    one_rank = replace(FOUND, ranks=1, links=(), allreduce=())
     with pytest.raises(PlanError, match="knows no links"):
-        alone.message(0, 1)
+        one_rank.message(0, 1)
     with pytest.raises(PlanError, match="knows no collectives"):
-        alone.sum_over(2, 1)
-    assert alone.sum_over(1, 1000) == 0
+        one_rank.sum_over(2, 1)
+    assert one_rank.sum_over(1, 1000) == 0
 
 
 def test_sums_over_groups_that_were_not_measured_scale_as_a_ring():

@@ -33,10 +33,10 @@ def test_rates_are_positive_and_finite(clusters):
     assert [n for n, *_ in found.exchange] == list(range(2, found.ranks + 1))
     lines = [line for *_, line in (*found.links, *found.allreduce, *found.exchange)]
     lines += [line for _, line, _ in found.exchange]
-    for line in (*lines, found.send, found.receive, found.alone, found.add):
+    for line in (*lines, found.send, found.receive, found.uncontended, found.add):
         assert all(0 <= x < math.inf for x in line)
         assert 0 < line.at(2**20) < 10
-    assert 0 < found.flops_together <= 100 * found.flops_alone < math.inf
+    assert 0 < found.flops_of_each <= 100 * found.flops_of_one < math.inf
     assert 1 <= found.concurrency <= min(found.ranks, found.cores)
     program = Plan(pp=3, microbatches=1).compile(layers=4)
     costs = ProfiledCosts(program, PROFILE, 2, calibration=found)

@@ -117,7 +117,6 @@ def leaves(text: str, capacity: int) -> tuple[int, int, bool]:
     else:
         return -1, -1, False
     executor.live.clear()
-    executor.compute.graphs.clear()
     executor.compute.begin(made.batches, 0)
     for optimizer in executor.optimizers.values():
         optimizer.zero_grad()

@@ -163,6 +163,43 @@ def test_layers_that_draw_or_count_are_named_once():
     assert model[4].calls == 0
 
 
+class Centred(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class AcrossRows(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x[None], x[None], x[None])[0]
+
+
+class Distances(nn.Module):
+    """Gives each row as many numbers as there are rows."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, torch.cdist(x, x)
+
+
+class WithPenalty(nn.Module):
+    """Hands on a number of the whole batch beside its rows."""
+
+    def forward(self, x: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return x[0], x[0].square().sum()
+
+
+def test_layers_whose_rows_see_each_other_are_named():
+    torch.manual_seed(0)
+    layers = [nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), Centred(), AcrossRows(), Distances(),
+              WithPenalty()]  # fmt: skip
+    for dtype in (torch.float32, torch.float64):
+        model = nn.Sequential(*layers).to(dtype)
+        for rows_given in (2, 5):
+            torch.manual_seed(0)
+            found = split_sensitive(model, torch.randn(rows_given, WIDTH, dtype=dtype) / 4)
+            assert [text.split()[0] for text in found] == ["3", "4", "5", "6"]
+            assert all("change each other's results" in text for text in found)
+
+
 def test_a_split_batch_is_said_to_depend_on_the_split(clusters):
     options = {"steps": 1, "loss": F.mse_loss, "progress": False, "dtype": torch.float64}
     with pytest.warns(UserWarning, match=r"split into 3 parts.*1 \(Noise: draws random numbers"):

@@ -10,7 +10,6 @@ from torch import nn
 
 from minipar import Cluster, Plan, data, models, profile, train
 from minipar.execution.execution import Job, execute
-from minipar.execution.memory.stores import host_store
 from minipar.execution.streams import streams_of
 from minipar.models.parameter_groups import shape_of
 from tests.execution.test_offloading import ALL, blocks, mse, pairs
@@ -72,13 +71,12 @@ def test_the_same_losses(text):
 
 def test_buffers_of_a_step_are_used_again():
     streams = streams_of(torch.device("cuda", torch.cuda.current_device()))
-    store, tensor = host_store(streams), torch.randn(1 << 20, device="cuda")
-    store.put("x", tensor).result()
-    kept = store._kept["x"]
-    assert kept.is_pinned()
-    store.fetch("x", into := torch.empty_like(tensor)).result()
+    tensor = torch.randn(1 << 20, device="cuda")
+    room = streams.room(tensor)
+    assert room.is_pinned()
+    streams.copy(tensor, room, "away").result()
+    streams.copy(room, into := torch.empty_like(tensor), "back").result()
     assert torch.equal(into, tensor)
-    store.drop("x")
-    store.put("y", tensor).result()
-    assert store._kept["y"].data_ptr() == kept.data_ptr()
-    store.close()
+    streams.give_back(room, None)
+    assert streams.room(tensor).data_ptr() == room.data_ptr()
+    streams.close()

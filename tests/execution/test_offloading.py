@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 
 import cloudpickle
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from minipar import Cluster, DeviceSpec, Plan, PlanError, train
+from minipar import Cluster, DeviceSpec, Plan, PlanError, RankError, train
 from minipar.cli import main
 from minipar.comm import communicator
 from minipar.errors import DeviceOutOfMemory, StoreError
@@ -221,7 +222,7 @@ def with_memory_that_stays_as_large(text: str) -> tuple[list[float], list[float]
         return made
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("owners", "offloading"):
+        for module in ("lines", "copies"):
             patch.setattr(f"minipar.execution.{module}.on_host", pinned)
         found = losses(executor := single(text, model), 0, 3)
         executor.close()
@@ -234,35 +235,46 @@ def test_copies_on_the_host_that_cannot_be_resized(clusters, to):
     assert found == pytest.approx(plain, rel=1e-6)
 
 
-def full_disk(text: str, folder: str) -> tuple[list[str], list[float], list[float], list[str]]:
-    """Two steps; one on a disk that takes no more than 4 KiB a file; two more."""
+def full_disk(text: str, folder: str) -> tuple[str, list[str]]:
+    """Two steps; and one on a disk that takes no more than 4 KiB a file."""
     import resource
 
-    model = partial(blocks, 4)
-    executor, said = single(f"{text} offload_to=disk offload_folder={folder}", model), []
-    found = losses(executor, 0, 2)
+    executor, error = single(f"{text} offload_to=disk offload_folder={folder}", partial(blocks, 4)), ""
+    losses(executor, 0, 2)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
     try:
         losses(executor, 2, 1)
-    except StoreError as error:
-        said.append(str(error))
+    except StoreError as full:
+        error = str(full)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    found += losses(executor, 3, 3)
     executor.close()
-    return said, found, losses(single("microbatches=1", model), 0, 6), os.listdir(folder)
+    return error, os.listdir(folder)
 
 
 @pytest.mark.parametrize("what", ["activations", "optimizer,parameters"])
-def test_a_full_disk_is_told_and_the_run_goes_on_from_there(clusters, what, tmp_path):
-    """The step itself is done: what could not be written stayed in memory."""
-    said, found, plain, left = clusters(1).run(full_disk, f"offload={what}", str(tmp_path))[0]
-    assert len(said) == 1
-    assert "could not be written" in said[0]
-    assert "free some room" in said[0]
-    assert found == plain[:2] + plain[3:]
+def test_a_full_disk_is_reported(clusters, what, tmp_path):
+    error, left = clusters(1).run(full_disk, f"offload={what}", str(tmp_path))[0]
+    assert "could not be written" in error
+    assert "free some room" in error
     assert left == []
+
+
+def test_parameters_that_are_not_here_are_not_read(clusters):
+    """Where a program frees what it reads again, and does not fetch it: torch would end the process."""
+    with pytest.raises(RankError, match=r"F 1 mb0: param\(1\) was freed, and was not brought back"):
+        clusters(1).run(without_a_fetch)
+
+
+def without_a_fetch() -> None:
+    torch.manual_seed(0)
+    built = blocks(2)
+    program = Plan.parse("offload=parameters prefetch=0").compile(shape_of(list(built)))
+    (row,) = program.ranks
+    first = next(k for k, ins in enumerate(row) if ins.op is Op.FETCH and ins.layers == (1,))
+    program = replace(program, ranks=((*row[:first], *row[first + 1 :]),))
+    Executor(program, communicator.create(), built, mse, partial(torch.optim.SGD, lr=0.1)).run(lambda s: pairs())
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Host and disk stores: tensors return bit by bit, the capacity is kept, damage and full disks are reported."""
+"""The disk store: tensors return bit by bit, the capacity is kept, damage and full disks are reported."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ import pytest
 import torch
 
 from minipar.errors import StoreError
-from minipar.execution.memory.disk import STAGE, DiskStore
-from minipar.execution.memory.stores import HostStore, Tier
+from minipar.execution.memory.disk import STAGE, DiskStore, Ledger
 
-MAKERS: dict[str, Callable[[Path], Tier]] = {
-    "host": lambda folder: HostStore(),
+MAKERS: dict[str, Callable[[Path], DiskStore]] = {
     "disk": lambda folder: DiskStore(str(folder)),
     "disk through the page cache": lambda folder: DiskStore(str(folder), direct=False),
 }
 
 
 @pytest.fixture(params=MAKERS)
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Tier]:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[DiskStore]:
     made = MAKERS[request.param](tmp_path)
     yield made
     made.close()
@@ -42,7 +40,7 @@ TENSORS = [
 ]
 
 
-def got(store: Tier, key: Hashable, like: torch.Tensor) -> torch.Tensor:
+def got(store: DiskStore, key: Hashable, like: torch.Tensor) -> torch.Tensor:
     """What a store brings into a tensor of this form."""
     into = torch.empty_like(like)
     store.fetch(key, into).result()
@@ -53,47 +51,46 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
 
 
-def test_what_is_put_comes_back_as_often_as_it_is_asked_for(store: Tier) -> None:
+def test_what_is_put_comes_back_as_often_as_it_is_asked_for(store: DiskStore) -> None:
     for k, tensor in enumerate(TENSORS):
         store.put(("saved", k), tensor)
     for _ in range(2):
         for k, tensor in reversed(list(enumerate(TENSORS))):
             assert same(got(store, ("saved", k), tensor), tensor)
-    assert store.bytes == sum(t.numel() * t.element_size() for t in TENSORS)
+    assert store.ledger.bytes == sum(t.numel() * t.element_size() for t in TENSORS)
 
 
-def test_what_comes_back_is_memory_of_its_own(store: Tier) -> None:
+def test_what_comes_back_is_memory_of_its_own(store: DiskStore) -> None:
     store.put("x", torch.ones(10)).result()
     got(store, "x", torch.ones(10)).zero_()
     assert got(store, "x", torch.ones(10)).sum() == 10
 
 
-def test_putting_again_replaces(store: Tier) -> None:
+def test_putting_again_replaces(store: DiskStore) -> None:
     store.put("x", torch.zeros(10))
     store.put("x", torch.ones(5))
     assert same(got(store, "x", torch.ones(5)), torch.ones(5))
-    assert store.bytes == 20
+    assert store.ledger.bytes == 20
 
 
-def test_what_was_dropped_or_never_put_is_unknown(store: Tier) -> None:
+def test_what_was_dropped_or_never_put_is_unknown(store: DiskStore) -> None:
     store.put("x", torch.ones(3))
     store.drop("x")
     store.drop("y")
-    assert store.bytes == 0
+    assert store.ledger.bytes == 0
     for key in ("x", "y"):
-        with pytest.raises(StoreError, match=f"nothing was put under '{key}'"):
+        with pytest.raises(StoreError, match=f"nothing was put under {key}"):
             got(store, key, torch.ones(3))
 
 
-@pytest.mark.parametrize("kind", ["host", "disk"])
-def test_a_capacity_holds(kind: str, tmp_path: Path) -> None:
-    made: Tier = HostStore(100) if kind == "host" else DiskStore(str(tmp_path), 100)
-    made.put("x", torch.zeros(20))
-    with pytest.raises(StoreError, match=rf"{kind}: y needs 80 bytes, but 80 of 100 are taken"):
-        made.put("y", torch.zeros(20))
-    made.put("x", torch.zeros(25))  # its own place counts as free
-    assert same(got(made, "x", torch.zeros(25)), torch.zeros(25))
-    made.close()
+def test_a_capacity_holds(tmp_path: Path) -> None:
+    store = DiskStore(str(tmp_path), 100)
+    store.put("x", torch.zeros(20))
+    with pytest.raises(StoreError, match=r"disk: y needs 80 bytes, but 80 of 100 are taken"):
+        store.put("y", torch.zeros(20))
+    store.put("x", torch.zeros(25))  # its own place counts as free
+    assert same(got(store, "x", torch.zeros(25)), torch.zeros(25))
+    store.close()
 
 
 def file_of(store: DiskStore) -> Path:
@@ -161,22 +158,21 @@ def test_a_place_is_used_again_only_after_the_reads_of_it(tmp_path: Path) -> Non
     store.close()
 
 
-def test_into_a_tensor_that_is_there(store: Tier) -> None:
+def test_into_a_tensor_that_is_there(store: DiskStore) -> None:
     tensor = torch.randn(STAGE // 4 + 1)
     store.put("x", tensor)
     into = torch.zeros_like(tensor)
     store.fetch("x", into).result()  # after the put, though on another thread
     assert torch.equal(into, tensor)
-    with pytest.raises(StoreError, match="nothing was put under 'y'"):
+    with pytest.raises(StoreError, match="nothing was put under y"):
         store.fetch("y", into)
 
 
 def test_what_others_hold_counts() -> None:
-    store = HostStore(100)
-    store.hold("elsewhere", 90)
+    ledger = Ledger("host", 100)
+    ledger.take("elsewhere", 90)
     with pytest.raises(StoreError, match="90 of 100 are taken"):
-        store.put("x", torch.zeros(4))
-    store.drop("elsewhere")
-    store.put("x", torch.zeros(4)).result()
-    assert store.bytes == 16
-    store.close()
+        ledger.take("x", 16)
+    assert ledger.drop("elsewhere")
+    ledger.take("x", 16)
+    assert ledger.bytes == 16

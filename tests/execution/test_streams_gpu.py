@@ -22,7 +22,6 @@ from minipar.comm.handles import Handle
 from minipar.comm.transport.interface import StreamWork
 from minipar.comm.transport.nccl import Nccl
 from minipar.errors import Deadlock
-from minipar.execution.memory.stores import PinnedStore
 from minipar.execution.streams import CudaStreams, Later
 from minipar.program import COMPUTE, Op
 from tests.comparing import check
@@ -95,14 +94,14 @@ def test_a_number_arrives_without_a_wait(streams):
 
 def test_a_copy_is_done_while_the_device_computes(streams):
     tensor = torch.arange(1 << 20, dtype=torch.float32, device="cuda")
-    store = PinnedStore(streams)
-    copy = store.put("x", tensor)
+    room = streams.room(tensor)
+    copy = streams.copy(tensor, room, "away")
     torch.cuda._sleep(LONG)
     busy = streams.mark()
     copy.result()
     assert not streams.happened(busy)
-    assert store._kept["x"].is_pinned()
-    assert torch.equal(store._kept["x"], torch.arange(1 << 20, dtype=torch.float32))
+    assert room.is_pinned()
+    assert torch.equal(room, torch.arange(1 << 20, dtype=torch.float32))
     streams.wait(busy)
 
 
@@ -111,16 +110,16 @@ def test_the_reader_waits_for_the_copy_and_the_copy_for_the_writer(streams):
     back = torch.zeros_like(tensor)
     torch.cuda._sleep(LONG)
     tensor.fill_(2.0)
-    store = PinnedStore(streams)
-    store.put("x", tensor)
-    streams.follow(store.fetch("x", back))
+    room = streams.room(tensor)
+    away = streams.copy(tensor, room, "away")
+    streams.follow(streams.copy(room, back, "back", away))
     assert float(back.sum()) == 2.0 * (1 << 20)
 
 
 def test_offload_is_as_fast_as_the_link(streams):
     """Beside plain copies between the same GPU and pinned memory."""
     tensor = torch.randn(64 << 20, device="cuda")
-    host, store = torch.empty(tensor.shape, pin_memory=True), PinnedStore(streams)
+    host, room = torch.empty(tensor.shape, pin_memory=True), streams.room(tensor)
     back = torch.empty_like(tensor)
 
     def seconds(act) -> float:
@@ -136,8 +135,8 @@ def test_offload_is_as_fast_as_the_link(streams):
 
     away = seconds(lambda: host.copy_(tensor, non_blocking=True))
     here = seconds(lambda: back.copy_(host, non_blocking=True))
-    assert seconds(lambda: store.put("x", tensor)) < away / 0.9
-    assert seconds(lambda: store.fetch("x", back)) < here / 0.9
+    assert seconds(lambda: streams.copy(tensor, room, "away")) < away / 0.9
+    assert seconds(lambda: streams.copy(room, back, "back")) < here / 0.9
     assert torch.equal(back, tensor)
 
 

@@ -73,7 +73,7 @@ def _small_steps(words: str) -> float:
     executor = Executor(program, communicator.create(), model, _sum, partial(torch.optim.SGD, lr=2**-12))
     for step in range(64):
         executor.run(lambda _: (torch.ones(2, 1), torch.ones(2, 1)), step)
-    return 1.0 - float(executor.state.owners[0].trained[0][0].detach())
+    return 1.0 - float(executor.state.lines[0].trained[0][0].detach())
 
 
 def _sum(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,8 @@ from minipar.execution import repartition
 from minipar.execution.compute import Compute
 from minipar.execution.execution import Job
 from minipar.execution.mean_loss import MeanLoss
-from minipar.execution.memory.stores import HostStore
+from minipar.execution.streams import HostStreams
+from minipar.program import Op
 
 Put = Callable[[Any, str, Any], None]
 _planted = pytest.MonkeyPatch()
@@ -134,14 +135,14 @@ def other_initial_values(rank: int, put: Put) -> None:
 
 
 def damaged_while_away(rank: int, put: Put) -> None:
-    def other(call: Any, self: HostStore, key: Any, into: torch.Tensor) -> None:
-        call(self, key, into)
-        if into.is_floating_point():
-            into.mul_(2)
-        else:
-            into.view(torch.float64).mul_(2)
+    def other(call: Any, self: HostStreams, source: torch.Tensor, into: torch.Tensor, line: str, *more: Any) -> Any:
+        copy = call(self, source, into, line, *more)
+        if line == Op.FETCH.value:
+            copy.result()
+            (into if into.is_floating_point() else into.view(torch.float64)).mul_(2)
+        return copy
 
-    _around(HostStore, "_read_into", other, put)
+    _around(HostStreams, "copy", other, put)
 
 
 # By its name: the plan, and what plants it.

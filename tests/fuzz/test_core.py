@@ -15,6 +15,20 @@ def test_a_plan_equals_plain_torch(clusters, words: str) -> None:
     assert core.differs(words, clusters) == ""
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "tp=2 dp=2 overlap=priority microbatches=4 model=frozen bucket=0.0001 accumulate=2",
+        "context_parallel=2 dp=2 overlap=priority microbatches=4 model=tied",
+        "ep=2 dp=2 overlap=priority microbatches=4",
+        "tp=2 host_layers=0 microbatches=4 model=frozen checkpoint=sqrt",
+        "host_layers=0,2 offload=activations microbatches=4 model=dropout checkpoint=1 offload_to=disk",
+    ],
+)
+def test_pairs_beside_the_core_that_need_no_code_of_their_own(clusters, words: str) -> None:
+    assert core.differs(words, clusters) == ""
+
+
 def test_freed_memory_of_the_ranks_is_poisoned(clusters) -> None:
     """What the plans rely on: memory that was freed, or is not filled yet, holds no plausible numbers."""
     assert clusters(2).run(freed) == [True, True]

@@ -36,7 +36,7 @@ def test_the_backend_is_chosen_where_it_is_faster():
         return LinearCost(line.fixed + 1.0, line.per_byte)
 
     exchange = tuple((n, slower(one), slower(more)) for n, one, more in FOUND.exchange)
-    ours = replace(FOUND, exchange=exchange, alone=slower(FOUND.alone))
+    ours = replace(FOUND, exchange=exchange, uncontended=slower(FOUND.uncontended))
     assert choose("allreduce", 4, 1 << 26, ours) == "backend"
     theirs = replace(FOUND, allreduce=tuple((n, slower(line)) for n, line in FOUND.allreduce))
     assert choose("allreduce", 4, 1 << 26, theirs) != "backend"
@@ -57,8 +57,8 @@ def test_a_ring_has_the_rates_of_all_at_once():
 def test_a_tree_has_the_rates_of_as_many_as_send():
     """Of 4 ranks one sends in the first round, two in the second: a third of the way from alone to all at once."""
     n = 1 << 20
-    between = FOUND.alone.at(n) + (ALL.at(n) - FOUND.alone.at(n)) / 3
-    assert predicted("broadcast", 4, n, FOUND)["tree"] == pytest.approx(FOUND.alone.at(n) + between)
+    between = FOUND.uncontended.at(n) + (ALL.at(n) - FOUND.uncontended.at(n)) / 3
+    assert predicted("broadcast", 4, n, FOUND)["tree"] == pytest.approx(FOUND.uncontended.at(n) + between)
 
 
 def test_each_further_message_takes_its_time():
@@ -68,10 +68,10 @@ def test_each_further_message_takes_its_time():
 
 
 def test_one_rank_needs_no_rates():
-    alone = replace(FOUND, ranks=1, exchange=(), allreduce=())
-    assert set(predicted("allreduce", 1, 8, alone).values()) == {0.0}
+    uncontended = replace(FOUND, ranks=1, exchange=(), allreduce=())
+    assert set(predicted("allreduce", 1, 8, uncontended).values()) == {0.0}
     with pytest.raises(PlanError, match="knows no exchanges"):
-        predicted("allreduce", 2, 8, alone)
+        predicted("allreduce", 2, 8, uncontended)
 
 
 # by real ranks
@@ -104,7 +104,7 @@ def test_auto_goes_by_the_rates_that_the_ranks_know(clusters):
     latency = replace(FOUND, ranks=3, exchange=everyone, allreduce=((3, LinearCost(1.0, 0.0)),))
     bytes_ = replace(
         latency,
-        alone=LinearCost(0.0, 1e-7),
+        uncontended=LinearCost(0.0, 1e-7),
         exchange=((3, LinearCost(0.0, 1e-7), LinearCost(0.0, 1e-7)),),
         add=LinearCost(0.0, 0.0),
     )

@@ -25,7 +25,7 @@ def test_wiring():
     assert found.inputs == ((), (0,), (1,), (0,), (2, 3), (4,))
     assert found.into == ((), (0,), (1,), (5,), (2, 3), (4,))
     assert found.out == ((0, 5), (1,), (2,), (3,), (4,), ())
-    assert found.alone == {2, 5}, "layer 3 follows 2, but reads 0"
+    assert found.chained == {2, 5}, "layer 3 follows 2, but reads 0"
     chain = edges.wiring((), 3)
     assert chain == edges.Wiring(((), (0,), (1,)), ((), (0,), (1,)), ((0,), (1,), ()), frozenset({1, 2}))
 

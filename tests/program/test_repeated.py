@@ -10,7 +10,7 @@ from random import Random
 
 import pytest
 
-from minipar import DeviceSpec, Mesh, Plan, Program, ProgramError, simulate, verify
+from minipar import DeviceSpec, Plan, Program, ProgramError, pass_, simulate, verify
 from minipar.costs.unit import UnitCosts
 from minipar.models.shapes import shape
 from minipar.prediction import on_paper
@@ -18,7 +18,7 @@ from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.plain_simulator import start_and_end
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
 from minipar.program import COMPUTE, Instruction, Op, Value
-from minipar.program.repeated import Repeated, repeat
+from minipar.program.repeated import Repeated, _inside
 
 PLANS = (
     "dp=3 pp=2 microbatches=3",
@@ -48,6 +48,26 @@ def compiled(words: str, steps: int = 2) -> Program:
 def rank_by_rank(program: Program) -> Program:
     """The same program, written out for every rank."""
     return replace(program, ranks=tuple(program.ranks))
+
+
+def is_whole(ranks: Repeated) -> bool:
+    """Whether every message stays inside of a pipeline, and every group has the ranks of all replicas, or shards, of
+    which it has any: those of minipar's own passes do."""
+    mesh = ranks.mesh
+
+    def whole(stage: int, ins: Instruction) -> tuple[int, ...]:
+        if _inside(ins):
+            known = all(0 <= rank < mesh.size for rank in ins.group)
+            return mesh.group(mesh.rank(pp=stage), *(ranks._along(ins.group) if known else mesh.sharing))
+        stages = {mesh.coordinates(rank)["pp"] for rank in ins.group if 0 <= rank < mesh.size}
+        axes = ((*mesh.sharing,) if ins.op is Op.NORM else ()) + (() if ranks._within(ins.group) else ("dp",))
+        return tuple(sorted(rank for stage in stages for rank in mesh.group(mesh.rank(pp=stage), *axes)))
+
+    return all(
+        (ins.peer == -1 and ins.group == whole(stage, ins)) if ins.group else -1 <= ins.peer < len(ranks.rows)
+        for stage, row in enumerate(ranks.rows)
+        for ins in row
+    )
 
 
 class Even:
@@ -81,7 +101,7 @@ def test_all_readers_find_the_same(words: str) -> None:
     program = compiled(words)
     plain, costs = rank_by_rank(program), Even()
     assert isinstance(program.ranks, Repeated)
-    assert program.ranks.is_whole()  # (`compile` takes that for granted)
+    assert is_whole(program.ranks)  # (`compile` takes that for granted)
     assert program == plain
     assert plain == program
     assert hash(program.ranks) == hash(plain.ranks)
@@ -149,8 +169,8 @@ def test_mistakes_in_all_replicas_are_refused_in_the_same_words(words: str) -> N
     program, random, refused, tried = compiled(words), Random(words), 0, 0
     assert isinstance(program.ranks, Repeated)
     for _ in range(20):
-        ranks = repeat(with_mistake(program.ranks.rows, random), program.ranks.mesh)
-        if not isinstance(ranks, Repeated):
+        ranks = Repeated(with_mistake(program.ranks.rows, random), program.ranks.mesh)
+        if not is_whole(ranks):
             continue
         mutant, told = replace(program, ranks=ranks), []
         for one in (mutant, rank_by_rank(mutant)):
@@ -171,15 +191,15 @@ def test_mistakes_in_all_replicas_are_refused_in_the_same_words(words: str) -> N
 def test_a_sum_that_is_missing_or_doubled_is_found_where_only_one_replica_is_looked_at(
     words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("minipar.program.verify.verifier._TOLD", 0)  # (what is found is not told of all ranks)
+    monkeypatch.setattr("minipar.program.verify.verifier._MOST_REPEATED", 0)  # (what is found is not told of all ranks)
     program = compiled(words, steps=1)
     assert isinstance(program.ranks, Repeated)
     row = program.ranks.rows[0]
     for k in [n for n, ins in enumerate(row) if ins.op is Op.ALL_REDUCE and ins.reads[0].kind == "grad"]:
         for times, says in ((0, "gradients are complete"), (2, "twice")):
             mutant = (*row[:k], *times * (row[k],), *row[k + 1 :])
-            ranks = repeat((mutant, *program.ranks.rows[1:]), program.ranks.mesh)
-            assert isinstance(ranks, Repeated)
+            ranks = Repeated((mutant, *program.ranks.rows[1:]), program.ranks.mesh)
+            assert is_whole(ranks)
             with pytest.raises(ProgramError, match=says):
                 verify(replace(program, ranks=ranks))
             assert len(ranks.known) == len(ranks.rows)
@@ -214,18 +234,10 @@ def test_replicas_with_other_numbers_of_rows_are_simulated_one_by_one(batch: int
         assert len({id(row) for row in found.starts}) == walked
 
 
-def test_a_group_that_is_not_whole_is_written_rank_by_rank() -> None:
-    program, mesh = compiled("dp=3 pp=2 microbatches=2 bucket=flat"), Mesh(dp=3, pp=2)
-    assert isinstance(program.ranks, Repeated)
-    rows = [list(row) for row in program.ranks.rows]
-    k = next(n for n, ins in enumerate(rows[0]) if ins.group)
-    for group in ((0, 2), (0, 2, 5), (0, 2, 4, 6), (0, 1, 2, 4)):
-        rows[0][k] = rows[0][k]._replace(group=group)
-        assert isinstance(repeat(rows, mesh), tuple)
-    rows[0][k] = rows[0][k]._replace(group=(0, 2, 4))
-    assert isinstance(repeat(rows, mesh), Repeated)
-    assert isinstance(compiled("pp=2 microbatches=2").ranks, tuple)
-    assert isinstance(compiled("dp=2 sync=ps").ranks, tuple)
+def test_what_does_not_repeat_a_pipeline_is_written_rank_by_rank() -> None:
+    pass_("nothing")(lambda draft: draft)
+    for words in ("pp=2 microbatches=2", "dp=2 sync=ps", "dp=2 extra_passes=nothing"):
+        assert isinstance(compiled(words).ranks, tuple)
 
 
 def test_factors_of_stages_are_those_of_all_ranks_that_share_them() -> None:

@@ -15,7 +15,7 @@ from minipar.cluster import worker
 from minipar.errors import PlanError
 from minipar.execution.saving.folder import INDEX, Header, step_folder, write_fragment
 from minipar.execution.saving.keeping import Storing, model_in
-from minipar.server.saving import Saving, Wrote
+from minipar.server.saving import Saving
 from minipar.strategies.plan import Plan
 from tests.toys import rows, toy
 
@@ -191,11 +191,11 @@ def test_a_worker_that_saves_dies_and_saves_again(clusters, tmp_path):
 def test_a_rank_that_says_again_that_it_has_written_counts_once(tmp_path):
     """It died after it had said so, and its next process finds the file. Another rank has not written yet."""
     storing = Storing(folder=str(tmp_path), every=2, token="0000abcd")
-    saving = Saving(storing, Header(0, 0, 8, "float32", "", "", ()), parts=3)
+    saving = Saving(storing, parts=3)
     place = step_folder(str(tmp_path), 2, storing.token)
     os.makedirs(place)
     for rank in (2, 0, 0, 1):
         assert not os.path.exists(tmp_path / INDEX)
         write_fragment(place, {2: 0, 0: 1, 1: 2}[rank], "", {})
-        saving.heard(rank, Wrote(2, {"last": 2} if rank == 2 else None))
+        saving.heard(rank, Header(2, 0, 8, "float32", "", "", (), {"last": 2} if rank == 2 else None))
     assert '"last": 2' in (tmp_path / INDEX).read_text()

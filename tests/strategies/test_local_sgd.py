@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from minipar import Program, resume, simulate, train, verify
+from minipar import Plan, Program, resume, simulate, train, verify
 from minipar.errors import PlanError, ProgramError, SaveError
 from minipar.program import Local, Op
 from tests.fuzz.fingerprints import judge
@@ -96,10 +96,17 @@ def run(plan, cluster, steps, optimizer=SGD, count=17, model=MODEL, data=None, l
 
 
 @pytest.mark.many(4)
-@pytest.mark.parametrize("optimizer", [SGD, MOMENTUM, ADAMW])
-def test_replays_exactly(clusters, optimizer):
+@pytest.mark.parametrize(
+    ("plan", "optimizer"),
+    [
+        *(("dp=2 local_steps=3", optimizer) for optimizer in (SGD, MOMENTUM, ADAMW)),
+        ("dp=2 pp=2 local_steps=3 schedule=zb-h1 microbatches=4", SGD),
+        ("dp=2 pp=2 local_steps=3 schedule=interleaved chunks=2 microbatches=2 checkpoint=1", MOMENTUM),
+    ],
+)
+def test_replays_exactly(clusters, plan, optimizer):
     """7 steps: two rounds of three, and one that is shorter. Each replica's losses and gradients, in plain torch."""
-    found = run("dp=2 local_steps=3", clusters(2), 7, optimizer, check=True)
+    found = run(plan, clusters(Plan.parse(plan).ranks), 7, optimizer, check=True)
     assert found.program.steps == 3
     assert found.max_gradient_error() <= 1e-12
     assert found.losses == pytest.approx(found.reference.losses, rel=1e-12)

@@ -187,8 +187,8 @@ def test_nobody_goes_on_before_those_who_were_expected():
     rule.push(0, 0)
     rule.ask(0)
     assert rule.decide() == [], "worker 1 has not been heard of, but is expected"
-    rule.leave(1, removed=True)
-    assert [row.kind for row in rule.decide()] == [Kind.TAKE, Kind.APPLY]
+    rule.push(1, 0)
+    assert [row.kind for row in rule.decide()] == [Kind.TAKE, Kind.TAKE, Kind.APPLY]
     assert rule.decide() == [Row(Kind.ANSWER, 0, 1, 1)]
 
 
@@ -204,20 +204,21 @@ def test_where_all_begin_together_nobody_is_answered_before_the_last_has_asked()
     assert rule.decide() == [Row(Kind.ANSWER, 0, 0, 0)]
 
 
-def test_one_that_was_removed_comes_back():
+def test_one_that_nobody_expected_begins_with_the_slowest():
     rule = Consistency(Mode.parse("ssp:1", 2), 2, 9)
     for step in range(3):
         rule.push(0, step)
         rule.decide()
-        if step == 1:
-            rule.ask(0)
-            assert rule.decide() == [], "worker 1 is two steps behind"
-            rule.leave(1, removed=True)
-            assert rule.decide() == [Row(Kind.ANSWER, 0, 2, 2)]
-    assert rule.join(1) == Row(Kind.JOIN, 1, 3, 3), "with the slowest of the others"
-    read = Consistency(rule.mode, 1, 9)
-    read.follow(rule.join(1))
-    assert read.members == {0, 1}
+    rule.ask(0)
+    assert rule.decide() == [], "worker 1 is three steps behind"
+    for step in range(2):
+        rule.push(1, step)
+        rule.decide()
+    assert rule.join(2) == Row(Kind.JOIN, 2, 2, 5)
+    read = Consistency(rule.mode, 2, 9)
+    read.follow(rule.join(2))
+    assert read.members == {0, 1, 2}
+    assert read.clocks[2] == 2
 
 
 def test_late_gradients_are_dropped_and_known_ones_void():

@@ -11,7 +11,7 @@ from minipar import Forward, Plan, PlanError, schedule
 from minipar.cli import main
 from minipar.program import collectives
 from minipar.strategies import draft, plan_file
-from minipar.strategies.rows_said import rows_said
+from minipar.strategies.micro_batch_size import without_micro_batch_size
 from minipar.strategies.schedules import registry
 from tests.strategies.test_exclusions import OTHER
 
@@ -183,7 +183,7 @@ def test_annotations_are_a_key_like_others():
     ],
 )
 def test_the_same_words_and_the_rows_of_a_step(text, batch, words, rows) -> None:
-    assert rows_said(text, batch) == (words, rows)
+    assert without_micro_batch_size(text, batch) == (words, rows)
     Plan.parse(words)
 
 
@@ -199,7 +199,7 @@ def test_the_same_words_and_the_rows_of_a_step(text, batch, words, rows) -> None
 )
 def test_numbers_that_do_not_go_together(text, batch, told) -> None:
     with pytest.raises(PlanError, match=told):
-        rows_said(text, batch)
+        without_micro_batch_size(text, batch)
 
 
 def test_a_plan_object_has_no_such_key() -> None:

@@ -11,7 +11,7 @@ from minipar import Plan, resume, simulate, train, verify
 from minipar.errors import ProgramError
 from minipar.program import Group, Op, grad
 from minipar.program.shape import Shape
-from minipar.strategies.urgency import in_order
+from minipar.strategies.passes.priority import in_order
 from tests.fuzz.fingerprints import judge
 from tests.toys import rows, toy
 

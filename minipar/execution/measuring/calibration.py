@@ -17,7 +17,7 @@ Nothing here knows a plan or a model, so a prediction that uses it is fitted to 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -42,10 +42,9 @@ from minipar.errors import PlanError
 from minipar.execution import autograd_entry
 from minipar.execution.affinity import is_crowded, on_own_core
 from minipar.execution.memory.disk import DiskStore
-from minipar.execution.memory.stores import Tier, host_store
 from minipar.execution.streams import streams_of, synchronize
 from minipar.prediction.oversubscription import available_cores
-from minipar.program import Program
+from minipar.program import Op, Program
 from minipar.program.collectives.moves import Copy, Move, Send, Setting, lay_out
 from minipar.program.instructions import PARTNERS
 
@@ -60,6 +59,7 @@ _COPIED_SIZES = (16 << 10, 256 << 10, 4 << 20)  # bytes
 _HOST_SIZES = (1 << 12, 1 << 16, 1 << 18, 1 << 20)  # the first bytes of what goes between hosts
 _LONGEST = 0.2  # seconds after which nothing longer is tried between hosts
 _MOST = 1 << 22  # bytes
+Act = Callable[[], object]
 _QUICK = 0.5  # seconds of a calibration that nobody asked for
 
 
@@ -150,7 +150,7 @@ def _measure_all(
     for a, b in pairs:
         if not hosts or hosts[a] == hosts[b]:
             points = [_ping_pong(comm, a, b, size, max(3, repeats // (1 + size // 2**17))) for size in _SIZES]
-            own = [x for column in zip(*points, strict=True) for x in fit(list(zip(_SIZES, column, strict=True)))]
+            own = [x for column in zip(*points, strict=True) for x in _fit(_SIZES, column)]
             found = _gather(comm, own if comm.rank == a else [], 6)[a]
             links.append((a, b, LinearCost(*found[:2])))
             sends.append(LinearCost(*found[2:4]))
@@ -163,7 +163,9 @@ def _measure_all(
     lines = []
     for members in _members(comm) if sums else []:
         if not any(hosts.count(host) % members for host in hosts):  # (all neighbours are on one host)
-            lines.append((members, _allreduce(comm, members, repeats)))
+            of = partial(_collective, comm, "allreduce", _neighbours(comm, members))
+            found = [of(size, max(3, repeats // (1 + size // 2**19))) for size in _SUM_SIZES]
+            lines.append((members, _fit(_SUM_SIZES, found)))
     filling, across = 1.0, tuple[tuple[str, int, LinearCost], ...]()
     if hosts:
         far = [line for a, b, line in links if hosts[a] != hosts[b]]
@@ -174,8 +176,8 @@ def _measure_all(
         device=comm.device.type,
         ranks=comm.size,
         cores=cores,
-        flops_alone=one[0],
-        flops_together=every[0] * at_once / comm.size,
+        flops_of_one=one[0],
+        flops_of_each=every[0] * at_once / comm.size,
         concurrency=max(1.0, min(float(at_once), at_once * every[1] / one[1])),
         links=tuple(links),
         send=_middle(sends) if comm.device.type == "cpu" and sends else nothing,
@@ -266,27 +268,6 @@ def _ping_pong(comm: Communicator, a: int, b: int, size: int, repeats: int) -> t
     return _typical(trips[1:]), max(tiny, _typical(sends[1:])), max(tiny, _typical(receives[1:]))
 
 
-def _allreduce(comm: Communicator, members: int, repeats: int) -> LinearCost:
-    """A line for sums over groups of so many neighbours, all groups at once (ranks that are left over only wait)."""
-    group, inside = _neighbours(comm, members)
-    comm.prepare({group} if inside else set())
-
-    points = []
-    for size in _SUM_SIZES:
-        tensor = torch.zeros(size // 4, device=comm.device)
-        times = []
-        for _ in range(max(3, repeats // (1 + size // 2**19)) + 1):
-            comm.barrier()
-            start = time.perf_counter()
-            if inside:
-                comm.iallreduce(tensor, group).wait()
-                synchronize(comm.device)
-            times.append(time.perf_counter() - start)
-        slowest = [max(column) for column in zip(*_gather(comm, times[1:], len(times) - 1), strict=True)]
-        points.append((float(size), _typical(slowest)))
-    return fit(points)
-
-
 # between hosts --------------------------------------------------------------------------------------------------------
 
 
@@ -324,7 +305,7 @@ def _message(comm: Communicator, pairs: list[tuple[int, int]], size: int) -> flo
     mine = next((pair for pair in pairs if comm.rank in pair), None)
     data, answer = (torch.zeros(n, dtype=torch.uint8, device=comm.device) for n in (size, 1))
 
-    def work() -> None:
+    def work(call: int) -> None:
         if mine is not None and comm.rank == mine[0]:
             comm.isend(data, mine[1]).wait()
             comm.irecv(answer, mine[1]).wait()
@@ -332,18 +313,18 @@ def _message(comm: Communicator, pairs: list[tuple[int, int]], size: int) -> flo
             comm.irecv(data, mine[0]).wait()
             comm.isend(answer, mine[0]).wait()
 
-    return _usual(comm, work)
+    return _seconds(comm, work, 4)
 
 
-def _filling(comm: Communicator, hosts: tuple[int, ...], alone: LinearCost) -> float:
-    """How much of a cable's rate one message takes, from messages of all ranks of two hosts at once. `alone`: the cost
-    of a message between them while no other rank sends."""
+def _filling(comm: Communicator, hosts: tuple[int, ...], uncontended: LinearCost) -> float:
+    """How much of a cable's rate one message takes, from messages of all ranks of two hosts at once. `uncontended`:
+    the cost of a message between them while no other rank sends."""
     first, second = ([rank for rank, host in enumerate(hosts) if host == k] for k in (0, 1))
     pairs = list(zip(first, second, strict=False))
     if len(pairs) < 2:
         return 1.0
     several = _line(partial(_message, comm, pairs))
-    return min(1.0, max(1.0, several.per_byte / alone.per_byte) / len(pairs))
+    return min(1.0, max(1.0, several.per_byte / uncontended.per_byte) / len(pairs))
 
 
 def _across_hosts(comm: Communicator, hosts: tuple[int, ...]) -> tuple[tuple[str, int, LinearCost], ...]:
@@ -356,14 +337,14 @@ def _across_hosts(comm: Communicator, hosts: tuple[int, ...]) -> tuple[tuple[str
     )
 
 
-def _collective(comm: Communicator, kind: str, group: tuple[int, ...], size: int) -> float:
-    """Seconds of a collective of so many bytes."""
-    inside, part = comm.rank in group, size // 4 // len(group)
-    whole = torch.zeros(part * len(group), device=comm.device)
-    mine = torch.zeros(part, device=comm.device)
+def _collective(comm: Communicator, kind: str, group: tuple[int, ...], size: int, repeats: int = 4) -> float:
+    """Seconds of a collective of so many bytes. Ranks of no group only wait."""
+    part = size // 4 // max(1, len(group))
+    whole, mine = (torch.zeros(count, device=comm.device) for count in (part * len(group), part))
+    inside = comm.rank in group
     comm.prepare({group} if inside else set())
 
-    def work() -> None:
+    def work(call: int) -> None:
         if not inside:
             return
         if kind == "allreduce":
@@ -374,26 +355,14 @@ def _collective(comm: Communicator, kind: str, group: tuple[int, ...], size: int
             for handle in comm.iall_gather(mine, whole, group):
                 handle.wait()
 
-    return _usual(comm, work)
-
-
-def _usual(comm: Communicator, work: Callable[[], None]) -> float:
-    """Seconds of the slowest rank in a typical call, of three; of more, if they are short."""
-    times: list[float] = []
-    while len(times) < 3 or (len(times) < 8 and sum(times) < _LONGEST):
-        comm.barrier()
-        start = time.perf_counter()
-        work()
-        synchronize(comm.device)
-        times.append(max(row[0] for row in _gather(comm, [time.perf_counter() - start], 1)))
-    return _typical(times)
+    return _seconds(comm, work, repeats)
 
 
 # messages of collectives ----------------------------------------------------------------------------------------------
 
 # All ranks of a group send at once, as a collective's program has them do it.
 #
-#     alone       rank 0 -> rank 1 -> rank 0                   a message while no one else sends
+#     uncontended rank 0 -> rank 1 -> rank 0                   a message while no one else sends
 #     one         rank 0 -> rank 1 -> rank 2 -> rank 0         a message to the next rank, and one from the one before
 #     several     the same, several messages in a row          what each further one takes
 #
@@ -403,40 +372,46 @@ def _usual(comm: Communicator, work: Callable[[], None]) -> float:
 
 def _with_exchanges(comm: Communicator, found: Calibration, repeats: int) -> Calibration:
     """The calibration with what collectives by algorithm consist of."""
-    exchanges = []
-    for members in _members(comm):
-        group, inside = _neighbours(comm, members)
-        exchanges.append((members, *_exchange(comm, group, inside, repeats)))
-    alone, add = _message_alone(comm, repeats), _adding(comm, repeats)
-    return replace(found, exchange=tuple(exchanges), alone=alone, add=add)
+    cold = partial(_cold, comm, torch.zeros(_POOL // 4, device=comm.device), max(3, min(repeats, 20)))
+    exchanges = [(members, *_exchange(comm, members, cold)) for members in _members(comm)]
+    uncontended = LinearCost(0.0, 0.0)
+    if comm.size > 1:  # from rank 0 to rank 1 and back, while the others wait
+        both = [cold(size, 1, _player(comm, _there_and_back(), (0, 1))) for size in _EXCHANGE_SIZES]
+        uncontended = _fit(_EXCHANGE_SIZES, [seconds / 2 for seconds in both])
+    piece = torch.zeros(max(_EXCHANGE_SIZES) // 4, device=comm.device)
+    adds = [cold(size, 1, lambda part: part.add_(piece[: len(part)])) for size in _EXCHANGE_SIZES]
+    return replace(found, exchange=tuple(exchanges), uncontended=uncontended, add=_fit(_EXCHANGE_SIZES, adds))
 
 
-def _exchange(comm: Communicator, group: tuple[int, ...], inside: bool, repeats: int) -> tuple[LinearCost, LinearCost]:
-    """Seconds of one message within a group, and of each further one; all groups of the cluster at once.
+def _exchange(comm: Communicator, members: int, cold: Callable[..., float]) -> tuple[LinearCost, LinearCost]:
+    """Seconds of one message within a group, and of each further one; all complete groups of the cluster at once."""
+    group = _neighbours(comm, members)
+    one, several = (
+        [cold(size, members * count, _player(comm, _shift(members, count), group))
+         for size in _EXCHANGE_SIZES]
+        for count in (1, _SEVERAL)
+    )  # fmt: skip
+    further = [max(1e-9, (b - a) / (_SEVERAL - 1)) for a, b in zip(one, several, strict=True)]
+    return _fit(_EXCHANGE_SIZES, one), _fit(_EXCHANGE_SIZES, further)
 
-    inside   whether this rank's group is complete; the others only wait
-    """
-    found = {count: _exchange_times(comm, group, inside, repeats, count) for count in (1, _SEVERAL)}
-    one = fit(list(zip(_EXCHANGE_SIZES, found[1], strict=True)))
-    further = [max(1e-9, (b - a) / (_SEVERAL - 1)) for a, b in zip(found[1], found[_SEVERAL], strict=True)]
-    return one, fit(list(zip(_EXCHANGE_SIZES, further, strict=True)))
+
+def _player(comm: Communicator, program: Program, group: tuple[int, ...]) -> Callable[[Tensor], None]:
+    """Plays a program within a group; ranks of no group only wait."""
+
+    def work(part: Tensor) -> None:
+        if comm.rank in group:
+            play(program, comm, part, group)
+
+    return work
 
 
-def _message_alone(comm: Communicator, repeats: int) -> LinearCost:
-    """Seconds of a message from rank 0 to rank 1, or back, while the others wait. Of fewer than 2 ranks: nothing."""
-    if comm.size < 2:
-        return LinearCost(0.0, 0.0)
-    pool = torch.zeros(_POOL // 4, device=comm.device)
-    times = []
-    for size in _EXCHANGE_SIZES:
-        parts = pool.split(size // 4)
-
-        def send(k: int, parts: tuple[Tensor, ...] = parts) -> None:
-            if comm.rank < 2:
-                play(_there_and_back(), comm, parts[k % len(parts)], (0, 1))
-
-        times.append(_time(comm, send, repeats, 1 if size > 1 << 16 else 8) / 2)
-    return fit(list(zip(_EXCHANGE_SIZES, times, strict=True)))
+def _cold(
+    comm: Communicator, pool: Tensor, repeats: int, size: int, chunks: int, work: Callable[[Tensor], object]
+) -> float:
+    """Seconds of work on so many chunks of so many bytes, each time other ones of a large tensor."""
+    parts = pool.split(size // 4 * chunks)
+    calls = 1 if size > 1 << 16 else 8
+    return _seconds(comm, lambda call: work(parts[call * 7 % len(parts)]), repeats, calls, median)
 
 
 def _there_and_back() -> Program:
@@ -447,37 +422,6 @@ def _there_and_back() -> Program:
         yield from there if rank == 0 else reversed(there)
 
     return lay_out("there and back", "allreduce", Setting(2), moves, (1,))
-
-
-def _adding(comm: Communicator, repeats: int) -> LinearCost:
-    """Seconds for adding a received piece to its place in cold memory, on all ranks at once."""
-    pool = torch.zeros(_POOL // 4, device=comm.device)
-    piece = torch.zeros(max(_EXCHANGE_SIZES) // 4, device=comm.device)
-    times = []
-    for size in _EXCHANGE_SIZES:
-        came = piece[: size // 4]
-        places = pool.split(came.numel())
-
-        def add(k: int, came: Tensor = came, places: tuple[Tensor, ...] = places) -> None:
-            places[k * 7 % len(places)].add_(came)
-
-        times.append(_time(comm, add, repeats, 1 if size > 1 << 16 else 8))
-    return fit(list(zip(_EXCHANGE_SIZES, times, strict=True)))
-
-
-def _exchange_times(comm: Communicator, group: tuple[int, ...], inside: bool, repeats: int, count: int) -> list[float]:
-    program = _shift(len(group), count)
-    pool = torch.zeros(_POOL // 4, device=comm.device)
-    times = []
-    for size in _EXCHANGE_SIZES:
-        parts = pool.split(size // 4 * len(program.chunks))
-
-        def send(k: int, parts: tuple[Tensor, ...] = parts) -> None:
-            if inside:
-                play(program, comm, parts[k % len(parts)], group)
-
-        times.append(_time(comm, send, repeats, 1 if size > 1 << 16 else 8))
-    return times
 
 
 def _shift(ranks: int, count: int) -> Program:
@@ -492,19 +436,6 @@ def _shift(ranks: int, count: int) -> Program:
     return lay_out("exchange", "allreduce", Setting(ranks), moves, (1,) * (ranks * count))
 
 
-def _time(comm: Communicator, work: Callable[[int], None], repeats: int, calls: int) -> float:
-    """Seconds of one call on the slowest rank: the median of several runs."""
-    times = []
-    for k in range(max(3, min(repeats, 20)) + 1):
-        comm.barrier()
-        start = time.perf_counter()
-        for call in range(calls):
-            work(k * calls + call)
-        synchronize(comm.device)
-        times.append((time.perf_counter() - start) / calls)
-    return median(max(column) for column in zip(*_gather(comm, times[1:], len(times) - 1), strict=True))
-
-
 # what these share -----------------------------------------------------------------------------------------------------
 
 
@@ -513,10 +444,10 @@ def _members(comm: Communicator) -> list[int]:
     return sorted({2, comm.size} & set(range(2, comm.size + 1)))
 
 
-def _neighbours(comm: Communicator, members: int) -> tuple[tuple[int, ...], bool]:
-    """The group of so many neighbours that a rank is in, and whether it is complete."""
+def _neighbours(comm: Communicator, members: int) -> tuple[int, ...]:
+    """The group of so many neighbours that a rank is in; () if it is not complete."""
     first = comm.rank // members * members
-    return tuple(range(first, first + members)), first + members <= comm.size
+    return tuple(range(first, first + members)) if first + members <= comm.size else ()
 
 
 def _gather(comm: Communicator, numbers: list[float], length: int) -> list[list[float]]:
@@ -533,6 +464,29 @@ def _typical(times: list[float]) -> float:
     return sorted(times)[(len(times) - 1) // 4]
 
 
+def _seconds(
+    comm: Communicator,
+    work: Callable[[int], object],
+    repeats: int,
+    calls: int = 1,
+    middle: Callable[[list[float]], float] = _typical,
+) -> float:
+    """Seconds of one call on the slowest rank, in a typical round of several after one that warms up."""
+    times = []
+    for k in range(repeats + 1):
+        comm.barrier()
+        start = time.perf_counter()
+        for call in range(calls):
+            work(k * calls + call)
+        synchronize(comm.device)
+        times.append((time.perf_counter() - start) / calls)
+    return middle([max(column) for column in zip(*_gather(comm, times[1:], repeats), strict=True)])
+
+
+def _fit(sizes: Sequence[int], seconds: Iterable[float]) -> LinearCost:
+    return fit(list(zip(sizes, seconds, strict=True)))
+
+
 def _middle(lines: list[LinearCost]) -> LinearCost:
     return LinearCost(median(line.fixed for line in lines), median(line.per_byte for line in lines))
 
@@ -542,28 +496,46 @@ def _middle(lines: list[LinearCost]) -> LinearCost:
 
 def measure_copies(device: torch.device, disk: bool, folder: str | None = None) -> Copies:
     """Measure copies of tensors of `device` to the host, and to the disk if `disk`. StoreError for a bad folder."""
-    away, back = _lines_of(host_store(streams_of(device)), device)
-    if not disk:
-        return Copies(away, back)
-    return Copies(away, back, *_lines_of(DiskStore(folder), torch.device("cpu")))
+    streams = streams_of(device)
 
+    def to_host(size: int) -> tuple[Act, Act]:
+        tensor = torch.zeros(size, dtype=torch.uint8, device=device)
+        room = streams.room(tensor)
+        return (
+            lambda: streams.copy(tensor, room, Op.OFFLOAD.value).result(),
+            lambda: streams.copy(room, tensor, Op.FETCH.value).result(),
+        )
 
-def _lines_of(store: Tier, device: torch.device) -> tuple[LinearCost, LinearCost]:
-    away: list[tuple[float, float]] = []
-    back: list[tuple[float, float]] = []
     try:
-        for size in _COPIED_SIZES:
-            tensor = torch.zeros(size, dtype=torch.uint8, device=device)
-            into = torch.empty_like(tensor)
-            away.append((size, _seconds_of(lambda t=tensor: store.put("probe", t).result())))  # type: ignore[misc]
-            back.append((size, _seconds_of(lambda t=into: store.fetch("probe", t).result())))  # type: ignore[misc]
-            store.drop("probe")
+        found = _lines_of(to_host)
+    finally:
+        streams.close()
+    if not disk:
+        return Copies(*found)
+    store = DiskStore(folder)
+
+    def to_disk(size: int) -> tuple[Act, Act]:
+        tensor = torch.zeros(size, dtype=torch.uint8)
+        return lambda: store.put("probe", tensor).result(), lambda: store.fetch("probe", tensor).result()
+
+    try:
+        return Copies(*found, *_lines_of(to_disk))
     finally:
         store.close()
+
+
+def _lines_of(copies: Callable[[int], tuple[Act, Act]]) -> tuple[LinearCost, LinearCost]:
+    """The costs of copies away and back. `copies` gives both, of so many bytes."""
+    away: list[tuple[float, float]] = []
+    back: list[tuple[float, float]] = []
+    for size in _COPIED_SIZES:
+        there, here = copies(size)
+        away.append((size, _seconds_of(there)))
+        back.append((size, _seconds_of(here)))
     return fit(away), fit(back)
 
 
-def _seconds_of(act: Callable[[], object]) -> float:
+def _seconds_of(act: Act) -> float:
     """The median of a few times, after one that touches the pages."""
     act()
     times = []

@@ -2,9 +2,7 @@
 
 layer l:   detached output of l-1 --forward--> output --backward--> gradients      (timed, counted, weighed)
 
-And what slices of a sequence cost, t(length, context), for `minipar.costs.slicing`:
-
-tokens     |------ context ------|-- length --|          the context runs first, so that its keys and values are there
+And what slices of a sequence cost, t(length, context), for `minipar.costs.slicing`. `walk` brings their inputs.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ import copy
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -26,13 +24,12 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from minipar.costs.measured import Profile
 from minipar.errors import MiniparError, PlanError
-from minipar.execution import autograd_entry, naming_layers, repartition, sliced
+from minipar.execution import autograd_entry, naming_layers, sliced
+from minipar.execution.measuring.walk import Visit, between_nodes, of_output, walk
 from minipar.execution.measuring.weighing import Weights, weigh
 from minipar.execution.split_backward import input_half, left, weight_half
 from minipar.execution.streams import synchronize
 from minipar.execution.tails import Tails
-from minipar.models.network import edges_of
-from minipar.models.nodes import ShardedModel
 from minipar.models.parameter_groups import groups_of
 from minipar.models.tensors import (
     count_bytes,
@@ -40,20 +37,14 @@ from minipar.models.tensors import (
     detach,
     differentiable,
     find_overwriting,
+    given_to,
     map_tensors,
     overwrites,
-    take_tokens,
     tensors,
 )
-from minipar.program.edges import wiring
-from minipar.program.forms import COUNTS, Forms, needed, pairs
 
 Loss = Callable[[Any], Tensor]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-
-def _of_output(loss: Callable[[Any, Any], Tensor], target: Any, output: Any) -> Tensor:
-    return loss(output, target)
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -73,6 +64,7 @@ def profile(
     on_host: Collection[int] = (),
     host_steps: bool = False,
     halves: bool = True,
+    flops: bool = True,
 ) -> Profile:
     """Time and weigh each layer of `model` for every number of rows in `rows`, and one step of `optimizer`.
 
@@ -85,6 +77,7 @@ def profile(
     on_host   layers that a rank with a GPU computes on its host: they are measured there
     host_steps   also time, beside a GPU, the optimizer's step on the host
     halves    also time the two halves of each backward: the gradients of inputs, and those of weights
+    flops     also count operations
     threads   CPU threads that a layer may use. With one, times are of that thread's own work, so that other programs
               on the machine do not disturb them; with more, and on a GPU, they are by the clock
 
@@ -96,36 +89,24 @@ def profile(
 
     Errors: `PlanError` for rows that the batch cannot give, or less than 1 repeat.
     """
-    between = between_nodes(model)
-    layers, names = list(model), naming_layers.names_of(model)
     if repeats < 1:
         raise PlanError(f"repeats={repeats}: must be at least 1")
     if not isinstance(batch, (tuple, list)) or len(batch) != 2:
         raise PlanError(f"batch: must be a pair (x, y) of rows and targets, not a {type(batch).__name__}")
-    x, y = batch
-    held, inputs = groups_of(layers), wiring(edges_of(model), len(layers)).inputs
-    trainable_from = min((min(h.layers) for h in held if h.trainable), default=len(layers))
+    layers, between = list(model), between_nodes(model)
+    held = groups_of(layers)
+    first = min((min(h.layers) for h in held if h.trainable), default=len(layers))
     device = next((p.device for h in held for p in (*h.trainable, *h.frozen)), torch.device("cpu"))
     places = [torch.device("cpu") if l in on_host else device for l in range(len(layers))] if on_host else []
     clock = _Stopwatch(device, threads)
-    costs: dict[int, list[_LayerCost]] = {}
+    costs: dict[int, list[dict[str, Any]]] = {}
+    walked = walk(model, batch, [count_rows(batch[0])] if rows is None else rows, slices, device, between)
+    measuring = _Measuring(layers, naming_layers.names_of(model), loss, first, flops, places)
     with _undisturbed(device, threads):
-        for n in sorted(set(rows if rows is not None else [count_rows(x)])):
-            whole = _rows(x, n, device), _rows(y, n, device)
-            carried: dict[int, Any] = {}
-            for j, tokens in enumerate(slices or [None]):
-                key = n * max(1, len(slices)) + j
-                given, wanted = whole if tokens is None else take_tokens(whole, tokens)
-                if between is not None:
-                    given, wanted = map(between.part, (given, wanted))
-                here = None if tokens is None else (tokens.start, j < len(slices) - 1, carried)
-                costs[key] = []
-                found = None if between is None else between.anew(key, n)
-                for run in _runs(layers, inputs, given, (loss, wanted), trainable_from, found, here, names, places):
-                    if recompute and tokens is None:
-                        for each in run:
-                            each.recompute(repeats, clock)
-                    costs[key] += _time_run(run, repeats, clock, halves)
+        for key, run in _runs(walked, measuring):
+            for each in run if recompute and not slices else ():
+                each.recompute(repeats, clock)
+            costs.setdefault(key, []).extend(_time_run(run, repeats, clock, halves))
         trained = [h.trainable for h in held]
         step_seconds, optimizer_bytes = _measure_step(trained, optimizer, repeats, clock)
         host_step_seconds = 0.0
@@ -133,88 +114,21 @@ def profile(
             copies = [[p.detach().cpu() for p in group] for group in trained]
             host_step_seconds, _ = _measure_step(copies, optimizer, repeats, clock)
 
-    def table(column: Callable[[_LayerCost], Any]) -> dict[int, tuple[Any, ...]]:
-        return {n: tuple(map(column, found)) for n, found in costs.items()}
-
+    names = dict.fromkeys(name for found in costs.values() for one in found for name in one)
+    tables: dict[str, Any] = {
+        name: {key: tuple(one[name] for one in found) for key, found in costs.items()} for name in names
+    }
+    tables |= {} if between is None else between.tables()
+    saves = tables.pop("saves_output")
     return Profile(
-        forward=table(lambda c: c.forward),
-        backward=table(lambda c: c.backward),
-        output_bytes=table(lambda c: c.weights.output),
-        grad_output_bytes=table(lambda c: c.weights.grad_output),
-        saved_bytes=table(lambda c: c.weights.saved),
-        saves_output=tuple(any(found[l].weights.saves_output for found in costs.values()) for l in range(len(layers))),
+        saves_output=tuple(any(column) for column in zip(*saves.values(), strict=True)),
         parameter_bytes=tuple(sum(map(_bytes, (*h.trainable, *h.frozen))) for h in held),
         gradient_bytes=tuple(sum(map(_bytes, h.trainable)) for h in held),
         optimizer_bytes=optimizer_bytes,
         step_seconds=step_seconds,
         host_step_seconds=host_step_seconds,
-        backward_input=table(lambda c: c.input_half) if halves else {},
-        backward_weight=table(lambda c: c.weight_half) if halves else {},
-        forward_flops=table(lambda c: c.forward_flops),
-        backward_flops=table(lambda c: c.backward_flops),
-        saved_weight_bytes=table(lambda c: c.left) if halves else {},
-        carry_bytes=table(lambda c: c.weights.carry),
-        grad_carry_bytes=table(lambda c: c.weights.grad_carry),
-        recompute=table(lambda c: c.recompute) if recompute and not slices else {},
-        **({} if between is None else between.tables()),
+        **tables,
     )
-
-
-# forms ----------------------------------------------------------------------------------------------------------------
-
-
-def between_nodes(model: Any) -> Between | None:
-    """What lies between the nodes of a model, if it is sharded."""
-    return Between(model.forms, model.counts, model.inputs) if isinstance(model, ShardedModel) else None
-
-
-class Between:
-    """What lies between the nodes of a sharded model: collectives, of which one rank alone knows only the sizes."""
-
-    def __init__(self, forms: Sequence[Forms], counts: Sequence[int], inputs: str) -> None:
-        self.forms, self.counts, self.inputs = forms, counts, inputs
-        self.found: dict[int, list[tuple[int, int, int, int, int]]] = {}
-
-    def part(self, values: Any) -> Any:
-        """What one rank has of rows or targets."""
-        return repartition.part_of_batch(values, self.inputs, [(0, count) for count in self.counts])
-
-    def anew(self, key: int, rows: int) -> Callable[[int, Any], Any]:
-        """A new pass through all nodes, with other rows. Gives a function of a node and what was written for it."""
-        sizes = self.found[key] = []
-
-        def change(node: int, written: Any) -> Any:
-            before, after = self.forms[node - 1], self.forms[node]
-            read = repartition.on_one_rank(written, before.writes, after.reads, self.counts, rows)
-            gradients = repartition.in_gradient(read, after.reads)
-            sizes.append(
-                (
-                    count_bytes(read),
-                    count_bytes(gradients),
-                    _changed(tensors(written), before.writes, after.reads),
-                    _changed(gradients, after.grad_writes, before.grad_reads),
-                    _changed(tensors(written), before.writes, after.reads, counts=True),
-                )
-            )
-            return read
-
-        return change
-
-    def tables(self) -> dict[str, dict[int, tuple[int, ...]]]:
-        """Those of `Profile`, by their names; the last node's output is read by nobody."""
-        names = ("read_bytes", "grad_written_bytes", "changing_bytes", "grad_changing_bytes", "counts_bytes")
-        return {
-            name: {key: (*(size[k] for size in sizes), 0) for key, sizes in self.found.items()}
-            for k, name in enumerate(names)
-        }
-
-
-def _changed(found: Sequence[Tensor], before: str, after: str, counts: bool = False) -> int:
-    """Bytes of the tensors that change their form; those that are gathered as counts, or all others."""
-    if before == needed(after):
-        return 0
-    changes = zip(found, pairs(before, needed(after)), strict=True)
-    return count_bytes([t for t, (old, new) in changes if old != new and (COUNTS in new) is counts])
 
 
 # one layer ------------------------------------------------------------------------------------------------------------
@@ -235,16 +149,16 @@ _FLOPS = {
 }
 
 
-class _LayerCost(NamedTuple):
-    forward: float
-    backward: float
-    input_half: float
-    weight_half: float
-    weights: Weights
-    forward_flops: int
-    backward_flops: int
-    left: int
-    recompute: float
+class _Measuring(NamedTuple):
+    """What is measured of which layers. `first`: of those with something to train; `places`: where each layer computes,
+    if that is not where it is."""
+
+    layers: list[nn.Module]
+    names: Sequence[str]
+    loss: Callable[[Any, Any], Tensor]
+    first: int
+    flops: bool
+    places: Sequence[torch.device]
 
 
 @dataclass
@@ -256,7 +170,7 @@ class _Measured:
     loss: Loss | None
     input_gradient: bool
     weights: Weights
-    flops: tuple[int, int]
+    flops: tuple[int, ...]
     given: int  # bytes of its input, unless that is the rows themselves
     seconds: dict[str, list[float]]
     left: list[int] = field(default_factory=list)  # bytes between the halves of its backward
@@ -266,7 +180,7 @@ class _Measured:
         """A timed forward: the input as a leaf, and the tensors that a backward starts from."""
         given = detach(self.value, self.input_gradient)
         start = clock()
-        output = (self.slice or self.layer)(map_tensors(given, torch.clone) if overwrites(self.layer) else given)
+        output = (self.slice or self.layer)(given_to(self.layer, given))
         ends = [self.loss(output)] if self.loss else differentiable(output)
         ends = [end for end in ends + differentiable(self.slice and self.slice.handed_on) if end.requires_grad]
         self.seconds["forward"].append(clock() - start)
@@ -274,6 +188,7 @@ class _Measured:
 
     def recompute(self, repeats: int, clock: _Stopwatch) -> None:
         """Time the forward as the executor runs it where nobody reads the output, if that is any shorter."""
+        self.seconds["recompute"] = []
         if self.loss or overwrites(self.layer):
             return
         tails = Tails()
@@ -291,75 +206,56 @@ class _Measured:
                 return
 
 
-def _runs(
-    layers: list[nn.Module],
-    inputs: Sequence[Sequence[int]],
-    value: Any,
-    final: tuple[Callable[[Any, Any], Tensor], Any],
-    trainable_from: int,
-    between: Callable[[int, Any], Any] | None,
-    here: tuple[int, bool, dict[int, Any]] | None = None,
-    names: Sequence[str] = (),
-    places: Sequence[torch.device] = (),
-) -> Iterator[list[_Measured]]:
-    """Neighbouring layers that are timed together, each weighed and warmed up: as many as keep `_KEPT` bytes.
-
-    inputs   for each layer those whose outputs it reads
-    between  of a layer and its input, as others have written it: as this layer reads it
-    here     of a slice of sequences its first token, whether there is a next one, and by layer what was carried on
-    places   where each layer computes; default: where it is
-    """
-    made: dict[int, Any] = {}
-    until = {a: l for l, read in enumerate(inputs) for a in read}  # the last one that reads it
+def _runs(walked: Iterable[Visit], measuring: _Measuring) -> Iterator[tuple[int, list[_Measured]]]:
+    """Neighbouring layers that are timed together, each weighed and warmed up: as many as keep `_KEPT` bytes."""
     run: list[_Measured] = []
     kept = 0
-    for l, layer in enumerate(layers):
-        layer, last = copy.deepcopy(layer), l == len(layers) - 1
-        if l:
-            value = made[inputs[l][0]] if len(inputs[l]) == 1 else tuple(made[a] for a in inputs[l])
-            value = value if between is None else between(l, value)
-            made = {a: output for a, output in made.items() if until[a] > l}
-        if places:
-            layer, value = layer.to(places[l]), _on(places[l], value)
-        if places and last:
-            final = final[0], _on(places[l], final[1])
-        loss = partial(_of_output, *final) if last else None
-        given = detach(value, l > trainable_from)
-        part = None if here is None else sliced.OneSlice(layer, here[0], here[2].get(l), here[1], l >= trainable_from)
-        try:
-            find_overwriting(layer, given, part)
-            with FlopCounterMode(display=False, custom_mapping=_FLOPS) as forward:
-                output, ends, weights = weigh(
-                    layer, partial(_forward, part or layer, loss), given, partial(_kept_anyway, last and final[1], part)
-                )
-            if here is not None and part is not None:
-                ends = ends + differentiable(part.handed_on)
-                carry, gradient = part.sizes([*tensors(given), *layer.parameters(), *layer.buffers()])
-                weights = weights._replace(carry=carry, grad_carry=gradient)
-                here[2][l] = detach(part.handed_on)
-            # Gradients of the same size would arrive from the next layer. This backward allocates the weights'
-            # gradients, which the timed ones add to, as all micro-batches but one do.
-            ends = [end for end in ends if end.requires_grad]
-            with FlopCounterMode(display=False, custom_mapping=_FLOPS) as backward:
-                if ends:
-                    autograd_entry.backward([get_gradient_edge(end) for end in ends], _ones(ends))
-        except MiniparError:
-            raise
-        except Exception as error:
-            who = naming_layers.title(l, layer, names) + " or the loss" * last
-            raise naming_layers.raised(who, error, "in the profile, before the run", given) from error
-        flops = forward.get_total_flops(), backward.get_total_flops()
-        before = count_bytes(value) if l else 0
-        run.append(_Measured(layer, value, loss, l > trainable_from, weights, flops, before, defaultdict(list)))
-        run[-1].slice = part
-        made[l] = detach(output)
-        del output, ends, given
-        kept += weights.saved + weights.output
-        if kept >= _KEPT:
-            yield run
+    for visit in walked:
+        run.append(_warmed_up(visit, measuring))
+        kept += run[-1].weights.saved + run[-1].weights.output
+        if kept >= _KEPT or visit.last:
+            yield visit.key, run
             run, kept = [], 0
-    if run:
-        yield run
+
+
+def _warmed_up(visit: Visit, measuring: _Measuring) -> _Measured:
+    """A copy of a layer, weighed in a forward and a first backward."""
+    l, layer, value, target = visit.number, copy.deepcopy(measuring.layers[visit.number]), visit.given, visit.target
+    if measuring.places:
+        place = measuring.places[l]
+        layer, value, target = layer.to(place), _on(place, value), _on(place, target)
+    loss = partial(of_output, measuring.loss, target) if visit.last else None
+    given = detach(value, l > measuring.first)
+    part = None
+    if visit.start is not None:
+        part = sliced.OneSlice(layer, visit.start, visit.carried, visit.more, l >= measuring.first)
+    counters = [FlopCounterMode(display=False, custom_mapping=_FLOPS) for _ in range(2 * measuring.flops)]
+    try:
+        find_overwriting(layer, given, part)
+        with counters[0] if counters else nullcontext():
+            output, ends, weights = weigh(
+                layer, partial(_forward, part or layer, loss), given, partial(_kept_anyway, target, part)
+            )
+        if part is not None:
+            ends = ends + differentiable(part.handed_on)
+            carry, gradient = part.sizes([*tensors(given), *layer.parameters(), *layer.buffers()])
+            weights = weights._replace(carry=carry, grad_carry=gradient)
+            visit.carried = detach(part.handed_on)
+        # Gradients of the same size would arrive from the next layer. This backward allocates the weights' gradients,
+        # which the timed ones add to, as all micro-batches but one do.
+        ends = [end for end in ends if end.requires_grad]
+        with counters[1] if counters else nullcontext():
+            if ends:
+                autograd_entry.backward([get_gradient_edge(end) for end in ends], _ones(ends))
+    except MiniparError:
+        raise
+    except Exception as error:
+        who = naming_layers.title(l, layer, measuring.names) + " or the loss" * visit.last
+        raise naming_layers.raised(who, error, "in the profile, before the run", given) from error
+    visit.output = detach(output)
+    counted = tuple(counter.get_total_flops() for counter in counters)
+    before = count_bytes(value) if l else 0
+    return _Measured(layer, value, loss, l > measuring.first, weights, counted, before, defaultdict(list), slice=part)
 
 
 def _forward(run: Callable[[Any], Any], loss: Loss | None, given: Any) -> tuple[Any, list[Tensor]]:
@@ -373,57 +269,57 @@ def _kept_anyway(target: Any, part: sliced.OneSlice | None) -> list[Tensor]:
     return [*tensors(target), *(tensors(part.beside) if part else ())]
 
 
-def _time_run(run: list[_Measured], repeats: int, clock: _Stopwatch, halves: bool) -> list[_LayerCost]:
-    """The layers of a run, forwards in order and backwards in reverse; then again with backwards in `halves`."""
-    for _ in range(repeats):
+def _time_run(run: list[_Measured], repeats: int, clock: _Stopwatch, halves: bool) -> list[dict[str, Any]]:
+    """The layers of a run, forwards in order and backwards in reverse; then again with backwards in `halves`. Gives for
+    each layer what `Profile` says of it, by the names of its tables."""
+    for backward in [_backward] * repeats + [_halves] * ((repeats + 1) // 2 * halves):
         graphs = [each.forward(clock) for each in run]
         for each in reversed(run):
-            _, ends = graphs.pop()
-            edges, gradients = [get_gradient_edge(end) for end in ends], _ones(ends)
-            start = clock()
-            if ends:
-                autograd_entry.backward(edges, gradients)
-            each.seconds["backward"].append(clock() - start if ends else 0.0)
-            del ends, edges
-    if halves:
-        _time_halves(run, (repeats + 1) // 2, clock)
-    return [
-        _LayerCost(
-            median(each.seconds["forward"]),
-            median(each.seconds["backward"]),
-            median(each.seconds["input half"] or [0.0]),
-            median(each.seconds["weight half"] or [0.0]),
-            each.weights,
-            *each.flops,
-            each.left[0] if each.left else 0,
-            median(each.seconds["recompute"] or each.seconds["forward"]),
-        )
-        for each in run
-    ]
+            backward(each, graphs.pop(), clock)
+    return [_columns(each) for each in run]
 
 
-def _time_halves(run: list[_Measured], repeats: int, clock: _Stopwatch) -> None:
-    """The layers of a run, forwards in order and backwards in reverse and in halves; what the input half leaves."""
-    for _ in range(repeats):
-        graphs = [each.forward(clock) for each in run]
-        for each in reversed(run):
-            given, ends = graphs.pop()
-            gradients = _ones(ends)
-            inputs = [t for t in differentiable(given) if t.requires_grad]
-            parameters = [p for p in each.layer.parameters() if p.requires_grad]
-            start = clock()
-            edges = [get_gradient_edge(end) for end in ends]
-            arrived = input_half(edges, gradients, inputs, parameters)[1]
-            middle = clock()
-            if not each.left:
-                kept = [*each.layer.parameters(), *each.layer.buffers()]
-                everything = each.weights.saved + each.given + count_bytes(gradients)
-                each.left.append(sum(left(arrived, kept)) if inputs or not ends else everything)
-                middle = clock()
-            weight_half(arrived)
-            each.seconds["weight half"].append(clock() - middle if arrived else 0.0)
-            each.seconds["input half"].append(middle - start if inputs and ends else 0.0)
-            del given, ends, edges, inputs, arrived
+def _columns(layer: _Measured) -> dict[str, Any]:
+    """(Where a recomputation is a whole forward, it was not timed again.)"""
+    found: dict[str, Any] = {name: median(times or layer.seconds["forward"]) for name, times in layer.seconds.items()}
+    weights = layer.weights
+    found |= {"output_bytes": weights.output, "grad_output_bytes": weights.grad_output, "saved_bytes": weights.saved}
+    found |= {"carry_bytes": weights.carry, "grad_carry_bytes": weights.grad_carry}
+    found |= {"saves_output": weights.saves_output}
+    found |= dict(zip(("forward_flops", "backward_flops"), layer.flops, strict=False))
+    if layer.left:
+        found["saved_weight_bytes"] = layer.left[0]
+    return found
+
+
+def _backward(layer: _Measured, graph: tuple[Any, list[Tensor]], clock: _Stopwatch) -> None:
+    """Time a whole backward."""
+    ends = graph[1]
+    edges, gradients = [get_gradient_edge(end) for end in ends], _ones(ends)
+    start = clock()
+    if ends:
+        autograd_entry.backward(edges, gradients)
+    layer.seconds["backward"].append(clock() - start if ends else 0.0)
+
+
+def _halves(layer: _Measured, graph: tuple[Any, list[Tensor]], clock: _Stopwatch) -> None:
+    """Time a backward in halves; what the input half leaves."""
+    given, ends = graph
+    gradients = _ones(ends)
+    inputs = [t for t in differentiable(given) if t.requires_grad]
+    parameters = [p for p in layer.layer.parameters() if p.requires_grad]
+    start = clock()
+    edges = [get_gradient_edge(end) for end in ends]
+    arrived = input_half(edges, gradients, inputs, parameters)[1]
+    middle = clock()
+    if not layer.left:
+        kept = [*layer.layer.parameters(), *layer.layer.buffers()]
+        everything = layer.weights.saved + layer.given + count_bytes(gradients)
+        layer.left.append(sum(left(arrived, kept)) if inputs or not ends else everything)
+        middle = clock()
+    weight_half(arrived)
+    layer.seconds["backward_weight"].append(clock() - middle if arrived else 0.0)
+    layer.seconds["backward_input"].append(middle - start if inputs and ends else 0.0)
 
 
 def _ones(ends: Sequence[Tensor]) -> list[Tensor]:
@@ -485,10 +381,3 @@ def _undisturbed(device: torch.device, threads: int) -> Iterator[None]:
 
 def _on(device: torch.device, value: Any) -> Any:
     return map_tensors(value, lambda t: t.to(device))
-
-
-def _rows(value: Any, n: int, device: torch.device) -> Any:
-    have = min((len(t) for t in tensors(value)), default=0)
-    if not 1 <= n <= have:
-        raise PlanError(f"rows={n}: must be from 1 to {have}, the rows of the data given")
-    return map_tensors(value, lambda t: t[:n].to(device))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.errors import RankError
-from minipar.models.tensors import count_bytes, map_tensors, opaque, overwrites, storages, tensors
+from minipar.models.tensors import count_bytes, given_to, opaque, storages, tensors
 
 Rest = TypeVar("Rest")
 
@@ -43,7 +43,7 @@ def weigh(
         return saved[-1]
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        output, rest = run(map_tensors(given, torch.clone) if overwrites(layer) else given)
+        output, rest = run(given_to(layer, given))
     hidden = opaque(output)
     if hidden is not None:
         raise RankError(

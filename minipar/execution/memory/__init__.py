@@ -3,7 +3,7 @@
     storages.py     follows live storages by torch's dispatch hooks
     tracker.py      that, for a rank's executor: kinds, layers, instructions, capacity; what `DeviceOutOfMemory` says
     tape.py         what one layer allocates and frees, in order, alone on one device
-    stores.py, disk.py   what is kept on the host and on the disk
+    disk.py         tensors in a file, which is what the disk is as a tier
 
 A dispatch mode follows every storage to the byte, says afterwards what kind it was, and ties each change to an
 instruction. Capacity is checked at each allocation. `prediction/memory.py` lays tapes along a program and a model's

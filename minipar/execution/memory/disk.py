@@ -19,13 +19,15 @@ import tempfile
 import zlib
 from collections import deque
 from collections.abc import Hashable, Iterator
+from concurrent.futures import Future, wait
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from minipar.cluster import threads
 from minipar.errors import StoreError
-from minipar.execution.memory.stores import Tier
+from minipar.wording import several
 
 BLOCK = 4096
 STAGE = 4 << 20  # bytes of the staging buffer
@@ -42,15 +44,51 @@ class Place(NamedTuple):
     dtype: torch.dtype
 
 
-class DiskStore(Tier):
+class Ledger:
+    """Who holds how many bytes of a tier with a capacity."""
+
+    def __init__(self, tier: str, capacity: int | None) -> None:
+        self.tier, self.capacity = tier, capacity
+        self.sizes: dict[Hashable, int] = {}
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.sizes.values())
+
+    def take(self, key: Hashable, size: int) -> None:
+        """Note that `key` now holds `size` bytes. StoreError when that is more than the tier has."""
+        others = self.bytes - self.sizes.get(key, 0)
+        if self.capacity is not None and others + size > self.capacity:
+            raise StoreError(
+                f"{self.tier}: {_title(key)} needs {size:,} bytes, but {others:,} of {self.capacity:,} are taken; "
+                f"possible: offload less, or a {self.tier} with more room"
+            )
+        self.sizes[key] = size
+
+    def drop(self, key: Hashable) -> bool:
+        """Forget who holds something, if it was known; whether it was."""
+        return self.sizes.pop(key, None) is not None
+
+    def known(self, key: Hashable) -> None:
+        """StoreError for a key that was never put."""
+        if key not in self.sizes:
+            raise StoreError(
+                f"{self.tier}: nothing was put under {_title(key)}; there are {several(len(self.sizes), 'tensor')}"
+            )
+
+
+def _title(key: Hashable) -> str:
+    """A key in words: of (value, number of its tensor) the value."""
+    return str(key[0] if type(key) is tuple else key)  # (a Value is a tuple of its own type)
+
+
+class DiskStore:
     """Tensors in a file below `folder` (default: the system's temporary folder), which has no name there.
 
     capacity   bytes that it may hold; None: what the disk has
     direct     go past the page cache, if the file system can: what is measured is then the disk
     Raises StoreError for a folder that cannot be written, a full disk, and data that are not what was written.
     """
-
-    tier = "disk"
 
     def __init__(self, folder: str | None = None, capacity: int | None = None, direct: bool = True) -> None:
         self.folder = folder or tempfile.gettempdir()
@@ -64,14 +102,38 @@ class DiskStore(Tier):
             ) from None
         self.direct = direct and hasattr(os, "O_DIRECT") and self._takes_direct(path)
         os.unlink(path)
-        super().__init__(capacity)
+        self.ledger = Ledger("disk", capacity)
+        self._thread, self._reader = threads.InTurn("copies to disk"), threads.InTurn("copies from disk")
+        self._written: dict[Hashable, Future[None]] = {}
         self._places: dict[Hashable, Place] = {}
         self._end = 0  # of what was ever written
         self._free: dict[int, list[int]] = {}  # by their blocks, the beginnings of places that nobody uses
         self._unused: deque[Place] = deque()  # more of these, which the reading thread has found
 
+    def put(self, key: Hashable, tensor: Tensor) -> Future[None]:
+        """Start to copy a tensor away. It must stay as it is until the future is done."""
+        self.ledger.take(key, tensor.numel() * tensor.element_size())
+        written = self._written[key] = self._thread.submit(self._write, key, tensor.detach())
+        return written
+
+    def fetch(self, key: Hashable, into: Tensor) -> Future[None]:
+        """Start to copy a tensor into `into`, which has its shape; to another dtype it is converted."""
+        self.ledger.known(key)
+        found: Future[None] = self._reader.submit(self._read_into, self._written.get(key), key, into.detach())
+        return found
+
+    def drop(self, key: Hashable) -> None:
+        """Forget a tensor; nothing happens for an unknown key."""
+        self._written.pop(key, None)
+        if self.ledger.drop(key):
+            self._thread.submit(self._forget, key)
+
     def close(self) -> None:
-        super().close()
+        """Wait for copies that have not ended, and drop everything that was kept."""
+        for key in list(self.ledger.sizes):
+            self.drop(key)
+        self._reader.shutdown()
+        self._thread.shutdown()
         if self.file >= 0:
             os.close(self.file)
             self.file = -1
@@ -146,7 +208,9 @@ class DiskStore(Tier):
         self._read_bytes(key, place, _bytes_of(tensor))
         return tensor
 
-    def _read_into(self, key: Hashable, into: Tensor) -> None:
+    def _read_into(self, written: Future[None] | None, key: Hashable, into: Tensor) -> None:
+        if written is not None:
+            wait([written])  # (if it failed, what was put before is still there)
         place = self._places[key]
         if into.is_cuda or not into.is_contiguous() or place.dtype is not into.dtype:
             into.copy_(self._read(key))

@@ -11,14 +11,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from minipar.execution import sliced
-from minipar.execution.measuring.profiler import OptimizerFactory, between_nodes
+from minipar.execution.measuring.profiler import OptimizerFactory
+from minipar.execution.measuring.walk import Visit, between_nodes, of_output, walk
 from minipar.execution.memory.storages import FollowedStorage, Storages
 from minipar.execution.split_backward import input_half, weight_half
 from minipar.models import randomness
@@ -26,14 +27,11 @@ from minipar.models.parameter_groups import parameters_of
 from minipar.models.tensors import (
     differentiable,
     find_overwriting,
+    given_to,
     map_tensors,
-    overwrites,
-    take_rows,
-    take_tokens,
     tensors,
 )
 from minipar.prediction.recorded import Back, LayerTape, Lie, Tape, Tapes, Workspace
-from minipar.program.edges import Edges, wiring
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -93,61 +91,37 @@ class _Sink(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        made = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.forms]
-        ctx.give(made)
-        return None, *made
+        ones = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.forms]
+        ctx.give(ones)
+        return None, *ones
 
 
 def record(
     model: Iterable[nn.Module],
-    x: Any,
-    y: Any,
+    batch: tuple[Any, Any],
     loss: Loss,
     rows: Sequence[int],
     optimizer: OptimizerFactory,
     split: bool = False,
-    edges: Edges = (),
     slices: Sequence[range] = (),
 ) -> Tapes:
     """The tapes of every layer for every number of rows in `rows`, and the workspace of an optimizer step.
 
-    Arguments and the keys of slices are as for `minipar.profile`; `split`: also record backwards in halves; `edges`: of
-    a model with branches. Every layer runs on a copy, and is given what its edges bring.
+    Arguments and the keys of slices are as for `minipar.profile`; `split`: also record backwards in halves. Every layer
+    runs on a copy.
     """
-    between = between_nodes(model)
     layers = list(model)
     copies = copy.deepcopy(nn.Sequential(*layers))
     randomness.replace_dropout(copies, 0)
     chain = [layer for layer in copies._modules.values() if layer is not None]
     trainable = [l for l, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())]
     first = min(trainable, default=len(layers))
-    inputs = wiring(edges, len(layers)).inputs
-    until = {a: l for l, read in enumerate(inputs) for a in read}  # the last one that reads it
     device = next((p.device for p in copies.parameters()), torch.device("cpu"))
     found: dict[int, tuple[LayerTape, ...]] = {}
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
-        for n in sorted(set(rows)):
-            whole = map_tensors(take_rows((x, y), range(n)), lambda t: t.to(device))
-            change = None if between is None else between.anew(n, n)
-            carried: dict[int, Any] = {}  # by layer, what the slice before has carried on
-            for j, tokens in enumerate(slices or [None]):
-                value, y_n = whole if tokens is None else take_tokens(whole, tokens)
-                if between is not None:
-                    value, y_n = map(between.part, (value, y_n))
-                tapes = []
-                made: dict[int, Any] = {}
-                for l, layer in enumerate(chain):
-                    if l:
-                        value = made[inputs[l][0]] if len(inputs[l]) == 1 else tuple(made[a] for a in inputs[l])
-                        made = {a: output for a, output in made.items() if until[a] > l}
-                        value = value if change is None else change(l, value)
-                    final = (loss, y_n) if l == len(chain) - 1 else None
-                    if tokens is None:
-                        find_overwriting(layer, value)
-                    here = None if tokens is None else _Here(tokens.start, carried.get(l), j + 1 < len(slices))
-                    made[l], carried[l], tape = _one_layer(layer, value, final, l, first, split, here)
-                    tapes.append(tape)
-                found[n * max(1, len(slices)) + j] = tuple(tapes)
+        for visit in walk(model, batch, rows, slices, device, between_nodes(model)):
+            tape = _one_layer(chain[visit.number], visit, loss, first, split)
+            found[visit.key] = (*found.get(visit.key, ()), tape)
     buffers = tuple(sum(b.numel() * b.element_size() for b in layer.buffers()) for layer in layers)
     groups = parameters_of(layers)
     flat = [[_flat(group)] if group else [] for group in groups]
@@ -155,57 +129,44 @@ def record(
     return Tapes(found, buffers, *spaces)
 
 
-class _Here(NamedTuple):
-    """Where in its sequences a slice is: its first token, what a layer carried on before it, whether there are more."""
-
-    start: int
-    before: Any
-    more: bool
-
-
-def _one_layer(
-    layer: nn.Module,
-    value: Any,
-    final: tuple[Loss, Any] | None,
-    l: int,
-    first: int,
-    split: bool,
-    here: _Here | None,
-) -> tuple[Any, Any, LayerTape]:
-    """A layer's output; for a slice, what it carries on; and its tapes: without a graph; forward and first backward; a
-    later backward; halves."""
+def _one_layer(layer: nn.Module, visit: Visit, loss: Loss, first: int, split: bool) -> LayerTape:
+    """A layer's tapes: without a graph; forward and first backward; a later backward; halves. Sets what the walk asks
+    for."""
+    if visit.start is None:
+        find_overwriting(layer, visit.given)
+    before = visit.carried
     with torch.no_grad():
-        recorder, given = _given(layer, value, l, None)
-        run = _runner(layer, here, recorder, False)
+        recorder, given = _given(layer, visit, None)
+        run = _runner(layer, visit, before, recorder, False)
         with recorder:
-            output = run(_own(layer, given))
+            output = run(given_to(layer, given))
             recorder.role(output, "output")
             recorder.role(_carried(run), "carry")
             del given
         plain = recorder.take()
-        result, carried = map_tensors(output, torch.clone), map_tensors(_carried(run), torch.clone)
+        visit.output, visit.carried = map_tensors(output, torch.clone), map_tensors(_carried(run), torch.clone)
         del output, run
-    if l < first:
-        return result, carried, LayerTape(plain)
-    found: list[Tape] = []
+    if visit.number < first:
+        return LayerTape(plain)
+    end = partial(of_output, loss, visit.target) if visit.last else None
+    tapes: dict[bool, list[Tape]] = {False: [], True: []}
     lies, back = tuple[Lie, ...](), None
     for halves in (True, False) if split else (False,):
-        forward, backward, half, lies, back = _with_graph(layer, value, final, l, first, halves, here)
-        _, later, *_ = _with_graph(layer, value, final, l, first, halves, here)
-        found += [half, backward, later] if halves else [forward, backward, later]
+        recorded = partial(_with_graph, layer, visit, before, end, first, halves)
+        forward, backward, half, lies, back = recorded()
+        later = recorded()[1]
+        tapes[halves] = [half, backward, later] if halves else [forward, backward, later]
         for p in layer.parameters():
             p.grad = None
-    if split:
-        found = [*found[3:], *found[:3]]
-    return result, carried, LayerTape(plain, *found)._replace(lies=lies, back=back)  # type: ignore[arg-type]
+    return LayerTape(plain, *tapes[False], *tapes[True])._replace(lies=lies, back=back)  # type: ignore[arg-type]
 
 
 class _Lying:
     """Finds out where some tensors lie: in storages that were given, or in others."""
 
-    def __init__(self, recorder: _Recorder, given: Sequence[FollowedStorage | None], made: Sequence[Tensor]) -> None:
+    def __init__(self, recorder: _Recorder, given: Sequence[FollowedStorage | None], outputs: Sequence[Tensor]) -> None:
         numbers = {id(held): k for k, held in reversed(list(enumerate(given)))}
-        self.found = [recorder.held_by(tensor) for tensor in made]
+        self.found = [recorder.held_by(tensor) for tensor in outputs]
         own = dict.fromkeys(id(held) for held in self.found if id(held) not in numbers)
         self.numbers = numbers | {key: -1 - k for k, key in enumerate(own)}
         self.bytes = [0 if held is None else held.nbytes for held in self.found]
@@ -221,15 +182,15 @@ class _Lying:
         )
 
 
-def _runner(layer: nn.Module, here: _Here | None, recorder: _Recorder, trains: bool) -> Any:
+def _runner(layer: nn.Module, visit: Visit, before: Any, recorder: _Recorder, trains: bool) -> Any:
     """The layer as a function of its input. For a slice it also takes the carry before, which somebody else holds."""
-    if here is None:
+    if visit.start is None:
         return layer
-    before = map_tensors(here.before, lambda t: t.detach().clone())
+    before = map_tensors(before, lambda t: t.detach().clone())
     for tensor in tensors(before):
         recorder.register(tensor, "carried")
     recorder.take()
-    return sliced.OneSlice(layer, here.start, before, here.more, trains)
+    return sliced.OneSlice(layer, visit.start, before, visit.more, trains)
 
 
 def _carried(run: Any) -> Any:
@@ -238,60 +199,55 @@ def _carried(run: Any) -> Any:
 
 
 def _with_graph(
-    layer: nn.Module,
-    value: Any,
-    final: tuple[Loss, Any] | None,
-    l: int,
-    first: int,
-    halves: bool = False,
-    here: _Here | None = None,
+    layer: nn.Module, visit: Visit, before: Any, final: Callable[[Any], Tensor] | None, first: int, halves: bool
 ) -> tuple[Tape, Tape, Tape, tuple[Lie, ...], Back | None]:
     """Tapes of a forward and its backward, or of a backward in halves; and where the tensors of the output and the
     gradients of the input lie."""
     root = torch.zeros((), requires_grad=True)
     arrived: dict[int, Tensor] = {}
     fresh = [p for p in layer.parameters() if p.grad is None]
-    recorder, given = _given(layer, value, l, (root, arrived.__setitem__) if l > first else None)
-    run = _runner(layer, here, recorder, True)
+    inner = visit.number > first  # (a gradient of its input is wanted)
+    recorder, given = _given(layer, visit, (root, arrived.__setitem__) if inner else None)
+    run = _runner(layer, visit, before, recorder, True)
     leaves: list[Tensor] = []
     with recorder:
-        output = run(_own(layer, given))
-        end = final[0](output, final[1]) if final else None
+        output = run(given_to(layer, given))
+        end = final(output) if final else None
         recorder.role(output, "output")
         recorder.role(_carried(run), "carry")
         recorder.name_the_rest("saved")
         forward = recorder.take()
         lying = _Lying(recorder, [recorder.held_by(tensor) for tensor in tensors(given)], tensors(output))
-        inputs = len(differentiable(value)) if l > first else 0
+        inputs = len(differentiable(visit.given)) if inner else 0
         seeds: list[FollowedStorage | None] = []
         smooth = len(differentiable(output)) if end is None else 0
 
-        def seeded(made: list[Tensor]) -> None:
-            recorder.role(made, "grad_output")
-            seeds.extend(map(recorder.held_by, made))
+        def seeded(seeding: list[Tensor]) -> None:
+            recorder.role(seeding, "grad_output")
+            seeds.extend(map(recorder.held_by, seeding))
 
         ends = [t for t in differentiable(output) if t.requires_grad] if end is None else []
         more = [t for t in differentiable(_carried(run)) if t.requires_grad]
         carries = bool(more)
         last = [end] if end is not None else [_Sink.apply(seeded, *ends)]
-        last += [_Sink.apply(lambda made: recorder.role(made, "grad_carried"), *more)] if more else []
+        last += [_Sink.apply(lambda seeding: recorder.role(seeding, "grad_carried"), *more)] if more else []
         recorder.role(last, "sink")  # (but the loss is the layer's, and has a role already)
         if isinstance(run, sliced.OneSlice):
             leaves, run.handed_on = differentiable(run.given), None
         recorder.take()
         del output, ends, given, end, more
-        before = recorder.take()  # what is freed now was not held by the graph
+        freed_first = recorder.take()  # what is freed now was not held by the graph
         lies = lying.lies()
         edges = [get_gradient_edge(one) for one in last if one.requires_grad]
         del last
         input_tape: Tape = ()
         if halves:
             parameters = [p for p in layer.parameters() if p.requires_grad]
-            _, left = input_half(edges, [None] * len(edges), [root] if l > first else [], parameters)
+            _, left = input_half(edges, [None] * len(edges), [root] if inner else [], parameters)
             del edges
             recorder.role(list(arrived.values()), "grad_input")
             recorder.name_the_rest("left")
-            input_tape, before = before + recorder.take(), ()
+            input_tape, freed_first = freed_first + recorder.take(), ()
             weight_half(left)
             del left
         else:
@@ -309,14 +265,14 @@ def _with_graph(
             freed = tuple(numbers[id(held)] for delta, held in recorder.log if delta < 0 and id(held) in numbers)
             back = Back(found, smooth, freed) if len(found) == inputs else None
         backward = recorder.take()
-    return forward, before + backward, input_tape, lies, back
+    return forward, freed_first + backward, input_tape, lies, back
 
 
-def _given(layer: nn.Module, value: Any, l: int, source: Any) -> tuple[_Recorder, Any]:
+def _given(layer: nn.Module, visit: Visit, source: Any) -> tuple[_Recorder, Any]:
     """The layer's input, held by nobody else, and a recorder that knows it."""
-    device = next((t.device.type for t in tensors(value)), "cpu")
+    device = next((t.device.type for t in tensors(visit.given)), "cpu")
     recorder = _Recorder(device)
-    own = map_tensors(value, lambda t: t.detach().clone())
+    own = map_tensors(visit.given, lambda t: t.detach().clone())
     for tensor in tensors(own):
         recorder.register(tensor, "input")
     smooth = {id(t): k for k, t in enumerate(differentiable(own))}
@@ -324,15 +280,11 @@ def _given(layer: nn.Module, value: Any, l: int, source: Any) -> tuple[_Recorder
     def hand_on(tensor: Tensor) -> Tensor:
         if not source or id(tensor) not in smooth:
             return tensor
-        made: Tensor = _Source.apply(source[0], tensor, partial(source[1], smooth[id(tensor)]))
-        return made
+        result: Tensor = _Source.apply(source[0], tensor, partial(source[1], smooth[id(tensor)]))
+        return result
 
     recorder.take()
     return recorder, map_tensors(own, hand_on)
-
-
-def _own(layer: nn.Module, given: Any) -> Any:
-    return map_tensors(given, torch.clone) if overwrites(layer) else given
 
 
 def _flat(group: list[nn.Parameter]) -> nn.Parameter:

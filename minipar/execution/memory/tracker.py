@@ -36,7 +36,7 @@ from minipar.errors import DeviceOutOfMemory
 from minipar.execution.executor import Executor
 from minipar.execution.memory.storages import FollowedStorage, Storages
 from minipar.models.tensors import differentiable, tensors
-from minipar.program import BACKWARDS, Op, Program
+from minipar.program import BACKWARDS, Op, Program, grad_shard, version_of
 from minipar.program.mesh import Mesh
 from minipar.strategies.plan import Plan
 from minipar.trace.memory_series import Series, by_kind, mib, owners
@@ -70,9 +70,9 @@ class Tracker(Storages):
         self._hooks: list[Any] = []
         self._layer_of = {id(p): layer for layer, module in self._layers() for p in module.parameters()}
         at_home = executor.state.at_home
-        self._owners = [owner for owner in executor.state.owners if owner.number not in at_home]  # with something here
-        for owner in self._owners:
-            self._layer_of |= {id(copy): self._layer_of.get(id(p), -1) for copy, p in owner.copies()}
+        self._lines = [line for line in executor.state.lines if line.number not in at_home]  # with something here
+        for line in self._lines:
+            self._layer_of |= {id(copy): self._layer_of.get(id(p), -1) for copy, p in line.copies()}
         for layer, module in self._layers():
             self._watch_layer(layer, module)
         self.take_in()
@@ -90,9 +90,9 @@ class Tracker(Storages):
         for layer, module in self._layers():
             for tensor in (*module.parameters(), *module.buffers()):
                 self.register(tensor, "parameters", layer)
-        for owner in self._owners:
-            for copy, _ in owner.copies():
-                self.register(copy, owner.copies_are, self._layer_of[id(copy)])
+        for line in self._lines:
+            for copy, _ in line.copies():
+                self.register(copy, line.copies_are, self._layer_of[id(copy)])
         for views in self.executor.buckets.buffers.values():
             for buffer in views:
                 self.register(buffer, "gradients")
@@ -218,17 +218,20 @@ class Tracker(Storages):
 
     def _flush(self) -> None:
         for moment, delta, held, kind in self._open:
-            made = held.kind if held is not None else ""
+            own_kind = held.kind if held is not None else ""
             layer = held.layer if held is not None else -1
-            self.series.add(moment, self.index, delta, kind or made or "temporary", layer)
+            self.series.add(moment, self.index, delta, kind or own_kind or "temporary", layer)
         self._open.clear()
 
     def _find_gradients(self, groups: Iterator[int]) -> None:
         for g in groups:
-            owner = self.executor.state.owners[g]
-            for p in (*owner.params, *owner.owned):
+            line, state = self.executor.state.lines[g], self.executor.state
+            layer = self._layer_of.get(id(line.params[0]), -1) if line.params else -1
+            for p in line.params:
                 if p.grad is not None:
                     self._name(p.grad, "gradients", self._layer_of.get(id(p), -1))
+            for part in state.live.get(grad_shard(g), ()):
+                self._name(part, "gradients", layer)
 
     def _find_states(self) -> None:
         for optimizer in self.executor.optimizers.values():
@@ -238,9 +241,10 @@ class Tracker(Storages):
                         self._name(tensor, "optimizer", self._layer_of.get(id(p), -1))
 
     def _find_versions(self) -> None:
-        for owner in self._owners:
-            for p, tensor in owner.all_versions():
-                self._name(tensor, "parameters", self._layer_of.get(id(p), -1))
+        for value, found in self.executor.live.items():
+            if version_of(value) >= 0:
+                for p, tensor in zip(self.executor.groups[value.index], found, strict=True):
+                    self._name(tensor, "parameters", self._layer_of.get(id(p), -1))
 
     def _name(self, tensor: torch.Tensor, kind: str, layer: int) -> None:
         held = self.held_by(tensor)
@@ -385,17 +389,17 @@ def ways_out(program: Program, kinds: Mapping[str, int], needed: int, capacity: 
 
     key = "microbatches" if pp == 1 else "accumulate"
     offer(rows / 2, f"{key}: twice as many micro-batches, of half the rows each")
-    alone = program.serving is None  # a worker of parameter servers has the whole model, and no optimizer
+    without_server = program.serving is None  # a worker of parameter servers has the whole model, and no optimizer
     if "checkpoint" in known:
         offer(kinds.get("activations", 0) / 2, "checkpoint=sqrt: recompute activations instead of keeping them")
-    if alone and pp < program.layers:
+    if without_server and pp < program.layers:
         offer((fixed + rows) / 2, f"pp={pp * 2}: half the layers on each rank")
-    if alone and "zero" in known:
+    if without_server and "zero" in known:
         n = max(dp, 2)
         more = "" if dp > 1 else " dp=2"
         offer(states["optimizer"] * (1 - 1 / n), f"zero=1{more}: optimizer states sharded over {n} ranks")
         offer(fixed * (1 - 1 / n), f"zero=3{more}: all model states sharded over {n} ranks")
-    if alone and "offload" in known:
+    if without_server and "offload" in known:
         offer(states["optimizer"], "offload=optimizer: its states on the host")
     fraction = (capacity - fixed) / rows if rows else 0.0
     if 0 < fraction < 1:

@@ -152,7 +152,8 @@ def _collect(executor: Executor, outline: Outline) -> Iterator[SavedSlice]:
             f"plan {executor.program.name!r}: what compress={executor.program.compress} has left out of the gradients "
             "waits on every rank, and is not saved; possible are compress=none, bf16, fp16"
         )
-    seen = {id(p) for each in state.slices.values() for p in each.params}
+    slices = [line for line in state.lines if line.place is not None]
+    seen = {id(p) for line in slices for p in line.params}
     trained = _trained(executor)
     for layer in executor.compute.layers.values():
         for p in layer.parameters():
@@ -161,20 +162,20 @@ def _collect(executor: Executor, outline: Outline) -> Iterator[SavedSlice]:
             seen.add(id(p))
             name, own = executor.names[id(p)], trained.get(id(p), p)
             holders = _holders(executor, outline.layers_of[name], _form(p))
-            yield from _share(f"parameters/{name}", _here(own, name), rank, holders)
+            yield from _share(f"parameters/{name}", own, rank, holders)
             for key, values, number in _states(name, kept.get(id(own), {})):
                 yield from _share(key, values, rank, holders, number)
-    for each in state.slices.values():
-        if not executor.program.is_first(rank, each.group.form, "S"):
+    for line in slices:
+        if not executor.program.is_first(rank, line.group.form, "S"):
             continue  # ranks that share layers have the same slices of what they have whole
-        (part,) = each.trained
-        for p in each.params:
+        (part,) = line.trained
+        for p in line.params:
             if p.numel() == 0:  # no slice has any of it
                 yield SavedSlice(f"parameters/{executor.names[id(p)]}", tuple(p.shape), 0, p.data.reshape(-1))
-        for p, begin, end, place in each.places():
+        for p, begin, end, place in line.places():
             name, shape = executor.names[id(p)], tuple(p.shape)
-            yield SavedSlice(f"parameters/{name}", shape, begin, _here(part, name)[place : place + end - begin])
-        for piece in each.pieces:
+            yield SavedSlice(f"parameters/{name}", shape, begin, part.detach()[place : place + end - begin])
+        for piece in line.updated:
             yield from states_of_slice(piece, kept.get(id(piece.parameter), {}))
     yield from _own_buffers(executor, outline)
 
@@ -215,7 +216,7 @@ def _states(name: str, values: dict[str, Any]) -> Iterator[tuple[str, Tensor, bo
     for state, value in values.items():
         key = f"optimizer/{state}/{name}"
         if isinstance(value, Tensor):
-            yield key, _here(value, key), False
+            yield key, value.detach(), False
         elif isinstance(value, (bool, int, float)):
             yield key, torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64), True
         elif value is not None:
@@ -226,23 +227,8 @@ def _states(name: str, values: dict[str, Any]) -> Iterator[tuple[str, Tensor, bo
 
 def _trained(executor: Executor) -> dict[int, nn.Parameter]:
     """What the optimizer works on for each whole trainable parameter, by its id: itself, or a copy on the host."""
-    state = executor.state
-    whole = [owner for owner in state.owners if owner.number not in state.slices]
-    return {id(p): own for owner in whole for p, own in zip(owner.params, owner.trained, strict=True)}
-
-
-def _here(values: Tensor, name: str) -> Tensor:
-    """The values, if they are in memory."""
-    if _away(values):
-        raise SaveError(
-            f"{name} is offloaded between steps, and cannot be saved or loaded; possible: offload=none, or "
-            "offload=optimizer offload_to=host"
-        )
-    return values.detach()
-
-
-def _away(values: Tensor) -> bool:
-    return values.numel() > 0 and values.untyped_storage().nbytes() == 0
+    whole = [line for line in executor.state.lines if line.place is None]
+    return {id(p): own for line in whole for p, own in zip(line.params, line.trained, strict=True)}
 
 
 def _form(parameter: nn.Parameter) -> str:
@@ -300,30 +286,32 @@ def optimizer_class(optimizer: torch.optim.Optimizer) -> str:
 def restore(executor: Executor, outline: Outline, saved: Reading) -> None:
     """Give a rank that has not begun what was saved, whatever plan it was saved under."""
     state, source = executor.state, _Local(saved, executor.cuts) if executor.cuts else saved
-    seen = {id(p) for each in state.slices.values() if each.scattered for p in each.params}
+    slices = [(line, line.place) for line in state.lines if line.place is not None]
+    seen = {id(p) for line, place in slices if place.scattered for p in line.params}
     trained = _trained(executor)
     for l, layer in executor.compute.layers.items():
         for p in layer.parameters():
             if id(p) not in seen:
                 own: Tensor = trained.get(id(p), p)
                 _copy(source, f"parameters/{executor.names[id(p)]}", own)
-                if own is not p and not _away(p):
+                if own is not p:
                     p.data.copy_(own.data)
             seen.add(id(p))
         for name, values in _buffers(layer, outline.prefixes[l]):
             _copy(source, f"buffers/{name}", values)
-    for each in state.slices.values():
-        part, (mine,) = each.part, each.trained
+    for line, _ in slices:
+        part, (mine,) = line.part, line.trained
         wanted = torch.zeros(part.numel(), dtype=part.dtype)
         source.fill({
             (f"parameters/{executor.names[id(p)]}", begin): wanted[place : place + end - begin]
-            for p, begin, end, place in each.places()
+            for p, begin, end, place in line.places()
         })  # fmt: skip
-        _here(mine, f"parameters/{executor.names[id(each.params[0])]}").copy_(wanted)
-        if mine is not part and not _away(part):
-            part.data.copy_(wanted)
+        for own in {id(mine): mine, id(part): part}.values():
+            own.data.copy_(wanted)
+        if not all(_alike(source, one) for one in line.updated):
+            state.divide(line)
     names = {id(own): executor.names[p] for p, own in trained.items()}
-    parts = {id(piece.parameter): piece for each in state.slices.values() for piece in each.pieces}
+    parts = {id(piece.parameter): piece for line, _ in slices for piece in line.updated}
     cuts = executor.cuts
     shapes = {
         row.name: cuts[row.name].local_shape(row.shape) if row.name in cuts else row.shape for row in outline.rows
@@ -380,7 +368,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, dict
 
 
 def _copy(source: Reading | _Local, key: str, target: Tensor) -> None:
-    values, here = read_one(source, key), _here(target, key)
+    values, here = read_one(source, key), target.detach()
     if values.dtype == here.dtype or not torch.equal(here.to("cpu", values.dtype), values):
         here.copy_(values)  # (else it was rounded for precision=bf16, and the model itself has it as it was)
 
@@ -405,27 +393,18 @@ def _state(source: Reading | _Local, key: str) -> Any:
 
 
 def _found_of_slice(source: Reading | _Local, piece: Updated, shapes: dict[str, tuple[int, ...]]) -> dict[str, Any]:
-    """The states of a rank's slice: elements of its parameters' states, end to end, and common numbers.
-
-    A parameter that nothing used yet has no states; in a slice its elements start from 0.
-    """
+    """The states of a rank's slice: elements of its parameters' states, end to end, and numbers that they have in
+    common."""
     part, scalars = piece.parameter, source.scalars()
     found: dict[str, Any] = {}
     wanted: dict[tuple[str, int], Tensor] = {}
-    origin: dict[str, str] = {}
-    for name in piece.names:
+    for name in dict.fromkeys(run.name for run in piece.runs):
         for each in source.states(name):
             key = f"optimizer/{each}/{name}"
             shape, dtype, number = source.form(key)
             if each in scalars:
                 value = read_one(source, key)
-                before = found.setdefault(each, value.item() if number else value)
-                if before != value:
-                    raise SaveError(
-                        f"optimizer state {each!r} is {value.item():g} for {name}, but {float(before):g} for "
-                        f"{origin[each]} of the same layer, which ZeRO updates as one; go on with zero=0"
-                    )
-                origin.setdefault(each, name)
+                found.setdefault(each, value.item() if number else value)
             elif shape != shapes[name]:
                 raise SaveError(
                     f"optimizer state {each!r} of {name} has shape {shape}, and cannot be sliced; go on with zero=0"
@@ -438,6 +417,16 @@ def _found_of_slice(source: Reading | _Local, piece: Updated, shapes: dict[str, 
                 wanted[f"optimizer/{each}/{name}", begin] = found[each][place : place + end - begin]
     source.fill(wanted)
     return found
+
+
+def _alike(source: Reading | _Local, part: Updated) -> bool:
+    """Whether the parameters of a slice have the same states, as after the same number of updates."""
+    names = {run.name for run in part.runs}
+    states = {tuple(sorted(source.states(name))) for name in names}
+    return len(states) < 2 and all(
+        len({float(read_one(source, f"optimizer/{each}/{name}")) for name in names}) == 1
+        for each in (next(iter(states)) if states else ()) if each in source.scalars()
+    )  # fmt: skip
 
 
 def _give(optimizer: torch.optim.Optimizer, p: Tensor, settings: dict[str, Any], found: dict[str, Any]) -> None:

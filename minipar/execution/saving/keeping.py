@@ -129,14 +129,20 @@ class Storing:
             return Share(header, reason=f"its state was not kept; {_WAYS}")
         pieces: list[SavedSlice] = []
         reason = ""
-        try:
-            header = replace(header, schedule=schedule_of(executor, updates))
-            pieces = list(collect(executor, outline))
-        except SaveError as error:  # no error yet, since it may not be needed; `run.save` raises it
-            reason = error.reason
-        total = torch.tensor([sum(count_bytes(piece.values) for piece in pieces)])
-        executor.comm.iallreduce(total, tuple(range(executor.comm.size)), "bytes of the state").wait()
-        return Share(header, reason=reason) if reason else self.brought(header, pieces, int(total))
+        with executor.all_here():
+            try:
+                header = replace(header, schedule=schedule_of(executor, updates))
+                pieces = list(collect(executor, outline))
+            except SaveError as error:  # no error yet, since it may not be needed; `run.save` raises it
+                reason = error.reason
+            total = torch.tensor([sum(count_bytes(piece.values) for piece in pieces)])
+            executor.comm.iallreduce(total, tuple(range(executor.comm.size)), "bytes of the state").wait()
+            if reason:
+                return Share(header, reason=reason)
+            share = self.brought(header, pieces, int(total))
+            if executor.copies is not None:  # (what is here now is not here afterwards)
+                share = replace(share, pieces=tuple(p._replace(values=p.values.clone()) for p in share.pieces))
+            return share
 
     def brought(self, header: Header, pieces: Sequence[SavedSlice], total: int) -> Share:
         """Pieces for the driver, if it wants the state of the run, which has `total` bytes."""

@@ -17,7 +17,7 @@ from functools import lru_cache
 from minipar.errors import PlanError
 from minipar.program import Program
 from minipar.program.collectives import direct, double_tree, halving_doubling, hierarchical, own, ring, tree
-from minipar.program.collectives.moves import Algorithm, Moves, Rates, Setting, bounds, lay_out
+from minipar.program.collectives.moves import Algorithm, Moves, Rates, Setting, lay_out, sizes_of
 from minipar.program.verify.verifier import verify
 from minipar.wording import several
 
@@ -128,10 +128,7 @@ def program(
         raise PlanError(f"op={op!r} is not known; possible are {', '.join(OPERATIONS)}")
     if item < 1 or nbytes % item:
         raise PlanError(f"nbytes={nbytes}: no whole number of elements of {item} bytes")
-    count = chosen.chunks(collective, setting)
-    own = ranks if collective == "all_to_all" else count  # in an all_to_all each rank cuts its tensor
-    cuts = [bounds(nbytes // item, own, c % own) for c in range(count)]
-    sizes = tuple((last - first) * item for first, last in cuts)
+    sizes = sizes_of(collective, setting, chosen, nbytes, item)
     name = f"{collective} by {algorithm}, {several(ranks, 'rank')}" + (f", {op}" if op != "sum" else "")
     built = lay_out(name, collective, setting, chosen.moves[collective], sizes)
     if algorithm in _own:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from minipar.program.collectives.moves import Algorithm, Copy, Move, Rates, Reduce, Send, Setting
+from minipar.program.collectives.moves import Algorithm, Copy, Move, Rates, Reduce, Send, Setting, in_turn, usual
 
 
 def reduce_scatter(setting: Setting, rank: int) -> Iterator[Move]:
@@ -41,12 +41,6 @@ def all_gather(setting: Setting, rank: int) -> Iterator[Move]:
     for step in range(1, p):
         yield Send([rank], (rank + step) % p)
         yield Copy([(rank - step) % p], (rank - step) % p)
-
-
-def allreduce(setting: Setting, rank: int) -> Iterator[Move]:
-    """A rank's moves: a reduce-scatter, then an all-gather of the sums."""
-    yield from reduce_scatter(setting, rank)
-    yield from all_gather(setting, rank)
 
 
 def broadcast(setting: Setting, rank: int) -> Iterator[Move]:
@@ -78,6 +72,7 @@ def all_to_all(setting: Setting, rank: int) -> Iterator[Move]:
         yield Copy([source * p + rank], source)
 
 
+allreduce = in_turn(reduce_scatter, all_gather)
 _MOVES = {
     "allreduce": allreduce,
     "reduce_scatter": reduce_scatter,
@@ -107,11 +102,4 @@ def cost(collective: str, setting: Setting, size: float, rates: Rates) -> float:
     }[collective]
 
 
-def chunks(collective: str, setting: Setting) -> int:
-    """How many chunks the tensor is cut into: one for each rank; in an all_to_all one for each pair of ranks; in a
-    broadcast or a reduce one."""
-    whole = collective in ("broadcast", "reduce")
-    return 1 if whole else setting.ranks**2 if collective == "all_to_all" else setting.ranks
-
-
-ALGORITHM = Algorithm(_MOVES, cost, chunks)
+ALGORITHM = Algorithm(_MOVES, cost, usual)

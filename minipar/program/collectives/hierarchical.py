@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from minipar.program.collectives import ring
-from minipar.program.collectives.moves import Algorithm, Move, Rates, Send, Setting, one_each
+from minipar.program.collectives.moves import Algorithm, Move, Rates, Send, Setting, in_turn, usual
 
 
 def _rings(setting: Setting, rank: int) -> tuple[Setting, int, Setting, int]:
@@ -70,12 +70,7 @@ def all_gather(setting: Setting, rank: int) -> Iterator[Move]:
     yield from _inside(setting, node, ring.all_gather(inner, place))
 
 
-def allreduce(setting: Setting, rank: int) -> Iterator[Move]:
-    """A rank's moves: a reduce-scatter, then an all-gather of the sums."""
-    yield from reduce_scatter(setting, rank)
-    yield from all_gather(setting, rank)
-
-
+allreduce = in_turn(reduce_scatter, all_gather)
 _MOVES = {"allreduce": allreduce, "reduce_scatter": reduce_scatter, "all_gather": all_gather}
 
 
@@ -86,4 +81,4 @@ def cost(collective: str, setting: Setting, size: float, rates: Rates) -> float:
     return inside + ring.cost(collective, outer, size / inner.ranks, rates)
 
 
-ALGORITHM = Algorithm(_MOVES, cost, one_each)
+ALGORITHM = Algorithm(_MOVES, cost, usual)

@@ -93,15 +93,35 @@ class Algorithm(NamedTuple):
     parts: int = 1
 
 
-def one_each(collective: str, setting: Setting) -> int:
-    """The number of chunks, if there is one for each rank."""
-    return setting.ranks
+def in_turn(first: Moves, second: Moves) -> Moves:
+    """The moves of a collective that consists of two: an allreduce is a reduce-scatter, then an all-gather of the sums;
+    or a reduce, then a broadcast of the sum."""
+
+    def moves(setting: Setting, rank: int) -> Iterator[Move]:
+        yield from first(setting, rank)
+        yield from second(setting, rank)
+
+    return moves
+
+
+def usual(collective: str, setting: Setting) -> int:
+    """The number of chunks, if there is one for each rank; in an all_to_all for each pair of ranks; in a broadcast or a
+    reduce one."""
+    return {"broadcast": 1, "reduce": 1, "all_to_all": setting.ranks**2}.get(collective, setting.ranks)
 
 
 def bounds(size: int, count: int, index: int) -> tuple[int, int]:
     """Where chunk `index` of `count` begins and ends in a tensor of `size` elements. Lengths of chunks differ by at
     most one element."""
     return size * index // count, size * (index + 1) // count
+
+
+def sizes_of(collective: str, setting: Setting, by: Algorithm, nbytes: int, item: int = 1) -> tuple[int, ...]:
+    """The sizes in bytes of the chunks of a tensor, whose elements have `item` bytes."""
+    count = by.chunks(collective, setting)
+    each = count // setting.ranks if collective == "all_to_all" else count  # (there each rank cuts its tensor)
+    cuts = [bounds(nbytes // item, each, c % each) for c in range(count)]
+    return tuple((last - first) * item for first, last in cuts)
 
 
 def held(collective: str, setting: Setting, rank: int, count: int, at_end: bool) -> range:

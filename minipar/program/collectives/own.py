@@ -15,7 +15,18 @@ from typing import Any
 
 from minipar.errors import PlanError
 from minipar.program import Program
-from minipar.program.collectives.moves import Algorithm, Copy, Move, Moves, Reduce, Send, Setting, bounds, lay_out
+from minipar.program.collectives.moves import (
+    Algorithm,
+    Copy,
+    Move,
+    Moves,
+    Reduce,
+    Send,
+    Setting,
+    lay_out,
+    sizes_of,
+    usual,
+)
 from minipar.wording import several
 
 __all__ = ["Copy", "Move", "Reduce", "Send", "Setting", "own_program"]
@@ -42,21 +53,15 @@ def own_program(
     """
     setting = Setting(ranks, root, nodes)
     built = algorithm(collective, moves, chunks)
-    count = built.chunks(collective, setting)
-    each = count // ranks if collective == "all_to_all" else count  # in an all_to_all each rank cuts its tensor
-    cuts = [bounds(nbytes, each, c % each) for c in range(count)]
-    sizes = tuple(last - first for first, last in cuts)
-    return lay_out(
-        f"{collective} by hand, {several(ranks, 'rank')}", collective, setting, built.moves[collective], sizes
-    )
+    name, sizes = f"{collective} by hand, {several(ranks, 'rank')}", sizes_of(collective, setting, built, nbytes)
+    return lay_out(name, collective, setting, built.moves[collective], sizes)
 
 
 def algorithm(collective: str, moves: Moves, chunks: int | None = None) -> Algorithm:
     """The user's moves as an algorithm for one collective. Each move that they yield is checked."""
 
     def count(collective: str, setting: Setting) -> int:
-        usual = {"broadcast": 1, "reduce": 1, "all_to_all": setting.ranks**2}.get(collective, setting.ranks)
-        return usual if chunks is None else chunks
+        return usual(collective, setting) if chunks is None else chunks
 
     def checked(setting: Setting, rank: int) -> Iterator[Move]:
         built: Any = moves(setting, rank)

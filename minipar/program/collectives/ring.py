@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from minipar.program.collectives.moves import Algorithm, Copy, Move, Rates, Reduce, Send, Setting
+from minipar.program.collectives.moves import Algorithm, Copy, Move, Rates, Reduce, Send, Setting, in_turn
 
 
 def reduce_scatter(setting: Setting, rank: int) -> Iterator[Move]:
@@ -43,12 +43,6 @@ def all_gather(setting: Setting, rank: int) -> Iterator[Move]:
     for step in range(p - 1):
         yield Send([(rank - step) % p], (rank + 1) % p)
         yield Copy([(rank - 1 - step) % p], (rank - 1) % p)
-
-
-def allreduce(setting: Setting, rank: int) -> Iterator[Move]:
-    """A rank's moves: a reduce-scatter, then an all-gather of the sums."""
-    yield from reduce_scatter(setting, rank)
-    yield from all_gather(setting, rank)
 
 
 def broadcast(setting: Setting, rank: int) -> Iterator[Move]:
@@ -73,6 +67,7 @@ def reduce(setting: Setting, rank: int) -> Iterator[Move]:
             yield Send([piece], (rank + 1) % p)
 
 
+allreduce = in_turn(reduce_scatter, all_gather)
 _MOVES = {
     "allreduce": allreduce,
     "reduce_scatter": reduce_scatter,

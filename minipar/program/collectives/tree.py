@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from minipar.program.collectives.moves import Algorithm, Copy, Move, Rates, Reduce, Send, Setting
+from minipar.program.collectives.moves import Algorithm, Copy, Move, Rates, Reduce, Send, Setting, in_turn
 
 
 def _children(place: int, ranks: int) -> list[int]:
@@ -52,12 +52,7 @@ def broadcast(setting: Setting, rank: int) -> Iterator[Move]:
         yield Send([0], (child + root) % p)
 
 
-def allreduce(setting: Setting, rank: int) -> Iterator[Move]:
-    """A rank's moves: a reduce, then a broadcast of the sum."""
-    yield from reduce(setting, rank)
-    yield from broadcast(setting, rank)
-
-
+allreduce = in_turn(reduce, broadcast)
 _MOVES = {"allreduce": allreduce, "broadcast": broadcast, "reduce": reduce}
 
 

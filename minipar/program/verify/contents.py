@@ -39,7 +39,7 @@ from minipar.program import (
     repartitions,
     tier,
 )  # fmt: skip
-from minipar.program.diagnostics import at, refuse
+from minipar.program.diagnostics import wrong
 from minipar.program.rule import Place
 from minipar.wording import several
 
@@ -54,7 +54,7 @@ class Contents:
     brought   what each rank adds to a collective that other ranks have not joined yet
     pieces    for a gradient that is summed in pieces: begin, end and contributions of each piece so far
     local     how many updates a replica does alone before parameters are averaged; 0: it does none alone
-    alone     for each rank: group -> how many of these updates it did since the last average
+    unaveraged  for each rank: group -> how many of these updates it did since the last average
     updated   for each rank: group -> how many of them it has had in all
     bits      for each group: layer -> the position of the layer's first contribution bit
     first_bit  for each rank: how far after that position the bits of its replica begin
@@ -69,7 +69,7 @@ class Contents:
         self.brought: dict[Place, dict[int, int]] = {}
         self.pieces: dict[tuple[tuple[int, ...], int], list[tuple[int, int, int]]] = {}
         self.local = program.local_steps
-        self.alone: list[dict[int, int]] = [{} for _ in range(len(program.ranks))]
+        self.unaveraged: list[dict[int, int]] = [{} for _ in range(len(program.ranks))]
         self.updated: list[dict[int, int]] = [{} for _ in range(len(program.ranks))]
         self.own = self._microbatches()
         self.first_bit = [program.replica(rank) * self.own for rank in range(len(program.ranks))]
@@ -77,7 +77,7 @@ class Contents:
         self.bits = [self._slots(g) for g in range(len(program.groups))]
 
     def _microbatches(self) -> int:
-        """How many micro-batches of a replica are told apart."""
+        """How many micro-batches of a replica are counts apart."""
         return self.program.microbatches
 
     def _slots(self, group: int) -> dict[int, int]:
@@ -130,7 +130,7 @@ class Contents:
         if program.state:
             self._check_updated(rank)
             self._check_tiers(rank)
-        for group, updates in self.alone[rank].items():
+        for group, updates in self.unaveraged[rank].items():
             if updates:
                 raise ProgramError(
                     f"rank {rank} ends with param({group}) of its own: after its last STEP it is not averaged over"
@@ -175,10 +175,8 @@ class Contents:
             self._check_round(rank, index, source.index, found)
         newer = known.get(target, 0) if "grad" not in target.kind else 0
         if newer > found:
-            reason = (
-                f"{at(self.program, rank, index)} writes {source} after {several(found, 'update')} over {target} after"
-            )
-            raise refuse(self.program, rank, index, f"{reason} {newer}: an update is lost")
+            what = f" writes {source} after {several(found, 'update')} over {target} after"
+            raise self._refuse(rank, index, f"{what} {newer}: an update is lost")
         if (
             "grad" in source.kind
         ):  # the device's gradient is empty after it was copied to the host, even if its bucket stays
@@ -197,8 +195,8 @@ class Contents:
                 self._check_round(rank, index, value.index, ins.step)
             elif self.program.groups[value.index].trainable:
                 done = several(known.get(value, 0), "update")
-                reason = f"{at(self.program, rank, index)} of step {ins.step} uses {value} after {done}"
-                raise refuse(self.program, rank, index, f"{reason}; a synchronous program promises {ins.step}")
+                what = f" of step {ins.step} uses {value} after {done}"
+                raise self._refuse(rank, index, f"{what}; a synchronous program promises {ins.step}")
         op = ins.op
         if op is Op.BACKWARD or op is Op.BACKWARD_WEIGHT:
             self._contribute(rank, ins, self.first_bit[rank] + ins.microbatch)
@@ -286,11 +284,11 @@ class Contents:
 
     def _add_piece(self, rank: int, index: int, ins: Instruction, total: int) -> int:
         """Add a summed piece of a gradient. The last piece writes the gradient: then return what all pieces contain."""
-        g, where = ins.layers[0], at(self.program, rank, index)
+        g = ins.layers[0]
         begin, end = piece_of(ins) or (0, 0)
         pieces = self.pieces.setdefault((ins.group, g), [])
         if any(a < end and begin < b for a, b, _ in pieces):
-            raise refuse(self.program, rank, index, f"{where} sums bytes of grad({g}) that were summed before")
+            raise self._refuse(rank, index, f" sums bytes of grad({g}) that were summed before")
         pieces.append((begin, end, total))
         if not ins.writes:
             return total
@@ -298,8 +296,8 @@ class Contents:
         size = sum(self.program.groups[g].tensors)
         summed, last = sum(b - a for a, b, _ in pieces), max(b for _, b, _ in pieces)
         if summed != size or last > size:
-            reason = f"{where} is the last piece of grad({g}), of which {summed} of {size} bytes were summed"
-            raise refuse(self.program, rank, index, reason)
+            what = f" is the last piece of grad({g}), of which {summed} of {size} bytes were summed"
+            raise self._refuse(rank, index, what)
         return reduce(and_, (found for *_, found in pieces))
 
     def _twice(self, rank: int, index: int, group: int, mask: int) -> ProgramError:
@@ -309,15 +307,13 @@ class Contents:
             if not program.groups[group].form and len({program.shard(r) for r in ins.group}) > 1:
                 why = f"every rank that shares the layer has all of grad({group})"
             why += f"; {ins.op.value} is superfluous"
-        where = at(program, rank, index)
-        return refuse(program, rank, index, f"{where} counts {self.name(group, mask)} twice: {why}")
+        return self._refuse(rank, index, f" counts {self.name(group, mask)} twice: {why}")
 
     def _gather(self, rank: int, index: int, group: int, updates: dict[int, int]) -> None:
         """All slices of a group are gathered: they must have the same version on all ranks."""
         if len(set(updates.values())) > 1:
-            told = ", ".join(f"{n} on rank {r}" for r, n in updates.items())
-            reason = f"{at(self.program, rank, index)} gathers slices after different numbers of updates: {told}"
-            raise refuse(self.program, rank, index, reason)
+            counts = ", ".join(f"{n} on rank {r}" for r, n in updates.items())
+            raise self._refuse(rank, index, f" gathers slices after different numbers of updates: {counts}")
         for r in self._given(updates):
             self.known[r][param(group)] = updates[r]
 
@@ -326,39 +322,33 @@ class Contents:
         updates."""
         found = {self.program.replica(r) for r in updates}
         if len(set(updates.values())) > 1 or len(found) < self.program.replicas:
-            told = ", ".join(f"{n} on rank {r}" for r, n in updates.items())
-            reason = f"{at(self.program, rank, index)} averages param({group}) after different numbers of updates, or"
-            raise refuse(self.program, rank, index, f"{reason} not of all replicas: {told}")
+            counts = ", ".join(f"{n} on rank {r}" for r, n in updates.items())
+            what = f" averages param({group}) after different numbers of updates, or"
+            raise self._refuse(rank, index, f"{what} not of all replicas: {counts}")
         for r in self._given(updates):
             if updates[r] != (newest := self.updated[r].get(group, 0)):
-                reason = (
-                    f"{at(self.program, rank, index)} averages param({group}) after {several(updates[r], 'update')}"
-                )
-                raise refuse(self.program, rank, index, f"{reason}, of which rank {r} has done {newest}")
+                what = f" averages param({group}) after {several(updates[r], 'update')}"
+                raise self._refuse(rank, index, f"{what}, of which rank {r} has done {newest}")
         step, done = self.program.ranks[rank][index].step, updates[rank]
         due = done % self.local == 0 or done == self.program.updates  # (if it is not due, the next use is refused)
         if due and done != step + 1:
-            reason = f"{at(self.program, rank, index)} averages param({group}) after {several(done, 'update')}, but"
-            raise refuse(
-                self.program, rank, index,
-                f"{reason} weighs replicas by their rows of step {step}; possible is step {done - 1}",
-            )  # fmt: skip
+            what = (
+                f" averages param({group}) after {several(done, 'update')}, but weighs replicas by their rows of step"
+            )
+            raise self._refuse(rank, index, f"{what} {step}; possible is step {done - 1}")
         for r in self._given(updates):
-            self.alone[r][group] = 0  # (of a copy in another tier it is known how many updates it has had)
+            self.unaveraged[r][group] = 0  # (of a copy in another tier it is known how many updates it has had)
 
     def _check_round(self, rank: int, index: int, group: int, updates: int) -> None:
         """The parameters that an instruction uses, or copies, were averaged when it was due, and at no other time.
         `updates` is how many they have had."""
         if not self.local or updates != self.updated[rank].get(group):
             return
-        ins, found = self.program.ranks[rank][index], self.alone[rank][group]
+        ins, found = self.program.ranks[rank][index], self.unaveraged[rank][group]
         due = updates % self.local if updates < self.program.updates else 0
         if found != due:
-            reason = (
-                f"{at(self.program, rank, index)} of step {ins.step} uses param({group}) after "
-                f"{several(found, 'update')} by its replica alone; the program promises {due}"
-            )
-            raise refuse(self.program, rank, index, f"{reason}, with an average after every {self.local}")
+            what = f" of step {ins.step} uses param({group}) after {several(found, 'update')} by its replica alone; the"
+            raise self._refuse(rank, index, f"{what} program promises {due}, with an average after every {self.local}")
 
     def _check_norm(self, rank: int, index: int, brought: dict[int, dict[int, int]]) -> None:
         """A NORM counts all gradients, and each of them is complete."""
@@ -372,8 +362,8 @@ class Contents:
                 continue
             counted, holders = {r for r, found in brought.items() if g in found}, holds[g]
             if counted != holders:
-                reason = f"{at(self.program, rank, index)} counts grad({g}) on ranks {sorted(counted)}; it is on"
-                raise refuse(self.program, rank, index, f"{reason} {sorted(holders)}")
+                what = f" counts grad({g}) on ranks {sorted(counted)}; it is on"
+                raise self._refuse(rank, index, f"{what} {sorted(holders)}")
             for r in counted:
                 self._check_complete(rank, index, grad(g), brought[r][g])
 
@@ -399,14 +389,11 @@ class Contents:
             found = known.get(gradient, 0)
             self._check_complete(rank, index, gradient, found)
             if self.local:
-                self._step_alone(rank, index, g, found & ~self._all(g, rank))
+                self._step_of_replica(rank, index, g, found & ~self._all(g, rank))
             known[gradient] = 0
             done = known.get(updated, 0)
             if ins.step != done:
-                reason = (
-                    f"{at(self.program, rank, index)} is update {done} of {gradient}, but belongs to step {ins.step}"
-                )
-                raise refuse(self.program, rank, index, reason)
+                raise self._refuse(rank, index, f" is update {done} of {gradient}, but belongs to step {ins.step}")
             known[updated] = done + 1
         for value in ins.writes:
             if value.kind in _STATES:
@@ -419,24 +406,20 @@ class Contents:
             if "grad" in value.kind:
                 self._check_complete(rank, index, value, found)
                 if self.local:
-                    self._step_alone(rank, index, value.index, found & ~self._all(value.index, rank))
+                    self._step_of_replica(rank, index, value.index, found & ~self._all(value.index, rank))
                 known[value] = 0
                 for gradient in (grad(value.index), grad_shard(value.index)):  # (those in a bucket stay allocated)
                     known.pop(gradient, None)
             elif value.kind.startswith("host ") and found != ins.step:
-                reason = f"{at(self.program, rank, index)} is update {found} of {value}, but belongs to step {ins.step}"
-                raise refuse(self.program, rank, index, reason)
+                raise self._refuse(rank, index, f" is update {found} of {value}, but belongs to step {ins.step}")
         for value in ins.writes:
             known[value] = ins.step + 1
 
     def _check_complete(self, rank: int, index: int, gradient: Value, found: int) -> None:
         missing = self._all(gradient.index, rank) & ~found
         if missing:
-            raise refuse(
-                self.program, rank, index,
-                f"{at(self.program, rank, index)} comes before its gradients are complete:"
-                f" {gradient} lacks {self.name(gradient.index, missing)}{self._lacking_sum(rank, gradient, missing)}",
-            )  # fmt: skip
+            what = f"{gradient} lacks {self.name(gradient.index, missing)}{self._lacking_sum(rank, gradient, missing)}"
+            raise self._refuse(rank, index, f" comes before its gradients are complete: {what}")
 
     def _lacking_sum(self, rank: int, gradient: Value, missing: int) -> str:
         """With tensor parallelism, the sum that a gradient lacks: over ranks that share its layer, or over replicas."""
@@ -455,15 +438,19 @@ class Contents:
                 return f"; ALL_REDUCE of grad({g}) over replicas is missing"
         return ""  # (a micro-batch of its own)
 
-    def _step_alone(self, rank: int, index: int, group: int, foreign: int) -> None:
+    def _step_of_replica(self, rank: int, index: int, group: int, foreign: int) -> None:
         """A STEP of a replica alone: of parameters that are averaged when it is due, and at no other time. There may be
         no `foreign` contributions, which are those of other replicas."""
         self._check_round(rank, index, group, self.updated[rank].get(group, 0))
-        self.alone[rank][group] = self.alone[rank].get(group, 0) + 1
+        self.unaveraged[rank][group] = self.unaveraged[rank].get(group, 0) + 1
         self.updated[rank][group] = self.program.ranks[rank][index].step + 1
         if foreign:
-            where, whose = at(self.program, rank, index), self.name(group, foreign)
-            raise refuse(self.program, rank, index, f"{where}: the replica's own update of param({group}) uses {whose}")
+            whose = self.name(group, foreign)
+            raise self._refuse(rank, index, f": the replica's own update of param({group}) uses {whose}")
+
+    def _refuse(self, rank: int, index: int, what: str) -> ProgramError:
+        """The error for an instruction; `what` follows its name."""
+        return wrong(self.program, rank, index, what)
 
     def name(self, group: int, mask: int) -> str:
         """The first contribution in a mask, in words."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from minipar.program import MOVED, Op, Program, Value
-from minipar.program.diagnostics import at, refuse
+from minipar.program import MOVED, Instruction, Op, Program, Value
+from minipar.program.diagnostics import at, refuse, wrong
 from minipar.program.forms import (
     COUNTS,
     along,
@@ -56,67 +56,55 @@ def check_inside(program: Program, rank: int, index: int) -> None:
             given, taken, giver, taker = after.grad_writes, needed(before.grad_reads), second, first
         if given != taken:
             value = Value("grad_output" if back else "output", first)
-            raise refuse(
-                program, rank, index,
-                f"{at(program, rank, index)}: layer {program.title(giver)} gives {value} as {in_words(given)}, and "
+            raise wrong(program, rank, index, f": layer {program.title(giver)} gives {value} as {in_words(given)}, and "
                 f"layer {program.title(taker)} takes it as {in_words(taken)}{lacking(given, taken)}",
             )  # fmt: skip
 
 
 def check_repartition(program: Program, rank: int, index: int) -> None:
     """A collective that gives a value another form: of one value, over the ranks that share its layer."""
-    ins = program.ranks[rank][index]
-    where = at(program, rank, index)
+    if what := _mistake(program, rank, program.ranks[rank][index]):
+        raise wrong(program, rank, index, what)
+
+
+def _mistake(program: Program, rank: int, ins: Instruction) -> str:
+    """What is wrong with a collective that gives a value another form; "": nothing."""
     if len(ins.writes) != 1 or ins.frees != ins.reads or ins.layers:
-        raise refuse(
-            program, rank, index, f"{where}: {ins.op.value} of {ins.reads[0]} reads and frees it, and writes one value"
-        )
+        return f": {ins.op.value} of {ins.reads[0]} reads and frees it, and writes one value"
     source, target = ins.reads[0], ins.writes[0]
     if source._replace(form="") != target._replace(form=""):
-        raise refuse(program, rank, index, f"{where} cannot make {target} of {source}")
+        return f" cannot make {target} of {source}"
     if (source.microbatch, source.step) != (ins.microbatch, ins.step):
-        raise refuse(program, rank, index, f"{where} is of micro-batch {ins.microbatch}, but names {source}")
+        return f" is of micro-batch {ins.microbatch}, but names {source}"
     axis = changed_axis(source.form, target.form)
     sharers = program.sharers(rank, program.sharing_axes[axis or 0 :][:1])
     if ins.group != sharers or len(ins.group) < 2:
+        layer = program.title(program.source(source))
         ranks = ",".join(map(str, sharers))
-        words = f"the ranks that share layer {program.title(program.source(source))}; possible are {ranks}"
-        raise refuse(program, rank, index, f"{where}: its group is not that of {words}")
+        return f": its group is not that of the ranks that share layer {layer}; possible are {ranks}"
     if axis is None and source.form != target.form:
-        raise refuse(
-            program, rank, index,
-            f"{where} cannot make {source} of {in_words(source.form)} into {in_words(target.form)}: its ranks lie "
-            "along one axis; possible is a collective for each axis",
-        )  # fmt: skip
+        what = f" cannot make {source} of {in_words(source.form)} into {in_words(target.form)}"
+        return f"{what}: its ranks lie along one axis; possible is a collective for each axis"
     old, new = along(source.form, axis or 0), along(target.form, axis or 0)
     changed = [(before, after) for before, after in pairs(old, new) if before != after]
     if not changed:
-        raise refuse(
-            program, rank, index,
-            f"{where} is superfluous: {source} is {in_words(source.form)} before, and after it",
-        )  # fmt: skip
+        return f" is superfluous: {source} is {in_words(source.form)} before, and after it"
     within = axis_within(source.form, target.form, axis or 0)
     if within is not None:
         outer, inner = program.sharing_axes[axis or 0], program.sharing_axes[within]
-        raise refuse(
-            program, rank, index,
-            f"{where} mixes up the parts of {source} along {inner}, which are parts of what {outer} has left; possible "
-            f"is {inner} first where they are joined, and {outer} first where they are cut",
-        )  # fmt: skip
+        what = f" mixes up the parts of {source} along {inner}, which are parts of what {outer} has left"
+        return f"{what}; possible is {inner} first where they are joined, and {outer} first where they are cut"
     there = letters(old)
     for k, letter in enumerate(there):
         if letter[0] == "U" and letter != letters(new)[k] and COUNTS not in there[:k]:
-            raise refuse(
-                program, rank, index,
-                f"{where} cannot exchange unequal shards of {source}, whose counts are not whole; "
-                f"{Op.ALL_GATHER.value} of the counts is missing before it",
-            )  # fmt: skip
+            what = f" cannot exchange unequal shards of {source}, whose counts are not whole"
+            return f"{what}; {Op.ALL_GATHER.value} of the counts is missing before it"
     for before, after in changed:
         needed = collective_of(before, after)
         if needed is not ins.op:
-            reason = f"{where} cannot make {source} of {in_words(before)} into {in_words(after)}"
-            possible = f"; possible is {needed.value}" if needed is not None else ""
-            raise refuse(program, rank, index, reason + possible)
+            what = f" cannot make {source} of {in_words(before)} into {in_words(after)}"
+            return what + (f"; possible is {needed.value}" if needed is not None else "")
+    return ""
 
 
 def in_another_form(program: Program, rank: int, index: int, value: Value, since: int = 0) -> str:

@@ -32,9 +32,10 @@ from minipar.program import (
     served,
     served_state,
 )  # fmt: skip
-from minipar.program.diagnostics import at, refuse
+from minipar.program.diagnostics import at, refuse, wrong
 from minipar.program.rule import Place
 from minipar.program.server_rule import Mode
+from minipar.program.verify import fields
 from minipar.wording import several
 
 _GRADIENTS = (Op.BACKWARD, Op.BACKWARD_WEIGHT)
@@ -88,27 +89,26 @@ def _check_worker(program: Program, rank: int) -> None:
     present = 0
     for index, ins in enumerate(program.ranks[rank]):
         if ins.step < present:
-            reason = f"{at(program, rank, index)} is of step {ins.step}, and step {present} has begun; possible is one"
-            raise refuse(program, rank, index, f"{reason} step after the other")
+            what = f" is of step {ins.step}, and step {present} has begun; possible is one"
+            raise wrong(program, rank, index, f"{what} step after the other")
         present = ins.step
         what = "forward" if ins.op is Op.FORWARD else "backward" if ins.op in _GRADIENTS else ""
         for layer in ins.layers if what else ():
             if ins.microbatch not in everything:
-                reason = f"{at(program, rank, index)}: there is no micro-batch {ins.microbatch}; possible are 0 to"
-                raise refuse(program, rank, index, f"{reason} {program.microbatches - 1}")
+                words = f": there is no micro-batch {ins.microbatch}; possible are 0 to {program.microbatches - 1}"
+                raise wrong(program, rank, index, words)
             if ins.microbatch in done[what, layer, ins.step]:
                 reason = f"micro-batch {ins.microbatch} is doubled: {at(program, rank, index)} is not the first"
                 raise refuse(program, rank, index, reason)
             done[what, layer, ins.step].add(ins.microbatch)
         for g in ins.layers if ins.op is Op.PUSH else ():
             if ins.peer in sent[g, ins.step]:
-                reason = f"{at(program, rank, index)} pushes grad({g}) of step {ins.step} again"
-                raise refuse(program, rank, index, reason)
+                raise wrong(program, rank, index, f" pushes grad({g}) of step {ins.step} again")
             sent[g, ins.step].add(ins.peer)
             for layer in program.groups[g].layers:
                 if lost := everything - done["backward", layer, ins.step]:
-                    reason = f"{at(program, rank, index)} pushes before the gradient is complete: grad({g}) lacks"
-                    raise refuse(program, rank, index, f"{reason} micro-batch {min(lost)} (layer {layer})")
+                    what = f" pushes before the gradient is complete: grad({g}) lacks"
+                    raise wrong(program, rank, index, f"{what} micro-batch {min(lost)} (layer {layer})")
     for step in sorted({ins.step for ins in program.ranks[rank] if ins.op is Op.PULL}):
         for layer in range(program.layers):
             for what in ("forward", "backward") if layer >= program.first_trainable else ("forward",):
@@ -130,32 +130,32 @@ def _check_names(program: Program, rank: int) -> None:
     works = rank < program.workers
     known = (*_WORK, Op.PULL, Op.PUSH) if works else (Op.ACCEPT, Op.APPLY, Op.REPLY)
     for index, ins in enumerate(program.ranks[rank]):
-        where = at(program, rank, index)
         if ins.op not in known:
             who = "worker" if works else "server"
-            raise refuse(program, rank, index, f"{where}: rank {rank} is a {who}, which does not")
+            raise wrong(program, rank, index, f": rank {rank} is a {who}, which does not")
         if ins.stream == "host":
-            raise refuse(program, rank, index, f"{where}: a worker computes nothing on the host")
+            raise wrong(program, rank, index, ": a worker computes nothing on the host")
         if ins.op in _WORK:
             _check_work(program, rank, index, pulled, shares)
             continue
+        if type(ins.microbatch) is not int:
+            fields.check_instruction(rank, index, ins)
         partners = servers if works else range(program.workers)
         if ins.op is not Op.APPLY and ins.peer not in partners:
-            raise refuse(program, rank, index, f"{where}: rank {ins.peer} is no partner for it")
+            raise wrong(program, rank, index, f": rank {ins.peer} is no partner for it")
         server = ins.peer if works else rank
         here = set(ins.layers)
         right = here == shares[server] if ins.op is Op.APPLY else bool(here) and here <= shares[server]
         if not right or len(here) < len(ins.layers):
             groups = ", ".join(map(str, sorted(shares[server])))
-            reason = f"{where}: server {server} keeps groups {groups}; possible are these, each once"
-            raise refuse(program, rank, index, reason)
+            what = f": server {server} keeps groups {groups}; possible are these, each once"
+            raise wrong(program, rank, index, what)
         _check_values(program, rank, index, updates)
         updates.update(ins.layers if ins.op is Op.APPLY else ())
         for g in ins.layers if ins.op is Op.PULL else ():
             found = pulled.setdefault(g, {})
             if found.get(server) == ins.step:
-                reason = f"{where} pulls param({g}) of step {ins.step} again; possible is once"
-                raise refuse(program, rank, index, reason)
+                raise wrong(program, rank, index, f" pulls param({g}) of step {ins.step} again; possible is once")
             found[server] = ins.step
 
 
@@ -167,15 +167,15 @@ def _check_work(
     for g in {g for layer in ins.layers for g in program.groups_of_layer[layer] if program.groups[g].trainable}:
         here = {server for server, step in pulled.get(g, {}).items() if step == ins.step}
         for server in sorted({s for s, share in shares.items() if g in share} - here):
-            reason = f"{at(program, rank, index)} uses param({g}), which was not pulled from rank {server} for step"
-            raise refuse(program, rank, index, f"{reason} {ins.step}")
+            what = f" uses param({g}), which was not pulled from rank {server} for step"
+            raise wrong(program, rank, index, f"{what} {ins.step}")
         if ins.op in _GRADIENTS and grad(g) not in ins.writes:
-            raise refuse(program, rank, index, f"{at(program, rank, index)} makes grad({g}), but does not write it")
+            raise wrong(program, rank, index, f" makes grad({g}), but does not write it")
 
 
 def _check_values(program: Program, rank: int, index: int, updates: Counter[int]) -> None:
     """A message names the values of its groups. An update names all values that it changes."""
-    ins, where = program.ranks[rank][index], at(program, rank, index)
+    ins = program.ranks[rank][index]
     groups = ins.layers
     reads, writes = set(ins.reads), set(ins.writes)
     if ins.op is Op.APPLY:
@@ -184,8 +184,8 @@ def _check_values(program: Program, rank: int, index: int, updates: Counter[int]
         right = writes == state <= reads and gradients <= set(ins.frees)
         for g in groups:
             if ins.step != updates[g]:
-                reason = f"{where} is update {updates[g]} of group {g} at its server, but is called step {ins.step}"
-                raise refuse(program, rank, index, reason)
+                what = f" is update {updates[g]} of group {g} at its server, but is called step {ins.step}"
+                raise wrong(program, rank, index, what)
     elif ins.op is Op.ACCEPT:
         right = ins.writes == tuple(pushed(g, ins.peer, ins.step) for g in groups) and not reads
     elif ins.op is Op.PULL:
@@ -196,10 +196,9 @@ def _check_values(program: Program, rank: int, index: int, updates: Counter[int]
         right = reads == named | left_out and writes == left_out
         kept = [v for v in reads - left_out - set(ins.frees) if not _pushed_later(program, rank, index, v)]
         if ins.op is Op.PUSH and kept:  # (a gradient that stays would be pushed again in the next step)
-            reason = f"{where} keeps {min(kept)}; possible is frees with all that is pushed"
-            raise refuse(program, rank, index, reason)
+            raise wrong(program, rank, index, f" keeps {min(kept)}; possible is frees with all that is pushed")
     if not right:
-        raise refuse(program, rank, index, f"{where} names other values than those of its groups")
+        raise wrong(program, rank, index, " names other values than those of its groups")
 
 
 def _pushed_later(program: Program, rank: int, index: int, value: Value) -> bool:
@@ -252,14 +251,13 @@ class _Versions:
         self.taken: dict[int, tuple[int, set[tuple[int, int]]]] = {}
 
     def pull(self, rank: int, index: int, ins: Instruction, version: int) -> None:
-        where = at(self.program, rank, index)
         used = self.used.setdefault((rank, ins.step), version)
         if used != version:
-            reason = f"{where} brings version {version}, but other parameters of this step are of version {used}"
-            raise refuse(self.program, rank, index, reason)
+            what = f" brings version {version}, but other parameters of this step are of version {used}"
+            raise wrong(self.program, rank, index, what)
         if self.synchronous and version != ins.step:
-            reason = f"{where} brings parameters after {several(version, 'update')}; a synchronous program promises"
-            raise refuse(self.program, rank, index, f"{reason} {ins.step}")
+            what = f" brings parameters after {several(version, 'update')}; a synchronous program promises {ins.step}"
+            raise wrong(self.program, rank, index, what)
 
     def apply(self, rank: int, index: int, ins: Instruction) -> None:
         program, update = self.program, self.version[rank]
@@ -271,31 +269,31 @@ class _Versions:
             self._check_taken(rank, index, g, workers)
             missing = {(worker, update) for worker in range(program.workers)} - workers if self.synchronous else ()
             if missing:
-                reason = f"{at(program, rank, index)} comes before all gradients are there: rank {min(missing)[0]}'s"
-                raise refuse(program, rank, index, f"{reason} of step {update} is not read")
+                what = f" comes before all gradients are there: rank {min(missing)[0]}'s"
+                raise wrong(program, rank, index, f"{what} of step {update} is not read")
         self.version[rank] += 1
 
     def _check_taken(self, rank: int, index: int, g: int, workers: set[tuple[int, int]]) -> None:
         """The gradients of a group that an update takes."""
-        program, where, update = self.program, at(self.program, rank, index), self.version[rank]
+        program, update = self.program, self.version[rank]
         other, first = self.taken.setdefault(update, (rank, workers))
         if not self.synchronous and workers != first:
-            reason = f"{where} takes gradients of grad({g}) of other replicas or steps than update {update}"
-            raise refuse(program, rank, index, f"{reason} does elsewhere (on rank {other})")
+            what = f" takes gradients of grad({g}) of other replicas or steps than update {update}"
+            raise wrong(program, rank, index, f"{what} does elsewhere (on rank {other})")
         if self.mode.each and len(workers) > 1:
-            reason = f"{where} takes gradients of {several(len(workers), 'replica')} or steps"
-            raise refuse(program, rank, index, f"{reason}; with mode={self.mode} each is an update of its own")
+            what = f" takes gradients of {several(len(workers), 'replica')} or steps"
+            raise wrong(program, rank, index, f"{what}; with mode={self.mode} each is an update of its own")
         if not workers:
-            raise refuse(program, rank, index, f"{where} takes no gradient of grad({g})")
+            raise wrong(program, rank, index, f" takes no gradient of grad({g})")
         for worker, step in sorted(workers):
             if (rank, g, worker, step) in self.applied:
-                reason = f"{where} takes what rank {worker} pushed of grad({g}) in step {step} twice"
-                raise refuse(program, rank, index, reason)
+                what = f" takes what rank {worker} pushed of grad({g}) in step {step} twice"
+                raise wrong(program, rank, index, what)
             self.applied.add((rank, g, worker, step))
             age = update - self.used[worker, step]
             if self.bound is not None and age > self.bound:
-                reason = f"{where} takes a gradient of rank {worker} that is {several(age, 'update')} old"
-                raise refuse(program, rank, index, f"{reason}; possible are at most {self.bound}")
+                what = f" takes a gradient of rank {worker} that is {several(age, 'update')} old"
+                raise wrong(program, rank, index, f"{what}; possible are at most {self.bound}")
 
 
 def staleness(program: Program) -> list[int]:

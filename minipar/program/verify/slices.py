@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from minipar.program import BACKWARDS, Instruction, Op, Program, Value, carry, grad_carry, home, host
-from minipar.program.diagnostics import at, refuse
+from minipar.program.diagnostics import wrong
 
 KINDS = ("carry", "grad_carry")
 _FORWARDS = (Op.FORWARD, Op.RECOMPUTE)
@@ -23,8 +23,7 @@ def check_carries(program: Program, ranks: Collection[int]) -> None:
             i, place = ins.microbatch % count, (ins.microbatch // count, ins.step)
             if i > begun.get(place, -1) + 1:  # (layers count tokens to know where a slice begins)
                 before = ins.microbatch - 1
-                reason = f"{at(program, rank, index)} comes before the slice before it, micro-batch {before}"
-                raise refuse(program, rank, index, reason)
+                raise wrong(program, rank, index, f" comes before the slice before it, micro-batch {before}")
             begun[place] = max(i, begun.get(place, -1))
             reads, writes = _expected(ins, count, carrying)
             if ins.stream == "host":
@@ -34,7 +33,7 @@ def check_carries(program: Program, ranks: Collection[int]) -> None:
                 if found != wanted:
                     value = min(found ^ wanted)
                     says = f"needs to {does} {value}" if value in wanted else f"cannot {does} {value}"
-                    raise refuse(program, rank, index, f"{at(program, rank, index)} {says}")
+                    raise wrong(program, rank, index, f" {says}")
 
 
 def _expected(ins: Instruction, count: int, carrying: frozenset[int]) -> tuple[set[Value], set[Value]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from minipar.errors import ProgramError
 from minipar.program import (
     BACKWARDS,
     COMPUTE,
@@ -26,7 +25,6 @@ from minipar.program import (
     param,
     version_of,
 )
-from minipar.program.diagnostics import at, refuse
 from minipar.program.verify.contents import Contents
 from minipar.wording import several
 
@@ -43,8 +41,8 @@ def versions_of(row: Iterable[Instruction]) -> Iterator[Versions]:
         if ins.op is not Op.STEP:
             yield used, None
             continue
-        made = max(map(version_of, ins.writes), default=-1)  # (an update may have several STEPs)
-        updates = made if made >= 0 else updates + 1
+        written = max(map(version_of, ins.writes), default=-1)  # (an update may have several STEPs)
+        updates = written if written >= 0 else updates + 1
         yield used, updates
 
 
@@ -122,22 +120,22 @@ class StaleContents(Contents):
                 continue
             g, version, newest = value.index, value.step, known.get(param(value.index), 0)
             if version < 0:
-                raise self._refuse(rank, index, f"uses {value} without saying which version")
+                raise self._refuse(rank, index, f" uses {value} without saying which version")
             key = g, ins.step, ins.microbatch
             own = used.setdefault(key, version) if ins.op is Op.FORWARD else used.get(key, version)
             if (self.contract.stashed or ins.op is Op.FORWARD) and own != version:
-                raise self._refuse(rank, index, f"uses {value}, but the forward of its micro-batch used v{own}")
+                raise self._refuse(rank, index, f" uses {value}, but the forward of its micro-batch used v{own}")
             if not self.contract.stashed and version != newest:
-                raise self._refuse(rank, index, f"uses {value}, which is not the newest, v{newest}")
+                raise self._refuse(rank, index, f" uses {value}, which is not the newest, v{newest}")
         if ins.op in BACKWARDS and ins.op is not Op.BACKWARD_INPUT:
-            made = {g for layer in ins.layers for g in self.program.groups_of_layer[layer] if self.trained[g]}
-            if lost := made - {value.index for value in ins.writes if value.kind == "grad"}:
-                raise self._refuse(rank, index, f"makes {grad(min(lost))}, but does not write it")
+            expected = {g for layer in ins.layers for g in self.program.groups_of_layer[layer] if self.trained[g]}
+            if lost := expected - {value.index for value in ins.writes if value.kind == "grad"}:
+                raise self._refuse(rank, index, f" makes {grad(min(lost))}, but does not write it")
             self._contribute(rank, ins, self._bit(rank, ins))
         self._free(rank, ins.frees)
 
     def _copy(self, rank: int, index: int, ins: Instruction) -> None:
-        raise self._refuse(rank, index, "copies to or from another tier; without flushes all stays on the device")
+        raise self._refuse(rank, index, " copies to or from another tier; without flushes all stays on the device")
 
     def _check_step(self, rank: int, index: int, ins: Instruction) -> None:
         known = self.known[rank]
@@ -145,15 +143,15 @@ class StaleContents(Contents):
             whole, gradient, newest = param(g), grad(g), known.get(param(g), 0)
             old, new = (param(g, newest + k) for k in (0, 1))
             if old not in ins.reads:
-                raise self._refuse(rank, index, f"does not update the newest parameters, {old}")
+                raise self._refuse(rank, index, f" does not update the newest parameters, {old}")
             if new not in ins.writes:
-                raise self._refuse(rank, index, f"does not make {new}")
+                raise self._refuse(rank, index, f" does not make {new}")
             if ins.step != newest:
-                raise self._refuse(rank, index, f"is update {newest} of {whole}, but is called step {ins.step}")
+                raise self._refuse(rank, index, f" is update {newest} of {whole}, but is called step {ins.step}")
             if gradient not in ins.frees and not (self.program.state and gradient in self.program.state[rank]):
-                raise self._refuse(rank, index, f"keeps {gradient}, which would go into the next update, too")
+                raise self._refuse(rank, index, f" keeps {gradient}, which would go into the next update, too")
             if others := {v for v in ins.writes if v.kind == whole.kind and v.index == g} - {new}:
-                raise self._refuse(rank, index, f"writes {min(others)}; possible is {new} alone")
+                raise self._refuse(rank, index, f" writes {min(others)}; possible is {new} alone")
             self._check_update(rank, index, g, newest, known.get(gradient, 0))
             known[gradient] = 0
             known[whole] = newest + 1
@@ -168,16 +166,16 @@ class StaleContents(Contents):
         self._free(rank, ins.frees)
         for value in ins.writes:
             if version_of(value) >= 0 and most is not None and (found := len(alive[value.index])) > most:
-                what = f"leaves {several(found, 'version')} of param({value.index}) alive; the program promises {most}"
+                what = f" leaves {several(found, 'version')} of param({value.index}) alive; the program promises {most}"
                 raise self._refuse(rank, index, what)
 
-    def _check_update(self, rank: int, index: int, g: int, newest: int, made: int) -> None:
+    def _check_update(self, rank: int, index: int, g: int, newest: int, contributions: int) -> None:
         """The gradient of an update has whole micro-batches, the same ones of all replicas, as many as the contract
-        says, and none is too stale. `made` are its contributions."""
+        says, and none is too stale. `contributions` are its contributions."""
         program = self.program
         own = program.replica(rank)
         found = {
-            replica: [self._places(made >> slot, replica) for slot in self.bits[g].values()]
+            replica: [self._places(contributions >> slot, replica) for slot in self.bits[g].values()]
             for replica in range(program.replicas)
         }
         places = found[own][0]
@@ -186,26 +184,26 @@ class StaleContents(Contents):
                 if other == places:
                     continue
                 step, i = min(other ^ places)
-                what = f"comes before its gradients are complete: grad({g}) lacks"
+                what = f" comes before its gradients are complete: grad({g}) lacks"
                 if replica == own:
                     raise self._refuse(rank, index, f"{what} a layer of micro-batch {i} of step {step}")
                 what += f" micro-batch {i} of step {step} of replica {replica}; ALL_REDUCE of grad({g})"
                 raise self._refuse(rank, index, f"{what} over replicas is missing")
         if not places:
-            raise self._refuse(rank, index, f"updates param({g}) without a gradient")
+            raise self._refuse(rank, index, f" updates param({g}) without a gradient")
         every, m = self.contract.every, program.microbatches
         whole = {(newest, i) for i in range(m)} if every is None else places
         if places != whole:
             step, i = min(places ^ whole)
-            raise self._refuse(rank, index, f"is update {newest}, but not of step {newest}: micro-batch {i} of {step}")
+            raise self._refuse(rank, index, f" is update {newest}, but not of step {newest}: micro-batch {i} of {step}")
         if every is not None and len(places) != every and (len(places) > every or self._later(rank, index)):
-            what = f"is an update of {several(len(places), 'micro-batch')}; the program promises {every}"
+            what = f" is an update of {several(len(places), 'micro-batch')}; the program promises {every}"
             raise self._refuse(rank, index, what)
         bound = self.contract.bound
         for step, i in sorted(places):
             stale = newest - self.used[rank].get((g, step, i), newest)
             if bound is not None and stale > bound:
-                what = f"applies a gradient of micro-batch {i} of step {step} that is {several(stale, 'update')} old"
+                what = f" applies a gradient of micro-batch {i} of step {step} that is {several(stale, 'update')} old"
                 raise self._refuse(rank, index, f"{what}; the program promises at most {bound}")
 
     def _later(self, rank: int, index: int) -> bool:
@@ -227,9 +225,6 @@ class StaleContents(Contents):
         for value in values:
             if version_of(value) >= 0:
                 self.alive[rank][value.index].discard(value)
-
-    def _refuse(self, rank: int, index: int, what: str) -> ProgramError:
-        return refuse(self.program, rank, index, f"{at(self.program, rank, index)} {what}")
 
     def name(self, group: int, mask: int) -> str:
         """The first contribution in a mask, in words."""

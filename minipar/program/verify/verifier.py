@@ -48,7 +48,7 @@ from minipar.program import (
     tier,
 )
 from minipar.program.collector import paused
-from minipar.program.diagnostics import at, refuse
+from minipar.program.diagnostics import at, refuse, wrong
 from minipar.program.repeated import Repeated
 from minipar.program.verify import fields, forms, service, slices
 from minipar.program.verify.contents import Contents
@@ -98,13 +98,13 @@ def _check(program: Program) -> None:
     try:
         _verify(program, ranks)
     except ProgramError:
-        if len(ranks) == len(everyone) or len(program) > _TOLD:
+        if len(ranks) == len(everyone) or len(program) > _MOST_REPEATED:
             raise
         _verify(program, everyone)  # (it is refused in the same words as one that is written rank by rank)
         raise
 
 
-_TOLD = 1_000_000  # instructions of the largest program that is looked at again, to say of all ranks what is wrong
+_MOST_REPEATED = 1_000_000  # instructions of the largest program that is verified again, on all ranks, once refused
 
 
 def _to_look_at(program: Program) -> Collection[int]:
@@ -196,15 +196,12 @@ def _check_instructions(program: Program, ranks: Collection[int]) -> None:
             if op is Op.SEND or op is Op.RECV:
                 moved, other = (reads, writes) if op is Op.SEND else (writes, reads)
                 if not moved or other or len(set(moved)) < len(moved):
-                    raise refuse(
-                        program, rank, index, f"{at(program, rank, index)}: {op.value} moves values, each once"
-                    )
+                    raise wrong(program, rank, index, f": {op.value} moves values, each once")
                 if moved[0][2] != i or moved[0][3] != step:
                     raise _mislabelled(program, rank, index, moved[0])
                 for value in moved:
                     if value[0] not in MOVED:
-                        reason = f"{at(program, rank, index)} moves {value}; outputs and their gradients travel"
-                        raise refuse(program, rank, index, reason)
+                        raise wrong(program, rank, index, f" moves {value}; outputs and their gradients travel")
                     if value[0] == "output" and op is Op.SEND:
                         sent.add(value[1])
                 if stream == "host":
@@ -236,11 +233,10 @@ def _check_instructions(program: Program, ranks: Collection[int]) -> None:
             missing = needed.difference([value[:2] for value in reads])
             if missing:
                 kind, k = min(missing)
-                reason = f"{at(program, rank, index)} needs {kind}({k}), but does not read it"
-                raise refuse(program, rank, index, reason)
+                raise wrong(program, rank, index, f" needs {kind}({k}), but does not read it")
             for value in writes:
                 if value[:2] not in built and value[0] not in carried:
-                    raise refuse(program, rank, index, f"{at(program, rank, index)} cannot make {value}")
+                    raise wrong(program, rank, index, f" cannot make {value}")
             if layers and (program.forms or program.sharing > 1):
                 forms.check_forms(program, rank, index)
             for value in reads + writes:
@@ -259,9 +255,7 @@ def _check_rest(program: Program, rank: int, index: int) -> None:
     ins = program.ranks[rank][index]
     fields.check_instruction(rank, index, ins)
     if ins.group and ins.op not in COLLECTIVES:
-        raise refuse(
-            program, rank, index,
-            f"{at(program, rank, index)}: {ins.op.value} is no collective, so that nobody joins it in a group; "
+        raise wrong(program, rank, index, f": {ins.op.value} is no collective, so that nobody joins it in a group; "
             "possible is group=()",
         )  # fmt: skip
 
@@ -281,7 +275,7 @@ def _check_layers(program: Program, rank: int, index: int) -> None:
         reason = f" names {_twice(layers)} twice; possible is each once"
     elif op not in _ON_LAYERS:
         return
-    elif program.edges and not program.wiring.alone.issuperset(sorted(layers)[1:]):
+    elif program.edges and not program.wiring.chained.issuperset(sorted(layers)[1:]):
         reason = ": its layers are no chain; possible is one instruction for each"
     elif layers != tuple(range(layers[0], layers[-1] + 1)):
         given, possible = (",".join(map(str, each)) for each in (layers, range(min(layers), max(layers) + 1)))
@@ -299,8 +293,8 @@ def _twice(items: Iterable[int]) -> int:
 
 
 def _not_on_host(program: Program, rank: int, index: int) -> ProgramError:
-    reason = f"{at(program, rank, index)} computes nothing, but is on the stream of the host"
-    return refuse(program, rank, index, f"{reason}; possible on stream host are layers and STEP")
+    what = " computes nothing, but is on the stream of the host"
+    return wrong(program, rank, index, f"{what}; possible on stream host are layers and STEP")
 
 
 def _check_sent(program: Program, rank: int, sent: set[int]) -> None:
@@ -315,8 +309,8 @@ def _check_sent(program: Program, rank: int, sent: set[int]) -> None:
             makers = _producers(program, rank, value) if inside else ()
             if makers and program.ranks[rank][makers[0]].op is Op.FORWARD:
                 maker = at(program, rank, makers[0])
-                reason = f"{at(program, rank, index)} moves {value}, which stays inside of {maker}; possible is to end"
-                raise refuse(program, rank, index, f"{reason} that instruction with layer {value.index}")
+                what = f" moves {value}, which stays inside of {maker}; possible is to end"
+                raise wrong(program, rank, index, f"{what} that instruction with layer {value.index}")
 
 
 def _check_graphs(program: Program, rank: int) -> None:
@@ -345,39 +339,36 @@ def _check_graphs(program: Program, rank: int) -> None:
 def _mislabelled(program: Program, rank: int, index: int, value: Value) -> ProgramError:
     ins = program.ranks[rank][index]
     what = f"micro-batch {ins.microbatch} of step {ins.step}, but names {value} of step {value.step}"
-    return refuse(program, rank, index, f"{at(program, rank, index)} is of {what}")
+    return wrong(program, rank, index, f" is of {what}")
 
 
 def _check_copy(program: Program, rank: int, index: int, own: _State) -> None:
     """A copy moves one value, OFFLOAD to a slower tier and FETCH to a faster one."""
     ins = program.ranks[rank][index]
-    where = at(program, rank, index)
     if len(ins.writes) != 1 or not ins.reads:
-        raise refuse(program, rank, index, f"{where}: {ins.op.value} copies one value")
+        raise wrong(program, rank, index, f": {ins.op.value} copies one value")
     source, target = ins.reads[0], ins.writes[0]
     down = TIERS.index(tier(target)) - TIERS.index(tier(source))
     slice_of_it = home(source).kind == "param_shard" and target == param(source.index)
     if not (home(source) == home(target) or slice_of_it) or (down <= 0 if ins.op is Op.OFFLOAD else down >= 0):
-        raise refuse(program, rank, index, f"{where} cannot make {target} of {source}")
+        raise wrong(program, rank, index, f" cannot make {target} of {source}")
     if source.microbatch >= 0 and (source.microbatch, source.step) != (ins.microbatch, ins.step):
         raise _mislabelled(program, rank, index, source)
     if (target.microbatch, target.step) != (source.microbatch, source.step):
         raise _mislabelled(program, rank, index, target)
     if ins.layers != (source.index,):
-        raise refuse(program, rank, index, f"{where} copies {source}; possible is layers=({source.index},)")
+        raise wrong(program, rank, index, f" copies {source}; possible is layers=({source.index},)")
     kind = home(source).kind
     if kind not in _COPIED:
-        raise refuse(program, rank, index, f"{where}: {kind} is not copied between tiers")
+        raise wrong(program, rank, index, f": {kind} is not copied between tiers")
     if ins.stream == "host":
         raise _not_on_host(program, rank, index)
     if kind in ("grad", "grad_shard"):
         if ins.op is not Op.OFFLOAD or own.places.get(source.index) != {"host"}:
-            reason = f"{where}: gradients go to the host for a STEP of the host; rank {rank} has none for {source}"
-            raise refuse(program, rank, index, reason)
+            what = f": gradients go to the host for a STEP of the host; rank {rank} has none for {source}"
+            raise wrong(program, rank, index, what)
     elif source not in ins.frees and (ins.op is Op.OFFLOAD or source.microbatch >= 0):
-        raise refuse(
-            program, rank, index, f"{where} lets {source} go when it is copied; possible is frees with {source}"
-        )
+        raise wrong(program, rank, index, f" lets {source} go when it is copied; possible is frees with {source}")
 
 
 def _check_state_work(
@@ -401,28 +392,26 @@ def _check_state_work(
     if op is Op.STEP:
         frozen = [g for g in groups if not program.groups[g].trainable]
         if frozen:
-            reason = f"{at(program, rank, index)} updates param({frozen[0]}), which has nothing to train"
-            raise refuse(program, rank, index, reason)
+            raise wrong(program, rank, index, f" updates param({frozen[0]}), which has nothing to train")
         for g in groups:
             if (other := own.updated.setdefault(g, groups)) != groups:
                 words = ",".join(map(str, other))
-                reason = f"{at(program, rank, index)}: an optimizer has groups {words} together, as in an earlier STEP"
-                raise refuse(program, rank, index, f"{reason}; possible is that in every step")
+                what = f": an optimizer has groups {words} together, as in an earlier STEP"
+                raise wrong(program, rank, index, f"{what}; possible is that in every step")
     elif op is Op.NORM:
         if len(set(ins.reads)) < len(ins.reads):
             twice = sorted(ins.reads, key=ins.reads.count)[-1]
-            reason = f"{at(program, rank, index)} counts {twice} twice; possible is each gradient once"
-            raise refuse(program, rank, index, reason)
+            raise wrong(program, rank, index, f" counts {twice} twice; possible is each gradient once")
     else:
         _check_slices(program, rank, index, own)
     if op is Op.REDUCE_SCATTER and (piece_of(ins) is not None or program.compress != "none"):
         reason = "slices are summed whole, as they are; possible are one part that begins at -1, and compress=none"
-        raise refuse(program, rank, index, f"{at(program, rank, index)}: {reason}")
+        raise wrong(program, rank, index, f": {reason}")
     written = {value[:2] for value in (_on_host(program, rank, index)[1] if ins.stream == "host" else ins.writes)}
     lacking = built - written - ({("norm", 0)} if op is Op.STEP else set())
     if lacking:
         kind, k = min(lacking)
-        raise refuse(program, rank, index, f"{at(program, rank, index)} changes {kind}({k}), but does not write it")
+        raise wrong(program, rank, index, f" changes {kind}({k}), but does not write it")
     return needed, built
 
 
@@ -431,9 +420,7 @@ def _check_slices(program: Program, rank: int, index: int, own: _State) -> None:
     ins = program.ranks[rank][index]
     for g in ins.layers:
         if optimizer_shard(g) not in own.held:
-            raise refuse(
-                program, rank, index, f"{at(program, rank, index)}: rank {rank} has no slice of parameter group {g}"
-            )
+            raise wrong(program, rank, index, f": rank {rank} has no slice of parameter group {g}")
         if ins.group != (wanted := program.slicing(g, rank)):
             words = ",".join(map(str, wanted))
             reason = (
@@ -454,54 +441,44 @@ def _check_sum(
         forms.check_shards(program, rank, index)
     if first == "param":
         if not program.local_steps:
-            reason = f"{at(program, rank, index)} sums parameters; possible with contract Local"
-            raise refuse(program, rank, index, reason)
+            raise wrong(program, rank, index, " sums parameters; possible with contract Local")
         if others := set(ins.reads) ^ set(ins.writes):
-            reason = f"{at(program, rank, index)} averages what it reads, but reads or writes {min(others)} only"
-            raise refuse(program, rank, index, reason)
+            raise wrong(program, rank, index, f" averages what it reads, but reads or writes {min(others)} only")
         rest: frozenset[tuple[str, int]] = frozenset()
     elif first == "grad":
         rest = frozenset(("residual", g) for g in ins.layers)
     else:
-        raise refuse(program, rank, index, f"{at(program, rank, index)} sums gradients, but reads none")
+        raise wrong(program, rank, index, " sums gradients, but reads none")
     read, written = (frozenset(value[:2] for value in values) for values in (ins.reads, ins.writes))
     needed = summed | rest if program.compress.startswith(("topk", "powersgd")) else summed
     piece = piece_of(ins)
-    _check_piece(program, rank, index)
+    if piece is not None:
+        _check_piece(program, rank, index, piece)
     nothing = piece is not None and not written  # (the last piece writes for all)
     for does, found, wanted in (("read", read, needed), ("write", written, frozenset() if nothing else needed)):
         if wanted - found:
             kind, k = min(wanted - found)
-            raise refuse(program, rank, index, f"{at(program, rank, index)} needs to {does} {kind}({k})")
+            raise wrong(program, rank, index, f" needs to {does} {kind}({k})")
         if found - summed - rest:
             kind, k = min(found - summed - rest)
-            raise refuse(program, rank, index, f"{at(program, rank, index)} cannot {does} {kind}({k})")
+            raise wrong(program, rank, index, f" cannot {does} {kind}({k})")
     if ins.frees:
-        raise refuse(
-            program,
-            rank,
-            index,
-            f"{at(program, rank, index)} frees {ins.frees[0]}, which it changes; possible is frees=()",
-        )
+        raise wrong(program, rank, index, f" frees {ins.frees[0]}, which it changes; possible is frees=()")
     flat = any(part.layer < 0 for part in ins.parts)
     for g in ins.layers if flat and rest else ():
         if (other := own.buffers.setdefault(g, ins.layers)) != ins.layers:
             groups = ",".join(map(str, other))
-            reason = f"{at(program, rank, index)}: grad({g}) lies in the buffer of groups {groups}"
-            raise refuse(program, rank, index, f"{reason}; possible are the same groups in every step")
+            what = f": grad({g}) lies in the buffer of groups {groups}"
+            raise wrong(program, rank, index, f"{what}; possible are the same groups in every step")
     return summed, built | summed
 
 
-def _check_piece(program: Program, rank: int, index: int) -> None:
+def _check_piece(program: Program, rank: int, index: int, piece: tuple[int, int]) -> None:
     """A piece of a gradient has some of its bytes, and all numbers of these as they are."""
     ins = program.ranks[rank][index]
-    piece, whole = piece_of(ins), program.compress != "none"
-    if piece is not None and (len(ins.layers) > 1 or ins.parts[0].layer >= 0 or piece[1] <= piece[0] or whole):
-        raise refuse(
-            program, rank, index,
-            f"{at(program, rank, index)}: a piece is of one gradient, with all its numbers, in a buffer (layer=-1), "
-            "and has bytes",
-        )  # fmt: skip
+    if len(ins.layers) > 1 or ins.parts[0].layer >= 0 or piece[1] <= piece[0] or program.compress != "none":
+        what = ": a piece is of one gradient, with all its numbers, in a buffer (layer=-1), and has bytes"
+        raise wrong(program, rank, index, what)
 
 
 def _on_host(program: Program, rank: int, index: int) -> tuple[tuple[Value, ...], tuple[Value, ...]]:
@@ -509,8 +486,7 @@ def _on_host(program: Program, rank: int, index: int) -> tuple[tuple[Value, ...]
     ins = program.ranks[rank][index]
     here = [value for value in ins.reads + ins.writes if tier(value) != "host" and value != norm()]
     if here and ins.op not in COLLECTIVES:
-        reason = f"{at(program, rank, index)} works on the host, where {here[0]} is not"
-        raise refuse(program, rank, index, reason)
+        raise wrong(program, rank, index, f" works on the host, where {here[0]} is not")
     whole = ins.op is Op.STEP  # with zero=1 or 2 it works on a slice of a parameter that the device holds whole
 
     def plain(value: Value) -> Value:
@@ -588,8 +564,7 @@ def _check_microbatches(program: Program, ranks: Sequence[int]) -> None:
             if ins.op is Op.RECOMPUTE and not (
                 0 <= ins.microbatch < program.microbatches and 0 <= ins.step < program.steps
             ):
-                reason = f"{at(program, rank, index)} works on a micro-batch or step that is not there"
-                raise refuse(program, rank, index, reason)
+                raise wrong(program, rank, index, " works on a micro-batch or step that is not there")
             for half in _HALVES.get(ins.op, ()):
                 for layer in ins.layers:
                     key = (half, layer, ins.microbatch, ins.step)
@@ -618,8 +593,7 @@ def _check_microbatches(program: Program, ranks: Sequence[int]) -> None:
         place for (half, layer, i, step), place in seen.items()
         if not (layer in wanted[half] and i in microbatches and step in steps)
     )  # fmt: skip
-    reason = f"{at(program, rank, index)} works on a layer, micro-batch or step that is not there"
-    raise refuse(program, rank, index, reason)
+    raise wrong(program, rank, index, " works on a layer, micro-batch or step that is not there")
 
 
 # 3. each link and group ---------------------------------------------------------------------------------------------
@@ -646,7 +620,7 @@ def _check_rank(program: Program, rank: int) -> set[Value]:
         live.update(ins.writes)
         for value in ins.frees:
             if value not in live:
-                raise refuse(program, rank, index, f"{at(program, rank, index)} frees {value}, which is not there")
+                raise wrong(program, rank, index, f" frees {value}, which is not there")
             if value[0] in _SUMS and not _takes_up(ins, value):
                 reason = f"{at(program, rank, index)} frees {value}, but does not use it: what was summed would be lost"
                 takers = ", ".join(op.value for op in _TAKERS)

@@ -11,41 +11,45 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from minipar.strategies.exporting.rules import Export, Given, Rule, Said, rounds, silent, translated
+from minipar.strategies.exporting.rules import (
+    EACH_MICROBATCH,
+    Export,
+    Given,
+    Item,
+    Rule,
+    only,
+    rounds,
+    silent,
+    translated,
+)
 
 VERSION = "deepspeed 0.19.8"
 
 
-def _pipeline(given: Given) -> Said:
+def _pipeline(given: Given) -> Item:
     if given.value == 1:
-        return Said()
+        return Item()
     note = (
         f"The code has to make the pipeline: deepspeed.pipe.PipelineModule(layers, num_stages={given.value}, "
         "partition_method='uniform')."
     )
-    return Said({"pipeline": {"stages": given.value, "partition": "uniform"}}, (note,))
+    return Item({"pipeline": {"stages": given.value, "partition": "uniform"}}, (note,))
 
 
-def _tensor(given: Given) -> Said:
+def _tensor(given: Given) -> Item:
     if given.value == 1:
-        return Said()
+        return Item()
     if given.plan.pp > 1:
         raise given.refuse("divides operators only without a pipeline", "tp=1, or pp=1")
-    return Said(
+    return Item(
         {"tensor_parallel": {"autotp_size": given.value}},
         ("AutoTP divides the operators whose names it knows, such as those of transformers.",),
     )
 
 
-def _sequence_parallel(given: Given) -> Said:
-    if given.value:
-        raise given.refuse("has the whole sequence between divided operators", "sequence_parallel=false")
-    return Said()
-
-
-def _context_parallel(given: Given) -> Said:
+def _context_parallel(given: Given) -> Item:
     if given.value == 1:
-        return Said()
+        return Item()
     if given.plan.pp > 1:
         raise given.refuse("divides sequences only without a pipeline", "context_parallel=1, or pp=1")
     heads = getattr(given.model, "heads", None)
@@ -56,118 +60,92 @@ def _context_parallel(given: Given) -> Said:
         f"The code has to make the groups of {given.value} ranks that share sequences, and to wrap attention "
         "(deepspeed.sequence: Ulysses)."
     )
-    return Said({"sequence_parallel_size": given.value}, (note,))
+    return Item({"sequence_parallel_size": given.value}, (note,))
 
 
-def _experts(given: Given) -> Said:
+def _experts(given: Given) -> Item:
     if given.value == 1:
-        return Said()
+        return Item()
     if given.plan.pp > 1:
         raise given.refuse("shares experts only without a pipeline", "ep=1, or pp=1")
     note = (
         f"DeepSpeed counts ranks of ep as replicas: {given.replicas} together. AutoEP knows some models by name; a "
         f"model of your own uses deepspeed.moe.layer.MoE(..., ep_size={given.value})."
     )
-    return Said({"expert_parallel": {"enabled": True, "autoep_size": given.value}}, (note,))
+    return Item({"expert_parallel": {"enabled": True, "autoep_size": given.value}}, (note,))
 
 
-def _schedule(given: Given) -> Said:
-    if given.value != "1f1b":
-        raise given.refuse("runs 1F1B", "schedule=1f1b")
-    return Said()
-
-
-def _split(given: Given) -> Said:
-    if given.value is not None:
-        raise given.refuse("divides layers evenly, by parameters or by their type", "split=even")
-    return Said()
-
-
-def _bucket(given: Given) -> Said:
+def _bucket(given: Given) -> Item:
     plan = given.plan
     if given.value is None:
-        return Said()
+        return Item()
     if plan.zero == 0:
         raise given.refuse("has no such setting without ZeRO", "no bucket=, or zero=1")
     if isinstance(given.value, str | tuple):
         raise given.refuse("counts the numbers of a bucket", "a size such as bucket=25")
     size = max(1, round(given.value * 2**20 / (2 if plan.precision == "bf16" else 4)))
-    return Said({"zero_optimization": {"reduce_bucket_size": size}})
+    return Item({"zero_optimization": {"reduce_bucket_size": size}})
 
 
-def _overlap(given: Given) -> Said:
+def _overlap(given: Given) -> Item:
     plan = given.plan
     if given.value == "priority":
         raise given.refuse("sends gradients during the backward, or after it", "overlap=backward, overlap=none")
     if plan.zero == 0 or plan.pp > 1:  # (backward is the default, and changes only the time)
         overlapped = given.value == "backward" and given.replicas > 1
         note = "It sums gradients after the backward: without ZeRO, and in a pipeline, it does not overlap them."
-        return Said({}, (note,) if overlapped else ())
-    return Said({"zero_optimization": {"overlap_comm": given.value == "backward"}})
+        return Item({}, (note,) if overlapped else ())
+    return Item({"zero_optimization": {"overlap_comm": given.value == "backward"}})
 
 
-def _compress(given: Given) -> Said:
+def _compress(given: Given) -> Item:
     if given.value not in ("none", "bf16", "fp16"):
         raise given.refuse("sends whole gradients, in shorter numbers at most", "compress=bf16, compress=fp16")
-    return Said({} if given.value == "none" else {"communication_data_type": given.value})
+    return Item({} if given.value == "none" else {"communication_data_type": given.value})
 
 
-def _checkpoint(given: Given) -> Said:
+def _checkpoint(given: Given) -> Item:
     value, pipeline = given.value, given.plan.pp > 1
     if value == "none":
-        return Said()
+        return Item()
     if isinstance(value, int) and pipeline:
         note = f"The code has to give PipelineModule activation_checkpoint_interval={value}."
-        return Said({"pipeline": {"activation_checkpoint_interval": value}}, (note,))
+        return Item({"pipeline": {"activation_checkpoint_interval": value}}, (note,))
     if value == 1:
-        return Said({}, ("The code has to run each layer by deepspeed.checkpointing.checkpoint.",))
+        return Item({}, ("The code has to run each layer by deepspeed.checkpointing.checkpoint.",))
     nearest = "a number of layers such as checkpoint=1" if pipeline else "checkpoint=1"
     raise given.refuse("recomputes equal segments of a pipeline, or each layer by itself", nearest)
 
 
-def _zero(given: Given) -> Said:
+def _zero(given: Given) -> Item:
     if given.value == 0:
-        return Said()
+        return Item()
     if given.value > 1 and given.plan.pp > 1:
         raise given.refuse("has only ZeRO-1 in a pipeline", "zero=1, or pp=1")
-    return Said({"zero_optimization": {"stage": given.value}})
+    return Item({"zero_optimization": {"stage": given.value}})
 
 
-def _reduce(given: Given) -> Said:
-    if given.value == "step":
-        raise given.refuse("sums sharded gradients after each micro-batch", "reduce=microbatch, or zero=1")
-    return Said()
-
-
-def _prefetch(given: Given) -> Said:
+def _prefetch(given: Given) -> Item:
     """The numbers of so many blocks. Only a model's sizes say how many these are."""
     plan = given.plan
     if plan.zero < 3:
-        return Said()
+        return Item()
     width = getattr(given.model, "width", None)
     if given.value == 0:
-        return Said({"zero_optimization": {"stage3_prefetch_bucket_size": 0}})
+        return Item({"zero_optimization": {"stage3_prefetch_bucket_size": 0}})
     if width is not None:
-        return Said({"zero_optimization": {"stage3_prefetch_bucket_size": 12 * width * width * given.value}})
+        return Item({"zero_optimization": {"stage3_prefetch_bucket_size": 12 * width * width * given.value}})
     if given.is_default:
-        return Said(
+        return Item(
             {}, ("Parameters come ahead by 50 million numbers, its default; model= says how many a layer has.",)
         )
     raise given.refuse("counts the numbers that come ahead, not layers", "prefetch=1, prefetch=0, or model=")
 
 
-def _clip(given: Given) -> Said:
-    return Said({"gradient_clipping": given.value or 0.0})  # (its own default is 1)
-
-
-def _precision(given: Given) -> Said:
-    return Said({"bf16": {"enabled": True}} if given.value == "bf16" else {})
-
-
-def _offload(given: Given) -> Said:
+def _offload(given: Given) -> Item:
     plan, wanted = given.plan, set(given.value)
     if not wanted:
-        return Said()
+        return Item()
     if "activations" in wanted:
         raise given.refuse("keeps activations on the device, but for inputs of recomputed layers", "checkpoint=1")
     if plan.zero == 0 or (plan.zero < 3 and "parameters" in wanted):
@@ -179,29 +157,29 @@ def _offload(given: Given) -> Said:
             raise given.refuse("needs a folder on the disk", "offload_folder=, or offload_to=host")
         device = {"device": "nvme", "nvme_path": plan.offload_folder}
     kinds = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
-    return Said({"zero_optimization": {kinds[kind]: device for kind in given.value}})
+    return Item({"zero_optimization": {kinds[kind]: device for kind in given.value}})
 
 
 RULES: dict[str, Rule] = {
     "dp": silent,  # (what is left of the ranks)
     "pp": _pipeline,
     "tp": _tensor,
-    "sequence_parallel": _sequence_parallel,
+    "sequence_parallel": only(False, "has the whole sequence between divided operators", "sequence_parallel=false"),
     "context_parallel": _context_parallel,
     "ep": _experts,
-    "schedule": _schedule,
+    "schedule": only("1f1b", "runs 1F1B", "schedule=1f1b"),
     "microbatches": silent,  # (gradient_accumulation_steps, in a pipeline, too)
     "accumulate": rounds,
-    "split": _split,
+    "split": only(None, "divides layers evenly, by parameters or by their type", "split=even"),
     "bucket": _bucket,
     "overlap": _overlap,
     "compress": _compress,
     "checkpoint": _checkpoint,
     "zero": _zero,
-    "reduce": _reduce,
+    "reduce": EACH_MICROBATCH,
     "prefetch": _prefetch,
-    "clip": _clip,
-    "precision": _precision,
+    "clip": lambda given: Item({"gradient_clipping": given.value or 0.0}),  # (its own default is 1)
+    "precision": lambda given: Item({"bf16": {"enabled": True}} if given.value == "bf16" else {}),
     "offload": _offload,
     "offload_to": silent,  # (see offload)
     "offload_folder": silent,
@@ -210,16 +188,16 @@ RULES: dict[str, Rule] = {
 
 def export(given: Given) -> Export:
     """The configuration. Errors: PlanError for what it cannot say."""
-    said = translated(given, RULES)
+    found = translated(given, RULES)
     values: dict[str, Any] = {
         "train_batch_size": given.batch,
         "train_micro_batch_size_per_gpu": given.rows,
         "gradient_accumulation_steps": given.plan.total_microbatches,
-        **said.settings,
+        **found.settings,
     }
     launch = (
         "deepspeed", f"--num_nodes={given.nodes}", f"--num_gpus={given.gpus}", "TRAIN.py",
         "--deepspeed", "--deepspeed_config", "FILE.json",
     )  # fmt: skip
     yours = "Model, data and optimizer are yours: the code gives them to deepspeed.initialize."
-    return Export(given.system, VERSION, values, json.dumps(values, indent=2) + "\n", launch, (*said.notes, yours))
+    return Export(given.system, VERSION, values, json.dumps(values, indent=2) + "\n", launch, (*found.notes, yours))

@@ -11,44 +11,51 @@ from typing import Any
 
 from minipar.errors import PlanError
 from minipar.models.table import GPT, Mixture
-from minipar.strategies.exporting.rules import Export, Given, Rule, Said, host_only, rounds, setting, silent, translated
+from minipar.strategies.exporting.rules import (
+    EACH_MICROBATCH,
+    HOST_ONLY,
+    Export,
+    Given,
+    Item,
+    Rule,
+    rounds,
+    sequence_of_tp,
+    setting,
+    silent,
+    translated,
+)  # fmt: skip
 
 VERSION = "megatron-core 0.19.2"
 NUMBER = 4  # bytes: gradients are added up and sent in float32
 
 
-def _sequence_parallel(given: Given) -> Said:
-    if given.value and given.plan.tp == 1:
-        raise given.refuse("divides the sequence between ranks of tp", "sequence_parallel=false, or tp=2")
-    return Said({"--sequence-parallel": True} if given.value else {})
+def _sequence_parallel(given: Given) -> Item:
+    sequence_of_tp(given)
+    return Item({"--sequence-parallel": True} if given.value else {})
 
 
-def _context_parallel(given: Given) -> Said:
-    return Said({"--context-parallel-size": given.value} if given.value > 1 else {})
-
-
-def _experts(given: Given) -> Said:
+def _experts(given: Given) -> Item:
     if given.value == 1:
-        return Said()
+        return Item()
     if isinstance(given.model, GPT):
         raise given.refuse("is given a model without experts", "ep=1, or a mixture such as gpt-moe-tiny")
     note = f"Megatron-LM counts ranks of ep as replicas: its data-parallel size is {given.replicas}."
-    return Said({"--expert-model-parallel-size": given.value}, (note,))
+    return Item({"--expert-model-parallel-size": given.value}, (note,))
 
 
-def _schedule(given: Given) -> Said:
+def _schedule(given: Given) -> Item:
     if given.value not in ("1f1b", "interleaved"):
         raise given.refuse("runs 1F1B, plain or interleaved", "schedule=1f1b, schedule=interleaved")
     if given.value == "interleaved" and given.plan.pp == 1:
         raise given.refuse("interleaves only where there is a pipeline", "schedule=1f1b, or pp=2")
-    return Said()
+    return Item()
 
 
-def _split(given: Given) -> Said:
+def _split(given: Given) -> Item:
     """Blocks of each stage: `E` and `L` are embedding and head, `t` is a block."""
     plan = given.plan
     if plan.pp == 1 and not plan.chunks:
-        return Said()
+        return Item()
     if given.value == "auto":
         raise given.refuse(
             "has no profile to cut layers by", "layers of each stage such as split=7,7,6,6, or split=even"
@@ -60,7 +67,7 @@ def _split(given: Given) -> Said:
             "head with the last. Give model= for that of the plan."
         )
         chunks = len(plan.placement()[0])
-        return Said({"--num-virtual-stages-per-pipeline-rank": chunks} if chunks > 1 else {}, (note,))
+        return Item({"--num-virtual-stages-per-pipeline-rank": chunks} if chunks > 1 else {}, (note,))
     stages, last = [], sum(layers) - 1
     first = 0
     for count in layers:
@@ -68,42 +75,42 @@ def _split(given: Given) -> Said:
         runs = [(name, len(list(run))) for name, run in groupby(names)]
         stages.append("".join(name if length == 1 else f"{name}*{length}" for name, length in runs))
         first += count
-    return Said({"--pipeline-model-parallel-layout": "|".join(stages)})
+    return Item({"--pipeline-model-parallel-layout": "|".join(stages)})
 
 
-def _bucket(given: Given) -> Said:
+def _bucket(given: Given) -> Item:
     if given.value is None:
-        return Said()
+        return Item()
     if given.plan.zero >= 2:
         raise given.refuse("sends the gradients of sharded parameters by modules", "no bucket=")
     if given.plan.overlap == "none":
         if given.value == "flat":
-            return Said()
+            return Item()
         raise given.refuse("sends one message if it does not overlap", "bucket=flat, or overlap=backward")
     if isinstance(given.value, str) and given.value.endswith("x"):
-        return Said({"--ddp-num-buckets": int(given.value[:-1])})
+        return Item({"--ddp-num-buckets": int(given.value[:-1])})
     if isinstance(given.value, str | tuple):
         raise given.refuse("counts the numbers of a bucket, or buckets", "a size such as bucket=25, or bucket=4x")
-    return Said({"--ddp-bucket-size": max(1, round(given.value * 2**20 / NUMBER))})
+    return Item({"--ddp-bucket-size": max(1, round(given.value * 2**20 / NUMBER))})
 
 
-def _overlap(given: Given) -> Said:
+def _overlap(given: Given) -> Item:
     if given.value == "priority":
         raise given.refuse("sends gradients during the backward, or after it", "overlap=backward, overlap=none")
-    alone = given.replicas * given.plan.context_parallel == 1
-    return Said({} if given.value == "none" or alone else {"--overlap-grad-reduce": True})
+    unshared = given.replicas * given.plan.context_parallel == 1
+    return Item({} if given.value == "none" or unshared else {"--overlap-grad-reduce": True})
 
 
-def _checkpoint(given: Given) -> Said:
+def _checkpoint(given: Given) -> Item:
     value = given.value
     if value == "none":
-        return Said()
+        return Item()
     if value == "selective":
-        return Said({"--recompute-granularity": "selective"})
+        return Item({"--recompute-granularity": "selective"})
     if isinstance(value, int):
         settings = {"--recompute-granularity": "full", "--recompute-method": "uniform", "--recompute-num-layers": value}
         note = "Megatron-LM counts segments in blocks: embedding and head are not recomputed."
-        return Said(settings, (note,))
+        return Item(settings, (note,))
     raise given.refuse(
         "recomputes segments of equal numbers of blocks", f"checkpoint={_near(given)}, checkpoint=selective"
     )
@@ -115,11 +122,11 @@ def _near(given: Given) -> int:
     return max(1, round(max(layers) ** 0.5)) if layers else 1
 
 
-def _zero(given: Given) -> Said:
+def _zero(given: Given) -> Item:
     if given.value == 0:
-        return Said()
+        return Item()
     if given.value == 1:
-        return Said({"--use-distributed-optimizer": True})
+        return Item({"--use-distributed-optimizer": True})
     sharded = "optim_grads" if given.value == 2 else "optim_grads_params"
     settings: dict[str, Any] = {
         "--use-distributed-optimizer": True,
@@ -127,44 +134,34 @@ def _zero(given: Given) -> Said:
         "--data-parallel-sharding-strategy": sharded,
         "--ckpt-format": "fsdp_dtensor",
     }
-    return Said(settings, ("Its FSDP needs CUDA_DEVICE_MAX_CONNECTIONS unset, or above 1.",))
+    return Item(settings, ("Its FSDP needs CUDA_DEVICE_MAX_CONNECTIONS unset, or above 1.",))
 
 
-def _reduce(given: Given) -> Said:
-    if given.value == "step":
-        raise given.refuse("sums sharded gradients after each micro-batch", "reduce=microbatch, or zero=1")
-    return Said()
-
-
-def _prefetch(given: Given) -> Said:
+def _prefetch(given: Given) -> Item:
     if given.plan.zero < 3:
-        return Said()
+        return Item()
     if given.value > 1:
         raise given.refuse("says only whether parameters come ahead, not how far", "prefetch=1, prefetch=0")
     if given.value == 1 and given.plan.overlap == "none" and given.replicas > 1:
-        return Said({}, ("It gathers parameters ahead only together with overlap=backward.",))
-    return Said({"--overlap-param-gather": True} if given.value and given.replicas > 1 else {})
+        return Item({}, ("It gathers parameters ahead only together with overlap=backward.",))
+    return Item({"--overlap-param-gather": True} if given.value and given.replicas > 1 else {})
 
 
-def _clip(given: Given) -> Said:
-    return Said({"--clip-grad": given.value or 0.0})  # (its own default is 1)
-
-
-def _precision(given: Given) -> Said:
+def _precision(given: Given) -> Item:
     if given.value == "float32":
-        return Said()
+        return Item()
     note = "With --bf16 gradients are added up in float32 there; --grad-reduce-in-bf16 sums them as minipar does."
-    return Said({"--bf16": True}, (note,))
+    return Item({"--bf16": True}, (note,))
 
 
-def _offload(given: Given) -> Said:
+def _offload(given: Given) -> Item:
     if given.value == ():
-        return Said()
+        return Item()
     if given.value != ("optimizer",):
         raise given.refuse("keeps parameters on the device, and activations of whole layers", "offload=optimizer")
     if given.plan.zero != 1:
         raise given.refuse("offloads its distributed optimizer", "zero=1 with offload=optimizer, or offload=none")
-    return Said({"--optimizer-cpu-offload": True, "--use-precision-aware-optimizer": True})
+    return Item({"--optimizer-cpu-offload": True, "--use-precision-aware-optimizer": True})
 
 
 RULES: dict[str, Rule] = {
@@ -172,7 +169,7 @@ RULES: dict[str, Rule] = {
     "pp": setting("--pipeline-model-parallel-size"),
     "tp": setting("--tensor-model-parallel-size"),
     "sequence_parallel": _sequence_parallel,
-    "context_parallel": _context_parallel,
+    "context_parallel": setting("--context-parallel-size"),
     "ep": _experts,
     "schedule": _schedule,
     "microbatches": silent,  # (what is left of the batch)
@@ -184,20 +181,20 @@ RULES: dict[str, Rule] = {
     "overlap": _overlap,
     "checkpoint": _checkpoint,
     "zero": _zero,
-    "reduce": _reduce,
+    "reduce": EACH_MICROBATCH,
     "prefetch": _prefetch,
-    "clip": _clip,
+    "clip": lambda given: Item({"--clip-grad": given.value or 0.0}),  # (its own default is 1)
     "precision": _precision,
     "offload": _offload,
-    "offload_to": host_only,
+    "offload_to": HOST_ONLY,
 }
 
 
 def export(given: Given) -> Export:
     """The flags. Errors: PlanError for what they cannot say."""
     plan = given.plan
-    said = translated(given, RULES)
-    settings: dict[str, Any] = {**_model(given), **said.settings}
+    found = translated(given, RULES)
+    settings: dict[str, Any] = {**_model(given), **found.settings}
     settings |= {"--micro-batch-size": given.rows, "--global-batch-size": given.batch}
     pairs = [[name] if value is True else [name, str(value)] for name, value in settings.items()]
     flags = [word for pair in pairs for word in pair]
@@ -211,7 +208,7 @@ def export(given: Given) -> Export:
     )  # fmt: skip
     yours = "Data, tokenizer, optimizer and number of steps are yours to add"
     yours += "." if given.model else ", and the sizes of the model."
-    return Export(given.system, VERSION, flags, " \\\n".join(lines) + "\n", launch, (*said.notes, yours))
+    return Export(given.system, VERSION, flags, " \\\n".join(lines) + "\n", launch, (*found.notes, yours))
 
 
 def _model(given: Given) -> dict[str, Any]:

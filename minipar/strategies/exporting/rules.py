@@ -98,14 +98,14 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Said:
+class Item:
     """The settings of a system for one key, and notes."""
 
     settings: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
-Rule = Callable[[Given], Said]
+Rule = Callable[[Given], Item]
 
 NOTHING_LIKE_IT = {
     "annotations": "divides layers by rules of its own",
@@ -122,41 +122,56 @@ NOTHING_LIKE_IT = {
 }
 
 
-def absent(given: Given) -> Said:
+def absent(given: Given) -> Item:
     """The rule of a key that the system does not have: only the default is possible."""
     if given.is_default:
-        return Said()
+        return Item()
     default = {one.name: one.default for one in fields(given.plan)}[given.key]
     possible = f"no {given.key}=" if default is None else f"{given.key}={shown(default)}"
     raise given.refuse(NOTHING_LIKE_IT.get(given.key, "has nothing like it"), possible)
 
 
-def silent(given: Given) -> Said:
+def silent(given: Given) -> Item:
     """The rule of a key that other settings say."""
-    return Said()
+    return Item()
 
 
 def setting(name: str) -> Rule:
     """The rule of a key whose value the system takes under another name. A default is not written."""
-    return lambda given: Said() if given.is_default else Said({name: given.value})
+    return lambda given: Item() if given.is_default else Item({name: given.value})
 
 
-def host_only(given: Given) -> Said:
-    """The rule of `offload_to` for a system that offloads only to the host."""
-    if given.value != "host":
-        raise given.refuse("has no other place than the host", "offload_to=host")
-    return Said()
+def only(value: object, why: str, possible: str) -> Rule:
+    """The rule of a key of which the system has one value, which it needs not be told."""
+
+    def rule(given: Given) -> Item:
+        if given.value != value:
+            raise given.refuse(why, possible)
+        return Item()
+
+    return rule
 
 
-def rounds(given: Given) -> Said:
+HOST_ONLY = only("host", "has no other place than the host", "offload_to=host")
+EACH_MICROBATCH = only("microbatch", "sums sharded gradients after each micro-batch", "reduce=microbatch, or zero=1")
+
+
+def sequence_of_tp(given: Given) -> Item:
+    """The rule of `sequence_parallel` for a system that says the rest with `tp`."""
+    if given.value and given.plan.tp == 1:
+        raise given.refuse("divides the sequence between ranks of tp", "sequence_parallel=false, or tp=2")
+    return Item()
+
+
+def rounds(given: Given) -> Item:
     """The rule of `accumulate` for a system that drains its pipeline once a step."""
     plan = given.plan
     if given.value > 1 and plan.pp > 1:
         raise given.refuse("drains its pipeline once a step", f"accumulate=1 microbatches={plan.total_microbatches}")
-    return Said()
+    return Item()
 
 
-def translated(given: Given, rules: Mapping[str, Rule]) -> Said:
+def translated(given: Given, rules: Mapping[str, Rule]) -> Item:
     """The settings of all keys, in their order. Errors: PlanError for the first that is refused; its details have the
     others."""
     settings: dict[str, Any] = {}
@@ -164,14 +179,14 @@ def translated(given: Given, rules: Mapping[str, Rule]) -> Said:
     refused: list[str] = []
     for one in fields(given.plan):
         try:
-            said = rules.get(one.name, absent)(replace(given, key=one.name))
+            found = rules.get(one.name, absent)(replace(given, key=one.name))
         except PlanError as error:
             refused.append(error.reason)
             continue
-        for name, value in said.settings.items():
+        for name, value in found.settings.items():
             old = settings.get(name)
             settings[name] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
-        notes += said.notes
+        notes += found.notes
     if refused:
         raise PlanError(refused[0], "\n".join(refused[1:]))
-    return Said(settings, tuple(dict.fromkeys(notes)))
+    return Item(settings, tuple(dict.fromkeys(notes)))

@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from minipar.errors import PlanError
-from minipar.strategies.exporting.rules import Export, Given, Rule, Said, host_only, silent, translated
+from minipar.strategies.exporting.rules import HOST_ONLY, Export, Given, Item, Rule, sequence_of_tp, silent, translated
 
 VERSION = "torchtitan 0.2.2"
 SCHEDULES = {
@@ -24,15 +24,15 @@ SCHEDULES = {
 }
 
 
-def _parallel(**settings: Any) -> Said:
-    return Said({"parallelism": settings})
+def _parallel(**settings: Any) -> Item:
+    return Item({"parallelism": settings})
 
 
-def _replicas(given: Given) -> Said:
+def _replicas(given: Given) -> Item:
     """Replicas with whole parameters are DDP, others FSDP. Without ZeRO there is nothing else on the mesh."""
     plan = given.plan
     if plan.zero == 1:  # (the rule of zero refuses it)
-        return Said()
+        return Item()
     if plan.zero >= 2:
         sharded = {"fsdp_reshard_after_forward": "always" if plan.zero == 3 else "never"}
         return _parallel(data_parallel_replicate_degree=1, data_parallel_shard_degree=given.replicas, **sharded)
@@ -41,22 +41,16 @@ def _replicas(given: Given) -> Said:
     return _parallel(data_parallel_replicate_degree=plan.dp, data_parallel_shard_degree=1)
 
 
-def _pipeline(given: Given) -> Said:
-    return _parallel(pipeline_parallel_degree=given.value) if given.value > 1 else Said()
+def _pipeline(given: Given) -> Item:
+    return _parallel(pipeline_parallel_degree=given.value) if given.value > 1 else Item()
 
 
-def _tensor(given: Given) -> Said:
+def _tensor(given: Given) -> Item:
     if given.value == 1:
-        return Said()
+        return Item()
     if not given.plan.sequence_parallel:
         raise given.refuse("divides the sequence between divided operators", f"tp={given.value} sequence_parallel=true")
     return _parallel(tensor_parallel_degree=given.value)
-
-
-def _sequence_parallel(given: Given) -> Said:
-    if given.value and given.plan.tp == 1:
-        raise given.refuse("divides the sequence between ranks of tp", "sequence_parallel=false, or tp=2")
-    return Said()
 
 
 def _shares(given: Given, what: str) -> str:
@@ -66,36 +60,36 @@ def _shares(given: Given, what: str) -> str:
     return f"Parameters are sharded over {what}, too, not only over replicas."
 
 
-def _context_parallel(given: Given) -> Said:
+def _context_parallel(given: Given) -> Item:
     if given.value == 1:
-        return Said()
+        return Item()
     note = _shares(given, "ranks that share sequences")
-    return Said({"parallelism": {"context_parallel_degree": given.value}}, (note,))
+    return Item({"parallelism": {"context_parallel_degree": given.value}}, (note,))
 
 
-def _experts(given: Given) -> Said:
+def _experts(given: Given) -> Item:
     if given.value == 1:
-        return Said()
+        return Item()
     note = _shares(given, "ranks that share experts")
-    return Said({"parallelism": {"expert_parallel_degree": given.value}}, (note,))
+    return Item({"parallelism": {"expert_parallel_degree": given.value}}, (note,))
 
 
-def _schedule(given: Given) -> Said:
+def _schedule(given: Given) -> Item:
     plan = given.plan
     if given.value not in SCHEDULES:
         raise given.refuse("has no such order", f"one of {', '.join(SCHEDULES)}")
     if plan.pp == 1:
         if given.value != "1f1b":
             raise given.refuse("orders micro-batches only in a pipeline", "schedule=1f1b, or pp=2")
-        return Said()
+        return Item()
     return _parallel(pipeline_parallel_schedule=SCHEDULES[given.value], pipeline_parallel_microbatch_size=given.rows)
 
 
-def _group(given: Given) -> Said:
+def _group(given: Given) -> Item:
     """torch takes m // (m // p) micro-batches through a chunk before the next."""
     plan = given.plan
     if plan.schedule != "interleaved" or plan.pp == 1:
-        return Said()
+        return Item()
     turns = max(1, plan.microbatches // plan.pp)
     if plan.microbatches % turns:
         possible = f"microbatches={plan.microbatches // plan.pp * plan.pp} without group="
@@ -107,14 +101,14 @@ def _group(given: Given) -> Said:
         raise given.refuse(
             f"takes {plan.microbatches} micro-batches with pp={plan.pp} in groups of {group}", f"group={group}"
         )
-    return Said()
+    return Item()
 
 
-def _split(given: Given) -> Said:
+def _split(given: Given) -> Item:
     """Its own division is even, with embedding and head as one layer each, as here. Others are lists of modules."""
     plan = given.plan
     if plan.pp == 1 or plan.place is not None:
-        return Said()
+        return Item()
     if given.value == "auto":
         raise given.refuse(
             "has no profile to cut layers by", "layers of each stage such as split=7,7,6,6, or split=even"
@@ -122,7 +116,7 @@ def _split(given: Given) -> Said:
     chunks = len(plan.placement()[0])
     own = 1 if plan.schedule in ("gpipe", "1f1b") else 2
     if given.value is None and chunks == own:
-        return Said()
+        return Item()
     layers = given.layers_of_stages()
     if layers is None:
         raise PlanError(
@@ -138,73 +132,69 @@ def _split(given: Given) -> Said:
     return _parallel(module_fqns_per_model_part=parts)
 
 
-def _overlap(given: Given) -> Said:
+def _overlap(given: Given) -> Item:
     if given.value == "priority":
         raise given.refuse("sends gradients during the backward", "overlap=backward")
     if given.value == "none" and given.replicas > 1:
         raise given.refuse("always overlaps gradients with the backward", "overlap=backward")
-    return Said()
+    return Item()
 
 
-def _checkpoint(given: Given) -> Said:
+def _checkpoint(given: Given) -> Item:
     if given.value not in ("none", 1):
         raise given.refuse("recomputes every block by itself, or chosen operators", "checkpoint=1, checkpoint=none")
-    return Said({"activation_checkpoint": {"mode": "full" if given.value == 1 else "none"}})
+    return Item({"activation_checkpoint": {"mode": "full" if given.value == 1 else "none"}})
 
 
-def _zero(given: Given) -> Said:
+def _zero(given: Given) -> Item:
     if given.value == 1:
         raise given.refuse("shards gradients together with the optimizer's state", "zero=2")
     if given.value == 2:
         note = "FSDP shards parameters from the end of a backward to the next forward, which gathers them once."
-        return Said({}, (note,))
-    return Said()
+        return Item({}, (note,))
+    return Item()
 
 
-def _reduce(given: Given) -> Said:
+def _reduce(given: Given) -> Item:
     """In a pipeline torch sums sharded gradients after the last micro-batch, without one after each."""
     plan = given.plan
     if plan.zero < 2:
-        return Said()
+        return Item()
     if given.value == "step" and plan.pp == 1:
         raise given.refuse("sums sharded gradients after each micro-batch", "reduce=microbatch")
     if given.value == "microbatch" and plan.pp > 1:
-        return Said({}, ("In a pipeline gradients are summed once a step, as with reduce=step.",))
-    return Said()
+        return Item({}, ("In a pipeline gradients are summed once a step, as with reduce=step.",))
+    return Item()
 
 
-def _prefetch(given: Given) -> Said:
+def _prefetch(given: Given) -> Item:
     if not given.is_default and given.plan.zero == 3:
         raise given.refuse("gathers the parameters of one block ahead", "prefetch=1")
-    return Said()
+    return Item()
 
 
-def _clip(given: Given) -> Said:
-    return Said({"training": {"max_norm": math.inf if given.value is None else given.value}})  # (its own default is 1)
-
-
-def _precision(given: Given) -> Said:
+def _precision(given: Given) -> Item:
     plan = given.plan
     if given.value == "float32":
-        return Said({"training": {"mixed_precision_param": "float32"}})
+        return Item({"training": {"mixed_precision_param": "float32"}})
     if plan.zero < 2 and plan.pp * plan.tp > 1:
         raise given.refuse("mixes precisions by FSDP, or without pp and tp", "zero=2, zero=3, or precision=float32")
-    return Said({"training": {"mixed_precision_param": "bfloat16"}}, ("Gradients are summed in float32 there.",))
+    return Item({"training": {"mixed_precision_param": "bfloat16"}}, ("Gradients are summed in float32 there.",))
 
 
-def _offload(given: Given) -> Said:
+def _offload(given: Given) -> Item:
     if given.value == ():
-        return Said()
+        return Item()
     if set(given.value) != {"optimizer", "parameters"} or given.plan.zero < 3:
         raise given.refuse("offloads what FSDP shards, all of it", "offload=optimizer,parameters with zero=3")
-    return Said({"training": {"enable_cpu_offload": True}})
+    return Item({"training": {"enable_cpu_offload": True}})
 
 
 RULES: dict[str, Rule] = {
     "dp": _replicas,
     "pp": _pipeline,
     "tp": _tensor,
-    "sequence_parallel": _sequence_parallel,
+    "sequence_parallel": sequence_of_tp,
     "context_parallel": _context_parallel,
     "ep": _experts,
     "schedule": _schedule,
@@ -218,24 +208,24 @@ RULES: dict[str, Rule] = {
     "zero": _zero,
     "reduce": _reduce,
     "prefetch": _prefetch,
-    "clip": _clip,
+    "clip": lambda given: Item({"training": {"max_norm": given.value or math.inf}}),  # (its own default is 1)
     "precision": _precision,
     "offload": _offload,
-    "offload_to": host_only,
+    "offload_to": HOST_ONLY,
 }
 
 
 def export(given: Given) -> Export:
     """The configuration. Errors: PlanError for what it cannot say."""
     plan = given.plan
-    said = translated(given, RULES)
+    found = translated(given, RULES)
     local = given.rows * (plan.microbatches if plan.pp > 1 else 1)  # (without a pipeline it takes one after another)
     training: dict[str, Any] = {"local_batch_size": local, "global_batch_size": given.batch}
     if given.model is not None and hasattr(given.model, "context"):
         training["seq_len"] = given.model.context
-    values = {**said.settings, "training": training | dict(said.settings.get("training", {}))}
+    values = {**found.settings, "training": training | dict(found.settings.get("training", {}))}
     values = {name: values[name] for name in sorted(values)}
-    notes = (*said.notes, "Model, data and optimizer are yours to add: [model] has name and flavor.")
+    notes = (*found.notes, "Model, data and optimizer are yours to add: [model] has name and flavor.")
     launch = (
         "torchrun", f"--nnodes={given.nodes}", f"--nproc-per-node={given.gpus}", "-m", "torchtitan.train",
         "--job.config_file", "FILE.toml",

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Container, Sequence
 from itertools import groupby, pairwise
 
-from minipar.costs.recomputation import Move, at_once, halves
+from minipar.costs.recomputation import Move, at_once, halves, in_segments
 from minipar.program import Instruction, LayerRun, Op, output, saved
 from minipar.program.edges import wiring
 from minipar.strategies.draft import Draft
@@ -42,13 +42,13 @@ NEEDS_SAVED = (Op.BACKWARD, Op.BACKWARD_INPUT)
 def recompute_segments(draft: Draft) -> Draft:
     """Forward keeps only checkpoints; the layers between them run forward again before their backward."""
     layout, moves = draft.layout, draft.moves
-    if layout.shape.edges:
-        return draft.each(lambda rank, row: recompute_branches(row, _segments(draft, rank)))
 
-    def rewrite(rank: int, row: Sequence[Instruction]) -> list[Instruction]:
-        return recompute(row, [(layout.trained(stage), moves[stage]) for stage in layout.placement[rank]])
+    def chunks(rank: int) -> list[tuple[range, Sequence[Move]]]:
+        if layout.shape.edges:
+            return [(segment, in_segments(len(segment), [range(len(segment))])) for segment in _segments(draft, rank)]
+        return [(layout.trained(stage), moves[stage]) for stage in layout.placement[rank]]
 
-    return draft.each(rewrite)
+    return draft.each(lambda rank, row: recompute(row, chunks(rank)))
 
 
 def recompute(
@@ -99,42 +99,13 @@ def recompute(
 def _segments(draft: Draft, rank: int) -> list[range]:
     """The segments of a rank of a model with branches: each is a part of a chain of its trained layers."""
     layout = draft.layout
-    alone, found = wiring(layout.shape.edges, layout.shape.layers).alone, []
+    chained, found = wiring(layout.shape.edges, layout.shape.layers).chained, []
     for part in map(layout.trained, layout.placement[rank]):
-        begins = [layer for layer in part if layer == part.start or layer not in alone]
+        begins = [layer for layer in part if layer == part.start or layer not in chained]
         for start, stop in pairwise([*begins, part.stop]):
             cuts = cut(draft.plan.checkpoint, range(start, stop), None, 1)
             found += [range(start + one.start, start + one.stop) for one in cuts]
     return found
-
-
-def recompute_branches(row: Sequence[Instruction], segments: Sequence[range]) -> list[Instruction]:
-    """One rank's instructions of a model with branches, in which forwards keep only outputs at ends of segments."""
-    segment_of = {layer: segment for segment in segments for layer in segment}
-    forwards = {(ins.layers[0], ins.microbatch, ins.step): ins for ins in row if ins.op is Op.FORWARD}
-    at_once = {
-        (b.layers[0], b.microbatch, b.step)
-        for a, b in pairwise(row)
-        if a.op is Op.FORWARD and b.op in NEEDS_SAVED and a[1:4] == b[1:4]
-    }  # backwards that come right after their forward
-    result: list[Instruction] = []
-    for ins in row:
-        (layer, *_), i, step = ins.layers, ins.microbatch, ins.step
-        segment = segment_of.get(layer)
-        if segment is None or (segment[-1], i, step) in at_once or ins.op not in (Op.FORWARD, *NEEDS_SAVED):
-            result.append(ins)
-            continue
-        if ins.op is Op.FORWARD:
-            inner = (output(layer - 1, i, step),) if layer > segment[0] else ()
-            writes = tuple(value for value in ins.writes if value.kind != "saved")
-            result.append(ins._replace(writes=writes, frees=ins.frees + inner))
-            continue
-        for each in segment if layer == segment[-1] else ():
-            again = forwards[each, i, step]
-            writes = (saved(each, i, step), *((output(each, i, step),) if each < segment[-1] else ()))
-            result.append(again._replace(op=Op.RECOMPUTE, writes=writes, frees=()))
-        result.append(ins)
-    return result
 
 
 def _moved(
@@ -147,5 +118,5 @@ def _moved(
     ins = forwards.get(place) or backwards[place]
     layer, i, step = place
     writes = (output(layer, i, step),) * move.hands + (saved(layer, i, step),) * move.saves
-    frees = (output(layer - 1, i, step),) * move.drops
+    frees = (ins.frees if move.op is Op.FORWARD else ()) + (output(layer - 1, i, step),) * move.drops
     return ins._replace(op=move.op, writes=writes, frees=frees)

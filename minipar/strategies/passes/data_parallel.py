@@ -39,6 +39,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
+from operator import itemgetter
 
 from minipar.program import Instruction, Op
 from minipar.strategies.buckets import Bucket, sizes, split_buckets
@@ -86,24 +87,21 @@ def _with_sums(
     ready = sorted(sharing, key=lambda g: (last[g], -g))  # in the order in which backward completes them
     own = {layout.rank(r, rank) for r in range(layout.dp)}
     within = [g for g in ready if own.issuperset(sharing[g])]
-    # The stages complete their tied sets in different orders. So these are summed at the end, in an order that is the
-    # same on all stages.
-    copied = [g for g in sharing if overlap and g not in within and layout.copied(g)]
-    across = [g for g in sharing if g not in within and g not in copied]
-
-    by_ranks: dict[tuple[int, ...], list[int]] = {}
-    for g in sorted(across):
-        by_ranks.setdefault(sharing[g], []).append(g)
     messages = [
         (groups, max(last[g] for g in groups) if overlap else end)
         for groups in split_buckets(within, layout.shape.groups, bucket)
     ]
-    messages += _copies(copied, layout, sharing, last, bucket)
-    messages += [(groups, end) for _, groups in sorted(by_ranks.items())]
-    after: dict[int, list[Instruction]] = {}
-    for groups, place in messages:
-        after.setdefault(place, []).append(all_reduce(groups, layout, sharing[groups[0]], step, bucket))
-    return insert(row, after=after)
+    if len(within) < len(sharing):
+        across = [g for g in sharing if g not in within]
+        copied = [g for g in across if overlap and layout.copied(g)]
+        messages += _copies(copied, layout, sharing, last, bucket)
+        # The stages complete their tied sets in different orders. So these are summed at the end, in an order that is
+        # the same on all stages.
+        tied = sorted((sharing[g], g) for g in across if g not in copied)
+        messages += [([g for _, g in found], end) for _, found in groupby(tied, key=itemgetter(0))]
+    return insert(
+        row, after=[(k, all_reduce(groups, layout, sharing[groups[0]], step, bucket)) for groups, k in messages]
+    )
 
 
 def _copies(

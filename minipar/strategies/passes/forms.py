@@ -122,14 +122,14 @@ def _in_buckets(
     """A row with sums of buckets. `ranks`: of each group, those that make parts of its gradient; a bucket has groups of
     the same ranks."""
     last = {g: k for g, k in last_writes(row, "grad").items() if g in chosen}
-    after: dict[int, list[Instruction]] = {}
+    sums: list[tuple[int, Instruction]] = []
     ready = sorted(last, key=lambda g: (last[g], -g))  # in the order in which backward completes them
     for own in dict.fromkeys(ranks[g] for g in ready):
         alike = [g for g in ready if ranks[g] == own]
         for groups in split_buckets(alike, draft.layout.shape.groups, draft.bucket):
             place = len(row) - 1 if draft.plan.overlap == "none" else max(last[g] for g in groups)
-            after.setdefault(place, []).append(_sum(groups, draft.layout, own, draft.step, draft.bucket))
-    return insert(row, after=after)
+            sums.append((place, _sum(groups, draft.layout, own, draft.step, draft.bucket)))
+    return insert(row, after=sums)
 
 
 def _one_by_one(
@@ -149,12 +149,12 @@ def _one_by_one(
         else:
             open_.update({value: k for value in ins.writes if value in wanted})
     close(list(open_))
-    after: dict[int, list[Instruction]] = {}
+    sums: list[tuple[int, Instruction]] = []
     for k, found in places.items():
         for own in dict.fromkeys(ranks[g] for g in sorted(found)):
             alike = sorted(g for g in found if ranks[g] == own)
-            after.setdefault(k, []).append(_sum(alike, layout, own, row[k].step, "none"))
-    return insert(row, after=after)
+            sums.append((k, _sum(alike, layout, own, row[k].step, "none")))
+    return insert(row, after=sums)
 
 
 def _sum(groups: Sequence[int], layout: Layout, ranks: tuple[int, ...], step: int, bucket: Bucket) -> Instruction:

@@ -22,20 +22,20 @@ FUSIBLE = frozenset((Op.FORWARD, Op.RECOMPUTE, *BACKWARDS))
 def fuse_layers(draft: Draft) -> Draft:
     """Consecutive layers with nothing between them become one instruction, which lists its parts."""
     shape = draft.layout.shape
-    alone = wiring(shape.edges, shape.layers).alone if shape.edges else None
-    return draft.each(lambda rank, row: fuse(row, alone))
+    chained = wiring(shape.edges, shape.layers).chained if shape.edges else None
+    return draft.each(lambda rank, row: fuse(row, chained))
 
 
-def fuse(instructions: Iterable[Instruction], alone: frozenset[int] | None = None) -> list[Instruction]:
+def fuse(instructions: Iterable[Instruction], chained: frozenset[int] | None = None) -> list[Instruction]:
     """One rank's instructions with runs of neighbouring layers merged.
 
-    alone   for a model with branches: the layers that read only the layer before them (`Wiring.alone` in `edges.py`)
+    chained  for a model with branches: the layers that read only the layer before them (`Wiring.chained` in `edges.py`)
     """
     row = list(instructions)
     joined = {
         k
         for k, (a, b) in enumerate(pairwise(row), 1)
-        if a.op is b.op and _continues(a, b) and (alone is None or max(a.layers[0], b.layers[0]) in alone)
+        if a.op is b.op and _continues(a, b) and (chained is None or max(a.layers[0], b.layers[0]) in chained)
     }
     if not joined:
         return row

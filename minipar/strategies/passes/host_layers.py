@@ -55,33 +55,21 @@ def find(chosen: Sequence[str], shape: Shape) -> frozenset[int]:
 
 def _with_copies(instructions: Sequence[Instruction], layout: Layout) -> list[Instruction]:
     """The instructions, layer by layer, with some of them on the host."""
-    needed = [{v for v in ins.reads if v.kind in MOVED} for ins in instructions]
-    later: set[Value] = set()  # values that this rank reads after an instruction; the loop goes from the end
-    read_later: list[set[Value]] = []
-    for ins, values in zip(reversed(instructions), reversed(needed), strict=True):
-        read_later.append({v for v in ins.writes if v in later})
-        later |= values
-    read_later.reverse()
     result: list[Instruction] = []
     there: set[Value] = set()  # outputs and gradients that are on the host now
-    for ins, values, wanted in zip(instructions, needed, read_later, strict=True):
+    for ins in instructions:
         on_host = ins.op in COMPUTE and layout.host.issuperset(ins.layers)
-        for value in sorted(values):
+        for value in sorted({v for v in ins.reads if v.kind in MOVED}):
             if on_host and value not in there:
                 result.append(copy_of(Op.OFFLOAD, value, host(value), value.step, (value,)))
                 there.add(value)
             elif not on_host and value in there:
                 result.append(copy_of(Op.FETCH, host(value), value, value.step, (host(value),)))
                 there.discard(value)
-        if not on_host:
+        if on_host:
+            result.append(renamed(ins, host)._replace(stream="host"))
+            there.update(v for v in ins.writes if v.kind in MOVED)
+        else:
             result.append(ins._replace(frees=tuple(host(v) if v in there else v for v in ins.frees)))
-            there.difference_update(ins.frees)
-            continue
-        result.append(renamed(ins, host)._replace(stream="host"))
-        for value in (v for v in ins.writes if v.kind in MOVED and v not in ins.frees):
-            if value in wanted:
-                there.add(value)
-            else:
-                result.append(copy_of(Op.FETCH, host(value), value, value.step, (host(value),)))
         there.difference_update(ins.frees)
     return result

@@ -20,7 +20,7 @@ reads several outputs (a join) is given a tuple of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from minipar.errors import PlanError
@@ -38,11 +38,10 @@ from minipar.program import (
     param,
 )
 from minipar.program.edges import wiring
-from minipar.program.shape import Shape
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
+from minipar.strategies.rewriting import free_at_last_read
 
-Table = Sequence[Sequence[Value]]  # first index: layer or edge; second index: micro-batch
 REST = tuple(Instruction._field_defaults.values())[3:]  # defaults of the fields after `frees`
 
 
@@ -72,6 +71,9 @@ def expand(
             groups_of[layer].append(index)
     first = layout.first_trainable
     last = shape.layers - 1
+    wires = wiring(shape.edges, shape.layers)
+    into = [zip(wires.inputs[layer], wires.into[layer], strict=True) for layer in range(shape.layers)]
+    back = [[e for a, e in found if a >= first] for found in into]  # the edges to which a backward gives a gradient
     # One Value object each, shared by all instructions that name it: dictionaries then compare by identity.
     new = tuple.__new__  # (takes half the time of calling Value or Instruction)
 
@@ -82,38 +84,34 @@ def expand(
     gout = values("grad_output", max(shape.layers, len(shape.edges)))
     params = [tuple(param(k) for k in groups_of[layer]) for layer in range(shape.layers)]
     grads = [tuple(grad(k) for k in groups_of[layer] if shape.groups[k].trainable) for layer in range(shape.layers)]
-    alone = [(layer,) for layer in range(shape.layers)]
+    single = [(layer,) for layer in range(shape.layers)]
 
     FORWARD, WHOLE, INPUT, WEIGHT = Op.FORWARD, Op.BACKWARD, Op.BACKWARD_INPUT, Op.BACKWARD_WEIGHT
 
     def forward(layer: int, i: int) -> Instruction:
-        given: tuple[Value, ...] = (out[layer - 1][i],) if layer else ()
+        given = tuple([out[a][i] for a in wires.inputs[layer]])
         reads = given + params[layer]
         if layer < first:
+            gone = () if shape.edges else given
             if layer == last:
-                given += (out[layer][i],)  # in a model with nothing to train only the loss is needed
-            return Instruction(FORWARD, alone[layer], *of[i], reads, (out[layer][i],), given)
+                gone += (out[layer][i],)  # in a model with nothing to train only the loss is needed
+            return Instruction(FORWARD, single[layer], *of[i], reads, (out[layer][i],), gone)
         writes = out[layer][i], kept[layer][i]
-        return new(Instruction, (FORWARD, alone[layer], *of[i], reads, writes, (), *REST))
+        return new(Instruction, (FORWARD, single[layer], *of[i], reads, writes, (), *REST))
 
     def backward(layer: int, i: int, whole: bool) -> Instruction:
-        given = out[layer][i] if layer == last else gout[layer][i]
-        held = (kept[layer][i], given, out[layer - 1][i]) if layer else (kept[layer][i], given)
+        came = (kept[layer][i], *[gout[e][i] for e in wires.out[layer]])
+        held = (*came, out[layer][i]) if layer == last else came
+        held += tuple([out[a][i] for a in wires.inputs[layer]])
         writes = grads[layer] if whole else (left[layer][i],)
-        if layer > first:
-            writes = (gout[layer - 1][i], *writes)
+        writes = (*[gout[e][i] for e in back[layer]], *writes)
         op, reads = WHOLE if whole else INPUT, held + params[layer]
-        return new(Instruction, (op, alone[layer], *of[i], reads, writes, held, *REST))
+        return new(Instruction, (op, single[layer], *of[i], reads, writes, came if shape.edges else held, *REST))
 
     def weights(layer: int, i: int) -> Instruction:
         mine = (left[layer][i],)
         reads = mine + params[layer]
-        return new(Instruction, (WEIGHT, alone[layer], *of[i], reads, grads[layer], mine, *REST))
-
-    run: Callable[[int, int], Instruction] = forward
-    back_of: Callable[[int, int, bool], Instruction] = backward
-    if shape.edges:
-        run, back_of = _with_branches(shape, first, step, (out, gout, kept, left), params, grads)
+        return new(Instruction, (WEIGHT, single[layer], *of[i], reads, grads[layer], mine, *REST))
 
     ranks = []
     for rank, chosen in enumerate(actions):
@@ -127,11 +125,11 @@ def expand(
                 raise PlanError(f"{action}: rank {rank} has micro-batches 0 to {microbatches - 1} and {has}")
             if isinstance(action, Forward):
                 for layer in chunks[action.chunk]:
-                    instructions.append(run(layer, i))
+                    instructions.append(forward(layer, i))
             elif isinstance(action, (Backward, BackwardInput)):
                 whole = isinstance(action, Backward)
                 for layer in backs[action.chunk]:
-                    instructions.append(back_of(layer, i, whole))
+                    instructions.append(backward(layer, i, whole))
             elif isinstance(action, BackwardWeight):
                 for layer in backs[action.chunk]:
                     instructions.append(weights(layer, i))
@@ -139,7 +137,11 @@ def expand(
                 raise PlanError(
                     f"{action}: a schedule yields Forward(i, chunk), Backward, BackwardInput, BackwardWeight"
                 )
-        ranks.append(_free_after_last_read(instructions) if shape.edges else instructions)
+        if shape.edges:
+            outputs = {v for ins in instructions for v in ins.reads if v.kind == "output"}
+            outputs.difference_update(*(ins.frees for ins in instructions))
+            instructions = free_at_last_read(instructions, outputs.__contains__)
+        ranks.append(instructions)
     return ranks
 
 
@@ -155,54 +157,3 @@ def step_of(layout: Layout, rank: int, step: int) -> list[Instruction]:
 def state_of(layout: Layout, rank: int) -> frozenset[Value]:
     """What a rank holds before and after a step: all parameters, and optimizer states of the trainable ones."""
     return frozenset(map(param, layout.groups(rank))) | frozenset(map(optimizer_state, layout.trainable(rank)))
-
-
-# branches -------------------------------------------------------------------------------------------------------------
-
-
-def _with_branches(
-    shape: Shape,
-    first: int,
-    step: int,
-    tables: tuple[Table, Table, Table, Table],
-    params: Sequence[tuple[Value, ...]],
-    grads: Sequence[tuple[Value, ...]],
-) -> tuple[Callable[[int, int], Instruction], Callable[[int, int, bool], Instruction]]:
-    """The functions that make FORWARD and BACKWARD of a layer in a model with branches. `_free_after_last_read` adds
-    the frees of outputs.
-
-    first    the first trainable layer
-    tables   the values output, grad_output (by edge), saved and saved_weight
-    """
-    out, gout, kept, left = tables
-    inputs, into, onward, _ = wiring(shape.edges, shape.layers)
-    last = shape.layers - 1
-
-    def forward(layer: int, i: int) -> Instruction:
-        reads = tuple(out[a][i] for a in inputs[layer]) + params[layer]
-        writes = (out[layer][i], kept[layer][i]) if layer >= first else (out[layer][i],)
-        frees = (out[layer][i],) if layer == last < first else ()
-        return Instruction(Op.FORWARD, (layer,), i, step, reads, writes, frees)
-
-    def backward(layer: int, i: int, whole: bool) -> Instruction:
-        gone = (kept[layer][i], *(gout[e][i] for e in onward[layer]))
-        given = tuple(out[a][i] for a in inputs[layer])
-        given += (out[layer][i],) if layer == last else ()
-        writes = tuple(gout[e][i] for a, e in zip(inputs[layer], into[layer], strict=True) if a >= first)
-        writes += grads[layer] if whole else (left[layer][i],)
-        op = Op.BACKWARD if whole else Op.BACKWARD_INPUT
-        return Instruction(op, (layer,), i, step, gone + given + params[layer], writes, gone)
-
-    return forward, backward
-
-
-def _free_after_last_read(row: Sequence[Instruction]) -> list[Instruction]:
-    """One rank's instructions, in which the last one that reads an output frees it."""
-    known = {value for ins in row for value in ins.frees}
-    result = []
-    for ins in reversed(row):
-        mine = tuple(v for v in ins.reads if v.kind == "output" and v not in known)
-        known.update(mine)
-        result.append(ins._replace(frees=ins.frees + mine) if mine else ins)
-    result.reverse()
-    return result

@@ -19,9 +19,10 @@ each is freed when the program waits for its copy.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from operator import itemgetter
 
 from minipar.program import (
     COLLECTIVES,
@@ -36,7 +37,7 @@ from minipar.program import (
     param_shard,
 )
 from minipar.strategies.draft import Draft
-from minipar.strategies.rewriting import also_free, copy_of, insert, of_groups, uses
+from minipar.strategies.rewriting import also_free, computes, copy_of, insert, of_groups, stays, uses
 
 BESIDE = 1  # compute instructions that run while a saved value is copied away
 IN_FLIGHT = 2  # gradients that are copied away at the same time; a third one waits for the first
@@ -106,85 +107,64 @@ def _update(update: Sequence[Instruction], rule: Away) -> list[Instruction]:
     """A rank's update with one STEP for each group, which runs on the host if the optimizer's state is there."""
     if not {"optimizer", "parameters"}.intersection(rule.what):
         return list(update)
-    result: list[Instruction] = []
-    for ins in update:
-        if ins.op is not Op.STEP:
-            result.append(ins)
+    return [each for ins in update for each in (_by_group(ins, rule) if ins.op is Op.STEP else [ins])]
+
+
+def _by_group(step: Instruction, rule: Away) -> list[Instruction]:
+    """A STEP as one for each group. What it needs is copied before the STEP of the group before it, and what is kept
+    away is copied back after the STEP of the group after it."""
+    steps: list[Instruction] = []
+    before: list[tuple[int, Instruction]] = []
+    fetched: list[tuple[int, Instruction]] = []  # new parameters, to the device
+    after: list[tuple[int, Instruction]] = []
+    for k, g in enumerate(step.layers):
+        own, number = of_groups(step, (g,)), step.step
+        here = next(v for v in own.writes if v.kind in ("param", "param_shard"))  # what the device has
+        if "optimizer" not in rule.what:
+            steps.append(own)
+            before.append((k - 1, copy_of(Op.FETCH, rule.far(here), here, number)))
+            after.append((k + 1, copy_of(Op.OFFLOAD, here, rule.far(here), number, (here,))))
             continue
-        parts = [_step(of_groups(ins, (g,)), g, rule) for g in ins.layers]
-        for k, (before, steps, _) in enumerate(parts):
-            result += before if k == 0 else []
-            result += parts[k + 1][0] if k + 1 < len(parts) else []
-            result += steps
-            result += parts[k - 1][2] if k else []
-        result += parts[-1][2]
-    return result
-
-
-def _step(own: Instruction, g: int, rule: Away) -> tuple[list[Instruction], list[Instruction], list[Instruction]]:
-    """For one group: the copies before its STEP; the STEP, and the copy of the new parameters to the device; the copies
-    after that."""
-    step = own.step
-    here = next(v for v in own.writes if v.kind in ("param", "param_shard"))  # what the device has
-    if "optimizer" not in rule.what:
-        before = [copy_of(Op.FETCH, rule.far(here), here, step)]
-        return before, [own], [copy_of(Op.OFFLOAD, here, rule.far(here), step, (here,))]
-    state = optimizer_shard(g) if g in rule.sharded else optimizer_state(g)
-    whole = "parameters" not in rule.what
-    updated = rule.updated(g) if whole else here
-    gradients = tuple(host(v) for v in own.reads if v.kind in ("grad", "grad_shard"))
-    steps = [
-        own._replace(
-            reads=(*gradients, host(updated), host(state)),
-            writes=(host(updated), host(state)),
-            frees=gradients,
-            stream="host",
-        )
-    ]
-    if whole:
-        steps.append(copy_of(Op.FETCH, host(updated), here, step))
-    if rule.to != "disk":
-        return [], steps, []
-    before = [copy_of(Op.FETCH, disk(v), host(v), step) for v in (updated, state)]
-    # (the host's copy must stay until the device has been given the new parameters)
-    waits = (here,) if whole else ()
-    after = [copy_of(Op.OFFLOAD, host(v), disk(v), step, (host(v),), waits) for v in (updated, state)]
-    return before, steps, after
+        whole = "parameters" not in rule.what
+        updated = rule.updated(g) if whole else here
+        kept = (updated, optimizer_shard(g) if g in rule.sharded else optimizer_state(g))
+        gradients = tuple(host(v) for v in own.reads if v.kind in ("grad", "grad_shard"))
+        there = tuple(map(host, kept))
+        steps.append(own._replace(reads=gradients + there, writes=there, frees=gradients, stream="host"))
+        if whole:
+            fetched.append((k, copy_of(Op.FETCH, host(updated), here, number)))
+        if rule.to == "disk":
+            # (the host's copy must stay until the device has been given the new parameters)
+            waits = (here,) if whole else ()
+            before += [(k - 1, copy_of(Op.FETCH, disk(v), host(v), number)) for v in kept]
+            after += [(k + 1, copy_of(Op.OFFLOAD, host(v), disk(v), number, (host(v),), waits)) for v in kept]
+    return insert(steps, before, [*fetched, *after])
 
 
 # activations --------------------------------------------------------------------------------------------------------
 
 
 def _offload_activations(row: Sequence[Instruction], rule: Away) -> list[Instruction]:
-    compute = [k for k, ins in enumerate(row) if ins.stream == "compute" and ins.op is not Op.STEP]
+    compute = [k for k, ins in enumerate(row) if computes(ins)]
     idle: dict[Value, int] = {}  # value -> the compute instruction after which nobody needs it for now
-    after: dict[int, list[Value]] = {}
-    before: dict[int, list[Value]] = {}
-    places = {k: n for n, k in enumerate(compute)}
-    for k, ins in enumerate(row):
-        if k not in places:
-            continue
-        n = places[k]
+    copies: list[tuple[int, Instruction]] = []
+    fetches: list[tuple[int, Instruction]] = []
+    changed = list(row)
+    for n, k in enumerate(compute):
+        ins = row[k]
         for value in ins.reads:
             if value in idle and n - idle[value] > SOON:
-                after.setdefault(compute[idle[value]], []).append(value)
-                before.setdefault(compute[n - 1], []).append(value)
+                away, far = idle[value], rule.far(value)
+                copies.append((compute[away], copy_of(Op.OFFLOAD, value, far, value.step, (value,))))
+                fetches.append((compute[n - 1], copy_of(Op.FETCH, far, value, value.step, (far,))))
+                waiting = compute[away + 1 + BESIDE]  # (the compute instruction after the next one waits for the copy)
+                changed[waiting] = changed[waiting]._replace(reads=(*changed[waiting].reads, far))
         # An output is a checkpoint and can be offloaded, unless the graph of a layer that reads it keeps it, too.
         graph = any(value.kind == "saved" for value in ins.writes)
         idle |= {v: n for v in ins.writes if v.kind == "saved"}
         idle |= {v: n for v in ins.reads if v.kind == "output" and not graph and v not in ins.frees}
         for value in (v for v in ins.reads if v.kind == "output" and graph):
             idle.pop(value, None)
-    changed = list(row)
-    for n, k in enumerate(compute[: -1 - BESIDE]):
-        if k in after:  # the compute instruction after the next one waits for these copies
-            waiting = compute[n + 1 + BESIDE]
-            copied = tuple(rule.far(value) for value in after[k])
-            changed[waiting] = changed[waiting]._replace(reads=(*changed[waiting].reads, *copied))
-    fetches = {
-        k: [copy_of(Op.FETCH, rule.far(v), v, v.step, (rule.far(v),)) for v in values] for k, values in before.items()
-    }
-    copies = {k: [copy_of(Op.OFFLOAD, v, rule.far(v), v.step, (v,)) for v in values] for k, values in after.items()}
     return insert(changed, fetches, copies)
 
 
@@ -207,20 +187,17 @@ def _offload_gradients(row: Sequence[Instruction], rule: Away, held: Collection[
             if value.kind in ("grad", "grad_shard"):
                 last[value.index] = (k, value)
     collectives = [k for k, ins in enumerate(row) if ins.op in COLLECTIVES and ins.op is not Op.ALL_GATHER]
-    after: dict[int, list[Value]] = {}
+    done: list[tuple[int, Value]] = []
     for _, (k, value) in sorted(last.items(), key=lambda entry: entry[1]):
         if k in collectives:  # a copy waits for the collective's result, so first start the next collectives
             later = collectives.index(k) + IN_FLIGHT
             k = max(used.get(value, 0), collectives[later] if later < len(collectives) else len(row) - 1)
-        after.setdefault(k, []).append(value)
-    copies: dict[int, list[Instruction]] = {}
-    out: list[Value] = []
-    for k, values in sorted(after.items()):
-        for value in values:
-            waits = tuple(out[-IN_FLIGHT:][:1]) if len(out) >= IN_FLIGHT else ()
-            frees = () if value in held else (value,)
-            out.append(host(value))
-            copies.setdefault(k, []).append(copy_of(Op.OFFLOAD, value, out[-1], step, frees, waits))
+        done.append((k, value))
+    copies: list[tuple[int, Instruction]] = []
+    for k, value in sorted(done, key=itemgetter(0)):
+        waits = copies[-IN_FLIGHT][1].writes if len(copies) >= IN_FLIGHT else ()
+        frees = () if value in held else (value,)
+        copies.append((k, copy_of(Op.OFFLOAD, value, host(value), step, frees, waits)))
     return insert(row, after=copies)
 
 
@@ -229,35 +206,25 @@ def _offload_gradients(row: Sequence[Instruction], rule: Away, held: Collection[
 
 def _fetch_parameters(row: Sequence[Instruction], rule: Away, held: Collection[Value]) -> list[Instruction]:
     """Parameters are fetched before they are used, and freed after it."""
-    compute = [k for k, ins in enumerate(row) if ins.stream == "compute" and ins.op is not Op.STEP]
-    order = {k: n for n, k in enumerate(compute)}
-    before: dict[int, list[Instruction]] = {}
-    after: dict[int, list[Value]] = {}
+    compute = [k for k, ins in enumerate(row) if computes(ins)]
+    fetches: list[tuple[int, Instruction]] = []
+    last: list[tuple[int, Value]] = []
     kept = {v for v in held if v.kind in ("param", "param_shard")}
     for value, read in uses(row, kept).items():
         if value.kind == "param_shard":
-            places = [k for k in read if row[k].op is not Op.STEP]
             # A slice has the frozen parameters of its layers, too, so that it stays until those gathered from it are
             # freed.
             ends = [k for k, ins in enumerate(row) if param(value.index) in ins.frees]
-            spans = [(k, min(end for end in ends if end >= k)) for k in places]
+            spans = [(k, min(end for end in ends if end >= k)) for k in read if row[k].op is not Op.STEP]
         else:
-            places = [k for k in read if k in order]
-            first, spans = (places or [-1])[0], []
-            for k, then in pairwise([*places, -1]):
-                between = {row[other].layers for other in compute[order[k] + 1 : order.get(then, 0)]}
-                if then < 0 or len(between) > rule.prefetch:
-                    spans.append((first, k))
-                    first = then
+            spans = list(stays(row, [k for k in read if computes(row[k])], rule.prefetch))
         there: list[tuple[int, int]] = []  # places of a FETCH and of the last use after it
         for start, end in spans:
-            n = sum(other < start for other in compute) - rule.prefetch
-            fetched = min(start, compute[max(0, n)])
+            fetched = min(start, compute[max(0, bisect_left(compute, start) - rule.prefetch)])
             if there and fetched <= there[-1][1]:  # it stays if it would be fetched again before it is freed
                 there[-1] = there[-1][0], end
             else:
                 there.append((fetched, end))
-        for fetched, end in there:
-            before.setdefault(fetched, []).append(copy_of(Op.FETCH, rule.far(value), value, row[end].step))
-            after.setdefault(end, []).append(value)
-    return insert(also_free(row, after), before)
+        fetches += [(k, copy_of(Op.FETCH, rule.far(value), value, row[end].step)) for k, end in there]
+        last += [(end, value) for _, end in there]
+    return insert(also_free(row, last), before=fetches)

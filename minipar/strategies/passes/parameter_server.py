@@ -58,11 +58,11 @@ def _worker_step(draft: Draft, shares: Shares) -> list[Instruction]:
     pulls = [pull._replace(writes=tuple(map(param, pull.layers))) for pull in pulls]
     last = last_writes(row, "grad")
     ready = sorted(last, key=lambda g: (last[g], g))  # groups as backward completes them
-    after: dict[int, list[Instruction]] = {}
+    pushes: list[tuple[int, Instruction]] = []
     for bucket in split_buckets(ready, groups, draft.bucket):
         place = max(last[g] for g in bucket) if draft.plan.overlap == "backward" else len(row) - 1
-        after.setdefault(place, []).extend(_pushes(draft, bucket))
-    return pulls + insert(row, after=after)
+        pushes += [(place, push) for push in _pushes(draft, bucket)]
+    return pulls + insert(row, after=pushes)
 
 
 def _pushes(draft: Draft, bucket: Sequence[int]) -> list[Instruction]:

@@ -10,23 +10,28 @@ al., "A Generic Communication Scheduler for Distributed DNN Training Acceleratio
                            [2][1 ][ 0     ][ 1    ][ 2      ]                a layer starts as soon as it is updated
 
 Messages of a group of ranks run one after another, in the same order on all of these ranks. This pass decides the
-order: whenever the link is free, the most urgent of the ready messages is next. In a rank's list a message comes as
-soon as its gradient is complete and all messages before it have come. The last piece of a gradient represents all
-pieces: it writes what STEP reads.
+order: whenever the link is free, the most urgent of the ready messages is next.
+
+    ready      B2 B1 B0                  gradients as the backward completes them
+    urgent     2, 1, 0                   the next forward needs layer 0 first
+    order         2    0    1            the link is free after 2: by then 1 and 0 are ready, and 0 is more urgent
+
+In a rank's list a message comes as soon as its gradient is complete and all messages before it have come. The last
+piece of a gradient represents all pieces: it writes what STEP reads.
 
 `bucket` is the size of a piece; gradients are never joined. "none" sends them whole, with a message for each tensor.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 
-from minipar.program import Instruction, Part
+from minipar.program import Instruction, Op, Part, home
 from minipar.strategies.buckets import Bucket, MiB
 from minipar.strategies.draft import Draft
 from minipar.strategies.rewriting import all_reduce, insert, keep_gradients, last_writes, of_groups, summed
-from minipar.strategies.urgency import first_uses, in_order
 
 
 def sum_by_priority(draft: Draft) -> Draft:
@@ -61,14 +66,14 @@ def _with_pieces(
     ]
     ready = [clock[place[ins.layers[0]] + 1] for ins in queue]
     urgent = [urgency.get(ins.layers[0], end) for ins in queue]
-    after: dict[int, list[Instruction]] = {}
+    sums: list[tuple[int, Instruction]] = []
     latest = 0
     for k in in_order(ready, [seconds(ins) for ins in queue], urgent):
         latest = max(latest, place[queue[k].layers[0]])
-        after.setdefault(latest, []).append(queue[k])
+        sums.append((latest, queue[k]))
     for g in sorted(sharing.keys() - set(within)):  # tied between stages, which complete them at different times
-        after.setdefault(end, []).append(all_reduce([g], layout, sharing[g], step, draft.bucket))
-    return insert(row, after=after)
+        sums.append((end, all_reduce([g], layout, sharing[g], step, draft.bucket)))
+    return insert(row, after=sums)
 
 
 def pieces(whole: Instruction, size: int, bucket: Bucket) -> list[Instruction]:
@@ -86,12 +91,12 @@ def pieces(whole: Instruction, size: int, bucket: Bucket) -> list[Instruction]:
     return [*found[:-1], found[-1]._replace(writes=whole.writes)]
 
 
-def update_late(draft: Draft) -> Draft:
+def update_before_use(draft: Draft) -> Draft:
     """Each group's STEP runs in the next step, before the first forward that needs its parameters."""
     rows, updates = [], []
     for rank, row in enumerate(draft.ranks):
         updates.append(tuple(_most_urgent_first(draft.update[rank], row)))
-        rows.append(_where_needed(row, draft.late[rank]) if draft.late else row)
+        rows.append(_where_needed(row, draft.previous_update[rank]) if draft.previous_update else row)
     if draft.step == draft.steps - 1:
         rows = [[*row, *update] for row, update in zip(rows, updates, strict=True)]
     return replace(draft, ranks=tuple(map(tuple, rows)), update=tuple(updates))
@@ -108,11 +113,41 @@ def _most_urgent_first(update: Sequence[Instruction], row: Sequence[Instruction]
     return [ins for g in order for ins in of_each[g]]
 
 
-def _where_needed(row: Sequence[Instruction], late: Sequence[Instruction]) -> list[Instruction]:
+def _where_needed(row: Sequence[Instruction], update: Sequence[Instruction]) -> list[Instruction]:
     """A step's instructions, with the update of the step before: of each group before the first use of its
     parameters."""
     first = first_uses(row)
-    before: dict[int, list[Instruction]] = {}
-    for ins in late:
-        before.setdefault(first.get(ins.layers[0], len(row)), []).append(ins)
-    return insert(row, before) + before.get(len(row), [])
+    return insert(row, before=[(first.get(ins.layers[0], len(row)), ins) for ins in update])
+
+
+def in_order(ready: Sequence[float], seconds: Sequence[float], urgent: Sequence[float]) -> list[int]:
+    """The order of messages on one link: whenever it is free, the most urgent message that is ready comes next.
+
+    ready     for each message, the time when it is ready
+    seconds   for each message, how long it occupies the link
+    urgent    for each message, its urgency: the smallest number comes first; equally urgent ones keep their order
+    """
+    coming = sorted(range(len(ready)), key=lambda k: (ready[k], k), reverse=True)
+    waiting: list[tuple[float, int]] = []
+    order: list[int] = []
+    now = 0.0
+    while coming or waiting:
+        if not waiting:
+            now = max(now, ready[coming[-1]])
+        while coming and ready[coming[-1]] <= now:
+            k = coming.pop()
+            heapq.heappush(waiting, (urgent[k], k))
+        _, k = heapq.heappop(waiting)
+        now += seconds[k]
+        order.append(k)
+    return order
+
+
+def first_uses(instructions: Sequence[Instruction]) -> dict[int, int]:
+    """For each parameter group the place of the first forward that needs it, or of the fetch for this forward."""
+    found: dict[int, int] = {}
+    for k, ins in enumerate(instructions):
+        for value in ins.reads if ins.op in (Op.FORWARD, Op.FETCH) else ():
+            if home(value).kind == "param":
+                found.setdefault(value.index, k)
+    return found

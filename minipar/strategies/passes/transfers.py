@@ -13,7 +13,7 @@ reader.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise
 from operator import itemgetter
 from types import MappingProxyType
 
@@ -21,6 +21,7 @@ from minipar.errors import PlanError
 from minipar.program import MOVED, Action, Backward, BackwardInput, Forward, Instruction, Op, Value, output, saved
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
+from minipar.strategies.rewriting import insert
 
 
 def send_and_receive(draft: Draft) -> Draft:
@@ -65,7 +66,7 @@ def insert_transfers(
 ) -> dict[int, list[Instruction]]:
     """The ranks of one replica with SEND and RECV inserted. `ranks` maps the number of a rank to its instructions.
 
-    together   value -> another value: the first is not sent before the second was read for the last time
+    joined   value -> another value: the first is not sent before the second was read for the last time
     """
     producer: dict[Value, tuple[int, int]] = {}
     reading: dict[int, dict[Value, int]] = {}  # where each rank reads a value for the first time
@@ -85,53 +86,31 @@ def insert_transfers(
             rank, k = producer[value]
             producer[value] = (rank, max(k, last_read.get((rank, joined[value]), k)))
 
-    # for each link, in the order of reading: position of the producer, position of the first reader, value
-    links: dict[tuple[int, int], list[tuple[int, int, Value]]] = {}
+    links: dict[tuple[int, int], list[tuple[int, int, Value]]] = {}  # of each: producer's place, first reader's, value
     read_here: set[Value] = set()  # values that the rank which produces them reads, too
     last_target: dict[Value, int] = {}
-    again: set[Value] = set()  # values that several other ranks read
     for rank, first in reading.items():
-        arriving: dict[int, list[tuple[int, int, Value]]] = {}
         for value, k in first.items():
             source, position = producer.get(value, (rank, k))
             if source == rank:
                 read_here.add(value)
-                continue
-            if value in last_target:
-                again.add(value)
-            last_target[value] = rank
-            if source not in arriving:
-                arriving[source] = links[source, rank] = []
-            arriving[source].append((position, k, value))
+            else:
+                last_target[value] = rank
+                links.setdefault((source, rank), []).append((position, k, value))
 
-    stay = read_here | again  # values that not every SEND frees
-    added: dict[int, list[Instruction]] = {rank: list(row) for rank, row in ranks.items()}
-    # (instruction k has place 3k; an instruction inserted before it has 3k - 1, one after it 3k + 1)
-    places: dict[int, list[int]] = {rank: [*range(0, 3 * len(row), 3)] for rank, row in ranks.items()}
+    before: dict[int, list[tuple[int, Instruction]]] = {rank: [] for rank in ranks}
+    after: dict[int, list[tuple[int, Instruction]]] = {rank: [] for rank in ranks}
     new = tuple.__new__  # (takes half the time of calling Instruction)
     for (source, target), moves in links.items():
         moves.sort(key=itemgetter(0))
-        messages: list[tuple[int, int, tuple[Value, ...]]] = []  # the last one first
-        reader = len(ranks[target])
-        for position, k, value in reversed(moves):
-            reader = k if k < reader else reader  # a receive comes no later than the receives after it
-            if messages and messages[-1][0] == position:  # same producer and same target: one message
-                messages[-1] = position, reader, (value, *messages[-1][2])
-            else:
-                messages.append((position, reader, (value,)))
-        to, origin = f"send {target}", f"recv {source}"
-        for position, reader, values in reversed(messages):
+        soonest = [*accumulate((k for _, k, _ in reversed(moves)), min)]  # a receive comes no later than those after it
+        for position, run in groupby(moves, key=itemgetter(0)):  # same producer and same target: one message
+            values = tuple([value for _, _, value in run])
             _, index, i, step, _ = values[0]
-            layers = (index,)
-            recv = new(Instruction, (RECV, layers, i, step, (), values, (), origin, source, *REST))
-            added[target].append(recv)
-            places[target].append(3 * reader - 1)
-            frees = values
-            if not stay.isdisjoint(values):
-                frees = tuple(v for v in values if v not in read_here and last_target[v] == target)
-            send = new(Instruction, (SEND, layers, i, step, values, (), frees, to, target, *REST))
-            added[source].append(send)
-            places[source].append(3 * position + 1)
-
-    orders = {rank: sorted(range(len(found)), key=found.__getitem__) for rank, found in places.items()}
-    return {rank: [*map(added[rank].__getitem__, order)] for rank, order in orders.items()}
+            recv = (RECV, (index,), i, step, (), values, (), f"recv {source}", source, *REST)
+            before[target].append((soonest[-1], new(Instruction, recv)))
+            del soonest[-len(values) :]
+            frees = tuple([v for v in values if last_target[v] == target and v not in read_here])
+            send = (SEND, (index,), i, step, values, (), frees, f"send {target}", target, *REST)
+            after[source].append((position, new(Instruction, send)))
+    return {rank: insert(row, before[rank], after[rank]) for rank, row in ranks.items()}

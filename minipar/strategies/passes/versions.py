@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache
 
 from minipar.errors import PlanError
 from minipar.program import (
@@ -37,7 +37,7 @@ from minipar.program import (
 )
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
-from minipar.strategies.rewriting import ActionKey, actions_of, renamed
+from minipar.strategies.rewriting import ActionKey, actions_of, free_at_last_read, renamed
 from minipar.strategies.schedules.registry import Used, find, newest
 
 Blocks = dict[ActionKey, list[Instruction]]
@@ -91,50 +91,34 @@ def with_versions(
         return list(instructions)
     m = layout.microbatches
     every = contract.every or m
-    FORWARD, SEND, RECV = Op.FORWARD, Op.SEND, Op.RECV
-    total = len({(ins.microbatch, ins.step) for ins in instructions if ins.op is FORWARD})
+    total = len({(ins.microbatch, ins.step) for ins in instructions if ins.op is Op.FORWARD})
     depth = sum(len(layout.trained(stage)) for stage in layout.placement[rank])
     used: dict[int, int] = {}
     left: dict[int, int] = {}
-    named: dict[int, dict[int, Value]] = {}  # version -> group -> its parameters
-    last: dict[Value, int] = {}  # parameters of a version -> the place of their last read
-    result: list[Instruction] = []
+    params = cache(lambda version: {param(g): param(g, version) for g in groups})
     states, grads = tuple(map(optimizer_state, groups)), tuple(map(grad, groups))
+    result: list[Instruction] = []
     done = updates = 0
     due = False
-    new = tuple.__new__  # (takes half the time of calling Instruction)
-
-    def params(version: int) -> dict[int, Value]:
-        if version not in named:
-            named[version] = {g: param(g, version) for g in groups}
-        return named[version]
 
     def step() -> Instruction:
         old, new = (tuple(params(version).values()) for version in (updates, updates + 1))
-        last.update(dict.fromkeys(old, len(result)))
         return Instruction(Op.STEP, groups, -1, updates, grads + old + states, new + states, grads)
 
     for ins in instructions:
-        op = ins.op
-        if due and op is not SEND:
+        if due and ins.op is not Op.SEND:
             result.append(step())
             updates, due = updates + 1, False
-        if op is SEND or op is RECV:
+        if ins.op is Op.SEND or ins.op is Op.RECV:
             result.append(ins)
             continue
         i = ins.step * m + ins.microbatch
-        if op is FORWARD and i not in used:
+        if ins.op is Op.FORWARD and i not in used:
             used[i] = version(rank, layout.pp, i, m, updates)
-        given = params(used.get(i, updates) if op is FORWARD or contract.stashed else updates)
-        reads = []
-        for value in ins.reads:
-            if value.kind == "param" and value.index in given:
-                value = given[value.index]
-                last[value] = len(result)
-            reads.append(value)
-        frees = tuple([value for value in ins.frees if value.kind != "param"])
-        result.append(new(Instruction, (*ins[:4], tuple(reads), ins.writes, frees, *ins[7:])))
-        if op in BACKWARDS:
+        given = params(used.get(i, updates) if ins.op is Op.FORWARD or contract.stashed else updates)
+        reads = tuple([given.get(plain(value), value) for value in ins.reads])
+        result.append(ins._replace(reads=reads, frees=tuple([v for v in ins.frees if v.kind != "param"])))
+        if ins.op in BACKWARDS:
             left[i] = left.get(i, depth) - len(ins.layers)
             if not left[i]:
                 done += 1
@@ -143,11 +127,7 @@ def with_versions(
         result.append(step())
         updates += 1
     # The last instruction that reads a version frees it. The newest version stays.
-    for value, k in sorted(last.items()):
-        if updates and value.step not in (-1, updates):
-            ins = result[k]
-            result[k] = new(Instruction, (*ins[:6], (*ins.frees, value), *ins[7:]))
-    return result
+    return free_at_last_read(result, lambda v: 0 <= version_of(v) < updates)
 
 
 def as_it_happened(
@@ -173,20 +153,19 @@ def as_it_happened(
     return replace(program, ranks=tuple(ranks), in_flight=None)
 
 
-def _numbered(number: int, value: Value) -> Value:
-    """The value, with this number if it is a version."""
-    return value._replace(step=number) if version_of(value) >= 0 else value
+def plain(value: Value) -> Value:
+    """The value; parameters without the number of their version."""
+    return value._replace(step=-1) if version_of(value) >= 0 else value
 
 
 def without_versions(program: Program) -> Program:
     """The program as a rank that decides as it runs has it: with one version of its parameters, whose number is known
     afterwards."""
-    plain = partial(_numbered, -1)
 
     def of(ins: Instruction) -> Instruction:
-        made = renamed(ins, plain)
-        gone = [v for v in ins.frees if version_of(v) < 0 or (v.kind == "param" and plain(v) not in made.writes)]
-        return made._replace(frees=tuple(map(plain, gone)))
+        renumbered = renamed(ins, plain)
+        gone = [v for v in ins.frees if version_of(v) < 0 or (v.kind == "param" and plain(v) not in renumbered.writes)]
+        return renumbered._replace(frees=tuple(map(plain, gone)))
 
     ranks = tuple(tuple(map(of, row)) for row in program.ranks)
     return replace(program, ranks=ranks, state=tuple(frozenset(map(plain, held)) for held in program.state))

@@ -40,13 +40,14 @@ ranks that hold it share out its optimizer state.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
+from operator import itemgetter
 
 from minipar.program import Instruction, Op, Part, Value, buffer, grad, grad_shard, param, param_shard
 from minipar.strategies.buckets import split_buckets
 from minipar.strategies.draft import Draft
 from minipar.strategies.layout import Layout
-from minipar.strategies.rewriting import also_free, collective, insert, of_groups, renamed, uses
+from minipar.strategies.rewriting import also_free, collective, insert, of_groups, renamed, stays, uses
 
 # Buckets of gradients under way at the same time, each with its buffer; the next bucket waits. In zero=1 nothing waits:
 # a buffer is as large as the whole gradients that it replaces, for which there is room.
@@ -113,30 +114,17 @@ def _gather_parameters(row: Sequence[Instruction], draft: Draft, sharded: frozen
     """A rank's instructions with parameters gathered ahead of their use, and freed after it."""
     prefetch = draft.plan.prefetch
     whole = {v for ins in row for v in ins.reads if v.kind == "param" and v.index in sharded}
-    before: dict[int, dict[int, list[int]]] = {}  # place of a gather -> place of the first use -> what is gathered
-    after: dict[int, list[Value]] = {}
+    gathered: dict[tuple[int, int], list[int]] = {}  # place of a gather, place of the first use -> what is gathered
+    last: list[tuple[int, Value]] = []
     for value, places in sorted(uses(row, whole).items()):
-        first = places[0]
-        for k, then in pairwise([*places, len(row)]):
-            if then == len(row) or not _soon(row, k, then, prefetch):
-                before.setdefault(max(0, first - prefetch), {}).setdefault(first, []).append(value.index)
-                after.setdefault(k, []).append(value)
-                first = then
-    gathers = {
-        k: [_all_gather(groups, draft.layout, row[first].step, param_shard) for first, groups in sorted(found.items())]
-        for k, found in before.items()
-    }
-    return insert(also_free(row, after), gathers)
-
-
-def _soon(row: Sequence[Instruction], k: int, then: int, prefetch: int) -> bool:
-    """Whether no more than `prefetch` layers work between two instructions."""
-    others: set[tuple[int, ...]] = set()
-    for between in range(k + 1, then):
-        others.add(row[between].layers)
-        if len(others) > prefetch:
-            return False
-    return True
+        for first, end in stays(row, places, prefetch):
+            gathered.setdefault((max(0, first - prefetch), first), []).append(value.index)
+            last.append((end, value))
+    gathers = [
+        (k, _all_gather(groups, draft.layout, row[first].step, param_shard))
+        for (k, first), groups in sorted(gathered.items())
+    ]
+    return insert(also_free(row, last), before=gathers)
 
 
 def _all_gather(groups: Sequence[int], layout: Layout, step: int, given: Callable[[int], Value]) -> Instruction:
@@ -199,7 +187,7 @@ def _scatter_gradients(
     plan = draft.plan
     sharded = frozenset(g for bucket in buckets for g in bucket)
     stage_of = {g: draft.layout.stage_of(g) for g in sharded}
-    after: dict[int, list[tuple[int, Sequence[int]]]] = {}
+    messages: list[tuple[int, int, Sequence[int]]] = []  # place, micro-batch, groups
     for i, done in _rounds(row, draft, sharded).items():
         ends, before = _ends(done, stage_of), 0
         for groups in buckets:
@@ -210,18 +198,16 @@ def _scatter_gradients(
                 place = before = max(place, before)
             while place + 1 < len(row) and row[place + 1].op is Op.ALL_GATHER:
                 place += 1  # parameters are needed earlier than gradients
-            after.setdefault(place, []).append((i, groups))
+            messages.append((place, i, groups))
 
     started: list[tuple[Value, ...]] = []
-    scatters: dict[int, list[Instruction]] = {}
-    for k, messages in sorted(after.items()):
-        for i, groups in messages:
-            part = tuple(map(grad_shard, groups))
-            waits = started[-IN_FLIGHT] if len(started) >= IN_FLIGHT and plan.zero > 1 else ()
-            scatters.setdefault(k, []).append(
-                _reduce_scatter(groups, draft.layout, draft.step, i, (part if part in started else ()) + waits)
-            )
-            started.append(part)
+    scatters: list[tuple[int, Instruction]] = []
+    for place, i, groups in sorted(messages, key=itemgetter(0)):
+        part = tuple(map(grad_shard, groups))
+        waits = started[-IN_FLIGHT] if len(started) >= IN_FLIGHT and plan.zero > 1 else ()
+        waits = (part if part in started else ()) + waits
+        scatters.append((place, _reduce_scatter(groups, draft.layout, draft.step, i, waits)))
+        started.append(part)
     return insert(row, after=scatters)
 
 

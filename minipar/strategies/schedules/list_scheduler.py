@@ -19,8 +19,8 @@ an action is ready, although idling can be better. Use it like any schedule:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 from minipar.errors import PlanError
 from minipar.program import Action, Backward, BackwardInput, BackwardWeight, Forward
@@ -35,21 +35,6 @@ def backward_first(action: Action) -> tuple[int, ...]:
     micro-batch."""
     order = (Backward, BackwardInput, Forward, BackwardWeight)
     return order.index(type(action)), action.microbatch, -action.chunk
-
-
-@dataclass
-class _Rank:
-    """The state of a rank: for each kind of action, the next micro-batch of each chunk."""
-
-    stages: tuple[int, ...]
-    free: float = 0.0
-    forwards: list[int] = field(default_factory=list)
-    backwards: list[int] = field(default_factory=list)
-    weights: list[int] = field(default_factory=list)
-    done: list[Action] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.forwards, self.backwards, self.weights = ([0] * len(self.stages) for _ in range(3))
 
 
 def list_schedule(
@@ -69,57 +54,53 @@ def list_schedule(
     times     seconds of a forward, and of the two halves of a backward, for one micro-batch on one chunk
     Errors: PlanError if the limits stop all ranks before the end.
     """
-    every = [_Rank(stages) for stages in place(placement, ranks, chunks, "of a list scheduler")]
-    last = max(stage for one in every for stage in one.stages)
+    stages = place(placement, ranks, chunks, "of a list scheduler")
+    last = max(map(max, stages))
     # when (stage, micro-batch) is done: its forward in `there`, its backward in `back`
     there: dict[tuple[int, int], float] = {(-1, i): 0.0 for i in range(microbatches)}
     back: dict[tuple[int, int], float] = {}
     forward, half, weight = times
     took = {Forward: forward, Backward: half + weight, BackwardInput: half, BackwardWeight: weight}
+    orders: list[list[Action]] = [[] for _ in stages]
+    free = [0.0] * ranks
+    begun: Counter[tuple[int, type, int]] = Counter()  # rank, kind (an input half is a backward), chunk -> how many
 
     def ready(rank: int, now: float) -> Iterator[Action]:
         """The actions that a rank could begin at time `now`."""
-        one = every[rank]
-        done = sum(one.backwards)
-        room = sum(one.forwards) - done < ahead(rank)
-        full = waiting is not None and done - sum(one.weights) > waiting(rank)
-        for c, stage in enumerate(one.stages):
-            if waiting is not None and one.weights[c] < one.backwards[c]:
-                yield BackwardWeight(one.weights[c], c)
+        forwards, backwards, weights = (
+            [begun[rank, kind, c] for c in range(chunks)] for kind in (Forward, Backward, BackwardWeight)
+        )
+        room = sum(forwards) - sum(backwards) < ahead(rank)
+        full = waiting is not None and sum(backwards) - sum(weights) > waiting(rank)
+        for c, stage in enumerate(stages[rank]):
+            if waiting is not None and weights[c] < backwards[c]:
+                yield BackwardWeight(weights[c], c)
             if full:
                 continue
-            i = one.forwards[c]
+            i = forwards[c]
             if room and i < microbatches and there.get((stage - 1, i), now + 1) <= now:
                 yield Forward(i, c)
-            i = one.backwards[c]
+            i = backwards[c]
             above = there if stage == last else back
-            if i < one.forwards[c] and above.get((min(stage + 1, last), i), now + 1) <= now:
+            if i < forwards[c] and above.get((min(stage + 1, last), i), now + 1) <= now:
                 yield Backward(i, c) if waiting is None else BackwardInput(i, c)
 
-    now, left = 0.0, sum(len(one.stages) for one in every) * microbatches * (2 if waiting is None else 3)
+    now, left = 0.0, sum(map(len, stages)) * microbatches * (2 if waiting is None else 3)
     while left:
-        for rank, one in enumerate(every):
-            choices = list(ready(rank, now)) if one.free <= now else []
+        for rank in range(ranks):
+            choices = list(ready(rank, now)) if free[rank] <= now else []
             if choices:
                 chosen = min(choices, key=rule)
-                one.done.append(chosen)
-                one.free = now + took[type(chosen)]
-                _note(one, chosen, there, back)
+                orders[rank].append(chosen)
+                free[rank] = now + took[type(chosen)]
+                kind = Backward if isinstance(chosen, BackwardInput) else type(chosen)
+                begun[rank, kind, chosen.chunk] += 1
+                if kind is not BackwardWeight:
+                    done = there if kind is Forward else back
+                    done[stages[rank][chosen.chunk], chosen.microbatch] = free[rank]
                 left -= 1
-        later = [t for t in (*(one.free for one in every), *there.values(), *back.values()) if t > now]
+        later = [t for t in (*free, *there.values(), *back.values()) if t > now]
         if left and not later:
-            raise PlanError(f"list scheduler: its limits stop it after {len(every[0].done)} actions of rank 0")
+            raise PlanError(f"list scheduler: its limits stop it after {len(orders[0])} actions of rank 0")
         now = min(later, default=now)
-    return [one.done for one in every]
-
-
-def _note(one: _Rank, chosen: Action, there: dict[tuple[int, int], float], back: dict[tuple[int, int], float]) -> None:
-    i, c = chosen.microbatch, chosen.chunk
-    if isinstance(chosen, Forward):
-        one.forwards[c] += 1
-        there[one.stages[c], i] = one.free
-    elif isinstance(chosen, BackwardWeight):
-        one.weights[c] += 1
-    else:
-        one.backwards[c] += 1
-        back[one.stages[c], i] = one.free
+    return orders

@@ -14,7 +14,7 @@ from minipar.wording import several
 KEY = "micro_batch_size"
 
 
-def rows_said(text: str, batch: int | None) -> tuple[str, int | None]:
+def without_micro_batch_size(text: str, batch: int | None) -> tuple[str, int | None]:
     """The same words without micro_batch_size=b, and the rows of a step over all replicas.
 
     batch   rows of a step, if they are given

@@ -1,0 +1,315 @@
+"""Lines: the trainable parameters of a group on a rank, in the forms in which layers and the optimizer have them.
+
+    params     weight   bias                the layers' own parameters
+    flat       [ weight . . . | bias . 0 ]  where replicas share a group out (ZeRO), every p.data is a view of it
+    part                  [ . . . . . . ]   this rank's slice, the k-th of n of one size
+    trained    what the optimizer works on: `params`, or `part`, or copies of these: on the host, in float32 beside
+               layers of bfloat16, or parameters of their own that have the memory of the newest version
+
+A flat whose parameters are gathered where they are used (ZeRO-3) has size 0 in between. It is resized, never replaced:
+what autograd saved (the transpose of a weight) is a view of this storage, and finds its values there again. Slices are
+of float32 where layers have bfloat16; gradients travel as bfloat16 then, and are added up in float32.
+
+Where several versions of parameters are alive, autograd has saved views of the one that its forward used, which is
+never written to while anything needs it. The optimizer works on parameters of its own, so that its state exists once,
+and so that autograd does not take an update for a mistake (a backward that uses other weights than its forward is what
+AMPNet is about).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator, Mapping, Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from minipar.comm import missing
+from minipar.comm.missing import is_missing
+from minipar.execution.streams import on_host
+from minipar.execution.updating import Elements, Updated
+from minipar.models.tensors import count_bytes
+from minipar.program import Group
+
+
+class Slice(NamedTuple):
+    """A run of neighbouring elements of a tensor of this shape, from `start` on, in memory order."""
+
+    shape: tuple[int, ...]
+    start: int
+    values: Tensor
+
+
+def assemble(slices: Sequence[Slice]) -> Tensor:
+    """The whole tensor of which the ranks have brought all slices."""
+    whole = torch.zeros(slices[0].shape, dtype=slices[0].values.dtype)
+    flat = whole.view(-1)
+    for part in slices:
+        flat[part.start : part.start + part.values.numel()] = part.values
+    return whole
+
+
+class Place(NamedTuple):
+    """Which slice of a group a rank has: the k-th of n, on its device; `scattered`: the layers' parameters exist only
+    while they are gathered."""
+
+    k: int
+    n: int
+    device: torch.device
+    scattered: bool
+
+
+class Line:
+    """The trainable parameters of one group that this rank's layers use.
+
+    place     the slice that this rank updates; None: it updates all
+    holders   how many ranks have the same gradient after the sum
+    narrow    the layers have bfloat16; `wide`: the optimizer works in float32 nevertheless
+    on_host   the optimizer works on copies on the host
+    separate  the optimizer works on parameters of its own, though with the memory of the layers' ones
+
+    owned     what the rank has of the group on its device between steps: `params`, or `part`
+    updated   what the optimizer is given of `trained`: all, or parts of a slice; see `give`
+    absent    parameters that no backward of this step has reached here, by number; None before gradients were packed
+    frozen    frozen parameters of the group's layers, where they are copied together with these
+    """
+
+    def __init__(
+        self,
+        number: int,
+        params: list[nn.Parameter],
+        group: Group,
+        holders: int = 1,
+        place: Place | None = None,
+        narrow: bool = False,
+        wide: bool = False,
+        on_device: bool = True,
+        separate: bool = False,
+    ) -> None:
+        self.number, self.params, self.group, self.holders = number, params, group, holders
+        self.place, self.wide, self.on_device = place, wide, on_device
+        self.owned: Sequence[nn.Parameter] = params
+        self.frozen: Sequence[nn.Parameter] = ()
+        self.updated: Sequence[Updated] = ()
+        self._cuts: Sequence[tuple[int, int]] = ()  # where the parts begin and end in the slice, if there are several
+        self.divided, self.absent = False, cast("set[int] | None", None)
+        for p in params if narrow and not wide else ():
+            p.data = p.data.to(torch.bfloat16)
+        if place is not None:
+            self.owned = [self._lay_out(place, narrow)]
+        self.trained: Sequence[nn.Parameter] = self.owned
+        if not on_device:
+            self.trained = [nn.Parameter(on_host(p.detach())) for p in self.owned]
+        elif place is None and (wide or separate):
+            self.trained = [nn.Parameter(p.detach().clone() if wide else p.data) for p in params]
+        for p in params if narrow and place is None else ():
+            p.data = p.data.to(torch.bfloat16)
+
+    def _lay_out(self, place: Place, narrow: bool) -> nn.Parameter:
+        """Lay the parameters end to end, with zeros behind them, and give this rank's slice."""
+        count = sum(p.numel() for p in self.params)
+        self.size = max(1, -(-count // place.n))
+        flat = torch.zeros(self.size * place.n, dtype=self.params[0].dtype, device=place.device)
+        torch.cat([p.data.reshape(-1) for p in self.params], out=flat[:count])
+        part = flat[place.k * self.size : (place.k + 1) * self.size]
+        self.beside = narrow and not place.scattered  # whether the slice is in memory beside the layers' parameters
+        self.part = nn.Parameter(part.clone() if narrow or place.scattered else part)
+        self.flat = flat.to(torch.bfloat16) if narrow else flat
+        start = 0
+        for p in self.params:
+            p.data = self.flat[start : start + p.numel()].view(p.shape)
+            start += p.numel()
+        if place.scattered:
+            self.flat.untyped_storage().resize_(0)
+        return self.part
+
+    def give(self, names: Mapping[int, str], group_of: Mapping[str, int], divided: bool = False) -> None:
+        """Choose what the optimizer is given: of a slice one part for each run of parameters that are in one group of
+        the user's optimizer; or, `divided`, for each parameter. `names` of parameters by their id; `group_of` names in
+        the optimizer."""
+        self.divided = divided
+        if self.place is None:
+            self.updated = [
+                Updated(own, (names[id(p)],), (Elements(names[id(p)], tuple(p.shape), 0, p.numel(), 0),))
+                for p, own in zip(self.params, self.trained, strict=True)
+            ]
+            return
+        (whole,) = self.trained
+        own = tuple(names[id(p)] for p in self.params)
+        runs = [Elements(names[id(p)], tuple(p.shape), begin, end, at) for p, begin, end, at in self.places()]
+        if len({group_of.get(name) for name in own}) == 1 and not divided:
+            self.updated = [Updated(whole, own, tuple(runs), True)]
+            return
+        joined: list[list[Elements]] = []
+        for run in runs:
+            if joined and not divided and group_of.get(joined[-1][0].name) == group_of.get(run.name):
+                joined[-1].append(run)
+            else:
+                joined.append([run])
+        self._cuts = [(some[0].place, some[-1].place + some[-1].end - some[-1].begin) for some in joined]
+        self.updated = [
+            Updated(
+                nn.Parameter(whole.data[begin:end]),
+                tuple(run.name for run in some),
+                tuple(run._replace(place=run.place - begin) for run in some),
+                True,
+            )
+            for some, (begin, end) in zip(joined, self._cuts, strict=True)
+        ]
+
+    # the table's contents --------------------------------------------------------------------------------------------
+
+    @property
+    def here(self) -> list[Tensor]:
+        """What the device holds of the group between steps, or would."""
+        return [p.data for p in (*self.owned, *self.frozen)]
+
+    def show(self, tensors: Sequence[Tensor]) -> None:
+        """Let the layers use a version of the parameters."""
+        for p, tensor in zip(self.params, tensors, strict=True):
+            p.data = tensor
+
+    def copies(self) -> list[tuple[nn.Parameter, nn.Parameter]]:
+        """What the device has beside the layers' parameters, each with one of those that it belongs to."""
+        if self.place is not None:
+            return [(self.part, self.params[0])]
+        return list(zip(self.trained, self.params, strict=True)) if self.on_device else []
+
+    @property
+    def copies_are(self) -> str:
+        """What a memory tracker calls the copies."""
+        return "optimizer" if (self.wide if self.place is None else self.beside) else "parameters"
+
+    def nbytes(self, kind: str) -> int:
+        """Bytes of the group's value of this kind; for the optimizer's, only what it has beside its own states."""
+        frozen, grads = self.group.frozen, count_bytes(self.params)
+        if self.place is None:
+            beside = count_bytes(list(self.trained)) if self.wide and self.on_device else 0
+            return {"param": sum(self.group.tensors) + frozen, "grad": grads, "optimizer_state": beside}[kind]
+        part, flat = count_bytes(self.part), count_bytes(self.flat)
+        beside = part if self.beside else 0
+        return {
+            "param": flat + (0 if self.place.scattered else frozen),
+            "param_shard": part + frozen,
+            "grad": grads,
+            "grad_shard": part,
+            "buffer": flat,
+            "optimizer_state": beside,
+            "optimizer_shard": beside,
+        }[kind]
+
+    # a step ----------------------------------------------------------------------------------------------------------
+
+    def unused(self, gradient: Tensor) -> set[str]:
+        """The parameters of the slice that no rank has a gradient of: a sum says that (`comm/missing.py`)."""
+        known = [run for part in self.updated for run in part.runs] if self.absent else []
+        numbers = {id(p): k for k, p in enumerate(self.params)}
+        places = zip(known, self.places() if known else (), strict=True)
+        return {
+            run.name for run, (p, begin, end, at) in places
+            if numbers[id(p)] in (self.absent or ()) and is_missing(gradient[at : at + end - begin])
+        }  # fmt: skip
+
+    def take(self, gradients: Sequence[Tensor | None], unused: Container[str] = ()) -> None:
+        """Before an update: give the optimizer the gradients of what it works on, in its type; of a divided slice none
+        for the parameters that are `unused`."""
+        for own, gradient in zip(self.trained, gradients, strict=True):
+            own.grad = gradient if gradient is None or gradient.dtype is own.dtype else gradient.to(own.dtype)
+        for part, (begin, end) in zip(self.updated if self._cuts else (), self._cuts, strict=True):
+            (whole,) = self.trained
+            part.parameter.data = whole.data[begin:end]
+            part.parameter.grad = None if whole.grad is None or part.names[0] in unused else whole.grad[begin:end]
+
+    def finish(self) -> None:
+        """After an update: free its gradients."""
+        for p in (*self.params, *self.owned, *self.trained, *(part.parameter for part in self.updated)):
+            p.grad = None
+        self.absent = None
+
+    def round_into(self, tensors: Sequence[Tensor]) -> None:
+        """After an update: round float32 copies into the layers' parameters, or another version of them."""
+        if self.wide and self.place is None and self.on_device:
+            for own, tensor in zip(self.trained, tensors, strict=True):
+                tensor.copy_(own.data)
+
+    def gradients(self) -> list[tuple[nn.Parameter, Tensor | Slice]]:
+        """Copies of the gradients that the optimizer has been given, on the CPU; of each parameter, or of its slice."""
+        found: list[tuple[nn.Parameter, Tensor | Slice]] = []
+        if self.place is None:
+            for p, own in zip(self.params, self.trained, strict=True):
+                grad = torch.zeros_like(own) if own.grad is None else own.grad
+                found.append((p, grad.to("cpu", copy=True)))
+            return found
+        whole = self.trained[0].grad
+        assert whole is not None
+        nothing = torch.zeros(0, dtype=whole.dtype)  # of a parameter without elements, which is in no slice
+        found += [(p, Slice(tuple(p.shape), 0, nothing)) for p in self.params if p.numel() == 0]
+        for p, begin, end, at in self.places():
+            found.append((p, Slice(tuple(p.shape), begin, whole[at : at + end - begin].to("cpu", copy=True))))
+        return found
+
+    # slices ----------------------------------------------------------------------------------------------------------
+
+    def places(self) -> list[tuple[nn.Parameter, int, int, int]]:
+        """What the slice consists of: elements begin to end of a parameter, from a place on."""
+        assert self.place is not None
+        found, start = [], 0
+        for p in self.params:
+            runs = _runs(start, p.numel(), self.size)
+            found += [(p, begin, end, at) for begin, end, k, at in runs if k == self.place.k]
+            start += p.numel()
+        return found
+
+    def _packed(self) -> Iterator[tuple[Tensor | None, int, int, int, int]]:
+        """What the slices of the gradient consist of: elements begin to end of a flat gradient, the slice, and the
+        place in it. None: for a parameter that nothing used, micro-batches without rows, and behind the end."""
+        assert self.place is not None
+        absent = {k for k, p in enumerate(self.params) if p.grad is None}
+        self.absent = absent if self.absent is None else self.absent & absent
+        start = 0
+        for p in self.params:
+            grad = None if p.grad is None else p.grad.reshape(-1)
+            yield from ((grad, *run) for run in _runs(start, p.numel(), self.size))
+            start += p.numel()
+        yield from ((None, *run) for run in _runs(start, self.place.n * self.size - start, self.size))
+
+
+def pack_gradients(lines: Sequence[Line], device: torch.device) -> Tensor:
+    """Whole gradients of some groups in one message: first what goes to the first rank, and so on.
+
+    A parameter may lie across the border of two slices.
+    """
+    assert lines[0].place is not None
+    n, size = lines[0].place.n, sum(line.size for line in lines)
+    packed = torch.empty(n * size, dtype=lines[0].params[0].dtype, device=device)
+    rows = packed.view(n, size)
+    grads: list[Tensor] = []
+    places: list[Tensor] = []
+    column = 0
+    for line in lines:
+        for grad, begin, end, k, at in line._packed():
+            target = rows[k, column + at : column + at + end - begin]
+            if grad is None:
+                missing.fill(target)
+            else:
+                grads.append(grad[begin:end])
+                places.append(target)
+        column += line.size
+    if grads:
+        torch._foreach_copy_(places, grads)
+    return packed
+
+
+def _runs(start: int, count: int, size: int) -> list[tuple[int, int, int, int]]:
+    """Elements start to start + count of a tensor that is cut into slices of `size`, slice by slice.
+
+    Of each run: its begin and end, counted from `start`; the slice; and its place in the slice.
+    """
+    found = []
+    at = start
+    while at < start + count:
+        k, place = divmod(at, size)
+        end = min(start + count, (k + 1) * size)
+        found.append((at - start, end - start, k, place))
+        at = end
+    return found
