@@ -233,10 +233,10 @@ def _all_have_one(claims: Sequence[Claim], own: Sequence[int | None]) -> dict[st
     return found
 
 
-def _check_same(what: str, said: Sequence[str], way_out: str) -> None:
+def _check_same(what: str, answers: Sequence[str], way_out: str) -> None:
     """PlanError if ranks have said different things, with the ranks that said each."""
     groups: dict[str, list[int]] = {}
-    for rank, one in enumerate(said):
+    for rank, one in enumerate(answers):
         groups.setdefault(one, []).append(rank)
     if len(groups) > 1:
         shown = ", ".join(f"{one} ({_ranks(ranks)})" for one, ranks in groups.items())
@@ -297,10 +297,10 @@ def identity(rank: int) -> str:
     given = os.environ.get("MINIPAR_HOST", "")
     if "," not in given:
         return given or " ".join([machine(), *map(_namespace, _NAMESPACES)])
-    return apart(rank + 1)[rank]
+    return hosts_of(rank + 1)[rank]
 
 
-def apart(size: int) -> tuple[str, ...]:
+def hosts_of(size: int) -> tuple[str, ...]:
     """The names of the hosts of a Cluster's ranks: those in MINIPAR_HOST, if it keeps them apart, else one for all."""
     given = os.environ.get("MINIPAR_HOST", "")
     if "," not in given:

@@ -70,11 +70,11 @@ def accept(listener: socket.socket, token: bytes, ranks: Iterable[int], seconds:
             ) from None
         try:
             control.settimeout(5.0)
-            said, rank = _HELLO.unpack(_exactly(control, _HELLO.size))
+            proof, rank = _HELLO.unpack(_exactly(control, _HELLO.size))
         except (OSError, EOFError):
             control.close()
             continue
-        if hmac.compare_digest(said, token) and rank in missing:
+        if hmac.compare_digest(proof, token) and rank in missing:
             missing.remove(rank)
             found[rank] = _kept_alive(control)
         else:

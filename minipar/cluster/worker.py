@@ -195,7 +195,7 @@ def check_whole() -> None:
         )
 
 
-def made_anew() -> None:
+def groups_renewed() -> None:
     """This process has another communicator than before."""
     global _cut_short
     _cut_short = ""
@@ -414,7 +414,7 @@ def begin(rank: Seat, run: int, situation: Situation) -> None:
         if rank.outdated is not None:
             rank.outdated()
             rank.outdated = None
-        made_anew()
+        groups_renewed()
         _forget_default_group()
     rank.run = run
     rank.context = Context(

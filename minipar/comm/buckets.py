@@ -10,7 +10,7 @@ the views in place. Where there is none, the sum says whether any rank has one (
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 
 import torch
@@ -148,10 +148,3 @@ class Buckets:
             parts += [part] if part.numel() else []
             start += buffer.numel()
         return parts
-
-    def clear(self, groups: Iterable[int]) -> None:
-        """After a STEP: drop the gradients of these groups."""
-        for g in groups:
-            self.filled.discard(g)
-            for p in self.groups[g]:
-                p.grad = None

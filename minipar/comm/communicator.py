@@ -491,7 +491,7 @@ def _forget_if_closed() -> None:
     global _current
     if _current is not None and _current.closed:
         _current = None
-        worker.made_anew()
+        worker.groups_renewed()
 
 
 def _end(old: Communicator, store: str) -> None:
@@ -504,7 +504,7 @@ def _end(old: Communicator, store: str) -> None:
 
 
 _current: Communicator | None = None
-_made_in = -1  # the generation of _current
+_generation = -1  # the generation of _current
 _count = 0  # communicators made in it, the same on all ranks
 
 
@@ -513,13 +513,13 @@ def create() -> Communicator:
 
     Works in functions given to `cluster.run`, and in processes that torchrun started. RankError elsewhere.
     """
-    global _current, _made_in, _count
+    global _current, _generation, _count
     if worker.in_rank():
         context = worker.context()
-        if _made_in != context.generation:
+        if _generation != context.generation:
             if _current is not None:
                 _current.close()
-            _current, _made_in, _count = None, context.generation, 0
+            _current, _generation, _count = None, context.generation, 0
         _forget_if_closed()
         if _current is None:
             if len(context.active) < context.size:

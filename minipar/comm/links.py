@@ -202,8 +202,8 @@ class Links:
                 return
         here = self.present(message)
         if not here:
-            said = self._said(message, arrival)
-            queue.append([] if said is None else [self.comm.isend(said[0], peer, said[1])])
+            notice = self._announcement(message, arrival)
+            queue.append([] if notice is None else [self.comm.isend(notice[0], peer, notice[1])])
             return
         found = dict(zip(message, contents, strict=True))
         tag, isend = self.tag(here[0]), self.comm.isend
@@ -234,7 +234,7 @@ class Links:
         queue.append(handles)
         self.learn(peer, message, contents)
 
-    def _said(self, message: Values, arrival: float = 0.0) -> tuple[Tensor, int] | None:
+    def _announcement(self, message: Values, arrival: float = 0.0) -> tuple[Tensor, int] | None:
         """What is sent in place of a message without rows, and its tag, where ranks decide as they run. They decide by
         what has arrived, and could else begin a micro-batch that the rank before them has not reached."""
         if self.program.in_flight is None:
@@ -371,10 +371,10 @@ class _Inbox:
         links = self.links
         here = links.present(message)
         if not here:
-            said = links._said(message)
-            if said is not None:
-                links.comm.receive(said[0], self.peer, said[1])
-                self.open[message] = Received([], (), said[0] if links.emulated else None)
+            notice = links._announcement(message)
+            if notice is not None:
+                links.comm.receive(notice[0], self.peer, notice[1])
+                self.open[message] = Received([], (), notice[0] if links.emulated else None)
             return
         if message not in self.open:
             self.post(self.positions[message] + 1)

@@ -288,10 +288,10 @@ def difference(members: tuple[int, ...], texts: list[str]) -> str:
     shown = [first, *others[:1], *others[1:]]
     names = {text.partition(" of ")[0] for text in known.values()}
     if len(names) == 1:
-        said = ", ".join(f"rank {rank} has {known[rank].partition(' of ')[2]}" for rank in shown)
-        return f"{names.pop()}: ranks differ: {said}"
-    said = ", ".join(f"rank {rank} calls {known[rank]}" for rank in shown)
-    return f"ranks differ in their collectives (all must call the same ones, in one order): {said}"
+        calls = ", ".join(f"rank {rank} has {known[rank].partition(' of ')[2]}" for rank in shown)
+        return f"{names.pop()}: ranks differ: {calls}"
+    calls = ", ".join(f"rank {rank} calls {known[rank]}" for rank in shown)
+    return f"ranks differ in their collectives (all must call the same ones, in one order): {calls}"
 
 
 class Starter(Helper[Matcher]):

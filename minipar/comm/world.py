@@ -222,7 +222,7 @@ def of_rank(context: Context, count: int) -> World:
     if context.transport == "gloo":
         gloo = Gloo(store, rank, everyone, agreement.LOOPBACK, "transport='gloo'")
         return World(store, rank, size, device, context.backend, gloo, ("",) * size, everyone)
-    hosts = agreement.apart(size)
+    hosts = agreement.hosts_of(size)
     if rank == 0 and len(set(hosts)) > 1:
         store.set("token", secrets.token_hex(32))
     token = bytes.fromhex(store.get("token").decode()) if len(set(hosts)) > 1 else b""

@@ -219,12 +219,12 @@ class Line:
             (whole,) = self.trained
             part.parameter.data = whole.data[begin:end]
             part.parameter.grad = None if whole.grad is None or part.names[0] in unused else whole.grad[begin:end]
+        self.absent = None
 
-    def finish(self) -> None:
-        """After an update: free its gradients."""
+    def forget_gradients(self) -> None:
+        """Free the gradients, which were used, or are on their way to the host."""
         for p in (*self.params, *self.owned, *self.trained, *(part.parameter for part in self.updated)):
             p.grad = None
-        self.absent = None
 
     def round_into(self, tensors: Sequence[Tensor]) -> None:
         """After an update: round float32 copies into the layers' parameters, or another version of them."""

@@ -58,7 +58,7 @@ class MeanLoss:
         self.every = program.every
         self.means = (self.every or 1) * program.replicas
         # Tests the loss on what it is given, where it may be no mean of its parts; `tried`: in which step that is now.
-        self.trial = Trial(loss) if _is_split(program, rank) and not is_mean(loss) else None
+        self.trial = Trial(loss) if not is_mean(loss) and _is_split(program, rank) else None
         self.tried = -1
 
     def target(self, y: Any, mine: Any, share: float, weight: float) -> Target:

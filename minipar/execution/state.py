@@ -280,13 +280,13 @@ class State:
         versions = {v.index: v for v in ins.writes if version_of(v) >= 0}
         for g in ins.layers:
             line = self.lines[g]
-            line.finish()
-            line.round_into(self.live[versions[g]] if g in versions else [p.data for p in line.params])
             self.forget_gradient(g)
+            line.round_into(self.live[versions[g]] if g in versions else [p.data for p in line.params])
 
     def forget_gradient(self, g: int) -> None:
         """Free the device's gradient of a group, which was used, or is on its way to the host."""
-        self.buckets.clear([g])
+        self.lines[g].forget_gradients()
+        self.buckets.filled.discard(g)  # (it begins again from nothing)
         if self.live.pop(grad_shard(g), None):
             self.sums = {key: sum_ for key, sum_ in self.sums.items() if any(grad_shard(k) in self.live for k in key)}
 

@@ -38,7 +38,7 @@ def _place(folder: str) -> tuple[dist.Store, str]:
         agreed = agreement.agree()
         several = len(set(agreed.hosts)) > 1
         return dist.PrefixStore(folder, agreed.store), agreed.addresses[agreed.rank] if several else ""
-    several = worker.in_rank() and len(set(agreement.apart(worker.context().size))) > 1
+    several = worker.in_rank() and len(set(agreement.hosts_of(worker.context().size))) > 1
     path = os.path.join(folder, "store")
     os.close(os.open(path, os.O_CREAT | os.O_NOFOLLOW | os.O_RDWR, 0o600))
     return dist.FileStore(path), agreement.LOOPBACK if several else ""

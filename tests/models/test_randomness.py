@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from minipar import data, models
+from minipar.models import randomness
 from minipar.models.randomness import RowDropout, at, replace_dropout, row_dropouts, split_sensitive
 
 
@@ -62,3 +64,11 @@ def test_modules_that_feel_the_split_are_named():
     found = split_sensitive(model)
     assert [text.split()[0] for text in found] == ["0", "2"]
     assert "BatchNorm1d" in found[0]
+
+
+@pytest.mark.parametrize("name", models.presets())
+def test_layers_of_its_own_models_treat_rows_one_by_one(name: str) -> None:
+    """So `split_sensitive` does not run them."""
+    model, (x, _) = models.build(name), data.for_model(name).batch(0, 6)
+    assert randomness._seen(model, x) == []
+    assert split_sensitive(model, x) == []

@@ -39,7 +39,7 @@ _LARGEST, _TOTAL = 1 << 20, 64 << 20  # bytes of a slot, and of all slots of a g
 _ALIGNMENT = 64
 _LOOKS = 4  # before it sleeps: what comes at once need not wake it
 _SLICE = 0.05  # seconds of a wait for a lock: an interrupt can come this late
-_LATE = 0.04  # seconds of sleep after which the rank checks whether a member is gone
+_LOOK_AFTER = 0.04  # seconds of sleep after which the rank checks whether a member is gone
 
 Need = tuple[Sequence[int], int]  # members, and the number that their counters must have reached
 Steps = Generator[Need, None, None]
@@ -187,7 +187,7 @@ class Arena:
         member, value = behind
         began = time.monotonic()
         shared_memory.wait(self._address + member * _LINE, value & 0xFFFFFFFF, until is None)
-        if until is None or time.monotonic() - began < _LATE:
+        if until is None or time.monotonic() - began < _LOOK_AFTER:
             return
         members, number = exchange.need
         for k in members:  # (one that has done its part may end while another one is late)

@@ -70,7 +70,7 @@ class GlooBoard:
         if not self._arrived():
             return None
         assert self._words is not None
-        if any(other | _FLAG != word | _FLAG for other in self._said):
+        if any(other | _FLAG != word | _FLAG for other in self._heard):
             return False
         if self._small is not None and self._rows is None:
             self._rows, self._work = self._gather(self._small.contiguous().view(-1).view(torch.uint8))
@@ -86,7 +86,7 @@ class GlooBoard:
         return True
 
     @property
-    def _said(self) -> list[int]:
+    def _heard(self) -> list[int]:
         assert self._words is not None
         found: list[int] = self._words.view(-1).tolist()
         return found
@@ -106,7 +106,7 @@ class GlooBoard:
 
     def flags(self, number: int) -> list[bool]:
         """The flag of each member."""
-        return [bool(word & _FLAG) for word in self._said]
+        return [bool(word & _FLAG) for word in self._heard]
 
     def small(self, number: int, k: int, like: Tensor) -> Tensor:
         """The small tensor of the k-th member, which has this form."""

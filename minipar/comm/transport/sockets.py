@@ -122,8 +122,8 @@ class Sockets:
         link = self.outgoing.get(peer)
         if link is None:
             far = self.far is not None and peer in self.far.ranks
-            made = self._connect_far(self.far, peer) if self.far is not None and far else self._connect(peer)
-            link = self.outgoing[peer] = Outgoing(*made, peer, self.flusher)
+            opened = self._connect_far(self.far, peer) if self.far is not None and far else self._connect(peer)
+            link = self.outgoing[peer] = Outgoing(*opened, peer, self.flusher)
         return link
 
     def _connect_far(self, far: Far, peer: int) -> tuple[socket.socket, None]:
