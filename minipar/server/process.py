@@ -116,10 +116,7 @@ class Server:
         listener = listen(self.settings.folder, self.number)
         try:
             if self.number:
-                leader = Peer(reach(self.settings.folder, 0, self.settings.secret), "server", 0)
-                self.others[0] = leader
-                self._listen_to(leader)
-                send(leader.connection, {"what": "server", "number": self.number, "session": 0})
+                self._meet_leader()
             threads.start(partial(self._accept, listener), "waits for workers")
             while not self.over:
                 self._turn()
@@ -134,6 +131,16 @@ class Server:
             self.pace.go_on()
         self.served.states = self.shard.state_bytes()
         return self.served
+
+    def _meet_leader(self) -> None:
+        """Before any worker can connect: have server 0 know this one, so that it sends all rows of the order here."""
+        leader = self.others[0] = Peer(reach(self.settings.folder, 0, self.settings.secret), "server", 0)
+        try:
+            send(leader.connection, {"what": "server", "number": self.number, "session": 0})
+            receive(leader.connection)
+        except (OSError, EOFError) as error:
+            raise ConnectionError(f"server {self.number}: server 0 is gone") from error
+        self._listen_to(leader)
 
     def _accept(self, listener: socket.socket) -> None:
         """In a thread of its own: take connections."""
@@ -205,7 +212,8 @@ class Server:
         else:
             peer.kind, peer.number, peer.session = what, message["number"], message["session"]
             (self.others if what == "server" else self.workers)[peer.number] = peer
-            if what == "worker":
+            self._tell(peer, {})
+            if what == "worker" and self.number == 0:
                 self._join(peer)
 
     def _end(self, peer: Peer, error: Exception) -> None:
@@ -229,12 +237,10 @@ class Server:
             self._tell(peer, {**message, "moment": moment})
 
     def _join(self, peer: Peer) -> None:
-        """A worker has begun, or has begun anew. It connects to server 0 last, so that all others know it then."""
-        self._tell(peer, {})
-        if self.number == 0:
-            self.arrived.pop(peer.number, None)
-            self._lead(self.rule.join(peer.number))
-            self.rule.ask(peer.number)
+        """Server 0: a worker has begun, or has begun anew. It connects here last, so that all others know it."""
+        self.arrived.pop(peer.number, None)
+        self._lead(self.rule.join(peer.number))
+        self.rule.ask(peer.number)
 
     # gradients -------------------------------------------------------------------------------------------------------
 

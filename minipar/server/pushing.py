@@ -57,9 +57,12 @@ class Servers:
         for server in reversed(range(settings.servers)):  # server 0 comes last: all others know this worker by then
             connection = reach(settings.folder, server, settings.secret)
             self.connections.insert(0, connection)
-            with self._talking_to(server):
+            try:
                 send(connection, hello)
                 receive(connection)
+            except (OSError, EOFError) as error:  # (a server that died is told of by whoever watches its process)
+                self.close()
+                raise ServerClosed(f"worker {worker}: server {server} has ended") from error
 
     @contextlib.contextmanager
     def _talking_to(self, server: int) -> Iterator[None]:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from functools import partial
+from multiprocessing.connection import answer_challenge, deliver_challenge
 from pathlib import Path
 from threading import Event
 
@@ -20,7 +21,7 @@ from minipar.cluster import Cluster, threads, worker
 from minipar.errors import RankDied, RankError, ServerClosed
 from minipar.execution.updating import Form
 from minipar.program.server_rule import Kind
-from minipar.server import messages
+from minipar.server import messages, process
 from minipar.server.process import Server
 from minipar.server.pushing import Servers
 from minipar.server.shard import Line, Settings, pieces_of
@@ -59,6 +60,43 @@ def test_parameters_are_those_of_the_recorded_order(tmp_path, monkeypatch, mode,
     pushes = sum(row.kind in (Kind.TAKE, Kind.DROP) for row in order)
     late = WORKERS if mode.startswith("k-of-n") else 0  # gradients that nobody waited for at the end
     assert pushes * size <= sum(one.received for one in served) <= (pushes + late) * size
+
+
+def late_server(settings):
+    """Like `take_part`; server 1 is late in saying who it is."""
+
+    def late(to, header, parts=()):
+        if header.get("what") == "server":
+            time.sleep(0.5)
+        messages.send(to, header, parts)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if worker.context().rank == WORKERS + 1:
+            patch.setattr(process, "send", late)
+        return kills.take_part(settings, kills.OPTIMIZERS["sgd"])
+
+
+def test_workers_begin_when_the_servers_know_each_other(clusters, tmp_path):
+    """Or server 1 would miss the first rows of the order, and all would wait for ever."""
+    served = clusters(WORKERS + 2).run(late_server, kills.settings_of(tmp_path, 2))[WORKERS:]
+    mine = torch.cat([one.values.view(torch.float64) for one in served])
+    assert torch.equal(mine, kills.replay(served[0].order, kills.OPTIMIZERS["sgd"])[0])
+
+
+def test_a_worker_that_comes_as_the_servers_end_is_told_so(tmp_path):
+    """Its connection ends after both have proved who they are."""
+    settings = kills.settings_of(tmp_path, 1)
+
+    def meet_and_end(listener: socket.socket) -> None:
+        found = messages.connection_of(listener.accept()[0])
+        deliver_challenge(found, settings.secret)
+        answer_challenge(found, settings.secret)
+        found.close()
+
+    with messages.listen(str(tmp_path), 0) as listener:
+        threads.start(partial(meet_and_end, listener), "ends")
+        with pytest.raises(ServerClosed, match="worker 0: server 0 has ended"):
+            Servers(settings, 0)
 
 
 def test_a_straggler_holds_up_only_those_who_wait_for_it(clusters, tmp_path):
