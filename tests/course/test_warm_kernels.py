@@ -56,4 +56,5 @@ def test_a_kernel_that_dies_leaves_nothing_and_the_next_one_runs(start: Any) -> 
         assert manager.is_alive()
         os.kill(pids[0], 9)
         assert all(ends(pid, 30) for pid in pids)
+        assert manager.provisioner.process.wait(30) is not None  # (the fork server tells it a moment after the end)
         assert not manager.is_alive()
