@@ -22,6 +22,7 @@ from minipar.cluster import worker
 from minipar.execution.saving.contents import SavedSlice
 from minipar.execution.saving.folder import Header, commit, step_folder, writing
 from minipar.execution.saving.keeping import Share, Storing
+from minipar.execution.saving.storage import write
 from minipar.models.tensors import count_bytes
 
 
@@ -64,8 +65,6 @@ class Part:
         return self.storing.brought(header, found, max(1, whole))
 
     def _write(self, path: str) -> None:
-        from minipar.execution.saving.storage import write
-
         with writing(self.storing.folder):
             write(path, self.number, self.header.optimizer, self.pieces())
 

@@ -37,6 +37,7 @@ from minipar.execution.memory.tracker import Watching, watching_of
 from minipar.execution.saving.contents import Outline, collect_untrained, outline_of, restore_untrained
 from minipar.execution.saving.folder import Header
 from minipar.execution.saving.keeping import NOTHING, Share, Storing
+from minipar.execution.saving.storage import Reading
 from minipar.execution.updating import Form, Update, check_update, class_name, forms_of
 from minipar.models.parameter_groups import parameters_of
 from minipar.models.tensors import count_bytes, dtype_name, layers_of
@@ -347,8 +348,6 @@ def _be_worker(
     """Do steps until the servers have done all their updates; then bring what no server has of the state."""
     job, program, storing = task.job, task.program, task.storing
     if storing.saved is not None:
-        from minipar.execution.saving.storage import Reading
-
         names = {id(p): name for name, p in model.named_parameters()}
         restore_untrained(layers_of(model), names, outline, Reading(storing.saved))
     spare = copy.deepcopy(model)  # to warm up: first calls take longer, and should not count in the first step

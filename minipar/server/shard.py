@@ -21,6 +21,7 @@ from minipar.comm.missing import is_missing
 from minipar.execution.emulation import Pacing
 from minipar.execution.saving.contents import SavedSlice, restore_slices, states_of_slice
 from minipar.execution.saving.folder import Saved
+from minipar.execution.saving.storage import Reading
 from minipar.execution.updating import Elements, Form, Optimizer, Scheduler, Update, Updated
 from minipar.program.server_rule import SYNC, Mode
 from minipar.strategies.shares import GRAIN, Piece, cut
@@ -204,8 +205,6 @@ class Shard:
 
     def resume(self, saved: Saved) -> None:
         """Go on with this part of a saved run."""
-        from minipar.execution.saving.storage import Reading
-
         restore_slices(self.updated, self.optimizer, Reading(saved))
         if self.schedule is not None:
             self.schedule.load(saved.header.schedule)

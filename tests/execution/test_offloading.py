@@ -17,6 +17,7 @@ from minipar.cli import main
 from minipar.comm import communicator
 from minipar.errors import DeviceOutOfMemory, StoreError
 from minipar.execution.executor import Executor
+from minipar.execution.saving.keeping import model_in
 from minipar.models.parameter_groups import shape_of
 from minipar.program import Op
 from tests.comparing import check
@@ -279,16 +280,16 @@ def without_a_fetch() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "host_layers=0",
-        "dp=2 zero=3 offload=optimizer,parameters offload_to=disk",
-    ],
+    ["host_layers=0", "offload=parameters", "dp=2 zero=3 offload=optimizer,parameters offload_to=disk"],
 )
 def test_what_is_away_is_saved_and_comes_back_under_another_plan(clusters, text, tmp_path):
     plain = [*adam(clusters(1), "microbatches=1", resume=None).losses]
     ranks = clusters(Plan.parse(text).ranks)
     saved = adam(ranks, text, save=tmp_path)
+    saved.save(tmp_path / "driver")
     assert saved.losses == pytest.approx(plain, rel=1e-6)
+    by_ranks, by_driver = model_in(tmp_path), model_in(tmp_path / "driver")
+    assert all(torch.equal(by_ranks[name], by_driver[name]) for name in by_ranks)
     there, here = adam(ranks, text, resume=tmp_path).losses, adam(clusters(1), "microbatches=1", resume=tmp_path).losses
     assert there == pytest.approx(here, rel=1e-6)
     assert here[0] < saved.losses[-1]

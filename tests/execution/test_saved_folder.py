@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ import torch
 from minipar import SaveError
 from minipar.execution.saving import keeping
 from minipar.execution.saving.contents import SavedSlice
-from minipar.execution.saving.folder import INDEX, Header, SavedParameter, _checksum, open_folder
+from minipar.execution.saving.folder import INDEX, Header, SavedParameter, _checksum, alone, open_folder
 from minipar.execution.saving.keeping import Share
 from minipar.execution.saving.storage import Reading
 
@@ -107,6 +108,54 @@ def test_a_save_that_stops_anywhere_leaves_the_one_before(tmp_path):
 
 def root() -> Path:
     return Path(__file__).parent.parent.parent
+
+
+def test_two_drivers_do_not_save_to_one_folder_at_once(tmp_path):
+    save(tmp_path, 1)
+    with (
+        alone(str(tmp_path)),
+        pytest.raises(SaveError, match="another run saves there now"),
+    ):
+        save(tmp_path, 2)
+    assert step_of(tmp_path) == 1
+    save(tmp_path, 3)
+    assert step_of(tmp_path) == 3
+
+
+def test_a_folder_has_a_name_and_may_lie_in_the_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save("~/run", 4)
+    assert step_of("~/run") == step_of(tmp_path / "run") == 4
+    for act in (partial(save, step=1), open_folder):
+        with pytest.raises(SaveError, match="'': names no folder; possible is a path"):
+            act("")
+
+
+IMPORTING = textwrap.dedent("""
+    import signal, sys
+
+    class Pressed:
+        def find_spec(self, name, path=None, target=None):
+            if name == "safetensors.torch" and self in sys.meta_path:
+                sys.meta_path.remove(self)
+                signal.raise_signal(signal.SIGINT)
+
+    import minipar.errors
+    sys.meta_path.insert(0, Pressed())
+    try:
+        import minipar.execution.saving.storage
+        print("nothing came")
+    except KeyboardInterrupt:
+        assert "safetensors.torch" in sys.modules
+        import minipar.execution.saving.storage
+        import torch.distributed.checkpoint
+        print("whole")
+""")
+
+
+def test_an_interrupt_does_not_leave_half_an_import():
+    done = subprocess.run([sys.executable, "-c", IMPORTING], capture_output=True, text=True, cwd=root(), timeout=120)
+    assert done.stdout == "whole\n", done.stderr
 
 
 def test_damage_is_found_and_named(tmp_path):

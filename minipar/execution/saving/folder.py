@@ -14,6 +14,7 @@ folders.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import math
 import operator
@@ -124,15 +125,37 @@ def step_folder(folder: str, step: int, token: str) -> str:
     return os.path.join(folder, f"step-{step:08d}-{token}")
 
 
+def path_of(folder: str | os.PathLike[str]) -> str:
+    """The full path of what a user names; "~" is the home. SaveError for an empty name."""
+    if not os.fspath(folder):
+        raise SaveError("'': names no folder; possible is a path, such as 'runs/first'")
+    return os.path.abspath(os.path.expanduser(folder))
+
+
 def prepare(folder: str | os.PathLike[str]) -> str:
     """Make a folder ready to be saved to; its full path. SaveError if nothing can be written there."""
-    path = os.path.abspath(folder)
+    path = path_of(folder)
     with writing(path):
         os.makedirs(path, exist_ok=True)
         probe = _aside(path, new_token())
         _write(probe, b"")
         os.unlink(probe)
     return path
+
+
+@contextlib.contextmanager
+def alone(folder: str) -> Iterator[None]:
+    """While entered, no other driver saves to a folder. SaveError if one does."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # (some file systems know no locks)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise SaveError(f"{folder}: another run saves there now; possible is another folder") from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
@@ -244,7 +267,7 @@ def flush(path: str) -> None:
 
 def open_folder(folder: str | os.PathLike[str]) -> Saved:
     """What is saved in a folder. SaveError if there is nothing, or its index is damaged or impossible."""
-    path = os.path.abspath(folder)
+    path = path_of(folder)
     index = os.path.join(path, INDEX)
     damaged = f"{index}: damaged: its checksum is another one; go on from another folder"
     try:

@@ -33,15 +33,18 @@ from minipar.execution.saving.contents import (
 from minipar.execution.saving.folder import (
     Header,
     Saved,
+    alone,
     commit,
     discard,
     flush,
     new_token,
     open_folder,
+    path_of,
     prepare,
     step_folder,
     writing,
 )
+from minipar.execution.saving.storage import Reading, save_file, write
 from minipar.models.tensors import count_bytes
 
 KEEP = 64 << 20  # up to so many bytes of parameters and optimizer states return to the driver, so that `run.save` works
@@ -83,8 +86,6 @@ class Storing:
         """In a rank that has not begun: take what was saved."""
         if self.saved is None:
             return
-        from minipar.execution.saving.storage import Reading
-
         self.saved.check_fits(outline.rows, optimizer_name(executor))
         with executor.all_here():
             restore(executor, outline, Reading(self.saved))
@@ -96,8 +97,6 @@ class Storing:
         None if the run starts from the beginning."""
         if self.saved is None:
             return None
-        from minipar.execution.saving.storage import Reading
-
         return read_whole(Reading(self.saved))
 
     def after(self, executor: Executor, outline: Outline, header: Header, last: bool, updates: int) -> None:
@@ -110,8 +109,6 @@ class Storing:
         if header.step == self._written.get("step"):  # (a run that is ended early may have been saved just now)
             return
         self._written["step"] = header.step
-        from minipar.execution.saving.storage import write
-
         comm, step = executor.comm, header.step
         header = replace(header, schedule=schedule_of(executor, updates))
         with writing(self.folder), executor.all_here():
@@ -154,12 +151,14 @@ class Storing:
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """In the driver, around a run that saves: if it fails, remove what was half written."""
-        try:
-            yield
-        except BaseException:
-            discard(self.folder, self.token)
-            raise
+        """In the driver, around what saves: no other driver saves there meanwhile, and if it fails, what was half
+        written is removed."""
+        with alone(self.folder):
+            try:
+                yield
+            except BaseException:
+                discard(self.folder, self.token)
+                raise
 
 
 NOTHING = Storing()
@@ -184,16 +183,10 @@ def storing(
 def save(shares: Sequence[Share], folder: str | os.PathLike[str]) -> None:
     """Write what the ranks brought back. SaveError if they did not, or if it cannot be written."""
     header, pieces = _joined(shares, "run.save")
-    from minipar.execution.saving.storage import write
-
     path, token = prepare(folder), new_token()
-    try:
-        with writing(path):
-            write(step_folder(path, header.step, token), 0, header.optimizer, pieces)
-            commit(path, header.step, token, 1, header)
-    except BaseException:
-        discard(path, token)
-        raise
+    with Storing(folder=path, token=token).around(), writing(path):
+        write(step_folder(path, header.step, token), 0, header.optimizer, pieces)
+        commit(path, header.step, token, 1, header)
 
 
 def export(shares: Sequence[Share], path: str | os.PathLike[str]) -> None:
@@ -215,23 +208,19 @@ def model_of(shares: Sequence[Share], what: str) -> dict[str, Tensor]:
 
 def model_in(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
     """The parameters and buffers of a saved run, each whole, by name. SaveError."""
-    from minipar.execution.saving.storage import Reading
-
     reading = Reading(open_folder(folder))
     keys = [key for key in reading.everything() if not key.startswith("optimizer/")]
     return {key.partition("/")[2]: read_one(reading, key) for key in keys}
 
 
 def _export(tensors: Mapping[str, Tensor], path: str | os.PathLike[str]) -> None:
-    from safetensors.torch import save_file
-
     for name, tensor in tensors.items():
         if tensor.dtype is torch.complex128:
             raise SaveError(
                 f"{name}: is of {tensor.dtype}, which a safetensors file cannot hold; export a model of dtype=float32, "
                 "or save the run (run.save), which can"
             )
-    target = os.path.abspath(path)
+    target = path_of(path)
     aside = f"{target}.{new_token()}"
     try:
         with writing(target):

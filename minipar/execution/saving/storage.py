@@ -17,14 +17,17 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from minipar.cluster.members import Interrupts
 from minipar.errors import SaveError
 from minipar.execution.saving.contents import SavedSlice
 from minipar.execution.saving.folder import Chunk, Saved, SavedEntry, flush, write_fragment
 from minipar.models.tensors import dtype_name, dtype_named
+
+with Interrupts().shielded():  # (what is half imported of it cannot be imported again)
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save_file
 
 PIECE = 16 << 20  # bytes; what is longer is cut, so that whoever wants a part of it reads little more
 
