@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = options.command(options)
         if launched.speaks():
             print(json.dumps(result, allow_nan=False) if options.json else options.show(result))
-        return 0
+        return int(options.failed(result))
     except (PlanError, ProgramError, DeviceOutOfMemory, StoreError) as error:
         _say(error.reason)
         return 2
@@ -113,6 +113,7 @@ def overview() -> str:
 
 def _parser() -> _Parser:
     parser = _Parser(prog="minipar", description="Parallel training that you can see: verify, simulate, run, draw.")
+    parser.set_defaults(failed=lambda result: False)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     def command(name: str, run: Any, show: Any, text: str) -> argparse.ArgumentParser:
@@ -229,7 +230,8 @@ def _parser() -> _Parser:
     one = command("keys", _keys, _show_keys, "list the keys of a plan; of a few all that they take and do not go with")
     one.add_argument("names", metavar="NAME", nargs="*", help="of which keys to say all (default: a line of each)")
     one.add_argument("--markdown", action="store_true", help="as docs/combinations.md: which choices go together")
-    command("doctor", _doctor, _show_doctor, "what works on this machine")
+    one = command("doctor", _doctor, _show_doctor, "what works on this machine, and how to mend what does not")
+    one.set_defaults(failed=lambda result: bool(result["to mend"]))
     one = command("bench", _bench, _show_bench, "run the benchmarks: minipar beside torch's own tools")
     one.add_argument("names", metavar="NAME", nargs="*", help="which benchmarks (default: all)")
     one.add_argument("--quick", action="store_true", help="fewer repetitions")
@@ -903,7 +905,8 @@ def _doctor(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _show_doctor(result: dict[str, Any]) -> str:
-    return _table(result)
+    facts = {key: value for key, value in result.items() if key != "to mend"}
+    return "\n".join([_table(facts), *(f"to mend: {text}" for text in result["to mend"])])
 
 
 def _bench(options: argparse.Namespace) -> dict[str, Any]:

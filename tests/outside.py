@@ -1,4 +1,4 @@
-"""Small models from other packages, with random initial values; and two models that papers describe.
+"""Small models of transformers, with random initial values; and three models that papers describe.
 
 Each function gives layers that `train` takes. A function imports its package when it is called, in ranks too.
 
@@ -30,8 +30,6 @@ PLANS = (
 
 def _transformers() -> Any:
     import transformers
-
-    import tests.vision  # noqa: F401  (transformers imports torchvision)
 
     transformers.logging.set_verbosity_error()
     return transformers
@@ -111,45 +109,36 @@ def texts(name: str, rows: int = 12) -> tuple[Any, Tensor]:
 
 def resnet(norm: str) -> nn.Sequential:
     """ResNet-18 of an eighth of its width, with BatchNorm or with GroupNorm."""
-    from torchvision.models.resnet import BasicBlock, ResNet
-
-    import tests.vision  # noqa: F401
-
-    groups = partial(nn.GroupNorm, 2)
-    model = ResNet(BasicBlock, [2, 2, 2, 2], num_classes=10, norm_layer=groups if norm == "group" else None)
-    for module in model.modules():
+    T = _transformers()
+    numbers = {"embedding_size": 8, "hidden_sizes": [8, 16, 32, 64], "depths": [2, 2, 2, 2], "layer_type": "basic"}
+    model = T.ResNetForImageClassification(T.ResNetConfig(**numbers, num_labels=10))
+    for module in [*model.modules()] if norm == "group" else []:
         for name, child in module.named_children():
-            setattr(module, name, _narrow(child))
-    return models.from_torch(model, torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16))
+            if isinstance(child, nn.BatchNorm2d):
+                setattr(module, name, nn.GroupNorm(2, child.num_features))
+    return cut(model)
 
 
-def _narrow(module: nn.Module, by: int = 8) -> nn.Module:
-    """A layer with an eighth of the channels, except at the ends of the model."""
+class ViT(nn.Module):
+    """Dosovitskiy et al., 2020: a picture's patches, and a token of the class before them, go through a transformer."""
 
-    def less(count: int) -> int:
-        return count // by if count >= 64 else count
+    def __init__(self, size: int = 16, patch: int = 4, width: int = 16, depth: int = 4, classes: int = 10) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, patch, patch)
+        self.token = nn.Parameter(torch.randn(1, 1, width) * 0.02)
+        self.places = nn.Parameter(torch.randn(1, (size // patch) ** 2 + 1, width) * 0.02)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 2, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+            for _ in range(depth)
+        )
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
 
-    if isinstance(module, nn.Conv2d):
-        sizes = module.kernel_size, module.stride, module.padding
-        return nn.Conv2d(less(module.in_channels), less(module.out_channels), *sizes, bias=module.bias is not None)
-    if isinstance(module, nn.BatchNorm2d):
-        return nn.BatchNorm2d(less(module.num_features))
-    if isinstance(module, nn.GroupNorm):
-        return nn.GroupNorm(module.num_groups, less(module.num_channels))
-    if isinstance(module, nn.Linear):
-        return nn.Linear(less(module.in_features), module.out_features)
-    return module
-
-
-def vit(drop_path: float = 0.0) -> nn.Sequential:
-    from timm.models.vision_transformer import VisionTransformer
-
-    import tests.vision  # noqa: F401
-
-    model = VisionTransformer(
-        img_size=16, patch_size=4, embed_dim=16, depth=4, num_heads=2, num_classes=10, drop_path_rate=drop_path
-    )
-    return models.from_torch(model, torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16))
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.patches(x).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], 1) + self.places
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)[:, 0])
 
 
 def _convolution(inputs: int, outputs: int, kernel: int = 3, stride: int = 1) -> nn.Sequential:
@@ -229,14 +218,18 @@ class AmoebaNet(nn.Module):
         return self.head(last.mean((2, 3)))
 
 
+def cut(model: nn.Module) -> nn.Sequential:
+    return models.from_torch(model, torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16))
+
+
 def of_papers(kind: type[nn.Module]) -> nn.Sequential:
-    return models.from_torch(kind(), torch.linspace(-1, 1, 2 * 3 * 16 * 16).view(2, 3, 16, 16))
+    return cut(kind())
 
 
 PICTURES = {
     "resnet-group": partial(resnet, "group"),
     "resnet-batch": partial(resnet, "batch"),
-    "vit": vit,
+    "vit": partial(of_papers, ViT),
     "unet": partial(of_papers, UNet),
     "amoebanet": partial(of_papers, AmoebaNet),
 }
@@ -271,7 +264,11 @@ def check_language(cluster: minipar.Cluster, name: str, plan: str) -> None:
 
 def check_pictures(cluster: minipar.Cluster, name: str, plan: str) -> None:
     """The same of a model of pictures."""
-    _check(train(cluster, PICTURES[name], pictures(), plan, dtype=torch.float64, check=True), 1e-11)
+    _check(train(cluster, PICTURES[name], pictures(), plan, loss=picture_loss, dtype=torch.float64, check=True), 1e-11)
+
+
+def picture_loss(output: Any, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output["logits"] if isinstance(output, dict) else output, y)
 
 
 def _check(run: minipar.Run, bound: float) -> None:

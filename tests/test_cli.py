@@ -128,12 +128,6 @@ def test_schedules_lists_what_plan_takes(capsys):
     assert all(name in out for name in names)
 
 
-def test_doctor_really_sums(capsys):
-    found = data(capsys, "doctor")
-    assert found["two ranks sum [1,2,3] and [1,0,1]"] == "[2, 2, 4] and [2, 2, 4]"
-    assert found["cores"] >= 1
-
-
 REFUSED = [
     (["simulate", "pp=5", "--layers", "4"], ["pp=5", "1 to 4"]),
     (["simulate", "pp=4 microbatches=0", "--layers", "4"], ["microbatches=0", "at least 1"]),

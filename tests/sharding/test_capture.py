@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import nn
 
-import tests.vision  # noqa: F401  (transformers imports torchvision)
 from minipar import Plan, PlanError, data, models, train
 from minipar.execution.execution import Job
 from minipar.models.parameter_groups import shape_of

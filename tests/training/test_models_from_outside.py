@@ -1,6 +1,6 @@
-"""Models of Hugging Face, torchvision, timm and papers train as in plain torch.
+"""Models of Hugging Face and papers train as in plain torch.
 
-The tests are skipped if the packages of the extra `models` are missing. Each model has two plans here;
+Those of Hugging Face are skipped without the extra `models`. Each model has two plans here;
 `python -m tests.outside`, a part of `make thorough`, runs all models under all plans.
 """
 
@@ -20,7 +20,6 @@ pytestmark = pytest.mark.many(6)
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="pip install minipar[models]"
 )
-needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="pip install minipar[models]")
 
 
 @pytest.mark.many(5)
@@ -31,20 +30,13 @@ def test_language_models(clusters, name):
         outside.check_language(clusters(4), name, plan)
 
 
-@needs_timm
-@pytest.mark.parametrize("name", ["resnet-group", "vit"])
+@pytest.mark.parametrize("name", [pytest.param("resnet-group", marks=needs_transformers), "vit", "unet", "amoebanet"])
 def test_models_of_pictures(clusters, name):
     for plan in outside.some_plans(name):
         outside.check_pictures(clusters(4), name, plan)
 
 
-@pytest.mark.parametrize("name", ["unet", "amoebanet"])
-def test_models_with_skips(clusters, name):
-    for plan in outside.some_plans(name):
-        outside.check_pictures(clusters(4), name, plan)
-
-
-@needs_timm
+@needs_transformers
 def test_batch_norm_of_whole_batches(clusters):
     """Where no batch is split, statistics are those of one device."""
     outside.check_pictures(clusters(4), "resnet-batch", "pp=4 microbatches=1")
