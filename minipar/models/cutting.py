@@ -138,6 +138,53 @@ def hold_tensor(root: nn.Module, path: str, tensor: Tensor) -> None:
         into.register_buffer(name, tensor, persistent=not name.startswith("_tensor_constant"))
 
 
+# what is looked into --------------------------------------------------------------------------------------------------
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def units_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model that are not looked into, by their paths: blocks, and what is called beside them."""
+    modules = dict(model.named_modules())
+    found: dict[str, nn.Module] = {}
+
+    def walk(path: str, module: nn.Module) -> None:
+        if path and is_unit(module, path, modules):
+            found[path] = module
+            return
+        for name, child in module._modules.items():
+            if child is not None:
+                walk(f"{path}.{name}" if path else name, child)
+
+    walk("", model)
+    return found
+
+
+def is_unit(module: nn.Module, path: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a module is not looked into: an element of a container, or one that has no container of blocks."""
+    if isinstance(module, _CONTAINERS):
+        return is_inside(path, modules) or (isinstance(module, nn.Sequential) and not is_spine(module))
+    return is_inside(path, modules) or not any(
+        isinstance(part, _CONTAINERS) and (not isinstance(part, nn.Sequential) or is_spine(part))
+        for part in module.modules()
+    )
+
+
+def is_inside(path: str, modules: Mapping[str, nn.Module]) -> bool:
+    """Whether a module is inside a container; the elements of a container are blocks."""
+    parents = path.split(".")[:-1]
+    return any(isinstance(modules[".".join(parents[: k + 1])], _CONTAINERS) for k in range(len(parents)))
+
+
+def is_spine(module: nn.Module) -> bool:
+    """Whether the elements of a container are blocks: if two of them have parameters in several modules, or if four
+    have parameters."""
+    children = [child for child in module._modules.values() if child is not None]
+    trained = [child for child in children if next(child.parameters(), None) is not None]
+    compound = [child for child in trained if sum(bool(m._parameters) for m in child.modules()) > 1]
+    return len(compound) >= 2 or len(trained) >= 4
+
+
 @contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """After the block the buffers and the random generator have the same values as before it."""

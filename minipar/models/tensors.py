@@ -83,13 +83,13 @@ def map_tensors(value: Any, change: Callable[[Tensor], Any]) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, (tuple, list)):
-        return _rebuilt(type(value), [map_tensors(part, change) for part in value])
+        return rebuilt(type(value), [map_tensors(part, change) for part in value])
     if isinstance(value, Mapping):
-        return _rebuilt(type(value), [map_tensors(part, change) for part in value.values()], list(value), value)
+        return rebuilt(type(value), [map_tensors(part, change) for part in value.values()], list(value), value)
     return value
 
 
-def _rebuilt(kind: type, parts: Sequence[Any], keys: Sequence[Any] = (), like: Any = None) -> Any:
+def rebuilt(kind: type, parts: Sequence[Any], keys: Sequence[Any] = (), like: Any = None) -> Any:
     """A tuple, list or dict of type `kind` with these parts."""
     if issubclass(kind, Mapping):
         items = dict(zip(keys, parts, strict=True))
@@ -285,4 +285,4 @@ def allocate(form: Any, device: torch.device) -> Any:
             return form["is"]
         return torch.empty(form["shape"], dtype=dtype_named(form["dtype"]), device=device)
     kind, parts, *keys = form
-    return _rebuilt(_type(kind), [allocate(part, device) for part in parts], *keys)
+    return rebuilt(_type(kind), [allocate(part, device) for part in parts], *keys)

@@ -24,12 +24,12 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from minipar.errors import PlanError
-from minipar.models.cutting import Holder, Layered, check, hold_tensor, undisturbed
+from minipar.models.cutting import Holder, Layered, check, hold_tensor, is_inside, is_spine, is_unit, undisturbed
 from minipar.models.network import Network
+from minipar.models.replaying import at_blocks
 from minipar.models.tensors import count_bytes, opaque
 
 _WHOLE = "model."  # where the tracer finds the model
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def from_torch(model: nn.Module, example: Any) -> nn.Sequential:
@@ -53,6 +53,17 @@ def from_torch(model: nn.Module, example: Any) -> nn.Sequential:
         way = "the elements of an nn.Sequential"
         named = {_key(path): _Only(path, module) for path, module in found}
         return check(model, Layered(named, model), example, _call, way)
+    try:
+        return _between_operators(model, example)
+    except PlanError as error:
+        try:
+            return at_blocks(model, example, _call)
+        except PlanError as other:
+            raise PlanError(f"{error.reason}; nor can {other.reason.removeprefix('model: ')}", error.details) from error
+
+
+def _between_operators(model: nn.Module, example: Any) -> Layered:
+    """A model cut between the operators that torch.fx traces. Errors: PlanError."""
     graph, whole = _traced(model, example)
     with undisturbed(model):
         segments = _segments(graph, whole, _run(graph, whole, example))
@@ -94,20 +105,11 @@ def _flattened(model: nn.Module, prefix: str = "") -> list[tuple[str, nn.Module]
         if child is None:
             continue
         path = prefix + name
-        if type(child) is nn.Sequential and _is_spine(child):
+        if type(child) is nn.Sequential and is_spine(child):
             found += _flattened(child, path + ".")
         else:
             found.append((path, child))
     return found
-
-
-def _is_spine(module: nn.Module) -> bool:
-    """Whether the elements of a container are blocks: if two of them have parameters in several modules, or if four
-    have parameters."""
-    children = [child for child in module._modules.values() if child is not None]
-    trained = [child for child in children if next(child.parameters(), None) is not None]
-    compound = [child for child in trained if sum(bool(m._parameters) for m in child.modules()) > 1]
-    return len(compound) >= 2 or len(trained) >= 4
 
 
 def _key(path: str) -> str:
@@ -141,20 +143,7 @@ class _Tracer(fx.Tracer):
         self.modules = dict(whole.named_modules())
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        path = module_qualified_name
-        if path + "." == _WHOLE:
-            return False
-        if isinstance(m, _CONTAINERS):
-            return self._inside(path) or (isinstance(m, nn.Sequential) and not _is_spine(m))
-        return self._inside(path) or not any(
-            isinstance(part, _CONTAINERS) and (not isinstance(part, nn.Sequential) or _is_spine(part))
-            for part in m.modules()
-        )
-
-    def _inside(self, path: str) -> bool:
-        """Whether a module is inside a container; the elements of a container are blocks."""
-        parents = path.split(".")[:-1]
-        return any(isinstance(self.modules[".".join(parents[: k + 1])], _CONTAINERS) for k in range(len(parents)))
+        return module_qualified_name + "." != _WHOLE and is_unit(m, module_qualified_name, self.modules)
 
 
 def _traced(model: nn.Module, example: Any) -> tuple[fx.Graph, _Whole]:
@@ -268,7 +257,7 @@ def _segments(graph: fx.Graph, whole: _Whole, known: dict[str, _Known]) -> list[
     tracer = _Tracer(whole)
     trains = [_trains(node, whole) for node in nodes]
     blocks = [k for k, node in enumerate(nodes) if trains[k] and node.op == "call_module"]
-    inside = [k for k in blocks if tracer._inside(str(nodes[k].target))]
+    inside = [k for k in blocks if is_inside(str(nodes[k].target), tracer.modules)]
     blocks = inside if len(inside) > 1 else blocks
     if len(blocks) < 2:
         return [nodes]
