@@ -157,6 +157,12 @@ class Line:
             for some, (begin, end) in zip(joined, self._cuts, strict=True)
         ]
 
+    def pieces(self) -> Sequence[Updated]:
+        """What the optimizer is given, in the memory that the slice has now."""
+        for part, (begin, end) in zip(self.updated if self._cuts else (), self._cuts, strict=True):
+            part.parameter.data = self.trained[0].data[begin:end]
+        return self.updated
+
     # the table's contents --------------------------------------------------------------------------------------------
 
     @property
@@ -215,10 +221,9 @@ class Line:
         for the parameters that are `unused`."""
         for own, gradient in zip(self.trained, gradients, strict=True):
             own.grad = gradient if gradient is None or gradient.dtype is own.dtype else gradient.to(own.dtype)
-        for part, (begin, end) in zip(self.updated if self._cuts else (), self._cuts, strict=True):
-            (whole,) = self.trained
-            part.parameter.data = whole.data[begin:end]
-            part.parameter.grad = None if whole.grad is None or part.names[0] in unused else whole.grad[begin:end]
+        for part, (begin, end) in zip(self.pieces() if self._cuts else (), self._cuts, strict=True):
+            grad = self.trained[0].grad
+            part.parameter.grad = None if grad is None or part.names[0] in unused else grad[begin:end]
         self.absent = None
 
     def forget_gradients(self) -> None:

@@ -34,7 +34,7 @@ from minipar.execution.execution import Execution, Job
 from minipar.execution.following import Observer, Paced, Warned, Warnings
 from minipar.execution.mean_loss import Finite
 from minipar.execution.memory.tracker import Watching, watching_of
-from minipar.execution.saving.contents import Outline, collect_untrained, outline_of, restore_untrained
+from minipar.execution.saving.contents import Outline, collect, outline_of, restore_layers
 from minipar.execution.saving.folder import Header
 from minipar.execution.saving.keeping import NOTHING, Share, Storing
 from minipar.execution.saving.storage import Reading
@@ -349,12 +349,13 @@ def _be_worker(
     job, program, storing = task.job, task.program, task.storing
     if storing.saved is not None:
         names = {id(p): name for name, p in model.named_parameters()}
-        restore_untrained(layers_of(model), names, outline, Reading(storing.saved))
+        layers = zip(layers_of(model), outline.prefixes, strict=True)
+        restore_layers(layers, names, Reading(storing.saved), lambda p: not p.requires_grad)
     spare = copy.deepcopy(model)  # to warm up: first calls take longer, and should not count in the first step
     Worker(program, rank, spare, job).run(job.batches, storing.first)
     one = Worker(program, rank, model, job, task.slow[rank] if task.slow else None)
     one.compute.finite = None if job.on_nan == "ignore" else Finite(rank, job.on_nan, worker.report)
-    part = Part(storing, settings.servers, header, partial(collect_untrained, one, outline))
+    part = Part(storing, settings.servers, header, partial(collect, one, outline, served=True))
     done: list[Step] = []
     with (
         contextlib.suppress(ServerClosed),  # (it was started again after the end)

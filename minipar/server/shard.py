@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from minipar.comm.missing import is_missing
 from minipar.execution.emulation import Pacing
-from minipar.execution.saving.contents import SavedSlice, restore_slices, states_of_slice
+from minipar.execution.saving.contents import SavedSlice, elements_of, restore_pieces
 from minipar.execution.saving.folder import Saved
 from minipar.execution.saving.storage import Reading
 from minipar.execution.updating import Elements, Form, Optimizer, Scheduler, Update, Updated
@@ -195,9 +195,7 @@ class Shard:
     def saved(self) -> Iterator[SavedSlice]:
         """What is saved of this part: parameters, and what the optimizer keeps of them. No copies are made."""
         for piece in self.updated:
-            (run,) = piece.runs
-            yield SavedSlice(f"parameters/{run.name}", run.shape, run.begin, piece.parameter.detach())
-            yield from states_of_slice(piece, self.optimizer.state.get(piece.parameter, {}))
+            yield from elements_of(piece, self.optimizer.state.get(piece.parameter, {}))
 
     def saved_schedule(self) -> dict[str, Any] | None:
         """The state of the scheduler now, if there is one."""
@@ -205,6 +203,6 @@ class Shard:
 
     def resume(self, saved: Saved) -> None:
         """Go on with this part of a saved run."""
-        restore_slices(self.updated, self.optimizer, Reading(saved))
+        restore_pieces(self.updated, [self.optimizer], Reading(saved))
         if self.schedule is not None:
             self.schedule.load(saved.header.schedule)

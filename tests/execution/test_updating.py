@@ -237,8 +237,9 @@ def test_groups_and_scheduler_are_resumed(clusters, tmp_path):
     first.save(tmp_path / "a")
     second = resume(tmp_path / "a", model, Stream(), "pp=4 microbatches=2", steps=2, cluster=clusters(4),
                     save=tmp_path / "b", **options)  # fmt: skip
-    third = resume(tmp_path / "b", model, Stream(), "dp=2 pp=2 zero=3", steps=2, cluster=clusters(4), **options)
-    assert first.losses + second.losses + third.losses == pytest.approx(expected, rel=1e-11)
+    for text, ranks in (("dp=2 pp=2 zero=3", 4), ("dp=2 zero=1 offload=optimizer offload_to=disk", 2)):
+        third = resume(tmp_path / "b", model, Stream(), text, steps=2, cluster=clusters(ranks), **options)
+        assert first.losses + second.losses + third.losses == pytest.approx(expected, rel=1e-11), text
 
 
 def test_another_scheduler_than_the_saved_one_is_said(clusters, tmp_path):

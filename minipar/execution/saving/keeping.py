@@ -88,7 +88,7 @@ class Storing:
             return
         self.saved.check_fits(outline.rows, optimizer_name(executor))
         with executor.all_here():
-            restore(executor, outline, Reading(self.saved))
+            restore(executor, outline, Reading(self.saved, executor.cuts))
         if executor.state.update.schedule is not None:
             executor.state.update.schedule.load(self.saved.header.schedule)
 

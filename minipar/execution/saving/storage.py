@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,8 +21,9 @@ from torch import Tensor
 
 from minipar.cluster.members import Interrupts
 from minipar.errors import SaveError
-from minipar.execution.saving.contents import SavedSlice
+from minipar.execution.saving.contents import SavedSlice, parameter_of
 from minipar.execution.saving.folder import Chunk, Saved, SavedEntry, flush, write_fragment
+from minipar.models.nodes import Cut
 from minipar.models.tensors import dtype_name, dtype_named
 
 with Interrupts().shielded():  # (what is half imported of it cannot be imported again)
@@ -73,10 +74,13 @@ def write(path: str, part: int, optimizer: str, pieces: Iterable[SavedSlice]) ->
 
 
 class Reading:
-    """What was saved, to be read in pieces of any size, each chunk with its checksum. It keeps its files open."""
+    """What was saved, to be read in pieces of any size, each chunk with its checksum. It keeps its files open.
 
-    def __init__(self, saved: Saved) -> None:
-        self.saved = saved
+    cuts   of parameters of which the reader has a part: it then asks for elements of that, and their states
+    """
+
+    def __init__(self, saved: Saved, cuts: Mapping[str, Cut] | None = None) -> None:
+        self.saved, self.cuts = saved, cuts or {}
         self.files: dict[str, Any] = {}
         self._states: dict[str, list[str]] = {}
         self._scalars = {"step"}
@@ -98,7 +102,12 @@ class Reading:
         entry = self.saved.entries.get(key)
         if entry is None:
             raise SaveError(f"{self.saved.folder}: has no {key}; go on with the model it was saved of")
-        return entry.shape, dtype_of(entry.dtype), entry.number
+        cut = self._cut(key)
+        return entry.shape if cut is None else cut.local_shape(entry.shape), dtype_of(entry.dtype), entry.number
+
+    def _cut(self, key: str) -> Cut | None:
+        cut = self.cuts.get(parameter_of(key))
+        return cut if cut is not None and len(self.saved.entries[key].shape) > cut.dim else None
 
     def states(self, name: str) -> list[str]:
         """Names of the optimizer's states of a parameter."""
@@ -110,13 +119,21 @@ class Reading:
 
     def fill(self, wanted: dict[tuple[str, int], Tensor]) -> None:
         """Fill each 1-dimensional tensor on the CPU with the elements of (key, start)."""
-        for (key, start), target in wanted.items():
-            end = start + target.numel()
-            for chunk in self.saved.entries[key].chunks:
-                first, last = max(start, chunk.start), min(end, chunk.start + chunk.size)
-                if first < last:
-                    found = self._chunk(key, chunk)[first - chunk.start : last - chunk.start]
-                    target.detach()[first - start : last - start].copy_(found)
+        for (key, begin), part in wanted.items():
+            cut = self._cut(key)
+            if cut is None:
+                self._fill(key, begin, part)
+                continue
+            for start, at, count in cut.runs(self.saved.entries[key].shape, begin, begin + part.numel()):
+                self._fill(key, start, part[at - begin :][:count])
+
+    def _fill(self, key: str, start: int, target: Tensor) -> None:
+        end = start + target.numel()
+        for chunk in self.saved.entries[key].chunks:
+            first, last = max(start, chunk.start), min(end, chunk.start + chunk.size)
+            if first < last:
+                found = self._chunk(key, chunk)[first - chunk.start : last - chunk.start]
+                target.detach()[first - start : last - start].copy_(found)
 
     def _chunk(self, key: str, chunk: Chunk) -> Tensor:
         path = os.path.join(self.saved.files, chunk.file)
