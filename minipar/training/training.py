@@ -550,7 +550,6 @@ def _of_layers(plan: Plan) -> Plan:
     """The keys of a plan that a rank needs to profile layers. (It may not know a schedule that the user has added.)"""
     if plan.slice_count > 1:
         return plan
-    selective = "selective" if plan.checkpoint == "selective" else "none"
-    away = {"offload": plan.offload, "offload_to": plan.offload_to, "offload_folder": plan.offload_folder}
-    shared = {"tp": plan.tp, "context_parallel": plan.context_parallel, "ep": plan.ep}
-    return Plan(precision=plan.precision, checkpoint=selective, **shared, **away)  # type: ignore[arg-type]
+    keys = "precision", "checkpoint", "tp", "context_parallel", "ep", "host_layers", "sync"
+    away = "offload", "offload_to", "offload_folder"
+    return Plan(**{key: getattr(plan, key) for key in (*keys, *away)})

@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from minipar import Cluster, Plan, models
+from minipar import Cluster, Plan, data, models
 from minipar.execution import tails as module_under_test
-from minipar.execution.execution import Job, execute
+from minipar.execution.execution import Job, execute, profile_job
 from minipar.execution.tails import Tails
 from minipar.models.parameter_groups import shape_of
 from minipar.program import Op
 from minipar.training.plainly import train_reference
 from minipar.training.reference import gradient_error
+from minipar.training.training import _of_layers
 
 WIDTH = 8
 
@@ -82,6 +83,13 @@ class Cube(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, received: Tensor) -> Tensor:  # type: ignore[override]
         return received * ctx.result
+
+
+def test_train_measures_recomputations_as_they_run() -> None:
+    job, plan = Job(partial(models.gpt, layers=2), data.stdlib_text(), 4), Plan.parse("pp=2 schedule=zb-v checkpoint=1")
+    with Cluster(1) as cluster:
+        (facts,) = cluster.run_on([0], profile_job, job, (4,), plan=_of_layers(plan))
+    assert len(facts.profile.recompute[4]) == 4
 
 
 def test_the_last_product_and_the_sum_of_a_residual_block_are_left_out() -> None:
