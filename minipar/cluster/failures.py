@@ -83,11 +83,12 @@ class Failure:
 def capture(error: BaseException, hide: str) -> Remote:
     """In the rank: turn an exception into data. Frames of the file `hide` (the rank's own loop) are left out,
     and those of functions with a variable `__tracebackhide__`, as in pytest and IPython."""
-    message = (str(error).strip() or "(no message)").splitlines()[0]
+    text = _text(error)
+    message = _first_line(text)
     pickled: bytes | None = None
     if isinstance(error, SystemExit):
-        message = f"sys.exit({'' if error.code is None else repr(error.code)}) was called; return instead"
-    elif isinstance(error, Exception):
+        message = f"sys.exit({'' if error.code is None else message}) was called; return instead"
+    elif isinstance(error, Exception) and text is not None:
         with contextlib.suppress(Exception):  # the driver then raises RankError with the same text
             pickled = cloudpickle.dumps(error)
     name = type(error).__name__
@@ -95,10 +96,27 @@ def capture(error: BaseException, hide: str) -> Remote:
     return Remote(name, message, tuple(_segments(error, hide)), pickled, lost_peer(error), of_system)
 
 
+def said(error: BaseException) -> str:
+    """The class of an error and the first line of its text."""
+    return f"{type(error).__name__}: {_first_line(_text(error))}"
+
+
+def _first_line(text: str | None) -> str:
+    return "(its text cannot be made)" if text is None else (text.strip() or "(no message)").splitlines()[0]
+
+
+def _text(error: BaseException) -> str | None:
+    """The text of an error; None if its own `__str__` fails."""
+    try:
+        return str(error)
+    except BaseException:
+        return None
+
+
 def lost_peer(error: BaseException) -> bool:
     """Whether an error says that another rank is gone."""
     if isinstance(error, RuntimeError):
-        return _LOST_PEER.search(str(error)) is not None
+        return _LOST_PEER.search(_text(error) or "") is not None
     return isinstance(error, ConnectionError)
 
 
@@ -283,4 +301,4 @@ def _rebuild(remote: Remote) -> Exception | None:
         error = cloudpickle.loads(remote.pickled)
     except Exception:  # such as of a class whose __init__ takes other arguments than it gives to Exception
         return None
-    return error if isinstance(error, Exception) else None
+    return error if isinstance(error, Exception) and _text(error) is not None else None

@@ -1,6 +1,7 @@
 """Ranks in processes that this driver did not start, on other machines too: each has connected to the driver by TCP.
 
-    rank -> driver    token and number, as plain bytes; then messages of wire.py
+    both              prove that they know the key (an HMAC, as multiprocessing.connection has it); then the rank says
+                      its number, and all that follows are messages of wire.py
     driver -> rank    ("run", number, Situation, parcel) · ("stop",): it has failed elsewhere
                       ("call", name): a call begins, in which all take part; ("end", kind, parcel): it has ended
     rank -> driver    ("report" | "result" | "error", number, value) · ("output", number, bytes): it has printed this
@@ -20,11 +21,9 @@ cannot be reached any more.
 from __future__ import annotations
 
 import contextlib
-import hmac
 import os
 import signal
 import socket
-import struct
 import sys
 import threading
 import time
@@ -33,6 +32,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import answer_challenge, deliver_challenge
 from typing import Any
 
 from minipar.cluster import failures, launch, notes, threads, wire, worker
@@ -47,16 +48,16 @@ from minipar.errors import RankDied
 
 GRACE = 1.0  # seconds that an interrupted function has; a rank that ends here is not started again, as in a Cluster
 LINGER = 10.0  # seconds that a rank which must end waits for the driver to say why, and to end first
-_HELLO = struct.Struct("!32sI")  # the token, and the number of the rank
+SHORTLY = 5.0  # seconds in which a new connection proves that it is a rank
 _LOST_AFTER = 5  # seconds without an answer of the other machine
 
 
 # Connecting -----------------------------------------------------------------------------------------------------------
 
 
-def accept(listener: socket.socket, token: bytes, ranks: Iterable[int], seconds: float) -> dict[int, socket.socket]:
-    """The connections of these ranks, by rank. Nothing is unpickled before a rank has said the token. RankDied if one
-    does not come in time."""
+def accept(listener: socket.socket, key: bytes, ranks: Iterable[int], seconds: float) -> dict[int, socket.socket]:
+    """The connections of these ranks, by rank. Nothing is unpickled before both ends have proved that they know the
+    key, and who does not do so in `SHORTLY` is a stranger. RankDied if a rank does not come in time."""
     found: dict[int, socket.socket] = {}
     missing, deadline = set(ranks), time.monotonic() + seconds
     while missing:
@@ -69,12 +70,14 @@ def accept(listener: socket.socket, token: bytes, ranks: Iterable[int], seconds:
                 "minipar, such as train(...), in the same order"
             ) from None
         try:
-            control.settimeout(5.0)
-            proof, rank = _HELLO.unpack(_exactly(control, _HELLO.size))
-        except (OSError, EOFError):
+            known = wire.Timed(control, SHORTLY)
+            deliver_challenge(known, key)  # type: ignore[arg-type]
+            answer_challenge(known, key)  # type: ignore[arg-type]
+            rank = int(known.recv_bytes(8))
+        except (OSError, EOFError, ValueError, AssertionError, AuthenticationError):
             control.close()
             continue
-        if hmac.compare_digest(proof, token) and rank in missing:
+        if rank in missing:
             missing.remove(rank)
             found[rank] = _kept_alive(control)
         else:
@@ -82,24 +85,17 @@ def accept(listener: socket.socket, token: bytes, ranks: Iterable[int], seconds:
     return found
 
 
-def connect(address: tuple[str, int], token: bytes, rank: int, seconds: float) -> socket.socket:
+def connect(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> socket.socket:
     """A connection to the driver, which listens already. RankDied if it cannot be reached."""
     try:
         control = socket.create_connection(address, seconds)
-        control.sendall(_HELLO.pack(token, rank))
-    except OSError as error:
+        known = wire.Timed(control, seconds)  # (the driver may have others to hear before)
+        answer_challenge(known, key)  # type: ignore[arg-type]
+        deliver_challenge(known, key)  # type: ignore[arg-type]
+        known.send_bytes(str(rank).encode())
+    except (OSError, EOFError, AssertionError, AuthenticationError) as error:
         raise RankDied(f"rank {rank} cannot reach the driver at {address[0]}:{address[1]}: {error}") from error
     return _kept_alive(control)
-
-
-def _exactly(control: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        part = control.recv(size - len(data))
-        if not part:
-            raise EOFError
-        data += part
-    return data
 
 
 def _kept_alive(control: socket.socket) -> socket.socket:

@@ -158,13 +158,13 @@ def _packed(name: str, result: Any) -> Parcel:
     try:
         return pack(result, inside=True)
     except Exception as error:
-        raise RankError(f"what {name} returned cannot be sent to the other ranks: {error}") from error
+        raise RankError(f"what {name} returned cannot be sent to the other ranks: {failures.said(error)}") from error
 
 
 def _packed_error(error: BaseException) -> Parcel:
     with contextlib.suppress(Exception):
         return Parcel(cloudpickle.dumps(error))
-    return Parcel(cloudpickle.dumps(RankError(f"rank 0 raised {type(error).__name__}: {error}")))
+    return Parcel(cloudpickle.dumps(RankError(f"rank 0 raised {failures.said(error)}")))
 
 
 def _follow(far: FarRank, name: str) -> Any:

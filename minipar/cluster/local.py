@@ -20,6 +20,7 @@ from minipar.cluster.attached import Attached
 from minipar.cluster.failures import as_deadlock, as_exception, lost_state, who_waits
 from minipar.cluster.members import GRACE, GRACE_AFTER_FAILURE, Members, Round, exchanged
 from minipar.cluster.parcel import Parcel
+from minipar.cluster.processes import open_standard_streams
 from minipar.cluster.ranks import MOST_LOCAL, Call, Ranks, check_ranks
 from minipar.cluster.watchdog import Watchdog
 from minipar.costs.device import DeviceSpec
@@ -82,6 +83,7 @@ class Cluster(Ranks):
             start = "fork" if sys.platform == "linux" else "spawn"
         if start == "fork" and sys.platform != "linux":
             raise PlanError("start='fork' needs Linux; use start='spawn'")
+        open_standard_streams()
         folder = tempfile.mkdtemp(prefix="cluster-", dir=launch.scratch_folder())
         self._folder = folder  # where the ranks of a generation meet
         where = device if isinstance(device, str) and spec is None else "cpu"

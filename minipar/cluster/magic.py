@@ -299,7 +299,7 @@ def _packed(value: object) -> bytes:
         return bytes(cloudpickle.dumps(value))
     except Exception as error:
         kind = type(value).__name__
-        reason = f"the value of rank {worker.context().rank}, a {kind}, cannot be sent: {error}"
+        reason = f"the value of rank {worker.context().rank}, a {kind}, cannot be sent: {failures.said(error)}"
         raise RankError(f"--out: {reason}; let the cell end with tensors, numbers or text") from None
 
 
@@ -347,7 +347,9 @@ def _check_sendable(given: Mapping[str, object]) -> None:
         try:
             pack(value, inside=True)
         except Exception as error:
-            raise RankError(f"--in {name}: a {type(value).__name__} cannot be sent to the ranks: {error}") from None
+            raise RankError(
+                f"--in {name}: a {type(value).__name__} cannot be sent to the ranks: {failures.said(error)}"
+            ) from None
 
 
 def _as_shown(

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from minipar.cluster import launch, stacks, wire
-from minipar.cluster.failures import Failure
+from minipar.cluster.failures import Failure, said
 from minipar.cluster.notes import Page
 from minipar.cluster.output import USUAL, Output, Printer, Show
 from minipar.cluster.parcel import Parcel, pack_call
@@ -538,4 +538,4 @@ def unpack(parcel: Parcel, what: str) -> Any:
     try:
         return _unpack(parcel)
     except Exception as error:
-        raise RankError(f"{what} cannot be loaded in the driver: {type(error).__name__}: {error}") from error
+        raise RankError(f"{what} cannot be loaded in the driver: {said(error)}") from error

@@ -208,8 +208,9 @@ class Output:
         parts += [f"{line}\n" for line in lines]
         parts.append(bar)
         self._drawn, self._drawn_at = bar, time.monotonic()
-        sys.stdout.write("".join(parts))
-        sys.stdout.flush()
+        if not getattr(sys.stdout, "closed", sys.stdout is None):  # (a daemon has none)
+            sys.stdout.write("".join(parts))
+            sys.stdout.flush()
 
 
 def name_ranks(ranks: list[int]) -> str:

@@ -34,6 +34,7 @@ from typing import Any
 
 import cloudpickle
 
+from minipar.cluster.failures import said
 from minipar.errors import RankError
 
 LARGE = 1 << 18  # bytes; below this, copying through the socket costs less than making and mapping a file
@@ -110,8 +111,7 @@ def pack_call(
     try:
         return pack((function, args, kwargs), inside)
     except Exception as error:
-        kind = type(error).__name__
-        raise RankError(f"the function or an argument cannot be sent to the ranks: {kind}: {error}") from error
+        raise RankError(f"the function or an argument cannot be sent to the ranks: {said(error)}") from error
 
 
 # Pickling

@@ -20,6 +20,14 @@ _LINUX = sys.platform == "linux"
 _libc = ctypes.CDLL(None)
 
 
+def open_standard_streams() -> None:
+    """A process may begin without its standard streams, as those of cron and daemons do. Else whatever it opens next
+    would have their numbers, and a child would print to it."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
 def die_with_parent(parent: int, how: int = signal.SIGKILL) -> None:
     """Ask Linux to send this process a signal when the thread that forked it ends. `parent`: the expected pid of the
     parent.

@@ -11,12 +11,14 @@ import io
 import pickle
 import socket
 import struct
+import time
 from collections.abc import Callable
 from typing import Any
 
 from minipar.cluster.parcel import MemoryFile
 
 _LENGTH = struct.Struct("!Q")
+_SHORT = struct.Struct("!i")
 _DESCRIPTOR = struct.Struct("@i")
 _CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
@@ -39,6 +41,40 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, name: Any) -> MemoryFile:
         return self._segment
+
+
+class Timed:
+    """A socket as the functions of multiprocessing.connection need it that prove to each other who knows a key. All of
+    it has to be done in so many seconds: else OSError."""
+
+    def __init__(self, sock: socket.socket, seconds: float) -> None:
+        self._sock, self._deadline = sock, time.monotonic() + seconds
+
+    def send_bytes(self, data: bytes) -> None:
+        self._wait()
+        self._sock.sendall(_SHORT.pack(len(data)) + data)
+
+    def recv_bytes(self, most: int) -> bytes:
+        (size,) = _SHORT.unpack(self._exactly(_SHORT.size))
+        if not 0 <= size <= most:
+            raise OSError("this is no such message")
+        return self._exactly(size)
+
+    def _exactly(self, size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            self._wait()
+            part = self._sock.recv(size - len(data))
+            if not part:
+                raise EOFError
+            data += part
+        return data
+
+    def _wait(self) -> None:
+        left = self._deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("it took too long")
+        self._sock.settimeout(left)
 
 
 def look_while_sending(sock: socket.socket) -> None:

@@ -33,6 +33,7 @@ from minipar.cluster.processes import (
     die_with_parent,
     end,
     flush_native,
+    open_standard_streams,
     tie_grandchildren,
     yield_to_others,
 )
@@ -261,7 +262,9 @@ def report(value: Any) -> None:
     try:
         parcel = pack(value, _rank.far)
     except Exception as error:
-        raise RankError(f"report: a {type(value).__name__} cannot be sent to the driver: {error}") from error
+        raise RankError(
+            f"report: a {type(value).__name__} cannot be sent to the driver: {failures.said(error)}"
+        ) from error
     _rank.send(("report", _rank.run, parcel))
 
 
@@ -295,6 +298,7 @@ def spawned(arguments: list[str]) -> None:
     end of the pipe.
     """
     control, life, driver = (int(argument) for argument in arguments[:3])
+    open_standard_streams()
     if arguments[3] == "1":
         die_with_parent(driver)
     if sys.platform == "linux":
@@ -441,10 +445,10 @@ def _forget_default_group() -> None:
 
 def run_interruptibly(rank: Seat, parcel: Parcel) -> tuple[str, Any]:
     """Run the function of a parcel: ("result", parcel) or ("error", failures.Remote). An interrupt ends it like an
-    exception of the function, whenever it comes."""
+    exception of the function, whenever it comes. What it changes of torch's settings ends with it."""
     notes.clear()
     rank.missed = False
-    modes = _modes()
+    before = _settings()
     try:
         rank.interruptible = True
         if notes.interrupted() == rank.run:  # (the signal came before, or is on its way)
@@ -457,31 +461,41 @@ def run_interruptibly(rank: Seat, parcel: Parcel) -> tuple[str, Any]:
     finally:
         rank.interruptible = False
         notes.clear()
-    if answer[0] == "error" and answer[1].name == "KeyboardInterrupt":
-        _restore(modes)
+    _restore(before)
     return answer
 
 
-def _modes() -> tuple[bool, dict[str, tuple[bool, Any]]]:
-    """What torch's contexts set in this thread: whether gradients are computed, and autocast by kind of device."""
+def _settings() -> tuple[Any, ...]:
+    """What torch's own settings are: of this process, and of this thread."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "is_grad_enabled"):
-        return True, {}
+        return ()
     kinds = ("cpu", "cuda") if torch.cuda.is_initialized() else ("cpu",)
-    autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
-    return torch.is_grad_enabled(), autocast
+    return (
+        torch.get_default_dtype(),
+        torch.get_default_device(),
+        torch.get_deterministic_debug_mode(),
+        torch.get_num_threads(),
+        torch.is_grad_enabled(),
+        {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds},
+    )
 
 
-def _restore(modes: tuple[bool, dict[str, tuple[bool, Any]]]) -> None:
-    """Set again what an interrupt inside the beginning or end of one of torch's contexts has left as it was inside."""
-    torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "is_grad_enabled"):
+def _restore(settings: tuple[Any, ...]) -> None:
+    """Give torch these settings again. So every call finds those that a new rank has, also on a rank that takes a dead
+    one's place, and whatever an interrupt has left inside the beginning or end of one of torch's contexts."""
+    if not settings or settings == _settings():
         return
-    grad, autocast = modes
+    torch: Any = sys.modules["torch"]
+    dtype, device, deterministic, count, grad, autocast = settings
+    torch.set_default_dtype(dtype)
+    torch.set_default_device(None if device.type == "cpu" else device)  # (None: torch looks at no call)
+    torch.set_deterministic_debug_mode(deterministic)
+    torch.set_num_threads(count)
     torch.set_grad_enabled(grad)
-    for kind, (enabled, dtype) in autocast.items():
+    for kind, (enabled, autocast_dtype) in autocast.items():
         torch.set_autocast_enabled(kind, enabled)
-        torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_dtype(kind, autocast_dtype)
 
 
 def _run(rank: Seat, parcel: Parcel) -> tuple[str, Any]:
@@ -489,21 +503,18 @@ def _run(rank: Seat, parcel: Parcel) -> tuple[str, Any]:
         try:
             function, args, kwargs = unpack(parcel)
         except Exception as error:
-            raise RankError(f"the function or its arguments cannot be loaded in a rank: {_one_line(error)}") from error
+            raise RankError(
+                f"the function or its arguments cannot be loaded in a rank: {failures.said(error)}"
+            ) from error
         result = function(*args, **kwargs)
         try:
             return "result", pack(result, rank.far)
         except Exception as error:
             kind = type(result).__name__
-            raise RankError(
-                f"the result of rank {rank.rank}, a {kind}, cannot be pickled: {_one_line(error)}"
-            ) from error
+            text = f"the result of rank {rank.rank}, a {kind}, cannot be pickled: {failures.said(error)}"
+            raise RankError(text) from error
     except BaseException as error:  # a rank survives whatever its function does
         return "error", failures.capture(error, hide=__file__)
-
-
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
 
 
 def streams() -> tuple[TextIO, TextIO]:

@@ -36,7 +36,7 @@ from functools import partial
 
 from minipar.cluster import worker
 from minipar.cluster.light_torch import postpone_compiler
-from minipar.cluster.processes import die_with_parent, ends, kill_group, yield_to_others
+from minipar.cluster.processes import die_with_parent, ends, kill_group, open_standard_streams, yield_to_others
 
 PRELOAD = ("torch", "torch.distributed")
 LONGEST = 1 << 16  # bytes of a message
@@ -44,6 +44,7 @@ LONGEST = 1 << 16  # bytes of a message
 
 def main(arguments: list[str]) -> None:
     driver, folder = int(arguments[2]), arguments[3]
+    open_standard_streams()
     # From now on, since the imports below take a second.
     signal.signal(signal.SIGTERM, lambda *_: _leave(driver, folder))
     if arguments[4] == "1":

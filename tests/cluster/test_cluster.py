@@ -222,7 +222,61 @@ def test_an_error_in_the_callback_ends_the_run(cluster: Cluster) -> None:
     assert cluster.run(lambda: 1) == [1] * 3
 
 
+def test_torchs_settings_end_with_the_call_that_changes_them() -> None:
+    """So the ranks stay equal when one of them dies and another takes its place."""
+
+    def change() -> None:
+        import torch
+
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_num_threads(3)
+        torch.set_grad_enabled(False)
+        torch.set_autocast_enabled("cpu", True)
+
+    def settings() -> list[Any]:
+        import torch
+
+        x = torch.ones(1, requires_grad=True) * 2
+        numbers = torch.get_num_threads(), torch.get_deterministic_debug_mode(), torch.is_autocast_enabled("cpu")
+        return [str(x.dtype), str(x.device), x.requires_grad, *numbers]
+
+    def change_and_fail() -> None:
+        change()
+        raise ValueError("only here")
+
+    with Cluster(2, device="cpu") as cluster:
+        fresh = cluster.run(settings)
+        assert fresh == [["torch.float32", "cpu", True, 1, 0, False]] * 2
+        cluster.run(change)
+        assert cluster.run(settings) == fresh
+        with pytest.raises(ValueError, match="only here"):
+            cluster.run(change_and_fail)
+        with pytest.raises(RankDied):
+            cluster.run_on([0], os._exit, 3)
+        assert cluster.run(settings) == fresh
+
+
 # Output
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_driver_without_standard_streams(closed: str, light: dict[str, str], tmp_path: Path) -> None:
+    script = """
+        import os, sys
+        from minipar.cluster import Cluster
+        def f():
+            print("out")
+            print("err", file=sys.stderr)
+            return os.isatty(0), os.fstat(1).st_ino != os.fstat(2).st_ino
+        with Cluster(2, device="cpu") as cluster:
+            found = cluster.run(f)
+        open(sys.argv[1], "w").write(str(found))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path / "found")]
+    subprocess.run(["/bin/sh", "-c", f'"$0" "$@" {closed}', *command], cwd=ROOT, env=light, timeout=60, check=True)
+    assert (tmp_path / "found").read_text() == str([(False, True)] * 2)
 
 
 def test_output_appears_while_the_function_runs(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,6 +312,33 @@ def test_an_exception_that_cannot_be_rebuilt_becomes_a_rank_error(cluster: Clust
     def stuck() -> None:
         raise Stuck("here")
 
+    class Silent(ValueError):
+        def __str__(self) -> str:
+            raise self
+
+        __repr__ = __str__
+
+    def silent() -> None:
+        raise Silent
+
+    def exit_silently() -> None:
+        sys.exit(Silent())  # type: ignore[arg-type]
+
+    class Never:
+        def __reduce__(self) -> Any:
+            raise Silent
+
+    with pytest.raises(RankError, match=r"rank 1 raised Silent: \(its text cannot be made\)"):
+        cluster.run_on([1], silent)
+    with pytest.raises(RankError, match="rank 2 raised SystemExit"):
+        cluster.run_on([2], exit_silently)
+    with pytest.raises(RankError, match="the result of rank 0, a Never, cannot be pickled: Silent"):
+        cluster.run_on([0], Never)
+    with pytest.raises(RankError, match="an argument cannot be sent to the ranks: Silent"):
+        cluster.run(print, Never())
+    lock = threading.Lock()
+    with pytest.raises(RankError, match=r"the function or an argument cannot be sent to the ranks: TypeError: .*lock"):
+        cluster.run(lambda: lock.locked())
     with pytest.raises(RankError, match="rank 1 raised Odd: 1 and 2") as caught:
         cluster.run_on([1], odd)
     assert "in odd" in notes(caught.value)

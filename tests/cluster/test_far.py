@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -27,12 +26,12 @@ from minipar.errors import PlanError, RankDied, RankError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-TOKEN = bytes(range(32))
+KEY = bytes(range(32))
 RANK = """
 import sys
 from minipar.cluster.far import FarRank, connect
-port, token, rank = int(sys.argv[1]), bytes.fromhex(sys.argv[2]), int(sys.argv[3])
-print(FarRank(connect(("127.0.0.1", port), token, rank, 30), rank, 2, "cpu", "gloo", echo=True).serve())
+port, key, rank = int(sys.argv[1]), bytes.fromhex(sys.argv[2]), int(sys.argv[3])
+print(FarRank(connect(("127.0.0.1", port), key, rank, 30), rank, 2, "cpu", "gloo", echo=True).serve())
 """
 
 
@@ -41,12 +40,12 @@ class Far:
 
     def __init__(self, ranks: int) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            command = [sys.executable, "-c", RANK, str(listener.getsockname()[1]), TOKEN.hex()]
+            command = [sys.executable, "-c", RANK, str(listener.getsockname()[1]), KEY.hex()]
             self.processes = [
                 subprocess.Popen([*command, str(rank)], env=child_environment(), stdout=subprocess.PIPE, text=True)
                 for rank in range(ranks)
             ]
-            self.driver = Driver(accept(listener, TOKEN, range(ranks), 60), ranks, "start again", echo=True)
+            self.driver = Driver(accept(listener, KEY, range(ranks), 60), ranks, "start again", echo=True)
 
     def run(self, function: Any, *args: Any) -> list[Any]:
         return self.driver.perform(Call(range(self.driver.size), function, args))
@@ -62,21 +61,28 @@ def far() -> Iterator[Far]:
         process.communicate()
 
 
-def test_only_who_says_the_token_is_let_in() -> None:
+def test_only_who_proves_the_key_soon_is_let_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(far_module, "SHORTLY", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = listener.getsockname()
         kept = []
 
         def come() -> None:
-            for data in (b"", b"GET / HTTP/1.1\r\n\r\n" * 4, struct.pack("!32sI", bytes(32), 1)):
+            for data in (b"", b"GET / HTTP/1.1\r\n\r\n" * 4):
                 with socket.create_connection(address) as other:
                     other.sendall(data)
-            kept.append(connect(address, TOKEN, 7, 5))  # there is no such rank
-            kept.append(connect(address, TOKEN, 1, 5))
+            with pytest.raises(RankDied, match="rank 1 cannot reach the driver"):
+                connect(address, bytes(32), 1, 30)
+            with socket.create_connection(address) as slow, contextlib.suppress(ConnectionError):
+                while True:  # (each read of the driver gets something in time)
+                    slow.sendall(b"\0")
+                    time.sleep(0.05)
+            kept.append(connect(address, KEY, 7, 5))  # there is no such rank
+            kept.append(connect(address, KEY, 1, 5))
 
         thread = threading.Thread(target=come)
         thread.start()
-        found = accept(listener, TOKEN, [1], 30)
+        found = accept(listener, KEY, [1], 30)
         thread.join()
         assert found.keys() == {1}
         assert found[1].getpeername() == kept[1].getsockname()
@@ -89,9 +95,9 @@ def test_who_does_not_come_is_named() -> None:
         socket.create_server(("127.0.0.1", 0)) as listener,
         pytest.raises(RankDied, match=r"rank 1 did not connect within 0\.1 s; every process makes the same calls"),
     ):
-        accept(listener, TOKEN, [1, 2], 0.1)
+        accept(listener, KEY, [1, 2], 0.1)
     with pytest.raises(RankDied, match="rank 3 cannot reach the driver at 127.0.0.1"):
-        connect(("127.0.0.1", listener.getsockname()[1] if listener.fileno() >= 0 else 1), TOKEN, 3, 0.5)
+        connect(("127.0.0.1", listener.getsockname()[1] if listener.fileno() >= 0 else 1), KEY, 3, 0.5)
 
 
 def test_functions_run_print_report_and_fail(far: Far, capfd: pytest.CaptureFixture[str]) -> None:
