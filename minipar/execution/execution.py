@@ -454,9 +454,8 @@ def _passes(job: Job, work: Work) -> Passed:
     rows: dict[int, list[int]] = {}
     with closing(executor), _cores_of(work, comm):
         storing.begin(executor, outline)
-        header = Header(
-            storing.first, job.seed, job.batch, dtype_name(job.dtype), work.programs[0].name, "", outline.rows
-        )
+        dtype, plan = dtype_name(job.dtype), work.programs[0].name
+        header = Header(storing.first, job.seed, job.batch, dtype, plan, "", outline.rows, call=storing.call)
         tracker = work.watching(executor) if work.watching is not None else None
         updates = 0
         before = clocks.read(comm)

@@ -328,7 +328,7 @@ def _take_part(task: Task) -> tuple[Any, Share]:
     parameters = {names[id(p)]: p for group in parameters_of(layers_of(model)) for p in group}
     settings = replace(task.settings, keys=tuple(form_of(name, p) for name, p in parameters.items()))
     header = Header(storing.first + program.steps, job.seed, job.batch, dtype_name(job.dtype), program.name, optimizer,
-                    outline.rows)  # fmt: skip
+                    outline.rows, call=storing.call)  # fmt: skip
     number = context.rank - program.workers
     if number < 0:
         return _be_worker(task, settings, context.rank, model, outline, header, clock)

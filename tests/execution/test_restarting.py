@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from minipar.errors import SaveError
 from minipar.execution.saving import keeping, restarting
 from minipar.execution.saving.folder import open_folder
 from tests.conftest import Clusters
+from tests.execution.test_saved_folder import forged
 
 
 @pytest.fixture
@@ -42,24 +42,20 @@ def ask(folder: Path, steps: int, resume: Path | None = None) -> tuple[int, int]
 
 
 def leave(folder: Path, first: int, steps: int, launch: str = "mine", call: int = 0) -> None:
-    """What the attempt has left that saved this."""
-    token = open_folder(folder).files.rpartition("-")[2]
-    calls = {str(call): {"first": first, "steps": steps, "tokens": [token]}}
-    (folder / restarting.FILE).write_text(json.dumps({"launch": launch, "calls": calls}))
+    """As if this attempt had saved what is there."""
+    forged(folder, call=[launch, call, first, steps])
 
 
 def test_the_steps_that_are_left_are_done(saved: Path, launch: Any) -> None:
     leave(saved, 0, 10)
-    assert ask(saved, 10) == (4, 6)
-    (known,) = json.loads((saved / restarting.FILE).read_text())["calls"].values()
-    assert len(known["tokens"]) == 2  # the next attempt goes on with what this one saves
+    storing, left = restarting.going_on(keeping.storing(None, saved, 1, None), 10)
+    assert (storing.first, left) == (4, 6)
+    assert storing.call == ("mine", 0, 0, 10)  # the next attempt goes on with what this one saves
 
 
 def test_a_first_attempt_begins_where_it_was_asked_to(saved: Path, launch: Any) -> None:
     assert ask(saved, 10) == (0, 10)  # (what is saved there is of another launch)
     assert ask(saved, 10, resume=saved) == (4, 10)  # the second call of this process
-    calls = json.loads((saved / restarting.FILE).read_text())["calls"]
-    assert [(call["first"], call["steps"]) for call in calls.values()] == [(0, 10), (4, 10)]
 
 
 def test_a_resumed_run_counts_from_its_own_beginning(saved: Path, launch: Any) -> None:
@@ -89,6 +85,6 @@ def test_a_complete_run_is_done_again_or_refused(saved: Path, launch: pytest.Mon
         ask(saved, 2, resume=saved)
 
 
-def test_without_torchrun_nothing_is_written(saved: Path) -> None:
+def test_without_torchrun_no_call_is_noted(saved: Path) -> None:
     assert ask(saved, 10) == (0, 10)
-    assert not (saved / restarting.FILE).exists()
+    assert open_folder(saved).header.call is None

@@ -65,10 +65,19 @@ class SavedEntry(NamedTuple):
     chunks: tuple[Chunk, ...]
 
 
+class Call(NamedTuple):
+    """Which call of `train` in a launch of torchrun has saved a run, and which steps that was to do."""
+
+    launch: str
+    number: int
+    first: int
+    steps: int
+
+
 @dataclass(frozen=True)
 class Header:
     """What was run. `step`: steps done; `optimizer`: its class, "" if nothing was trainable; `schedule`: the state of
-    the scheduler, where there was one, as plain data."""
+    the scheduler, where there was one, as plain data; `call`: under torchrun, who has saved it."""
 
     step: int
     seed: int
@@ -78,6 +87,7 @@ class Header:
     optimizer: str
     model: tuple[SavedParameter, ...]
     schedule: dict[str, Any] | None = None
+    call: Call | None = None
 
 
 @dataclass(frozen=True)
@@ -322,7 +332,11 @@ def _saved(path: str, index: str, body: dict[str, Any]) -> Saved:
     schedule, seed = body.get("schedule"), operator.index(body["seed"])
     if not isinstance(schedule, dict | None):
         raise TypeError(f"schedule={schedule!r}")
-    return Saved(path, files, Header(**known, seed=seed, schedule=schedule, model=model), entries)
+    call = None
+    if body.get("call") is not None:
+        launch, *numbers = body["call"]
+        call = Call(_text_of(launch), *_sizes(numbers))
+    return Saved(path, files, Header(**known, seed=seed, schedule=schedule, call=call, model=model), entries)
 
 
 def _size(value: Any) -> int:

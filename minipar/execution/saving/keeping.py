@@ -31,6 +31,7 @@ from minipar.execution.saving.contents import (
     schedule_of,
 )
 from minipar.execution.saving.folder import (
+    Call,
     Header,
     Saved,
     alone,
@@ -68,6 +69,7 @@ class Storing:
     saved    the saved run to go on from
     folder   write there at the end and, if `every` is not 0, every so many steps; "": nowhere
     keep     bring the state to the driver if it has at most so many bytes in all; None: however large it is
+    call     under torchrun, which call this is
     """
 
     saved: Saved | None = None
@@ -75,6 +77,7 @@ class Storing:
     every: int = 0
     token: str = ""
     keep: int | None = 0
+    call: Call | None = None
     _written: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
