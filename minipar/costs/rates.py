@@ -56,7 +56,7 @@ def fit(points: Sequence[tuple[float, float]]) -> LinearCost:
     return LinearCost(0.0, math.fsum(v) / vv)
 
 
-_FREE = LinearCost(0.0, 0.0)
+FREE = LinearCost(0.0, 0.0)
 
 
 def _as_ring(known: Mapping[int, LinearCost], members: int, size: float) -> float:
@@ -118,8 +118,8 @@ class Calibration:
     receive: LinearCost
     allreduce: tuple[tuple[int, LinearCost], ...]
     exchange: tuple[tuple[int, LinearCost, LinearCost], ...] = ()
-    uncontended: LinearCost = _FREE
-    add: LinearCost = _FREE
+    uncontended: LinearCost = FREE
+    add: LinearCost = FREE
     hosts: tuple[int, ...] = ()
     filling: float = 1.0
     across: tuple[tuple[str, int, LinearCost], ...] = ()

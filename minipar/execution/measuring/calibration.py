@@ -37,7 +37,7 @@ from minipar.cluster.ranks import Ranks
 from minipar.comm import communicator
 from minipar.comm.communicator import Communicator
 from minipar.comm.playing import play
-from minipar.costs.rates import Calibration, Copies, LinearCost, fit
+from minipar.costs.rates import FREE, Calibration, Copies, LinearCost, fit
 from minipar.errors import PlanError
 from minipar.execution import autograd_entry
 from minipar.execution.affinity import is_crowded, on_own_core
@@ -127,13 +127,14 @@ def _measure(
     cores = _cores(comm) if comm.device.type == "cpu" else None
     with on_own_core() if cores is not None and is_crowded() else nullcontext():  # as when a program runs
         found = _measure_all(comm, cores, pairs if messages or _hosts(comm) else [], seconds, sums, reports)
-    return _with_exchanges(comm, found, max(3, round(seconds * 8))) if algorithms else found  # as users call them
+    return _with_exchanges(comm, found, _repeats(seconds)) if algorithms else found  # as users call them
 
 
 def _measure_all(
     comm: Communicator, cores: int | None, pairs: list[tuple[int, int]], seconds: float, sums: bool, reports: bool
 ) -> Calibration:
     own_clock = comm.device.type == "cpu" and torch.get_num_threads() == 1
+    repeats, hosts = _repeats(seconds), _hosts(comm)
 
     def done() -> None:
         if reports and comm.rank == 0:
@@ -144,34 +145,27 @@ def _measure_all(
     if cores is not None and own_clock:  # the threads' own time says nothing of the time that they had to wait
         at_once = min(cores, comm.size)
     done()
-    repeats = max(3, round(seconds * 8))
-    hosts = _hosts(comm)
-    links, sends, receives, seen = [], [], [], set[tuple[int, int]]()
+    links, works, far = [], [], {}
     for a, b in pairs:
         if not hosts or hosts[a] == hosts[b]:
-            points = [_ping_pong(comm, a, b, size, max(3, repeats // (1 + size // 2**17))) for size in _SIZES]
-            own = [x for column in zip(*points, strict=True) for x in _fit(_SIZES, column)]
-            found = _gather(comm, own if comm.rank == a else [], 6)[a]
-            links.append((a, b, LinearCost(*found[:2])))
-            sends.append(LinearCost(*found[2:4]))
-            receives.append(LinearCost(*found[4:]))
-        elif (hosts[a], hosts[b]) not in seen:  # (the links of other ranks of these hosts are the same cable)
-            seen.add((hosts[a], hosts[b]))
-            links.append((a, b, _line(partial(_message, comm, [(a, b)]))))
+            points = [_message(comm, [(a, b)], size, max(3, repeats // (1 + size // 2**17))) for size in _SIZES]
+            line, *work = (_fit(_SIZES, column) for column in zip(*points, strict=True))
+            links.append((a, b, line))
+            works.append(work)
+        elif (hosts[a], hosts[b]) not in far:  # (the links of other ranks of these hosts are the same cable)
+            far[hosts[a], hosts[b]] = _line(partial(_seconds_of_message, comm, [(a, b)]))
+            links.append((a, b, far[hosts[a], hosts[b]]))
         done()
-    nothing = LinearCost(0.0, 0.0)
     lines = []
     for members in _members(comm) if sums else []:
         if not any(hosts.count(host) % members for host in hosts):  # (all neighbours are on one host)
             of = partial(_collective, comm, "allreduce", _neighbours(comm, members))
             found = [of(size, max(3, repeats // (1 + size // 2**19))) for size in _SUM_SIZES]
             lines.append((members, _fit(_SUM_SIZES, found)))
-    filling, across = 1.0, tuple[tuple[str, int, LinearCost], ...]()
-    if hosts:
-        far = [line for a, b, line in links if hosts[a] != hosts[b]]
-        filling = _filling(comm, hosts, far[0]) if far else 1.0
-        across = _across_hosts(comm, hosts)
+    filling = _filling(comm, hosts, next(iter(far.values()))) if far else 1.0
+    across = _across_hosts(comm, hosts) if hosts else ()
     done()
+    send, receive = map(_middle, zip(*works, strict=True)) if works and comm.device.type == "cpu" else (FREE, FREE)
     return Calibration(
         device=comm.device.type,
         ranks=comm.size,
@@ -180,8 +174,8 @@ def _measure_all(
         flops_of_each=every[0] * at_once / comm.size,
         concurrency=max(1.0, min(float(at_once), at_once * every[1] / one[1])),
         links=tuple(links),
-        send=_middle(sends) if comm.device.type == "cpu" and sends else nothing,
-        receive=_middle(receives) if comm.device.type == "cpu" and receives else nothing,
+        send=send,
+        receive=receive,
         allreduce=tuple(lines),
         hosts=hosts,
         filling=filling,
@@ -233,39 +227,42 @@ def _compute(comm: Communicator, window: float, clock: Callable[[], float]) -> t
     return rates[0][:2], [sum(column) / comm.size for column in zip(*(row[2:] for row in rates), strict=True)]
 
 
-def _ping_pong(comm: Communicator, a: int, b: int, size: int, repeats: int) -> tuple[float, float, float]:
-    """Seconds of one message between a and b, of the sender's work in it, and of the receiver's; valid on rank a."""
-    comm.barrier()
-    if comm.rank not in (a, b):
-        comm.barrier()
-        return 1.0, 1.0, 1.0
-    peer = b if comm.rank == a else a
+def _message(
+    comm: Communicator, pairs: Sequence[tuple[int, int]], size: int, repeats: int = 4
+) -> tuple[float, float, float]:
+    """Seconds of a message between the two ranks of each pair, all pairs at once; the sender's own work in it, and the
+    receiver's, in the first pair."""
+    first, second = next((pair for pair in pairs if comm.rank in pair), (-1, -1))
     out, into = (torch.zeros(size, dtype=torch.uint8, device=comm.device) for _ in range(2))
-    trips, sends, receives = [], [], []
+    worked: list[list[float]] = [[], []]
 
-    def send() -> None:
+    def send(peer: int) -> None:
         start = time.process_time()
         comm.isend(out, peer).wait()
-        sends.append(time.process_time() - start)
+        worked[0].append(time.process_time() - start)
 
-    def receive() -> None:
+    def receive(peer: int) -> None:
         start = time.process_time()
         comm.irecv(into, peer).wait()
         synchronize(comm.device)
-        receives.append(time.process_time() - start)
+        worked[1].append(time.process_time() - start)
 
-    for _ in range(repeats + 1):
-        start = time.perf_counter()
-        if comm.rank == a:
-            send()
-            receive()
-        else:
-            receive()
-            send()
-        trips.append((time.perf_counter() - start) / 2)
-    comm.barrier()
-    tiny = 1e-9  # a clock may not have moved at all
-    return _typical(trips[1:]), max(tiny, _typical(sends[1:])), max(tiny, _typical(receives[1:]))
+    def there_and_back(call: int) -> None:
+        if comm.rank == first:
+            send(second)
+            receive(second)
+        elif comm.rank == second:
+            receive(first)
+            send(first)
+
+    seconds = _seconds(comm, there_and_back, repeats) / 2
+    mine = [max(1e-9, _typical(times[1:])) for times in worked if times]  # (a clock may not have moved at all)
+    sending, receiving = _gather(comm, mine, 2)[pairs[0][0]]
+    return seconds, sending, receiving
+
+
+def _seconds_of_message(comm: Communicator, pairs: Sequence[tuple[int, int]], size: int) -> float:
+    return _message(comm, pairs, size)[0]
 
 
 # between hosts --------------------------------------------------------------------------------------------------------
@@ -300,22 +297,6 @@ def _line(seconds: Callable[[int], float]) -> LinearCost:
     return LinearCost(times[0], max(1e-13, (times[-1] - times[-3]) / (sizes[-1] - sizes[-3])))
 
 
-def _message(comm: Communicator, pairs: list[tuple[int, int]], size: int) -> float:
-    """Seconds of a message from the first rank of each pair to the second one; of the slowest, if there are several."""
-    mine = next((pair for pair in pairs if comm.rank in pair), None)
-    data, answer = (torch.zeros(n, dtype=torch.uint8, device=comm.device) for n in (size, 1))
-
-    def work(call: int) -> None:
-        if mine is not None and comm.rank == mine[0]:
-            comm.isend(data, mine[1]).wait()
-            comm.irecv(answer, mine[1]).wait()
-        elif mine is not None:
-            comm.irecv(data, mine[0]).wait()
-            comm.isend(answer, mine[0]).wait()
-
-    return _seconds(comm, work, 4)
-
-
 def _filling(comm: Communicator, hosts: tuple[int, ...], uncontended: LinearCost) -> float:
     """How much of a cable's rate one message takes, from messages of all ranks of two hosts at once. `uncontended`:
     the cost of a message between them while no other rank sends."""
@@ -323,7 +304,7 @@ def _filling(comm: Communicator, hosts: tuple[int, ...], uncontended: LinearCost
     pairs = list(zip(first, second, strict=False))
     if len(pairs) < 2:
         return 1.0
-    several = _line(partial(_message, comm, pairs))
+    several = _line(partial(_seconds_of_message, comm, pairs))
     return min(1.0, max(1.0, several.per_byte / uncontended.per_byte) / len(pairs))
 
 
@@ -374,7 +355,7 @@ def _with_exchanges(comm: Communicator, found: Calibration, repeats: int) -> Cal
     """The calibration with what collectives by algorithm consist of."""
     cold = partial(_cold, comm, torch.zeros(_POOL // 4, device=comm.device), max(3, min(repeats, 20)))
     exchanges = [(members, *_exchange(comm, members, cold)) for members in _members(comm)]
-    uncontended = LinearCost(0.0, 0.0)
+    uncontended = FREE
     if comm.size > 1:  # from rank 0 to rank 1 and back, while the others wait
         both = [cold(size, 1, _player(comm, _there_and_back(), (0, 1))) for size in _EXCHANGE_SIZES]
         uncontended = _fit(_EXCHANGE_SIZES, [seconds / 2 for seconds in both])
@@ -487,7 +468,11 @@ def _fit(sizes: Sequence[int], seconds: Iterable[float]) -> LinearCost:
     return fit(list(zip(sizes, seconds, strict=True)))
 
 
-def _middle(lines: list[LinearCost]) -> LinearCost:
+def _repeats(seconds: float) -> int:
+    return max(3, round(seconds * 8))
+
+
+def _middle(lines: Sequence[LinearCost]) -> LinearCost:
     return LinearCost(median(line.fixed for line in lines), median(line.per_byte for line in lines))
 
 
