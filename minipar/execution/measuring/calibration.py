@@ -255,7 +255,7 @@ def _message(
             receive(first)
             send(first)
 
-    seconds = _seconds(comm, there_and_back, repeats) / 2
+    seconds = _seconds(comm, there_and_back, repeats, _calls(size)) / 2
     mine = [max(1e-9, _typical(times[1:])) for times in worked if times]  # (a clock may not have moved at all)
     sending, receiving = _gather(comm, mine, 2)[pairs[0][0]]
     return seconds, sending, receiving
@@ -391,8 +391,7 @@ def _cold(
 ) -> float:
     """Seconds of work on so many chunks of so many bytes, each time other ones of a large tensor."""
     parts = pool.split(size // 4 * chunks)
-    calls = 1 if size > 1 << 16 else 8
-    return _seconds(comm, lambda call: work(parts[call * 7 % len(parts)]), repeats, calls, median)
+    return _seconds(comm, lambda call: work(parts[call * 7 % len(parts)]), repeats, _calls(size), median)
 
 
 def _there_and_back() -> Program:
@@ -443,6 +442,11 @@ def _gather(comm: Communicator, numbers: list[float], length: int) -> list[list[
 def _typical(times: list[float]) -> float:
     """The lower quartile: other programs disturb it little, and one lucky measurement does not decide it."""
     return sorted(times)[(len(times) - 1) // 4]
+
+
+def _calls(size: int) -> int:
+    """Calls in a round: ranks do not begin a round at the very same moment, which short messages would show."""
+    return 1 if size > 1 << 16 else 8
 
 
 def _seconds(
