@@ -14,12 +14,12 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
-from minipar.cluster.processes import kill_group
+from minipar.cluster.processes import ends, kill_group
 from minipar.errors import RankError
 
 _EXPORT = "torch.export._trace"  # what the first capture by torch.export imports: a second
@@ -52,9 +52,8 @@ class Zygote:
 
     settings: str
     folder: str = field(default_factory=lambda: scratch_folder())
-    _exits: dict[int, int] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _numbers: Iterator[int] = field(default_factory=itertools.count)
+    _numbers: Iterator[int] = field(default_factory=partial(itertools.count, 1))
     _imported: set[str] = field(default_factory=set)  # modules that the helper was asked to import
 
     def __post_init__(self) -> None:
@@ -76,15 +75,15 @@ class Zygote:
         theirs.close()
         spare.close()
         try:
-            message = self._read(None)
-        except BaseException:
+            found = self._answer(0)
+        except BaseException as error:
             self.close()
-            raise
-        if message is None or message[0] != "ready":
-            self.close()
-            reason = "it ended early; its own message is above" if message is None else message[1]
-            raise RankError(f"the helper process that ranks are forked from could not start: {reason}")
-        self._spare_pid: int = message[1]
+            if not isinstance(error, ConnectionError):
+                raise
+            found = "it ended early; its own message is above"
+        if isinstance(found, str):
+            raise RankError(f"the helper process that ranks are forked from could not start: {found}")
+        (self._spare_pid,) = found
 
     @property
     def alive(self) -> bool:
@@ -93,23 +92,13 @@ class Zygote:
     def fork(self, control: int, out: int, err: int) -> int:
         """A new rank that owns copies of the three descriptors; its pid. ConnectionError when the helper has died,
         another OSError when the system has no room for a process."""
-        with self._lock:
-            number = next(self._numbers)
-            modules = {name for name in list(sys.modules) if name.startswith("minipar.") or name == _EXPORT}
-            modules -= self._imported
-            self._imported |= modules
-            message = pickle.dumps(("fork", number, sorted(modules - {"minipar.__main__"})))
-            socket.send_fds(self._socket, [message], [control, out, err])
-            while True:
-                answer = self._read(None)
-                if answer is None:
-                    raise ConnectionResetError("the helper process has died")
-                if answer[:2] == ("no fork", number):
-                    raise OSError(answer[2], os.strerror(answer[2]))
-                if answer[:2] == ("forked", number):  # another number: a call that was interrupted
-                    pid: int = answer[2]
-                    self._exits.pop(pid, None)  # of an earlier process with this number
-                    return pid
+        modules = {name for name in list(sys.modules) if name.startswith("minipar.") or name == _EXPORT}
+        modules -= {*self._imported, "minipar.__main__"}
+        self._imported |= modules
+        found = self.ask("fork", sorted(modules), descriptors=[control, out, err])
+        if isinstance(found, OSError):
+            raise found
+        return int(found)
 
     def take_spare(self, script: str, stdin: int) -> tuple[Forked, socket.socket] | None:
         """Its spare process, which runs a script now, and the driver's end of the socket whose number the script gets;
@@ -124,53 +113,28 @@ class Zygote:
             return None
         return Forked(self, self._spare_pid), control
 
-    def signal(self, pid: int, number: int) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.sendall(pickle.dumps(("signal", pid, number)))
+    def tell(self, *request: object) -> None:
+        """Send a request that has no answer. OSError when the helper has died."""
+        self._socket.sendall(pickle.dumps((0, *request)))
 
-    def kill(self, pid: int) -> None:
-        # The zygote kills the rank: only a parent knows that a pid still belongs to its child.
-        try:
-            self._socket.sendall(pickle.dumps(("kill", pid)))
-        except OSError:  # the zygote and its ranks are gone, but not the processes that these had started
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
-
-    def status(self, pid: int, seconds: float) -> int | None:
-        deadline = time.monotonic() + seconds
+    def ask(self, *request: object, descriptors: Sequence[int] = ()) -> Any:
+        """The answer to a request. ConnectionError when the helper has died."""
         with self._lock:
-            while pid not in self._exits:
-                try:
-                    if self._read(max(0.0, deadline - time.monotonic())) is None:
-                        return None
-                except TimeoutError:
-                    return None
-            return self._exits[pid]
+            number = next(self._numbers)
+            socket.send_fds(self._socket, [pickle.dumps((number, *request))], descriptors)
+            return self._answer(number)
 
-    def _read(self, seconds: float | None) -> tuple[Any, ...] | None:
-        """The next message; None at the end. It notes a message about an exit. TimeoutError after `seconds`."""
-        if self._socket.fileno() < 0:  # closed: the driver is about to end
-            return None
-        try:
-            self._socket.settimeout(seconds)
-            data = self._socket.recv(4096)
-        except BlockingIOError as error:
-            raise TimeoutError from error
-        except ConnectionError:
-            return None
-        finally:
-            self._socket.settimeout(None)
-        if not data:
-            return None
-        message: tuple[Any, ...] = pickle.loads(data)
-        if message[0] == "exit":
-            self._exits[message[1]] = message[2]
-        return message
+    def _answer(self, number: int) -> Any:
+        while data := self._socket.recv(4096):
+            found, answer = pickle.loads(data)
+            if found == number:  # (another number: that of a request which was interrupted)
+                return answer
+        raise ConnectionResetError("the helper process has died")
 
     def close(self) -> None:
         """End the helper and, through it, every process that it forked."""
         with contextlib.suppress(OSError):
-            self._socket.sendall(pickle.dumps(("end",)))
+            self.tell("end")
         self._socket.close()
         if self._spare is not None:
             self._spare.close()
@@ -181,25 +145,35 @@ class Zygote:
             self._process.wait()
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Forked:
-    """A process that the zygote forked."""
+    """A process that the zygote forked. Only a parent knows that a pid still belongs to its child: so the zygote sends
+    it signals, and keeps it as a zombie until its status was asked for."""
 
     zygote: Zygote
     pid: int
+    status: int | None = None
 
     @property
     def has_parent(self) -> bool:
         return self.zygote.alive
 
     def signal(self, number: int) -> None:
-        self.zygote.signal(self.pid, number)
+        with contextlib.suppress(OSError):
+            self.zygote.tell("signal", self.pid, number)
 
     def kill(self) -> None:
-        self.zygote.kill(self.pid)
+        try:
+            self.zygote.tell("kill", self.pid)
+        except OSError:  # the zygote and its ranks are gone, but not the processes that these had started
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
 
     def wait(self, seconds: float) -> int | None:
-        return self.zygote.status(self.pid, seconds)
+        if self.status is None and ends(self.pid, seconds):
+            with contextlib.suppress(OSError):
+                self.status = self.zygote.ask("status", self.pid)
+        return self.status
 
 
 class Spawned:

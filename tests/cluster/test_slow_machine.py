@@ -132,30 +132,29 @@ def _no_room(*_: object) -> int:
     raise OSError(errno.EAGAIN, "no room for a process")
 
 
-def _help(control: socket.socket, driver: int, folder: str) -> None:
+def _help(control: socket.socket, driver: int) -> None:
     zygote._fork = _no_room  # type: ignore[assignment]
-    zygote._serve(control, driver, folder, set())
+    assert zygote._serve(control, driver, set())
 
 
-def test_a_helper_that_cannot_fork_says_so_and_goes_on(tmp_path: Path) -> None:
-    """The ranks that it has forked before end with it."""
+def test_a_helper_that_cannot_fork_says_so_and_goes_on() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs, open(os.devnull) as null:
-        helper = multiprocessing.get_context("fork").Process(target=_help, args=(theirs, os.getpid(), str(tmp_path)))
+        helper = multiprocessing.get_context("fork").Process(target=_help, args=(theirs, os.getpid()))
         helper.start()
         for number in range(2):
-            socket.send_fds(ours, [pickle.dumps(("fork", number, []))], [null.fileno()] * 3)
+            socket.send_fds(ours, [pickle.dumps((number, "fork", []))], [null.fileno()] * 3)
             ours.settimeout(30)
-            assert pickle.loads(ours.recv(4096)) == ("no fork", number, errno.EAGAIN)
-        ours.sendall(pickle.dumps(("end",)))
+            found, error = pickle.loads(ours.recv(4096))
+            assert (found, error.errno) == (number, errno.EAGAIN)
+        ours.sendall(pickle.dumps((0, "end")))
         helper.join(30)
         assert helper.exitcode == 0
 
 
 def test_no_room_for_a_rank_is_told(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[Any] = []
-    monkeypatch.setattr(socket, "send_fds", lambda _, data, descriptors: sent.append(pickle.loads(data[0])))
-    monkeypatch.setattr(launch.Zygote, "_read", lambda *_: ("no fork", sent[-1][1], errno.EAGAIN))
+    no_room = OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    monkeypatch.setattr(launch.Zygote, "ask", lambda *_, **__: no_room)
     with pytest.raises(RankError, match="rank 0 cannot be started: Resource temporarily unavailable"):
         Cluster(1, device="cpu")
     monkeypatch.undo()
