@@ -79,7 +79,7 @@ class Attached(Ranks):
         """One of "ready", "closed", or how many ranks are left."""
         if self._closed:
             return "closed"
-        alive = sum(peer.alive for peer in self._driver.peers.values())
+        alive = sum(peer.alive for peer in self._driver.ranks.values())
         return "ready" if alive == self.size else f"{alive} of {self.size} engines left; attach again"
 
     def __repr__(self) -> str:

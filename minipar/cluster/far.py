@@ -28,7 +28,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -36,10 +35,10 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import answer_challenge, deliver_challenge
 from typing import Any
 
-from minipar.cluster import failures, launch, notes, threads, wire, worker
+from minipar.cluster import launch, notes, threads, wire, worker
 from minipar.cluster.failures import Failure, as_exception
-from minipar.cluster.members import SETTLE, SETTLE_AFTER_LOST_PEER, Interrupts, Round, exchanged, unpack
-from minipar.cluster.output import Output, Printer
+from minipar.cluster.members import Member, Members, Round
+from minipar.cluster.output import Printer
 from minipar.cluster.parcel import Parcel
 from minipar.cluster.processes import readable
 from minipar.cluster.ranks import Call
@@ -258,19 +257,14 @@ class FarRank:
 # The driver -----------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Peer:
-    """A rank elsewhere. If it is not `alive`, it has ended, or does not answer any more. `calls`: to how many it has
-    come."""
+@dataclass(kw_only=True)
+class Peer(Member):
+    """A rank elsewhere. `calls`: to how many it has come."""
 
-    rank: int
-    control: socket.socket
-    inbox: wire.Inbox
-    alive: bool = True
     calls: int = 0
 
 
-class Driver:
+class Driver(Members[Peer]):
     """Runs functions on ranks elsewhere and, if the driver is rank 0, in this process.
 
     controls   the connections by rank
@@ -278,6 +272,8 @@ class Driver:
     first_generation    must differ between drivers that the same processes have one after another
     echo       show what ranks print
     """
+
+    whose, far = "these ranks are", True
 
     def __init__(
         self,
@@ -287,263 +283,129 @@ class Driver:
         first_generation: int = 0,
         echo: bool = False,
     ) -> None:
-        self.size = size
+        super().__init__(size, first_generation)
         self._way_out = way_out
-        self.peers = {rank: Peer(rank, control, wire.Inbox(control)) for rank, control in controls.items()}
+        for rank, control in controls.items():
+            self.add(Peer(rank, control, (Printer(rank, -1, self.output),) if echo else ()))
         self.seat: Seat | None = None
-        self._number = self._calls = 0
-        self._generation = first_generation
-        self._interrupts = Interrupts()
-        self._output = Output()
-        self._printers = {rank: _Printing(rank, self._output) for rank in controls} if echo else {}
-        self._busy = threading.Lock()
+        self._calls = 0
         self._heard: Round | None = None
-        self._reports: deque[tuple[int, Any]] = deque()  # which the callback has not got yet
         self._wrong: BaseException | None = None  # what the callback raised
 
     def sit(self, device: str, backend: str) -> None:
         """Be rank 0, too."""
         self.seat = Seat(self._own_report, 0, self.size, device, backend, "torchrun", far=True)
 
-    def begin(self, name: str) -> None:
+    def begin_call(self, name: str) -> None:
         """Begin a call, in which all ranks take part as soon as they have come to it."""
         self._calls += 1
         self.tell(("call", name))
 
     def tell(self, message: tuple[Any, ...]) -> None:
         """Send a message to all ranks elsewhere."""
-        for peer in self.peers.values():
-            self._send(peer, message)
+        for rank in self.ranks:
+            self.send(rank, message)
 
-    def _send(self, peer: Peer, message: tuple[Any, ...]) -> None:
-        with contextlib.suppress(OSError):  # `_listen` notices that it has ended
-            wire.send(peer.control, message)
-
-    def perform(self, call: Call) -> list[Any]:
-        """Call a function on ranks; the results in their order. Errors as of `Cluster.run`."""
-        exchange = partial(self._exchange, call)
-        return exchanged(call, self.size, self._busy, "these ranks are", exchange, inside=True)
-
-    def _exchange(self, call: Call, active: tuple[int, ...], parcel: Parcel) -> dict[int, Parcel]:
-        self._number += 1
-        heard = Round(self._number, frozenset(active), call.callback, waiting=set(active))
-        lost = [rank for rank in active if rank in self.peers and not self.peers[rank].alive]
+    def begin(self, call: Call, active: tuple[int, ...], heard: Round, parcel: Parcel) -> None:
+        peers = [self.ranks[rank] for rank in active if rank in self.ranks]
+        lost = [peer.rank for peer in peers if not peer.alive]
         if lost:
             raise RankDied(f"rank {lost[0]} has ended; {self._way_out}")
-        self._heard, self._wrong = heard, None
-        self._output.begin(active, call.show)
-        self._reports.clear()
-        situation = Situation(self._generation, active)
-        with self._interrupts:
-            self._await(heard)
+        heard.waiting = {peer.rank for peer in peers if peer.calls < self._calls}
+        with self.interrupts:
+            self.collect(heard)
         if heard.failures:  # (nobody has been sent anything)
-            raise as_exception(heard.failures, heard.doing, heard.lost)
-        for rank in active:
-            if rank in self.peers:
-                self._send(self.peers[rank], ("run", self._number, situation, parcel))
-        try:
-            if self.seat is not None and 0 in active:
-                self._own_share(self.seat, heard, situation, parcel)
-            with self._interrupts:
-                if not heard.called_back:  # (else the ranks know of a failure, and some of them may never answer)
-                    self._collect(heard)
-                if heard.failures:
-                    self._call_back(heard)
-        except BaseException:  # an interrupt, or an error in the callback
-            self._generation += 1
-            self._call_back(heard)
-            raise
-        finally:
-            self._heard = None
-            for printing in self._printers.values():
-                printing.finish()
-            self._output.flush()
-        if heard.failures:
-            self._generation += 1
-            heard.answers.clear()
-            raise as_exception(heard.failures, heard.doing, heard.lost)
-        return {rank: answer for rank, (_, answer) in heard.answers.items()}
-
-    # Rank 0 in this process
+            return heard.waiting.clear()
+        heard.waiting = set(active)
+        situation = Situation(self.generation, active)
+        for peer in peers:
+            self.send(peer.rank, ("run", self.run, situation, parcel))
+        if self.seat is not None and 0 in active:
+            self._own_share(self.seat, heard, situation, parcel)
 
     def _own_share(self, seat: Seat, heard: Round, situation: Situation, parcel: Parcel) -> None:
+        self._heard, self._wrong = heard, None
         worker.begin(seat, heard.run, situation)
         with _interruptible(partial(self._watch, heard)), worker.seated(seat):
             kind, answer = worker.run_interruptibly(seat, parcel)
+        self._heard = None
         heard.waiting.discard(0)
         if self._wrong is not None:
             raise self._wrong
         if kind == "result":
             heard.answers[0] = kind, answer
-        elif heard.called_back:
-            heard.doing[0] = _doing(answer)
-        elif answer.name == "KeyboardInterrupt":
+        elif not heard.called_back and answer.name == "KeyboardInterrupt":
             raise KeyboardInterrupt
         else:
-            heard.failures.append(Failure(0, answer))
-        self._call(heard)
+            self.fail(0, heard, answer)
+        self.call(heard)
 
     def _own_report(self, message: tuple[Any, ...]) -> None:
         """Rank 0 reports: the callback gets this, and what the other ranks have reported meanwhile."""
         _, number, value = message
         heard = self._heard
         if heard is not None and heard.run == number:
-            self._reports.append((0, value))
+            heard.reports.append((0, value))
             try:
-                self._call(heard)
+                self.call(heard)
             except BaseException as error:
                 self._wrong = error
                 raise
 
-    def _call(self, heard: Round) -> None:
-        while self._reports:
-            rank, value = self._reports.popleft()
-            if heard.callback is not None and not heard.called_back:
-                heard.callback(rank, unpack(value, f"a report of rank {rank}"))
-
     def _watch(self, heard: Round, ended: int) -> None:
         """In a thread, while this process runs its share: listen to the others."""
-        while not heard.failures:
-            if self._listen(heard, None, ended):
-                return
-        if self._settle(heard, ended):
+        if self.collect(heard, ended=ended):
             return
-        self._stop(heard)
-        assert self.seat is not None
-        if not _interrupt(self.seat, ended):
-            self._end(heard)
-
-    def _end(self, heard: Round) -> None:
-        """This process waits in native code for a rank that has failed: say what went wrong, and end."""
-        error = as_exception(heard.failures, heard.doing, ())
-        sys.stdout.flush()
-        sys.stderr.write("".join(traceback.format_exception(error)))
-        sys.stderr.flush()
-        launch.remove_scratch()
-        os._exit(1)
-
-    # The others
-
-    def _await(self, heard: Round) -> None:
-        """Wait until all ranks of a function have come to the call that it belongs to, or one has failed."""
-        peers = [self.peers[rank] for rank in heard.waiting & self.peers.keys()]
-        while not heard.failures and any(peer.calls < self._calls for peer in peers):
-            self._listen(heard, None)
-
-    def _collect(self, heard: Round, seconds: float | None = None) -> None:
-        """Listen until all have answered, until one has failed, or for so many seconds."""
-        deadline = None if seconds is None else time.monotonic() + seconds
-        while heard.waiting and (heard.called_back or not heard.failures):
-            left = None if deadline is None else deadline - time.monotonic()
-            if left is not None and left <= 0:
-                return
-            due = self._output.show()
-            self._listen(heard, left if due is None else due if left is None else min(left, due))
-            self._call(heard)
-        if heard.failures and not heard.called_back:
-            self._settle(heard)
-
-    def _settle(self, heard: Round, ended: int = -1) -> bool:
-        """After a failure: others may follow that explain it. Returns whether this process's own share has ended."""
-        lost_peer = all(one.lost_peer for one in heard.failures)
-        deadline = time.monotonic() + (SETTLE_AFTER_LOST_PEER if lost_peer else SETTLE)
-        while heard.waiting and (left := deadline - time.monotonic()) > 0:
-            if self._listen(heard, left, ended):
-                return True
-        return False
-
-    def _stop(self, heard: Round) -> None:
         heard.called_back = True
-        for rank in heard.waiting & self.peers.keys():
-            self._send(self.peers[rank], ("stop",))
+        self.interrupt(heard)
+        assert self.seat is not None
+        if not _interrupt(self.seat, ended):  # it waits in native code for a rank that has failed
+            error = as_exception(heard.failures, heard.doing, ())
+            sys.stdout.flush()
+            sys.stderr.write("".join(traceback.format_exception(error)))
+            sys.stderr.flush()
+            launch.remove_scratch()
+            os._exit(1)
 
-    def _call_back(self, heard: Round) -> None:
-        """Interrupt the ranks that have not answered. Those that do not answer soon will end by themselves."""
-        if not heard.called_back:
-            self._stop(heard)
-        self._collect(heard, 2 * GRACE)
-        for rank in heard.waiting & self.peers.keys():
-            self.peers[rank].alive = False
-            heard.lost.add(rank)
+    def interrupt(self, heard: Round) -> None:
+        for rank in heard.waiting & self.ranks.keys():
+            self.send(rank, ("stop",))
 
-    def _listen(self, heard: Round, seconds: float | None, ended: int = -1) -> bool:
-        """Wait for messages, at most so long, and handle them. Returns whether `ended` can be read."""
-        peers = {peer.control.fileno(): peer for peer in self.peers.values() if peer.alive}
-        found = readable([*peers, *([ended] if ended >= 0 else [])], seconds)
-        for descriptor in found:
-            if descriptor != ended:
-                self._read(peers[descriptor], heard)
-        return ended in found
+    def grace(self, heard: Round) -> float:
+        return 2 * GRACE
 
-    def _read(self, peer: Peer, heard: Round) -> None:
-        rank = peer.rank
-        while True:
-            try:
-                with self._interrupts.held():
-                    message = peer.inbox.read()
-            except (EOFError, OSError):
-                peer.alive = False
-                if rank in heard.waiting:
-                    heard.waiting.discard(rank)
-                    if heard.called_back:
-                        heard.lost.add(rank)
-                    else:
-                        heard.failures.append(Failure(rank, None))
-                return
-            if message is None:
-                return
-            kind, number, value = message
-            if kind == "here":
-                peer.calls += 1
-                continue
-            if kind == "error" and number < 0:  # it makes another call than the driver
-                heard.failures.append(Failure(rank, value))
-            elif number != heard.run:
-                continue
-            elif kind == "output":
-                self._printers[rank].write(value)
-                continue
-            elif kind == "report":
-                self._reports.append((rank, value))
-                continue
-            elif kind == "result":
-                heard.answers[rank] = kind, value
-            elif heard.called_back:
-                heard.doing[rank] = _doing(value)
+    def drop(self, ranks: set[int]) -> None:
+        """(They will end by themselves.)"""
+        for rank in ranks & self.ranks.keys():
+            self.ranks[rank].alive = False
+
+    def ended(self, member: Peer, heard: Round) -> None:
+        member.alive = False
+        self.selector.unregister(member.control)
+        if member.rank in heard.waiting:
+            heard.waiting.discard(member.rank)
+            if heard.called_back:
+                heard.lost.add(member.rank)
             else:
-                heard.failures.append(Failure(rank, value))
-            heard.waiting.discard(rank)
+                heard.failures.append(self.death(member))
+
+    def death(self, member: Peer) -> Failure:
+        return Failure(member.rank, None)
+
+    def take(self, member: Peer, heard: Round, kind: str, run: int, value: Any) -> None:
+        if kind == "here":
+            member.calls += 1
+            if member.calls == self._calls:
+                heard.waiting.discard(member.rank)
+        elif kind == "output" and run == heard.run:
+            for printer in member.printers:
+                printer.take(value)
+        else:  # (an error of a run below 0: it makes another call than the driver)
+            super().take(member, heard, kind, heard.run if run < 0 else run, value)
 
     def close(self) -> None:
         """Close the connections, upon which the ranks end or go on with their own work. A second call does nothing."""
-        for peer in self.peers.values():
+        for peer in self.ranks.values():
             peer.alive = False
             peer.control.close()
-        for printing in self._printers.values():
-            printing.close()
-        self._printers = {}
-
-
-class _Printing:
-    """Gives what a rank elsewhere has printed to the Output, by a pipe of this process."""
-
-    def __init__(self, rank: int, output: Output) -> None:
-        outlet, self._inlet = os.pipe()
-        os.set_blocking(outlet, False)
-        self._printer = Printer(rank, outlet, output)
-
-    def write(self, data: bytes) -> None:
-        os.write(self._inlet, data)  # (a pipe has room for as much as a rank sends at once)
-        self._printer.pump(2 * len(data))
-
-    def finish(self) -> None:
-        self._printer.finish()
-
-    def close(self) -> None:
-        os.close(self._inlet)
-        os.close(self._printer.descriptor)
-
-
-def _doing(answer: failures.Remote) -> str:
-    """What a rank did when it was interrupted, from what it answered."""
-    return f"interrupted at:\n{failures.place(answer)}"
+        self.selector.close()

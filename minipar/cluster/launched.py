@@ -140,7 +140,7 @@ class Launched(Ranks):
     def _lead(self, driver: Driver, name: str, call: Callable[[], T]) -> T:
         if self._leading:
             return call()  # (the others are in the outer call)
-        driver.begin(name)
+        driver.begin_call(name)
         self._leading = True
         try:
             result = call()

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import shutil
-import socket
 import sys
-import tempfile
-import threading
-import warnings
 import weakref
-from functools import partial
 from typing import Any
 
 from minipar.cluster import launch, launched, worker
 from minipar.cluster.attached import Attached
-from minipar.cluster.failures import as_deadlock, as_exception, lost_state, who_waits
-from minipar.cluster.members import GRACE, GRACE_AFTER_FAILURE, Members, Round, exchanged
-from minipar.cluster.parcel import Parcel
+from minipar.cluster.children import Children
 from minipar.cluster.processes import open_standard_streams
 from minipar.cluster.ranks import MOST_LOCAL, Call, Ranks, check_ranks
-from minipar.cluster.watchdog import Watchdog
 from minipar.costs.device import DeviceSpec
 from minipar.errors import PlanError, RankError
 from minipar.wording import several
@@ -70,7 +60,7 @@ class Cluster(Ranks):
     ) -> None:
         _check_count("n", n, MOST_LOCAL)
         _check_count("threads", threads)
-        self.patience = patience
+        _check_patience(patience)
         spec = None if device in _DEVICES else _spec(device)
         _check_choice("start", start, _STARTS)
         _check_choice("transport", transport, _TRANSPORTS)
@@ -84,14 +74,9 @@ class Cluster(Ranks):
         if start == "fork" and sys.platform != "linux":
             raise PlanError("start='fork' needs Linux; use start='spawn'")
         open_standard_streams()
-        folder = tempfile.mkdtemp(prefix="cluster-", dir=launch.scratch_folder())
-        self._folder = folder  # where the ranks of a generation meet
         where = device if isinstance(device, str) and spec is None else "cpu"
-        self._members = Members(n, where, start, threads, launch.settings_of_glibc(keep_freed_memory), transport)
-        self._close = weakref.finalize(self, _end, self._members, folder)  # also at the end of the session
-        self._busy = threading.Lock()
-        self._run = 0
-        self._met = -1  # the generation whose ranks may have met
+        self._members = Children(n, where, start, threads, launch.settings_of_glibc(keep_freed_memory), transport)
+        self._close = weakref.finalize(self, self._members.close)  # also at the end of the session
         try:
             self._members.heal()
         except BaseException:
@@ -102,6 +87,8 @@ class Cluster(Ranks):
         self.size_hint = f"the cluster has {n}"
         self.device = self._members.ranks[0].device.partition(":")[0]
         self.carrier = "nccl" if self.device == "cuda" and len(devices) == n else transport
+        self._members.local = self.carrier == "local"
+        self.patience = patience
 
     @staticmethod
     def attach(client: Any, threads: int = 1) -> Attached:
@@ -115,23 +102,19 @@ class Cluster(Ranks):
     @property
     def patience(self) -> float | None:
         """Seconds without any progress, while all ranks wait for each other, until `Deadlock`; None: for ever."""
-        return self._patience
+        return None if self._members.patience == math.inf else self._members.patience
 
     @patience.setter
     def patience(self, seconds: float | None) -> None:
-        possible = seconds is None or (
-            isinstance(seconds, int | float) and not isinstance(seconds, bool) and seconds > 0
-        )
-        if not possible:
-            raise PlanError(f"patience={seconds!r}: must be seconds above 0, or None for no limit")
-        self._patience = None if seconds is None else float(seconds)
+        _check_patience(seconds)
+        self._members.patience = math.inf if seconds is None else float(seconds)
 
     @property
     def state(self) -> str:
         """One of "ready", "busy", "closed", or how many ranks are alive (the others start at the next call)."""
         if not self._close.alive:
             return "closed"
-        if self._busy.locked():
+        if self._members.busy.locked():
             return "busy"
         alive = sum(member.alive for member in self._members.ranks.values())
         return "ready" if alive == self.size else f"{alive} of {several(self.size, 'rank')} alive"
@@ -151,82 +134,20 @@ class Cluster(Ranks):
     def perform(self, call: Call) -> list[Any]:
         if os.getpid() != self._members.owner:
             raise RankError("this Cluster belongs to another process; make one here")
-        return exchanged(call, self.size, self._busy, "this Cluster is", partial(self._exchange, call))
-
-    def _exchange(self, call: Call, active: tuple[int, ...], parcel: Parcel) -> dict[int, Parcel]:
         if not self._close.alive:
             raise RankError("this Cluster is closed; make a new one")
-        members = self._members
-        self._run += 1
-        heard = Round(self._run, frozenset(active), call.callback, revivals=call.revivals, show=call.show)
-        patience = math.inf if self._patience is None else self._patience
-        watch = Watchdog(patience, local=self.carrier == "local")
-        try:
-            for death in members.heal():
-                warnings.warn(f"{death.line}; it starts anew, without its state", RuntimeWarning, stacklevel=5)
-            situation = worker.Situation(members.generation, active, self._meeting_place(), _free_port())
-            heard.message = message = (self._run, situation, tuple(sys.path), parcel)
-            for rank in active:
-                heard.waiting.add(rank)
-                members.send(rank, message)
-            with members.interrupts:
-                members.collect(heard, watch)
-            if heard.waiting:
-                members.call_back(heard, GRACE_AFTER_FAILURE if heard.failures else GRACE)
-        except BaseException as error:  # the stop button, or an error in the callback
-            members.generation += 1
-            self._give_up(heard, error, watch)
-            raise
-        if heard.failures or heard.stuck is not None:
-            members.generation += 1
-            heard.answers.clear()  # (a traceback would keep their memory files)
-        if heard.failures:
-            raise as_exception(heard.failures, heard.doing, heard.lost)
-        if heard.stuck is not None:
-            raise as_deadlock(heard.stuck, heard.ranks, watch.lasted, watch.patience, heard.lost)
-        return {rank: answer for rank, (_, answer) in heard.answers.items()}
-
-    def _meeting_place(self) -> str:
-        """The path where ranks of this generation meet. What those of earlier ones have left there goes: a rank that is
-        killed leaves its socket."""
-        os.makedirs(self._folder, exist_ok=True)  # (a helper process removes it when it ends)
-        if self._met != self._members.generation:
-            self._met = self._members.generation
-            for name in os.listdir(self._folder):
-                with contextlib.suppress(OSError):
-                    os.unlink(os.path.join(self._folder, name))
-        return os.path.join(self._folder, str(self._met))
-
-    def _give_up(self, heard: Round, error: BaseException, watch: Watchdog) -> None:
-        """Interrupt the ranks of a run, so that they keep their state where that is possible."""
-        stuck = None
-        try:
-            if isinstance(error, KeyboardInterrupt) and not heard.called_back:
-                stuck = watch.waits(self._members.pages(heard.waiting))
-            if heard.called_back or not isinstance(error, Exception | KeyboardInterrupt):
-                heard.lost |= heard.waiting
-                self._members.stop(heard.waiting)  # the button was pressed twice, or the driver ends
-            else:
-                self._members.call_back(heard, GRACE)
-        except BaseException as second:
-            heard.lost |= heard.waiting
-            self._members.stop(heard.waiting)
-            if isinstance(second, KeyboardInterrupt):  # the button was pressed twice
-                second.args = (_interrupted(heard, None),)
-            raise
-        if isinstance(error, KeyboardInterrupt):
-            error.args = (_interrupted(heard, stuck),)
+        return self._members.perform(call)
 
     def close(self) -> None:
         """End all ranks. A second call does nothing; RankError while a run is going on."""
-        if not self._busy.acquire(blocking=False):
+        if not self._members.busy.acquire(blocking=False):
             raise RankError("this Cluster is busy with a run; close it afterwards")
         try:
             self._close()
             if self._members.ranks:  # interrupted twice, the first time
-                _end(self._members, self._folder)
+                self._members.close()
         finally:
-            self._busy.release()
+            self._members.busy.release()
 
     def __enter__(self) -> Cluster:
         return self
@@ -235,16 +156,10 @@ class Cluster(Ranks):
         self.close()
 
 
-def _interrupted(heard: Round, stuck: dict[int, str] | None) -> str:
-    lines = [*who_waits(stuck or {}, heard.ranks), *lost_state(heard.lost)]
-    return "\n".join(["the ranks were interrupted", *lines])
-
-
-def _end(members: Members, folder: str) -> None:
-    with members.interrupts.shielded():
-        members.close()
-        if os.getpid() == members.owner:
-            shutil.rmtree(folder, ignore_errors=True)
+def _check_patience(seconds: object) -> None:
+    possible = isinstance(seconds, int | float) and not isinstance(seconds, bool) and seconds > 0
+    if seconds is not None and not possible:
+        raise PlanError(f"patience={seconds!r}: must be seconds above 0, or None for no limit")
 
 
 def _check_count(name: str, value: object, most: int | None = None) -> None:
@@ -258,13 +173,6 @@ def _check_count(name: str, value: object, most: int | None = None) -> None:
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise PlanError(f"{name}={value!r}: must be one of {', '.join(map(repr, choices))}")
-
-
-def _free_port() -> int:
-    """A port for users' own `init_process_group`; a new one for each run, so that no old store answers on it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def _spec(device: object) -> DeviceSpec:

@@ -224,7 +224,8 @@ def name_ranks(ranks: list[int]) -> str:
 
 @dataclass(eq=False)
 class Printer:
-    """Reads one pipe of one rank, which never blocks; gives whole lines and states of progress bars to the Output."""
+    """Reads one pipe of one rank, which never blocks; gives whole lines and states of progress bars to the Output. A
+    rank elsewhere has no pipe (a descriptor of -1): what it prints comes in messages."""
 
     rank: int
     descriptor: int
@@ -235,24 +236,26 @@ class Printer:
     def pump(self, limit: int = _CHUNK) -> None:
         """Read the output that has arrived, at most about `limit` bytes; never blocks."""
         total = 0
-        while self.open and total < limit:
+        while self.open and self.descriptor >= 0 and total < limit:
             try:
                 data = os.read(self.descriptor, _CHUNK)
             except BlockingIOError:
                 break
             self.open = bool(data)
-            if not data:
-                break
             total += len(data)
-            *lines, self._rest = (self._rest + data).split(b"\n")
-            if len(self._rest) > _LONGEST and b"\r" not in self._rest:
-                lines, self._rest = [*lines, self._rest], b""
-            for line, same in itertools.groupby(lines):
-                self._complete(line, sum(1 for _ in same))
-            before, back, state = self._rest.rpartition(b"\r")
-            if back and (state or before):
-                self._rest = back + state  # (earlier states are not needed any more)
-                self.output.bar(self.rank, _text(state).rstrip())
+            self.take(data)
+
+    def take(self, data: bytes) -> None:
+        """This has been printed."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _LONGEST and b"\r" not in self._rest:
+            lines, self._rest = [*lines, self._rest], b""
+        for line, same in itertools.groupby(lines):
+            self._complete(line, sum(1 for _ in same))
+        before, back, state = self._rest.rpartition(b"\r")
+        if back and (state or before):
+            self._rest = back + state  # (earlier states are not needed any more)
+            self.output.bar(self.rank, _text(state).rstrip())
 
     def finish(self) -> None:
         """Read all output that has arrived, also a last line without an end."""

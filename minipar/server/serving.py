@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.cluster import agreement, launch, worker
-from minipar.cluster.members import Revived
+from minipar.cluster.children import Revived
 from minipar.cluster.ranks import Ranks
 from minipar.comm import clocks, communicator
 from minipar.errors import RankDied, SaveError, ServerClosed

@@ -469,7 +469,7 @@ def test_close_ends_everything_and_is_told() -> None:
 
     with Cluster(2, device="cpu") as one:
         pids = [pid for pair in one.run(child) for pid in pair]
-        folder = one._folder
+        folder = one._members.folder
         one.run(wait_for_all)
         assert os.listdir(folder)
         assert repr(one) == "Cluster(2 ranks, cpu, ready)"

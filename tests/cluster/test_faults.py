@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from minipar import Cluster
-from minipar.cluster import failures, members, notes, threads, worker
+from minipar.cluster import children, failures, launch, notes, threads, worker
 from minipar.cluster.failures import Failure
 from minipar.cluster.members import Interrupts
 from minipar.cluster.processes import ends
@@ -46,15 +46,15 @@ def test_a_death_while_another_rank_starts_is_told_and_healed(
 ) -> None:
     cluster = clusters(2)
     pids = cluster.run(os.getpid)
-    start = members.Members._start
+    start = children.Children._start
 
-    def while_it_starts(self: members.Members, rank: int) -> None:
+    def while_it_starts(self: children.Children, rank: int) -> None:
         start(self, rank)
         if rank == 0:
             os.kill(pids[1], signal.SIGKILL)
             assert ends(pids[1], 10)
 
-    monkeypatch.setattr(members.Members, "_start", while_it_starts)
+    monkeypatch.setattr(children.Children, "_start", while_it_starts)
     os.kill(pids[0], signal.SIGKILL)
     assert ends(pids[0], 10)
     with pytest.warns(RuntimeWarning, match="anew") as told:
@@ -70,10 +70,10 @@ def test_what_killed_ranks_left_where_they_met_goes(clusters: Clusters) -> None:
     for pid in cluster.run(os.getpid):
         os.kill(pid, signal.SIGKILL)
         assert ends(pid, 10)
-    assert [name for name in os.listdir(cluster._folder) if name.startswith(met)]  # (as they could not clean up)
+    assert [name for name in os.listdir(cluster._members.folder) if name.startswith(met)]  # (as they could not clean up)
     with pytest.warns(RuntimeWarning, match="rank . was killed by signal 9 .* starts anew, without its state"):
         assert cluster.run(lambda: communicator.create().allreduce(1)) == [2, 2]
-    assert not [name for name in os.listdir(cluster._folder) if name.split("-")[0] == met]
+    assert not [name for name in os.listdir(cluster._members.folder) if name.split("-")[0] == met]
 
 
 # interrupts
@@ -97,7 +97,7 @@ def test_a_held_interrupt_comes_at_the_end_and_a_second_one_at_once() -> None:
 def test_an_interrupted_start_and_end_leave_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     with Cluster(1) as cluster:
         before = descriptors()
-        kill = members.launch.Forked.kill
+        kill = launch.Forked.kill
 
         def pressed(self: Any) -> None:
             signal.raise_signal(signal.SIGINT)
@@ -105,18 +105,18 @@ def test_an_interrupted_start_and_end_leave_no_descriptors(monkeypatch: pytest.M
 
         another = Cluster(2)
         with monkeypatch.context() as patch:
-            patch.setattr(members.launch.Forked, "kill", pressed)
+            patch.setattr(launch.Forked, "kill", pressed)
             with pytest.raises(KeyboardInterrupt):
                 another.close()
         another.close()
-        fork = members.launch.fork
+        fork = launch.fork
 
         def while_it_forks(*given: Any) -> Any:
             signal.raise_signal(signal.SIGINT)
             return fork(*given)
 
         with monkeypatch.context() as patch:
-            patch.setattr(members.launch, "fork", while_it_forks)
+            patch.setattr(launch, "fork", while_it_forks)
             with pytest.raises(KeyboardInterrupt):
                 Cluster(2)
         assert descriptors() == before
@@ -227,7 +227,7 @@ def raised_in(file: str, error: Exception, of_user: str = "/home/me/train.py") -
 
 def test_errors_of_the_system_that_ranks_meet_as_they_talk_get_a_class_and_the_rank() -> None:
     comm = str(Path(board.__file__))
-    saved = str(Path(members.__file__).parents[1] / "execution" / "executor.py")
+    saved = str(Path(failures.__file__).parents[1] / "execution" / "executor.py")
     torchs = f"{os.sep}torch{os.sep}distributed{os.sep}distributed_c10d.py"
     bad = OSError(errno.EBADF, "Bad file descriptor")
     assert raised_in(comm, bad) == "RankError: rank 1 raised OSError: [Errno 9] Bad file descriptor"
@@ -244,7 +244,7 @@ def test_signals_go_by_the_parent_which_knows_its_children(clusters: Clusters) -
     process = cluster._members.ranks[0].process
     other = subprocess.Popen(["sleep", "60"])
     try:
-        members.launch.Forked(process.zygote, other.pid).signal(signal.SIGKILL)  # no child of the helper any more
+        launch.Forked(process.zygote, other.pid).signal(signal.SIGKILL)  # no child of the helper any more
         assert cluster.run(int) == [0]
         assert other.poll() is None
     finally:

@@ -19,8 +19,8 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from minipar.cluster import Cluster, launch, local, notes, worker, zygote
-from minipar.cluster.members import Members
+from minipar.cluster import Cluster, children, launch, notes, worker, zygote
+from minipar.cluster.children import Children
 from minipar.errors import RankDied, RankError
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -42,10 +42,10 @@ def keeps(cluster: Cluster) -> list[bool]:
 def test_an_interrupt_that_comes_after_its_run_is_none(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The helper process, which sends it, is stopped meanwhile."""
     helper = launch.zygote(cluster._members.settings)._process.pid
-    monkeypatch.setattr(local, "GRACE_AFTER_FAILURE", 30.0)
-    look = Members.look
+    monkeypatch.setattr(children, "GRACE_AFTER_FAILURE", 30.0)
+    look = Children.look
 
-    def stop(self: Members, ranks: Any) -> dict[int, str]:
+    def stop(self: Children, ranks: Any) -> dict[int, str]:
         os.kill(helper, signal.SIGSTOP)
         return look(self, ranks)
 
@@ -59,7 +59,7 @@ def test_an_interrupt_that_comes_after_its_run_is_none(cluster: Cluster, monkeyp
         return "fine"
 
     try:
-        monkeypatch.setattr(Members, "look", stop)
+        monkeypatch.setattr(Children, "look", stop)
         with pytest.raises(ValueError, match="only here"):
             cluster.run(fail)
         threading.Timer(0.3, os.kill, (helper, signal.SIGCONT)).start()
@@ -72,7 +72,7 @@ def test_an_interrupt_that_comes_after_its_run_is_none(cluster: Cluster, monkeyp
 def test_an_interrupt_that_comes_before_the_function_ends_it(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(local, "GRACE_AFTER_FAILURE", 30.0)
+    monkeypatch.setattr(children, "GRACE_AFTER_FAILURE", 30.0)
     begun = tmp_path / "begun"
 
     def be_late() -> None:
@@ -103,9 +103,9 @@ def test_an_interrupt_that_comes_before_the_function_ends_it(
 
 
 def test_an_answer_counts_that_came_in_time_and_is_read_late(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    listen = Members._listen
+    listen = Children._listen
 
-    def stopped(self: Members, member: Any, heard: Any) -> None:
+    def stopped(self: Children, member: Any, heard: Any) -> None:
         listen(self, member, heard)
         if heard.called_back and member.rank == 1:
             time.sleep(2.0)  # (longer than an interrupted rank has; 2 has answered meanwhile)
@@ -120,8 +120,8 @@ def test_an_answer_counts_that_came_in_time_and_is_read_late(cluster: Cluster, m
                 time.sleep(0.05)
             raise
 
-    monkeypatch.setattr(local, "GRACE_AFTER_FAILURE", 1.5)
-    monkeypatch.setattr(Members, "_listen", stopped)
+    monkeypatch.setattr(children, "GRACE_AFTER_FAILURE", 1.5)
+    monkeypatch.setattr(Children, "_listen", stopped)
     with pytest.raises(ValueError, match="only here"):
         cluster.run(fail)
     monkeypatch.undo()
