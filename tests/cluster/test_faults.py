@@ -70,7 +70,7 @@ def test_what_killed_ranks_left_where_they_met_goes(clusters: Clusters) -> None:
     for pid in cluster.run(os.getpid):
         os.kill(pid, signal.SIGKILL)
         assert ends(pid, 10)
-    assert [name for name in os.listdir(cluster._members.folder) if name.startswith(met)]  # (as they could not clean up)
+    assert [name for name in os.listdir(cluster._members.folder) if name.startswith(met)]  # (they left it)
     with pytest.warns(RuntimeWarning, match="rank . was killed by signal 9 .* starts anew, without its state"):
         assert cluster.run(lambda: communicator.create().allreduce(1)) == [2, 2]
     assert not [name for name in os.listdir(cluster._members.folder) if name.split("-")[0] == met]
