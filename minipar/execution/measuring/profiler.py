@@ -15,7 +15,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,9 +101,9 @@ def profile(
     clock = _Stopwatch(device, threads)
     costs: dict[int, list[dict[str, Any]]] = {}
     walked = walk(model, batch, [count_rows(batch[0])] if rows is None else rows, slices, device, between)
-    measuring = _Measuring(layers, naming_layers.names_of(model), loss, first, flops, places)
+    warm = partial(_warmed_up, layers, naming_layers.names_of(model), loss, first, 2 * flops, places)
     with _undisturbed(device, threads):
-        for key, run in _runs(walked, measuring):
+        for key, run in _runs(walked, warm):
             for each in run if recompute and not slices else ():
                 each.recompute(repeats, clock)
             costs.setdefault(key, []).extend(_time_run(run, repeats, clock, halves))
@@ -149,18 +149,6 @@ _FLOPS = {
 }
 
 
-class _Measuring(NamedTuple):
-    """What is measured of which layers. `first`: of those with something to train; `places`: where each layer computes,
-    if that is not where it is."""
-
-    layers: list[nn.Module]
-    names: Sequence[str]
-    loss: Callable[[Any, Any], Tensor]
-    first: int
-    flops: bool
-    places: Sequence[torch.device]
-
-
 @dataclass
 class _Measured:
     """One layer under measurement: a copy of it, its input, the loss if it is the last, and what was found so far."""
@@ -180,9 +168,7 @@ class _Measured:
         """A timed forward: the input as a leaf, and the tensors that a backward starts from."""
         given = detach(self.value, self.input_gradient)
         start = clock()
-        output = (self.slice or self.layer)(given_to(self.layer, given))
-        ends = [self.loss(output)] if self.loss else differentiable(output)
-        ends = [end for end in ends + differentiable(self.slice and self.slice.handed_on) if end.requires_grad]
+        _, ends = _forward(self.layer, self.slice, self.loss, given_to(self.layer, given))
         self.seconds["forward"].append(clock() - start)
         return given, ends
 
@@ -206,62 +192,74 @@ class _Measured:
                 return
 
 
-def _runs(walked: Iterable[Visit], measuring: _Measuring) -> Iterator[tuple[int, list[_Measured]]]:
+def _runs(walked: Iterable[Visit], warm: Callable[[Visit], _Measured]) -> Iterator[tuple[int, list[_Measured]]]:
     """Neighbouring layers that are timed together, each weighed and warmed up: as many as keep `_KEPT` bytes."""
     run: list[_Measured] = []
     kept = 0
     for visit in walked:
-        run.append(_warmed_up(visit, measuring))
+        run.append(warm(visit))
         kept += run[-1].weights.saved + run[-1].weights.output
         if kept >= _KEPT or visit.last:
             yield visit.key, run
             run, kept = [], 0
 
 
-def _warmed_up(visit: Visit, measuring: _Measuring) -> _Measured:
-    """A copy of a layer, weighed in a forward and a first backward."""
-    l, layer, value, target = visit.number, copy.deepcopy(measuring.layers[visit.number]), visit.given, visit.target
-    if measuring.places:
-        place = measuring.places[l]
-        layer, value, target = layer.to(place), _on(place, value), _on(place, target)
-    loss = partial(of_output, measuring.loss, target) if visit.last else None
-    given = detach(value, l > measuring.first)
+def _warmed_up(
+    layers: Sequence[nn.Module],
+    names: Sequence[str],
+    loss: Callable[[Any, Any], Tensor],
+    first: int,
+    count: int,
+    places: Sequence[torch.device],
+    visit: Visit,
+) -> _Measured:
+    """A copy of a layer, weighed in a forward and a first backward.
+
+    first    the first layer with something to train
+    count    of how many of the two the operations are counted
+    places   where each layer computes, if that is not where it is
+    """
+    l, layer, value, target = visit.number, copy.deepcopy(layers[visit.number]), visit.given, visit.target
+    if places:
+        layer, value, target = layer.to(places[l]), _on(places[l], value), _on(places[l], target)
+    final = partial(of_output, loss, target) if visit.last else None
+    given = detach(value, l > first)
     part = None
     if visit.start is not None:
-        part = sliced.OneSlice(layer, visit.start, visit.carried, visit.more, l >= measuring.first)
-    counters = [FlopCounterMode(display=False, custom_mapping=_FLOPS) for _ in range(2 * measuring.flops)]
+        part = sliced.OneSlice(layer, visit.start, visit.carried, visit.more, l >= first)
+    counters = [FlopCounterMode(display=False, custom_mapping=_FLOPS) for _ in range(count)]
     try:
         find_overwriting(layer, given, part)
         with counters[0] if counters else nullcontext():
             output, ends, weights = weigh(
-                layer, partial(_forward, part or layer, loss), given, partial(_kept_anyway, target, part)
+                layer, partial(_forward, layer, part, final), given, partial(_kept_anyway, target, part)
             )
         if part is not None:
-            ends = ends + differentiable(part.handed_on)
             carry, gradient = part.sizes([*tensors(given), *layer.parameters(), *layer.buffers()])
             weights = weights._replace(carry=carry, grad_carry=gradient)
             visit.carried = detach(part.handed_on)
         # Gradients of the same size would arrive from the next layer. This backward allocates the weights' gradients,
         # which the timed ones add to, as all micro-batches but one do.
-        ends = [end for end in ends if end.requires_grad]
         with counters[1] if counters else nullcontext():
             if ends:
                 autograd_entry.backward([get_gradient_edge(end) for end in ends], _ones(ends))
     except MiniparError:
         raise
     except Exception as error:
-        who = naming_layers.title(l, layer, measuring.names) + " or the loss" * visit.last
+        who = naming_layers.title(l, layer, names) + " or the loss" * visit.last
         raise naming_layers.raised(who, error, "in the profile, before the run", given) from error
     visit.output = detach(output)
     counted = tuple(counter.get_total_flops() for counter in counters)
     before = count_bytes(value) if l else 0
-    return _Measured(layer, value, loss, l > measuring.first, weights, counted, before, defaultdict(list), slice=part)
+    return _Measured(layer, value, final, l > first, weights, counted, before, defaultdict(list), slice=part)
 
 
-def _forward(run: Callable[[Any], Any], loss: Loss | None, given: Any) -> tuple[Any, list[Tensor]]:
-    """A layer's output, and the tensors that a backward starts from: the loss, or what can have a gradient."""
-    output = run(given)
-    return output, [loss(output)] if loss else differentiable(output)
+def _forward(layer: nn.Module, part: sliced.OneSlice | None, loss: Loss | None, given: Any) -> tuple[Any, list[Tensor]]:
+    """A layer's output, and the tensors that a backward starts from: the loss, or what can have a gradient; of a slice
+    also what it hands on."""
+    output = (part or layer)(given)
+    ends = [loss(output)] if loss else differentiable(output)
+    return output, [end for end in ends + differentiable(part and part.handed_on) if end.requires_grad]
 
 
 def _kept_anyway(target: Any, part: sliced.OneSlice | None) -> list[Tensor]:
