@@ -32,10 +32,10 @@ from minipar.execution.affinity import is_crowded, on_own_core
 from minipar.execution.dtypes import check_narrow, convert, matching, narrow
 from minipar.execution.dynamic_schedule import check_carrier
 from minipar.execution.emulation import Delays, delays
-from minipar.execution.executor import Executor, Gradient, PassRecord, Shard
+from minipar.execution.executor import Executor, PassRecord
 from minipar.execution.fitting import check_parameters, row_major
 from minipar.execution.following import Callback, Following, News, Observer, Reporter, Warnings
-from minipar.execution.lines import Slice, assemble
+from minipar.execution.lines import assemble
 from minipar.execution.mean_loss import Finite, check_choice
 from minipar.execution.measuring.calibration import measure_copies
 from minipar.execution.measuring.profiler import profile
@@ -51,7 +51,7 @@ from minipar.models import selective_checkpoint
 from minipar.models.losses import check_loss, is_known, raise_unless_again, scalar, try_loss, try_tokens
 from minipar.models.mixture_gpt import Load, total
 from minipar.models.network import Network, edges_of
-from minipar.models.nodes import Cut, ShardedModel
+from minipar.models.nodes import ShardedModel
 from minipar.models.parameter_groups import parameters_of, shape_of
 from minipar.models.randomness import split_sensitive
 from minipar.models.tensors import (
@@ -338,7 +338,10 @@ def execute(
     tracked = range(max(1, len(done) - SERIES), passes) if memory else range(1, passes)
     typical = sorted(tracked or [0], key=times.__getitem__)[(len(tracked) - 1) // 2 if tracked else 0]
     gradients = [
-        _whole([one.record.gradients[s] for one in ranks], each.local_steps > 0)
+        assemble(
+            (part for one in ranks for own, cut in one.record.gradients[s] for part in own.of_whole(cut)),
+            each.local_steps > 0,
+        )
         for each, ranks in done for s in range(each.updates)
     ] if keep_gradients else []  # fmt: skip
     if program.in_flight is not None:
@@ -355,28 +358,6 @@ def execute(
 
 def _begin(ranks: Sequence[RankPass]) -> float:
     return min(min(one.record.starts) for one in ranks)
-
-
-def _whole(found: Sequence[dict[str, Gradient]], local: bool = False) -> dict[str, Tensor]:
-    """Whole gradients by name, from whole ones, slices and shards of the ranks. Those of `local` replicas are added."""
-    parts: dict[str, dict[Cut | None, list[Tensor | Slice]]] = {}
-    for name, gradient in (one for of_rank in found for one in of_rank.items()):
-        cut, part = gradient if isinstance(gradient, Shard) else (None, gradient)
-        parts.setdefault(name, {}).setdefault(cut, []).append(part)
-    whole: dict[str, Tensor] = {}
-    for name, by_cut in parts.items():
-        joined = {cut: _unsliced(some, local) for cut, some in by_cut.items()}
-        cuts = sorted((cut for cut in joined if cut is not None), key=lambda cut: cut.index)
-        whole[name] = cuts[0].joined([joined[cut] for cut in cuts]) if cuts else joined[None]
-    return whole
-
-
-def _unsliced(parts: Sequence[Tensor | Slice], local: bool) -> Tensor:
-    """A gradient from what ranks have of it: all have the whole one, or a slice each. Of `local` replicas the sum."""
-    slices, whole = [p for p in parts if isinstance(p, Slice)], [p for p in parts if isinstance(p, Tensor)]
-    if slices:
-        return assemble(slices)
-    return reduce(torch.add, whole) if local else whole[-1]
 
 
 def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Ranks) -> EmulatedCosts:

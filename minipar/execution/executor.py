@@ -24,7 +24,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from minipar.cluster import notes
 from minipar.comm.communicator import Communicator
@@ -77,16 +77,6 @@ _USED_UP = ("grad", "grad_shard")  # who uses a gradient frees it, as autograd's
 _LATER = object()  # an instruction was started, and notes its end itself
 
 
-class Shard(NamedTuple):
-    """What a rank has of the gradient of a parameter that ranks share: which part, and all or a slice of that."""
-
-    cut: Cut
-    part: Tensor | Slice
-
-
-Gradient = Tensor | Slice | Shard
-
-
 @dataclass
 class PassRecord:
     """What a rank brings back of one pass through its program. Times are clock readings in seconds."""
@@ -94,7 +84,7 @@ class PassRecord:
     losses: list[float]  # per step of the program: this rank's share of the mean (0 where it does not hold the end)
     starts: list[float]
     ends: list[float]
-    gradients: list[dict[str, Gradient]] = field(default_factory=list)  # whole, or this rank's slices and shards
+    gradients: list[list[tuple[Slice, Cut | None]]] = field(default_factory=list)  # of each update, with their cuts
     overruns: list[int] = field(default_factory=list)  # instructions that took longer than the emulated device
     order: list[Action] = field(default_factory=list)  # of a rank that decides as it runs: what it decided
 
@@ -269,7 +259,7 @@ class Executor:
         compute, live, pending = self.compute, self.live, self.pending
         compute.begin(batches, base)
         self.state.begin()
-        self.gradients: list[dict[str, Gradient]] = [{} for _ in range(self.program.updates)]
+        self.gradients: list[list[tuple[Slice, Cut | None]]] = [[] for _ in range(self.program.updates)]
         self.keep_gradients = keep_gradients
         size, streams, mark = len(self.instructions), self.streams, self.streams.mark
         self.starts: list[Mark] = [0.0] * size
@@ -502,10 +492,10 @@ class Executor:
     def _keep(self, ins: Instruction) -> None:
         """Copy the gradients that a STEP uses; of replicas that train by themselves, for their mean."""
         share = self.compute.rows.share(ins.step)
-        for p, grad in self.state.gradients(ins.layers):
-            name = self.names[id(p)]
-            own = grad * share if isinstance(grad, Tensor) and share != 1 else grad
-            self.gradients[ins.step][name] = Shard(self.cuts[name], own) if name in self.cuts else own
+        for g in ins.layers:
+            for own in self.state.lines[g].gradients(self.names):
+                mine = own if share == 1 else own._replace(values=own.values * share)
+                self.gradients[ins.step].append((mine, self.cuts.get(own.key)))
 
     @cached_property
     def optimizers(self) -> dict[tuple[int, ...], torch.optim.Optimizer]:

@@ -18,7 +18,7 @@ AMPNet is about).
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -28,25 +28,42 @@ from minipar.comm import missing
 from minipar.comm.missing import is_missing
 from minipar.execution.streams import on_host
 from minipar.execution.updating import Elements, Updated
+from minipar.models.nodes import Cut
 from minipar.models.tensors import count_bytes
 from minipar.program import Group
 
 
 class Slice(NamedTuple):
-    """A run of neighbouring elements of a tensor of this shape, from `start` on, in memory order."""
+    """Neighbouring elements, in memory order, of a tensor of this shape, from `start` on; of what, says `key`.
+    `number`: a plain number, made a tensor."""
 
+    key: str
     shape: tuple[int, ...]
     start: int
     values: Tensor
+    number: bool = False
+
+    def of_whole(self, cut: Cut | None) -> Iterator[Slice]:
+        """A slice of a rank's part of a tensor, as slices of the whole one. `cut`: which part, None for all."""
+        if cut is None or len(self.shape) <= cut.dim:
+            if cut is None or cut.index == 0:  # (one number is the same for all parts)
+                yield self
+            return
+        whole = cut.whole_shape(self.shape)
+        for place, start, count in cut.runs(whole, self.start, self.start + self.values.numel()):
+            yield Slice(self.key, whole, place, self.values[start - self.start :][:count], self.number)
 
 
-def assemble(slices: Sequence[Slice]) -> Tensor:
-    """The whole tensor of which the ranks have brought all slices."""
-    whole = torch.zeros(slices[0].shape, dtype=slices[0].values.dtype)
-    flat = whole.view(-1)
-    for part in slices:
-        flat[part.start : part.start + part.values.numel()] = part.values
-    return whole
+def assemble(slices: Iterable[Slice], add: bool = False) -> dict[str, Tensor]:
+    """The tensors of which ranks have brought all slices, whole, by key. Elements that several have brought are the
+    same, or, with `add`, terms of a sum."""
+    found: dict[str, Tensor] = {}
+    for key, shape, start, values, _ in slices:
+        if key not in found:
+            found[key] = torch.zeros(shape, dtype=values.dtype)
+        there = found[key].view(-1)[start : start + values.numel()]
+        there.copy_(there + values if add else values)
+    return found
 
 
 class Place(NamedTuple):
@@ -237,21 +254,17 @@ class Line:
             for own, tensor in zip(self.trained, tensors, strict=True):
                 tensor.copy_(own.data)
 
-    def gradients(self) -> list[tuple[nn.Parameter, Tensor | Slice]]:
-        """Copies of the gradients that the optimizer has been given, on the CPU; of each parameter, or of its slice."""
-        found: list[tuple[nn.Parameter, Tensor | Slice]] = []
-        if self.place is None:
-            for p, own in zip(self.params, self.trained, strict=True):
-                grad = torch.zeros_like(own) if own.grad is None else own.grad
-                found.append((p, grad.to("cpu", copy=True)))
-            return found
-        whole = self.trained[0].grad
-        assert whole is not None
-        nothing = torch.zeros(0, dtype=whole.dtype)  # of a parameter without elements, which is in no slice
-        found += [(p, Slice(tuple(p.shape), 0, nothing)) for p in self.params if p.numel() == 0]
-        for p, begin, end, at in self.places():
-            found.append((p, Slice(tuple(p.shape), begin, whole[at : at + end - begin].to("cpu", copy=True))))
-        return found
+    def gradients(self, names: Mapping[int, str]) -> Iterator[Slice]:
+        """Copies of the gradients that the optimizer has been given, on the CPU; of a slice those of its elements.
+        `names` of parameters by their id."""
+        for p in self.params if self.place is not None else ():
+            if p.numel() == 0:  # it is in no slice
+                yield Slice(names[id(p)], tuple(p.shape), 0, torch.zeros(0, dtype=self.part.dtype))
+        for piece in self.updated:
+            own = piece.parameter
+            flat = (torch.zeros_like(own) if own.grad is None else own.grad).reshape(-1)
+            for name, shape, begin, end, place in piece.runs:
+                yield Slice(name, shape, begin, flat[place : place + end - begin].to("cpu", copy=True))
 
     # slices ----------------------------------------------------------------------------------------------------------
 

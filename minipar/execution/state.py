@@ -26,7 +26,7 @@ from minipar.comm.communicator import Communicator
 from minipar.comm.handles import Handle, Then
 from minipar.comm.missing import is_missing
 from minipar.execution.correction import ByStaleness
-from minipar.execution.lines import Line, Place, Slice, pack_gradients
+from minipar.execution.lines import Line, Place, pack_gradients
 from minipar.execution.updating import OptimizerPart, Update
 from minipar.models.tensors import count_bytes, resize
 from minipar.program import (
@@ -291,10 +291,6 @@ class State:
             self.sums = {key: sum_ for key, sum_ in self.sums.items() if any(grad_shard(k) in self.live for k in key)}
 
     # questions -------------------------------------------------------------------------------------------------------
-
-    def gradients(self, groups: Iterable[int]) -> list[tuple[nn.Parameter, Tensor | Slice]]:
-        """Copies of the gradients of some groups, or of this rank's slices of them, on the CPU."""
-        return [pair for g in groups for pair in self.lines[g].gradients()]
 
     def optimizer_tensors(self, g: int) -> list[Tensor]:
         """What the optimizer keeps for a group, in a fixed order, single numbers left out."""

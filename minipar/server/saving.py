@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from minipar.cluster import worker
-from minipar.execution.saving.contents import SavedSlice
+from minipar.execution.lines import Slice
 from minipar.execution.saving.folder import Header, commit, step_folder, writing
 from minipar.execution.saving.keeping import Share, Storing
 from minipar.execution.saving.storage import write
@@ -39,7 +39,7 @@ class Part:
     storing: Storing
     number: int
     header: Header
-    pieces: Callable[[], Iterator[SavedSlice]]
+    pieces: Callable[[], Iterator[Slice]]
     schedule: Callable[[], dict[str, Any] | None] = lambda: None
     _done: int = 0  # the last step that was written
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from minipar.comm.missing import is_missing
 from minipar.execution.emulation import Pacing
-from minipar.execution.saving.contents import SavedSlice, elements_of, restore_pieces
+from minipar.execution.lines import Slice
+from minipar.execution.saving.contents import elements_of, restore_pieces
 from minipar.execution.saving.folder import Saved
 from minipar.execution.saving.storage import Reading
 from minipar.execution.updating import Elements, Form, Optimizer, Scheduler, Update, Updated
@@ -192,7 +193,7 @@ class Shard:
 
     # saved runs
 
-    def saved(self) -> Iterator[SavedSlice]:
+    def saved(self) -> Iterator[Slice]:
         """What is saved of this part: parameters, and what the optimizer keeps of them. No copies are made."""
         for piece in self.updated:
             yield from elements_of(piece, self.optimizer.state.get(piece.parameter, {}))

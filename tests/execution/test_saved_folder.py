@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from minipar import SaveError
+from minipar.execution.lines import Slice
 from minipar.execution.saving import keeping
-from minipar.execution.saving.contents import SavedSlice
 from minipar.execution.saving.folder import INDEX, Header, SavedParameter, _checksum, alone, open_folder
 from minipar.execution.saving.keeping import Share
 from minipar.execution.saving.storage import Reading
@@ -30,7 +30,7 @@ def save(folder, step: int, size: int = SIZE) -> None:
     """A run whose every element is its step."""
     header = Header(step, 0, 8, "float32", "dp=1 pp=1", "", (SavedParameter("0.weight", (size,), "float32", True),))
     values = torch.full((size,), float(step))
-    keeping.save([Share(header, tuple(SavedSlice(f"{kind}/0.weight", (size,), 0, values) for kind in
+    keeping.save([Share(header, tuple(Slice(f"{kind}/0.weight", (size,), 0, values) for kind in
                                       ("parameters", "optimizer/exp_avg")))], folder)  # fmt: skip
 
 

@@ -28,8 +28,8 @@ from minipar import Plan, cli, simulate
 from minipar.cluster import magic
 from minipar.costs.device import DeviceSpec
 from minipar.errors import MiniparError, ProgramError
+from minipar.execution.lines import Slice
 from minipar.execution.saving import keeping
-from minipar.execution.saving.contents import SavedSlice
 from minipar.execution.saving.folder import INDEX, Header, SavedParameter, _checksum, open_folder
 from minipar.execution.saving.keeping import Share
 from minipar.execution.saving.storage import Reading
@@ -195,7 +195,7 @@ def a_save() -> Any:
 
 def _save(folder: str) -> None:
     header = Header(3, 0, 8, "float32", "dp=1 pp=1", "", (SavedParameter("0.weight", (6, 2), "float32", True),))
-    slices = (SavedSlice("parameters/0.weight", (6, 2), 0, torch.arange(12.0)),)
+    slices = (Slice("parameters/0.weight", (6, 2), 0, torch.arange(12.0)),)
     keeping.save([Share(header, slices)], folder)
 
 

@@ -21,8 +21,9 @@ from minipar.cluster import Cluster, worker
 from minipar.comm import communicator
 from minipar.execution.execution import Execution, Job, execute
 from minipar.execution.executor import Executor
+from minipar.execution.lines import Slice
 from minipar.execution.saving import keeping, storage
-from minipar.execution.saving.contents import SavedSlice, outline_of
+from minipar.execution.saving.contents import outline_of
 from minipar.execution.saving.folder import Saved, open_folder
 from minipar.execution.saving.keeping import Share, Storing
 from minipar.execution.saving.storage import Reading
@@ -140,7 +141,7 @@ def test_losses_depend_on_everything_that_is_saved(clusters, tmp_path):
     assert run(clusters, ALONE, work, 2, saved=later).losses != pytest.approx(right, rel=1e-9)
     for kind in ("parameters/0", "optimizer/exp_avg/", "optimizer/exp_avg_sq/", "optimizer/step/"):
         changed = {key: values * 2 if key.startswith(kind) else values for key, values in read(saved).items()}
-        pieces = tuple(SavedSlice(key, values.shape, 0, values.view(-1)) for key, values in changed.items())
+        pieces = tuple(Slice(key, values.shape, 0, values.view(-1)) for key, values in changed.items())
         keeping.save([Share(saved.header, pieces)], tmp_path / "changed")
         losses = run(clusters, ALONE, work, 2, saved=open_folder(tmp_path / "changed")).losses
         assert losses != pytest.approx(right, rel=1e-9), kind
@@ -238,7 +239,7 @@ def test_zero_goes_on_with_states_of_different_ages(clusters, tmp_path):
     found = read(saved)
     found["optimizer/step/0.weight"] -= 1
     mixed = tmp_path / "mixed"
-    keeping.save([Share(saved.header, tuple(SavedSlice(k, v.shape, 0, v.view(-1)) for k, v in found.items()))], mixed)
+    keeping.save([Share(saved.header, tuple(Slice(k, v.shape, 0, v.view(-1)) for k, v in found.items()))], mixed)
     plain, sliced = (run(clusters, words, job(model), 3, saved=open_folder(mixed)) for words in (ALONE, "dp=2 zero=2"))
     assert sliced.losses == pytest.approx(plain.losses, rel=1e-12)
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from minipar.errors import SaveError
 from minipar.execution.executor import Executor
+from minipar.execution.lines import Slice
 from minipar.execution.saving.folder import SavedParameter
 from minipar.execution.updating import Updated, whole_piece
 from minipar.models.nodes import Cut, Node
@@ -30,16 +31,6 @@ if TYPE_CHECKING:
     from minipar.execution.saving.storage import Reading
 
 SMALL = 1 << 20  # bytes; what is larger, and held by several ranks, is written by all of them, a part each
-
-
-class SavedSlice(NamedTuple):
-    """Neighbouring elements of a tensor of this shape, from `start` on. `number`: a plain number, made a tensor."""
-
-    key: str
-    shape: tuple[int, ...]
-    start: int
-    values: Tensor
-    number: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +85,7 @@ def held(executor: Executor) -> Iterator[tuple[Updated, str]]:
             yield whole_piece(executor.names[id(p)], p), getattr(p, "minipar_form", "")
 
 
-def collect(executor: Executor, outline: Outline, served: bool = False) -> Iterator[SavedSlice]:
+def collect(executor: Executor, outline: Outline, served: bool = False) -> Iterator[Slice]:
     """This rank's share of what must be saved: all ranks together bring each element once. No copies are made.
 
     served   servers have what is trained, and the first worker brings the rest
@@ -118,24 +109,11 @@ def collect(executor: Executor, outline: Outline, served: bool = False) -> Itera
         k, n = holders.index(rank), 1 if served else len(holders)
         for mine in elements_of(piece, kept.get(id(piece.parameter), {})):
             for part in _share(mine, k, n):
-                yield from of_whole(part, executor.cuts.get(parameter_of(part.key)))
+                yield from part.of_whole(executor.cuts.get(parameter_of(part.key)))
     for l, layer in executor.compute.layers.items():  # replicas may differ in buffers: those of the first one count
         if program.is_first(rank, "") and rank == _holders(executor, (l,))[0]:
             for name, values in _buffers(layer, outline.prefixes[l]):
-                yield SavedSlice(f"buffers/{name}", tuple(values.shape), 0, values.reshape(-1).clone())
-
-
-def of_whole(piece: SavedSlice, cut: Cut | None) -> Iterator[SavedSlice]:
-    """A slice of a rank's part of a tensor, as slices of the whole tensor. `cut` says which part; None: it is whole."""
-    local = tuple(piece.shape)
-    if cut is None or len(local) <= cut.dim:
-        if cut is None or cut.index == 0:  # (a state that is one number is the same for all parts)
-            yield piece
-        return
-    whole = cut.whole_shape(local)
-    for place, start, count in cut.runs(whole, piece.start, piece.start + piece.values.numel()):
-        values = piece.values[start - piece.start :][:count]
-        yield SavedSlice(piece.key, whole, place, values, piece.number)
+                yield Slice(f"buffers/{name}", tuple(values.shape), 0, values.reshape(-1).clone())
 
 
 def parameter_of(key: str) -> str:
@@ -144,17 +122,17 @@ def parameter_of(key: str) -> str:
     return {"optimizer": name.partition("/")[2], "parameters": name}.get(kind, "")
 
 
-def elements_of(piece: Updated, kept: dict[str, Any]) -> Iterator[SavedSlice]:
+def elements_of(piece: Updated, kept: dict[str, Any]) -> Iterator[Slice]:
     """What a piece has of its parameters, and what the optimizer keeps of that: `kept`."""
     flat, form = piece.parameter.detach().reshape(-1), piece.parameter.shape
     for name, shape, begin, end, place in piece.runs:
         here = slice(place, place + end - begin)
-        yield SavedSlice(f"parameters/{name}", shape, begin, flat[here])
+        yield Slice(f"parameters/{name}", shape, begin, flat[here])
         for key, values, number in _states(name, kept):
             if values.shape == form and not number:
-                yield SavedSlice(key, shape, begin, values.reshape(-1)[here])
+                yield Slice(key, shape, begin, values.reshape(-1)[here])
             elif begin == 0:
-                yield SavedSlice(key, tuple(values.shape), 0, values.reshape(-1), number)
+                yield Slice(key, tuple(values.shape), 0, values.reshape(-1), number)
 
 
 def _states(name: str, values: dict[str, Any]) -> Iterator[tuple[str, Tensor, bool]]:
@@ -178,7 +156,7 @@ def _holders(executor: Executor, layers: Sequence[int]) -> list[int]:
     return [r for r in found if program.shard(r) == program.shard(executor.comm.rank)] if program.sharing > 1 else found
 
 
-def _share(piece: SavedSlice, k: int, n: int) -> Iterator[SavedSlice]:
+def _share(piece: Slice, k: int, n: int) -> Iterator[Slice]:
     """What the k-th of n holders brings of what all of them have."""
     count = piece.values.numel()
     size = -(-count // n) if piece.values.nbytes > SMALL else count

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from minipar.errors import SaveError
 from minipar.execution.executor import Executor
+from minipar.execution.lines import Slice, assemble
 from minipar.execution.saving.contents import (
     Outline,
-    SavedSlice,
     collect,
     optimizer_name,
     read_one,
@@ -58,7 +58,7 @@ class Share:
     """What a rank brought back of its state: pieces, or the reason why not."""
 
     header: Header
-    pieces: tuple[SavedSlice, ...] = ()
+    pieces: tuple[Slice, ...] = ()
     reason: str = ""
 
 
@@ -127,7 +127,7 @@ class Storing:
         header = replace(header, optimizer=optimizer_name(executor))
         if self.keep == 0:
             return Share(header, reason=f"its state was not kept; {_WAYS}")
-        pieces: list[SavedSlice] = []
+        pieces: list[Slice] = []
         reason = ""
         with executor.all_here():
             try:
@@ -144,7 +144,7 @@ class Storing:
                 share = replace(share, pieces=tuple(p._replace(values=p.values.clone()) for p in share.pieces))
             return share
 
-    def brought(self, header: Header, pieces: Sequence[SavedSlice], total: int) -> Share:
+    def brought(self, header: Header, pieces: Sequence[Slice], total: int) -> Share:
         """Pieces for the driver, if it wants the state of the run, which has `total` bytes."""
         if self.keep is not None and total > self.keep:
             kept = self.keep / 2**20
@@ -200,13 +200,8 @@ def export(shares: Sequence[Share], path: str | os.PathLike[str]) -> None:
 def model_of(shares: Sequence[Share], what: str) -> dict[str, Tensor]:
     """The parameters and buffers that the ranks returned, each whole, by name. Errors name the caller, `what`."""
     _, pieces = _joined(shares, what)
-    tensors: dict[str, Tensor] = {}
-    for piece in pieces:
-        kind, _, name = piece.key.partition("/")
-        if kind != "optimizer":
-            whole = tensors.setdefault(name, torch.empty(piece.shape, dtype=piece.values.dtype))
-            whole.view(-1)[piece.start : piece.start + piece.values.numel()] = piece.values
-    return tensors
+    found = assemble(piece for piece in pieces if not piece.key.startswith("optimizer/"))
+    return {key.partition("/")[2]: whole for key, whole in found.items()}
 
 
 def model_in(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
@@ -237,7 +232,7 @@ def _export(tensors: Mapping[str, Tensor], path: str | os.PathLike[str]) -> None
         raise
 
 
-def _joined(shares: Sequence[Share], what: str) -> tuple[Header, list[SavedSlice]]:
+def _joined(shares: Sequence[Share], what: str) -> tuple[Header, list[Slice]]:
     reason = next((share.reason for share in shares if share.reason), "" if shares else f"no state was kept; {_WAYS}")
     if reason:
         raise SaveError(f"{what}: {reason}")

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from minipar.cluster.members import Interrupts
 from minipar.errors import SaveError
-from minipar.execution.saving.contents import SavedSlice, parameter_of
+from minipar.execution.lines import Slice
+from minipar.execution.saving.contents import parameter_of
 from minipar.execution.saving.folder import Chunk, Saved, SavedEntry, flush, write_fragment
 from minipar.models.nodes import Cut
 from minipar.models.tensors import dtype_name, dtype_named
@@ -36,12 +37,12 @@ PIECE = 16 << 20  # bytes; what is longer is cut, so that whoever wants a part o
 # writing --------------------------------------------------------------------------------------------------------------
 
 
-def write(path: str, part: int, optimizer: str, pieces: Iterable[SavedSlice]) -> None:
+def write(path: str, part: int, optimizer: str, pieces: Iterable[Slice]) -> None:
     """Write some pieces to a step folder, as its part number `part`: one safetensors file, and beside it in JSON what
     it holds. OSError and SafetensorError as they come."""
     os.makedirs(path, exist_ok=True)
     name = f"part-{part}.safetensors"
-    forms: dict[str, SavedSlice] = {}
+    forms: dict[str, Slice] = {}
     chunks: dict[str, list[Chunk]] = {}
     tensors: dict[str, Tensor] = {}
     kept: list[Tensor] = []  # (so that their memory stays alive until the file is written)
