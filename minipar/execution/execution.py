@@ -148,13 +148,15 @@ class Job:
             built = self.model if given else cast(Callable[[], Any], self.model)()
         chain = isinstance(built, (list, tuple, nn.ModuleList))
         model = nn.Sequential(*cast(Sequence[nn.Module], built)) if chain else built
-        if not isinstance(model, nn.Module) or not layers_of(model):
+        own = isinstance(model, nn.Module) and type(model).forward not in (nn.Sequential.forward, Network.forward)
+        if not own and not (isinstance(model, nn.Module) and layers_of(model)):
             kind = type(model).__name__
-            raise PlanError(f"model: a {kind} without layers; possible is an nn.Sequential or a list of layers")
-        if type(model).forward not in (nn.Sequential.forward, Network.forward):
-            kind = type(model).__name__
-            raise PlanError(f"model: a {kind} with a forward of its own; possible are nn.Sequential, Network, a list")
+            raise PlanError(f"model: a {kind} without layers; possible are an nn.Module and a list of layers")
         convert(model, self.dtype)
+        if own:
+            from minipar.models.tracing import in_layers  # (torch.fx is not imported for models that are layers)
+
+            model = in_layers(model, take_rows(self.sample(2)[0][0], range(2)))
         return model.eval() if self.evaluate else model
 
     def build_for(self, program: Program, rank: int) -> nn.Module:
@@ -625,7 +627,8 @@ def profile_job(
             torch.device(worker.context().device), plan.offload_to == "disk", plan.offload_folder or None
         )
     sensitive = split_sensitive(whole, x)
-    return Facts(shape, measured, (sizes[0], sizes[1]), sensitive, tapes, copies, update.scheduler, *tried)
+    cut = getattr(getattr(whole, "report", None), "title", "")
+    return Facts(shape, measured, (sizes[0], sizes[1]), sensitive, tapes, copies, update.scheduler, *tried, cut)
 
 
 def _optimizer_of(update: Update, names: Sequence[str], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -41,8 +41,13 @@ class Report:
     crossings: tuple[Crossing, ...]
     error: float | None
 
+    @property
+    def title(self) -> str:
+        """Such as "5 layers, cut between its blocks"."""
+        return self.way if len(self.layers) == 1 else f"{several(len(self.layers), 'layer')}, {self.way}"
+
     def __str__(self) -> str:
-        lines = [f"{self.model}: {several(len(self.layers), 'layer')}, {self.way}"]
+        lines = [f"{self.model}: {self.title}"]
         for k, (name, count) in enumerate(zip(self.layers, self.parameters, strict=True)):
             lines.append(f"  {k:>3}  {name}  ({several(count, 'parameter')})")
             if k < len(self.crossings):
@@ -80,6 +85,9 @@ class Layered(nn.Sequential):
         self.stored = {name: given.get(id(t), _path(name)) for name, t in own_state.items()}  # here -> original
         held = {id(t): name for name, t in own_state.items()}
         self.keys = {name: held[id(t)] for name, t in model.state_dict(keep_vars=True).items() if id(t) in held}
+        for name, module in model.named_modules():
+            if type(module) is nn.Dropout:
+                module.row_name = name  # (its mask is drawn by the name in the model)
         own, modes = {id(m) for m in model.modules()}, {path: m.training for path, m in model.named_modules()}
         for path, module in self.named_modules():
             if id(module) not in own:
@@ -204,7 +212,7 @@ def check(model: nn.Module, layers: Layered, example: Any, call: Callable[[nn.Mo
     differ.
     """
     gradients = [(p, p.grad) for p in model.parameters()]
-    found = []
+    found, kinds = [], []
     try:
         with undisturbed(model):
             crossings = _crossings(layers, example)
@@ -217,6 +225,7 @@ def check(model: nn.Module, layers: Layered, example: Any, call: Callable[[nn.Mo
                 ends = [t for t in differentiable(output) if t.requires_grad]
                 if ends:
                     torch.autograd.backward(ends, [torch.linspace(-1, 1, t.numel()).view(t.shape).to(t) for t in ends])
+            kinds.append(type(output))
             found.append((_outputs(output), [p.grad for p, _ in gradients]))
     finally:
         for p, before in gradients:
@@ -229,6 +238,9 @@ def check(model: nn.Module, layers: Layered, example: Any, call: Callable[[nn.Mo
             f"difference {error:.1e}); something in its forward depends on more than values that are handed on: cut it "
             "by hand into an nn.Sequential"
         )
+    if kinds[0] is not kinds[1]:
+        names = [kind.__name__ for kind in kinds]
+        raise PlanError(f"model: {type(model).__name__} gives a {names[0]}, and its layers give a {names[1]}")
     counts = tuple(sum(p.numel() for p in layer.parameters()) for layer in layers)
     layers.report = Report(type(model).__name__, way, tuple(layers._modules), counts, crossings, error)
     return layers
@@ -240,7 +252,12 @@ def _crossings(layers: Layered, example: Any) -> tuple[Crossing, ...]:
     with torch.no_grad():
         for layer in list(layers)[:-1]:
             value = layer(value)
-            names = getattr(layer, "gives", None) or (tuple(value) if isinstance(value, Mapping) else ("output",))
+            part = layer.__dict__.get("_minipar", [None])[-1]
+            names = (
+                part.names
+                if part
+                else getattr(layer, "gives", None) or (tuple(value) if isinstance(value, Mapping) else ("output",))
+            )
             found.append(Crossing(tuple(str(name).removeprefix("model_") for name in names), count_bytes(value) / rows))
     return tuple(found)
 

@@ -17,9 +17,10 @@ What is needed is found in one run of the example: every value has the numbers o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from minipar.errors import PlanError
 from minipar.models.cutting import Layered, check, is_inside, undisturbed, units_of
-from minipar.models.tensors import dtype_name, dtype_named, map_tensors, rebuilt, tensors
+from minipar.models.tensors import count_rows, dtype_name, dtype_named, map_tensors, rebuilt, take_rows, tensors
 
 _GIVEN = -1  # the number of the call that gives the model's input
 _SHADOW = "shape of"  # marks what crosses a cut without its numbers
@@ -131,6 +132,12 @@ def record(model: nn.Module, example: Any, call: Call, units: dict[str, nn.Modul
     before = {name: buffer._version for name, buffer in shared.items()}
     with undisturbed(model), torch.no_grad(), _intercepted(units, around), sources:
         found.end = sources.of(call(model, example))
+        computed = sorted({found.paths[one[0]] for one in sources.read if one[0] in range(len(found.paths))})
+        if computed:
+            raise PlanError(
+                f"model: the forward of {type(model).__name__} decides by values that {computed[0]} gives, so that "
+                "other rows may need other calls; it can only be one layer"
+            )
         for name, buffer in shared.items():
             if buffer._version != before[name]:
                 raise PlanError(f"model: buffer {name} changes between the calls of modules; put that into a module")
@@ -160,73 +167,97 @@ def _intercepted(units: Mapping[str, nn.Module], around: Callable[..., Any]) -> 
 # the layers -----------------------------------------------------------------------------------------------------------
 
 
-class Replayed(nn.Module):
-    """A layer: the model's forward, of which it makes the calls `first` to `last`.
+class Whole(nn.Module):
+    """A layer that calls a model, whose modules and parameters it has at the same paths: as one layer, or by `part`.
 
-    paths   the modules of all calls
-    keeps   of calls and the input, the tensors that cross the cut after this layer
-    units   the paths of all modules that are not looked into
+    Nothing else is an attribute, since the model may have a module of any name.
     """
 
-    def __init__(
-        self, model: nn.Module, call: Call, cut: Cut, own: range, keeps: set[Source], units: Iterable[str]
-    ) -> None:
+    def __init__(self, model: nn.Module, call: Call, part: Part | None = None) -> None:
         super().__init__()
-        self.call, self.paths, self.changed = call, tuple(cut.paths), cut.changed
-        self.first, self.last, self.keeps = own.start, own.stop - 1, keeps
-        self.units = tuple(units)
-        names = ["input" if call == _GIVEN else cut.paths[call] for call, _ in sorted(keeps)]
-        self.gives = tuple(dict.fromkeys(names))  # for the report
-        # The copy of the model is no module of this one: what it holds is here at the same paths as in the model.
-        self.hidden = (model,)
         for one in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[one] = model.__dict__[one]
-        self.given: Any = None
-        self.done: list[Any] = []
+        self.__dict__["_minipar"] = model, call, part
+        self.__dict__["_minipar_gives"] = part and part.names
+        self.training = model.training
 
-    def train(self, mode: bool = True) -> Replayed:
-        self.hidden[0].training = mode
+    def train(self, mode: bool = True) -> Whole:
+        model, *_ = self.__dict__["_minipar"]
+        model.training = mode
         return super().train(mode)
 
-    def forward(self, given: Any) -> Any:
-        self.given, self.done = (given, []) if self.first == 0 else (_lit(given["x"]), list(map(_lit, given["done"])))
-        self.position = 0
-        units = {path: self.get_submodule(path) for path in self.units}  # (others may have taken their places)
-        try:
-            with _left_early(), _intercepted(units, self.made):
-                output = self.call(self.hidden[0], self._own(self.given, _GIVEN))
-            if self.last < len(self.paths) - 1 or self.position < len(self.paths):
-                made = f"ends after {self.position} calls of modules, and made {len(self.paths)}"
-                raise PlanError(f"{self._title()} {made}{_OTHER}")
-            return output
-        except _Enough:
-            return {
-                "x": _crossing(self.given, _GIVEN, self.keeps),
-                "done": [_crossing(one, k, self.keeps) for k, one in enumerate(self.done)],
-            }
-        finally:
-            self.given, self.done = None, []
+    def forward(self, x: Any) -> Any:
+        model, call, part = self.__dict__["_minipar"]
+        if part is None:
+            return call(model, x)
+        units = {path: self.get_submodule(path) for path in part.units}  # (others may have taken their places)
+        return _Replay(part, type(model).__name__, x).run(partial(call, model), units)
 
-    def made(self, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+
+@dataclass(frozen=True)
+class Part:
+    """What a layer does of a model's forward: the calls `first` to `last`.
+
+    paths     the modules of all calls
+    keeps     of calls and the input, the tensors that cross the cut after this layer
+    changed   those that the forward changes in place
+    units     the paths of all modules that are not looked into
+    """
+
+    paths: tuple[str, ...]
+    first: int
+    last: int
+    keeps: frozenset[Source]
+    changed: frozenset[Source]
+    units: tuple[str, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What crosses the cut after this layer, for the report."""
+        return tuple(dict.fromkeys("input" if k == _GIVEN else self.paths[k] for k, _ in sorted(self.keeps)))
+
+
+class _Replay:
+    """One run of the forward in a layer. `done`: what the calls have given until now."""
+
+    def __init__(self, part: Part, name: str, given: Any) -> None:
+        self.part, self.name, self.position = part, name, 0
+        self.given, self.done = (given, []) if part.first == 0 else (_lit(given["x"]), list(map(_lit, given["done"])))
+
+    def run(self, forward: Callable[[Any], Any], units: Mapping[str, nn.Module]) -> Any:
+        part = self.part
+        try:
+            with _left_early(), _intercepted(units, self._made):
+                output = forward(self._own(self.given, _GIVEN))
+        except _Enough:
+            done = [_crossing(one, k, part.keeps) for k, one in enumerate(self.done)]
+            return {"x": _crossing(self.given, _GIVEN, part.keeps), "done": done}
+        if self.position < len(part.paths):
+            raise self._error(f"ends after {self.position} calls of modules, and made {len(part.paths)}")
+        return output
+
+    def _made(self, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What a call of a module gives in this layer."""
-        k = self.position
-        if k >= len(self.paths) or self.paths[k] != path:
-            wanted = self.paths[k] if k < len(self.paths) else "none"
-            raise PlanError(f"{self._title()} calls {path}, and called {wanted} there{_OTHER}")
+        k, part = self.position, self.part
+        if k >= len(part.paths) or part.paths[k] != path:
+            raise self._error(f"calls {path}, and called {part.paths[k] if k < len(part.paths) else 'nothing'} there")
         self.position += 1
-        if k >= self.first:
+        if k >= part.first:
             self.done.append(run(*args, **kwargs))
-            if k == self.last < len(self.paths) - 1:
+            if k == part.last < len(part.paths) - 1:
                 raise _Enough
         return self._own(self.done[k], k)
 
     def _own(self, value: Any, call: int) -> Any:
         """What a call gives the forward: the value, or a copy of what the forward changes in place."""
         numbers = iter(range(len(tensors(value))))
-        return map_tensors(value, lambda one: one.clone() if (call, next(numbers)) in self.changed else one)
+        return map_tensors(value, lambda one: one.clone() if (call, next(numbers)) in self.part.changed else one)
 
-    def _title(self) -> str:
-        return f"model: the forward of {type(self.hidden[0]).__name__}"
+    def _error(self, what: str) -> PlanError:
+        return PlanError(
+            f"model: the forward of {self.name} {what} on the example; a model whose calls depend on its input can "
+            "only be one layer"
+        )
 
 
 @contextmanager
@@ -241,10 +272,7 @@ def _left_early() -> Iterator[None]:
         stack.update(before)
 
 
-_OTHER = " on the example; a model whose calls depend on its input can only be one layer"
-
-
-def _crossing(value: Any, call: int, keeps: set[Source]) -> Any:
+def _crossing(value: Any, call: int, keeps: Collection[Source]) -> Any:
     """A value with only those tensors that are needed later; of the others their shapes."""
     numbers = iter(range(len(tensors(value))))
 
@@ -277,6 +305,11 @@ def at_blocks(model: nn.Module, example: Any, call: Call) -> Layered:
     units, modules = units_of(model), dict(model.named_modules())
     try:
         cut = record(model, example, call, units)
+        if count_rows(example) > 1 and record(model, take_rows(example, range(1)), call, units).paths != cut.paths:
+            raise PlanError(
+                f"model: the forward of {type(model).__name__} calls other modules for fewer rows; it can only be one "
+                "layer"
+            )
     except PlanError:
         raise
     except Exception as error:
@@ -326,7 +359,7 @@ def _ranges(cut: Cut, blocks: Collection[str], units: dict[str, nn.Module]) -> l
 
 def _layer(
     model: nn.Module, call: Call, cut: Cut, own: range, keeps: set[Source], units: dict[str, nn.Module], used: set[str]
-) -> Replayed:
+) -> Whole:
     """A layer with the modules that it calls, and the parameters that it reads between their calls. The last layer has
     the modules that are never called, too."""
     here = {cut.paths[k] for k in own}
@@ -345,7 +378,8 @@ def _layer(
         read = any(name.startswith(f"{path}.") for name in used)  # (such as `self.embed.weight`, between calls)
         return module if path in here or read else _emptied(module)
 
-    return Replayed(part("", model), call, cut, own, keeps, units)
+    own_part = Part(tuple(cut.paths), own.start, own.stop - 1, frozenset(keeps), frozenset(cut.changed), tuple(units))
+    return Whole(part("", model), call, own_part)
 
 
 def _shallow(module: nn.Module) -> nn.Module:

@@ -13,21 +13,24 @@ that later layers need, so a skip connection goes through the layers that it ski
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
+import minipar
 from minipar.errors import PlanError
 from minipar.models.cutting import Holder, Layered, check, hold_tensor, is_inside, is_spine, is_unit, undisturbed
 from minipar.models.network import Network
-from minipar.models.replaying import at_blocks
-from minipar.models.tensors import count_bytes, opaque
+from minipar.models.replaying import Whole, at_blocks
+from minipar.models.tensors import count_bytes, opaque, rebuilt
 
 _WHOLE = "model."  # where the tracer finds the model
 
@@ -59,7 +62,17 @@ def from_torch(model: nn.Module, example: Any) -> nn.Sequential:
         try:
             return at_blocks(model, example, _call)
         except PlanError as other:
-            raise PlanError(f"{error.reason}; nor can {other.reason.removeprefix('model: ')}", error.details) from error
+            own = other.reason.removeprefix("model: ")
+            raise PlanError(f"{error.reason}; with its forward run in each layer, {own}", error.details) from error
+
+
+def in_layers(model: nn.Module, example: Any) -> nn.Sequential:
+    """Any model as layers: cut between its blocks, or else one layer, with the reason in its report."""
+    try:
+        return from_torch(model, example)
+    except PlanError as error:
+        whole = Layered({"whole": Whole(model, _call)}, model)
+        return check(model, whole, example, _call, f"one layer, since {error.reason.removeprefix('model: ')}")
 
 
 def _between_operators(model: nn.Module, example: Any) -> Layered:
@@ -79,8 +92,10 @@ def _call(model: nn.Module, example: Any) -> Any:
     """Runs the model on an example, whose parts are the arguments of its forward."""
     if type(model).forward is nn.Sequential.forward:
         return model(example)
-    if isinstance(example, dict):
-        return model(**example)
+    if isinstance(example, Mapping):
+        # (keys and values of transformers' models are no values that layers hand on)
+        options = {"use_cache": False} if getattr(getattr(model, "config", None), "use_cache", False) else {}
+        return model(**options | dict(example))
     return model(*example) if isinstance(example, (tuple, list)) else model(example)
 
 
@@ -161,7 +176,7 @@ def _traced(model: nn.Module, example: Any) -> tuple[fx.Graph, _Whole]:
     except Exception as error:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise PlanError(
-            f"model: the forward of {type(model).__name__} cannot be traced: {reason[0]}",
+            f"model: the forward of {type(model).__name__} cannot be traced: {reason[0]}{_statement(error)}",
             "Outside of its blocks a forward may not branch on the values of tensors or iterate over them. Ways out: "
             "put such code into modules of their own, in an nn.ModuleList or nn.Sequential (blocks are not looked "
             "into); write the model as an nn.Sequential; or, of Hugging Face's, use models.from_transformers.",
@@ -176,6 +191,14 @@ def _traced(model: nn.Module, example: Any) -> tuple[fx.Graph, _Whole]:
             "of its blocks, such as F.dropout(x, training=self.training); use a module there, such as nn.Dropout"
         )
     return traced[0]
+
+
+def _statement(error: Exception) -> str:
+    """Where in the user's code an error arose, and the statement there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = tuple(str(Path(module.__file__).parent) for module in (torch, minipar))  # type: ignore[arg-type]
+    own = [one for one in frames if not one.filename.startswith(inside) and not one.filename.startswith("<eval")]
+    return f" ({Path(own[-1].filename).name}, line {own[-1].lineno}: {own[-1].line})" if own else ""
 
 
 # cutting --------------------------------------------------------------------------------------------------------------
@@ -234,6 +257,17 @@ class _Step:
 
 def _filled(given: Any, values: dict[str, Any]) -> Any:
     return map_aggregate(given, lambda one: values[one.name] if isinstance(one, _Ref) else one)
+
+
+def _plain(value: Any) -> Any:
+    """A result in tuples, lists and dicts as the model makes them (torch.fx has kinds of its own)."""
+    if isinstance(value, dict):
+        return {key: _plain(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_plain(part) for part in value]
+    if isinstance(value, tuple):
+        return rebuilt(type(value), [_plain(part) for part in value])
+    return value
 
 
 def _step(node: fx.Node, dead: tuple[str, ...] = ()) -> _Step:
@@ -307,6 +341,7 @@ class _Piece(Holder):
     ) -> None:  # fmt: skip
         super().__init__(held)
         self.steps, self.takes, self.gives, self.result = tuple(steps), takes, gives, result
+        self._minipar_gives = gives
 
     def forward(self, given: Any) -> Any:
         values = {self.takes[0]: given} if len(self.takes) == 1 else dict(zip(self.takes, given, strict=True))
@@ -316,7 +351,7 @@ class _Piece(Holder):
             for name in step.dead:
                 del values[name]
         if self.result is not None:
-            return _filled(self.result, values)
+            return _plain(_filled(self.result, values))
         return values[self.gives[0]] if len(self.gives) == 1 else tuple(values[name] for name in self.gives)
 
 

@@ -23,7 +23,7 @@ from minipar.wording import several
 class Facts(NamedTuple):
     """What is known of a job before it runs: shape, profile, bytes of a batch's x and y, the layers whose results
     depend on how the batch is split; if asked for, what each layer allocates in order, and how fast tensors are copied
-    away; the class of the scheduler."""
+    away; the class of the scheduler; how a model with a forward of its own was cut."""
 
     shape: Shape
     profile: Profile
@@ -34,6 +34,7 @@ class Facts(NamedTuple):
     scheduler: str = ""
     counted_form: Any = None  # of the model's output, if the loss gives (sum, count): see `losses.Counting`
     loss_note: str = ""  # what to warn of
+    cut: str = ""
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,15 @@ def build(model: Any, seed: int, dtype: torch.dtype, evaluate: bool = False) -> 
     return built.eval() if evaluate else built
 
 
+def call(model: nn.Module, x: Any) -> Any:
+    """The output for rows x: a model with a forward of its own is given them as its arguments."""
+    if type(model).forward is nn.Sequential.forward or hasattr(model, "edges"):
+        return model(x)
+    if isinstance(x, Mapping):
+        return model(**x)
+    return model(*x) if isinstance(x, (tuple, list)) else model(x)
+
+
 def convert(model: nn.Module, dtype: torch.dtype) -> None:
     """Give the numbers of a model this type, in place, as `number_type` says. A model of mixed types stays as it is."""
     tensors = {id(t): t for t in [*model.parameters(), *model.buffers()] if t.is_floating_point() or t.is_complex()}
@@ -123,7 +132,7 @@ class Masks:
         self.seed, self.step, self.row, self.rows = seed, 0, 0, 0
         for name, module in model.named_modules():
             if type(module) is nn.Dropout and module.training and module.p > 0:
-                module.forward = partial(self._drop, module, name)  # type: ignore[method-assign]
+                module.forward = partial(self._drop, module, getattr(module, "row_name", name))  # type: ignore[method-assign]
         layers = [layer for layer in model._modules.values() if layer is not None]
         self.numbers: dict[int, list[int]] = {}  # id of a module -> the numbers that it has as a layer
         for number, layer in enumerate(layers):
@@ -357,7 +366,7 @@ def train_plainly(job: Job, steps: int, inference: bool = False) -> Reference:
         x, y = job.batches(step)
         masks.at(step, 0)
         with torch.set_grad_enabled(not inference):
-            value = mean_of(job.loss(model(x), y))
+            value = mean_of(job.loss(call(model, x), y))
         if names and value.requires_grad:  # (after a detach nothing is trained)
             value.backward()
             if job.clip is not None:

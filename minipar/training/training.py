@@ -62,6 +62,7 @@ class Run(Execution):
                   steps
     reference     losses of plain torch on one process, and its gradients if `check` was asked for
     first_step    0; for a resumed run, how many steps were done before
+    cut           how a model with a forward of its own was cut into layers; "" for one that is layers
     service       what parameter servers did, with sync=ps; then program and traces are of the whole run, as it
                   happened, and the reference is a replay of its order, except in mode sync with flushes
 
@@ -78,6 +79,7 @@ class Run(Execution):
     plain_time: float | None = None
     first_step: int = 0
     service: Service | None = None
+    cut: str = ""
 
     @property
     def expert_load(self) -> Load:
@@ -208,7 +210,9 @@ def train(
 ) -> Run:
     """Train a model by a plan, on real processes.
 
-    model       a function that makes an nn.Sequential (or list) of layers, such as partial(models.gpt, layers=12)
+    model       any nn.Module, or a function that makes one, such as partial(models.gpt, layers=12). An nn.Sequential
+                (or a list) is layers; any other is cut into layers on rows of the first batch (`Run.cut` says how), and
+                its forward is given x: a dict as its keyword arguments, a tuple as its arguments
     data        has `batch(step, size) -> (x, y)`, such as data.stdlib_text(); or one fixed pair (x, y); or a torch
                 Dataset (see `data.Rows`), DataLoader, or iterable of batches (see `data.Batches`). x and y are tensors,
                 or tuples or dicts of them, with the rows in dimension 0; sequences may have another length in each step
@@ -328,6 +332,7 @@ def _trained(asked: Asked, job: Job, ranks: Ranks) -> Run:
     return Run(
         **vars(done), plan=plan, predicted=predicted, step_times=times if service is None else done.times,
         reference=plain, plain_time=plain_time, first_step=storing.first, service=service,
+        cut=facts.cut,
     )  # fmt: skip
 
 
@@ -407,7 +412,12 @@ def _programs(asked: Asked, job: Job, forecast: Forecast) -> tuple[Program, Prog
     )
     whole = plan.sync == "ps" or plan.asynchronous  # (then one program has all steps)
     block = steps if whole else plan.block(steps, asked.storing.every)
-    return compiled(steps=block), compiled(steps=steps % block) if steps % block else None
+    try:
+        return compiled(steps=block), compiled(steps=steps % block) if steps % block else None
+    except PlanError as error:
+        if shape.own_layers > 1 or not forecast.facts.cut:
+            raise
+        raise PlanError(f"{error.reason}. The model is {forecast.facts.cut}", error.details) from error
 
 
 def _run(asked: Asked, job: Job, ranks: Ranks, main: Program, rest: Program | None) -> tuple[Execution, Service | None]:

@@ -1,0 +1,172 @@
+"""Models with a forward of their own go into `train` as they are. Beside them: a loop in plain torch."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import minipar
+from minipar import PlanError
+from minipar.execution.saving.keeping import model_of
+
+WORDS, WIDTH, TOKENS = 13, 12, 6
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mask", torch.ones(TOKENS, TOKENS).tril().view(1, 1, TOKENS, TOKENS) == 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows, tokens, width = x.size()
+        parts = self.qkv(self.norm(x)).split(width, dim=2)
+        q, k, v = (part.view(rows, tokens, 2, width // 2).transpose(1, 2) for part in parts)
+        scores = (q @ k.transpose(-2, -1)).masked_fill(self.mask[:, :, :tokens, :tokens], float("-inf"))
+        return x + self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(rows, tokens, width))
+
+
+class GPT(nn.Module):
+    """As it is published: an assertion on the length, tied embeddings, and (logits, loss)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, 2)  # (a name that layers might want for themselves, and nothing uses it)
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(WORDS, WIDTH), "wpe": nn.Embedding(TOKENS, WIDTH), "drop": nn.Dropout(0.1),
+                "h": nn.ModuleList([Attention() for _ in range(3)]), "ln_f": nn.LayerNorm(WIDTH),
+            }
+        )  # fmt: skip
+        self.lm_head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.transformer.wte.weight = self.lm_head.weight
+
+    def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        assert idx.size(1) <= TOKENS, "too long"
+        places = torch.arange(idx.size(1), device=idx.device)
+        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(places))
+        for block in self.transformer.h:
+            x = block(x)
+        return self.lm_head(self.transformer.ln_f(x)), None
+
+
+class Speech(nn.Module):
+    """Recurrent layers, and two arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.lstm = nn.Embedding(WORDS, WIDTH), nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)
+        self.turn, self.head = nn.GRU(WIDTH, WIDTH, batch_first=True), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor, loud: Tensor) -> tuple[Tensor, None]:
+        found, _ = self.lstm(self.embed(ids) * loud[:, None, None])
+        return self.head(self.turn(found)[0]), None
+
+
+class Adaptive(nn.Module):
+    """How often its layer runs depends on the input: it can be one layer only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.halt = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 1)
+        self.steps = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(3)])
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, None]:
+        rows = []
+        for row in self.embed(ids):
+            for step in self.steps:
+                if float(self.halt(row).detach().mean()) < 0.1:
+                    row = torch.tanh(step(row))
+            rows.append(row)
+        return self.head(torch.stack(rows)), None
+
+
+def ids(seed: int = 0) -> Tensor:
+    return torch.randint(WORDS, (13, TOKENS), generator=torch.Generator().manual_seed(seed))
+
+
+def loud() -> Tensor:
+    return torch.linspace(0.5, 2.0, 13)
+
+
+def loss(output: Any, wanted: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output[0].flatten(0, 1), wanted.flatten())
+
+
+MODELS = {"gpt": (GPT, ids()), "speech": (Speech, (ids(), loud())), "adaptive": (Adaptive, {"ids": ids()})}
+SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.5)
+PLANS = ["dp=2", "dp=2 zero=2 accumulate=2", "dp=2 zero=3", "pp=2 microbatches=3", "pp=2 dp=2 checkpoint=1"]
+
+
+def plainly(make: Any, x: Any, wanted: Tensor, steps: int) -> tuple[list[float], dict[str, Tensor]]:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = make().double()
+    optimizer, losses = SGD(model.parameters()), []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        given = x if isinstance(x, (tuple, dict)) else (x,)
+        output = model(**given) if isinstance(given, dict) else model(*_double(given))
+        value = loss(output, wanted)
+        value.backward()
+        optimizer.step()
+        losses.append(value.item())
+    return losses, dict(model.named_parameters())
+
+
+def _double(given: tuple[Tensor, ...]) -> list[Tensor]:
+    return [t.double() if t.is_floating_point() else t for t in given]
+
+
+@pytest.mark.many(3)
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", MODELS)
+def test_trains_as_plain_torch_does(clusters, name, plan):
+    make, x = MODELS[name]
+    if name == "gpt":
+
+        def make() -> nn.Module:
+            model = GPT()
+            model.transformer.drop.p = 0.0
+            return model
+
+    ranks = minipar.Plan.parse(plan).ranks
+    options = {"loss": loss, "optimizer": SGD, "dtype": torch.float64, "progress": False, "keep": True}
+    if name == "adaptive" and "pp" in plan:
+        with pytest.raises(PlanError, match=r"more stages than layers.*one layer, since .*test_any_model.py, line"):
+            minipar.train(make, (x, ids(1)), plan, cluster=clusters(ranks), steps=3, **options)
+        return
+    run = minipar.train(make, (x, ids(1)), plan, cluster=clusters(ranks), steps=3, **options)
+    losses, parameters = plainly(make, x, ids(1), 3)
+    assert run.losses == pytest.approx(losses, rel=1e-12)
+    found = model_of(run.shares, "test")
+    assert found.keys() >= parameters.keys()
+    for key, parameter in parameters.items():
+        assert torch.allclose(found[key], parameter, rtol=0, atol=1e-12), key
+    assert run.cut.startswith("one layer, since" if name == "adaptive" else f"{4 if name == 'speech' else 5} layers")
+
+
+def test_dropout_draws_as_the_unmodified_model_does(clusters):
+    """The reference is the user's own model; masks go by the names of its modules."""
+    options = {"loss": loss, "dtype": torch.float64, "progress": False, "check": True}
+    run = minipar.train(GPT, (ids(), ids(1)), "pp=2 microbatches=2", cluster=clusters(2), steps=2, **options)
+    assert run.max_gradient_error() < 1e-12
+
+
+def test_a_module_itself_and_evaluation(clusters):
+    model = Speech().double()
+    data = (ids(), loud()), ids(1)
+    options = {"loss": loss, "dtype": torch.float64, "progress": False}
+    run = minipar.train(model, data, "dp=2", cluster=clusters(2), steps=1, **options)
+    wanted = loss(model(ids(), loud().double()), ids(1)).item()
+    assert run.losses[0] == pytest.approx(wanted, rel=1e-12)
+    with torch.no_grad():
+        for name, tensor in model_of(run.shares, "test").items():
+            model.state_dict(keep_vars=True)[name].copy_(tensor)
+    found = minipar.evaluate(Speech, data, "pp=2", cluster=clusters(2), state=run, loss=loss, dtype=torch.float64)
+    assert found.loss == pytest.approx(loss(model(ids(), loud().double()), ids(1)).item(), rel=1e-12)
