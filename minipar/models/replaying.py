@@ -305,7 +305,7 @@ def at_blocks(model: nn.Module, example: Any, call: Call) -> Layered:
     units, modules = units_of(model), dict(model.named_modules())
     try:
         cut = record(model, example, call, units)
-        if count_rows(example) > 1 and record(model, take_rows(example, range(1)), call, units).paths != cut.paths:
+        if cut.paths != _paths_of_one_row(model, example, call, units, cut.paths):
             raise PlanError(
                 f"model: the forward of {type(model).__name__} calls other modules for fewer rows; it can only be one "
                 "layer"
@@ -341,6 +341,16 @@ def at_blocks(model: nn.Module, example: Any, call: Call) -> Layered:
         layer = _layer(model, call, cut, own, keeps, units, {one for one in used if isinstance(one, str)})
         layers[title if title not in layers else f"{title}_again_{own.start}"] = layer
     return check(model, Layered(layers, model), example, call, "cut between its blocks, its forward runs in each layer")
+
+
+def _paths_of_one_row(
+    model: nn.Module, example: Any, call: Call, units: dict[str, nn.Module], otherwise: list[str]
+) -> list[str]:
+    """The modules that are called for one row of the example; a model may refuse so few, such as one with a BatchNorm."""
+    try:
+        return record(model, take_rows(example, range(1)), call, units).paths if count_rows(example) > 1 else otherwise
+    except Exception:
+        return otherwise
 
 
 def _ranges(cut: Cut, blocks: Collection[str], units: dict[str, nn.Module]) -> list[range]:
