@@ -148,12 +148,12 @@ class Job:
             built = self.model if given else cast(Callable[[], Any], self.model)()
         chain = isinstance(built, (list, tuple, nn.ModuleList))
         model = nn.Sequential(*cast(Sequence[nn.Module], built)) if chain else built
-        own = isinstance(model, nn.Module) and type(model).forward not in (nn.Sequential.forward, Network.forward)
-        if not own and not (isinstance(model, nn.Module) and layers_of(model)):
+        layered = getattr(type(model), "forward", None) in (None, nn.Sequential.forward, Network.forward)
+        if not isinstance(model, nn.Module) or (layered and not layers_of(model)):
             kind = type(model).__name__
             raise PlanError(f"model: a {kind} without layers; possible are an nn.Module and a list of layers")
         convert(model, self.dtype)
-        if own:
+        if not layered:
             from minipar.models.tracing import in_layers  # (torch.fx is not imported for models that are layers)
 
             model = in_layers(model, take_rows(self.sample(2)[0][0], range(2)))

@@ -10,14 +10,14 @@
 A layer calls the model's own forward. Calls of modules that an earlier layer has made return at once what they gave
 there, its own calls run, and after its last one the forward is left. So a forward may branch, make masks, caches and
 tuples; nothing of it is read or rewritten. What later layers need of an earlier call crosses the cut. Of all else only
-its shape does, and the forward gets zeros that take no memory.
+its shape does, and the forward gets a tensor that takes no memory.
 
 What is needed is found in one run of the example: every value has the numbers of the calls whose outputs went into it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,13 +31,22 @@ from torch.overrides import TorchFunctionMode
 
 from minipar.errors import PlanError
 from minipar.models.cutting import Layered, check, is_inside, undisturbed, units_of
-from minipar.models.tensors import count_rows, dtype_name, dtype_named, map_tensors, rebuilt, take_rows, tensors
+from minipar.models.tensors import (
+    count_rows,
+    dtype_name,
+    dtype_named,
+    map_tensors,
+    named_tensors,
+    rebuilt,
+    take_rows,
+    tensors,
+)
 
 _GIVEN = -1  # the number of the call that gives the model's input
 _SHADOW = "shape of"  # marks what crosses a cut without its numbers
 _READS = {Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist}
 
-Source = tuple[int, int]  # a call, and which of the tensors that it gave
+Source = tuple[int, str]  # a call, and the place of a tensor in what it gave, such as "[0]"
 Call = Callable[[nn.Module, Any], Any]
 
 
@@ -50,12 +59,14 @@ class Cut:
     """What each call of an example was: its module, and the sources that its inputs were made of. A parameter that is
     read between calls is a source by its name.
 
+    given     the sources that are tensors of the input, or that a call gave
     end       the sources of the model's output
     changed   the sources that are changed in place between calls: each layer changes a copy
     """
 
     paths: list[str] = field(default_factory=list)
     needs: list[set[Any]] = field(default_factory=list)
+    given: set[Source] = field(default_factory=set)
     end: set[Any] = field(default_factory=set)
     changed: set[Source] = field(default_factory=set)
 
@@ -109,10 +120,15 @@ def record(model: nn.Module, example: Any, call: Call, units: dict[str, nn.Modul
     found, sources = Cut(), _Sources()
     for name, parameter in model.named_parameters():
         sources.name(parameter, {name})
-    given: list[tuple[Source, Tensor, int]] = []  # with the version that it had
-    for k, one in enumerate(tensors(example)):
-        sources.name(one, {(_GIVEN, k)})
-        given.append(((_GIVEN, k), one, one._version))
+    versions: list[tuple[Source, Tensor, int]] = []
+
+    def note(call: int, value: Any) -> None:
+        for place, one in named_tensors(value, ""):
+            sources.name(one, {(call, place)})
+            found.given.add((call, place))
+            versions.append(((call, place), one, one._version))
+
+    note(_GIVEN, example)
 
     def around(path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         number = len(found.paths)
@@ -120,9 +136,7 @@ def record(model: nn.Module, example: Any, call: Call, units: dict[str, nn.Modul
         found.needs.append(sources.of((args, kwargs)))
         with torch._C.DisableTorchFunction():
             output = run(*args, **kwargs)
-        for k, one in enumerate(tensors(output)):
-            sources.name(one, {(number, k)})
-            given.append(((number, k), one, one._version))
+        note(number, output)
         return output
 
     shared = dict(model.named_buffers())
@@ -141,7 +155,7 @@ def record(model: nn.Module, example: Any, call: Call, units: dict[str, nn.Modul
         for name, buffer in shared.items():
             if buffer._version != before[name]:
                 raise PlanError(f"model: buffer {name} changes between the calls of modules; put that into a module")
-    found.changed = {source for source, one, version in given if one._version != version}
+    found.changed = {source for source, one, version in versions if one._version != version}
     return found
 
 
@@ -199,7 +213,8 @@ class Part:
     """What a layer does of a model's forward: the calls `first` to `last`.
 
     paths     the modules of all calls
-    keeps     of calls and the input, the tensors that cross the cut after this layer
+    given     of the input and the calls until here, all tensors that there were on the example
+    drops     those whose numbers no later layer needs
     changed   those that the forward changes in place
     units     the paths of all modules that are not looked into
     """
@@ -207,14 +222,16 @@ class Part:
     paths: tuple[str, ...]
     first: int
     last: int
-    keeps: frozenset[Source]
+    given: frozenset[Source]
+    drops: frozenset[Source]
     changed: frozenset[Source]
     units: tuple[str, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
         """What crosses the cut after this layer, for the report."""
-        return tuple(dict.fromkeys("input" if k == _GIVEN else self.paths[k] for k, _ in sorted(self.keeps)))
+        kept = sorted(self.given - self.drops)
+        return tuple(dict.fromkeys("input" if k == _GIVEN else self.paths[k] for k, _ in kept))
 
 
 class _Replay:
@@ -222,7 +239,12 @@ class _Replay:
 
     def __init__(self, part: Part, name: str, given: Any) -> None:
         self.part, self.name, self.position = part, name, 0
-        self.given, self.done = (given, []) if part.first == 0 else (_lit(given["x"]), list(map(_lit, given["done"])))
+        device = next((one.device for one in tensors(given)), torch.device("cpu"))
+        self.given = given if part.first == 0 else _lit(given["x"], device)
+        self.done = [] if part.first == 0 else [_lit(one, device) for one in given["done"]]
+        places = {place for call, place in part.given if call == _GIVEN}
+        # Rows of another form (a mask more) may take another way through the forward: then everything crosses.
+        self.known = places == {place for place, _ in named_tensors(self.given, "")}
 
     def run(self, forward: Callable[[Any], Any], units: Mapping[str, nn.Module]) -> Any:
         part = self.part
@@ -230,8 +252,9 @@ class _Replay:
             with _left_early(), _intercepted(units, self._made):
                 output = forward(self._own(self.given, _GIVEN))
         except _Enough:
-            done = [_crossing(one, k, part.keeps) for k, one in enumerate(self.done)]
-            return {"x": _crossing(self.given, _GIVEN, part.keeps), "done": done}
+            drops = part.drops if self.known else frozenset()
+            done = [_crossing(one, k, drops) for k, one in enumerate(self.done)]
+            return {"x": _crossing(self.given, _GIVEN, drops), "done": done}
         if self.position < len(part.paths):
             raise self._error(f"ends after {self.position} calls of modules, and made {len(part.paths)}")
         return output
@@ -250,8 +273,13 @@ class _Replay:
 
     def _own(self, value: Any, call: int) -> Any:
         """What a call gives the forward: the value, or a copy of what the forward changes in place."""
-        numbers = iter(range(len(tensors(value))))
-        return map_tensors(value, lambda one: one.clone() if (call, next(numbers)) in self.part.changed else one)
+        places = iter([place for place, _ in named_tensors(value, "")])
+        changed = self.part.changed
+
+        def own(one: Tensor) -> Tensor:
+            return one.clone() if (call, next(places)) in changed or not self.known else one
+
+        return map_tensors(value, own) if changed or not self.known else value
 
     def _error(self, what: str) -> PlanError:
         return PlanError(
@@ -272,25 +300,33 @@ def _left_early() -> Iterator[None]:
         stack.update(before)
 
 
-def _crossing(value: Any, call: int, keeps: Collection[Source]) -> Any:
-    """A value with only those tensors that are needed later; of the others their shapes."""
-    numbers = iter(range(len(tensors(value))))
+def _crossing(value: Any, call: int, drops: Collection[Source]) -> Any:
+    """A value without the numbers that are not needed later: of those tensors only the shape is left."""
+    places = iter([place for place, _ in named_tensors(value, "")])
 
     def kept(one: Tensor) -> Any:
-        return one if (call, next(numbers)) in keeps else (_SHADOW, *one.shape, dtype_name(one.dtype))
+        return (_SHADOW, *one.shape, dtype_name(one.dtype)) if (call, next(places)) in drops else one
 
     return map_tensors(value, kept)
 
 
-def _lit(value: Any) -> Any:
-    """The value, with zeros that take no memory for what has crossed as a shape."""
+def _lit(value: Any, device: torch.device) -> Any:
+    """The value, with tensors of no memory for what has crossed as a shape."""
     if isinstance(value, tuple) and value and isinstance(value[0], str) and value[0] == _SHADOW:
-        return torch.zeros((), dtype=dtype_named(value[-1])).expand(value[1:-1])
+        return _hollow(torch.empty((), dtype=dtype_named(value[-1]), device=device), value[1:-1])
     if isinstance(value, (tuple, list)):
-        return rebuilt(type(value), [_lit(part) for part in value])
+        return rebuilt(type(value), [_lit(part, device) for part in value])
     if isinstance(value, Mapping):
-        return rebuilt(type(value), [_lit(part) for part in value.values()], list(value), value)
+        return rebuilt(type(value), [_lit(part, device) for part in value.values()], list(value), value)
     return value
+
+
+def _hollow(like: Tensor, shape: Sequence[int]) -> Tensor:
+    """A tensor of a shape, of one number: if it is used after all, the loss is no number, or an index is far off."""
+    kind = like.dtype
+    floating = kind.is_floating_point or kind.is_complex
+    number = float("nan") if floating else kind is not torch.bool and torch.iinfo(kind).min
+    return torch.full((), number, dtype=kind, device=like.device).expand(tuple(shape))
 
 
 # the model's parts in each layer --------------------------------------------------------------------------------------
@@ -336,9 +372,11 @@ def at_blocks(model: nn.Module, example: Any, call: Call) -> Layered:
             inside = tuple(f"{path}." for path in units)
             unused = {name for name, _ in model.named_parameters() if not name.startswith(inside)}
             used |= cut.end | unused - set().union(*cut.needs)
-        keeps = {one for one in later if isinstance(one, tuple) and one[0] < own.stop}
+        given = {one for one in cut.given if one[0] < own.stop}
         title = next((cut.paths[k] for k in own if cut.paths[k] in blocks), cut.paths[own.start]).replace(".", "_")
-        layer = _layer(model, call, cut, own, keeps, units, {one for one in used if isinstance(one, str)})
+        layer = _layer(
+            model, call, cut, own, given, given - later, units, {one for one in used if isinstance(one, str)}
+        )
         layers[title if title not in layers else f"{title}_again_{own.start}"] = layer
     return check(model, Layered(layers, model), example, call, "cut between its blocks, its forward runs in each layer")
 
@@ -346,7 +384,7 @@ def at_blocks(model: nn.Module, example: Any, call: Call) -> Layered:
 def _paths_of_one_row(
     model: nn.Module, example: Any, call: Call, units: dict[str, nn.Module], otherwise: list[str]
 ) -> list[str]:
-    """The modules that are called for one row of the example; a model may refuse so few, such as one with a BatchNorm."""
+    """The modules that are called for one row of the example; a model may refuse so few, such as one with BatchNorm."""
     try:
         return record(model, take_rows(example, range(1)), call, units).paths if count_rows(example) > 1 else otherwise
     except Exception:
@@ -368,8 +406,9 @@ def _ranges(cut: Cut, blocks: Collection[str], units: dict[str, nn.Module]) -> l
 
 
 def _layer(
-    model: nn.Module, call: Call, cut: Cut, own: range, keeps: set[Source], units: dict[str, nn.Module], used: set[str]
-) -> Whole:
+    model: nn.Module, call: Call, cut: Cut, own: range, given: set[Source], drops: set[Source],
+    units: dict[str, nn.Module], used: set[str],
+) -> Whole:  # fmt: skip
     """A layer with the modules that it calls, and the parameters that it reads between their calls. The last layer has
     the modules that are never called, too."""
     here = {cut.paths[k] for k in own}
@@ -388,7 +427,8 @@ def _layer(
         read = any(name.startswith(f"{path}.") for name in used)  # (such as `self.embed.weight`, between calls)
         return module if path in here or read else _emptied(module)
 
-    own_part = Part(tuple(cut.paths), own.start, own.stop - 1, frozenset(keeps), frozenset(cut.changed), tuple(units))
+    sources = frozenset(given), frozenset(drops), frozenset(cut.changed)
+    own_part = Part(tuple(cut.paths), own.start, own.stop - 1, *sources, tuple(units))
     return Whole(part("", model), call, own_part)
 
 
@@ -417,4 +457,4 @@ def _emptied(module: nn.Module) -> nn.Module:
 
 def _empty(module: nn.Module, name: str, tensor: Tensor) -> None:
     (module._parameters if name in module._parameters else module._buffers).pop(name)
-    module.__dict__[name] = tensor.new_zeros(()).expand(tensor.shape)
+    module.__dict__[name] = _hollow(tensor, tensor.shape)
