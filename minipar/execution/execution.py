@@ -159,25 +159,17 @@ class Job:
             model = in_layers(model, take_rows(self.sample(2)[0][0], range(2)))
         return model.eval() if self.evaluate else model
 
-    def build_for(self, program: Program, rank: int) -> nn.Module:
-        """What a rank runs: the whole model, or with tensor parallelism the nodes of its shards."""
-        model = self.build()
-        if program.sharing == 1:
-            return model
-        return self.share(model, program.shard(rank), program.sharing_mesh, program.inputs, program.slices)
-
     def share(
-        self, model: nn.Module, index: int, sharers: int | Mesh, inputs: str = "", slices: int | tuple[int, ...] = 1
+        self, model: nn.Module, index: int, mesh: Mesh, inputs: str, slices: int | tuple[int, ...]
     ) -> ShardedModel:
-        """The nodes that one of the ranks which share layers has of a model. `sharers`: how many there are, or along
-        which axes; `inputs` and `slices`: see `Program`."""
-        count = sharers if isinstance(sharers, int) else sharers.size
-        known = self.graphs is not None and self.graphs[:2] == (count, slices)
+        """The nodes that one of the ranks which share layers, along the axes of a mesh, has of a model. `inputs` and
+        `slices`: see `Program`."""
         from minipar.sharding.sharded import local_model, unpickled
 
+        known = self.graphs is not None and self.graphs[:2] == (mesh.size, slices)
         graphs = unpickled(self.graphs.data) if known and self.graphs is not None else None
         x, cut = self._example(slices)
-        return local_model(model, index, sharers, x, self.annotations, inputs, cut, graphs)
+        return local_model(model, index, mesh, x, self.annotations, inputs, cut, graphs)
 
     def capture(self, count: int, slices: int | tuple[int, ...]) -> PickledGraphs | None:
         """In one rank: the model as graphs, for all ranks that share it. None where graphs cannot be sent."""
@@ -219,19 +211,10 @@ class Job:
         return tensor.to(matching(tensor, self.dtype))
 
 
-class RankPass(NamedTuple):
-    """One pass through the program in one rank: bytes of its values and of its rows; memory, if it was followed."""
-
-    record: PassRecord
-    sizes: dict[Value, int]
-    data: int
-    series: Series | None = None
-
-
 class Passed(NamedTuple):
     """What one rank brings back."""
 
-    passes: list[RankPass]
+    passes: list[PassRecord]
     share: Share  # this rank's share of the state, if the driver asked for it
     load: Load | None  # of experts in the rank's layers, by this rank's rows
     clock_error: float  # of the times, which are those of rank 0's clock
@@ -248,7 +231,7 @@ class Work(NamedTuple):
 
     programs: list[Program]
     keep_gradients: bool
-    slow: list[tuple[Delays, Delays | None]] | None
+    slow: list[list[Delays]] | None
     watching: Watching | None
     storing: Storing
     reporter: Reporter | None
@@ -314,7 +297,8 @@ def execute(
         verify(program)
     cluster = given_or_here(cluster)
     check_size(cluster, count, f"program {program.name!r}")
-    programs = [program] * at_least_1("passes", passes) + ([rest] if rest is not None else [])
+    different = [program] if rest is None else [program, rest]
+    programs = [program] * at_least_1("passes", passes) + different[1:]
     followed = report is not None or watch is not None or callback is not None
     with nullcontext(cluster) if cluster is not None else Cluster(count) as ranks:
         if program.in_flight is not None:
@@ -322,7 +306,9 @@ def execute(
         job = captured_once(job, program.sharing, program.slices, ranks) if program.sharing > 1 else job
         if costs is None and ranks.emulates is not None and ranks.emulates.emulates:
             costs = emulated_costs(program, ranks.emulates, job, ranks)
-        slow = [_delays(costs, rank, rest) for rank in range(count)] if costs is not None else None
+        slow = None
+        if costs is not None:
+            slow = [[_delays(costs, each, rank) for each in different] for rank in range(count)]
         watching = watching_of(memory, ranks.emulates)
         with storing.around() if storing.folder else nullcontext(), _place_of_end(callback) as end:
             stop = None if end is None else end.touch
@@ -334,32 +320,32 @@ def execute(
             )
             passed: list[Passed] = ranks.run_with(hear, _passes, job, work)
     done = list(zip(programs, zip(*(p.passes for p in passed), strict=True), strict=False))
-    losses = [sum(one.record.losses[s] for one in ranks) for each, ranks in done for s in range(each.losses)]
-    times = [max(max(one.record.ends) for one in ranks) - _begin(ranks) for _, ranks in done]
+    losses = [sum(one.losses[s] for one in ranks) for each, ranks in done for s in range(each.losses)]
+    times = [max(max(one.ends) for one in ranks) - _begin(ranks) for _, ranks in done]
     passes = min(passes, len(done))
     tracked = range(max(1, len(done) - SERIES), passes) if memory else range(1, passes)
     typical = sorted(tracked or [0], key=times.__getitem__)[(len(tracked) - 1) // 2 if tracked else 0]
     gradients = [
         assemble(
-            (part for one in ranks for own, cut in one.record.gradients[s] for part in own.of_whole(cut)),
+            (part for one in ranks for own, cut in one.gradients[s] for part in own.of_whole(cut)),
             each.local_steps > 0,
         )
         for each, ranks in done for s in range(each.updates)
     ] if keep_gradients else []  # fmt: skip
     if program.in_flight is not None:
-        program = as_it_happened(program, [one.record.order for one in done[typical][1]])
+        program = as_it_happened(program, [one.order for one in done[typical][1]])
         verify(program)
     trace = _measured(program, done[typical][1], max(p.clock_error for p in passed))
     if costs is not None:
-        trace = replace(trace, overruns=[one.record.overruns for one in done[typical][1]])
+        trace = replace(trace, overruns=[one.overruns for one in done[typical][1]])
         trace = replace(trace, note=emulated_note(costs.spec, trace.overruns))
     loads = [p.load for p in passed if p.load is not None]
     shares, load = [p.share for p in passed], total(loads) if loads else None
     return Execution(program, losses, times, trace, gradients, shares, load)
 
 
-def _begin(ranks: Sequence[RankPass]) -> float:
-    return min(min(one.record.starts) for one in ranks)
+def _begin(ranks: Sequence[PassRecord]) -> float:
+    return min(min(one.starts) for one in ranks)
 
 
 def emulated_costs(program: Program, spec: DeviceSpec, job: Job, cluster: Ranks) -> EmulatedCosts:
@@ -387,12 +373,9 @@ def captured_once(job: Job, count: int, slices: int | tuple[int, ...], ranks: Ra
     return replace(job, graphs=graphs)
 
 
-def _delays(costs: EmulatedCosts, rank: int, rest: Program | None) -> tuple[Delays, Delays | None]:
-    """The delays of a rank, in the program and in the rest."""
-    if rest is None:
-        return delays(costs, rank), None
-    own = None if costs.own is None else replace(costs.own, program=rest)
-    return delays(costs, rank), delays(replace(costs, program=rest, own=own), rank)
+def _delays(costs: EmulatedCosts, program: Program, rank: int) -> Delays:
+    own = None if costs.own is None else replace(costs.own, program=program)
+    return delays(replace(costs, program=program, own=own), rank)
 
 
 def emulated_note(spec: DeviceSpec, overruns: Sequence[Sequence[int]]) -> str:
@@ -402,11 +385,12 @@ def emulated_note(spec: DeviceSpec, overruns: Sequence[Sequence[int]]) -> str:
     return f"emulated device {spec}: real work and real clock readings, delayed to its speed{overran}"
 
 
-def _measured(program: Program, ranks: Sequence[RankPass], error: float) -> Trace:
+def _measured(program: Program, ranks: Sequence[PassRecord], error: float) -> Trace:
     """The trace of one pass, from the clocks of all ranks, which were made one."""
     zero = _begin(ranks)
-    starts = [[t - zero for t in one.record.starts] for one in ranks]
-    ends = [[t - zero for t in one.record.ends] for one in ranks]
+    starts, ends = (
+        [[t - zero for t in row] for row in rows] for rows in zip(*((r.starts, r.ends) for r in ranks), strict=True)
+    )
 
     def size(rank: int, value: Value) -> int:
         return ranks[rank].sizes.get(value, 0)
@@ -433,7 +417,7 @@ def _passes(job: Job, work: Work) -> Passed:
     """In every rank: all passes, and what it brings back of them."""
     comm, storing = communicator.create(), work.storing
     executor, outline, numbers = _prepared(job, work, comm)
-    found: list[RankPass] = []
+    found: list[PassRecord] = []
     rows: dict[int, list[int]] = {}
     with closing(executor), _cores_of(work, comm):
         storing.begin(executor, outline)
@@ -444,7 +428,7 @@ def _passes(job: Job, work: Work) -> Passed:
         before = clocks.read(comm)
         for k, program in enumerate(work.programs):
             if k and program is not work.programs[k - 1]:
-                executor.follow(program, work.slow[comm.rank][1] if work.slow is not None else None)
+                executor.follow(program, work.slow[comm.rank][-1] if work.slow is not None else None)
             given = {s: job.part(s, program, comm.rank) for s in range(header.step, header.step + program.steps)}
             if work.end is not None and _is_there(work.end, comm):
                 storing.after(executor, outline, header, True, updates)
@@ -458,7 +442,7 @@ def _passes(job: Job, work: Work) -> Passed:
             _report(work, k, record, before, executor.state, updates)
             if not found or executor.compute.rows.counts != rows:  # steps of an epoch's end have fewer rows
                 rows, sizes = executor.compute.rows.counts, (_sizes(executor), executor.compute.data_bytes())
-            found.append(RankPass(record, *sizes))
+            found.append(replace(record, sizes=sizes[0], data=sizes[1]))
         after = clocks.read(comm)
         share = storing.share(executor, outline, header, updates)
     series = {} if tracker is None else tracker.series_of_passes()
@@ -485,7 +469,9 @@ def _prepared(job: Job, work: Work, comm: communicator.Communicator) -> tuple[Ex
         collectives.add(program.algorithm, work.own)
     if comm.rank == 0 and len(set(comm.hosts)) > 1:
         _warn_of_hosts(program, comm.hosts)
-    model = job.build_for(program, comm.rank)
+    model = job.build()
+    if program.sharing > 1:
+        model = job.share(model, program.shard(comm.rank), program.sharing_mesh, program.inputs, program.slices)
     trains = any(ins.op is Op.STEP for row in program.ranks for ins in row)
     if job.evaluate is None and not trains and any(p.requires_grad for p in model.parameters()):
         model.eval()  # inference
@@ -518,12 +504,12 @@ def _report(work: Work, k: int, record: PassRecord, clock: clocks.Reading, state
         state.update.schedule.forget(updates)
 
 
-def _by_one_clock(one: RankPass, series: Series | None, before: clocks.Reading, after: clocks.Reading) -> RankPass:
+def _by_one_clock(one: PassRecord, series: Series | None, before: clocks.Reading, after: clocks.Reading) -> PassRecord:
     """The pass with its times as rank 0's clock would have them."""
-    starts, ends = (clocks.corrected(row, before, after) for row in (one.record.starts, one.record.ends))
+    starts, ends = (clocks.corrected(row, before, after) for row in (one.starts, one.ends))
     if series is not None and before.error:
         series = replace(series, times=clocks.corrected(series.times, before, after))
-    return one._replace(record=replace(one.record, starts=starts, ends=ends), series=series)
+    return replace(one, starts=starts, ends=ends, series=series)
 
 
 def _warn_of_hosts(program: Program, hosts: Sequence[str]) -> None:

@@ -71,6 +71,7 @@ from minipar.strategies.passes.versions import without_versions
 
 if TYPE_CHECKING:
     from minipar.execution.memory.tracker import Tracker
+    from minipar.trace.memory_series import Series
 
 _ON_LAYERS = (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS)
 _USED_UP = ("grad", "grad_shard")  # who uses a gradient frees it, as autograd's `.grad`
@@ -87,6 +88,9 @@ class PassRecord:
     gradients: list[list[tuple[Slice, Cut | None]]] = field(default_factory=list)  # of each update, with their cuts
     overruns: list[int] = field(default_factory=list)  # instructions that took longer than the emulated device
     order: list[Action] = field(default_factory=list)  # of a rank that decides as it runs: what it decided
+    sizes: dict[Value, int] = field(default_factory=dict)  # bytes of its values
+    data: int = 0  # bytes of its rows
+    series: Series | None = None  # of its memory, if that was followed
 
 
 class _Prepared(NamedTuple):

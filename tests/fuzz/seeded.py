@@ -125,13 +125,13 @@ def slice_in_the_wrong_place(rank: int, put: Put) -> None:
 
 
 def other_initial_values(rank: int, put: Put) -> None:
-    def other(call: Any, self: Job, program: Any, at: int) -> Any:
-        model = call(self, program, at)
+    def other(call: Any, self: Job) -> Any:
+        model = call(self)
         for p in model.parameters():
             p.data.add_(0.1 if rank == 1 else 0.0)
         return model
 
-    _around(Job, "build_for", other, put)
+    _around(Job, "build", other, put)
 
 
 def damaged_while_away(rank: int, put: Put) -> None:
