@@ -5,13 +5,14 @@ One number determines a pair. The engine and the plain torch of `oracle.py` trai
     equal     losses, gradients of every step, and parameters and buffers after the last one, within 1e-12
     ran       it cannot be equal (compressed gradients, bfloat16), and gave finite numbers
     refused   PlanError: its messages are counted, so that wrong refusals are found
+    warned    it differs, and `train` said that layers feel how the batch is split, and which
     invalid   plain torch cannot train the model either (an in-place operation on a tensor that autograd has saved)
     rounding  it differs no more than plain torch does when the last bit of its parameters is changed
     WRONG     a number differs
     CRASH     anything else: another error, a rank that died, no end within `LIMIT` seconds
 
-The last two are failures, and are printed with seed, plan and model. Most pairs are compiled and executed directly;
-some go through `train`, which also profiles.
+The last two are failures, and are printed with seed, plan and model. Pairs of odd seeds are of the kind of
+`outside.py`, and go through `train`, as some others do; the rest are compiled and executed directly.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from minipar.models.parameter_groups import shape_of
 from minipar.models.tensors import layers_of
 from minipar.server.serving import execute_served
 from minipar.training.training import train
-from tests.fuzz import models, oracle, plans
+from tests.fuzz import models, oracle, outside, plans
 
 BOUND = 1e-12
 NUDGE = 2.0**-50  # by how much of itself a parameter is changed at most, to see what rounding does
@@ -57,6 +58,7 @@ REFUSED = (  # by ranks; the last two over gloo only
     "ranks that decide as they run look for messages",
 )
 LOSSY = ("compress", "precision")
+SPLIT_SEEN = "the results of some layers depend on how"  # what `train` warns of where rows see each other
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,21 @@ class Pair:
     cut: int = 0
     later: tuple[tuple[str, str], ...] = ()
     through_train: bool = False
+    optimizer: str = ""
+    scheduler: str = ""
+    check: bool | None = True  # of `train`; None: its default
+
+    @property
+    def outside(self) -> bool:
+        """Whether it is of the kind that `outside.py` draws."""
+        return bool(self.optimizer)
+
+    @property
+    def make(self) -> oracle.Make:
+        """What makes its optimizer."""
+        if self.outside:
+            return outside.OPTIMIZERS[self.optimizer](self.lr)
+        return partial(torch.optim.SGD, lr=self.lr, momentum=self.momentum)
 
     @property
     def plan(self) -> dict[str, str]:
@@ -80,7 +97,12 @@ class Pair:
     def __str__(self) -> str:
         more = f", after {self.cut} of them: {plans.text(dict(self.later))}" if self.cut else ""
         how = " through train" if self.through_train else ""
-        steps = f"{self.steps} steps of SGD(lr={self.lr}, momentum={self.momentum}){how}{more}"
+        name = (
+            f"{self.optimizer} {self.scheduler} check={self.check}"
+            if self.outside
+            else f"SGD, momentum={self.momentum}"
+        )
+        steps = f"{self.steps} steps of {name}, lr={self.lr}{how}{more}"
         return f"{plans.text(self.plan)}\n{steps}\n{self.spec}"
 
 
@@ -99,8 +121,10 @@ class TookTooLong(BaseException):
 
 
 def draw(seed: int) -> Pair:
-    """The pair of a seed."""
+    """The pair of a seed: of an odd one of the kind that `outside.py` draws."""
     dice = random.Random(seed)
+    if seed % 2:
+        return _draw_outside(seed, dice)
     sliced = dice.random() < 0.06
     unsplit = not sliced and dice.random() < 0.2
     spec = models.draw(dice, unsplit, sliced)
@@ -116,18 +140,41 @@ def draw(seed: int) -> Pair:
     steps, cut, later = dice.randint(1, 4), 0, {}
     if dice.random() < 0.08 and words.get("sync") != "ps" and not {"inference", *LOSSY} & words.keys():
         later = plans.draw(dice, facts)
-        exact = (
-            later.get("sync") != "ps"
-            and later.get("schedule") not in plans.STALE
-            and words.get("schedule") not in plans.STALE
-        )
-        if exact and not {"inference", "local_steps", "clip", *LOSSY} & {*later, *words}:
+        if exact(later) and exact(words):
             steps = max(2, steps)
             cut = dice.randint(1, steps - 1)
     momentum = 0.9 if "local_steps" not in words and dice.random() < 0.15 else 0.0
     through = dice.random() < 0.08
     return Pair(seed, spec, tuple(words.items()), steps, dice.choice([0.1, 0.1, 0.5]), momentum, cut,
                 tuple(later.items()) if cut else (), through)  # fmt: skip
+
+
+def _draw_outside(seed: int, dice: random.Random) -> Pair:
+    """Through `train`, as a user's own model, loss and optimizer under any plan."""
+    kinds = dice.sample(models.OUTSIDE, 8)
+    if dice.random() < 0.85:
+        kinds = [name for name in kinds if name not in outside.ACROSS_ROWS]
+    spec = models.draw(dice, odd_ones=kinds)
+    narrow = all("complex" not in e.kind and e.kind not in ("fft-abs", "rotary", "polar") for e in spec.entries)
+    core = any(e.kind == "core" for e in spec.entries)
+    facts = plans.Facts(len(spec.entries), any(e.sources for e in spec.entries), core=core, narrow=narrow)
+    words, later, steps, cut = outside.words(dice, facts), {}, dice.randint(2, 5), 0
+    if dice.random() < 0.08 and exact(words):
+        later = outside.words(dice, facts)
+        cut = dice.randint(1, steps - 1) if exact(later) else 0
+    scheduler = dice.choice([*outside.SCHEDULERS]) if dice.random() < 0.3 else ""
+    optimizer = dice.choice([*outside.OPTIMIZERS]) if dice.random() < 0.8 else "sgd"
+    rate, check = dice.choice([0.1, 0.1, 0.3]), dice.choice([True, False, None])
+    return Pair(
+        seed, spec, tuple(words.items()), steps, rate, 0.0, cut, tuple(later.items()) if cut else (), True, optimizer,
+        scheduler, check,
+    )  # fmt: skip
+
+
+def exact(words: dict[str, str]) -> bool:
+    """Whether a plan gives what one device gives, and may be a part of a run."""
+    forbidden = {"inference", "local_steps", "clip", *LOSSY} & words.keys()
+    return not forbidden and words.get("sync") != "ps" and words.get("schedule") not in plans.STALE
 
 
 class Found:
@@ -140,6 +187,7 @@ class Found:
         self.buffers: dict[str, Tensor] | None = None
         self.order: Any = None
         self.program: Any = None
+        self.warned = ""
 
 
 class Ranks:
@@ -171,13 +219,12 @@ class Ranks:
 
 
 def job_of(pair: Pair) -> Job:
-    optimizer = partial(torch.optim.SGD, lr=pair.lr, momentum=pair.momentum)
     loss, data = models.loss_of(pair.spec.loss), models.data_of(pair.spec)
     quiet = (
         True if pair.plan.get("inference") == "true" else None
     )  # (as `train` says, also of a model without parameters)
     return Job(
-        partial(models.build, pair.spec), data, pair.spec.rows, loss, optimizer, 5, torch.float64, evaluate=quiet
+        partial(outside.build, pair.spec), data, pair.spec.rows, loss, pair.make, 5, torch.float64, evaluate=quiet
     )
 
 
@@ -201,8 +248,10 @@ def _run(
     if pair.through_train:
         done = train(
             job.model, job.data, plan, cluster=ranks(plan.ranks), steps=steps, batch=job.batch, loss=job.loss,
-            optimizer=job.optimizer, seed=job.seed, dtype=job.dtype, check=not resume, progress=False,
-            calibration=ranks.calibration(plan.ranks), resume=resume, save=save,
+            optimizer=job.optimizer, seed=job.seed, dtype=job.dtype, progress=False,
+            calibration=ranks.calibration(plan.ranks) if plan.algorithm == "default" else None, resume=resume,
+            save=save, scheduler=outside.SCHEDULERS[pair.scheduler],
+            **({} if pair.check is None else {"check": pair.check and not resume}),
         )  # fmt: skip
         found.losses += done.losses
         found.gradients += done.gradients
@@ -258,10 +307,11 @@ def expect(pair: Pair, nudge: float = 0.0) -> oracle.Result:
     if "local_steps" in plan:
         m = int(plan.get("microbatches", 1)) * int(plan.get("accumulate", 1))
         return oracle.locally(
-            pair.spec, batches, pair.steps, 5, pair.lr, int(plan["dp"]), m, int(plan["local_steps"]), nudge
-        )
+            pair.spec, batches, pair.steps, 5, pair.make, int(plan["dp"]), m, int(plan["local_steps"]), nudge,
+            outside.SCHEDULERS[pair.scheduler],
+        )  # fmt: skip
     inference = plan.get("inference") == "true"
-    plain = oracle.plain_of(pair.spec, 5, pair.lr, pair.momentum, nudge)
+    plain = oracle.plain_of(pair.spec, 5, pair.make, nudge, outside.SCHEDULERS[pair.scheduler])
     return oracle.whole(plain, batches, pair.steps, clip, inference)
 
 
@@ -290,7 +340,7 @@ def compare(pair: Pair, found: Found, expected: oracle.Result) -> list[tuple[flo
         told.append((abs(a - b) / max(1.0, abs(b)), f"loss of step {s}: {a}, not {b}"))
     inference = pair.plan.get("inference") == "true"
     trained = any(expected.gradients)  # (of nothing there may be no list)
-    if trained and not inference and not (pair.through_train and pair.cut):
+    if trained and not inference and not (pair.through_train and (pair.cut or not pair.check)):
         if len(found.gradients) != len(expected.gradients):
             return [*told, (math.inf, f"gradients of {len(found.gradients)} steps, not {len(expected.gradients)}")]
         for s, (mine, plain) in enumerate(zip(found.gradients, expected.gradients, strict=True)):
@@ -329,9 +379,10 @@ def judge(pair: Pair, ranks: Any) -> Outcome:
     before = signal.signal(signal.SIGALRM, late)
     signal.alarm(LIMIT)
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
             found = run(pair, ranks)
+        found.warned = " ".join(str(each.message) for each in warned)
     except PlanError as error:
         return Outcome("refused", str(error).split("\n")[0])
     except KeyboardInterrupt:
@@ -345,7 +396,9 @@ def judge(pair: Pair, ranks: Any) -> Outcome:
             for said in REFUSED:
                 if said in str(error):
                     return Outcome("refused", said)
-        still = all(not g.abs().sum() for g in expected.gradients[0].values())
+        still = all(not g.abs().sum() for g in expected.gradients[0].values()) if expected.gradients else False
+        if "precision" in plan and "dtype" in str(error):
+            return Outcome("invalid", "the model cannot compute in bfloat16")
         if still and "depends on no parameter" in str(error):
             return Outcome("invalid", "plain torch refuses the backward of a loss without a graph")
         if pair.through_train and "modified by an inplace operation" in str(error):
@@ -362,6 +415,8 @@ def judge(pair: Pair, ranks: Any) -> Outcome:
         whole = plan.get("schedule") not in plans.STALE[:2] + plans.STALE[3:]  # (else each micro-batch has a loss)
         far_off = whole and plan.get("precision") == "bf16" and not _near(found.losses[0], expected.losses[0])
         return Outcome("WRONG", f"losses {found.losses}, in float64 {expected.losses}") if far_off else Outcome("ran")
+    if pair.outside and (plan.get("schedule") in plans.STALE or plan.get("mode", "sync") != "sync"):
+        return Outcome("ran")
     if plan.get("schedule") in plans.STALE:
         return _stale(pair, found)
     if plan.get("mode", "sync") != "sync":
@@ -374,6 +429,8 @@ def judge(pair: Pair, ranks: Any) -> Outcome:
     noise = max(_differences(pair, expected))
     if worst <= 1000 * noise:
         return Outcome("rounding", f"{worst:.1e}, noise {noise:.1e}")
+    if SPLIT_SEEN in found.warned:
+        return Outcome("warned")
     return Outcome("WRONG", f"first {first[0]:.1e} ({first[1]}), worst {worst:.1e} ({text})")
 
 
@@ -398,7 +455,7 @@ def _served(pair: Pair, found: Found) -> Outcome:
     batches = models.Rows(pair.spec).whole
     m = int(plan.get("microbatches", 1))
     clip = float(plan["clip"]) if "clip" in plan else None
-    values = oracle.served(pair.spec, batches, found.order, 5, pair.lr, pair.momentum, int(plan.get("dp", 1)), m, clip)
+    values = oracle.served(pair.spec, batches, found.order, 5, pair.make, int(plan.get("dp", 1)), m, clip)
     mine = {k: v for k, v in (found.parameters or {}).items() if k in values}
     error, name = far(mine, values)
     return Outcome("equal") if error <= BOUND else Outcome("WRONG", f"{error:.1e} from the replay: {name}")
@@ -406,7 +463,7 @@ def _served(pair: Pair, found: Found) -> Outcome:
 
 def _stale(pair: Pair, found: Found) -> Outcome:
     batches = models.Rows(pair.spec).whole
-    expected = oracle.stale(pair.spec, batches, found.program, 5, pair.lr, pair.momentum)
+    expected = oracle.stale(pair.spec, batches, found.program, 5, pair.make)
     found.buffers = None  # (each micro-batch may feel them)
     if not all(map(math.isfinite, expected.losses)):  # (late gradients diverge: so far as numbers are of any use)
         pairs = list(zip(found.losses, expected.losses, strict=True))
@@ -417,7 +474,7 @@ def _stale(pair: Pair, found: Found) -> Outcome:
     error, text = max(compare(pair, found, expected), key=lambda one: (math.isnan(one[0]), one[0]))
     if error <= BOUND:
         return Outcome("equal")
-    again = oracle.stale(pair.spec, batches, found.program, 5, pair.lr, pair.momentum, NUDGE)
+    again = oracle.stale(pair.spec, batches, found.program, 5, pair.make, NUDGE)
     noise = max(error for error, _ in compare(pair, _found(again), expected))
     if error <= 1000 * noise:
         return Outcome("rounding", f"{error:.1e}, noise {noise:.1e}")
@@ -443,8 +500,8 @@ def campaign(
             outcome = judge(pair, ranks)
             ended[outcome.kind] += 1
             spent[outcome.kind] += time.monotonic() - start
-            if outcome.kind == "refused":
-                refusals[outcome.text] += 1
+            if outcome.kind in ("refused", "invalid"):
+                refusals[f"{outcome.kind}: {outcome.text}"] += 1
             if outcome.kind == "rounding":
                 show(f"pair {seed}: rounding {outcome.text}")
             if outcome.failed:

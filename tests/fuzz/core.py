@@ -189,7 +189,9 @@ def plain(model: str, clip: float | None) -> oracle.Result:
         torch.manual_seed(0)
         made = MODELS[model](SMALL).double()
     given = data(model.startswith("mixture"))
-    return oracle.whole(oracle.Plain(made, loss_of(model), seed=0, lr=0.2), lambda step: given, STEPS, clip)
+    return oracle.whole(
+        oracle.Plain(made, loss_of(model), 0, partial(torch.optim.SGD, lr=0.2)), lambda step: given, STEPS, clip
+    )
 
 
 def run(wide: Wide, ranks: Callable[[int], Ranks]) -> oracle.Result:

@@ -592,6 +592,7 @@ KINDS["pick"] = lambda dice, shape, dtype: With(lambda m, x: whole_of(x))
 SLICED = ("each", "running", "looking")
 TURNS = {torch.int64: ("embedding", "embedding", "one-hot"),
          torch.complex128: ("complex-linear", "to-real", "to-real")}  # fmt: skip
+OUTSIDE: list[str] = []  # kinds that only some pairs draw
 COMMON = ("linear", "linear-gelu", "linear", "dropout", "layer-norm", "conv", "conv-last", "block", "relu-inplace")
 
 
@@ -607,6 +608,18 @@ class Tied(nn.Module):
         return F.linear(x, self.weight.T if self.transpose else self.weight, self.bias)
 
 
+class Listed(nn.Module):
+    """Ties its weight to another layer's through a plain list, which torch does not register."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.held = [weight]
+        self.scale = parameter(weight.shape[0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.held[0]) * self.scale
+
+
 # a model --------------------------------------------------------------------------------------------------------------
 
 
@@ -616,9 +629,10 @@ def layer(entry: Entry, before: Sequence[nn.Module] = ()) -> Made:
     torch.default_generator.manual_seed(entry.seed)  # (torch.manual_seed also tells all GPUs, which takes long)
     if entry.kind == "again":
         return before[entry.of]
-    if entry.kind == "tied":
+    if entry.kind in ("tied", "listed"):
         weight = _square(before[entry.of])
-        made: Made = None if weight is None else Tied(weight, dice.random() < 0.5)
+        how = Listed if entry.kind == "listed" else partial(Tied, transpose=dice.random() < 0.5)
+        made: Made = None if weight is None else how(weight)
     else:
         made = KINDS[entry.kind](dice, entry.shape, entry.dtype)
     if made is None:
@@ -665,9 +679,9 @@ def whole_of(value: Any) -> Tensor:
     return _tensors(value)[0]
 
 
-def loss_of(kind: str) -> Callable[[Any, Any], Tensor]:
+def loss_of(kind: str) -> Any:
     """A loss by name: a mean over rows, or over those targets that count."""
-    return {"mse": mse, "l1": l1, "classes": classes}[kind]
+    return LOSSES[kind][0]
 
 
 def mse(output: Any, y: Tensor) -> Tensor:
@@ -682,14 +696,19 @@ def classes(output: Any, y: Tensor) -> Tensor:
     return F.cross_entropy(whole_of(output), y)
 
 
+# Each with its targets: numbers; classes, of which some are -100; "padded", some of which are 0, from some step on.
+LOSSES: dict[str, tuple[Any, str]] = {"mse": (mse, "numbers"), "l1": (l1, "numbers"), "classes": (classes, "classes")}
+
+
 # drawing --------------------------------------------------------------------------------------------------------------
 
 
-def draw(dice: random.Random, unsplit: bool = False, sliced: bool = False) -> Spec:
-    """A random spec. `unsplit`: with layers that feel how a batch is split; `sliced`: of layers that take slices."""
+def draw(dice: random.Random, unsplit: bool = False, sliced: bool = False, odd_ones: Sequence[str] = ()) -> Spec:
+    """A random spec. `unsplit`: with layers that feel how a batch is split; `sliced`: of layers that take slices;
+    `odd_ones`: kinds of layers of which one in two is, in a model where nothing is forbidden."""
     seed = dice.randrange(10**6)
     wide = dice.random() < 0.25
-    width = 192 if wide else dice.randint(3, 8)
+    width = 192 if wide else dice.choice([4, 6, 8]) if odd_ones else dice.randint(3, 8)
     start = "sequence" if sliced else dice.choice(["vector"] * 4 + ["sequence"] * 3 + ["image"] * 2 + ["tokens"] * 2)
     shape: tuple[int, ...] = {
         "vector": (width,),
@@ -707,7 +726,7 @@ def draw(dice: random.Random, unsplit: bool = False, sliced: bool = False) -> Sp
     made: list[nn.Module] = []
     shapes: list[tuple[tuple[int, ...], torch.dtype] | None] = []  # of what each layer hands on; None: a tuple
     sample = example(shape, dtype, 3, seed)
-    names = list(KINDS)
+    names = [name for name in KINDS if name not in OUTSIDE]
     tries = 0
     while len(entries) < length and tries < 200:
         tries += 1
@@ -723,24 +742,28 @@ def draw(dice: random.Random, unsplit: bool = False, sliced: bool = False) -> Sp
         elif tuples and dice.random() < 0.35:
             name = dice.choice(CLOSING[:1] * 4 + CLOSING)
         elif dice.random() < 0.12 and entries:
-            name = dice.choice(["tied", "again"])
+            name = dice.choice(["tied", "again", "listed"] if odd_ones else ["tied", "again"])
+        elif odd_ones and dice.random() < 0.4:
+            name = dice.choice(odd_ones)
         else:
             name = dice.choice(names) if dice.random() < odd + 0.2 else dice.choice(COMMON)
         if (
             (name in SPLIT and not unsplit)
             or (name in CLOSING and not tuples)
             or (name.startswith("fork") and (tuples or branchy))
-            or (name == "tensor-hooks" and (tuples or branchy))  # (a hook on x is one for all its readers)
+            or (
+                name == "tensor-hooks" and (tuples or branchy) and not odd_ones
+            )  # (a hook on x is one for all its readers)
         ):
             continue
         entry = Entry(name, dice.randrange(10**6), given, kind_of)
         if name == "shared-bias" and (tuples or branchy):
             continue
-        if tuples and ("place" in name or name.endswith("_") or name in ("assign", "overwritten")):
+        if not odd_ones and tuples and ("place" in name or name.endswith("_") or name in ("assign", "overwritten")):
             continue  # (the parts may share memory, which is lost where ranks hand them on)
         if tuples and name not in CLOSING:
             entry = replace(entry, first=True)
-        if name in ("tied", "again"):
+        if name in ("tied", "again", "listed"):
             entry = replace(entry, of=dice.randrange(len(entries)))
             if name == "again":
                 same = entries[entry.of]
@@ -775,14 +798,13 @@ def draw(dice: random.Random, unsplit: bool = False, sliced: bool = False) -> Sp
         shapes.append((tuple(after.shape[1:]), after.dtype) if isinstance(after, Tensor) else None)
     head = whole_of(sample)
     if head.is_complex() or not head.is_floating_point() or not entries:
+        return draw(dice, unsplit, sliced, odd_ones)
+    if not (unsplit or odd_ones or _by_row(made, entries)):
         return draw(dice, unsplit, sliced)
-    if not unsplit and not _by_row(made, entries):
-        return draw(dice, unsplit, sliced)
-    loss = (
-        "classes"
-        if not sliced and head.dim() == 2 and head.shape[1] > 1 and dice.random() < 0.4
-        else dice.choice(["mse", "mse", "l1"])
-    )
+    classed = not sliced and head.dim() == 2 and head.shape[1] > 1 and dice.random() < 0.4
+    known = [name for name, (_, targets) in LOSSES.items() if (targets != "numbers") == classed]
+    usual = ["classes"] if classed else ["mse", "mse", "l1"]
+    loss = dice.choice(known if odd_ones and dice.random() < 0.25 else usual)
     return Spec(seed, tuple(entries), rows, loss, dice.choice(["steps", "steps", "rows", "pair", "last"]))
 
 
@@ -847,10 +869,15 @@ class Rows:
         seed = spec.seed * 31 + (0 if spec.given == "pair" else step)
         x = example(spec.entries[0].shape, spec.entries[0].dtype, count, seed)
         generator = torch.Generator().manual_seed(seed + 1)
-        if spec.loss != "classes":
+        targets = LOSSES[spec.loss][1]
+        if targets == "numbers":
             return x, torch.randn(count, *self.out, generator=generator, dtype=torch.float64)
         y = torch.randint(self.out[0], (count,), generator=generator)
-        if spec.seed % 3 == 0:
+        if targets == "padded":
+            y = y.clamp(min=1)
+            if step >= spec.seed % 4:
+                y[1:][torch.rand(count - 1, generator=generator) < 0.4] = 0
+        elif spec.seed % 3 == 0:
             y[torch.rand(count, generator=generator) < 0.3] = -100
             y[0] = 0  # (of no targets at all there is no mean)
         return x, y

@@ -12,6 +12,7 @@ mask that is a function of (seed, step, row, name). It is written here a second 
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -26,6 +27,7 @@ from tests.fuzz.models import Spec, build, loss_of, whole_of
 GOLDEN, FIRST, SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 Batches = Callable[[int], tuple[Tensor, Tensor]]
 Loss = Callable[[Any, Any], Tensor]
+Make = Callable[[Any], torch.optim.Optimizer]
 
 
 @dataclass
@@ -82,7 +84,7 @@ class Plain:
     """A model in plain torch: whole, with its optimizer, and where its dropouts are."""
 
     def __init__(
-        self, model: nn.Module, loss: Loss, seed: int, lr: float, momentum: float = 0.0, nudge: float = 0.0
+        self, model: nn.Module, loss: Loss, seed: int, optimizer: Make, nudge: float = 0.0, scheduler: Any = None
     ) -> None:
         self.where, self.model, self.loss = {"seed": seed, "step": 0, "row": 0}, model, loss
         draw_by_row(self.model, self.where)
@@ -91,17 +93,27 @@ class Plain:
             generator = torch.Generator().manual_seed(1)
             for p in self.model.parameters():
                 p.data *= 1 + nudge * (torch.rand(p.shape, generator=generator, dtype=torch.float64) - 0.5)
-        params = list(self.named.values())
-        self.optimizer = torch.optim.SGD(params, lr=lr, momentum=momentum) if params else None
+        self.optimizer = optimizer_of(optimizer, self.named) if self.named else None
+        self.scheduler = scheduler(self.optimizer) if scheduler and self.optimizer else None
 
     def value(self, x: Tensor, y: Tensor, step: int, row: int = 0) -> Tensor:
         """The mean loss of these rows, which begin at `row` of the whole batch."""
         self.where |= {"step": step, "row": row}
-        return self.loss(self.model(x.clone()), y)
+        value: Any = self.loss(self.model(x.clone()), y)
+        return value[0] / value[1] if isinstance(value, tuple) else value
+
+    def update(self) -> None:
+        """What a loop does after its backward."""
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        if self.scheduler is not None:
+            self.scheduler.step()
 
     def taken(self) -> dict[str, Tensor]:
         """The gradients, by name; 0 where there is none."""
-        return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in self.named.items()}
+        grads = {name: p.grad for name, p in self.named.items()}
+        return {n: torch.zeros_like(self.named[n]) if g is None else g.to_dense().clone() for n, g in grads.items()}
 
     def close(self, result: Result) -> Result:
         result.parameters = {name: p.detach().clone() for name, p in self.model.named_parameters()}
@@ -110,9 +122,15 @@ class Plain:
         return result
 
 
-def plain_of(spec: Spec, seed: int, lr: float, momentum: float, nudge: float = 0.0) -> Plain:
+def optimizer_of(optimizer: Make, named: dict[str, nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer of parameters: of pairs with their names if its parameter is called so."""
+    pairs = "named_parameters" in inspect.signature(optimizer).parameters
+    return optimizer([*named.items()] if pairs else [*named.values()])
+
+
+def plain_of(spec: Spec, seed: int, optimizer: Make, nudge: float = 0.0, scheduler: Any = None) -> Plain:
     """The model of a spec. `nudge`: how much to change the parameters at first."""
-    return Plain(build(spec), loss_of(spec.loss), seed, lr, momentum, nudge)
+    return Plain(build(spec), loss_of(spec.loss), seed, optimizer, nudge, scheduler)
 
 
 def whole(plain: Plain, batches: Batches, steps: int, clip: float | None = None, inference: bool = False) -> Result:
@@ -131,9 +149,7 @@ def whole(plain: Plain, batches: Batches, steps: int, clip: float | None = None,
             torch.nn.utils.clip_grad_norm_(plain.named.values(), clip)
         result.losses.append(value.item())
         result.gradients.append(plain.taken())
-        if plain.optimizer is not None:
-            plain.optimizer.step()
-            plain.optimizer.zero_grad()
+        plain.update()
     return plain.close(result)
 
 
@@ -150,12 +166,12 @@ def weight(y: Tensor) -> int:
 
 
 def locally(
-    spec: Spec, batches: Batches, steps: int, seed: int, lr: float, replicas: int, microbatches: int, every: int,
-    nudge: float = 0.0,
+    spec: Spec, batches: Batches, steps: int, seed: int, optimizer: Make, replicas: int, microbatches: int, every: int,
+    nudge: float = 0.0, scheduler: Any = None,
 ) -> Result:  # fmt: skip
     """Local SGD: copies that train by themselves, averaged after every so many steps and the last, by their rows."""
-    first, result = plain_of(spec, seed, lr, 0.0, nudge), Result()
-    copies = [first, *(plain_of(spec, seed, lr, 0.0, nudge) for _ in range(replicas - 1))]  # (a copy has no hooks)
+    copies = [plain_of(spec, seed, optimizer, nudge, scheduler) for _ in range(replicas)]  # (a deep copy has no hooks)
+    first, result = copies[0], Result()
     counts = [0] * replicas
     for step in range(steps):
         x, y = batches(step)
@@ -173,9 +189,7 @@ def locally(
             loss += value.item() * own / total
             for name, g in plain.taken().items():
                 gradients[name] += g * (own / total)
-            if plain.optimizer is not None:
-                plain.optimizer.step()
-                plain.optimizer.zero_grad()
+            plain.update()
         result.losses.append(loss)
         result.gradients.append(gradients)
         if (step + 1) % every == 0 or step == steps - 1:
@@ -190,7 +204,7 @@ def locally(
 
 
 def served(
-    spec: Spec, batches: Batches, order: Sequence[Any], seed: int, lr: float, momentum: float, workers: int,
+    spec: Spec, batches: Batches, order: Sequence[Any], seed: int, optimizer: Make, workers: int,
     microbatches: int, clip: float | None = None,
 ) -> dict[str, Tensor]:  # fmt: skip
     """The parameters after a recorded order of parameter servers: rows of (kind, worker, step, version).
@@ -198,7 +212,7 @@ def served(
     A gradient is of the parameters that its worker was last answered with; an update is of the mean over the rows that
     it takes, and a worker's rows of a step are those of its micro-batches.
     """
-    plain = plain_of(spec, seed, lr, momentum)
+    plain = plain_of(spec, seed, optimizer)
     seen: dict[tuple[int, int], dict[str, Tensor]] = {}
     taking: list[tuple[int, int]] = []
     for row in order:
@@ -232,23 +246,19 @@ def served(
                 p.grad = total[name] * (of / rows) if rows else None  # (of no rows there is no gradient)
             if clip is not None and plain.named:
                 torch.nn.utils.clip_grad_norm_(plain.named.values(), clip)
-            if plain.optimizer is not None:
-                plain.optimizer.step()
-                plain.optimizer.zero_grad()
+            plain.update()
             taking = []
     return {name: p.detach().clone() for name, p in plain.named.items()}
 
 
-def stale(
-    spec: Spec, batches: Batches, program: Any, seed: int, lr: float, momentum: float, nudge: float = 0.0
-) -> Result:
+def stale(spec: Spec, batches: Batches, program: Any, seed: int, optimizer: Make, nudge: float = 0.0) -> Result:
     """A pipeline without flushes, by what its ranks did: which forward or backward with which version, and updates.
 
     On every rank a micro-batch has a model of its own, with the version that its forward used; before its backward this
     becomes the version that the backward used, as weights of which no version is kept change under a graph. Replicas
     of a rank come together for each update.
     """
-    plain, result = plain_of(spec, seed, lr, momentum, nudge), Result()
+    plain, result = plain_of(spec, seed, optimizer, nudge), Result()
     layers = [layer for layer in plain.model._modules.values() if layer is not None]
     every, m = program.contract.every, program.microbatches
     waiting = [_done(row, m) for row in program.ranks]
@@ -258,7 +268,7 @@ def stale(
     names = {id(p): name for name, p in plain.named.items()}
     mine = [{names[id(p)]: p for layer in part for p in layer.parameters() if id(p) in names} for part in held]
     versions = [{0: _copy(own)} for own in mine]
-    optimizers = [torch.optim.SGD(own.values(), lr=lr, momentum=momentum) if own else None for own in mine]
+    optimizers = [optimizer_of(optimizer, own) if own else None for own in mine]
     sums: list[dict[str, Tensor]] = [{} for _ in mine]
     given: dict[tuple[int, int], Any] = {}  # (rank, micro-batch) -> what the rank before handed on
     arrived: dict[tuple[int, int], list[Tensor | None]] = {}
@@ -273,7 +283,7 @@ def stale(
         rows = parts(len(x), m * replicas)[replica * m + i % m]
         x, target = x[rows.start : rows.stop], y[rows.start : rows.stop]
         start = x if s == 0 else given.pop((r, i))
-        own = plain_of(spec, seed, lr, momentum)
+        own = plain_of(spec, seed, optimizer)
         for name in mine[r % stages]:
             own.named[name].data.copy_(versions[r % stages][version][name])
         leaves = _tree(start, lambda t: t.detach().requires_grad_(s > 0 and (t.is_floating_point() or t.is_complex())))
@@ -319,9 +329,9 @@ def stale(
             if p.grad is None and replicas > 1:  # (gradients that are sent are zero where there is none)
                 p.grad = torch.zeros_like(p)
             result.gradients[version - 1][name] = torch.zeros_like(p) if p.grad is None else p.grad.clone()
-        optimizer = optimizers[s]
-        if optimizer is not None:
-            optimizer.step()
+        own = optimizers[s]
+        if own is not None:
+            own.step()
         versions[s][version] = _copy(mine[s])
         sums[s] = {}
 
