@@ -78,27 +78,21 @@ class Interrupts:
             self._missed = False
             self._pressed(signal.SIGINT, None)
 
-    def held(self) -> _Held:
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
         """While entered, an interrupt waits, if these interrupts are entered, too."""
-        return _Held(self)
+        self.holding += 1
+        try:
+            yield
+        finally:
+            self.holding -= 1
+            self.release()
 
     @contextlib.contextmanager
     def shielded(self) -> Iterator[None]:
         """While entered, an interrupt waits."""
         with self, self.held():
             yield
-
-
-@dataclass(frozen=True)
-class _Held:
-    interrupts: Interrupts
-
-    def __enter__(self) -> None:
-        self.interrupts.holding += 1
-
-    def __exit__(self, *_: object) -> None:
-        self.interrupts.holding -= 1
-        self.interrupts.release()
 
 
 @dataclass

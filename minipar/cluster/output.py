@@ -2,48 +2,33 @@
 
 A line is held for `HOLD` seconds, or until all ranks of the run have printed it, and then shown for all that have:
 `[ranks 0-3] loaded`. The lines of a rank stay in order. Progress bars, which rewrite their line by carriage returns,
-are shown live for the first rank of the run only. The finished bar of another rank is shown only if its text differs
-from the first rank's, apart from times and rates (the part in brackets at its end).
-
-Of a line that a rank repeats, the first `_EACH` are shown one by one and the others counted: `x (999,900 times more)`.
-A run can have other rules (`Show`).
+are shown for the first rank of the run only; if it has none, finished ones of others are shown as the run ends. A run
+can have other rules (`Show`).
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import sys
 import time
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 HOLD = 0.05  # seconds
-COUNT = 1.0  # seconds for which a line that a rank repeats is counted, if no other line comes
-_EACH = 100
 _REDRAW = 0.1  # seconds between two states of a progress bar
 _AHEAD = 50  # in how many lines of another rank the same line is searched
 _CHUNK = 1 << 16
 _DRAIN = 1 << 26  # bytes read at most at the end of a run; a process that a rank started may print for ever
 _LONGEST = 1 << 20  # bytes of a line; a longer one is cut, since it may never end
-_TIMES = re.compile(r"\s*\[[^\]]*\]\s*$")
 _CURSOR = re.compile(r"\x1b\[[0-9;]*[A-HJKf]")  # cursor moves, which make no sense among lines of several ranks
 
 
-@dataclass(frozen=True)
-class _Printed:
+class _Printed(NamedTuple):
     text: str
     when: float
-    bar: str | None = None  # the text of a finished progress bar, without its times
-    more: int = 0  # how many times the line was repeated, after its first times
-
-    @property
-    def shown(self) -> str:
-        if not self.more:
-            return self.text
-        return f"{self.text} (once more)" if self.more == 1 else f"{self.text} ({self.more:,} times more)"
 
 
 @dataclass(frozen=True)
@@ -69,61 +54,39 @@ class Output:
 
     _held: dict[int, deque[_Printed]] = field(default_factory=dict)
     _active: tuple[int, ...] = ()
-    _finished: set[str] = field(default_factory=set)  # bars of the first rank
-    _aside: list[tuple[int, _Printed]] = field(default_factory=list)  # bars of others; the first rank's goes on
     _bar: str = ""  # the present state of the first rank's bar
+    _has_bars: bool = False  # whether the first rank has shown one in this run
+    _aside: list[tuple[int, str]] = field(default_factory=list)  # finished bars of other ranks
     _drawn: str = ""  # the text in the last line of the screen
     _drawn_at: float = 0.0
-    _last: dict[int, tuple[str, int]] = field(default_factory=dict)  # each rank's last line, and how often it came
     _how: Show = USUAL
     _taken: Counter[int] = field(default_factory=Counter)  # characters of each rank that are shown, or will be
     _cut: Counter[int] = field(default_factory=Counter)  # those that are not
 
     def begin(self, ranks: Iterable[int], how: Show = USUAL) -> None:
-        """A new run of these ranks: lines are folded among them, and the first one shows its progress."""
+        """A new run of these ranks: lines are folded among them."""
         self.flush()
         self._how = how
         self._active = tuple(sorted(ranks))
-        self._finished.clear()
-        self._last.clear()
+        self._has_bars = False
 
-    def line(self, rank: int, text: str, times: int = 1) -> None:
-        """A line without its end, which `rank` has completed so many times."""
-        if not self._has_room(rank, (len(text) + 1) * times):
-            return
-        held, now = self._held.setdefault(rank, deque()), time.monotonic()
-        last, before = self._last.get(rank, (text, 0))
-        before = before if last == text else 0
-        self._last[rank] = text, before + times
-        each = max(0, min(times, _EACH - before))
-        held.extend(_Printed(text, now) for _ in range(each))
-        if times > each:
-            counted = held.pop() if held and held[-1].more and held[-1].text == text else _Printed(text, now)
-            held.append(replace(counted, more=counted.more + times - each))
+    def line(self, rank: int, text: str) -> None:
+        """A line without its end."""
+        if self._has_room(rank, len(text) + 1):
+            self._held.setdefault(rank, deque()).append(_Printed(text, time.monotonic()))
 
     def bar(self, rank: int, text: str) -> None:
         """The present state of a progress bar; "" if the bar was erased."""
         if rank in self._active[:1] and not self._how.quiet:
-            self._bar = text
+            self._bar, self._has_bars = text, True
 
     def bar_ended(self, rank: int, text: str) -> None:
         """The last state of a progress bar."""
-        if not self._has_room(rank, len(text) + 1):
-            return
-        line = _Printed(text, time.monotonic(), _TIMES.sub("", text).strip())
-        assert line.bar is not None
         if rank in self._active[:1]:
-            self._bar = ""
-            self._finished.add(line.bar)
-            self._aside = [(other, kept) for other, kept in self._aside if kept.bar != line.bar]
-            for other, held in self._held.items():
-                self._held[other] = deque(kept for kept in held if kept.bar != line.bar)
-        elif line.bar in self._finished:
-            return
-        elif self._bar:
-            self._aside.append((rank, line))
-            return
-        self._held.setdefault(rank, deque()).append(line)
+            self.bar(rank, "")
+            self.line(rank, text)
+        else:
+            self._aside.append((rank, text))
 
     def _has_room(self, rank: int, size: int) -> bool:
         """Whether so many characters more of a rank are shown. They are counted."""
@@ -146,12 +109,12 @@ class Output:
         """Print everything."""
         if self._empty:
             return
-        for rank, line in self._aside:
-            self._held.setdefault(rank, deque()).append(line)
-        self._aside.clear()
         if self._bar:  # (the rank ended before its bar did)
-            self._held.setdefault(self._active[0], deque()).append(_Printed(self._bar, time.monotonic()))
-            self._bar = ""
+            self.bar_ended(self._active[0], self._bar)
+        for rank, text in self._aside:
+            if not self._has_bars:
+                self.line(rank, text)
+        self._aside.clear()
         lines = self._fold(float("inf"))
         if not self._how.quiet:
             cut = sorted((+self._cut).items())
@@ -163,12 +126,10 @@ class Output:
     @property
     def _empty(self) -> bool:
         """Whether nothing was printed since `flush`, and no bar is on the screen."""
-        return not (self._taken or self._cut or self._bar or self._drawn)
+        return not (self._taken or self._cut or self._bar or self._drawn or self._aside)
 
     def _due(self, held: deque[_Printed]) -> float:
         """When the first of these lines has to be shown."""
-        if len(held) == 1 and held[0].more:
-            return held[0].when + COUNT
         hold = HOLD if self._how.hold is None else self._how.hold
         return held[0].when + (hold if len(self._active) > 1 else 0.0)
 
@@ -183,16 +144,15 @@ class Output:
             if not waiting:
                 return shown
             due = [rank for rank, held in waiting.items() if self._due(held) <= now]
-            first = waiting[min(due or waiting)][0]  # by rank, so that short runs always look the same
-            text = first.shown
-            heads = [rank for rank, held in waiting.items() if held[0].shown == text]
-            if not due and (first.more or len(heads) < len(self._active)):
+            text = waiting[min(due or waiting)][0].text  # by rank, so that short runs always look the same
+            heads = [rank for rank, held in waiting.items() if held[0].text == text]
+            if not due and len(heads) < len(self._active):
                 return shown
             group = []
             for rank, held in sorted(waiting.items()):
-                depth = next((k for k, line in enumerate(held) if k > _AHEAD or line.shown == text), len(held))
-                if depth < len(held) and held[depth].shown == text:
-                    shown += [f"[rank {rank}] {held.popleft().shown}" for _ in range(depth)]
+                depth = next((k for k, line in enumerate(held) if k > _AHEAD or line.text == text), len(held))
+                if depth < len(held) and held[depth].text == text:
+                    shown += [f"[rank {rank}] {held.popleft().text}" for _ in range(depth)]
                     held.popleft()
                     group.append(rank)
             shown.append(f"[{name_ranks(group)}] {text}")
@@ -250,8 +210,8 @@ class Printer:
         *lines, self._rest = (self._rest + data).split(b"\n")
         if len(self._rest) > _LONGEST and b"\r" not in self._rest:
             lines, self._rest = [*lines, self._rest], b""
-        for line, same in itertools.groupby(lines):
-            self._complete(line, sum(1 for _ in same))
+        for line in lines:
+            self._complete(line)
         before, back, state = self._rest.rpartition(b"\r")
         if back and (state or before):
             self._rest = back + state  # (earlier states are not needed any more)
@@ -264,12 +224,12 @@ class Printer:
         if rest.strip():
             self._complete(rest)
 
-    def _complete(self, line: bytes, times: int = 1) -> None:
+    def _complete(self, line: bytes) -> None:
         _, back, state = line.rstrip(b"\r").rpartition(b"\r")
         text = _text(state)
         if not back:
             if text or b"\x1b" not in line:  # (a line of cursor moves alone is not shown)
-                self.output.line(self.rank, text, times)
+                self.output.line(self.rank, text)
         elif text.strip():
             self.output.bar_ended(self.rank, text.rstrip())
         else:
