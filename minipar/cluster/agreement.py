@@ -31,6 +31,7 @@ from datetime import timedelta
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from minipar.cluster.output import name_ranks
 from minipar.errors import PlanError, RankError
 from minipar.wording import several
 
@@ -194,7 +195,7 @@ def decide(claims: Sequence[Claim]) -> tuple[tuple[str, ...], str]:
     lacking = [rank for rank, claim in enumerate(claims) if not claim.gpus]
     if lacking:
         raise PlanError(
-            f"device='cuda': {_ranks(lacking)} of {len(claims)}: no GPU that torch can use is there", way_out
+            f"device='cuda': {name_ranks(lacking)} of {len(claims)}: no GPU that torch can use is there", way_out
         )
     # NCCL refuses two ranks on one GPU; gloo then carries the data through host memory.
     each = None not in own
@@ -239,13 +240,8 @@ def _check_same(what: str, answers: Sequence[str], way_out: str) -> None:
     for rank, one in enumerate(answers):
         groups.setdefault(one, []).append(rank)
     if len(groups) > 1:
-        shown = ", ".join(f"{one} ({_ranks(ranks)})" for one, ranks in groups.items())
+        shown = ", ".join(f"{one} ({name_ranks(ranks)})" for one, ranks in groups.items())
         raise PlanError(f"{what}: {shown}", way_out)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, or `ranks 0, 1, 2`."""
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
 def _warn(claims: Sequence[Claim], devices: Sequence[str]) -> None:
@@ -368,6 +364,6 @@ def _check_addresses(claims: Sequence[Claim]) -> None:
     lost = [rank for rank, claim in enumerate(claims) if _loops(claim)]
     if lost:
         raise RankError(
-            f"{_ranks(lost)} of {len(claims)}: the address of their host is a loopback's, where other hosts do not "
+            f"{name_ranks(lost)} of {len(claims)}: the address of their host is a loopback's, where other hosts do not "
             "reach it; set GLOO_SOCKET_IFNAME to the name of a network interface, such as eth0"
         )

@@ -19,6 +19,7 @@ from types import TracebackType
 import cloudpickle
 
 from minipar.cluster import stacks
+from minipar.cluster.output import name_ranks
 from minipar.errors import Deadlock, MiniparError, RankDied, RankError
 
 AT_WORK = "at work"  # what a rank does that waits for nobody
@@ -196,8 +197,8 @@ def as_exception(failures: list[Failure], doing: dict[int, str], lost: Iterable[
             doing[failure.rank] = f"waiting for a peer, in vain:\n{place(remote)}"
         else:
             also[failure.rank] = failure.reason
-    others = [f"also: {_name(ranks)} {reason}" for reason, ranks in _folded(also)]
-    others += [f"meanwhile {_name(ranks)} {_was(ranks)} {what}" for what, ranks in _folded(doing)]
+    others = [f"also: {name_ranks(ranks)} {reason}" for reason, ranks in _folded(also)]
+    others += [f"meanwhile {name_ranks(ranks)} {_was(ranks)} {what}" for what, ranks in _folded(doing)]
     others += lost_state(lost)
     if root.remote is None:
         return RankDied(root.line, "\n".join(others))
@@ -246,9 +247,9 @@ def who_waits(stuck: dict[int, str], ranks: Iterable[int]) -> list[str]:
         return []
     lines = [f"rank {rank}: {stuck.get(rank, 'finished')}" for rank in sorted({*ranks, *stuck})]
     if len(waiting) < len(stuck):
-        return [f"{_name(waiting)} cannot go on without help", *lines]
+        return [f"{name_ranks(waiting)} cannot go on without help", *lines]
     wait = "waits" if len(waiting) == 1 else "wait"
-    return [f"{_name(waiting)} {wait} for what does not come", *lines]
+    return [f"{name_ranks(waiting)} {wait} for what does not come", *lines]
 
 
 def note_of(error: BaseException) -> str | None:
@@ -270,7 +271,7 @@ def lost_state(ranks: Iterable[int]) -> list[str]:
     names = sorted(ranks)
     if not names:
         return []
-    return [f"{_name(names)} did not come back in time and {_was(names)} killed: the state there is lost"]
+    return [f"{name_ranks(names)} did not come back in time and {_was(names)} killed: the state there is lost"]
 
 
 def _folded(texts: dict[int, str]) -> list[tuple[str, list[int]]]:
@@ -288,10 +289,6 @@ def place(remote: Remote) -> str:
 
 def _was(ranks: list[int]) -> str:
     return "was" if len(ranks) == 1 else "were"
-
-
-def _name(ranks: list[int]) -> str:
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _rebuild(remote: Remote) -> Exception | None:

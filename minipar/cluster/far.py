@@ -42,7 +42,7 @@ from minipar.cluster.output import Printer
 from minipar.cluster.parcel import Parcel
 from minipar.cluster.processes import readable
 from minipar.cluster.ranks import Call
-from minipar.cluster.worker import Seat, Situation
+from minipar.cluster.worker import Context, Seat, Situation
 from minipar.errors import RankDied
 
 GRACE = 1.0  # seconds that an interrupted function has; a rank that ends here is not started again, as in a Cluster
@@ -158,7 +158,7 @@ class FarRank:
         self.control = control
         self.echo = echo
         self.gone = False  # whether the driver has ended
-        self.seat = Seat(self._deliver, rank, size, device, backend, "torchrun", far=True)
+        self.seat = Seat(self._deliver, Context(rank, size, device, backend, "torchrun"), far=True)
 
     def _deliver(self, message: tuple[Any, ...]) -> None:
         try:
@@ -192,7 +192,7 @@ class FarRank:
                 return message
             except (EOFError, OSError):
                 self.gone = True
-        raise RankDied(f"the driver of rank {self.seat.rank} has ended")
+        raise RankDied(f"the driver of rank {self.seat.context.rank} has ended")
 
     def _run(self, number: int, situation: Situation, parcel: Parcel) -> None:
         worker.begin(self.seat, number, situation)
@@ -294,7 +294,7 @@ class Driver(Members[Peer]):
 
     def sit(self, device: str, backend: str) -> None:
         """Be rank 0, too."""
-        self.seat = Seat(self._own_report, 0, self.size, device, backend, "torchrun", far=True)
+        self.seat = Seat(self._own_report, Context(0, self.size, device, backend, "torchrun"), far=True)
 
     def begin_call(self, name: str) -> None:
         """Begin a call, in which all ranks take part as soon as they have come to it."""

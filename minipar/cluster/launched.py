@@ -169,7 +169,7 @@ def _packed_error(error: BaseException) -> Parcel:
 
 def _follow(far: FarRank, name: str) -> Any:
     """On another rank than 0: take part in its call until that ends."""
-    rank = far.seat.rank
+    rank = far.seat.context.rank
     with _shown_elsewhere():
         leads = far.await_call()
     if leads != name:

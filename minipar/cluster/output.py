@@ -173,11 +173,12 @@ class Output:
             sys.stdout.flush()
 
 
-def name_ranks(ranks: list[int]) -> str:
+def name_ranks(ranks: Iterable[int]) -> str:
     """`rank 2`, `ranks 0-3`, `ranks 0, 2`."""
+    ranks = sorted(ranks)
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
-    if ranks == list(range(ranks[0], ranks[-1] + 1)):
+    if ranks[-1] - ranks[0] == len(ranks) - 1:
         return f"ranks {ranks[0]}-{ranks[-1]}"
     return f"ranks {', '.join(map(str, ranks))}"
 

@@ -58,6 +58,9 @@ class MemoryFile:
     def __del__(self) -> None:
         self.close()
 
+    def __reduce__(self) -> Any:
+        return type(None), ()  # (a descriptor is none elsewhere: see wire.py)
+
 
 @dataclass(frozen=True)
 class Parcel:

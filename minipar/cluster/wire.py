@@ -7,40 +7,20 @@ of a parcel (at most one in a message) travels as a descriptor together with the
 
 from __future__ import annotations
 
-import io
 import pickle
 import socket
 import struct
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
-from minipar.cluster.parcel import MemoryFile
+from minipar.cluster.parcel import MemoryFile, Parcel
 
 _LENGTH = struct.Struct("!Q")
 _SHORT = struct.Struct("!i")
 _DESCRIPTOR = struct.Struct("@i")
 _CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
-
-
-class _Pickler(pickle.Pickler):
-    segment: MemoryFile | None = None
-
-    def persistent_id(self, obj: Any) -> Any:
-        if not isinstance(obj, MemoryFile):
-            return None
-        assert self.segment is None
-        self.segment = obj
-        return "segment"
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, segment: MemoryFile) -> None:
-        super().__init__(file)
-        self._segment = segment
-
-    def persistent_load(self, name: Any) -> MemoryFile:
-        return self._segment
 
 
 class Timed:
@@ -85,16 +65,13 @@ def look_while_sending(sock: socket.socket) -> None:
 def send(sock: socket.socket, message: Any, look: Callable[[], None] = lambda: None) -> None:
     """Write one message; blocks until the kernel has taken all of it. OSError when the other end is gone. `look` is
     called from time to time while it blocks, and may raise an error: then the socket is of no use any more."""
-    with io.BytesIO() as file:
-        pickler = _Pickler(file, protocol=5)
-        pickler.dump(message)
-        data = file.getvalue()
+    data = pickle.dumps(message, protocol=5)
     header = _LENGTH.pack(len(data))
-    if pickler.segment is not None:
-        while True:
+    parcels = [part for part in message if isinstance(part, Parcel)] if isinstance(message, tuple) else []
+    for segment in [parcel.segment for parcel in parcels if parcel.segment is not None]:
+        while len(header) == _LENGTH.size:
             try:
-                header = header[socket.send_fds(sock, [header], [pickler.segment.descriptor]) :]
-                break
+                header = header[socket.send_fds(sock, [header], [segment.descriptor]) :]
             except BlockingIOError:
                 look()
     _send_all(sock, header, look)
@@ -161,6 +138,7 @@ class Inbox:
     def _complete(self) -> Any:
         buffer, segment, self._segment = self._buffer, self._segment, None
         self._start(_LENGTH.size, header=True)
+        message = pickle.loads(buffer)
         if segment is None:
-            return pickle.loads(buffer)
-        return _Unpickler(io.BytesIO(buffer), segment).load()
+            return message
+        return tuple(replace(part, segment=segment) if isinstance(part, Parcel) else part for part in message)

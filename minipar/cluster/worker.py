@@ -19,7 +19,7 @@ import traceback
 import types
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -81,9 +81,9 @@ class Context:
     device: str
     backend: str
     transport: str
-    generation: int
-    active: tuple[int, ...]
-    store: str
+    generation: int = -1  # (before the first run)
+    active: tuple[int, ...] = ()
+    store: str = ""
 
 
 @dataclass(eq=False)
@@ -95,14 +95,9 @@ class Seat:
     """
 
     deliver: Callable[[tuple[Any, ...]], None]
-    rank: int
-    size: int
-    device: str
-    backend: str
-    transport: str
+    context: Context
     far: bool = False
     run: int = 0
-    context: Context | None = None
     lock: threading.Lock = field(default_factory=threading.Lock)  # user threads may report while the loop answers
     outdated: Callable[[], None] | None = None
     # When the driver's SIGINT may raise KeyboardInterrupt: at most once in each run, and only while it runs.
@@ -239,7 +234,7 @@ def seated(seat: Seat) -> Iterator[None]:
 
 def context() -> Context:
     """This rank's own number, device and run. RankError outside a rank."""
-    if _rank is None or _rank.context is None:
+    if _rank is None:
         raise RankError("this is not a rank: call it in a function given to cluster.run")
     return _rank.context
 
@@ -338,7 +333,7 @@ def _serve(control: socket.socket) -> None:
     except PlanError as error:
         _send(control, ("refused", 0, error.reason))
         _receive(control)  # the driver stops this rank
-    _rank = Seat(partial(_send, control), setup.rank, setup.size, device, backend, setup.transport)
+    _rank = Seat(partial(_send, control), Context(setup.rank, setup.size, device, backend, setup.transport))
     _rank.send(("ready", 0, device))
     while True:
         run, situation, path, parcel = _receive(control)
@@ -414,22 +409,15 @@ def _choose_device(setup: Setup) -> tuple[str, str]:
 
 def begin(rank: Seat, run: int, situation: Situation) -> None:
     """Get ready for a run: what belonged to an earlier generation is closed."""
-    if rank.context is not None and situation.generation != rank.context.generation:
+    if rank.context.generation not in (-1, situation.generation):
         if rank.outdated is not None:
             rank.outdated()
             rank.outdated = None
         groups_renewed()
         _forget_default_group()
     rank.run = run
-    rank.context = Context(
-        rank.rank,
-        rank.size,
-        rank.device,
-        rank.backend,
-        rank.transport,
-        situation.generation,
-        situation.active,
-        situation.store,
+    rank.context = replace(
+        rank.context, generation=situation.generation, active=situation.active, store=situation.store
     )
 
 
@@ -511,7 +499,7 @@ def _run(rank: Seat, parcel: Parcel) -> tuple[str, Any]:
             return "result", pack(result, rank.far)
         except Exception as error:
             kind = type(result).__name__
-            text = f"the result of rank {rank.rank}, a {kind}, cannot be pickled: {failures.said(error)}"
+            text = f"the result of rank {rank.context.rank}, a {kind}, cannot be pickled: {failures.said(error)}"
             raise RankError(text) from error
     except BaseException as error:  # a rank survives whatever its function does
         return "error", failures.capture(error, hide=__file__)

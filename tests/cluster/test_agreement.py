@@ -82,11 +82,11 @@ def test_one_device_and_one_backend(given: list[Claim], devices: tuple[str, ...]
     [
         (
             claims(("a", "xy"), ("a", "xy"), ("b", ()), ("b", ())),
-            r"GPU of their own: one \(ranks 0, 1\), none \(ranks 2, 3\)",
+            r"GPU of their own: one \(ranks 0-1\), none \(ranks 2-3\)",
         ),
-        (claims(("a", "x"), ("b", "y"), ("b", "y")), r"one \(ranks 0, 1\), none \(rank 2\)"),
+        (claims(("a", "x"), ("b", "y"), ("b", "y")), r"one \(ranks 0-1\), none \(rank 2\)"),
         (claims(("a", "x"), ("b", ()), wants="cuda"), "rank 1 of 2: no GPU that torch can use"),
-        ([*claims(("a", ()), ("a", ())), *claims(("b", ()), wants="cpu")], r"'auto' \(ranks 0, 1\), 'cpu' \(rank 2\)"),
+        ([*claims(("a", ()), ("a", ())), *claims(("b", ()), wants="cpu")], r"'auto' \(ranks 0-1\), 'cpu' \(rank 2\)"),
         (claims(("a", ()), wants="tpu"), "device='tpu': must be one of 'auto', 'cpu', 'cuda'"),
     ],
 )
@@ -110,7 +110,7 @@ def test_an_error_is_the_same_on_all_ranks() -> None:
     errors = all_of(3, ["cpu", "cpu", "cuda"])
     assert [type(one) for one in errors] == [PlanError] * 3
     assert {str(one) for one in errors} == {
-        "ranks ask for different devices: 'cpu' (ranks 0, 1), 'cuda' (rank 2)\nAsk for one on all."
+        "ranks ask for different devices: 'cpu' (ranks 0-1), 'cuda' (rank 2)\nAsk for one on all."
     }
 
 
@@ -144,7 +144,7 @@ def test_a_loopback_is_no_address_for_other_hosts(monkeypatch: pytest.MonkeyPatc
     other = "127.0.0.1"
     for error in all_of(2):
         assert isinstance(error, RankError)
-        assert "ranks 0, 1 of 2" in str(error)
+        assert "ranks 0-1 of 2" in str(error)
         assert "GLOO_SOCKET_IFNAME" in str(error)
 
 

@@ -154,7 +154,7 @@ def test_a_rank_that_cannot_be_interrupted_ends_after_the_driver(far: Far) -> No
 
 
 def test_an_interrupt_that_comes_before_the_function_ends_it() -> None:
-    seat = worker.Seat(lambda message: None, 0, 1, "cpu", "gloo", "torchrun", far=True)
+    seat = worker.Seat(lambda message: None, worker.Context(0, 1, "cpu", "gloo", "torchrun"), far=True)
     ended_soon: list[bool] = []
     worker.begin(seat, 7, worker.Situation(0, (0,)))
     with far_module._interruptible(lambda ended: ended_soon.append(far_module._interrupt(seat, ended))):

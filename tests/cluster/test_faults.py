@@ -126,7 +126,7 @@ def test_an_interrupted_start_and_end_leave_no_descriptors(monkeypatch: pytest.M
 @pytest.fixture
 def seat() -> Any:
     """This process as a rank that an interrupt reaches."""
-    seat = worker.Seat(lambda message: None, 0, 1, "cpu", "gloo", "local")
+    seat = worker.Seat(lambda message: None, worker.Context(0, 1, "cpu", "gloo", "local"))
     before = signal.signal(signal.SIGINT, worker.on_interrupt)
     with worker.seated(seat):
         yield seat
@@ -326,7 +326,7 @@ def test_a_thread_that_ends_before_its_first_line_is_told(monkeypatch: pytest.Mo
         disk.DiskStore().put("x", torch.ones(1))
     with pytest.raises(RankError, match=told):
         emulation.stamp_later(time.perf_counter() + 9, lambda: None)
-    seat = worker.Seat(lambda message: None, 0, 1, "cpu", "gloo", "local")
+    seat = worker.Seat(lambda message: None, worker.Context(0, 1, "cpu", "gloo", "local"))
     seat.interruptible = True
     with pytest.raises(KeyboardInterrupt):
         exec(compile("interrupt()", worker._IMPORT, "exec"), {"interrupt": lambda: seat.interrupt(sys._getframe())})

@@ -259,7 +259,7 @@ def test_a_deadlock_lists_every_rank(cluster: Cluster, state: Callable[[], list[
         cluster.run(f)
     assert PATIENCE < time.monotonic() - started < PATIENCE + 5
     reason, *lines = str(caught.value).splitlines()
-    assert reason == "ranks 0, 1 wait for what does not come: no progress for 0.6 s (cluster.patience)"
+    assert reason == "ranks 0-1 wait for what does not come: no progress for 0.6 s (cluster.patience)"
     assert re.fullmatch(r"rank 0: recv from rank 1 tag 4, since \d\d:\d\d:\d\d \(\d+\.\d s\)", lines[0])
     assert re.fullmatch(r'  File "<cell \d+>", line 5, in f', lines[1])
     assert lines[2] == "    comm.irecv(torch.empty(1), 1, 4).wait()  # never sent"
@@ -315,7 +315,7 @@ def test_a_second_interrupt_is_told_however_early_it_comes(cluster: Cluster, mon
 
     monkeypatch.setattr(Watchdog, "waits", press)
     error, _ = interrupted(cluster, lambda: time.sleep(60))
-    assert str(error).endswith("ranks 0, 1, 2 did not come back in time and were killed: the state there is lost")
+    assert str(error).endswith("ranks 0-2 did not come back in time and were killed: the state there is lost")
     monkeypatch.undo()
     assert cluster.run(sums) == [[3.0]] * 3
 
@@ -395,7 +395,7 @@ def test_patience_can_be_changed_and_must_be_seconds(cluster: Cluster) -> None:
         error, _ = interrupted(cluster, lambda: sums() if rank() else None, after=3 * PATIENCE)
         first, second, *lines = str(error).splitlines()  # an interrupt tells what patience would have told
         assert first == "the ranks were interrupted"
-        assert second == "ranks 1, 2 wait for what does not come"
+        assert second == "ranks 1-2 wait for what does not come"
         assert lines[0] == "rank 0: finished"
         assert re.match(r"rank 1: allreduce of a list of 1 float64 for sum over 0,1,2, since ", lines[1])
         with pytest.raises(PlanError, match="patience=0: must be seconds above 0, or None"):
@@ -419,7 +419,7 @@ def test_native_code_that_holds_the_interpreter_is_seen(cluster: Cluster) -> Non
 
     with pytest.raises(ValueError, match="now") as caught:
         cluster.run(f)
-    assert "meanwhile ranks 0, 1 were at work:" in caught.value.__notes__[0]
+    assert "meanwhile ranks 0-1 were at work:" in caught.value.__notes__[0]
     assert "ctypes.PyDLL(None).sleep(60)" in caught.value.__notes__[0]
 
 

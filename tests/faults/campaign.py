@@ -699,7 +699,7 @@ class Campaign:
         """Something happens to a rank, or the driver gets SIGINT, while a cluster is closed: its ranks and files go."""
         name = self.random.choice((*SIGNALS, *INSIDE, "stop button"))
         tally, cluster = self.tally(f"{name} during close"), Cluster(RANKS, device="cpu")
-        pids, folder = cluster.run(os.getpid), cluster._folder
+        pids, folder = cluster.run(os.getpid), cluster._members.folder
         rank, after, finished = self.random.randrange(RANKS), self.random.uniform(0, 0.02), threading.Event()
         if name in INSIDE:
             cluster.run_on([rank], _do_later, name, after)
