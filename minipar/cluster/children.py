@@ -22,7 +22,7 @@ from minipar.cluster.members import Member, Members, Round
 from minipar.cluster.notes import Page
 from minipar.cluster.output import Printer
 from minipar.cluster.parcel import Parcel
-from minipar.cluster.processes import LOST_DRIVER, describe_status, ending, ends, killed_for_memory
+from minipar.cluster.processes import LOST_DRIVER, describe_status, ending, ends, held, killed_for_memory
 from minipar.cluster.ranks import Call
 from minipar.cluster.watchdog import STOPPED, Watchdog
 from minipar.cluster.worker import Setup, Situation
@@ -97,7 +97,7 @@ class Children(Members[Child]):
                 if self.start == "fork":
                     launch.zygote(self.settings)
                 for rank in missing:
-                    with self.interrupts.shielded():  # else descriptors of a rank that nobody knows would stay open
+                    with held():  # else descriptors of a rank that nobody knows would stay open
                         self._start(rank)
                 self._await_ready(missing)
             except BaseException:
@@ -235,7 +235,7 @@ class Children(Members[Child]):
 
     def interrupt(self, heard: Round) -> None:
         """Interrupt the ranks that have not answered. What they were doing is noted before."""
-        with self.interrupts.shielded():  # (a second one must not lose what is being read)
+        with held():  # (a second one must not lose what is being read)
             for member in self.ranks.values():
                 for printer in member.printers:
                     printer.pump()  # what was printed before the interrupt is shown together
@@ -348,7 +348,7 @@ class Children(Members[Child]):
 
     def stop(self, ranks: Iterable[int]) -> None:
         """Kill these ranks and everything that they had started, print their last output, and forget them."""
-        with self.interrupts.shielded():
+        with held():
             members = [self.ranks[rank] for rank in ranks if rank in self.ranks]
             for member in members:
                 member.alive = False  # first, so that a rank is replaced even if an interrupt cuts this short
@@ -376,7 +376,7 @@ class Children(Members[Child]):
     def close(self) -> None:
         """End all ranks. Does nothing in a process that was forked from the owner."""
         if os.getpid() == self.owner:
-            with self.interrupts.shielded():  # it is called once only
+            with held():  # it is called once only
                 self.stop(list(self.ranks))
                 self.selector.close()
                 shutil.rmtree(self.folder, ignore_errors=True)

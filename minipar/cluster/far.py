@@ -312,8 +312,7 @@ class Driver(Members[Peer]):
         if lost:
             raise RankDied(f"rank {lost[0]} has ended; {self._way_out}")
         heard.waiting = {peer.rank for peer in peers if peer.calls < self._calls}
-        with self.interrupts:
-            self.collect(heard)
+        self.collect(heard)
         if heard.failures:  # (nobody has been sent anything)
             return heard.waiting.clear()
         heard.waiting = set(active)

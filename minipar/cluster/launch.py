@@ -17,33 +17,12 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from minipar.cluster.processes import ends, kill_group
 from minipar.errors import RankError
 
 _EXPORT = "torch.export._trace"  # what the first capture by torch.export imports: a second
-
-
-class Process(Protocol):
-    """A rank's process, however it was started."""
-
-    @property
-    def pid(self) -> int: ...
-
-    @property
-    def has_parent(self) -> bool:
-        """Whether the process lives that started it, and learns its exit status."""
-
-    def kill(self) -> None:
-        """SIGKILL it and everything in its process group; no error when it is gone."""
-
-    def signal(self, number: int) -> None:
-        """Send it a signal; no error when it is gone. (Its pid may be another process's by then: only its parent knows
-        that it is not, and sends it.)"""
-
-    def wait(self, seconds: float) -> int | None:
-        """Its exit status (-9 = killed by signal 9), or None when it has not ended within `seconds`."""
 
 
 @dataclass(eq=False)
@@ -156,13 +135,16 @@ class Forked:
 
     @property
     def has_parent(self) -> bool:
+        """Whether the process lives that started it, and learns its exit status."""
         return self.zygote.alive
 
     def signal(self, number: int) -> None:
+        """Send it a signal; no error when it is gone."""
         with contextlib.suppress(OSError):
             self.zygote.tell("signal", self.pid, number)
 
     def kill(self) -> None:
+        """SIGKILL it and everything in its process group; no error when it is gone."""
         try:
             self.zygote.tell("kill", self.pid)
         except OSError:  # the zygote and its ranks are gone, but not the processes that these had started
@@ -170,41 +152,45 @@ class Forked:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def wait(self, seconds: float) -> int | None:
+        """Its exit status (-9 = killed by signal 9), or None when it has not ended within `seconds`."""
         if self.status is None and ends(self.pid, seconds):
             with contextlib.suppress(OSError):
                 self.status = self.zygote.ask("status", self.pid)
         return self.status
 
 
+@dataclass(eq=False)
 class Spawned:
     """A process that runs in its own interpreter. `life` is the pipe end whose closing ends it, if it is to be closed
     when it has ended."""
 
-    def __init__(self, process: subprocess.Popen[bytes], life: int = -1) -> None:
-        self.pid = process.pid
-        self._process = process
-        self._life = life
+    process: subprocess.Popen[bytes]
+    life: int = -1
+    has_parent = True
 
     @property
-    def has_parent(self) -> bool:
-        return True
+    def pid(self) -> int:
+        return self.process.pid
 
     def signal(self, number: int) -> None:
-        self._process.send_signal(number)  # (not to a process that was reaped)
+        self.process.send_signal(number)  # (not to a process that was reaped)
 
     def kill(self) -> None:
-        if self._process.returncode is None:  # not reaped, so the pid still belongs to it
+        if self.process.returncode is None:  # not reaped, so the pid still belongs to it
             kill_group(self.pid)
 
     def wait(self, seconds: float) -> int | None:
         try:
-            status = self._process.wait(seconds)
+            status = self.process.wait(seconds)
         except subprocess.TimeoutExpired:
             return None
-        if self._life >= 0:
-            os.close(self._life)
-            self._life = -1
+        if self.life >= 0:
+            os.close(self.life)
+            self.life = -1
         return status
+
+
+Process = Forked | Spawned
 
 
 def fork(control: int, out: int, err: int, settings: str) -> Forked:
@@ -222,11 +208,10 @@ def spawn(control: int, out: int, err: int, settings: str) -> Spawned:
     """A rank as a fresh interpreter that inherits the three descriptors."""
     tend(scratch_folder())
     theirs, ours = os.pipe()
-    tie = "1" if threading.current_thread() is threading.main_thread() else "0"
     command = interpreter("from minipar.cluster.worker import spawned; spawned(sys.argv[1:])")
     try:
         process = subprocess.Popen(
-            [*command, str(control), str(theirs), str(os.getpid()), tie],
+            [*command, str(control), str(theirs), str(os.getpid())],
             pass_fds=(control, theirs),
             stdin=subprocess.DEVNULL,
             stdout=out,

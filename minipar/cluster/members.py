@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import selectors
-import signal
 import socket
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from types import FrameType
 from typing import Any, Generic, TypeVar
 
 from minipar.cluster import failures, wire
@@ -25,6 +22,7 @@ from minipar.cluster.failures import Failure, as_deadlock, as_exception
 from minipar.cluster.output import USUAL, Output, Printer, Show
 from minipar.cluster.parcel import Parcel, pack_call
 from minipar.cluster.parcel import unpack as _unpack
+from minipar.cluster.processes import held
 from minipar.cluster.ranks import Call, Callback, check_ranks
 from minipar.cluster.watchdog import Watchdog
 from minipar.errors import RankError
@@ -33,66 +31,6 @@ from minipar.errors import RankError
 # the peer does.
 SETTLE = 0.05
 SETTLE_AFTER_LOST_PEER = 0.18
-
-
-@dataclass(eq=False)
-class Interrupts:
-    """Interrupts, such as by the stop button of a notebook, while the driver listens to its ranks.
-
-    Inside of `with interrupts:` an interrupt raises KeyboardInterrupt as usual. Inside of `with interrupts.held():`
-    it does so only at the end: else half a message of a rank would be lost, and the next message with it. A second one
-    does not wait. In threads other than the main one this does nothing, since they are not interrupted. Both may be
-    entered again inside."""
-
-    holding: int = 0
-    _before: Any = None
-    _entered: int = 0
-    _missed: bool = False
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._entered += 1
-        before = signal.getsignal(signal.SIGINT)
-        if self._entered == 1 and callable(before):
-            self._before = before
-            signal.signal(signal.SIGINT, self._pressed)
-
-    def __exit__(self, *_: object) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._entered -= 1
-        if not self._entered and self._before is not None:
-            before, self._before = self._before, None
-            signal.signal(signal.SIGINT, before)
-
-    def _pressed(self, number: int, frame: FrameType | None) -> None:
-        if self.holding and not self._missed:
-            self._missed = True
-        elif self._before is not None:
-            self._before(number, frame)
-
-    def release(self) -> None:
-        """What has waited comes now, unless something still holds it."""
-        if self._missed and not self.holding:
-            self._missed = False
-            self._pressed(signal.SIGINT, None)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """While entered, an interrupt waits, if these interrupts are entered, too."""
-        self.holding += 1
-        try:
-            yield
-        finally:
-            self.holding -= 1
-            self.release()
-
-    @contextlib.contextmanager
-    def shielded(self) -> Iterator[None]:
-        """While entered, an interrupt waits."""
-        with self, self.held():
-            yield
 
 
 @dataclass
@@ -158,7 +96,6 @@ class Members(ABC, Generic[M]):
         self.run = 0
         self.busy = threading.Lock()
         self.selector: selectors.BaseSelector = selectors.DefaultSelector()
-        self.interrupts = Interrupts()
         self.output = Output()
 
     # What is different for ranks here and elsewhere
@@ -216,8 +153,7 @@ class Members(ABC, Generic[M]):
         try:
             self.begin(call, active, heard, parcel)
             if not heard.called_back:
-                with self.interrupts:
-                    self.collect(heard)
+                self.collect(heard)
             if heard.waiting:
                 self.call_back(heard)
         except BaseException as error:  # the stop button, or an error in the callback
@@ -268,8 +204,10 @@ class Members(ABC, Generic[M]):
             left = None if deadline is None else max(0.0, deadline - time.monotonic())
             last = left == 0.0  # what has come while this process was stopped is read
             pauses = [left, None if heard.failures else self.look_after(heard), self.output.show()]
-            for key, _ in self.selector.select(min((pause for pause in pauses if pause is not None), default=None)):
-                key.data(heard)
+            found = self.selector.select(min((pause for pause in pauses if pause is not None), default=None))
+            with held():  # (else half a message would be lost, and the next one with it)
+                for key, _ in found:
+                    key.data(heard)
             if ended < 0:
                 self.call(heard)
             if last:
@@ -296,8 +234,7 @@ class Members(ABC, Generic[M]):
         if not heard.called_back:
             heard.called_back = True
             self.interrupt(heard)
-        with self.interrupts:
-            self.collect(heard, self.grace(heard))
+        self.collect(heard, self.grace(heard))
         heard.lost |= heard.waiting
         self.drop(heard.waiting)
 
@@ -305,8 +242,7 @@ class Members(ABC, Generic[M]):
         """Handle everything that a rank has sent."""
         while self.ranks.get(member.rank) is member:  # (else it has died, as an earlier event showed)
             try:
-                with self.interrupts.held():
-                    message = member.inbox.read()
+                message = member.inbox.read()
             except (EOFError, OSError):
                 return self.ended(member, heard)
             if message is None:
@@ -336,8 +272,7 @@ class Members(ABC, Generic[M]):
 
     def _pump(self, member: M, printer: Printer, heard: Round) -> None:
         if self.ranks.get(member.rank) is member:
-            with self.interrupts.held():
-                printer.pump()
+            printer.pump()
             if not printer.open:
                 self.selector.unregister(printer.descriptor)
 

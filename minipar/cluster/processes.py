@@ -11,8 +11,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _PF_EXITING = 4  # among the flags of a process in /proc
@@ -177,6 +180,38 @@ def killed_for_memory() -> int | None:
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return None
+
+
+@dataclass(eq=False)
+class _Holding:
+    """A handler of SIGINT that leaves the first one for later."""
+
+    before: Callable[[int, FrameType | None], Any]
+    missed: bool = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.missed = not self.missed
+        if not self.missed:
+            self.before(number, frame)
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Meanwhile an interrupt, such as by the stop button of a notebook, waits for the end; a second one does not. In
+    threads other than the main one, which are not interrupted, this does nothing."""
+    before = signal.getsignal(signal.SIGINT)
+    main = threading.current_thread() is threading.main_thread()
+    if not main or not callable(before) or isinstance(before, _Holding):
+        yield
+        return
+    holding = _Holding(before)
+    signal.signal(signal.SIGINT, holding)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if holding.missed:
+            before(signal.SIGINT, None)
 
 
 LOST_DRIVER = 71  # exit status of a rank that cannot reach its driver any more

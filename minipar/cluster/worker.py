@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import fcntl
 import os
 import random
 import signal
@@ -30,7 +29,6 @@ from minipar.cluster.light_torch import postpone_compiler
 from minipar.cluster.parcel import Parcel, pack, unpack
 from minipar.cluster.processes import (
     LOST_DRIVER,
-    die_with_parent,
     end,
     flush_native,
     open_standard_streams,
@@ -284,25 +282,13 @@ def serve(control: socket.socket) -> None:
 def spawned(arguments: list[str]) -> None:
     """A rank as a fresh interpreter, where forking is not wanted: slower to start, otherwise the same.
 
-    arguments   [CONTROL, LIFE, DRIVER_PID, TIE]; for TIE see zygote.py
-
-    LIFE is the read end of a pipe that the driver holds open. On Linux it is asynchronous: when the driver ends,
-    however it ends, the system signals this rank's whole process group, and the default action of that signal is to end
-    it. That needs no thread, reaches ranks that are busy in native code, and (unlike TIE) does not depend on which of
-    the driver's threads started the rank. Elsewhere that signal is ignored by default: a small process waits for the
-    end of the pipe.
+    arguments   [CONTROL, LIFE, DRIVER_PID]; LIFE is the read end of a pipe that the driver holds open
     """
-    control, life, driver = (int(argument) for argument in arguments[:3])
+    control, life, driver = (int(argument) for argument in arguments)
     open_standard_streams()
-    if arguments[3] == "1":
-        die_with_parent(driver)
-    if sys.platform == "linux":
-        fcntl.fcntl(life, fcntl.F_SETOWN, -os.getpid())  # negative: the process group; this process leads its session
-        fcntl.fcntl(life, fcntl.F_SETFL, fcntl.fcntl(life, fcntl.F_GETFL) | os.O_ASYNC)
-    else:
-        _guard(life, control)
+    _guard(life, control)
     if os.getppid() != driver:
-        return  # the driver ended before the pipe was armed
+        return  # the driver ended before the guard was there
     yield_to_others()
     postpone_compiler()
     serve(socket.socket(fileno=control))

@@ -22,8 +22,7 @@ import torch
 from minipar import Cluster
 from minipar.cluster import children, failures, launch, notes, threads, worker
 from minipar.cluster.failures import Failure
-from minipar.cluster.members import Interrupts
-from minipar.cluster.processes import ends
+from minipar.cluster.processes import ends, held
 from minipar.comm import communicator
 from minipar.comm.transport import arena, board
 from minipar.errors import RankDied, RankError, StoreError
@@ -80,13 +79,13 @@ def test_what_killed_ranks_left_where_they_met_goes(clusters: Clusters) -> None:
 
 
 def test_a_held_interrupt_comes_at_the_end_and_a_second_one_at_once() -> None:
-    interrupts, reached, before = Interrupts(), [], signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), interrupts.shielded():  # noqa: PT012
-        with interrupts.shielded():
+    reached, before = [], signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), held():  # noqa: PT012
+        with held():
             signal.raise_signal(signal.SIGINT)
             reached.append("inside")
         reached.append("outside")
-    with pytest.raises(KeyboardInterrupt), interrupts.shielded():  # noqa: PT012
+    with pytest.raises(KeyboardInterrupt), held():  # noqa: PT012
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         reached.append("never")

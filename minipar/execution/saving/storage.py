@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from minipar.cluster.members import Interrupts
+from minipar.cluster.processes import held
 from minipar.errors import SaveError
 from minipar.execution.lines import Slice
 from minipar.execution.saving.contents import parameter_of
@@ -27,7 +27,7 @@ from minipar.execution.saving.folder import Chunk, Saved, SavedEntry, flush, wri
 from minipar.models.nodes import Cut
 from minipar.models.tensors import dtype_name, dtype_named
 
-with Interrupts().shielded():  # (what is half imported of it cannot be imported again)
+with held():  # (what is half imported of it cannot be imported again)
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save_file
 
