@@ -31,7 +31,6 @@ class Profile:
     grad_output_bytes  those of its output tensors that get a gradient
     saved_bytes        distinct storages that autograd keeps of the layer from forward to backward, without the
                        parameters, the layer's input, the loss's targets, and the layer's own output
-    saves_output       for each layer, whether autograd also keeps (part of) the layer's own output
     parameter_bytes    for each parameter group (as in `shape_of`), its trainable and frozen parameters
     gradient_bytes     for each parameter group, the gradient of its trainable parameters
     optimizer_bytes    for each parameter group, the optimizer's state after a step
@@ -65,7 +64,6 @@ class Profile:
     output_bytes: dict[int, tuple[int, ...]]
     grad_output_bytes: dict[int, tuple[int, ...]]
     saved_bytes: dict[int, tuple[int, ...]]
-    saves_output: tuple[bool, ...]
     parameter_bytes: tuple[int, ...]
     gradient_bytes: tuple[int, ...]
     optimizer_bytes: tuple[int, ...]

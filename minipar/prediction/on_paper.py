@@ -25,7 +25,7 @@ from minipar.models import shapes, table
 from minipar.models.sizes import Sizes, Transformer, of_preset
 from minipar.prediction import memory_formula
 from minipar.prediction.emulated import EmulatedCosts
-from minipar.prediction.plan_numbers import PRECISIONS, Precision, own_layers
+from minipar.prediction.plan_numbers import PRECISIONS, Precision
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
 from minipar.prediction.rank_memory import RankMemory
 from minipar.prediction.simulator import simulate
@@ -136,7 +136,6 @@ def profile_of(
         grad_output_bytes={rows: _whole(one.bytes.gradient) for rows, one in by_rows.items()},
         saved_bytes={rows: _whole(one.bytes.saved) for rows, one in by_rows.items()},
         saved_weight_bytes=kept,
-        saves_output=(False,) * own_layers(model),
         parameter_bytes=tuple(each.parameter * size for size in sizes),
         gradient_bytes=tuple(each.gradient * size for size in sizes),
         optimizer_bytes=tuple(each.optimizer * size for size in sizes),

@@ -32,7 +32,7 @@ FOUND = Calibration(
 SECONDS = (1e-3,) * 4
 PROFILE = Profile(
     forward={2: SECONDS}, backward={2: (2e-3,) * 4}, output_bytes={2: (1000,) * 4}, grad_output_bytes={2: (500,) * 4},
-    saved_bytes={2: (0,) * 4}, saves_output=(False,) * 4, parameter_bytes=(4000,) * 4, gradient_bytes=(4000,) * 4,
+    saved_bytes={2: (0,) * 4}, parameter_bytes=(4000,) * 4, gradient_bytes=(4000,) * 4,
     optimizer_bytes=(0,) * 4, step_seconds=4e-4, backward_input={2: (1.5e-3,) * 4}, backward_weight={2: (7e-4,) * 4},
 )  # fmt: skip
 

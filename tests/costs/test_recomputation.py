@@ -171,7 +171,6 @@ def profile():
         output_bytes={2: (8, 16), 4: (16, 32)},
         grad_output_bytes={2: (4, 16), 4: (8, 32)},
         saved_bytes={2: (1, 2), 4: (3, 4)},
-        saves_output=(False, False),
         parameter_bytes=(4, 4),
         gradient_bytes=(4, 4),
         optimizer_bytes=(0, 0),

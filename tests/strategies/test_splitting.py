@@ -43,7 +43,6 @@ def profile(seconds, sizes, share=0.5, step=1e-3):
         output_bytes={ROWS: tuple(sizes)},
         grad_output_bytes={ROWS: tuple(sizes)},
         saved_bytes={ROWS: (0,) * n},
-        saves_output=(False,) * n,
         parameter_bytes=(4,) * n,
         gradient_bytes=(4,) * n,
         optimizer_bytes=(0,) * n,

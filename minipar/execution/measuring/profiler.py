@@ -44,11 +44,8 @@ from minipar.models.tensors import (
 )
 
 Loss = Callable[[Any], Tensor]
+Clock = Callable[[], float]
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def profile(
@@ -98,7 +95,7 @@ def profile(
     first = min((min(h.layers) for h in held if h.trainable), default=len(layers))
     device = next((p.device for h in held for p in (*h.trainable, *h.frozen)), torch.device("cpu"))
     places = [torch.device("cpu") if l in on_host else device for l in range(len(layers))] if on_host else []
-    clock = _Stopwatch(device, threads)
+    clock = _stopwatch(device, threads)
     costs: dict[int, list[dict[str, Any]]] = {}
     walked = walk(model, batch, [count_rows(batch[0])] if rows is None else rows, slices, device, between)
     warm = partial(_warmed_up, layers, naming_layers.names_of(model), loss, first, 2 * flops, places)
@@ -119,11 +116,9 @@ def profile(
         name: {key: tuple(one[name] for one in found) for key, found in costs.items()} for name in names
     }
     tables |= {} if between is None else between.tables()
-    saves = tables.pop("saves_output")
     return Profile(
-        saves_output=tuple(any(column) for column in zip(*saves.values(), strict=True)),
-        parameter_bytes=tuple(sum(map(_bytes, (*h.trainable, *h.frozen))) for h in held),
-        gradient_bytes=tuple(sum(map(_bytes, h.trainable)) for h in held),
+        parameter_bytes=tuple(count_bytes([*h.trainable, *h.frozen]) for h in held),
+        gradient_bytes=tuple(count_bytes(list(h.trainable)) for h in held),
         optimizer_bytes=optimizer_bytes,
         step_seconds=step_seconds,
         host_step_seconds=host_step_seconds,
@@ -164,7 +159,7 @@ class _Measured:
     left: list[int] = field(default_factory=list)  # bytes between the halves of its backward
     slice: sliced.OneSlice | None = None
 
-    def forward(self, clock: _Stopwatch) -> tuple[Any, list[Tensor]]:
+    def forward(self, clock: Clock) -> tuple[Any, list[Tensor]]:
         """A timed forward: the input as a leaf, and the tensors that a backward starts from."""
         given = detach(self.value, self.input_gradient)
         start = clock()
@@ -172,7 +167,7 @@ class _Measured:
         self.seconds["forward"].append(clock() - start)
         return given, ends
 
-    def recompute(self, repeats: int, clock: _Stopwatch) -> None:
+    def recompute(self, repeats: int, clock: Clock) -> None:
         """Time the forward as the executor runs it where nobody reads the output, if that is any shorter."""
         self.seconds["recompute"] = []
         if self.loss or overwrites(self.layer):
@@ -267,7 +262,7 @@ def _kept_anyway(target: Any, part: sliced.OneSlice | None) -> list[Tensor]:
     return [*tensors(target), *(tensors(part.beside) if part else ())]
 
 
-def _time_run(run: list[_Measured], repeats: int, clock: _Stopwatch, halves: bool) -> list[dict[str, Any]]:
+def _time_run(run: list[_Measured], repeats: int, clock: Clock, halves: bool) -> list[dict[str, Any]]:
     """The layers of a run, forwards in order and backwards in reverse; then again with backwards in `halves`. Gives for
     each layer what `Profile` says of it, by the names of its tables."""
     for backward in [_backward] * repeats + [_halves] * ((repeats + 1) // 2 * halves):
@@ -283,14 +278,13 @@ def _columns(layer: _Measured) -> dict[str, Any]:
     weights = layer.weights
     found |= {"output_bytes": weights.output, "grad_output_bytes": weights.grad_output, "saved_bytes": weights.saved}
     found |= {"carry_bytes": weights.carry, "grad_carry_bytes": weights.grad_carry}
-    found |= {"saves_output": weights.saves_output}
     found |= dict(zip(("forward_flops", "backward_flops"), layer.flops, strict=False))
     if layer.left:
         found["saved_weight_bytes"] = layer.left[0]
     return found
 
 
-def _backward(layer: _Measured, graph: tuple[Any, list[Tensor]], clock: _Stopwatch) -> None:
+def _backward(layer: _Measured, graph: tuple[Any, list[Tensor]], clock: Clock) -> None:
     """Time a whole backward."""
     ends = graph[1]
     edges, gradients = [get_gradient_edge(end) for end in ends], _ones(ends)
@@ -300,7 +294,7 @@ def _backward(layer: _Measured, graph: tuple[Any, list[Tensor]], clock: _Stopwat
     layer.seconds["backward"].append(clock() - start if ends else 0.0)
 
 
-def _halves(layer: _Measured, graph: tuple[Any, list[Tensor]], clock: _Stopwatch) -> None:
+def _halves(layer: _Measured, graph: tuple[Any, list[Tensor]], clock: Clock) -> None:
     """Time a backward in halves; what the input half leaves."""
     given, ends = graph
     gradients = _ones(ends)
@@ -329,20 +323,19 @@ def _ones(ends: Sequence[Tensor]) -> list[Tensor]:
 _KEPT = 64 * 2**20
 
 
-class _Stopwatch:
-    """Seconds: of the thread's own work where one thread of the CPU does it all, of the clock elsewhere."""
+def _stopwatch(device: torch.device, threads: int) -> Clock:
+    """Reads seconds: of the thread's own work where one thread of the CPU does it all, of the clock elsewhere."""
+    read = time.thread_time if device.type == "cpu" and threads == 1 else time.perf_counter
 
-    def __init__(self, device: torch.device, threads: int) -> None:
-        self.device = device
-        self.read = time.thread_time if device.type == "cpu" and threads == 1 else time.perf_counter
+    def clock() -> float:
+        synchronize(device)
+        return read()
 
-    def __call__(self) -> float:
-        synchronize(self.device)
-        return self.read()
+    return clock
 
 
 def _measure_step(
-    groups: Sequence[Sequence[Tensor]], factory: OptimizerFactory, repeats: int, clock: _Stopwatch
+    groups: Sequence[Sequence[Tensor]], factory: OptimizerFactory, repeats: int, clock: Clock
 ) -> tuple[float, tuple[int, ...]]:
     """Seconds of an optimizer step over copies of all parameters, and the bytes it keeps for each group."""
     copies = [[nn.Parameter(p.detach().clone()) for p in group] for group in groups]
@@ -358,11 +351,8 @@ def _measure_step(
         start = clock()
         optimizer.step()
         seconds.append(clock() - start)
-    state = [
-        sum(_bytes(t) for p in group for t in optimizer.state.get(p, {}).values() if isinstance(t, Tensor))
-        for group in copies
-    ]
-    return median(seconds), tuple(state)
+    kept = (count_bytes([list(optimizer.state.get(p, {}).values()) for p in group]) for group in copies)
+    return median(seconds), tuple(kept)
 
 
 @contextmanager

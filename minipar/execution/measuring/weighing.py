@@ -20,7 +20,6 @@ class Weights(NamedTuple):
     output: int
     grad_output: int
     saved: int
-    saves_output: bool
     carry: int = 0
     grad_carry: int = 0
 
@@ -57,7 +56,6 @@ def weigh(
         count_bytes(output),
         count_bytes([t for t in tensors(output) if t.requires_grad]),
         sum(size for key, size in kept.items() if key not in handed_on),
-        not handed_on.isdisjoint(kept),
     )
     saved.clear()  # (autograd keeps `pack`, and so this list, until the last of them is used)
     return output, rest, weights
