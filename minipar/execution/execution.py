@@ -47,7 +47,7 @@ from minipar.execution.saving.keeping import NOTHING, Share, Storing
 from minipar.execution.sliced import count_tokens, ranges_of
 from minipar.execution.state import State
 from minipar.execution.updating import Optimizer, Scheduler, Update, check_update, forms_of, whole_piece
-from minipar.models import selective_checkpoint
+from minipar.models import selective_checkpoint, unregistered
 from minipar.models.losses import check_loss, is_known, raise_unless_again, scalar, try_loss, try_tokens
 from minipar.models.mixture_gpt import Load, total
 from minipar.models.network import Network, edges_of
@@ -153,6 +153,8 @@ class Job:
             kind = type(model).__name__
             raise PlanError(f"model: a {kind} without layers; possible are an nn.Module and a list of layers")
         convert(model, self.dtype)
+        if type(model) in (nn.Sequential, Network):
+            unregistered.register(model)
         if not layered:
             from minipar.models.tracing import in_layers  # (torch.fx is not imported for models that are layers)
 

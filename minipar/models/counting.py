@@ -8,7 +8,6 @@ Any other module counts as one layer; `models.from_torch(model, example)` cuts i
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from minipar.errors import PlanError
 from minipar.models.dispatch_mode import DispatchMode
 from minipar.models.sizes import Chain, ChainLayer
+from minipar.models.tensors import copied
 
 
 def chain_of(model: nn.Module, example: Any, name: str = "") -> Chain:
@@ -32,17 +32,17 @@ def chain_of(model: nn.Module, example: Any, name: str = "") -> Chain:
     """
     if not isinstance(model, nn.Module):
         raise PlanError(f"model {str(model)!r}: is no torch module, and needs no example=; possible is it without one")
-    copied = copy.deepcopy(model).to("meta")
+    layers = copied(model).to("meta")
     x = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), example)
     sizes = [leaf.shape[0] for leaf in tree_leaves(example) if isinstance(leaf, Tensor) and leaf.ndim]
     if not sizes:
         raise PlanError(f"chain_of: the example {example!r} has no tensor; give one row of input or more")
     rows, found = sizes[0], []
-    for layer in copied if isinstance(copied, nn.Sequential) else [copied]:
+    for layer in layers if isinstance(layers, nn.Sequential) else [layers]:
         counter = _Counter({id(parameter) for parameter in layer.parameters()})
         try:
             with counter, torch.autograd.graph.saved_tensors_hooks(counter.keep, lambda tensor: tensor):
-                x = layer(*x) if isinstance(x, tuple) and not isinstance(copied, nn.Sequential) else layer(x)
+                x = layer(*x) if isinstance(x, tuple) and not isinstance(layers, nn.Sequential) else layer(x)
         except (RuntimeError, NotImplementedError) as error:
             reason = str(error).split("\n")[0]
             raise PlanError(f"chain_of: {type(layer).__name__} does not run on meta tensors: {reason}") from None

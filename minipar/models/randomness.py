@@ -14,7 +14,6 @@ split.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -25,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.models.network import edges_of
-from minipar.models.tensors import count_rows, map_tensors, take_rows, tensors
+from minipar.models.tensors import copied, count_rows, map_tensors, take_rows, tensors
 from minipar.program.edges import wiring
 
 _GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)  # the 64-bit golden ratio, as a signed number
@@ -181,7 +180,22 @@ def split_sensitive(model: nn.Module, x: Any = None) -> list[str]:
     for name, what in () if ours or x is None else _seen(model, x):
         if not any(f"{other}.".startswith(f"{name}.") for other in named):
             found.append(f"{name} ({type(model._modules[name]).__name__}: {what})")
+    for name, p in model.named_parameters():
+        if p.requires_grad and (p._backward_hooks or p._post_accumulate_grad_hooks) and not _adds_up(p):
+            found.append(f"{name} (its hook is given the gradient of a micro-batch)")
     return found
+
+
+def _adds_up(parameter: nn.Parameter) -> bool:
+    """Whether hooks of a parameter make of a sum of gradients the sum of what they make of each."""
+    kept, found = parameter.grad, []
+    parts = [torch.linspace(-1, 1, parameter.numel()).view_as(parameter).to(parameter) ** k for k in (1, 2)]
+    for gradient in (*parts, parts[0] + parts[1]):
+        parameter.grad = None
+        (parameter * gradient).real.sum().backward()
+        found.append(torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
+    parameter.grad = kept
+    return torch.allclose(found[0] + found[1], found[2], rtol=1e-3, atol=1e-6)
 
 
 def _seen(model: nn.Module, x: Any) -> list[tuple[str, str]]:
@@ -195,7 +209,7 @@ def _seen(model: nn.Module, x: Any) -> list[tuple[str, str]]:
     once: Exception | None = None
     with untouched(sources), torch.no_grad(), suppress(Exception):
         for number, (name, layer) in enumerate(layers.items()):
-            holder = nn.Sequential(copy.deepcopy(layer))
+            holder = nn.Sequential(copied(layer))
             replace_dropout(holder, 0)
             several = [outputs[k] for k in inputs[number]] or [x]
             read = map_tensors(several[0] if len(several) == 1 else tuple(several), lambda t: t.to(device))

@@ -6,6 +6,7 @@ have any type that can be made from items, such as the outputs of Hugging Face's
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import importlib
@@ -45,6 +46,13 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     """The layers of a sequential model, in order. A layer that is used twice is here twice (in `children` it is
     once)."""
     return [layer for layer in model._modules.values() if layer is not None]
+
+
+def copied(model: nn.Module) -> Any:
+    """A deep copy of a module. What its forward makes anew of its parameters, such as the weight of an old
+    torch.nn.utils.weight_norm, may still be in a graph, and torch would refuse to copy it."""
+    made = [t for module in model.modules() for t in vars(module).values() if isinstance(t, Tensor) and not t.is_leaf]
+    return copy.deepcopy(model, {id(t): t.detach().clone() for t in made})
 
 
 def resize(tensors: Iterable[Tensor], whole: bool) -> None:

@@ -10,7 +10,6 @@ The result can be replayed exactly: `reference.py` reads only the order (in plai
 from __future__ import annotations
 
 import contextlib
-import copy
 import shutil
 import tempfile
 import time
@@ -40,7 +39,7 @@ from minipar.execution.saving.keeping import NOTHING, Share, Storing
 from minipar.execution.saving.storage import Reading
 from minipar.execution.updating import Form, Update, check_update, class_name, forms_of
 from minipar.models.parameter_groups import parameters_of
-from minipar.models.tensors import count_bytes, dtype_name, layers_of
+from minipar.models.tensors import copied, count_bytes, dtype_name, layers_of
 from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.service import Times, key_of, timed
 from minipar.program import Op, Program, Value
@@ -351,7 +350,7 @@ def _be_worker(
         names = {id(p): name for name, p in model.named_parameters()}
         layers = zip(layers_of(model), outline.prefixes, strict=True)
         restore_layers(layers, names, Reading(storing.saved), lambda p: not p.requires_grad)
-    spare = copy.deepcopy(model)  # to warm up: first calls take longer, and should not count in the first step
+    spare = copied(model)  # to warm up: first calls take longer, and should not count in the first step
     Worker(program, rank, spare, job).run(job.batches, storing.first)
     one = Worker(program, rank, model, job, task.slow[rank] if task.slow else None)
     one.compute.finite = None if job.on_nan == "ignore" else Finite(rank, job.on_nan, worker.report)

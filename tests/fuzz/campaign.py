@@ -307,7 +307,7 @@ def expect(pair: Pair, nudge: float = 0.0) -> oracle.Result:
     if "local_steps" in plan:
         m = int(plan.get("microbatches", 1)) * int(plan.get("accumulate", 1))
         return oracle.locally(
-            pair.spec, batches, pair.steps, 5, pair.make, int(plan["dp"]), m, int(plan["local_steps"]), nudge,
+            pair.spec, batches, pair.steps, 5, pair.make, int(plan.get("dp", 1)), m, int(plan["local_steps"]), nudge,
             outside.SCHEDULERS[pair.scheduler],
         )  # fmt: skip
     inference = plan.get("inference") == "true"
@@ -397,6 +397,8 @@ def judge(pair: Pair, ranks: Any) -> Outcome:
                 if said in str(error):
                     return Outcome("refused", said)
         still = all(not g.abs().sum() for g in expected.gradients[0].values()) if expected.gradients else False
+        if kind == "NotFinite" and plan.get("schedule") in plans.STALE:
+            return Outcome("invalid", "late gradients diverge")
         if "precision" in plan and "dtype" in str(error):
             return Outcome("invalid", "the model cannot compute in bfloat16")
         if still and "depends on no parameter" in str(error):

@@ -66,6 +66,34 @@ def test_modules_that_feel_the_split_are_named():
     assert "BatchNorm1d" in found[0]
 
 
+def _clamped(model: nn.Module) -> None:
+    model[0].weight.register_hook(lambda g: g.clamp(-0.1, 0.1))
+
+
+def _doubled(model: nn.Module) -> None:
+    model[0].weight.register_hook(lambda g: g * 2)
+    model[0].bias.register_hook(lambda g: g * torch.tensor([1.0, 0, 1, 0]))
+
+
+def _of_unit_length(model: nn.Module) -> None:
+    def change(p: nn.Parameter) -> None:
+        p.grad /= p.grad.norm()
+
+    model[0].bias.register_post_accumulate_grad_hook(change)
+
+
+@pytest.mark.parametrize(("hook", "named"), [(_clamped, "0.weight"), (_doubled, ""), (_of_unit_length, "0.bias")])
+def test_hooks_that_feel_a_part_of_a_gradient_are_named(hook, named):
+    """Those that only scale it, or leave some of it out, are not."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    hook(model)
+    model[0].weight.grad = torch.ones(4, 4)
+    found = split_sensitive(model, torch.randn(6, 4))
+    assert found == ([f"{named} (its hook is given the gradient of a micro-batch)"] if named else [])
+    assert torch.equal(model[0].weight.grad, torch.ones(4, 4))
+    assert model[0].bias.grad is None
+
+
 @pytest.mark.parametrize("name", models.presets())
 def test_layers_of_its_own_models_treat_rows_one_by_one(name: str) -> None:
     """So `split_sensitive` does not run them."""

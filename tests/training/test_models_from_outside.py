@@ -7,9 +7,12 @@ Those of Hugging Face are skipped without the extra `models`. Each model has two
 from __future__ import annotations
 
 import importlib.util
+import warnings
 from functools import partial
 
 import pytest
+import torch
+from torch import nn
 
 import minipar
 from minipar import models
@@ -40,6 +43,20 @@ def test_models_of_pictures(clusters, name):
 def test_batch_norm_of_whole_batches(clusters):
     """Where no batch is split, statistics are those of one device."""
     outside.check_pictures(clusters(4), "resnet-batch", "pp=4 microbatches=1")
+
+
+def weight_normed():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # (torch has a newer one)
+        return nn.Sequential(nn.utils.weight_norm(nn.Linear(3, 8)), nn.Tanh(), nn.Linear(8, 10))
+
+
+@pytest.mark.parametrize("plan", ["pp=2 schedule=zb-h1 microbatches=2", "sync=ps dp=2"])
+def test_old_weight_norm(clusters, plan):
+    """Its weight is made anew in each forward, and torch does not copy it."""
+    x, y = torch.randn(12, 3, dtype=torch.float64), torch.arange(12) % 10
+    cluster = clusters(minipar.Plan.parse(plan).ranks)
+    outside._check(outside.train(cluster, weight_normed, (x, y), plan, dtype=torch.float64, check=True), 1e-12)
 
 
 @needs_transformers

@@ -7,7 +7,6 @@ And what slices of a sequence cost, t(length, context), for `minipar.costs.slici
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -32,6 +31,7 @@ from minipar.execution.streams import synchronize
 from minipar.execution.tails import Tails
 from minipar.models.parameter_groups import groups_of
 from minipar.models.tensors import (
+    copied,
     count_bytes,
     count_rows,
     detach,
@@ -214,7 +214,7 @@ def _warmed_up(
     count    of how many of the two the operations are counted
     places   where each layer computes, if that is not where it is
     """
-    l, layer, value, target = visit.number, copy.deepcopy(layers[visit.number]), visit.given, visit.target
+    l, layer, value, target = visit.number, copied(layers[visit.number]), visit.given, visit.target
     if places:
         layer, value, target = layer.to(places[l]), _on(places[l], value), _on(places[l], target)
     final = partial(of_output, loss, target) if visit.last else None

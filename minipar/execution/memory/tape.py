@@ -8,7 +8,6 @@ So all memory that remains is kept by this layer. `prediction/memory.py` lays th
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -25,6 +24,7 @@ from minipar.execution.split_backward import input_half, weight_half
 from minipar.models import randomness
 from minipar.models.parameter_groups import parameters_of
 from minipar.models.tensors import (
+    copied,
     differentiable,
     find_overwriting,
     given_to,
@@ -111,7 +111,7 @@ def record(
     runs on a copy.
     """
     layers = list(model)
-    copies = copy.deepcopy(nn.Sequential(*layers))
+    copies = copied(nn.Sequential(*layers))
     randomness.replace_dropout(copies, 0)
     chain = [layer for layer in copies._modules.values() if layer is not None]
     trainable = [l for l, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())]

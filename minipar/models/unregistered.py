@@ -1,0 +1,68 @@
+"""Weights that a layer shares with another in a way that torch does not see: `self.tied = [other.weight]`.
+
+A layer that keeps a parameter in a plain list, a dict or a closure computes with it, but does not name it among its
+own: the rank that has the layer would not know that it needs the weight, and a gradient that it makes would be lost.
+`register` makes such a weight one of the layer's own, as `self.weight = other.weight` does. It is a tie then.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from minipar.errors import PlanError
+
+_TORCH = frozenset(vars(nn.Module()))  # what every module has: parameters, submodules, hooks
+_DEPTH = 4  # of containers in containers
+
+
+def register(model: nn.Module) -> None:
+    """Register the weights of earlier layers that later ones hold. Errors: PlanError where a layer holds one of a later
+    layer, which would get another name."""
+    layers = [(name, layer) for name, layer in model._modules.items() if layer is not None]
+    owner = {id(p): k for k, (_, layer) in reversed([*enumerate(layers)]) for p in layer.parameters()}
+    for k, (name, layer) in enumerate(layers):
+        own = {id(p) for p in layer.parameters()}
+        for attribute, p in [*_held_by(layer)]:
+            if id(p) in own or id(p) not in owner:
+                continue
+            if owner[id(p)] > k:
+                later = layers[owner[id(p)]][0]
+                raise PlanError(
+                    f"model: layer {name} ({type(layer).__name__}) keeps a parameter of layer {later} in {attribute}, "
+                    "where torch does not see it; possible is to register it, as in self.tied = other.weight"
+                )
+            own.add(id(p))
+            layer.register_parameter(f"held_{len(own)}", p)
+
+
+def _held_by(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters in attributes of a layer that are no parameters or modules of it, with the attribute's name."""
+    for module in layer.modules():
+        for name, value in vars(module).items():
+            if name not in _TORCH:
+                yield from ((name, p) for p in _inside(value, layer, _DEPTH))
+
+
+def _inside(value: Any, layer: nn.Module, depth: int) -> Iterator[nn.Parameter]:
+    """The parameters in a value. One that holds the layer itself is what the layer is a part of."""
+    parts: Any = ()
+    if isinstance(value, nn.Parameter):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.parameters() if all(part is not layer for part in value.modules()) else ()
+    elif isinstance(value, dict):
+        parts = value.values()
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        parts = value
+    elif isinstance(value, partial):
+        parts = value.func, value.args, value.keywords
+    elif isinstance(value, FunctionType):
+        parts = inspect.getclosurevars(value).nonlocals.values()
+    for part in parts if depth else ():
+        yield from _inside(part, layer, depth - 1)

@@ -1,0 +1,100 @@
+"""Weights that layers share through lists, dicts and closures, which torch does not see; compared with plain torch."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.nn import functional
+
+from minipar import Plan, PlanError, train
+from minipar.models import unregistered
+
+
+class Applies(nn.Module):
+    """Uses a weight that it keeps as it is told to."""
+
+    def __init__(self, weight: nn.Parameter, how: str) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(6))
+        if how == "list":
+            self.kept = [weight]
+        elif how == "nested":
+            self.kept = {"all": ([weight],)}
+        elif how == "closure":
+            self.kept = lambda x: functional.linear(x, weight)
+        elif how == "partial":
+            self.kept = partial(functional.linear, weight=weight)
+        else:
+            self.__dict__["kept"] = weight
+        self.how = how
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how in ("closure", "partial"):
+            return self.kept(x) * self.scale
+        weight = (
+            self.kept if self.how == "attribute" else self.kept[0] if self.how == "list" else self.kept["all"][0][0]
+        )
+        return functional.linear(x, weight) * self.scale
+
+
+def make(how: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    first = nn.Linear(6, 6)
+    return nn.Sequential(first, nn.Tanh(), Applies(first.weight, how), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize("how", ["list", "nested", "closure", "partial", "attribute"])
+def test_such_a_weight_is_a_tie(how):
+    model = make(how)
+    names = [name for name, _ in model.named_parameters()]
+    unregistered.register(model)
+    assert any(p is model[0].weight for p in model[2].parameters())
+    assert [name for name, _ in model.named_parameters()] == names  # it has its own name
+
+
+@pytest.mark.many(4)
+@pytest.mark.parametrize(
+    "words", ["pp=2", "schedule=zb-h1", "dp=2 zero=3", "offload=parameters", "pp=2 schedule=zb-v microbatches=4"]
+)
+@pytest.mark.parametrize("how", ["list", "closure"])
+def test_it_trains_as_in_plain_torch(clusters, words, how, tmp_path):
+    torch.manual_seed(1)
+    x, y = torch.randn(8, 6, dtype=torch.float64), torch.randint(0, 3, (8,))
+    plan, plain = Plan.parse(words), make(how).double()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        losses.append(functional.cross_entropy(plain(x), y))
+        losses[-1].backward()
+        optimizer.step()
+    run = train(
+        partial(make, how), (x, y), plan, cluster=clusters(plan.ranks), steps=4, dtype=torch.float64, progress=False,
+        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    )  # fmt: skip
+    assert run.losses == pytest.approx([loss.item() for loss in losses], rel=1e-12)
+    run.export(tmp_path / "model.safetensors")
+    found = load_file(tmp_path / "model.safetensors")
+    assert found.keys() == dict(plain.named_parameters()).keys()
+    for name, p in plain.named_parameters():
+        assert torch.allclose(found[name], p, rtol=0, atol=1e-12), name
+
+
+def test_what_holds_the_layer_itself_is_no_tie():
+    model = make("list")
+    model[2].kept = [model]
+    model[1].kept = [nn.Parameter(torch.ones(2))]  # and nobody else's parameter is nobody else's
+    unregistered.register(model)
+    assert len(list(model[2].parameters())) == 1
+    assert not list(model[1].parameters())
+
+
+def test_a_weight_of_a_later_layer_is_refused():
+    model = nn.Sequential(nn.Tanh(), nn.Linear(6, 6))
+    model[0].kept = [model[1].weight]
+    with pytest.raises(PlanError, match=r"layer 0 \(Tanh\) keeps a parameter of layer 1 in kept, .* self.tied = other"):
+        unregistered.register(model)
