@@ -433,7 +433,8 @@ def _passes(job: Job, work: Work) -> Passed:
                 executor.follow(program, work.slow[comm.rank][-1] if work.slow is not None else None)
             given = {s: job.part(s, program, comm.rank) for s in range(header.step, header.step + program.steps)}
             if work.end is not None and _is_there(work.end, comm):
-                storing.after(executor, outline, header, True, updates)
+                if not storing.due(header.step):  # (else it was saved just now)
+                    storing.after(executor, outline, header, True, updates)
                 break
             comm.barrier()  # so that a pass begins on all ranks at once, as the prediction assumes
             with tracker or nullcontext():

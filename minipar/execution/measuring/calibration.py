@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from tqdm.auto import tqdm
 
-from minipar.cluster import agreement, worker
+from minipar.cluster import agreement
 from minipar.cluster.launched import driven
 from minipar.cluster.ranks import Ranks
 from minipar.comm import communicator
@@ -88,11 +88,10 @@ def _calibrated(
     pairs = list(combinations(range(size), 2))
     if len(pairs) > _PAIRS:
         pairs = [(rank, rank + 1) for rank in range(size - 1)]
-    with tqdm(total=2 + len(pairs), desc="calibrate", disable=not progress, leave=False) as bar:
-        found = cluster.run_with(
-            lambda rank, done: bar.update(), _measure, pairs, seconds, algorithms, messages, sums, progress
-        )
-    return found[0]
+    with tqdm(total=1, desc="calibrate", disable=not progress, leave=False) as bar:
+        found: Calibration = cluster.run(_measure, pairs, seconds, algorithms, messages, sums)[0]
+        bar.update()
+    return found
 
 
 def quick_calibration(cluster: Ranks, program: Program, *, algorithms: bool, progress: bool = True) -> Calibration:
@@ -120,31 +119,23 @@ _known: WeakKeyDictionary[Ranks, dict[tuple[bool, bool, bool], Calibration]] = W
 # in the ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _measure(
-    pairs: list[tuple[int, int]], seconds: float, algorithms: bool, messages: bool, sums: bool, reports: bool
-) -> Calibration:
+def _measure(pairs: list[tuple[int, int]], seconds: float, algorithms: bool, messages: bool, sums: bool) -> Calibration:
     comm = communicator.create()
     cores = _cores(comm) if comm.device.type == "cpu" else None
     with on_own_core() if cores is not None and is_crowded() else nullcontext():  # as when a program runs
-        found = _measure_all(comm, cores, pairs if messages or _hosts(comm) else [], seconds, sums, reports)
+        found = _measure_all(comm, cores, pairs if messages or _hosts(comm) else [], seconds, sums)
     return _with_exchanges(comm, found, _repeats(seconds)) if algorithms else found  # as users call them
 
 
 def _measure_all(
-    comm: Communicator, cores: int | None, pairs: list[tuple[int, int]], seconds: float, sums: bool, reports: bool
+    comm: Communicator, cores: int | None, pairs: list[tuple[int, int]], seconds: float, sums: bool
 ) -> Calibration:
     own_clock = comm.device.type == "cpu" and torch.get_num_threads() == 1
     repeats, hosts = _repeats(seconds), _hosts(comm)
-
-    def done() -> None:
-        if reports and comm.rank == 0:
-            worker.report(1)
-
     one, every = _compute(comm, seconds / 24, time.thread_time if own_clock else time.perf_counter)
     at_once = comm.size
     if cores is not None and own_clock:  # the threads' own time says nothing of the time that they had to wait
         at_once = min(cores, comm.size)
-    done()
     links, works, far = [], [], {}
     for a, b in pairs:
         if not hosts or hosts[a] == hosts[b]:
@@ -155,7 +146,6 @@ def _measure_all(
         elif (hosts[a], hosts[b]) not in far:  # (the links of other ranks of these hosts are the same cable)
             far[hosts[a], hosts[b]] = _line(partial(_seconds_of_message, comm, [(a, b)]))
             links.append((a, b, far[hosts[a], hosts[b]]))
-        done()
     lines = []
     for members in _members(comm) if sums else []:
         if not any(hosts.count(host) % members for host in hosts):  # (all neighbours are on one host)
@@ -164,7 +154,6 @@ def _measure_all(
             lines.append((members, _fit(_SUM_SIZES, found)))
     filling = _filling(comm, hosts, next(iter(far.values()))) if far else 1.0
     across = _across_hosts(comm, hosts) if hosts else ()
-    done()
     send, receive = map(_middle, zip(*works, strict=True)) if works and comm.device.type == "cpu" else (FREE, FREE)
     return Calibration(
         device=comm.device.type,

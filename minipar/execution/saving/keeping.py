@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -78,7 +78,6 @@ class Storing:
     token: str = ""
     keep: int | None = 0
     call: Call | None = None
-    _written: dict[str, int] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def first(self) -> int:
@@ -102,16 +101,17 @@ class Storing:
             return None
         return read_whole(Reading(self.saved))
 
+    def due(self, step: int) -> bool:
+        """Whether the run is saved after so many steps, wherever it ends."""
+        return self.every > 0 and (step - self.first) % self.every == 0
+
     def after(self, executor: Executor, outline: Outline, header: Header, last: bool, updates: int) -> None:
         """In a rank, after some steps: write its share, if it is time. All ranks call this.
 
         updates   of this run so far
         """
-        if not self.folder or not (last or (self.every and (header.step - self.first) % self.every == 0)):
+        if not self.folder or not (last or self.due(header.step)):
             return
-        if header.step == self._written.get("step"):  # (a run that is ended early may have been saved just now)
-            return
-        self._written["step"] = header.step
         comm, step = executor.comm, header.step
         header = replace(header, schedule=schedule_of(executor, updates))
         with writing(self.folder), executor.all_here():
