@@ -126,7 +126,7 @@ class Storing:
         """In a rank, at the end: its share for the driver, if that is wanted. All ranks call this."""
         header = replace(header, optimizer=optimizer_name(executor))
         if self.keep == 0:
-            return Share(header, reason=f"its state was not kept; {_WAYS}")
+            return self.brought(header, (), 1)
         pieces: list[Slice] = []
         reason = ""
         with executor.all_here():
@@ -135,22 +135,20 @@ class Storing:
                 pieces = list(collect(executor, outline))
             except SaveError as error:  # no error yet, since it may not be needed; `run.save` raises it
                 reason = error.reason
-            total = torch.tensor([sum(count_bytes(piece.values) for piece in pieces)])
+            total = torch.tensor([count_bytes([piece.values for piece in pieces])])
             executor.comm.iallreduce(total, tuple(range(executor.comm.size)), "bytes of the state").wait()
-            if reason:
-                return Share(header, reason=reason)
-            share = self.brought(header, pieces, int(total))
-            if executor.copies is not None:  # (what is here now is not here afterwards)
-                share = replace(share, pieces=tuple(p._replace(values=p.values.clone()) for p in share.pieces))
-            return share
+            # What the host has here only for this moment must be copied.
+            share = self.brought(header, pieces, int(total), executor.copies is not None)
+            return replace(share, pieces=(), reason=reason) if reason else share
 
-    def brought(self, header: Header, pieces: Sequence[Slice], total: int) -> Share:
-        """Pieces for the driver, if it wants the state of the run, which has `total` bytes."""
-        if self.keep is not None and total > self.keep:
-            kept = self.keep / 2**20
-            reason = f"its state has {total / 2**20:.1f} MiB, of which up to {kept:.0f} are kept unasked; {_WAYS}"
-            return Share(header, reason=reason if self.keep else f"its state was not kept; {_WAYS}")
-        return Share(header, tuple(piece._replace(values=_with_own_memory(piece.values)) for piece in pieces))
+    def brought(self, header: Header, pieces: Sequence[Slice], total: int, copied: bool = False) -> Share:
+        """Pieces for the driver, `copied` or not, if it wants the state of the run, which has `total` bytes."""
+        if self.keep is None or total <= self.keep:
+            return Share(header, tuple(piece._replace(values=_by_itself(piece.values, copied)) for piece in pieces))
+        why = "was not kept"
+        if self.keep:
+            why = f"has {total / 2**20:.1f} MiB, of which up to {self.keep / 2**20:.0f} are kept unasked"
+        return Share(header, reason=f"its state {why}; {_WAYS}")
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
@@ -240,7 +238,7 @@ def _joined(shares: Sequence[Share], what: str) -> tuple[Header, list[Slice]]:
     return replace(shares[0].header, optimizer=optimizer), [piece for share in shares for piece in share.pieces]
 
 
-def _with_own_memory(values: Tensor) -> Tensor:
+def _by_itself(values: Tensor, copied: bool) -> Tensor:
     """The same elements on the CPU, in memory that holds nothing else (all of which would travel with them)."""
-    values = values.detach().cpu()
-    return values if values.untyped_storage().nbytes() == count_bytes(values) else values.clone()
+    here = values.detach().cpu()
+    return here.clone() if copied or here.untyped_storage().nbytes() != count_bytes(here) else here
