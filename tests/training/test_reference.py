@@ -130,6 +130,19 @@ def test_a_process_that_dies_is_told_of_and_started_again():
     assert len(plainly.train_reference(job(toy_model), 1).losses) == 1
 
 
+def test_torchs_settings_end_with_the_job_whose_model_changes_them():
+    def plain():
+        return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+    def changing():
+        torch.set_default_dtype(torch.float64)
+        torch.set_deterministic_debug_mode(2)
+        return plain()
+
+    before, odd, after = (plainly.train_reference(Job(m, rows(9), loss=mse), 1) for m in (plain, changing, plain))
+    assert before.losses == after.losses != odd.losses
+
+
 def test_what_cannot_be_sent_is_refused():
     with pytest.raises(RankError, match="the reference cannot be sent to its process"):
         plainly.train_reference(job(toy_model, optimizer=partial(torch.optim.SGD, lr=threading.Lock())), 1)
