@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
@@ -11,6 +12,7 @@ import socket
 import stat
 import struct
 import threading
+import time
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,7 @@ import torch.distributed as dist
 
 from minipar.cluster import far, launch, threads
 from minipar.comm import communicator
+from minipar.comm.transport import sockets
 from minipar.comm.transport.sockets import _WHO, Far, Sockets
 from minipar.execution.memory.disk import DiskStore
 from minipar.execution.updating import Form
@@ -50,13 +53,14 @@ def unpickled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-def come(address: Any, said: bytes) -> socket.socket:
+def come(address: Any, said: bytes, goes_on: bool = False) -> socket.socket:
     """A stranger that says this, as far as it is heard."""
     one = socket.create_connection(address)
     one.settimeout(0.2)
     try:
         one.sendall(said)
-        one.shutdown(socket.SHUT_WR)
+        if not goes_on:
+            one.shutdown(socket.SHUT_WR)
     except OSError:
         pass
     return one
@@ -91,6 +95,29 @@ def test_messages_between_hosts_are_of_ranks_alone(tmp_path: Path, said: bytes, 
         assert into.item() == 1.0
         assert set(b.incoming) == {0}
     assert not unpickled
+
+
+def test_a_rank_does_not_wait_for_a_stranger_that_says_a_byte_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sockets, "_PROOF", 0.3)
+    store, said = dist.HashStore(), list[int]()
+    ends = [Sockets(k, str(tmp_path / f"{k}"), Far(frozenset((1 - k,)), "127.0.0.1", store, TOKEN)) for k in range(2)]
+    with closing(ends[0]) as a, closing(ends[1]) as b, closing(come(b.listeners[1].getsockname(), b"", True)) as slow:
+
+        def drip() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    said.append(slow.send(b"\0"))
+                    time.sleep(0.1)
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        a.send(torch.ones(1), 1, 3)
+        b.receive(into := torch.zeros(1), 0, 3).wait()
+        assert into.item() == 1.0
+        thread.join(20)
+        assert len(said) < _WHO.size
 
 
 @pytest.fixture

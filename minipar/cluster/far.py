@@ -31,8 +31,6 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import answer_challenge, deliver_challenge
 from typing import Any
 
 from minipar.cluster import launch, notes, threads, wire, worker
@@ -69,11 +67,8 @@ def accept(listener: socket.socket, key: bytes, ranks: Iterable[int], seconds: f
                 "minipar, such as train(...), in the same order"
             ) from None
         try:
-            known = wire.Timed(control, SHORTLY)
-            deliver_challenge(known, key)  # type: ignore[arg-type]
-            answer_challenge(known, key)  # type: ignore[arg-type]
-            rank = int(known.recv_bytes(8))
-        except (OSError, EOFError, ValueError, AssertionError, AuthenticationError):
+            rank = int(wire.prove(control, key, SHORTLY, asks_first=True).recv_bytes(8))
+        except (OSError, EOFError, ValueError):
             control.close()
             continue
         if rank in missing:
@@ -88,11 +83,9 @@ def connect(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> 
     """A connection to the driver, which listens already. RankDied if it cannot be reached."""
     try:
         control = socket.create_connection(address, seconds)
-        known = wire.Timed(control, seconds)  # (the driver may have others to hear before)
-        answer_challenge(known, key)  # type: ignore[arg-type]
-        deliver_challenge(known, key)  # type: ignore[arg-type]
-        known.send_bytes(str(rank).encode())
-    except (OSError, EOFError, AssertionError, AuthenticationError) as error:
+        # (The driver may have others to hear before.)
+        wire.prove(control, key, seconds, asks_first=False).send_bytes(str(rank).encode())
+    except OSError as error:
         raise RankDied(f"rank {rank} cannot reach the driver at {address[0]}:{address[1]}: {error}") from error
     return _kept_alive(control)
 

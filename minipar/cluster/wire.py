@@ -13,6 +13,8 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import AuthenticationError
+from multiprocessing.connection import answer_challenge, deliver_challenge
 from typing import Any
 
 from minipar.cluster.parcel import MemoryFile, Parcel
@@ -23,9 +25,21 @@ _DESCRIPTOR = struct.Struct("@i")
 _CLOSED_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
+def prove(sock: socket.socket, key: bytes, seconds: float, asks_first: bool) -> Timed:
+    """Let both ends prove that they know the key, by an HMAC of the other's random number, before anything else is
+    read; what both say next is by the same clock. One end asks first, the other one answers first. OSError."""
+    timed: Any = Timed(sock, seconds)
+    try:
+        for step in (deliver_challenge, answer_challenge)[:: 1 if asks_first else -1]:
+            step(timed, key)
+    except (EOFError, AssertionError, AuthenticationError) as error:
+        raise ConnectionError(str(error) or "it ended") from error
+    return timed
+
+
 class Timed:
-    """A socket as the functions of multiprocessing.connection need it that prove to each other who knows a key. All of
-    it has to be done in so many seconds: else OSError."""
+    """A socket as the functions of multiprocessing.connection need it. All of it has to be done in so many seconds:
+    else OSError."""
 
     def __init__(self, sock: socket.socket, seconds: float) -> None:
         self._sock, self._deadline = sock, time.monotonic() + seconds

@@ -28,6 +28,7 @@ import select
 import socket
 import struct
 import threading
+import time
 import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -208,8 +209,9 @@ class Sockets:
         connection, _ = listener.accept()
         data, descriptors = b"", list[int]()
         with contextlib.suppress(OSError):
-            connection.settimeout(_PROOF)
+            deadline = time.monotonic() + _PROOF
             while len(data) < _WHO.size:
+                connection.settimeout(max(0.01, deadline - time.monotonic()))
                 part, more, _, _ = socket.recv_fds(connection, _WHO.size - len(data), 1)
                 data, descriptors = data + part, [*descriptors, *more]
                 if not part:
