@@ -24,26 +24,22 @@ def check_fit(program: Program, layers: Sequence[nn.Module], edges: Edges = ()) 
     if program.sharded:
         check_types(layers)
     shape = shape_of(layers)
-    groups = shape.groups
+    groups, planned = shape.groups, {(group.layers, group.form): group.trainable for group in program.groups}
+    same = len(layers) == program.layers and planned.keys() == {(group.layers, group.form) for group in groups}
+    trains = any(planned.values())
+    other = ""
     if program.slice_count > 1 and (shape.whole or set(shape.carries) != set(program.carries)):
         what = f"layer {shape.whole} takes whole sequences" if shape.whole else f"layers {shape.carries} carry"
+        other = f", in whose slices of sequences layers {program.carries} carry: {what}"
+    elif same and edges != program.edges:
+        other = f": with edges {program.edges or 'of a chain'}, not {edges or 'of a chain'}"
+    elif not same or any(trains and group.trainable and not planned[group.layers, group.form] for group in groups):
+        theirs, mine = ([g.layers for g in some if len(g.layers) > 1] for some in (program.groups, groups))
+        other = f": {several(program.layers, 'layer')} with ties {theirs}, not {len(layers)} with {mine}"
+    if other:
         raise RankError(
-            f"program {program.name!r} was compiled for another model, in whose slices of sequences layers "
-            f"{program.carries} carry: {what}; compile it for minipar.models.shape_of(model)"
-        )
-    planned = {(group.layers, group.form): group.trainable for group in program.groups}
-    same = len(layers) == program.layers and planned.keys() == {(group.layers, group.form) for group in groups}
-    if same and edges != program.edges:
-        raise RankError(
-            f"program {program.name!r} was compiled for another model: with edges {program.edges or 'of a chain'}, not "
-            f"{edges or 'of a chain'}; compile it for minipar.models.shape_of(model)"
-        )
-    trains = any(planned.values())
-    if not same or any(trains and group.trainable and not planned[group.layers, group.form] for group in groups):
-        raise RankError(
-            f"program {program.name!r} was compiled for another model: {several(program.layers, 'layer')} with ties "
-            f"{[g.layers for g in program.groups if len(g.layers) > 1]}, not {len(layers)} with "
-            f"{[g.layers for g in groups if len(g.layers) > 1]}; compile it for minipar.models.shape_of(model)"
+            f"program {program.name!r} was compiled for another model{other}; compile it for "
+            "minipar.models.shape_of(model)"
         )
 
 
