@@ -153,7 +153,7 @@ class Copies:
             if not line.on_device:
                 self.masters[g] = self._masters(line, g in resized)
         for value in self.held:
-            if "param" in value.kind:
+            if "param" in value.kind or tier(value) == "disk":  # (some optimizers have their states from the start)
                 self._put(value)
         for g in self.away:
             resize(self.state.lines[g].here, False)

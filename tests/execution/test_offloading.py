@@ -201,6 +201,27 @@ def test_the_limit_of_a_plan_holds(clusters):
         adam(clusters(1), "offload=optimizer offload_to=disk offload_folder=/proc/none")
 
 
+@pytest.mark.parametrize(
+    "words", ["offload=optimizer offload_to=disk", "dp=2 zero=1 offload=optimizer offload_to=disk"]
+)
+def test_states_that_an_optimizer_has_before_its_first_step(clusters, words):
+    """As Adagrad has. The copy on the disk is there when it is fetched for that step."""
+    plan = Plan.parse(words)
+    x, y = rows(16)
+    expected, plain = [], first_without_parameters().double()
+    optimizer = torch.optim.Adagrad(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        expected.append(mse(plain(x), y))
+        expected[-1].backward()
+        optimizer.step()
+    run = train(
+        first_without_parameters, (x, y), plan, cluster=clusters(plan.ranks), steps=3, loss=mse, dtype=torch.float64,
+        optimizer=partial(torch.optim.Adagrad, lr=0.1), progress=False,
+    )  # fmt: skip
+    assert run.losses == pytest.approx([loss.item() for loss in expected], rel=1e-12)
+
+
 def test_a_folder_that_cannot_be_is_one_line_on_the_command_line(capsys):
     words = "offload=optimizer offload_to=disk offload_folder=/proc/none"
     assert main(["run", words, "--model", "mlp-tiny", "--steps", "1"]) == 2
