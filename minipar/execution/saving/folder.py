@@ -143,13 +143,15 @@ def path_of(folder: str | os.PathLike[str]) -> str:
 
 
 def prepare(folder: str | os.PathLike[str]) -> str:
-    """Make a folder ready to be saved to; its full path. SaveError if nothing can be written there."""
+    """Make a folder ready to be saved to; its full path. SaveError if nothing can be written there, or another run
+    saves there now."""
     path = path_of(folder)
     with writing(path):
         os.makedirs(path, exist_ok=True)
-        probe = _aside(path, new_token())
-        _write(probe, b"")
-        os.unlink(probe)
+        with alone(path):
+            probe = _aside(path, new_token())
+            _write(probe, b"")
+            os.unlink(probe)
     return path
 
 
