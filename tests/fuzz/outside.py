@@ -157,6 +157,11 @@ def _running(m: Any, x: Tensor) -> Tensor:
     return m.net(x)[0]
 
 
+def _reentrant(width: int) -> nn.Module:
+    part = nn.Sequential(nn.Linear(width, width), nn.Sigmoid())
+    return With(lambda m, x: checkpoint(m.part, x * m.w, use_reentrant=True), part=part, w=parameter(width))
+
+
 def _unregistered(width: int) -> nn.Module:
     layer = With(lambda m, x: x @ m.held["w"] + m.linear(x), linear=nn.Linear(width, width))
     layer.held = {"w": parameter(width, width, scale=0.3)}
@@ -188,10 +193,7 @@ simple(
 simple("in-place-views", lambda n: With(lambda m, x: (lambda y: (y[..., :1].mul_(2), y)[1])(x * m.w), w=parameter(n)))
 simple("lstm", lambda n: With(_running, net=nn.LSTM(n, n, batch_first=True)), (2,))
 simple("two-ways", lambda n: With(_running, net=nn.GRU(n, n // 2 or 1, 2, batch_first=True, bidirectional=n > 1)), (2,))
-simple(
-    "reentrant",
-    lambda n: With(lambda m, x: checkpoint(m.a, x, use_reentrant=True), a=nn.Sequential(nn.Linear(n, n), nn.Sigmoid())),
-)
+simple("reentrant", _reentrant)
 function("centred", lambda m, x: x - 0.5 * x.mean(0, keepdim=True) * m.w)
 function("mixup", lambda m, x: (0.7 * x + 0.3 * x.flip(0)) * m.w)
 function(
