@@ -192,10 +192,12 @@ class Executor:
         program = without_versions(program) if program.in_flight is not None else program
         container = model if isinstance(model, nn.Module) else nn.Sequential(*model)
         update = Update(optimizer, forms_of(container), scheduler)
-        if program.sharded:
-            check_update(update, f"program {program.name!r} shards optimizer states")
-        if getattr(container, "cuts", {}):
-            check_update(update, f"program {program.name!r}: ranks have parts of parameters")
+        updated = [set(ins.layers) for ins in program.ranks[comm.rank] if ins.op is Op.STEP]
+        if updated:
+            trained = {g for g, group in enumerate(program.groups) if group.trainable}
+            sliced = bool(program.sharded or getattr(container, "cuts", {}))
+            why = f"program {program.name!r} " + ("shards optimizer states" if sliced else "has several updates a step")
+            check_update(update, why, any(not trained <= found for found in updated), sliced)
         if program.precision == "bf16":
             check_narrow(container)
         randomness.replace_dropout(container, seed)

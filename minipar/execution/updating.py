@@ -76,6 +76,12 @@ def make(factory: Any, pairs: Iterable[tuple[str, nn.Parameter]]) -> torch.optim
     optimizer = factory(given if takes_names(factory) else [p for _, p in given])
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise PlanError(f"optimizer: made a {type(optimizer).__name__}; it must make a torch.optim.Optimizer")
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise PlanError(
+            f"optimizer {type(optimizer).__name__}: its step() needs a closure that computes the loss again, which no "
+            "program does; possible is one whose step() works from the gradients alone, such as SGD, Adam or AdamW"
+        )
     return optimizer
 
 
@@ -282,13 +288,83 @@ def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-# whether a slice can be updated by itself ----------------------------------------------------------------------------
+# whether a part can be updated by itself -----------------------------------------------------------------------------
 
 
-def check_update(update: Update, why: str) -> None:
-    """Call `check_elementwise` for every group of a whole model's optimizer."""
-    for k in range(len(update.whole.param_groups)):
+def check_update(update: Update, why: str, divided: bool = True, sliced: bool = True) -> None:
+    """Try a model's optimizer as a plan uses it; PlanError, with `why`, where parameters are not updated as in torch.
+
+    divided   whether one call of step() has less than all parameters of the model
+    sliced    whether it has slices of parameters
+    """
+    for k in range(len(update.whole.param_groups) if sliced else 0):
         check_elementwise(update.of_group(k), why, update.name)
+    error: Exception | None = None
+    for longest in (4, None) if update.forms else ():  # (an optimizer may refuse the small shapes of the first trial)
+        try:
+            return _check_parts(update, why, divided, longest)
+        except MiniparError:
+            raise
+        except Exception as found:
+            error = found
+    if error is not None:
+        raise PlanError(f"optimizer {update.name}: step() fails for this model's parameters: {error}") from error
+
+
+def _check_parts(update: Update, why: str, divided: bool, longest: int | None) -> None:
+    """Compare the user's optimizer with those that `Update.part` makes: of all parameters, and of halves of them.
+
+    longest   parameters of the trial have at most so many elements along each dimension
+    """
+    forms = [Form(name, tuple(min(n, longest or n) for n in shape), torch.float64) for name, shape, _ in update.forms]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        start = {name: torch.randn(shape, dtype=torch.float64) for name, shape, _ in forms}
+        gradients = [{name: size * torch.randn_like(v) for name, v in start.items()} for size in (1e-3, 1.0, 1e3)]
+    small, names = Update(update.factory, forms), list(start)
+    expected = _stepped(partial(make, update.factory), start, gradients)
+    halves = [[names[0::2], names[1::2]], [names[: len(names) // 2], names[len(names) // 2 :]]] if divided else []
+
+    def of(pairs: Iterable[tuple[str, nn.Parameter]]) -> torch.optim.Optimizer:
+        return small.part([whole_piece(name, p) for name, p in pairs]).optimizer
+
+    for parts in [[names], *halves]:
+        alone = f"; {why}, which updates some parameters without the others" if len(parts) > 1 else ""
+        found: dict[str, Tensor] = {}
+        try:
+            for part in filter(None, parts):
+                found |= _stepped(of, {n: start[n] for n in part}, [{n: g[n] for n in part} for g in gradients])
+        except Exception as error:
+            raise PlanError(f"optimizer {update.name}: cannot update these parameters: {error}{alone}") from error
+        wrong = [n for n, v in expected.items() if not torch.allclose(found[n], v, 1e-9, 1e-12, equal_nan=True)]
+        if wrong and alone:
+            raise PlanError(
+                f"optimizer {update.name}: updates {wrong[0]} otherwise if it has not all parameters of the model, as "
+                f"for a norm over all of them{alone}; possible are clip= in the plan for such a norm, or a plan of dp= "
+                "alone, with zero=0"
+            )
+        if wrong:
+            raise PlanError(
+                f"optimizer {update.name}: does not update {wrong[0]} by the parameters in its param_groups; it must "
+                "read them there in every step, since ranks put their own in the place of those that it was made of"
+            )
+
+
+def _stepped(
+    make: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
+    start: dict[str, Tensor],
+    gradients: list[dict[str, Tensor]],
+) -> dict[str, Tensor]:
+    """Parameters after a few steps."""
+    parameters = {name: nn.Parameter(values.clone()) for name, values in start.items()}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        optimizer = make(list(parameters.items()))
+        for step in gradients:
+            for name, p in parameters.items():
+                p.grad = step[name].clone()
+            optimizer.step()
+    return {name: p.detach() for name, p in parameters.items()}
 
 
 def check_elementwise(factory: Plain, why: str, name: str = "") -> None:

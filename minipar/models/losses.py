@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.errors import PlanError
+from minipar.models.reached import reached
 from minipar.models.tensors import allocate, count_rows, map_tensors, spec, take_rows, take_tokens, tensors
 from minipar.program.rows import split_rows
 from minipar.wording import several
@@ -96,18 +97,20 @@ def option(loss: Any, name: str, default: Any) -> Any:
 
 
 def check_loss(loss: Any) -> None:
-    """Errors: PlanError for what cannot be a loss, for a loss that is no mean, and for one that has parameters to
-    train."""
+    """Errors: PlanError for what cannot be a loss, for a loss that is no mean, and for one that reaches parameters that
+    are trained, its own or the model's."""
     if not callable(loss):
         raise PlanError(f"loss={loss!r}: must be a function loss(output, y) -> scalar")
     if option(loss, "reduction", "mean") == "sum":
         raise PlanError("loss: reduction='sum' is not possible; use 'mean' (gradients are of the mean over all rows)")
-    if isinstance(loss, nn.Module):
-        trained = next((name for name, p in loss.named_parameters() if p.requires_grad), None)
-        if trained is not None:
+    for path, found in reached(loss, "loss"):
+        if isinstance(found, Tensor) and found.requires_grad:
             raise PlanError(
-                f"loss: its parameter {trained} would never be trained, as the optimizer has the model's parameters; "
-                "make it part of the last layer, or freeze it"
+                f"loss: reaches {path}, of shape {tuple(found.shape)}, which needs a gradient; but a loss is given "
+                "(output, y) alone: the optimizer has only the model's parameters, and each rank has only its own. "
+                "Possible are: parameters of the loss as part of the last layer; a penalty on weights in the optimizer "
+                "(weight_decay, or a step hook: docs/own_model.md), one on activations as part of the output; "
+                "requires_grad_(False) for a network that is not trained; a loss that does not hold the model"
             )
 
 

@@ -43,7 +43,6 @@ def test_elementwise_optimizers_pass(factory):
     ("factory", "name"),
     [
         (torch.optim.Adafactor, "Adafactor"),
-        (torch.optim.LBFGS, "LBFGS"),
     ],
 )
 def test_other_optimizers_are_refused_by_name(clusters, factory, name):

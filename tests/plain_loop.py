@@ -1,0 +1,56 @@
+"""A loop of plain torch over whole batches, and a run compared with it: losses, gradients and parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from minipar import Plan, train
+from minipar.training.training import Run
+
+BOUND = 1e-10
+
+
+def assert_equals_plain_torch(
+    clusters: Callable[[int], Any],
+    plan: str,
+    make: Callable[[], nn.Module],
+    data: Any,
+    loss: Any,
+    optimizer: Callable[[Any], torch.optim.Optimizer],
+    folder: Path,
+    steps: int = 3,
+    plain_loss: Any = None,
+) -> Run:
+    """Train in float64 both ways. plain_loss: of a plain loop, where its penalty stands in the loss itself."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = make().double()
+    own, losses, gradients = optimizer(list(model.parameters())), [], []
+    for step in range(steps):
+        x, y = data if isinstance(data, tuple) else data.batch(step, 8)
+        own.zero_grad()
+        value = (loss if plain_loss is None else plain_loss)(model(x), y)
+        value.backward()
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        losses.append(value.item())
+        own.step()
+    run = train(make, data, plan, cluster=clusters(Plan.parse(plan).ranks), steps=steps, batch=8, loss=loss,
+                optimizer=optimizer, dtype=torch.float64, check=True, progress=False)  # fmt: skip
+    assert run.losses == pytest.approx(losses, rel=BOUND)
+    for found, expected in zip(run.gradients, gradients, strict=True):
+        _same({n: found[n] for n in expected}, expected)
+    run.export(folder / "model.safetensors")
+    _same(load_file(folder / "model.safetensors"), dict(model.named_parameters()))
+    return run
+
+
+def _same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, values in expected.items():
+        assert torch.allclose(found[name], values, BOUND, BOUND), name
