@@ -189,13 +189,12 @@ class BatchRows:
         """The rows of a micro-batch, or of a slice of it."""
         return self.count(value) // self.program.slice_count
 
-    def share(self, step: int, steps: int = 1) -> float:
-        """How much this rank's loss weighs in that of all replicas, in `steps` steps up to this one: as its rows do."""
+    def share(self, step: int) -> float:
+        """How much this rank's loss weighs in that of all replicas: as its rows do."""
         if not self.program.local_steps:
             return 1.0
-        found = [self._weights[s] for s in range(step - steps + 1, step + 1)]
-        whole = sum(weight for _, weight in found)
-        return sum(own for own, _ in found) / whole if whole else 1 / self.program.replicas
+        own, whole = self._weights[step]
+        return own / whole if whole else 1 / self.program.replicas
 
     def nbytes(self, inputs: bool, targets: bool) -> int:
         """Bytes of the batches that are in memory: of their inputs and of their targets, each only if asked for."""

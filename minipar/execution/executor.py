@@ -421,7 +421,7 @@ class Executor:
                 [count for _, count in self.compute.places],
             )
             if repartitions(ins)
-            else self.state.start(ins, self._weight(ins) if self.program.local_steps else 1.0)
+            else self.state.start(ins)
         )
         ends, device, group = self.ends, self.device, ins.group
         joined = device.join(index, group, self.comm) if device is not None and device.delays.links else None
@@ -444,10 +444,6 @@ class Executor:
         elif end is None and handles:
             handles[-1].when_done(stamp)
         return end
-
-    def _weight(self, ins: Instruction) -> float:
-        """Where an instruction averages parameters, how much those of this rank weigh."""
-        return self.compute.rows.share(ins.step, ins.step % self.program.local_steps + 1)
 
     def _copy(self, index: int, ins: Instruction) -> object:
         copies, device = self.copies, self.device

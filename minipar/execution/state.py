@@ -143,13 +143,10 @@ class State:
 
     # collectives -----------------------------------------------------------------------------------------------------
 
-    def start(self, ins: Instruction, share: float = 1.0) -> list[Handle]:
-        """Start a collective; what it writes counts when all handles were waited for.
-
-        share   where parameters are averaged, how much those of this rank weigh
-        """
+    def start(self, ins: Instruction) -> list[Handle]:
+        """Start a collective; what it writes counts when all handles were waited for."""
         if ins.op is Op.ALL_REDUCE and ins.reads[0].kind == "param":
-            return self._average(ins, share)
+            return self._average(ins)
         if ins.op is Op.REDUCE_SCATTER:
             return self._reduce_scatter(ins)
         if ins.op is Op.ALL_GATHER:
@@ -160,13 +157,13 @@ class State:
             return [self.comm.iallreduce(self.squares, ins.group)]
         return self.buckets.all_reduce(ins, self.comm)
 
-    def _average(self, ins: Instruction, share: float) -> list[Handle]:
-        """Average parameters over the replicas, in one message for each dtype: a sum of tensors with weights."""
+    def _average(self, ins: Instruction) -> list[Handle]:
+        """Average parameters over the replicas, in one message for each dtype."""
         handles: list[Handle] = []
         whole = [p for g in ins.layers for p in self.lines[g].trained]
         for dtype in dict.fromkeys(p.dtype for p in whole):
             params = [p for p in whole if p.dtype == dtype]
-            flat = torch.cat([p.detach().reshape(-1) for p in params]).mul_(share)
+            flat = torch.cat([p.detach().reshape(-1) for p in params]).div_(self.program.replicas)
             views = [v.view(p.shape) for v, p in zip(flat.split([p.numel() for p in params]), params, strict=True)]
 
             def spread(params: list[nn.Parameter] = params, views: list[Tensor] = views) -> None:

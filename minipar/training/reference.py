@@ -420,11 +420,10 @@ class _Owner:
     sums       the gradients of the next update, by the rank that has added them up
     weights    how much the rows of these gradients weigh
     whole      how much all rows of a mean weigh
-    since      how much the rows of all updates since the last average weigh
     """
 
     def __init__(self, named: dict[str, nn.Parameter], update: Update | None) -> None:
-        self.named, self.optimizer, self.whole, self.since = named, update, 0.0, 0.0
+        self.named, self.optimizer, self.whole = named, update, 0.0
         self.versions: dict[int, Named] = {}
         self.sums: dict[int, Named] = {}
         self.weights: dict[int, float] = {}
@@ -582,9 +581,11 @@ class Replay:
         owner = self.owner(entry)
         weight, whole = sum(owner.weights.values()), owner.whole
         mean = self.log.every is None  # the rows of a step have one mean loss
+        counts = weight or not mean or self.log.local  # (a replica that counts nothing has a gradient of zeros)
         for name, p in owner.named.items():
-            found = [sums[name] for sums in owner.sums.values() if name in sums] if weight or not mean else []
-            came = whole / weight if mean and found and weight != whole else 1.0  # (a mean is over the rows that came)
+            found = [sums[name] for sums in owner.sums.values() if name in sums] if counts else []
+            # A mean is over the rows that came.
+            came = whole / weight if mean and found and weight not in (0, whole) else 1.0
             p.grad = torch.stack(found).sum(0) * came if found else None
         if self.job.clip is not None:
             torch.nn.utils.clip_grad_norm_(owner.named.values(), self.job.clip)
@@ -598,7 +599,7 @@ class Replay:
                 kept[name] = kept[name] + part if name in kept else part
         if owner.optimizer is not None:
             owner.optimizer.step()
-        owner.sums, owner.weights, owner.since = {}, {}, owner.since + weight
+        owner.sums, owner.weights = {}, {}
         owner.keep(entry.version)
 
     def drop(self, entry: Entry) -> None:
@@ -607,15 +608,12 @@ class Replay:
         del owner.weights[entry.rank]
 
     def average(self, entry: Entry) -> None:
-        """Give all replicas their mean, weighted by their rows; if there were none, they weigh alike."""
-        whole = sum(owner.since for owner in self.owners)
-        shares = [owner.since / whole if whole else 1 / len(self.owners) for owner in self.owners]
+        """Give all replicas their mean."""
         for name in self.owners[0].named:
-            values = [share * owner.named[name].detach() for share, owner in zip(shares, self.owners, strict=True)]
+            mean = torch.stack([owner.named[name].detach() for owner in self.owners]).sum(0) / len(self.owners)
             for owner in self.owners:
-                owner.named[name].data.copy_(torch.stack(values).sum(0))
+                owner.named[name].data.copy_(mean)
         for owner in self.owners:
-            owner.since = 0.0
             owner.keep(entry.version)
 
 

@@ -1,9 +1,13 @@
 """Local SGD: when replicas are averaged, what verify refuses, exact replays, and convergence."""
 
+import sys
+from dataclasses import dataclass
 from functools import partial
 
+import cloudpickle
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from minipar import Plan, Program, resume, simulate, train, verify
@@ -14,6 +18,8 @@ from tests.interpreters import compiled, shape
 from tests.toys import rows, toy
 
 pytestmark = pytest.mark.many(3)
+
+cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 def listing(program, rank=0):
@@ -124,6 +130,83 @@ def test_an_average_of_steps_in_which_nothing_counts(clusters):
     found = run("dp=2 local_steps=1", clusters(2), 3, model=partial(toy, ("linear",)), data=NothingCounts(), batch=10,
                 loss=nn.functional.cross_entropy, check=True)  # fmt: skip
     assert found.losses == pytest.approx(found.reference.losses, rel=1e-12)
+
+
+# by hand --------------------------------------------------------------------------------------------------------------
+
+
+def counted(output, y):
+    kept = y != 1
+    return (nn.functional.cross_entropy(output, y.clamp_min(0), reduction="none") * kept).sum(), kept.sum()
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+@dataclass(frozen=True)
+class Classes:
+    """Eleven rows a step. `nothing`: in the second and third step the first half of them counts nothing."""
+
+    nothing: bool
+
+    def batch(self, step, size):
+        generator = torch.Generator().manual_seed(step)
+        x = torch.randn(11, 6, generator=generator, dtype=torch.float64)
+        y = torch.randint(3, (11,), generator=generator)
+        if self.nothing and step in (1, 2):
+            y[:6] = 1
+        return x, y
+
+
+def by_hand(data, loss, optimizer, replicas, every, steps):
+    """Replicas, each on its rows with its own optimizer; after every few steps their parameters are their mean."""
+    models = [small().double() for _ in range(replicas)]
+    optimizers = [optimizer(list(model.parameters())) for model in models]
+    sizes = [11 // replicas + (r < 11 % replicas) for r in range(replicas)]
+    losses = []
+    for step in range(steps):
+        x, y = data.batch(step, 11)
+        total = count = 0.0
+        for model, own, x_, y_ in zip(models, optimizers, x.split(sizes), y.split(sizes), strict=True):
+            own.zero_grad()
+            value = loss(model(x_), y_)
+            value, weight = value if isinstance(value, tuple) else (value * len(y_), torch.tensor(len(y_)))
+            (value / weight.clamp_min(1)).backward()
+            own.step()
+            total, count = total + value.item(), count + weight.item()
+        losses.append(total / count)
+        if (step + 1) % every == 0 or step == steps - 1:
+            with torch.no_grad():
+                for same in zip(*(model.parameters() for model in models), strict=True):
+                    mean = sum(p.clone() for p in same) / replicas
+                    for p in same:
+                        p.copy_(mean)
+    return losses, dict(models[0].named_parameters())
+
+
+DECAY = partial(torch.optim.SGD, lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.1)
+
+
+@pytest.mark.many(3)
+@pytest.mark.parametrize("nothing", [False, True])
+@pytest.mark.parametrize("loss", [nn.functional.cross_entropy, counted])
+@pytest.mark.parametrize("optimizer", [SGD, MOMENTUM, DECAY, ADAMW])
+@pytest.mark.parametrize(
+    "plan", ["dp=2 local_steps=2", "dp=2 local_steps=3 microbatches=3", "dp=4 local_steps=1", "dp=2 pp=2 local_steps=2"]
+)
+def test_equals_local_sgd_by_hand(clusters, tmp_path, plan, optimizer, loss, nothing):
+    keys, data = Plan.parse(plan), Classes(nothing)
+    found = run(plan, clusters(keys.ranks), 5, optimizer, model=small, data=data, loss=loss, batch=11, check=True)
+    losses, parameters = by_hand(data, loss, optimizer, keys.dp, keys.local_steps, 5)
+    assert found.losses == pytest.approx(losses, rel=1e-10)
+    assert found.max_gradient_error() <= 1e-12
+    if optimizer is not SGD:  # (states differ between replicas, so the run is not kept)
+        return
+    found.export(tmp_path / "model.safetensors")
+    for name, values in load_file(tmp_path / "model.safetensors").items():
+        assert torch.allclose(values, parameters[name], 1e-10, 1e-10), name
 
 
 def test_saved_between_rounds_or_not_at_all(clusters, tmp_path):

@@ -7,9 +7,11 @@ Mini-Batches, Use Local SGD", ICLR 2020.
     replica 0         F B | STEP       F B | STEP       F B | STEP | average    one message of all parameters
     replica 1         F B | STEP       F B | STEP       F B | STEP | average    in three steps, instead of three
 
-A replica's gradient is that of the mean loss over its own rows. In the average a replica has the weight of the rows
-that it has used since the last average. So with local_steps=1 and plain SGD the result is the same as with summed
-gradients. Only parameters are averaged; every replica keeps its own momentum and other optimizer state.
+A replica's gradient is that of the mean loss over what its own rows count. The average is the plain mean of the
+replicas, as in both papers, however much each has counted: how far a step goes is up to its optimizer (with Adam as far
+for few rows as for many), so counts are no weights for what it has moved. Where all replicas count alike, local_steps=1
+and plain SGD give what summed gradients give. A replica whose targets count nothing in a step has a gradient of zeros:
+momentum and decay go on. Only parameters are averaged; each replica keeps its own momentum and other optimizer state.
 
 Gradients of layers that several ranks of a replica hold are summed over these ranks in every step.
 
