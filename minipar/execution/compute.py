@@ -152,7 +152,8 @@ class Compute:
         if routes(module) and self.is_first("S0"):  # of ranks that route the same rows
             self.experts = self.experts or LoadCount()
             run = layer_calls.counting(run, layer, self.experts)
-        return layer_calls.seeded(run, layer, self.seed, self.generators)
+        dice = [g for g in randomness.dice_of(module) if randomness.is_global(g)]
+        return layer_calls.seeded(run, layer, self.seed, self.generators, dice)
 
     def place_of(self, layer: int) -> torch.device:
         """Where a layer is computed."""

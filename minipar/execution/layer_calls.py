@@ -201,13 +201,21 @@ def by_row(run: LayerCall, dropouts: Sequence[randomness.RowDropout]) -> LayerCa
     return call_by_row
 
 
-def seeded(run: LayerCall, layer: int, seed: int, generators: Sequence[torch.Generator]) -> LayerCall:
-    """Seed torch's generators, so that a layer's draws depend on the seed, the step, the rows and the layer alone."""
+def seeded(
+    run: LayerCall, layer: int, seed: int, generators: Sequence[torch.Generator], dice: Sequence[Any] = ()
+) -> LayerCall:
+    """Seed torch's generators, so that a layer's draws depend on the seed, the step, the rows and the layer alone.
+
+    dice   the global generators of Python and NumPy that the layer's code names, which are seeded as well
+    """
 
     def call_seeded(x: Any, call: Call) -> Result:
         number = randomness.draw_seed(seed, call.step, call.batch_rows.start, layer, call.start)
         randomness.reseed(generators, number)
-        return run(x, call)
+        if not dice:
+            return run(x, call)
+        with randomness.rolled(dice, number):
+            return run(x, call)
 
     return call_seeded
 

@@ -5,18 +5,20 @@
 
 So a recomputation repeats the forward exactly, and counts nothing twice. The runs of a layer show which buffers
 change; the others are not copied after the first run. (Norms write their running statistics without changing a tensor's
-version, so these always count as changing.) Changes of plain attributes are not seen: use `register_buffer`.
+version, so these always count as changing.) Numbers that are plain attributes are kept as well, such as `self.calls`;
+changes of lists and other objects are not seen: use `register_buffer`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from minipar.models import randomness
 from minipar.program import Op, Program
 
 MicrobatchRun = tuple[int, int]  # micro-batch, step
@@ -38,15 +40,19 @@ class Remembered:
     def __init__(self, layer: nn.Module) -> None:
         modules = list(layer.modules())
         self._places = [_Buffer(m, name) for m in modules for name, b in m._buffers.items() if b is not None]
-        self._generators = [g for m in modules for g in vars(m).values() if isinstance(g, torch.Generator)]
+        self._generators: list[Any] = [g for m in modules for g in vars(m).values() if isinstance(g, torch.Generator)]
+        self._generators += [g for g in randomness.dice_of(layer) if not randomness.is_global(g)]
+        self._numbers = [
+            (m, key) for m in modules for key, v in vars(m).items() if isinstance(v, (int, float)) and key != "training"
+        ]
         self._changing: set[_Buffer] = {
             place for place in self._places if isinstance(place.module, nn.modules.batchnorm._NormBase)
         }
         self._first = True
-        self._kept: dict[MicrobatchRun, tuple[dict[_Buffer, Tensor], list[Tensor]]] = {}
+        self._kept: dict[MicrobatchRun, tuple[dict[_Buffer, Tensor], list[Any], list[Any]]] = {}
 
     def __bool__(self) -> bool:
-        return bool(self._places or self._generators)
+        return bool(self._places or self._generators or self._numbers)
 
     @contextmanager
     def first(self, key: MicrobatchRun) -> Iterator[None]:
@@ -55,7 +61,8 @@ class Remembered:
         versions = {place: t._version for place, t in found.items() if t is not None}
         wanted = self._places if self._first else [place for place in self._places if place in self._changing]
         before = {place: t.detach().clone() for place in wanted if (t := found[place]) is not None}
-        generators = [g.get_state() for g in self._generators]
+        generators = [randomness.state_of(g) for g in self._generators]
+        numbers = self._now()
         yield
         for place, t in found.items():
             now = place.now()
@@ -63,27 +70,39 @@ class Remembered:
             if not same or (self._first and now is not None and not torch.equal(now, before[place])):
                 self._changing.add(place)
         self._first = False
-        self._kept[key] = {place: t for place, t in before.items() if place in self._changing}, generators
+        self._kept[key] = {place: t for place, t in before.items() if place in self._changing}, generators, numbers
 
     @contextmanager
     def again(self, key: MicrobatchRun) -> Iterator[None]:
         """While entered, the layer runs again as it ran then; afterwards it has what it had before."""
-        kept, generators = self._kept.get(key, ({}, []))
+        kept, generators, numbers = self._kept.get(key, ({}, [], []))
+        later = self._now()
+        self._set(numbers)
         now = {place: place.now() for place in self._places if place in self._changing}
-        states = [g.get_state() for g in self._generators]
+        states = [randomness.state_of(g) for g in self._generators]
         copies: dict[int, Tensor] = {}  # (two modules may have the same buffer)
         for place, t in now.items():
             if t is not None:
                 place.module._buffers[place.name] = copies.setdefault(id(t), kept.get(place, t).detach().clone())
         for g, state in zip(self._generators, generators, strict=False):
-            g.set_state(state)
+            randomness.restore(g, state)
         try:
             yield
         finally:
+            self._set(later)
             for place, t in now.items():
                 place.module._buffers[place.name] = t
             for g, state in zip(self._generators, states, strict=True):
-                g.set_state(state)
+                randomness.restore(g, state)
+
+    def _now(self) -> list[Any]:
+        """The numbers that are attributes, as they are."""
+        return [getattr(module, key, None) for module, key in self._numbers]
+
+    def _set(self, numbers: list[Any]) -> None:
+        for (module, key), number in zip(self._numbers, numbers, strict=False):
+            if vars(module).get(key) != number:
+                setattr(module, key, number)
 
     def forget(self, key: MicrobatchRun) -> None:
         """The backward has run."""

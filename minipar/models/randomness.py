@@ -9,13 +9,15 @@ in which micro-batch.
 Everything else that draws (`torch.rand_like`, `F.dropout`, dropout inside an attention) uses torch's generators. These
 are seeded by `draw_seed` before each layer runs: a layer that runs again on the same micro-batch draws the same
 numbers. Other micro-batches have other first rows and draw other numbers, so the result depends on how the batch is
-split.
+split. So are the global generators of Python and NumPy, for layers whose code names them.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import random
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -24,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar.models.network import edges_of
+from minipar.models.reached import reached
 from minipar.models.tensors import copied, count_rows, map_tensors, take_rows, tensors
 from minipar.program.edges import wiring
 
@@ -52,6 +55,8 @@ def draw_seed(seed: int, step: int, first_row: int, layer: int, first_token: int
 
         text = "\\0".join(["draws", *map(str, (seed, step, first_row, layer, first_token))])
         int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") % 2**63
+
+    Python's `random` is seeded with this number, and `numpy.random` with it modulo 2**32.
     """
     return hash64("draws", seed, step, first_row, layer, first_token) % (1 << 63)
 
@@ -70,6 +75,50 @@ def reseed(sources: Iterable[torch.Generator], number: int) -> None:
     """Seed generators with the same number."""
     for source in sources:
         source.manual_seed(number)
+
+
+def dice_of(layer: nn.Module) -> list[Any]:
+    """The generators of Python and NumPy that a layer's code or attributes reach: global ones, and its own."""
+    found = [g for _, g in reached(layer, "layer")]
+    numpy = sys.modules.get("numpy")
+    kinds = (random.Random,) if numpy is None else (random.Random, numpy.random.RandomState, numpy.random.Generator)
+    return [g for g in found if isinstance(g, kinds) and not isinstance(g, random.SystemRandom)]
+
+
+def is_global(generator: Any) -> bool:
+    """Whether it is the one that functions of `random` or of `numpy.random` draw from."""
+    numpy = sys.modules.get("numpy")
+    return generator is random._inst or (numpy is not None and generator is numpy.random.mtrand._rand)
+
+
+def state_of(generator: Any) -> Any:
+    """The state of a generator of torch, Python or NumPy."""
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    return generator.getstate() if isinstance(generator, random.Random) else generator.get_state()
+
+
+def restore(generator: Any, state: Any) -> None:
+    """Give a generator a state that it had."""
+    if hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        generator.set_state(state)
+
+
+@contextmanager
+def rolled(dice: Sequence[Any], number: int) -> Iterator[None]:
+    """In the block the global generators of Python and NumPy are seeded with a number; then they are as before."""
+    states = [state_of(one) for one in dice]
+    for one in dice:
+        one.seed(number if isinstance(one, random.Random) else number % (1 << 32))
+    try:
+        yield
+    finally:
+        for one, state in zip(dice, states, strict=True):
+            restore(one, state)
 
 
 @contextmanager
@@ -216,6 +265,7 @@ def _seen(model: nn.Module, x: Any) -> list[tuple[str, str]]:
             given = map_tensors(read, torch.clone)
             states = [source.get_state() for source in sources]
             buffers = {key: t.clone() for key, t in holder.named_buffers()}
+            numbers = _numbers(holder)
             try:
                 outputs[number] = holder[0](given)
             except Exception as error:
@@ -224,13 +274,28 @@ def _seen(model: nn.Module, x: Any) -> list[tuple[str, str]]:
                 break
             if any(not torch.equal(s.get_state(), state) for s, state in zip(sources, states, strict=True)):
                 found.append((name, "draws random numbers for a micro-batch; only nn.Dropout draws by row"))
+            elif dice_of(holder[0]):
+                found.append((name, "may draw from Python's or NumPy's generators; only nn.Dropout draws by row"))
             elif any(not torch.equal(t, buffers.get(key, t)) for key, t in holder.named_buffers()):
                 found.append((name, "each micro-batch changes its buffers"))
+            elif (after := _numbers(holder)) != numbers:
+                key = next(key for key, number in after.items() if numbers.get(key) != number)
+                found.append((name, f"each micro-batch changes its {key}"))
             elif _mixes_rows(holder[0], read, outputs[number]):
                 found.append((name, "rows of a micro-batch change each other's results"))
     if once is not None:
         raise once
     return found
+
+
+def _numbers(layer: nn.Module) -> dict[str, Any]:
+    """The attributes of a layer's modules that are numbers, such as counters."""
+    return {
+        f"{name}.{key}".split(".", 1)[-1]: number
+        for name, module in layer.named_modules()
+        for key, number in vars(module).items()
+        if isinstance(number, (int, float)) and not isinstance(module, RowDropout)
+    }
 
 
 def _mixes_rows(layer: nn.Module, given: Any, output: Any) -> bool:

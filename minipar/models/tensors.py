@@ -184,7 +184,10 @@ def given_to(layer: nn.Module, value: Any) -> Any:
 
 
 def find_overwriting(layer: nn.Module, given: Any, run: Callable[[Any], Any] | None = None) -> None:
-    """Run a layer once on a copy of its input, to find out for `overwrites` whether it changes its input in place."""
+    """Run a layer once on a copy of its input, to find out for `overwrites` whether it changes its input in place.
+
+    Errors: RuntimeError where another tensor of the input shares the memory that it writes to: copies do not.
+    """
     before = Unchanged(given)
     with torch.no_grad():
         trial = map_tensors(given, torch.clone)
@@ -192,6 +195,17 @@ def find_overwriting(layer: nn.Module, given: Any, run: Callable[[Any], Any] | N
         (run or layer)(trial)
     if not after.versions_are() or not before.equals(trial):
         setattr(layer, _OVERWRITES, True)
+        names = [name for name, _ in named_tensors(given, "x")]
+        for k, (now, version) in enumerate(zip(after.tensors, after.versions, strict=True)):
+            if now._version != version or not Unchanged(before.tensors[k]).equals(now):
+                own = before.tensors[k].untyped_storage().data_ptr()
+                for name, other in zip(names, before.tensors, strict=True):
+                    if own and name != names[k] and other.untyped_storage().data_ptr() == own:
+                        raise RuntimeError(
+                            f"it writes into {names[k]}, whose memory {name} shares; but what crosses from layer to "
+                            "layer is copied, tensor by tensor. Write into a copy (x + 1 for x.add_(1)), or hand on "
+                            "one of the two"
+                        )
 
 
 _OVERWRITES = "_minipar_overwrites"

@@ -124,8 +124,8 @@ class Masks:
     with G the golden ratio in 64 bits, and mix the last steps of splitmix64. Where a layer has made k rows of each of
     the `rows` that the model was given, they are counted from k times `row` on.
 
-    All other modules draw from torch's generators. Before each layer of the model these are seeded with a number that
-    depends on (seed, step, row, number of the layer): see `seed_of`.
+    All other modules draw from the generators of torch, Python or NumPy. Before each layer of the model these are
+    seeded with a number that depends on (seed, step, row, number of the layer): see `seed_of`.
     """
 
     def __init__(self, model: nn.Module, seed: int) -> None:
@@ -153,6 +153,9 @@ class Masks:
             torch.default_generator.manual_seed(number)
             if torch.cuda.is_initialized():  # (torch.manual_seed would store a call for each kind of unused device)
                 torch.cuda.manual_seed_all(number)
+            random.seed(number)
+            if "numpy" in sys.modules:
+                sys.modules["numpy"].random.seed(number % 2**32)
         self.inside += 1
 
     def _leave(self, layer: nn.Module, given: Any, result: Any) -> None:
