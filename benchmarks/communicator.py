@@ -20,8 +20,8 @@ from minipar import Cluster
 from minipar.cluster import worker
 from minipar.comm import communicator
 from minipar.comm.handles import Handle
-from minipar.comm.matching import Matcher
-from minipar.comm.transport.gloo_board import GlooBoard
+from minipar.comm.queues import Queue, Starter
+from minipar.comm.transport.calls import Steps
 from minipar.errors import RankDied
 
 _CALLS = 50  # of one variant, one after the other
@@ -32,15 +32,18 @@ def _measure(rounds: int) -> dict[str, float]:
     comm = communicator.create()
     everyone = tuple(range(comm.size))
     group = comm.group().backend
-    alone = GlooBoard((comm.rank,), 0, None)  # of one rank: nothing is announced to others
-    unchecked = Matcher((comm.rank,), alone, True, comm.group().world.starter)
+    unchecked = Queue((comm.rank,), Starter("starts collectives"))  # nothing is announced to others
     x, y = torch.zeros(256), torch.zeros(65536)
 
     def plain() -> None:
         group.allreduce([x]).wait()
 
+    def steps() -> Steps:
+        yield from ()
+        return group.allreduce([x])
+
     def sliced() -> None:
-        Handle(unchecked.submit("allreduce", lambda _: group.allreduce([x])), x, comm.pending).wait()
+        Handle(unchecked.submit("allreduce", steps()), x, comm.pending).wait()
 
     def checked() -> None:
         comm.iallreduce(x, everyone).wait()

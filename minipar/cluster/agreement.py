@@ -43,7 +43,7 @@ TIMEOUT = timedelta(minutes=30)
 LOOPBACK = "127.0.0.1"
 DEVICES = ("auto", "cpu", "cuda")
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_NAMESPACES = ("mnt", "net", "pid")  # of files (sockets and boards), of the network, of processes (memory files)
+_NAMESPACES = ("mnt", "net", "pid")  # of files (sockets), of the network, of processes (memory files)
 _ASK_FOR_ADDRESS = 0x8915  # Linux: SIOCGIFADDR
 
 

@@ -11,15 +11,13 @@ difference is an attribute or a method of theirs, so that callers need not know 
 tensors on the CPU, and also NCCL where it has a GPU of its own. With `Cluster(transport="gloo")` gloo carries
 everything on the CPU, as for ranks on several machines.
 
-The local transport. Messages of up to 128 KiB travel over Unix sockets, longer ones through a shared ring: what fits is
-written at once, the rest by a helper thread, and the receiver reads straight into its tensor. The end of a socket also
-shows that a peer is dead. A collective is announced on its group's board, a shared file, and begins only when all
-announcements agree (board.py, matching.py). Its data go through an arena, an anonymous memory file with a counter for
-each rank (arena.py). A collective is a generator of steps, run by the thread that waits for it, or else by a helper
-thread (shared.py). All ranks post equally often, so that a count says what a rank has done; after a mismatch `realign`
-makes the counts equal again.
+The local transport. Messages travel over Unix sockets: what fits is written at once, the rest by a helper thread, and
+the receiver reads straight into its tensor. The end of a socket also shows that a peer is dead. The data of a
+collective go through an arena, an anonymous memory file with a counter for each rank (arena.py).
 
-Over gloo there is no board: collectives start at once, and only a Communicator's own compare forms. Process groups are
-made at their first use. The reduce-scatter is made of an all-to-all and a local sum, since gloo's own is an all-reduce.
+A collective is a generator of steps (shared.py), run by the thread that waits for it, or else by a helper thread
+(queues.py). It begins with an announcement, in shared memory or by a small collective of gloo, and goes on only when
+all ranks have called the same (calls.py). The reduce-scatter over gloo is made of an all-to-all and a local sum, since
+gloo's own is an all-reduce.
 With `algorithm=` a collective is a program of `program/collectives`, played message by message in pieces of 1 MiB.
 """

@@ -28,7 +28,6 @@ from minipar.comm.handles import Handle, Result, StagedHandle, to_host
 from minipar.comm.operations import ALL_GATHER, ALL_TO_ALL, ALLREDUCE, REDUCE_SCATTER
 from minipar.comm.playing import Lane
 from minipar.comm.transport.interface import DONE, Transport
-from minipar.comm.transport.shared import add_up, combine
 from minipar.comm.world import CLOSED, RankGroup, World, of_rank, under_torchrun
 from minipar.costs.rates import Calibration
 from minipar.errors import PlanError, RankError
@@ -71,7 +70,7 @@ class Communicator:
     @property
     def transport(self) -> str:
         """What carries tensors on the CPU between these ranks: "shared memory", or the backend, and why."""
-        if self.size == 1 or self.group().arena is not None:
+        if self.size == 1 or self.group().shares:
             return "shared memory"
         return f"gloo ({self._world.host.without})"
 
@@ -114,9 +113,7 @@ class Communicator:
     def barrier(self) -> None:
         """Return when every rank has called this."""
         if self.size > 1:
-            group = self.group()
-            work = group.matcher.submit("barrier", lambda _: None, unattended=False)  # the announcement is all it needs
-            Handle(work, None, self.pending).wait()
+            self.group().meet()
 
     # Point to point
 
@@ -175,8 +172,6 @@ class Communicator:
         reader = self._world.reader
         if reader is None:
             self.irecv(tensor, peer, tag).wait()
-            return True
-        if reader.take(tensor, self.members[peer], tag):
             return True
         work = reader.receive(tensor, self.members[peer], tag, unless)
         Handle(work, tensor, self.pending, ("recv from rank", self.members[peer], tag)).wait()
@@ -279,14 +274,8 @@ class Communicator:
             return Handle(operations.played_sum(self, tensor, ranks, str(algorithm)), tensor, self.pending)
         what = f"iallreduce of {values.form(tensor)}" + (f" ({name})" if name else "")
         group, given = self._for(tensor, ranks)
-        shared, out = self.shares(group, algorithm), given.detach()
-        small = None
-        if group.sums(given) and algorithm != "backend":
-            small = (out, lambda parts, _: combine(parts, "sum", out))
-        work = group.submit(what, ALLREDUCE, shared, given, small=small)
-        if given is not tensor:
-            return StagedHandle(work, given, tensor, self.pending)
-        return Handle(work, tensor, self.pending)
+        work = group.submit(what, ALLREDUCE, lambda _: (given,), self.shares(group, algorithm))
+        return self._handle(work, given, tensor, given)
 
     def ireduce_scatter(
         self,
@@ -310,16 +299,8 @@ class Communicator:
             return Handle(operations.played_scatter(self, tensor, into, ranks, add, algorithm), tensor, self.pending)
         what = f"reduce_scatter of {values.form(tensor)}"
         group, given = self._for(tensor, ranks)
-        sizes, shared = [into.numel()] * len(ranks), self.shares(group) and not tensor.is_cuda
-        small = None
-        if group.sums(given):
-            mine, target = slice(group.index * into.numel(), (group.index + 1) * into.numel()), into.detach().view(-1)
-
-            def sum_up(parts: list[torch.Tensor], _: list[bool]) -> None:
-                add_up([part.view(-1)[mine] for part in parts], "sum", target, add)
-
-            small = (given.detach(), sum_up)
-        work = group.submit(what, REDUCE_SCATTER, shared, given, into, sizes, "sum", add, small=small)
+        arguments = given, into, [into.numel()] * len(ranks), "sum", add
+        work = group.submit(what, REDUCE_SCATTER, lambda _: arguments, self.shares(group) and not tensor.is_cuda)
         return Handle(work, given, self.pending)
 
     def iall_gather(
@@ -341,18 +322,8 @@ class Communicator:
             return [Handle(operations.played_gather(self, into, ranks, algorithm), into, self.pending)]
         what = f"all_gather of {values.form(into)}"
         group, given = self._for(into, ranks)
-        shared, small = self.shares(group), None
-        if group.sums(given):
-            whole = given.detach().view(-1)
-
-            def put(parts: list[torch.Tensor], _: list[bool]) -> None:
-                torch.cat(parts, out=whole)
-
-            small = (whole[group.index * size :][:size], put)
-        work = group.submit(what, ALL_GATHER, shared, given, [size] * len(ranks), small=small)
-        if given is not into:
-            return [StagedHandle(work, given, into, self.pending)]
-        return [Handle(work, into, self.pending)]
+        work = group.submit(what, ALL_GATHER, lambda _: (given, [size] * len(ranks)), self.shares(group))
+        return [self._handle(work, given, into, given)]
 
     def iall_to_all(
         self,
@@ -383,19 +354,13 @@ class Communicator:
             )
         group, given = self._for(tensor, ranks)
         target = into if given is tensor else torch.empty(into.shape, dtype=into.dtype, pin_memory=True)
-        flat, place, small = given.detach().view(-1), target.detach().view(-1), None
-        if sizes is None and group.sums(given):
+        arguments = given.detach().view(-1), target.detach().view(-1), sizes or [[size] * count] * count
+        work = group.submit(what, ALL_TO_ALL, lambda _: arguments, self.shares(group) and not tensor.is_cuda)
+        return self._handle(work, target, into, tensor)
 
-            def put(parts: list[torch.Tensor], _: list[bool]) -> None:
-                mine = slice(group.index * size, (group.index + 1) * size)
-                torch.cat([part.view(-1)[mine] for part in parts], out=place)
-
-            small = (flat, put)
-        shared = self.shares(group) and not tensor.is_cuda
-        work = group.submit(what, ALL_TO_ALL, shared, flat, place, sizes or [[size] * count] * count, small=small)
-        if given is not tensor:
-            return StagedHandle(work, target, into, self.pending)
-        return Handle(work, tensor, self.pending)
+    def _handle(self, work: Any, host: torch.Tensor, into: torch.Tensor, kept: torch.Tensor) -> Handle:
+        """Of a work whose result is `into`; or `host`, if that is another tensor."""
+        return Handle(work, kept, self.pending) if host is into else StagedHandle(work, host, into, self.pending)
 
     def _for(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> tuple[RankGroup, torch.Tensor]:
         """The group for a tensor, and the tensor itself or its copy on the host."""
@@ -430,9 +395,9 @@ class Communicator:
                 f"algorithm={algorithm!r} is not known on this rank; possible are {possible}, or the generator itself "
                 "that @minipar.collective decorated"
             )
-        if algorithm == "shared" and group.arena is None:
+        if algorithm == "shared" and not group.shares:
             raise RankError(f"algorithm='shared' is not possible: {self.transport}")
-        return algorithm != "backend" and group.arena is not None
+        return algorithm != "backend" and group.shares
 
     def count_played(self, ranks: Sequence[int]) -> int:
         """A number for a program that some ranks play; the same on all of these, whatever else each has played."""

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from minipar.cluster import notes, worker
-from minipar.comm.matching import Collective
 from minipar.comm.playing import Playing
+from minipar.comm.queues import Collective
 from minipar.comm.transport.interface import StreamWork
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from minipar.comm.packing import as_bytes
 from minipar.comm.playing import Playing
 from minipar.comm.transport import backend, shared
 from minipar.comm.transport.interface import Transport
-from minipar.comm.transport.shared import combine, share
+from minipar.comm.transport.shared import share
 from minipar.comm.world import RankGroup, Way
 from minipar.errors import CollectiveMismatch, RankError
 from minipar.program import Program, collectives
@@ -81,7 +81,6 @@ class _Summing:
         self.comm, self.call, self.algorithm = comm, call, algorithm
         self.name = values.operation(op, call)
         self.kind, self.given = values.to_tensor(x, self.name, call)
-        self.real = self.kind in ("number", "list") and self.given.dtype == torch.float64
         by = f" by {algorithm}" if algorithm is not None else ""
         self.words = values.describe(call, self.kind, self.given, f"for {self.name}{rest}{by}")
         self.root = 0
@@ -98,7 +97,7 @@ class _Summing:
         further arguments for `way`. `stays`: a tensor on a GPU need not be copied to host memory for this."""
         comm, device = self.comm, self.given.device
         carrier = comm.gpus if stays and self.given.is_cuda and self.algorithm in (None, "backend") else None
-        given = to_host(self.given) if self.given.is_cuda and carrier is None and comm.size > 1 else self.given
+        given = _host(self.given) if carrier is None and comm.size > 1 else self.given
         plain = "sum" if self.name == "avg" else self.name
         result = given
 
@@ -110,41 +109,16 @@ class _Summing:
 
         if comm.size == 1:
             return Result(None, finish)
-        group, how = _choose(comm, self.call, self.algorithm, _bytes(given), carrier, self.root)
+        how = _choose(comm, self.call, self.algorithm, given.nbytes, carrier, self.root)
+        # Python's numbers may be real on one rank alone: then they are on all.
+        row = [int(given.dtype == torch.float64)] if self.kind in ("number", "list") else []
 
-        def prepare(reals: list[bool]) -> tuple[Tensor, tuple[Any, ...]]:
+        def begin(reals: list[list[int]]) -> tuple[Any, ...] | None:
             nonlocal result
-            # A real number on one rank makes the result real on all.
-            x, result, rest = arguments(given.double() if any(reals) else given)
-            return x, rest
+            x, result, rest = arguments(given.double() if [1] in reals else given)
+            return (x, *rest, plain) if x.numel() or how.shared else None
 
-        def begin(reals: list[bool]) -> Any:
-            x, rest = prepare(reals)
-            return _start(comm, group, way, how, x, *rest, plain) if x.numel() else None
-
-        def on_board(parts: list[Tensor], reals: list[bool]) -> None:
-            x, _ = prepare(reals)
-            if any(reals):
-                dtypes = [torch.float64 if one else torch.int64 for one in reals]
-                parts = [part.view(dtype).double() for part, dtype in zip(parts, dtypes, strict=True)]
-            combine(parts, plain, x)
-
-        small = None
-        if (
-            way is ALLREDUCE
-            and (how == "shared" or self.algorithm is None)
-            and not given.is_cuda
-            and _bytes(given) <= group.matcher.board.most
-        ):
-            small = (given, on_board)
-        text, key = self.words
-        matcher = group.matcher
-        if small is None and how == "shared" and self.kind in ("array", "tensor"):
-            x, rest = prepare([])
-            work = group.submit(text, way, True, x, *rest, plain, key=key, unattended=unattended)
-        else:
-            work = matcher.submit(text, begin, key, self.real, small, unattended)
-        return Result(Handle(work, given, comm.pending), finish)
+        return Result(_submit(comm, how, way, self.words, row, begin, unattended), finish)
 
 
 # Moving ---------------------------------------------------------------------------------------------------------------
@@ -168,7 +142,7 @@ def broadcast(comm: Communicator, x: Any, root: int, algorithm: str | None, unat
         return Result(None, finish)
     text = f"broadcast from rank {root}" + (f" by {algorithm}" if algorithm is not None else "")
 
-    def begin(group: RankGroup, how: str, rows: list[list[int]]) -> Any:
+    def begin(rows: list[list[int]]) -> tuple[Any, ...] | None:
         nonlocal agreed, result
         agreed = rows[root]
         for rank, row in enumerate(rows):
@@ -177,9 +151,10 @@ def broadcast(comm: Communicator, x: Any, root: int, algorithm: str | None, unat
                 raise CollectiveMismatch(f"broadcast: rank {root} has {theirs}, rank {rank} has {mine}")
         _, dtype, shape = values.decode_form(agreed)
         result = _host(given) if comm.rank == root else torch.empty(shape, dtype=dtype)
-        return _start(comm, group, BROADCAST, how, result, root) if result.numel() else None
+        return (result, root) if result.numel() else None
 
-    return Result(_move(comm, "broadcast", text, text, form, begin, algorithm, unattended), finish)
+    how = _choose(comm, "broadcast", algorithm)
+    return Result(_submit(comm, how, BROADCAST, (text, text), form, begin, unattended), finish)
 
 
 def all_gather(comm: Communicator, x: Any, algorithm: str | None, unattended: bool) -> Result:
@@ -188,7 +163,7 @@ def all_gather(comm: Communicator, x: Any, algorithm: str | None, unattended: bo
     device = given.device
     if not given.dim():
         given = given.view(1)
-    text, key = values.describe("all_gather", kind, given, f"by {algorithm}" if algorithm is not None else "", True)
+    words = values.describe("all_gather", kind, given, f"by {algorithm}" if algorithm is not None else "", True)
     result = given
 
     def finish() -> Any:
@@ -197,7 +172,7 @@ def all_gather(comm: Communicator, x: Any, algorithm: str | None, unattended: bo
     if comm.size == 1:
         return Result(None, finish)
 
-    def begin(group: RankGroup, how: str, rows: list[list[int]]) -> Any:
+    def begin(rows: list[list[int]]) -> tuple[Any, ...] | None:
         nonlocal result
         forms = [values.decode_form(row) for row in rows]
         tails = [torch.Size(shape[1:]) for _, _, shape in forms]
@@ -213,11 +188,10 @@ def all_gather(comm: Communicator, x: Any, algorithm: str | None, unattended: bo
             return None
         if len(given):
             result.split(counts)[comm.rank].copy_(given)
-        return _start(comm, group, ALL_GATHER, how, result.view(-1), [n * tails[like].numel() for n in counts])
+        return result.view(-1), [n * tails[like].numel() for n in counts]
 
-    return Result(
-        _move(comm, "all_gather", text, key, values.encode_form(kind, given), begin, algorithm, unattended), finish
-    )
+    how, form = _choose(comm, "all_gather", algorithm), values.encode_form(kind, given)
+    return Result(_submit(comm, how, ALL_GATHER, words, form, begin, unattended), finish)
 
 
 def all_to_all(comm: Communicator, x: Any, algorithm: str | None, unattended: bool) -> Result:
@@ -230,13 +204,13 @@ def all_to_all(comm: Communicator, x: Any, algorithm: str | None, unattended: bo
                 f"all_to_all: {len(x)} pieces for {several(comm.size, 'rank')}; give a list of one for each"
             )
         pieces, whole = list(x), None
-        text = key = f"all_to_all of a list of pieces{by}"
+        words = (f"all_to_all of a list of pieces{by}",) * 2
     else:
         kind, whole = values.to_tensor(x, call="all_to_all")
         if not whole.dim():
             raise RankError(f"all_to_all: a {kind} has no rows to divide; give a list of one piece for each rank")
         pieces = list(whole.split(share(len(whole), comm.size)))
-        text, key = values.describe("all_to_all", kind, whole, by.strip(), True)
+        words = values.describe("all_to_all", kind, whole, by.strip(), True)
     packets = [pack(piece, "all_to_all") for piece in pieces]
     sent = torch.cat(packets)
     got = sent
@@ -251,13 +225,14 @@ def all_to_all(comm: Communicator, x: Any, algorithm: str | None, unattended: bo
     if comm.size == 1:
         return Result(None, finish)
 
-    def begin(group: RankGroup, how: str, rows: list[list[int]]) -> Any:
+    def begin(rows: list[list[int]]) -> tuple[Any, ...]:
         nonlocal got, lengths
         lengths = [row[comm.rank] for row in rows]
         got = torch.empty(sum(lengths), dtype=torch.uint8)
-        return _start(comm, group, ALL_TO_ALL, how, sent, got, rows)
+        return sent, got, rows
 
-    return Result(_move(comm, "all_to_all", text, key, lengths, begin, algorithm, unattended), finish)
+    how = _choose(comm, "all_to_all", algorithm)
+    return Result(_submit(comm, how, ALL_TO_ALL, words, lengths, begin, unattended), finish)
 
 
 def pack(x: Any, call: str) -> Tensor:
@@ -278,16 +253,24 @@ def unpack(packet: Tensor, device: torch.device) -> tuple[str, Tensor]:
 # What they share ------------------------------------------------------------------------------------------------------
 
 
+class _How(NamedTuple):
+    """A group, and how it does a collective: in shared memory, by an algorithm's program, or as the backend's own."""
+
+    group: RankGroup
+    shared: bool
+    program: str | None = None
+
+
 def _choose(
     comm: Communicator,
     call: str,
     algorithm: str | None,
-    nbytes: int | None,
+    nbytes: int | None = None,
     carrier: Transport | None = None,
     root: int = 0,
-) -> tuple[RankGroup, str]:
-    """The group, over the transport of tensors on the CPU or another `carrier`; and how: "shared", "backend" (which is
-    made while all are here), or an algorithm's name. `nbytes` of the whole tensor, where all ranks know it already."""
+) -> _How:
+    """How to do it, over the transport of tensors on the CPU or another `carrier`. `nbytes` of the whole tensor, where
+    all ranks know it already."""
     group = comm.group(transport=carrier)
     if algorithm == "auto":
         algorithm = None
@@ -297,24 +280,35 @@ def _choose(
             found = choice.choose(call, comm.size, nbytes, comm.rates, root=root)
             algorithm = None if found == choice.BACKEND else found
     if algorithm in collectives.names(call):
-        return group, str(algorithm)
-    how = "shared" if comm.shares(group, algorithm, call) else "backend"
-    if how == "backend":
-        group.backend  # noqa: B018
-    return group, how
+        return _How(group, False, algorithm)
+    return _How(group, comm.shares(group, algorithm, call))
 
 
-def _start(comm: Communicator, group: RankGroup, way: Way, how: str, *args: Any) -> Any:
-    if how in ("shared", "backend"):
-        return group.start(way, how == "shared", *args)
-    number = comm.count_played(range(comm.size))
+def _submit(
+    comm: Communicator,
+    how: _How,
+    way: Way,
+    words: tuple[str, str],
+    row: list[int],
+    begin: Callable[[list[list[int]]], tuple[Any, ...] | None],
+    unattended: bool,
+) -> Handle:
+    """Exchange some numbers among all ranks, and do the collective with the arguments that `begin` makes of them."""
+    number = 0 if how.program is None else comm.count_played(range(comm.size))
 
-    def play(collective: str, x: Tensor, op: str = "sum", root: int = 0) -> Tensor:
-        size = x.element_size()
-        program = collectives.program(collective, how, comm.size, x.numel() * size, root=root, item=size)
+    def play(*args: Any) -> playing.Played:
+        return playing.Played(partial(way.played, run, comm.rank, *args))
+
+    def run(collective: str, x: Tensor, op: str = "sum", root: int = 0) -> Tensor:
+        program = collectives.program(
+            collective, str(how.program), comm.size, x.nbytes, root=root, item=x.element_size()
+        )
         return playing.play(program, comm, x, tuple(range(comm.size)), op, number=number)
 
-    return playing.Played(partial(way.played, play, comm.rank, *args))
+    text, key = words
+    by_program = None if how.program is None else play
+    work = how.group.submit(text, way, begin, how.shared, key=key, row=row, play=by_program, unattended=unattended)
+    return Handle(work, None, comm.pending)
 
 
 Play = Callable[[Program, Tensor], Tensor]
@@ -359,25 +353,6 @@ def played_gather(comm: Communicator, into: Tensor, ranks: tuple[int, ...], algo
     return _played(comm, ranks, lambda play: play(program, into.detach().view(-1)))
 
 
-def _move(
-    comm: Communicator,
-    call: str,
-    text: str,
-    key: str,
-    row: list[int],
-    begin: Callable[[RankGroup, str, list[list[int]]], Any],
-    algorithm: str | None,
-    unattended: bool,
-) -> Handle:
-    """Exchange some numbers among all ranks, and call `begin` with them."""
-    group, how = _choose(comm, call, algorithm, None)
-    small = (
-        torch.tensor(row, dtype=torch.int64),
-        lambda rows, _: begin(group, how, [one.tolist() for one in rows]),
-    )
-    return Handle(group.matcher.submit(text, lambda _: None, key, False, small, unattended), None, comm.pending)
-
-
 def _same(form: list[int], other: list[int]) -> bool:
     plain = values.decode_form(other)[0] in ("number", "list")  # whole or real
     return form == other or (plain and form[0] == other[0] and form[2:] == other[2:])
@@ -390,7 +365,3 @@ def _check_root(comm: Communicator, call: str, root: int) -> None:
 
 def _host(tensor: Tensor) -> Tensor:
     return to_host(tensor) if tensor.is_cuda else tensor
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

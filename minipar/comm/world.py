@@ -1,18 +1,19 @@
 """The communication of one rank with all others: its transports, and the groups that it is in.
 
 World    the transports, and the groups made so far
-Group    some ranks: a Matcher (announcements), an Arena (shared memory, if they have it), a gloo or NCCL group
+Group    some ranks: a Queue of collectives, an Arena (shared memory, if they have it), a gloo or NCCL group
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,9 +23,10 @@ import torch.distributed as dist
 from minipar.cluster import agreement, notes
 from minipar.cluster.worker import Context
 from minipar.comm.handles import Handle
-from minipar.comm.matching import Collective, Matcher, Starter
 from minipar.comm.playing import Lane
-from minipar.comm.transport.arena import Arena, Exchange, Steps
+from minipar.comm.queues import Collective, Queue, Starter
+from minipar.comm.transport import gloo, shared
+from minipar.comm.transport.calls import Steps, announcement
 from minipar.comm.transport.gloo import Gloo
 from minipar.comm.transport.interface import Messages, Transport
 from minipar.comm.transport.local import LocalTransport, Mixed
@@ -121,74 +123,86 @@ class RankGroup:
     """Some ranks of a world, this one among them: made by all of them together."""
 
     def __init__(self, world: World, transport: Transport, members: tuple[int, ...]) -> None:
-        self.world, self.transport, self.members = world, transport, members
+        self.transport, self.members = transport, members
         self.index = members.index(world.rank)
-        self._backend: Any = None  # its process group
-        self.arena: Arena | None = None
+        self.queue = Queue(members, world.starter, lambda: transport.lost(members))
+        self._pending, self._backend = world.pending, None
         with _connecting(members):
-            board = transport.board(transport.name, members)
-        self.matcher = Matcher(members, board, transport.own_thread, world.starter, lambda: transport.lost(members))
-        self.meet()
-        board.unlink()
-        if len(members) > 1:
-            self.arena = self.matcher.arena = transport.memory(members, self.meet)
-        if transport.at_once(members):
-            with _connecting(members):
-                self._backend = transport.process_group(members)
+            self.arena = transport.memory(transport.name, members) if len(members) > 1 else None
+
+    @property
+    def shares(self) -> bool:
+        """Whether its ranks exchange data in shared memory."""
+        return self.arena is not None and self.transport.on_host
 
     @property
     def backend(self) -> Any:
         """Its gloo or NCCL group; the first use waits for all members, and this wait cannot be interrupted."""
         if self._backend is None:
-            self.meet()
+            if self.arena is not None:
+                self.meet("the making of a group")
             with _connecting(self.members):
                 self._backend = self.transport.process_group(self.members)
         return self._backend
 
-    def sums(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is so small that its collectives need no more than the announcement."""
-        return not tensor.is_cuda and tensor.numel() * tensor.element_size() <= self.matcher.board.most
-
-    def start(self, way: Way, shared: bool, *args: Any) -> Any:
-        """Start a collective that all have agreed on, in shared memory or as the backend's own."""
-        if shared and self.arena is not None:
-            exchange = Exchange(self.arena, way.shared(self.arena, *args))
-            self.arena.line_up(exchange)
-            return exchange
-        return way.backend(self.backend, self.index, *args)
+    def agree(self, text: str, key: str | None = None, row: Sequence[int] = ()) -> Steps:
+        """The steps of announcing a collective: they return the numbers that each member brings, as many as this one.
+        All must agree in `key`, or in `text` if there is no key."""
+        call = announcement(text, key)
+        if self.arena is None:
+            announcing = self.transport.announcing(self.transport.name, self.members)
+            return gloo.agree(announcing, self.members, call, row)
+        self.arena.announce(call)
+        return shared.rows(self.arena, row)
 
     def submit(
         self,
         text: str,
         way: Way,
+        arguments: Callable[[list[list[int]]], tuple[Any, ...] | None],
         shared: bool,
-        *args: Any,
-        small: Any = None,
+        *,
         key: str | None = None,
+        row: Sequence[int] = (),
+        play: Callable[..., Any] | None = None,
         unattended: bool = True,
     ) -> Collective:
-        """Announce a collective whose arguments do not depend on the others'."""
-        exchange = None
-        if small is None and shared and self.arena is not None:
-            exchange = Exchange(self.arena, way.shared(self.arena, *args))
-        elif small is None and not shared:
-            self.backend  # noqa: B018  (this makes it while all ranks are here)
-        return self.matcher.submit(
-            text, lambda _: way.backend(self.backend, self.index, *args), key, False, small, unattended, exchange
-        )
+        """Start a collective.
 
-    def meet(self, row: list[int] | None = None) -> list[list[int]]:
-        """Wait until all members are here; returns the numbers that each has brought."""
-        found: list[list[int]] = []
-        mine = torch.tensor(row or [], dtype=torch.int64)
-        small = (mine, lambda rows, _: found.extend(one.tolist() for one in rows))
-        self.wait(self.matcher.submit("the making of a group", lambda _: None, small=small, unattended=False))
-        return found
+        text, key    what it is, for errors; and what of it must agree
+        row          numbers of this rank
+        arguments    what `way` gets, a function of the numbers of all ranks; None: there is nothing to do
+        shared       whether it goes through shared memory; else it is the backend's own, or `play` plays a program
+        unattended   whether it must go on while nobody waits for it
+        """
+        backend = None if shared or play is not None else self.backend  # (made while all ranks are here)
 
-    def wait(self, work: Collective) -> None:
-        """Return when a collective of this group is complete. Meanwhile the driver can see what this rank waits for,
-        and the wait can be interrupted."""
-        Handle(work, None, self.world.pending).wait()
+        def steps() -> Steps:
+            if shared and not row and self.arena is not None:  # (announced with the first piece)
+                given = arguments([])
+                assert given is not None
+                self.arena.announce(announcement(text, key))
+                return (yield from way.shared(self.arena, *given))
+            given = arguments((yield from self.agree(text, key, row)))
+            if given is None:
+                return None
+            if shared:
+                return (yield from way.shared(self.arena, *given))
+            return way.backend(backend, self.index, *given) if play is None else play(*given)
+
+        return self._submit(text, steps(), unattended)
+
+    def meet(self, text: str = "barrier") -> None:
+        """Return when all members have called this. Meanwhile the driver can see what this rank waits for, and the wait
+        can be interrupted."""
+
+        def steps() -> Steps:
+            yield from self.agree(text)
+
+        Handle(self._submit(text, steps(), False), None, self._pending).wait()
+
+    def _submit(self, text: str, steps: Steps, unattended: bool) -> Collective:
+        return self.queue.submit(text, steps, unattended, not self.transport.on_host)
 
 
 @contextlib.contextmanager
@@ -220,13 +234,13 @@ def of_rank(context: Context, count: int) -> World:
     path = f"{context.store}-{count}"
     device = torch.device(context.device)
     if context.transport == "gloo":
-        gloo = Gloo(store, rank, everyone, agreement.LOOPBACK, "transport='gloo'")
-        return World(store, rank, size, device, context.backend, gloo, ("",) * size, everyone)
+        alone = Gloo(store, rank, everyone, agreement.LOOPBACK, "transport='gloo'")
+        return World(store, rank, size, device, context.backend, alone, ("",) * size, everyone)
     hosts = agreement.hosts_of(size)
     if rank == 0 and len(set(hosts)) > 1:
         store.set("token", secrets.token_hex(32))
     token = bytes.fromhex(store.get("token").decode()) if len(set(hosts)) > 1 else b""
-    host = _host(store, rank, everyone, hosts, agreement.LOOPBACK, token, path, path)
+    host = _host(store, rank, everyone, hosts, agreement.LOOPBACK, token, path)
     return World(store, rank, size, device, context.backend, host, hosts, everyone)
 
 
@@ -243,13 +257,16 @@ def under_torchrun(count: int | str) -> World:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     store = dist.PrefixStore(f"world {count}", agreed.store)
-    name = f"minipar-{agreed.token[:32]}-{agreed.hosts.index(agreed.hosts[agreed.rank])}-{count}"
-    path = os.path.join(_agree_on_folder(store, agreed.rank, agreed.hosts), name)
-    # A name in the memory of Linux leaves nothing behind, however the process ends.
-    sockets = f"\0{name}" if sys.platform == "linux" else path
     token = bytes.fromhex(agreed.token)
+    # Every user of the system can read this name: it tells nothing of the token.
+    public = hashlib.sha256(b"the name of sockets" + token).hexdigest()[:32]
+    name = f"minipar-{public}-{agreed.hosts.index(agreed.hosts[agreed.rank])}-{count}"
+    if sys.platform == "linux":
+        path = f"\0{name}"  # (a name in the memory of Linux leaves nothing behind, however the process ends)
+    else:
+        path = os.path.join(_agree_on_folder(store, agreed.rank, agreed.hosts), name)
     address, everyone = agreed.addresses[agreed.rank], tuple(range(agreed.size))
-    host = _host(store, agreed.rank, everyone, agreed.hosts, address, token, path, sockets)
+    host = _host(store, agreed.rank, everyone, agreed.hosts, address, token, path)
     return World(store, agreed.rank, agreed.size, device, agreed.backend, host, agreed.hosts, everyone)
 
 
@@ -261,15 +278,14 @@ def _host(
     address: str,
     token: bytes,
     path: str,
-    sockets: str,
 ) -> Transport:
-    """What carries tensors on the CPU among ranks of these hosts, or some of them. The files of boards begin with
-    `path`, the names of sockets with `sockets`."""
+    """What carries tensors on the CPU among ranks of these hosts, or some of them. The names of sockets begin with
+    `path`."""
     far = frozenset(peer for peer, host in enumerate(hosts) if host != hosts[rank])
-    gloo = Gloo(store, rank, everyone, address, f"ranks are on {len(set(hosts))} hosts" if far else "")
+    groups = Gloo(store, rank, everyone, address, f"ranks are on {len(set(hosts))} hosts" if far else "")
     if far:
-        return Mixed(path, gloo, Sockets(rank, sockets, Far(far, address, store, token)), hosts)
-    return LocalTransport(path, gloo, Sockets(rank, sockets))
+        return Mixed(groups, Sockets(rank, path, Far(far, address, store, token)), hosts)
+    return LocalTransport(groups, Sockets(rank, path))
 
 
 def _agree_on_folder(store: dist.Store, rank: int, hosts: tuple[str, ...]) -> str:

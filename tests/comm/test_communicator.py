@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from minipar.cluster import Cluster, worker
-from minipar.comm import communicator, matching, values
+from minipar.comm import communicator, queues, values
 from minipar.comm.communicator import Communicator
 from minipar.comm.transport import sockets
 from minipar.errors import RankError
@@ -222,7 +222,7 @@ def test_after_an_interrupt_in_the_middle_of_a_call_that_was_caught_it_gives_not
             comm.send([1] * values.FORM, 1)
             comm.send([2] * values.FORM, 1)
         if comm.rank == 1:
-            once(*((sockets._Incoming, "read_into") if call == "recv" else (matching.Matcher, "progress")))
+            once(*((sockets._Incoming, "next") if call == "recv" else (queues.Queue, "run")))
             again = partial(comm.recv, 0) if call == "recv" else partial(comm.allreduce, 1)
             with contextlib.suppress(KeyboardInterrupt):
                 again()

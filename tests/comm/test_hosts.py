@@ -15,7 +15,6 @@ import torch
 from minipar.cluster import Cluster
 from minipar.comm import communicator
 from minipar.comm.communicator import Communicator
-from minipar.comm.transport.local import Mixed
 from minipar.errors import CollectiveMismatch, Deadlock
 
 # Ranks cannot import this file by name; its functions travel as those of a notebook do.
@@ -34,12 +33,6 @@ def create() -> Communicator:
     return communicator.create()
 
 
-def host() -> Mixed:
-    found = create()._world.host
-    assert isinstance(found, Mixed)
-    return found
-
-
 def test_who_shares_memory_and_who_does_not(four: Cluster) -> None:
     def f() -> tuple[str, bool, bool]:
         comm = create()
@@ -54,7 +47,7 @@ def test_messages_and_sums_between_all(four: Cluster) -> None:
     def f() -> list[Any]:
         comm, found = create(), []
         peers = [peer for peer in range(4) if peer != comm.rank]
-        for size in (3, 300_000):  # (long ones go through a ring within a host)
+        for size in (3, 300_000):
             x = torch.full((size,), float(comm.rank))
             sent = [comm.isend(x, peer, size) for peer in peers]
             got = [torch.empty(size) for _ in peers]
@@ -75,28 +68,6 @@ def test_messages_and_sums_between_all(four: Cluster) -> None:
         peers = [[float(peer)] for peer in reversed(range(4)) if peer != rank]
         groups = [ranks for ranks in ((0, 1), (1, 2), (0, 1, 2, 3)) if rank in ranks]
         assert found == [peers] * 2 + [[float(sum(ranks) + len(ranks))] for ranks in groups for _ in range(2)]
-
-
-def test_long_messages_use_a_ring_within_a_host_alone(four: Cluster) -> None:
-    def f() -> dict[int, tuple[bool, bool]]:
-        comm = create()
-        for peer in range(4):
-            if peer != comm.rank:
-                comm.isend(torch.zeros(1), peer).wait()
-        for peer in range(4):
-            if peer != comm.rank:
-                comm.irecv(torch.zeros(1), peer).wait()
-        sockets = host().sockets
-        return {
-            peer: (out.ring is not None, sockets.incoming[peer].ring is not None)
-            for peer, out in sockets.outgoing.items()
-        }
-
-    rings = four.run(f)
-    assert [{peer for peer, ring in row.items() if ring == (True, True)} for row in rings] == [{1}, {0}, {3}, {2}]
-    assert [{peer for peer, ring in row.items() if ring == (False, False)} for row in rings] == [{2, 3}] * 2 + [
-        {0, 1}
-    ] * 2
 
 
 # mismatches -----------------------------------------------------------------------------------------------------------

@@ -83,9 +83,9 @@ def by_auto(rates, size, call="allreduce"):
     comm.rates, chosen, real = rates, [], operations._choose
 
     def noted(*args, **options):
-        group, how = real(*args, **options)
-        chosen.append(how)
-        return group, how
+        how = real(*args, **options)
+        chosen.append(how.program or ("shared" if how.shared else "backend"))
+        return how
 
     operations._choose = noted
     try:

@@ -2,7 +2,8 @@
 
 A receive needs the size of the message, and is posted ahead; a thread on each side carries the message. gloo cannot say
 whether a message is here for which no receive was posted, and it does not compare what ranks bring to a collective:
-gloo_board.py does.
+`agree` does, with small collectives of its own. Their group's next one begins when this one has started: so all members
+start everything in one order, the collectives themselves included.
 
 Process groups are made directly, without torch's global default group: so several clusters, generations and users' own
 `init_process_group` can exist at the same time.
@@ -10,16 +11,24 @@ Process groups are made directly, without torch's global default group: so sever
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from array import array
+from collections.abc import Generator, Iterable, Sequence
+from datetime import timedelta
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from minipar.cluster.agreement import TIMEOUT
-from minipar.comm.transport.gloo_board import GlooBoard
+from minipar.comm.transport import calls
+from minipar.comm.transport.calls import Need, Steps
 from minipar.comm.transport.interface import Messages, OwnMessages, Transport, Work
+
+_SLICE = timedelta(milliseconds=50)  # of a wait in native code: an interrupt can come this late
+_NAP = 5e-4
 
 
 class Gloo(Transport):
@@ -27,7 +36,7 @@ class Gloo(Transport):
     `without`: why there is no shared memory, in a few words."""
 
     name = "gloo"
-    own_thread = True
+    on_host = True
 
     def __init__(self, store: dist.Store, rank: int, everyone: tuple[int, ...], address: str, without: str) -> None:
         self.store, self.rank, self.everyone = store, rank, everyone
@@ -41,10 +50,12 @@ class Gloo(Transport):
     def process_group(self, members: tuple[int, ...]) -> Any:
         return self._group(self.name, members)
 
-    def board(self, kind: str, members: tuple[int, ...]) -> GlooBoard:
-        """Of gloo's own collectives the board is in the same process group, since all start them in one order."""
-        index = members.index(self.rank)
-        return GlooBoard(members, index, self._group(kind, members) if len(members) > 1 else None)
+    def announcing(self, kind: str, members: tuple[int, ...]) -> Any:
+        """Of gloo's own collectives the same process group, since all start them in one order."""
+        return self._group(kind, members)
+
+    def memory(self, kind: str, members: tuple[int, ...]) -> None:
+        return None
 
     def line(self, members: tuple[int, ...]) -> OwnMessages:
         return _Messages(self._group("line", members), tuple(range(len(members))))  # (peers are numbers in the group)
@@ -72,6 +83,42 @@ class Gloo(Transport):
 
     def close(self, under_way: bool) -> None:
         pass  # process groups, and with them their connections, end when nothing refers to them any more
+
+
+def agree(group: Any, members: tuple[int, ...], call: bytes, row: Sequence[int] = ()) -> Steps:
+    """The numbers that each member brings, of all of them, once it is known that all have called the same; each brings
+    as many. `group`: their process group."""
+    calls.compare(members, (yield from _gather(group, len(members), call)))
+    if not row:
+        return [[]] * len(members)
+    return [
+        array("q", found).tolist() for found in (yield from _gather(group, len(members), array("q", row).tobytes()))
+    ]
+
+
+def _gather(group: Any, count: int, mine: bytes) -> Generator[Need, None, list[bytes]]:
+    room, size = bytearray(count * len(mine)), len(mine)
+    whole, part = torch.frombuffer(room, dtype=torch.uint8), torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+    work = group._allgather_base(whole, part)
+    yield _Gathered(work)
+    work.wait()  # (which raises what went wrong)
+    return [bytes(room[start : start + size]) for start in range(0, count * size, size)]
+
+
+class _Gathered(NamedTuple):
+    work: Any
+
+    def met(self) -> bool:
+        return bool(self.work.is_completed())
+
+    def sleep(self, short: bool) -> None:
+        if short:
+            time.sleep(_NAP)
+            return
+        try:
+            self.work.wait(_SLICE)
+        except RuntimeError:  # the time is over, which does nothing else to a collective; or the work has failed
+            return
 
 
 class _Messages:

@@ -7,7 +7,7 @@ method here, so that no caller has to know which of them it has.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
@@ -16,28 +16,6 @@ from minipar.comm.transport.arena import Arena
 
 if TYPE_CHECKING:
     from minipar.comm.transport.sockets import Sockets
-
-Meet = Callable[[list[int]], list[list[int]]]  # waits for all members of a group, and returns each one's numbers
-
-
-class Board(Protocol):
-    """Where the ranks of a group announce their collectives, from number 1 on: board.py and gloo_board.py."""
-
-    members: tuple[int, ...]
-    most: int
-    """Bytes of a tensor that is summed on the board itself: every rank adds up what all have announced."""
-
-    def unlink(self) -> None:
-        """All members have it now."""
-
-    def room(self, number: int) -> bool: ...
-    def announce(self, number: int, hashed: int, flag: bool, text: str, small: Tensor | None) -> int: ...
-    def compare(self, number: int, word: int) -> bool | None: ...
-    def settle(self, number: int) -> None: ...
-    def sleep(self, number: int) -> None: ...
-    def flags(self, number: int) -> list[bool]: ...
-    def small(self, number: int, k: int, like: Tensor) -> Tensor: ...
-    def texts(self, number: int) -> list[str]: ...
 
 
 class Work(Protocol):
@@ -103,8 +81,8 @@ class Transport(ABC):
     """How one rank reaches all others. Every rank of a world makes the same one."""
 
     name: str
-    own_thread: bool
-    """Whether the thread that calls `wait` waits for a collective. (For NCCL's, the GPU's stream waits.)"""
+    on_host: bool
+    """Whether tensors are in host memory, and the thread that calls `wait` waits for them; else the stream of a GPU."""
     without: str
     """Why groups have no shared memory; "" as long as they have."""
 
@@ -124,22 +102,19 @@ class Transport(ABC):
         """torch's process group of these ranks, whose collectives are in backend.py. It is made at the first use, which
         waits for all members and which nothing can interrupt."""
 
-    def at_once(self, members: tuple[int, ...]) -> bool:
-        """Whether the process group of a new group is made at once. If not, it is made where a collective needs it."""
-        return True
-
     @abstractmethod
-    def board(self, kind: str, members: tuple[int, ...]) -> Board:
-        """Where these ranks announce the collectives of one kind of group. It is made by all of them together."""
+    def announcing(self, kind: str, members: tuple[int, ...]) -> Any:
+        """gloo's process group in which ranks without shared memory announce their collectives of one kind."""
 
     @abstractmethod
     def line(self, members: tuple[int, ...]) -> OwnMessages:
         """Messages among these ranks alone, which have nothing to do with any others; made by all of them together. A
         peer is a number within `members`."""
 
-    def memory(self, members: tuple[int, ...], meet: Meet) -> Arena | None:
-        """Memory that these ranks share. None: they have none, and the process group does all collectives."""
-        return None
+    @abstractmethod
+    def memory(self, kind: str, members: tuple[int, ...]) -> Arena | None:
+        """Memory that these ranks share for one kind of collectives; made by all of them together. None: they have
+        none, and announce in `announcing`."""
 
     def lost(self, members: tuple[int, ...]) -> int | None:
         """One of these ranks whose host no longer answers, if that is known. A process group does not notice it."""

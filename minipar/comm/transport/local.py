@@ -7,28 +7,31 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import warnings
 from typing import Any
+
+import torch.distributed as dist
 
 from minipar.cluster.processes import readable
 from minipar.comm.transport import arena, shared_memory
 from minipar.comm.transport.arena import Arena
-from minipar.comm.transport.board import Board, fingerprint
 from minipar.comm.transport.gloo import Gloo
-from minipar.comm.transport.interface import Board as Announced
-from minipar.comm.transport.interface import Meet, OwnMessages, Transport
+from minipar.comm.transport.interface import OwnMessages, Transport
 from minipar.comm.transport.sockets import Sockets
+
+_NAP = 1e-3  # seconds between two looks into the store
 
 
 class LocalTransport(Transport):
-    """`path`: how the files of its boards begin. `sockets`: for its messages."""
+    """`gloo`: for collectives without shared memory. `sockets`: for its messages."""
 
-    name = "local"
-    own_thread = True
+    name = "gloo"  # (of the process groups)
+    on_host = True
     without = ""
 
-    def __init__(self, path: str, gloo: Gloo, sockets: Sockets) -> None:
-        self.path, self.gloo, self.sockets = path, gloo, sockets
+    def __init__(self, gloo: Gloo, sockets: Sockets) -> None:
+        self.gloo, self.sockets = gloo, sockets
         self.rank = gloo.rank
         self.watched: dict[int, int] = {}  # rank -> a descriptor of its process
 
@@ -43,16 +46,13 @@ class LocalTransport(Transport):
     def process_group(self, members: tuple[int, ...]) -> Any:
         return self.gloo.process_group(members)
 
-    def at_once(self, members: tuple[int, ...]) -> bool:
-        return False
-
-    def board(self, kind: str, members: tuple[int, ...]) -> Announced:
-        return Board(f"{self.path}-{kind}-{fingerprint(str(members)):x}", members, members.index(self.rank))
+    def announcing(self, kind: str, members: tuple[int, ...]) -> Any:
+        return self.gloo.announcing(kind, members)
 
     def line(self, members: tuple[int, ...]) -> OwnMessages:
         return self.sockets.among(members)
 
-    def memory(self, members: tuple[int, ...], meet: Meet) -> Arena | None:
+    def memory(self, kind: str, members: tuple[int, ...]) -> Arena | None:
         """An arena that all members have mapped. If one of them cannot map it, all get None."""
         size, index = arena.size(len(members)), members.index(self.rank)
         descriptor, memory, reason = -1, None, ""
@@ -61,23 +61,35 @@ class LocalTransport(Transport):
                 descriptor = shared_memory.make(size)
         except OSError as error:
             reason = str(error)
-        rows = meet([os.getpid(), descriptor])
+        found = self._meet(f"memory {kind}", members, [os.getpid(), descriptor])
         try:
-            pid, number = rows[0]
+            pid, number = found[0]
             if number >= 0:
                 memory = shared_memory.open_from(pid, number, size)
-                for rank, (process, _) in zip(members, rows, strict=True):
+                for rank, (process, _) in zip(members, found, strict=True):
                     self._watch(rank, process)
         except OSError as error:
             memory, reason = None, str(error)
-        found = meet([memory is not None])
+        lacking = [
+            rank
+            for rank, row in zip(members, self._meet(f"mapped {kind}", members, [memory is not None]), strict=True)
+            if row == [0]
+        ]
         if descriptor >= 0:
             os.close(descriptor)
-        if memory is None or [0] in found:
-            lacking = [rank for rank, row in zip(members, found, strict=True) if row == [0]]
+        if memory is None or lacking:
             self._explain(reason or f"rank {lacking[0]} has none")
             return None
-        return Arena(memory, len(members), index, lambda k: self._gone(members[k]))
+        return Arena(memory, members, index, lambda k: self._gone(members[k]))
+
+    def _meet(self, name: str, members: tuple[int, ...], row: list[int]) -> list[list[int]]:
+        """Wait until all members have brought some numbers; those of each. An interrupt can come."""
+        store = dist.PrefixStore(f"{name} {members}", self.gloo.store)
+        store.set(str(self.rank), " ".join(str(int(number)) for number in row))
+        keys = list(map(str, members))
+        while not store.check(keys):
+            time.sleep(_NAP)
+        return [list(map(int, store.get(key).decode().split())) for key in keys]
 
     def _watch(self, rank: int, pid: int) -> None:
         """Open a descriptor by which the end of another rank's process is noticed. OSError if the system has none."""
@@ -114,7 +126,7 @@ class Mixed(LocalTransport):
     """The transport of ranks on several hosts: each pair and each group goes the shortest way that all of it has.
 
     ranks        0 1 | 2 3             two hosts
-    messages     0 - 1                 a socket of this machine, and a ring in shared memory
+    messages     0 - 1                 a socket of this machine
                  1 - 2                 a TCP socket
     collectives  0,1                   shared memory
                  1,2 and 0,1,2,3       gloo, as a whole
@@ -122,21 +134,9 @@ class Mixed(LocalTransport):
     `hosts`: by rank, the name of its host.
     """
 
-    name = "gloo"  # (so that its groups announce in the process groups that do their collectives)
-
-    def __init__(self, path: str, gloo: Gloo, sockets: Sockets, hosts: tuple[str, ...]) -> None:
-        super().__init__(path, gloo, sockets)
+    def __init__(self, gloo: Gloo, sockets: Sockets, hosts: tuple[str, ...]) -> None:
+        super().__init__(gloo, sockets)
         self.hosts, self.without = hosts, gloo.without
-
-    def _on_one_host(self, members: tuple[int, ...]) -> bool:
-        return len({self.hosts[rank] for rank in members}) == 1
-
-    def at_once(self, members: tuple[int, ...]) -> bool:
-        return not self._on_one_host(members)
-
-    def board(self, kind: str, members: tuple[int, ...]) -> Announced:
-        self.sockets.warm_up([self._next(members)])
-        return super().board(kind, members) if self._on_one_host(members) else self.gloo.board(kind, members)
 
     def _next(self, members: tuple[int, ...]) -> int:
         """The member after this rank, in a ring: each watches its connection with the next one."""
@@ -146,5 +146,6 @@ class Mixed(LocalTransport):
         after = self._next(members)
         return after if self.sockets.lost(after) else None
 
-    def memory(self, members: tuple[int, ...], meet: Meet) -> Arena | None:
-        return super().memory(members, meet) if self._on_one_host(members) else None
+    def memory(self, kind: str, members: tuple[int, ...]) -> Arena | None:
+        self.sockets.warm_up([self._next(members)])
+        return super().memory(kind, members) if len({self.hosts[rank] for rank in members}) == 1 else None

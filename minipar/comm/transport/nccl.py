@@ -9,16 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from minipar.comm.transport.arena import Arena
 from minipar.comm.transport.gloo import TIMEOUT
-from minipar.comm.transport.interface import Board, OwnMessages, StreamWork, Transport, Work
+from minipar.comm.transport.interface import OwnMessages, StreamWork, Transport, Work
 
 
 class Nccl(Transport):
-    """`everyone`: the ranks that messages go between. `host`: the transport of tensors on the CPU. NCCL's collectives
-    are announced on its boards, too."""
+    """`everyone`: the ranks that messages go between. `host`: the transport of tensors on the CPU, by
+    which NCCL's collectives are announced."""
 
     name = "nccl"
-    own_thread = False
+    on_host = False
     without = "tensors are on GPUs"
 
     def __init__(
@@ -32,8 +33,11 @@ class Nccl(Transport):
     def messages(self) -> _Messages:
         return self._messages
 
-    def board(self, kind: str, members: tuple[int, ...]) -> Board:
-        return self.host.board(kind, members)
+    def announcing(self, kind: str, members: tuple[int, ...]) -> Any:
+        return self.host.announcing(kind, members)
+
+    def memory(self, kind: str, members: tuple[int, ...]) -> Arena | None:
+        return self.host.memory(kind, members)
 
     def line(self, members: tuple[int, ...]) -> OwnMessages:
         return self.host.line(members)

@@ -19,7 +19,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from minipar.comm.transport.arena import Arena, Need, Steps
+from minipar.comm.transport.arena import Arena, Posts
+from minipar.comm.transport.calls import Steps
 
 _AT_ONCE = 64 << 10  # bytes up to which every rank adds up everything: it waits once less, but reads more
 _PAIRWISE: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
@@ -42,7 +43,7 @@ def _overlapped(
     sources: Sequence[int],
 ) -> Steps:
     """Write each piece to the next buffer (`write` is None if only others do), write the piece after it, and then read
-    the first one, once the `sources` have written theirs."""
+    the first one, once the `sources` have written theirs. With its first piece a collective is announced."""
     before: tuple[int, int, _T] | None = None
     for piece in pieces:
         buffer, need = arena.take()
@@ -50,11 +51,15 @@ def _overlapped(
             yield need
             write(buffer, piece)
         number = arena.post()
+        yield from arena.compare()
         if before is not None:
             yield from _read(arena, before, read, sources)
         before = buffer, number, piece
     if before is not None:
         yield from _read(arena, before, read, sources)
+    else:  # no pieces at all
+        arena.post()
+        yield from arena.compare()
 
 
 def _read(
@@ -62,8 +67,7 @@ def _read(
 ) -> Steps:
     buffer, number, piece = written
     if read is not None:
-        need: Need = sources, number
-        yield need
+        yield Posts(arena, sources, number)
         read(buffer, piece)
     arena.free(buffer)
 
@@ -215,6 +219,15 @@ def all_to_all(arena: Arena, x: Tensor, into: Tensor, sizes: Sequence[Sequence[i
                 into[got[k] + first :][:size].copy_(rooms[k][me * most : me * most + size])
 
     return _overlapped(arena, range(0, max(map(max, sizes)), most), write, read, arena.others)
+
+
+def rows(arena: Arena, mine: Sequence[int]) -> Steps:
+    """The numbers that each member brings, of all of them; each brings as many."""
+    count = len(mine)
+    whole = torch.zeros(arena.count, count, dtype=torch.int64)
+    whole[arena.index] = torch.tensor(mine, dtype=torch.int64)
+    yield from all_gather(arena, whole, [count] * arena.count)
+    return whole.tolist()
 
 
 def share(count: int, ranks: int) -> list[int]:

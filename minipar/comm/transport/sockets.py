@@ -1,58 +1,57 @@
-"""Point-to-point messages: a socket per pair and direction, and shared memory between ranks of one machine.
+"""Point-to-point messages: a socket for each pair and direction.
 
-    header (tag, bytes, dtype) | data        through the socket: at once if its buffer has room
-    header .......... data ...........       a long message's data through a ring in shared memory (stream.py)
+    header (tag, bytes, dtype) | data        at once, if the socket's buffer has room
 
-Ranks of one machine use Unix sockets; those of other hosts (`Far`) are reached by TCP, without a ring. If one of these
-hosts is cut off, the system notices after a few seconds that its connections no longer answer.
+Ranks of one machine use Unix sockets; those of other hosts (`Far`) are reached by TCP. If one of these hosts is cut
+off, the system notices after a few seconds that its connections no longer answer.
 
 If there is no room, a helper thread writes the rest, or the thread that waits for the send, whichever comes first. The
 receiver reads when it waits for a message, straight into the tensor. If the socket has ended, the other rank is gone.
 
 gloo gives every message to a thread of its own on both sides. On a machine with fewer cores than ranks these
-switches cost more than a message of a few kilobytes; here there are none for messages that find room. Through a
-socket the system copies a long message into pages that it must allocate first: the ring takes two thirds of the
-time. For a short message the socket is faster, since it wakes the receiver in the same call. A message of another size
-or dtype than the waiting tensor is an error, where gloo would abort the process or leave stale data.
+switches cost more than a message of a few kilobytes; here there are none for messages that find room. A message of
+another size or dtype than the waiting tensor is an error, where gloo would abort the process or leave stale data.
+
+Who connects from another host proves that it knows the secret of the run, and this rank proves it, too, by the HMAC of
+Python's multiprocessing.connection. A helper thread waits for that, and then hands the connection to the rank, as a
+message to its Unix socket.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import hmac
 import json
-import mmap
 import os
 import select
 import socket
 import struct
 import threading
-import time
 import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
+from minipar.cluster import threads, wire
 from minipar.cluster.processes import readable
 from minipar.cluster.threads import Helper
-from minipar.comm.transport import shared_memory, stream
 from minipar.comm.transport.interface import DONE, Work
-from minipar.comm.transport.stream import Stream
 from minipar.comm.values import dtype_code
 from minipar.errors import RankError
 
 _HEADER = struct.Struct("<qqI")  # tag, bytes, dtype
-_WHO = struct.Struct("<i?32s")  # rank, whether a descriptor of memory comes with it, the token
+_WHO = struct.Struct("<i?")  # rank, and whether a descriptor comes with it: of its connection from another host
 _CREDENTIALS = struct.Struct("3i")  # of the process at the other end of a Unix socket: process, user, group
 _T = TypeVar("_T")
 _BUFFER = 4 << 20  # bytes that are requested; the kernel gives what its limits allow
-LONG = 128 << 10  # bytes from which a ring is faster than a socket
+_SOME = 128 << 10  # bytes that are passed over at once
 _NAP, _SLICE = 5e-4, 0.05
-_PROOF = 10.0  # seconds in which a new connection says who it is
+_PROOF = 5.0  # seconds in which a new connection says who it is, from its first byte to its last
+_PATIENCE = 30.0  # seconds for which a rank waits to be let in: others may come before it
 # After so many seconds without a byte the system asks the other host every second, and gives it up after the last time.
 _ALIVE = {"TCP_KEEPIDLE": 2, "TCP_KEEPALIVE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 4}
 
@@ -75,19 +74,19 @@ class Sockets:
 
     def __init__(self, rank: int, path: str, far: Far | None = None) -> None:
         self.rank, self.path, self.far = rank, path, far
-        self.token = bytes(32) if far is None else far.token
         here = socket.socket(socket.AF_UNIX)
         self.unlink()
         here.bind(f"{path}.{rank}")
         if not path.startswith("\0"):
             os.chmod(f"{path}.{rank}", 0o600)
+        here.listen(128)
         self.listeners = [here]
         if far is not None:
             family = socket.AF_INET6 if ":" in far.address else socket.AF_INET
             self.listeners.append(socket.create_server((far.address, 0), family=family, backlog=128))
             port = self.listeners[1].getsockname()[1]
+            threads.start(partial(self._welcome, self.listeners[1], far.token), "lets in ranks of other hosts")
             far.store.set(f"messages {rank}", json.dumps([far.address, port]))
-        here.listen(128)
         self.flusher = Flusher("writes messages")
         self.outgoing: dict[int, Outgoing] = {}
         self.incoming: dict[int, _Incoming] = {}
@@ -123,39 +122,39 @@ class Sockets:
         link = self.outgoing.get(peer)
         if link is None:
             far = self.far is not None and peer in self.far.ranks
-            opened = self._connect_far(self.far, peer) if self.far is not None and far else self._connect(peer)
-            link = self.outgoing[peer] = Outgoing(*opened, peer, self.flusher)
+            opened = self._connect_far(self.far, peer) if self.far is not None and far else _connect(self.path, peer)
+            with contextlib.suppress(OSError):  # macOS gives nothing where Linux gives what its limits allow
+                opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+            if not far:
+                opened.sendall(_WHO.pack(self.rank, False))
+            link = self.outgoing[peer] = Outgoing(opened, peer, self.flusher)
         return link
 
-    def _connect_far(self, far: Far, peer: int) -> tuple[socket.socket, None]:
+    def _connect_far(self, far: Far, peer: int) -> socket.socket:
         """Connect with a rank of another host. ConnectionError if that is not reached."""
         address, port = json.loads(far.store.get(f"messages {peer}").decode())
         try:
-            connection = socket.create_connection((address, port), _PROOF)
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
+            connection = socket.create_connection((address, port), _PATIENCE)
+            wire.prove(connection, far.token, _PATIENCE, asks_first=False).send_bytes(_WHO.pack(self.rank, True))
             keep_alive(connection)
-            connection.sendall(_WHO.pack(self.rank, False, self.token))
             connection.settimeout(None)
         except OSError as error:
             raise ConnectionError(f"rank {peer} is not reached at {address}, port {port}: {error}") from error
-        return connection, None
+        return connection
 
-    def _connect(self, peer: int) -> tuple[socket.socket, Stream | None]:
-        connection = socket.socket(socket.AF_UNIX)
-        with contextlib.suppress(OSError):  # macOS gives nothing where Linux gives what its limits allow
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER)
-        connection.connect(f"{self.path}.{peer}")
-        try:
-            memory = shared_memory.make(stream.SIZE)
-        except OSError:
-            connection.sendall(_WHO.pack(self.rank, False, self.token))
-            return connection, None
-        try:
-            ring = Stream(mmap.mmap(memory, stream.SIZE))
-            socket.send_fds(connection, [_WHO.pack(self.rank, True, self.token)], [memory])
-        finally:
-            os.close(memory)
-        return connection, ring
+    def _welcome(self, listener: socket.socket, token: bytes) -> None:
+        """In a thread of its own: let in who proves to know the secret, and no one else."""
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:  # this rank has closed its sockets
+                return
+            with connection, contextlib.suppress(OSError, EOFError):
+                who = wire.prove(connection, token, _PROOF, asks_first=True).recv_bytes(_WHO.size)
+                keep_alive(connection)
+                connection.settimeout(None)
+                with _connect(self.path, self.rank) as rank:
+                    socket.send_fds(rank, [who], [connection.fileno()])
 
     def receive(self, tensor: Tensor, peer: int, tag: int, unless: int | None = None) -> SocketReceive:
         """Receive into a contiguous CPU tensor: filled when `wait` of the result has returned.
@@ -167,26 +166,6 @@ class Sockets:
             link = self.incoming[peer] = _Incoming(peer)
         return SocketReceive(self, link, tensor, tag, unless)
 
-    def take(self, tensor: Tensor, peer: int, tag: int) -> bool:
-        """Receive the message, if it is the next one and already here; returns whether it was. Never waits."""
-        link = self.incoming.get(peer)
-        if link is None or link.connection is None or link.expected or link.early:
-            return False
-        try:
-            got = link.connection.recv_into(link.header, 0, socket.MSG_DONTWAIT)
-        except OSError:
-            return False  # (nothing is there; if the peer is gone, waiting for the message says so)
-        if not got:
-            return False
-        if got < _HEADER.size:
-            link.read(link.header[got:])
-        found, size, code = _HEADER.unpack(link.header)
-        if found != tag:
-            link.keep(found, size, code)
-            return False
-        link.read_into(tensor, size, code, tag)
-        return True
-
     def readable(self, peers: Sequence[int], seconds: float) -> bool:
         """Whether a message of one of these peers is here, or comes within so many seconds.
 
@@ -196,51 +175,37 @@ class Sockets:
         if any(link.early for link in links):
             return True
         watched = [link.connection for link in links if link.connection is not None]
-        unknown = self.listeners if len(watched) < len(links) else []
-        found = readable([link.fileno() for link in (*watched, *unknown)], seconds)
-        new = [listener for listener in unknown if listener.fileno() in found]
-        if new:
-            self._accept(new[0])
+        unknown = self.listeners[:1] if len(watched) < len(links) else []
+        found = readable([one.fileno() for one in (*watched, *unknown)], seconds)
+        if unknown and unknown[0].fileno() in found:
+            self._accept()
             return self.readable(peers, 0.0)
         return bool(found)
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self) -> None:
         """Take the connection of a peer that has made one, or refuse that of a stranger."""
-        connection, _ = listener.accept()
+        connection, _ = self.listeners[0].accept()
         data, descriptors = b"", list[int]()
-        with contextlib.suppress(OSError):
-            deadline = time.monotonic() + _PROOF
-            while len(data) < _WHO.size:
-                connection.settimeout(max(0.01, deadline - time.monotonic()))
-                part, more, _, _ = socket.recv_fds(connection, _WHO.size - len(data), 1)
-                data, descriptors = data + part, [*descriptors, *more]
-                if not part:
-                    break
-            connection.settimeout(None)
-        who, shared, token = _WHO.unpack(data.ljust(_WHO.size, b"\0"))
-        known = len(data) == _WHO.size and hmac.compare_digest(token, self.token) and same_user(connection)
-        if not known or shared != len(descriptors):  # the peer ended before it said who it was, or it is none
+        if same_user(connection):
+            with contextlib.suppress(OSError):
+                connection.settimeout(_PROOF)
+                data, descriptors, _, _ = socket.recv_fds(connection, _WHO.size, 1)
+                connection.settimeout(None)
+        who, far = _WHO.unpack(data) if len(data) == _WHO.size else (-1, False)
+        if who < 0 or far != len(descriptors):  # the peer ended before it said who it was, or it is none
             connection.close()
             for descriptor in descriptors:
                 os.close(descriptor)
             return
-        if connection.family != socket.AF_UNIX:
-            keep_alive(connection)
-        other = self.incoming.setdefault(who, _Incoming(who))
-        if shared:
-            other.ring = Stream(mmap.mmap(descriptors[0], stream.SIZE))
-            os.close(descriptors[0])
-        other.connection = connection
+        if far:
+            connection.close()
+            connection = socket.socket(fileno=descriptors[0])
+        self.incoming.setdefault(who, _Incoming(who)).connection = connection
 
-    def accept(self, link: _Incoming) -> socket.socket:
-        """The connection of a peer; waits until it has made one."""
+    def accept(self, link: _Incoming) -> None:
+        """Wait until a peer has made its connection."""
         while link.connection is None:
-            found = self.listeners
-            if len(found) > 1:
-                heard = readable(listener.fileno() for listener in found)
-                found = [listener for listener in found if listener.fileno() in heard]
-            self._accept(found[0])
-        return link.connection
+            self._accept()
 
     def close(self) -> None:
         """End all connections. What was not delivered is lost."""
@@ -261,6 +226,13 @@ class Sockets:
                 os.unlink(f"{self.path}.{self.rank}")
 
 
+def _connect(path: str, peer: int) -> socket.socket:
+    """Connect with a rank of this host."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(f"{path}.{peer}")
+    return connection
+
+
 def keep_alive(connection: socket.socket) -> None:
     """Send short messages at once, and notice when the other host is cut off."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -273,7 +245,7 @@ def keep_alive(connection: socket.socket) -> None:
 def same_user(connection: socket.socket) -> bool:
     """Whether the process at the other end of a Unix socket is of this process's user. Everybody can find the names of
     sockets that are no files."""
-    if connection.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
+    if not hasattr(socket, "SO_PEERCRED"):
         return True
     data = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(data)[1]) == os.geteuid()
@@ -286,94 +258,64 @@ class Outgoing:
     """The connection to one peer. What finds no room at once is written later, in order, by a wait for one of the
     messages or by the helper thread, whichever comes first."""
 
-    def __init__(self, connection: socket.socket, ring: Stream | None, peer: int, flusher: Flusher) -> None:
+    def __init__(self, connection: socket.socket, peer: int, flusher: Flusher) -> None:
         self.connection = connection
-        self.ring = ring
         self.peer = peer
         self.flusher = flusher
         self.lock = threading.Lock()  # held by the thread that writes
         self.backlog: deque[_Sent] = deque()
 
     def send(self, header: bytes, data: memoryview, tensor: Tensor) -> Work:
-        ring = self.ring if len(data) > LONG else None
-        done = 0
+        rest = [memoryview(header), data]
         if not self.backlog:  # only this thread makes it longer
-            done = self._through_socket([header] if ring is not None else [header, data])
-            if ring is not None and done == len(header):
-                done += ring.write(data)
-            if done == len(header) + len(data):
+            rest = self._write(rest)
+            if not rest:
                 return DONE
-        rest = [memoryview(header)[done:], data[max(0, done - len(header)) :]]
-        sent = _Sent(self, tensor, ring, rest)
+        sent = _Sent(self, tensor, rest)
         self.backlog.append(sent)
         self.flusher.watch(self)
         return sent
 
-    def _through_socket(self, parts: list[Any]) -> int:
-        """Write as much as there is room for; returns how many bytes. ConnectionError when the peer is gone."""
+    def _write(self, parts: list[memoryview]) -> list[memoryview]:
+        """Write as much as there is room for; returns the rest. ConnectionError when the peer is gone."""
         try:
-            return self.connection.sendmsg(parts, [], socket.MSG_DONTWAIT)
+            count = self.connection.sendmsg(parts, [], socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return 0
+            return parts
         except OSError as error:
             raise ConnectionError(f"rank {self.peer} is gone") from error
+        rest = []
+        for part in parts:
+            if count < len(part):
+                rest.append(part[count:])
+            count = max(0, count - len(part))
+        return rest
 
-    def _write(self, sent: _Sent) -> int:
-        """Write more of a message; returns how many bytes."""
-        total = 0
-        while sent.rest:
-            data = sent.rest[0]
-            if sent.ring is not None and len(sent.rest) == 1:
-                count = self._through_ring(sent.ring, data)
-            else:
-                count = self._through_socket([data])
-            total += count
-            if count < len(data):
-                sent.rest[0] = data[count:]
-                break
-            del sent.rest[0]
-        return total
-
-    def _through_ring(self, ring: Stream, data: memoryview) -> int:
-        count = ring.write(data)
-        if not count and ended(self.connection):
-            raise ConnectionError(f"rank {self.peer} is gone")
-        return count
-
-    def flush(self, patient: bool = False) -> bool:
-        """Write what waits, as far as there is room; returns whether anything was written. If another thread is doing
-        that, return True at once, or (`patient`) wait for it, in slices."""
+    def flush(self, patient: bool = False) -> None:
+        """Write what waits, as far as there is room. If another thread is doing that, return, or (`patient`) wait for
+        it, in slices."""
         if not self.lock.acquire(patient, _SLICE if patient else -1):
-            return True
-        moved = False
+            return
         try:
             while self.backlog:
                 sent = self.backlog[0]
                 try:
-                    count = self._write(sent)
+                    sent.rest = self._write(sent.rest)
                 except ConnectionError as error:
-                    sent.error = error
-                    sent.rest.clear()
-                    count = 1
-                moved = moved or count > 0
+                    sent.error, sent.rest = error, []
                 if sent.rest:
-                    break
+                    return
                 sent.tensor = None
                 sent.done = True
                 self.backlog.popleft()
         finally:
             self.lock.release()
-        return moved
 
     def wait_for_room(self) -> None:
-        """Wait until there is room, for a short time at most."""
-        sent = self.backlog[0] if self.backlog else None
-        if sent is not None and sent.ring is not None and len(sent.rest) == 1:
-            sent.ring.wait_to_write()
-        elif sent is not None:
-            poll = select.poll()
-            poll.register(self.connection, select.POLLOUT)
-            poll.poll(1000 * _NAP)
+        """Wait until there is room, for a short time at most: two threads of the writer may wait here."""
+        poll = select.poll()
+        poll.register(self.connection, select.POLLOUT)
+        poll.poll(1000 * _NAP)
 
     def close(self) -> None:
         for sent in list(self.backlog):
@@ -385,10 +327,9 @@ class Outgoing:
 class _Sent:
     """A message of which a part waits for room. It keeps the tensor until that is written."""
 
-    def __init__(self, link: Outgoing, tensor: Tensor, ring: Stream | None, rest: list[memoryview]) -> None:
+    def __init__(self, link: Outgoing, tensor: Tensor, rest: list[memoryview]) -> None:
         self.link = link
         self.tensor: Tensor | None = tensor
-        self.ring = ring  # for the last part
         self.rest = rest
         self.done = False
         self.error: ConnectionError | None = None
@@ -409,11 +350,12 @@ class Flusher(Helper[Outgoing]):
     """Writes what found no room, on all links."""
 
     def turn(self) -> None:
-        moved = [link.flush() for link in list(self.waiting)]
+        for link in list(self.waiting):
+            link.flush()
         with self.lock:
             self.waiting -= {link for link in self.waiting if not link.backlog}
             first = next(iter(self.waiting), None)
-        if first is not None and not any(moved):
+        if first is not None:
             first.wait_for_room()
 
 
@@ -436,50 +378,50 @@ class _Incoming:
     def __init__(self, peer: int) -> None:
         self.peer = peer
         self.connection: socket.socket | None = None
-        self.ring: Stream | None = None
         self.expected: dict[int, list[SocketReceive]] = {}
         self.early: dict[int, list[tuple[bytearray, int]]] = {}
         self.header = memoryview(bytearray(_HEADER.size))
 
-    def read(self, into: memoryview, long: bool = False) -> memoryview:
+    def next(self, wait: bool) -> bool:
+        """Read the next message, for whoever expects it; returns whether there was one. `wait`: until there is.
+        ConnectionError when the peer is gone; RankError if the message does not fit: then it is passed over."""
+        assert self.connection is not None
+        if not wait:
+            try:
+                self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            except OSError:
+                return False
+        tag, size, code = _HEADER.unpack(self._read(self.header))
+        if tag not in self.expected:
+            content = bytearray(size)
+            self._read(memoryview(content))
+            self.early.setdefault(tag, []).append((content, code))
+            return True
+        receive = _take(self.expected, tag)
+        try:
+            place = _place(receive.tensor, size, code, tag, self.peer)
+        except RankError:
+            some = memoryview(bytearray(min(size, _SOME)))
+            for start in range(0, size, _SOME):
+                self._read(some[: size - start])
+            raise
+        self._read(place)
+        receive.done = True
+        return True
+
+    def _read(self, into: memoryview) -> memoryview:
         """Wait for as many bytes as `into` has. ConnectionError when the peer is gone."""
-        connection, ring = self.connection, self.ring if long else None
-        assert connection is not None
-        have, size = 0, len(into)
-        while have < size:
-            rest = into[have:] if have else into
-            if ring is None:
-                try:
-                    got = connection.recv_into(rest, 0, socket.MSG_WAITALL)
-                except OSError:  # it has ended, or its host is cut off
-                    got = 0
-                over = not got
-            else:
-                ring.wait_to_read()
-                over = ended(connection)  # checked before the last read: the peer may have written all before it ended
-                got = ring.read(rest)
-            if over and not got:
+        assert self.connection is not None
+        have = 0
+        while have < len(into):
+            try:
+                got = self.connection.recv_into(into[have:], 0, socket.MSG_WAITALL)
+            except OSError:  # it has ended, or its host is cut off
+                got = 0
+            if not got:
                 raise ConnectionError(f"rank {self.peer} is gone: it closed the connection")
             have += got
         return into
-
-    def read_into(self, tensor: Tensor, size: int, code: int, tag: int) -> None:
-        """Read a message, after its header. RankError if it does not fit; then it is passed over, and the next one can
-        be read."""
-        try:
-            place = _place(tensor, size, code, tag, self.peer)
-        except RankError:
-            some = memoryview(bytearray(min(size, LONG)))
-            for start in range(0, size, LONG):
-                self.read(some[: size - start], size > LONG)
-            raise
-        self.read(place, size > LONG)
-
-    def keep(self, tag: int, size: int, code: int) -> None:
-        """Read a message that nobody waits for yet, after its header."""
-        content = bytearray(size)
-        self.read(memoryview(content), size > LONG)
-        self.early.setdefault(tag, []).append((content, code))
 
 
 class SocketReceive:
@@ -496,32 +438,27 @@ class SocketReceive:
             content, code = _take(link.early, tag)
             _place(tensor, len(content), code, tag, link.peer)[:] = content
             self.done = True
-        elif tag in link.expected:
-            link.expected[tag].append(self)
         else:
-            link.expected[tag] = [self]
+            link.expected.setdefault(tag, []).append(self)
 
     def wait(self) -> None:
         link = self.link
         if link.connection is None:
             self.sockets.accept(link)
-        while not self.done:
-            if self.unless in link.early:
-                waiting = link.expected[self.tag]
-                waiting.remove(self)
-                if not waiting:
-                    del link.expected[self.tag]
-                return
-            tag, size, code = _HEADER.unpack(link.read(link.header))
-            if tag in link.expected:
-                receive = _take(link.expected, tag)
-                link.read_into(receive.tensor, size, code, tag)
-                receive.done = True
-            else:
-                link.keep(tag, size, code)
+        while not self.is_completed(wait=True):
+            pass
+        if not self.done and self in (waiting := link.expected.get(self.tag, [])):  # another message has come
+            waiting.remove(self)
+            if not waiting:
+                del link.expected[self.tag]
 
-    def is_completed(self) -> bool:
-        return self.done or self.unless in self.link.early
+    def is_completed(self, wait: bool = False) -> bool:
+        """Whether it is there, or the message in its place. Reads what has come; with `wait`, one message."""
+        link = self.link
+        while not self.done and self.unless not in link.early:
+            if link.connection is None or not link.next(wait) or wait:
+                break
+        return self.done or self.unless in link.early
 
 
 def _place(tensor: Tensor, size: int, code: int, tag: int, peer: int) -> memoryview:

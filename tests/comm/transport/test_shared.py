@@ -17,10 +17,11 @@ import torch
 
 from minipar.cluster import Cluster, worker
 from minipar.comm import communicator
-from minipar.comm.transport import arena, shared, shared_memory, stream
-from minipar.comm.transport.arena import Arena, Exchange
-from minipar.comm.transport.stream import Stream
-from minipar.errors import RankDied
+from minipar.comm.queues import Queue, Starter
+from minipar.comm.transport import arena, calls, shared, shared_memory
+from minipar.comm.transport.arena import Arena
+from minipar.comm.transport.calls import Steps
+from minipar.errors import CollectiveMismatch, RankDied
 
 # Ranks cannot import this file by name; its functions travel as those of a notebook do.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -80,8 +81,7 @@ def test_without_a_driver_the_others_notice_by_themselves() -> None:
         kept = dict(comm._world.host.watched)
         comm._world.host.watched[1] = os.pidfd_open(child)
         try:
-            group.arena.line_up(one := Exchange(group.arena, shared.allreduce(group.arena, torch.ones(5000))))
-            one.wait()
+            group.queue.submit("a sum", shared.allreduce(group.arena, torch.ones(5000))).wait()
         except ConnectionError as error:
             return str(error)
         finally:
@@ -130,7 +130,16 @@ def test_who_cannot_have_it_uses_gloo_and_all_are_told_why() -> None:
 
 def arenas(count: int, gone: Callable[[int], int | None] = lambda _: None) -> list[Arena]:
     memory = mmap.mmap(-1, arena.size(count))
-    return [Arena(memory, count, k, gone) for k in range(count)]
+    return [Arena(memory, tuple(range(count)), k, gone) for k in range(count)]
+
+
+def queues(count: int) -> list[Queue]:
+    return [Queue(tuple(range(count)), Starter("starts collectives")) for _ in range(count)]
+
+
+def announced(end: Arena, call: str, steps: Steps) -> Steps:
+    end.announce(calls.announcement(call))
+    yield from steps
 
 
 @pytest.mark.parametrize("late", [1, 2])
@@ -139,11 +148,10 @@ def test_a_rank_may_end_when_it_has_done_its_part(late: int) -> None:
     ended: list[int] = []
     ends = arenas(3, lambda k: k if k in ended else None)
     xs = [torch.full((ends[0].fits(torch.float32) * 2,), k + 1.0) for k in range(3)]  # two pieces
-    started = [Exchange(end, shared.reduce(end, x, 0)) for end, x in zip(ends, xs, strict=True)]
-    for one in started:
-        one.begin()
-    for end, one in zip(ends, started, strict=True):
-        end.line_up(one)
+    lines = queues(3)
+    started = [
+        line.submit("reduce", shared.reduce(end, x, 0), False) for line, end, x in zip(lines, ends, xs, strict=True)
+    ]
     started[3 - late].wait()
     ended.append(3 - late)
     timer = threading.Timer(0.2, started[late].wait)
@@ -151,9 +159,7 @@ def test_a_rank_may_end_when_it_has_done_its_part(late: int) -> None:
     started[0].wait()
     timer.join()
     assert bool((xs[0] == 6.0).all())
-    again = Exchange(ends[0], shared.reduce(ends[0], xs[0], 0))
-    again.begin()
-    ends[0].line_up(again)
+    again = lines[0].submit("reduce", shared.reduce(ends[0], xs[0], 0), False)
     ended[:] = [late]
     with pytest.raises(ConnectionError, match=f"rank {late} is gone"):
         again.wait()
@@ -170,21 +176,17 @@ def test_ranks_in_any_interleaving(monkeypatch: pytest.MonkeyPatch) -> None:
             xs = [content + k for k in range(count)]
             parts = [torch.zeros(size // count) for _ in range(count)]
             wholes = [torch.arange(count * 900.0) + k for k in range(count)]
-            started = []
-            for k, end in enumerate(ends):
+            lines = queues(count)
+            for k, (line, end) in enumerate(zip(lines, ends, strict=True)):
                 part = xs[k].clone()[: size // count * count]
-                steps = [
-                    shared.allreduce(end, xs[k]),
-                    shared.reduce_scatter(end, part, parts[k], [size // count] * count),
-                    shared.broadcast(end, wholes[k], count - 1),
-                ]
-                started.append([Exchange(end, one) for one in steps])
-                started[k][0].begin()
-            for end, exchanges in zip(ends, started, strict=True):
-                for one in exchanges:
-                    end.line_up(one)
-            while not all(end.idle for end in ends):
-                ends[int(torch.randint(count, (), generator=generator))].run()
+                for name, steps in (
+                    ("sum", shared.allreduce(end, xs[k])),
+                    ("scatter", shared.reduce_scatter(end, part, parts[k], [size // count] * count)),
+                    ("give", shared.broadcast(end, wholes[k], count - 1)),
+                ):
+                    line.submit(name, announced(end, name, steps), False)
+            while any(line.waiting for line in lines):
+                lines[int(torch.randint(count, (), generator=generator))].run()
             total = count * content + sum(range(count))
             assert all(torch.equal(x, total) for x in xs)
             own = total[: size // count * count].split(max(1, size // count))
@@ -192,52 +194,25 @@ def test_ranks_in_any_interleaving(monkeypatch: pytest.MonkeyPatch) -> None:
             assert all(torch.equal(whole, torch.arange(count * 900.0) + count - 1) for whole in wholes)
 
 
-def test_after_a_mismatch_all_have_the_same_count_whoever_had_begun() -> None:
-    ends = arenas(3)
-    begun = []
-    for k, end in enumerate(ends[:2]):
-        one = Exchange(end, shared.allreduce(end, torch.ones(50_000)) if k else shared.broadcast(end, torch.ones(9), 0))
-        one.begin()
-        begun.append(one.begun)
-    assert begun == [2, 1]
-    for end, count in zip(ends, [*begun, 0], strict=True):
-        end.realign(count)
-    assert [end.posted for end in ends] == [2, 2, 2]
+def test_after_a_mismatch_all_have_the_same_count_and_go_on() -> None:
+    ends, lines = arenas(3), queues(3)
     xs = [torch.ones(50_000) for _ in ends]
-    for end, x in zip(ends, xs, strict=True):
-        end.line_up(Exchange(end, shared.allreduce(end, x)))
-    while not all(end.idle for end in ends):
-        for end in ends:
-            end.run()
+    given = [
+        announced(ends[0], "broadcast", shared.broadcast(ends[0], torch.ones(9), 1)),
+        announced(ends[1], "allreduce", shared.allreduce(ends[1], torch.ones(1_000_000))),
+        announced(ends[2], "barrier", shared.rows(ends[2], [])),
+    ]
+    wrong = [line.submit("one", steps, False) for line, steps in zip(lines, given, strict=True)]
+    for line, end, x in zip(lines, ends, xs, strict=True):
+        line.submit("sum", announced(end, "sum", shared.allreduce(end, x)), False)
+    while any(line.waiting for line in lines):
+        for line in lines:
+            line.run()
+    assert len({str(one.error) for one in wrong}) == 1
+    for one in wrong:
+        with pytest.raises(
+            CollectiveMismatch, match="rank 0 calls broadcast, rank 1 calls allreduce, rank 2 calls bar"
+        ):
+            one.wait()
+    assert len({end.posted for end in ends}) == 1
     assert all(bool((x == 3).all()) for x in xs)
-
-
-def test_a_stream_keeps_every_byte_in_order() -> None:
-    memory = mmap.mmap(-1, stream.SIZE)
-    writer, reader = Stream(memory), Stream(memory)
-    data = torch.randint(256, (3 * stream.CAPACITY + 12_345,), dtype=torch.uint8).numpy()
-    got = bytearray(len(data))
-    sizes = [1, 7, 300_000, stream.CAPACITY, 5_000_001]
-    failed: list[BaseException] = []
-
-    def write() -> None:
-        done = turn = 0
-        try:
-            while done < len(data):
-                done += writer.write(memoryview(data)[done : done + sizes[turn % 5]])
-                turn += 1
-                writer.wait_to_write()
-        except BaseException as error:
-            failed.append(error)
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    done = turn = 0
-    deadline = time.monotonic() + 30
-    while done < len(data) and time.monotonic() < deadline and not failed:
-        reader.wait_to_read()
-        done += reader.read(memoryview(got)[done : done + sizes[turn % 4]])
-        turn += 1
-    thread.join(5)
-    assert not failed
-    assert bytes(got) == data.tobytes()

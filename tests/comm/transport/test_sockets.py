@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minipar.comm.transport.sockets import _WHO, Far, Sockets
+from minipar.comm.transport.sockets import Far, Sockets
 from minipar.errors import RankError
 
 
@@ -99,45 +98,19 @@ def test_another_size_or_dtype_is_an_error(ends, other, early):
     assert got.tolist() == [1, 1, 1, 1]
 
 
-def test_what_is_here_is_taken_at_once(ends):
+def test_what_is_here_is_read_without_waiting(ends):
     a, b = ends
-    got = torch.empty(3)
-    assert not b.take(got, 0, 1), "nobody has connected"
+    got, other = torch.empty(3), torch.empty(1)
+    first, second = b.receive(got, 0, 1), b.receive(other, 0, 2)
+    assert not first.is_completed(), "nobody has connected"
     a.send(torch.zeros(1), 1, 0)
     b.receive(torch.empty(1), 0, 0).wait()
-    assert not b.take(got, 0, 1), "nothing has come"
+    assert not first.is_completed(), "nothing has come"
+    a.send(torch.ones(1), 1, 2)
     a.send(torch.arange(3.0), 1, 1)
-    assert b.take(got, 0, 1)
+    assert first.is_completed()
     assert got.tolist() == [0, 1, 2]
-    a.send(torch.ones(40_000), 1, 2)  # through the ring
-    long = torch.empty(40_000)
-    assert b.take(long, 0, 2)
-    assert long.eq(1).all()
-
-
-def test_what_others_wait_for_is_not_taken(ends):
-    a, b = ends
-    first, second, third = (torch.empty(1) for _ in range(3))
-    for tag in (1, 2, 3):
-        a.send(torch.tensor([float(tag)]), 1, tag)
-    b.receive(first, 0, 1).wait()
-    assert not b.take(third, 0, 3), "another one comes first, and is kept"
-    assert not b.take(third, 0, 3), "and as long as it is kept, nothing is taken"
-    late = b.receive(third, 0, 3)
-    assert not b.take(second, 0, 2), "somebody waits"
-    late.wait()
-    b.receive(second, 0, 2).wait()
-    assert [t.item() for t in (first, second, third)] == [1, 2, 3]
-
-
-def test_of_a_peer_that_is_gone_nothing_is_taken(ends):
-    a, b = ends
-    a.send(torch.zeros(1), 1, 0)
-    b.receive(torch.empty(1), 0, 0).wait()
-    a.close()
-    assert not b.take(torch.empty(2), 0, 2)
-    with pytest.raises(ConnectionError, match="rank 0 is gone"):
-        b.receive(torch.empty(2), 0, 2).wait()
+    assert second.done, "it came before, and was expected"
 
 
 def test_a_peer_that_is_gone(ends):
@@ -179,7 +152,7 @@ def far(tmp_path: Path) -> Iterator[tuple[Sockets, Sockets]]:
 
 
 def test_messages_between_hosts(far):
-    """Long ones, too, have no ring; the order of tags is free, and a message that is here can be seen."""
+    """The order of tags is free, and a message that is here can be seen."""
     a, b = far
     assert not b.readable([0], 0.0)
     short, long = torch.arange(3), torch.randn(500_000)
@@ -193,18 +166,17 @@ def test_messages_between_hosts(far):
         one.wait()
     assert torch.equal(into, long)
     assert torch.equal(again, short)
-    assert a.outgoing[1].ring is b.incoming[0].ring is None
 
 
-def test_a_stranger_is_refused(far):
-    """One without the token, and one who says nothing and goes."""
+def test_both_ends_prove_the_key(far):
     a, b = far
-    address = b.listeners[1].getsockname()
-    with socket.create_connection(address) as wrong, socket.create_connection(address):
-        wrong.sendall(_WHO.pack(0, False, b"x" * 32))
+    a.far = a.far._replace(token=b"x" * 32)
+    with pytest.raises(ConnectionError, match=r"rank 1 is not reached at 127\.0\.0\.1"):
+        a.send(torch.ones(1), 1, 3)
+    assert not b.readable([0], 0.1)
+    a.far = a.far._replace(token=b"t" * 32)
     a.send(torch.ones(1), 1, 3)
-    into = torch.zeros(1)
-    b.receive(into, 0, 3).wait()
+    b.receive(into := torch.zeros(1), 0, 3).wait()
     assert into.item() == 1.0
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import random
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -17,15 +15,15 @@ import torch
 
 from minipar.cluster import Cluster
 from minipar.comm import communicator
-from minipar.comm.matching import Matcher
-from minipar.comm.transport.board import DEPTH, SMALL, Board, fingerprint
+from minipar.comm.queues import Queue
+from minipar.comm.transport import calls
 from minipar.errors import CollectiveMismatch, RankError
 
 # Ranks cannot import this file by name; its functions travel as those of a notebook do.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 ALL = (0, 1, 2)
-LARGE = SMALL  # elements: four times what fits the board
+LARGE = 4096  # elements
 
 
 @pytest.fixture(scope="module")
@@ -141,70 +139,15 @@ def test_random_sequences_sum_right_or_name_the_first_difference(cluster: Cluste
     assert results[0][1].startswith(f"{at}: iallreduce: ranks differ")
 
 
-# The board itself, two of its ranks in one process
-
-
-def pair(folder: Path) -> tuple[Board, Board]:
-    return Board(str(folder / "board"), (3, 5), 0), Board(str(folder / "board"), (3, 5), 1)
-
-
-def test_entries_match_whatever_their_number(tmp_path: Path) -> None:
-    one, two = pair(tmp_path)
-    for board in (one, two):
-        board.settle(65_400)  # so that the numbers that follow have room
-    for number in range(65_401, 65_700):  # past 16 bits
-        assert one.room(number)
-        word = one.announce(number, fingerprint("a"), False, "a", None)
-        assert one.compare(number, word) is None
-        assert one.texts(number) == ["a", ""]
-        other = two.announce(number, fingerprint("a" if number % 3 else "b"), True, "x", None)
-        assert one.compare(number, word) is two.compare(number, other) is bool(number % 3)
-        assert one.flags(number) == two.flags(number) == [False, True]
-        for board in (one, two):
-            board.settle(number)
-
-
-def test_no_entry_is_written_over_before_all_have_settled_it(tmp_path: Path) -> None:
-    one, two = pair(tmp_path)
-    for number in range(1, DEPTH + 1):
-        assert one.room(number)
-        one.announce(number, 1, False, "", None)
-        one.settle(number)
-    assert not one.room(DEPTH + 1)
-    two.announce(1, 1, False, "", None)
-    two.settle(1)
-    assert one.room(DEPTH + 1)
-    assert not one.room(DEPTH + 2)
-
-
-def test_who_sleeps_is_woken_by_the_last(tmp_path: Path) -> None:
-    one, two = pair(tmp_path)
-    one.announce(1, 1, False, "", None)
-    timer = threading.Timer(0.02, two.announce, (1, 1, False, "", None))
-    timer.start()
-    deadline = time.monotonic() + 5
-    while one.compare(1, 1 << 48 | 1) is None and time.monotonic() < deadline:
-        one.sleep(1)
-    assert one.compare(1, 1 << 48 | 1) is True
-    taken = []
-    for _ in range(5):
-        started = time.monotonic()
-        one.sleep(1)  # all are there
-        taken.append(time.monotonic() - started)
-    assert min(taken) < 0.04
-    timer.join()
-
-
-def test_names_of_a_board_go_when_it_is_made(tmp_path: Path) -> None:
-    one, two = pair(tmp_path)
-    two.unlink()
-    assert os.listdir(tmp_path) == ["board"]
-    one.unlink()
-    assert os.listdir(tmp_path) == []
+def test_all_are_named_and_first_two_that_differ() -> None:
+    said = [calls.announcement(f"allreduce of {name}") for name in "aaba"]
+    with pytest.raises(CollectiveMismatch, match="allreduce: ranks differ: rank 0 has a, rank 5 has b, rank 1 has a"):
+        calls.compare((0, 1, 5, 6), said)
+    calls.compare((0, 1), [calls.announcement("a real number", "number"), calls.announcement("a whole one", "number")])
 
 
 def test_a_rank_that_waits_is_told_which_rank_is_gone() -> None:
     nothing: Any = None
     with pytest.raises(ConnectionError, match="rank 1 is gone, or its host is cut off"):
-        Matcher((0, 1), nothing, False, nothing, lambda: 1).check()
-    Matcher((0, 1), nothing, False, nothing).check()
+        Queue((0, 1), nothing, lambda: 1).check()
+    Queue((0, 1), nothing).check()
