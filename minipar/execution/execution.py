@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -34,7 +34,7 @@ from minipar.execution.dynamic_schedule import check_carrier
 from minipar.execution.emulation import Delays, delays
 from minipar.execution.executor import Executor, PassRecord
 from minipar.execution.fitting import check_parameters, row_major
-from minipar.execution.following import Callback, Following, News, Observer, Reporter, Warnings
+from minipar.execution.following import Callback, Following, Observer, Reporter, Warnings
 from minipar.execution.lines import assemble
 from minipar.execution.mean_loss import Finite, check_choice
 from minipar.execution.measuring.calibration import measure_copies
@@ -496,12 +496,18 @@ def _cores_of(work: Work, comm: communicator.Communicator) -> AbstractContextMan
 
 
 def _report(work: Work, k: int, record: PassRecord, clock: clocks.Reading, state: State, updates: int) -> None:
-    """Tell the driver of a pass, after which `updates` of the run are done."""
+    """Tell the driver of a pass, after which `updates` of the run are done; for a callback also of its updates."""
+    count, squares = work.programs[k].updates, state.measured
     if work.reporter is not None:
         starts, ends = (clocks.corrected(row, clock, clock) for row in (record.starts, record.ends))
         news = work.reporter.news(k, record.losses, starts, ends)
-        worker.report(news if work.end is None else _with_update(news, state, work.programs[k], updates))
-    if state.measured is not None:
+        if work.end is not None:
+            news = news._replace(
+                rates=[state.update.rates_at(u) for u in range(updates - count, updates)],
+                squares=None if squares is None else [sum(t.item() for t in squares.get(s, ())) for s in range(count)],
+            )
+        worker.report(news)
+    if squares is not None:
         state.measured = {}
     if state.update.schedule is not None:
         state.update.schedule.forget(updates)
@@ -524,20 +530,6 @@ def _warn_of_hosts(program: Program, hosts: Sequence[str]) -> None:
             f"are on one where {axis} divides the ranks of each host",
             stacklevel=2,
         )
-
-
-def _with_update(news: News, state: State, program: Program, updates: int) -> News:
-    """The news of a pass with what a callback is given of its updates; `updates` of the run are done."""
-    squares = state.measured
-    return news._replace(
-        rates=[state.update.rates_at(u) for u in range(updates - program.updates, updates)],
-        squares=None if squares is None else [_added(squares.get(s, ())) for s in range(program.updates)],
-    )
-
-
-def _added(numbers: Sequence[Tensor]) -> float:
-    """Their sum, in their order."""
-    return reduce(lambda total, one: total + one.item(), numbers, 0.0)
 
 
 def _way(program: Program, ranks: int) -> int:
