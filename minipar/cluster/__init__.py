@@ -9,7 +9,7 @@ for the driver, stay alive between the cells of a notebook, and are replaced whe
 zygote.py). A value is pickled once, its large buffers into a memory file that every receiver maps (parcel.py, wire.py).
 Each rank writes what it does to a page that the driver has mapped, too (notes.py). faulthandler writes Python's stacks
 behind that page (stacks.py), and from both watchdog.py decides whether ranks wait for each other for ever; a rank that
-waits for its GPU says so there, too. A printed line is held for 50 ms, or until all ranks of the run have
+waits for its GPU says so there, too. A printed line is held for 250 ms, or until all ranks of the run have
 printed it, and is shown once (output.py). `%%ranks` is in magic.py.
 
 Ranks start with settings of glibc (launch.py). Freed memory is kept, since otherwise every temporary tensor of a

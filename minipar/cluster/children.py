@@ -61,7 +61,7 @@ class Children(Members[Child]):
     local      whether all messages are carried by this machine's memory and sockets
     """
 
-    whose, far = "this Cluster is", False
+    far = False
 
     def __init__(self, size: int, device: str, start: str, threads: int, settings: str, transport: str) -> None:
         super().__init__(size)

@@ -266,7 +266,7 @@ class Driver(Members[Peer]):
     echo       show what ranks print
     """
 
-    whose, far = "these ranks are", True
+    far = True
 
     def __init__(
         self,

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
 
 _DEFAULT_RANKS = 4
 _SHOWN = 1 << 20  # most characters that are shown of a rank's output in one cell; a notebook with more is hard to open
-_HOLD = 0.25  # seconds that a line waits for other ranks: nobody notices, and short cells always look the same
 _OPTIONS = "n, --only 0,2, --in f,x, --out name, --quiet"
 _UNKNOWN = re.compile(r"name '(\w+)' is not defined")
 
@@ -126,7 +125,7 @@ class Cells:
             cluster.run(_make_comm, self._communicator)  # (all ranks must take part)
         communicator = self._communicator if self._communicates else None
         task = CellTask(cell, line, name, communicator, bool(request.out), given)
-        show = Show(_HOLD, _SHOWN, request.quiet)
+        show = Show(_SHOWN, request.quiet)
         try:
             answers = cluster.perform(Call(request.ranks, run_cell, (task,), show=show))
         except RankError:

@@ -83,11 +83,9 @@ class Members(ABC, Generic[M]):
     """All ranks of one driver.
 
     generation   changes whenever process groups must be made again
-    whose        who is busy, in words
     far          ranks may be on other machines
     """
 
-    whose: str
     far: bool
 
     def __init__(self, size: int, generation: int = 0) -> None:
@@ -139,7 +137,7 @@ class Members(ABC, Generic[M]):
         active = check_ranks(call.ranks, self.size)
         parcel = pack_call(call.function, call.args, call.kwargs or {}, self.far)
         if not self.busy.acquire(blocking=False):
-            raise RankError(f"{self.whose} busy with another run")
+            raise RankError("these ranks are busy with another run")
         try:
             answers = self._exchange(call, active, parcel)
         finally:

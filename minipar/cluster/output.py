@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-HOLD = 0.05  # seconds
+HOLD = 0.25  # seconds: nobody notices, and short runs always look the same
 _REDRAW = 0.1  # seconds between two states of a progress bar
 _AHEAD = 50  # in how many lines of another rank the same line is searched
 _CHUNK = 1 << 16
@@ -35,12 +35,10 @@ class _Printed(NamedTuple):
 class Show:
     """How the output of a run is shown.
 
-    hold    seconds for which a line waits for the same line of other ranks; None: `HOLD`
     most    characters of each rank that are shown, the rest is only counted; None: all
     quiet   nothing is shown
     """
 
-    hold: float | None = None
     most: int | None = None
     quiet: bool = False
 
@@ -130,8 +128,7 @@ class Output:
 
     def _due(self, held: deque[_Printed]) -> float:
         """When the first of these lines has to be shown."""
-        hold = HOLD if self._how.hold is None else self._how.hold
-        return held[0].when + (hold if len(self._active) > 1 else 0.0)
+        return held[0].when + (HOLD if len(self._active) > 1 else 0.0)
 
     @property
     def _wanted(self) -> str:

@@ -29,7 +29,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import cloudpickle
@@ -230,29 +230,26 @@ def _open_again(descriptor: int, how: int) -> int:
     return os.open(f"/proc/self/fd/{descriptor}", how | os.O_CLOEXEC)
 
 
-@dataclass
-class _OwnFiles:
-    """The files of this process that may be filled again, the oldest first. A forked process shares no file with its
-    parent, for both would fill it: hence the pid."""
-
-    pid: int = field(default_factory=os.getpid)
-    files: list[_File] = field(default_factory=list)
-    lock: threading.Lock = field(default_factory=threading.Lock)
+_kept: list[_File] = []  # those of this process that may be filled again, the oldest first
+_lock = threading.Lock()
 
 
-_kept = _OwnFiles()
+def _forget() -> None:
+    """A forked process shares no file with its parent, for both would fill it."""
+    global _lock
+    _lock = threading.Lock()
+    while _kept:
+        _kept.pop().close()
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _fill(buffers: Sequence[memoryview]) -> MemoryFile:
     """Copy the buffers into a memory file. OSError where the system refuses."""
-    global _kept
-    if _kept.pid != os.getpid():
-        for inherited in _kept.files:
-            inherited.close()
-        _kept = _OwnFiles()
     offsets, total = _layout([buffer.nbytes for buffer in buffers])
-    with _kept.lock:
-        for kept in _kept.files:
+    with _lock:
+        for kept in _kept:
             if kept.size >= total and kept.free():
                 return kept.fill(buffers, offsets)
         file = _File(total)
@@ -264,9 +261,9 @@ def _fill(buffers: Sequence[memoryview]) -> MemoryFile:
         if total > _KEPT_BYTES:
             file.close()
             return segment
-        _kept.files.append(file)
-        if len(_kept.files) > _KEPT:
-            _kept.files.pop(0).close()
+        _kept.append(file)
+        if len(_kept) > _KEPT:
+            _kept.pop(0).close()
         return segment
 
 

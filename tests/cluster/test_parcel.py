@@ -37,10 +37,10 @@ def cluster() -> Iterator[Cluster]:
 @pytest.fixture(autouse=True)
 def no_kept_files(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test begins without memory files of earlier ones."""
-    kept = parcel._OwnFiles()
+    kept: list[parcel._File] = []
     monkeypatch.setattr(parcel, "_kept", kept)
     yield
-    for file in kept.files:
+    for file in kept:
         file.close()
 
 
@@ -170,11 +170,11 @@ def test_every_rank_has_its_own_copy(cluster: Cluster) -> None:
 def test_a_file_is_filled_again_only_when_nobody_has_it() -> None:
     first = pack(np.full(MANY, 1.0))
     second = pack(np.full(MANY, 2.0))
-    assert len(parcel._kept.files) == 2  # the first was still on its way
+    assert len(parcel._kept) == 2  # the first was still on its way
     one = unpack(first)
     del second
     third = pack(np.full(MANY, 3.0))
-    assert len(parcel._kept.files) == 2
+    assert len(parcel._kept) == 2
     reader, writer = os.pipe()
     child = os.fork()
     if not child:  # holds what its parent had received
@@ -192,7 +192,7 @@ def test_a_file_is_filled_again_only_when_nobody_has_it() -> None:
 
 def test_a_forked_process_does_not_fill_the_files_of_its_parent() -> None:
     pack(np.zeros(MANY)).close()
-    mine = parcel._kept.files[0]
+    mine = parcel._kept[0]
     child = os.fork()
     if not child:
         pack(np.ones(MANY))
