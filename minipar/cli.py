@@ -746,6 +746,7 @@ def _shard(options: argparse.Namespace) -> dict[str, Any]:
     ]
     return {
         "coverage": [{"op": row.op, "count": row.count, "state": row.state} for row in captured.coverage.rows],
+        "whole": captured.whole,
         "forms": {name: str(form) for name, form in found.forms().items()},
         "collectives": [one.as_dict() for one in found.collectives()],
         "annotations": dict(rules or {}),
@@ -773,6 +774,8 @@ def _show_shard(result: dict[str, Any]) -> str:
         (_numbers(layers), full[layers[0], name] if len(layers) == 1 else f"*.{name}", *rest)
         for (name, *rest), layers in same.items()
     ]
+    if result["whole"]:
+        lines += ["", "computed whole by every rank", *_columns(list(result["whole"].items()))]
     lines += ["", "divided, by layer", *(_columns(rows) or ["  none"])]
     kinds: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for one in result["collectives"]:

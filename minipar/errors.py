@@ -51,9 +51,11 @@ class PlanError(MiniparError):
     """An impossible plan: a bad key, a bad value, or sizes that do not fit together.
 
     operator   the one of a layer that cannot be divided so; "" if the error is about something else
+    shared     the parameter that layers share, and would have in different forms
     """
 
     operator: str = ""
+    shared: str = ""
 
 
 class ProgramError(MiniparError):

@@ -609,7 +609,18 @@ def profile_job(
         )
     sensitive = split_sensitive(whole, x)
     cut = getattr(getattr(whole, "report", None), "title", "")
-    return Facts(shape, measured, (sizes[0], sizes[1]), sensitive, tapes, copies, update.scheduler, *tried, cut)
+    return Facts(
+        shape,
+        measured,
+        (sizes[0], sizes[1]),
+        sensitive,
+        tapes,
+        copies,
+        update.scheduler,
+        *tried,
+        cut,
+        getattr(model, "whole", {}),
+    )
 
 
 def _optimizer_of(update: Update, names: Sequence[str], parameters: list[nn.Parameter]) -> torch.optim.Optimizer:

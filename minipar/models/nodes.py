@@ -11,7 +11,7 @@ on this rank's shards of parameters. Autograd makes its backward; collectives be
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,7 +148,10 @@ class ShardedModel(nn.Sequential):
     cuts    which part of each parameter, by its name, this rank has; of those that it has whole nothing
     counts  how many ranks share them along each axis
     inputs  the form in which they have rows and targets (`Program.inputs`)
+    whole   the layers that every rank computes whole, and why
     """
+
+    whole: Mapping[str, str] = {}
 
     def __init__(self, layers: Sequence[Sequence[Node]], counts: Sequence[int], inputs: str = "") -> None:
         super().__init__(*(node for nodes in layers for node in nodes))

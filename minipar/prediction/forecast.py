@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -23,7 +23,8 @@ from minipar.wording import several
 class Facts(NamedTuple):
     """What is known of a job before it runs: shape, profile, bytes of a batch's x and y, the layers whose results
     depend on how the batch is split; if asked for, what each layer allocates in order, and how fast tensors are copied
-    away; the class of the scheduler; how a model with a forward of its own was cut."""
+    away; the class of the scheduler; how a model with a forward of its own was cut; the layers that ranks
+    which share layers compute whole, and why."""
 
     shape: Shape
     profile: Profile
@@ -35,6 +36,7 @@ class Facts(NamedTuple):
     counted_form: Any = None  # of the model's output, if the loss gives (sum, count): see `losses.Counting`
     loss_note: str = ""  # what to warn of
     cut: str = ""
+    whole: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from minipar.models.network import edges_of
 from minipar.sharding.graph import Graph, Layer, Operator, Slot
 from minipar.sharding.graph import Tensor as GraphTensor
 from minipar.sharding.rules import RULES
+from minipar.sharding.whole import LAYER, difference, form_of, graph_of, hooks_of, output_of
 
 # Nodes that compute nothing.
 _NOTHING = ("aten::_assert_tensor_metadata", "aten::_assert_async", "aten::sym_constrain_range_for_size")
@@ -70,19 +71,29 @@ class Captured:
     """A model as graphs.
 
     layers     in order; equal ones share a graph
-    programs   for each layer the exported program, whose nodes `Operator.node` names
+    programs   for each layer the exported program, whose nodes `Operator.node` names; None: it is computed whole
     carries    of a slice of sequences, what each layer carries on to the next slice: zeros of the right shapes
+    found      what the last layer gives, with a Slot in place of each tensor
     coverage   the operators of all layers
     """
 
     layers: tuple[Layer, ...]
-    programs: tuple[torch.export.ExportedProgram, ...]
+    programs: tuple[torch.export.ExportedProgram | None, ...]
     carries: tuple[Any, ...] = ()
+    found: Any = None
 
     @property
     def coverage(self) -> Coverage:
         """Which operators have a rule."""
         return coverage(self.layers)
+
+    @property
+    def whole(self) -> dict[str, str]:
+        """The layers that every rank computes whole, by the names of their operators, and why."""
+        return {
+            layer.own(op.name): str(op.options["why"]) for layer in self.layers for op in layer.graph.operators
+            if op.op == LAYER
+        }  # fmt: skip
 
 
 def coverage(layers: Sequence[Layer]) -> Coverage:
@@ -105,17 +116,23 @@ def coverage(layers: Sequence[Layer]) -> Coverage:
 
 
 def capture_model(
-    model: nn.Module, example: Any, start: int | None = None, carries: Sequence[Any] | None = None
+    model: nn.Module,
+    example: Any,
+    start: int | None = None,
+    carries: Sequence[Any] | None = None,
+    whole: Mapping[str, str] | None = None,
 ) -> Captured:
     """The layers of an nn.Sequential as graphs. Its inputs are taken to need no gradient.
 
     example   an input of the first layer; sizes are those that the graphs are for
     start     of a slice of sequences its first token: the layers are `models.Sliced`
     carries   what each layer carried on from the slice before (`Captured.carries`)
+    whole     the layers that every rank computes whole, and why, where another capture has found out; default: those
+              that cannot be captured, or do something else than what was captured (`whole.py`)
 
     Parameters go by the model's own names, also where it was cut from another model. Layers of equal structure, with
-    equal parameters' shapes and equal inputs, are captured once. Errors: PlanError for a layer that torch.export cannot
-    capture, with its reason.
+    equal parameters' shapes and equal inputs, are captured once. Errors: PlanError for a layer on a slice of sequences
+    that torch.export cannot capture, with its reason.
     """
     if not isinstance(model, nn.Sequential):
         raise PlanError(
@@ -127,27 +144,49 @@ def capture_model(
             f"{type(model).__name__}: capture takes a chain of layers, and this model's layers form a graph; possible "
             "is one layer that has the branches inside, or tp=1"
         )
-    built: dict[object, tuple[Layer, torch.export.ExportedProgram, Any, nn.Module]] = {}
+    built: dict[object, tuple[Layer, torch.export.ExportedProgram | None, Any, nn.Module]] = {}
     layers, programs, kept = [], [], []
     owners: dict[int, str] = {}
     original: Mapping[str, str] = getattr(model, "original", {})
     given: Any = example
-    for number, (key, module) in enumerate(model.named_children()):
+    for number, (key, module) in enumerate(model._modules.items()):
+        assert module is not None
         own = {
             name: owners.setdefault(id(p), original.get(f"{key}.{name}", f"{key}.{name}"))
             for name, p in module.named_parameters(remove_duplicate=False)
         }
         slice_of = () if start is None else (start, carries[number] if carries else None)
-        same = (_fingerprint(module), _input_shapes((given, *slice_of)), number == 0)
+        why = hooks_of(module) if whole is None else whole.get(key, "")
+        same = (_fingerprint(module), _input_shapes((given, *slice_of)), number == 0, why)
         if same not in built:
-            layer, program = capture_layer(module, given, number > 0, slice_of)
-            built[same] = (layer, program, _handed_on(program, (given, *slice_of)), module)
+            built[same] = (*_captured(module, given, number > 0, slice_of, why, whole is None), module)
         layer, program, handed, first = built[same]
         layers.append(replace(layer, names=_own_names(layer.graph, first, module, own, key, bool(original))))
         programs.append(program)
         given, carry = (handed, None) if start is None else handed
         kept.append(carry)
-    return Captured(tuple(layers), tuple(programs), () if start is None else tuple(kept))
+    return Captured(tuple(layers), tuple(programs), () if start is None else tuple(kept), form_of(given))
+
+
+def _captured(
+    module: nn.Module, given: Any, flows: bool, slice_of: tuple[Any, ...], why: str, compare: bool
+) -> tuple[Layer, torch.export.ExportedProgram | None, Any]:
+    """One layer, its program, and what it hands on. `why`: the reason to compute it whole; `compare`: find one."""
+    if slice_of:
+        layer, program = capture_layer(module, given, flows, slice_of)
+        return layer, program, _handed_on(program, (given, *slice_of))
+    if not why:
+        try:
+            layer, program = capture_layer(module, given, flows)
+            why = difference(module, program.module(), given, flows) if compare else ""
+            if not why:
+                return layer, program, output_of(module, given) if compare else _handed_on(program, (given,))
+        except PlanError as error:
+            if not compare:
+                raise
+            why = error.reason.partition(": ")[2]
+    graph, output = graph_of(module, given, why, flows)
+    return Layer(graph), None, output
 
 
 def _own_names(

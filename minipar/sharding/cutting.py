@@ -24,12 +24,13 @@ from minipar.errors import PlanError
 from minipar.models.nodes import Cut, Held, Node
 from minipar.models.randomness import RowDropout
 from minipar.models.selective_checkpoint import Recomputed
-from minipar.models.tensors import tensors
+from minipar.models.tensors import rebuilt, tensors
 from minipar.program.forms import COUNTS, PARTIAL, WHOLE, Forms, letter_of, text_of
 from minipar.sharding import local
 from minipar.sharding.forms import Form, I, Placement, cut
 from minipar.sharding.graph import Graph, Layer, Operator, Slot
 from minipar.sharding.propagation import Divided, Sharding
+from minipar.sharding.whole import LAYER, filled
 
 AXIS = "tp"
 Lies = tuple[Placement, ...]  # how a tensor lies on each axis along which ranks share layers, in the order of `SHARING`
@@ -368,9 +369,12 @@ def by_rows(small: Any, large: Any, rows: tuple[int, int], what: str) -> Any:
     Errors: PlanError for what depends on the rows in another way.
     """
     if isinstance(small, (list, tuple)) and isinstance(large, (list, tuple)) and len(small) == len(large):
-        return type(small)(by_rows(a, b, rows, what) for a, b in zip(small, large, strict=True))
+        return rebuilt(type(small), [by_rows(a, b, rows, what) for a, b in zip(small, large, strict=True)])
+    if isinstance(small, Mapping) and isinstance(large, Mapping) and list(small) == list(large):
+        parts = [by_rows(a, b, rows, what) for a, b in zip(small.values(), large.values(), strict=True)]
+        return rebuilt(type(small), parts, list(small), small)
     if isinstance(small, bool) or not isinstance(small, int) or small == large:
-        if isinstance(small, float) and small != large:
+        if isinstance(small, float) and small != large and not (math.isnan(small) and math.isnan(large)):
             raise PlanError(f"{what}: computes with the number of rows of the batch; it cannot be divided by rows")
         return small
     if not isinstance(large, int) or small * rows[1] != large * rows[0] or small % rows[0]:
@@ -383,7 +387,9 @@ def with_rows(given: Any, rows: int) -> Any:
     if isinstance(given, Size):
         return given.of(rows)
     if isinstance(given, (list, tuple)):
-        return type(given)(with_rows(one, rows) for one in given)
+        return rebuilt(type(given), [with_rows(one, rows) for one in given])
+    if isinstance(given, Mapping):
+        return rebuilt(type(given), [with_rows(one, rows) for one in given.values()], list(given), given)
     return given
 
 
@@ -682,6 +688,46 @@ class CapturedNode(Node):
         return self.recipe.as_read(name, read, found, name in self.own)
 
 
+class WholeNode(CapturedNode):
+    """A node that calls a layer whole (`whole.py`). Its parameters are the layer's own, with their hooks."""
+
+    def __init__(
+        self, recipe: Recipe, forms: Forms, title: str, layer: nn.Module, stored: Mapping[str, Stored],
+        held: Mapping[str, Held], known: dict[str, nn.Parameter],
+    ) -> None:  # fmt: skip
+        super().__init__(recipe, forms, title)
+        (self.operator,) = [one.operator for one in recipe.piece.operators]
+        for path, module in layer.named_modules(remove_duplicate=False):
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
+                own = f"{path}.{name}" if path else name
+                one = held.get(own, Held(stored[own].name))
+                if one.name not in known:
+                    known[one.name] = parameter
+                    parameter.minipar_form, parameter.minipar_held = one.form, one
+                module._parameters[name] = known[one.name]
+                self.held[f"layer.{own}"] = one
+        self.layer = layer
+
+    def on_slice(self, given: Any, carry: Any) -> tuple[Any, Any]:
+        takes = self.recipe.piece.takes
+        values = [v if part.differentiable else v.detach() for part, v in zip(takes, tensors(given), strict=True)]
+        there = {part.name: value for part, value in zip(takes, values, strict=True)}
+        rows = self.recipe.rows([(part.name, part.read) for part in takes], values)
+        self.recipe.check(values, rows, self.title)
+        form = with_rows(self.recipe.options[self.operator.name]["given"], rows)
+        found = tensors(self.layer(filled(form, [there[name] for name in self.operator.inputs if name in there])))
+        if len(found) != len(self.operator.outputs):
+            raise PlanError(
+                f"node {self.title}: gives {len(found)} tensors, and gave {len(self.operator.outputs)} in the first "
+                "batch; ranks that share layers take what has one structure in all steps"
+            )
+        there |= dict(zip(self.operator.outputs, found, strict=True))
+        gives = tuple(there[part.name] for part in self.recipe.piece.gives)
+        return gives[0] if len(gives) == 1 else gives, None
+
+
 class _AsPart(torch.autograd.Function):
     """What is whole as a part of a sum: the first rank has all of it, the others zeros. Every rank gets the whole
     gradient, as that of a sum is."""
@@ -734,6 +780,7 @@ def nodes_of(
     known: dict[str, nn.Parameter],
     dropouts: Mapping[str, nn.Dropout],
     cores: Mapping[str, str] = MappingProxyType({}),
+    module: nn.Module | None = None,
 ) -> list[Node]:
     """The nodes of one layer on one rank.
 
@@ -742,11 +789,16 @@ def nodes_of(
     known       parameters that other layers hold already, by name
     dropouts    for each operator that is one, by its name in the graph
     cores       for each operator of a part that checkpoint=selective runs again, the name of that part
+    module      the layer itself, for one that is computed whole
     """
     pieces = [recipe.piece for recipe in shared.recipes]
     held = _held(sharding, stored, places, known)
     nodes: list[Node] = []
     for k, (recipe, own) in enumerate(zip(shared.recipes, shared.forms, strict=True)):
+        if any(one.operator.op == LAYER for one in recipe.piece.operators):
+            assert module is not None
+            nodes.append(WholeNode(recipe, own, f"{title}.{k}", module, stored, held, known))
+            continue
         node = CapturedNode(recipe, own, f"{title}.{k}")
         for one in recipe.piece.operators:
             if one.operator.name in dropouts:
@@ -841,7 +893,9 @@ def _held(
         before = getattr(known.get(whole), "minipar_held", None)
         if before is not None and before != found[name]:
             forms = f"{before.form or 'whole'} and as {found[name].form or 'whole'}"
-            raise PlanError(f"{whole}: layers that share it read it as {forms}; possible is one form for all")
+            error = PlanError(f"{whole}: layers that share it read it as {forms}; possible is one form for all")
+            error.shared = whole
+            raise error
     return found
 
 

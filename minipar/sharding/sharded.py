@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,14 +18,15 @@ from minipar.models.network import edges_of
 from minipar.models.nodes import Node, ShardedModel, SlicedNode
 from minipar.models.selective_checkpoint import Recomputed
 from minipar.models.sliced import describe
-from minipar.models.tensors import count_rows, layers_of, map_tensors, take_tokens
+from minipar.models.tensors import count_rows, layers_of, map_tensors, take_tokens, tensors
 from minipar.program.forms import PARTIAL, WHOLE, Forms, along, in_words, letters, on_axes, parts_of, text_of
 from minipar.program.mesh import Mesh
 from minipar.sharding import automatic, local
 from minipar.sharding.capture import Captured, capture_model, within
-from minipar.sharding.cutting import AXIS, ROWS, Nodes, Stored, nodes_of, planned, templates_of
-from minipar.sharding.graph import Graph, Layer, Operator
+from minipar.sharding.cutting import AXIS, ROWS, Nodes, Stored, by_rows, nodes_of, planned, templates_of, with_rows
+from minipar.sharding.graph import Graph, Layer, Operator, Slot
 from minipar.sharding.propagation import EXPERTS, ModelSharding, Preset, matches, propagate_model
+from minipar.sharding.whole import LAYER, filled
 from minipar.wording import several
 
 
@@ -34,10 +36,15 @@ class Graphs:
 
     layers      of each slice (one, if sequences are not cut) the layers, captured with each of two numbers of rows
     constants   of each slice for each layer the tensors that its code makes and keeps, by name
+    found       what the model gives, with Slots in place of tensors, and numbers that depend on rows as `Size`s; None:
+                tensors alone
+    whole       the layers that every rank computes whole, and why
     """
 
     layers: tuple[tuple[tuple[Layer, ...], tuple[Layer, ...]], ...]
     constants: tuple[tuple[Mapping[str, Any], ...], ...]
+    found: Any = None
+    whole: Mapping[str, str] = field(default_factory=dict)
 
 
 def pickled(graphs: Graphs | None) -> bytes:
@@ -64,9 +71,18 @@ def _operator(library: str, name: str, overload: str) -> Any:
     return getattr(getattr(getattr(torch.ops, library), name), overload)
 
 
-def capture_graphs(model: nn.Module, count: int, example: Any, slices: Sequence[range] = ()) -> Graphs | None:
+def capture_graphs(
+    model: nn.Module,
+    count: int,
+    example: Any,
+    slices: Sequence[range] = (),
+    known: Mapping[str, str] = MappingProxyType({}),
+) -> Graphs | None:
     """A model as graphs, for `local_model` of each of `count` ranks; None if its layers say themselves how they are
-    cut. Example, slices and errors are those of `local_model`."""
+    cut. Example, slices and errors are those of `local_model`.
+
+    known   layers that are computed whole, whatever is found, and why
+    """
     if edges_of(model):
         raise PlanError(
             f"the model has branches, and layers that {count} ranks share are those of chains; possible is to train it "
@@ -81,15 +97,62 @@ def capture_graphs(model: nn.Module, count: int, example: Any, slices: Sequence[
         return None
     if not count_rows(example):
         raise PlanError(f"tp={count}: needs an example of at least one row to capture the model with")
-    small, large = (_capture(model, _with_rows(example, n * count), slices) for n in ROWS)
+    some, more = (_with_rows(example, n * count) for n in ROWS)
+    small, whole = _capture(model, some, slices, None), dict(known)
+    if whole:
+        small = _capture(model, some, slices, _whole_of(model, small[0]) | whole)
+    while True:
+        large = _capture(model, more, slices, _whole_of(model, small[0]) | whole)
+        rows = ROWS[0] * count, ROWS[1] * count
+        found = {} if slices else _not_divisible(model, small[0].layers, large[0].layers, rows)
+        if not found:
+            break
+        whole |= found
+        small = _capture(model, some, slices, _whole_of(model, small[0]) | whole)
     return Graphs(
         tuple((one.layers, other.layers) for one, other in zip(small, large, strict=True)),
-        tuple(tuple(map(_constants, one.programs, model.children())) for one in small),
+        tuple(tuple(map(_constants, one.programs, layers_of(model))) for one in small),
+        None if slices else by_rows(small[0].found, large[0].found, rows, "the model's output"),
+        _whole_of(model, small[0]),
     )
 
 
-def _constants(program: torch.export.ExportedProgram, layer: nn.Module) -> Mapping[str, Any]:
+def _holders(model: nn.Module, parameter: str) -> dict[str, str]:
+    """The layers that share a parameter which they would read in different forms: they are computed whole."""
+    (shared,) = [p for name, p in model.named_parameters() if name == parameter]
+    why = f"shares {parameter} with a layer that would read it in another form"
+    return {key: why for key, layer in model._modules.items() if layer and any(p is shared for p in layer.parameters())}
+
+
+def _whole_of(model: nn.Module, captured: Captured) -> dict[str, str]:
+    """The layers, by their names, that are computed whole, and why."""
+    named = zip(model._modules, captured.layers, strict=True)
+    return {key: op.options["why"] for key, layer in named for op in layer.graph.operators if op.op == LAYER}
+
+
+def _not_divisible(
+    model: nn.Module, small: Sequence[Layer], large: Sequence[Layer], rows: tuple[int, int]
+) -> dict[str, str]:
+    """The layers that were captured, but cannot run as parts, and why."""
+    found: dict[str, str] = {}
+    firsts: dict[int, nn.Module] = {}
+    for (key, module), one, other in zip(model._modules.items(), small, large, strict=True):
+        assert module is not None
+        first = firsts.setdefault(id(one.graph), module)
+        drawing = next((op for op in one.graph.operators if _draws(op) and not _is_dropout(op, first)), None)
+        try:
+            templates_of(one.graph, other.graph, rows)
+        except PlanError as error:
+            found[key] = error.reason
+        if drawing is not None:
+            found[key] = f"{one.own(drawing.name)} ({drawing.op}) draws random numbers"
+    return found
+
+
+def _constants(program: torch.export.ExportedProgram | None, layer: nn.Module) -> Mapping[str, Any]:
     """The tensors that a layer's code makes and keeps. (Buffers are constants of the program, too.)"""
+    if program is None:
+        return {}
     buffers = dict(layer.named_buffers(remove_duplicate=False))
     return {name: value for name, value in program.constants.items() if name not in buffers}
 
@@ -137,16 +200,20 @@ def local_model(
     chosen = _chosen(annotations, graphs.layers[0][0], mesh)
     if EXPERTS in chosen and isinstance(chosen, Preset):
         check_experts(model, mesh.length("ep") if len(mesh) > 1 else count)
-    known: dict[str, nn.Parameter] = {}
     places = {axis: local.Place(own[axis], size) for axis, size in mesh}
     both = zip(parts_of(inputs, len(mesh)), mesh, strict=True)
     given = ", ".join(f"{_placed(part)} on {axis}" for part, (axis, _) in both)
-    found, built = None, []
+    found, built, known = None, [], dict[str, nn.Parameter]()
     for j, ((small, large), constants) in enumerate(zip(graphs.layers, graphs.constants, strict=True)):
         try:
             found = propagate_model(small, chosen, mesh, given, before=found)
             built.append(_nodes(model, small, large, constants, rows, found, places, known))
         except PlanError as error:
+            if error.shared and not slices:
+                holders = _holders(model, error.shared)
+                if not holders.keys() <= graphs.whole.keys():
+                    again = capture_graphs(model, count, example, slices, {**graphs.whole, **holders})
+                    return local_model(model, index, sharers, example, annotations, inputs, slices, again)
             if not slices:
                 raise
             where = f"slice {j} of {several(len(slices[j]), 'token')}"
@@ -156,15 +223,18 @@ def local_model(
     for layers in built:
         written = layers[-1][-1].forms.writes
         for k, part in enumerate(parts_of(inputs, len(mesh))):
-            if inputs and part != WHOLE and not along(written, k).startswith("S"):
+            takes_own = not along(written, k) and not along(layers[-1][-1].forms.grad_reads, k) and not slices
+            if inputs and part != WHOLE and not along(written, k).startswith("S") and not takes_own:
                 raise PlanError(
                     f"{list(model._modules)[-1]}: its output is {in_words(along(written, k))}, but each of "
                     f"{mesh[k][1]} ranks has a part of the targets; possible are models whose output has a number for "
                     "each token"
                 )
-        _add_end(layers[-1], inputs, len(mesh))
+        _add_end(layers[-1], inputs, len(mesh), graphs.found)
     nodes = _one_behind_the_other(model, built, slices) if slices else built[0]
-    return ShardedModel(nodes, [size for _, size in mesh], inputs)
+    shared = ShardedModel(nodes, [size for _, size in mesh], inputs)
+    shared.whole = graphs.whole
+    return shared
 
 
 def _check_slices(slices: Sequence[range], count: int) -> None:
@@ -177,14 +247,16 @@ def _check_slices(slices: Sequence[range], count: int) -> None:
             )
 
 
-def _capture(model: nn.Module, example: Any, slices: Sequence[range]) -> list[Captured]:
+def _capture(
+    model: nn.Module, example: Any, slices: Sequence[range], whole: Mapping[str, str] | None
+) -> list[Captured]:
     """The model as graphs, once for each slice of its sequences; once, if they are not cut."""
     if not slices:
-        return [capture_model(model, example)]
-    _, whole = describe(layers_of(model))
-    if whole:
+        return [capture_model(model, example, whole=whole)]
+    _, undivided = describe(layers_of(model))
+    if undivided:
         raise PlanError(
-            f"layer {whole} of this model takes whole sequences; possible are models whose layers derive from "
+            f"layer {undivided} of this model takes whole sequences; possible are models whose layers derive from "
             "minipar.models.Sliced, such as models.gpt, or a schedule of rows such as 1f1b"
         )
     found: list[Captured] = []
@@ -246,7 +318,7 @@ def _nodes(
         stored = _stored(graph, constants[number], first, layer, names)
         nodes = nodes_of(
             small[number], sharding, shared[id(sharding)], stored, key, places, known,
-            _dropouts(small[number], first, layer, titles), _cores(small[number], first),
+            _dropouts(small[number], first, layer, titles), _cores(small[number], first), layer,
         )  # fmt: skip
         nodes[0].state = {
             f"{key}.{name}": value
@@ -324,25 +396,31 @@ def _dropouts(captured: Layer, first: nn.Module, layer: nn.Module, titles: Mappi
     """For each operator of a layer that is an nn.Dropout one of its own, which knows the name in the model.
 
     first   the layer that was captured, which is equal to this one
-
-    Errors: PlanError for all other operators that draw: their numbers would depend on how the model is cut.
     """
     found = {}
     both = (one.named_modules(remove_duplicate=False) for one in (first, layer))
     modules = {path: own for (path, _), (_, own) in zip(*both, strict=True)}
     for op in captured.graph.operators:
-        if not _draws(op):
-            continue
-        module = modules[max((path for path in modules if within(op.name, path)), key=len)]
-        if op.op != "aten::dropout" or type(module) is not nn.Dropout:
-            raise PlanError(
-                f"{captured.own(op.name)} ({op.op}): draws random numbers, and only nn.Dropout draws the same ones on "
-                "ranks that share a layer; possible is nn.Dropout in its place, a probability of 0 (of attention, "
-                "too), or tp=1"
-            )
-        found[op.name] = nn.Dropout(module.p).train(module.training)
-        found[op.name].row_name = titles[id(module)]  # type: ignore[assignment]
+        if _draws(op):
+            module = modules[_module_of(op, modules)]
+            assert isinstance(module, nn.Dropout)
+            found[op.name] = nn.Dropout(module.p).train(module.training)
+            found[op.name].row_name = titles[id(module)]  # type: ignore[assignment]
+    if any(op.op == LAYER for op in captured.graph.operators):
+        for module in layer.modules():
+            if type(module) is nn.Dropout:
+                module.row_name = titles[id(module)]  # type: ignore[assignment]
     return found
+
+
+def _module_of(op: Operator, paths: Iterable[str]) -> str:
+    return max((path for path in paths if within(op.name, path)), key=len)
+
+
+def _is_dropout(op: Operator, first: nn.Module) -> bool:
+    """Whether an operator is that of an nn.Dropout, whose mask any part of it can draw."""
+    modules = dict(first.named_modules(remove_duplicate=False))
+    return op.op == "aten::dropout" and type(modules[_module_of(op, modules)]) is nn.Dropout
 
 
 def _cores(captured: Layer, first: nn.Module) -> dict[str, str]:
@@ -371,31 +449,43 @@ def _by_hand(model: nn.Module, index: int, count: int) -> ShardedModel:
 
 
 class _End(Node):
-    """The model's output as the loss takes it."""
+    """The model's output as the loss takes it. `form`: its structure, with Slots in place of tensors."""
+
+    def __init__(self, forms: Forms, title: str, form: Any) -> None:
+        super().__init__(forms, title)
+        self.form = form
 
     def forward(self, given: Any) -> Any:
-        return map_tensors(given, lambda tensor: tensor.view_as(tensor))
+        found = [tensor.view_as(tensor) for tensor in tensors(given)]
+        if self.form is None:
+            return found[0] if len(found) == 1 else tuple(found)
+        return filled(with_rows(self.form, len(found[0])), found)
 
 
-def _add_end(nodes: list[Node], inputs: str, axes: int) -> None:
-    """A last node, where the loss does not take the model's output, or gives its gradient, as the last layer does.
+def _add_end(nodes: list[Node], inputs: str, axes: int, form: Any) -> None:
+    """A last node, where the loss does not take the model's output, or gives its gradient, as the last layer does; and
+    where the output is no single tensor.
 
     Along an axis whose ranks have whole targets, the loss takes the whole output. Every rank computes it alike; of its
     gradient, which is whole, each takes the shard that it wrote. Where each has a part of the targets, its loss takes
-    its shard of the output; what is no shard, such as a number for a whole row of which it has some tokens, gets a part
-    of its gradient.
+    its shard of the output, also of one that is whole; what is no shard, such as a number for a whole row of which it
+    has some tokens, gets a part of its gradient.
     """
     last = nodes[-1]
     found = []
     for k, part in enumerate(parts_of(inputs, axes)):
         writes, grad_reads = along(last.forms.writes, k), along(last.forms.grad_reads, k)
         if part in ("", WHOLE):
-            found.append(("", "", grad_reads.replace("S", "C")) if writes else (writes, grad_reads, grad_reads))
+            both = ("", "", "", grad_reads.replace("S", "C")) if writes else (writes, writes, grad_reads, grad_reads)
+            found.append(both)
+        elif not writes and not grad_reads:
+            found.append((f"C{part[1:]}", part, part, grad_reads))
         else:
             taken = text_of(tuple(WHOLE if letter == PARTIAL else letter for letter in letters(writes)))
             given = text_of(tuple(PARTIAL if letter == WHOLE else letter for letter in letters(grad_reads)))
-            found.append((taken, given, grad_reads))
-    taken, given, reads = (on_axes(forms) for forms in zip(*found, strict=True))
-    if (taken, given) != (last.forms.writes, reads) or reads != last.forms.grad_reads:
+            found.append((taken, taken, given, grad_reads))
+    takes, taken, given, reads = (on_axes(forms) for forms in zip(*found, strict=True))
+    structured = not isinstance(form, Slot) and form is not None
+    if structured or (takes, taken, given) != (taken, last.forms.writes, reads) or reads != last.forms.grad_reads:
         last.forms = last.forms._replace(grad_reads=reads)
-        nodes.append(_End(Forms(taken, taken, given, given), "output"))
+        nodes.append(_End(Forms(takes, taken, given, given), "output", form))

@@ -384,6 +384,9 @@ def _warn(plan: Plan, facts: Facts, storing: keeping.Storing) -> None:
             f"the batch is split into {parts} parts, and the results of some layers depend on how: "
             f"{', '.join(facts.split_sensitive)}; they are one device's with dp=1, microbatches=1 and accumulate=1"
         )
+    if facts.whole:
+        named = "; ".join(f"{name}: {why}" for name, why in facts.whole.items())
+        notes.append(f"{several(len(facts.whole), 'layer')} computed whole by every rank that shares layers ({named})")
     if storing.saved is not None and (note := other_scheduler(storing.saved.header.schedule, facts.scheduler)):
         notes.append(f"{storing.saved.folder}: {note}")
     for note in filter(None, notes):

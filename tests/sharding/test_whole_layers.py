@@ -1,0 +1,285 @@
+"""Layers of which ranks cannot have parts: every rank computes them whole. Beside them: a loop in plain torch."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import minipar
+from minipar.execution.saving.keeping import model_of
+
+WIDTH = 8
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.clamp(-0.001, 0.001)
+
+
+class Layer(nn.Module):
+    """A perceptron, and something around it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(x)
+
+
+class OwnBackward(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return Double.apply(self.inner(x))
+
+
+class OwnClip(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(Clipped.apply(x))
+
+
+class StraightThrough(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        soft = self.inner(x)
+        return soft + (soft.round() - soft).detach()
+
+
+class Reversed(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.inner(x)
+        if found.requires_grad:
+            found.register_hook(lambda gradient: -gradient)
+        return found
+
+
+class Clamped(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.inner(x)
+        if found.requires_grad:
+            found.register_hook(lambda gradient: gradient.clamp(-0.002, 0.002))
+        return found
+
+
+class Again(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x.clone().requires_grad_(), use_reentrant=True)
+
+
+class Turned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH // 2, dtype=torch.complex64) / 3)
+        self.angle = nn.Parameter(torch.randn(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = (x * torch.polar(torch.ones_like(self.angle), self.angle)) @ self.weight
+        return torch.view_as_real(turned).flatten(-2)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.cells = kind(WIDTH, WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cells(x[:, None] if x.dim() == 2 else x)[0].view_as(x)
+
+
+class InPlace(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.inner(x), 0.0, inplace=True)
+
+
+def halve(parameter: Tensor) -> None:
+    parameter.grad.mul_(0.5)
+
+
+def hooked(kind: str) -> nn.Module:
+    layer = Layer()
+    if kind == "parameter":
+        layer.up.weight.register_hook(lambda gradient: gradient.clamp(-0.001, 0.001))
+    elif kind == "accumulated":
+        layer.up.weight.register_post_accumulate_grad_hook(halve)
+    elif kind == "backward":
+        layer.down.register_full_backward_hook(lambda module, inputs, outputs: tuple(2 * g for g in inputs))
+    elif kind == "before backward":
+        layer.down.register_full_backward_pre_hook(lambda module, outputs: tuple(2 * g for g in outputs))
+    elif kind == "forward":
+        layer.up.register_forward_hook(lambda module, given, found: found * 2)
+    else:
+        layer.up.register_forward_pre_hook(lambda module, given: (given[0] + 1,))
+    return layer
+
+
+HOOKS = ("parameter", "accumulated", "backward", "before backward", "forward", "before forward")
+ODD = {
+    "own backward": OwnBackward, "own clip": OwnClip, "straight-through": StraightThrough, "reversed": Reversed,
+    "clamped": Clamped, "reentrant": Again, "complex": Turned, "lstm": partial(Recurrent, nn.LSTM),
+    "gru": partial(Recurrent, nn.GRU), "in-place dropout": InPlace,
+    **{f"hook, {kind}": partial(hooked, kind) for kind in HOOKS},
+}  # fmt: skip
+
+
+def around(odd: Any) -> nn.Sequential:
+    return nn.Sequential(Layer(), odd(), Layer(), nn.Linear(WIDTH, 3))
+
+
+def batch(*shape: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(*shape, WIDTH, generator=generator, dtype=torch.float64)
+    return x, torch.randint(3, shape, generator=generator)
+
+
+def loss(output: Tensor, wanted: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, -2), wanted.flatten())
+
+
+SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.5)
+
+
+def compared(clusters, make, data, plan, loss=loss, optimizer=SGD) -> tuple[minipar.Run, list[str]]:
+    """A run equals plain torch: losses and parameters of three steps. Returns it, and what was warned of."""
+    ranks = minipar.Plan.parse(plan).ranks
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = minipar.train(
+            make, data, plan, cluster=clusters(ranks), steps=3, loss=loss, optimizer=optimizer, dtype=torch.float64,
+            progress=False, keep=True,
+        )  # fmt: skip
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        plain = make()
+    for parameter in plain.parameters():
+        parameter.data = parameter.data.to(torch.complex128 if parameter.is_complex() else torch.float64)
+    steps, losses = optimizer(plain.parameters()), []
+    for _ in range(3):
+        steps.zero_grad()
+        value = loss(plain(data[0]), data[1])
+        value.backward()
+        steps.step()
+        losses.append(value.item())
+    assert run.losses == pytest.approx(losses, rel=1e-11)
+    found = model_of(run.shares, "test")
+    for name, parameter in plain.named_parameters():
+        assert torch.allclose(found[name], parameter, rtol=0, atol=1e-11), name
+    return run, [str(one.message) for one in caught]
+
+
+@pytest.mark.many(4)
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2 tp=2", "tp=2 dp=2 zero=1"])
+@pytest.mark.parametrize("odd", ODD)
+def test_what_belongs_to_the_backward_is_done(clusters, odd, plan):
+    if "dp" in plan and odd in ("hook, parameter", "clamped", "own clip"):
+        plan = "tp=4"  # (a hook that is not linear does another thing with each replica's part)
+    if "zero" in plan and odd == "complex":
+        plan = "tp=2 dp=2"  # (slices are of numbers of one type)
+    run, said = compared(clusters, partial(around, ODD[odd]), batch(8), plan)
+    assert odd == "straight-through" or any(
+        "1 layer computed whole by every rank that shares layers (1: " in text for text in said
+    ), said
+    divided = [form for form in run.program.forms if form.writes or form.grad_writes]
+    assert divided  # the other layers are
+
+
+@pytest.mark.parametrize("plan", ["context_parallel=2", "tp=2 context_parallel=2"])
+def test_tokens_that_ranks_have_parts_of_are_gathered(clusters, plan):
+    compared(clusters, partial(around, partial(Recurrent, nn.GRU)), batch(4, 6), plan)
+    compared(clusters, partial(around, OwnBackward), batch(4, 6), plan)
+
+
+def twice() -> nn.Sequential:
+    same = nn.Linear(WIDTH, WIDTH)
+    return nn.Sequential(same, nn.Tanh(), same, Layer(), nn.Linear(WIDTH, 3))
+
+
+def tied() -> nn.Sequential:
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH, bias=False), OwnBackward(), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+    )
+    model[2].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize("make", [twice, tied])
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2 tp=2"])
+def test_parameters_that_layers_share(clusters, make, plan):
+    compared(clusters, make, batch(8), plan)
+
+
+class Named(NamedTuple):
+    scores: Tensor
+    rest: dict[str, Any]
+
+
+class Giving(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.head = kind, nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        found = self.head(x)
+        rest = {"none": None, "count": 3, "twice": 2 * found}
+        return {"dict": {"scores": found, **rest}, "tuple": (found, None, rest), "named": Named(found, rest)}[self.kind]
+
+
+def of_given(output: Any, wanted: Tensor) -> Tensor:
+    scores = output["scores"] if isinstance(output, dict) else output[0]
+    rest = output if isinstance(output, dict) else output[-1]
+    assert rest["none"] is None
+    assert rest["count"] == 3
+    return loss(scores + rest["twice"], wanted)
+
+
+@pytest.mark.parametrize("kind", ["dict", "tuple", "named"])
+def test_the_loss_is_given_what_the_model_gives(clusters, kind):
+    compared(clusters, lambda: nn.Sequential(Layer(), Giving(kind)), batch(8), "tp=2 dp=2", loss=of_given)
+    compared(clusters, lambda: nn.Sequential(Layer(), OwnBackward(), Giving(kind)), batch(8), "tp=2", loss=of_given)
+
+
+def test_fewer_rows_than_parts(clusters):
+    compared(clusters, partial(around, OwnBackward), batch(3), "tp=2 microbatches=4")
+    compared(clusters, partial(around, Layer), batch(3, 4), "context_parallel=2 microbatches=4")
+
+
+def test_dropout_inside_draws_as_on_one_rank(clusters):
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        layer = OwnBackward()
+        layer.down = nn.Sequential(nn.Dropout(0.3), layer.down)
+        return around(lambda: layer)
+
+    run = minipar.train(make, batch(8), "tp=2", cluster=clusters(2), steps=2, loss=loss, dtype=torch.float64,
+                        progress=False, check=True)  # fmt: skip
+    assert run.max_gradient_error() < 1e-11
+
+
+def test_layers_that_are_their_graph_are_divided():
+    from minipar import models, sharding
+
+    captured = sharding.capture_model(models.build("gpt-tiny"), torch.zeros(4, 16, dtype=torch.long))
+    assert captured.whole == {}
+    captured = sharding.capture_model(around(OwnBackward), torch.randn(6, WIDTH))
+    assert captured.whole == {"1.layer": "Double has a backward of its own"}
