@@ -405,12 +405,17 @@ def _dropouts(captured: Layer, first: nn.Module, layer: nn.Module, titles: Mappi
             module = modules[_module_of(op, modules)]
             assert isinstance(module, nn.Dropout)
             found[op.name] = nn.Dropout(module.p).train(module.training)
-            found[op.name].row_name = titles[id(module)]  # type: ignore[assignment]
+            found[op.name].row_name = _row_name(module, titles)
     if any(op.op == LAYER for op in captured.graph.operators):
         for module in layer.modules():
             if type(module) is nn.Dropout:
-                module.row_name = titles[id(module)]  # type: ignore[assignment]
+                module.row_name = _row_name(module, titles)
     return found
+
+
+def _row_name(module: nn.Module, titles: Mapping[int, str]) -> Any:
+    """By which a mask is drawn: the name in the model, or in the one that this was cut from."""
+    return getattr(module, "row_name", titles[id(module)])
 
 
 def _module_of(op: Operator, paths: Iterable[str]) -> str:

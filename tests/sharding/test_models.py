@@ -225,7 +225,7 @@ def test_what_ranks_give_to_collectives_is_what_the_trace_says(clusters, annotat
     """Counted in the communicator, below everything that knows forms."""
     plan = Plan(tp=2, sequence_parallel=annotations is not None)
     job = Job(partial(gpt, layers=LAYERS), texts(), ROWS, dtype=torch.float64, annotations=annotations)
-    program = plan.compile(shape_of(job.share(job.build(), 0, 2)))
+    program = plan.compile(shape_of(job.share(job.build(), 0, Mesh(tp=2), "", 1)))
     cluster = clusters(2)
     cluster.run(count_messages)
     try:

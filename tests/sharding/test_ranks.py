@@ -94,7 +94,7 @@ def test_nodes_make_their_tensors_where_their_input_is() -> None:
     model = partial(models.gpt, layers=1, width=8, heads=2, context=8, vocab=16, fused=False)
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     job = Job(model, (tokens, tokens), 2, nn.functional.cross_entropy)
-    nodes = job.share(job.build(), 0, 2).to("meta")
+    nodes = job.share(job.build(), 0, Mesh(tp=2), "", 1).to("meta")
     with _Made() as made:
         value = tokens.to("meta")
         for node in list(nodes)[:3]:
