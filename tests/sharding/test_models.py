@@ -18,7 +18,7 @@ from minipar.execution.execution import Job, execute
 from minipar.execution.repartition import on_one_rank
 from minipar.models.parameter_groups import shape_of
 from minipar.models.tensors import map_tensors, tensors
-from minipar.program import Program, repartitions
+from minipar.program import Mesh, Program, repartitions
 from minipar.program.forms import needed
 from minipar.sharding import capture_layer, experts, sequence_parallel
 from minipar.sharding.sharded import local_model

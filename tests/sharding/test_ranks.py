@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from minipar import Cluster, Plan, models, train
 from minipar.execution.execution import Job
 from minipar.models.tensors import tensors
-from minipar.program import Op
+from minipar.program import Mesh, Op
 from minipar.sharding import capture_layer
 from tests.sharding import by_hand
 
