@@ -255,6 +255,16 @@ class FakeHandle:
         self.comm.streams.outstanding.pop(id(self), None)
         self.bytes()
 
+    def then(self, call: Callable[[], object]) -> FakeHandle:
+        moves = self.bytes
+
+        def both() -> None:
+            moves()
+            call()
+
+        self.bytes = both
+        return self
+
     def on_stream(self) -> bool:
         return self.end is not None
 

@@ -24,7 +24,7 @@ import torch
 
 from minipar.cluster import worker
 from minipar.comm import operations, packing, playing, values
-from minipar.comm.handles import Handle, Result, StagedHandle, to_host
+from minipar.comm.handles import Handle, Result, to_host
 from minipar.comm.operations import ALL_GATHER, ALL_TO_ALL, ALLREDUCE, REDUCE_SCATTER
 from minipar.comm.playing import Lane
 from minipar.comm.transport.interface import DONE, Transport
@@ -163,7 +163,7 @@ class Communicator:
             return Handle(world.gpus.messages.send(tensor, peer, tag), tensor, self.pending)
         host = to_host(tensor)
         what = ("send to rank", peer, tag)
-        return StagedHandle(world.messages.send(host, peer, tag), host, None, self.pending, what)
+        return Handle(world.messages.send(host, peer, tag), host, self.pending, what)
 
     def receive(self, tensor: torch.Tensor, peer: int, tag: int = 0, unless: int | None = None) -> bool:
         """`irecv`, and wait for it. Returns whether it arrived: False if a message of the tag `unless` arrived first;
@@ -195,7 +195,8 @@ class Communicator:
             return Handle(world.gpus.messages.receive(tensor, peer, tag), tensor, self.pending)
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         what = ("recv from rank", peer, tag)
-        return StagedHandle(world.messages.receive(host, peer, tag), host, tensor, self.pending, what)
+        work = world.messages.receive(host, peer, tag)
+        return Handle(work, host, self.pending, what, partial(tensor.copy_, host, non_blocking=True))
 
     def readable(self, peers: Sequence[int], seconds: float) -> bool:
         """Whether one of these ranks has sent a message that is not received yet; waits up to so many seconds for one.
@@ -359,8 +360,10 @@ class Communicator:
         return self._handle(work, target, into, tensor)
 
     def _handle(self, work: Any, host: torch.Tensor, into: torch.Tensor, kept: torch.Tensor) -> Handle:
-        """Of a work whose result is `into`; or `host`, if that is another tensor."""
-        return Handle(work, kept, self.pending) if host is into else StagedHandle(work, host, into, self.pending)
+        """Of a work whose result is `into`; or `host`, if that is another tensor, which is copied then: on the current
+        stream, like a kernel, since pinned memory is not reused before that is done."""
+        after = None if host is into else partial(into.copy_, host, non_blocking=True)
+        return Handle(work, kept, self.pending, after=after)
 
     def _for(self, tensor: torch.Tensor, ranks: tuple[int, ...]) -> tuple[RankGroup, torch.Tensor]:
         """The group for a tensor, and the tensor itself or its copy on the host."""

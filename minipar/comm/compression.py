@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from minipar.comm.communicator import Communicator
-from minipar.comm.handles import Handle, Then
+from minipar.comm.handles import Handle
 from minipar.errors import RankError
 from minipar.models.tensors import dtype_name
 from minipar.strategies.passes.compress import keeps_residual, low_rank, row_bytes, top
@@ -58,7 +58,7 @@ class Compressor:
             def widen() -> None:
                 flat.copy_(low)
 
-            return [Then(self.comm.iallreduce(low, ranks, name, self.algorithm), widen)]
+            return [self.comm.iallreduce(low, ranks, name, self.algorithm).then(widen)]
         residual = self.residuals[key]
         if self.kind == "topk":
             return self._largest(flat.view(-1), residual, ranks)
@@ -89,7 +89,7 @@ class Compressor:
                 flat.index_add_(0, where.long(), numbers.view(flat.dtype))  # (one at a time: they need room)
 
         handles = self.comm.iall_gather(row, rows, ranks)
-        return [*handles[:-1], Then(handles[-1] if handles else Handle(None, None, set()), add)]
+        return [*handles[:-1], (handles[-1] if handles else Handle(None, None, set())).then(add)]
 
     def _factors(
         self,
@@ -142,7 +142,7 @@ class Compressor:
                     target.copy_(p @ q.T)
                 source.sub_(target, alpha=1 / len(ranks))
 
-        return Then(self.comm.iallreduce(first, ranks, name, self.algorithm), second)
+        return self.comm.iallreduce(first, ranks, name, self.algorithm).then(second)
 
 
 def _cut(flat: Tensor, rows: Sequence[int], widths: Sequence[int]) -> list[Tensor]:

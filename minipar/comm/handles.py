@@ -18,13 +18,20 @@ class Handle:
     """One operation under way. Its communicator keeps it (and so its tensor) alive until `wait` was called.
 
     `what`: for a message, "send to rank" or "recv from rank" with the peer and the tag, to say what a rank waits for.
+    `after`: what `wait` calls when it is complete.
     """
 
-    __slots__ = ("_pending", "_tensor", "_what", "_work")
+    __slots__ = ("_after", "_pending", "_tensor", "_what", "_work")
 
     def __init__(
-        self, work: Any, tensor: torch.Tensor | None, pending: set[Handle], what: tuple[str, int, int] | None = None
+        self,
+        work: Any,
+        tensor: torch.Tensor | None,
+        pending: set[Handle],
+        what: tuple[str, int, int] | None = None,
+        after: Callable[[], object] | None = None,
     ) -> None:
+        self._after = after
         self._work = work
         self._what = what
         self._tensor = tensor
@@ -40,7 +47,23 @@ class Handle:
         """
         if self._work is not None:
             self._await()
-            self._release()
+            self._work = self._tensor = None
+            self._pending.discard(self)
+        after, self._after = self._after, None
+        if after is not None:
+            after()
+
+    def then(self, call: Callable[[], object]) -> Handle:
+        """This handle, whose `wait` calls `call` at its end, on the thread that waits."""
+        before = self._after
+
+        def both() -> None:
+            if before is not None:
+                before()
+            call()
+
+        self._after = both
+        return self
 
     def _await(self) -> None:
         worker.check_whole()
@@ -70,40 +93,6 @@ class Handle:
         if isinstance(self._work, (Collective, Playing)):
             self._work.when_done(call)
 
-    def _release(self) -> None:
-        self._work = self._tensor = None
-        self._pending.discard(self)
-
-
-class StagedHandle(Handle):
-    """An operation on a host copy of a tensor on a GPU; `wait` brings the result back where there is one."""
-
-    __slots__ = ("_host",)
-
-    def __init__(
-        self,
-        work: Any,
-        host: torch.Tensor,
-        into: torch.Tensor | None,
-        pending: set[Handle],
-        what: tuple[str, int, int] | None = None,
-    ) -> None:
-        super().__init__(work, into, pending, what)
-        self._host: torch.Tensor | None = host
-
-    def on_stream(self) -> bool:
-        return False
-
-    def wait(self) -> None:
-        if self._work is None:
-            return
-        self._await()
-        if self._tensor is not None and self._host is not None:
-            # The copy runs on the current stream, like a kernel; pinned memory is not reused before it is done.
-            self._tensor.copy_(self._host, non_blocking=True)
-        self._host = None
-        self._release()
-
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
     """A copy of a tensor on a GPU in pinned memory; complete when this returns."""
@@ -111,32 +100,6 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
     host.copy_(tensor, non_blocking=True)
     torch.cuda.current_stream(tensor.device).synchronize()
     return host
-
-
-class Then(Handle):
-    """An operation, and a function that is called after it, on the thread that waits for it."""
-
-    __slots__ = ("_before", "_call")
-
-    def __init__(self, before: Handle, call: Callable[[], None]) -> None:
-        super().__init__(None, None, set())
-        self._before = before
-        self._call: Callable[[], None] | None = call
-
-    def wait(self) -> None:
-        self._before.wait()
-        call, self._call = self._call, None
-        if call is not None:
-            call()
-
-    def done(self) -> bool:
-        return self._before.done()
-
-    def on_stream(self) -> bool:
-        return self._before.on_stream()
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        self._before.when_done(call)
 
 
 class Result:

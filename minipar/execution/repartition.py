@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from minipar.comm.communicator import Communicator
-from minipar.comm.handles import Handle, Then
+from minipar.comm.handles import Handle
 from minipar.errors import RankError
 from minipar.models.nodes import Cut
 from minipar.models.tensors import differentiable, map_tensors, tensors
@@ -99,7 +99,7 @@ def start(
     if not handles:
         put()
         return []
-    return [*handles[:-1], Then(handles[-1], put)]
+    return [*handles[:-1], handles[-1].then(put)]
 
 
 def rows_between(

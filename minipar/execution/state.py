@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from minipar.comm.buckets import Buckets
 from minipar.comm.communicator import Communicator
-from minipar.comm.handles import Handle, Then
+from minipar.comm.handles import Handle
 from minipar.comm.missing import is_missing
 from minipar.execution.correction import ByStaleness
 from minipar.execution.lines import Line, Place, pack_gradients
@@ -171,7 +171,7 @@ class State:
                 for g in ins.layers:
                     self.lines[g].round_into([p.data for p in self.lines[g].params])
 
-            handles.append(Then(self.comm.iallreduce(flat, ins.group, str(ins)), spread))
+            handles.append(self.comm.iallreduce(flat, ins.group, str(ins)).then(spread))
         return handles
 
     def _reduce_scatter(self, ins: Instruction) -> list[Handle]:

@@ -41,7 +41,7 @@ def reduce(group: Any, index: int, x: Tensor, root: int, op: str = "sum") -> Any
 
 def _narrowed(work: Any, wide: Tensor, x: Tensor) -> Any:
     """A work on `wide`, which is a copy of `x` in a wider dtype, or `x` itself; the result gets into `x`."""
-    return work if wide is x else _Then(work, lambda: x.copy_(wide))
+    return work if wide is x else _Works([work], lambda: x.copy_(wide))
 
 
 def broadcast(group: Any, index: int, x: Tensor, root: int) -> Any:
@@ -56,7 +56,7 @@ def all_gather(group: Any, index: int, into: Tensor, sizes: Sequence[int]) -> An
     if into.is_cuda and len(set(sizes)) == 1:
         return group._allgather_base(as_bytes(into), as_bytes(into.split(sizes[0])[index]))
     parts = into.view(-1).split(list(sizes))
-    return _All([broadcast(group, index, part, k) for k, part in enumerate(parts) if part.numel()])
+    return _Works([broadcast(group, index, part, k) for k, part in enumerate(parts) if part.numel()])
 
 
 def reduce_scatter(
@@ -72,7 +72,7 @@ def reduce_scatter(
         count = len(sizes)
         parts = torch.empty(mine * count, dtype=x.dtype, device=x.device)
         work = _exchange(group, parts, whole, [mine] * count, sizes)
-    return _Then(work, lambda: add_up(list(parts.view(count, mine)), op, into.view(-1), add))
+    return _Works([work], lambda: add_up(list(parts.view(count, mine)), op, into.view(-1), add))
 
 
 def all_to_all(group: Any, index: int, x: Tensor, into: Tensor, sizes: Sequence[Sequence[int]]) -> Any:
@@ -86,38 +86,19 @@ def _exchange(group: Any, into: Tensor, x: Tensor, got: Sequence[int], sent: Seq
     return group.alltoall_base(as_bytes(into), as_bytes(x), [n * size for n in got], [n * size for n in sent])
 
 
-class _Then:
-    """A work, and a function that `wait` calls after it."""
+class _Works:
+    """Some works as one, and a function that `wait` calls after them."""
 
-    def __init__(self, work: Any, rest: Callable[[], object]) -> None:
-        self.work = work
-        self.rest: Callable[[], object] | None = rest
-
-    def wait(self, *limit: timedelta) -> None:
-        self.work.wait(*limit)
-        rest, self.rest = self.rest, None
-        if rest is not None:
-            rest()
-
-    def synchronize(self) -> None:
-        self.work.synchronize()
-
-    def is_completed(self) -> bool:
-        return bool(self.work.is_completed())
-
-    def get_future(self) -> Any:
-        return self.work.get_future()
-
-
-class _All:
-    """Several works as one."""
-
-    def __init__(self, works: list[Any]) -> None:
+    def __init__(self, works: list[Any], rest: Callable[[], object] = lambda: None) -> None:
         self.works = works
+        self.rest: Callable[[], object] | None = rest
 
     def wait(self, *limit: timedelta) -> None:
         for work in self.works:
             work.wait(*limit)
+        rest, self.rest = self.rest, None
+        if rest is not None:
+            rest()
 
     def synchronize(self) -> None:
         for work in self.works:
