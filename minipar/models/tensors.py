@@ -183,11 +183,10 @@ def given_to(layer: nn.Module, value: Any) -> Any:
     return map_tensors(value, torch.clone) if overwrites(layer) else value
 
 
-def find_overwriting(layer: nn.Module, given: Any, run: Callable[[Any], Any] | None = None) -> None:
+def find_overwriting(layer: nn.Module, given: Any, run: Callable[[Any], Any] | None = None) -> bool:
     """Run a layer once on a copy of its input, to find out for `overwrites` whether it changes its input in place.
 
-    Errors: RuntimeError where another tensor of the input shares the memory that it writes to: copies do not.
-    """
+    Gives whether it so changes a tensor that another tensor of its input shares memory with."""
     before = Unchanged(given)
     with torch.no_grad():
         trial = map_tensors(given, torch.clone)
@@ -195,17 +194,21 @@ def find_overwriting(layer: nn.Module, given: Any, run: Callable[[Any], Any] | N
         (run or layer)(trial)
     if not after.versions_are() or not before.equals(trial):
         setattr(layer, _OVERWRITES, True)
-        names = [name for name, _ in named_tensors(given, "x")]
-        for k, (now, version) in enumerate(zip(after.tensors, after.versions, strict=True)):
-            if now._version != version or not Unchanged(before.tensors[k]).equals(now):
-                own = before.tensors[k].untyped_storage().data_ptr()
-                for name, other in zip(names, before.tensors, strict=True):
-                    if own and name != names[k] and other.untyped_storage().data_ptr() == own:
-                        raise RuntimeError(
-                            f"it writes into {names[k]}, whose memory {name} shares; but what crosses from layer to "
-                            "layer is copied, tensor by tensor. Write into a copy (x + 1 for x.add_(1)), or hand on "
-                            "one of the two"
-                        )
+    changed = [
+        k for k, (t, version) in enumerate(zip(after.tensors, after.versions, strict=True)) if t._version != version
+    ]
+    pairs = ((before.tensors[k], other) for k in changed for j, other in enumerate(before.tensors) if j != k)
+    return any(_overlap(one, other) for one, other in pairs)
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have an element in common."""
+    if one.untyped_storage().data_ptr() != other.untyped_storage().data_ptr() or one.dtype is not other.dtype:
+        return False
+    size = one.untyped_storage().nbytes() // one.element_size()
+    marks = torch.zeros(size, dtype=torch.bool, device=one.device)
+    marks.as_strided(one.shape, one.stride(), one.storage_offset())[...] = True
+    return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
 _OVERWRITES = "_minipar_overwrites"

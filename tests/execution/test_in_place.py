@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from minipar import Plan, RankError
+from minipar import Plan, PlanError, RankError, train
 from minipar.cluster import worker
 from minipar.models.network import Network
 from tests.comparing import check
@@ -121,3 +121,40 @@ def test_an_error_that_has_nothing_to_do_with_writes_is_told(clusters):
     """The first run of a layer is tried again only if it wrote into its input."""
     with pytest.raises(RankError, match="OSError: no luck"):
         check(clusters, Plan.parse("microbatches=2"), lambda: nn.Sequential(nn.Flatten(), Unlucky()), rows(8))
+
+
+def _with_view(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x, x[:, :2]
+
+
+def _in_halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x[:, :3] * 1, (x * 2)[:, 3:]
+
+
+def _side_by_side(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x[:, :3], x[:, 3:]
+
+
+@pytest.mark.parametrize("words", ["", "pp=2"])
+def test_a_change_that_a_view_would_show_is_refused(clusters, words):
+    """In plain torch the view changes, too; between layers each tensor is by itself."""
+    model = partial(_ended, _with_view)
+    with pytest.raises(PlanError, match=r"layer 2 \(Of\): changes a tensor of its input in place, .* clone\(\) before"):
+        train(
+            model, rows(8), words, cluster=clusters(Plan.parse(words).ranks), loss=F.mse_loss, progress=False, steps=1
+        )
+
+
+@pytest.mark.parametrize("fork", [_in_halves, _side_by_side])
+def test_a_change_beside_another_tensor_is_not(clusters, fork):
+    run = train(partial(_ended, fork), rows(8), "pp=2", cluster=clusters(2), loss=F.mse_loss, progress=False, steps=2,
+                check=True)  # fmt: skip
+    assert run.max_gradient_error() < 1e-6
+
+
+def _ended(fork: Callable[[Tensor], tuple[Tensor, Tensor]]) -> nn.Sequential:
+    """The first layer's output in two, of which the third changes one in place."""
+    torch.manual_seed(0)
+    changed = Of(lambda parts: torch.cat([parts[0].mul_(1.5), parts[1]], 1))
+    width = WIDTH + 2 if fork is _with_view else WIDTH
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Of(fork), changed, nn.Linear(width, WIDTH))

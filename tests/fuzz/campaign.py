@@ -396,6 +396,8 @@ def judge(pair: Pair, ranks: Any) -> Outcome:
             for said in REFUSED:
                 if said in str(error):
                     return Outcome("refused", said)
+            if "; possible " in (text := str(error).split("\n")[0]):  # (only a rank can know that)
+                return Outcome("refused", text)
         still = all(not g.abs().sum() for g in expected.gradients[0].values()) if expected.gradients else False
         if kind == "NotFinite" and plan.get("schedule") in plans.STALE:
             return Outcome("invalid", "late gradients diverge")

@@ -408,7 +408,8 @@ def _anything(dice: random.Random) -> plans.Words:
     found = {}
     for name in dice.sample(sorted(keys), dice.randint(2, 6)):
         domain = keys[name].domain
-        found[name] = str(dice.choice([*domain.values, *domain.examples()] or ["2"]))
+        value = dice.choice([*domain.values, *domain.examples()] or ["2"])
+        found[name] = str(value).lower() if isinstance(value, bool) else str(value)
     return found
 
 

@@ -224,7 +224,11 @@ def _warmed_up(
         part = sliced.OneSlice(layer, visit.start, visit.carried, visit.more, l >= first)
     counters = [FlopCounterMode(display=False, custom_mapping=_FLOPS) for _ in range(count)]
     try:
-        find_overwriting(layer, given, part)
+        if find_overwriting(layer, given, part):
+            raise PlanError(
+                f"{naming_layers.title(l, layer, names)}: changes a tensor of its input in place, with which another "
+                "one shares memory, as a view does; between layers each is sent by itself. Possible is clone() before"
+            )
         with counters[0] if counters else nullcontext():
             output, ends, weights = weigh(
                 layer, partial(_forward, layer, part, final), given, partial(_kept_anyway, target, part)
