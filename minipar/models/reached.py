@@ -16,7 +16,7 @@ import sys
 import sysconfig
 import types
 from collections import deque
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -26,13 +26,14 @@ _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 _PLAIN = (Tensor, str, bytes, int, float, complex, bool, types.ModuleType, type(None))
 
 
-def reached(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Everything that can be reached from a value, nearest first, each once, with the way to it."""
+def reached(value: Any, name: str, ends: Callable[[Any], bool] = lambda found: False) -> Iterator[tuple[str, Any]]:
+    """Everything that can be reached from a value, nearest first, each once, with the way to it; but nothing where
+    `ends` holds, and nothing through it."""
     seen: dict[int, Any] = {}  # (they are kept, so that no number is used again)
     queue = deque([(name, value)])
     while queue:
         path, found = queue.popleft()
-        if id(found) in seen:
+        if id(found) in seen or ends(found):
             continue
         seen[id(found)] = found
         yield path, found

@@ -7,18 +7,15 @@ own: the rank that has the layer would not know that it needs the weight, and a 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
-from functools import partial
-from types import FunctionType
 from typing import Any
 
 from torch import nn
 
 from minipar.errors import PlanError
+from minipar.models.reached import reached
 
 _TORCH = frozenset(vars(nn.Module()))  # what every module has: parameters, submodules, hooks
-_DEPTH = 4  # of containers in containers
 
 
 def register(model: nn.Module) -> None:
@@ -43,26 +40,11 @@ def register(model: nn.Module) -> None:
 
 def _held_by(layer: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """The parameters in attributes of a layer that are no parameters or modules of it, with the attribute's name."""
+
+    def around(value: Any) -> bool:  # what the layer is a part of
+        return isinstance(value, nn.Module) and any(part is layer for part in value.modules())
+
     for module in layer.modules():
         for name, value in vars(module).items():
             if name not in _TORCH:
-                yield from ((name, p) for p in _inside(value, layer, _DEPTH))
-
-
-def _inside(value: Any, layer: nn.Module, depth: int) -> Iterator[nn.Parameter]:
-    """The parameters in a value. One that holds the layer itself is what the layer is a part of."""
-    parts: Any = ()
-    if isinstance(value, nn.Parameter):
-        yield value
-    elif isinstance(value, nn.Module):
-        yield from value.parameters() if all(part is not layer for part in value.modules()) else ()
-    elif isinstance(value, dict):
-        parts = value.values()
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        parts = value
-    elif isinstance(value, partial):
-        parts = value.func, value.args, value.keywords
-    elif isinstance(value, FunctionType):
-        parts = inspect.getclosurevars(value).nonlocals.values()
-    for part in parts if depth else ():
-        yield from _inside(part, layer, depth - 1)
+                yield from ((name, p) for _, p in reached(value, name, around) if isinstance(p, nn.Parameter))
