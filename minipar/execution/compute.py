@@ -153,7 +153,7 @@ class Compute:
             self.experts = self.experts or LoadCount()
             run = layer_calls.counting(run, layer, self.experts)
         dice = [g for g in randomness.dice_of(module) if randomness.is_global(g)]
-        return layer_calls.seeded(run, layer, self.seed, self.generators, dice)
+        return layer_calls.seeded(run, getattr(module, "drawn_as", layer), self.seed, self.generators, dice)
 
     def place_of(self, layer: int) -> torch.device:
         """Where a layer is computed."""

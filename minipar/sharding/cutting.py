@@ -689,13 +689,17 @@ class CapturedNode(Node):
 
 
 class WholeNode(CapturedNode):
-    """A node that calls a layer whole (`whole.py`). Its parameters are the layer's own, with their hooks."""
+    """A node that calls a layer whole (`whole.py`). Its parameters are the layer's own, with their hooks.
+
+    drawn_as   the layer's number in the model, by which its draws are seeded
+    """
 
     def __init__(
         self, recipe: Recipe, forms: Forms, title: str, layer: nn.Module, stored: Mapping[str, Stored],
-        held: Mapping[str, Held], known: dict[str, nn.Parameter],
+        held: Mapping[str, Held], known: dict[str, nn.Parameter], number: int,
     ) -> None:  # fmt: skip
         super().__init__(recipe, forms, title)
+        self.drawn_as = number
         (self.operator,) = [one.operator for one in recipe.piece.operators]
         for path, module in layer.named_modules(remove_duplicate=False):
             for name, parameter in module._parameters.items():
@@ -781,6 +785,7 @@ def nodes_of(
     dropouts: Mapping[str, nn.Dropout],
     cores: Mapping[str, str] = MappingProxyType({}),
     module: nn.Module | None = None,
+    number: int = 0,
 ) -> list[Node]:
     """The nodes of one layer on one rank.
 
@@ -789,7 +794,7 @@ def nodes_of(
     known       parameters that other layers hold already, by name
     dropouts    for each operator that is one, by its name in the graph
     cores       for each operator of a part that checkpoint=selective runs again, the name of that part
-    module      the layer itself, for one that is computed whole
+    module      the layer itself, for one that is computed whole, and its number in the model
     """
     pieces = [recipe.piece for recipe in shared.recipes]
     held = _held(sharding, stored, places, known)
@@ -797,7 +802,7 @@ def nodes_of(
     for k, (recipe, own) in enumerate(zip(shared.recipes, shared.forms, strict=True)):
         if any(one.operator.op == LAYER for one in recipe.piece.operators):
             assert module is not None
-            nodes.append(WholeNode(recipe, own, f"{title}.{k}", module, stored, held, known))
+            nodes.append(WholeNode(recipe, own, f"{title}.{k}", module, stored, held, known, number))
             continue
         node = CapturedNode(recipe, own, f"{title}.{k}")
         for one in recipe.piece.operators:

@@ -318,7 +318,7 @@ def _nodes(
         stored = _stored(graph, constants[number], first, layer, names)
         nodes = nodes_of(
             small[number], sharding, shared[id(sharding)], stored, key, places, known,
-            _dropouts(small[number], first, layer, titles), _cores(small[number], first), layer,
+            _dropouts(small[number], first, layer, titles), _cores(small[number], first), layer, number,
         )  # fmt: skip
         nodes[0].state = {
             f"{key}.{name}": value

@@ -14,8 +14,8 @@ from torch import nn
 from minipar import Plan, simulate
 from minipar.costs.unit import UnitCosts
 from minipar.errors import NotFinite, RankError
-from minipar.execution.execution import _whole
 from minipar.execution.executor import Executor
+from minipar.execution.lines import assemble
 from minipar.execution.mean_loss import Finite
 from minipar.execution.streams import HostStreams, Later, PinnedPool
 from minipar.models.parameter_groups import shape_of
@@ -86,7 +86,9 @@ def test_the_gradients_are_those_of_plain_torch_and_the_host_never_waits_for_a_p
     job = reference.Job(built(MODEL), lambda step: tuple(t.double() for t in rows(16)), mse, SGD, clip=program.clip)
     plain = reference.train_plainly(job, PASSES)
     for k in range(PASSES):
-        mine = _whole([records[k].gradients[0] for records, _, _ in found])
+        mine = assemble(
+            part for records, _, _ in found for own, cut in records[k].gradients[0] for part in own.of_whole(cut)
+        )
         assert sum(records[k].losses[0] for records, _, _ in found) == pytest.approx(plain.losses[k], abs=1e-12)
         assert mine.keys() == plain.gradients[k].keys()
         assert all(torch.allclose(mine[name], plain.gradients[k][name], rtol=0, atol=1e-12) for name in mine)

@@ -36,6 +36,7 @@ def weigh(
     Returns what `run` gave, and the bytes.
     """
     saved: list[Tensor] = []
+    parameters = {*layer.parameters()}
 
     def pack(tensor: Tensor) -> Tensor:
         saved.append(tensor.detach())
@@ -43,6 +44,12 @@ def weigh(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         output, rest = run(given_to(layer, given))
+    for name, p in layer.named_parameters():
+        if p not in parameters:
+            raise RankError(
+                f"a layer ({type(layer).__name__}) registered its parameter {name} in its forward, after the optimizer "
+                "was made, so that it would not be trained; possible is to register it in __init__"
+            )
     hidden = opaque(output)
     if hidden is not None:
         raise RankError(
