@@ -28,6 +28,7 @@ from minipar.costs.slicing import token_ranges
 from minipar.data import loading
 from minipar.data.batches import Batch, BatchPart, batch_of, check_batch, gives_rows, pair_of, read_part
 from minipar.errors import PlanError
+from minipar.execution import naming_layers
 from minipar.execution.affinity import is_crowded, on_own_core
 from minipar.execution.dtypes import check_narrow, convert, matching, narrow
 from minipar.execution.dynamic_schedule import check_carrier
@@ -647,7 +648,8 @@ def _try_loss(job: Job, model: nn.Module, x: Any, plan: Plan, parts: int) -> tup
         try:
             output = tried()
         except Exception as error:
-            raise_unless_again(error, tried)
+            named = naming_layers.raised("the model", error, "in its first forward, before the run", x)
+            raise_unless_again(named, tried)
             return None, ""  # (the profile then runs layer by layer, and its error names the layer)
         else:
             with suppress(Exception):  # (a model may take sequences of one length only: then nothing is tried)

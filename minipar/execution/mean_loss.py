@@ -22,7 +22,7 @@ from minipar.errors import MiniparError, NotFinite, PlanError, RankError
 from minipar.execution import naming_layers
 from minipar.execution.following import Warned
 from minipar.execution.streams import Later
-from minipar.models.losses import Trial, counted, counts_elements, is_mean, says_count
+from minipar.models.losses import Trial, counted, counts_elements, is_mean, says_count, sum_and_count
 from minipar.models.tensors import differentiable, map_tensors, single
 from minipar.program import BACKWARDS, Program
 
@@ -85,12 +85,10 @@ class MeanLoss:
             raise
         except Exception as error:
             raise naming_layers.raised("the loss", error, f"on rank {self.rank}", (output, y)) from error
-        if isinstance(value, tuple):
-            value, count = value
+        value, count = sum_and_count(value)
+        if count is not None:
             self.later.check(count, partial(_check_count, counts))
             value = value / counts
-        if value.dim():
-            raise RankError(f"the loss has shape {tuple(value.shape)}; it must be a scalar, the mean over the rows")
         if self.trial is not None and self.tried >= 0:
             self.trial(map_tensors(output, single) if self.narrow else output, y, self.tried)
         share: Tensor = value * (counts / whole)

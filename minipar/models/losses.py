@@ -114,9 +114,20 @@ def check_loss(loss: Any) -> None:
             )
 
 
-def scalar(value: Any) -> Any:
+def sum_and_count(value: Any) -> tuple[Tensor, Any]:
+    """What a loss returns: (its value, None), or (sum, count). Errors: PlanError if it is no real scalar."""
+    found, count = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
+    if not isinstance(found, Tensor) or found.dim() or found.is_complex():
+        kind = type(found).__name__
+        form = f"{kind} of shape {tuple(found.shape)}, {found.dtype}" if isinstance(found, Tensor) else kind
+        raise PlanError(f"loss: gave a {form}; it must be a scalar tensor, the mean over the rows, or (sum, count)")
+    return found, count
+
+
+def scalar(value: Any) -> Tensor:
     """The mean that a loss returns: its value, or sum / count if it returns (sum, count)."""
-    return value[0] / value[1] if isinstance(value, tuple) else value
+    found, count = sum_and_count(value)
+    return found if count is None else found / count
 
 
 def says_count(loss: Any) -> bool:
@@ -198,6 +209,7 @@ def try_loss(loss: Any, output: Any, y: Any, parts: int) -> tuple[Any, str]:
         except Exception as error:
             raise_unless_again(error, lambda: loss(first, y))
             return None, ""  # the profile of the layers will raise this error
+        scalar(value)
         if isinstance(value, tuple) and not callable(option(loss, "count", None)):
             other = loss(second, y)
             if float(other[1]) != float(value[1]):

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from minipar.errors import RankError
 from minipar.models.network import edges_of
 from minipar.models.reached import reached
 from minipar.models.tensors import copied, count_rows, map_tensors, take_rows, tensors
@@ -270,7 +271,9 @@ def _seen(model: nn.Module, x: Any) -> list[tuple[str, str]]:
                 outputs[number] = holder[0](given)
             except Exception as error:
                 holder[0](given)
-                once = error
+                kind, where = type(layers[name]).__name__, "in a trial of its rows, before the run"
+                once = RankError(f"layer {number} ({kind}) {where}: {type(error).__name__}: {error}")
+                once.__cause__ = error
                 break
             if any(not torch.equal(s.get_state(), state) for s, state in zip(sources, states, strict=True)):
                 found.append((name, "draws random numbers for a micro-batch; only nn.Dropout draws by row"))

@@ -95,3 +95,28 @@ def test_in_a_backward(clusters, words):
         "KeyError: 'no way back'",
     ):
         execute(program, job, cluster=clusters(2))
+
+
+class Once(nn.Module):
+    """Raises in one of its calls, and in no other."""
+
+    calls = 0
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Once.calls += 1
+        if Once.calls == self.at:
+            raise ValueError("boom")
+        return x
+
+
+@pytest.mark.parametrize("at", range(1, 7))
+def test_an_error_of_any_forward_before_the_run_names_its_layer(at):
+    """A new cluster for each, in whose rank nobody has called it."""
+    model = nn.Sequential(nn.Linear(6, 6), Once(at), nn.Linear(6, 3))
+    data = torch.randn(4, 6), torch.arange(4) % 3
+    with pytest.raises(minipar.RankError, match=r"layer 1 \(Once\) .*before the run: ValueError: boom"):
+        minipar.train(model, data, "microbatches=2", loss=nn.functional.cross_entropy, progress=False)

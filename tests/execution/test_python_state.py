@@ -125,14 +125,5 @@ CUTS = ["", "dp=2", "pp=2", "pp=2 microbatches=2 checkpoint=1", "dp=2 zero=3", "
 
 
 @pytest.mark.parametrize("plan", CUTS)
-@pytest.mark.parametrize("place", [0, 1])
-@pytest.mark.parametrize("between", [0, 1])
-def test_a_write_into_shared_memory_is_refused_by_name(clusters, plan, place, between):
-    with pytest.raises(RankError, match=rf"layer {between + 1} .Writing. .* it writes into x.{place}., whose memory x"):
-        train(partial(writing, place, False, between), rows(), plan, cluster=clusters(Plan.parse(plan).ranks),
-              loss=cross_entropy, progress=False)  # fmt: skip
-
-
-@pytest.mark.parametrize("plan", CUTS)
 def test_a_write_into_a_copy_is_right(clusters, tmp_path, plan):
     assert_equals_plain_torch(clusters, plan, partial(writing, 0, True), rows(), cross_entropy, SGD, tmp_path)

@@ -205,3 +205,28 @@ def test_an_error_in_a_trial_that_does_not_come_again_is_told(number):
 
     with pytest.raises(ValueError, match="only once"):
         try_loss(loss, torch.randn(8, 3), torch.randn(8, 3), 4)
+
+
+WRONG = {
+    "vector": (lambda o, y: F.cross_entropy(o, y, reduction="none"), r"Tensor of shape \(8,\)"),
+    "one element": (lambda o, y: F.cross_entropy(o, y)[None], r"Tensor of shape \(1,\)"),
+    "complex": (lambda o, y: F.cross_entropy(o, y) * 1j, r"Tensor of shape \(\), torch.complex64"),
+    "number": (lambda o, y: F.cross_entropy(o, y).item(), "float"),
+    "nothing": (lambda o, y: None, "NoneType"),
+    "dict": (lambda o, y: {"loss": F.cross_entropy(o, y)}, "dict"),
+    "list": (lambda o, y: [F.cross_entropy(o, y)], "list"),
+    "triple": (lambda o, y: (F.cross_entropy(o, y), 1, 2), "tuple"),
+    "array": (lambda o, y: F.cross_entropy(o, y).detach().numpy(), "ndarray"),
+    "sums": (lambda o, y: (F.cross_entropy(o, y, reduction="none"), 8), r"Tensor of shape \(8,\)"),
+}
+
+
+@pytest.mark.many(2)
+@pytest.mark.parametrize("plan", ["", "dp=2", "pp=2 microbatches=2"])
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_is_no_scalar_is_refused_before_the_run(clusters, kind, plan):
+    loss, says = WRONG[kind]
+    data = torch.randn(8, 6), torch.randint(0, 3, (8,))
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3))
+    with pytest.raises(PlanError, match=f"^loss: gave a {says}.*; it must be a scalar tensor, the mean over the rows"):
+        train(model, data, plan, cluster=clusters(Plan.parse(plan).ranks), loss=loss, progress=False)

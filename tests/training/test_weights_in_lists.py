@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from minipar import Plan, PlanError, train
+from minipar import Plan, PlanError, RankError, train
 from minipar.models import unregistered
 
 
@@ -98,3 +98,20 @@ def test_a_weight_of_a_later_layer_is_refused():
     model[0].kept = [model[1].weight]
     with pytest.raises(PlanError, match=r"layer 0 \(Tanh\) keeps a parameter of layer 1 in kept, .* self.tied = other"):
         unregistered.register(model)
+
+
+class Growing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "scale"):
+            self.scale = nn.Parameter(torch.ones(6))
+        return x * self.scale
+
+
+@pytest.mark.parametrize("words", ["dp=2", "pp=2 checkpoint=1"])
+def test_a_parameter_that_a_forward_registers_is_named_before_training(clusters, words):
+    def build() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(6, 6), Growing(), nn.Linear(6, 3))
+
+    data = torch.randn(8, 6), torch.randint(0, 3, (8,))
+    with pytest.raises(RankError, match=r"a layer \(Growing\) registered its parameter scale in its forward"):
+        train(build, data, words, cluster=clusters(2), steps=2, progress=False)

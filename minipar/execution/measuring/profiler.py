@@ -102,7 +102,8 @@ def profile(
     with _undisturbed(device, threads):
         for key, run in _runs(walked, warm):
             for each in run if recompute and not slices else ():
-                each.recompute(repeats, clock)
+                with _naming(each.title, each.value):
+                    each.recompute(repeats, clock)
             costs.setdefault(key, []).extend(_time_run(run, repeats, clock, halves))
         trained = [h.trainable for h in held]
         step_seconds, optimizer_bytes = _measure_step(trained, optimizer, repeats, clock)
@@ -149,6 +150,7 @@ class _Measured:
     """One layer under measurement: a copy of it, its input, the loss if it is the last, and what was found so far."""
 
     layer: nn.Module
+    title: str  # in errors
     value: Any
     loss: Loss | None
     input_gradient: bool
@@ -222,8 +224,9 @@ def _warmed_up(
     part = None
     if visit.start is not None:
         part = sliced.OneSlice(layer, visit.start, visit.carried, visit.more, l >= first)
+    title = naming_layers.title(l, layer, names) + " or the loss" * visit.last
     counters = [FlopCounterMode(display=False, custom_mapping=_FLOPS) for _ in range(count)]
-    try:
+    with _naming(title, given):
         if find_overwriting(layer, given, part):
             raise PlanError(
                 f"{naming_layers.title(l, layer, names)}: changes a tensor of its input in place, with which another "
@@ -242,15 +245,21 @@ def _warmed_up(
         with counters[1] if counters else nullcontext():
             if ends:
                 autograd_entry.backward([get_gradient_edge(end) for end in ends], _ones(ends))
-    except MiniparError:
-        raise
-    except Exception as error:
-        who = naming_layers.title(l, layer, names) + " or the loss" * visit.last
-        raise naming_layers.raised(who, error, "in the profile, before the run", given) from error
     visit.output = detach(output)
     counted = tuple(counter.get_total_flops() for counter in counters)
     before = count_bytes(value) if l else 0
-    return _Measured(layer, value, final, l > first, weights, counted, before, defaultdict(list), slice=part)
+    return _Measured(layer, title, value, final, l > first, weights, counted, before, defaultdict(list), slice=part)
+
+
+@contextmanager
+def _naming(title: str, given: Any) -> Iterator[None]:
+    """An error in the block names the layer."""
+    try:
+        yield
+    except MiniparError:
+        raise
+    except Exception as error:
+        raise naming_layers.raised(title, error, "in the profile, before the run", given) from error
 
 
 def _forward(layer: nn.Module, part: sliced.OneSlice | None, loss: Loss | None, given: Any) -> tuple[Any, list[Tensor]]:
@@ -270,9 +279,13 @@ def _time_run(run: list[_Measured], repeats: int, clock: Clock, halves: bool) ->
     """The layers of a run, forwards in order and backwards in reverse; then again with backwards in `halves`. Gives for
     each layer what `Profile` says of it, by the names of its tables."""
     for backward in [_backward] * repeats + [_halves] * ((repeats + 1) // 2 * halves):
-        graphs = [each.forward(clock) for each in run]
+        graphs = []
+        for each in run:
+            with _naming(each.title, each.value):
+                graphs.append(each.forward(clock))
         for each in reversed(run):
-            backward(each, graphs.pop(), clock)
+            with _naming(each.title, each.value):
+                backward(each, graphs.pop(), clock)
     return [_columns(each) for each in run]
 
 
