@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from minipar import Plan, RankError, train
+from minipar import Plan, train
 from tests.plain_loop import assert_equals_plain_torch
 
 pytestmark = pytest.mark.many(2)
