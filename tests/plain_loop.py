@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from minipar import Plan, train
+from minipar.execution.saving.keeping import model_of
 from minipar.training.training import Run
 
 BOUND = 1e-10
@@ -24,19 +23,24 @@ def assert_equals_plain_torch(
     data: Any,
     loss: Any,
     optimizer: Callable[[Any], torch.optim.Optimizer],
-    folder: Path,
     steps: int = 3,
     plain_loss: Any = None,
+    call: Callable[[nn.Module, Any], Any] = lambda model, x: model(x),
 ) -> Run:
-    """Train in float64 both ways. plain_loss: of a plain loop, where its penalty stands in the loss itself."""
+    """Train in float64 both ways. plain_loss: of a plain loop, where its penalty stands in the loss itself. call: the
+    plain model, with rows x."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = make().double()
+        model = make()
+    for p in model.parameters():
+        p.data = p.data.to(torch.complex128 if p.is_complex() else torch.float64)
+    for module in model.modules():
+        module._buffers.update({k: b.double() for k, b in module._buffers.items() if b.is_floating_point()})
     own, losses, gradients = optimizer(list(model.parameters())), [], []
     for step in range(steps):
         x, y = data if isinstance(data, tuple) else data.batch(step, 8)
         own.zero_grad()
-        value = (loss if plain_loss is None else plain_loss)(model(x), y)
+        value = (loss if plain_loss is None else plain_loss)(call(model, x), y)
         value.backward()
         gradients.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
         losses.append(value.item())
@@ -46,8 +50,7 @@ def assert_equals_plain_torch(
     assert run.losses == pytest.approx(losses, rel=BOUND)
     for found, expected in zip(run.gradients, gradients, strict=True):
         _same({n: found[n] for n in expected}, expected)
-    run.export(folder / "model.safetensors")
-    _same(load_file(folder / "model.safetensors"), dict(model.named_parameters()))
+    _same(model_of(run.shares, "test"), dict(model.named_parameters()))
     return run
 
 

@@ -11,6 +11,7 @@ the type of its parts.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -34,11 +35,10 @@ def matching(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
 def main_type(model: nn.Module) -> torch.dtype | None:
     """The type of most numbers of a model; None if it has no floating numbers."""
     for tensors in (model.parameters(), model.buffers()):
-        sizes: dict[torch.dtype, int] = {}
+        sizes: Counter[torch.dtype] = Counter()
         for tensor in tensors:
             if tensor.is_floating_point() or tensor.is_complex():
-                kind = _PARTS.get(tensor.dtype, tensor.dtype)
-                sizes[kind] = sizes.get(kind, 0) + tensor.numel()
+                sizes[_PARTS.get(tensor.dtype, tensor.dtype)] += tensor.numel()
         if sizes:
             return max(sizes, key=sizes.__getitem__)
     return None

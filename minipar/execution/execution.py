@@ -145,10 +145,9 @@ class Job:
         """The whole model, the same in every process: parameters come from (seed, name) or the order of creation."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
-            given = isinstance(self.model, (nn.Module, list, tuple))
-            built = self.model if given else cast(Callable[[], Any], self.model)()
-        chain = isinstance(built, (list, tuple, nn.ModuleList))
-        model = nn.Sequential(*cast(Sequence[nn.Module], built)) if chain else built
+            model: Any = self.model
+            built = model if isinstance(model, (nn.Module, list, tuple)) else model()
+        model = nn.Sequential(*built) if isinstance(built, (list, tuple, nn.ModuleList)) else built
         layered = getattr(type(model), "forward", None) in (None, nn.Sequential.forward, Network.forward)
         if not isinstance(model, nn.Module) or (layered and not layers_of(model)):
             kind = type(model).__name__
@@ -609,7 +608,6 @@ def profile_job(
             torch.device(worker.context().device), plan.offload_to == "disk", plan.offload_folder or None
         )
     sensitive = split_sensitive(whole, x)
-    cut = getattr(getattr(whole, "report", None), "title", "")
     return Facts(
         shape,
         measured,
@@ -619,8 +617,8 @@ def profile_job(
         copies,
         update.scheduler,
         *tried,
-        cut,
-        getattr(model, "whole", {}),
+        getattr(getattr(whole, "report", None), "title", ""),
+        model.whole if isinstance(model, ShardedModel) else {},
     )
 
 

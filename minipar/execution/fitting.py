@@ -54,13 +54,14 @@ def check_parameters(layers: Sequence[nn.Module]) -> None:
                     "up; possible is sparse=False"
                 )
         for name, p in layer.named_parameters():
-            title = f"layer {k}: parameter {name}"
             if isinstance(p, UninitializedParameter):
-                raise RankError(f"{title} has no shape yet; possible after a forward of the lazy module")
+                what = "has no shape yet; possible after a forward of the lazy module"
+                raise RankError(f"layer {k}: parameter {name} {what}")
             if p.layout is not torch.strided or p.is_quantized or p.is_nested:
-                raise RankError(f"{title} is of layout {p.layout}; possible are dense tensors")
+                raise RankError(f"layer {k}: parameter {name} is of layout {p.layout}; possible are dense tensors")
             if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride(), strict=True)):
-                raise RankError(f"{title} is expanded: elements share memory; possible is nn.Parameter(x.contiguous())")
+                what = "is expanded: elements share memory; possible is nn.Parameter(x.contiguous())"
+                raise RankError(f"layer {k}: parameter {name} {what}")
 
 
 def check_types(layers: Sequence[nn.Module]) -> None:

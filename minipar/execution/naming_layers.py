@@ -15,8 +15,7 @@ _SHOWN = 4  # tensors of an input that are listed
 
 def names_of(model: object) -> tuple[str, ...]:
     """The names of a model's layers; () for a plain list of them."""
-    held = model._modules.items() if isinstance(model, nn.Module) else ()
-    return tuple(name for name, layer in held if layer is not None)
+    return tuple(name for name, layer in getattr(model, "_modules", {}).items() if layer is not None)
 
 
 def title(number: int, layer: nn.Module, names: Sequence[str] = ()) -> str:

@@ -42,8 +42,9 @@ class Remembered:
         self._places = [_Buffer(m, name) for m in modules for name, b in m._buffers.items() if b is not None]
         self._generators: list[Any] = [g for m in modules for g in vars(m).values() if isinstance(g, torch.Generator)]
         self._generators += [g for g in randomness.dice_of(layer) if not randomness.is_global(g)]
+        own = [m for m in modules if not type(m).__module__.startswith(("torch.", "minipar."))]
         self._numbers = [
-            (m, key) for m in modules for key, v in vars(m).items() if isinstance(v, (int, float)) and key != "training"
+            (m, key) for m in own for key, v in vars(m).items() if isinstance(v, (int, float)) and key != "training"
         ]
         self._changing: set[_Buffer] = {
             place for place in self._places if isinstance(place.module, nn.modules.batchnorm._NormBase)

@@ -299,6 +299,8 @@ def check_update(update: Update, why: str, divided: bool = True, sliced: bool = 
     """
     for k in range(len(update.whole.param_groups) if sliced else 0):
         check_elementwise(update.of_group(k), why, update.name)
+    if _is_torchs(update.whole):
+        return
     error: Exception | None = None
     for longest in (4, None) if update.forms else ():  # (an optimizer may refuse the small shapes of the first trial)
         try:
@@ -309,6 +311,15 @@ def check_update(update: Update, why: str, divided: bool = True, sliced: bool = 
             error = found
     if error is not None:
         raise PlanError(f"optimizer {update.name}: step() fails for this model's parameters: {error}") from error
+
+
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is one of torch's, without hooks: these update each parameter by its own gradient."""
+    return (
+        type(optimizer).__module__.startswith("torch.optim.")
+        and not (optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
+        and "step" not in vars(optimizer)
+    )
 
 
 def _check_parts(update: Update, why: str, divided: bool, longest: int | None) -> None:

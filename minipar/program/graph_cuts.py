@@ -27,10 +27,7 @@ def pieces_of(program: Program, rank: int) -> dict[tuple[tuple[int, ...], int], 
     pieces: dict[tuple[tuple[int, ...], int], list[tuple[int, ...]]] = {}
     for ins in program.ranks[rank]:
         if ins.op in _GRAPH:
-            runs: list[list[int]] = []
-            for layer in ins.layers:
-                if not runs or layer in cuts[ins.microbatch]:
-                    runs.append([])
-                runs[-1].append(layer)
-            pieces[ins.layers, ins.microbatch] = [tuple(run) for run in runs]
+            starts = [k for k, layer in enumerate(ins.layers) if not k or layer in cuts[ins.microbatch]]
+            ends = [*starts[1:], len(ins.layers)]
+            pieces[ins.layers, ins.microbatch] = [ins.layers[a:b] for a, b in zip(starts, ends, strict=True)]
     return pieces

@@ -490,7 +490,8 @@ def _add_end(nodes: list[Node], inputs: str, axes: int, form: Any) -> None:
             given = text_of(tuple(PARTIAL if letter == WHOLE else letter for letter in letters(grad_reads)))
             found.append((taken, taken, given, grad_reads))
     takes, taken, given, reads = (on_axes(forms) for forms in zip(*found, strict=True))
-    structured = not isinstance(form, Slot) and form is not None
+    several = type(form) is tuple and form == tuple(map(Slot, range(len(form))))
+    structured = not (form is None or isinstance(form, Slot) or several)
     if structured or (takes, taken, given) != (taken, last.forms.writes, reads) or reads != last.forms.grad_reads:
         last.forms = last.forms._replace(grad_reads=reads)
         nodes.append(_End(Forms(takes, taken, given, given), "output", form))

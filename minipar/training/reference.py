@@ -87,9 +87,7 @@ def call(model: nn.Module, x: Any) -> Any:
     """The output for rows x: a model with a forward of its own is given them as its arguments."""
     if type(model).forward is nn.Sequential.forward or hasattr(model, "edges"):
         return model(x)
-    if isinstance(x, Mapping):
-        return model(**x)
-    return model(*x) if isinstance(x, (tuple, list)) else model(x)
+    return model(**x) if isinstance(x, Mapping) else model(*x) if isinstance(x, (tuple, list)) else model(x)
 
 
 def convert(model: nn.Module, dtype: torch.dtype) -> None:
@@ -441,9 +439,8 @@ class Replay:
     """Training by a log, entry by entry, and by nothing else. Every version of the parameters is a copy, and every
     forward has leaves of its own.
 
-    order   an `Order`, or its fields
-
-    `outputs` and `arrived`: the values and gradients that ranks are given, by (rank, micro-batch)
+    order                an `Order`, or its fields
+    outputs, arrived     the values and gradients that ranks are given, by (rank, micro-batch)
     """
 
     def __init__(self, job: Job, order: Sequence[Any]) -> None:
@@ -587,7 +584,6 @@ class Replay:
         counts = weight or not mean or self.log.local  # (a replica that counts nothing has a gradient of zeros)
         for name, p in owner.named.items():
             found = [sums[name] for sums in owner.sums.values() if name in sums] if counts else []
-            # A mean is over the rows that came.
             came = whole / weight if mean and found and weight not in (0, whole) else 1.0
             p.grad = torch.stack(found).sum(0) * came if found else None
         if self.job.clip is not None:

@@ -97,8 +97,8 @@ def rows() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("plan", WHOLE)
 @pytest.mark.parametrize("kind", JOINT)
-def test_where_each_rank_has_all_parameters_they_are_right(clusters, tmp_path, plan, kind):
-    assert_equals_plain_torch(clusters, plan, model, rows(), cross_entropy, JOINT[kind], tmp_path)
+def test_where_each_rank_has_all_parameters_they_are_right(clusters, plan, kind):
+    assert_equals_plain_torch(clusters, plan, model, rows(), cross_entropy, JOINT[kind])
 
 
 @pytest.mark.parametrize("plan", PARTS)
@@ -110,10 +110,10 @@ def test_where_a_step_has_fewer_parameters_they_are_refused_by_name(clusters, pl
 
 
 @pytest.mark.parametrize("plan", ["pp=2", "dp=2 pp=2 microbatches=2", "dp=2 overlap=priority"])
-def test_an_optimizer_that_looks_at_one_parameter_at_a_time_is_right(clusters, tmp_path, plan):
+def test_an_optimizer_that_looks_at_one_parameter_at_a_time_is_right(clusters, plan):
     """However long the whole gradient is: the step of a parameter depends on its own norm alone."""
     own = partial(Lamb, longest=1e9)
-    assert_equals_plain_torch(clusters, plan, model, rows(), cross_entropy, own, tmp_path)
+    assert_equals_plain_torch(clusters, plan, model, rows(), cross_entropy, own)
 
 
 @pytest.mark.parametrize("plan", ["", "pp=2", "dp=2 zero=1"])

@@ -59,8 +59,8 @@ def model(how: str) -> nn.Sequential:
 
 @pytest.mark.parametrize("plan", ["checkpoint=1", "checkpoint=sqrt", "pp=2 microbatches=1 checkpoint=1"])
 @pytest.mark.parametrize("how", ["own", "generator", "count"])
-def test_own_generators_and_counters_run_again_as_they_ran(clusters, tmp_path, how, plan):
-    assert_equals_plain_torch(clusters, plan, partial(model, how), rows(), cross_entropy, SGD, tmp_path)
+def test_own_generators_and_counters_run_again_as_they_ran(clusters, how, plan):
+    assert_equals_plain_torch(clusters, plan, partial(model, how), rows(), cross_entropy, SGD)
 
 
 @pytest.mark.parametrize("plan", ["", "checkpoint=1", "pp=2 microbatches=1 checkpoint=1"])
@@ -125,5 +125,5 @@ CUTS = ["", "dp=2", "pp=2", "pp=2 microbatches=2 checkpoint=1", "dp=2 zero=3", "
 
 
 @pytest.mark.parametrize("plan", CUTS)
-def test_a_write_into_a_copy_is_right(clusters, tmp_path, plan):
-    assert_equals_plain_torch(clusters, plan, partial(writing, 0, True), rows(), cross_entropy, SGD, tmp_path)
+def test_a_write_into_a_copy_is_right(clusters, plan):
+    assert_equals_plain_torch(clusters, plan, partial(writing, 0, True), rows(), cross_entropy, SGD)

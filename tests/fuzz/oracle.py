@@ -1,7 +1,7 @@
 """The correct result of a pair of model and plan: plain torch loops that share no code with the engine.
 
     whole(...)     the whole batch and the original model: every synchronous plan must equal it
-    locally(...)   replicas that train alone, and are averaged with their rows as weights: local_steps
+    locally(...)   replicas that train alone, and are averaged: local_steps
     served(...)    the recorded order of parameter servers
     stale(...)     the recorded order of a pipeline without flushes
 
@@ -169,10 +169,10 @@ def locally(
     spec: Spec, batches: Batches, steps: int, seed: int, optimizer: Make, replicas: int, microbatches: int, every: int,
     nudge: float = 0.0, scheduler: Any = None,
 ) -> Result:  # fmt: skip
-    """Local SGD: copies that train by themselves, averaged after every so many steps and the last, by their rows."""
+    """Local SGD: copies that train by themselves, averaged after every so many steps and the last. One
+    that counts nothing in a step has a gradient of zeros."""
     copies = [plain_of(spec, seed, optimizer, nudge, scheduler) for _ in range(replicas)]  # (a deep copy has no hooks)
     first, result = copies[0], Result()
-    counts = [0] * replicas
     for step in range(steps):
         x, y = batches(step)
         cut = parts(len(x), replicas * microbatches)
@@ -181,8 +181,10 @@ def locally(
             mine = slice(cut[r * microbatches].start, cut[(r + 1) * microbatches - 1].stop)
             own, total = weight(y[mine]), weight(y)
             if not own:
+                for p in plain.named.values():
+                    p.grad = torch.zeros_like(p) if p.requires_grad else None
+                plain.update()
                 continue
-            counts[r] += own
             value = plain.value(x[mine], y[mine], step, mine.start)
             if value.requires_grad:
                 value.backward()
@@ -194,12 +196,9 @@ def locally(
         result.gradients.append(gradients)
         if (step + 1) % every == 0 or step == steps - 1:
             for name in first.named:
-                mean = sum(
-                    c / sum(counts) * plain.named[name].detach() for c, plain in zip(counts, copies, strict=True)
-                )
+                mean = torch.stack([plain.named[name].detach() for plain in copies]).mean(0)
                 for plain in copies:
                     plain.named[name].data.copy_(mean)
-            counts = [0] * replicas
     return first.close(result)
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import minipar
 from minipar import models
 from minipar.errors import PlanError
+from tests.plain_loop import assert_equals_plain_torch
 
 WIDTH = 6
 
@@ -132,32 +132,19 @@ def test_trains_as_plain_torch_does(clusters, plan):
     ids = torch.randint(9, (13, 4), generator=generator)
     keep = (torch.arange(4) < torch.randint(1, 5, (13, 1), generator=generator)).long()
     wanted = torch.randint(9, (13,), generator=generator)
-    ranks = minipar.Plan.parse(plan).ranks
-    silent = partial(torch.optim.SGD, lr=0.1)
 
-    def make():
+    def silent() -> nn.Module:
         model = Odd()
         model.drop.p = 0.0
-        return models.from_torch(model, example())
+        return model
 
-    run = minipar.train(
-        make, ({"ids": ids, "keep": keep}, wanted), plan, cluster=clusters(ranks), steps=3, loss=first,
-        optimizer=silent, dtype=torch.float64, progress=False, keep=True,
-    )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        plain = Odd().double()
-    plain.drop.p = 0.0
-    optimizer = silent(plain.parameters())
-    for step in range(3):
-        optimizer.zero_grad()
-        loss = first(plain(ids, keep), wanted)
-        assert run.losses[step] == pytest.approx(loss.item(), rel=1e-12)
-        loss.backward()
-        optimizer.step()
-    found = minipar.execution.saving.keeping.model_of(run.shares, "test")
-    for name, parameter in plain.named_parameters():
-        assert torch.allclose(found[name], parameter, rtol=0, atol=1e-12), name
+    def layers() -> nn.Module:
+        return models.from_torch(silent(), example())
+
+    x, sgd = {"ids": ids, "keep": keep}, partial(torch.optim.SGD, lr=0.1)
+    assert_equals_plain_torch(clusters, plan, layers, (x, wanted), first, sgd)
+    run = assert_equals_plain_torch(clusters, plan, silent, (x, wanted), first, sgd, call=lambda model, x: model(**x))
+    assert run.cut == "5 layers, cut between its blocks, its forward runs in each layer"
 
 
 class Drawing(Odd):

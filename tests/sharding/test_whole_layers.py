@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import minipar
-from minipar.execution.saving.keeping import model_of
+from tests.plain_loop import assert_equals_plain_torch
 
 WIDTH = 8
 
@@ -160,31 +160,11 @@ def loss(output: Tensor, wanted: Tensor) -> Tensor:
 SGD = partial(torch.optim.SGD, lr=0.3, momentum=0.5)
 
 
-def compared(clusters, make, data, plan, loss=loss, optimizer=SGD) -> tuple[minipar.Run, list[str]]:
-    """A run equals plain torch: losses and parameters of three steps. Returns it, and what was warned of."""
-    ranks = minipar.Plan.parse(plan).ranks
+def compared(clusters: Any, make: Any, data: Any, plan: str, loss: Any = loss) -> tuple[minipar.Run, list[str]]:
+    """A run that equals plain torch, and what was warned of."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        run = minipar.train(
-            make, data, plan, cluster=clusters(ranks), steps=3, loss=loss, optimizer=optimizer, dtype=torch.float64,
-            progress=False, keep=True,
-        )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        plain = make()
-    for parameter in plain.parameters():
-        parameter.data = parameter.data.to(torch.complex128 if parameter.is_complex() else torch.float64)
-    steps, losses = optimizer(plain.parameters()), []
-    for _ in range(3):
-        steps.zero_grad()
-        value = loss(plain(data[0]), data[1])
-        value.backward()
-        steps.step()
-        losses.append(value.item())
-    assert run.losses == pytest.approx(losses, rel=1e-11)
-    found = model_of(run.shares, "test")
-    for name, parameter in plain.named_parameters():
-        assert torch.allclose(found[name], parameter, rtol=0, atol=1e-11), name
+        run = assert_equals_plain_torch(clusters, plan, make, data, loss, SGD)
     return run, [str(one.message) for one in caught]
 
 

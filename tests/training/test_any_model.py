@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import minipar
 from minipar import PlanError
 from minipar.execution.saving.keeping import model_of
+from tests.plain_loop import assert_equals_plain_torch
 
 WORDS, WIDTH, TOKENS = 13, 12, 6
 
@@ -103,24 +104,10 @@ SGD = partial(torch.optim.SGD, lr=0.5, momentum=0.5)
 PLANS = ["dp=2", "dp=2 zero=2 accumulate=2", "dp=2 zero=3", "pp=2 microbatches=3", "pp=2 dp=2 checkpoint=1"]
 
 
-def plainly(make: Any, x: Any, wanted: Tensor, steps: int) -> tuple[list[float], dict[str, Tensor]]:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = make().double()
-    optimizer, losses = SGD(model.parameters()), []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        given = x if isinstance(x, (tuple, dict)) else (x,)
-        output = model(**given) if isinstance(given, dict) else model(*_double(given))
-        value = loss(output, wanted)
-        value.backward()
-        optimizer.step()
-        losses.append(value.item())
-    return losses, dict(model.named_parameters())
-
-
-def _double(given: tuple[Tensor, ...]) -> list[Tensor]:
-    return [t.double() if t.is_floating_point() else t for t in given]
+def called(model: nn.Module, x: Any) -> Any:
+    if isinstance(x, dict):
+        return model(**x)
+    return model(*(t.double() if t.is_floating_point() else t for t in (x if isinstance(x, tuple) else (x,))))
 
 
 @pytest.mark.many(3)
@@ -135,19 +122,11 @@ def test_trains_as_plain_torch_does(clusters, name, plan):
             model.transformer.drop.p = 0.0
             return model
 
-    ranks = minipar.Plan.parse(plan).ranks
-    options = {"loss": loss, "optimizer": SGD, "dtype": torch.float64, "progress": False, "keep": True}
     if name == "adaptive" and "pp" in plan:
         with pytest.raises(PlanError, match=r"more stages than layers.*one layer, since .*test_any_model.py, line"):
-            minipar.train(make, (x, ids(1)), plan, cluster=clusters(ranks), steps=3, **options)
+            minipar.train(make, (x, ids(1)), plan, cluster=clusters(minipar.Plan.parse(plan).ranks), loss=loss)
         return
-    run = minipar.train(make, (x, ids(1)), plan, cluster=clusters(ranks), steps=3, **options)
-    losses, parameters = plainly(make, x, ids(1), 3)
-    assert run.losses == pytest.approx(losses, rel=1e-12)
-    found = model_of(run.shares, "test")
-    assert found.keys() >= parameters.keys()
-    for key, parameter in parameters.items():
-        assert torch.allclose(found[key], parameter, rtol=0, atol=1e-12), key
+    run = assert_equals_plain_torch(clusters, plan, make, (x, ids(1)), loss, SGD, call=called)
     assert run.cut.startswith("one layer, since" if name == "adaptive" else f"{4 if name == 'speech' else 5} layers")
 
 

@@ -164,14 +164,14 @@ def with_lasso(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_penalty_in_a_hook_of_the_optimizer_is_that_of_plain_torch(clusters, tmp_path, plan):
-    assert_equals_plain_torch(clusters, plan, model, rows(), cross_entropy, with_lasso, tmp_path)
+def test_a_penalty_in_a_hook_of_the_optimizer_is_that_of_plain_torch(clusters, plan):
+    assert_equals_plain_torch(clusters, plan, model, rows(), cross_entropy, with_lasso)
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_weight_decay_is_the_square_as_a_penalty(clusters, tmp_path, plan):
+def test_weight_decay_is_the_square_as_a_penalty(clusters, plan):
     decay = partial(torch.optim.SGD, lr=0.1, momentum=0.9, weight_decay=0.2)
-    assert_equals_plain_torch(clusters, plan, model, rows(), cross_entropy, decay, tmp_path)
+    assert_equals_plain_torch(clusters, plan, model, rows(), cross_entropy, decay)
 
 
 class Noting(nn.Module):
@@ -206,6 +206,6 @@ def with_activity(output: tuple[Tensor, Tensor], y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_a_penalty_on_activations_in_the_output_is_right(clusters, tmp_path, plan):
+def test_a_penalty_on_activations_in_the_output_is_right(clusters, plan):
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    assert_equals_plain_torch(clusters, plan, noting, rows(), with_activity, sgd, tmp_path)
+    assert_equals_plain_torch(clusters, plan, noting, rows(), with_activity, sgd)
