@@ -79,7 +79,7 @@ def _run(
         torch.manual_seed(0)
         taken = map_tensors(given, lambda t: t.detach().clone().requires_grad_(flows and t.is_floating_point()))
         inputs = [t for t in tensors(taken) if t.requires_grad]
-        output = layer(map_tensors(taken, lambda t: t.view_as(t)))  # (a layer may work in place)
+        output = layer(map_tensors(taken, torch.clone))  # (a layer may work in place)
         ends = [t for t in differentiable(output) if t.requires_grad]
         if not ends or not (inputs or parameters):
             return (map_tensors(output, torch.Tensor.detach), [], []), ""
@@ -131,7 +131,8 @@ def output_of(layer: nn.Module, given: Any) -> Any:
 def graph_of(layer: nn.Module, given: Any, why: str, flows: bool) -> tuple[Graph, Any]:
     """A layer as one operator, which says why; and what it gives for the example."""
     with undisturbed(layer), torch.set_grad_enabled(True):
-        output = layer(map_tensors(given, lambda t: t.detach().requires_grad_(flows and t.is_floating_point())))
+        taken = map_tensors(given, lambda t: t.detach().requires_grad_(flows and t.is_floating_point()))
+        output = layer(map_tensors(taken, torch.clone))
     found: dict[str, GraphTensor] = {}
     inputs = [_add(found, f"given.{k}", t, "input", flows and _smooth(t)) for k, t in enumerate(tensors(given))]
     stored = [

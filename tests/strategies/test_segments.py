@@ -190,7 +190,7 @@ def test_frozen_layers_and_their_outputs_fit_into_the_budget_too(monkeypatch):
 def test_a_profile_gives_the_sizes():
     costs = unequal(4, 1)
     tables = {8: costs.forward}, {8: costs.backward}, {8: costs.output}, {8: costs.gradient}, {8: costs.saved}
-    profile = Profile(*tables, (False,) * 4, (0,) * 4, (0,) * 4, (0,) * 4, 0.0)
+    profile = Profile(*tables, (0,) * 4, (0,) * 4, (0,) * 4, 0.0)
     plan = Plan(checkpoint=f"{sum(costs.saved) // 2 + sum(costs.output)}B")
     program = plan.compile(layers=4, costs=profile)
     assert program == plan.compile(layers=4, costs=costs)

@@ -155,7 +155,7 @@ def profile_of(bytes_: int, layers: int) -> Profile:
     ones = {1: (1.0,) * layers}
     sizes = {1: (10,) * layers}
     each = (bytes_,) * layers
-    return Profile(ones, ones, sizes, sizes, sizes, (False,) * layers, each, each, tuple(2 * n for n in each), 1.0)
+    return Profile(ones, ones, sizes, sizes, sizes, each, each, tuple(2 * n for n in each), 1.0)
 
 
 LAYERS, SIZE = 8, 4800
