@@ -16,6 +16,11 @@ from minipar.training.training import Run
 BOUND = 1e-10
 
 
+def rows() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(8, 6, generator=generator, dtype=torch.float64), torch.arange(8) % 3
+
+
 def assert_equals_plain_torch(
     clusters: Callable[[int], Any],
     plan: str,

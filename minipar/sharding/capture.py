@@ -178,7 +178,12 @@ def _captured(
     if not why:
         try:
             layer, program = capture_layer(module, given, flows)
-            why = difference(module, program.module(), given, flows) if compare else ""
+            if any(layer.graph.tensors[name].kind in ("parameter", "buffer") for name in layer.graph.outputs):
+                why = "hands on what it holds"
+            elif any(_is_complex(node) for node in program.graph.nodes):
+                why = "computes with complex numbers"
+            elif compare:
+                why = difference(module, program.module(), given, flows)
             if not why:
                 return layer, program, output_of(module, given) if compare else _handed_on(program, (given,))
         except PlanError as error:
@@ -187,6 +192,11 @@ def _captured(
             why = error.reason.partition(": ")[2]
     graph, output = graph_of(module, given, why, flows)
     return Layer(graph), None, output
+
+
+def _is_complex(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_complex()
 
 
 def _own_names(

@@ -9,10 +9,10 @@ from typing import Any
 import cloudpickle
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from minipar import Plan, PlanError, train
-from tests.plain_loop import assert_equals_plain_torch
+from tests.plain_loop import assert_equals_plain_torch, rows
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -88,11 +88,6 @@ def model() -> nn.Module:
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)]
     return nn.Sequential(*layers)
-
-
-def rows() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(8, 6, generator=generator, dtype=torch.float64), torch.arange(8) % 3
 
 
 @pytest.mark.parametrize("plan", WHOLE)

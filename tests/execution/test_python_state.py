@@ -7,7 +7,6 @@ import random
 import sys
 import warnings
 from functools import partial
-from typing import Any
 
 import cloudpickle
 import numpy as np
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from minipar import Plan, train
-from tests.plain_loop import assert_equals_plain_torch
+from tests.plain_loop import assert_equals_plain_torch, rows
 
 pytestmark = pytest.mark.many(2)
 
@@ -24,11 +23,6 @@ cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 cross_entropy = nn.functional.cross_entropy
-
-
-def rows() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(8, 6, generator=generator, dtype=torch.float64), torch.arange(8) % 3
 
 
 class Drawing(nn.Module):
@@ -88,42 +82,3 @@ def test_others_are_not(clusters):
 
 
 # tensors that share memory --------------------------------------------------------------------------------------------
-
-
-class Viewing(nn.Module):
-    """Hands on a tensor and a view of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        y = self.layer(x)
-        return y, y[:, :3]
-
-
-class Writing(nn.Module):
-    """Changes one of two tensors, in place or in a copy, and reads both."""
-
-    def __init__(self, place: int, copy: bool) -> None:
-        super().__init__()
-        self.place, self.copy = place, copy
-
-    def forward(self, x: Any) -> Tensor:
-        found = [t.clone() for t in x] if self.copy else list(x)
-        found[self.place].mul_(2.0)
-        return found[0][:, :3] + found[1]
-
-
-def writing(place: int, copy: bool, between: int = 0) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(Viewing(), *(nn.Identity() for _ in range(between)), Writing(place, copy), nn.Linear(3, 3))
-
-
-CUTS = ["", "dp=2", "pp=2", "pp=2 microbatches=2 checkpoint=1", "dp=2 zero=3", "pp=2 schedule=zb-h1 microbatches=2",
-        "offload=activations"]  # fmt: skip
-
-
-@pytest.mark.parametrize("plan", CUTS)
-def test_a_write_into_a_copy_is_right(clusters, plan):
-    assert_equals_plain_torch(clusters, plan, partial(writing, 0, True), rows(), cross_entropy, SGD)

@@ -1,4 +1,4 @@
-"""Random models under random plans: `python -m tests.fuzz.campaign [--count N] [--seed S] [--only SEED [--shrink]]`.
+"""Random models under random plans: `python -m tests.fuzz.campaign [--count N] [--seed S] [--only SEED]`.
 
 One number determines a pair. The engine and the plain torch of `oracle.py` train it. The result is one of
 
@@ -46,7 +46,7 @@ from minipar.models.parameter_groups import shape_of
 from minipar.models.tensors import layers_of
 from minipar.server.serving import execute_served
 from minipar.training.training import train
-from tests.fuzz import models, oracle, outside, plans, shrinking
+from tests.fuzz import models, oracle, outside, plans
 
 BOUND = 1e-12
 NUDGE = 2.0**-50  # by how much of itself a parameter is changed at most, to see what rounding does
@@ -532,7 +532,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first pair")
     parser.add_argument("--seconds", type=float, default=math.inf, help="stop after so long")
     parser.add_argument("--only", type=int, nargs="+", help="these pairs alone, each shown")
-    parser.add_argument("--shrink", action="store_true", help="with --only: the smallest pair that fails as they do")
     parser.add_argument("--transport", default="local", help="of the clusters: local or gloo")
     chosen = parser.parse_args()
     torch.set_num_threads(1)
@@ -545,10 +544,6 @@ def main() -> int:
             pair = draw(seed)
             outcome = judge(pair, ranks)
             bad |= outcome.failed
-            if chosen.shrink and outcome.failed:
-                kind = outcome.kind
-                pair = shrinking.shrink(pair, lambda smaller, kind=kind: judge(smaller, ranks).kind == kind)
-                outcome = judge(pair, ranks)
             print(f"{outcome.kind} pair {seed}: {outcome.text}\n{pair}", flush=True)
     finally:
         ranks.close()

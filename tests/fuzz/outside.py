@@ -297,42 +297,31 @@ class Lamb(torch.optim.Optimizer):
     def __init__(self, params: Any, lr: float) -> None:
         super().__init__(params, {"lr": lr})
 
+    def length(self, p: nn.Parameter) -> Any:
+        return p.norm() / (p.grad.norm() + 1e-3)
+
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.sub_(p.grad * (group["lr"] * p.norm() / (p.grad.norm() + 1e-3)))
+                    p.sub_(p.grad * (group["lr"] * self.length(p)))
 
 
-class Together(torch.optim.Optimizer):
+class Together(Lamb):
     """SGD whose step has a length of its own: it looks at the norm of all gradients."""
 
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        found = [(p, group["lr"]) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norm = sum(p.grad.abs().square().sum() for p, _ in found) ** 0.5
-        for p, lr in found:
-            p.sub_(p.grad * (lr / (0.1 + norm)))
+    def length(self, p: nn.Parameter) -> Any:
+        found = [q.grad for group in self.param_groups for q in group["params"] if q.grad is not None]
+        return 1 / (0.1 + sum(g.abs().square().sum() for g in found) ** 0.5)
 
 
-class Remembering(torch.optim.Optimizer):
+class Remembering(Lamb):
     """SGD with a step that gets shorter with each gradient that a parameter was given."""
 
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    state = self.state[p]
-                    state["seen"] = state.get("seen", 0) + 1
-                    p.sub_(p.grad * (group["lr"] / state["seen"]))
+    def length(self, p: nn.Parameter) -> Any:
+        self.state[p]["seen"] = self.state[p].get("seen", 0) + 1
+        return 1 / self.state[p]["seen"]
 
 
 def grouped(named_parameters: Any, how: str, lr: float) -> torch.optim.Optimizer:

@@ -11,7 +11,7 @@ import torch
 
 from minipar import Plan
 from minipar.models import randomness
-from tests.fuzz import models, oracle, outside, plans, shrinking
+from tests.fuzz import models, oracle, outside, plans
 from tests.fuzz.campaign import Found, Ranks, compare, draw, expect, judge
 
 PAIRS = range(28, 52)  # every second one of outside.py
@@ -72,23 +72,6 @@ def test_every_key_of_a_plan_is_drawn():
         facts = plans.Facts(dice.randint(1, 9), seed % 5 == 0, 4 if seed % 7 == 0 else 0, seed % 6 == 0, seed % 2 == 0)
         keys |= (plans.draw if seed % 2 else outside.words)(dice, facts).keys()
     assert keys == {field.name for field in fields(Plan)} - BY_HAND
-
-
-def test_the_smallest_pair_that_fails():
-    """Of a failure that needs a tanh behind a linear layer, and two replicas."""
-    entries = [models.Entry(kind, k, (4,)) for k, kind in enumerate(("scale", "linear", "dropout", "tanh", "scale"))]
-    pair = replace(draw(1), spec=models.Spec(1, (*entries, models.Entry("again", 5, (4,), of=3)), 16, "l1"))
-    pair = replace(pair, words=(("dp", "2"), ("pp", "1"), ("zero", "2"), ("checkpoint", "1")), steps=4)
-
-    def fails(smaller):
-        models.build(smaller.spec)
-        kinds = [entry.kind for entry in smaller.spec.entries]
-        return smaller.plan.get("dp") == "2" and "linear" in kinds[: kinds.index("tanh")]
-
-    found = shrinking.shrink(pair, fails)
-    assert [entry.kind for entry in found.spec.entries] == ["linear", "tanh"]
-    assert (found.plan, found.steps, found.spec.rows, found.spec.loss) == ({"dp": "2"}, 1, 4, "mse")
-    assert (found.optimizer, found.scheduler, found.check) == ("sgd", "", False)
 
 
 def test_what_differs_is_found(ranks):

@@ -105,18 +105,10 @@ def test_a_layer_holds_what_it_uses_and_nothing_else():
 
 def test_pickled_layers_are_layers():
     layers = pickle.loads(pickle.dumps(odd().eval()))
+    assert not any(layer.__dict__["_minipar"][0].training for layer in layers)
     model = Odd().eval()
     model.load_state_dict(layers.state_dict())
     assert torch.equal(layers(example())["logits"], model(**example())["logits"])
-
-
-def test_every_module_keeps_its_mode():
-    model = Odd()
-    model.blocks[1].eval()
-    layers = models.from_torch(model, example())
-    assert [layer.get_submodule(f"blocks.{k}").training for k, layer in enumerate(list(layers)[1:4])] == [1, 0, 1]
-    layers.eval()
-    assert not any(layer.__dict__["_minipar"][0].training for layer in layers)
 
 
 def first(output, wanted):
@@ -185,20 +177,10 @@ class Halting(Odd):
         return {"logits": self.head(h)}
 
 
-class ByRow(Odd):
-    def forward(self, ids: Tensor, keep: Tensor | None = None) -> dict[str, Tensor]:
-        rows = [self.embed(row[None]) for row in ids.tolist() and ids]
-        h = torch.cat(rows)
-        for block in self.blocks:
-            h = block(h, mask=1, table=(0, 0), cache=Cache())[0]
-        return {"logits": self.head(h)}
-
-
 @pytest.mark.parametrize(
     ("model", "reason"),
     [
         (Halting, "decides by values that blocks.0 gives"),
-        (ByRow, "calls other modules for fewer rows"),
         (Drawing, "gives another result on the example"),
         (Counting, "buffer scale changes between the calls of modules"),
         (Normed, "module norm has buffers and is called in two layers"),

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 import minipar
+from tests import odd_layers
 from tests.plain_loop import assert_equals_plain_torch
 
 WIDTH = 8
@@ -67,25 +67,12 @@ class StraightThrough(Layer):
         return soft + (soft.round() - soft).detach()
 
 
-class Reversed(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.inner(x)
-        if found.requires_grad:
-            found.register_hook(lambda gradient: -gradient)
-        return found
-
-
 class Clamped(Layer):
     def forward(self, x: Tensor) -> Tensor:
         found = self.inner(x)
         if found.requires_grad:
             found.register_hook(lambda gradient: gradient.clamp(-0.002, 0.002))
         return found
-
-
-class Again(Layer):
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.inner, x.clone().requires_grad_(), use_reentrant=True)
 
 
 class Turned(nn.Module):
@@ -113,33 +100,10 @@ class InPlace(Layer):
         return nn.functional.dropout(self.inner(x), 0.0, inplace=True)
 
 
-def halve(parameter: Tensor) -> None:
-    parameter.grad.mul_(0.5)
-
-
-def hooked(kind: str) -> nn.Module:
-    layer = Layer()
-    if kind == "parameter":
-        layer.up.weight.register_hook(lambda gradient: gradient.clamp(-0.001, 0.001))
-    elif kind == "accumulated":
-        layer.up.weight.register_post_accumulate_grad_hook(halve)
-    elif kind == "backward":
-        layer.down.register_full_backward_hook(lambda module, inputs, outputs: tuple(2 * g for g in inputs))
-    elif kind == "before backward":
-        layer.down.register_full_backward_pre_hook(lambda module, outputs: tuple(2 * g for g in outputs))
-    elif kind == "forward":
-        layer.up.register_forward_hook(lambda module, given, found: found * 2)
-    else:
-        layer.up.register_forward_pre_hook(lambda module, given: (given[0] + 1,))
-    return layer
-
-
-HOOKS = ("parameter", "accumulated", "backward", "before backward", "forward", "before forward")
 ODD = {
-    "own backward": OwnBackward, "own clip": OwnClip, "straight-through": StraightThrough, "reversed": Reversed,
-    "clamped": Clamped, "reentrant": Again, "complex": Turned, "lstm": partial(Recurrent, nn.LSTM),
+    "own backward": OwnBackward, "own clip": OwnClip, "straight-through": StraightThrough, "clamped": Clamped,
+    "complex": Turned, "lstm": partial(Recurrent, nn.LSTM),
     "gru": partial(Recurrent, nn.GRU), "in-place dropout": InPlace,
-    **{f"hook, {kind}": partial(hooked, kind) for kind in HOOKS},
 }  # fmt: skip
 
 
@@ -172,7 +136,7 @@ def compared(clusters: Any, make: Any, data: Any, plan: str, loss: Any = loss) -
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2 tp=2", "tp=2 dp=2 zero=1"])
 @pytest.mark.parametrize("odd", ODD)
 def test_what_belongs_to_the_backward_is_done(clusters, odd, plan):
-    if "dp" in plan and odd in ("hook, parameter", "clamped", "own clip"):
+    if "dp" in plan and odd in ("clamped", "own clip"):
         plan = "tp=4"  # (a hook that is not linear does another thing with each replica's part)
     if "zero" in plan and odd == "complex":
         plan = "tp=2 dp=2"  # (slices are of numbers of one type)
@@ -182,6 +146,18 @@ def test_what_belongs_to_the_backward_is_done(clusters, odd, plan):
     ), said
     divided = [form for form in run.program.forms if form.writes or form.grad_writes]
     assert divided  # the other layers are
+
+
+@pytest.mark.many(3)
+@pytest.mark.parametrize("odd", odd_layers.ODD)
+def test_layers_with_unusual_graphs_and_hooks(clusters, odd):
+    x = torch.randn(8, odd_layers.WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    run = partial(compared, clusters, lambda: nn.Sequential(*odd_layers.model(odd)), (x, x.roll(1, 0)), "tp=2")
+    if odd == "in place on views":
+        with pytest.raises(minipar.PlanError, match=r"changes a tensor of its input in place.* clone\(\)"):
+            run(nn.functional.mse_loss)
+        return
+    run(nn.functional.mse_loss)
 
 
 @pytest.mark.parametrize("plan", ["context_parallel=2", "tp=2 context_parallel=2"])
@@ -209,11 +185,6 @@ def test_parameters_that_layers_share(clusters, make, plan):
     compared(clusters, make, batch(8), plan)
 
 
-class Named(NamedTuple):
-    scores: Tensor
-    rest: dict[str, Any]
-
-
 class Giving(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -222,7 +193,7 @@ class Giving(nn.Module):
     def forward(self, x: Tensor) -> Any:
         found = self.head(x)
         rest = {"none": None, "count": 3, "twice": 2 * found}
-        return {"dict": {"scores": found, **rest}, "tuple": (found, None, rest), "named": Named(found, rest)}[self.kind]
+        return {"dict": {"scores": found, **rest}, "tuple": (found, None, rest)}[self.kind]
 
 
 def of_given(output: Any, wanted: Tensor) -> Tensor:
@@ -233,7 +204,7 @@ def of_given(output: Any, wanted: Tensor) -> Tensor:
     return loss(scores + rest["twice"], wanted)
 
 
-@pytest.mark.parametrize("kind", ["dict", "tuple", "named"])
+@pytest.mark.parametrize("kind", ["dict", "tuple"])
 def test_the_loss_is_given_what_the_model_gives(clusters, kind):
     compared(clusters, lambda: nn.Sequential(Layer(), Giving(kind)), batch(8), "tp=2 dp=2", loss=of_given)
     compared(clusters, lambda: nn.Sequential(Layer(), OwnBackward(), Giving(kind)), batch(8), "tp=2", loss=of_given)

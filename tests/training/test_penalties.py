@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from minipar import Plan, PlanError, train
 from minipar.models import losses
-from tests.plain_loop import assert_equals_plain_torch
+from tests.plain_loop import assert_equals_plain_torch, rows
 
 pytestmark = pytest.mark.many(3)
 
@@ -30,11 +30,6 @@ PLANS = ["", "dp=2 microbatches=2", "pp=2 microbatches=4", "dp=2 pp=2 schedule=z
 def model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3))
-
-
-def rows() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(8, 6, generator=generator, dtype=torch.float64), torch.arange(8) % 3
 
 
 # what is refused ------------------------------------------------------------------------------------------------------
@@ -85,16 +80,6 @@ class Held:
         return cross_entropy(output, y)
 
 
-class Slotted:
-    __slots__ = ("net",)
-
-    def __init__(self, net: Any) -> None:
-        self.net = net
-
-    def __call__(self, output: Any, y: Any) -> Any:
-        return cross_entropy(output, y)
-
-
 class ByMethod:
     def __call__(self, output: Any, y: Any) -> Any:
         return cross_entropy(output, y) + self.more()
@@ -119,7 +104,7 @@ REACHING = {
     "partial": partial(by_argument, net=NET), "partial of a list": partial(by_argument, net=[NET]),
     "closure": by_closure(NET), "parameter": by_closure(NET[0].weight), "tuple of dicts": by_closure(({"a": [NET]},)),
     "dataclass": by_closure(Held(NET)), "nested": Held(None, {"a": [NET[2]]}).loss, "bound": Held(NET[0].bias).loss,
-    "slots": Slotted(NET), "method": ByMethod(), "module attribute": Module(False, NET), "hidden": Module(True, NET),
+    "method": ByMethod(), "module attribute": Module(False, NET), "hidden": Module(True, NET),
     "weighted": losses.weighted(by_global, count=len),
     "not a leaf": by_closure(NET[0].weight * 2),
     "own": by_closure(torch.zeros(2, requires_grad=True)),

@@ -6,12 +6,12 @@ from functools import partial
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn import functional
 
-from minipar import Plan, PlanError, RankError, train
+from minipar import PlanError, RankError, train
 from minipar.models import unregistered
+from tests.plain_loop import assert_equals_plain_torch
 
 
 class Applies(nn.Module):
@@ -61,27 +61,11 @@ def test_such_a_weight_is_a_tie(how):
     "words", ["pp=2", "schedule=zb-h1", "dp=2 zero=3", "offload=parameters", "pp=2 schedule=zb-v microbatches=4"]
 )
 @pytest.mark.parametrize("how", ["list", "closure"])
-def test_it_trains_as_in_plain_torch(clusters, words, how, tmp_path):
+def test_it_trains_as_in_plain_torch(clusters, words, how):
     torch.manual_seed(1)
-    x, y = torch.randn(8, 6, dtype=torch.float64), torch.randint(0, 3, (8,))
-    plan, plain = Plan.parse(words), make(how).double()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    losses = []
-    for _ in range(4):
-        optimizer.zero_grad()
-        losses.append(functional.cross_entropy(plain(x), y))
-        losses[-1].backward()
-        optimizer.step()
-    run = train(
-        partial(make, how), (x, y), plan, cluster=clusters(plan.ranks), steps=4, dtype=torch.float64, progress=False,
-        optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-    )  # fmt: skip
-    assert run.losses == pytest.approx([loss.item() for loss in losses], rel=1e-12)
-    run.export(tmp_path / "model.safetensors")
-    found = load_file(tmp_path / "model.safetensors")
-    assert found.keys() == dict(plain.named_parameters()).keys()
-    for name, p in plain.named_parameters():
-        assert torch.allclose(found[name], p, rtol=0, atol=1e-12), name
+    data = torch.randn(8, 6, dtype=torch.float64), torch.randint(0, 3, (8,))
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    assert_equals_plain_torch(clusters, words, partial(make, how), data, functional.cross_entropy, sgd)
 
 
 def test_what_holds_the_layer_itself_is_no_tie():
