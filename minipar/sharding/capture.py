@@ -174,6 +174,11 @@ def _captured(
     """One layer, its program, and what it hands on. `why`: the reason to compute it whole; `compare`: find one."""
     if slice_of:
         layer, program = capture_layer(module, given, flows, slice_of)
+        if why := why or difference(module, program.module(), given, flows, slice_of):
+            raise PlanError(
+                f"{type(module).__name__}: {why}, and slices of sequences are given to what is captured; possible is a "
+                "schedule of rows such as 1f1b"
+            )
         return layer, program, _handed_on(program, (given, *slice_of))
     if not why:
         try:

@@ -42,17 +42,25 @@ def hooks_of(layer: nn.Module) -> str:
     return f"{found} has complex numbers" if found else ""
 
 
-def difference(layer: nn.Module, captured: Callable[[Any], Any], given: Any, flows: bool) -> str:
-    """Why a captured layer is not the layer on an example, in words; "": it is. `flows`: its inputs have gradients."""
+def difference(
+    layer: nn.Module, captured: Callable[..., Any], given: Any, flows: bool, slice_of: tuple[Any, ...] = ()
+) -> str:
+    """Why a captured layer is not the layer on an example, in words; "": it is.
+
+    flows      its inputs have gradients
+    slice_of   of a slice of sequences its first token, and the carry of the slice before
+    """
     names = [name for name, p in layer.named_parameters() if p.requires_grad]
     for scale in _SCALES:
         try:
-            wanted, own = _run(layer, given, flows, [layer.get_parameter(name) for name in names], scale)
+            wanted, own = _run(layer, given, flows, [layer.get_parameter(name) for name in names], scale, slice_of)
+            if own:
+                return f"{own} has a backward of its own"
+            found, _ = _run(captured, given, flows, _parameters(captured, names), scale, slice_of)
         except Exception as error:  # such as a checkpoint that autograd.grad cannot go through
             return f"its backward cannot be compared ({type(error).__name__})"
-        if own:
-            return f"{own} has a backward of its own"
-        found, _ = _run(captured, given, flows, _parameters(captured, names), scale)
+        if len(_flat(wanted)) != len(_flat(found)):
+            return "other tensors have gradients in the captured one"
         words = [f"output {k}" for k in range(len(tensors(wanted[0])))]
         words += [f"the gradient of {name}" for name in (["its input"] * len(wanted[1]) + names)]
         for what, a, b in zip(words, _flat(wanted), _flat(found), strict=True):
@@ -71,7 +79,12 @@ def _flat(found: tuple[Any, Sequence[Any], Sequence[Any]]) -> list[Tensor | None
 
 
 def _run(
-    layer: Callable[[Any], Any], given: Any, flows: bool, parameters: Sequence[Tensor], scale: float
+    layer: Callable[..., Any],
+    given: Any,
+    flows: bool,
+    parameters: Sequence[Tensor],
+    scale: float,
+    more: tuple[Any, ...],
 ) -> tuple[tuple[Any, Sequence[Any], Sequence[Any]], str]:
     """A layer's output, the gradients of its inputs and parameters, and the class of a backward that torch has not."""
     state = undisturbed(layer) if isinstance(layer, nn.Module) else torch.random.fork_rng(devices=[])
@@ -79,7 +92,7 @@ def _run(
         torch.manual_seed(0)
         taken = map_tensors(given, lambda t: t.detach().clone().requires_grad_(flows and t.is_floating_point()))
         inputs = [t for t in tensors(taken) if t.requires_grad]
-        output = layer(map_tensors(taken, torch.clone))  # (a layer may work in place)
+        output = layer(map_tensors(taken, torch.clone), *more)  # (a layer may work in place)
         ends = [t for t in differentiable(output) if t.requires_grad]
         if not ends or not (inputs or parameters):
             return (map_tensors(output, torch.Tensor.detach), [], []), ""

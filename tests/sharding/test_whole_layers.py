@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import minipar
+from minipar import models, sharding
 from tests import odd_layers
 from tests.plain_loop import assert_equals_plain_torch
 
@@ -228,9 +229,16 @@ def test_dropout_inside_draws_as_on_one_rank(clusters):
 
 
 def test_layers_that_are_their_graph_are_divided():
-    from minipar import models, sharding
-
     captured = sharding.capture_model(models.build("gpt-tiny"), torch.zeros(4, 16, dtype=torch.long))
     assert captured.whole == {}
     captured = sharding.capture_model(around(OwnBackward), torch.randn(6, WIDTH))
     assert captured.whole == {"1.layer": "Double has a backward of its own"}
+
+
+def test_slices_of_what_differs_are_refused():
+    class Own(models.Sliced):
+        def forward_slice(self, x: Tensor, start: int, carry: Any) -> tuple[Tensor, None]:
+            return Double.apply(x * 2.0), None
+
+    with pytest.raises(minipar.PlanError, match="Own: Double has a backward of its own, and slices of sequences"):
+        sharding.capture_model(nn.Sequential(Own(), Own()), torch.randn(4, 6, WIDTH), 0)
