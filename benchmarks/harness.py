@@ -5,16 +5,12 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
 from minipar.cluster import Cluster
 from minipar.comm import communicator
-from minipar.execution.affinity import on_own_core
-from minipar.prediction.oversubscription import available_cores, best_way
-from minipar.program import Program
 
 
 @dataclass(frozen=True)
@@ -54,18 +50,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 contestants: dict[str, Callable[[], object]] = {}  # of this rank; kept between calls of the cluster
-
-
-_entered = ExitStack()  # of this rank; it lasts as long as the rank does
-_trained: list[Program] = []  # what it was entered for
-
-
-def as_in_training(program: Program) -> None:
-    """In a rank: keep to the core that `execute` holds it on for a program, until the next one or the cluster's end."""
-    if not _trained or _trained[-1] is not program:
-        _entered.close()
-        _entered.enter_context(on_own_core(best_way(program, available_cores())))
-        _trained[:] = [program]
 
 
 def as_torch_starts_them() -> None:

@@ -3,9 +3,7 @@ then of 128 rows.
 
 torch runs twice: in processes as torch starts them, and in minipar's ranks, which are scheduled as batch jobs and
 whose C library keeps freed memory (both make a step faster). The targets are for the first; the second compares the
-executors alone. minipar's ranks keep to the cores on which `execute` holds them while it trains (`as_in_training`);
-torch's are left to the system, as torch does. All of them are started several times over, and the medians are those
-of all rounds.
+executors alone. All of them are started several times over, and the medians are those of all rounds.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from torch.distributed.pipelining import (
     ScheduleZBVZeroBubble,
 )
 
-from benchmarks.harness import Row, as_in_training, as_torch_starts_them, contestants, in_turn, times_in_turn
+from benchmarks.harness import Row, as_torch_starts_them, contestants, in_turn, times_in_turn
 from minipar import Cluster, Plan
 from minipar.comm import communicator
 from minipar.execution.executor import Executor
@@ -110,8 +108,7 @@ def _enter_minipar(rows: int) -> None:
 
 
 def _run(executor: Executor, batch: Any) -> None:
-    """In a rank: a step, on the core that training would have for this program."""
-    as_in_training(executor.program)
+    """In a rank: a step."""
     executor.run(lambda step: batch)
 
 

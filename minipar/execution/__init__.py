@@ -30,8 +30,5 @@ have ended. A message carries the time at which it arrives, and its reader waits
 does not make its device late, since the next instruction still ends when it should. Real work that is late by more than
 2 ms cannot be hidden: it is noted in `Trace.overruns`, and the device goes on from the clock.
 
-Where ranks outnumber cores, each rank keeps to one core (affinity.py), and the simulator deals ranks to cores in the
-same way: k that compute on one core run at 1/k.
-
 `train` lays up to 8 steps in one program where one step's messages travel during the next.
 """

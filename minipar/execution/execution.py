@@ -5,11 +5,10 @@ The driver ships a `Job` to every rank; each builds the model, keeps its own lay
 
 from __future__ import annotations
 
-import os
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +28,6 @@ from minipar.data import loading
 from minipar.data.batches import Batch, BatchPart, batch_of, check_batch, gives_rows, pair_of, read_part
 from minipar.errors import PlanError
 from minipar.execution import naming_layers
-from minipar.execution.affinity import is_crowded, on_own_core
 from minipar.execution.dtypes import check_narrow, convert, matching, narrow
 from minipar.execution.dynamic_schedule import check_carrier
 from minipar.execution.emulation import Delays, delays
@@ -67,7 +65,6 @@ from minipar.models.tensors import (
 )
 from minipar.prediction.emulated import EmulatedCosts
 from minipar.prediction.forecast import Facts
-from minipar.prediction.oversubscription import available_cores, best_way
 from minipar.prediction.profiled import ProfiledCosts, microbatch_rows
 from minipar.program import Op, Program, Synchronous, Value, collectives, repartitions
 from minipar.program.collectives.moves import Algorithm
@@ -421,7 +418,7 @@ def _passes(job: Job, work: Work) -> Passed:
     executor, outline, numbers = _prepared(job, work, comm)
     found: list[PassRecord] = []
     rows: dict[int, list[int]] = {}
-    with closing(executor), _cores_of(work, comm):
+    with closing(executor):
         storing.begin(executor, outline)
         dtype, plan = dtype_name(job.dtype), work.programs[0].name
         header = Header(storing.first, job.seed, job.batch, dtype, plan, "", outline.rows, call=storing.call)
@@ -488,13 +485,6 @@ def _prepared(job: Job, work: Work, comm: communicator.Communicator) -> tuple[Ex
     return executor, outline, numbers
 
 
-def _cores_of(work: Work, comm: communicator.Communicator) -> AbstractContextManager[None]:
-    """The cores of a rank. An emulated device sleeps most of the time: any core that is free wakes it soonest."""
-    if comm.device.type != "cpu" or work.slow is not None or not is_crowded():
-        return nullcontext()
-    return on_own_core(_way(work.programs[0], comm.size))
-
-
 def _report(work: Work, k: int, record: PassRecord, clock: clocks.Reading, state: State, updates: int) -> None:
     """Tell the driver of a pass, after which `updates` of the run are done; for a callback also of its updates."""
     count, squares = work.programs[k].updates, state.measured
@@ -530,12 +520,6 @@ def _warn_of_hosts(program: Program, hosts: Sequence[str]) -> None:
             f"are on one where {axis} divides the ranks of each host",
             stacklevel=2,
         )
-
-
-def _way(program: Program, ranks: int) -> int:
-    """In which of affinity.py's ways ranks are dealt to cores. The simulator knows, if all of them are on this host."""
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return best_way(program, available_cores()) if here == ranks else 0
 
 
 def _sizes(executor: Executor) -> dict[Value, int]:

@@ -1,7 +1,6 @@
 """The simulator's rule on a machine with fewer cores than ranks: ranks that compute at the same time share the cores.
 
-    4 ranks, 2 cores     each rank stays on one core (affinity.py); k ranks that compute on one core have the speed 1/k
-    3 ranks, 2 cores     the system moves the ranks; while k of them compute, each has the speed min(1, 2/k)
+    4 ranks, 2 cores     the system moves the ranks; while k of them compute, each has the speed min(1, 2/k)
     1.9 cores            as 2 cores, but ranks that compute at the same time slow each other down by 5 %
 
 Speeds now depend on what all ranks do at the same moment. So time must advance for all ranks together, from one event
@@ -15,20 +14,15 @@ collective, waits until those that were there before leave it room.
 
 from __future__ import annotations
 
-import math
 import os
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable
 from functools import partial
 
 from minipar.costs.protocol import Costs, SharingCosts
-from minipar.costs.unit import UnitCosts
 from minipar.prediction.streams import GroupStream, Link, Slot
 from minipar.program import COPIES, PORT, Instruction, Op, Program, Value
 from minipar.program.event_loop import EventLoop
-
-_LATENCY = 0.05  # latency of a message; a forward of a rank takes 1
-_MOST = 20_000  # instructions; with fewer of them best_way takes less than half a second
 
 
 def available_cores() -> int:
@@ -36,66 +30,19 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def ways(ranks: int, cores: Sequence[int]) -> list[list[int]]:
-    """Two ways to assign ranks to cores: for 4 ranks on cores 0 and 1, these are 0 1 1 0 and 0 1 0 1.
-
-    There is no way, and the system places the ranks, if there are enough cores or if some cores would have more ranks
-    than others.
-    """
-    if ranks <= len(cores) or ranks % len(cores):
-        return []
-    there, back = list(cores), list(reversed(cores))
-    turns = range(ranks // len(cores))
-    return [[core for turn in turns for core in (back if turn % 2 else there)], there * len(turns)]
+def speed_of_each(working: int, cores: float) -> float:
+    """The speed of each rank while so many compute; 1 is that of a rank alone."""
+    return min(1.0, cores / working) if working else 1.0
 
 
-def best_way(program: Program, cores: float) -> int:
-    """The index of the way in `ways` that takes the least time for this program, if all layers are equal.
-
-    For example, Chimera's first and last rank compute at the same times, so they should not share a core. The index is
-    0 if ranks send each other nothing, decide as they run, or are served by parameter servers, and for very long
-    programs.
-    """
-    found = ways(len(program.ranks), range(math.ceil(cores)))
-    fixed = program.in_flight is None and program.serving is None and len(program) <= _MOST
-    sends = any(ins.op is Op.SEND for row in program.ranks for ins in row)
-    if not found or found[0] == found[1] or not fixed or not sends:
-        return 0
-
-    def time(way: int) -> float:
-        _, ends = walk_shared(program, UnitCosts(program, latency=_LATENCY), cores, way)
-        return max(max(row, default=0.0) for row in ends)
-
-    return min(range(len(found)), key=time)
+def _speeds(working: Collection[int], cores: float) -> dict[int, float]:
+    return dict.fromkeys(working, speed_of_each(len(working), cores))
 
 
-def _speeds(working: Collection[int], homes: list[int] | None, cores: float) -> dict[int, float]:
-    """The speed of each rank that computes; 1 is that of a rank alone. `homes` has the core on which each rank
-    stays."""
-    if homes is None:
-        return dict.fromkeys(working, min(1.0, cores / len(working)) if working else 1.0)
-    share = cores / math.ceil(cores) if len(working) > 1 else 1.0
-    busy = [homes[rank] for rank in working]
-    return {rank: share / busy.count(homes[rank]) for rank in working}
-
-
-def speed_of_all(count: int, cores: float, way: int) -> float:
-    """The speed of each rank while all of them compute."""
-    found = ways(count, range(math.ceil(cores)))
-    return min(_speeds(range(count), found[way] if found else None, cores).values())
-
-
-def walk_shared(
-    program: Program, costs: Costs, cores: float, way: int = 0
-) -> tuple[list[list[float]], list[list[float]]]:
-    """Start and end of every instruction. If the program does not verify, ranks may stop before the end.
-
-    way   index of the way in `ways` by which ranks are assigned to cores
-    """
+def walk_shared(program: Program, costs: Costs, cores: float) -> tuple[list[list[float]], list[list[float]]]:
+    """Start and end of every instruction. If the program does not verify, ranks may stop before the end."""
     count = len(program.ranks)
-    found = ways(count, range(math.ceil(cores)))
-    homes = found[way] if found else None
-    loop = EventLoop(partial(_speeds, homes=homes, cores=cores))
+    loop = EventLoop(partial(_speeds, cores=cores))
     starts = [[0.0] * len(row) for row in program.ranks]
     ends = [[0.0] * len(row) for row in program.ranks]
     place = [0] * count

@@ -31,7 +31,7 @@ from typing import Any
 from minipar.costs.protocol import Costs, SharingCosts, even
 from minipar.costs.unit import UnitCosts
 from minipar.errors import PlanError, ProgramError
-from minipar.prediction.oversubscription import best_way, speed_of_all, walk_shared
+from minipar.prediction.oversubscription import speed_of_each, walk_shared
 from minipar.prediction.service import follow_rule
 from minipar.prediction.streams import GroupStream, Link, Slot
 from minipar.program import PORT, Action, Forward, Op, Program, Staleness, Value
@@ -75,7 +75,6 @@ def simulate(
     else:
         unit = "bytes"
     with paused():
-        way = best_way(program, cores) if cores is not None and 1 <= cores <= len(program.ranks) - 1 else 0
         cables = isinstance(costs, SharingCosts) and costs.shares
         if program.in_flight is not None:
             program = _as_decided(program, costs)
@@ -89,9 +88,9 @@ def simulate(
         elif cores is None or cores >= len(program.ranks):
             starts, ends = _walk(program, costs)
         elif cores >= 1 and not cables and not any(program.representatives) and _all_even(program, costs):
-            starts, ends = _walk(program, costs, 1 / speed_of_all(len(program.ranks), cores, way))
+            starts, ends = _walk(program, costs, 1 / speed_of_each(len(program.ranks), cores))
         elif cores >= 1:
-            starts, ends = walk_shared(program, costs, cores, way)
+            starts, ends = walk_shared(program, costs, cores)
         else:
             raise PlanError(f"cores={cores}: must be at least 1")
     return Trace(program, starts, ends, costs.size, "predicted", unit)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from minipar import Plan, PlanError, ProgramError, simulate
 from minipar.costs.unit import UnitCosts
-from minipar.prediction.oversubscription import best_way, walk_shared
+from minipar.prediction.oversubscription import walk_shared
 from minipar.prediction.plain_simulator import start_and_end
 from minipar.program import Op
 from tests.interpreters import RandomCosts, brute_force, compiled, programs, shape
@@ -237,15 +237,15 @@ def test_no_core_is_refused():
         simulate(Plan(dp=2).compile(layers=1), cores=0)
 
 
-def test_ranks_that_outnumber_the_cores_keep_to_one_each():
-    """Ranks 0 and 3 share a core, and so do 1 and 2; where one core is done, its ranks do not help the other."""
+def test_ranks_that_outnumber_the_cores_share_them():
+    """Where few compute they are as fast as ever; the first to end leave room for the others."""
     program = Plan(pp=4, microbatches=1).compile(layers=4)
     _, ends = walk_shared(program, UnitCosts(program, stage_factors=(1, 1, 1, 1)), 2)
     assert max(max(row) for row in ends) == pytest.approx(12), "one after another: nobody shares"
     program = Plan(dp=4, microbatches=1).compile(layers=1)
-    slow = UnitCosts(program, stage_factors=(1, 3, 3, 1))
+    slow = UnitCosts(program, stage_factors=(1, 5, 5, 1))
     _, ends = walk_shared(program, slow, 2)
-    assert [row[0] for row in ends] == pytest.approx([2, 6, 6, 2])
+    assert [row[0] for row in ends] == pytest.approx([2, 8, 8, 2])
 
 
 def test_ranks_in_each_others_way_get_less_done():
@@ -254,21 +254,3 @@ def test_ranks_in_each_others_way_get_less_done():
     assert [row[0] for row in ends] == pytest.approx([2 / 0.8] * 4)
     program = Plan(pp=4, microbatches=1).compile(layers=4)
     assert simulate(program, cores=1.6).time == pytest.approx(12), "one at a time is in nobody's way"
-
-
-@pytest.mark.parametrize(("schedule", "way"), [("gpipe", 1), ("1f1b", 0), ("interleaved", 0), ("chimera", 1)])
-def test_ranks_are_dealt_to_cores_in_the_faster_way(schedule, way):
-    """Of Chimera both ends begin at once: not on one core. With GPipe it is a matter of when messages come."""
-    program = Plan(pp=4, schedule=schedule, microbatches=8).compile(layers=16)
-    costs = UnitCosts(program, latency=0.05)
-    times = [max(max(row) for row in walk_shared(program, costs, 2, k)[1]) for k in range(2)]
-    assert best_way(program, 2) == way == times.index(min(times))
-    assert simulate(program, costs, cores=2).time == times[way]
-    if schedule == "chimera":
-        assert times == pytest.approx([60.5, 48.1], abs=0.1), "48 units of work a core"
-
-
-def test_where_nothing_is_sent_or_cores_are_enough_ranks_are_dealt_as_ever():
-    assert best_way(Plan(dp=4).compile(layers=4), 2) == 0
-    assert best_way(Plan(pp=4, schedule="gpipe", microbatches=8).compile(layers=4), 4) == 0
-    assert best_way(Plan(pp=4, schedule="gpipe", microbatches=8).compile(layers=4), 3) == 0

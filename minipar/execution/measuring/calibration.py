@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -40,7 +39,6 @@ from minipar.comm.playing import play
 from minipar.costs.rates import FREE, Calibration, Copies, LinearCost, fit
 from minipar.errors import PlanError
 from minipar.execution import autograd_entry
-from minipar.execution.affinity import is_crowded, on_own_core
 from minipar.execution.memory.disk import DiskStore
 from minipar.execution.streams import streams_of, synchronize
 from minipar.prediction.oversubscription import available_cores
@@ -122,8 +120,7 @@ _known: WeakKeyDictionary[Ranks, dict[tuple[bool, bool, bool], Calibration]] = W
 def _measure(pairs: list[tuple[int, int]], seconds: float, algorithms: bool, messages: bool, sums: bool) -> Calibration:
     comm = communicator.create()
     cores = _cores(comm) if comm.device.type == "cpu" else None
-    with on_own_core() if cores is not None and is_crowded() else nullcontext():  # as when a program runs
-        found = _measure_all(comm, cores, pairs if messages or _hosts(comm) else [], seconds, sums)
+    found = _measure_all(comm, cores, pairs if messages or _hosts(comm) else [], seconds, sums)
     return _with_exchanges(comm, found, _repeats(seconds)) if algorithms else found  # as users call them
 
 
