@@ -215,7 +215,7 @@ class Compute:
             target = self._target(ins, part, here) if piece[-1] == self.program.layers - 1 else None
             unread = ins.op is Op.RECOMPUTE and piece[-1] == ins.layers[-1] and trains and handed_on not in ins.writes
             if self.loss.trial is not None:
-                self.loss.tried = step if ins.op is Op.FORWARD and self.loss.trial.is_due(step, ins.microbatch) else -1
+                self.loss.tried = step if ins.op is Op.FORWARD else -1
             call = Call(piece, ins, step, rows, start, count, target, unread, live)
             noting = self.noting() if trains else nullcontext()
             with noting, nullcontext() if trains is torch.is_grad_enabled() else torch.set_grad_enabled(trains):

@@ -89,7 +89,7 @@ class MeanLoss:
         if count is not None:
             self.later.check(count, partial(_check_count, counts))
             value = value / counts
-        if self.trial is not None and self.tried >= 0:
+        if self.trial is not None and self.tried >= 0 and self.trial.is_due(self.tried, y):
             self.trial(map_tensors(output, single) if self.narrow else output, y, self.tried)
         share: Tensor = value * (counts / whole)
         return share

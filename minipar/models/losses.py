@@ -14,7 +14,9 @@ A loss that is no such mean (in-batch contrastive, a plain sum) is refused befor
 
 from __future__ import annotations
 
+import copy
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -288,24 +290,48 @@ class Trial:
     """In a run: tests a loss on a few rows of real outputs and targets, and on these beside rows of an earlier part.
 
     Targets may be uneven first in a later batch, as where data are sorted by length. So this is done for all parts of
-    the first steps, and for the first part of ever rarer steps after them.
+    the first steps; for every part with a target below or above all before it, or whose rows are the first to have the
+    least or the largest one unequally often, as where padding begins; and for as many others as take `_SHARE` of the
+    time, but at least for one of ever rarer steps.
     """
 
     def __init__(self, loss: Any) -> None:
-        self.loss, self.wanted = loss, not (isinstance(loss, nn.Module) and any(True for _ in loss.buffers()))
-        self.first = -1  # the first step of the run
+        self.loss = _copied(loss)  # (it may count its calls)
+        self.first, self.last = -1, -1  # the first step of the run, and the one before
         self.earlier: tuple[Any, Any] | None = None
+        self.ends: dict[tuple[int, bool], tuple[float, bool]] = {}  # of each target: its least and its largest number
+        self.order: list[int] = []  # rows of a part, by how often they have these
+        self.begin, self.spent = time.monotonic(), 0.0
 
-    def is_due(self, step: int, part: int) -> bool:
-        """Whether to test this part of a step."""
+    def is_due(self, step: int, y: Any) -> bool:
+        """Whether to test the next part of a step, with these targets."""
         self.first = step if self.first < 0 else self.first
-        done = step - self.first
-        return self.wanted and (done < _EVERY or (part == 0 and (done & (done - 1) == 0 or done % _SELDOM == 0)))
+        done, another, self.last = step - self.first, step != self.last, step
+        new, rare = self._is_new(y), another and (done & (done - 1) == 0 or done % _SELDOM == 0)
+        return new or rare or done < _EVERY or self.spent < _SHARE * (time.monotonic() - self.begin)
+
+    def _is_new(self, y: Any) -> bool:
+        before, rows, often = dict(self.ends), count_rows(y), None
+        for k, t in enumerate(tensors(y)):
+            if t.device.type != "cpu" or not t.dim() or not 0 < t.numel() <= _SAMPLE or t.is_complex():
+                continue  # (a GPU would be waited for)
+            for least in (True, False):
+                end = t.amin() if least else t.amax()
+                known, uneven = self.ends.get((k, least), (float(end), False))
+                if float(end) < known if least else float(end) > known:
+                    known, uneven = float(end), False
+                each = (t == known).reshape(len(t), -1).sum(1)
+                self.ends[k, least] = known, uneven or bool(each.min() < each.max())
+                often = each if often is None and len(t) == rows and each.min() < each.max() else often
+        self.order = [] if often is None else often.argsort().tolist()
+        return before != self.ends
 
     def __call__(self, output: Any, y: Any, step: int) -> None:
         """PlanError if the loss of some rows is not the weighted mean of the losses of their parts."""
+        start = time.monotonic()
         rows = count_rows(y)
-        places = sorted({round(k * (rows - 1) / (_FEW - 1)) for k in range(_FEW)}) if rows else []
+        order = self.order if len(self.order) == rows else list(range(rows))
+        places = [order[k] for k in sorted({round(k * (rows - 1) / (_FEW - 1)) for k in range(_FEW)})] if rows else []
 
         def some(t: Tensor) -> Tensor:
             return t[places].detach() if t.dim() and len(t) == rows else t.detach()
@@ -324,10 +350,19 @@ class Trial:
                 except PlanError:
                     if _number(self.loss(*given)) == _number(self.loss(*given)):  # (else it draws random numbers)
                         raise
+        self.spent += time.monotonic() - start
+
+
+def _copied(loss: Any) -> Any:
+    try:
+        return copy.deepcopy(loss)
+    except Exception:
+        return loss
 
 
 _FEW = 6  # rows of a part
 _EVERY, _SELDOM = 8, 256  # steps
+_SHARE = 0.02  # of the time
 
 
 def _forms(value: Any) -> list[tuple[torch.dtype, torch.Size]]:

@@ -54,13 +54,13 @@ class Sorted:
 
 
 def run(clusters, plan, data, loss, **more):
-    return train(model, data, plan, cluster=clusters(Plan.parse(plan).ranks), steps=5, batch=8, loss=loss,
+    return train(model, data, plan, cluster=clusters(Plan.parse(plan).ranks), steps=16, batch=8, loss=loss,
                  dtype=torch.float64, progress=False, **more)  # fmt: skip
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "microbatches=4", "pp=2 microbatches=2 checkpoint=1", "pp=2 microbatches=4"])
 @pytest.mark.parametrize("alike", [1, 2, 4])
-@pytest.mark.parametrize("first", [1, 3])
+@pytest.mark.parametrize("first", [1, 3, 13])
 def test_the_step_is_named(clusters, plan, first, alike):
     with pytest.raises(
         PlanError, match=rf"loss: in step {first}, of \d+ rows .* weighted by target elements.*losses.we"
