@@ -15,7 +15,7 @@ import copy
 import math
 import os
 import zlib
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -26,11 +26,10 @@ from minipar.cluster import worker
 from minipar.comm import operations, packing, playing, values
 from minipar.comm.handles import Handle, Result, to_host
 from minipar.comm.operations import ALL_GATHER, ALL_TO_ALL, ALLREDUCE, REDUCE_SCATTER
-from minipar.comm.playing import Lane
 from minipar.comm.transport.interface import DONE, Transport
 from minipar.comm.world import CLOSED, RankGroup, World, of_rank, under_torchrun
 from minipar.costs.rates import Calibration
-from minipar.errors import PlanError, RankError
+from minipar.errors import RankError
 from minipar.program import collectives
 from minipar.program.mesh import Mesh
 from minipar.wording import several
@@ -60,6 +59,7 @@ class Communicator:
         self._parted: tuple[int, ...] = ()  # by which splits it was made
         self._splits = 0
         self._played: Counter[tuple[int, ...]] = Counter()  # by the ranks of the world that took part
+        self.turns: deque[playing.Played] = deque()  # programs that are begun and have not run
         self.rates: Calibration | None = None  # by which "auto" chooses; the same on all ranks
 
     @property
@@ -238,25 +238,6 @@ class Communicator:
         carrier = world.messages if self.gpus is None else self.gpus.messages
         carrier.warm_up(sorted(self.members[peer] for peer in set(peers)))
 
-    def play_beside(self, groups: Iterable[tuple[int, ...]], algorithm: str) -> None:
-        """Let the collectives of these groups by an algorithm's program run while this rank computes. Every rank calls
-        this with the same groups, as in `prepare`. PlanError on a GPU."""
-        if self.device.type != "cpu":
-            raise PlanError(
-                f"algorithm={algorithm}: while a GPU computes, its host plays no program; possible are overlap=none, "
-                "where each rank sums over one group of ranks, and algorithm=default"
-            )
-        for group in sorted({tuple(sorted(one)) for one in groups if self.rank in one}):
-            if len(group) > 1:
-                self._world.make_lane(tuple(self.members[rank] for rank in group))
-                lane = self.lane(group)
-                assert lane is not None
-                playing.make_room(lane, self.device)
-
-    def lane(self, ranks: Sequence[int]) -> Lane | None:
-        """What plays the programs of these ranks while they compute; None: nobody, they run in `wait`."""
-        return self._world.lanes.get(tuple(self.members[rank] for rank in ranks))
-
     def iallreduce(
         self, tensor: torch.Tensor, ranks: tuple[int, ...], name: str = "", algorithm: str | None = None
     ) -> Handle:
@@ -264,8 +245,8 @@ class Communicator:
 
         `name`: what the sum is called, such as a bucket. Ranks that differ in it, or in shape or dtype, get a RankError
         from `wait`: only the names show that two sums of the same form are in another order. `algorithm`: "shared",
-        "backend", or one of collectives.names("allreduce"), whose program runs in `wait`, or in a lane (`play_beside`);
-        all ranks must then wait in the same order, and what they sum is not compared.
+        "backend", or one of collectives.names("allreduce"), whose program runs in `wait`: what ranks sum is then not
+        compared.
         """
         if len(ranks) == 1 and ranks[0] == self.rank:
             return Handle(None, None, self.pending)
@@ -284,32 +265,27 @@ class Communicator:
         into: torch.Tensor,
         ranks: tuple[int, ...],
         add: bool = False,
-        algorithm: str | None = None,
     ) -> Handle:
         """Start summing a contiguous tensor over `ranks` (sorted, this rank among them), each keeping its own part.
 
         The tensor is len(ranks) parts of the size of `into`; `into` becomes the sum of the parts at this rank's place,
-        or is added to (`add`), until `wait` returns. `algorithm`: as in `iallreduce`, one that knows "reduce_scatter".
+        or is added to (`add`), until `wait` returns.
         """
         if len(ranks) == 1 and ranks[0] == self.rank:
             (into.add_ if add else into.copy_)(tensor)
             return Handle(None, None, self.pending)
         if not tensor.is_contiguous() or tensor.numel() != into.numel() * len(ranks):
             raise RankError(f"{tensor.numel()} elements cannot be cut into {len(ranks)} parts of {into.numel()}")
-        if algorithm is not None:
-            return Handle(operations.played_scatter(self, tensor, into, ranks, add, algorithm), tensor, self.pending)
         what = f"reduce_scatter of {values.form(tensor)}"
         group, given = self._for(tensor, ranks)
         arguments = given, into, [into.numel()] * len(ranks), "sum", add
         work = group.submit(what, REDUCE_SCATTER, lambda _: arguments, self.shares(group) and not tensor.is_cuda)
         return Handle(work, given, self.pending)
 
-    def iall_gather(
-        self, part: torch.Tensor, into: torch.Tensor, ranks: tuple[int, ...], algorithm: str | None = None
-    ) -> list[Handle]:
+    def iall_gather(self, part: torch.Tensor, into: torch.Tensor, ranks: tuple[int, ...]) -> list[Handle]:
         """Start collecting the parts of `ranks` (sorted, this rank among them) end to end in a contiguous tensor.
 
-        `part` may already be this rank's place in `into`. `algorithm`: as in `iallreduce`, one that knows "all_gather".
+        `part` may already be this rank's place in `into`.
         """
         size = part.numel()
         if not into.is_contiguous() or into.numel() != size * len(ranks):
@@ -319,8 +295,6 @@ class Communicator:
             mine.copy_(part)
         if len(ranks) == 1:
             return []
-        if algorithm is not None:
-            return [Handle(operations.played_gather(self, into, ranks, algorithm), into, self.pending)]
         what = f"all_gather of {values.form(into)}"
         group, given = self._for(into, ranks)
         work = group.submit(what, ALL_GATHER, lambda _: (given, [size] * len(ranks)), self.shares(group))

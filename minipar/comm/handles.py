@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from minipar.cluster import notes, worker
-from minipar.comm.playing import Playing
 from minipar.comm.queues import Collective
 from minipar.comm.transport.interface import StreamWork
 
@@ -90,7 +89,7 @@ class Handle:
 
     def when_done(self, call: Callable[[], None]) -> None:
         """Call `call` when a collective is complete, from another thread; never, if the backend cannot do that."""
-        if isinstance(self._work, (Collective, Playing)):
+        if isinstance(self._work, Collective):
             self._work.when_done(call)
 
 

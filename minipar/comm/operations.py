@@ -18,13 +18,12 @@ from torch import Tensor
 from minipar.comm import playing, values
 from minipar.comm.handles import Handle, Result, to_host
 from minipar.comm.packing import as_bytes
-from minipar.comm.playing import Playing
 from minipar.comm.transport import backend, shared
 from minipar.comm.transport.interface import Transport
 from minipar.comm.transport.shared import share
 from minipar.comm.world import RankGroup, Way
 from minipar.errors import CollectiveMismatch, RankError
-from minipar.program import Program, collectives
+from minipar.program import collectives
 from minipar.wording import several
 
 if TYPE_CHECKING:
@@ -311,46 +310,12 @@ def _submit(
     return Handle(work, None, comm.pending)
 
 
-Play = Callable[[Program, Tensor], Tensor]
-
-
-def _played(comm: Communicator, ranks: tuple[int, ...], run: Callable[[Play], object]) -> playing.Played | Playing:
-    """Plays a program: in the group's lane, if it has one, and otherwise in `wait`."""
-    lane, number = comm.lane(ranks), comm.count_played(ranks)
-    line, members = (comm, ranks) if lane is None else (lane, tuple(range(len(ranks))))
-
-    def play(program: Program, tensor: Tensor) -> Tensor:
-        return playing.play(program, line, tensor, members, number=number)
-
-    return playing.Played(lambda: run(play)) if lane is None else lane.play(lambda: run(play))
-
-
-def played_sum(comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], algorithm: str) -> playing.Played | Playing:
+def played_sum(comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], algorithm: str) -> playing.Played:
     """The sum of a contiguous tensor in place over some ranks by an algorithm's program."""
-    size = tensor.element_size()
+    size, number = tensor.element_size(), comm.count_played(ranks)
     program = collectives.program("allreduce", algorithm, len(ranks), tensor.numel() * size, item=size)
-    return _played(comm, ranks, lambda play: play(program, tensor.detach().view(-1)))
-
-
-def played_scatter(
-    comm: Communicator, tensor: Tensor, into: Tensor, ranks: tuple[int, ...], add: bool, algorithm: str
-) -> playing.Played | Playing:
-    """The same where each rank keeps its own part of the sum."""
-    size = tensor.element_size()
-    program = collectives.program("reduce_scatter", algorithm, len(ranks), tensor.numel() * size, item=size)
-
-    def run(play: Play) -> Tensor:
-        mine = play(program, tensor.detach().view(-1))
-        return (into.add_ if add else into.copy_)(mine.view(into.shape))
-
-    return _played(comm, ranks, run)
-
-
-def played_gather(comm: Communicator, into: Tensor, ranks: tuple[int, ...], algorithm: str) -> playing.Played | Playing:
-    """Parts of all ranks, end to end in a tensor that has this rank's, by an algorithm's program."""
-    size = into.element_size()
-    program = collectives.program("all_gather", algorithm, len(ranks), into.numel() * size, item=size)
-    return _played(comm, ranks, lambda play: play(program, into.detach().view(-1)))
+    flat = tensor.detach().view(-1)
+    return playing.Played(lambda: playing.play(program, comm, flat, ranks, number=number), comm.turns)
 
 
 def _same(form: list[int], other: list[int]) -> bool:

@@ -9,26 +9,23 @@ it was made for: chunk c of C begins at element n c // C, and stretches without 
 
 A program has equal chunks, one for each rank. For the operations of a Communicator, where ranks may have more rows than
 others, or none, parts are filled up to the size of the largest before they are sent. A program runs in the `wait` of
-its handle: it is this rank's own work, unless a `Lane` does it while the rank computes. The operations have the
-arguments of those in shared memory (transport/shared.py).
+its handle: it is this rank's own work. The operations have the arguments of those in shared memory
+(transport/shared.py).
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as Later
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from minipar.cluster.threads import InTurn
-from minipar.comm.transport.interface import OwnMessages, Work
 from minipar.errors import RankError
 from minipar.models.tensors import dtype_name
 from minipar.program import Instruction, Op, Program, Value
@@ -36,27 +33,14 @@ from minipar.program.collectives import OPERATIONS
 from minipar.program.collectives.moves import bounds
 
 if TYPE_CHECKING:
+    from minipar.comm.communicator import Communicator
+    from minipar.comm.handles import Handle
     from minipar.trace import Trace
 
 PIECE = 1 << 20  # bytes of a message, at most
 _BUFFERS = 2  # one is added while the next piece comes into the other
 _TAGS, _NUMBERS = 1 << 19, 1 << 10  # messages to one rank in one collective, and collectives under way at once
 _FIRST_TAG = 1 << 30  # beyond those of pipelines (comm/links.py); gloo's tags have 31 bits
-
-
-class Waited(Protocol):
-    """A message under way."""
-
-    def wait(self) -> object: ...
-
-
-class Line(Protocol):
-    """What carries the messages of a program: a Communicator, or a lane."""
-
-    rank: int
-
-    def isend(self, tensor: Tensor, peer: int, tag: int = 0) -> Waited: ...
-    def irecv(self, tensor: Tensor, peer: int, tag: int = 0) -> Waited: ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +52,7 @@ class Timed:
 
 
 def play(
-    program: Program, comm: Line, tensor: Tensor, ranks: tuple[int, ...], op: str = "sum", *, number: int = 0
+    program: Program, comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], op: str = "sum", *, number: int = 0
 ) -> Tensor:
     """Run this rank's instructions of a collective's program on a contiguous tensor. Every rank of `ranks` does it.
 
@@ -87,7 +71,7 @@ def play(
 
 
 def record(
-    program: Program, comm: Line, tensor: Tensor, ranks: tuple[int, ...], op: str = "sum", *, number: int = 0
+    program: Program, comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], op: str = "sum", *, number: int = 0
 ) -> tuple[Tensor, Timed]:
     """Like `play`, but also return when each instruction ran. `measured` makes a Trace of the records of all ranks."""
     size = len(program.ranks[ranks.index(comm.rank)])
@@ -108,19 +92,19 @@ def measured(program: Program, records: Sequence[Timed]) -> Trace:
 # on a rank ------------------------------------------------------------------------------------------------------------
 
 
-def _pool(comm: Line) -> list[Tensor]:
+def _pool(comm: Communicator) -> list[Tensor]:
     """Receive buffers of a communicator that are free now: to make new ones would take longer than the receive."""
     return _pools.setdefault(comm, [])
 
 
-def make_room(comm: Line, device: torch.device) -> None:
+def make_room(comm: Communicator, device: torch.device) -> None:
     """Make the receive buffers now: they belong to the way messages go, and not to what a program holds."""
     pool = _pool(comm)
     while sum(buffer.device == device for buffer in pool) < _BUFFERS:
         pool.append(torch.empty(PIECE, dtype=torch.uint8, device=device))
 
 
-_pools: WeakKeyDictionary[Line, list[Tensor]] = WeakKeyDictionary()
+_pools: WeakKeyDictionary[Communicator, list[Tensor]] = WeakKeyDictionary()
 _DTYPES = (
     torch.float32,
     torch.float64,
@@ -144,7 +128,7 @@ class _Player:
     """One run of one rank through a program."""
 
     def __init__(
-        self, program: Program, comm: Line, tensor: Tensor, ranks: tuple[int, ...], op: str, number: int
+        self, program: Program, comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], op: str, number: int
     ) -> None:
         self._check(program, comm, tensor, ranks, op)
         self.program, self.comm, self.ranks, self.op = program, comm, ranks, op
@@ -153,12 +137,12 @@ class _Player:
         self.tag = _FIRST_TAG + number % _NUMBERS * _TAGS
         self.sent: dict[int, int] = {}  # messages so far, by rank
         self.received: dict[int, int] = {}
-        self.sending: dict[int, list[Waited]] = {}  # by chunk
-        self.arriving: dict[Value, tuple[int, list[Waited]]] = {}  # index of the RECV
+        self.sending: dict[int, list[Handle]] = {}  # by chunk
+        self.arriving: dict[Value, tuple[int, list[Handle]]] = {}  # index of the RECV
         self.expected: dict[Value, tuple[int, list[int]]] = {}  # the same for chunks that will be added: their tags
         self.places = self._places()
 
-    def _check(self, program: Program, comm: Line, tensor: Tensor, ranks: tuple[int, ...], op: str) -> None:
+    def _check(self, program: Program, comm: Communicator, tensor: Tensor, ranks: tuple[int, ...], op: str) -> None:
         if len(ranks) != len(program.ranks) or comm.rank not in ranks or len(set(ranks)) != len(ranks):
             raise RankError(
                 f"ranks {ranks}: {program.name} needs {len(program.ranks)} different ranks, {comm.rank} among them"
@@ -285,7 +269,7 @@ class _Player:
         buffers = [self._buffer(pool) for _ in range(min(_BUFFERS, len(pieces)))]
         begin = 0.0
 
-        def post(k: int) -> tuple[Tensor, Waited]:
+        def post(k: int) -> tuple[Tensor, Handle]:
             into = buffers[k % _BUFFERS].view(self.flat.dtype)[: pieces[k].numel()]
             return into, self.comm.irecv(into, peer, tags[k])
 
@@ -361,88 +345,35 @@ def _filled(parts: Sequence[Tensor], size: int) -> Tensor:
     return whole
 
 
-# lanes: programs that run while a rank computes ---------------------------------------------------------------------
-
-#     rank's thread   B 3 | start AR 3 | B 2 | start AR 2 | B 1 | B 0 | wait for AR 3, AR 2 ...
-#     lane 0,1,2,3               [ AR 3: send, receive, add ... ][ AR 2 ...   ]
-
-
-_SLICE = 0.05  # seconds of a wait between two looks for an interrupt
-
-
-class Lane:
-    """A rank's thread for one group. It plays the group's collectives one after another, in the order in which they
-    were started, and has messages of its own: nobody else reads them. `rank` and all peers are numbers within the
-    group. `label`: what it plays."""
-
-    def __init__(self, messages: OwnMessages, rank: int, label: str) -> None:
-        self.messages, self.rank, self.label = messages, rank, label
-        self._turns = InTurn(f"plays {label}")
-
-    def isend(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
-        """Start sending a contiguous tensor."""
-        return self.messages.send(tensor, peer, tag)
-
-    def irecv(self, tensor: Tensor, peer: int, tag: int = 0) -> Work:
-        """Start receiving into a contiguous tensor."""
-        return self.messages.receive(tensor, peer, tag)
-
-    def play(self, run: Callable[[], object]) -> Playing:
-        """Run this after all that came before it."""
-        return Playing(self._turns.submit(run), self.label)
-
-    def close(self) -> None:
-        """End the messages, and so what waits for one; the thread ends then."""
-        self._turns.shutdown(patient=False)
-        self.messages.close()
-
-
-class Playing:
-    """A collective that a lane plays; it takes the place of a backend's work."""
-
-    def __init__(self, future: Future[Any], label: str) -> None:
-        self._future, self.label = future, label
-
-    def wait(self, *_: timedelta) -> None:
-        """Return when it is complete. RuntimeError or ConnectionError when a peer is gone."""
-        while True:
-            try:
-                self._future.result(_SLICE)
-                return
-            except Later:
-                if self._future.done():  # (it has ended just now, or the error is its own)
-                    self._future.result()
-                    return
-
-    def is_completed(self) -> bool:
-        return self._future.done()
-
-    def when_done(self, call: Callable[[], None]) -> None:
-        """Call `call` when it is complete, from the lane's thread."""
-        self._future.add_done_callback(lambda _: call())
-
-
 class Played:
-    """A program that runs in `wait`; it takes the place of a backend's work."""
+    """A program that runs in `wait`, after those in `turns` that were begun before it: ranks of several groups may wait
+    for them in different orders. It takes the place of a backend's work."""
 
-    def __init__(self, run: Callable[[], object]) -> None:
-        self._run: Callable[[], object] | None = run
+    def __init__(self, run: Callable[[], object], turns: deque[Played] | None = None) -> None:
+        self._run, self._turns = run, deque[Played]() if turns is None else turns
         self._error: BaseException | None = None
+        self._begun = False
+        self._turns.append(self)
 
     def wait(self, *_: timedelta) -> None:
         """Run it, at the first call."""
-        run, self._run = self._run, None
-        if run is not None:
-            try:
-                run()
-            except BaseException as error:
-                self._error = error
+        while not self._begun:
+            self._turns.popleft()._play()
         if self._error is not None:
             raise self._error
 
+    def _play(self) -> None:
+        self._begun = True
+        try:
+            self._run()
+        except BaseException as error:
+            self._error = error
+            if not isinstance(error, Exception):
+                raise
+
     def is_completed(self) -> bool:
-        """Whether `wait` was called."""
-        return self._run is None
+        """Whether it has run."""
+        return self._begun
 
     def get_future(self) -> Any:
         """Always a RuntimeError: there is no future."""

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from minipar.cluster import agreement, notes
 from minipar.cluster.worker import Context
 from minipar.comm.handles import Handle
-from minipar.comm.playing import Lane
 from minipar.comm.queues import Collective, Queue, Starter
 from minipar.comm.transport import gloo, shared
 from minipar.comm.transport.calls import Steps, announcement
@@ -53,7 +52,6 @@ class World:
     host    what carries tensors on the CPU
     hosts   by rank, the name of its host
     gpus    what carries tensors on GPUs; None: they go through host memory
-    lanes   of groups that play collectives while they compute
     """
 
     store: dist.Store
@@ -69,7 +67,6 @@ class World:
     pending: set[Handle] = field(default_factory=set)
     starter: Starter = field(default_factory=lambda: Starter("starts collectives"))
     groups: dict[tuple[Transport, tuple[int, ...]], RankGroup] = field(default_factory=dict)
-    lanes: dict[tuple[int, ...], Lane] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.group(self.everyone, self.host)
@@ -91,30 +88,18 @@ class World:
             found = self.groups[transport, members] = RankGroup(self, transport, members)
         return found
 
-    def make_lane(self, members: tuple[int, ...]) -> None:
-        """Let these ranks play collectives while they compute. All of them call this together."""
-        if members not in self.lanes:
-            label = f"a collective over {','.join(map(str, members))}"
-            group = self.group(members, self.host)
-            with _connecting(members):
-                line = self.host.line(members)
-            self.lanes[members] = Lane(line, members.index(self.rank), label)
-            group.meet()  # (nobody sends anything before all have theirs)
-
     def close(self) -> None:
         """Close all groups. Later use raises RankError."""
         if self.closed:
             return
         self.closed = True
         self.starter.close()
-        for lane in self.lanes.values():
-            lane.close()
         transports = [one for one in (self.host, self.gpus) if one is not None]
         for one in transports:
             one.close(bool(self.pending))
         if self.pending and any(one.native for one in transports):
             _abandoned.append((self.groups, transports, self.pending))
-        self.groups, self.lanes, self.pending = {}, {}, set()
+        self.groups, self.pending = {}, set()
         closed: Any = _Closed()
         self.host = self.gpus = self.messages = self.reader = closed
 

@@ -66,7 +66,6 @@ from minipar.program import (
     tier,
     version_of,
 )
-from minipar.program.comm_volume import by_algorithm
 from minipar.strategies.passes.versions import without_versions
 
 if TYPE_CHECKING:
@@ -147,25 +146,6 @@ def _arrive(joined: Joined, stamp: Callable[[], None]) -> None:
         stamp_later(end, stamp)
 
 
-def _needs_lanes(program: Program) -> bool:
-    """Whether a rank computes something while a program of its own sums gradients, or sums over several groups, which
-    may be in other orders elsewhere. All ranks decide alike."""
-    groups = ({ins.group for ins in row if ins.group and by_algorithm(program, ins)} for row in program.ranks)
-    return any(len(found) > 1 for found in groups) or any(map(_sums_beside, program.ranks))
-
-
-def _sums_beside(instructions: Sequence[Instruction]) -> bool:
-    """Whether a rank computes something between the start of a sum of gradients and the first read of it."""
-    started: set[Value] = set()
-    for ins in instructions:
-        started.difference_update(ins.reads)
-        if started and ins.op in (Op.FORWARD, Op.RECOMPUTE, *BACKWARDS):
-            return True
-        if ins.op in (Op.ALL_REDUCE, Op.REDUCE_SCATTER) and not repartitions(ins):
-            started.update(value for value in ins.writes if value not in ins.frees)
-    return False
-
-
 class Executor:
     """One rank's part of a program: layers, optimizer, links and buffers, kept from step to step.
 
@@ -244,8 +224,6 @@ class Executor:
         groups = {ins.group for ins in self.instructions if ins.group}
         peers = {ins.peer for ins in self.instructions if ins.op in (Op.SEND, Op.RECV)}
         comm.prepare(groups, peers, program.algorithm or None)
-        if program.algorithm and _needs_lanes(program):
-            comm.play_beside(groups, program.algorithm)
         self.device = EmulatedDevice(delays) if delays is not None else None
         emulated = delays is not None and delays.links
         self.links: Links | None = None

@@ -288,6 +288,7 @@ EXCLUSIONS = (
             (ZERO, "it orders sums of whole gradients"),
             (BEST_SIZE, "its size is found for sums that end with the step"),
             (COMPRESSED, "pieces of gradients are sent as they are"),
+            (ALGORITHM, "ranks play an algorithm's program themselves, and compute nothing meanwhile"),
         )
     ),
     *(

@@ -185,7 +185,7 @@ class Plan:
     algorithm: str = key(
         keys.ALGORITHM,
         keys.SUM,
-        "by which gradients of replicas are summed, and slices gathered; default: shared memory, or the backend's own",
+        "by which gradients of replicas are summed, after the backward; default: shared memory, or the backend's own",
     )
     extra_passes: tuple[str, ...] | str = key((), keys.PASSES, "passes of your own, by the names of @minipar.pass_")
     annotations: tuple[tuple[str, str], ...] | Mapping[str, str] | str = key(
@@ -378,6 +378,11 @@ class Plan:
         if self.overlap != "priority":
             return 1
         return max(size for size in range(1, min(steps, BLOCK) + 1) if every % size == 0)
+
+    @property
+    def sums_at_the_end(self) -> bool:
+        """Whether gradients are summed after the last backward. (The program of an algorithm is a rank's own work.)"""
+        return self.overlap == "none" or self.algorithm != keys.ALGORITHM
 
     def __str__(self) -> str:
         words = [f"dp={self.dp}", f"pp={self.pp}"]

@@ -171,8 +171,7 @@ def test_a_death_names_rank_signal_and_operation(cluster: Cluster) -> None:
 def waits(comm: Any, where: str) -> None:
     if where == "allreduce":
         comm.allreduce([1.0])
-    elif where == "lane":
-        comm.play_beside([(0, 1, 2)], "ring")
+    elif where == "algorithm":
         comm.iallreduce(torch.ones(3), (0, 1, 2), algorithm="ring").wait()
     elif where == "recv":
         comm.irecv(torch.empty(3), (comm.rank + 1) % 3, 1).wait()
@@ -180,7 +179,7 @@ def waits(comm: Any, where: str) -> None:
         comm.prepare([(0, 1), (0, 2), (1, 2)])
 
 
-@pytest.mark.parametrize("where", ["allreduce", "lane", "recv", "group"])
+@pytest.mark.parametrize("where", ["allreduce", "algorithm", "recv", "group"])
 def test_stop_reaches_a_waiting_rank_and_keeps_its_state(
     cluster: Cluster, state: Callable[[], list[Any]], where: str
 ) -> None:

@@ -174,3 +174,17 @@ def _played_by_some() -> float:
     tensor = torch.full((4,), float(comm.rank + 1))
     operations.played_sum(comm, tensor, (0, 1, 2, 3), "tree").wait()
     return float(tensor.sum())
+
+
+def test_programs_run_in_the_order_in_which_they_were_begun(clusters):
+    """However ranks wait for them: half of the ranks wait for the last one first."""
+    assert clusters(4).run(_waits_in_another_order) == [[10.0, 20.0, 30.0]] * 4
+
+
+def _waits_in_another_order() -> list[float]:
+    comm = communicator.create()
+    sums = [torch.full((3,), (k + 1.0) * (comm.rank + 1)) for k in range(3)]
+    handles = [comm.iallreduce(one, (0, 1, 2, 3), algorithm="ring") for one in sums]
+    for handle in handles if comm.rank % 2 else reversed(handles):
+        handle.wait()
+    return [one[0].item() for one in sums]

@@ -25,7 +25,7 @@ from torch import Tensor
 from minipar.cluster.agreement import TIMEOUT
 from minipar.comm.transport import calls
 from minipar.comm.transport.calls import Need, Steps
-from minipar.comm.transport.interface import Messages, OwnMessages, Transport, Work
+from minipar.comm.transport.interface import Messages, Transport, Work
 
 _SLICE = timedelta(milliseconds=50)  # of a wait in native code: an interrupt can come this late
 _NAP = 5e-4
@@ -56,9 +56,6 @@ class Gloo(Transport):
 
     def memory(self, kind: str, members: tuple[int, ...]) -> None:
         return None
-
-    def line(self, members: tuple[int, ...]) -> OwnMessages:
-        return _Messages(self._group("line", members), tuple(range(len(members))))  # (peers are numbers in the group)
 
     def _group(self, kind: str, members: tuple[int, ...]) -> Any:
         found = self._groups.get((kind, members))
@@ -138,6 +135,3 @@ class _Messages:
 
     def warm_up(self, peers: Iterable[int]) -> None:
         """All are connected when the group is made."""
-
-    def close(self) -> None:
-        """The connections end when nothing refers to the group any more."""

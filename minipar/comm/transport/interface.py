@@ -70,13 +70,6 @@ class Messages(Protocol):
         """Connect with these ranks now. All ranks call it together, each with those that it exchanges messages with."""
 
 
-class OwnMessages(Messages, Protocol):
-    """Messages that end before the transport does."""
-
-    def close(self) -> None:
-        """End them. What was not delivered is lost, and what waits for a message fails."""
-
-
 class Transport(ABC):
     """How one rank reaches all others. Every rank of a world makes the same one."""
 
@@ -105,11 +98,6 @@ class Transport(ABC):
     @abstractmethod
     def announcing(self, kind: str, members: tuple[int, ...]) -> Any:
         """gloo's process group in which ranks without shared memory announce their collectives of one kind."""
-
-    @abstractmethod
-    def line(self, members: tuple[int, ...]) -> OwnMessages:
-        """Messages among these ranks alone, which have nothing to do with any others; made by all of them together. A
-        peer is a number within `members`."""
 
     @abstractmethod
     def memory(self, kind: str, members: tuple[int, ...]) -> Arena | None:

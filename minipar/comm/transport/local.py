@@ -17,7 +17,7 @@ from minipar.cluster.processes import readable
 from minipar.comm.transport import arena, shared_memory
 from minipar.comm.transport.arena import Arena
 from minipar.comm.transport.gloo import Gloo
-from minipar.comm.transport.interface import OwnMessages, Transport
+from minipar.comm.transport.interface import Transport
 from minipar.comm.transport.sockets import Sockets
 
 _NAP = 1e-3  # seconds between two looks into the store
@@ -48,9 +48,6 @@ class LocalTransport(Transport):
 
     def announcing(self, kind: str, members: tuple[int, ...]) -> Any:
         return self.gloo.announcing(kind, members)
-
-    def line(self, members: tuple[int, ...]) -> OwnMessages:
-        return self.sockets.among(members)
 
     def memory(self, kind: str, members: tuple[int, ...]) -> Arena | None:
         """An arena that all members have mapped. If one of them cannot map it, all get None."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from minipar.comm.transport.arena import Arena
 from minipar.comm.transport.gloo import TIMEOUT
-from minipar.comm.transport.interface import OwnMessages, StreamWork, Transport, Work
+from minipar.comm.transport.interface import StreamWork, Transport, Work
 
 
 class Nccl(Transport):
@@ -38,9 +38,6 @@ class Nccl(Transport):
 
     def memory(self, kind: str, members: tuple[int, ...]) -> Arena | None:
         return self.host.memory(kind, members)
-
-    def line(self, members: tuple[int, ...]) -> OwnMessages:
-        return self.host.line(members)
 
     def lost(self, members: tuple[int, ...]) -> int | None:
         return self.host.lost(members)

@@ -27,7 +27,6 @@ import select
 import socket
 import struct
 import threading
-import zlib
 from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -90,16 +89,6 @@ class Sockets:
         self.flusher = Flusher("writes messages")
         self.outgoing: dict[int, Outgoing] = {}
         self.incoming: dict[int, _Incoming] = {}
-
-    def among(self, members: tuple[int, ...]) -> Sockets:
-        """Connections of their own among these ranks, which count from 0. All of them must have made theirs before the
-        first message."""
-        name = f"{zlib.crc32(str(members).encode()):x}"
-        far = None
-        if self.far is not None:
-            others = frozenset(k for k, rank in enumerate(members) if rank in self.far.ranks)
-            far = self.far._replace(ranks=others, store=dist.PrefixStore(name, self.far.store))
-        return Sockets(members.index(self.rank), f"{self.path}-{name}", far)
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> Work:
         """Start sending a contiguous CPU tensor; never blocks. All ranks must have made their `Sockets` before."""

@@ -52,7 +52,7 @@ Sharing = Mapping[int, tuple[int, ...]]  # parameter group -> the ranks whose gr
 
 def sum_gradients(draft: Draft) -> Draft:
     """Gradients are summed over the ranks that hold the same parameters, bucket by bucket."""
-    layout, overlap = draft.layout, draft.plan.overlap == "backward"
+    layout, overlap = draft.layout, draft.plan.overlap == "backward" and not draft.plan.sums_at_the_end
     sharing = [summed(draft, rank) for rank in range(layout.pp)]
 
     def rewrite(rank: int, row: Sequence[Instruction]) -> list[Instruction]:

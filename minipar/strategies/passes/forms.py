@@ -127,7 +127,7 @@ def _in_buckets(
     for own in dict.fromkeys(ranks[g] for g in ready):
         alike = [g for g in ready if ranks[g] == own]
         for groups in split_buckets(alike, draft.layout.shape.groups, draft.bucket):
-            place = len(row) - 1 if draft.plan.overlap == "none" else max(last[g] for g in groups)
+            place = len(row) - 1 if draft.plan.sums_at_the_end else max(last[g] for g in groups)
             sums.append((place, _sum(groups, draft.layout, own, draft.step, draft.bucket)))
     return insert(row, after=sums)
 
