@@ -133,9 +133,6 @@ class FakeStreams:
             self.put(("ends", line), "wait", handle.end)
         return self.record(("ends", line)) if handles else None
 
-    def happened(self, mark: Any) -> bool:
-        return False
-
     def wait(self, mark: Any) -> None:
         if isinstance(mark, Event):
             mark.synchronize()

@@ -24,6 +24,7 @@ from minipar.data.batches import Batch, BatchPart, BatchRows
 from minipar.errors import MiniparError, RankError
 from minipar.execution import autograd_entry, layer_calls, naming_layers, repartition
 from minipar.execution.fitting import row_major
+from minipar.execution.following import Midst
 from minipar.execution.layer_calls import Call, LayerCall, Result, Sizes, UntouchedInputs
 from minipar.execution.mean_loss import Finite, Loss, MeanLoss, Target
 from minipar.execution.remembered import Remembered, will_run_again
@@ -63,6 +64,7 @@ class Compute:
     kept     what autograd keeps of layers that are offloaded
     experts  counts which experts tokens go to; None without experts
     finite   checks the losses; None if nobody asks for it
+    midst    reports them while a pass goes on; None if nobody asks for it
     later    checks of what the device has computed, at once or when the host knows it
     """
 
@@ -91,6 +93,7 @@ class Compute:
         self.later = Later(self.streams)
         self.loss = MeanLoss(loss, program, rank, self.later)
         self.finite: Finite | None = None
+        self.midst: Midst | None = None
         self.sizes: Sizes = {}
         # Bytes of values in another form, and of the tensors that change their form.
         self.form_sizes: dict[tuple[str, int, int, str], int] = {}
@@ -163,6 +166,8 @@ class Compute:
         """A new pass: its step s trains on `batches(base + s)`, the whole batch, or this rank's part of it."""
         self.rows.begin(batches, base)
         self.losses: list[Tensor | float] = [0.0] * self.program.losses
+        if self.midst is not None:
+            self.midst.begin(self.program.losses)
 
     def work(self, ins: Instruction, live: dict[Value, Any]) -> None:
         """Run a compute instruction on layers, of any kind. An error of a backward names the layers that it ran."""
@@ -306,7 +311,10 @@ class Compute:
         if not self.is_first("S0", "S1"):
             return  # ranks that share the last layer and have the same rows have the same loss, which counts once
         part = (every or 1) * (self.rows.share(ins.step) if self.program.local_steps else 1)
-        self.losses[k] = self.losses[k] + (loss if part == 1 else loss * part)
+        share = loss if part == 1 else loss * part
+        self.losses[k] = self.losses[k] + share
+        if self.midst is not None:
+            self.later.check(share, partial(self.midst, k=k))
 
     # backward --------------------------------------------------------------------------------------------------------
 

@@ -478,7 +478,7 @@ def _prepared(job: Job, work: Work, comm: communicator.Communicator) -> tuple[Ex
     outline = outline_of(model)
     delays = work.slow[comm.rank][0] if work.slow is not None else None
     executor = Executor(program, comm, model, job.loss, job.optimizer, job.seed, delays, job.scheduler)
-    executor.walked = work.reporter.walked(worker.report) if work.reporter is not None else None
+    executor.compute.midst = work.reporter.midst(worker.report) if work.reporter is not None else None
     executor.compute.finite = None if job.on_nan == "ignore" else Finite(comm.rank, job.on_nan, worker.report)
     executor.state.measured = {} if work.end is not None and isinstance(program.contract, Synchronous) else None
     numbers = [layer for layer, count in enumerate(getattr(model, "nodes", ())) for _ in range(count)]

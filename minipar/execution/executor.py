@@ -38,7 +38,6 @@ from minipar.execution.dtypes import check_narrow, narrow
 from minipar.execution.dynamic_schedule import DynamicSchedule
 from minipar.execution.emulation import Delays, EmulatedDevice, Joined, end_of, stamp_later
 from minipar.execution.fitting import check_fit
-from minipar.execution.following import Walked
 from minipar.execution.lines import Slice
 from minipar.execution.mean_loss import Loss
 from minipar.execution.state import State, Table
@@ -213,7 +212,6 @@ class Executor:
             Op.STEP: self._step,
         }
         self.watch: Tracker | None = None
-        self.walked: Walked | None = None  # reports a pass while it runs
         self.follow(program, delays)
 
     def follow(self, program: Program, delays: Delays | None = None) -> None:
@@ -250,12 +248,10 @@ class Executor:
         self.ends: list[Mark] = [0.0] * size
         self.posted: dict[int, list[Mark]] = {}  # when receives were posted, by peer
         starts, ends, links, copies = self.starts, self.ends, self.links, self.copies
-        device, watch, report = self.device, self.watch, self.walked
+        device, watch = self.device, self.watch
         streams.begin()
         if links is not None:
             links.start()
-        if report is not None:
-            report.begin(starts, ends, compute.losses, streams)
         self.begun = mark()
         if device is not None:
             device.begin()
@@ -287,8 +283,6 @@ class Executor:
             ends[index] = line.mark() if end is None else end
             if watch is not None and end is None:
                 streams.wait(ends[index])  # memory is followed on the host's clock, so the host may not run ahead
-            if report is not None:
-                report(self._order(index), (coming.started for coming in pending.values()))
             for value in line.dropped:
                 live.pop(value, None)
             for value in line.released:
@@ -305,8 +299,6 @@ class Executor:
         ends[:] = [end or now for end in ends]  # (of pieces of a gradient only the last one was waited for)
         losses = read_all(compute.losses, streams)
         starts, ends = streams.times(starts), streams.times(ends)
-        if report is not None:
-            report(self._order(size - 1), last=True)
         overruns = [] if device is None else device.overruns
         if self.dynamic is None:
             return PassRecord(losses, starts, ends, self.gradients, overruns)
@@ -314,10 +306,6 @@ class Executor:
         overran = [k for k, index in enumerate(walked) if index in overruns]
         starts, ends = ([times[index] for index in walked] for times in (starts, ends))
         return PassRecord(losses, starts, ends, self.gradients, overran, self.dynamic.order)
-
-    def _order(self, index: int) -> Sequence[int]:
-        """The instructions walked so far, the last of them `index`."""
-        return range(index + 1) if self.dynamic is None else self.dynamic.executed
 
     # waiting ---------------------------------------------------------------------------------------------------------
 

@@ -3,11 +3,8 @@
 rank 0  pass 0 ... pass 1 ... pass 2        each rank sends its losses, and now and then its clock readings;
 rank 1  pass 0 ... pass 1 ... pass 2        when all have sent those of a pass, there is a trace of it
 
-An asynchronous pipeline is one long pass, whose steps overlap. There the ranks report in the middle of the pass:
-
-rank 0   ..F3 B1 F4 B2 F5|B3 ..      each rank reports now and then what it has walked since its last report;
-rank 1   ..F2 B2 F3 B3 F4|B4 ..      the trace shows the time of the last step that all ranks have done and fully
-         step 1 |<-- 3 -->|          reported, together with the parts of other steps that ran in that time
+An asynchronous pipeline is one long pass, whose steps overlap. There the ranks with the end of the model report their
+losses in the middle of the pass, and there is no trace before the run is over.
 """
 
 from __future__ import annotations
@@ -16,23 +13,15 @@ import math
 import sys
 import time
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TextIO
 
-from minipar.program import Instruction, Op, Program, Staleness, message
+from minipar.program import Program, Synchronous
 from minipar.trace import Trace
 from minipar.trace.terminal import text
 
-if TYPE_CHECKING:  # (the driver follows a run without torch)
-    from torch import Tensor
-
-    from minipar.execution.streams import Mark, Reading, Streams
-
 EVERY = 0.1  # seconds between two moments
-_MESSAGES = (Op.SEND, Op.RECV)
-Span = tuple[Instruction, float, float]  # an instruction and when it ran
 
 
 @dataclass(frozen=True)
@@ -44,7 +33,7 @@ class Moment:
     ones.
 
     `trace` is the last pass through the program whose times all ranks have reported: measured, without memory. Where
-    steps overlap (asynchronous pipelines, sync=ps) it is the time of one step, and its `note` says so.
+    steps overlap (asynchronous pipelines, sync=ps) there is none, and a step is one whose losses are known.
     """
 
     step: int
@@ -114,76 +103,49 @@ class Warned(NamedTuple):
     text: str
 
 
-class Stretch(NamedTuple):
-    """What a rank reports in the middle of a pass.
-
-    run      which pass it is
-    until    the time up to which the reports are complete
-    walked   (place in the order in which it walks, index of the instruction, start, end)
-    losses   of the mini-batches whose loss has changed
-    """
+class Part(NamedTuple):
+    """What a rank reports in the middle of a pass: which pass it is, and its parts of the losses that are complete."""
 
     run: int
-    until: float
-    walked: list[tuple[int, int, float, float]]
-    losses: dict[int, float]
+    losses: list[float]
 
 
 # in the ranks ---------------------------------------------------------------------------------------------------------
 
 
-class Walked:
-    """In a rank: reports what it has walked, at most once in `every` seconds. Called after an instruction."""
+class Midst:
+    """In a rank: reports the losses of a pass while it goes on, at most once in `every` seconds. Called with each."""
 
-    def __init__(self, report: Callable[[Stretch], None], every: float) -> None:
+    def __init__(self, report: Callable[[Part], None], every: float = EVERY) -> None:
         self._report, self._every, self._run = report, every, -1
 
-    def begin(
-        self, starts: Sequence[Mark], ends: Sequence[Mark], losses: Sequence[Tensor | float], streams: Streams
-    ) -> None:
-        """A pass begins, which writes its times and losses to these lists."""
-        self._starts, self._ends, self._losses, self._streams = starts, ends, losses, streams
-        self._ready: list[tuple[Stretch, dict[int, Reading]]] = []  # reports whose losses are not known yet
-        self._seen, self._held = 0, list[int]()  # number of places seen; those of them that had not ended
-        self._known: list[Tensor | float] = [0.0] * len(losses)
-        self._last = time.perf_counter()
-        self._run += 1
+    def begin(self, count: int) -> None:
+        """A pass of so many losses begins."""
+        self._losses, self._last, self._run = [0.0] * count, time.perf_counter(), self._run + 1
 
-    def __call__(self, order: Sequence[int], waiting: Iterable[int] = (), last: bool = False) -> None:
-        """The instructions `order` have been walked; those in `waiting` have no end yet. `last`: the pass is over."""
+    def __call__(self, value: float, k: int) -> None:
+        """A part of loss k is known; those before it are complete."""
+        self._losses[k] += value
         now = time.perf_counter()
-        if not last and now - self._last < self._every:
-            return
-        self._last = now
-        places = [*self._held, *range(self._seen, len(order))]
-        streams, open_ = self._streams, set(waiting)
-        open_.update(order[k] for k in places if not (order[k] in open_ or streams.happened(self._ends[order[k]])))
-        self._seen, self._held = len(order), [k for k in places if order[k] in open_]
-        ended = [(k, order[k]) for k in places if order[k] not in open_]
-        starts, ends = (streams.times([of[index] for _, index in ended]) for of in (self._starts, self._ends))
-        walked = [(k, index, start, end) for (k, index), start, end in zip(ended, starts, ends, strict=True)]
-        losses = {k: streams.reading(loss) for k, loss in enumerate(self._losses) if loss is not self._known[k]}
-        self._known = list(self._losses)
-        self._ready.append((Stretch(self._run, float("inf") if last else now, walked, {}), losses))
-        while self._ready and (last or all(number.known() for number in self._ready[0][1].values())):
-            stretch, found = self._ready.pop(0)
-            self._report(stretch._replace(losses={k: number.value() for k, number in found.items()}))
+        if now - self._last >= self._every:
+            self._last = now
+            self._report(Part(self._run, self._losses[:k]))
 
 
 class Reporter:
     """In a rank: decides what to report. Times of a pass are reported only now and then, if possible by all ranks for
-    the same passes; of an asynchronous program in the middle of a pass."""
+    the same passes; of an asynchronous program losses, in the middle of a pass."""
 
     def __init__(self, watched: bool, program: Program) -> None:
-        self._watched, self._in_the_midst = watched, watched and isinstance(program.contract, Staleness)
+        self._watched, self._flushes = watched, isinstance(program.contract, Synchronous)
         self._slot = -1
 
-    def walked(self, report: Callable[[Any], None]) -> Walked | None:
+    def midst(self, report: Callable[[Any], None]) -> Midst | None:
         """What reports in the middle of a pass, if that is wanted."""
-        return Walked(report, EVERY) if self._in_the_midst else None
+        return Midst(report) if self._watched and not self._flushes else None
 
     def news(self, done: int, losses: list[float], starts: list[float], ends: list[float]) -> News:
-        if not self._watched or not starts or self._in_the_midst:
+        if not self._watched or not starts or not self._flushes:
             return News(done, losses, None)
         slot = int(min(starts) / EVERY)  # ranks of one machine share a clock, and begin a pass together
         fresh, self._slot = slot != self._slot, slot
@@ -191,72 +153,6 @@ class Reporter:
 
 
 # in the driver --------------------------------------------------------------------------------------------------------
-
-
-class UnderWay:
-    """In the driver: what all ranks have reported of one pass of an asynchronous program.
-
-    done    steps that all ranks have done, from the first one on
-    losses  of the mini-batches in them
-    trace   of the time of the last of them; None before there is one
-    """
-
-    def __init__(self, program: Program) -> None:
-        self.program, self.done = program, 0
-        self._walked: list[dict[int, Span]] = [{} for _ in program.ranks]  # by the place in its order
-        self._until = [float("-inf")] * len(program.ranks)
-        self._losses: list[dict[int, float]] = [{} for _ in program.ranks]  # each rank's part
-        self._left = [Counter(ins.step for ins in row if ins.microbatch >= 0) for row in program.ranks]
-
-    def heard(self, rank: int, part: Stretch) -> None:
-        row = self.program.ranks[rank]
-        self._until[rank] = part.until
-        self._losses[rank] |= part.losses
-        self._walked[rank] |= {place: (row[index], start, end) for place, index, start, end in part.walked}
-        self._left[rank].subtract(row[index].step for _, index, _, _ in part.walked if row[index].microbatch >= 0)
-        while self.done < self.program.steps and not any(left[self.done] for left in self._left):
-            self.done += 1
-
-    @property
-    def losses(self) -> list[float]:
-        count = self.done * (self.program.losses // self.program.steps)
-        return [sum(found.get(k, 0.0) for found in self._losses) for k in range(count)]
-
-    @property
-    def trace(self) -> Trace | None:
-        spans: dict[int, tuple[float, float]] = {}  # of the steps that are done: first start and last end
-        for ins, start, end in (span for row in self._walked for span in row.values()):
-            if ins.stream == "compute" and ins.microbatch >= 0 and ins.step < self.done:
-                first, last = spans.get(ins.step, (start, end))
-                spans[ins.step] = min(first, start), max(last, end)
-        reported = [step for step, (_, last) in spans.items() if last <= min(self._until)]
-        if not reported:
-            return None
-        step = max(reported)
-        rows = [[row[k] for k in sorted(row)] for row in self._walked]
-        others = "; steps overlap, so parts of others ran in it" if self.program.steps > 1 else ""
-        return window(self.program, rows, *spans[step], f"the time of step {step + 1}{others}")
-
-
-def window(program: Program, rows: Sequence[Sequence[Span]], first: float, last: float, note: str) -> Trace:
-    """A trace of what ran between two times, with the messages whose both ends ran then; memory is not known."""
-    seen = [[one for one in row if one[2] > first and one[1] < last] for row in rows]
-    ends_of = Counter(_key(rank, ins) for rank, row in enumerate(seen) for ins, _, _ in row if ins.op in _MESSAGES)
-    kept = [
-        [one for one in row if one[0].op not in _MESSAGES or ends_of[_key(rank, one[0])] == 2]
-        for rank, row in enumerate(seen)
-    ]
-    cut = replace(
-        program, ranks=tuple(tuple(ins for ins, _, _ in row) for row in kept), state=(), in_flight=None, serving=None
-    )
-    starts, ends = ([[one[k] - first for one in row] for row in kept] for k in (1, 2))  # type: ignore[operator]
-    return Trace(cut, starts, ends, lambda rank, value: 0, "measured", note=note)
-
-
-def _key(rank: int, ins: Instruction) -> tuple[object, ...]:
-    """A key that a SEND and its RECV share."""
-    ends = (rank, ins.peer) if ins.op is Op.SEND else (ins.peer, rank)
-    return (*ends, message(ins))
 
 
 class Paced:
@@ -301,11 +197,11 @@ class Following:
         self._losses: list[float] = []
         self._trace: Trace | None = None
         self._show = Paced(watch, sum(each.steps for each in programs))
-        self._under_way: dict[int, UnderWay] = {}  # of asynchronous passes
+        self._parts: dict[int, Part] = {}  # of an asynchronous pass, by rank
         self._steps = 0  # of the passes that are over
 
-    def __call__(self, rank: int, news: News | Stretch | Warned) -> None:
-        if isinstance(news, Stretch):
+    def __call__(self, rank: int, news: News | Part | Warned) -> None:
+        if isinstance(news, Part):
             return self._midst(rank, news)
         if isinstance(news, Warned):
             return self._warnings(rank, news)
@@ -324,10 +220,9 @@ class Following:
             return None
         self._losses += losses
         times = [n.times for n in of_rank if n.times is not None]
-        if news.done in self._under_way:
-            self._trace = self._under_way.pop(news.done).trace
-        elif len(times) == len(heard):
+        if len(times) == len(heard):
             self._trace = passed(program, times)
+        self._parts.clear()
         self._steps += program.steps
         self._show(self._steps, self._losses.copy, lambda: self._trace)
         return None
@@ -347,14 +242,14 @@ class Following:
                 if self._stop is not None:
                     self._stop()
 
-    def _midst(self, rank: int, part: Stretch) -> None:
-        """Take a rank's report from the middle of a pass."""
-        if part.run not in self._under_way:
-            self._under_way[part.run] = UnderWay(self._programs[part.run])
-        now = self._under_way[part.run]
-        now.heard(rank, part)
-        if now.done < now.program.steps:  # (else the report of the whole pass comes next)
-            self._show(self._steps + now.done, lambda: self._losses + now.losses, lambda: now.trace or self._trace)
+    def _midst(self, rank: int, part: Part) -> None:
+        """Take a rank's report from the middle of a pass. Every replica has one rank with the end of the model."""
+        self._parts[rank] = part
+        program, parts = self._programs[part.run], self._parts.values()
+        if len(parts) == program.replicas:
+            losses = [sum(each) for each in zip(*(one.losses for one in parts), strict=False)]
+            done = len(losses) * program.steps // program.losses
+            self._show(self._steps + done, lambda: self._losses + losses, lambda: self._trace)
 
 
 class Warnings:

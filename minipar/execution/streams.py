@@ -91,9 +91,6 @@ class Streams(Protocol):
         """The moment at which messages or a collective end, which have just begun. Those of one line end in order.
         None: who waits for them knows."""
 
-    def happened(self, mark: Mark) -> bool:
-        """Whether a moment is past."""
-
     def wait(self, mark: Mark) -> None:
         """The host waits for a moment."""
 
@@ -169,9 +166,6 @@ class HostStreams:
 
     def ended(self, handles: Sequence[Handle], line: Hashable) -> Mark | None:
         return None
-
-    def happened(self, mark: Mark) -> bool:
-        return True
 
     def wait(self, mark: Mark) -> None: ...
 
@@ -251,9 +245,6 @@ class CudaStreams:
         with torch.cuda.stream(self._line(line)):
             followed = [handle.on_stream() for handle in handles]
             return self.mark() if followed and all(followed) else None
-
-    def happened(self, mark: Mark) -> bool:
-        return isinstance(mark, float) or bool(mark.query())
 
     def wait(self, mark: Mark) -> None:
         if not isinstance(mark, float):

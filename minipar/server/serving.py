@@ -48,7 +48,7 @@ from minipar.server.process import Served, Server
 from minipar.server.pushing import Servers
 from minipar.server.saving import Part, Saving
 from minipar.server.shard import Line, Settings, Shard, form_of, pieces_of
-from minipar.server.steps import Step, last_of, losses_of
+from minipar.server.steps import Step, losses_of
 from minipar.server.working import Worker
 from minipar.strategies import served_order
 from minipar.strategies.passes.compress import keeps_residual
@@ -165,7 +165,7 @@ def execute_served(
             report(len(steps))
             done = len(steps) // workers
             if done < program.steps:  # (else the run is over soon, and its final losses are shown then)
-                show(done, lambda: losses_of(steps.values(), done), lambda: last_of(program, blocks, steps.values()))
+                show(done, lambda: losses_of(steps.values(), done), lambda: None)
         elif isinstance(fact, Header):
             saving.heard(rank, fact)
         elif isinstance(fact, Warned):
@@ -191,7 +191,7 @@ def execute_served(
     worked, served = ([one for one, _ in some] for some in (found[:workers], found[workers:]))
     steps |= {(one.worker, one.step): one for each in worked for one in each.steps}
     execution, service = _result(task, blocks, steps, worked, served, deaths)
-    show(program.steps, lambda: execution.losses, lambda: last_of(program, blocks, steps.values()))
+    show(program.steps, lambda: execution.losses, lambda: None)
     return replace(execution, shares=shares), service
 
 

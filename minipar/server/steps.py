@@ -1,8 +1,4 @@
-"""The steps that workers of parameter servers have done: their losses, and during the run a picture of the last ones.
-
-worker 0   |pull F B push|pull F B push|          each worker reports every step that it has done;
-worker 1   |pull ... F B push|pull F B ..         the trace shows the time of the slowest worker's last step
-"""
+"""The steps that workers of parameter servers have done, and their losses."""
 
 from __future__ import annotations
 
@@ -11,10 +7,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from minipar.execution.following import Span, window
-from minipar.program import Program
-from minipar.strategies.served_order import Blocks
-from minipar.trace import Trace
 from minipar.trace.memory_series import Series
 
 
@@ -45,20 +37,3 @@ def mean_loss(here: Sequence[Step]) -> float:
     """The mean loss of a step, over the rows of these workers."""
     rows, whole = sum(t.rows for t in here), sum(t.loss for t in here)
     return whole * (here[0].of / rows) if rows and rows != here[0].of else whole
-
-
-def last_of(program: Program, blocks: Sequence[Blocks], done: Collection[Step]) -> Trace:
-    """The trace of the last step of the worker that is furthest behind, with what the others did meanwhile. `blocks`:
-    the instructions of each worker, by step."""
-    latest = {one.worker: one for one in done}
-    behind = min(latest.values(), key=lambda one: one.times[-1][1])
-    begin, end = behind.times[0][0], behind.times[-1][1]
-    rows: list[list[Span]] = [[] for _ in blocks]
-    for one in done:
-        if one.times[-1][1] > begin:
-            block = zip(blocks[one.worker][one.step], one.times, strict=True)
-            rows[one.worker] += [(ins, *span) for ins, span in block]
-    what = (
-        f"the time of step {behind.step + 1} of rank {behind.worker}; what the servers do is in the trace of the whole"
-    )
-    return window(program, rows, begin, end, f"{what} run")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import io
-import math
-from collections import Counter
 from functools import partial
 from itertools import pairwise
 
 import pytest
 
-from minipar import Plan, data, models, simulate
+from minipar import Plan, data, models
 from minipar.execution import following
 from minipar.execution.following import (
     EVERY,
@@ -19,13 +17,7 @@ from minipar.execution.following import (
     News,
     Reporter,
     Screen,
-    Stretch,
-    UnderWay,
-    Walked,
-    window,
 )
-from minipar.execution.streams import HostStreams
-from minipar.program import Op, message
 from minipar.training.training import train
 from tests.conftest import Clusters
 
@@ -94,67 +86,20 @@ def test_servers_workers_tell_while_they_run(clusters: Clusters) -> None:
     assert all(len(m.losses) == m.step for m in moments)
     halfway = [m for m in moments if 0 < m.step < 200]
     assert halfway
-    for m in halfway:
-        assert m.trace is not None
-        assert len(m.trace.program.ranks) == 2  # the workers
-        assert "what the servers do is in the trace of the whole run" in m.trace.note
 
 
-def test_time_of_a_step_as_soon_as_all_ranks_have_told_it() -> None:
-    program = Plan(pp=2, microbatches=2, schedule="pipedream").compile(layers=2, steps=4)
-    ran = simulate(program)
-    now = UnderWay(program)
-
-    def tell(rank: int, first: int, until: int, time: float, losses: dict[int, float]) -> None:
-        walked = [(k, k, ran.starts[rank][k], ran.ends[rank][k]) for k in range(first, until)]
-        now.heard(rank, Stretch(0, time, walked, losses))
-
-    half = next(k for k, ins in enumerate(program.ranks[1]) if ins.step == 2 and ins.op is Op.FORWARD)
-    tell(1, 0, half, ran.starts[1][half], {0: 4.0, 1: 3.0, 2: 2.0, 3: 1.0})
-    assert now.done == 0
-    tell(0, 0, len(program.ranks[0]), math.inf, {})
-    assert now.done == 2
-    assert now.losses == [4.0, 3.0, 2.0, 1.0]
-    trace = now.trace
-    assert trace is not None
-    assert trace.note.startswith("the time of step 1;")  # rank 1 has not told yet what it did until the end of step 2
-    tell(1, half, len(program.ranks[1]), math.inf, {4: 1.0, 5: 1.0, 6: 1.0, 7: 0.5})
-    assert now.done == 4
-    assert now.losses[-1] == 0.5
-    trace = now.trace
-    assert trace is not None
-    places = [(r, k) for r, row in enumerate(program.ranks) for k, ins in enumerate(row) if ins.step == 3]
-    own = [(r, k) for r, k in places if program.ranks[r][k].op in (Op.FORWARD, Op.BACKWARD)]
-    first, last = min(ran.starts[r][k] for r, k in own), max(ran.ends[r][k] for r, k in own)
-    for rank, row in enumerate(program.ranks):
-        there = [
-            ins for k, ins in enumerate(row)
-            if ins.stream == "compute" and ran.ends[rank][k] > first and ran.starts[rank][k] < last
-        ]  # fmt: skip
-        assert [ins for ins in trace.program.ranks[rank] if ins.stream == "compute"] == there
-
-
-def test_window_has_both_ends_of_its_messages() -> None:
-    program = Plan(pp=2, microbatches=2, schedule="pipedream").compile(layers=2, steps=4)
-    ran = simulate(program, latency=0.5)
-    rows = [list(zip(row, ran.starts[r], ran.ends[r], strict=True)) for r, row in enumerate(program.ranks)]
-    for first in range(20):
-        trace = window(program, rows, float(first), first + 4.0, "")
-        ends = Counter(message(ins) for row in trace.program.ranks for ins in row if ins.op in (Op.SEND, Op.RECV))
-        assert set(ends.values()) <= {2}
-        assert all(trace.program.ranks[r][e.index] is e.instruction for r in range(2) for e in trace.events_of(r))
-
-
-def test_receives_that_have_not_arrived_are_told_later() -> None:
-    told: list[Stretch] = []
-    walked = Walked(told.append, 0.0)
-    starts, ends = [0.0, 1.0, 2.0], [1.0, 1.0, 3.0]
-    walked.begin(starts, ends, [0.0], HostStreams())
-    walked(range(3), waiting=[1])
-    ends[1] = 5.0
-    walked(range(3), last=True)
-    assert [one.walked for one in told] == [[(0, 0, 0.0, 1.0), (2, 2, 2.0, 3.0)], [(1, 1, 1.0, 5.0)]]
-    assert told[-1].until == math.inf
+def test_a_pipeline_without_flushes_tells_its_losses(clusters: Clusters) -> None:
+    moments: list[Moment] = []
+    run = train(
+        partial(models.mlp, widths=(32, 64, 64, 256)), data.for_model("mlp-tiny"),
+        "dp=2 pp=2 schedule=pipedream microbatches=2", cluster=clusters(4), steps=150, batch=16, progress=False,
+        watch=moments.append,
+    )  # fmt: skip
+    assert [m.step for m in moments] == sorted(m.step for m in moments)
+    assert any(0 < m.step < 150 for m in moments)
+    for m in moments:
+        assert m.losses == pytest.approx(run.losses[: len(m.losses)])
+    assert len(moments[-1].losses) == len(run.losses) == 300
 
 
 def test_screen_draws_over_itself_in_a_terminal_and_once_elsewhere() -> None:
